@@ -1,0 +1,48 @@
+# serve: install and serve the bundled model; ARGS="smollm2 --port 9000" passes flags.
+# test:  lint, types and tests.   prove: the long evidence.   bench: speed against peers on this machine.
+#
+# TORCH_INDEX: an index to take torch from first, for machines whose usual index serves large CUDA builds.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH := $(shell sed -n 's/^ *"\(torch[^"]*\)",$$/\1/p' pyproject.toml)
+ARGS ?=
+
+# Tests that load torch; the others run first, because they fail in seconds.
+SLOW := $(wildcard tests/kernels tests/models tests/checkpoints tests/engine tests/test_tiny.py tests/test_walk.py)
+
+.PHONY: serve test prove bench clean
+
+serve: $(VENV)/installed
+	$(BIN)/tripool serve $(ARGS)
+
+test: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest $(addprefix --ignore=,$(SLOW))
+	$(BIN)/pytest $(SLOW)
+
+prove: $(VENV)/installed-dev
+	$(BIN)/pytest -m prove
+
+bench: $(VENV)/installed-dev
+	$(BIN)/python bench/engine_cpu.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+
+# What is installed follows pyproject.toml; the code itself is linked, so editing it needs no new install.
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: pyproject.toml | $(BIN)/python
+	$(if $(TORCH_INDEX),$(PIP) install --quiet --index-url "$(TORCH_INDEX)" "$(TORCH)")
+	$(PIP) install --quiet --editable .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) install --quiet --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,24 @@
+"""Tripool serves mixture-of-experts language models from three pools of peers: prefill, decode and cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tripool.core import Choice, Generation, SamplingParams, Usage
+from tripool.errors import TripoolError
+
+if TYPE_CHECKING:
+    from tripool.llm import LLM
+
+__version__ = "0.1.0"
+
+__all__ = ["LLM", "SamplingParams", "Generation", "Choice", "Usage", "TripoolError", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    """LLM on first use: rooms without text (planner, policies) import this package and need no tokenizer."""
+    if name == "LLM":
+        from tripool.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'tripool' has no attribute '{name}'")

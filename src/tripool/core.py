@@ -1,0 +1,206 @@
+"""The nouns: what a request asks for, what a step says, what a caller gets. No tensor, clock or socket."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from tripool.errors import InvalidRequest
+
+BLOCK_TOKENS = 64
+"""Tokens in one KV block: the unit of paging, prefix reuse and hand-over."""
+
+MAX_LOGPROBS = 20
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. Defaults sample plainly until the model ends or the context is full."""
+
+    temperature: float = 1.0
+    """0 picks the most likely token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 (or -1) considers every token."""
+    min_p: float = 0.0
+    """Drop tokens less likely than `min_p` times the likeliest."""
+    repetition_penalty: float = 1.0
+    """Above 1 discourages tokens seen in prompt or answer."""
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    """None: none. k: log-probability of each chosen token and of the k likeliest."""
+    n: int = 1
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            if not isinstance(getattr(self, name), Sequence):
+                raise InvalidRequest(f"{name} is {getattr(self, name)!r}", hint="must be a list", param=name)
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        self._check()
+
+    def _check(self) -> None:
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _in_range("top_p", self.top_p, 0.0, 1.0, above=True)
+        _whole("top_k", self.top_k, 0, 2**31)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _whole("n", self.n, 1, 128)
+        _whole("min_tokens", self.min_tokens, 0, 2**31)
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, 2**31)
+            if self.min_tokens > self.max_tokens:
+                raise InvalidRequest("min_tokens is above max_tokens", param="min_tokens")
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), 2**64 - 1)
+        for flag in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, flag), bool):
+                raise InvalidRequest(f"{flag} is {getattr(self, flag)!r}", hint="must be true or false", param=flag)
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise InvalidRequest("stop must hold non-empty strings", param="stop")
+        if len(self.stop) > 64 or any(len(s) > 1024 for s in self.stop):
+            raise InvalidRequest("stop is too long", hint="at most 64 strings of 1024 characters", param="stop")
+        if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > 1024:
+            hint = "must map at most 1024 token ids to numbers"
+            raise InvalidRequest("logit_bias is of the wrong shape", hint=hint, param="logit_bias")
+        for token, value in self.logit_bias.items():
+            _whole("logit_bias", token, 0, 2**31)
+            _in_range("logit_bias", value, -100.0, 100.0)
+        for token in self.stop_token_ids:
+            _whole("stop_token_ids", token, 0, 2**31)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> SamplingParams:
+        """From a dict of option names, as a command line or a JSON body has them; unknown names are refused by name."""
+        known = {f.name for f in fields(cls)}
+        for name in options:
+            if name not in known:
+                hint = f"known options: {', '.join(sorted(known))}"
+                raise InvalidRequest(f"unknown sampling option '{name}'", hint=hint, param=name)
+        try:
+            return cls(**options)
+        except TypeError as error:  # e.g. a string where a number belongs, caught by a comparison
+            raise InvalidRequest(f"a sampling option has the wrong type: {error}") from error
+
+
+def _in_range(name: str, value: float, low: float, high: float, *, above: bool = False) -> None:
+    """`above` excludes the lower end. Rejects bools, NaN (which fails every comparison) and non-numbers."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not (low < value <= high if above else low <= value <= high):
+        bounds = f"{'above' if above else 'at least'} {low:g} and at most {high:g}"
+        raise InvalidRequest(f"{name} is {value!r}", hint=f"must be {bounds}", param=name)
+
+
+def _whole(name: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, int):
+        raise InvalidRequest(f"{name} is {value!r}", hint="must be a whole number", param=name)
+    _in_range(name, value, low, high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt with everything that decides its answer: the same request gives the same tokens anywhere."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    """Resolved: the client's, or one drawn for it when it gave none."""
+    end_ids: frozenset[int] = frozenset()
+    """The model's own end-of-text tokens."""
+    namespace: str = ""
+    """Salt of the prefix cache: requests of different namespaces never share a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of the chosen token and of the likeliest ones, before temperature and filters."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One generated token of one choice of one request. `index` counts from 0 within the choice."""
+
+    request_id: str
+    choice: int
+    index: int
+    token_id: int
+    finish_reason: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens that came from the prefix cache; the same in every event of a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of a request's `n` answers. `token_ids` includes the token that ended it."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The answer to one prompt; with `n` = 1 its `text` and kin are those of the only choice."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    choices: tuple[Choice, ...]
+    usage: Usage
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        return self.choices[0].logprobs
+
+
+Message = Mapping[str, Any]
+Conversation = Sequence[Message]

@@ -1,0 +1,107 @@
+"""Every error a user can meet: a typed tree, each with an HTTP status, a stable code and a hint.
+
+The message says what is wrong, the hint says what to do about it. Our own mistakes are assertions, never these.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class TripoolError(Exception):
+    """Root of the tree. `status` is what HTTP answers, `code` is what programs match on."""
+
+    status = 500
+    code = "internal_error"
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class InvalidRequest(TripoolError):
+    """The caller asked for something that can never work."""
+
+    status = 400
+    code = "invalid_request"
+
+    def __init__(self, message: str, *, hint: str = "", param: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.param = param
+
+
+class ContextOverflow(InvalidRequest):
+    """Prompt (plus what it asks to generate) exceeds the model's context or the KV memory."""
+
+    code = "context_length_exceeded"
+
+
+class ModelNotFound(TripoolError):
+    status = 404
+    code = "model_not_found"
+
+
+class EngineStopped(TripoolError):
+    """The engine is shutting down or has failed; the request was not served."""
+
+    status = 503
+    code = "engine_stopped"
+
+
+class CheckpointError(TripoolError):
+    """A checkpoint cannot be used. Names the file and, where there is one, the tensor."""
+
+    code = "bad_checkpoint"
+
+    def __init__(self, message: str, *, hint: str = "", file: Path | str | None = None, tensor: str | None = None):
+        where = "".join([f" [file {file}]" if file else "", f" [tensor {tensor}]" if tensor else ""])
+        super().__init__(message + where, hint=hint)
+        self.file = str(file) if file else None
+        self.tensor = tensor
+
+
+class CheckpointMissing(CheckpointError):
+    """No such model, folder or file."""
+
+    status = 404
+    code = "checkpoint_missing"
+
+
+class CheckpointTruncated(CheckpointError):
+    """A file ends before its own header says it does, or its header cannot be read."""
+
+    code = "checkpoint_truncated"
+
+
+class CheckpointCorrupt(CheckpointError):
+    """The bytes are all there but are not what they claim to be (checksum, overlap, invalid JSON)."""
+
+    code = "checkpoint_corrupt"
+
+
+class WrongArchitecture(CheckpointError):
+    """A model family, or an option of one, that this version does not run."""
+
+    code = "wrong_architecture"
+
+
+class WrongDtype(CheckpointError):
+    """A tensor type or quantisation that this version does not read."""
+
+    code = "wrong_dtype"
+
+
+class TensorMissing(CheckpointError):
+    """The config promises a tensor that no file holds."""
+
+    code = "tensor_missing"
+
+
+class TensorShape(CheckpointError):
+    """A tensor's shape contradicts the config."""
+
+    code = "tensor_shape"
