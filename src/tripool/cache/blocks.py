@@ -1,0 +1,109 @@
+"""One engine's KV blocks: reference counts, the free list and the index of what free blocks still remember.
+
+| a block is | refs | in `_blank` | in `_idle` | has a key |
+|------------|------|-------------|------------|-----------|
+| held       | >= 1 | no          | no         | maybe     |
+| idle       | 0    | no          | yes        | yes       |
+| blank      | 0    | yes         | no         | no        |
+
+Idle blocks keep their contents and are found by key until someone needs the room; the least recently used goes first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks > 0
+        self.num_blocks = num_blocks
+        self._refs = [0] * num_blocks
+        self._blank = list(range(num_blocks - 1, -1, -1))
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated now, idle ones included."""
+        return len(self._blank) + len(self._idle)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.num_free
+
+    def match(self, keys: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest known prefix. Nothing is held yet: `acquire` them before allocating anything else."""
+        found = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_idle(self, blocks: Sequence[int]) -> int:
+        """How many of these would leave the free list if acquired."""
+        return sum(self._refs[block] == 0 for block in blocks)
+
+    def acquire(self, blocks: Sequence[int]) -> None:
+        """Hold blocks that `match` found."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._idle[block]
+            self._refs[block] += 1
+
+    def num_freed_by(self, tables: Iterable[Sequence[int]]) -> int:
+        """How many blocks would become free if all these holders let go: those that nobody else holds."""
+        held = Counter(block for table in tables for block in table)
+        return sum(self._refs[block] == count for block, count in held.items())
+
+    def can_allocate(self, count: int) -> bool:
+        return count <= self.num_free
+
+    def allocate(self, count: int) -> list[int]:
+        assert self.can_allocate(count), f"{count} blocks wanted, {self.num_free} free"
+        blocks = []
+        for _ in range(count):
+            block = self._blank.pop() if self._blank else self._forget_oldest()
+            self._refs[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give back one reference of each. The tail becomes idle first: a prefix without its head is useless."""
+        for block in reversed(blocks):
+            self._refs[block] -= 1
+            assert self._refs[block] >= 0, f"block {block} released too often"
+            if self._refs[block] == 0:
+                if block in self._key_of:
+                    self._idle[block] = None
+                else:
+                    self._blank.append(block)
+
+    def publish(self, block: int, key: bytes) -> None:
+        """Make a full, held block findable. A second block with the same contents stays nameless."""
+        assert self._refs[block] > 0, "only a holder may publish"
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def _forget_oldest(self) -> int:
+        block, _ = self._idle.popitem(last=False)
+        del self._block_of[self._key_of.pop(block)]
+        return block
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Every reference has an owner among `tables`, every block is in exactly one state, the index is one to one."""
+        held = Counter(block for table in tables for block in table)
+        blank, idle = set(self._blank), set(self._idle)
+        assert len(blank) == len(self._blank), "a blank block is listed twice"
+        for block in range(self.num_blocks):
+            assert self._refs[block] == held[block], f"block {block}: {self._refs[block]} refs, {held[block]} owners"
+            states = (self._refs[block] > 0) + (block in blank) + (block in idle)
+            assert states == 1, f"block {block} is in {states} states"
+            assert not (block in blank and block in self._key_of), f"blank block {block} has a key"
+            assert not (block in idle and block not in self._key_of), f"idle block {block} has no key"
+        assert {key: block for block, key in self._key_of.items()} == self._block_of, "index is not one to one"

@@ -1,0 +1,33 @@
+"""The running batch: every sequence whose prompt is done takes one token per step, oldest first. Pure."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+
+from tripool.sequence import Seq, Task
+
+
+class DecodeScheduler:
+    def __init__(self) -> None:
+        self.running: list[Seq] = []
+
+    def admit(self, seq: Seq) -> None:
+        """From prefill, blocks included: the hand-over is a move of the block table."""
+        assert seq.prompt_done and seq.num_computed == len(seq.tokens) - 1
+        insort(self.running, seq, key=lambda s: s.order)
+
+    def remove(self, seq: Seq) -> None:
+        self.running.remove(seq)
+
+    def plan(self, grow: Callable[[Seq, int], int]) -> list[Task]:
+        """One task per sequence that has room for its next token.
+
+        `grow` may preempt younger sequences of this list. One that it refuses keeps its blocks and waits: older ones
+        finish, or take them.
+        """
+        tasks = []
+        for seq in list(self.running):
+            if seq in self.running and grow(seq, seq.num_computed + 1) > seq.num_computed:
+                tasks.append(Task(seq, seq.work(1)))
+        return tasks

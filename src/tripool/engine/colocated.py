@@ -1,0 +1,167 @@
+"""Prefill and decode in one process over one block pool: the pure half of an engine.
+
+`schedule` says what the next step computes, `settle` takes what it sampled. Preemption is by recomputation and by age:
+whoever needs a block may take those of the youngest holder, unless that is itself; then it steps back and waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+from tripool.cache import BlockPool
+from tripool.config import SchedulerConfig
+from tripool.core import FinishReason, Request, TokenEvent
+from tripool.decode import DecodeScheduler
+from tripool.errors import ContextOverflow, InvalidRequest
+from tripool.prefill import PrefillScheduler
+from tripool.prefill.scheduler import extend_keys
+from tripool.sequence import Sampled, Seq, Task
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, *, model: str, context_tokens: int) -> None:
+        self._config = config
+        self._model = model
+        self.context_tokens = min(context_tokens, config.num_blocks * config.block_tokens)
+        """Longest sequence there can be: the model's context, or all of the KV memory if that is less."""
+        self.pool = BlockPool(config.num_blocks)
+        self.prefill = PrefillScheduler(config, self.pool, model)
+        self.decode = DecodeScheduler()
+        self._requests: dict[str, list[Seq]] = {}
+        self._next_order = 0
+        self.num_preemptions = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._requests)
+
+    def add(self, request: Request) -> None:
+        room = self.context_tokens - len(request.prompt_ids)
+        if not request.prompt_ids:
+            raise InvalidRequest("the prompt holds no token", hint="send some text", param="prompt")
+        if room <= 0:
+            hint = f"at most {self.context_tokens - 1} prompt tokens fit; shorten the prompt or give more KV memory"
+            raise ContextOverflow(f"the prompt has {len(request.prompt_ids)} tokens", hint=hint, param="prompt")
+        if request.id in self._requests:
+            raise InvalidRequest(f"request id '{request.id}' is in use", param="request_id")
+        max_new_tokens = min(request.params.max_tokens or room, room)
+        leader: Seq | None = None
+        for choice in range(request.params.n):
+            seq = Seq(request, choice, self._next_order, max_new_tokens, list(request.prompt_ids), leader=leader)
+            leader = leader or seq
+            self._next_order += 1
+            self._requests.setdefault(request.id, []).append(seq)
+            self.prefill.add(seq)
+
+    def cancel(self, request_id: str) -> None:
+        """Give everything back at once. Unknown or finished ids are fine: a cancel may cross the last token."""
+        for seq in self._requests.pop(request_id, []):
+            if seq.finish is None:
+                self._retire(seq, "abort")
+
+    def schedule(self) -> list[Task]:
+        tasks: dict[int, Task] = {}
+
+        def grow(seq: Seq, stop: int) -> int:
+            return self._grow(seq, stop, tasks)
+
+        for task in self.decode.plan(grow):
+            tasks[task.seq.order] = task
+        slots = self._config.max_running - len(self.decode.running) - len(self.prefill.running)
+        budget = self._config.step_tokens - len(tasks)
+        for task in self.prefill.plan(budget, slots, grow):
+            tasks[task.seq.order] = task
+        return list(tasks.values())
+
+    def settle(self, tasks: Sequence[Task], sampled: Sequence[Sampled | None]) -> list[TokenEvent]:
+        """Account for a step that ran: `sampled` holds a token for each task that samples, None for the others."""
+        events = []
+        for task, result in zip(tasks, sampled, strict=True):
+            seq = task.seq
+            if seq.finish is not None:  # cancelled while the step ran
+                continue
+            assert task.samples == (result is not None)
+            seq.num_computed = task.work.stop
+            self._publish(seq)
+            if result is not None:
+                events.append(self._take(seq, result))
+        return events
+
+    def holders(self) -> Iterator[Seq]:
+        return chain(self.decode.running, self.prefill.running)
+
+    def check(self) -> None:
+        """The invariants: every block has its owner, every open sequence is in one place, nothing else is held."""
+        self.pool.check(seq.table for seq in self.holders())
+        placed = [seq.order for seq in chain(self.holders(), self.prefill.waiting)]
+        live = [s.order for seqs in self._requests.values() for s in seqs if s.finish is None]
+        assert sorted(placed) == sorted(live), "a sequence is lost or in two places"
+        assert len(self.decode.running) + len(self.prefill.running) <= self._config.max_running
+        for seq in self.holders():
+            assert len(seq.table) * self._config.block_tokens >= seq.num_computed, "computed beyond its blocks"
+            assert seq.num_computed < len(seq.tokens)
+        for seq in self.prefill.waiting:
+            assert not seq.table and seq.num_computed == 0, "a waiting sequence holds blocks"
+        for seq in self.decode.running:
+            assert seq.num_computed == len(seq.tokens) - 1
+
+    def _take(self, seq: Seq, result: Sampled) -> TokenEvent:
+        seq.tokens.append(result.token_id)
+        finish = _finish_reason(seq)
+        if finish is not None:
+            self._retire(seq, finish)
+            if all(other.finish for other in self._requests[seq.request.id]):
+                del self._requests[seq.request.id]
+        elif seq in self.prefill.running:
+            self.prefill.remove(seq)
+            self.decode.admit(seq)
+        cached = (seq.leader or seq).num_cached or 0
+        index = seq.num_generated - 1
+        return TokenEvent(seq.request.id, seq.choice, index, result.token_id, finish, result.logprobs, cached)
+
+    def _publish(self, seq: Seq) -> None:
+        """Name the blocks that this step filled, so that others with the same beginning find them."""
+        if self._config.prefix_reuse:
+            keys = extend_keys(seq, seq.num_computed, self._config.block_tokens, self._model)
+            for i in range(seq.num_published, seq.num_computed // self._config.block_tokens):
+                self.pool.publish(seq.table[i], keys[i])
+            seq.num_published = seq.num_computed // self._config.block_tokens
+
+    def _grow(self, seq: Seq, stop: int, tasks: dict[int, Task]) -> int:
+        """Blocks for positions up to `stop`, or for as many as there is room; nobody is preempted in vain."""
+        need = -(-stop // self._config.block_tokens) - len(seq.table)
+        if not self.pool.can_allocate(need):
+            younger = [s.table for s in self.holders() if s.order > seq.order]
+            need = min(need, self.pool.num_free + self.pool.num_freed_by(younger))
+        while not self.pool.can_allocate(need):
+            youngest = max(self.holders(), key=lambda s: s.order)
+            assert youngest is not seq
+            tasks.pop(youngest.order, None)
+            self._preempt(youngest)
+        seq.table.extend(self.pool.allocate(max(need, 0)))
+        return min(stop, len(seq.table) * self._config.block_tokens)
+
+    def _preempt(self, seq: Seq) -> None:
+        self._drop(seq)
+        seq.num_computed = 0
+        self.num_preemptions += 1
+        self.prefill.add(seq)
+
+    def _retire(self, seq: Seq, finish: FinishReason) -> None:
+        self._drop(seq)
+        seq.finish = finish
+
+    def _drop(self, seq: Seq) -> None:
+        """Out of its queue, blocks back to the pool."""
+        (self.decode if seq in self.decode.running else self.prefill).remove(seq)
+        self.pool.release(seq.table)
+        seq.table = []
+        seq.num_published = 0
+
+
+def _finish_reason(seq: Seq) -> FinishReason | None:
+    """Judged on the newest token. End tokens before `min_tokens` cannot happen: the sampler never picks them."""
+    if seq.tokens[-1] in seq.stop_ids:
+        return "stop"
+    return "length" if seq.num_generated >= seq.max_new_tokens else None

@@ -1,0 +1,97 @@
+"""Prompts, and replays after a preemption: admission by age, prefix reuse, chunks within a token budget. Pure.
+
+Who may be admitted is decided by age alone: the oldest waiting sequence goes first and nobody overtakes it, so nothing
+starves. Further choices of a request are the exception: they step aside until its first one has computed the prompt.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+
+from tripool.cache import BlockPool, block_key, root_key
+from tripool.config import SchedulerConfig
+from tripool.sequence import Seq, Task
+
+Grow = Callable[[Seq, int], int]
+"""grow(seq, stop): give seq blocks for positions below `stop`, or below as much of it as it returns."""
+
+
+class PrefillScheduler:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, model: str) -> None:
+        self._config = config
+        self._pool = pool
+        self._model = model
+        self.waiting: list[Seq] = []
+        self.running: list[Seq] = []
+
+    def add(self, seq: Seq) -> None:
+        """A new or a preempted sequence; it queues by age, not by when it came back."""
+        assert not seq.table and seq.num_computed == 0
+        insort(self.waiting, seq, key=_age)
+
+    def remove(self, seq: Seq) -> None:
+        """Forget it, blocks and all: finished, cancelled, preempted or moved on."""
+        (self.running if seq in self.running else self.waiting).remove(seq)
+
+    def plan(self, budget: int, slots: int, grow: Grow) -> list[Task]:
+        """Chunks for this step: those under way, oldest first, then newcomers while `slots` and `budget` last."""
+        tasks: list[Task] = []
+        short_of_blocks = False
+        for seq in list(self.running):
+            if budget > 0 and seq in self.running:  # growing an older one may have preempted this one
+                wanted = seq.work(budget).stop
+                granted = grow(seq, wanted)
+                short_of_blocks |= granted < wanted
+                budget -= _chunk(seq, granted, tasks)
+        for seq in list(self.waiting):
+            if budget <= 0 or slots <= 0 or short_of_blocks:
+                break  # a newcomer would only take the blocks that those under way are waiting for
+            if seq.waits_for_leader:
+                continue
+            if not self._admit(seq):
+                break
+            slots -= 1
+            budget -= _chunk(seq, grow(seq, seq.work(budget).stop), tasks)
+        return tasks
+
+    def _admit(self, seq: Seq) -> bool:
+        """Take the known prefix and start, if everything known plus one token fits into free blocks.
+
+        A newcomer never preempts. The last token is always computed: its logits are what the request is here for.
+        """
+        found = self._pool.match(self._keys(seq)) if self._config.prefix_reuse else []
+        found = found[: (len(seq.tokens) - 1) // self._config.block_tokens]
+        total = len(seq.tokens) // self._config.block_tokens + 1
+        if not self._pool.can_allocate(total - len(found) + self._pool.num_idle(found)):
+            return False
+        self._pool.acquire(found)
+        seq.table.extend(found)
+        seq.num_computed = len(found) * self._config.block_tokens
+        if seq.num_cached is None:
+            seq.num_cached = seq.num_computed
+        self.waiting.remove(seq)
+        insort(self.running, seq, key=_age)
+        return True
+
+    def _keys(self, seq: Seq) -> list[bytes]:
+        return extend_keys(seq, len(seq.tokens), self._config.block_tokens, self._model)
+
+
+def _chunk(seq: Seq, stop: int, tasks: list[Task]) -> int:
+    if stop > seq.num_computed:
+        tasks.append(Task(seq, seq.work(stop - seq.num_computed)))
+    return stop - seq.num_computed
+
+
+def extend_keys(seq: Seq, num_tokens: int, block_tokens: int, model: str) -> list[bytes]:
+    """Keys of the full blocks among the first `num_tokens`, remembered in the sequence."""
+    while (len(seq.keys) + 1) * block_tokens <= num_tokens:
+        start = len(seq.keys) * block_tokens
+        parent = seq.keys[-1] if seq.keys else root_key(model, seq.request.namespace)
+        seq.keys.append(block_key(parent, seq.tokens[start : start + block_tokens]))
+    return seq.keys
+
+
+def _age(seq: Seq) -> int:
+    return seq.order

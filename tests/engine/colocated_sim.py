@@ -1,0 +1,291 @@
+"""A made-up model under the real scheduler: every step is run against a memory of slots and held to an oracle.
+
+The memory holds a chain value (`colocated_model`) per block and slot. The model reads the one before its first row and
+writes one per row; what each sequence should see, get and be counted is known beforehand from the request alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tripool.config import SchedulerConfig
+from tripool.core import Request, TokenEvent
+from tripool.engine.colocated import Scheduler
+from tripool.sequence import Sampled, Seq, Task
+
+from .colocated_model import Shadow, chain_next, chain_root, enders, known_prefix, next_token, steps_to_live
+
+
+class Simulation:
+    """Drive it with `add`, `cancel`, `begin` (schedule) and `end` (run, settle); every call checks all it can."""
+
+    def __init__(self, config: SchedulerConfig, context_tokens: int) -> None:
+        self.config = config
+        self.scheduler = Scheduler(config, model="made-up", context_tokens=context_tokens)
+        self.memory: list[dict[int, int]] = [{} for _ in range(config.num_blocks)]
+        """Per block: slot -> chain value. A block that changes hands is wiped: nobody may count on what was there."""
+        self.names: dict[int, int] = {}
+        """Oracle of the prefix index: chain value at a block's end -> block."""
+        self.shadows: dict[Seq, Shadow] = {}
+        self.in_flight: list[Task] | None = None
+        self.num_steps = 0
+        self.trace: list[tuple[int, int, int]] = []
+        self.seen: Counter[str] = Counter()
+        """What the traffic made happen: shows that the checks had something to check."""
+        self._preempted: list[Seq] = []
+        self._free_before_release = 0
+        self._enough_before_victim = -1
+        """After a preemption: blocks that were free before it. Whoever preempted must now take more than those."""
+        self._names_at_admission: list[dict[int, int]] = []
+        self._oldest: Shadow | None = None
+        self._oldest_deadline = 0
+        self._observe()
+
+    def _observe(self) -> None:
+        """Watch the public verbs that happen inside one call, where order matters."""
+        pool, prefill = self.scheduler.pool, self.scheduler.prefill
+        pool_allocate, pool_acquire, pool_release, prefill_add = pool.allocate, pool.acquire, pool.release, prefill.add
+
+        def allocate(count: int) -> list[int]:
+            assert count > self._enough_before_victim, "preempted in vain"
+            self._enough_before_victim = -1
+            blocks = pool_allocate(count)
+            owned = {block for seq in self.scheduler.holders() for block in seq.table}
+            assert not owned.intersection(blocks), "a block was given out while somebody holds it"
+            self.names = {value: block for value, block in self.names.items() if block not in blocks}
+            for block in blocks:
+                self.memory[block].clear()
+            return blocks
+
+        def acquire(blocks: list[int]) -> None:
+            self._names_at_admission.append(dict(self.names))
+            pool_acquire(blocks)
+
+        def release(blocks: list[int]) -> None:
+            self._free_before_release = pool.num_free
+            pool_release(blocks)
+
+        def add(seq: Seq) -> None:
+            if seq in self.shadows:
+                self._preempted.append(seq)
+                self._enough_before_victim = self._free_before_release
+            prefill_add(seq)
+
+        pool.allocate, pool.acquire, pool.release, prefill.add = allocate, acquire, release, add
+
+    # ---- events -------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+        room = self.scheduler.context_tokens - len(request.prompt_ids)
+        limit = min(request.params.max_tokens or room, room)
+        leader: Shadow | None = None
+        mine = sorted((s for s in self.scheduler.prefill.waiting if s.request is request), key=lambda s: s.choice)
+        assert [seq.choice for seq in mine] == list(range(request.params.n)), "a choice is missing"
+        for seq in mine:
+            shadow = Shadow(request, seq.choice, limit, leader, deadline=0)
+            leader = leader or shadow
+            self.shadows[seq] = shadow
+            shadow.deadline = self.num_steps + self._patience()
+        self._after_event()
+
+    def cancel(self, request_id: str) -> None:
+        self.scheduler.cancel(request_id)
+        for shadow in self.shadows.values():
+            if shadow.request.id == request_id and not shadow.over:
+                shadow.over = shadow.cancelled = True
+                self.seen["cancelled"] += 1
+        self._after_event()
+
+    def begin(self) -> list[Task]:
+        assert self.in_flight is None
+        self._preempted.clear()
+        self._names_at_admission.clear()
+        preemptions = self.scheduler.num_preemptions
+        before = set(self.scheduler.holders())
+        tasks = self.in_flight = self.scheduler.schedule()
+        self.num_steps += 1
+        self.trace.extend((task.seq.order, task.work.start, task.work.stop) for task in tasks)
+        self._check_memory(tasks)
+        self._check_preemptions(before, self.scheduler.num_preemptions - preemptions)
+        self._check_admissions(before, tasks)
+        self._check_tasks(before, tasks)
+        self._after_event()
+        return tasks
+
+    def end(self) -> list[TokenEvent]:
+        assert self.in_flight is not None
+        tasks, self.in_flight = self.in_flight, None
+        sampled: list[Sampled | None] = []
+        due: list[Shadow] = []
+        for task in tasks:
+            shadow = self.shadows[task.seq]
+            value = self._run(task, shadow)
+            samples = task.work.stop == shadow.num_known
+            assert task.samples == samples, "samples when it must not, or the reverse"
+            index = shadow.num_events
+            sampled.append(Sampled(next_token(value, shadow.request, shadow.choice, index)) if samples else None)
+            self.seen["cancelled while it ran"] += shadow.over
+            self.seen["replay of many rows"] += task.work.decode and len(task.work.tokens) > 1
+            if not shadow.over:
+                shadow.num_computed = task.work.stop
+                self._name_blocks(task, shadow)
+                due.extend([shadow] if samples else [])
+        events = self.scheduler.settle(tasks, sampled)
+        assert len(events) == len(due), "an event is missing or too many"
+        for event, shadow in zip(events, due, strict=True):
+            self._check_event(event, shadow)
+        self._after_event()
+        return events
+
+    def drain(self) -> None:
+        """Run until idle; then every answer must be there in full and every block back."""
+        if self.in_flight is not None:
+            self.end()
+        while self.scheduler.busy:
+            self.begin()
+            self.end()
+        assert self.scheduler.schedule() == [], "an idle scheduler found work"
+        assert self.scheduler.pool.num_held == 0, "blocks leaked"
+        for shadow in self.shadows.values():
+            assert shadow.over, "a request was lost"
+            assert shadow.cancelled or shadow.num_known == len(shadow.tokens), "an answer was cut short"
+
+    # ---- the made-up model --------------------------------------------------------------------------------------
+
+    def _run(self, task: Task, shadow: Shadow) -> int:
+        work, size = task.work, self.config.block_tokens
+        value = chain_root(shadow.request.namespace)
+        if work.start:
+            value = self.memory[work.table[(work.start - 1) // size]][(work.start - 1) % size]
+        for position, token in enumerate(work.tokens, work.start):
+            value = chain_next(value, token)
+            self.memory[work.table[position // size]][position % size] = value
+        return value
+
+    def _name_blocks(self, task: Task, shadow: Shadow) -> None:
+        """Blocks become findable by the step that fills them. Of two equal ones only the first ever gets the name."""
+        size = self.config.block_tokens
+        if self.config.prefix_reuse:
+            for i in range(task.work.start // size, task.work.stop // size):
+                self.names.setdefault(shadow.chain[(i + 1) * size - 1], task.work.table[i])
+
+    # ---- what must hold -----------------------------------------------------------------------------------------
+
+    def _check_memory(self, tasks: list[Task]) -> None:
+        """Every slot below a task's first row holds that position of that sequence in that namespace."""
+        size = self.config.block_tokens
+        for task in tasks:
+            work, chain = task.work, self.shadows[task.seq].chain
+            assert len(work.table) * size >= work.stop, "no block for a row"
+            for position in range(work.start):
+                slots = self.memory[work.table[position // size]]
+                assert slots.get(position % size) == chain[position], f"position {position} shows foreign KV"
+
+    def _check_preemptions(self, before: set[Seq], count: int) -> None:
+        """Victims are the youngest holders, as many as counted, and an older one got their blocks."""
+        assert count == len(self._preempted) == len(set(self._preempted)), "preemptions miscounted"
+        oldest_victim = min((seq.order for seq in self._preempted), default=0)
+        for seq in before:
+            spared = seq not in self._preempted
+            assert not (self._preempted and spared and seq.order > oldest_victim), "an older one was preempted"
+        assert self._enough_before_victim == -1, "preempted in vain"
+        for victim in self._preempted:
+            self.shadows[victim].num_computed = 0
+            self.shadows[victim].answering = False
+            self.seen["preempted"] += 1
+            self.seen["preempted with an answer"] += self.shadows[victim].num_events > 0
+
+    def _check_admissions(self, before: set[Seq], tasks: list[Task]) -> None:
+        """In order of age, nobody overtaken, exactly the known prefix taken, and nobody refused without a reason."""
+        size = self.config.block_tokens
+        fresh = [task for task in tasks if task.seq not in before or task.seq in self._preempted]
+        assert len(fresh) == len(self._names_at_admission), "admitted without work, or worked without admission"
+        assert [t.seq.order for t in fresh] == sorted(t.seq.order for t in fresh), "admitted out of order"
+        for task, names in zip(fresh, self._names_at_admission, strict=True):
+            shadow = self.shadows[task.seq]
+            assert shadow.may_start, "started before its leader had computed the prompt"
+            found = known_prefix(shadow, names, size)
+            assert task.work.start == len(found) * size, "not the longest known prefix"
+            assert task.seq.table[: len(found)] == found, "not the blocks of the known prefix"
+            shadow.num_computed = task.work.start
+            self.seen["hit"] += bool(found)
+            self.seen["hit inside the answer"] += task.work.start > shadow.prompt_len
+            if shadow.num_cached is None:
+                shadow.num_cached = task.work.start
+        ready = [seq for seq in self.scheduler.prefill.waiting if self.shadows[seq].may_start]
+        self.seen["waited for its leader"] += len(self.scheduler.prefill.waiting) - len(ready)
+        self.seen["held back"] += len(list(self.scheduler.holders())) - len(tasks)
+        if not ready:
+            return
+        head = min(ready, key=lambda s: s.order)
+        assert all(task.seq.order < head.order for task in fresh), "a younger one overtook the head of the queue"
+        found = known_prefix(self.shadows[head], self.names, size)
+        need = self.shadows[head].num_known // size + 1 - len(found) + self.scheduler.pool.num_idle(found)
+        room = len(list(self.scheduler.holders())) + len(self._preempted) < self.config.max_running
+        budget = sum(len(t.work.tokens) for t in tasks) + len(self._preempted) < self.config.step_tokens
+        assert not (room and budget and need <= self.scheduler.pool.num_free), "refused although it fits"
+
+    def _check_tasks(self, before: set[Seq], tasks: list[Task]) -> None:
+        assert tasks or not self.scheduler.busy, "a busy scheduler found nothing to do"
+        if before:
+            assert min(before, key=lambda s: s.order) in {task.seq for task in tasks}, "the oldest holder stood still"
+        assert sum(len(task.work.tokens) for task in tasks) <= self.config.step_tokens, "more rows than a step has"
+        assert len({task.seq for task in tasks}) == len(tasks), "a sequence has two tasks"
+        assert len(list(self.scheduler.holders())) <= self.config.max_running, "more sequences than slots"
+        size = self.config.block_tokens
+        for seq in before.intersection(self.scheduler.holders()) - {task.seq for task in tasks}:
+            room = len(seq.table) * size > self.shadows[seq].num_computed
+            assert not (self.shadows[seq].answering and room), "a prompt made an answer wait"
+        owners = Counter(block for seq in self.scheduler.holders() for block in seq.table)
+        published = set(self.names.values())
+        for task in tasks:
+            work, shadow = task.work, self.shadows[task.seq]
+            assert not shadow.over, "work for a sequence that is over"
+            assert work.table is task.seq.table, "a task of blocks the sequence no longer holds"
+            assert work.start == shadow.num_computed, "a token computed twice, or skipped"
+            assert work.tokens == shadow.tokens[work.start : work.stop] != [], "not the sequence's tokens"
+            assert work.stop <= shadow.num_known, "computes a token nobody knows yet"
+            assert work.decode == (work.start >= shadow.prompt_len), "wrong form"
+            assert work.decode or work.stop <= shadow.prompt_len, "not cut at the prompt's end"
+            for block in work.table[work.start // size : -(-work.stop // size)]:
+                assert owners[block] == 1, "writes into a shared block"
+                assert block not in published, "writes into a published block"
+
+    def _check_event(self, event: TokenEvent, shadow: Shadow) -> None:
+        assert (event.request_id, event.choice) == (shadow.request.id, shadow.choice)
+        assert event.index == shadow.num_events, "token indices must run 0, 1, 2, ..."
+        assert event.token_id == shadow.tokens[shadow.num_known], "not the token of an undisturbed run"
+        assert event.num_cached_tokens == (shadow.leader or shadow).num_cached, "cached tokens miscounted"
+        shadow.num_events += 1
+        shadow.answering = True
+        finish = None
+        if shadow.num_known == len(shadow.tokens):
+            finish = "stop" if event.token_id in enders(shadow.request) else "length"
+            shadow.over = True
+        assert event.finish_reason == finish, "finished too early, too late, or for the wrong reason"
+
+    def _after_event(self) -> None:
+        self.scheduler.check()
+        live = self._live()
+        assert self.scheduler.busy == bool(live)
+        for shadow in live:
+            assert self.num_steps < shadow.deadline, "starved"
+        oldest = next(iter(live), None)
+        if oldest is not self._oldest:
+            self._oldest = oldest
+            self._oldest_deadline = self.num_steps
+            if oldest is not None:
+                holders = [self.shadows[seq] for seq in self.scheduler.holders()]
+                self._oldest_deadline += steps_to_live(oldest, holders)
+        if oldest is not None:
+            assert self.num_steps < self._oldest_deadline, "the oldest request does not get through"
+
+    def _live(self) -> list[Shadow]:
+        """Oldest first: shadows are kept in order of arrival."""
+        return [shadow for shadow in self.shadows.values() if not shadow.over]
+
+    def _patience(self) -> int:
+        """For the newest sequence: each of those before it becomes the oldest in turn, behind a full house at worst."""
+        house = self.config.max_running * (self.scheduler.context_tokens - 1)
+        return sum(shadow.most_rows + house for shadow in self._live()) + 1
