@@ -1,0 +1,7 @@
+"""Text in, tokens out, and back: tokenizer, chat template, incremental detokenizer. Knows no tensor or engine."""
+
+from tripool.text.detokenizer import Detokenizer
+from tripool.text.files import TextFiles
+from tripool.text.tokenizer import Tokenizer
+
+__all__ = ["Detokenizer", "TextFiles", "Tokenizer"]

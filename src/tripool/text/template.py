@@ -1,0 +1,191 @@
+"""A model's chat template: untrusted Jinja from the checkpoint, compiled once and rendered in a sandbox.
+
+Names, filters and tags are those that templates on the Hugging Face hub rely on. The sandbox keeps a template away from
+Python and bounds what it writes, its ranges, products and powers. It does not bound time: nested loops can be slow.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.exceptions
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.runtime
+import jinja2.sandbox
+
+from tripool.core import Conversation
+from tripool.errors import CheckpointCorrupt, InvalidRequest
+from tripool.text.conversation import plain_data, plain_messages, plain_tools
+
+MAX_SOURCE_CHARS = 2**18
+"""Real templates stay below 2**15."""
+MAX_RENDERED_CHARS = 2**24
+MAX_NUMBER_BITS = 2**12
+
+_OURS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
+"""Names that `extra` may not set: they are arguments of their own."""
+
+# What a template's operations raise when a message lacks what they expect, or holds it in another type.
+_RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+
+
+class Template:
+    """Immutable. `special_tokens` are names the source may use; `now` is the clock behind `strftime_now`."""
+
+    def __init__(self, source: str, *, special_tokens: Mapping[str, str], now: Callable[[], datetime]) -> None:
+        self._special_tokens = dict(special_tokens)
+        self._compiled = _compile(source, now)
+
+    def render(
+        self,
+        conversation: Conversation,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt. `extra` holds further names for the template, such as `documents` or `enable_thinking`.
+
+        `continue_final_message` leaves the last message open, for the model to write on; as that is the opposite of
+        opening a new one, `add_generation_prompt` then has no effect.
+        """
+        messages = plain_messages(conversation)
+        names = self._names(tools, extra or {})
+        if not continue_final_message:
+            return self._render(messages, add_generation_prompt=add_generation_prompt, **names)
+        content = messages[-1].get("content")
+        if not isinstance(content, str):
+            raise InvalidRequest("the final message has no text to continue", param="messages")
+        mark = _unused_mark(content)
+        messages[-1]["content"] = content + mark
+        return _cut_at_mark(self._render(messages, add_generation_prompt=False, **names), content, mark)
+
+    def _names(self, tools: object, extra: Mapping[str, Any]) -> dict[str, Any]:
+        for name in extra:
+            if not isinstance(name, str) or name in _OURS:
+                raise InvalidRequest(f"template option {name!r} cannot be set", param="chat_template_kwargs")
+        options = plain_data(extra, "chat_template_kwargs")
+        return {**self._special_tokens, "documents": None, **options, "tools": plain_tools(tools)}
+
+    def _render(self, messages: list[dict[str, Any]], **names: Any) -> str:
+        try:
+            return _joined(self._compiled.generate({**names, "messages": messages}))
+        except _Refusal as error:
+            hint = "the model's chat template refuses this conversation"
+            raise InvalidRequest(str(error), hint=hint, param="messages") from error
+        except (jinja2.exceptions.SecurityError, RecursionError) as error:
+            hint = "do not trust this checkpoint: chat templates only need to write text"
+            raise CheckpointCorrupt(f"the chat template left its sandbox: {error}", hint=hint) from error
+        except _RENDER_ERRORS as error:
+            hint = "the model's chat template expects messages of another shape"
+            raise InvalidRequest(f"cannot render the conversation: {error}", hint=hint, param="messages") from error
+
+
+def _joined(parts: Iterator[str]) -> str:
+    kept: list[str] = []
+    num_chars = 0
+    for part in parts:
+        num_chars += len(part)
+        if num_chars > MAX_RENDERED_CHARS:
+            hint = "send a shorter conversation"
+            raise InvalidRequest(f"the prompt exceeds {MAX_RENDERED_CHARS} characters", hint=hint, param="messages")
+        kept.append(part)
+    return "".join(kept)
+
+
+def _unused_mark(content: str) -> str:
+    # It ends in a space, so that a template that trims messages shows it by trimming the mark.
+    mark = "\ue000continue\ue000"
+    while mark in content:
+        mark = f"\ue000{mark}\ue000"
+    return mark + " "
+
+
+def _cut_at_mark(rendered: str, content: str, mark: str) -> str:
+    at = rendered.rfind(mark.rstrip())
+    if at < 0:
+        hint = "this model's chat template drops or rewrites it"
+        raise InvalidRequest("the final message cannot be continued", hint=hint, param="messages")
+    if rendered.startswith(mark, at):
+        return rendered[:at]
+    # The template trims: the content's own trailing space would have gone too, had the mark not stood behind it.
+    trimmed = content.rstrip()
+    return rendered[:at].removesuffix(content[len(trimmed) :]) if trimmed else rendered[:at]
+
+
+class _Refusal(jinja2.TemplateError):
+    """Raised by the template itself."""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks what the model wrote, for training; here its body is rendered like any other."""
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, made to raise at once, and to check products before they fill the memory."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
+        """Jinja would print nothing here and only raise on further use: a prompt with holes."""
+        raise jinja2.exceptions.SecurityError(f"'{attribute}' of a {type(obj).__name__} is out of bounds")
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+            too_large = bits > MAX_NUMBER_BITS
+        else:
+            text, times = (left, right) if isinstance(right, int) else (right, left)
+            repeats = isinstance(text, (str, list, tuple)) and isinstance(times, int)
+            too_large = repeats and len(text) * times > MAX_RENDERED_CHARS
+        if too_large:
+            raise jinja2.exceptions.SecurityError(f"the result of '{operator}' would be too large")
+        return super().call_binop(context, operator, left, right)
+
+
+def _compile(source: str, now: Callable[[], datetime]) -> jinja2.Template:
+    if len(source) > MAX_SOURCE_CHARS:
+        raise CheckpointCorrupt(f"the chat template is longer than {MAX_SOURCE_CHARS} characters")
+    sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])
+    sandbox.filters["tojson"] = _to_json
+    sandbox.globals["raise_exception"] = _refuse
+    sandbox.globals["strftime_now"] = lambda form: now().strftime(form)
+    del sandbox.globals["lipsum"]  # random text of any length
+    try:
+        return sandbox.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        hint = "compare the checkpoint's chat template with the published one"
+        raise CheckpointCorrupt(f"line {error.lineno} of the chat template: {error.message}", hint=hint) from error
+    except (SyntaxError, RecursionError, ValueError, UnicodeError) as error:  # from Python's own compiler
+        raise CheckpointCorrupt(f"the chat template cannot be compiled: {error}") from error
+
+
+def _refuse(message: object) -> None:
+    raise _Refusal(str(message))
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes for HTML, which no model was trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,128 @@
+"""Text to tokens and back, over the `tokenizers` library. Knows no model and no tensor; the clock is handed in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+import tokenizers
+
+from tripool.core import Conversation
+from tripool.errors import CheckpointCorrupt, InvalidRequest
+from tripool.text.decoding import TextStream, read_decoder
+from tripool.text.files import TextFiles
+from tripool.text.template import Template
+
+
+class Tokenizer:
+    """A model's own tokenizer and chat template. Immutable and safe to share between threads."""
+
+    def __init__(self, files: TextFiles, *, now: Callable[[], datetime] = datetime.now) -> None:
+        """`now` is what templates that print the date see."""
+        self._library = _load(files.tokenizer_json)
+        decoder = self._library.decoder
+        self._plan = read_decoder(None if decoder is None else json.loads(decoder.__getstate__()))
+        added = self._library.get_added_tokens_decoder()
+        self.special_ids = frozenset(id for id, token in added.items() if token.special)
+        self.end_ids = files.end_ids
+        self._template: Template | None = None
+        if files.chat_template is not None and files.chat_template.strip():
+            self._template = Template(files.chat_template, special_tokens=files.special_tokens, now=now)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One past the largest token id; ids below it that name no token decode to nothing."""
+        return max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """`special` adds what the tokenizer puts around a plain text, such as the begin token."""
+        if not isinstance(text, str):
+            raise InvalidRequest(f"a prompt must be text, not {type(text).__name__}", param="prompt")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            hint = "send text that UTF-8 can write; half of a \\ud83d\\ude00 pair is not a character"
+            raise InvalidRequest(f"character {error.start} is a lone surrogate", hint=hint, param="prompt") from error
+        try:
+            return self._library.encode(text, add_special_tokens=special).ids
+        except Exception as error:  # the library raises nothing narrower, e.g. for a text its vocabulary cannot write
+            raise InvalidRequest(f"this model cannot tokenize the text: {error}", param="prompt") from error
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Ids that name no token are passed over, as by transformers."""
+        try:
+            return self._library.decode(list(ids), skip_special_tokens=skip_special)
+        except OverflowError as error:
+            raise InvalidRequest("a token id is negative or above 32 bits", param="prompt") from error
+
+    def token(self, token_id: int) -> str | None:
+        """As the vocabulary spells it (`Ġthe`, `▁the`, `<0x0A>`); None when no token has this id."""
+        return self._library.id_to_token(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token stands for in the middle of a text: perhaps only part of a character."""
+        token = self.token(token_id)
+        return b"" if token is None else self._plan.token_bytes(token)
+
+    def token_text(self, token_id: int) -> str:
+        """As `token_bytes`, with U+FFFD where the bytes are no whole character."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def stream(self) -> TextStream:
+        """Decodes one growing sequence of `token`s."""
+        return TextStream(self._plan)
+
+    def render_chat(
+        self,
+        conversation: Conversation,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        extra: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as the model's template writes it. See `Template.render`."""
+        if self._template is None:
+            hint = "it was not trained to chat: give it a plain prompt instead"
+            raise InvalidRequest("this model has no chat template", hint=hint, param="messages")
+        return self._template.render(
+            conversation,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            continue_final_message=continue_final_message,
+            extra=extra or {},
+        )
+
+    def encode_chat(
+        self,
+        conversation: Conversation,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        extra: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Tokens of `render_chat`, to which nothing is added: the template itself writes the begin token."""
+        text = self.render_chat(
+            conversation,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            continue_final_message=continue_final_message,
+            extra=extra,
+        )
+        return self.encode(text, special=False)
+
+
+def _load(tokenizer_json: str) -> tokenizers.Tokenizer:
+    try:
+        library = tokenizers.Tokenizer.from_str(tokenizer_json)
+    except Exception as error:  # the library raises nothing narrower for bad JSON and bad contents
+        hint = "fetch the file again, or write it with tokenizers' own save()"
+        raise CheckpointCorrupt(f"cannot read the tokenizer: {error}", hint=hint, file="tokenizer.json") from error
+    # Some files carry the truncation and padding of their training run; a prompt must come through whole.
+    library.no_truncation()
+    library.no_padding()
+    return library
