@@ -1,0 +1,23 @@
+"""Norm, rotation and gate: what happens to each row between the products."""
+
+import torch
+import torch.nn.functional as F
+
+from tripool.kernels.ref.rope import rope_ as plain_rope_
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def rope_(x: torch.Tensor, turns: torch.Tensor) -> None:
+    if x.storage_offset() % 2 or any(stride % 2 for stride in x.stride()[:-1]):
+        plain_rope_(x, turns)  # pairs do not sit where a complex view could see them
+        return
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    torch.mul(pairs, turns[:, None], out=pairs)
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

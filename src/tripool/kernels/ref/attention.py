@@ -1,0 +1,24 @@
+"""Grouped-query attention over a paged cache. One cache row holds all keys of a token, then all its values.
+
+q [rows, heads, dim]; kv [slots, 2 * kv_heads * dim]; result [rows, heads * dim]. Query heads share a key head in runs
+of heads / kv_heads. The prompt form and the decode form compute the same thing here; fast tables tell them apart.
+"""
+
+import torch
+
+from tripool.kernels.spans import Span, context, visible
+
+
+def attend(q: torch.Tensor, kv: torch.Tensor, spans: list[Span], kv_heads: int, scale: float) -> torch.Tensor:
+    out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
+    for span in spans:
+        keys, values = context(kv, span).view(-1, 2, kv_heads, q.shape[2]).unbind(1)
+        group = q.shape[1] // kv_heads
+        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+        scores = torch.einsum("rhd,thd->hrt", q[span.rows], keys) * scale
+        weights = scores.masked_fill(~visible(span), float("-inf")).softmax(-1)
+        out[span.rows] = torch.einsum("hrt,thd->rhd", weights, values).flatten(1)
+    return out
+
+
+attend_prompt = attend_decode = attend

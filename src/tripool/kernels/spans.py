@@ -1,0 +1,44 @@
+"""Where the rows of a batch sit: the index data that attention kernels take beside tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tripool.core import BLOCK_TOKENS
+
+
+@dataclass(slots=True)
+class Span:
+    """Consecutive rows of one sequence. Row `row` + i is position `start` + i and sees `first` .. itself."""
+
+    row: int
+    count: int
+    start: int
+    blocks: torch.Tensor
+    """int64, the blocks that hold positions 0 .. stop - 1, in order."""
+    first: int = 0
+    """First visible position: 1 for the MTP layer, whose KV is stored shifted by one."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row, self.row + self.count)
+
+
+def context(kv: torch.Tensor, span: Span) -> torch.Tensor:
+    """KV rows of positions first .. stop - 1 of a span, [tokens, width], gathered from kv [slots, width]."""
+    width = kv.shape[1]
+    blocks = kv.view(-1, BLOCK_TOKENS * width).index_select(0, span.blocks)
+    return blocks.view(-1, width)[span.first : span.stop]
+
+
+def visible(span: Span) -> torch.Tensor:
+    """bool [count, tokens]: which of the context's rows each row of the span may see."""
+    positions = torch.arange(span.first, span.stop, device=span.blocks.device)
+    rows = torch.arange(span.start, span.stop, device=span.blocks.device)
+    return positions[None, :] <= rows[:, None]

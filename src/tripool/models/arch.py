@@ -1,0 +1,124 @@
+"""The shape of a network, as data. Family files (`llama`, `qwen`, `deepseek`) read it from a Hugging Face config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tripool.errors import WrongArchitecture
+from tripool.kernels.ref.route import RoutePlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeShape:
+    """Rotary embedding: `kind` default, linear, llama3 or yarn, with that kind's own numbers in `extra`."""
+
+    dim: int
+    theta: float
+    kind: str
+    extra: Mapping[str, Any]
+    paired: bool = False
+    """Whether the checkpoint turns elements (2j, 2j + 1) together; otherwise (j, j + dim / 2)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GqaShape:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlaShape:
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope: int
+    rope: int
+    v: int
+    bias: bool
+    scale: float
+    norm_eps: float = 1e-6
+    """Of the two inner norms; the published networks do not take it from the config."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeShape:
+    experts: int
+    width: int
+    shared_width: int
+    route: RoutePlan
+    correction_bias: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arch:
+    family: str
+    vocab: int
+    hidden: int
+    layers: int
+    context_tokens: int
+    norm_eps: float
+    tied_head: bool
+    rope: RopeShape
+    attention: GqaShape | MlaShape
+    dense_width: int
+    mlp_bias: bool = False
+    moe: MoeShape | None = None
+    moe_layers: frozenset[int] = frozenset()
+    mtp_layers: int = 0
+    """As the config promises; a checkpoint may still come without their tensors."""
+
+    @property
+    def kv_width(self) -> int:
+        """Numbers that one token leaves in one layer's cache."""
+        a = self.attention
+        return a.kv_rank + a.rope if isinstance(a, MlaShape) else 2 * a.kv_heads * a.head_dim
+
+
+class ConfigReader:
+    """Typed access to a config dict; a missing or odd entry is the checkpoint's fault and says so."""
+
+    def __init__(self, config: Mapping[str, Any], source: str) -> None:
+        self._config = config
+        self._source = source
+
+    def int(self, key: str, default: int | None = None) -> int:
+        value = self._config.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.error(f"'{key}' is {value!r}, not a whole number")
+        return value
+
+    def float(self, key: str, default: float | None = None) -> float:
+        value = self._config.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.error(f"'{key}' is {value!r}, not a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._config.get(key)
+        return default if value is None else bool(value)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self._config.get(key)
+        return default if value is None else value
+
+    def demand(self, key: str, allowed: tuple[Any, ...], default: Any) -> Any:
+        value = self.get(key, default)
+        if value not in allowed:
+            raise self.error(f"'{key}' is {value!r}; this version runs {', '.join(map(repr, allowed))}")
+        return value
+
+    def positive(self, *keys: str) -> None:
+        for key in keys:
+            if self.int(key) == 0:
+                raise self.error(f"'{key}' is 0")
+
+    def error(self, message: str) -> WrongArchitecture:
+        return WrongArchitecture(message, hint="check config.json against the model's own page", file=self._source)

@@ -1,0 +1,28 @@
+"""One step's rows as tensors: built by the engine's runner, read by every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tripool.kernels.spans import Span
+
+
+@dataclass(slots=True)
+class Batch:
+    """Prompt-form rows come first, decode-form rows after them; spans index rows within their own half."""
+
+    tokens: torch.Tensor
+    """int64 [rows]."""
+    positions: torch.Tensor
+    """int64 [rows]."""
+    slots: torch.Tensor
+    """int64 [rows]: where each row's KV is written, block * 64 + offset."""
+    num_prompt_rows: int
+    prompts: list[Span]
+    decodes: list[Span]
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.tokens)

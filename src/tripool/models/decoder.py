@@ -1,0 +1,101 @@
+"""The network every family shares: embed, layers of attention and feed-forward around a residual stream, norm, head."""
+
+from __future__ import annotations
+
+import torch
+
+from tripool.kernels import KernelTable
+from tripool.models.arch import Arch, MlaShape
+from tripool.models.batch import Batch
+from tripool.models.gqa import GroupedAttention
+from tripool.models.loader import Loader
+from tripool.models.mla import LatentAttention
+from tripool.models.mlp import DenseMlp, ExpertMlp
+from tripool.models.rope import turn_table
+
+
+class Layer:
+    def __init__(self, loader: Loader, prefix: str, arch: Arch, *, moe: bool) -> None:
+        self._k, self._eps = loader.kernels, arch.norm_eps
+        self._attention_norm = loader.tensor(f"{prefix}.input_layernorm.weight", arch.hidden)
+        self._mlp_norm = loader.tensor(f"{prefix}.post_attention_layernorm.weight", arch.hidden)
+        self._attention: LatentAttention | GroupedAttention
+        if isinstance(arch.attention, MlaShape):
+            self._attention = LatentAttention(loader, f"{prefix}.self_attn", arch, arch.attention)
+        else:
+            self._attention = GroupedAttention(loader, f"{prefix}.self_attn", arch, arch.attention)
+        self._mlp: DenseMlp | ExpertMlp
+        if moe:
+            assert arch.moe is not None
+            self._mlp = ExpertMlp(loader, f"{prefix}.mlp", arch, arch.moe)
+        else:
+            self._mlp = DenseMlp(loader, f"{prefix}.mlp", arch.hidden, arch.dense_width, bias=arch.mlp_bias)
+
+    def __call__(self, x: torch.Tensor, batch: Batch, turns: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        x = x + self._attention(self._k.rms_norm(x, self._attention_norm, self._eps), batch, turns, kv)
+        return x + self._mlp(self._k.rms_norm(x, self._mlp_norm, self._eps))
+
+
+class Mtp:
+    """Multi-token prediction: from a token's final hidden state and its successor, guess the successor's successor."""
+
+    def __init__(self, loader: Loader, arch: Arch) -> None:
+        prefix = f"model.layers.{arch.layers}"
+        self._k, self._eps = loader.kernels, arch.norm_eps
+        self._embed_norm = loader.tensor(f"{prefix}.enorm.weight", arch.hidden)
+        self._hidden_norm = loader.tensor(f"{prefix}.hnorm.weight", arch.hidden)
+        self._join = loader.linear([f"{prefix}.eh_proj"], [arch.hidden], 2 * arch.hidden)
+        self._layer = Layer(loader, prefix, arch, moe=arch.moe is not None)
+        self._norm = loader.tensor(f"{prefix}.shared_head.norm.weight", arch.hidden)
+
+    def __call__(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, batch: Batch, turns: torch.Tensor, kv: torch.Tensor
+    ) -> torch.Tensor:
+        """`embedded`: of the successors; `hidden`: the main model's output (after its final norm), row by row."""
+        left = self._k.rms_norm(embedded, self._embed_norm, self._eps)
+        right = self._k.rms_norm(hidden, self._hidden_norm, self._eps)
+        x = self._layer(self._join(torch.cat((left, right), dim=1)), batch, turns, kv)
+        return self._k.rms_norm(x, self._norm, self._eps)
+
+
+class Model:
+    """Stateless but for its weights: the KV cache and the batch are arguments."""
+
+    def __init__(self, arch: Arch, loader: Loader) -> None:
+        self.arch = arch
+        self._k: KernelTable = loader.kernels
+        self._embed = loader.tensor("model.embed_tokens.weight", arch.vocab, arch.hidden)
+        self._layers = [Layer(loader, f"model.layers.{i}", arch, moe=i in arch.moe_layers) for i in range(arch.layers)]
+        self._norm = loader.tensor("model.norm.weight", arch.hidden)
+        self._head = (
+            self._k.linear(self._embed, None)
+            if arch.tied_head
+            else loader.linear(["lm_head"], [arch.vocab], arch.hidden)
+        )
+        has_mtp = arch.mtp_layers > 0 and loader.has(f"model.layers.{arch.layers}.eh_proj.weight")
+        self.mtp = Mtp(loader, arch) if has_mtp else None
+        self._turns = turn_table(arch.rope, arch.context_tokens)
+        self.num_bytes = loader.num_bytes
+
+    @property
+    def kv_layers(self) -> int:
+        """Cache layers a sequence needs: one per layer, and one for the MTP layer."""
+        return self.arch.layers + (self.mtp is not None)
+
+    def hidden(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+        """Final normed hidden state of every row. Writes the rows' KV into kv [kv_layers, slots, width]."""
+        turns = self._turns.index_select(0, batch.positions)
+        x = self._embed.index_select(0, batch.tokens)
+        for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=False):
+            x = layer(x, batch, turns, layer_kv)
+        return self._k.rms_norm(x, self._norm, self.arch.norm_eps)
+
+    def mtp_hidden(self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """`batch.tokens` are the successors at their own positions, `hidden` that of the tokens before them."""
+        assert self.mtp is not None
+        embedded = self._embed.index_select(0, batch.tokens)
+        turns = self._turns.index_select(0, batch.positions)
+        return self.mtp(embedded, hidden, batch, turns, kv[self.arch.layers])
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head(hidden)

@@ -1,0 +1,48 @@
+"""Qwen 2, 2.5 and 3 (R1-Distill-Qwen is one of them), and Qwen3-MoE."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tripool.kernels.ref.route import RoutePlan
+from tripool.models.arch import Arch, ConfigReader, GqaShape, MoeShape
+from tripool.models.llama import dense_arch
+
+MODEL_TYPES = ("qwen2", "qwen3", "qwen3_moe")
+
+
+def read_arch(config: ConfigReader) -> Arch:
+    config.demand("hidden_act", ("silu", "swish"), "silu")
+    config.demand("use_sliding_window", (False,), False)
+    kind = config.get("model_type")
+    heads = config.int("num_attention_heads")
+    attention_bias = config.flag("attention_bias", False)
+    default_dim = 128 if kind == "qwen3" else config.int("hidden_size") // max(heads, 1)
+    shape = GqaShape(
+        heads=heads,
+        kv_heads=config.int("num_key_value_heads", heads),
+        head_dim=config.int("head_dim", default_dim),
+        qkv_bias=attention_bias or kind == "qwen2",
+        out_bias=attention_bias and kind != "qwen2",
+        qk_norm=kind != "qwen2",
+    )
+    arch = dense_arch("qwen", config, shape)
+    return _with_experts(config, arch) if kind == "qwen3_moe" else arch
+
+
+def _with_experts(config: ConfigReader, arch: Arch) -> Arch:
+    experts = config.int("num_experts", config.int("num_local_experts", 0))
+    route = RoutePlan(
+        top_k=config.int("num_experts_per_tok"), score="softmax", normalise=config.flag("norm_topk_prob", False)
+    )
+    shape = MoeShape(
+        experts=experts,
+        width=config.int("moe_intermediate_size"),
+        shared_width=0,
+        route=route,
+        correction_bias=False,
+    )
+    dense = set(config.get("mlp_only_layers", ()))
+    every = config.int("decoder_sparse_step", 1)
+    moe = {i for i in range(arch.layers) if i not in dense and experts > 0 and (i + 1) % every == 0}
+    return replace(arch, moe=shape, moe_layers=frozenset(moe))

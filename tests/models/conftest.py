@@ -1,0 +1,32 @@
+"""Each case once per session, made when a test first asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from oracle.case import Case
+from oracle.pairs import Pair, PairOf, make_pair
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Networks this small only lose time to a second thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def pair_of(tmp_path_factory: pytest.TempPathFactory) -> PairOf:
+    made: dict[str, Pair] = {}
+
+    def get(case: Case) -> Pair:
+        if case.name not in made:
+            made[case.name] = make_pair(case, tmp_path_factory.mktemp(case.name))
+        return made[case.name]
+
+    return get
