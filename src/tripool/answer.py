@@ -1,0 +1,92 @@
+"""Token events of one request in, text out: where choices, stop strings and usage come together.
+
+Used by everything that shows text (the Python API, the gateway). Knows the tokenizer; knows no engine and no wire.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tripool.core import Choice, FinishReason, Generation, Request, TokenEvent, TokenLogprobs, Usage
+from tripool.text import Detokenizer, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one token added to one choice. `text` may be empty (half a character) or longer than the token's own."""
+
+    choice: int
+    text: str
+    token_id: int
+    finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A choice in the making."""
+
+    detokenizer: Detokenizer
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+
+class Answer:
+    """Feed it every event of its request; once `done`, whoever feeds it cancels the request if the engine goes on."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        self.request = request
+        self._drafts = [_Draft(Detokenizer(tokenizer, request.params)) for _ in range(request.params.n)]
+        self._num_cached_tokens = 0
+
+    @property
+    def done(self) -> bool:
+        return all(draft.finish_reason is not None for draft in self._drafts)
+
+    def take(self, event: TokenEvent) -> Delta | None:
+        """None when the choice had already ended, at a stop string that the engine knows nothing of."""
+        draft = self._drafts[event.choice]
+        if draft.finish_reason is not None:
+            return None
+        assert event.index == len(draft.token_ids), "an event of this choice was lost or came twice"
+        self._num_cached_tokens = event.num_cached_tokens
+        draft.token_ids.append(event.token_id)
+        if event.logprobs is not None:
+            draft.logprobs.append(event.logprobs)
+        text, draft.finish_reason = self._text_of(event, draft.detokenizer)
+        draft.texts.append(text)
+        return Delta(event.choice, text, event.token_id, draft.finish_reason, event.logprobs)
+
+    def _text_of(self, event: TokenEvent, detokenizer: Detokenizer) -> tuple[str, FinishReason | None]:
+        params = self.request.params
+        # A token that ends the answer by its id is a mark, not text, unless the caller wants to see it.
+        mark = event.finish_reason == "stop" and not params.include_stop_str_in_output
+        text = "" if mark else detokenizer.push(event.token_id)
+        finish = event.finish_reason
+        if detokenizer.stopped is not None:
+            finish = "stop"
+        elif finish is not None:
+            text += detokenizer.finish()
+        return text, finish
+
+    @property
+    def usage(self) -> Usage:
+        completion_tokens = sum(len(draft.token_ids) for draft in self._drafts)
+        return Usage(len(self.request.prompt_ids), completion_tokens, self._num_cached_tokens)
+
+    def generation(self) -> Generation:
+        """The answer so far; a choice that was not finished says "abort"."""
+        wants_logprobs = self.request.params.logprobs is not None
+        choices = tuple(
+            Choice(
+                index=index,
+                text="".join(draft.texts),
+                token_ids=tuple(draft.token_ids),
+                finish_reason=draft.finish_reason or "abort",
+                logprobs=tuple(draft.logprobs) if wants_logprobs else None,
+            )
+            for index, draft in enumerate(self._drafts)
+        )
+        return Generation(self.request.id, self.request.prompt_ids, choices, self.usage)

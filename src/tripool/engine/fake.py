@@ -1,0 +1,177 @@
+"""A deterministic stand-in for the engine: no weights, no torch, the same tokens everywhere.
+
+It keeps an engine's promises (limits, choices, stops, cancel, prefix reuse) and nothing of its cost, so that the whole
+walk from HTTP to text runs in milliseconds. It knows token ids only; what they spell is the tokenizer's business.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from tripool.core import BLOCK_TOKENS, FinishReason, Request, TokenEvent, TokenLogprobs
+from tripool.errors import ContextOverflow, InvalidRequest
+from tripool.text.files import TextFiles
+
+_WORDS = ("pool", "peer", "token", "cache", "block", "decode", "prefill", "expert", "route", "lease", "step", "batch")
+
+_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def fake_text() -> TextFiles:
+    """A small byte-level tokenizer with a few words of its own and a chat template."""
+    specials = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    vocab = {piece: index for index, piece in enumerate([*specials, *_byte_letters()])}
+    merges: list[list[str]] = []
+    for word in _WORDS:
+        piece = "Ġ"  # how the byte-level alphabet writes a space
+        for letter in word:
+            if piece + letter not in vocab:
+                merges.append([piece, letter])
+                vocab[piece + letter] = len(vocab)
+            piece += letter
+    added = [{"id": vocab[text], "content": text, "special": True} | _EXACT for text in specials]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "vocab": vocab, "merges": merges}
+    tokenizer = {"added_tokens": added, "pre_tokenizer": byte_level, "decoder": byte_level, "model": model}
+    return TextFiles(
+        tokenizer_json=json.dumps(tokenizer),
+        chat_template=_TEMPLATE,
+        special_tokens={"eos_token": "<|end|>"},
+        end_ids=frozenset({vocab["<|end|>"]}),
+    )
+
+
+_EXACT = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+
+
+def _byte_letters() -> list[str]:
+    """The byte-level alphabet: printable bytes stand for themselves, the others for letters from 256 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request inside the fake: how many tokens each unfinished choice has."""
+
+    request: Request
+    digest: bytes
+    num_cached_tokens: int = 0
+    num_tokens: dict[int, int] = field(default_factory=dict)
+
+
+class FakeEngine:
+    """Token `index` of a choice is a hash of (prompt, seed, choice, index); answers end after 8 to 39 tokens."""
+
+    def __init__(
+        self,
+        text: TextFiles,
+        *,
+        name: str = "fake",
+        context_tokens: int = 2048,
+        max_running: int = 64,
+        block_tokens: int = BLOCK_TOKENS,
+    ) -> None:
+        tokenizer = json.loads(text.tokenizer_json)
+        specials = {token["id"] for token in tokenizer["added_tokens"]}
+        vocab: dict[str, int] = tokenizer["model"]["vocab"]
+        plain = {piece: token_id for piece, token_id in vocab.items() if token_id not in specials}
+        # Single letters of a byte-level vocabulary are often half a character; answers read better without them.
+        self._plain_ids = sorted(i for piece, i in plain.items() if len(piece) > 1) or sorted(plain.values())
+        self._num_ids = 1 + max([*vocab.values(), *specials])
+        self.name, self.text = name, text
+        self.context_tokens = context_tokens
+        self.weight_bytes, self.kv_bytes = 0, 0
+        self._max_running, self._block_tokens = max_running, block_tokens
+        self._open: dict[str, _Running] = {}
+        self._known_blocks: set[tuple[str, tuple[int, ...]]] = set()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._open)
+
+    @property
+    def open_requests(self) -> frozenset[str]:
+        """What still holds a place: empty once every request is finished or cancelled."""
+        return frozenset(self._open)
+
+    def add(self, request: Request) -> None:
+        assert request.id not in self._open, f"request id {request.id} is used twice"
+        prompt = request.prompt_ids
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", hint="send at least one token", param="prompt")
+        if not all(0 <= token_id < self._num_ids for token_id in prompt):
+            hint = f"ids of this model run from 0 to {self._num_ids - 1}"
+            raise InvalidRequest("the prompt holds an unknown token id", hint=hint, param="prompt")
+        asked = len(prompt) + (request.params.max_tokens or 1)
+        if asked > self.context_tokens:
+            hint = "shorten the prompt or ask for fewer tokens"
+            raise ContextOverflow(f"{asked} tokens exceed the context of {self.context_tokens}", hint=hint)
+        digest = blake2b(repr((prompt, request.seed)).encode(), digest_size=16).digest()
+        self._open[request.id] = _Running(request, digest)
+
+    def cancel(self, request_id: str) -> None:
+        self._open.pop(request_id, None)
+
+    def step(self) -> list[TokenEvent]:
+        """One token for every unfinished choice of the requests that fit, oldest first."""
+        events: list[TokenEvent] = []
+        for running in list(self._open.values()):
+            choices = running.num_tokens or dict.fromkeys(range(running.request.params.n), 0)
+            if events and len(events) + len(choices) > self._max_running:
+                break
+            if not running.num_tokens:
+                running.num_tokens = choices
+                running.num_cached_tokens = self._reuse_prefix(running.request)
+            events += [self._advance(running, choice) for choice in list(choices)]
+            if not running.num_tokens:
+                del self._open[running.request.id]
+        return events
+
+    def _advance(self, running: _Running, choice: int) -> TokenEvent:
+        request, params = running.request, running.request.params
+        index = running.num_tokens[choice]
+        draw = blake2b(running.digest + repr((choice, index)).encode(), digest_size=8).digest()
+        token_id = self._plain_ids[int.from_bytes(draw[:4]) % len(self._plain_ids)]
+        if index + 1 >= max(self._natural_tokens(running, choice), params.min_tokens + 1) and not params.ignore_eos:
+            token_id = min(request.end_ids, default=token_id)
+        finish = self._finish(request, index, token_id)
+        if finish:
+            del running.num_tokens[choice]
+        else:
+            running.num_tokens[choice] += 1
+        logprobs = None
+        if params.logprobs is not None:
+            chosen = -(1 + draw[4]) / 256  # rises no higher than the first of the made-up alternatives below
+            alternatives = ((token_id + step) % self._num_ids for step in range(params.logprobs))
+            logprobs = TokenLogprobs(chosen, tuple((t, chosen - rank) for rank, t in enumerate(alternatives)))
+        return TokenEvent(request.id, choice, index, token_id, finish, logprobs, running.num_cached_tokens)
+
+    def _natural_tokens(self, running: _Running, choice: int) -> int:
+        """How long the answer is when nothing else ends it."""
+        draw = blake2b(running.digest + repr(("length", choice)).encode(), digest_size=1).digest()
+        return 8 + draw[0] % 32
+
+    def _finish(self, request: Request, index: int, token_id: int) -> FinishReason | None:
+        params, num_tokens = request.params, index + 1
+        ended = token_id in request.end_ids and not params.ignore_eos
+        if num_tokens > params.min_tokens and (ended or token_id in params.stop_token_ids):
+            return "stop"
+        full = len(request.prompt_ids) + num_tokens >= self.context_tokens
+        if full or num_tokens == params.max_tokens:
+            return "length"
+        return None
+
+    def _reuse_prefix(self, request: Request) -> int:
+        """Whole blocks already seen in this namespace; at least one prompt token is always computed."""
+        prompt, size = request.prompt_ids, self._block_tokens
+        prefixes = [(request.namespace, prompt[:end]) for end in range(size, len(prompt), size)]
+        cached = next((i for i, prefix in enumerate(prefixes) if prefix not in self._known_blocks), len(prefixes))
+        self._known_blocks.update(prefixes)
+        return cached * size

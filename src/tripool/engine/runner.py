@@ -1,0 +1,78 @@
+"""Turns pieces of work into tensors, runs the network over them and keeps the paged KV memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tripool.core import BLOCK_TOKENS
+from tripool.kernels.spans import Span
+from tripool.models import Batch, Model
+from tripool.sequence import Work
+
+__all__ = ["Runner", "Work"]
+
+
+class Runner:
+    def __init__(self, model: Model, *, num_blocks: int, mtp: bool = False) -> None:
+        assert not mtp or model.mtp is not None
+        self.model = model
+        layers = model.kv_layers if mtp else model.arch.layers
+        self.kv = torch.zeros(layers, num_blocks * BLOCK_TOKENS, model.arch.kv_width)
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.kv.nbytes
+
+    @torch.inference_mode()
+    def hidden(self, work: Sequence[Work]) -> torch.Tensor:
+        """Final hidden states of all rows, in the order of `work`. Writes their KV."""
+        batch, order = _batch(work)
+        hidden = self.model.hidden(batch, self.kv)
+        return hidden if order is None else hidden.index_select(0, order)
+
+    @torch.inference_mode()
+    def mtp_hidden(self, work: Sequence[Work], hidden: torch.Tensor) -> torch.Tensor:
+        """MTP layer over the same kind of work: its tokens are the successors of the rows of `hidden`."""
+        batch, order = _batch(work, first=1)
+        if order is not None:
+            hidden = hidden[torch.argsort(order)]
+        out = self.model.mtp_hidden(batch, hidden, self.kv)
+        return out if order is None else out.index_select(0, order)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.logits(hidden)
+
+
+def _batch(work: Sequence[Work], *, first: int = 0) -> tuple[Batch, torch.Tensor | None]:
+    """Prompt-form rows first. Also returns where each given row went, or None when the order was right already."""
+    ordered = sorted(work, key=lambda w: w.decode)
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    prompts: list[Span] = []
+    decodes: list[Span] = []
+    for piece in ordered:
+        spans = decodes if piece.decode else prompts
+        row = spans[-1].row + spans[-1].count if spans else 0
+        blocks = torch.tensor(piece.table[: -(-piece.stop // BLOCK_TOKENS)])
+        spans.append(Span(row, len(piece.tokens), piece.start, blocks, first))
+        tokens += piece.tokens
+        positions += range(piece.start, piece.stop)
+        slots += [
+            piece.table[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(piece.start, piece.stop)
+        ]
+    num_prompt_rows = sum(span.count for span in prompts)
+    batch = Batch(torch.tensor(tokens), torch.tensor(positions), torch.tensor(slots), num_prompt_rows, prompts, decodes)
+    in_order = all(a is b for a, b in zip(ordered, work, strict=True))
+    return batch, None if in_order else _rows_of(work, ordered)
+
+
+def _rows_of(work: Sequence[Work], ordered: Sequence[Work]) -> torch.Tensor:
+    starts, row = {}, 0
+    for piece in ordered:
+        starts[id(piece)] = row
+        row += len(piece.tokens)
+    return torch.tensor([starts[id(w)] + i for w in work for i in range(len(w.tokens))])

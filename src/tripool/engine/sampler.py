@@ -1,0 +1,112 @@
+"""From logits to tokens. A row's result depends on its own logits, history and noise key only.
+
+Order: penalties and bias change logits; banned tokens go to -inf; temperature; top-k, then top-p, then min-p keep a
+set; Gumbel noise picks from it. Temperature 0 takes the largest. Log-probabilities are those of the untouched logits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from tripool.core import SamplingParams, TokenLogprobs
+from tripool.engine.noise import gumbel, noise_key, token_hashes
+from tripool.sequence import Sampled, Seq
+
+_FIRST_CANDIDATES = 256
+"""How many of the likeliest tokens are sorted first for top-p; nearly always enough, and much cheaper than all."""
+
+
+class Sampler:
+    def __init__(self, vocab: int) -> None:
+        self._hashes = token_hashes(vocab)
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, seqs: Sequence[Seq]) -> list[Sampled]:
+        """logits float32 [rows, vocab], a row per sequence. Rows may be changed in place."""
+        if all(_is_plain_greedy(seq) for seq in seqs):
+            return [Sampled(token) for token in logits.argmax(-1).tolist()]
+        return [self._sample_row(row, seq) for row, seq in zip(logits, seqs, strict=True)]
+
+    def _sample_row(self, row: torch.Tensor, seq: Seq) -> Sampled:
+        params = seq.request.params
+        logprobs = None if params.logprobs is None else row.log_softmax(-1)
+        adjust(row, seq)
+        token = int(row.argmax()) if params.temperature == 0 else self._draw(row, seq)
+        return Sampled(token, None if logprobs is None else _report(logprobs, token, params.logprobs or 0))
+
+    def _draw(self, row: torch.Tensor, seq: Seq) -> int:
+        params = seq.request.params
+        key = noise_key(seq.request.seed, seq.choice, seq.num_generated)
+        row = row / params.temperature
+        kept = keep(row, params)
+        if kept is None:
+            return int((row + gumbel(key, self._hashes)).argmax())
+        return int(kept[(row[kept] + gumbel(key, self._hashes[kept])).argmax()])
+
+
+def adjust(row: torch.Tensor, seq: Seq) -> None:
+    """Penalties, bias and bans, in place."""
+    params = seq.request.params
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(seq.tokens)))
+        values = row[seen]
+        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if (params.frequency_penalty or params.presence_penalty) and seq.num_generated:
+        counts = Counter(seq.tokens[seq.prompt_len :])
+        tokens = torch.tensor(list(counts))
+        times = torch.tensor(list(counts.values()), dtype=row.dtype)
+        row[tokens] -= params.frequency_penalty * times + params.presence_penalty
+    if params.logit_bias:
+        tokens = torch.tensor(list(params.logit_bias))
+        row[tokens] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype)
+    if seq.num_generated < params.min_tokens:
+        row[sorted(seq.stop_ids)] = float("-inf")
+
+
+def keep(row: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:
+    """Tokens that stay candidates, likeliest first; None means all of them."""
+    if params.top_k == 0 and params.top_p == 1.0:
+        if params.min_p == 0.0:
+            return None
+        return torch.where(row >= row.max() + _log(params.min_p))[0]
+    order = _top(row, params)
+    values = row[order]
+    if params.top_p < 1.0:
+        # Without top_k the mass is of the whole vocabulary, of which `order` may be only the head.
+        total = torch.logsumexp(values if params.top_k else row, -1)
+        before = (values - total).exp().cumsum(-1).roll(1)
+        before[0] = 0.0
+        order, values = order[before < params.top_p], values[before < params.top_p]
+    if params.min_p > 0.0:
+        order = order[values >= values[0] + _log(params.min_p)]
+    return order
+
+
+def _top(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The likeliest tokens in order: `top_k` of them, or as many as surely hold the top-p set."""
+    vocab = len(row)
+    if params.top_k:
+        return row.topk(min(params.top_k, vocab)).indices
+    head = row.topk(min(_FIRST_CANDIDATES, vocab))
+    if (head.values - torch.logsumexp(row, -1)).exp().sum() >= params.top_p:
+        return head.indices
+    return row.argsort(descending=True, stable=True)
+
+
+def _report(logprobs: torch.Tensor, token: int, top: int) -> TokenLogprobs:
+    best = logprobs.topk(min(top, len(logprobs)))
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return TokenLogprobs(float(logprobs[token]), tuple(pairs))
+
+
+def _is_plain_greedy(seq: Seq) -> bool:
+    p = seq.request.params
+    changed = p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty or p.logit_bias
+    return p.temperature == 0 and p.logprobs is None and not changed and seq.num_generated >= p.min_tokens
+
+
+def _log(p: float) -> float:
+    return float(torch.log(torch.tensor(p)))

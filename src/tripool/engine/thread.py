@@ -1,0 +1,186 @@
+"""Owns an engine in one thread and hands its token events to asyncio tasks. Knows no HTTP and no text.
+
+| who | does |
+|---|---|
+| any event loop | puts commands (add, cancel, stop), awaits its own queue |
+| the engine thread | takes commands, steps, posts events: one wake-up per loop and step, not per token |
+
+Whatever ends the thread also ends every open stream with EngineStopped, so nobody waits for tokens that cannot come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Iterable
+from queue import Empty, SimpleQueue
+
+from tripool.core import Request, TokenEvent
+from tripool.engine.protocol import StepEngine
+from tripool.errors import EngineStopped, TripoolError
+
+_Item = TokenEvent | TripoolError | None
+"""None only wakes the consumer: one of its requests was cancelled."""
+
+_SHUT_DOWN = "the engine is shut down"
+
+
+class _Stream:
+    """One consumer: the loop it lives on, its queue, and the choices it still waits for."""
+
+    def __init__(self, requests: tuple[Request, ...]) -> None:
+        self.requests = requests
+        self.loop = asyncio.get_running_loop()
+        self.items: asyncio.Queue[_Item] = asyncio.Queue()
+        self.choices_left = {request.id: request.params.n for request in requests}
+
+
+class EngineThread:
+    """`stream()` and `cancel()` from any event loop, `close()` from anywhere."""
+
+    def __init__(self, engine: StepEngine) -> None:
+        self._engine = engine
+        self._commands: SimpleQueue[_Stream | str | None] = SimpleQueue()
+        """A stream to add, a request id to cancel, or None to stop."""
+        self._lock = threading.Lock()
+        """Guards the two fields below: close() must be able to end streams while a step hangs."""
+        self._streams: dict[str, _Stream] = {}
+        self._ended: str | None = None
+        """Why nothing is served any more."""
+        self._thread = threading.Thread(target=self._main, name="tripool-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._ended is None
+
+    async def stream(self, *requests: Request) -> AsyncGenerator[TokenEvent, None]:
+        """Events of one or several requests until all are over. Leaving early, in any way, cancels the rest.
+
+        Raises what the engine's `add` raises, in which case none of the requests runs.
+        """
+        stream = _Stream(requests)
+        left = stream.choices_left
+        with self._lock:
+            if self._ended is not None:
+                raise EngineStopped(self._ended)
+            self._streams |= dict.fromkeys(left, stream)
+        self._commands.put(stream)
+        try:
+            while left:
+                if not stream.items.empty():
+                    # Neither get() nor a fast client's send() would give way: a backlog must not starve other tasks.
+                    await asyncio.sleep(0)
+                item = await stream.items.get()
+                if isinstance(item, TripoolError):
+                    raise item
+                if item is None or item.request_id not in left:
+                    continue  # the event was on its way when its request was cancelled
+                if item.finish_reason is not None:
+                    self._count_down(left, item.request_id)
+                yield item
+        finally:
+            for request_id in tuple(left):
+                self.cancel(request_id)
+
+    def cancel(self, request_id: str) -> None:
+        """End one request early: its stream goes on with its others, or ends. Unknown and finished ids are fine."""
+        with self._lock:
+            stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            stream.choices_left.pop(request_id, None)
+            self._commands.put(request_id)
+            self._post(stream.loop, [(stream, None)])
+
+    def close(self, timeout_s: float) -> bool:
+        """Stop after the step in progress and end open streams; False when the engine did not stop in time.
+
+        Also then every stream is ended: a step that hangs holds its own thread and nobody else.
+        """
+        self._commands.put(None)
+        self._thread.join(timeout_s)
+        self._end(_SHUT_DOWN)
+        return not self._thread.is_alive()
+
+    def _count_down(self, left: dict[str, int], request_id: str) -> None:
+        left[request_id] -= 1
+        if left[request_id] == 0:
+            del left[request_id]
+            with self._lock:
+                self._streams.pop(request_id, None)
+
+    def _main(self) -> None:
+        try:
+            while self._obey():
+                if self._engine.busy:
+                    self._deliver(self._engine.step())
+            for request_id in self._end(_SHUT_DOWN):
+                self._engine.cancel(request_id)
+        finally:  # not an except: a failure goes on to the thread's own hook, which prints it
+            self._end(f"the engine failed: {sys.exception()!r}")
+
+    def _obey(self) -> bool:
+        """Carry out the commands that are there, waiting for one when the engine has nothing to do."""
+        try:
+            command = self._commands.get(block=not self._engine.busy)
+            while command is not None:
+                if isinstance(command, _Stream):
+                    self._add(command)
+                else:
+                    self._engine.cancel(command)
+                command = self._commands.get_nowait()
+        except Empty:
+            return True
+        return False
+
+    def _add(self, stream: _Stream) -> None:
+        """All requests of a stream or none."""
+        for position, request in enumerate(stream.requests):
+            try:
+                self._engine.add(request)
+            except TripoolError as refused:
+                for added in stream.requests[:position]:
+                    self._engine.cancel(added.id)
+                self._post(stream.loop, [(stream, refused)])
+                return
+
+    def _deliver(self, events: Iterable[TokenEvent]) -> None:
+        by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[_Stream, _Item]]] = defaultdict(list)
+        with self._lock:
+            for event in events:
+                stream = self._streams.get(event.request_id)
+                if stream is not None:
+                    by_loop[stream.loop].append((stream, event))
+        for loop, items in by_loop.items():
+            self._post(loop, items)
+
+    def _post(self, loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, _Item]]) -> None:
+        try:
+            loop.call_soon_threadsafe(_put_all, items)
+        except RuntimeError:  # the loop closed under its streams: nobody will ever read them
+            with self._lock:
+                orphans = [i for i, stream in self._streams.items() if stream.loop is loop]
+                for request_id in orphans:
+                    del self._streams[request_id]
+            for request_id in orphans:
+                self._commands.put(request_id)
+
+    def _end(self, why: str) -> list[str]:
+        """Refuse what comes, end what is open; the first reason stays. Returns the requests that were open."""
+        with self._lock:
+            self._ended = self._ended or why
+            ended, streams = list(self._streams), set(self._streams.values())
+            self._streams = {}
+        for stream in streams:
+            self._post(stream.loop, [(stream, EngineStopped(self._ended))])
+        return ended
+
+
+def _put_all(items: list[tuple[_Stream, _Item]]) -> None:
+    for stream, item in items:
+        # The end overtakes what was not read yet, so that a slow reader cannot delay a shutdown.
+        while isinstance(item, EngineStopped) and not stream.items.empty():
+            stream.items.get_nowait()
+        stream.items.put_nowait(item)
