@@ -1,0 +1,1 @@
+"""The command line: one module per verb. Nothing heavy is imported before a verb runs."""

@@ -1,0 +1,38 @@
+"""`tripool`: puts the verbs together, and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from tripool.cli import chat, generate, models, serve, version
+from tripool.cli.options import Load
+from tripool.cli.terminal import load_model, print_error
+from tripool.errors import TripoolError
+
+
+def create_cli(load: Load = load_model) -> typer.Typer:
+    """`load` makes an engine of a model's name."""
+    app = typer.Typer(
+        name="tripool",
+        help="Serve mixture-of-experts language models.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    for verb in (serve, chat, generate):
+        verb.register(app, load)
+    models.register(app)
+    version.register(app)
+    return app
+
+
+def main(argv: Sequence[str] | None = None, load: Load = load_model) -> None:
+    """Exits with 0, with 2 for an error that a user can mend, or with 130 after Ctrl-C (which typer sees to)."""
+    try:
+        create_cli(load)(args=argv)
+    except TripoolError as error:
+        print_error(error)
+        sys.exit(2)

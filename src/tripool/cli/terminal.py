@@ -1,0 +1,35 @@
+"""What the verbs say besides their results: progress and errors, always on stderr."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from tripool.config import EngineConfig
+from tripool.engine.protocol import StepEngine
+from tripool.errors import TripoolError
+
+_CONTROLS = dict.fromkeys([*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0)])
+
+
+def stderr() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+def load_model(model: str, config: EngineConfig) -> StepEngine:
+    from tripool.engine.load import load_engine  # here, because torch takes seconds and help must not
+
+    console = stderr()
+    with console.status(f"loading {model}") as status:
+        return load_engine(model, config, progress=status.update)
+
+
+def print_error(error: TripoolError) -> None:
+    """One line in red. Notes say which of many requests it was."""
+    notes = "".join(f" [{note}]" for note in getattr(error, "__notes__", []))
+    stderr().print(Text(f"error: {error}{notes}", style="red"), soft_wrap=True)
+
+
+def harmless(text: str) -> str:
+    """Without control characters but tab and newline: a model must not be able to drive the terminal."""
+    return text.translate(_CONTROLS)

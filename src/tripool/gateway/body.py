@@ -1,0 +1,60 @@
+"""A request's bytes, read within bounds and decoded as strict JSON. Knows no field of any endpoint."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from starlette.requests import Request as HttpRequest
+
+from tripool.errors import InvalidRequest
+
+
+class BodyTooLarge(InvalidRequest):
+    status = 413
+    code = "request_too_large"
+
+
+class NotJson(InvalidRequest):
+    """The content type. A web page can post other types to a loopback server without asking; JSON it cannot."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+async def read_body(http: HttpRequest, max_bytes: int) -> bytes:
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise NotJson(f"the content type is '{kind}'", hint="send 'Content-Type: application/json'")
+    promised = http.headers.get("content-length", "")
+    if promised.isdecimal() and int(promised) > max_bytes:
+        raise _too_large(max_bytes)
+    parts: list[bytes] = []
+    size = 0
+    async for part in http.stream():
+        size += len(part)
+        if size > max_bytes:  # a chunked body promises no length
+            raise _too_large(max_bytes)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"the body is larger than {max_bytes} bytes", hint="send less in one request")
+
+
+def decode_json(raw: bytes) -> dict[str, Any]:
+    """A JSON object; refuses NaN and Infinity, half surrogates and nesting without end."""
+    try:
+        body = json.loads(raw, parse_constant=_refuse_constant)
+        if b"\\ud" in raw.lower():  # only an escape can smuggle in half of a surrogate pair
+            json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:  # ValueError: bad JSON, bad UTF-8, half surrogates, endless digits
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"the body is a JSON {type(body).__name__}", hint="send an object")
+    return body
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,43 @@
+"""Bytes that are no JSON, of the wrong kind, or too many."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+BAD_BYTES = [
+    b"",
+    b"{",
+    b"null",
+    b'{"messages": NaN}',
+    b"\xff\xfe{}",
+    b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
+    b"[" * 100_000,
+    b'{"seed": ' + b"9" * 5000 + b"}",
+    b'{"messages": [{"role": "user", "content": "x"}]} trailing',
+]
+
+
+@pytest.mark.parametrize("raw", BAD_BYTES, ids=lambda raw: repr(raw[:30]))
+def test_bad_bytes(server, check_refusal, raw):
+    headers = {"content-type": "application/json"}
+    check_refusal(server.http.post("/v1/chat/completions", content=raw, headers=headers), None)
+
+
+def test_another_content_type(server, check_refusal):
+    response = server.http.post("/v1/chat/completions", content=b"{}", headers={"content-type": "text/plain"})
+    check_refusal(response, None, status=415)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_body_limit(serve, check_refusal, chunked):
+    with serve(max_body_bytes=1000) as served:
+        body = json.dumps({"messages": [{"role": "user", "content": "x" * 1000}]}).encode()
+        headers = {"content-type": "application/json"}
+        content = iter([body[:500], body[500:]]) if chunked else body
+        check_refusal(served.http.post("/v1/chat/completions", content=content, headers=headers), None, status=413)
+        fits = served.http.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 1})
+        assert fits.status_code == 200
