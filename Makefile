@@ -13,7 +13,7 @@ ARGS ?=
 # Tests that load torch; the others run first, because they fail in seconds.
 SLOW := $(wildcard tests/kernels tests/models tests/checkpoints tests/engine tests/test_tiny.py tests/test_walk.py)
 
-.PHONY: serve test prove bench clean
+.PHONY: serve test prove peers bench clean
 
 serve: $(VENV)/installed
 	$(BIN)/tripool serve $(ARGS)
@@ -27,6 +27,9 @@ test: $(VENV)/installed-dev
 
 prove: $(VENV)/installed-dev
 	$(BIN)/pytest -m prove
+
+peers: $(VENV)/installed-dev
+	$(BIN)/python bench/peers/install.py $(if $(TORCH_INDEX),--torch-index "$(TORCH_INDEX)")
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python bench/engine_cpu.py $(ARGS)
