@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tripool.core import MAX_LOGPROBS, Choice, Generation, SamplingParams, Usage
+from tripool.core import (
+    MAX_CHOICES,
+    MAX_LOGPROBS,
+    MAX_STRUCTURE_BYTES,
+    MAX_STRUCTURE_DEPTH,
+    Choice,
+    Generation,
+    SamplingParams,
+    Structure,
+    Usage,
+)
 from tripool.errors import InvalidRequest
 
 token_ids = st.integers(0, 2**31)
@@ -99,6 +109,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "ignore_eos": ["false", 0, None],
     "include_stop_str_in_output": ["yes", 1],
     "skip_special_tokens": ["no", 0],
+    "structure": ["regex", 5, [], True, {}, {"regex": "a", "ebnf": "b"}, {"xml": "a"}],
 }
 CASES = [pytest.param(name, value, id=f"{name}={value!r}") for name, values in BAD_VALUES.items() for value in values]
 
@@ -159,7 +170,7 @@ def test_minus_one_means_every_token() -> None:
 def test_params_cannot_be_changed_under_a_running_request() -> None:
     params = SamplingParams()
     with pytest.raises(dataclasses.FrozenInstanceError):
-        params.temperature = 0.0  # type: ignore[misc]
+        params.temperature = 0.0
 
 
 def test_a_generation_shows_its_first_choice() -> None:
@@ -168,3 +179,79 @@ def test_a_generation_shows_its_first_choice() -> None:
     answer = Generation("r", (7, 8), (first, second), Usage(prompt_tokens=2, completion_tokens=3, cached_tokens=0))
     assert (answer.text, answer.token_ids, answer.finish_reason, answer.logprobs) == ("one", (1,), "stop", None)
     assert answer.usage.total_tokens == 5
+
+
+STRUCTURES: list[tuple[Any, Any, Any]] = [
+    ("json_schema", {"type": "object", "b": 1, "a": "é"}, '{"type": "object", "b": 1, "a": "é"}'),
+    ("json_schema", '{"b":1,\n"a":2}', '{"b": 1, "a": 2}'),
+    ("json_object", "", ""),
+    ("json_object", True, ""),
+    ("regex", "[a-z]+", "[a-z]+"),
+    ("ebnf", "start: X", "start: X"),
+    ("choice", ["a", "b"], ("a", "b")),
+    ("choice", ("a",), ("a",)),
+    ("tool_calls", {"functions": []}, '{"functions": []}'),
+]
+
+
+@pytest.mark.parametrize(("kind", "value", "kept"), STRUCTURES)
+def test_structures_are_kept_as_text(kind: Any, value: Any, kept: Any) -> None:
+    structure = Structure(kind, value)
+    assert structure.value == kept
+    assert structure == Structure(kind, value, "response_format") == Structure.of({kind: value})
+    assert hash(structure) == hash(Structure(kind, value))
+    assert SamplingParams.from_options({"structure": {kind: value}}).structure == structure
+    assert SamplingParams(structure=structure).structure is structure
+
+
+def nested(levels: int) -> Any:
+    value: Any = {}
+    for _ in range(levels):
+        value = {"items": value}
+    return value
+
+
+BAD_STRUCTURES: list[tuple[Any, Any]] = [
+    ("yaml", "a"),
+    (["regex"], "a"),
+    ("regex", ""),
+    ("regex", 5),
+    ("regex", "\ud800"),
+    ("regex", "a" * (MAX_STRUCTURE_BYTES + 1)),
+    ("regex", "é" * (MAX_STRUCTURE_BYTES // 2 + 1)),
+    ("ebnf", None),
+    ("json_object", False),
+    ("json_object", {}),
+    ("json_schema", "{"),
+    ("json_schema", "[]"),
+    ("json_schema", True),
+    ("json_schema", {"a": math.nan}),
+    ("json_schema", {"a": {1, 2}}),
+    ("json_schema", {"a": "\ud800"}),
+    ("json_schema", nested(MAX_STRUCTURE_DEPTH)),
+    ("json_schema", nested(5000)),
+    ("json_schema", "[" * 100_000),
+    ("json_schema", {"a": "x" * MAX_STRUCTURE_BYTES}),
+    ("choice", []),
+    ("choice", [""]),
+    ("choice", "abc"),
+    ("choice", ["a", 1]),
+    ("choice", ["a"] * (MAX_CHOICES + 1)),
+    ("choice", ["x" * MAX_STRUCTURE_BYTES, "y"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "value"), BAD_STRUCTURES, ids=range(len(BAD_STRUCTURES)))
+def test_bad_structures_are_refused(kind: Any, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Structure(kind, value, "regex")
+    assert caught.value.param == "regex"
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_structure_is_one_structure() -> None:
+    for wrong in ({}, {"regex": "a", "ebnf": "b"}, "regex", ["regex"], 5):
+        with pytest.raises(InvalidRequest) as caught:
+            SamplingParams.from_options({"structure": wrong})
+        assert caught.value.param == "structure"
+    assert Structure("json_schema", nested(MAX_STRUCTURE_DEPTH - 1)).value

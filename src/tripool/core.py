@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from tripool.errors import InvalidRequest
 
@@ -14,6 +15,98 @@ BLOCK_TOKENS = 64
 MAX_LOGPROBS = 20
 
 FinishReason = Literal["stop", "length", "abort"]
+
+StructureKind = Literal["json_schema", "json_object", "regex", "ebnf", "choice", "tool_calls"]
+
+MAX_STRUCTURE_BYTES = 2**16
+MAX_STRUCTURE_DEPTH = 64
+MAX_CHOICES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What an answer must look like, to the letter: `Structure("json_schema", {"type": "object", ...})`.
+
+    | kind | value |
+    |---|---|
+    | json_schema | the schema: an object, or its JSON text |
+    | json_object | nothing: any JSON object |
+    | regex | matched by the whole answer |
+    | ebnf | a grammar, Lark's (`start: ...`) or GBNF (`root ::= ...`) |
+    | choice | the strings to choose from |
+    | tool_calls | which functions may be called, and whether one must be: see `tripool.grammar.tools` |
+    """
+
+    kind: StructureKind
+    value: Any = ""
+    """Kept as text, or as a tuple of strings for `choice`: equal structures are compiled once."""
+    param: str = field(default="structure", compare=False)
+    """How the caller names it, for errors."""
+
+    def __post_init__(self) -> None:
+        value = self.value
+        if self.kind in ("json_schema", "tool_calls"):
+            value = self._json_text(value)
+        elif self.kind == "json_object":
+            if value not in ("", True):
+                raise InvalidRequest("json_object must be true", param=self.param)
+            value = ""
+        elif self.kind == "choice":
+            value = self._choices(value)
+        elif self.kind not in get_args(StructureKind):
+            hint = f"known: {', '.join(get_args(StructureKind))}"
+            raise InvalidRequest(f"unknown structure {str(self.kind)[:100]!r}", hint=hint, param=self.param)
+        elif not isinstance(value, str) or not value:
+            raise InvalidRequest(f"the {self.kind} is not a text, or empty", param=self.param)
+        texts = value if isinstance(value, tuple) else (value,)
+        try:
+            size = sum(len(text.encode()) for text in texts)
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"the {self.kind} holds a lone surrogate", param=self.param) from error
+        if size > MAX_STRUCTURE_BYTES:
+            hint = f"at most {MAX_STRUCTURE_BYTES} bytes"
+            raise InvalidRequest(f"the {self.kind} has {size} bytes", hint=hint, param=self.param)
+        object.__setattr__(self, "value", value)
+
+    @classmethod
+    def of(cls, option: Mapping[str, Any], *, param: str = "structure") -> Structure:
+        """From an object with one name, as options have it: `{"regex": "[a-z]+"}`, `{"json_object": true}`."""
+        if len(option) != 1:
+            hint = f"one of {', '.join(get_args(StructureKind))}"
+            raise InvalidRequest(f"{param} has {len(option)} kinds", hint=hint, param=param)
+        ((kind, value),) = option.items()
+        return cls(cast(StructureKind, kind), value, param)
+
+    def _json_text(self, value: object) -> str:
+        """The same JSON, on one line. The order of keys stays: answers follow it."""
+        try:
+            parsed = json.loads(value) if isinstance(value, str) else value
+            if not isinstance(parsed, Mapping):
+                raise InvalidRequest(f"the {self.kind} is not an object", param=self.param)
+            text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
+            too_deep = _depth(parsed) > MAX_STRUCTURE_DEPTH
+        except RecursionError:
+            too_deep = True
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest(f"the {self.kind} is not JSON: {error}", param=self.param) from error
+        if too_deep:
+            hint = f"at most {MAX_STRUCTURE_DEPTH} levels"
+            raise InvalidRequest(f"the {self.kind} is nested too deeply", hint=hint, param=self.param)
+        return text
+
+    def _choices(self, value: object) -> tuple[str, ...]:
+        texts = tuple(value) if isinstance(value, (list, tuple)) else ()
+        if not 0 < len(texts) <= MAX_CHOICES or not all(isinstance(text, str) and text for text in texts):
+            hint = f"must be 1 to {MAX_CHOICES} strings, none of them empty"
+            raise InvalidRequest("choice is of the wrong shape", hint=hint, param=self.param)
+        return texts
+
+
+def _depth(value: object) -> int:
+    """Levels of nesting; may meet the recursion limit."""
+    if isinstance(value, Mapping):
+        return 1 + max(map(_depth, value.values()), default=0)
+    return 1 + max(map(_depth, value), default=0) if isinstance(value, (list, tuple)) else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +136,12 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structure: Structure | None = None
+    """What the answer must look like. It wins over penalties, bias and `min_tokens`."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.structure, Mapping):
+            object.__setattr__(self, "structure", Structure.of(self.structure))
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids"):
@@ -88,6 +185,9 @@ class SamplingParams:
             _in_range("logit_bias", value, -100.0, 100.0)
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, 2**31)
+        if self.structure is not None and not isinstance(self.structure, Structure):
+            hint = 'must be a Structure, or like {"json_schema": {...}}'
+            raise InvalidRequest(f"structure is a {type(self.structure).__name__}", hint=hint, param="structure")
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> SamplingParams:
@@ -131,6 +231,12 @@ class Request:
     namespace: str = ""
     """Salt of the prefix cache: requests of different namespaces never share a block."""
 
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end an answer once `min_tokens` are there."""
+        ends = frozenset() if self.params.ignore_eos else self.end_ids
+        return ends | frozenset(self.params.stop_token_ids)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -152,6 +258,9 @@ class TokenEvent:
     logprobs: TokenLogprobs | None = None
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache; the same in every event of a request."""
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    """Drafts verified for this choice so far, and those of them that came true."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +268,10 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    draft_tokens: int = 0
+    """Guessed by the model's own MTP layer and verified."""
+    accepted_draft_tokens: int = 0
+    """Those that came true: each of them was a step saved."""
 
     @property
     def total_tokens(self) -> int:

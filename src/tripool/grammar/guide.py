@@ -1,0 +1,86 @@
+"""One answer on its way through a compiled grammar: what may come next, token by token, forwards and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+
+
+class Guide:
+    """`ends` are the tokens that end this answer. They are allowed exactly when the text so far is complete.
+
+    A token that ends the answer and could also be text (a stop token the caller chose) is an end, so that what was cut
+    off by it is complete; only where it is the one way on does it stay.
+    """
+
+    def __init__(self, matcher: LLMatcher, num_ids: int, ends: Iterable[int]) -> None:
+        """`matcher` is this guide's own, over a vocabulary of `num_ids` ids and an end behind them."""
+        self._matcher = matcher
+        self._num_ids = num_ids
+        self._ends = frozenset(end for end in ends if end < num_ids)
+        self._end_index = np.array(sorted(self._ends), dtype=np.int64)
+        self._ended = False
+        self._allowed: NDArray[np.bool_] | None = None
+        """The mask after the tokens so far, once it was asked for."""
+        self._may_end = False
+        self._done = False
+
+    def mask(self) -> NDArray[np.bool_]:
+        """[num_ids], not to be changed: the tokens that may come next. None may after an end."""
+        if self._allowed is None:
+            self._allowed = self._compute()
+        return self._allowed
+
+    def accept(self, token_id: int) -> None:
+        allowed = self.mask()
+        assert allowed[token_id], f"token {token_id} is not allowed here"
+        if self._may_end and token_id in self._ends:
+            self._ended = True
+        else:
+            taken = self._matcher.consume_token(token_id)
+            assert taken, self._matcher.get_error()
+        self._allowed = None
+
+    def rollback(self, count: int) -> None:
+        """Take back the last `count` tokens that were accepted, an end among them or not."""
+        assert count >= 0
+        if count and self._ended:
+            self._ended = False
+            count -= 1
+        if count:
+            undone = self._matcher.rollback(count)
+            assert undone, self._matcher.get_error()
+        self._allowed = None
+
+    @property
+    def done(self) -> bool:
+        """Complete: nothing but an end can follow."""
+        self.mask()
+        return self._done
+
+    @property
+    def spent(self) -> bool:
+        """No token may come next: done without an end to say so, or lost in one of llguidance's limits."""
+        return not self.mask().any()
+
+    @property
+    def error(self) -> str:
+        """Why the grammar gave up; empty when it did not."""
+        return self._matcher.get_error()
+
+    def _compute(self) -> NDArray[np.bool_]:
+        if self._ended:
+            self._may_end, self._done = True, True
+            return np.zeros(self._num_ids, dtype=np.bool_)
+        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        bits = np.unpackbits(packed, count=self._num_ids + 1, bitorder="little").view(np.bool_)
+        # In its error state the matcher allows its end, and nothing else.
+        self._may_end = bool(bits[-1]) and not self._matcher.is_error()
+        allowed = bits[:-1]
+        text = allowed.copy() if self._ends else allowed
+        allowed[self._end_index] = self._may_end
+        self._done = self._may_end and not text.any()
+        return allowed if allowed.any() else text

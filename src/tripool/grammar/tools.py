@@ -1,0 +1,90 @@
+"""The grammar of tool calls, in the convention of Hermes' and Qwen's chat templates:
+
+    <tool_call>
+    {"name": "get_weather", "arguments": {"city": "Bern"}}
+    </tool_call>
+
+Spaces after ':' and ',' as those templates print them, so that a model meets what it has seen. Several calls stand on
+lines of their own. Where no call is required the answer may be any text, and calls may follow it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tripool.core import Structure
+from tripool.errors import InvalidRequest
+from tripool.grammar.schema import prepared
+
+OPENING = "<tool_call>"
+CLOSING = "</tool_call>"
+BEFORE_NAME = '{"name": "'
+AFTER_NAME = '", "arguments": '
+
+MAX_FUNCTIONS = 128
+MAX_PARALLEL_CALLS = 16
+
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_OPTIONS = "x-guidance"
+_SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_COMPOSED = frozenset({"$ref", "allOf", "anyOf", "oneOf", "patternProperties"})
+
+
+def tool_structure(
+    functions: Sequence[Mapping[str, Any]], *, required: bool, parallel: bool = True, param: str = "tools"
+) -> Structure:
+    """Calls of `functions`, each with a `name` and, if it takes any, a schema of its `parameters`."""
+    value = {"functions": list(functions), "required": required, "parallel": parallel}
+    return Structure("tool_calls", value, param)
+
+
+def tool_grammar(structure: Structure) -> str:
+    """Lark. Raises InvalidRequest for what is no function; llguidance judges the parameters' schemas."""
+    value = json.loads(structure.value)
+    functions = value.get("functions")
+    if value.keys() - {"functions", "required", "parallel"} or not isinstance(functions, list):
+        hint = 'like {"functions": [{"name": ..., "parameters": ...}], "required": true}'
+        raise InvalidRequest("tool_calls is of the wrong shape", hint=hint, param=structure.param)
+    if not 0 < len(functions) <= MAX_FUNCTIONS:
+        hint = f"1 to {MAX_FUNCTIONS}"
+        raise InvalidRequest(f"there are {len(functions)} functions", hint=hint, param=structure.param)
+    schemas = dict(_function(function, structure.param) for function in functions)
+    if len(schemas) < len(functions):
+        raise InvalidRequest("two functions have the same name", param=structure.param)
+    more = f" next{{0,{MAX_PARALLEL_CALLS - 1}}}" if value.get("parallel", True) else ""
+    bodies = " | ".join(f"f{number}" for number in range(len(schemas)))
+    rules = [*_start(bool(value.get("required")), more), f'call: "\\n" ({bodies}) "\\n{CLOSING}"']
+    if more:
+        rules.append(f'next: "\\n{OPENING}" call')
+    for number, (name, schema) in enumerate(schemas.items()):
+        rules.append(f'f{number}: {json.dumps(BEFORE_NAME + name + AFTER_NAME)} a{number} "}}"')
+        rules.append(f"a{number}: %json {json.dumps(schema)}")
+    return "\n".join(rules)
+
+
+def _start(required: bool, more: str) -> list[str]:
+    if required:
+        return [f'start: "{OPENING}" call{more}']
+    return [
+        f"start: TEXT | opening call{more}",
+        f"TEXT: /(?s:.*)/ & ~/(?s:.*{OPENING}.*)/",
+        # Text and the mark that ends it are one lexeme: a lexer cannot go back to where the mark began.
+        f"opening[lazy]: /(?s:.*){OPENING}/",
+    ]
+
+
+def _function(function: object, param: str) -> tuple[str, dict[str, Any]]:
+    """Name, and the schema of the arguments: where it declares none, there are none."""
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not _NAME.fullmatch(name):
+        hint = "a name has 1 to 64 of a-z, A-Z, 0-9, '_' and '-'"
+        raise InvalidRequest(f"a function has the name {str(name)[:100]!r}", hint=hint, param=param)
+    schema = {} if function.get("parameters") is None else function["parameters"]
+    if not isinstance(schema, dict) or schema.get("type", "object") != "object" or _OPTIONS in schema:
+        hint = 'send a JSON schema of type "object"'
+        raise InvalidRequest(f"the parameters of '{name}' are of the wrong shape", hint=hint, param=param)
+    closed = {} if schema.get("properties") or schema.keys() & _COMPOSED else {"additionalProperties": False}
+    return name, {"type": "object", **closed, **prepared(schema, param), _OPTIONS: _SPACED}

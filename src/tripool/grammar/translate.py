@@ -1,0 +1,73 @@
+"""From a `Structure` to the text of a grammar as llguidance reads it. Loads no vocabulary and compiles nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from llguidance import LLMatcher, grammar_from
+
+from tripool.core import Structure
+from tripool.errors import InvalidRequest
+from tripool.grammar.schema import prepared
+from tripool.grammar.tools import tool_grammar
+
+_OPTIONS = "x-guidance"
+"""Where llguidance finds its own options inside a schema."""
+
+_ESCAPE = re.compile(r"\\.", re.DOTALL)
+_CLASSES = {r"\w": r"[\p{L}\p{N}_]", r"\W": r"[^\p{L}\p{N}_]"}
+"""Patterns come from people who try them in Python, where a word has no combining marks."""
+
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 100_000,
+}
+"""A fifth or so of llguidance's defaults: a mask stays within milliseconds, and an answer's memory within 40 MB."""
+
+
+def grammar_text(structure: Structure) -> str:
+    """What is wrong with the grammar itself shows when it is compiled."""
+    try:
+        if structure.kind == "json_schema":
+            return _json(structure.value, structure.param)
+        if structure.kind == "json_object":
+            return _json('{"type": "object"}', structure.param)
+        if structure.kind == "regex":
+            return LLMatcher.grammar_from_regex(_ESCAPE.sub(_as_python, structure.value))
+        if structure.kind == "ebnf":
+            return grammar_from("ebnf", structure.value)
+        if structure.kind == "choice":
+            # One terminal, not a rule with alternatives: a lexer takes a thousand of them in its stride.
+            choices = " | ".join(json.dumps(text) for text in structure.value)
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
+        assert structure.kind == "tool_calls"
+        return LLMatcher.grammar_from_lark(tool_grammar(structure))
+    except ValueError as error:
+        raise InvalidRequest(f"the {structure.kind} cannot be used: {error}", param=structure.param) from error
+
+
+def _as_python(escape: re.Match[str]) -> str:
+    """Where Python's classes are not Rust's, a class of its own. One may stand inside another."""
+    return _CLASSES.get(escape[0], escape[0])
+
+
+def _json(schema: str, param: str) -> str:
+    """Compact, so that no model can fill its answer with spaces; what is not understood is refused, never ignored."""
+    parsed = json.loads(schema)
+    if _OPTIONS in parsed:
+        raise InvalidRequest(f"the schema has '{_OPTIONS}', which is not supported", param=param)
+    return LLMatcher.grammar_from_json_schema(
+        json.dumps(prepared(parsed, param)),
+        overrides={
+            "whitespace_flexible": False,
+            "item_separator": ",",
+            "key_separator": ":",
+            "lenient": False,
+            "coerce_one_of": False,
+        },
+    )

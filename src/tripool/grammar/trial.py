@@ -1,0 +1,82 @@
+"""Compiles a stranger's grammar in a process of its own first, where it can neither crash nor stall a server.
+
+llguidance's limits bound most of what it does, not all: a chain of a few thousand rules overflows the stack, and some
+schemas take minutes. A grammar that came through here compiles in the engine's process in about the same time.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+from tripool.core import Structure
+from tripool.errors import InvalidRequest, TripoolError
+from tripool.grammar import trial_process
+from tripool.grammar.translate import LIMITS, grammar_text
+
+CPU_S = 0.5
+MEMORY_BYTES = 2**30
+MAX_KEPT = 256
+_HARMLESS = ("json_object", "choice")
+"""Their size is all that a caller decides about."""
+_WALL_S = 30.0
+_AT_ONCE = 2
+
+
+class TrialFailed(TripoolError):
+    """Not the grammar's fault: there was no process to try it in."""
+
+    status = 503
+    code = "grammar_trial_failed"
+
+
+class Trial:
+    """Thread-safe. Takes some 50 ms, once for each of the last structures; do not call it in an event loop."""
+
+    def __init__(self, *, cpu_s: float = CPU_S) -> None:
+        self._cpu_s = cpu_s
+        self._lock = threading.Lock()
+        self._slots = threading.BoundedSemaphore(_AT_ONCE)
+        self._verdicts: OrderedDict[Structure, str] = OrderedDict()
+
+    def check(self, structure: Structure) -> None:
+        """Raises InvalidRequest when the grammar is bad, or dangerous."""
+        if structure.kind in _HARMLESS:
+            return
+        with self._lock:
+            verdict = self._verdicts.get(structure)
+        if verdict is None:
+            verdict = self._try(structure)
+            with self._lock:
+                self._verdicts[structure] = verdict
+                if len(self._verdicts) > MAX_KEPT:
+                    self._verdicts.popitem(last=False)
+        if verdict:
+            raise InvalidRequest(f"the {structure.kind} cannot be used: {verdict}", param=structure.param)
+
+    def _try(self, structure: Structure) -> str:
+        """What is wrong with it; empty when nothing is."""
+        # Translating EBNF takes a Python program, which some grammars keep busy for long: that is tried as well.
+        ebnf = structure.kind == "ebnf"
+        grammar = structure.value if ebnf else grammar_text(structure)
+        bounds = {"limits": LIMITS, "cpu_s": self._cpu_s, "memory_bytes": MEMORY_BYTES}
+        task = {"grammar": grammar, "ebnf": ebnf, **bounds}
+        command = [sys.executable, "-I", str(Path(trial_process.__file__))]
+        with self._slots:
+            try:
+                done = subprocess.run(
+                    command, input=json.dumps(task).encode(), capture_output=True, timeout=_WALL_S, check=False
+                )
+            except subprocess.TimeoutExpired as error:
+                raise TrialFailed("the machine is too busy to try the grammar", hint="try again later") from error
+            except OSError as error:
+                raise TrialFailed(f"cannot start a process to try the grammar: {error.strerror}") from error
+        if done.returncode == 0:
+            return done.stdout.decode()
+        if done.returncode < 0:  # killed: by the timer, for its memory, or by a stack that overflowed
+            return "it is too deep, or takes too long or too much memory to compile"
+        raise TrialFailed(f"cannot try the grammar: {done.stderr.decode(errors='replace')[-300:]}")

@@ -1,0 +1,156 @@
+"""Masks that mean what they say, forwards and back, at the ends above all."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from tripool.core import Structure
+from tripool.errors import InvalidRequest
+
+from .schemas import random_schema
+
+ANYTHING = Structure("regex", r"(?s:.*)")
+
+
+def text_ids(tokenizer, text):
+    return tokenizer.encode(text, special=False)
+
+
+def follow(guide, ids):
+    for token in ids:
+        assert guide.mask()[token]
+        guide.accept(token)
+
+
+def test_ends_are_allowed_exactly_when_the_text_is_complete(guide_of, tokenizer):
+    (end,) = tokenizer.end_ids
+    guide = guide_of(Structure("regex", "(ab)+"))
+    states = []
+    for char in "abab":
+        states.append(bool(guide.mask()[end]))
+        follow(guide, text_ids(tokenizer, char))
+    assert states == [False, False, True, False]
+    assert guide.mask()[end] and not guide.done
+
+
+def test_done_means_that_only_an_end_can_follow(guide_of, tokenizer):
+    (end,) = tokenizer.end_ids
+    guide = guide_of(Structure("regex", "[0-9]{2}"))
+    follow(guide, text_ids(tokenizer, "4"))
+    assert not guide.done
+    follow(guide, text_ids(tokenizer, "2"))
+    assert guide.done and not guide.spent
+    assert guide.mask().nonzero()[0].tolist() == [end]
+    guide.accept(end)
+    assert guide.done and guide.spent
+
+
+def test_special_extra_and_foreign_ids_are_never_text(guide_of, tokenizer, num_ids):
+    guide = guide_of(ANYTHING)
+    mask = guide.mask()
+    assert mask.shape == (num_ids,) and mask.dtype == np.bool_
+    assert not mask[tokenizer.vocab_size :].any()
+    assert {i for i in tokenizer.special_ids if mask[i]} == tokenizer.end_ids
+    plain = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids]
+    assert mask[plain].mean() > 0.98  # what is missing cannot begin a character
+
+
+def test_a_model_without_an_end_is_spent_when_it_is_done(guide_of, tokenizer):
+    guide = guide_of(Structure("regex", "[0-9]{2}"), frozenset())
+    follow(guide, text_ids(tokenizer, "42"))
+    assert guide.done and guide.spent
+    assert not guide.error
+
+
+def test_stop_tokens_wait_for_a_complete_text(guide_of, tokenizer):
+    """A stop token that is text elsewhere would cut the answer anywhere: it may stand for the end, and for no text."""
+    (comma,) = text_ids(tokenizer, ",")
+    structure = Structure("regex", "[0-9,]*[0-9]")
+    assert guide_of(structure).mask()[comma]
+    guide = guide_of(structure, tokenizer.end_ids | {comma})
+    assert not guide.mask()[comma]
+    follow(guide, text_ids(tokenizer, "7"))
+    assert guide.mask()[comma]
+    guide.accept(comma)
+    assert guide.done and guide.spent
+    guide.rollback(2)
+    assert not guide.mask()[comma]
+
+
+def test_a_stop_token_that_is_the_only_way_stays(guide_of, tokenizer):
+    (comma,) = text_ids(tokenizer, ",")
+    guide = guide_of(Structure("regex", ",+1"), tokenizer.end_ids | {comma})
+    assert guide.mask().nonzero()[0].tolist() == [comma]
+    guide.accept(comma)
+
+
+def test_a_token_that_is_not_allowed_is_our_mistake(guide_of, tokenizer):
+    guide = guide_of(Structure("choice", ["yes"]))
+    with pytest.raises(AssertionError, match="not allowed"):
+        guide.accept(text_ids(tokenizer, "no")[0])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rolling_back_is_as_if_nothing_had_happened(guide_of, tokenizer, seed):
+    """Every mask of a random walk is there again after rolling back to it, also from behind the end of the text."""
+    rng = Random(seed)
+    structure = Structure("json_schema", random_schema(rng)) if seed % 2 else Structure("regex", "([a-c]{1,9} ){3}x*")
+    guide = guide_of(structure)
+    likings = {text_ids(tokenizer, text)[0] for text in ('"', "}", "]")}
+    tokens, masks = [], []
+    while not guide.spent:
+        masks.append(guide.mask().copy())
+        allowed = guide.mask().nonzero()[0].tolist()
+        wanted = [i for i in allowed if i in tokenizer.end_ids] or [i for i in allowed if i in likings]
+        tokens.append(rng.choice(wanted if wanted and rng.random() < 0.7 else allowed))
+        guide.accept(tokens[-1])
+    assert tokens[-1] in tokenizer.end_ids
+    at = len(tokens)
+    for _ in range(60):
+        if at and rng.random() < 0.6:
+            back = rng.randint(1, at)
+            guide.rollback(back)
+            at -= back
+        elif at < len(tokens):
+            guide.accept(tokens[at])
+            at += 1
+        assert guide.spent if at == len(tokens) else np.array_equal(guide.mask(), masks[at])
+    guide.rollback(0)
+    guide.rollback(at)
+    follow(guide, tokens)
+    assert guide.done
+
+
+def test_guides_of_one_grammar_do_not_know_each_other(guide_of, tokenizer):
+    structure = Structure("regex", "[ab]{3}")
+    one, other = guide_of(structure), guide_of(structure)
+    follow(one, text_ids(tokenizer, "ab"))
+    assert not other.done and other.mask().sum() > one.mask().sum()
+
+
+def test_a_text_that_looks_like_a_special_token_is_spelt_in_plain_ones(guide_of, tokenizer, walk):
+    marks = ["<|end|>", "<|user|>now"]
+    for mark in marks:
+        assert walk(guide_of(Structure("choice", [mark])), Random(1)) == mark
+    assert tokenizer.encode(marks[0], special=False) == list(tokenizer.end_ids)
+
+
+def test_running_into_a_limit_is_the_end_and_not_a_success(guide_of, tokenizer):
+    guide = guide_of(Structure("regex", r"((a{1,900}b){1,900}c){1,900}"))
+    (a,) = text_ids(tokenizer, "a")
+    while not guide.spent:
+        guide.accept(a if guide.mask()[a] else int(guide.mask().nonzero()[0][0]))
+    assert not guide.done and guide.error
+
+
+def test_nothing_to_generate(guide_of):
+    """The empty answer takes an end token; without one there is nothing that a step could give."""
+    only_empty = Structure("regex", "()")
+    assert guide_of(only_empty).done
+    with pytest.raises(InvalidRequest, match="leaves nothing to generate"):
+        guide_of(only_empty, frozenset())
+    with pytest.raises(InvalidRequest, match="no text can satisfy it"):
+        guide_of(Structure("regex", r"[^\s\S]"))

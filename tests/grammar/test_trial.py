@@ -1,0 +1,87 @@
+"""Grammars that would take a server down are refused by a process that goes down in its place."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tripool.core import Structure
+from tripool.errors import InvalidRequest
+from tripool.grammar import Trial
+from tripool.grammar import trial as trial_module
+
+CHAIN = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)) + 'r4000: "a"'
+"""Overflows the stack of whoever compiles it."""
+ENDLESS = {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(40)]}
+"""Takes hours."""
+FIXPOINT = "\n".join(f"r{i} ::= r{i + 1}" for i in range(3500)) + '\nr3500 ::= "a"\nroot ::= r0'
+"""Keeps the translator busy, before llguidance sees anything."""
+
+
+@pytest.fixture(scope="module")
+def trial() -> Trial:
+    return Trial()
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        Structure("json_schema", {"type": "object", "properties": {"a": {"type": "string"}}}),
+        Structure("regex", "[a-z]{3}"),
+        Structure("ebnf", 'root ::= "a" | "b" root'),
+        Structure("choice", ["a"]),
+        Structure("json_object"),
+        Structure("tool_calls", {"functions": [{"name": "f"}], "required": False}),
+    ],
+    ids=lambda structure: structure.kind,
+)
+def test_good_ones_pass(trial, structure):
+    trial.check(structure)
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        Structure("ebnf", CHAIN, "guided_grammar"),
+        Structure("json_schema", ENDLESS, "guided_grammar"),
+        Structure("ebnf", FIXPOINT, "guided_grammar"),
+    ],
+    ids=["chain", "endless", "fixpoint"],
+)
+def test_dangerous_ones_are_refused_in_time(trial, structure):
+    started = time.monotonic()
+    with pytest.raises(InvalidRequest, match="too long or too much memory") as caught:
+        trial.check(structure)
+    assert time.monotonic() - started < 20
+    assert caught.value.param == "guided_grammar"
+
+
+def test_bad_ones_are_refused_with_the_reason(trial):
+    with pytest.raises(InvalidRequest, match="unclosed character class"):
+        trial.check(Structure("regex", "["))
+    with pytest.raises(InvalidRequest, match="Rule 'x' not found"):
+        trial.check(Structure("ebnf", "root ::= x"))
+    with pytest.raises(InvalidRequest, match='"not"'):
+        trial.check(Structure("json_schema", {"not": {}}))
+
+
+def test_a_verdict_is_remembered_also_when_many_ask(monkeypatch):
+    runs = []
+    run = subprocess.run
+
+    def counted(*args, **options):
+        runs.append(1)
+        return run(*args, **options)
+
+    monkeypatch.setattr(trial_module.subprocess, "run", counted)
+    trial = Trial()
+    for _ in range(3):
+        with pytest.raises(InvalidRequest):
+            trial.check(Structure("regex", "("))
+    assert len(runs) == 1
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(trial.check, [Structure("regex", f"{letter}+") for letter in "abcd"]))
+    assert len(runs) == 5
