@@ -89,6 +89,17 @@ def test_usage():
     feed(it, "one", choice=0, finish="length")
     feed(it, "four", choice=1, finish="length")
     assert (it.usage.prompt_tokens, it.usage.completion_tokens, it.usage.cached_tokens) == (3, 7, 2)
+    assert (it.usage.draft_tokens, it.usage.accepted_draft_tokens) == (0, 0)
+
+
+def test_usage_counts_the_drafts_of_every_choice_up_to_its_last_token():
+    it = answer(n=2, stop="b")
+    a, b = TOKENIZER.encode("ab")
+    it.take(TokenEvent("r", 0, 0, a, num_draft_tokens=1, num_accepted_draft_tokens=0))
+    it.take(TokenEvent("r", 1, 0, a, num_draft_tokens=3, num_accepted_draft_tokens=2))
+    it.take(TokenEvent("r", 0, 1, b, num_draft_tokens=4, num_accepted_draft_tokens=2))
+    it.take(TokenEvent("r", 0, 2, a, num_draft_tokens=9, num_accepted_draft_tokens=9))  # after the stop string
+    assert (it.usage.draft_tokens, it.usage.accepted_draft_tokens) == (7, 4)
 
 
 def test_unfinished_is_an_abort():

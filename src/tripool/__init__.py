@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tripool.core import Choice, Generation, SamplingParams, Usage
+from tripool.core import Choice, Generation, SamplingParams, Structure, Usage
 from tripool.errors import TripoolError
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "SamplingParams", "Generation", "Choice", "Usage", "TripoolError", "__version__"]
+__all__ = ["LLM", "SamplingParams", "Structure", "Generation", "Choice", "Usage", "TripoolError", "__version__"]
 
 
 def __getattr__(name: str) -> object:

@@ -31,6 +31,7 @@ class _Draft:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    last_event: TokenEvent | None = None
 
 
 class Answer:
@@ -52,6 +53,7 @@ class Answer:
             return None
         assert event.index == len(draft.token_ids), "an event of this choice was lost or came twice"
         self._num_cached_tokens = event.num_cached_tokens
+        draft.last_event = event
         draft.token_ids.append(event.token_id)
         if event.logprobs is not None:
             draft.logprobs.append(event.logprobs)
@@ -62,7 +64,8 @@ class Answer:
     def _text_of(self, event: TokenEvent, detokenizer: Detokenizer) -> tuple[str, FinishReason | None]:
         params = self.request.params
         # A token that ends the answer by its id is a mark, not text, unless the caller wants to see it.
-        mark = event.finish_reason == "stop" and not params.include_stop_str_in_output
+        ended = event.finish_reason == "stop" and event.token_id in self.request.stop_ids
+        mark = ended and not params.include_stop_str_in_output
         text = "" if mark else detokenizer.push(event.token_id)
         finish = event.finish_reason
         if detokenizer.stopped is not None:
@@ -73,8 +76,14 @@ class Answer:
 
     @property
     def usage(self) -> Usage:
-        completion_tokens = sum(len(draft.token_ids) for draft in self._drafts)
-        return Usage(len(self.request.prompt_ids), completion_tokens, self._num_cached_tokens)
+        last_events = [draft.last_event for draft in self._drafts if draft.last_event is not None]
+        return Usage(
+            prompt_tokens=len(self.request.prompt_ids),
+            completion_tokens=sum(len(draft.token_ids) for draft in self._drafts),
+            cached_tokens=self._num_cached_tokens,
+            draft_tokens=sum(event.num_draft_tokens for event in last_events),
+            accepted_draft_tokens=sum(event.num_accepted_draft_tokens for event in last_events),
+        )
 
     def generation(self) -> Generation:
         """The answer so far; a choice that was not finished says "abort"."""

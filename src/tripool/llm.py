@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self, cast
 
 from tripool.answer import Answer
-from tripool.config import EngineConfig
+from tripool.config import EngineConfig, Precision
 from tripool.core import Conversation, Generation, Request, SamplingParams, TokenEvent
 from tripool.engine.protocol import StepEngine
 from tripool.errors import InvalidRequest, TripoolError
@@ -38,6 +38,8 @@ class LLM:
         *,
         kv_gb: float | None = None,
         max_running: int = 64,
+        mtp: bool = True,
+        precision: Precision = "float32",
         threads: int | None = None,
         on_load: Callable[[str], None] | None = None,
     ) -> None:
@@ -45,7 +47,7 @@ class LLM:
             # Here, so that `import tripool` and the command line's help do not pay for torch.
             from tripool.engine.load import load_engine
 
-            config = EngineConfig(kv_gb=kv_gb, max_running=max_running, threads=threads)
+            config = EngineConfig(kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads)
             model = load_engine(model, config, progress=on_load)
         self._engine: StepEngine | None = model
         self.name = model.name

@@ -7,8 +7,29 @@ again after a preemption: a token's KV is then the same whoever computes it and 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from tripool.core import FinishReason, Request, TokenLogprobs
+
+
+class Guide(Protocol):
+    """One answer on its way through a grammar. Ask for the mask, sample, accept the token once it is final."""
+
+    def mask(self) -> Any:
+        """numpy bool [vocab], not to be changed: the tokens that may come next, those that end the answer included."""
+        ...
+
+    def accept(self, token_id: int) -> None: ...
+
+    @property
+    def done(self) -> bool:
+        """Complete: nothing but an end can follow."""
+        ...
+
+    @property
+    def spent(self) -> bool:
+        """No token at all may come next: done without a token that says so, or lost in a limit of the grammar's."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +53,15 @@ class Seq:
     leader: Seq | None = None
     """The request's first choice: the others wait for its prompt and then share its blocks."""
     finish: FinishReason | None = None
+    draft: int | None = None
+    """A guess at the token after the newest one, for the next step to verify."""
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """Drafts that were verified, and those of them that came true."""
+    carry: object | None = None
+    """What whoever drafts keeps between two steps, lost with the blocks. Opaque: may hold a tensor."""
+    guide: Guide | None = None
+    """What may come next under the request's grammar, after the tokens so far; a preemption leaves it as it is."""
 
     @property
     def prompt_len(self) -> int:
@@ -48,13 +78,17 @@ class Seq:
     @property
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end this sequence once `min_tokens` are there."""
-        params = self.request.params
-        ends = frozenset() if params.ignore_eos else self.request.end_ids
-        return ends | frozenset(params.stop_token_ids)
+        return self.request.stop_ids
 
     @property
     def waits_for_leader(self) -> bool:
         return self.leader is not None and self.leader.finish is None and not self.leader.prompt_done
+
+    @property
+    def wants_draft(self) -> bool:
+        """Whether two more tokens may come: the verified one, and the one that a right draft gives on top of it."""
+        answering = self.prompt_done and self.num_computed == len(self.tokens) - 1
+        return self.finish is None and answering and self.num_generated + 2 <= self.max_new_tokens
 
     def work(self, count: int) -> Work:
         """The next `count` uncomputed tokens, cut at the prompt's end so that a piece has one form."""
@@ -86,10 +120,25 @@ class Task:
 
     seq: Seq
     work: Work
+    """Tokens that are certain."""
+    draft: int | None = None
+    """Runs as one more row. Nothing counts it as computed before the row above it has said the same token."""
+
+    @property
+    def rows(self) -> Work:
+        """What the device runs: the work, and the draft after it."""
+        work = self.work
+        if self.draft is None:
+            return work
+        return Work([*work.tokens, self.draft], work.start, work.table, work.decode)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.work.tokens) + (self.draft is not None)
 
     @property
     def samples(self) -> bool:
-        """Whether the last row yields a new token: only when nothing known is left to compute."""
+        """Whether the work's last row yields a new token: only when nothing known is left to compute."""
         return self.work.stop == len(self.seq.tokens)
 
 

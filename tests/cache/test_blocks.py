@@ -162,7 +162,7 @@ def test_agrees_with_the_naive_pool() -> None:
 
 @pytest.mark.prove
 def test_agrees_with_the_naive_pool_at_length() -> None:
-    run_machine(max_examples=5000, steps=100)
+    run_machine(max_examples=2000, steps=100)
 
 
 def forget_newest(pool: BlockPool) -> int:

@@ -23,6 +23,12 @@ def test_question_as_argument(tripool):
     assert "tokens/s" in ran.err
 
 
+def test_drafts_can_be_switched_off(tripool, models):
+    for flags in ((), ("--no-mtp",), ("--mtp",)):
+        assert tripool("chat", "fake", "hello", *flags).code == 0
+    assert [config.mtp for _, config in models.loaded] == [True, False, True]
+
+
 def test_question_from_a_pipe(tripool):
     ran = tripool("chat", "--seed", "3", "--max-tokens", "5", stdin="Which\npool?\n")
     assert ran.out == expected("Which\npool?", seed=3, max_tokens=5) + "\n"

@@ -38,6 +38,7 @@ def test_plain_lines(tripool, tmp_path, oracle):
                 "prompt_tokens": want.usage.prompt_tokens,
                 "completion_tokens": want.usage.completion_tokens,
                 "cached_tokens": 0,
+                "accepted_draft_tokens": 0,
             },
         }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out.jsonl"]
@@ -138,3 +139,27 @@ def test_interrupt_writes_nothing(tripool, tmp_path, models, monkeypatch):
     assert ran.code == 130
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
     assert not engine.open_requests
+
+
+def test_lines_with_a_structure(tripool, tmp_path):
+    lines = [
+        {"prompt": "a", "structure": {"choice": ["yes", "no"]}},
+        {"messages": [{"role": "user", "content": "hello"}], "structure": {"json_schema": {"type": "object"}}},
+        {"prompt": "a", "structure": {"json_object": True}},
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = tmp_path / "out.jsonl"
+    ran = tripool("generate", "fake", "--prompts", f"{tmp_path}/in.jsonl", "--out", str(out), "--seed", "5")
+    assert ran.code == 0, ran.err
+    first, second, third = rows(out)
+    assert first["text"] in ("yes", "no")
+    assert isinstance(json.loads(second["text"]), dict)
+    assert isinstance(json.loads(third["text"]), dict)
+
+
+@pytest.mark.parametrize("structure", [{"yaml": "a"}, {}, "regex", {"regex": "a", "ebnf": "b"}])
+def test_a_bad_structure_names_its_line(tripool, tmp_path, structure):
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "a", "structure": structure}) + "\n")
+    ran = tripool("generate", "fake", "--prompts", f"{tmp_path}/in.jsonl", "--out", f"{tmp_path}/out.jsonl")
+    assert ran.code == 2
+    assert "line 1" in " ".join(ran.err.split())

@@ -6,10 +6,12 @@ is derived from the last one, so whoever reads a wrong block gives a wrong answe
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from zlib import crc32
 
 from tripool.core import Request
+from tripool.sequence import Task
 
 VOCAB = 5
 
@@ -53,6 +55,10 @@ class Shadow:
     """It has given a token since it was last admitted: prompt and replay are behind it."""
     over: bool = False
     cancelled: bool = False
+    draft: int | None = None
+    """The guess at its next token that the scheduler was told and has not used yet."""
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt_ids)
@@ -78,6 +84,16 @@ class Shadow:
         return self.prompt_len + self.num_events
 
     @property
+    def next_token(self) -> int:
+        return self.tokens[self.num_known]
+
+    @property
+    def wants_draft(self) -> bool:
+        """Two more tokens may come, and the newest one is all that is left to compute."""
+        waits = self.num_computed == self.num_known - 1 >= self.prompt_len
+        return waits and not self.over and self.num_events + 2 <= self.max_new_tokens
+
+    @property
     def most_rows(self) -> int:
         """Rows to compute from nothing to the end, if the answer is as long as it may be. The last token needs none."""
         return self.prompt_len + self.max_new_tokens - 1
@@ -86,6 +102,38 @@ class Shadow:
     def may_start(self) -> bool:
         leader = self.leader
         return leader is None or leader.over or leader.num_computed >= leader.prompt_len
+
+
+class Memory:
+    """Per block: slot -> chain value. A block that changes hands is wiped: nobody may count on what was there."""
+
+    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+        self._slots: list[dict[int, int]] = [{} for _ in range(num_blocks)]
+        self._size = block_tokens
+
+    def wipe(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._slots[block].clear()
+
+    def run(self, task: Task, shadow: Shadow) -> tuple[int, int]:
+        """The made-up model. Chain values at the last token that is certain, and at the draft after it, if any."""
+        rows, size = task.rows, self._size
+        value = certain = chain_root(shadow.request.namespace)
+        if rows.start:
+            value = self._slots[rows.table[(rows.start - 1) // size]][(rows.start - 1) % size]
+        for position, token in enumerate(rows.tokens, rows.start):
+            value = chain_next(value, token)
+            self._slots[rows.table[position // size]][position % size] = value
+            certain = value if position < task.work.stop else certain
+        return certain, value
+
+    def check(self, task: Task, shadow: Shadow) -> None:
+        """Every slot below a task's first row holds that position of that sequence in that namespace."""
+        work, size = task.work, self._size
+        assert len(work.table) * size >= task.rows.stop, "no block for a row"
+        for position in range(work.start):
+            slots = self._slots[work.table[position // size]]
+            assert slots.get(position % size) == shadow.chain[position], f"position {position} shows foreign KV"
 
 
 def known_prefix(shadow: Shadow, names: dict[int, int], block_tokens: int) -> list[int]:

@@ -11,19 +11,22 @@ from collections import Counter
 from tripool.config import SchedulerConfig
 from tripool.core import Request, TokenEvent
 from tripool.engine.colocated import Scheduler
+from tripool.prefill.scheduler import Grow
 from tripool.sequence import Sampled, Seq, Task
 
-from .colocated_model import Shadow, chain_next, chain_root, enders, known_prefix, next_token, steps_to_live
+from .colocated_drafts import check_followers, check_planned, propose
+from .colocated_model import Memory, Shadow, enders, known_prefix, next_token, steps_to_live
 
 
 class Simulation:
     """Drive it with `add`, `cancel`, `begin` (schedule) and `end` (run, settle); every call checks all it can."""
 
-    def __init__(self, config: SchedulerConfig, context_tokens: int) -> None:
+    def __init__(self, config: SchedulerConfig, context_tokens: int, draft_quality: float | None = None) -> None:
         self.config = config
+        self.draft_quality = draft_quality
+        """Share of drafts that are right; None: nobody drafts."""
         self.scheduler = Scheduler(config, model="made-up", context_tokens=context_tokens)
-        self.memory: list[dict[int, int]] = [{} for _ in range(config.num_blocks)]
-        """Per block: slot -> chain value. A block that changes hands is wiped: nobody may count on what was there."""
+        self.memory = Memory(config.num_blocks, config.block_tokens)
         self.names: dict[int, int] = {}
         """Oracle of the prefix index: chain value at a block's end -> block."""
         self.shadows: dict[Seq, Shadow] = {}
@@ -32,8 +35,10 @@ class Simulation:
         self.trace: list[tuple[int, int, int]] = []
         self.seen: Counter[str] = Counter()
         """What the traffic made happen: shows that the checks had something to check."""
-        self._preempted: list[Seq] = []
+        self.preempted: list[Seq] = []
+        """In the step that was planned last."""
         self._free_before_release = 0
+        self._prompts_planned = False
         self._enough_before_victim = -1
         """After a preemption: blocks that were free before it. Whoever preempted must now take more than those."""
         self._names_at_admission: list[dict[int, int]] = []
@@ -44,17 +49,17 @@ class Simulation:
     def _observe(self) -> None:
         """Watch the public verbs that happen inside one call, where order matters."""
         pool, prefill = self.scheduler.pool, self.scheduler.prefill
-        pool_allocate, pool_acquire, pool_release, prefill_add = pool.allocate, pool.acquire, pool.release, prefill.add
+        pool_allocate, pool_acquire, pool_release = pool.allocate, pool.acquire, pool.release
+        prefill_add, prefill_plan = prefill.add, prefill.plan
 
-        def allocate(count: int) -> list[int]:
+        def allocate(count: int, *, after: int | None = None) -> list[int]:
             assert count > self._enough_before_victim, "preempted in vain"
             self._enough_before_victim = -1
-            blocks = pool_allocate(count)
+            blocks = pool_allocate(count, after=after)
             owned = {block for seq in self.scheduler.holders() for block in seq.table}
             assert not owned.intersection(blocks), "a block was given out while somebody holds it"
             self.names = {value: block for value, block in self.names.items() if block not in blocks}
-            for block in blocks:
-                self.memory[block].clear()
+            self.memory.wipe(blocks)
             return blocks
 
         def acquire(blocks: list[int]) -> None:
@@ -67,11 +72,17 @@ class Simulation:
 
         def add(seq: Seq) -> None:
             if seq in self.shadows:
-                self._preempted.append(seq)
+                assert not self._prompts_planned, "preempted for a draft"
+                self.preempted.append(seq)
                 self._enough_before_victim = self._free_before_release
             prefill_add(seq)
 
-        pool.allocate, pool.acquire, pool.release, prefill.add = allocate, acquire, release, add
+        def plan(budget: int, slots: int, grow: Grow) -> list[Task]:
+            tasks = prefill_plan(budget, slots, grow)
+            self._prompts_planned = True
+            return tasks
+
+        pool.allocate, pool.acquire, pool.release, prefill.add, prefill.plan = allocate, acquire, release, add, plan
 
     # ---- events -------------------------------------------------------------------------------------------------
 
@@ -99,43 +110,62 @@ class Simulation:
 
     def begin(self) -> list[Task]:
         assert self.in_flight is None
-        self._preempted.clear()
+        self.preempted.clear()
+        self._prompts_planned = False
         self._names_at_admission.clear()
         preemptions = self.scheduler.num_preemptions
         before = set(self.scheduler.holders())
         tasks = self.in_flight = self.scheduler.schedule()
         self.num_steps += 1
-        self.trace.extend((task.seq.order, task.work.start, task.work.stop) for task in tasks)
-        self._check_memory(tasks)
+        self.trace.extend((task.seq.order, task.rows.start, task.rows.stop) for task in tasks)
+        for task in tasks:
+            self.memory.check(task, self.shadows[task.seq])
         self._check_preemptions(before, self.scheduler.num_preemptions - preemptions)
         self._check_admissions(before, tasks)
         self._check_tasks(before, tasks)
+        check_planned(self, tasks)
         self._after_event()
         return tasks
 
     def end(self) -> list[TokenEvent]:
         assert self.in_flight is not None
         tasks, self.in_flight = self.in_flight, None
-        sampled: list[Sampled | None] = []
-        due: list[Shadow] = []
+        samples = {task.seq for task in tasks if task.work.stop == self.shadows[task.seq].num_known}
+        values = [self.memory.run(task, self.shadows[task.seq]) for task in tasks]
         for task in tasks:
             shadow = self.shadows[task.seq]
-            value = self._run(task, shadow)
-            samples = task.work.stop == shadow.num_known
-            assert task.samples == samples, "samples when it must not, or the reverse"
-            index = shadow.num_events
-            sampled.append(Sampled(next_token(value, shadow.request, shadow.choice, index)) if samples else None)
+            assert task.samples == (task.seq in samples), "samples when it must not, or the reverse"
             self.seen["cancelled while it ran"] += shadow.over
             self.seen["replay of many rows"] += task.work.decode and len(task.work.tokens) > 1
             if not shadow.over:
+                shadow.num_drafted += task.draft is not None
+                shadow.draft = None
+        certain = [value for value, _ in values]
+        events = self._settle(tasks, [v if t.seq in samples else None for t, v in zip(tasks, certain, strict=True)])
+        followers = check_followers(self, tasks)
+        guessed = {task.seq: value for task, (_, value) in zip(tasks, values, strict=True)}
+        events += self._settle(followers, [guessed[task.seq] for task in followers])
+        propose(self, [task.seq for task in tasks if task.seq in samples and not self.shadows[task.seq].over])
+        self._after_event()
+        return events
+
+    def _settle(self, tasks: list[Task], values: list[int | None]) -> list[TokenEvent]:
+        """Each task with the chain value that its sampled token follows from, or None if it must not sample."""
+        sampled: list[Sampled | None] = []
+        due: list[Shadow] = []
+        for task, value in zip(tasks, values, strict=True):
+            shadow = self.shadows[task.seq]
+            token = None if value is None else next_token(value, shadow.request, shadow.choice, shadow.num_events)
+            sampled.append(None if token is None else Sampled(token))
+            if not shadow.over:
                 shadow.num_computed = task.work.stop
                 self._name_blocks(task, shadow)
-                due.extend([shadow] if samples else [])
+                due.extend([shadow] if token is not None else [])
         events = self.scheduler.settle(tasks, sampled)
         assert len(events) == len(due), "an event is missing or too many"
         for event, shadow in zip(events, due, strict=True):
             self._check_event(event, shadow)
-        self._after_event()
+        self.scheduler.check()
         return events
 
     def drain(self) -> None:
@@ -151,18 +181,6 @@ class Simulation:
             assert shadow.over, "a request was lost"
             assert shadow.cancelled or shadow.num_known == len(shadow.tokens), "an answer was cut short"
 
-    # ---- the made-up model --------------------------------------------------------------------------------------
-
-    def _run(self, task: Task, shadow: Shadow) -> int:
-        work, size = task.work, self.config.block_tokens
-        value = chain_root(shadow.request.namespace)
-        if work.start:
-            value = self.memory[work.table[(work.start - 1) // size]][(work.start - 1) % size]
-        for position, token in enumerate(work.tokens, work.start):
-            value = chain_next(value, token)
-            self.memory[work.table[position // size]][position % size] = value
-        return value
-
     def _name_blocks(self, task: Task, shadow: Shadow) -> None:
         """Blocks become findable by the step that fills them. Of two equal ones only the first ever gets the name."""
         size = self.config.block_tokens
@@ -172,34 +190,26 @@ class Simulation:
 
     # ---- what must hold -----------------------------------------------------------------------------------------
 
-    def _check_memory(self, tasks: list[Task]) -> None:
-        """Every slot below a task's first row holds that position of that sequence in that namespace."""
-        size = self.config.block_tokens
-        for task in tasks:
-            work, chain = task.work, self.shadows[task.seq].chain
-            assert len(work.table) * size >= work.stop, "no block for a row"
-            for position in range(work.start):
-                slots = self.memory[work.table[position // size]]
-                assert slots.get(position % size) == chain[position], f"position {position} shows foreign KV"
-
     def _check_preemptions(self, before: set[Seq], count: int) -> None:
         """Victims are the youngest holders, as many as counted, and an older one got their blocks."""
-        assert count == len(self._preempted) == len(set(self._preempted)), "preemptions miscounted"
-        oldest_victim = min((seq.order for seq in self._preempted), default=0)
+        assert count == len(self.preempted) == len(set(self.preempted)), "preemptions miscounted"
+        oldest_victim = min((seq.order for seq in self.preempted), default=0)
         for seq in before:
-            spared = seq not in self._preempted
-            assert not (self._preempted and spared and seq.order > oldest_victim), "an older one was preempted"
+            spared = seq not in self.preempted
+            assert not (self.preempted and spared and seq.order > oldest_victim), "an older one was preempted"
         assert self._enough_before_victim == -1, "preempted in vain"
-        for victim in self._preempted:
+        for victim in self.preempted:
             self.shadows[victim].num_computed = 0
             self.shadows[victim].answering = False
+            self.seen["preempted with a draft"] += self.shadows[victim].draft is not None
+            self.shadows[victim].draft = None
             self.seen["preempted"] += 1
             self.seen["preempted with an answer"] += self.shadows[victim].num_events > 0
 
     def _check_admissions(self, before: set[Seq], tasks: list[Task]) -> None:
         """In order of age, nobody overtaken, exactly the known prefix taken, and nobody refused without a reason."""
         size = self.config.block_tokens
-        fresh = [task for task in tasks if task.seq not in before or task.seq in self._preempted]
+        fresh = [task for task in tasks if task.seq not in before or task.seq in self.preempted]
         assert len(fresh) == len(self._names_at_admission), "admitted without work, or worked without admission"
         assert [t.seq.order for t in fresh] == sorted(t.seq.order for t in fresh), "admitted out of order"
         for task, names in zip(fresh, self._names_at_admission, strict=True):
@@ -222,15 +232,17 @@ class Simulation:
         assert all(task.seq.order < head.order for task in fresh), "a younger one overtook the head of the queue"
         found = known_prefix(self.shadows[head], self.names, size)
         need = self.shadows[head].num_known // size + 1 - len(found) + self.scheduler.pool.num_idle(found)
-        room = len(list(self.scheduler.holders())) + len(self._preempted) < self.config.max_running
-        budget = sum(len(t.work.tokens) for t in tasks) + len(self._preempted) < self.config.step_tokens
+        room = len(list(self.scheduler.holders())) + len(self.preempted) < self.config.max_running
+        # Rows were kept for those preempted later, and for drafts that then found no block.
+        kept = 2 * len(self.preempted) + sum(self.shadows[t.seq].draft != t.draft for t in tasks)
+        budget = sum(t.num_rows for t in tasks) + kept < self.config.step_tokens
         assert not (room and budget and need <= self.scheduler.pool.num_free), "refused although it fits"
 
     def _check_tasks(self, before: set[Seq], tasks: list[Task]) -> None:
         assert tasks or not self.scheduler.busy, "a busy scheduler found nothing to do"
         if before:
             assert min(before, key=lambda s: s.order) in {task.seq for task in tasks}, "the oldest holder stood still"
-        assert sum(len(task.work.tokens) for task in tasks) <= self.config.step_tokens, "more rows than a step has"
+        assert sum(task.num_rows for task in tasks) <= self.config.step_tokens, "more rows than a step has"
         assert len({task.seq for task in tasks}) == len(tasks), "a sequence has two tasks"
         assert len(list(self.scheduler.holders())) <= self.config.max_running, "more sequences than slots"
         size = self.config.block_tokens
@@ -248,7 +260,7 @@ class Simulation:
             assert work.stop <= shadow.num_known, "computes a token nobody knows yet"
             assert work.decode == (work.start >= shadow.prompt_len), "wrong form"
             assert work.decode or work.stop <= shadow.prompt_len, "not cut at the prompt's end"
-            for block in work.table[work.start // size : -(-work.stop // size)]:
+            for block in work.table[work.start // size : -(-task.rows.stop // size)]:
                 assert owners[block] == 1, "writes into a shared block"
                 assert block not in published, "writes into a published block"
 
@@ -257,6 +269,8 @@ class Simulation:
         assert event.index == shadow.num_events, "token indices must run 0, 1, 2, ..."
         assert event.token_id == shadow.tokens[shadow.num_known], "not the token of an undisturbed run"
         assert event.num_cached_tokens == (shadow.leader or shadow).num_cached, "cached tokens miscounted"
+        drafts = (shadow.num_drafted, shadow.num_accepted)
+        assert (event.num_draft_tokens, event.num_accepted_draft_tokens) == drafts, "drafts miscounted"
         shadow.num_events += 1
         shadow.answering = True
         finish = None

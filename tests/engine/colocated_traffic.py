@@ -62,7 +62,8 @@ def random_request(random: Random, number: int, sim: Simulation) -> Request:
 def explore(seed: int, num_events: int = 60) -> Simulation:
     """One random life of a scheduler, from empty to idle. Raises AssertionError at the first thing that is wrong."""
     random = Random(seed)
-    sim = Simulation(*random_config(random))
+    quality = Random(f"drafts {seed}").choice((None, 0.0, 0.5, 0.9, 1.0))
+    sim = Simulation(*random_config(random), quality)
     arrival = random.choice((0.15, 0.3, 0.5))
     for number in range(num_events):
         roll = random.random()

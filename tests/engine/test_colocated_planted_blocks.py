@@ -64,7 +64,7 @@ def publish_before_computed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_grow", hasty)
 
 
-@bug("shows foreign KV|not the longest known prefix")
+@bug("shows foreign KV|not the longest known prefix|published what is not computed")
 def publish_the_half_full_block(patch: pytest.MonkeyPatch) -> None:
     publish = Scheduler._publish
 
@@ -127,7 +127,7 @@ def a_full_hit_computes_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefillScheduler, "_admit", complete)
 
 
-@bug("the known prefix|longest known prefix|although it fits")
+@bug("the known prefix|longest known prefix|although it fits|published what is not computed")
 def published_count_survives_a_preemption(patch: pytest.MonkeyPatch) -> None:
     drop = Scheduler._drop
 

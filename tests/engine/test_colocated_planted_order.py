@@ -165,7 +165,7 @@ def slots_ignore_decoding_sequences(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefillScheduler, "plan", generous)
 
 
-@bug("a prompt made an answer wait")
+@bug("a prompt made an answer wait|left out although there is room")
 def nobody_is_handed_over_to_decode(patch: pytest.MonkeyPatch) -> None:
     """They go on as prompts of one token each: the same answers, but behind every older prompt."""
     take = Scheduler._take
@@ -267,7 +267,7 @@ def test_starvation_alone_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def only_note(self: Simulation, before: set[Seq], tasks: list[Task]) -> None:
         for task in tasks:
-            if task.seq not in before or task.seq in self._preempted:
+            if task.seq not in before or task.seq in self.preempted:
                 self.shadows[task.seq].num_computed = task.work.start
                 self.shadows[task.seq].num_cached = task.seq.num_cached
 

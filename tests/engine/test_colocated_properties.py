@@ -53,9 +53,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         config=configs(),
         context_tokens=st.sampled_from([2, 7, 16, 48, 48]),
         shared=st.lists(tokens, min_size=16, max_size=24),
+        draft_quality=st.sampled_from([None, 0.0, 0.5, 0.9, 1.0]),
     )
-    def start(self, config: SchedulerConfig, context_tokens: int, shared: list[int]) -> None:
-        self.sim = Simulation(config, context_tokens)
+    def start(
+        self, config: SchedulerConfig, context_tokens: int, shared: list[int], draft_quality: float | None
+    ) -> None:
+        self.sim = Simulation(config, context_tokens, draft_quality)
         self.shared = shared
         self.num_requests = 0
 
@@ -159,6 +162,11 @@ def test_random_lives_keep_every_promise() -> None:
         "replay of many rows",
         "waited for its leader",
         "held back",
+        "drafted",
+        "accepted",
+        "rejected",
+        "draft without room",
+        "preempted with a draft",
     ):
         assert seen[event] >= 50, f"{event}: only {seen[event]} times"
 
@@ -170,7 +178,7 @@ def test_the_same_seed_gives_the_same_trace() -> None:
 
 @pytest.mark.prove
 def test_any_history_keeps_every_promise_at_length() -> None:
-    run_machine(max_examples=3000, steps=80)
+    run_machine(max_examples=1500, steps=80)
 
 
 @pytest.mark.prove

@@ -37,3 +37,11 @@ def test_moments_are_gumbels():
     noise = torch.cat([gumbel(noise_key(9, 0, p), token_hashes(50_000)) for p in range(4)])
     assert abs(noise.mean() - 0.5772) < 0.01
     assert abs(noise.var() - torch.pi**2 / 6) < 0.03
+
+
+def test_the_largest_draws_are_finite():
+    """All ones: infinite noise would choose its token whatever the logits say, and make a banned one NaN."""
+    for position, token in ((576, 3988), (1072, 7003), (6615, 132)):
+        noise = gumbel(noise_key(1, 0, position), token_hashes(8192))
+        assert noise.isfinite().all()
+        assert noise.argmax() == token

@@ -35,7 +35,7 @@ def make_spans(shape: list[tuple[int, int]], width: int, first: int) -> tuple[li
     for (start, count), blocks in zip(shape, need, strict=True):
         if start < first:
             start = first
-        table = order[taken : taken + blocks + 1]
+        table = order[taken : taken + blocks + 1].tolist()
         for position in range(first, start + count):
             kv[table[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS] = torch.randn(width)
         spans.append(Span(row, count, start, table[: -(-(start + count) // BLOCK_TOKENS)], first))

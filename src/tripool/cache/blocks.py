@@ -1,6 +1,6 @@
 """One engine's KV blocks: reference counts, the free list and the index of what free blocks still remember.
 
-| a block is | refs | in `_blank` | in `_idle` | has a key |
+| a block is | refs | blank       | in `_idle` | has a key |
 |------------|------|-------------|------------|-----------|
 | held       | >= 1 | no          | no         | maybe     |
 | idle       | 0    | no          | yes        | yes       |
@@ -20,7 +20,8 @@ class BlockPool:
         assert num_blocks > 0
         self.num_blocks = num_blocks
         self._refs = [0] * num_blocks
-        self._blank = list(range(num_blocks - 1, -1, -1))
+        self._is_blank = bytearray(b"\1" * num_blocks)
+        self._num_blank = num_blocks
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
@@ -28,7 +29,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated now, idle ones included."""
-        return len(self._blank) + len(self._idle)
+        return self._num_blank + len(self._idle)
 
     @property
     def num_held(self) -> int:
@@ -63,13 +64,18 @@ class BlockPool:
     def can_allocate(self, count: int) -> bool:
         return count <= self.num_free
 
-    def allocate(self, count: int) -> list[int]:
+    def allocate(self, count: int, *, after: int | None = None) -> list[int]:
+        """Blocks that follow one another where they can, and follow block `after`: such a sequence is read in place.
+
+        A new sequence starts in the middle of the widest gap, which leaves room to grow to it and to its neighbour.
+        """
         assert self.can_allocate(count), f"{count} blocks wanted, {self.num_free} free"
-        blocks = []
+        blocks: list[int] = []
         for _ in range(count):
-            block = self._blank.pop() if self._blank else self._forget_oldest()
-            self._refs[block] = 1
-            blocks.append(block)
+            near = after + 1 if after is not None else self._middle_of_widest_gap()
+            after = self._take_blank(near) if self._num_blank else self._forget_oldest()
+            self._refs[after] = 1
+            blocks.append(after)
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -81,7 +87,8 @@ class BlockPool:
                 if block in self._key_of:
                     self._idle[block] = None
                 else:
-                    self._blank.append(block)
+                    self._is_blank[block] = 1
+                    self._num_blank += 1
 
     def publish(self, block: int, key: bytes) -> None:
         """Make a full, held block findable. A second block with the same contents stays nameless."""
@@ -89,6 +96,25 @@ class BlockPool:
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
+
+    def _take_blank(self, near: int) -> int:
+        """That block if it is blank, else the next one that is, from the start again after the last."""
+        block = self._is_blank.find(1, near)
+        block = self._is_blank.find(1) if block < 0 else block
+        self._is_blank[block] = 0
+        self._num_blank -= 1
+        return block
+
+    def _middle_of_widest_gap(self) -> int:
+        """The first block, in an untouched pool: there the whole pool is room to grow."""
+        if self._num_blank == self.num_blocks:
+            return 0
+        widest, begin, start = 0, 0, 0
+        for gap in self._is_blank.split(b"\0"):
+            if len(gap) > widest:
+                widest, begin = len(gap), start
+            start += len(gap) + 1
+        return begin + widest // 2
 
     def _forget_oldest(self) -> int:
         block, _ = self._idle.popitem(last=False)
@@ -98,8 +124,8 @@ class BlockPool:
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Every reference has an owner among `tables`, every block is in exactly one state, the index is one to one."""
         held = Counter(block for table in tables for block in table)
-        blank, idle = set(self._blank), set(self._idle)
-        assert len(blank) == len(self._blank), "a blank block is listed twice"
+        blank, idle = {block for block, flag in enumerate(self._is_blank) if flag}, set(self._idle)
+        assert len(blank) == self._num_blank, "blank blocks are miscounted"
         for block in range(self.num_blocks):
             assert self._refs[block] == held[block], f"block {block}: {self._refs[block]} refs, {held[block]} owners"
             states = (self._refs[block] > 0) + (block in blank) + (block in idle)

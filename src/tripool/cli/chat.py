@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from tripool.cli import options
-from tripool.cli.options import KvGb, Load, Model, Threads
+from tripool.cli.options import KvGb, Load, Model, Mtp, PrecisionOf, Threads
 from tripool.cli.terminal import harmless, print_error, stderr
 from tripool.config import EngineConfig
 from tripool.core import Message, SamplingParams
@@ -21,6 +21,8 @@ from tripool.errors import ContextOverflow
 
 if TYPE_CHECKING:
     from tripool.llm import LLM
+
+_DEFAULT = EngineConfig()
 
 
 def register(app: typer.Typer, load: Load) -> None:
@@ -38,6 +40,8 @@ def register(app: typer.Typer, load: Load) -> None:
         seed: options.Seed = None,
         stop: options.Stop = None,
         kv_gb: KvGb = None,
+        mtp: Mtp = _DEFAULT.mtp,
+        precision: PrecisionOf = _DEFAULT.precision,
         threads: Threads = None,
     ) -> None:
         """Talk to MODEL; /reset starts again, /exit leaves."""
@@ -57,7 +61,8 @@ def register(app: typer.Typer, load: Load) -> None:
         )
         if question is None and not sys.stdin.isatty():
             question = sys.stdin.read().strip()
-        with LLM(load(model, EngineConfig(kv_gb=kv_gb, max_running=1, threads=threads))) as llm:
+        config = EngineConfig(kv_gb=kv_gb, max_running=1, mtp=mtp, precision=precision, threads=threads)
+        with LLM(load(model, config)) as llm:
             talk = _Talk(llm, params, system)
             if question is not None:
                 talk.ask(question, raise_interrupt=True)

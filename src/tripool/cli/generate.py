@@ -13,7 +13,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tripool.cli import options
-from tripool.cli.options import KvGb, Load, MaxRunning, Model, Threads
+from tripool.cli.options import KvGb, Load, MaxRunning, Model, Mtp, PrecisionOf, Threads
 from tripool.cli.terminal import stderr
 from tripool.config import EngineConfig
 from tripool.core import Choice, Generation
@@ -42,6 +42,8 @@ def register(app: typer.Typer, load: Load) -> None:
         stop: options.Stop = None,
         kv_gb: KvGb = None,
         max_running: MaxRunning = _DEFAULT.max_running,
+        mtp: Mtp = _DEFAULT.mtp,
+        precision: PrecisionOf = _DEFAULT.precision,
         threads: Threads = None,
     ) -> None:
         """Answer every prompt of a file with MODEL."""
@@ -55,7 +57,7 @@ def register(app: typer.Typer, load: Load) -> None:
             seed=seed,
             stop=stop,
         )
-        config = EngineConfig(kv_gb=kv_gb, max_running=max_running, threads=threads)
+        config = EngineConfig(kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads)
         _generate(load, model, config, prompts, out, defaults)
 
 
@@ -84,6 +86,7 @@ def _row(generation: Generation) -> dict[str, Any]:
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
             "cached_tokens": usage.cached_tokens,
+            "accepted_draft_tokens": usage.accepted_draft_tokens,
         }
     }
     if len(generation.choices) > 1:

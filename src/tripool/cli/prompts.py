@@ -11,10 +11,10 @@ from typing import Any
 from tripool.core import Request, SamplingParams
 from tripool.errors import InvalidRequest
 from tripool.gateway.body import decode_json
-from tripool.gateway.options import INTEGER, MESSAGES, PROMPT, SAMPLING, checked
+from tripool.gateway.options import INTEGER, MESSAGES, OBJECT, PROMPT, SAMPLING, checked
 from tripool.llm import LLM
 
-_FIELDS = {**SAMPLING, "prompt": PROMPT, "messages": MESSAGES, "logprobs": INTEGER}
+_FIELDS = {**SAMPLING, "prompt": PROMPT, "messages": MESSAGES, "logprobs": INTEGER, "structure": OBJECT}
 
 
 class BadPrompts(InvalidRequest):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from tripool.cli.options import KvGb, Load, MaxRunning, Model, Threads
+from tripool.cli.options import KvGb, Load, MaxRunning, Model, Mtp, PrecisionOf, Threads
 from tripool.config import EngineConfig, GatewayConfig
 from tripool.engine.protocol import StepEngine
 
@@ -22,11 +22,14 @@ def register(app: typer.Typer, load: Load) -> None:
         port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = _GATEWAY.port,
         kv_gb: KvGb = None,
         max_running: MaxRunning = _ENGINE.max_running,
+        mtp: Mtp = _ENGINE.mtp,
+        precision: PrecisionOf = _ENGINE.precision,
         threads: Threads = None,
     ) -> None:
         """Serve MODEL over HTTP."""
         gateway = GatewayConfig(host=host, port=port)
-        _serve(load, model, EngineConfig(kv_gb=kv_gb, max_running=max_running, threads=threads), gateway)
+        config = EngineConfig(kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads)
+        _serve(load, model, config, gateway)
 
 
 def _serve(load: Load, model: str, config: EngineConfig, gateway: GatewayConfig) -> None:

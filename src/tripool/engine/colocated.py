@@ -2,6 +2,9 @@
 
 `schedule` says what the next step computes, `settle` takes what it sampled. Preemption is by recomputation and by age:
 whoever needs a block may take those of the youngest holder, unless that is itself; then it steps back and waits.
+
+A sequence may have a draft, a guess at its next token (`propose`). It runs as a second row if there is room that nobody
+has to give up. After `settle`, `verify` says whether it came true: then its row is settled like any other.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from tripool.decode import DecodeScheduler
 from tripool.errors import ContextOverflow, InvalidRequest
 from tripool.prefill import PrefillScheduler
 from tripool.prefill.scheduler import extend_keys
-from tripool.sequence import Sampled, Seq, Task
+from tripool.sequence import Guide, Sampled, Seq, Task
 
 
 class Scheduler:
@@ -31,12 +34,15 @@ class Scheduler:
         self._requests: dict[str, list[Seq]] = {}
         self._next_order = 0
         self.num_preemptions = 0
+        self.num_drafted = 0
+        self.num_accepted = 0
 
     @property
     def busy(self) -> bool:
         return bool(self._requests)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, guides: Sequence[Guide] | None = None) -> None:
+        """`guides`: one per choice, when the answers must have a structure."""
         room = self.context_tokens - len(request.prompt_ids)
         if not request.prompt_ids:
             raise InvalidRequest("the prompt holds no token", hint="send some text", param="prompt")
@@ -49,6 +55,7 @@ class Scheduler:
         leader: Seq | None = None
         for choice in range(request.params.n):
             seq = Seq(request, choice, self._next_order, max_new_tokens, list(request.prompt_ids), leader=leader)
+            seq.guide = guides[choice] if guides is not None else None
             leader = leader or seq
             self._next_order += 1
             self._requests.setdefault(request.id, []).append(seq)
@@ -70,8 +77,13 @@ class Scheduler:
             tasks[task.seq.order] = task
         slots = self._config.max_running - len(self.decode.running) - len(self.prefill.running)
         budget = self._config.step_tokens - len(tasks)
-        for task in self.prefill.plan(budget, slots, grow):
+        # Drafts have their rows before prompts, but leave them one, and their blocks after everybody else.
+        drafting = [task for task in tasks.values() if task.seq.draft is not None][: budget - 1]
+        for task in self.prefill.plan(budget - len(drafting), slots, grow):
             tasks[task.seq.order] = task
+        for task in drafting:
+            if task.seq.order in tasks:
+                self._add_draft(task)
         return list(tasks.values())
 
     def settle(self, tasks: Sequence[Task], sampled: Sequence[Sampled | None]) -> list[TokenEvent]:
@@ -83,10 +95,31 @@ class Scheduler:
                 continue
             assert task.samples == (result is not None)
             seq.num_computed = task.work.stop
+            seq.draft = None
             self._publish(seq)
+            if task.draft is not None:
+                seq.num_drafted += 1
+                self.num_drafted += 1
             if result is not None:
                 events.append(self._take(seq, result))
         return events
+
+    def verify(self, task: Task) -> Task | None:
+        """After its task was settled: whether a draft is the token that was sampled. If so, a task for its row, which
+        has run already and says what comes next."""
+        seq, stop = task.seq, task.work.stop
+        if task.draft is None or seq.finish is not None or seq.tokens[stop] != task.draft:
+            return None
+        assert seq.num_computed == stop == len(seq.tokens) - 1
+        seq.num_accepted += 1
+        self.num_accepted += 1
+        return Task(seq, seq.work(1))
+
+    def propose(self, seq: Seq, draft: int) -> None:
+        """A guess at what follows the newest token. One that would end the answer is not worth a row."""
+        assert seq.wants_draft
+        if draft not in seq.stop_ids:
+            seq.draft = draft
 
     def holders(self) -> Iterator[Seq]:
         return chain(self.decode.running, self.prefill.running)
@@ -100,14 +133,19 @@ class Scheduler:
         assert len(self.decode.running) + len(self.prefill.running) <= self._config.max_running
         for seq in self.holders():
             assert len(seq.table) * self._config.block_tokens >= seq.num_computed, "computed beyond its blocks"
-            assert seq.num_computed < len(seq.tokens)
+            assert seq.num_computed < len(seq.tokens), "computed beyond what is known"
+            assert seq.num_published * self._config.block_tokens <= seq.num_computed, "published what is not computed"
+            assert seq.draft is None or seq.wants_draft, "a draft that no step can verify"
         for seq in self.prefill.waiting:
             assert not seq.table and seq.num_computed == 0, "a waiting sequence holds blocks"
+            assert seq.draft is None and seq.carry is None, "a draft outlived its sequence's blocks"
         for seq in self.decode.running:
             assert seq.num_computed == len(seq.tokens) - 1
 
     def _take(self, seq: Seq, result: Sampled) -> TokenEvent:
         seq.tokens.append(result.token_id)
+        if seq.guide is not None:
+            seq.guide.accept(result.token_id)
         finish = _finish_reason(seq)
         if finish is not None:
             self._retire(seq, finish)
@@ -118,7 +156,17 @@ class Scheduler:
             self.decode.admit(seq)
         cached = (seq.leader or seq).num_cached or 0
         index = seq.num_generated - 1
-        return TokenEvent(seq.request.id, seq.choice, index, result.token_id, finish, result.logprobs, cached)
+        return TokenEvent(
+            request_id=seq.request.id,
+            choice=seq.choice,
+            index=index,
+            token_id=result.token_id,
+            finish_reason=finish,
+            logprobs=result.logprobs,
+            num_cached_tokens=cached,
+            num_draft_tokens=seq.num_drafted,
+            num_accepted_draft_tokens=seq.num_accepted,
+        )
 
     def _publish(self, seq: Seq) -> None:
         """Name the blocks that this step filled, so that others with the same beginning find them."""
@@ -139,12 +187,24 @@ class Scheduler:
             assert youngest is not seq
             tasks.pop(youngest.order, None)
             self._preempt(youngest)
-        seq.table.extend(self.pool.allocate(max(need, 0)))
+        seq.table.extend(self.pool.allocate(max(need, 0), after=seq.table[-1] if seq.table else None))
         return min(stop, len(seq.table) * self._config.block_tokens)
+
+    def _add_draft(self, task: Task) -> None:
+        """Let the draft run, if there is room for its KV without preempting anyone: it may be for nothing."""
+        seq, size = task.seq, self._config.block_tokens
+        stop = task.work.stop + 1
+        # One position more, where the next draft would be made, unless the answer ends before that.
+        wanted = min(stop + 1, seq.prompt_len + seq.max_new_tokens - 1)
+        need = min(-(-wanted // size) - len(seq.table), self.pool.num_free)
+        seq.table.extend(self.pool.allocate(max(need, 0), after=seq.table[-1] if seq.table else None))
+        if len(seq.table) * size >= stop:
+            task.draft = seq.draft
 
     def _preempt(self, seq: Seq) -> None:
         self._drop(seq)
         seq.num_computed = 0
+        seq.carry = None
         self.num_preemptions += 1
         self.prefill.add(seq)
 
@@ -158,10 +218,14 @@ class Scheduler:
         self.pool.release(seq.table)
         seq.table = []
         seq.num_published = 0
+        seq.draft = None
 
 
 def _finish_reason(seq: Seq) -> FinishReason | None:
-    """Judged on the newest token. End tokens before `min_tokens` cannot happen: the sampler never picks them."""
+    """Judged on the newest token. Before `min_tokens` the sampler picks no end, unless a grammar leaves no choice."""
     if seq.tokens[-1] in seq.stop_ids:
         return "stop"
+    if seq.guide is not None and seq.guide.spent:
+        # Complete, in a model without an end token; or cut off by a limit, which is what "length" tells a client.
+        return "stop" if seq.guide.done else "length"
     return "length" if seq.num_generated >= seq.max_new_tokens else None

@@ -1,4 +1,8 @@
-"""One engine: the pure scheduler, a runner and a sampler. A step is three verbs: schedule → run → settle."""
+"""One engine: the pure scheduler, a runner and a sampler. A step is three verbs: schedule → run → settle.
+
+With MTP a fourth: draft. A right guess at the next token lets the next step give two. It is the first thing the next
+step does, so that this one's tokens need not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,13 @@ import torch
 from tripool.config import EngineConfig, SchedulerConfig
 from tripool.core import BLOCK_TOKENS, Request, TokenEvent
 from tripool.engine.colocated import Scheduler
+from tripool.engine.drafter import Drafter
 from tripool.engine.runner import Runner
 from tripool.engine.sampler import Sampler
 from tripool.errors import InvalidRequest
+from tripool.grammar import GrammarCompiler
 from tripool.models import Model
-from tripool.sequence import Sampled, Task
+from tripool.sequence import Task
 from tripool.text.files import TextFiles
 
 _DEFAULT_CONTEXTS = 8
@@ -23,16 +29,21 @@ class Engine:
         self.name = name
         self.text = text
         self._vocab = model.arch.vocab
-        num_blocks = _num_blocks(model, config)
+        mtp = config.mtp and model.mtp is not None
+        num_blocks = _num_blocks(model, config, mtp=mtp)
         scheduling = SchedulerConfig(
             num_blocks=num_blocks,
             max_running=config.max_running,
-            step_tokens=max(config.step_tokens, config.max_running + BLOCK_TOKENS),
+            step_tokens=max(config.step_tokens, config.max_running * (1 + mtp) + BLOCK_TOKENS),
             prefix_reuse=config.prefix_reuse,
         )
         self.scheduler = Scheduler(scheduling, model=name, context_tokens=model.arch.context_tokens)
-        self._runner = Runner(model, num_blocks=num_blocks)
+        self._runner = Runner(model, num_blocks=num_blocks, mtp=mtp)
         self._sampler = Sampler(model.arch.vocab)
+        self._drafter = Drafter(self._runner, self._sampler) if mtp else None
+        self._to_draft: tuple[list[Task], torch.Tensor] | None = None
+        """The last step's tasks and final hidden states, until drafts are made from them."""
+        self._grammars = GrammarCompiler(text, model.arch.vocab)
         self.context_tokens = self.scheduler.context_tokens
         self.weight_bytes = model.num_bytes
         self.kv_bytes = self._runner.kv_bytes
@@ -40,6 +51,16 @@ class Engine:
     @property
     def busy(self) -> bool:
         return self.scheduler.busy
+
+    @property
+    def num_drafted(self) -> int:
+        """Drafts that were verified."""
+        return self.scheduler.num_drafted
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafts that came true: tokens that needed no step of their own."""
+        return self.scheduler.num_accepted
 
     def add(self, request: Request) -> None:
         """Accept a request, or refuse it with a typed error before any work."""
@@ -51,35 +72,71 @@ class Engine:
                 raise InvalidRequest(
                     f"token {bad} in {where} does not exist", hint=f"ids end at {self._vocab - 1}", param=where
                 )
-        self.scheduler.add(request)
+        guides = None
+        if params.structure is not None:
+            guides = [self._grammars.guide(params.structure, request.stop_ids) for _ in range(params.n)]
+        self.scheduler.add(request, guides)
 
     def cancel(self, request_id: str) -> None:
         self.scheduler.cancel(request_id)
 
-    def step(self) -> list[TokenEvent]:
-        tasks = self.scheduler.schedule()
-        return self.scheduler.settle(tasks, self._run(tasks)) if tasks else []
-
     @torch.inference_mode()
-    def _run(self, tasks: list[Task]) -> list[Sampled | None]:
-        hidden = self._runner.hidden([task.work for task in tasks])
-        last_rows, row = [], -1
+    def step(self) -> list[TokenEvent]:
+        self.draft()
+        tasks = self.scheduler.schedule()
+        if not tasks:
+            return []
+        hidden = self._runner.hidden([task.rows for task in tasks])
+        events = self._settle(tasks, hidden)
+        if self._drafter is not None:
+            self._to_draft = tasks, hidden
+        return events
+
+    def draft(self) -> None:
+        """Catch up with the last step: fill the MTP layer's KV and propose drafts.
+
+        Must come before the next `schedule`: until then no block changes hands, not even one that was given back.
+        """
+        if self._drafter is not None and self._to_draft is not None:
+            for seq, draft in self._drafter.draft(*self._to_draft):
+                self.scheduler.propose(seq, draft)
+            self._to_draft = None
+
+    def _settle(self, tasks: list[Task], hidden: torch.Tensor) -> list[TokenEvent]:
+        """Sample where the known tokens end, and then, where that is what the draft said, after the draft as well.
+
+        The second choice is made when the first is settled: penalties, grammars and stops must have seen it.
+        """
+        rows: list[int] = []
+        draft_rows: list[int] = []
+        drafted: list[Task] = []
+        row = 0
         for task in tasks:
-            row += len(task.work.tokens)
             if task.samples:
-                last_rows.append(row)
-        if not last_rows:
-            return [None] * len(tasks)
-        if len(last_rows) < len(hidden):
-            hidden = hidden[last_rows]
-        sampled = iter(self._sampler.sample(self._runner.logits(hidden), [t.seq for t in tasks if t.samples]))
-        return [next(sampled) if task.samples else None for task in tasks]
+                rows.append(row + len(task.work.tokens) - 1)
+            if task.draft is not None:
+                drafted.append(task)
+                draft_rows.append(rows[-1] + 1)
+            row += task.num_rows
+        if not rows:
+            return self.scheduler.settle(tasks, [None] * len(tasks))
+        wanted = rows + draft_rows
+        logits = self._runner.logits(hidden if wanted == list(range(row)) else hidden[wanted])
+        sampled = iter(self._sampler.sample(logits[: len(rows)], [task.seq for task in tasks if task.samples]))
+        events = self.scheduler.settle(tasks, [next(sampled) if task.samples else None for task in tasks])
+        followers = [self.scheduler.verify(task) for task in drafted]
+        more = [task for task in followers if task is not None]
+        if more:
+            right = [i for i, task in enumerate(followers, len(rows)) if task is not None]
+            logits = logits[len(rows) :] if len(right) == len(drafted) else logits[right]
+            events += self.scheduler.settle(more, self._sampler.sample(logits, [task.seq for task in more]))
+        return events
 
 
-def _num_blocks(model: Model, config: EngineConfig) -> int:
+def _num_blocks(model: Model, config: EngineConfig, *, mtp: bool) -> int:
     """What the user gives, or room for a few full contexts within a bound; always at least two blocks."""
     arch = model.arch
-    block_bytes = arch.layers * BLOCK_TOKENS * arch.kv_width * 4
+    block_bytes = (arch.layers + mtp) * BLOCK_TOKENS * arch.kv_width * 4
     wanted = _DEFAULT_CONTEXTS * -(-arch.context_tokens // BLOCK_TOKENS)
     if config.kv_gb is not None:
         return max(2, int(config.kv_gb * 2**30 / block_bytes))

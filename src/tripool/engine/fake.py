@@ -12,6 +12,7 @@ from hashlib import blake2b
 
 from tripool.core import BLOCK_TOKENS, FinishReason, Request, TokenEvent, TokenLogprobs
 from tripool.errors import ContextOverflow, InvalidRequest
+from tripool.grammar import GrammarCompiler, Guide
 from tripool.text.files import TextFiles
 
 _WORDS = ("pool", "peer", "token", "cache", "block", "decode", "prefill", "expert", "route", "lease", "step", "batch")
@@ -64,6 +65,8 @@ class _Running:
     digest: bytes
     num_cached_tokens: int = 0
     num_tokens: dict[int, int] = field(default_factory=dict)
+    guides: list[Guide] | None = None
+    """One per choice, when the answers must have a structure."""
 
 
 class FakeEngine:
@@ -85,6 +88,8 @@ class FakeEngine:
         # Single letters of a byte-level vocabulary are often half a character; answers read better without them.
         self._plain_ids = sorted(i for piece, i in plain.items() if len(piece) > 1) or sorted(plain.values())
         self._num_ids = 1 + max([*vocab.values(), *specials])
+        self._closing_ids = frozenset(vocab[piece] for piece in '"}])' if piece in vocab)
+        self._grammars = GrammarCompiler(text, self._num_ids)
         self.name, self.text = name, text
         self.context_tokens = context_tokens
         self.weight_bytes, self.kv_bytes = 0, 0
@@ -113,8 +118,11 @@ class FakeEngine:
         if asked > self.context_tokens:
             hint = "shorten the prompt or ask for fewer tokens"
             raise ContextOverflow(f"{asked} tokens exceed the context of {self.context_tokens}", hint=hint)
+        guides, structure = None, request.params.structure
+        if structure is not None:
+            guides = [self._grammars.guide(structure, request.stop_ids) for _ in range(request.params.n)]
         digest = blake2b(repr((prompt, request.seed)).encode(), digest_size=16).digest()
-        self._open[request.id] = _Running(request, digest)
+        self._open[request.id] = _Running(request, digest, guides=guides)
 
     def cancel(self, request_id: str) -> None:
         self._open.pop(request_id, None)
@@ -138,10 +146,15 @@ class FakeEngine:
         request, params = running.request, running.request.params
         index = running.num_tokens[choice]
         draw = blake2b(running.digest + repr((choice, index)).encode(), digest_size=8).digest()
-        token_id = self._plain_ids[int.from_bytes(draw[:4]) % len(self._plain_ids)]
-        if index + 1 >= max(self._natural_tokens(running, choice), params.min_tokens + 1) and not params.ignore_eos:
-            token_id = min(request.end_ids, default=token_id)
-        finish = self._finish(request, index, token_id)
+        late = index + 1 >= max(self._natural_tokens(running, choice), params.min_tokens + 1)
+        guide = running.guides[choice] if running.guides is not None else None
+        if guide is not None:
+            token_id = self._guided(guide, int.from_bytes(draw[:4]), request.stop_ids, late=late)
+        else:
+            token_id = self._plain_ids[int.from_bytes(draw[:4]) % len(self._plain_ids)]
+            if late and not params.ignore_eos:
+                token_id = min(request.end_ids, default=token_id)
+        finish = self._finish(request, index, token_id, guide)
         if finish:
             del running.num_tokens[choice]
         else:
@@ -153,13 +166,24 @@ class FakeEngine:
             logprobs = TokenLogprobs(chosen, tuple((t, chosen - rank) for rank, t in enumerate(alternatives)))
         return TokenEvent(request.id, choice, index, token_id, finish, logprobs, running.num_cached_tokens)
 
+    def _guided(self, guide: Guide, draw: int, stop_ids: frozenset[int], *, late: bool) -> int:
+        """Any token that the grammar allows: words while it is early, later whatever brings the answer to its end."""
+        allowed: list[int] = guide.mask().nonzero()[0].tolist()
+        wishes = (stop_ids, self._closing_ids) if late else (frozenset(self._plain_ids),)
+        fitting = next((fit for wish in wishes if (fit := [i for i in allowed if i in wish])), allowed)
+        token_id = fitting[draw % len(fitting)]
+        guide.accept(token_id)
+        return token_id
+
     def _natural_tokens(self, running: _Running, choice: int) -> int:
         """How long the answer is when nothing else ends it."""
         draw = blake2b(running.digest + repr(("length", choice)).encode(), digest_size=1).digest()
         return 8 + draw[0] % 32
 
-    def _finish(self, request: Request, index: int, token_id: int) -> FinishReason | None:
+    def _finish(self, request: Request, index: int, token_id: int, guide: Guide | None) -> FinishReason | None:
         params, num_tokens = request.params, index + 1
+        if guide is not None and (token_id in request.stop_ids or guide.spent):
+            return "stop" if guide.done else "length"
         ended = token_id in request.end_ids and not params.ignore_eos
         if num_tokens > params.min_tokens and (ended or token_id in params.stop_token_ids):
             return "stop"

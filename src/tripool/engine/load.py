@@ -10,6 +10,7 @@ import torch
 from tripool.checkpoints import open_checkpoint
 from tripool.config import EngineConfig
 from tripool.engine.engine import Engine
+from tripool.kernels import CPU, CPU8
 from tripool.models import load_model
 
 
@@ -19,4 +20,5 @@ def load_engine(model: str, config: EngineConfig, *, progress: Callable[[str], N
         text = checkpoint.text  # first: cheap, and fails before gigabytes are read
         if progress:
             progress(f"loading {checkpoint.name}")
-        return Engine(checkpoint.name, load_model(checkpoint), text, config)
+        network = load_model(checkpoint, kernels=CPU8 if config.precision == "int8" else CPU)
+        return Engine(checkpoint.name, network, text, config)

@@ -28,8 +28,9 @@ def token_hashes(vocab: int) -> torch.Tensor:
 
 def gumbel(key: int, hashes: torch.Tensor) -> torch.Tensor:
     """float32 noise per token; the argmax of logits + noise is a sample of softmax(logits)."""
-    bits = _mix(hashes + _signed(key)) >> 40 & 0xFFFFFF
-    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-24
+    # 23 bits: with one more the half would round, and the largest draw would be 1, whose noise is infinite.
+    bits = _mix(hashes + _signed(key)) >> 41 & 0x7FFFFF
+    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
 
 

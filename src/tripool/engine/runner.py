@@ -41,6 +41,10 @@ class Runner:
         out = self.model.mtp_hidden(batch, hidden, self.kv)
         return out if order is None else out.index_select(0, order)
 
+    def clear_mtp(self, table: Sequence[int], position: int) -> None:
+        """A slot of the MTP layer that nothing can be computed for: better nothing than what was there before."""
+        self.kv[self.model.arch.layers, table[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS] = 0.0
+
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model.logits(hidden)
@@ -57,8 +61,8 @@ def _batch(work: Sequence[Work], *, first: int = 0) -> tuple[Batch, torch.Tensor
     for piece in ordered:
         spans = decodes if piece.decode else prompts
         row = spans[-1].row + spans[-1].count if spans else 0
-        blocks = torch.tensor(piece.table[: -(-piece.stop // BLOCK_TOKENS)])
-        spans.append(Span(row, len(piece.tokens), piece.start, blocks, first))
+        table = piece.table[: -(-piece.stop // BLOCK_TOKENS)]
+        spans.append(Span(row, len(piece.tokens), piece.start, table, first))
         tokens += piece.tokens
         positions += range(piece.start, piece.stop)
         slots += [

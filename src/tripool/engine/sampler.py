@@ -1,7 +1,8 @@
 """From logits to tokens. A row's result depends on its own logits, history and noise key only.
 
-Order: penalties and bias change logits; banned tokens go to -inf; temperature; top-k, then top-p, then min-p keep a
-set; Gumbel noise picks from it. Temperature 0 takes the largest. Log-probabilities are those of the untouched logits.
+Order: penalties and bias change logits; banned tokens, and those the grammar does not allow, go to -inf; temperature;
+top-k, then top-p, then min-p keep a set; Gumbel noise picks from it. Temperature 0 takes the largest. Log-probabilities
+are those of the untouched logits.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ _FIRST_CANDIDATES = 256
 class Sampler:
     def __init__(self, vocab: int) -> None:
         self._hashes = token_hashes(vocab)
+        self._noise: dict[int, torch.Tensor] = {}
+        """Over the whole vocabulary, by key: what the last guesses used, because the real choices will use it again."""
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, seqs: Sequence[Seq]) -> list[Sampled]:
@@ -30,20 +33,36 @@ class Sampler:
             return [Sampled(token) for token in logits.argmax(-1).tolist()]
         return [self._sample_row(row, seq) for row, seq in zip(logits, seqs, strict=True)]
 
+    @torch.inference_mode()
+    def guess(self, logits: torch.Tensor, seqs: Sequence[Seq]) -> list[int]:
+        """As `sample`, for logits that are a guess: the token `sample` would choose if it saw the same ones.
+
+        History, settings and noise are those the real choice will use, so a good guess is a hit at any temperature.
+        """
+        if all(_is_plain_greedy(seq) for seq in seqs):
+            tokens: list[int] = logits.argmax(-1).tolist()
+            return tokens
+        keys = [_key(seq) for seq in seqs if seq.request.params.temperature > 0 and _keeps_all(seq.request.params)]
+        self._noise = {key: gumbel(key, self._hashes) for key in keys}
+        return [self._choose(row, seq) for row, seq in zip(logits, seqs, strict=True)]
+
     def _sample_row(self, row: torch.Tensor, seq: Seq) -> Sampled:
         params = seq.request.params
         logprobs = None if params.logprobs is None else row.log_softmax(-1)
-        adjust(row, seq)
-        token = int(row.argmax()) if params.temperature == 0 else self._draw(row, seq)
+        token = self._choose(row, seq)
         return Sampled(token, None if logprobs is None else _report(logprobs, token, params.logprobs or 0))
 
+    def _choose(self, row: torch.Tensor, seq: Seq) -> int:
+        adjust(row, seq)
+        return int(row.argmax()) if seq.request.params.temperature == 0 else self._draw(row, seq)
+
     def _draw(self, row: torch.Tensor, seq: Seq) -> int:
-        params = seq.request.params
-        key = noise_key(seq.request.seed, seq.choice, seq.num_generated)
+        params, key = seq.request.params, _key(seq)
         row = row / params.temperature
         kept = keep(row, params)
         if kept is None:
-            return int((row + gumbel(key, self._hashes)).argmax())
+            noise = self._noise.get(key)
+            return int((row + (gumbel(key, self._hashes) if noise is None else noise)).argmax())
         return int(kept[(row[kept] + gumbel(key, self._hashes[kept])).argmax()])
 
 
@@ -64,13 +83,22 @@ def adjust(row: torch.Tensor, seq: Seq) -> None:
         row[tokens] += torch.tensor(list(params.logit_bias.values()), dtype=row.dtype)
     if seq.num_generated < params.min_tokens:
         row[sorted(seq.stop_ids)] = float("-inf")
+    if seq.guide is not None:
+        _confine(row, torch.from_numpy(seq.guide.mask()))
+
+
+def _confine(row: torch.Tensor, allowed: torch.Tensor) -> None:
+    """The grammar has the last word: where all that it allows is banned, the ban falls."""
+    row.masked_fill_(~allowed, float("-inf"))
+    if row.max() == float("-inf"):
+        row[allowed] = 0.0
 
 
 def keep(row: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:
     """Tokens that stay candidates, likeliest first; None means all of them."""
+    if _keeps_all(params):
+        return None
     if params.top_k == 0 and params.top_p == 1.0:
-        if params.min_p == 0.0:
-            return None
         return torch.where(row >= row.max() + _log(params.min_p))[0]
     order = _top(row, params)
     values = row[order]
@@ -83,6 +111,14 @@ def keep(row: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:
     if params.min_p > 0.0:
         order = order[values >= values[0] + _log(params.min_p)]
     return order
+
+
+def _keeps_all(params: SamplingParams) -> bool:
+    return params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0
+
+
+def _key(seq: Seq) -> int:
+    return noise_key(seq.request.seed, seq.choice, seq.num_generated)
 
 
 def _top(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -105,7 +141,8 @@ def _report(logprobs: torch.Tensor, token: int, top: int) -> TokenLogprobs:
 def _is_plain_greedy(seq: Seq) -> bool:
     p = seq.request.params
     changed = p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty or p.logit_bias
-    return p.temperature == 0 and p.logprobs is None and not changed and seq.num_generated >= p.min_tokens
+    plain = p.logprobs is None and not changed and seq.guide is None
+    return p.temperature == 0 and plain and seq.num_generated >= p.min_tokens
 
 
 def _log(p: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,10 +16,17 @@ class Span:
     row: int
     count: int
     start: int
-    blocks: torch.Tensor
-    """int64, the blocks that hold positions 0 .. stop - 1, in order."""
+    table: list[int]
+    """The blocks that hold positions 0 .. stop - 1, in order."""
     first: int = 0
     """First visible position: 1 for the MTP layer, whose KV is stored shifted by one."""
+
+    blocks: torch.Tensor | None = field(init=False)
+    """`table` as int64, or None when its blocks follow one another: then the context needs no copy."""
+
+    def __post_init__(self) -> None:
+        consecutive = self.table == list(range(self.table[0], self.table[0] + len(self.table)))
+        self.blocks = None if consecutive else torch.tensor(self.table)
 
     @property
     def stop(self) -> int:
@@ -31,7 +38,10 @@ class Span:
 
 
 def context(kv: torch.Tensor, span: Span) -> torch.Tensor:
-    """KV rows of positions first .. stop - 1 of a span, [tokens, width], gathered from kv [slots, width]."""
+    """KV rows of positions first .. stop - 1 of a span, [tokens, width]: a view of kv [slots, width], or a copy."""
+    if span.blocks is None:
+        begin = span.table[0] * BLOCK_TOKENS
+        return kv[begin + span.first : begin + span.stop]
     width = kv.shape[1]
     blocks = kv.view(-1, BLOCK_TOKENS * width).index_select(0, span.blocks)
     return blocks.view(-1, width)[span.first : span.stop]
@@ -39,6 +49,6 @@ def context(kv: torch.Tensor, span: Span) -> torch.Tensor:
 
 def visible(span: Span) -> torch.Tensor:
     """bool [count, tokens]: which of the context's rows each row of the span may see."""
-    positions = torch.arange(span.first, span.stop, device=span.blocks.device)
-    rows = torch.arange(span.start, span.stop, device=span.blocks.device)
+    positions = torch.arange(span.first, span.stop)
+    rows = torch.arange(span.start, span.stop)
     return positions[None, :] <= rows[:, None]

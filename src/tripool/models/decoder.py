@@ -67,11 +67,10 @@ class Model:
         self._embed = loader.tensor("model.embed_tokens.weight", arch.vocab, arch.hidden)
         self._layers = [Layer(loader, f"model.layers.{i}", arch, moe=i in arch.moe_layers) for i in range(arch.layers)]
         self._norm = loader.tensor("model.norm.weight", arch.hidden)
-        self._head = (
-            self._k.linear(self._embed, None)
-            if arch.tied_head
-            else loader.linear(["lm_head"], [arch.vocab], arch.hidden)
-        )
+        if arch.tied_head:
+            self._head = self._k.linear(self._embed, None)
+        else:
+            self._head = loader.linear(["lm_head"], [arch.vocab], arch.hidden)
         has_mtp = arch.mtp_layers > 0 and loader.has(f"model.layers.{arch.layers}.eh_proj.weight")
         self.mtp = Mtp(loader, arch) if has_mtp else None
         self._turns = turn_table(arch.rope, arch.context_tokens)

@@ -41,6 +41,8 @@ class Template:
     def __init__(self, source: str, *, special_tokens: Mapping[str, str], now: Callable[[], datetime]) -> None:
         self._special_tokens = dict(special_tokens)
         self._compiled = _compile(source, now)
+        self.knows_tools = "tools" in source and "tool_calls" in source
+        """Whether it shows a model its tools, and the calls it made. One that does not says nothing about it."""
 
     def render(
         self,

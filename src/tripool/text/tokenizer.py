@@ -32,6 +32,11 @@ class Tokenizer:
         if files.chat_template is not None and files.chat_template.strip():
             self._template = Template(files.chat_template, special_tokens=files.special_tokens, now=now)
 
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the chat template can show tools and the calls that were made."""
+        return self._template is not None and self._template.knows_tools
+
     @cached_property
     def vocab_size(self) -> int:
         """One past the largest token id; ids below it that name no token decode to nothing."""

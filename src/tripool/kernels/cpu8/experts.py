@@ -4,7 +4,7 @@ import torch
 
 from tripool.kernels.cpu8.elementwise import swiglu
 from tripool.kernels.cpu8.fbgemm import pack, product
-from tripool.kernels.cpu8.linear import quantise_rows, row_scale
+from tripool.kernels.cpu8.linear import joined, quantise_rows, step_of, two_parts
 
 
 class Experts8:
@@ -15,18 +15,18 @@ class Experts8:
 
     def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         rows, top_k = experts.shape
-        scale = row_scale(x)
         order, parts = _by_expert(experts)
-        source = order // top_k
-        unit = (x / scale).index_select(0, source)
-        wide = torch.cat([product(unit[part], self._gate_up[expert]) for expert, part in parts])
-        inner = swiglu(wide.mul_(scale.index_select(0, source)))
-        inner_scale = row_scale(inner)
-        inner.div_(inner_scale)
-        out = torch.cat([product(inner[part], self._down[expert]) for expert, part in parts])
-        out.mul_(inner_scale.mul_(weights.flatten().index_select(0, order)[:, None]))
-        back = torch.empty_like(out).index_copy_(0, order, out)
-        return back.view(rows, top_k, -1).sum(1)
+        x = x.index_select(0, order // top_k)
+        inner = swiglu(_run(x, self._gate_up, parts))
+        out = _run(inner, self._down, parts).mul_(weights.flatten().index_select(0, order)[:, None])
+        return torch.empty_like(out).index_copy_(0, order, out).view(rows, top_k, -1).sum(1)
+
+
+def _run(x: torch.Tensor, packed: list[torch.ScriptObject], parts: list[tuple[int, slice]]) -> torch.Tensor:
+    """Each slice of x through its own expert."""
+    step = step_of(x)
+    out = [joined(product(two_parts(x[part], step[part]), packed[expert]), step[part]) for expert, part in parts]
+    return torch.cat(out)
 
 
 def _by_expert(experts: torch.Tensor) -> tuple[torch.Tensor, list[tuple[int, slice]]]:

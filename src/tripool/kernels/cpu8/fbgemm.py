@@ -1,6 +1,6 @@
 """The one file that touches torch's quantised-tensor API: packed 8-bit products through FBGEMM.
 
-Activations get 7 bits, -63 .. 63 around a zero point of 64. Without VNNI the CPU multiplies bytes in pairs and adds
+Activations get 7 bits, 0 .. 128 around a zero point of 64. Without VNNI the CPU multiplies bytes in pairs and adds
 them in 16 bits with saturation: 2 x 127 x 127 fits, 2 x 255 x 127 would not. With 7 bits every CPU computes the same.
 """
 
@@ -9,7 +9,7 @@ import warnings
 import torch
 
 STEPS = 63
-"""Whole steps from 0 to the largest activation of a row."""
+"""Largest whole step an activation may take."""
 
 _ZERO_POINT = 64
 
@@ -28,6 +28,6 @@ def pack(weight: torch.Tensor, scales: torch.Tensor) -> torch.ScriptObject:
         torch.backends.quantized.engine = engine
 
 
-def product(unit: torch.Tensor, packed: torch.ScriptObject) -> torch.Tensor:
-    """unit float32 [rows, in] within -1 .. 1 -> float32 [rows, out]. Rounds to steps, multiplies exactly, scales."""
-    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(unit, 1.0 / STEPS, _ZERO_POINT, packed)
+def product(x: torch.Tensor, packed: torch.ScriptObject, step: float = 1.0) -> torch.Tensor:
+    """x float32 [rows, in] within 64 steps either way, rounded to whole ones -> float32 [rows, out], else exact."""
+    return torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(x, step, _ZERO_POINT, packed)

@@ -1,0 +1,101 @@
+"""Drafts by the model's own MTP layer: a guess at each sequence's next token, for the next step to verify.
+
+Row j of the layer takes the final hidden state of position j - 1 and the token at j, stands in slot j of its KV, and
+speaks about position j + 1. After a step each sequence catches up to its newest token in one batched call, slots of
+prompt tokens in prompt form, later ones in decode form, as everywhere. Only tokens that are final go in, so KV in
+published blocks is as good as the network's own. Two exceptions:
+
+- The newest token's slot may lie in a block that is not there yet: its hidden state is kept for the next step.
+- After a prefix hit nobody has the hidden state before the first computed token: that one slot is zeroed, a hole.
+  Drafts behind it are a little worse; the text is the same, because every draft is verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tripool.core import BLOCK_TOKENS
+from tripool.engine.runner import Runner
+from tripool.engine.sampler import Sampler
+from tripool.sequence import Seq, Task, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """Kept in `Seq.carry` after every step; none yet means that the sequence has just been admitted."""
+
+    hidden: torch.Tensor | None
+    """Of the last computed token, if the slot after it is still to be filled."""
+
+
+_NOTHING_DUE = Carry(None)
+
+
+@dataclass(slots=True)
+class _Rows:
+    """What the layer is to run."""
+
+    work: list[Work] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    """For each row, where its hidden state is: in this step's, or, counted on from there, among the carried ones."""
+    carried: list[torch.Tensor] = field(default_factory=list)
+    drafting: list[Seq] = field(default_factory=list)
+    last_rows: list[int] = field(default_factory=list)
+    """The row of each drafting sequence that speaks about its next token."""
+
+
+class Drafter:
+    def __init__(self, runner: Runner, sampler: Sampler) -> None:
+        self._runner = runner
+        self._sampler = sampler
+
+    @torch.inference_mode()
+    def draft(self, tasks: Sequence[Task], hidden: torch.Tensor) -> list[tuple[Seq, int]]:
+        """Follow up a step that is settled. `hidden`: final hidden states of all its rows, drafts included."""
+        rows, row = _Rows(), 0
+        for task in tasks:
+            self._follow(task, row, hidden, rows)
+            row += task.num_rows
+        if not rows.work:
+            return []
+        out = self._runner.mtp_hidden(rows.work, _gather(hidden, rows))
+        if not rows.drafting:
+            return []
+        if len(rows.last_rows) < len(out):
+            out = out[rows.last_rows]
+        guesses = self._sampler.guess(self._runner.logits(out), rows.drafting)
+        return list(zip(rows.drafting, guesses, strict=True))
+
+    def _follow(self, task: Task, row: int, hidden: torch.Tensor, rows: _Rows) -> None:
+        """Slots that this task made possible. Its own rows begin at `row` of `hidden`."""
+        seq, table, start = task.seq, task.work.table, task.work.start
+        first, stop = start + 1, seq.num_computed
+        if seq.carry is None and start > 0:
+            self._runner.clear_mtp(table, start)
+        elif isinstance(seq.carry, Carry) and seq.carry.hidden is not None:
+            first = start
+            rows.sources.append(len(hidden) + len(rows.carried))
+            rows.carried.append(seq.carry.hidden)
+        # A sequence that is over still fills its slots, others may find them; but nobody needs the one after.
+        newest = seq.finish is None and stop < len(table) * BLOCK_TOKENS
+        end = stop + newest
+        rows.sources.extend(range(row, row + end - 1 - start))
+        for begin, until, decode in ((first, min(end, seq.prompt_len), False), (max(first, seq.prompt_len), end, True)):
+            if begin < until:
+                rows.work.append(Work(seq.tokens[begin:until], begin, table, decode))
+        seq.carry = _NOTHING_DUE if newest else Carry(hidden[row + stop - 1 - start].clone())
+        if newest and seq.wants_draft:
+            rows.drafting.append(seq)
+            rows.last_rows.append(len(rows.sources) - 1)
+
+
+def _gather(hidden: torch.Tensor, rows: _Rows) -> torch.Tensor:
+    """The hidden state of each row, without copying anything in the usual case."""
+    if rows.carried:
+        return torch.cat((hidden, torch.stack(rows.carried)))[rows.sources]
+    if rows.sources == list(range(len(hidden))):
+        return hidden
+    return hidden[rows.sources]

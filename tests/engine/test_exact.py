@@ -1,0 +1,100 @@
+"""On the 8-bit path a row's logits are the same to the bit: alone, in any batch and order, however it was chunked."""
+
+import math
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tripool.checkpoints import open_checkpoint
+from tripool.engine.runner import Runner, Work
+from tripool.kernels import CPU8
+from tripool.models import Model, load_model
+from tripool.text import Tokenizer
+
+TEXT = """The lighthouse stood at the end of the long stone pier, and every evening the keeper climbed its stairs to
+light the lamp. He had done so for thirty years. On clear nights he could see the fishing boats come home, one by one,
+and he knew each of them by the sound of its engine. On foggy nights he saw nothing at all, but he rang the bell, twice
+every minute, until the sun came up. "Somebody has to do it," he used to say when people asked him whether he was not
+lonely. One winter a storm broke the bell, and the keeper walked down to the village to find the smith. The smith looked
+at the crack and shook her head. It would take a week, she said, and there were no two ways about it. So for a week the
+children of the village took turns beating an old iron pot at the end of the pier, and not one boat was lost."""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Networks this small only lose time to a second thread; the test that wants two asks for them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[tuple[Model, Model, list[int]]]:
+    with open_checkpoint("tiny") as checkpoint:
+        ids = Tokenizer(checkpoint.text).encode(TEXT)
+        yield load_model(checkpoint, kernels=CPU8), load_model(checkpoint), ids
+
+
+def logits(runner: Runner, ids: list[int], table: list[int], cuts: list[int], prompt_len: int) -> torch.Tensor:
+    """Of every position, computed in pieces that end at `cuts`, prompt form before `prompt_len`, decode form after."""
+    edges = sorted({0, *cuts, prompt_len, len(ids)})
+    pieces = [Work(ids[a:b], a, table, a >= prompt_len) for a, b in pairwise(edges)]
+    return torch.cat([runner.logits(runner.hidden([piece])) for piece in pieces])
+
+
+def test_any_chunking_gives_the_same_bits(tiny):
+    model, _, ids = tiny
+    table = [4, 0, 2, 5]
+    whole = logits(Runner(model, num_blocks=6), ids, table, [], 130)
+    rng = random.Random(3)
+    for cuts in ([1], [64], [65], [63, 64], *([rng.sample(range(1, len(ids)), 9) for _ in range(4)])):
+        assert torch.equal(logits(Runner(model, num_blocks=6), ids, table, cuts, 130), whole)
+    one_by_one = logits(Runner(model, num_blocks=6), ids, [1, 2, 3, 4], list(range(130, len(ids))), 130)
+    assert torch.equal(one_by_one, whole)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_any_company_gives_the_same_bits(tiny, threads):
+    """64 sequences at different places, prompts and decodes mixed, in shuffled order and in batches of every size."""
+    torch.set_num_threads(threads)
+    model, _, ids = tiny
+    rng = random.Random(5)
+    runner = Runner(model, num_blocks=64 * 3)
+    works = []
+    for i in range(64):
+        prompt, table = rng.randrange(1, 120), [i, 64 + i, 128 + i]
+        decode = i % 3 > 0
+        sequence = ids[i % 40 :]
+        runner.hidden([Work(sequence[:prompt], 0, table, False)])
+        count = 1 if decode else rng.choice([1, 5, 40])
+        works.append(Work(sequence[prompt : prompt + count], prompt, table, decode))
+    alone = [runner.logits(runner.hidden([work])) for work in works]
+    for size in (2, 3, 8, 33, 64) if threads == 1 else (2, 64):
+        order = rng.sample(range(64), size)
+        together = runner.logits(runner.hidden([works[i] for i in order]))
+        assert torch.equal(together, torch.cat([alone[i] for i in order]))
+
+
+def perplexity(model: Model, ids: list[int]) -> float:
+    runner = Runner(model, num_blocks=8)
+    rows = runner.logits(runner.hidden([Work(ids, 0, list(range(8)), False)])).log_softmax(-1)
+    return math.exp(-rows[:-1].gather(1, torch.tensor(ids[1:])[:, None]).mean())
+
+
+def test_eight_bits_cost_less_than_a_percent_of_perplexity(tiny):
+    eight, full, ids = tiny
+    assert perplexity(eight, ids) == pytest.approx(perplexity(full, ids), rel=0.01)
+
+
+@pytest.mark.prove
+def test_eight_bits_cost_smollm2_less_than_a_percent_of_perplexity():
+    """Needs the package index. Prints the figure; the text is ours, so it is in nobody's training data."""
+    with open_checkpoint("smollm2") as checkpoint:
+        ids = Tokenizer(checkpoint.text).encode(TEXT)
+        ratio = perplexity(load_model(checkpoint, kernels=CPU8), ids) / perplexity(load_model(checkpoint), ids)
+    print(f"SmolLM2 in 8 bits: perplexity x {ratio:.4f} over {len(ids)} tokens")
+    assert ratio == pytest.approx(1.0, abs=0.01)
