@@ -20,9 +20,9 @@ ROOT = Path(tripool.__file__).parent
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
 
-PURE = ("core", "errors", "config", "sequence", "cache", "prefill", "decode", "engine.colocated", "text")
-"""Run without torch: the planner and the simulator stand on these, and a gateway needs text."""
-POLICIES = tuple(name for name in PURE if name != "text")
+PURE = ("core", "errors", "config", "sequence", "cache", "prefill", "decode", "engine.colocated", "text", "grammar")
+"""Run without torch: the planner and the simulator stand on these, and a gateway needs text and grammars."""
+POLICIES = tuple(name for name in PURE if name not in ("text", "grammar"))
 """Decide by their arguments alone: no clock, socket, thread, random state or environment inside."""
 OUTSIDE_WORLD = {
     "asyncio", "concurrent", "datetime", "io", "multiprocessing", "os", "pathlib", "random", "secrets", "select",

@@ -52,6 +52,14 @@ def test_stream_and_stop(llm):
     assert cut.finish_reason == "stop"
 
 
+def test_drafts_are_counted_and_can_be_switched_off(llm):
+    (drafted,) = llm.chat(CHATS[0], GREEDY)
+    with LLM("tiny", kv_gb=0.05, threads=1, mtp=False) as plain:
+        (undrafted,) = plain.chat(CHATS[0], GREEDY)
+    assert 0 < drafted.usage.accepted_draft_tokens <= drafted.usage.draft_tokens < drafted.usage.completion_tokens
+    assert (undrafted.usage.accepted_draft_tokens, undrafted.usage.draft_tokens) == (0, 0)
+
+
 def test_leaving_early_frees_everything(llm, engine):
     stream = llm.stream_chat(CHATS[0], SamplingParams(seed=1, ignore_eos=True))
     next(stream)

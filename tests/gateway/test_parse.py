@@ -73,7 +73,7 @@ BAD_CHAT: list[tuple[Any, str | None]] = [
     ({"messages": HELLO, "stream_options": {"include_usage": True}}, "stream_options"),
     ({"messages": HELLO, "stream": True, "stream_options": {"x": True}}, "stream_options"),
     ({"messages": HELLO, "tools": [{"type": "function"}]}, "tools"),
-    ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
+    ({"messages": HELLO, "modalities": ["audio"]}, "modalities"),
     ([], None),
     ("hello", None),
 ]

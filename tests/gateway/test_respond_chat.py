@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 
 from tripool import LLM, Generation, SamplingParams
+from tripool.answer import Answer
+from tripool.core import Request, TokenEvent
 from tripool.engine.fake import FakeEngine, fake_text
+from tripool.gateway.respond import usage_shape
+from tripool.text import Tokenizer
 
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Which pool? é"}]
 
@@ -198,6 +202,18 @@ def test_cached_tokens_are_counted(server):
     )
     assert first.prompt_tokens_details.cached_tokens == 0
     assert second.prompt_tokens_details.cached_tokens == second.prompt_tokens // 64 * 64 > 0
+
+
+def test_drafts_are_counted():
+    tokenizer = Tokenizer(fake_text())
+    answers = []
+    for drafted, accepted in ((5, 3), (2, 2)):
+        request = Request(id="r", prompt_ids=(5,), params=SamplingParams(), seed=0)
+        answers.append(Answer(request, tokenizer))
+        event = TokenEvent("r", 0, 0, 9, "length", num_draft_tokens=drafted, num_accepted_draft_tokens=accepted)
+        answers[-1].take(event)
+    details = {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 2}
+    assert usage_shape(answers)["completion_tokens_details"] == details
 
 
 def test_content_parts_and_developer_role_are_text(server):

@@ -64,6 +64,14 @@ def _is_stream_options(value: object) -> bool:
     return isinstance(value, dict) and value.keys() <= known and all(isinstance(v, bool) for v in value.values())
 
 
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_choices(value: object) -> bool:
+    return _is_list_of(_is_text, value)
+
+
 def _list_schema(items: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": items}
 
@@ -99,6 +107,19 @@ STREAM_OPTIONS = Kind(
     {"type": "object", "properties": {"include_usage": {"type": "boolean"}}},
     _is_stream_options,
 )
+OBJECT = Kind("an object", {"type": "object"}, _is_object)
+TOOLS = Kind("a list of objects", _list_schema({"type": "object"}), lambda value: _is_list_of(_is_object, value))
+TOOL_CHOICE = Kind(
+    "a string, or an object that names a function",
+    {"anyOf": [_TEXT_SCHEMA, {"type": "object"}]},
+    lambda value: _is_text(value) or _is_object(value),
+)
+SCHEMA = Kind(
+    "a JSON schema: an object, or its text",
+    {"anyOf": [_TEXT_SCHEMA, {"type": "object"}]},
+    lambda value: _is_text(value) or _is_object(value),
+)
+CHOICES = Kind("a list of strings", _list_schema(_TEXT_SCHEMA), _is_choices)
 
 SAMPLING: Mapping[str, Kind] = {
     "temperature": NUMBER,
@@ -121,7 +142,25 @@ SAMPLING: Mapping[str, Kind] = {
 }
 """Handed to SamplingParams under the same names."""
 
-_ANY_ENDPOINT: Mapping[str, Kind] = {**SAMPLING, "model": TEXT, "stream": BOOLEAN, "stream_options": STREAM_OPTIONS}
+STRUCTURE: Mapping[str, Kind] = {
+    "response_format": OBJECT,
+    "structured_outputs": OBJECT,
+    "regex": TEXT,
+    "ebnf": TEXT,
+    "guided_json": SCHEMA,
+    "guided_regex": TEXT,
+    "guided_choice": CHOICES,
+    "guided_grammar": TEXT,
+}
+"""Ways to say what an answer must look like, of which a request may use one."""
+
+_ANY_ENDPOINT: Mapping[str, Kind] = {
+    **SAMPLING,
+    **STRUCTURE,
+    "model": TEXT,
+    "stream": BOOLEAN,
+    "stream_options": STREAM_OPTIONS,
+}
 
 CHAT: Mapping[str, Kind] = {
     "messages": MESSAGES,
@@ -129,6 +168,9 @@ CHAT: Mapping[str, Kind] = {
     "max_completion_tokens": INTEGER,
     "logprobs": BOOLEAN,
     "top_logprobs": INTEGER,
+    "tools": TOOLS,
+    "tool_choice": TOOL_CHOICE,
+    "parallel_tool_calls": BOOLEAN,
 }
 
 COMPLETION: Mapping[str, Kind] = {"prompt": PROMPT, **_ANY_ENDPOINT, "logprobs": INTEGER}
@@ -138,7 +180,6 @@ IGNORED = (
     "metadata",
     "store",
     "service_tier",
-    "parallel_tool_calls",
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
@@ -146,15 +187,15 @@ IGNORED = (
 """Accepted and without effect: they steer a hosted service, not the answer."""
 
 ONLY_PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
     "echo": (False,),
     "best_of": (1,),
     "suffix": ("",),
 }
-"""Known to OpenAI's clients and not served yet: accepted with the values that ask for nothing."""
+"""Known to OpenAI's clients and not served (tools: by completions): accepted with the values that ask for nothing."""
 
 
 def checked(body: Mapping[str, Any], known: Mapping[str, Kind]) -> dict[str, Any]:
@@ -183,5 +224,5 @@ def schema(known: Mapping[str, Kind], required: str) -> dict[str, Any]:
         name: dict(kind.schema) if name == required else {"anyOf": [kind.schema, {"type": "null"}]}
         for name, kind in known.items()
     }
-    properties |= {name: {} for name in (*IGNORED, *ONLY_PLAIN)}
+    properties = {name: {} for name in (*IGNORED, *ONLY_PLAIN)} | properties
     return {"type": "object", "required": [required], "properties": properties, "additionalProperties": False}

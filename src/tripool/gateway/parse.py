@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tripool.core import Message, Request, SamplingParams
+from tripool.core import Request, SamplingParams, Structure
 from tripool.errors import InvalidRequest, ModelNotFound
 from tripool.gateway.body import decode_json
+from tripool.gateway.messages import to_message
 from tripool.gateway.options import CHAT, COMPLETION, MAX_PROMPTS, SAMPLING, checked
+from tripool.gateway.structure import read_structure
+from tripool.gateway.tools import Tools, as_text, read_tools
+from tripool.grammar import Trial
 from tripool.text import Tokenizer
-
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Accepted roles and what a chat template calls them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +28,17 @@ class Job:
     """One per prompt; a choice's index over HTTP is prompt index x n + choice."""
     stream: bool
     include_usage: bool
+    calls: bool = False
+    """Whether answers may hold tool calls."""
 
 
 class Parser:
-    """Tokenising takes milliseconds for long prompts: call these outside the event loop."""
+    """Tokenising takes milliseconds for long prompts, trying a grammar longer: call these outside the event loop."""
 
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
         self._tokenizer = tokenizer
         self._name = name
+        self._trial = Trial()
 
     def chat(self, raw: bytes) -> Job:
         fields = self._fields(raw, CHAT, required="messages")
@@ -45,13 +49,15 @@ class Parser:
             logprobs = fields.get("top_logprobs", 0)
         elif fields.get("top_logprobs"):
             raise InvalidRequest("'top_logprobs' needs 'logprobs'", hint='send "logprobs": true', param="top_logprobs")
-        messages = [_message(message, f"messages[{i}]") for i, message in enumerate(fields["messages"])]
-        return self._job(fields, [self._tokenizer.encode_chat(messages)], logprobs, chat=True)
+        tools = read_tools(fields)
+        structure = self._structure(fields, tools.structure)
+        prompt_ids = self._prompt_ids(fields["messages"], tools)
+        return self._job(fields, [prompt_ids], logprobs, structure, chat=True)
 
     def completion(self, raw: bytes) -> Job:
         fields = self._fields(raw, COMPLETION, required="prompt")
         prompts = [self._tokenizer.encode(p) if isinstance(p, str) else p for p in _prompts(fields["prompt"])]
-        return self._job(fields, prompts, fields.get("logprobs"), chat=False)
+        return self._job(fields, prompts, fields.get("logprobs"), self._structure(fields), chat=False)
 
     def _fields(self, raw: bytes, known: Mapping[str, Any], required: str) -> dict[str, Any]:
         fields = checked(decode_json(raw), known)
@@ -61,19 +67,41 @@ class Parser:
             raise InvalidRequest(f"'{required}' is missing", param=required)
         return fields
 
+    def _structure(self, fields: Mapping[str, Any], calls: Structure | None = None) -> Structure | None:
+        structure = read_structure(fields)
+        if structure is not None and calls is not None:
+            hint = 'leave one of them out, or send "tool_choice": "none"'
+            raise InvalidRequest(f"'{structure.param}' cannot go with 'tools'", hint=hint, param=structure.param)
+        return structure or calls
+
+    def _prompt_ids(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[int]:
+        conversation = [to_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        if self._tokenizer.knows_tools:
+            return self._tokenizer.encode_chat(conversation, tools=tools.shown)
+        return self._tokenizer.encode_chat(as_text(conversation, tools.shown))
+
     def _job(
-        self, fields: Mapping[str, Any], prompts: Sequence[Sequence[int]], logprobs: int | None, *, chat: bool
+        self,
+        fields: Mapping[str, Any],
+        prompts: Sequence[Sequence[int]],
+        logprobs: int | None,
+        structure: Structure | None,
+        *,
+        chat: bool,
     ) -> Job:
         options = {name: fields[name] for name in SAMPLING if name in fields}
         options["logit_bias"] = {int(token_id): bias for token_id, bias in fields.get("logit_bias", {}).items()}
-        params = SamplingParams.from_options(options | {"logprobs": logprobs})
+        params = SamplingParams.from_options(options | {"logprobs": logprobs, "structure": structure})
         job_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         requests = tuple(self._request(f"{job_id}-{i}", prompt, params) for i, prompt in enumerate(prompts))
         usage = fields.get("stream_options", {}).get("include_usage", False)
         stream = fields.get("stream", False)
         if "stream_options" in fields and not stream:
             raise InvalidRequest("'stream_options' needs 'stream'", hint='send "stream": true', param="stream_options")
-        return Job(id=job_id, chat=chat, requests=requests, stream=stream, include_usage=usage)
+        if structure is not None:
+            self._trial.check(structure)
+        calls = structure is not None and structure.kind == "tool_calls"
+        return Job(id=job_id, chat=chat, requests=requests, stream=stream, include_usage=usage, calls=calls)
 
     def _request(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
         if not prompt_ids:
@@ -90,19 +118,3 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
         hint = f"send 1 to {MAX_PROMPTS}, or use several requests"
         raise InvalidRequest(f"'prompt' holds {len(prompt)} prompts", hint=hint, param="prompt")
     return prompt
-
-
-def _message(message: Mapping[str, Any], where: str) -> Message:
-    """A template's names for roles. Content is checked where templates are; what only tools need is refused here."""
-    role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        hint = f"known: {', '.join(_ROLES)}"
-        raise InvalidRequest(f"{where} has the role {str(role)[:100]!r}", hint=hint, param="messages")
-    for name, value in message.items():
-        if name not in ("role", "content", "name") and value is not None:
-            raise InvalidRequest(f"{where} has '{name[:100]}', which is not supported", param="messages")
-    if not isinstance(message.get("name", ""), str | None):
-        raise InvalidRequest(f"{where} has a name that is not a string", param="messages")
-    return {"content": message.get("content"), "role": _ROLES[role]} | (
-        {"name": message["name"]} if message.get("name") else {}
-    )

@@ -9,6 +9,7 @@ from typing import Any
 from tripool.answer import Answer, Delta
 from tripool.core import Choice, TokenLogprobs, Usage
 from tripool.errors import InvalidRequest, TripoolError
+from tripool.gateway.calls import CallBegins, CallReader, Content, Piece, read_calls
 from tripool.gateway.parse import Job
 from tripool.text import Tokenizer
 
@@ -23,6 +24,8 @@ class Shapes:
         self._job = job
         self._tokenizer = tokenizer
         self._head = {"id": job.id, "object": self._object_name(), "created": created_s, "model": model}
+        self._readers: dict[int, CallReader] = {}
+        """Of the answers that may hold tool calls, per choice."""
         self._token_chars: dict[int, int] = {}
         """Characters of the tokens streamed so far, per choice: completion logprobs say where each token begins."""
 
@@ -37,7 +40,8 @@ class Shapes:
 
     def opening(self, index: int) -> bytes:
         """A chat stream first says whose turn it is, once per choice."""
-        return self._chunk(self._chunk_choice(index, {"role": "assistant", "content": ""}, None, None))
+        content = None if self._job.calls else ""
+        return self._chunk(self._chunk_choice(index, {"role": "assistant", "content": content}, None, None))
 
     def chunk(self, index: int, delta: Delta) -> bytes | None:
         """None when the token brought nothing to show, as in the middle of a character."""
@@ -50,18 +54,44 @@ class Shapes:
             self._token_chars[index] = self._token_chars.get(index, 0) + shown
         if not self._job.chat:
             return self._chunk(self._chunk_choice(index, delta.text, logprobs, delta.finish_reason))
-        if delta.finish_reason is None:
-            return self._chunk(self._chunk_choice(index, {"content": delta.text}, logprobs, None))
-        last = self._chunk(self._chunk_choice(index, {}, None, delta.finish_reason))
-        if delta.text or logprobs is not None:
-            return self._chunk(self._chunk_choice(index, {"content": delta.text}, logprobs, None)) + last
-        return last
+        parts, finish_reason = self._chat_parts(index, delta)
+        if logprobs is not None and not parts:
+            parts = [{"content": ""}]
+        chunks = b""
+        for part in parts:
+            chunks += self._chunk(self._chunk_choice(index, part, logprobs, None))
+            logprobs = None
+        if finish_reason is not None:
+            chunks += self._chunk(self._chunk_choice(index, {}, None, finish_reason))
+        return chunks or None
 
     def closing(self, answers: Sequence[Answer]) -> bytes:
         usage = b""
         if self._job.include_usage:
             usage = _event(self._head | {"choices": [], "usage": usage_shape(answers)})
         return usage + b"data: [DONE]\n\n"
+
+    def _chat_parts(self, index: int, delta: Delta) -> tuple[list[dict[str, Any]], str | None]:
+        """What a delta adds to a chat message, in one or several steps; and why the message ends, if it does."""
+        if not self._job.calls:
+            return [{"content": delta.text}] if delta.text else [], delta.finish_reason
+        reader = self._readers.setdefault(index, CallReader())
+        pieces = reader.push(delta.text)
+        if delta.finish_reason is not None:
+            pieces += reader.finish()
+        parts = [self._part(index, piece) for piece in pieces]
+        return parts, _finish_reason(delta.finish_reason, reader.num_calls > 0 and reader.complete)
+
+    def _part(self, index: int, piece: Piece) -> dict[str, Any]:
+        if isinstance(piece, Content):
+            return {"content": piece.text}
+        if isinstance(piece, CallBegins):
+            return {"tool_calls": [{"index": piece.index, **self._call(index, piece.index, piece.name, "")}]}
+        return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+
+    def _call(self, index: int, number: int, name: str, arguments: str) -> dict[str, Any]:
+        call_id = f"call_{self._job.id.rpartition('-')[2]}{index:02x}{number:02x}"
+        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
     def _object_name(self) -> str:
         if not self._job.chat:
@@ -78,10 +108,16 @@ class Shapes:
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         said: dict[str, Any] = {"text": choice.text}
+        finish_reason: str | None = choice.finish_reason
         if self._job.chat:
             said = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+        if self._job.calls:
+            read = read_calls(choice.text)
+            calls = [self._call(index, number, call.name, call.arguments) for number, call in enumerate(read.calls)]
+            said["message"] |= {"content": read.content or None} | ({"tool_calls": calls} if calls else {})
+            finish_reason = _finish_reason(choice.finish_reason, bool(calls) and read.complete)
         logprobs = self._logprobs(choice.token_ids, choice.logprobs, 0)
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _logprobs(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, text_offset: int
@@ -115,13 +151,21 @@ class Shapes:
         return columns
 
 
+def _finish_reason(finish_reason: str | None, called: bool) -> str | None:
+    """An answer that was cut off, by its length or by a stop string inside a call, calls nothing."""
+    return "tool_calls" if finish_reason == "stop" and called else finish_reason
+
+
 def usage_shape(answers: Iterable[Answer]) -> dict[str, Any]:
     usages: list[Usage] = [answer.usage for answer in answers]
+    accepted = sum(usage.accepted_draft_tokens for usage in usages)
+    rejected = sum(usage.draft_tokens for usage in usages) - accepted
     return {
         "prompt_tokens": sum(usage.prompt_tokens for usage in usages),
         "completion_tokens": sum(usage.completion_tokens for usage in usages),
         "total_tokens": sum(usage.total_tokens for usage in usages),
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
+        "completion_tokens_details": {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected},
     }
 
 

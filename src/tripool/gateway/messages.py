@@ -1,0 +1,61 @@
+"""Messages of a chat, as OpenAI's clients send them, in a chat template's words. Their content is checked in `text`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tripool.core import Message
+from tripool.errors import InvalidRequest
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""Accepted roles and what a chat template calls them."""
+_FIELDS = {"assistant": {"tool_calls"}, "tool": {"tool_call_id"}}
+"""Beyond role, content and name."""
+
+
+def to_message(message: Mapping[str, Any], where: str) -> Message:
+    """Unknown fields are refused by name, unless they are null."""
+    role = message.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        hint = f"known: {', '.join(_ROLES)}"
+        raise InvalidRequest(f"{where} has the role {str(role)[:100]!r}", hint=hint, param="messages")
+    known = {"role", "content", "name"} | _FIELDS.get(role, set())
+    fields = {name: value for name, value in message.items() if value is not None}
+    for name in fields:
+        if name not in known:
+            raise InvalidRequest(f"{where} has '{name[:100]}', which is not supported", param="messages")
+    for name in ("name", "tool_call_id"):
+        if not isinstance(fields.get(name, ""), str):
+            raise InvalidRequest(f"{where} has a {name} that is not a string", param="messages")
+    if fields.get("tool_calls"):
+        fields["tool_calls"] = _tool_calls(fields["tool_calls"], where)
+    # Templates tell null from absent, and a list without calls from none.
+    optional = {name: fields[name] for name in ("name", "tool_call_id", "tool_calls") if fields.get(name)}
+    return {"content": message.get("content"), "role": _ROLES[role], **optional}
+
+
+def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise InvalidRequest(f"{where} has tool_calls that are not a list", param="messages")
+    return [_tool_call(call, where) for call in calls]
+
+
+def _tool_call(call: object, where: str) -> dict[str, Any]:
+    """Over HTTP arguments are a JSON text; templates print the object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or call.get("type", "function") != "function":
+        raise InvalidRequest(f"{where} has a tool call that is not of type 'function'", param="messages")
+    name, arguments = function.get("name"), function.get("arguments")
+    if not isinstance(name, str) or not isinstance(arguments, str) or not isinstance(call.get("id", ""), str):
+        hint = "send strings for 'id' and for the function's 'name' and 'arguments'"
+        raise InvalidRequest(f"{where} has a tool call of the wrong shape", hint=hint, param="messages")
+    try:
+        parsed = json.loads(arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{where} has arguments that are not JSON: {error}", param="messages") from error
+    if not isinstance(parsed, dict):
+        raise InvalidRequest(f"{where} has arguments that are not a JSON object", param="messages")
+    identity = {"id": call["id"]} if "id" in call else {}
+    return {**identity, "type": "function", "function": {"name": name, "arguments": parsed}}

@@ -1,0 +1,72 @@
+"""What an answer must look like, in the words of OpenAI's, vLLM's and SGLang's clients. One structure per request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tripool.core import Structure, StructureKind
+from tripool.errors import InvalidRequest
+
+_PLAIN: Mapping[str, StructureKind] = {
+    "regex": "regex",
+    "ebnf": "ebnf",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "ebnf",
+}
+_STRUCTURED: Mapping[str, StructureKind] = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "ebnf",
+}
+"""Names inside `structured_outputs`."""
+
+
+def read_structure(fields: Mapping[str, Any]) -> Structure | None:
+    found = [Structure(kind, fields[name], name) for name, kind in _PLAIN.items() if name in fields]
+    if "structured_outputs" in fields:
+        found += _structured_outputs(fields["structured_outputs"])
+    if "response_format" in fields:
+        found += _response_format(fields["response_format"])
+    if len(found) > 1:
+        names = ", ".join(f"'{structure.param}'" for structure in found)
+        raise InvalidRequest(f"an answer can have one structure, not {names}", param=found[-1].param)
+    return found[0] if found else None
+
+
+def _structured_outputs(value: Mapping[str, Any]) -> list[Structure]:
+    param, given = "structured_outputs", {name: item for name, item in value.items() if item is not None}
+    _refuse_unknown(given, _STRUCTURED, param)
+    if given.get("json_object") is False:
+        del given["json_object"]
+    return [Structure(_STRUCTURED[name], item, param) for name, item in given.items()]
+
+
+def _response_format(value: Mapping[str, Any]) -> list[Structure]:
+    param, kind = "response_format", value.get("type")
+    _refuse_unknown(value, ("type", "json_schema") if kind == "json_schema" else ("type",), param)
+    if kind == "text":
+        return []
+    if kind == "json_object":
+        return [Structure("json_object", True, param)]
+    if kind != "json_schema":
+        hint = "known: text, json_object, json_schema"
+        raise InvalidRequest(f"response_format has the type {str(kind)[:100]!r}", hint=hint, param=param)
+    named = value.get("json_schema")
+    if not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
+        hint = 'like {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
+        raise InvalidRequest("response_format has no schema", hint=hint, param=param)
+    # `strict` asks for what is done in any case: the answer follows the schema, or the schema is refused.
+    _refuse_unknown(named, ("name", "description", "schema", "strict"), param)
+    return [Structure("json_schema", named["schema"], param)]
+
+
+def _refuse_unknown(value: Mapping[str, Any], known: Mapping[str, Any] | tuple[str, ...], param: str) -> None:
+    for name in value:
+        if name not in known:
+            hint = f"known: {', '.join(known)}"
+            raise InvalidRequest(f"{param} has '{name[:100]}', which is not supported", hint=hint, param=param)

@@ -1,0 +1,96 @@
+"""Tools of a chat: what a client offers, how the model is told, and the grammar its calls must follow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tripool.core import Conversation, Message, Structure
+from tripool.errors import InvalidRequest
+from tripool.grammar.tools import CLOSING, MAX_FUNCTIONS, OPENING, tool_structure
+
+_PREFACE = (
+    "You can call the functions that are listed below as JSON, one in a line. To call one, answer with its name and an "
+    f'object of arguments, like this:\n{OPENING}\n{{"name": "...", "arguments": {{...}}}}\n{CLOSING}\n<tools>\n'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What the model is shown, and what it may answer. No `structure`: it is to answer in plain text."""
+
+    shown: Sequence[Mapping[str, Any]] = ()
+    structure: Structure | None = None
+
+
+def read_tools(fields: Mapping[str, Any]) -> Tools:
+    """From `tools`, `tool_choice` and `parallel_tool_calls`."""
+    tools, choice = fields.get("tools", []), fields.get("tool_choice", "auto")
+    functions = [_function(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
+    if len(functions) > MAX_FUNCTIONS:
+        raise InvalidRequest(f"there are {len(functions)} tools", hint=f"at most {MAX_FUNCTIONS}", param="tools")
+    if isinstance(choice, dict):
+        name = _chosen_name(choice)
+        functions = [function for function in functions if function["name"] == name]
+        if not functions:
+            raise InvalidRequest(f"there is no tool '{name[:100]}'", hint="name one of 'tools'", param="tool_choice")
+    elif choice not in ("none", "auto", "required"):
+        hint = "'none', 'auto', 'required', or a function"
+        raise InvalidRequest(f"tool_choice is '{choice[:100]}'", hint=hint, param="tool_choice")
+    if choice == "required" and not functions:
+        raise InvalidRequest("a call is required and there are no tools", hint="send 'tools'", param="tool_choice")
+    if choice == "none" or not functions:
+        return Tools()
+    named = isinstance(choice, dict)
+    parallel = fields.get("parallel_tool_calls", True) and not named
+    return Tools(tools, tool_structure(functions, required=choice != "auto", parallel=parallel))
+
+
+def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, dict):
+        hint = 'like {"type": "function", "function": {"name": ...}}'
+        raise InvalidRequest(f"{where} is not a function", hint=hint, param="tools")
+    return {name: function[name] for name in ("name", "parameters") if function.get(name) is not None}
+
+
+def _chosen_name(choice: Mapping[str, Any]) -> str:
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if choice.get("type") != "function" or not isinstance(name, str):
+        hint = 'like {"type": "function", "function": {"name": ...}}'
+        raise InvalidRequest("tool_choice names no function", hint=hint, param="tool_choice")
+    return name
+
+
+def as_text(messages: Conversation, shown: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """The same conversation for a template that knows nothing of tools: offers, calls and results become text."""
+    told = [_as_text(message) for message in messages]
+    if not shown:
+        return told
+    listed = "".join(json.dumps(tool, ensure_ascii=False) + "\n" for tool in shown)
+    preface = f"{_PREFACE}{listed}</tools>"
+    if told[0]["role"] == "system" and isinstance(told[0]["content"], str):
+        return [{**told[0], "content": f"{told[0]['content']}\n\n{preface}"}, *told[1:]]
+    return [{"role": "system", "content": preface}, *told]
+
+
+def _as_text(message: Message) -> Message:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{_text(message)}\n</tool_response>"}
+    if "tool_calls" not in message:
+        return message
+    calls = [f"{OPENING}\n{json.dumps(c['function'], ensure_ascii=False)}\n{CLOSING}" for c in message["tool_calls"]]
+    before = [_text(message)] if message["content"] else []
+    return {"role": message["role"], "content": "\n".join([*before, *calls])}
+
+
+def _text(message: Message) -> str:
+    content = message["content"]
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    if not isinstance(content, str):
+        raise InvalidRequest(f"a message of the role '{message['role']}' has no text", param="messages")
+    return content
