@@ -16,7 +16,10 @@ import pytest
 
 DEADLINE_S = 60.0
 
+# A shell starts background jobs with Ctrl-C ignored, and the test run may be one: undo that, as a terminal would.
 FAKE = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from tripool.cli.main import main
 from tripool.engine.fake import FakeEngine, fake_text
 main(["serve", "fake", "--port", "0"], lambda model, config: FakeEngine(fake_text(), context_tokens=10**9))
