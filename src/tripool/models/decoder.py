@@ -68,7 +68,7 @@ class Model:
         self._layers = [Layer(loader, f"model.layers.{i}", arch, moe=i in arch.moe_layers) for i in range(arch.layers)]
         self._norm = loader.tensor("model.norm.weight", arch.hidden)
         if arch.tied_head:
-            self._head = self._k.linear(self._embed, None)
+            self._head = loader.pack(self._embed)
         else:
             self._head = loader.linear(["lm_head"], [arch.vocab], arch.hidden)
         has_mtp = arch.mtp_layers > 0 and loader.has(f"model.layers.{arch.layers}.eh_proj.weight")
