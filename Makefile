@@ -41,7 +41,9 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/installed: pyproject.toml | $(BIN)/python
+KERNELS := setup.py build_backend.py $(wildcard src/tripool/kernels/native/*.[ch])
+
+$(VENV)/installed: pyproject.toml $(KERNELS) | $(BIN)/python
 	$(if $(TORCH_INDEX),$(PIP) install --quiet --index-url "$(TORCH_INDEX)" "$(TORCH)")
 	$(PIP) install --quiet --editable .
 	@touch $@

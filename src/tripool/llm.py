@@ -39,7 +39,7 @@ class LLM:
         kv_gb: float | None = None,
         max_running: int = 64,
         mtp: bool = True,
-        precision: Precision = "float32",
+        precision: Precision = "int8",
         threads: int | None = None,
         on_load: Callable[[str], None] | None = None,
     ) -> None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tripool.core import BLOCK_TOKENS
-from tripool.kernels import CPU, REFERENCE
+from tripool.kernels.cpu.ops import CPU_OPS as CPU
+from tripool.kernels.ops import REFERENCE_OPS as REFERENCE
 from tripool.kernels.ref.mla import MlaWeights
 from tripool.kernels.ref.route import RoutePlan
 from tripool.kernels.spans import Span

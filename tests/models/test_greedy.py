@@ -79,6 +79,6 @@ def test_whole_engine_says_the_same(case: Case, pair_of: PairOf, outcome_of: Cal
     """From the folder's path to tokens: scheduler, block manager and sampler are in between now."""
     outcome = outcome_of(case)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    with LLM(str(pair_of(case).folder), threads=1) as llm:
+    with LLM(str(pair_of(case).folder), threads=1, precision="float32") as llm:
         ours = [answer.token_ids for answer in llm.generate(outcome.prompts, params)]
     assert _differences(ours, outcome.theirs) == (outcome.ties, [])

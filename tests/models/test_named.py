@@ -14,7 +14,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 
 
 def _compare(name: str, theirs: ChatReference) -> None:
-    with LLM(name, threads=1) as ours:
+    with LLM(name, threads=1, precision="float32") as ours:
         answers = ours.chat([[{"role": "user", "content": question}] for question in QUESTIONS], GREEDY)
     assert [list(a.prompt_ids) for a in answers] == [theirs.prompt(q) for q in QUESTIONS]
     tokens = [list(a.token_ids) for a in answers]

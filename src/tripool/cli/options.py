@@ -18,7 +18,7 @@ Model = Annotated[str, typer.Argument(help="A name that `tripool models` shows, 
 KvGb = Annotated[float | None, typer.Option("--kv-gb", min=0.001, help="Memory for KV blocks, in GB.")]
 MaxRunning = Annotated[int, typer.Option("--max-running", min=1, max=256, help="Sequences computed at once.")]
 Mtp = Annotated[bool, typer.Option("--mtp/--no-mtp", help="Draft tokens with the model's MTP layer, if it has one.")]
-PrecisionOf = Annotated[Precision, typer.Option("--precision", help="float32, or int8: faster and smaller.")]
+PrecisionOf = Annotated[Precision, typer.Option("--precision", help="int8: fast and exact; or float32.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; all cores when not given.")]
 
 Temperature = Annotated[float | None, typer.Option(help="0 picks the most likely token.")]

@@ -1,67 +1,62 @@
-"""The kernel table: one set of ops per kind of device, chosen once. Model code never asks where it runs."""
+"""The kernel table: one set of layer halves per kind of device, chosen once. Model code never asks where it runs.
+
+A half takes the residual stream x [rows, hidden] and adds to it in place. `plain_table` makes a table from small ops
+(see `tripool.kernels.ops`); a table may as well fuse a whole half into one call.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from tripool.kernels.ref import attention, experts, linear, mla, norm, rope, route, swiglu
-from tripool.kernels.ref.mla import MlaWeights
-from tripool.kernels.ref.route import RoutePlan
-from tripool.kernels.spans import Span
+from tripool.kernels.batch import Batch
+from tripool.kernels.cpu.ops import CPU_OPS
+from tripool.kernels.ops import REFERENCE_OPS, LinearOp, Ops
+from tripool.kernels.ref.halves import GroupedAttention, LatentAttention, Mlp, MoeMlp
+from tripool.kernels.weights import GqaWeights, LatentWeights, MlpWeights, MoeWeights
 
-Attend = Callable[[torch.Tensor, torch.Tensor, list[Span], int, float], torch.Tensor]
 
+class AttentionHalf(Protocol):
+    def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
+        """Writes the rows' KV into kv [slots, width], then attends; adds to x."""
+        ...
 
-class LinearOp(Protocol):
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
     @property
     def num_bytes(self) -> int: ...
 
 
-class MlaOp(Protocol):
-    def prompt(self, x: torch.Tensor, kv: torch.Tensor, spans: list[Span], turns: torch.Tensor) -> torch.Tensor: ...
-    def decode(self, x: torch.Tensor, kv: torch.Tensor, spans: list[Span], turns: torch.Tensor) -> torch.Tensor: ...
-    @property
-    def num_bytes(self) -> int: ...
-
-
-class ExpertsOp(Protocol):
-    def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor: ...
+class MlpHalf(Protocol):
+    def __call__(self, x: torch.Tensor) -> None: ...
     @property
     def num_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class KernelTable:
-    """Signatures and meaning: the modules of `kernels/ref` with the same names."""
-
     name: str
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    rope_: Callable[[torch.Tensor, torch.Tensor], None]
-    swiglu: Callable[[torch.Tensor], torch.Tensor]
     linear: Callable[[torch.Tensor, torch.Tensor | None], LinearOp]
-    router: Callable[[torch.Tensor], LinearOp]
-    experts: Callable[[torch.Tensor, torch.Tensor], ExpertsOp]
-    route: Callable[[torch.Tensor, torch.Tensor | None, RoutePlan], tuple[torch.Tensor, torch.Tensor]]
-    attend_prompt: Attend
-    attend_decode: Attend
-    mla: Callable[[MlaWeights], MlaOp]
+    gqa: Callable[[GqaWeights], AttentionHalf]
+    mla: Callable[[LatentWeights], AttentionHalf]
+    mlp: Callable[[MlpWeights], MlpHalf]
+    moe: Callable[[MoeWeights], MlpHalf]
 
 
-REFERENCE = KernelTable(
-    name="reference",
-    rms_norm=norm.rms_norm,
-    rope_=rope.rope_,
-    swiglu=swiglu.swiglu,
-    linear=linear.Linear,
-    router=linear.Linear,
-    experts=experts.Experts,
-    route=route.route,
-    attend_prompt=attention.attend_prompt,
-    attend_decode=attention.attend_decode,
-    mla=mla.Mla,
-)
+def plain_table(name: str, ops: Ops) -> KernelTable:
+    return KernelTable(
+        name=name,
+        rms_norm=ops.rms_norm,
+        linear=ops.linear,
+        gqa=partial(GroupedAttention, ops),
+        mla=partial(LatentAttention, ops),
+        mlp=partial(Mlp, ops),
+        moe=partial(MoeMlp, ops),
+    )
+
+
+REFERENCE = plain_table("reference", REFERENCE_OPS)
+CPU = plain_table("cpu-float32", CPU_OPS)

@@ -1,6 +1,6 @@
 """The model room: network definitions. Reads checkpoints through `checkpoints`, computes through a kernel table."""
 
-from tripool.models.batch import Batch
+from tripool.kernels import Batch
 from tripool.models.decoder import Model
 from tripool.models.load import load_model, read_arch
 

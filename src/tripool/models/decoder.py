@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import torch
 
-from tripool.kernels import KernelTable
+from tripool.kernels import Batch, KernelTable
+from tripool.kernels.weights import Norm
 from tripool.models.arch import Arch, MlaShape
-from tripool.models.batch import Batch
-from tripool.models.gqa import GroupedAttention
+from tripool.models.gqa import grouped_attention
 from tripool.models.loader import Loader
-from tripool.models.mla import LatentAttention
-from tripool.models.mlp import DenseMlp, ExpertMlp
+from tripool.models.mla import latent_attention
+from tripool.models.mlp import dense_mlp, expert_mlp
 from tripool.models.rope import turn_table
 
 
 class Layer:
     def __init__(self, loader: Loader, prefix: str, arch: Arch, *, moe: bool) -> None:
-        self._k, self._eps = loader.kernels, arch.norm_eps
-        self._attention_norm = loader.tensor(f"{prefix}.input_layernorm.weight", arch.hidden)
-        self._mlp_norm = loader.tensor(f"{prefix}.post_attention_layernorm.weight", arch.hidden)
-        self._attention: LatentAttention | GroupedAttention
+        before, after = (
+            Norm(loader.tensor(f"{prefix}.{name}_layernorm.weight", arch.hidden), arch.norm_eps)
+            for name in ("input", "post_attention")
+        )
         if isinstance(arch.attention, MlaShape):
-            self._attention = LatentAttention(loader, f"{prefix}.self_attn", arch, arch.attention)
+            self._attention = latent_attention(loader, f"{prefix}.self_attn", before, arch, arch.attention)
         else:
-            self._attention = GroupedAttention(loader, f"{prefix}.self_attn", arch, arch.attention)
-        self._mlp: DenseMlp | ExpertMlp
+            self._attention = grouped_attention(loader, f"{prefix}.self_attn", before, arch, arch.attention)
         if moe:
             assert arch.moe is not None
-            self._mlp = ExpertMlp(loader, f"{prefix}.mlp", arch, arch.moe)
+            self._mlp = expert_mlp(loader, f"{prefix}.mlp", after, arch, arch.moe)
         else:
-            self._mlp = DenseMlp(loader, f"{prefix}.mlp", arch.hidden, arch.dense_width, bias=arch.mlp_bias)
+            self._mlp = dense_mlp(loader, f"{prefix}.mlp", after, arch)
 
-    def __call__(self, x: torch.Tensor, batch: Batch, turns: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        x = x + self._attention(self._k.rms_norm(x, self._attention_norm, self._eps), batch, turns, kv)
-        return x + self._mlp(self._k.rms_norm(x, self._mlp_norm, self._eps))
+    def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
+        """Adds to x, in place."""
+        self._attention(x, batch, kv)
+        self._mlp(x)
 
 
 class Mtp:
@@ -48,13 +48,12 @@ class Mtp:
         self._layer = Layer(loader, prefix, arch, moe=arch.moe is not None)
         self._norm = loader.tensor(f"{prefix}.shared_head.norm.weight", arch.hidden)
 
-    def __call__(
-        self, embedded: torch.Tensor, hidden: torch.Tensor, batch: Batch, turns: torch.Tensor, kv: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, embedded: torch.Tensor, hidden: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
         """`embedded`: of the successors; `hidden`: the main model's output (after its final norm), row by row."""
         left = self._k.rms_norm(embedded, self._embed_norm, self._eps)
         right = self._k.rms_norm(hidden, self._hidden_norm, self._eps)
-        x = self._layer(self._join(torch.cat((left, right), dim=1)), batch, turns, kv)
+        x = self._join(torch.cat((left, right), dim=1))
+        self._layer(x, batch, kv)
         return self._k.rms_norm(x, self._norm, self._eps)
 
 
@@ -83,18 +82,18 @@ class Model:
 
     def hidden(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
         """Final normed hidden state of every row. Writes the rows' KV into kv [kv_layers, slots, width]."""
-        turns = self._turns.index_select(0, batch.positions)
+        batch.turns = self._turns.index_select(0, batch.positions)
         x = self._embed.index_select(0, batch.tokens)
         for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=False):
-            x = layer(x, batch, turns, layer_kv)
+            layer(x, batch, layer_kv)
         return self._k.rms_norm(x, self._norm, self.arch.norm_eps)
 
     def mtp_hidden(self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """`batch.tokens` are the successors at their own positions, `hidden` that of the tokens before them."""
         assert self.mtp is not None
         embedded = self._embed.index_select(0, batch.tokens)
-        turns = self._turns.index_select(0, batch.positions)
-        return self.mtp(embedded, hidden, batch, turns, kv[self.arch.layers])
+        batch.turns = self._turns.index_select(0, batch.positions)
+        return self.mtp(embedded, hidden, batch, kv[self.arch.layers])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(hidden)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
 import torch
 
 from tripool.checkpoints import Checkpoint
 from tripool.errors import TensorMissing
 from tripool.kernels import KernelTable
-from tripool.kernels.ref.mla import MlaWeights
-from tripool.kernels.table import ExpertsOp, LinearOp, MlaOp
+from tripool.kernels.ops import LinearOp
+
+
+class Packed(Protocol):
+    @property
+    def num_bytes(self) -> int: ...
+
+
+Op = TypeVar("Op", bound=Packed)
 
 
 class Loader:
@@ -51,27 +59,24 @@ class Loader:
             self.into(f"{name}.bias", part)
         return bias
 
-    def linear(self, names: Sequence[str], outs: Sequence[int], width: int, *, bias: bool = False) -> LinearOp:
-        return self.pack(self.fused(names, outs, width), self.bias(names, outs) if bias else None)
+    def linear(self, names: Sequence[str], outs: Sequence[int], width: int) -> LinearOp:
+        return self.pack(self.fused(names, outs, width))
 
-    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearOp:
-        op = self.kernels.linear(weight, bias)
-        self.num_bytes += op.num_bytes
-        return op
+    def pack(self, weight: torch.Tensor) -> LinearOp:
+        return self.counted(self.kernels.linear(weight, None))
 
-    def mla(self, weights: MlaWeights) -> MlaOp:
-        op = self.kernels.mla(weights)
-        self.num_bytes += op.num_bytes
-        return op
-
-    def experts(self, prefix: str, experts: int, width: int, hidden: int) -> ExpertsOp:
+    def experts(self, prefix: str, experts: int, width: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Every expert's gate and up projections, stacked, and its down projection."""
         gate_up = torch.empty(experts, 2 * width, hidden, dtype=self._dtype)
         down = torch.empty(experts, hidden, width, dtype=self._dtype)
         for i in range(experts):
             self.into(f"{prefix}.{i}.gate_proj.weight", gate_up[i, :width])
             self.into(f"{prefix}.{i}.up_proj.weight", gate_up[i, width:])
             self.into(f"{prefix}.{i}.down_proj.weight", down[i])
-        op = self.kernels.experts(gate_up, down)
+        return gate_up, down
+
+    def counted(self, op: Op) -> Op:
+        """What a table has packed counts as the model's memory."""
         self.num_bytes += op.num_bytes
         return op
 

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-import torch
-
+from tripool.kernels.table import MlpHalf
+from tripool.kernels.weights import MlpWeights, MoeWeights, Norm
 from tripool.models.arch import Arch, MoeShape
 from tripool.models.loader import Loader
 
 
-class DenseMlp:
-    def __init__(self, loader: Loader, prefix: str, hidden: int, width: int, *, bias: bool) -> None:
-        self._k = loader.kernels
-        names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        self._gate_up = loader.linear(names, [width, width], hidden, bias=bias)
-        self._down = loader.linear([f"{prefix}.down_proj"], [hidden], width, bias=bias)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(self._k.swiglu(self._gate_up(x)))
+def dense_mlp(loader: Loader, prefix: str, norm: Norm, arch: Arch) -> MlpHalf:
+    weights = _swiglu(loader, prefix, norm, arch.hidden, arch.dense_width, bias=arch.mlp_bias)
+    return loader.counted(loader.kernels.mlp(weights))
 
 
-class ExpertMlp:
-    def __init__(self, loader: Loader, prefix: str, arch: Arch, shape: MoeShape) -> None:
-        self._k, self._plan = loader.kernels, shape.route
-        self._gate = loader.kernels.router(loader.tensor(f"{prefix}.gate.weight", shape.experts, arch.hidden))
-        self._bias: torch.Tensor | None = None
-        if shape.correction_bias:
-            self._bias = loader.tensor(f"{prefix}.gate.e_score_correction_bias", shape.experts)
-        self._experts = loader.experts(f"{prefix}.experts", shape.experts, shape.width, arch.hidden)
-        self._shared: DenseMlp | None = None
-        if shape.shared_width:
-            name = f"{prefix}.shared_experts"
-            self._shared = DenseMlp(loader, name, arch.hidden, shape.shared_width, bias=arch.mlp_bias)
+def expert_mlp(loader: Loader, prefix: str, norm: Norm, arch: Arch, shape: MoeShape) -> MlpHalf:
+    gate_bias = None
+    if shape.correction_bias:
+        gate_bias = loader.tensor(f"{prefix}.gate.e_score_correction_bias", shape.experts)
+    shared = None
+    if shape.shared_width:
+        name = f"{prefix}.shared_experts"
+        shared = _swiglu(loader, name, norm, arch.hidden, shape.shared_width, bias=arch.mlp_bias)
+    gate_up, down = loader.experts(f"{prefix}.experts", shape.experts, shape.width, arch.hidden)
+    weights = MoeWeights(
+        norm=norm,
+        gate=loader.fused([f"{prefix}.gate"], [shape.experts], arch.hidden),
+        gate_bias=gate_bias,
+        gate_up=gate_up,
+        down=down,
+        shared=shared,
+        plan=shape.route,
+    )
+    return loader.counted(loader.kernels.moe(weights))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        experts, weights = self._k.route(self._gate(x), self._bias, self._plan)
-        routed = self._experts(x, experts, weights)
-        return routed if self._shared is None else routed + self._shared(x)
+
+def _swiglu(loader: Loader, prefix: str, norm: Norm, hidden: int, width: int, *, bias: bool) -> MlpWeights:
+    names, down = [f"{prefix}.gate_proj", f"{prefix}.up_proj"], [f"{prefix}.down_proj"]
+    return MlpWeights(
+        norm=norm,
+        gate_up=loader.fused(names, [width, width], hidden),
+        gate_up_bias=loader.bias(names, [width, width]) if bias else None,
+        down=loader.fused(down, [hidden], width),
+        down_bias=loader.bias(down, [hidden]) if bias else None,
+    )

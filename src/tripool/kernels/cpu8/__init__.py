@@ -1,6 +1,6 @@
-"""CPU versions with 8-bit weights whose every row is independent of its neighbours, to the bit.
+"""CPU versions with 8-bit weights whose every row is independent of its neighbours, to the bit: C, called by ctypes.
 
-Products over a varying number of rows are sums of integers, which are exact in any order. Attention works on shapes
-that depend on a row's position alone: tiles of 64 aligned positions for prompts, one row at a time for decoding.
-Elementwise ops are those whose vector and scalar versions agree.
+Weights and activations are divided into groups of 64 along each sum, with a scale per group; sums within a group are
+sums of integers, exact in any order, and everything else is computed row by row in a fixed order. The C sources, in
+`kernels/native`, are compiled when the package is installed; nothing is compiled at run time.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,6 +22,10 @@ class Batch:
     num_prompt_rows: int
     prompts: list[Span]
     decodes: list[Span]
+    turns: torch.Tensor = field(init=False)
+    """complex64 [rows, rope / 2]: how far each row's position turns. The model sets it."""
+    native: object | None = None
+    """A table's own form of all this, made when it is first needed."""
 
     @property
     def num_rows(self) -> int:

@@ -1,11 +1,10 @@
-"""The float32 CPU table."""
+"""The float32 CPU set."""
 
 from tripool.kernels.cpu import attention, elementwise, linear, mla
+from tripool.kernels.ops import Ops
 from tripool.kernels.ref import route
-from tripool.kernels.table import KernelTable
 
-CPU = KernelTable(
-    name="cpu-float32",
+CPU_OPS = Ops(
     rms_norm=elementwise.rms_norm,
     rope_=elementwise.rope_,
     swiglu=elementwise.swiglu,

@@ -1,0 +1,165 @@
+"""Finds the compiled kernels for this CPU and describes their functions and structures to ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from tripool.errors import TripoolError
+
+FOLDER = Path(__file__).parent.parent / "native"
+
+
+class KernelsMissing(TripoolError):
+    """The 8-bit kernels were not compiled for this CPU."""
+
+    code = "kernels_missing"
+
+
+class Weight(Structure):
+    _fields_ = (("panels", c_void_p), ("bias", c_void_p), ("out", c_int32), ("in_", c_int32))
+
+
+class Norm(Structure):
+    _fields_ = (("gain", c_void_p), ("eps", c_float), ("width", c_int32))
+
+
+class Span(Structure):
+    _fields_ = (
+        ("row", c_int32),
+        ("count", c_int32),
+        ("start", c_int32),
+        ("first", c_int32),
+        ("table", c_void_p),
+    )
+
+
+class Batch(Structure):
+    _fields_ = (
+        ("rows", c_int32),
+        ("prompt_rows", c_int32),
+        ("slots", c_void_p),
+        ("turns", c_void_p),
+        ("prompts", c_int32),
+        ("decodes", c_int32),
+        ("prompt", POINTER(Span)),
+        ("decode", POINTER(Span)),
+        ("context", c_int32),
+    )
+
+
+class Mlp(Structure):
+    _fields_ = (("norm", Norm), ("gate_up", Weight), ("down", Weight))
+
+
+class Gqa(Structure):
+    _fields_ = (
+        ("norm", Norm),
+        ("qkv", Weight),
+        ("out", Weight),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("dim", c_int32),
+        ("scale", c_float),
+        ("q_norm", Norm),
+        ("k_norm", Norm),
+    )
+
+
+class Mla(Structure):
+    _fields_ = (
+        ("norm", Norm),
+        ("down", Weight),
+        ("q_norm", Norm),
+        ("kv_norm", Norm),
+        *((name, Weight) for name in ("query", "query_folded", "expand", "out", "out_folded")),
+        *((name, c_int32) for name in ("heads", "rank", "rope", "nope", "v")),
+        ("scale", c_float),
+    )
+
+
+class Moe(Structure):
+    _fields_ = (
+        ("norm", Norm),
+        ("gate", c_void_p),
+        ("bias", c_void_p),
+        ("gate_up", POINTER(Weight)),
+        ("down", POINTER(Weight)),
+        ("shared_gate_up", Weight),
+        ("shared_down", Weight),
+        *(
+            (name, c_int32)
+            for name in ("experts", "top_k", "softmax", "groups", "top_groups", "group_top", "normalise")
+        ),
+        ("scaling", c_float),
+    )
+
+
+_FUNCTIONS: dict[str, Sequence[type]] = {
+    "tripool_norm": (c_void_p, c_void_p, c_void_p, c_int),
+    "tripool_linear": (c_void_p, c_void_p, c_void_p, c_int),
+    "tripool_mlp": (c_void_p, c_void_p, c_int),
+    "tripool_moe": (c_void_p, c_void_p, c_int),
+    "tripool_gqa": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "tripool_mla": (c_void_p, c_void_p, c_void_p, c_void_p),
+}
+_VARIANTS = ("avx512", "avx2", "plain")
+"""Best first."""
+
+
+def variants() -> list[str]:
+    """Names of the kernels that are there and that this CPU can run, best first."""
+    vector = torch.backends.cpu.get_cpu_capability()
+    able = {"plain"}
+    if vector.startswith(("AVX2", "AVX512")):
+        able.add("avx2")
+    if vector.startswith("AVX512") and torch.cpu._is_vnni_supported():
+        able.add("avx512")
+    return [name for name in _VARIANTS if name in able and _file_of(name) is not None]
+
+
+def _file_of(variant: str) -> Path | None:
+    return next(FOLDER.glob(f"_{variant}.*"), None)
+
+
+@cache
+def library(variant: str | None = None) -> ctypes.CDLL:
+    """The kernels, for this CPU or by name."""
+    found = variants()
+    if variant not in (None, *found) or not found:
+        hint = "install a C compiler and then the package again, or run with --precision float32"
+        raise KernelsMissing("the 8-bit kernels are not there for this CPU", hint=hint)
+    file = _file_of(variant or found[0])
+    assert file is not None
+    loaded = ctypes.CDLL(str(file))
+    for name, arguments in _FUNCTIONS.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, None
+    loaded.tripool_threads.argtypes, loaded.tripool_threads.restype = (c_int,), c_int
+    return loaded
+
+
+def set_threads(threads: int) -> None:
+    """Of the whole process."""
+    library().tripool_threads(threads)
+
+
+__all__ = [
+    "Batch",
+    "Gqa",
+    "KernelsMissing",
+    "Mla",
+    "Mlp",
+    "Moe",
+    "Norm",
+    "Span",
+    "Weight",
+    "library",
+    "set_threads",
+    "variants",
+]

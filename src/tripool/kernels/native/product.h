@@ -1,0 +1,242 @@
+/* Rows of 8-bit numbers times packed 8-bit weights.
+ *
+ * Both are divided into groups of 64 along the sum, each with a scale of its own. Within a group the sum is one of
+ * integers, hence exact; groups are added in order, as floats, row by row: a row's result does not depend on its
+ * neighbours. Weights stand in panels of 32 outputs, in the order in which they are read:
+ *
+ *   panel: record of group 0, record of group 1, ...
+ *   record: 16 times (4 inputs of 16 outputs, 4 inputs of the next 16), as bytes weight + 128; then 32 scales
+ *
+ * The unsigned weights suit the CPU's instruction (unsigned times signed); 128 times the sum of the row's group is
+ * taken off again, which `fix` holds ready. */
+#ifndef TRIPOOL_PRODUCT_H
+#define TRIPOOL_PRODUCT_H
+
+#include "pool.h"
+#include "vec.h"
+
+#define GROUP 64
+#define PANEL 32
+#define AHEAD_ROWS 4
+#define AHEAD_BYTES 2048
+#define RECORD (GROUP * PANEL + PANEL * (int)sizeof(float))
+
+typedef struct {
+    const uint8_t *panels;
+    const float *bias; /* padded to whole panels, or NULL */
+    int32_t out, in;
+} Weight;
+
+/* Quantised rows. */
+typedef struct {
+    int8_t *q;      /* [rows, groups * 64] */
+    float *scale;   /* [rows, groups] */
+    int32_t *fix;   /* [rows, groups] */
+    int groups;
+} Rows;
+
+INLINE int groups_of(int width) { return (width + GROUP - 1) / GROUP; }
+INLINE int panels_of(int out) { return (out + PANEL - 1) / PANEL; }
+
+static Rows rows_room(int slot, int rows, int width) {
+    Rows r;
+    r.groups = groups_of(width);
+    const size_t count = (size_t)rows * r.groups;
+    char *p = room(slot, count * (GROUP + 8) + 64);
+    r.q = (int8_t *)p;
+    r.scale = (float *)(p + count * GROUP);
+    r.fix = (int32_t *)(p + count * GROUP + count * 4);
+    return r;
+}
+
+/* One row of floats into row `to`. */
+static void quantise(const float *x, int width, const Rows *rows, int to) {
+    const int groups = rows->groups;
+    int8_t *q = rows->q + (size_t)to * groups * GROUP;
+    for (int g = 0; g < groups; g++, q += GROUP) {
+        const int left = width - g * GROUP;
+        vf v[4], top = {0};
+        UNROLL for (int i = 0; i < 4; i++) {
+            const int n = left - i * LANES;
+            v[i] = n >= LANES ? load(x + g * GROUP + i * LANES)
+                 : n > 0      ? load_part(x + g * GROUP + i * LANES, n) : (vf){0};
+            top = max_of(top, abs_of(v[i]));
+        }
+        const float largest = largest_of(top);
+        const vf inverse = splat(largest > 1e-30f ? 127.0f / largest : 0.0f);
+        vi sum = {0};
+        UNROLL for (int i = 0; i < 4; i++) {
+            const vi n = nearest(v[i] * inverse);
+            sum += n;
+            *(vb_any *)(q + i * LANES) = __builtin_convertvector(n, vb);
+        }
+        int32_t total = 0;
+        for (int i = 0; i < LANES; i++) total += sum[i];
+        rows->scale[(size_t)to * groups + g] = largest > 1e-30f ? largest / 127.0f : 0.0f;
+        rows->fix[(size_t)to * groups + g] = -128 * total;
+    }
+}
+
+#if defined(__AVX512VNNI__)
+#include <immintrin.h>
+#define TILE_ROWS 6
+/* Sums of four neighbouring byte products, added to 16 integers. */
+INLINE vi dot4(vi sum, const uint8_t *w, const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    return (vi)_mm512_dpbusd_epi32((__m512i)sum, _mm512_loadu_si512(w), _mm512_set1_epi32(four));
+}
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#define TILE_ROWS 2
+/* Pairs are added in 16 bits with saturation: |x| <= 127 and |w| <= 127 keep 2 * 127 * 127 below 32,768. */
+INLINE __m256i dot4_half(__m256i sum, const uint8_t *w, __m256i x) {
+    const __m256i weight = _mm256_xor_si256(_mm256_loadu_si256((const __m256i *)w), _mm256_set1_epi8((char)0x80));
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(x), _mm256_sign_epi8(weight, x));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+INLINE vi dot4(vi sum, const uint8_t *w, const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    const __m256i both = _mm256_set1_epi32(four);
+    __m256i half[2];
+    memcpy(half, &sum, sizeof half);
+    half[0] = dot4_half(half[0], w, both);
+    half[1] = dot4_half(half[1], w + 32, both);
+    memcpy(&sum, half, sizeof half);
+    return sum;
+}
+#else
+#define TILE_ROWS 2
+INLINE vi dot4(vi sum, const uint8_t *w, const int8_t *x) {
+    for (int lane = 0; lane < LANES; lane++)
+        for (int i = 0; i < 4; i++) sum[lane] += ((int)w[4 * lane + i] - 128) * x[i];
+    return sum;
+}
+#endif
+#if defined(__AVX512VNNI__)
+#define FIX(rows, at) splat_int((rows)->fix[at])
+#else
+#define FIX(rows, at) ((vi){0}) /* signed weights need no correction */
+#endif
+
+/* `count` rows (a constant after inlining) times one panel. `row`: which rows of x. */
+INLINE void tile(const int count, const uint8_t *panel, const Rows *x, const int *row, vf out[][2]) {
+    const int groups = x->groups;
+    UNROLL for (int r = 0; r < count; r++) out[r][0] = out[r][1] = (vf){0};
+    for (int g = 0; g < groups; g++, panel += RECORD) {
+        vi sum[TILE_ROWS][2];
+        const int8_t *q[TILE_ROWS];
+        UNROLL for (int r = 0; r < count; r++) {
+            const size_t at = (size_t)row[r] * groups + g;
+            q[r] = x->q + at * GROUP;
+            sum[r][0] = sum[r][1] = FIX(x, at);
+        }
+        UNROLL for (int k = 0; k < GROUP / 4; k++) {
+            if (count <= AHEAD_ROWS) { /* few rows: the weights' way from memory is what takes the time */
+                __builtin_prefetch(panel + AHEAD_BYTES + 128 * k);
+                __builtin_prefetch(panel + AHEAD_BYTES + 128 * k + 64);
+            }
+            UNROLL for (int r = 0; r < count; r++) {
+                sum[r][0] = dot4(sum[r][0], panel + 128 * k, q[r] + 4 * k);
+                sum[r][1] = dot4(sum[r][1], panel + 128 * k + 64, q[r] + 4 * k);
+            }
+        }
+        const float *scales = (const float *)(panel + GROUP * PANEL);
+        const vf low = load(scales), high = load(scales + LANES);
+        UNROLL for (int r = 0; r < count; r++) {
+            const vf scale = splat(x->scale[(size_t)row[r] * groups + g]);
+            out[r][0] = out[r][0] + __builtin_convertvector(sum[r][0], vf) * (low * scale);
+            out[r][1] = out[r][1] + __builtin_convertvector(sum[r][1], vf) * (high * scale);
+        }
+    }
+}
+
+/* What becomes of a product. */
+typedef enum { STORE, ADD, GATE, SCALE } Then;
+
+typedef struct {
+    const Weight *w;
+    const Rows *x;
+    const int *row;      /* rows of x; NULL: 0, 1, 2, ... */
+    int rows;
+    float *y;            /* [.., stride] */
+    size_t stride;
+    int first;           /* row of y for the first row here */
+    Then then;
+    const float *weight; /* SCALE: by row */
+} Product;
+
+INLINE void finish(const Product *p, int panel, int row, vf low, vf high) {
+    const int out = p->w->out, from = panel * PANEL;
+    float *y = p->y + (size_t)(p->first + row) * p->stride;
+    if (p->w->bias) {
+        low = low + load(p->w->bias + from);
+        high = high + load(p->w->bias + from + LANES);
+    }
+    if (p->then == GATE) {
+        /* A panel holds 16 gates and the 16 values that they let through. */
+        store_upto(y + from / 2, silu(low) * high, (out - from) / 2 < LANES ? (out - from) / 2 : LANES);
+        return;
+    }
+    if (p->then == SCALE) {
+        low = low * splat(p->weight[row]);
+        high = high * splat(p->weight[row]);
+    }
+    const int left = out - from;
+    if (p->then == ADD) low = low + load_upto(y + from, left);
+    store_upto(y + from, low, left);
+    if (left <= LANES) return;
+    if (p->then == ADD) high = high + load_upto(y + from + LANES, left - LANES);
+    store_upto(y + from + LANES, high, left - LANES);
+}
+
+/* Panels from .. to - 1 for all rows. */
+static void multiply(const Product *p, int from, int to) {
+    const size_t panel_bytes = (size_t)p->x->groups * RECORD;
+    for (int panel = from; panel < to; panel++) {
+        const uint8_t *w = p->w->panels + panel * panel_bytes;
+        for (int r = 0; r < p->rows;) {
+            const int count = p->rows - r < TILE_ROWS ? p->rows - r : TILE_ROWS;
+            int row[TILE_ROWS];
+            vf out[TILE_ROWS][2];
+            for (int i = 0; i < count; i++) row[i] = p->row ? p->row[r + i] : r + i;
+            switch (count) {
+            case 1: tile(1, w, p->x, row, out); break;
+            case 2: tile(2, w, p->x, row, out); break;
+#if TILE_ROWS > 2
+            case 3: tile(3, w, p->x, row, out); break;
+            case 4: tile(4, w, p->x, row, out); break;
+            case 5: tile(5, w, p->x, row, out); break;
+            case 6: tile(6, w, p->x, row, out); break;
+#endif
+            }
+            for (int i = 0; i < count; i++) finish(p, panel, r + i, out[i][0], out[i][1]);
+            r += count;
+        }
+    }
+}
+
+/* How many panels make a chunk: enough work to be worth a hand-over, few enough that everybody has some. */
+static int panels_per_chunk(const Product *p) {
+    const int panels = panels_of(p->w->out);
+    const int64_t work = (int64_t)p->x->groups * (p->rows + 3);
+    int per = (int)(96 / (work < 1 ? 1 : work)) + 1;
+    const int most = panels / (3 * pool.threads) + 1;
+    return per < most ? per : most;
+}
+
+static void product_chunk(void *arguments, int chunk, int thread) {
+    (void)thread;
+    const Product *p = arguments;
+    const int per = panels_per_chunk(p), panels = panels_of(p->w->out);
+    const int from = chunk * per, to = from + per < panels ? from + per : panels;
+    multiply(p, from, to);
+}
+
+static void product(Product p) {
+    const int per = panels_per_chunk(&p);
+    in_parallel((panels_of(p.w->out) + per - 1) / per, product_chunk, &p);
+}
+
+#endif

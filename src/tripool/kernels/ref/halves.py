@@ -1,0 +1,108 @@
+"""The halves of a layer in plain steps, over any set of small ops: what the fused ones compute, written out."""
+
+from __future__ import annotations
+
+import torch
+
+from tripool.kernels.batch import Batch
+from tripool.kernels.ops import LinearOp, Ops
+from tripool.kernels.weights import GqaWeights, LatentWeights, MlpWeights, MoeWeights, Norm
+
+
+def _normed(ops: Ops, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    return ops.rms_norm(x, norm.gain, norm.eps)
+
+
+class GroupedAttention:
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, ops: Ops, weights: GqaWeights) -> None:
+        self._ops, self._w = ops, weights
+        self._qkv = ops.linear(weights.qkv, weights.qkv_bias)
+        self._out = ops.linear(weights.out, weights.out_bias)
+        self.num_bytes = self._qkv.num_bytes + self._out.num_bytes
+
+    def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
+        ops, w = self._ops, self._w
+        rows, turned = len(x), w.heads + w.kv_heads
+        qkv = self._qkv(_normed(ops, x, w.norm)).view(rows, turned + w.kv_heads, w.head_dim)
+        if w.q_norm is not None and w.k_norm is not None:
+            qkv[:, : w.heads] = _normed(ops, qkv[:, : w.heads], w.q_norm)
+            qkv[:, w.heads : turned] = _normed(ops, qkv[:, w.heads : turned], w.k_norm)
+        ops.rope_(qkv[:, :turned], batch.turns)
+        kv.index_copy_(0, batch.slots, qkv[:, w.heads :].flatten(1))
+        q, n = qkv[:, : w.heads], batch.num_prompt_rows
+        parts = []
+        if n > 0:
+            parts.append(ops.attend_prompt(q[:n], kv, batch.prompts, w.kv_heads, w.scale))
+        if n < rows:
+            parts.append(ops.attend_decode(q[n:], kv, batch.decodes, w.kv_heads, w.scale))
+        x += self._out(parts[0] if len(parts) == 1 else torch.cat(parts))
+
+
+class LatentAttention:
+    """Queries through a low rank, keys and values through a shared latent (DeepSeek)."""
+
+    def __init__(self, ops: Ops, weights: LatentWeights) -> None:
+        self._ops, self._w = ops, weights
+        self._down = ops.linear(weights.down, weights.down_bias)
+        self._core = ops.mla(weights.core)
+        self.num_bytes = self._down.num_bytes + self._core.num_bytes
+
+    def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
+        ops, w, turns = self._ops, self._w, batch.turns
+        queries = _normed(ops, x, w.norm)
+        down = self._down(queries)
+        if w.q_norm is not None:
+            q_rank = len(w.q_norm.gain)
+            queries, down = _normed(ops, down[:, :q_rank], w.q_norm), down[:, q_rank:]
+        rank = len(w.kv_norm.gain)
+        ops.rope_(down[:, None, rank:], turns)
+        down[:, :rank] = _normed(ops, down[:, :rank], w.kv_norm)
+        kv.index_copy_(0, batch.slots, down)
+        n = batch.num_prompt_rows
+        if n > 0:
+            x[:n] += self._core.prompt(queries[:n], kv, batch.prompts, turns[:n])
+        if n < len(x):
+            x[n:] += self._core.decode(queries[n:], kv, batch.decodes, turns[n:])
+
+
+class _Swiglu:
+    def __init__(self, ops: Ops, weights: MlpWeights) -> None:
+        self._ops = ops
+        self._gate_up: LinearOp = ops.linear(weights.gate_up, weights.gate_up_bias)
+        self._down: LinearOp = ops.linear(weights.down, weights.down_bias)
+        self.num_bytes = self._gate_up.num_bytes + self._down.num_bytes
+
+    def __call__(self, normed: torch.Tensor) -> torch.Tensor:
+        return self._down(self._ops.swiglu(self._gate_up(normed)))
+
+
+class Mlp:
+    """One dense SwiGLU."""
+
+    def __init__(self, ops: Ops, weights: MlpWeights) -> None:
+        self._ops, self._norm = ops, weights.norm
+        self._swiglu = _Swiglu(ops, weights)
+        self.num_bytes = self._swiglu.num_bytes
+
+    def __call__(self, x: torch.Tensor) -> None:
+        x += self._swiglu(_normed(self._ops, x, self._norm))
+
+
+class MoeMlp:
+    """Routed experts, and a shared one beside them."""
+
+    def __init__(self, ops: Ops, weights: MoeWeights) -> None:
+        self._ops, self._w = ops, weights
+        self._gate = ops.router(weights.gate)
+        self._experts = ops.experts(weights.gate_up, weights.down)
+        self._shared = None if weights.shared is None else _Swiglu(ops, weights.shared)
+        self.num_bytes = self._gate.num_bytes + self._experts.num_bytes
+        self.num_bytes += 0 if self._shared is None else self._shared.num_bytes
+
+    def __call__(self, x: torch.Tensor) -> None:
+        normed = _normed(self._ops, x, self._w.norm)
+        experts, weights = self._ops.route(self._gate(normed), self._w.gate_bias, self._w.plan)
+        routed = self._experts(normed, experts, weights)
+        x += routed if self._shared is None else routed + self._shared(normed)

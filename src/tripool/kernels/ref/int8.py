@@ -1,0 +1,99 @@
+"""The 8-bit products in plain torch: what the C kernels compute, written out. Slow; the oracle of `kernels/cpu8`."""
+
+from __future__ import annotations
+
+import torch
+
+from tripool.kernels.cpu8.pack import GROUP, dequantise
+from tripool.kernels.ops import REFERENCE_OPS, Ops
+from tripool.kernels.ref import attention, mla
+from tripool.kernels.ref.rope import rope_
+from tripool.kernels.ref.swiglu import swiglu
+from tripool.kernels.spans import Span
+
+
+def round_rows(x: torch.Tensor) -> torch.Tensor:
+    """Each row in groups of 64, each group to 127 steps either way of its own largest value."""
+    rows, width = x.shape
+    padded = torch.zeros(rows, -(-width // GROUP) * GROUP, dtype=x.dtype)
+    padded[:, :width] = x
+    grouped = padded.view(rows, -1, GROUP)
+    largest = grouped.abs().amax(-1, keepdim=True).clamp_min(1e-30)
+    return ((grouped * (127 / largest)).round() * (largest / 127)).flatten(1)[:, :width]
+
+
+class Linear8:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._weight, self._bias, self.num_bytes = dequantise(weight), bias, weight.numel()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = (round_rows(x).double() @ self._weight.double().T).float()
+        return y if self._bias is None else y + self._bias
+
+
+class Experts8:
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        self._gate_up, self._down = [Linear8(one) for one in gate_up], [Linear8(one) for one in down]
+        self.num_bytes = gate_up.numel() + down.numel()
+
+    def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        parts = torch.empty(*experts.shape, x.shape[1])
+        for expert in experts.unique().tolist():
+            rows, choice = torch.where(experts == expert)
+            parts[rows, choice] = self._down[expert](swiglu(self._gate_up[expert](x[rows])))
+        return (parts * weights[..., None]).sum(1)
+
+
+class Mla8:
+    """Prompt form: as ever, the context expanded by an 8-bit product. Decode form: both steps folded into weights."""
+
+    def __init__(self, weights: mla.MlaWeights) -> None:
+        self._w = w = weights
+        heads, _, rank = w.up.shape
+        query = w.query.view(heads, -1, w.query.shape[1])
+        to_latent = torch.einsum("hdr,hdi->hri", w.up[:, : w.nope], query[:, : w.nope])
+        self._folded = Linear8(torch.cat((to_latent, query[:, w.nope :]), dim=1).flatten(0, 1))
+        out = w.out.view(len(w.out), heads, -1)
+        self._out_folded = Linear8(torch.einsum("ohd,hdr->ohr", out, w.up[:, w.nope :]).flatten(1), w.out_bias)
+        self._query, self._out, self._up = Linear8(w.query), Linear8(w.out, w.out_bias), Linear8(w.up.flatten(0, 1))
+        self._heads, self._rank, self.num_bytes = heads, rank, 0
+
+    def prompt(self, x: torch.Tensor, kv: torch.Tensor, spans: list[Span], turns: torch.Tensor) -> torch.Tensor:
+        w, rank, heads = self._w, self._rank, self._heads
+        q = self._query(x).view(len(x), heads, -1)
+        rope_(q[..., w.nope :], turns)
+        slots = torch.zeros(len(kv), dtype=torch.bool)
+        for span in spans:
+            for p in range(span.first, span.stop):
+                slots[span.table[p // 64] * 64 + p % 64] = True
+        expanded = torch.zeros(len(kv), heads, w.up.shape[1])
+        expanded[slots] = self._up(kv[slots, :rank]).view(-1, heads, w.up.shape[1])
+        keys = torch.cat((expanded[..., : w.nope], kv[:, None, rank:].expand(-1, heads, -1)), dim=2)
+        values = expanded[..., w.nope :]
+        wide = max(keys.shape[2], values.shape[2])
+        pair = torch.zeros(len(kv), 2, heads, wide)
+        pair[:, 0, :, : keys.shape[2]], pair[:, 1, :, : values.shape[2]] = keys, values
+        queries = torch.nn.functional.pad(q, (0, wide - q.shape[2]))
+        attended = attention.attend(queries, pair.flatten(1), spans, heads, w.scale).view(len(x), heads, wide)
+        return self._out(attended[..., : values.shape[2]].flatten(1))
+
+    def decode(self, x: torch.Tensor, kv: torch.Tensor, spans: list[Span], turns: torch.Tensor) -> torch.Tensor:
+        q = self._folded(x).view(len(x), self._heads, -1)
+        rope_(q[..., self._rank :], turns)
+        pair = torch.stack((kv, kv), dim=1).flatten(1)
+        attended = attention.attend(q, pair, spans, 1, self._w.scale).view(len(x), self._heads, -1)
+        return self._out_folded(attended[..., : self._rank].flatten(1))
+
+
+REFERENCE8_OPS = Ops(
+    rms_norm=REFERENCE_OPS.rms_norm,
+    rope_=REFERENCE_OPS.rope_,
+    swiglu=REFERENCE_OPS.swiglu,
+    linear=Linear8,
+    router=REFERENCE_OPS.router,
+    experts=Experts8,
+    route=REFERENCE_OPS.route,
+    attend_prompt=REFERENCE_OPS.attend_prompt,
+    attend_decode=REFERENCE_OPS.attend_decode,
+    mla=Mla8,
+)

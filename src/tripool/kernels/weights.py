@@ -1,0 +1,69 @@
+"""A layer's weights, half by half, as the checkpoint has them: what a table packs into its own form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tripool.kernels.ref.mla import MlaWeights
+from tripool.kernels.ref.route import RoutePlan
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    gain: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GqaWeights:
+    norm: Norm
+    qkv: torch.Tensor
+    """[(heads + 2 * kv_heads) * head_dim, hidden]: queries, keys, values."""
+    qkv_bias: torch.Tensor | None
+    out: torch.Tensor
+    out_bias: torch.Tensor | None
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentWeights:
+    norm: Norm
+    down: torch.Tensor
+    """[q_rank + kv_rank + rope, hidden]; without the first part when queries have no low rank."""
+    down_bias: torch.Tensor | None
+    q_norm: Norm | None
+    kv_norm: Norm
+    core: MlaWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpWeights:
+    norm: Norm
+    gate_up: torch.Tensor
+    """[2 * width, hidden]: gates, then what they let through."""
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeWeights:
+    norm: Norm
+    gate: torch.Tensor
+    """[experts, hidden]."""
+    gate_bias: torch.Tensor | None
+    """[experts]: changes who is chosen, not the weight."""
+    gate_up: torch.Tensor
+    """[experts, 2 * width, hidden]."""
+    down: torch.Tensor
+    """[experts, hidden, width]."""
+    shared: MlpWeights | None
+    """Runs on every token, beside the chosen ones. Its norm is this layer's own."""
+    plan: RoutePlan
