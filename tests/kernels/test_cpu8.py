@@ -13,7 +13,7 @@ from tripool.kernels.ref.mla import MlaWeights
 from tripool.kernels.ref.route import RoutePlan
 from tripool.kernels.spans import Span
 from tripool.kernels.table import plain_table
-from tripool.kernels.weights import GqaWeights, LatentWeights, MlpWeights, MoeWeights, Norm
+from tripool.kernels.weights import GqaWeights, JoinWeights, LatentWeights, MlpWeights, MoeWeights, Norm
 
 PLAIN8 = plain_table("reference-int8", int8.REFERENCE8_OPS)
 SIZES = [(1, 1), (33, 35), (160, 320), (960, 576), (576, 1536)]
@@ -300,3 +300,14 @@ def test_latent_attention_in_both_forms(low_rank, first):
     plain, plain_kv = run(PLAIN8.mla(weights), x, [[(first, 130, False)], [(130, STOP, True)]], 56, 8, first)
     assert relative_error(kv, plain_kv) < 1e-3
     assert relative_error(rows - x[first:], plain - x[first:]) < 3e-3
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("width", [40, 64])
+def test_join(width):
+    weights = JoinWeights(left=norm(width), right=norm(width), weight=torch.randn(33, 2 * width))
+    left, right = torch.randn(19, width), 9 * torch.randn(19, width)
+    ours = CPU8.join(weights)
+    together = ours(left, right)
+    assert torch.equal(torch.cat([ours(left[i : i + 1], right[i : i + 1]) for i in range(19)]), together)
+    assert relative_error(together, PLAIN8.join(weights)(left, right)) < 1e-3

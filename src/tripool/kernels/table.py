@@ -16,8 +16,8 @@ import torch
 from tripool.kernels.batch import Batch
 from tripool.kernels.cpu.ops import CPU_OPS
 from tripool.kernels.ops import REFERENCE_OPS, LinearOp, Ops
-from tripool.kernels.ref.halves import GroupedAttention, LatentAttention, Mlp, MoeMlp
-from tripool.kernels.weights import GqaWeights, LatentWeights, MlpWeights, MoeWeights
+from tripool.kernels.ref.halves import GroupedAttention, Join, LatentAttention, Mlp, MoeMlp
+from tripool.kernels.weights import GqaWeights, JoinWeights, LatentWeights, MlpWeights, MoeWeights
 
 
 class AttentionHalf(Protocol):
@@ -35,11 +35,18 @@ class MlpHalf(Protocol):
     def num_bytes(self) -> int: ...
 
 
+class JoinOp(Protocol):
+    def __call__(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class KernelTable:
     name: str
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     linear: Callable[[torch.Tensor, torch.Tensor | None], LinearOp]
+    join: Callable[[JoinWeights], JoinOp]
     gqa: Callable[[GqaWeights], AttentionHalf]
     mla: Callable[[LatentWeights], AttentionHalf]
     mlp: Callable[[MlpWeights], MlpHalf]
@@ -51,6 +58,7 @@ def plain_table(name: str, ops: Ops) -> KernelTable:
         name=name,
         rms_norm=ops.rms_norm,
         linear=ops.linear,
+        join=partial(Join, ops),
         gqa=partial(GroupedAttention, ops),
         mla=partial(LatentAttention, ops),
         mlp=partial(Mlp, ops),

@@ -17,6 +17,16 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JoinWeights:
+    """Of two rows, each normed, one after the other: how the MTP layer takes in its two inputs."""
+
+    left: Norm
+    right: Norm
+    weight: torch.Tensor
+    """[hidden, 2 * hidden]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GqaWeights:
     norm: Norm
     qkv: torch.Tensor

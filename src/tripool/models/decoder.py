@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tripool.kernels import Batch, KernelTable
-from tripool.kernels.weights import Norm
+from tripool.kernels.weights import JoinWeights, Norm
 from tripool.models.arch import Arch, MlaShape
 from tripool.models.gqa import grouped_attention
 from tripool.models.loader import Loader
@@ -42,17 +42,17 @@ class Mtp:
     def __init__(self, loader: Loader, arch: Arch) -> None:
         prefix = f"model.layers.{arch.layers}"
         self._k, self._eps = loader.kernels, arch.norm_eps
-        self._embed_norm = loader.tensor(f"{prefix}.enorm.weight", arch.hidden)
-        self._hidden_norm = loader.tensor(f"{prefix}.hnorm.weight", arch.hidden)
-        self._join = loader.linear([f"{prefix}.eh_proj"], [arch.hidden], 2 * arch.hidden)
+        embedded, hidden = (
+            Norm(loader.tensor(f"{prefix}.{name}.weight", arch.hidden), arch.norm_eps) for name in ("enorm", "hnorm")
+        )
+        weight = loader.fused([f"{prefix}.eh_proj"], [arch.hidden], 2 * arch.hidden)
+        self._join = loader.counted(loader.kernels.join(JoinWeights(left=embedded, right=hidden, weight=weight)))
         self._layer = Layer(loader, prefix, arch, moe=arch.moe is not None)
         self._norm = loader.tensor(f"{prefix}.shared_head.norm.weight", arch.hidden)
 
     def __call__(self, embedded: torch.Tensor, hidden: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
         """`embedded`: of the successors; `hidden`: the main model's output (after its final norm), row by row."""
-        left = self._k.rms_norm(embedded, self._embed_norm, self._eps)
-        right = self._k.rms_norm(hidden, self._hidden_norm, self._eps)
-        x = self._join(torch.cat((left, right), dim=1))
+        x = self._join(embedded, hidden)
         self._layer(x, batch, kv)
         return self._k.rms_norm(x, self._norm, self._eps)
 

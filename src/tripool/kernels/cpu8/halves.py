@@ -10,7 +10,7 @@ from tripool.kernels.batch import Batch
 from tripool.kernels.cpu8 import library
 from tripool.kernels.cpu8.native_batch import native_batch
 from tripool.kernels.cpu8.pack import Packed, PackedNorm, packed_gate_up
-from tripool.kernels.weights import GqaWeights, LatentWeights, MlpWeights, MoeWeights, Norm
+from tripool.kernels.weights import GqaWeights, JoinWeights, LatentWeights, MlpWeights, MoeWeights, Norm
 
 _LANES = 16
 
@@ -24,8 +24,8 @@ class Linear8:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
-        y = torch.empty(len(x), self._out)
-        self._run(self._at, x.data_ptr(), y.data_ptr(), len(x))
+        y = torch.empty(x.shape[0], self._out)
+        self._run(self._at, x.data_ptr(), y.data_ptr(), x.shape[0])
         return y
 
 
@@ -33,8 +33,25 @@ def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
     norm = library.Norm(gain.data_ptr(), eps, len(gain))
-    library.library().tripool_norm(addressof(norm), x.data_ptr(), y.data_ptr(), len(x))
+    library.library().tripool_norm(addressof(norm), x.data_ptr(), y.data_ptr(), x.shape[0])
     return y
+
+
+class Join8:
+    def __init__(self, weights: JoinWeights) -> None:
+        norms = [PackedNorm(n.gain, n.eps) for n in (weights.left, weights.right)]
+        packed = Packed(weights.weight)
+        self._keep = (norms, packed)
+        self._struct = library.Join(norms[0].struct, norms[1].struct, packed.struct)
+        self._at, self._out = addressof(self._struct), len(weights.weight)
+        self._run = library.library().tripool_join
+        self.num_bytes = packed.num_bytes
+
+    def __call__(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        left, right = left.contiguous(), right.contiguous()
+        y = torch.empty(left.shape[0], self._out)
+        self._run(self._at, left.data_ptr(), right.data_ptr(), y.data_ptr(), left.shape[0])
+        return y
 
 
 class Mlp8:
@@ -50,7 +67,7 @@ class Mlp8:
 
     def __call__(self, x: torch.Tensor) -> None:
         assert x.is_contiguous()
-        self._run(self._at, x.data_ptr(), len(x))
+        self._run(self._at, x.data_ptr(), x.shape[0])
 
 
 class Gqa8:
@@ -70,34 +87,29 @@ class Gqa8:
 
 
 class Mla8:
-    """The step between a query and the latent space is folded into the query weights for decoding, and the step back
-    into the output weights, so that decoding needs no product per head. That costs a second set of the two weights."""
+    """A head's step into the latent space, and back, is a small product of its own: folded into the query and output
+    weights it would read twice the bytes at each token."""
 
     def __init__(self, weights: LatentWeights) -> None:
         core = weights.core
         up, nope = core.up, core.nope
-        heads, rank = up.shape[0], up.shape[2]
-        query = core.query.view(heads, -1, core.query.shape[1])
-        folded = torch.cat((torch.bmm(up[:, :nope].transpose(1, 2), query[:, :nope]), query[:, nope:]), dim=1)
-        out = core.out.view(len(core.out), heads, -1).transpose(0, 1)
-        folded_out = torch.bmm(out, up[:, nope:]).transpose(0, 1)
+        heads, wide, rank = up.shape
         norms = [_norm(weights.norm), _norm(weights.q_norm), _norm(weights.kv_norm)]
         packed = [
             Packed(weights.down, weights.down_bias),
             Packed(core.query),
-            Packed(folded.flatten(0, 1)),
             Packed(up.flatten(0, 1)),
             Packed(core.out, core.out_bias),
-            Packed(folded_out.flatten(1), core.out_bias),
         ]
-        self._keep = (norms, packed)
-        rope = query.shape[1] - nope
+        to_latent, from_latent = [Packed(one[:nope].T) for one in up], [Packed(one[nope:]) for one in up]
+        arrays = [(library.Weight * heads)(*(one.struct for one in some)) for some in (to_latent, from_latent)]
+        self._keep = (norms, packed, to_latent, from_latent, arrays)
         norm, q_norm, kv_norm = (library.Norm() if n is None else n.struct for n in norms)
         down, *others = (part.struct for part in packed)
-        shape = (heads, rank, rope, nope, up.shape[1] - nope, core.scale)
-        self._struct = library.Mla(norm, down, q_norm, kv_norm, *others, *shape)
+        shape = (heads, rank, len(core.query) // heads - nope, nope, wide - nope, core.scale)
+        self._struct = library.Mla(norm, down, q_norm, kv_norm, *others, *arrays, *shape)
         self._at, self._run = addressof(self._struct), library.library().tripool_mla
-        self.num_bytes = sum(part.num_bytes for part in packed)
+        self.num_bytes = sum(part.num_bytes for part in (*packed, *to_latent, *from_latent))
 
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
         assert x.is_contiguous() and kv.is_contiguous()
@@ -144,7 +156,7 @@ class Moe8:
 
     def __call__(self, x: torch.Tensor) -> None:
         assert x.is_contiguous()
-        self._run(self._at, x.data_ptr(), len(x))
+        self._run(self._at, x.data_ptr(), x.shape[0])
 
 
 def _norm(norm: Norm | None) -> PackedNorm | None:

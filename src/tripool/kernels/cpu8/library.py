@@ -57,6 +57,10 @@ class Mlp(Structure):
     _fields_ = (("norm", Norm), ("gate_up", Weight), ("down", Weight))
 
 
+class Join(Structure):
+    _fields_ = (("left", Norm), ("right", Norm), ("weight", Weight))
+
+
 class Gqa(Structure):
     _fields_ = (
         ("norm", Norm),
@@ -77,7 +81,9 @@ class Mla(Structure):
         ("down", Weight),
         ("q_norm", Norm),
         ("kv_norm", Norm),
-        *((name, Weight) for name in ("query", "query_folded", "expand", "out", "out_folded")),
+        *((name, Weight) for name in ("query", "expand", "out")),
+        ("to_latent", POINTER(Weight)),
+        ("from_latent", POINTER(Weight)),
         *((name, c_int32) for name in ("heads", "rank", "rope", "nope", "v")),
         ("scale", c_float),
     )
@@ -103,6 +109,7 @@ class Moe(Structure):
 _FUNCTIONS: dict[str, Sequence[type]] = {
     "tripool_norm": (c_void_p, c_void_p, c_void_p, c_int),
     "tripool_linear": (c_void_p, c_void_p, c_void_p, c_int),
+    "tripool_join": (c_void_p, c_void_p, c_void_p, c_void_p, c_int),
     "tripool_mlp": (c_void_p, c_void_p, c_int),
     "tripool_moe": (c_void_p, c_void_p, c_int),
     "tripool_gqa": (c_void_p, c_void_p, c_void_p, c_void_p),
@@ -147,19 +154,3 @@ def library(variant: str | None = None) -> ctypes.CDLL:
 def set_threads(threads: int) -> None:
     """Of the whole process."""
     library().tripool_threads(threads)
-
-
-__all__ = [
-    "Batch",
-    "Gqa",
-    "KernelsMissing",
-    "Mla",
-    "Mlp",
-    "Moe",
-    "Norm",
-    "Span",
-    "Weight",
-    "library",
-    "set_threads",
-    "variants",
-]

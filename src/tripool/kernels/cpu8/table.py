@@ -7,6 +7,7 @@ CPU8 = KernelTable(
     name="cpu-int8",
     rms_norm=halves.rms_norm,
     linear=halves.Linear8,
+    join=halves.Join8,
     gqa=halves.Gqa8,
     mla=halves.Mla8,
     mlp=halves.Mlp8,

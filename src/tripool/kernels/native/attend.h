@@ -63,8 +63,13 @@ INLINE void decode_scores(const int heads, const float *q, size_t q_stride, cons
                 UNROLL for (int i = 0; i < DECODE_KEYS; i++)
                     sum[h][i] = sum[h][i] + query * load_part(key[i] + d, width - d);
             }
-        for (int h = 0; h < heads; h++)
-            for (int i = 0; i < n; i++) scores[h * room_ + (p - first) + i] = sum_of(sum[h][i]) * scale;
+        vf all[16];
+        UNROLL for (int h = 0; h < DECODE_HEADS; h++)
+            UNROLL for (int i = 0; i < DECODE_KEYS; i++) all[h * DECODE_KEYS + i] = h < heads ? sum[h][i] : (vf){0};
+        float four[DECODE_HEADS][DECODE_KEYS];
+        store(four[0], sums_of(all) * splat(scale));
+        UNROLL for (int h = 0; h < heads; h++) /* there is room for four; the padding is written over below */
+            memcpy(scores + h * room_ + (p - first), four[h], sizeof four[h]);
     }
 }
 
@@ -84,33 +89,49 @@ static float weigh(float *scores, int count) {
     return sum_of(sum);
 }
 
-INLINE void decode_values(const int heads, const float *weights, size_t room_, const float *sums, const Source *values,
-                          int first, int stop, float *out, size_t out_stride) {
-    for (int d = 0; d < values->width; d += 4 * LANES) {
-        vf sum[DECODE_HEADS][4];
-        UNROLL for (int h = 0; h < heads; h++) UNROLL for (int i = 0; i < 4; i++) sum[h][i] = (vf){0};
-        const int left = values->width - d;
-        for (int p = first; p < stop; p++) {
-            const float *value = at(values, p) + d;
+/* Four vectors of a value; `whole`: all of them are there. */
+INLINE void load_value(const int whole, const float *value, int left, vf v[4]) {
+    UNROLL for (int i = 0; i < 4; i++) {
+        const int n = left - i * LANES;
+        v[i] = whole || n >= LANES ? load(value + i * LANES) : n > 0 ? load_part(value + i * LANES, n) : (vf){0};
+    }
+}
+
+INLINE void decode_values_at(const int heads, const int whole, int d, const float *weights, size_t room_,
+                             const float *sums, const Source *values, int first, int stop, float *out,
+                             size_t out_stride) {
+    const int left = values->width - d;
+    vf sum[DECODE_HEADS][4];
+    UNROLL for (int h = 0; h < heads; h++) UNROLL for (int i = 0; i < 4; i++) sum[h][i] = (vf){0};
+    for (int p = first; p < stop;) {
+        const float *value = at(values, p) + d;
+        const int end = (p / BLOCK + 1) * BLOCK < stop ? (p / BLOCK + 1) * BLOCK : stop;
+        for (; p < end; p++, value += values->stride) {
             vf v[4];
-            if (left >= 4 * LANES) { UNROLL for (int i = 0; i < 4; i++) v[i] = load(value + i * LANES); }
-            else for (int i = 0; i < 4; i++) {
-                const int n = left - i * LANES;
-                v[i] = n > 0 ? load_upto(value + i * LANES, n) : (vf){0};
-            }
+            load_value(whole, value, left, v);
             UNROLL for (int h = 0; h < heads; h++) {
                 const vf w = splat(weights[h * room_ + (p - first)]);
                 UNROLL for (int i = 0; i < 4; i++) sum[h][i] = sum[h][i] + w * v[i];
             }
         }
-        for (int h = 0; h < heads; h++) {
-            const vf inverse = splat(1.0f / sums[h]);
-            for (int i = 0; i < 4; i++) {
-                const int n = left - i * LANES;
-                if (n > 0) store_upto(out + h * out_stride + d + i * LANES, sum[h][i] * inverse, n);
-            }
+    }
+    UNROLL for (int h = 0; h < heads; h++) {
+        const vf inverse = splat(1.0f / sums[h]);
+        UNROLL for (int i = 0; i < 4; i++) {
+            const int n = left - i * LANES;
+            float *to = out + h * out_stride + d + i * LANES;
+            if (whole || n >= LANES) store(to, sum[h][i] * inverse);
+            else if (n > 0) store_part(to, sum[h][i] * inverse, n);
         }
     }
+}
+
+INLINE void decode_values(const int heads, const float *weights, size_t room_, const float *sums, const Source *values,
+                          int first, int stop, float *out, size_t out_stride) {
+    int d = 0;
+    for (; d + 4 * LANES <= values->width; d += 4 * LANES)
+        decode_values_at(heads, 1, d, weights, room_, sums, values, first, stop, out, out_stride);
+    if (d < values->width) decode_values_at(heads, 0, d, weights, room_, sums, values, first, stop, out, out_stride);
 }
 
 /* Up to DECODE_HEADS heads of one query position. `scores`: [DECODE_HEADS, room]. */
@@ -178,6 +199,27 @@ static void turn_keys(const Tile *t, int block, int present, float *kt) {
     }
 }
 
+INLINE void tile_values(const int rows, const int whole, int d, const Tile *t, int from, int block, int present,
+                        const float *p, const float *shrink, float *acc, int acc_width) {
+    const Source *values = t->values;
+    const int left = values->width - d, start = block == 0 ? t->first : 0;
+    vf o[PROMPT_ROWS][4];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int i = 0; i < 4; i++)
+            o[r][i] = load(acc + (size_t)(from + r) * acc_width + d + i * LANES) * splat(shrink[r]);
+    const float *value = block_of(values, block) + (size_t)start * values->stride + d;
+    for (int key = start; key < present; key++, value += values->stride) {
+        vf v[4];
+        load_value(whole, value, left, v);
+        UNROLL for (int r = 0; r < rows; r++) {
+            const vf w = splat(p[r * BLOCK + key]);
+            UNROLL for (int i = 0; i < 4; i++) o[r][i] = o[r][i] + w * v[i];
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int i = 0; i < 4; i++) store(acc + (size_t)(from + r) * acc_width + d + i * LANES, o[r][i]);
+}
+
 INLINE void tile_block(const int rows, const Tile *t, int from, int block, int present, int key_width, const float *kt,
                        float *p, float *top, float *sum, float *acc, int acc_width) {
     vf s[PROMPT_ROWS][4];
@@ -216,30 +258,10 @@ INLINE void tile_block(const int rows, const Tile *t, int from, int block, int p
         sum[from + r] = sum[from + r] * shrink[r] + sum_of(total);
         top[from + r] = now;
     }
-    const Source *values = t->values;
-    const float *rows_of_values = block_of(values, block);
-    for (int d = 0; d < acc_width; d += 4 * LANES) {
-        const int left = values->width - d;
-        vf o[PROMPT_ROWS][4];
-        UNROLL for (int r = 0; r < rows; r++)
-            UNROLL for (int i = 0; i < 4; i++)
-                o[r][i] = load(acc + (size_t)(from + r) * acc_width + d + i * LANES) * splat(shrink[r]);
-        for (int key = block == 0 ? t->first : 0; key < present; key++) {
-            const float *value = rows_of_values + (size_t)key * values->stride + d;
-            vf v[4];
-            if (left >= 4 * LANES) { UNROLL for (int i = 0; i < 4; i++) v[i] = load(value + i * LANES); }
-            else for (int i = 0; i < 4; i++) {
-                const int n = left - i * LANES;
-                v[i] = n > 0 ? load_upto(value + i * LANES, n) : (vf){0};
-            }
-            UNROLL for (int r = 0; r < rows; r++) {
-                const vf w = splat(p[r * BLOCK + key]);
-                UNROLL for (int i = 0; i < 4; i++) o[r][i] = o[r][i] + w * v[i];
-            }
-        }
-        UNROLL for (int r = 0; r < rows; r++)
-            UNROLL for (int i = 0; i < 4; i++) store(acc + (size_t)(from + r) * acc_width + d + i * LANES, o[r][i]);
-    }
+    int d = 0;
+    for (; d + 4 * LANES <= t->values->width; d += 4 * LANES)
+        tile_values(rows, 1, d, t, from, block, present, p, shrink, acc, acc_width);
+    if (d < t->values->width) tile_values(rows, 0, d, t, from, block, present, p, shrink, acc, acc_width);
 }
 
 static void attend_tile(const Tile *t, float *scratch_) {

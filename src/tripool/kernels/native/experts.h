@@ -122,31 +122,6 @@ static Pairs sort_pairs(const Moe *m, int rows, const int *experts, const float 
     return s;
 }
 
-/* Several products in one phase: a chunk is some panels of one of them. */
-typedef struct {
-    Product *list;
-    int *first; /* chunk number of each product's first chunk */
-    int count, chunks;
-} Products;
-
-static void add_product(Products *s, Product p) {
-    const int per = panels_per_chunk(&p);
-    s->first[s->count] = s->chunks;
-    s->list[s->count++] = p;
-    s->chunks += (panels_of(p.w->out) + per - 1) / per;
-}
-
-static void products_chunk(void *arguments, int chunk, int thread) {
-    const Products *s = arguments;
-    int low = 0, high = s->count - 1;
-    while (low < high) {
-        const int middle = (low + high + 1) / 2;
-        if (s->first[middle] <= chunk) low = middle;
-        else high = middle - 1;
-    }
-    product_chunk(&s->list[low], chunk - s->first[low], thread);
-}
-
 typedef struct {
     const Moe *m;
     const Pairs *pairs;
@@ -184,7 +159,7 @@ static void moe(const Moe *m, float *x, int rows) {
 
     float *inner = room(INNER, sizeof(float) * (n * width + (size_t)rows * shared_width));
     float *shared_inner = inner + n * width;
-    Product *list = room(TASKS, (sizeof(Product) + sizeof(int)) * ((size_t)m->experts + 1));
+    Product *list = room(PRODUCTS, (sizeof(Product) + sizeof(int)) * ((size_t)m->experts + 1));
     Products all = {list, (int *)(list + m->experts + 1), 0, 0};
     if (shared_width)
         add_product(&all, (Product){&m->shared_gate_up, &input, NULL, rows, shared_inner, shared_width, 0, GATE, NULL});

@@ -1,5 +1,5 @@
-/* Latent attention. Prompt rows: queries, keys and values expanded from the cached latents. Decode rows: the way from a
- * query to the latent space, and back, is folded into the weights, so the context is read once, as it is. */
+/* Latent attention. Prompt rows: keys and values are expanded from the cached latents. Decode rows: the query is taken
+ * into the latent space instead, head by head, attends to the context as it is, and its result is taken back. */
 #ifndef TRIPOOL_LATENT_H
 #define TRIPOOL_LATENT_H
 
@@ -10,7 +10,8 @@ typedef struct {
     Weight down;            /* [q rank +] latent + rope, from hidden */
     Norm q_norm;            /* gain NULL: queries come from the layer's input */
     Norm kv_norm;
-    Weight query, query_folded, expand, out, out_folded;
+    Weight query, expand, out;
+    const Weight *to_latent, *from_latent; /* [heads]: rank from nope, v from rank */
     int32_t heads, rank, rope, nope, v;
     float scale;
 } Mla;
@@ -18,7 +19,12 @@ typedef struct {
 typedef struct {
     const Mla *m;
     const Batch *b;
-    float *down, *kv, *prompt_q, *decode_q, *prompt_out, *decode_out;
+    float *down, *kv;
+    float *q;        /* [rows, heads, nope + rope] */
+    float *latent_q; /* [decode rows, heads, rank + rope] */
+    float *latent;   /* [decode rows, heads, rank] */
+    float *out;      /* [rows, heads, v] */
+    Rows decode_q;   /* the still parts of decode rows' queries, a row per head */
     const float *expanded;
     const size_t *expanded_at; /* by prompt span: its first row in `expanded` */
     Rows queries;
@@ -46,16 +52,39 @@ static void mla_place_chunk(void *arguments, int chunk, int thread) {
         mla_place_row(w, row, thread);
 }
 
-/* Rotary parts of a row's queries. */
+/* A row's queries: the rotary parts turn; a decode row's other parts get ready for their way to the latent space. */
 static void mla_turn_row(const MlaWork *w, int row) {
     const Mla *m = w->m;
-    const int prompt = row < w->b->prompt_rows;
-    const int still = prompt ? m->nope : m->rank;
-    const size_t width = (size_t)(still + m->rope);
-    float *q = prompt ? w->prompt_q + (size_t)row * m->heads * width
-                      : w->decode_q + (size_t)(row - w->b->prompt_rows) * m->heads * width;
-    for (int h = 0; h < m->heads; h++)
-        turn(q + h * width + still, w->b->turns + (size_t)row * m->rope, m->rope);
+    const size_t width = (size_t)(m->nope + m->rope), latent_width = (size_t)(m->rank + m->rope);
+    const int decode = row - w->b->prompt_rows;
+    for (int h = 0; h < m->heads; h++) {
+        float *q = w->q + ((size_t)row * m->heads + h) * width;
+        turn(q + m->nope, w->b->turns + (size_t)row * m->rope, m->rope);
+        if (decode < 0) continue;
+        const size_t at = (size_t)decode * m->heads + h;
+        quantise(q, m->nope, &w->decode_q, (int)at);
+        memcpy(w->latent_q + at * latent_width + m->rank, q + m->nope, sizeof(float) * (size_t)m->rope);
+    }
+}
+
+static void mla_turn_chunk(void *arguments, int chunk, int thread) {
+    (void)thread;
+    const MlaWork *w = arguments;
+    for (int row = chunk * ROWS_PER_CHUNK; row < (chunk + 1) * ROWS_PER_CHUNK && row < w->b->rows; row++)
+        mla_turn_row(w, row);
+}
+
+/* Each head's own product over the decode rows: y [rows, heads, stride]. */
+static void mla_by_head(const Mla *m, const Weight *weights, const Rows *x, int rows, float *y, size_t stride) {
+    int *row = room(ROUTE, sizeof(int) * (size_t)rows * m->heads);
+    Product *list = room(PRODUCTS, (sizeof(Product) + sizeof(int)) * (size_t)m->heads);
+    Products all = {list, (int *)(list + m->heads), 0, 0};
+    for (int h = 0; h < m->heads; h++) {
+        int *mine = row + (size_t)h * rows;
+        for (int i = 0; i < rows; i++) mine[i] = i * m->heads + h;
+        add_product(&all, (Product){&weights[h], x, mine, rows, y + h * stride, m->heads * stride, 0, STORE, NULL});
+    }
+    in_parallel(all.chunks, products_chunk, &all);
 }
 
 static void mla_prompt_task(const MlaWork *w, int span, int head, int from, float *memory) {
@@ -71,8 +100,8 @@ static void mla_prompt_task(const MlaWork *w, int span, int head, int from, floa
     int position[MLA_TILE];
     for (int i = 0; i < count; i++) {
         const size_t row = (size_t)(s->row + from + i);
-        q[i] = w->prompt_q + (row * m->heads + head) * q_width;
-        out[i] = w->prompt_out + (row * m->heads + head) * m->v;
+        q[i] = w->q + (row * m->heads + head) * q_width;
+        out[i] = w->out + (row * m->heads + head) * m->v;
         position[i] = s->start + from + i;
     }
     const Tile tile_ = {q, out, position, count, {&keys, &rotary}, &values, s->first, stop_of(s), m->scale};
@@ -84,8 +113,8 @@ static void mla_decode_task(const MlaWork *w, const Span *s, int h, int i, float
     const int heads = m->heads - h < DECODE_HEADS ? m->heads - h : DECODE_HEADS;
     const size_t row = (size_t)(s->row + i), width = (size_t)(m->rank + m->rope);
     const Source keys = {w->kv, s->table, w->kv_width, (int)width}, values = {w->kv, s->table, w->kv_width, m->rank};
-    attend_decode(heads, w->decode_q + (row * m->heads + h) * width, width, &keys, &values, s->first, s->start + i + 1,
-                  m->scale, w->decode_out + (row * m->heads + h) * m->rank, (size_t)m->rank, memory, w->score_room);
+    attend_decode(heads, w->latent_q + (row * m->heads + h) * width, width, &keys, &values, s->first, s->start + i + 1,
+                  m->scale, w->latent + (row * m->heads + h) * m->rank, (size_t)m->rank, memory, w->score_room);
 }
 
 static void mla_task(void *arguments, int chunk, int thread) {
@@ -122,7 +151,7 @@ static const float *mla_expand(const Mla *m, const Batch *b, const float *kv, si
 static void mla(const Mla *m, float *x, float *kv, const Batch *b) {
     const int hidden = m->norm.width, rows = b->rows, prompt = b->prompt_rows, decode = rows - prompt;
     const int q_rank = m->q_norm.gain ? m->q_norm.width : 0;
-    const size_t latent_q = (size_t)m->heads * (m->rank + m->rope), plain_q = (size_t)m->heads * (m->nope + m->rope);
+    const size_t heads = (size_t)m->heads, q_width = heads * (m->nope + m->rope), out_width = heads * m->v;
     const Rows input = prepared(INPUT, x, hidden, rows, hidden, &m->norm);
     MlaWork w = {.m = m, .b = b, .kv = kv, .q_rank = q_rank, .kv_width = (size_t)(m->rank + m->rope)};
     w.down_stride = (size_t)m->down.out;
@@ -135,22 +164,18 @@ static void mla(const Mla *m, float *x, float *kv, const Batch *b) {
     else
         in_parallel((rows + ROWS_PER_CHUNK - 1) / ROWS_PER_CHUNK, mla_place_chunk, &w);
 
-    float *q = room(QUERIES, sizeof(float) * (prompt * plain_q + decode * latent_q));
-    w.prompt_q = q;
-    w.decode_q = q + prompt * plain_q;
-    if (prompt) product((Product){&m->query, &w.queries, NULL, prompt, w.prompt_q, plain_q, 0, STORE, NULL});
-    int *decode_rows = NULL;
-    if (decode) {
-        decode_rows = room(ROUTE, sizeof(int) * (size_t)decode);
-        for (int i = 0; i < decode; i++) decode_rows[i] = prompt + i;
-        product((Product){&m->query_folded, &w.queries, decode_rows, decode, w.decode_q, latent_q, 0, STORE, NULL});
-    }
-    for (int row = 0; row < rows; row++) mla_turn_row(&w, row);
+    w.q = room(QUERIES, sizeof(float) * rows * q_width);
+    w.out = room(ATTENDED, sizeof(float) * rows * out_width);
+    w.latent_q = room(LATENT_QUERIES, sizeof(float) * decode * heads * (2 * m->rank + m->rope));
+    w.latent = w.latent_q + decode * heads * (m->rank + m->rope);
+    w.decode_q = rows_room(SHARED, decode * m->heads, m->nope);
+    product((Product){&m->query, &w.queries, NULL, rows, w.q, q_width, 0, STORE, NULL});
+    if (rows < SMALL_ROWS)
+        for (int row = 0; row < rows; row++) mla_turn_row(&w, row);
+    else
+        in_parallel((rows + ROWS_PER_CHUNK - 1) / ROWS_PER_CHUNK, mla_turn_chunk, &w);
+    if (decode) mla_by_head(m, m->to_latent, &w.decode_q, decode, w.latent_q, (size_t)(m->rank + m->rope));
 
-    const size_t plain_out = (size_t)m->heads * m->v, latent_out = (size_t)m->heads * m->rank;
-    float *out = room(ATTENDED, sizeof(float) * (prompt * plain_out + decode * latent_out));
-    w.prompt_out = out;
-    w.decode_out = out + prompt * plain_out;
     size_t *first_row = room(PAIRS, sizeof(size_t) * (size_t)(b->prompts + 1));
     if (prompt) w.expanded = mla_expand(m, b, kv, w.kv_width, first_row);
     w.expanded_at = first_row;
@@ -166,14 +191,12 @@ static void mla(const Mla *m, float *x, float *kv, const Batch *b) {
     w.tasks = scratch[TASKS].data;
     in_parallel(tasks, mla_task, &w);
 
-    if (prompt) {
-        const Rows attended = prepared(MIDDLE, w.prompt_out, plain_out, prompt, (int)plain_out, NULL);
-        product((Product){&m->out, &attended, NULL, prompt, x, (size_t)hidden, 0, ADD, NULL});
-    }
     if (decode) {
-        const Rows attended = prepared(MIDDLE, w.decode_out, latent_out, decode, (int)latent_out, NULL);
-        product((Product){&m->out_folded, &attended, NULL, decode, x, (size_t)hidden, prompt, ADD, NULL});
+        const Rows latent = prepared(MIDDLE, w.latent, (size_t)m->rank, decode * m->heads, m->rank, NULL);
+        mla_by_head(m, m->from_latent, &latent, decode, w.out + prompt * out_width, (size_t)m->v);
     }
+    const Rows attended = prepared(MIDDLE, w.out, out_width, rows, (int)out_width, NULL);
+    product((Product){&m->out, &attended, NULL, rows, x, (size_t)hidden, 0, ADD, NULL});
 }
 
 #endif

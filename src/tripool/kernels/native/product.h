@@ -120,17 +120,21 @@ INLINE vi dot4(vi sum, const uint8_t *w, const int8_t *x) {
 #define FIX(rows, at) ((vi){0}) /* signed weights need no correction */
 #endif
 
+/* Integers may be added in any order: with few rows, several sums per output keep the CPU from waiting for itself. */
+#define CHAINS(count) ((count) == 1 ? 4 : (count) == 2 ? 2 : 1)
+
 /* `count` rows (a constant after inlining) times one panel. `row`: which rows of x. */
 INLINE void tile(const int count, const uint8_t *panel, const Rows *x, const int *row, vf out[][2]) {
-    const int groups = x->groups;
+    const int groups = x->groups, chains = CHAINS(count);
     UNROLL for (int r = 0; r < count; r++) out[r][0] = out[r][1] = (vf){0};
     for (int g = 0; g < groups; g++, panel += RECORD) {
-        vi sum[TILE_ROWS][2];
+        vi sum[TILE_ROWS][2][4];
         const int8_t *q[TILE_ROWS];
         UNROLL for (int r = 0; r < count; r++) {
             const size_t at = (size_t)row[r] * groups + g;
             q[r] = x->q + at * GROUP;
-            sum[r][0] = sum[r][1] = FIX(x, at);
+            sum[r][0][0] = sum[r][1][0] = FIX(x, at);
+            UNROLL for (int c = 1; c < chains; c++) sum[r][0][c] = sum[r][1][c] = (vi){0};
         }
         UNROLL for (int k = 0; k < GROUP / 4; k++) {
             if (count <= AHEAD_ROWS) { /* few rows: the weights' way from memory is what takes the time */
@@ -138,16 +142,21 @@ INLINE void tile(const int count, const uint8_t *panel, const Rows *x, const int
                 __builtin_prefetch(panel + AHEAD_BYTES + 128 * k + 64);
             }
             UNROLL for (int r = 0; r < count; r++) {
-                sum[r][0] = dot4(sum[r][0], panel + 128 * k, q[r] + 4 * k);
-                sum[r][1] = dot4(sum[r][1], panel + 128 * k + 64, q[r] + 4 * k);
+                vi *low = &sum[r][0][k % chains], *high = &sum[r][1][k % chains];
+                *low = dot4(*low, panel + 128 * k, q[r] + 4 * k);
+                *high = dot4(*high, panel + 128 * k + 64, q[r] + 4 * k);
             }
         }
         const float *scales = (const float *)(panel + GROUP * PANEL);
         const vf low = load(scales), high = load(scales + LANES);
         UNROLL for (int r = 0; r < count; r++) {
             const vf scale = splat(x->scale[(size_t)row[r] * groups + g]);
-            out[r][0] = out[r][0] + __builtin_convertvector(sum[r][0], vf) * (low * scale);
-            out[r][1] = out[r][1] + __builtin_convertvector(sum[r][1], vf) * (high * scale);
+            UNROLL for (int c = 1; c < chains; c++) {
+                sum[r][0][0] += sum[r][0][c];
+                sum[r][1][0] += sum[r][1][c];
+            }
+            out[r][0] = out[r][0] + __builtin_convertvector(sum[r][0][0], vf) * (low * scale);
+            out[r][1] = out[r][1] + __builtin_convertvector(sum[r][1][0], vf) * (high * scale);
         }
     }
 }
@@ -237,6 +246,31 @@ static void product_chunk(void *arguments, int chunk, int thread) {
 static void product(Product p) {
     const int per = panels_per_chunk(&p);
     in_parallel((panels_of(p.w->out) + per - 1) / per, product_chunk, &p);
+}
+
+/* Several products in one phase: a chunk is some panels of one of them. */
+typedef struct {
+    Product *list;
+    int *first; /* chunk number of each product's first chunk */
+    int count, chunks;
+} Products;
+
+static void add_product(Products *s, Product p) {
+    const int per = panels_per_chunk(&p);
+    s->first[s->count] = s->chunks;
+    s->list[s->count++] = p;
+    s->chunks += (panels_of(p.w->out) + per - 1) / per;
+}
+
+static void products_chunk(void *arguments, int chunk, int thread) {
+    const Products *s = arguments;
+    int low = 0, high = s->count - 1;
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (s->first[middle] <= chunk) low = middle;
+        else high = middle - 1;
+    }
+    product_chunk(&s->list[low], chunk - s->first[low], thread);
 }
 
 #endif

@@ -26,6 +26,24 @@ API void tripool_linear(const Weight *w, const float *x, float *y, int rows) {
     DISOWN;
 }
 
+typedef struct {
+    Norm left, right;
+    Weight weight;
+} Join;
+
+API void tripool_join(const Join *j, const float *left, const float *right, float *y, int rows) {
+    OWN;
+    const size_t a = (size_t)j->left.width, b = (size_t)j->right.width;
+    float *both = room(HIDDEN, sizeof(float) * (size_t)rows * (a + b));
+    for (int row = 0; row < rows; row++) {
+        normalise(left + row * a, &j->left, both + row * (a + b));
+        normalise(right + row * b, &j->right, both + row * (a + b) + a);
+    }
+    const Rows input = prepared(INPUT, both, a + b, rows, (int)(a + b), NULL);
+    product((Product){&j->weight, &input, NULL, rows, y, (size_t)j->weight.out, 0, STORE, NULL});
+    DISOWN;
+}
+
 API void tripool_mlp(const Mlp *m, float *x, int rows) {
     OWN;
     mlp(m, x, rows);

@@ -49,6 +49,25 @@ INLINE float sum_of(vf v) {
     v += __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
     return v[0];
 }
+
+/* The sums of sixteen vectors at once; each is added up in the order of `sum_of`. */
+#define FOLD(a, b, low, high) (__builtin_shufflevector(a, b, low) + __builtin_shufflevector(a, b, high))
+#define FOLD8(a, b) FOLD(a, b, LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23), \
+                         LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+#define FOLD4(a, b) FOLD(a, b, LIST(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27), \
+                         LIST(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31))
+#define FOLD2(a, b) FOLD(a, b, LIST(0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29), \
+                         LIST(2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31))
+#define FOLD1(a, b) FOLD(a, b, LIST(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30), \
+                         LIST(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31))
+#define LIST(...) __VA_ARGS__
+INLINE vf sums_of(const vf v[16]) {
+    vf a[8], b[4];
+    UNROLL for (int i = 0; i < 8; i++) a[i] = FOLD8(v[2 * i], v[2 * i + 1]);
+    UNROLL for (int i = 0; i < 4; i++) b[i] = FOLD4(a[2 * i], a[2 * i + 1]);
+    const vf low = FOLD2(b[0], b[1]), high = FOLD2(b[2], b[3]);
+    return FOLD1(low, high);
+}
 INLINE float largest_of(vf v) {
     v = max_of(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
     v = max_of(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));

@@ -6,11 +6,24 @@ import torch
 
 from tripool.kernels.batch import Batch
 from tripool.kernels.ops import LinearOp, Ops
-from tripool.kernels.weights import GqaWeights, LatentWeights, MlpWeights, MoeWeights, Norm
+from tripool.kernels.weights import GqaWeights, JoinWeights, LatentWeights, MlpWeights, MoeWeights, Norm
 
 
 def _normed(ops: Ops, x: torch.Tensor, norm: Norm) -> torch.Tensor:
     return ops.rms_norm(x, norm.gain, norm.eps)
+
+
+class Join:
+    """Two rows into one."""
+
+    def __init__(self, ops: Ops, weights: JoinWeights) -> None:
+        self._ops, self._w = ops, weights
+        self._linear = ops.linear(weights.weight, None)
+        self.num_bytes = self._linear.num_bytes
+
+    def __call__(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        ops, w = self._ops, self._w
+        return self._linear(torch.cat((_normed(ops, left, w.left), _normed(ops, right, w.right)), dim=1))
 
 
 class GroupedAttention:

@@ -45,18 +45,15 @@ class Experts8:
 
 
 class Mla8:
-    """Prompt form: as ever, the context expanded by an 8-bit product. Decode form: both steps folded into weights."""
+    """Prompt form: as ever, the context expanded by an 8-bit product. Decode form: each head's own steps."""
 
     def __init__(self, weights: mla.MlaWeights) -> None:
         self._w = w = weights
-        heads, _, rank = w.up.shape
-        query = w.query.view(heads, -1, w.query.shape[1])
-        to_latent = torch.einsum("hdr,hdi->hri", w.up[:, : w.nope], query[:, : w.nope])
-        self._folded = Linear8(torch.cat((to_latent, query[:, w.nope :]), dim=1).flatten(0, 1))
-        out = w.out.view(len(w.out), heads, -1)
-        self._out_folded = Linear8(torch.einsum("ohd,hdr->ohr", out, w.up[:, w.nope :]).flatten(1), w.out_bias)
+        self._heads, _, self._rank = w.up.shape
         self._query, self._out, self._up = Linear8(w.query), Linear8(w.out, w.out_bias), Linear8(w.up.flatten(0, 1))
-        self._heads, self._rank, self.num_bytes = heads, rank, 0
+        self._to_latent = [Linear8(up[: w.nope].T) for up in w.up]
+        self._from_latent = [Linear8(up[w.nope :]) for up in w.up]
+        self.num_bytes = 0
 
     def prompt(self, x: torch.Tensor, kv: torch.Tensor, spans: list[Span], turns: torch.Tensor) -> torch.Tensor:
         w, rank, heads = self._w, self._rank, self._heads
@@ -78,11 +75,15 @@ class Mla8:
         return self._out(attended[..., : values.shape[2]].flatten(1))
 
     def decode(self, x: torch.Tensor, kv: torch.Tensor, spans: list[Span], turns: torch.Tensor) -> torch.Tensor:
-        q = self._folded(x).view(len(x), self._heads, -1)
-        rope_(q[..., self._rank :], turns)
+        w = self._w
+        q = self._query(x).view(len(x), self._heads, -1)
+        rope_(q[..., w.nope :], turns)
+        still = [to_latent(q[:, h, : w.nope]) for h, to_latent in enumerate(self._to_latent)]
+        queries = torch.cat((torch.stack(still, dim=1), q[..., w.nope :]), dim=2)
         pair = torch.stack((kv, kv), dim=1).flatten(1)
-        attended = attention.attend(q, pair, spans, 1, self._w.scale).view(len(x), self._heads, -1)
-        return self._out_folded(attended[..., : self._rank].flatten(1))
+        attended = attention.attend(queries, pair, spans, 1, w.scale).view(len(x), self._heads, -1)
+        values = [back(attended[:, h, : self._rank]) for h, back in enumerate(self._from_latent)]
+        return self._out(torch.cat(values, dim=1))
 
 
 REFERENCE8_OPS = Ops(
