@@ -311,3 +311,10 @@ def test_join(width):
     together = ours(left, right)
     assert torch.equal(torch.cat([ours(left[i : i + 1], right[i : i + 1]) for i in range(19)]), together)
     assert relative_error(together, PLAIN8.join(weights)(left, right)) < 1e-3
+
+
+@pytest.mark.parametrize("count", [1, 31, 64, 100])
+def test_the_first_outputs_of_a_linear(count):
+    weight, bias, x = torch.randn(100, 70), torch.randn(100), torch.randn(5, 70)
+    whole = Linear8(weight, bias)
+    assert torch.equal(whole.first(count)(x), whole(x)[:, :count])

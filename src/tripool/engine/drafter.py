@@ -8,6 +8,9 @@ published blocks is as good as the network's own. Two exceptions:
 - The newest token's slot may lie in a block that is not there yet: its hidden state is kept for the next step.
 - After a prefix hit nobody has the hidden state before the first computed token: that one slot is zeroed, a hole.
   Drafts behind it are a little worse; the text is the same, because every draft is verified.
+
+A sequence that comes from another worker brings the layer's KV in its blocks, but no hidden state: the newest token's
+slot is there, or, if it begins a new block, becomes such a hole.
 """
 
 from __future__ import annotations
@@ -52,7 +55,6 @@ class Drafter:
         self._runner = runner
         self._sampler = sampler
 
-    @torch.inference_mode()
     def draft(self, tasks: Sequence[Task], hidden: torch.Tensor) -> list[tuple[Seq, int]]:
         """Follow up a step that is settled. `hidden`: final hidden states of all its rows, drafts included."""
         rows, row = _Rows(), 0
@@ -66,8 +68,12 @@ class Drafter:
             return []
         if len(rows.last_rows) < len(out):
             out = out[rows.last_rows]
-        guesses = self._sampler.guess(self._runner.logits(out), rows.drafting)
+        guesses = self._sampler.guess(self._runner.draft_logits(out), rows.drafting)
         return list(zip(rows.drafting, guesses, strict=True))
+
+    def welcome(self, seq: Seq) -> None:
+        """A sequence whose blocks were filled by another worker's network and drafter."""
+        seq.carry = _NOTHING_DUE if seq.num_computed % BLOCK_TOKENS else None
 
     def _follow(self, task: Task, row: int, hidden: torch.Tensor, rows: _Rows) -> None:
         """Slots that this task made possible. Its own rows begin at `row` of `hidden`."""

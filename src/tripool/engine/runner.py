@@ -25,6 +25,24 @@ class Runner:
     def kv_bytes(self) -> int:
         return self.kv.nbytes
 
+    @property
+    def block_bytes(self) -> int:
+        """One block's KV in all layers."""
+        return self.kv[:, :BLOCK_TOKENS].nbytes
+
+    def export_block(self, block: int, into: memoryview) -> None:
+        """Copy one block's KV, layer after layer, into `block_bytes` writable bytes."""
+        self._as_block(into).copy_(self._slots(block))
+
+    def import_block(self, block: int, data: memoryview) -> None:
+        self._slots(block).copy_(self._as_block(data))
+
+    def _slots(self, block: int) -> torch.Tensor:
+        return self.kv[:, block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
+
+    def _as_block(self, data: memoryview) -> torch.Tensor:
+        return torch.frombuffer(data, dtype=self.kv.dtype).view(len(self.kv), BLOCK_TOKENS, -1)
+
     @torch.inference_mode()
     def hidden(self, work: Sequence[Work]) -> torch.Tensor:
         """Final hidden states of all rows, in the order of `work`. Writes their KV."""
@@ -48,6 +66,9 @@ class Runner:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model.logits(hidden)
+
+    def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.draft_logits(hidden)
 
 
 def _batch(work: Sequence[Work], *, first: int = 0) -> tuple[Batch, torch.Tensor | None]:

@@ -18,6 +18,10 @@ Attend = Callable[[torch.Tensor, torch.Tensor, list[Span], int, float], torch.Te
 
 class LinearOp(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+    def first(self, count: int) -> LinearOp:
+        """The same for the first outputs only, over the same memory."""
+        ...
+
     @property
     def num_bytes(self) -> int: ...
 

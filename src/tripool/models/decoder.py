@@ -14,6 +14,10 @@ from tripool.models.mlp import dense_mlp, expert_mlp
 from tripool.models.rope import turn_table
 
 
+_DRAFT_TOKENS = 2048
+"""Least number of tokens a draft chooses from. Ids follow the order in which a vocabulary was learned: common first."""
+
+
 class Layer:
     def __init__(self, loader: Loader, prefix: str, arch: Arch, *, moe: bool) -> None:
         before, after = (
@@ -72,6 +76,7 @@ class Model:
             self._head = loader.linear(["lm_head"], [arch.vocab], arch.hidden)
         has_mtp = arch.mtp_layers > 0 and loader.has(f"model.layers.{arch.layers}.eh_proj.weight")
         self.mtp = Mtp(loader, arch) if has_mtp else None
+        self._draft_head = self._head.first(min(arch.vocab, max(_DRAFT_TOKENS, arch.vocab // 4)))
         self._turns = turn_table(arch.rope, arch.context_tokens)
         self.num_bytes = loader.num_bytes
 
@@ -94,6 +99,13 @@ class Model:
         embedded = self._embed.index_select(0, batch.tokens)
         batch.turns = self._turns.index_select(0, batch.positions)
         return self.mtp(embedded, hidden, batch, kv[self.arch.layers])
+
+    def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of the commonest tokens, -inf for all others: a guess need not know rare words, and costs much less so."""
+        common = self._draft_head(hidden)
+        logits = common.new_full((common.shape[0], self.arch.vocab), float("-inf"))
+        logits[:, : common.shape[1]] = common
+        return logits
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(hidden)

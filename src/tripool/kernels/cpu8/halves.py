@@ -17,10 +17,20 @@ _LANES = 16
 
 class Linear8:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._packed = Packed(weight, bias)
-        self._at, self._out = addressof(self._packed.struct), len(weight)
-        self._run = library.library().tripool_linear
-        self.num_bytes = self._packed.num_bytes
+        self._see(Packed(weight, bias), len(weight))
+
+    def _see(self, packed: Packed, out: int) -> None:
+        """All of the packed weights, or the first of their outputs: panels stand in that order."""
+        self._packed, self._out = packed, out
+        whole = packed.struct
+        self._struct = library.Weight(whole.panels, whole.bias, out, whole.in_)
+        self._at, self._run = addressof(self._struct), library.library().tripool_linear
+        self.num_bytes = packed.num_bytes
+
+    def first(self, count: int) -> Linear8:
+        part = object.__new__(Linear8)
+        part._see(self._packed, count)
+        return part
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()

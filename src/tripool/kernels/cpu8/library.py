@@ -29,16 +29,6 @@ class Norm(Structure):
     _fields_ = (("gain", c_void_p), ("eps", c_float), ("width", c_int32))
 
 
-class Span(Structure):
-    _fields_ = (
-        ("row", c_int32),
-        ("count", c_int32),
-        ("start", c_int32),
-        ("first", c_int32),
-        ("table", c_void_p),
-    )
-
-
 class Batch(Structure):
     _fields_ = (
         ("rows", c_int32),
@@ -47,8 +37,8 @@ class Batch(Structure):
         ("turns", c_void_p),
         ("prompts", c_int32),
         ("decodes", c_int32),
-        ("prompt", POINTER(Span)),
-        ("decode", POINTER(Span)),
+        ("prompt", c_void_p),
+        ("decode", c_void_p),
         ("context", c_int32),
     )
 

@@ -11,7 +11,8 @@
 
 #define BLOCK 64
 
-/* Consecutive rows of one sequence: row `row` + i is position `start` + i and sees `first` .. itself. */
+/* (Python fills this in as 64-bit words: see native_batch.py.)
+ * Consecutive rows of one sequence: row `row` + i is position `start` + i and sees `first` .. itself. */
 typedef struct {
     int32_t row, count, start, first;
     const int32_t *table;

@@ -26,6 +26,9 @@ class Linear8:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._weight, self._bias, self.num_bytes = dequantise(weight), bias, weight.numel()
 
+    def first(self, count: int) -> Linear8:
+        return Linear8(self._weight[:count], None if self._bias is None else self._bias[:count])
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = (round_rows(x).double() @ self._weight.double().T).float()
         return y if self._bias is None else y + self._bias
