@@ -69,11 +69,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions: some seconds")
     parser.add_argument("--model", default="tiny")
+    parser.add_argument("--precision", default="int8", choices=("int8", "float32"))
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: every core")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     origin = Origin.now()
-    llms = {drafts: LLM(options.model, threads=options.threads, mtp=drafts) for drafts in (True, False)}
+    llms = {
+        drafts: LLM(options.model, threads=options.threads, mtp=drafts, precision=options.precision)
+        for drafts in (True, False)
+    }
     repetitions, max_tokens = (3, 100) if options.quick else (9, 200)
     rows = [compare(llms, temperature, max_tokens, repetitions) for temperature in (0.0, 0.7)]
     print_table(rows, origin, f"MTP drafts on {options.model}: {options.threads} threads, medians of {repetitions}")

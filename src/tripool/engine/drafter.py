@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tripool.core import BLOCK_TOKENS
-from tripool.engine.runner import Runner
+from tripool.engine.runner import Runner, rows_of
 from tripool.engine.sampler import Sampler
 from tripool.sequence import Seq, Task, Work
 
@@ -66,9 +66,7 @@ class Drafter:
         out = self._runner.mtp_hidden(rows.work, _gather(hidden, rows))
         if not rows.drafting:
             return []
-        if len(rows.last_rows) < len(out):
-            out = out[rows.last_rows]
-        guesses = self._sampler.guess(self._runner.draft_logits(out), rows.drafting)
+        guesses = self._sampler.guess(self._runner.draft_logits(rows_of(out, rows.last_rows)), rows.drafting)
         return list(zip(rows.drafting, guesses, strict=True))
 
     def welcome(self, seq: Seq) -> None:
@@ -102,6 +100,4 @@ def _gather(hidden: torch.Tensor, rows: _Rows) -> torch.Tensor:
     """The hidden state of each row, without copying anything in the usual case."""
     if rows.carried:
         return torch.cat((hidden, torch.stack(rows.carried)))[rows.sources]
-    if rows.sources == list(range(len(hidden))):
-        return hidden
-    return hidden[rows.sources]
+    return rows_of(hidden, rows.sources)

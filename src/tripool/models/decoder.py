@@ -13,7 +13,6 @@ from tripool.models.mla import latent_attention
 from tripool.models.mlp import dense_mlp, expert_mlp
 from tripool.models.rope import turn_table
 
-
 _DRAFT_TOKENS = 2048
 """Least number of tokens a draft chooses from. Ids follow the order in which a vocabulary was learned: common first."""
 

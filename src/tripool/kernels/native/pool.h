@@ -21,7 +21,7 @@
 #endif
 
 #define MAX_THREADS 256
-#define SPIN_NS 100000
+#define SPIN_NS 2000000 /* longer than the pause between two steps */
 #define YIELD_AFTER 2000
 
 typedef void (*Chunk)(void *arguments, int chunk, int thread);
@@ -95,6 +95,8 @@ static void *work(void *number) {
         } else if (now_ns() - idle_since > SPIN_NS) {
             sleep_until_work();
             i = 0;
+        } else {
+            sched_yield(); /* whoever has real work on this core goes first */
         }
     }
     return NULL;
