@@ -19,6 +19,7 @@ PEERS_PYTHON = PEERS_ENV / "bin" / "python"
 
 TORCH = "torch==2.13.0"
 VLLM_VERSION = "0.32.0"
+STORES = ["mooncake-transfer-engine-non-cuda==0.3.13.post1", "ray==2.60.0", "redis[hiredis]==8.1.0"]
 PLAIN_PEERS = ["xllamacpp==2026.10.11549", "gguf>=0.19", "accelerate>=1.0"]
 
 # Asks the installed wheel itself, inside the peers' environment. The torch family is left out: the CPU build is there
@@ -77,6 +78,9 @@ def main() -> None:
     install_vllm()
     print(f"installing {PLAIN_PEERS[0]} (llama.cpp)", flush=True)
     pip(TORCH, *PLAIN_PEERS)
+    print("installing Mooncake's store, Ray and a Redis client", flush=True)
+    pip(TORCH, *STORES)
+    print("  (bench/cache.py also needs Debian's redis-server and, for Mooncake, libibverbs1)", flush=True)
     print("making the models", flush=True)
     sys.exit(subprocess.run([PEERS_PYTHON, Path(__file__).with_name("make_models.py")]).returncode)
 

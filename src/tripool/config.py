@@ -40,8 +40,9 @@ class EngineConfig:
     prefix_reuse: bool = True
     mtp: bool = True
     """Draft with the model's own MTP layer, if it has one: fewer steps, the same text."""
-    precision: Precision = "float32"
-    """float32: the checkpoint's own values. int8: faster, a quarter of the memory, and exact in any batch."""
+    precision: Precision = "int8"
+    """int8: a quarter of the memory, faster, and exact in any batch. float32: the checkpoint's own values,
+    and what runs where the 8-bit kernels could not be compiled."""
     threads: int | None = None
     """CPU threads of one step. None: every core this process may use."""
 
@@ -60,3 +61,58 @@ class GatewayConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     max_body_bytes: int = 4 * 2**20
+    stall_s: float = 20.0
+    """Work but no step for so long: the server no longer calls itself ready."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """Bounds of the gateway's own waiting: nothing in it waits without one of these."""
+
+    queue_tokens: int = 262_144
+    """Tokens of requests that do not decode yet; more are refused."""
+    prefill_ahead_tokens: int = 8192
+    """Given to one prefill worker at once; the rest waits here, where any worker can take it."""
+    pulse_s: float = 0.25
+    """Longest silence that a worker is asked for."""
+    silence_s: float = 2.0
+    """Longest silence that is borne: then the worker is suspected and its requests are placed again."""
+    stall_s: float = 30.0
+    """Work but no step for so long: as good as silent."""
+    distrust_s: float = 10.0
+    """A suspected life that nobody ended by then may say hello again."""
+    queue_s: float = 60.0
+    """Longest wait for a worker to be there, or to have room."""
+    prefill_s: float = 60.0
+    transfer_s: float = 10.0
+    token_s: float = 30.0
+    """Longest wait for the next token of an answer."""
+    rest_s: float = 0.1
+    """Before a request that a worker gave back is placed again; longer each time."""
+    max_losses: int = 8
+    """Times that one request may lose its worker before it is given up: it may be what they die of."""
+
+    def __post_init__(self) -> None:
+        assert 0 < self.pulse_s < self.silence_s <= self.stall_s
+        assert self.queue_tokens > 0 and self.prefill_ahead_tokens > 0 and self.max_losses > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """One member of the cache pool."""
+
+    slot_bytes: int
+    """Largest block it takes."""
+    num_slots: int
+    lease_s: float = 5.0
+    """How long a reader may read; afterwards what it reads may be gone, which it notices."""
+    write_s: float = 5.0
+    """How long a writer may write; afterwards others may write the same block elsewhere."""
+    namespace_slots: int | None = None
+    """Most slots of one tenant. None: all of them."""
+
+    def __post_init__(self) -> None:
+        for name in ("slot_bytes", "num_slots", "lease_s", "write_s", "namespace_slots"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise InvalidRequest(f"{name} is {value!r}", hint="must be above 0", param=name)

@@ -52,6 +52,31 @@ class EngineStopped(TripoolError):
     code = "engine_stopped"
 
 
+class Overloaded(TripoolError):
+    """More waits already than may wait. Nothing of this request was begun."""
+
+    status = 429
+    code = "overloaded"
+
+    def __init__(self, message: str, *, hint: str = "", retry_after_s: float = 1.0) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+class NoWorkers(TripoolError):
+    """No worker of a pool came within the time that a request may wait for one."""
+
+    status = 503
+    code = "no_workers"
+
+
+class WorkersFailed(TripoolError):
+    """Every worker that was given this request was lost or gave it back."""
+
+    status = 503
+    code = "workers_failed"
+
+
 class CheckpointError(TripoolError):
     """A checkpoint cannot be used. Names the file and, where there is one, the tensor."""
 
@@ -105,3 +130,19 @@ class TensorShape(CheckpointError):
     """A tensor's shape contradicts the config."""
 
     code = "tensor_shape"
+
+
+def error_of(code: str, message: str, hint: str) -> TripoolError:
+    """The error that another process named by its code; the root of the tree for a code that is not known here."""
+    found, tree = TripoolError, [TripoolError]
+    while tree:
+        kind = tree.pop()
+        found = kind if kind.code == code else found
+        tree += kind.__subclasses__()
+    return found(message, hint=hint)
+
+
+class ArenaError(TripoolError):
+    """A cache member's shared memory cannot be made, or is not what it should be."""
+
+    code = "bad_arena"

@@ -6,10 +6,17 @@
 | gateway | worker | Welcome, Begin, Adopt, Release, Cancel, Drain |
 | gateway | supervisor | Suspect |
 | supervisor | gateway, cache | Reaped |
+| supervisor | gateway | Drain |
+| any child | supervisor | Ready |
 
 A worker is named once per life: `worker` is its place ("decode-0"), `epoch` its life. Whoever restarts has a new epoch,
-and messages of an old one are dropped. An attempt numbers the placements of one request; events of old attempts are
-dropped by the ledger, so a client sees each token once.
+and messages of an old one are dropped. An attempt numbers the placements of one request: every Begin and every Adopt
+has its own, so a worker may hold several of one request at once and knows each by (request, attempt). Events of old
+attempts are dropped by the ledger, so a client sees each token once.
+
+A Hello begins a session and says that its sender holds nothing; a worker that has heard nothing from the gateway for
+some seconds, or whose connection broke, drops everything and says Hello until it is welcomed. Messages of an earlier
+session reach nobody, either way. The gateway answers every Pulse of a worker that it trusts with a Welcome.
 """
 
 from __future__ import annotations
@@ -76,7 +83,7 @@ class Hello(Message, frozen=True):
 
 
 class Pulse(Message, frozen=True):
-    """Still here, and how far: sent at least every `pulse_s`, by the loop that steps, so that a hung step is silence."""
+    """Still here, and how far: sent at least every `pulse_s` while the process lives. Work but no step is a stall."""
 
     life: Life
     num_steps: int
@@ -201,10 +208,18 @@ class Reaped(Message, frozen=True):
     life: Life
 
 
+class Ready(Message, frozen=True):
+    """From a child to the supervisor: it serves. A gateway says so again and again, because nobody else watches it."""
+
+    life: Life
+    block_bytes: int = 0
+    """Of a worker that has KV blocks: what the cache pool's slots must hold."""
+
+
 AnyMessage = (
     Hello | Pulse | Tokens | Packed | Adopted | Refused | Left
     | Welcome | Begin | Adopt | Release | Cancel | Drain
-    | Suspect | Reaped
+    | Suspect | Reaped | Ready
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
@@ -217,4 +232,5 @@ def encode(message: AnyMessage) -> bytes:
 
 def decode(data: bytes) -> AnyMessage:
     """Raises msgspec.DecodeError (ValidationError included) on anything that is not one of these messages."""
-    return _decoder.decode(data)
+    message: AnyMessage = _decoder.decode(data)
+    return message

@@ -1,6 +1,13 @@
-"""The cache room: which KV blocks exist, who holds them and what they contain. Pure; knows no tensor."""
+"""The cache room: which KV blocks exist, who holds them and what they contain. Pure; knows no tensor.
+
+`blocks` and `keys` serve one engine, `index` and `ring` the pool that all workers share. What touches the world is
+imported by its module: `cache.member` (owns an arena), `cache.client` (copies blocks in and out of every arena).
+"""
 
 from tripool.cache.blocks import BlockPool
+from tripool.cache.index import PoolIndex
 from tripool.cache.keys import block_key, root_key
+from tripool.cache.records import namespace_tag
+from tripool.cache.ring import Ring
 
-__all__ = ["BlockPool", "block_key", "root_key"]
+__all__ = ["BlockPool", "PoolIndex", "Ring", "block_key", "namespace_tag", "root_key"]

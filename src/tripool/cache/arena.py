@@ -1,0 +1,227 @@
+"""One member's memory: a file in shared memory that every peer maps, slots of one size with a header each.
+
+| bytes | what |
+|---|---|
+| one page | magic, version, slot size, number of slots, nonce |
+| 128 per slot, to a full page | headers: only the member writes them, state last, so a torn one reads as free |
+| the slots, page by page | only who reserved a slot writes it |
+
+Headers outlive the member: its next life reads them and knows its blocks again. The file goes at an orderly end.
+Not `multiprocessing.shared_memory`: its tracker would remove the file when any one of its users dies.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import stat
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tripool.cache.records import Record, State
+from tripool.errors import ArenaError
+from tripool.messages import Life
+
+Bytes = npt.NDArray[np.uint8]
+
+PAGE = 4096
+MAX_WORKER_NAME_BYTES = 43
+_MAGIC = b"TPARENA1"
+_FILE = struct.Struct("<8sQQQ")
+_BODY = struct.Struct(f"<16s16sQIQIIqB{MAX_WORKER_NAME_BYTES}s")
+_TAIL = struct.Struct("<QQ")
+"""Digest of the body, then the state."""
+_HEADER_BYTES = _BODY.size + _TAIL.size
+_PIECE = 2**19
+"""Copied, then hashed while it is still in the core's own cache."""
+
+
+class Arena:
+    """Made by `create`, `reopen` (the member) or `attach` (its peers)."""
+
+    def __init__(self, path: Path, fd: int, slot_bytes: int, num_slots: int, nonce: int) -> None:
+        self.path, self.slot_bytes, self.num_slots, self.nonce = path, slot_bytes, num_slots, nonce
+        self._fd = fd
+        self._stride, self._data, size = _layout(slot_bytes, num_slots)
+        # All pages now: a fault per page would cost as much as the copy itself.
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        self._map = mmap.mmap(fd, size, flags)
+        self._bytes: Bytes = np.frombuffer(self._map, np.uint8)
+
+    @classmethod
+    def create(cls, path: Path, slot_bytes: int, num_slots: int) -> Arena:
+        _, _, size = _layout(slot_bytes, num_slots)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except FileExistsError:
+            raise ArenaError(f"{path.name} is there already", hint="another member has this name") from None
+        try:
+            _lock(fd, path)
+            # Memory that is not there must be missed now, not as a bus error in the middle of a copy.
+            os.posix_fallocate(fd, 0, size)
+            nonce = secrets.randbits(63)
+            os.pwrite(fd, _FILE.pack(_MAGIC, slot_bytes, num_slots, nonce), 0)
+            return cls(path, fd, slot_bytes, num_slots, nonce)
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            os.close(fd)
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                hint = "give the cache less memory (--cache-gb), or the shared-memory file system more"
+                raise ArenaError(f"no room for {size / 2**30:.1f} GB of cache", hint=hint) from error
+            raise
+
+    @classmethod
+    def reopen(cls, path: Path, slot_bytes: int, num_slots: int) -> Arena | None:
+        """What an earlier life of this member left; None when there is nothing, or nothing of this shape."""
+        try:
+            fd = _open(path)
+        except FileNotFoundError:
+            return None
+        found = _read_file_header(fd)
+        if found is None or found[:2] != (slot_bytes, num_slots):
+            _lock(fd, path)
+            path.unlink()
+            os.close(fd)
+            return None
+        _lock(fd, path)
+        return cls(path, fd, *found)
+
+    @classmethod
+    def attach(cls, path: Path) -> Arena:
+        """A peer's view of a member's arena."""
+        fd = _open(path)
+        found = _read_file_header(fd)
+        if found is None:
+            os.close(fd)
+            raise ArenaError(f"{path.name} is no arena of this version", hint="restart the cache members")
+        arena = cls(path, fd, *found)
+        os.close(fd)  # the mapping stays; only the member's lock needs the file itself
+        arena._fd = -1
+        return arena
+
+    def remove(self) -> None:
+        """Orderly end: peers that still map it keep their view of memory that nobody else will find."""
+        self.path.unlink(missing_ok=True)
+        os.close(self._fd)
+        self._fd = -1
+
+    # ---- blocks -------------------------------------------------------------------------------------------------
+
+    def write(self, slot: int, block: Any) -> int:
+        """Copy a block (any contiguous buffer) into a slot; returns its checksum."""
+        source = as_bytes(block)
+        return _copy(source, self.view(slot, len(source)))
+
+    def read(self, slot: int, into: Any) -> int:
+        """Copy a slot's first bytes until `into` is full; returns the checksum of the copy, not of the slot."""
+        target = as_bytes(into)
+        return _copy(self.view(slot, len(target)), target)
+
+    def view(self, slot: int, num_bytes: int) -> Bytes:
+        assert 0 <= slot < self.num_slots and num_bytes <= self.slot_bytes
+        start = self._data + slot * self._stride
+        return self._bytes[start : start + num_bytes]
+
+    # ---- headers ------------------------------------------------------------------------------------------------
+
+    def holds(self, slot: int, key: bytes) -> bool:
+        """Whether a slot holds this committed block now: asked after copying, it tells whether a lease was lost."""
+        at = PAGE + slot * _HEADER_BYTES
+        (_, state) = _TAIL.unpack_from(self._map, at + _BODY.size)
+        return state == State.COMMITTED and self._map[at : at + len(key)] == key
+
+    def write_header(self, slot: int, record: Record) -> None:
+        at = PAGE + slot * _HEADER_BYTES
+        _TAIL.pack_into(self._map, at + _BODY.size, 0, State.FREE)
+        if record.state not in (State.RESERVED, State.COMMITTED):
+            return
+        writer = record.writer or Life("", 0)
+        name = writer.worker.encode()
+        body = _BODY.pack(
+            record.key,
+            record.namespace,
+            record.ticket,
+            record.position,
+            record.checksum,
+            record.num_bytes,
+            record.form,
+            writer.epoch,
+            len(name),
+            name,
+        )
+        self._map[at : at + _BODY.size] = body
+        _TAIL.pack_into(self._map, at + _BODY.size, xxhash.xxh3_64_intdigest(body), record.state)
+
+    def records(self) -> list[Record]:
+        """Every slot as its header tells; damaged ones are free."""
+        return [self._record(PAGE + slot * _HEADER_BYTES) for slot in range(self.num_slots)]
+
+    def _record(self, at: int) -> Record:
+        body = self._map[at : at + _BODY.size]
+        digest, state = _TAIL.unpack_from(self._map, at + _BODY.size)
+        if state not in (State.RESERVED, State.COMMITTED) or digest != xxhash.xxh3_64_intdigest(body):
+            return Record()
+        key, namespace, ticket, position, checksum, num_bytes, form, epoch, name_bytes, name = _BODY.unpack(body)
+        writer = Life(name[:name_bytes].decode(), epoch) if state == State.RESERVED else None
+        return Record(State(state), key, namespace, ticket, position, writer, checksum, num_bytes, form)
+
+
+def as_bytes(buffer: Any) -> Bytes:
+    """The bytes of a contiguous array or buffer, in place."""
+    return np.frombuffer(buffer, np.uint8)
+
+
+def _copy(source: Bytes, target: Bytes) -> int:
+    """Copy and hash the copy, piece by piece: one pass over memory instead of two."""
+    if len(source) <= _PIECE:
+        target[:] = source
+        return xxhash.xxh3_64_intdigest(target.data)
+    hasher = xxhash.xxh3_64()
+    for start in range(0, len(source), _PIECE):
+        piece = target[start : start + _PIECE]
+        piece[:] = source[start : start + _PIECE]
+        hasher.update(piece.data)
+    return hasher.intdigest()
+
+
+def _layout(slot_bytes: int, num_slots: int) -> tuple[int, int, int]:
+    """Bytes from slot to slot, where the first one is, and of the whole file."""
+    stride = -(-slot_bytes // PAGE) * PAGE
+    data = PAGE - (-num_slots * _HEADER_BYTES // PAGE) * PAGE
+    return stride, data, data + num_slots * stride
+
+
+def _open(path: Path) -> int:
+    """Only a plain file of our own that nobody else may touch: the folder may be anybody's."""
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    said = os.fstat(fd)
+    if not stat.S_ISREG(said.st_mode) or said.st_uid != os.geteuid() or said.st_mode & 0o077:
+        os.close(fd)
+        raise ArenaError(f"{path.name} is not a private file of this user", hint="remove it")
+    return fd
+
+
+def _read_file_header(fd: int) -> tuple[int, int, int] | None:
+    """Slot size, number of slots and nonce; None when this is no arena, or half of one."""
+    head = os.pread(fd, _FILE.size, 0)
+    if len(head) < _FILE.size:
+        return None
+    magic, slot_bytes, num_slots, nonce = _FILE.unpack(head)
+    if magic != _MAGIC or not slot_bytes or not num_slots:
+        return None
+    return (slot_bytes, num_slots, nonce) if os.fstat(fd).st_size == _layout(slot_bytes, num_slots)[2] else None
+
+
+def _lock(fd: int, path: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ArenaError(f"{path.name} is in use", hint="another member with this name is alive") from None

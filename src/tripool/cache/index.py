@@ -1,0 +1,339 @@
+"""One member's blocks: who may write where, who reads what, and what is forgotten when room is needed. Pure.
+
+Knows slots and keys, never bytes: the arena keeps those, and whoever asked copies them.
+
+**Fencing.** A writer that is late or lost may be stopped, not dead, and may go on writing when it wakes up. So its
+slots are nobody's until it says itself that it is done (`commit`, also when late), or until `reaped` tells that it
+will never write again. Its keys are free at once: others may write the same blocks elsewhere. Readers need no such
+care: what they copy after their lease is compared with the slot's header and checksum, and is a miss if it changed.
+
+`now_s` must never go back: deadlines are met in the order in which they were given.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from tripool.cache.records import Block, Counters, Grant, Hit, Record, State, Written
+from tripool.cache.slots import SlotTable
+from tripool.messages import Life
+
+_REMEMBERED_DEATHS = 4096
+"""Messages of a dead writer can still be on their way when its death is known; not for as long as this many deaths."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    reader: Life
+    deadline_s: float
+    slots: tuple[int, ...]
+    tickets: tuple[int, ...]
+    """Of each slot when it was leased: shows whether a slot was reused under its reader."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reservation:
+    writer: Life
+    deadline_s: float
+    slots: tuple[int, ...]
+
+
+class PoolIndex:
+    """Numbers (leases, tickets) start at `first_number`: a restarted member must begin above all earlier ones."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        lease_s: float,
+        write_s: float,
+        namespace_slots: int | None = None,
+        first_number: int = 1,
+    ) -> None:
+        assert lease_s > 0 and write_s > 0 and first_number > 0
+        self.num_slots = num_slots
+        self.counters = Counters()
+        self._lease_s, self._write_s = lease_s, write_s
+        self._namespace_slots = namespace_slots or num_slots
+        self._next_number = first_number
+        self._slots = SlotTable(num_slots)
+        self._slot_of: dict[bytes, int] = {}
+        self._writing: dict[bytes, int] = {}
+        """Keys someone is writing in time, and the slot."""
+        self._readers: Counter[int] = Counter()
+        self._leases: dict[int, _Lease] = {}
+        self._reservations: dict[int, _Reservation] = {}
+        self._fenced: dict[int, _Reservation] = {}
+        self._dead: OrderedDict[Life, None] = OrderedDict()
+
+    # ---- reading ------------------------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[bytes], reader: Life, namespace: bytes, now_s: float) -> Hit:
+        """The longest prefix of `keys` that is here, leased as a whole."""
+        found: list[tuple[int, Record]] = []
+        for key in keys if reader not in self._dead else ():
+            slot = self._slot_of.get(key)
+            if slot is None or (record := self._slots.records[slot]).namespace != namespace:
+                break
+            found.append((slot, record))
+        self.counters.hits += len(found)
+        self.counters.misses += len(keys) - len(found)
+        if not found:
+            return Hit(0, ())
+        for slot, _ in found:
+            if not self._readers[slot]:
+                self._slots.leave_idle(slot)
+            self._readers[slot] += 1
+        lease, deadline_s = self._number(), now_s + self._lease_s
+        self._leases[lease] = _Lease(reader, deadline_s, tuple(s for s, _ in found), tuple(r.ticket for _, r in found))
+        return Hit(lease, tuple(Block(slot, r.checksum, r.num_bytes, r.form) for slot, r in found))
+
+    def release(self, lease: int, reader: Life, bad: Iterable[int] = ()) -> None:
+        """Reading is over; `bad` are slots whose bytes were not those of their checksum.
+
+        Unknown and expired leases are fine. What their readers say of slots is not heard: those may be others' by now.
+        """
+        held = self._leases.get(lease)
+        if held is None or held.reader != reader:
+            return
+        for slot in set(bad) & set(held.slots):
+            if self._slots.records[slot].state is State.COMMITTED:
+                self.counters.bad += 1
+                self._forget(slot)
+        self._end_lease(lease)
+
+    # ---- writing ------------------------------------------------------------------------------------------------
+
+    def reserve(self, keys: Sequence[bytes], writer: Life, namespace: bytes, now_s: float) -> Grant:
+        """Slots for those keys that are not here and that nobody is writing; fewer when there is no more room.
+
+        What is asked for is not evicted to make room for what comes after it: a prefix without its head is useless.
+        """
+        if writer in self._dead:
+            return Grant(0, (), ())
+        here = [slot for key in keys if (slot := self._slot_of.get(key)) is not None and self._slots.is_idle(slot)]
+        for slot in reversed(here):
+            self._slots.leave_idle(slot)
+            self._slots.enter_idle(slot)
+        ticket, spared = self._number(), set(here)
+        positions, slots = [], []
+        for position, key in enumerate(keys):
+            if key in self._slot_of or key in self._writing:
+                continue
+            if not self._make_room(namespace, spared):
+                break
+            slot = self._slots.first_free()
+            self._slots.fill(slot, Record(State.RESERVED, key, namespace, ticket, position, writer))
+            self._writing[key] = slot
+            positions.append(position)
+            slots.append(slot)
+        if not slots:
+            return Grant(0, (), ())
+        self._reservations[ticket] = _Reservation(writer, now_s + self._write_s, tuple(slots))
+        return Grant(ticket, tuple(positions), tuple(slots))
+
+    def commit(self, ticket: int, writer: Life, written: Sequence[Written]) -> int:
+        """The writer is done with its slots: those written become findable, the others free. Returns how many did.
+
+        Late is fine as long as the writer lives: by saying so it shows that it will not write there any more.
+        """
+        held = self._reservations.get(ticket) or self._fenced.get(ticket)
+        if held is None or held.writer != writer:
+            return 0
+        self._reservations.pop(ticket, None)
+        self._fenced.pop(ticket, None)
+        told = {each.slot: each for each in written}
+        # The tail first: a prefix without its head is useless, so the head is to be the one used last.
+        num_committed = sum([self._settle(slot, told.get(slot)) for slot in reversed(held.slots)])
+        self.counters.committed += num_committed
+        return num_committed
+
+    def abort(self, ticket: int, writer: Life) -> None:
+        """Give every slot of a reservation back unwritten."""
+        self.commit(ticket, writer, ())
+
+    def at_rest(self, writer: Life) -> None:
+        """The writer says that it is writing nowhere: whatever was reserved for it, heard of or not, is free."""
+        for table in (self._reservations, self._fenced):
+            for ticket in [number for number, held in table.items() if held.writer == writer]:
+                for slot in table.pop(ticket).slots:
+                    self._settle(slot, None)
+
+    # ---- time and death -----------------------------------------------------------------------------------------
+
+    def expire(self, now_s: float) -> None:
+        """End leases whose time is over, and fence late writers."""
+        while self._leases and now_s >= next(iter(self._leases.values())).deadline_s:
+            self.counters.expired_leases += 1
+            self._end_lease(next(iter(self._leases)))
+        while self._reservations and now_s >= next(iter(self._reservations.values())).deadline_s:
+            self._fence(next(iter(self._reservations)))
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When `expire` will have something to do."""
+        lease, reservation = next(iter(self._leases.values()), None), next(iter(self._reservations.values()), None)
+        return min((first.deadline_s for first in (lease, reservation) if first is not None), default=None)
+
+    def lost(self, life: Life) -> None:
+        """Silent, perhaps only stopped: it reads under no lease any more, and its slots stay untouched."""
+        for lease in [number for number, held in self._leases.items() if held.reader == life]:
+            self._end_lease(lease)
+        for ticket in [number for number, held in self._reservations.items() if held.writer == life]:
+            self._fence(ticket)
+
+    def reaped(self, life: Life) -> None:
+        """Dead for certain: all it held is free, and what it may have sent before is not heard."""
+        self.lost(life)
+        self._dead[life] = None
+        if len(self._dead) > _REMEMBERED_DEATHS:
+            self._dead.popitem(last=False)
+        self.at_rest(life)
+
+    # ---- tenants and restarts -----------------------------------------------------------------------------------
+
+    def purge(self, namespace: bytes) -> int:
+        """Forget every block of a namespace. What is being read goes when its readers do; nobody finds it any more."""
+        slots = [slot for slot in self._slot_of.values() if self._slots.records[slot].namespace == namespace]
+        for slot in slots:
+            self._forget(slot)
+        return len(slots)
+
+    def restore(self, records: Sequence[Record]) -> None:
+        """Take over what an earlier life of this member left, one record per slot. Only for an index without a past.
+
+        Reserved slots come back fenced: their writers may still be writing.
+        """
+        assert len(records) == self.num_slots == self._slots.num_free
+        reserved: dict[tuple[int, Life], list[int]] = {}
+        # As they were committed: the tail of a chain is to go first.
+        for slot in sorted(range(self.num_slots), key=lambda slot: (records[slot].ticket, -records[slot].position)):
+            record = records[slot]
+            assert record.ticket < self._next_number, "numbers must begin above all earlier ones"
+            if record.state is State.RESERVED and record.writer is not None:
+                self._slots.fill(slot, record)
+                reserved.setdefault((record.ticket, record.writer), []).insert(0, slot)
+            elif record.state is State.COMMITTED and record.key not in self._slot_of:
+                self._slots.fill(slot, record)
+                self._slots.enter_idle(slot)
+                self._slot_of[record.key] = slot
+        for (ticket, writer), slots in reserved.items():
+            self._fenced[ticket] = _Reservation(writer, 0.0, tuple(slots))
+
+    def take_changes(self) -> list[tuple[int, Record]]:
+        """Slots that changed since the last call: what the arena's headers must say before anyone is answered."""
+        return self._slots.take_changes()
+
+    # ---- for those who look -------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        return self._slots.num_free
+
+    @property
+    def num_reserved(self) -> int:
+        """Fenced ones included."""
+        return self.num_fenced + sum(len(held.slots) for held in self._reservations.values())
+
+    @property
+    def num_fenced(self) -> int:
+        return sum(len(held.slots) for held in self._fenced.values())
+
+    @property
+    def num_committed(self) -> int:
+        return len(self._slot_of)
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    @property
+    def held(self) -> dict[bytes, int]:
+        """Slots in use by namespace."""
+        return self._slots.held
+
+    def check(self) -> None:
+        """Raises when a slot is in two hands or in none, a lease has lost its block, or the index lies."""
+        self._slots.check()
+        records = self._slots.records
+        owners = Counter(
+            slot for table in (self._reservations, self._fenced) for h in table.values() for slot in h.slots
+        )
+        readers = Counter(slot for held in self._leases.values() for slot in held.slots)
+        assert readers == +self._readers, "readers are miscounted"
+        for slot, record in enumerate(records):
+            reserved, committed = record.state is State.RESERVED, record.state is State.COMMITTED
+            assert owners[slot] == reserved, f"slot {slot} is {record.state.name} and has {owners[slot]} writers"
+            assert self._slots.is_idle(slot) == (committed and not readers[slot]), f"slot {slot}: idle or read?"
+            assert record.state is not State.DOOMED or readers[slot], f"doomed slot {slot} has no reader"
+        for held in self._leases.values():
+            for slot, ticket in zip(held.slots, held.tickets, strict=True):
+                known = records[slot].state in (State.COMMITTED, State.DOOMED) and records[slot].ticket == ticket
+                assert known, f"slot {slot} was taken from its reader"
+        by_key = {record.key: slot for slot, record in enumerate(records) if record.state is State.COMMITTED}
+        assert by_key == self._slot_of, "index and slots disagree"
+        in_time = {records[slot].key: slot for held in self._reservations.values() for slot in held.slots}
+        assert in_time == self._writing, "keys being written disagree"
+        doomed = sum(record.state is State.DOOMED for record in records)
+        assert self.num_free + self.num_reserved + self.num_committed + doomed == self.num_slots, "slots are miscounted"
+
+    # ---- parts --------------------------------------------------------------------------------------------------
+
+    def _number(self) -> int:
+        self._next_number += 1
+        return self._next_number - 1
+
+    def _make_room(self, namespace: bytes, spared: set[int]) -> bool:
+        """Have a free slot, by forgetting if need be. Who is at its quota makes room among its own blocks."""
+        at_quota = self._slots.held_by(namespace) >= self._namespace_slots
+        if self._slots.num_free and not at_quota:
+            return True
+        oldest = self._slots.oldest_idle(namespace if at_quota else None)
+        if oldest is None or oldest in spared:
+            return False
+        self.counters.evicted += 1
+        self._forget(oldest)
+        return True
+
+    def _settle(self, slot: int, written: Written | None) -> bool:
+        """End a slot's reservation. Someone else may have committed the same block meanwhile; one is enough."""
+        record = self._slots.records[slot]
+        if self._writing.get(record.key) == slot:
+            del self._writing[record.key]
+        if written is None or record.key in self._slot_of:
+            self._slots.drop(slot)
+            return False
+        said = replace(record, checksum=written.checksum, num_bytes=written.num_bytes, form=written.form)
+        self._slots.change(slot, replace(said, state=State.COMMITTED, writer=None))
+        self._slots.enter_idle(slot)
+        self._slot_of[record.key] = slot
+        return True
+
+    def _fence(self, ticket: int) -> None:
+        held = self._fenced[ticket] = self._reservations.pop(ticket)
+        self.counters.fenced_reservations += 1
+        for slot in held.slots:
+            del self._writing[self._slots.records[slot].key]
+
+    def _forget(self, slot: int) -> None:
+        """Make a committed block unfindable, and its slot free unless someone reads it."""
+        record = self._slots.records[slot]
+        del self._slot_of[record.key]
+        if self._readers[slot]:
+            self._slots.change(slot, replace(record, state=State.DOOMED))
+        else:
+            self._slots.leave_idle(slot)
+            self._slots.drop(slot)
+
+    def _end_lease(self, lease: int) -> None:
+        for slot in reversed(self._leases.pop(lease).slots):
+            self._readers[slot] -= 1
+            if self._readers[slot]:
+                continue
+            del self._readers[slot]
+            if self._slots.records[slot].state is State.DOOMED:
+                self._slots.drop(slot)
+            else:
+                self._slots.enter_idle(slot)

@@ -1,0 +1,214 @@
+"""A peer's line to one cache member: questions, answers, the member's arena, and whether it is there at all.
+
+No wait is longer than `wait_s`, and only the first one of an absence is waited for: afterwards the member is asked now
+and then without waiting, and is back when it has answered. A member that dies is absent at once: its socket says so.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import time
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from tripool.cache import wire
+from tripool.cache.arena import Arena
+from tripool.errors import ArenaError
+from tripool.messages import Life
+
+_UNSENT_RELEASES = 16
+
+AnswerT = TypeVar("AnswerT", wire.Opened, wire.Found, wire.Granted, wire.Told, wire.Purged)
+
+
+class Link:
+    def __init__(self, folder: Path, member: str, life: Life, wait_s: float, retry_s: float) -> None:
+        self.member = member
+        self.arena: Arena | None = None
+        self.write_s = 0.0
+        self._folder, self._life = folder, life
+        self._wait_s, self._retry_s = wait_s, retry_s
+        self._number = 0
+        self._socket: socket.socket | None = None
+        self._readable = select.poll()
+        # Kept: a fresh buffer of this size for every message would cost more than the message.
+        self._heard = memoryview(bytearray(wire.MAX_MESSAGE_BYTES))
+        self._done: list[int] = []
+        """Leases to be given back."""
+        self._is_there = False
+        self._is_late = False
+        """It was waited for in vain: from now on nobody waits until it has answered."""
+        self._ask_again_s = 0.0
+
+    def close(self) -> None:
+        self._done = []  # the member ends the leases of a line that is closed
+        if self._socket is not None:
+            self._readable.unregister(self._socket)
+            self._socket.close()
+        self._socket, self._is_there = None, False
+
+    # ---- is it there? -------------------------------------------------------------------------------------------
+
+    def ready(self) -> bool:
+        """Whether questions can be asked. Waits, within bounds, only while nothing is known against the member."""
+        if not self._is_there:
+            self._hear_late()
+        if not self._is_there and time.monotonic() >= self._ask_again_s:
+            self._ask_again_s = time.monotonic() + self._retry_s
+            self._open()
+        return self._is_there
+
+    def answers(self) -> bool:
+        """Ask now. `ready` may not know yet of a death that nobody ran into."""
+        self._ask_again_s = 0.0
+        return self.ready() and self.answer(self.count(), wire.Told) is not None
+
+    def _open(self) -> None:
+        if self._socket is None and not self._connect():
+            return
+        number = self.ask(wire.Open(self._next(), wire.PROTOCOL, self._life))
+        if not self._is_late:
+            opened = self.answer(number, wire.Opened)
+            if opened is not None:
+                self._attach(opened)
+
+    def _connect(self) -> bool:
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        line.setblocking(False)
+        try:
+            line.connect(str(wire.address(self._folder, self.member)))
+        except OSError:  # nobody there, or too many at its door
+            line.close()
+            return False
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wire.MAX_MESSAGE_BYTES)
+        self._readable.register(line, select.POLLIN)
+        self._socket, self._is_late = line, False
+        return True
+
+    def _attach(self, opened: wire.Opened) -> None:
+        if opened.protocol != wire.PROTOCOL or Path(opened.arena).name != opened.arena:
+            return
+        if self.arena is None or self.arena.nonce != opened.nonce:
+            try:
+                self.arena = Arena.attach(self._folder / opened.arena)
+            except (OSError, ArenaError):  # gone again, or not ours: as good as absent
+                self.arena = None
+                return
+        self.write_s = opened.write_s
+        self._is_there, self._is_late = True, False
+
+    # ---- questions and answers ----------------------------------------------------------------------------------
+
+    def look_up(self, namespace: bytes, keys: tuple[bytes, ...]) -> int | None:
+        done = self._take_done()
+        return self.ask(wire.Lookup(self._next(), self._life, namespace, keys[: wire.MAX_KEYS], done))
+
+    def reserve(self, namespace: bytes, keys: tuple[bytes, ...]) -> int | None:
+        return self.ask(wire.Reserve(self._next(), self._life, namespace, keys[: wire.MAX_KEYS]))
+
+    def count(self) -> int | None:
+        return self.ask(wire.Ask(self._next()))
+
+    def purge(self, namespace: bytes) -> int | None:
+        return self.ask(wire.Purge(self._next(), namespace))
+
+    def release(self, lease: int, bad: tuple[int, ...] = ()) -> None:
+        """Goes with the next question, or with `flush`: waking the member for it alone would cost as much as asking."""
+        if bad:
+            self._send(wire.Release(self._life, (lease,), bad))
+        elif lease:
+            self._done.append(lease)
+            if len(self._done) >= _UNSENT_RELEASES:
+                self.flush()
+
+    def flush(self) -> None:
+        if self._done:
+            self._send(wire.Release(self._life, self._take_done()))
+
+    def _take_done(self) -> tuple[int, ...]:
+        done, self._done = tuple(self._done), []
+        return done
+
+    def commit(self, ticket: int, written: list[tuple[int, int, int]], form: int) -> None:
+        """`written`: slot, checksum and bytes of each block."""
+        if ticket:
+            slots, checksums, sizes = zip(*written, strict=True) if written else ((), (), ())
+            self.tell(wire.Commit(self._life, ticket, slots, checksums, sizes, form))
+
+    def ask(self, question: wire.Open | wire.Lookup | wire.Reserve | wire.Ask | wire.Purge) -> int | None:
+        """The question's number, or None when it cannot be sent."""
+        return question.number if self.tell(question) else None
+
+    def answer(self, number: int | None, kind: type[AnswerT]) -> AnswerT | None:
+        """The answer to a question. None: not in time, and the member is absent until it shows up again."""
+        deadline_s = time.monotonic() + self._wait_s
+        while number is not None and (left_s := deadline_s - time.monotonic()) > 0:
+            heard = self._hear(left_s)
+            if heard is None:
+                break
+            if heard.number == number:
+                return heard if isinstance(heard, kind) and self._of_our_arena(heard) else None
+            self._give_up(heard)
+        self._is_there, self._is_late = False, self._socket is not None
+        return None
+
+    def tell(self, question: wire.Question) -> bool:
+        self.flush()
+        return self._send(question)
+
+    def _send(self, question: wire.Question) -> bool:
+        if self._socket is None:
+            return False
+        try:
+            self._socket.send(wire.encode(question))
+        except BlockingIOError:  # it does not read: stopped, or drowning
+            self._is_there, self._is_late = False, True
+            return False
+        except OSError:
+            self.close()
+            return False
+        return True
+
+    def _of_our_arena(self, heard: wire.Answer) -> bool:
+        """A member that made its arena anew is opened anew, next time; its slots are not those of our map."""
+        if not isinstance(heard, (wire.Found, wire.Granted)) or (self.arena and heard.nonce == self.arena.nonce):
+            return True
+        self._give_up(heard)
+        self._is_there, self._ask_again_s = False, 0.0
+        return False
+
+    def _hear_late(self) -> None:
+        while (heard := self._hear(0.0)) is not None:
+            self._give_up(heard)
+
+    def _give_up(self, heard: wire.Answer) -> None:
+        """An answer nobody waits for any more. What it gives is given back; a sign of life is welcome."""
+        match heard:
+            case wire.Found(lease=lease):
+                self.release(lease)
+            case wire.Granted(ticket=ticket):
+                self.commit(ticket, [], 0)
+            case wire.Opened():
+                self._attach(heard)
+
+    def _hear(self, wait_s: float) -> wire.Answer | None:
+        if self._socket is None:
+            return None
+        try:
+            if not self._readable.poll(math.ceil(wait_s * 1e3)):
+                return None
+            num_bytes = self._socket.recv_into(self._heard)
+            if num_bytes:
+                return wire.decode_answer(self._heard[:num_bytes])
+        except (OSError, msgspec.DecodeError):
+            pass  # dead, or not speaking our language: the same to us
+        self.close()
+        return None
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number

@@ -1,0 +1,266 @@
+"""A cache member's process: owns one arena and the index of its blocks, answers small messages, copies nothing.
+
+receive → ask the index → write the headers that changed → answer. Headers before answers: who is told of a slot finds
+it as it was told, and a member that is killed in between has promised nothing that its next life does not know.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from tripool.cache import wire
+from tripool.cache.arena import MAX_WORKER_NAME_BYTES, Arena
+from tripool.cache.index import PoolIndex
+from tripool.cache.records import Written
+from tripool.config import CacheConfig
+from tripool.messages import Life, Reaped, Suspect
+
+LOOK_AROUND_S = 0.5
+"""How often an idle member looks whether its parent is still there."""
+_WAITING_PEERS = 128
+_TOLD_NAMESPACES = 1000
+"""The largest ones: an answer must fit into one message."""
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group of a peer."""
+
+
+class Member:
+    """Knows nothing of sockets: `answer` takes and gives bytes."""
+
+    def __init__(self, folder: Path, life: Life, config: CacheConfig) -> None:
+        self._life, self._write_s = life, config.write_s
+        path = folder / f"{life.worker}.arena"
+        left = Arena.reopen(path, config.slot_bytes, config.num_slots)
+        self.arena = left or Arena.create(path, config.slot_bytes, config.num_slots)
+        self.index = PoolIndex(
+            config.num_slots,
+            lease_s=config.lease_s,
+            write_s=config.write_s,
+            namespace_slots=config.namespace_slots,
+            # Above every number of every earlier life, so that what was meant for those does nothing here.
+            first_number=time.time_ns(),
+        )
+        if left is not None:
+            self.index.restore(left.records())
+        self._write_headers()
+        self._num_strange = 0
+        self._last_reserve: dict[Life, int] = {}
+        """Number of each writer's latest reservation."""
+
+    def answer(self, data: bytes | memoryview, now_s: float, lives: set[Life]) -> bytes | None:
+        """The reply to one message, if it wants one. What cannot be read is counted and dropped.
+
+        `lives` collects those in whose name something was asked: they are lost when their line is.
+        """
+        try:
+            question = wire.decode_question(data)
+        except msgspec.DecodeError:
+            self._num_strange += 1
+            return None
+        if isinstance(question, (wire.Lookup, wire.Reserve)):
+            lives.add(question.life)
+        reply = self._reply(question, now_s)
+        self._write_headers()
+        return None if reply is None else wire.encode(reply)
+
+    def expire(self, now_s: float) -> None:
+        self.index.expire(now_s)
+        self._write_headers()
+
+    def lost(self, life: Life) -> None:
+        self.index.lost(life)
+        self._write_headers()
+
+    def _reply(self, question: wire.Question, now_s: float) -> wire.Answer | None:
+        match question:
+            case wire.Lookup():
+                return self._look_up(question, now_s)
+            case wire.Release(life, leases, bad):
+                for lease in leases:
+                    self.index.release(lease, life, bad)
+            case wire.Reserve():
+                return self._reserve(question, now_s)
+            case wire.Commit():
+                self._commit(question)
+            case wire.Open(number, _, life):
+                # Not if it came by an old line and the same life has reserved by a new one since.
+                if number > self._last_reserve.get(life, 0):
+                    self.index.at_rest(life)
+                return wire.Opened(
+                    number, wire.PROTOCOL, self._life, self.arena.path.name, self.arena.nonce, self._write_s
+                )
+            case wire.Ask(number):
+                return self._told(number)
+            case wire.Purge(number, namespace):
+                return wire.Purged(number, self.index.purge(namespace))
+            case Suspect(life):
+                self.index.lost(life)
+            case Reaped(life):
+                self._last_reserve.pop(life, None)
+                self.index.reaped(life)
+        return None
+
+    def _look_up(self, question: wire.Lookup, now_s: float) -> wire.Found:
+        for lease in question.done:
+            self.index.release(lease, question.life)
+        hit = self.index.lookup(question.keys, question.life, question.namespace, now_s)
+        return wire.Found(
+            question.number,
+            self.arena.nonce,
+            hit.lease,
+            tuple(block.slot for block in hit.blocks),
+            tuple(block.checksum for block in hit.blocks),
+            tuple(block.num_bytes for block in hit.blocks),
+            tuple(block.form for block in hit.blocks),
+        )
+
+    def _reserve(self, question: wire.Reserve, now_s: float) -> wire.Granted | None:
+        if len(question.life.worker.encode()) > MAX_WORKER_NAME_BYTES:  # its header could not say whose the slot is
+            self._num_strange += 1
+            return None
+        self._last_reserve[question.life] = question.number
+        grant = self.index.reserve(question.keys, question.life, question.namespace, now_s)
+        return wire.Granted(question.number, self.arena.nonce, grant.ticket, grant.positions, grant.slots)
+
+    def _commit(self, told: wire.Commit) -> None:
+        columns = zip(told.slots, told.checksums, told.sizes, strict=False)
+        limit = self.arena.slot_bytes
+        written = [Written(slot, checksum, size, told.form) for slot, checksum, size in columns if size <= limit]
+        self.index.commit(told.ticket, told.life, written)
+
+    def _told(self, number: int) -> wire.Told:
+        index, counters = self.index, self.index.counters
+        return wire.Told(
+            number=number,
+            slot_bytes=self.arena.slot_bytes,
+            num_slots=index.num_slots,
+            free=index.num_free,
+            reserved=index.num_reserved,
+            fenced=index.num_fenced,
+            committed=index.num_committed,
+            leases=index.num_leases,
+            hits=counters.hits,
+            misses=counters.misses,
+            evicted=counters.evicted,
+            bad=counters.bad,
+            expired_leases=counters.expired_leases,
+            strange_messages=self._num_strange,
+            held=dict(Counter(index.held).most_common(_TOLD_NAMESPACES)),
+        )
+
+    def _write_headers(self) -> None:
+        for slot, record in self.index.take_changes():
+            self.arena.write_header(slot, record)
+
+
+@dataclass(slots=True)
+class _Line:
+    socket: socket.socket
+    lives: set[Life] = field(default_factory=set)
+
+
+class Door:
+    """The member's sockets: whoever knocks is heard, as long as it is of the same user."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._path.unlink(missing_ok=True)  # an earlier life's; the arena's lock says that it is over
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(path))
+        self._listener.listen(_WAITING_PEERS)
+        self._listener.setblocking(False)
+        self._lines: dict[int, _Line] = {}
+        # Kept: a fresh buffer of this size for every message would cost more than the message.
+        self._heard = memoryview(bytearray(wire.MAX_MESSAGE_BYTES))
+        self._ready = select.epoll()
+        self._ready.register(self._listener, select.EPOLLIN)
+
+    def serve(self, member: Member, wake: socket.socket, still_wanted: Callable[[], bool]) -> None:
+        """Answer until something arrives on `wake`, or nobody wants us any more."""
+        self._ready.register(wake, select.EPOLLIN)
+        looked_s = time.monotonic()
+        while True:
+            deadline_s, now_s = member.index.next_deadline_s, time.monotonic()
+            wait_s = LOOK_AROUND_S if deadline_s is None else min(LOOK_AROUND_S, max(0.0, deadline_s - now_s))
+            ready = self._ready.poll(wait_s)
+            now_s = time.monotonic()
+            if now_s >= looked_s + LOOK_AROUND_S:
+                looked_s = now_s
+                if not still_wanted():
+                    return
+            member.expire(now_s)
+            for fd, _ in ready:
+                if fd == wake.fileno():
+                    return
+                if fd == self._listener.fileno():
+                    self._accept()
+                else:
+                    self._answer(member, self._lines[fd], now_s)
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
+        for line in self._lines.values():
+            line.socket.close()
+        self._listener.close()
+        self._ready.close()
+
+    def _accept(self) -> None:
+        try:
+            peer, _ = self._listener.accept()
+        except OSError:  # it has gone again
+            return
+        _, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if uid != os.geteuid():
+            peer.close()
+            return
+        peer.setblocking(False)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wire.MAX_MESSAGE_BYTES)
+        self._lines[peer.fileno()] = _Line(peer)
+        self._ready.register(peer, select.EPOLLIN)
+
+    def _answer(self, member: Member, line: _Line, now_s: float) -> None:
+        """One message: a busy peer takes turns with the others."""
+        try:
+            num_bytes = line.socket.recv_into(self._heard)
+            if num_bytes:
+                reply = member.answer(self._heard[:num_bytes], now_s, line.lives)
+                if reply is not None:
+                    line.socket.send(reply)
+                return
+        except BlockingIOError:
+            return  # it does not read its answers; those are its own loss
+        except OSError:
+            pass
+        for life in line.lives:
+            member.lost(life)
+        del self._lines[line.socket.fileno()]
+        self._ready.unregister(line.socket)
+        line.socket.close()
+
+
+def run_member(folder: Path, life: Life, config: CacheConfig) -> None:
+    """The whole process: ends, and takes its arena with it, at SIGTERM, SIGINT or its parent's death."""
+    parent = os.getppid()
+    wake, waker = socket.socketpair()
+    with wake, waker:
+        waker.setblocking(False)
+        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)
+        member = Member(folder, life, config)
+        door = Door(wire.address(folder, life.worker))
+        door.serve(member, wake, lambda: os.getppid() == parent)
+        door.close()
+        member.arena.remove()
+        signal.set_wakeup_fd(-1)

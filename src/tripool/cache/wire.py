@@ -1,0 +1,180 @@
+"""Messages of the cache pool: small questions and answers; the blocks themselves travel through shared memory.
+
+| from | to | messages |
+|---|---|---|
+| peer | member | Open, Lookup, Release, Reserve, Commit, Ask, Purge |
+| member | peer | Opened, Found, Granted, Told, Purged |
+| supervisor | member | Suspect, Reaped (see `tripool.messages`) |
+
+Questions carry a number and answers repeat it: an answer that comes too late for its question is recognised. Release
+and Commit are not answered. `nonce` names the arena that slots are of: one that was made anew has another.
+
+One datagram of a local socket (SOCK_SEQPACKET) per message, not ZeroMQ: a look-up is most of what a small hit costs,
+and ZeroMQ's two more threads on the way make it several times slower. Arenas are mapped, so members and peers are on
+one machine anyway. When a peer dies its line closes, and its leases end at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from tripool.messages import Life, Reaped, Suspect
+
+PROTOCOL = 1
+KEY_BYTES = 16
+MAX_KEYS = 4096
+"""Of one question: a context of 256 K tokens with one member."""
+MAX_MESSAGE_BYTES = 2**18
+
+Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Small = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+# ---- peer to member ----------------------------------------------------------------------------------------------
+
+
+class Open(_Message, frozen=True):
+    """Where is your arena? First question to a member, and again whenever it has been away.
+
+    Who asks is writing nothing: what it had reserved, perhaps in answers that were lost, is free.
+    """
+
+    number: int
+    protocol: int
+    life: Life
+
+
+class Lookup(_Message, frozen=True):
+    number: int
+    life: Life
+    namespace: Key
+    keys: tuple[Key, ...]
+    done: tuple[int, ...] = ()
+    """Leases that are not needed any more."""
+
+
+class Release(_Message, frozen=True):
+    life: Life
+    leases: tuple[int, ...]
+    bad: tuple[int, ...] = ()
+    """Slots of theirs whose bytes did not fit their checksums."""
+
+
+class Reserve(_Message, frozen=True):
+    number: int
+    life: Life
+    namespace: Key
+    keys: tuple[Key, ...]
+
+
+class Commit(_Message, frozen=True):
+    """Done with all slots of a ticket; those not listed were not written."""
+
+    life: Life
+    ticket: int
+    slots: tuple[int, ...] = ()
+    checksums: tuple[Natural, ...] = ()
+    sizes: tuple[Small, ...] = ()
+    form: Small = 0
+
+
+class Ask(_Message, frozen=True):
+    number: int
+
+
+class Purge(_Message, frozen=True):
+    number: int
+    namespace: Key
+
+
+# ---- member to peer ----------------------------------------------------------------------------------------------
+
+
+class Opened(_Message, frozen=True):
+    number: int
+    protocol: int
+    member: Life
+    arena: str
+    """File name in the folder that pool and peers share."""
+    nonce: int
+    write_s: float
+    """How long a writer has from reservation to commit."""
+
+
+class Found(_Message, frozen=True):
+    """Columns: one entry per block of the prefix."""
+
+    number: int
+    nonce: int
+    lease: int
+    slots: tuple[int, ...]
+    checksums: tuple[int, ...]
+    sizes: tuple[int, ...]
+    forms: tuple[int, ...]
+
+
+class Granted(_Message, frozen=True):
+    number: int
+    nonce: int
+    ticket: int
+    positions: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+class Told(_Message, frozen=True):
+    number: int
+    slot_bytes: int
+    num_slots: int
+    free: int
+    reserved: int
+    fenced: int
+    """Of the reserved ones: those of late or lost writers."""
+    committed: int
+    leases: int
+    hits: int
+    misses: int
+    evicted: int
+    bad: int
+    expired_leases: int
+    strange_messages: int
+    held: dict[bytes, int]
+    """Slots in use by `namespace_tag`, of the largest namespaces."""
+
+
+class Purged(_Message, frozen=True):
+    number: int
+    num_blocks: int
+
+
+Question = Open | Lookup | Release | Reserve | Commit | Ask | Purge | Suspect | Reaped
+Answer = Opened | Found | Granted | Told | Purged
+
+_encoder = msgspec.msgpack.Encoder()
+_questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def address(folder: Path, member: str) -> Path:
+    """Where a member listens: beside its arena."""
+    return folder / f"{member}.sock"
+
+
+def encode(message: Question | Answer) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_question(data: bytes | memoryview) -> Question:
+    """Raises msgspec.DecodeError (ValidationError included) on anything else."""
+    return _questions.decode(data)
+
+
+def decode_answer(data: bytes | memoryview) -> Answer:
+    return _answers.decode(data)
