@@ -168,3 +168,20 @@ def test_cancel_gives_everything_back_at_once(parts, tokenizer):
     assert not engine.busy
     assert engine.scheduler.pool.num_held == 0
     assert engine.step() == []
+
+
+def test_what_was_started_and_what_runs_is_told(parts, tokenizer):
+    engine = make_engine(parts, max_running=2)
+    for request in make_requests(tokenizer, 3, max_tokens=3):
+        engine.add(request)
+    assert (engine.stats().running, engine.stats().waiting, engine.stats().kv_usage) == (0, 3, 0.0)
+    engine.step()
+    assert engine.started == ["0", "1"]
+    assert (engine.stats().running, engine.stats().waiting) == (2, 1)
+    assert 0 < engine.stats().kv_usage <= 1
+    started = []
+    while engine.busy:
+        engine.step()
+        started += engine.started
+    assert started == ["2"]
+    assert engine.stats().kv_usage == 0.0

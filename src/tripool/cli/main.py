@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
-from tripool.cli import chat, generate, models, serve, version
+from tripool.cli import bench, cache_member, chat, gateway, generate, models, serve, simulate, status, version, worker
 from tripool.cli.options import Load
 from tripool.cli.terminal import load_model, print_error
 from tripool.errors import TripoolError
@@ -24,7 +24,9 @@ def create_cli(load: Load = load_model) -> typer.Typer:
     )
     for verb in (serve, chat, generate):
         verb.register(app, load)
-    models.register(app)
+    bench.register(app)
+    for plain in (models, simulate, status, worker, gateway, cache_member):
+        plain.register(app)
     version.register(app)
     return app
 

@@ -5,11 +5,15 @@ whoever needs a block may take those of the youngest holder, unless that is itse
 
 A sequence may have a draft, a guess at its next token (`propose`). It runs as a second row if there is room that nobody
 has to give up. After `settle`, `verify` says whether it came true: then its row is settled like any other.
+
+Over two processes a sequence changes hands with its blocks' contents. Where it leaves: `detach` takes it out of the
+batch with its blocks held, `release` gives them back once they are copied. Where it arrives: `adopt` holds blocks for
+it, `start` puts it into the batch once they are filled. Neither kind can be preempted, and both soon become another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 from tripool.cache import BlockPool
@@ -31,6 +35,12 @@ class Scheduler:
         self.pool = BlockPool(config.num_blocks)
         self.prefill = PrefillScheduler(config, self.pool, model)
         self.decode = DecodeScheduler()
+        self.arriving: list[Seq] = []
+        """Adopted, their blocks being filled."""
+        self.detached: list[Seq] = []
+        """On their way to another process, their blocks being copied."""
+        self.kept: list[list[int]] = []
+        """Blocks that no sequence holds, while they are copied from or to the cache pool."""
         self._requests: dict[str, list[Seq]] = {}
         self._next_order = 0
         self.num_preemptions = 0
@@ -39,10 +49,20 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        return bool(self._requests)
+        """Whether anything may be computed; what only arrives or leaves is not."""
+        return bool(self.decode.running or self.prefill.running or self.prefill.waiting)
 
-    def add(self, request: Request, guides: Sequence[Guide] | None = None) -> None:
-        """`guides`: one per choice, when the answers must have a structure."""
+    def add(
+        self,
+        request: Request,
+        guides: Sequence[Guide] | None = None,
+        answered: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        """`answered`: the choices that are still open, with what is known of each; all of them, without a token, when
+        not given. Known tokens are computed again, never chosen again.
+
+        `guides`: one per open choice, after its known tokens, when the answers must have a structure.
+        """
         room = self.context_tokens - len(request.prompt_ids)
         if not request.prompt_ids:
             raise InvalidRequest("the prompt holds no token", hint="send some text", param="prompt")
@@ -51,21 +71,95 @@ class Scheduler:
             raise ContextOverflow(f"the prompt has {len(request.prompt_ids)} tokens", hint=hint, param="prompt")
         if request.id in self._requests:
             raise InvalidRequest(f"request id '{request.id}' is in use", param="request_id")
-        max_new_tokens = min(request.params.max_tokens or room, room)
         leader: Seq | None = None
-        for choice in range(request.params.n):
-            seq = Seq(request, choice, self._next_order, max_new_tokens, list(request.prompt_ids), leader=leader)
-            seq.guide = guides[choice] if guides is not None else None
+        known: Mapping[int, Sequence[int]] = answered or dict.fromkeys(range(request.params.n), ())
+        seqs = [self._new(request, choice, tokens) for choice, tokens in known.items()]
+        for position, seq in enumerate(seqs):
+            seq.leader = leader
+            seq.guide = guides[position] if guides is not None else None
             leader = leader or seq
-            self._next_order += 1
             self._requests.setdefault(request.id, []).append(seq)
             self.prefill.add(seq)
+
+    def detach(self, request_id: str, choice: int) -> Seq:
+        """Take a sequence that has just answered out of the batch; it keeps its blocks until `release`."""
+        seq = next(seq for seq in self.decode.running if (seq.request.id, seq.choice) == (request_id, choice))
+        self.decode.remove(seq)
+        seq.draft = None
+        self.detached.append(seq)
+        return seq
+
+    def release(self, seq: Seq) -> None:
+        """A detached sequence is copied, and no longer ours. Its full blocks stay findable until the room is needed."""
+        assert seq in self.detached
+        self._drop(seq)
+        self._forget(seq)
+
+    def can_adopt(self, num_tokens: int, num_shared: int = 0) -> bool:
+        """Whether there is room for a sequence of so many tokens. Whoever was preempted is older and goes first."""
+        slots = self._config.max_running - len(self.decode.running) - len(self.prefill.running) - len(self.arriving)
+        need = num_tokens // self._config.block_tokens + 1 - num_shared
+        return slots > 0 and not self.prefill.waiting and self.pool.can_allocate(need)
+
+    def adopt(
+        self,
+        request: Request,
+        choice: int,
+        answer: Sequence[int],
+        num_computed: int,
+        *,
+        num_cached: int = 0,
+        guide: Guide | None = None,
+        shared: Sequence[int] = (),
+    ) -> Seq | None:
+        """Blocks for a sequence that was computed elsewhere up to its newest token; None while there is no room.
+
+        `shared`: its leading full blocks that another sequence holds here. The caller fills the others, then `start`s
+        it.
+        """
+        assert num_computed == len(request.prompt_ids) + len(answer) - 1 >= len(request.prompt_ids)
+        assert len(shared) <= num_computed // self._config.block_tokens
+        if not self.can_adopt(num_computed + 1, len(shared)):
+            return None
+        seq = self._new(request, choice, answer)
+        self.pool.acquire(shared)
+        seq.table.extend(shared)
+        need = len(seq.tokens) // self._config.block_tokens + 1 - len(shared)
+        seq.table.extend(self.pool.allocate(need, after=shared[-1] if shared else None))
+        seq.num_computed, seq.num_cached, seq.guide = num_computed, num_cached, guide
+        self._requests.setdefault(request.id, []).append(seq)
+        self.arriving.append(seq)
+        return seq
+
+    def start(self, seq: Seq) -> None:
+        """An adopted sequence's blocks are filled: it runs from the next step on."""
+        self.arriving.remove(seq)
+        self.decode.admit(seq)
+        self._publish(seq)
 
     def cancel(self, request_id: str) -> None:
         """Give everything back at once. Unknown or finished ids are fine: a cancel may cross the last token."""
         for seq in self._requests.pop(request_id, []):
             if seq.finish is None:
                 self._retire(seq, "abort")
+
+    def keep(self, keys: Sequence[bytes]) -> list[int]:
+        """Hold the blocks of the longest known prefix until `let_go`."""
+        blocks = self.pool.match(keys)
+        self.pool.acquire(blocks)
+        self.kept.append(blocks)
+        return blocks
+
+    def keep_more(self, blocks: list[int], count: int) -> None:
+        """Append blocks to be filled, as many of `count` as are free."""
+        blocks.extend(self.pool.allocate(min(count, self.pool.num_free), after=blocks[-1] if blocks else None))
+
+    def let_go(self, blocks: list[int], keys: Sequence[bytes]) -> None:
+        """Those that have a key are full, and stay findable under it."""
+        self.kept = [kept for kept in self.kept if kept is not blocks]
+        for block, key in zip(blocks, keys, strict=False):
+            self.pool.publish(block, key)
+        self.pool.release(blocks)
 
     def schedule(self) -> list[Task]:
         tasks: dict[int, Task] = {}
@@ -75,7 +169,7 @@ class Scheduler:
 
         for task in self.decode.plan(grow):
             tasks[task.seq.order] = task
-        slots = self._config.max_running - len(self.decode.running) - len(self.prefill.running)
+        slots = self._config.max_running - len(self.decode.running) - len(self.prefill.running) - len(self.arriving)
         budget = self._config.step_tokens - len(tasks)
         # Drafts have their rows before prompts, but leave them one, and their blocks after everybody else.
         drafting = [task for task in tasks.values() if task.seq.draft is not None][: budget - 1]
@@ -122,16 +216,24 @@ class Scheduler:
             seq.draft = draft
 
     def holders(self) -> Iterator[Seq]:
+        """Those in the batch, whose blocks an older one may take."""
         return chain(self.decode.running, self.prefill.running)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Known tokens that are not computed yet."""
+        return sum(len(seq.tokens) - seq.num_computed for seq in chain(self.prefill.waiting, self.prefill.running))
 
     def check(self) -> None:
         """The invariants: every block has its owner, every open sequence is in one place, nothing else is held."""
-        self.pool.check(seq.table for seq in self.holders())
-        placed = [seq.order for seq in chain(self.holders(), self.prefill.waiting)]
+        moving = [*self.arriving, *self.detached]
+        self.pool.check(chain((seq.table for seq in chain(self.holders(), moving)), self.kept))
+        placed = [seq.order for seq in chain(self.holders(), moving, self.prefill.waiting)]
         live = [s.order for seqs in self._requests.values() for s in seqs if s.finish is None]
         assert sorted(placed) == sorted(live), "a sequence is lost or in two places"
-        assert len(self.decode.running) + len(self.prefill.running) <= self._config.max_running
-        for seq in self.holders():
+        num_running = len(self.decode.running) + len(self.prefill.running) + len(self.arriving)
+        assert num_running <= self._config.max_running
+        for seq in chain(self.holders(), moving):
             assert len(seq.table) * self._config.block_tokens >= seq.num_computed, "computed beyond its blocks"
             assert seq.num_computed < len(seq.tokens), "computed beyond what is known"
             assert seq.num_published * self._config.block_tokens <= seq.num_computed, "published what is not computed"
@@ -149,8 +251,7 @@ class Scheduler:
         finish = _finish_reason(seq)
         if finish is not None:
             self._retire(seq, finish)
-            if all(other.finish for other in self._requests[seq.request.id]):
-                del self._requests[seq.request.id]
+            self._forget(seq)
         elif seq in self.prefill.running:
             self.prefill.remove(seq)
             self.decode.admit(seq)
@@ -208,13 +309,34 @@ class Scheduler:
         self.num_preemptions += 1
         self.prefill.add(seq)
 
+    def _new(self, request: Request, choice: int, answer: Sequence[int]) -> Seq:
+        room = self.context_tokens - len(request.prompt_ids)
+        max_new_tokens = min(request.params.max_tokens or room, room)
+        if len(answer) >= max_new_tokens:
+            raise InvalidRequest(f"choice {choice} has {len(answer)} of at most {max_new_tokens} tokens already")
+        seq = Seq(request, choice, self._next_order, max_new_tokens, [*request.prompt_ids, *answer])
+        self._next_order += 1
+        return seq
+
     def _retire(self, seq: Seq, finish: FinishReason) -> None:
         self._drop(seq)
         seq.finish = finish
 
+    def _forget(self, seq: Seq) -> None:
+        """One choice less; with the last one the request."""
+        seqs = self._requests[seq.request.id]
+        seqs.remove(seq)
+        if not seqs:
+            del self._requests[seq.request.id]
+
     def _drop(self, seq: Seq) -> None:
         """Out of its queue, blocks back to the pool."""
-        (self.decode if seq in self.decode.running else self.prefill).remove(seq)
+        for queue in (self.decode.running, self.arriving, self.detached):
+            if seq in queue:
+                queue.remove(seq)
+                break
+        else:
+            self.prefill.remove(seq)
         self.pool.release(seq.table)
         seq.table = []
         seq.num_published = 0

@@ -1,0 +1,279 @@
+"""What the gateway drives: requests and messages in, messages and tokens out, every wait bounded. Pure.
+
+`submit`, `cancel`, `receive`, `drain` and `tick` take the time and return what is to be done, in order. Call `tick`
+every few tens of milliseconds.
+
+A worker is trusted from its Hello until it is silent, leaves or is reaped. A Hello says that its sender holds nothing:
+whatever was placed on that life before is placed again. Whoever is no longer trusted gets no answer, so that it hears
+silence, drops everything and says Hello by itself, if nobody has ended it by then.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from tripool.config import RouterConfig
+from tripool.core import Request
+from tripool.errors import InvalidRequest, NoWorkers, Overloaded, TripoolError, error_of
+from tripool.messages import (
+    PROTOCOL,
+    Adopted,
+    AnyMessage,
+    Cancel,
+    Drain,
+    Hello,
+    Left,
+    Life,
+    Packed,
+    Pulse,
+    Reaped,
+    Refused,
+    Release,
+    Role,
+    Suspect,
+    Tokens,
+    Welcome,
+)
+from tripool.router.ledger import ChoiceState, Entry, Gap, Lease, Stage
+from tripool.router.outputs import Emit, Fail, Output, Send, ToSupervisor
+from tripool.router.placing import Placing, Rate
+from tripool.router.view import Member
+
+
+class Coordinator:
+    def __init__(self, config: RouterConfig, *, gateway_epoch: int) -> None:
+        self._config = config
+        self._welcome = Welcome(gateway_epoch, config.pulse_s)
+        self._placing = Placing(config)
+        self.ledger = self._placing.ledger
+        self.view = self._placing.view
+        self._alarms: list[tuple[float, str, int]] = []
+        """When to look at a life (worker, epoch) again."""
+        self._suspected: dict[Life, float] = {}
+        self._newest: dict[str, int] = {}
+        """Epoch of the newest life that each worker has had."""
+        self._over: dict[str, int] = {}
+        """Epoch up to which a worker's lives have ended for certain."""
+        self._rate = Rate()
+
+    # ---- what a gateway calls ---------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, now_s: float) -> list[Output]:
+        """Raises InvalidRequest for an id in use; every other refusal is a Fail."""
+        if self.ledger.get(request.id) is not None:
+            raise InvalidRequest(f"request id '{request.id}' is in use", param="request_id")
+        waiting = self.ledger.waiting_tokens
+        excess = waiting + len(request.prompt_ids) + request.params.n - self._config.queue_tokens
+        if waiting and excess > 0:
+            retry_s = self._rate.seconds_for(excess)
+            hint = f"try again in about {retry_s:.0f} s"
+            error = Overloaded(f"{waiting} tokens are waiting already", hint=hint, retry_after_s=retry_s)
+            self._placing.out.append(Fail(request.id, error))
+        else:
+            entry = self.ledger.open(request, now_s)
+            self._placing.enqueue(entry, entry.choices, now_s)
+        return self._settle(now_s)
+
+    def cancel(self, request_id: str, now_s: float) -> list[Output]:
+        """The client is gone or has enough. Unknown and finished requests are fine."""
+        entry = self.ledger.get(request_id)
+        if entry is not None:
+            self._placing.drop(entry)
+        return self._settle(now_s)
+
+    def receive(self, message: AnyMessage, now_s: float) -> list[Output]:
+        """From a worker or the supervisor, in the order in which each sent them."""
+        match message:
+            case Tokens():
+                self._tokens(message, now_s)
+            case Pulse():
+                self._pulse(message, now_s)
+            case Packed():
+                self._packed(message, now_s)
+            case Adopted():
+                self._adopted(message, now_s)
+            case Refused():
+                self._refused(message, now_s)
+            case Hello():
+                self._hello(message, now_s)
+            case Left() | Reaped():
+                life = message.life
+                self._over[life.worker] = max(self._over.get(life.worker, 0), life.epoch)
+                self._lose(life, now_s)
+            case _:
+                raise AssertionError(f"a gateway is not sent {type(message).__name__}")
+        return self._settle(now_s)
+
+    def drain(self, life: Life, now_s: float) -> list[Output]:
+        """No new work for this worker. Its streams go on elsewhere if there is another; else it finishes them."""
+        member = self.view.get(life)
+        if member is not None and not member.draining:
+            self._drain(member, now_s)
+            self._placing.out.append(Send(life, Drain()))
+        return self._settle(now_s)
+
+    def tick(self, now_s: float) -> list[Output]:
+        """Look at the clock: deadlines of requests, silence of workers."""
+        for entry, choice in self.ledger.overdue(now_s):
+            self._overdue(entry, choice, now_s)
+        while self._alarms and self._alarms[0][0] <= now_s:
+            _, worker, epoch = heappop(self._alarms)
+            life = Life(worker, epoch)
+            member = self.view.get(life)
+            if member is None:
+                continue
+            due_s = min(member.heard_s + self._config.silence_s, member.progress_s + self._config.stall_s)
+            if due_s > now_s:
+                heappush(self._alarms, (due_s, worker, epoch))
+            else:
+                self._suspected[life] = now_s
+                self._placing.lose(life, now_s)
+                self._placing.out.append(ToSupervisor(Suspect(life)))
+        return self._settle(now_s)
+
+    def check(self, now_s: float | None = None) -> None:
+        """The invariants, at length. With the time: nothing is past its deadline (after a tick)."""
+        self._placing.check(now_s)
+        watched = {(worker, epoch) for _, worker, epoch in self._alarms}
+        for member in self.view:
+            assert member.life.epoch > self._over.get(member.life.worker, 0), "a life that is over is trusted"
+            assert member.life not in self._suspected, "a suspected life is trusted"
+            assert (member.life.worker, member.life.epoch) in watched, "nobody watches a worker"
+
+    def _settle(self, now_s: float) -> list[Output]:
+        self._placing.pump(now_s)
+        out, self._placing.out = self._placing.out, []
+        return out
+
+    # ---- workers come and go ----------------------------------------------------------------------------------------
+
+    def _hello(self, hello: Hello, now_s: float) -> None:
+        life, worker = hello.life, hello.life.worker
+        if hello.protocol != PROTOCOL or hello.role == "cache" or life.epoch <= self._over.get(worker, 0):
+            return
+        suspected_s = self._suspected.get(life)
+        if suspected_s is not None and now_s < suspected_s + self._config.distrust_s:
+            return
+        newest = self._newest.get(worker, life.epoch)
+        if life.epoch < newest:
+            return
+        # The same life again holds nothing. Nobody starts a worker's next life before the last one is over.
+        self._lose(Life(worker, newest), now_s)
+        self._suspected.pop(life, None)
+        self._newest[worker] = life.epoch
+        self.view.add(hello, now_s)
+        heappush(self._alarms, (now_s + self._config.silence_s, worker, life.epoch))
+        self._placing.out.append(Send(life, self._welcome))
+
+    def _pulse(self, pulse: Pulse, now_s: float) -> None:
+        life = pulse.life
+        if life not in self.view:
+            return  # it hears silence, and will say Hello
+        member = self.view.heard(pulse, now_s)
+        self._placing.out.append(Send(life, self._welcome))
+        if member.draining:
+            self._placing.out.append(Send(life, Drain()))  # again: the first may have been lost
+        idle_s = now_s - max(member.idle_s, member.placed_s) if member.idle_s is not None else 0.0
+        if member.num_placed and idle_s > self._config.silence_s:
+            # It has had nothing for longer than anything can be on its way: what we sent, or its answer, was lost.
+            for request_id, placement in self.ledger.placements_at(life):
+                self._placing.cancel_placement(request_id, placement, now_s, lost=True)
+
+    def _lose(self, life: Life, now_s: float) -> None:
+        self._suspected.pop(life, None)
+        if life in self.view:
+            self._placing.lose(life, now_s)
+
+    def _drain(self, member: Member, now_s: float) -> None:
+        self.view.drain(member.life)
+        if member.hello.role == "decode" and self.view.num_ready("decode"):
+            for request_id, placement in self.ledger.placements_at(member.life):
+                self._placing.cancel_placement(request_id, placement, now_s, lost=False)
+
+    # ---- what workers say about requests ----------------------------------------------------------------------------
+
+    def _tokens(self, message: Tokens, now_s: float) -> None:
+        life = message.life
+        for stamped in message.events:
+            event, attempt = stamped.event, stamped.attempt
+            found = self.ledger.choice_of(life, event.request_id, attempt, event.choice)
+            if found is None:
+                self._stray(life, event.request_id, attempt)
+                continue
+            entry, choice = found
+            taken = self.ledger.take(entry, choice, event, now_s, self._config.token_s)
+            if isinstance(taken, Gap):
+                self._placing.cancel_placement(event.request_id, entry.placements[attempt], now_s, lost=True)
+            elif taken is not None:
+                self._placing.out.append(Emit(taken))
+                if choice.stage is Stage.TRANSFERRING:  # Adopted was lost
+                    self._placing.adopted(entry, choice, now_s)
+                if taken.finish_reason is not None:
+                    self._placing.done(entry, choice, now_s)
+
+    def _packed(self, message: Packed, now_s: float) -> None:
+        found = self.ledger.choice_of(message.life, message.request_id, message.attempt, message.choice)
+        if found is None:
+            if message.life in self.view:
+                self._placing.out.append(Send(message.life, Release(message.parcel.lease)))
+            return
+        entry, choice = found
+        placement = entry.placements[message.attempt]
+        if message.parcel.num_tokens != len(entry.request.prompt_ids) + len(choice.tokens) - 1:
+            # Its tokens were lost on the way. The parcel goes with the placement.
+            self._placing.cancel_placement(message.request_id, placement, now_s, lost=True)
+            return
+        self._rate.count(placement.weight_tokens / len(entry.choices), now_s)
+        self._placing.lift(entry, choice)
+        self.ledger.hold(entry, choice, Lease(message.life, message.attempt, message.parcel))
+        self._placing.pack(entry, choice, now_s)
+
+    def _adopted(self, message: Adopted, now_s: float) -> None:
+        found = self.ledger.choice_of(message.life, message.request_id, message.attempt, message.choice)
+        if found is None:
+            self._stray(message.life, message.request_id, message.attempt)
+        elif found[1].stage is Stage.TRANSFERRING:
+            self._placing.adopted(*found, now_s)
+
+    def _refused(self, message: Refused, now_s: float) -> None:
+        member = self.view.get(message.life)
+        if message.code == "draining" and member is not None and not member.draining:
+            self._drain(member, now_s)
+        found = self.ledger.find(message.life, message.request_id, message.attempt)
+        if found is None:
+            return
+        entry, placement = found
+        if message.final:
+            self._placing.fail(entry, error_of(message.code, message.message, message.hint))
+            return
+        choices = self._placing.choices_under(entry, placement)
+        for choice in choices:
+            choice.avoid = message.life
+        # A decode worker without room says nothing against the parcel; any other reason does.
+        keeps_parcel = message.code in ("overloaded", "draining")
+        void = message.life if placement.source is None else None if keeps_parcel else placement.source
+        self._placing.again(entry, choices, now_s, lost=message.code != "draining", void=void, rest=True)
+
+    def _stray(self, life: Life, request_id: str, attempt: int) -> None:
+        """A worker that we trust goes on with something that is nobody's: its Cancel was lost, or crosses this."""
+        if life in self.view:
+            self._placing.out.append(Send(life, Cancel(request_id, attempt)))
+
+    # ---- deadlines --------------------------------------------------------------------------------------------------
+
+    def _overdue(self, entry: Entry, choice: ChoiceState, now_s: float) -> None:
+        if choice.stage is Stage.RESTING:
+            self._placing.rested(entry, choice, now_s)
+        elif choice.stage is Stage.QUEUED:
+            self._placing.fail(entry, self._waited_for("prefill"))
+        elif choice.stage is Stage.PACKED:
+            self._placing.fail(entry, self._waited_for("decode"))
+        else:
+            placement = entry.placements[choice.attempt]
+            self._placing.cancel_placement(entry.request.id, placement, now_s, lost=True)
+
+    def _waited_for(self, role: Role) -> TripoolError:
+        waited = f"waited {self._config.queue_s:g} s for a {role} worker"
+        if self.view.num_ready(role):
+            return Overloaded(f"{waited} with room", hint="try again later", retry_after_s=self._config.queue_s)
+        return NoWorkers(waited, hint="is one running? see `tripool status`")

@@ -1,0 +1,324 @@
+"""The owner of every request: what its client has of each choice, where each choice is, and who holds what for it.
+
+| a choice is  | placement       | lease                    | ends by                                   |
+|--------------|-----------------|--------------------------|-------------------------------------------|
+| queued       | none            | none                     | a prefill worker with room                |
+| resting      | none            | at the prefill life, or none | its deadline: then it queues again    |
+| prefilling   | a prefill life  | none                     | Packed, or a first token that is the last |
+| packed       | none            | at the prefill life      | a decode worker with room                 |
+| transferring | a decode life   | at the prefill life      | Adopted, or a token that implies it       |
+| decoding     | a decode life   | none                     | its last token                            |
+| done         | none            | none                     |                                           |
+
+A placement is one Begin or one Adopt and has its own attempt number within the request. Whatever another process says
+is about a placement; if that is no longer the choice's own, it is dropped. Pure; sends nothing and chooses nobody.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from heapq import heappop, heappush
+
+from tripool.core import Request, TokenEvent
+from tripool.messages import Answered, Life, Parcel
+
+
+class Stage(Enum):
+    QUEUED = "queued"
+    RESTING = "resting"
+    PREFILLING = "prefilling"
+    PACKED = "packed"
+    TRANSFERRING = "transferring"
+    DECODING = "decoding"
+    DONE = "done"
+
+
+_WAITING = frozenset({Stage.QUEUED, Stage.RESTING, Stage.PREFILLING, Stage.PACKED, Stage.TRANSFERRING})
+_PLACED = frozenset({Stage.PREFILLING, Stage.TRANSFERRING, Stage.DECODING})
+_LEASED = frozenset({Stage.PACKED, Stage.TRANSFERRING})
+
+
+@dataclass(slots=True, eq=False)
+class Placement:
+    """One Begin or Adopt at one life, while any choice of it is still there."""
+
+    attempt: int
+    life: Life
+    weight_tokens: int
+    choices: set[int]
+    source: Life | None = None
+    """Whose parcel an Adopt takes over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A parcel that a prefill life keeps for one choice."""
+
+    life: Life
+    attempt: int
+    """Of the Begin that packed it: cancelling that frees the parcel too."""
+    parcel: Parcel
+
+
+@dataclass(slots=True, eq=False)
+class ChoiceState:
+    index: int
+    stage: Stage
+    since_s: float
+    deadline_s: float
+    tokens: list[int] = field(default_factory=list)
+    """Everything the client has."""
+    attempt: int = 0
+    """Its current placement; 0: none."""
+    lease: Lease | None = None
+    alarm_s: float | None = None
+    """When the heap of deadlines will next look at it."""
+    avoid: Life | None = None
+    """Who gave it back last."""
+    num_drafted: int = 0
+    num_accepted: int = 0
+    drafted_before: int = 0
+    accepted_before: int = 0
+    """By earlier placements; an event counts from its own."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    request: Request
+    order: int
+    """Arrival number: older ones are placed first."""
+    choices: list[ChoiceState]
+    placements: dict[int, Placement] = field(default_factory=dict)
+    num_attempts: int = 0
+    num_losses: int = 0
+    num_waiting: int = 0
+    """Choices that do not decode yet."""
+    num_open: int = 0
+    num_cached_tokens: int | None = None
+    """Of the first attempt that said anything; the client is told this one for good."""
+
+    @property
+    def size_tokens(self) -> int:
+        """What it counts for while it waits: the prompt, computed once, and a token per choice."""
+        return len(self.request.prompt_ids) + len(self.choices)
+
+    def answered(self, choice: ChoiceState) -> Answered:
+        return Answered(choice.index, tuple(choice.tokens))
+
+
+class Gap:
+    """Tokens before this one are missing: a message was lost."""
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+        self._next_order = 0
+        self.waiting_tokens = 0
+        self.num_dropped = 0
+        """Events of placements that are no longer a choice's own."""
+        self._at: dict[Life, dict[tuple[str, int], Placement]] = {}
+        """Placements by life, then by (request, attempt)."""
+        self._leases: dict[Life, dict[int, tuple[str, int]]] = {}
+        """Parcels by prefill life, then lease: (request, choice)."""
+        self._alarms: list[tuple[float, int, str, int]] = []
+        self._num_alarms = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries.values())
+
+    def get(self, request_id: str) -> Entry | None:
+        return self._entries.get(request_id)
+
+    # ---- a choice's way ---------------------------------------------------------------------------------------------
+
+    def open(self, request: Request, now_s: float) -> Entry:
+        """Queued; the caller says for how long."""
+        assert request.id not in self._entries
+        choices = [ChoiceState(index, Stage.QUEUED, now_s, now_s) for index in range(request.params.n)]
+        entry = Entry(request, self._next_order, choices, num_waiting=len(choices), num_open=len(choices))
+        self._next_order += 1
+        self._entries[request.id] = entry
+        self.waiting_tokens += entry.size_tokens
+        return entry
+
+    def place(
+        self,
+        entry: Entry,
+        choices: list[ChoiceState],
+        stage: Stage,
+        life: Life,
+        weight: int,
+        now_s: float,
+        wait_s: float,
+    ) -> Placement:
+        """A Begin (prefilling) of several choices, or an Adopt (transferring) of one."""
+        entry.num_attempts += 1
+        attempt = entry.num_attempts
+        lease = choices[0].lease
+        placement = Placement(attempt, life, weight, {c.index for c in choices}, source=lease.life if lease else None)
+        entry.placements[attempt] = placement
+        self._at.setdefault(life, {})[entry.request.id, attempt] = placement
+        for choice in choices:
+            assert choice.attempt == 0
+            choice.attempt = attempt
+            self.move(entry, choice, stage, now_s, wait_s)
+        return placement
+
+    def lift(self, entry: Entry, choice: ChoiceState) -> Placement | None:
+        """Take a choice off its placement. The placement comes back if that was its last choice: then it is over."""
+        placement = entry.placements[choice.attempt]
+        choice.attempt = 0
+        choice.drafted_before, choice.accepted_before = choice.num_drafted, choice.num_accepted
+        placement.choices.remove(choice.index)
+        if placement.choices:
+            return None
+        del entry.placements[placement.attempt]
+        there = self._at[placement.life]
+        del there[entry.request.id, placement.attempt]
+        if not there:
+            del self._at[placement.life]
+        return placement
+
+    def hold(self, entry: Entry, choice: ChoiceState, lease: Lease) -> None:
+        assert choice.lease is None
+        choice.lease = lease
+        self._leases.setdefault(lease.life, {})[lease.parcel.lease] = (entry.request.id, choice.index)
+
+    def let_go(self, choice: ChoiceState) -> Lease | None:
+        """Forget a parcel; the caller tells its keeper."""
+        lease, choice.lease = choice.lease, None
+        if lease is not None:
+            held = self._leases[lease.life]
+            del held[lease.parcel.lease]
+            if not held:
+                del self._leases[lease.life]
+        return lease
+
+    def move(self, entry: Entry, choice: ChoiceState, stage: Stage, now_s: float, wait_s: float) -> None:
+        """The only place where a stage changes, so that what is counted by stage is counted here."""
+        before = entry.num_waiting
+        entry.num_waiting += (stage in _WAITING) - (choice.stage in _WAITING)
+        if bool(before) != bool(entry.num_waiting):
+            self.waiting_tokens += entry.size_tokens if entry.num_waiting else -entry.size_tokens
+        entry.num_open -= stage is Stage.DONE
+        choice.stage, choice.since_s, choice.deadline_s = stage, now_s, now_s + wait_s
+        if stage is not Stage.DONE:
+            self._set_alarm(entry, choice)
+
+    def close(self, entry: Entry) -> None:
+        """Over, one way or another. Placements and leases are gone before."""
+        assert not entry.placements and all(choice.lease is None for choice in entry.choices)
+        if entry.num_waiting:
+            self.waiting_tokens -= entry.size_tokens
+        del self._entries[entry.request.id]
+
+    # ---- what others say --------------------------------------------------------------------------------------------
+
+    def find(self, life: Life, request_id: str, attempt: int) -> tuple[Entry, Placement] | None:
+        """The placement that a message is about, if it is still anyone's."""
+        placement = self._at.get(life, {}).get((request_id, attempt))
+        if placement is None:
+            self.num_dropped += 1
+            return None
+        return self._entries[request_id], placement
+
+    def choice_of(self, life: Life, request_id: str, attempt: int, index: int) -> tuple[Entry, ChoiceState] | None:
+        found = self.find(life, request_id, attempt)
+        if found is None or index not in found[1].choices:
+            self.num_dropped += found is not None
+            return None
+        return found[0], found[0].choices[index]
+
+    def take(
+        self, entry: Entry, choice: ChoiceState, event: TokenEvent, now_s: float, wait_s: float
+    ) -> TokenEvent | Gap | None:
+        """A token as the client shall see it, if it is the next one of its choice. None: it has that one already."""
+        if event.index != len(choice.tokens):
+            self.num_dropped += 1
+            return Gap() if event.index > len(choice.tokens) else None
+        choice.tokens.append(event.token_id)
+        if entry.num_cached_tokens is None:
+            entry.num_cached_tokens = event.num_cached_tokens
+        choice.num_drafted = choice.drafted_before + event.num_draft_tokens
+        choice.num_accepted = choice.accepted_before + event.num_accepted_draft_tokens
+        choice.deadline_s = max(choice.deadline_s, now_s + wait_s)
+        cached = entry.num_cached_tokens
+        told = (event.num_cached_tokens, event.num_draft_tokens, event.num_accepted_draft_tokens)
+        if told == (cached, choice.num_drafted, choice.num_accepted):
+            return event
+        return replace(
+            event,
+            num_cached_tokens=cached,
+            num_draft_tokens=choice.num_drafted,
+            num_accepted_draft_tokens=choice.num_accepted,
+        )
+
+    # ---- by life, by time -------------------------------------------------------------------------------------------
+
+    def placements_at(self, life: Life) -> list[tuple[str, Placement]]:
+        return [(request_id, placement) for (request_id, _), placement in self._at.get(life, {}).items()]
+
+    def leases_at(self, life: Life) -> list[tuple[str, int]]:
+        """(request, choice) of the parcels that this life keeps."""
+        return list(self._leases.get(life, {}).values())
+
+    def overdue(self, now_s: float) -> Iterator[tuple[Entry, ChoiceState]]:
+        """Choices past their deadline. Each is looked at again only once its deadline has been moved."""
+        while self._alarms and self._alarms[0][0] <= now_s:
+            alarm_s, _, request_id, index = heappop(self._alarms)
+            entry = self._entries.get(request_id)
+            if entry is None:
+                continue
+            choice = entry.choices[index]
+            if choice.stage is Stage.DONE or choice.alarm_s != alarm_s:
+                continue
+            choice.alarm_s = None
+            if choice.deadline_s > now_s:
+                self._set_alarm(entry, choice)
+            else:
+                yield entry, choice
+
+    def _set_alarm(self, entry: Entry, choice: ChoiceState) -> None:
+        """A deadline that only moved further away is found when the earlier alarm rings."""
+        if choice.alarm_s is None or choice.deadline_s < choice.alarm_s:
+            choice.alarm_s = choice.deadline_s
+            self._num_alarms += 1
+            heappush(self._alarms, (choice.deadline_s, self._num_alarms, entry.request.id, choice.index))
+
+    # ---- invariants -------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Every open choice is in one stage and holds what that stage says; every placement and lease has an owner."""
+        placements: Counter[tuple[Life, str, int]] = Counter()
+        leases: Counter[tuple[Life, int, str, int]] = Counter()
+        waiting_tokens = 0
+        for request_id, entry in self._entries.items():
+            assert entry.request.id == request_id and entry.num_open > 0, "a finished request is kept"
+            owned: dict[int, set[int]] = {}
+            for choice in entry.choices:
+                stage = choice.stage
+                assert (choice.attempt > 0) == (stage in _PLACED), f"{request_id}: {stage} at attempt {choice.attempt}"
+                leased = stage in _LEASED or (stage is Stage.RESTING and choice.lease is not None)
+                assert (choice.lease is not None) == leased, f"{request_id}: {stage} with {choice.lease}"
+                if choice.attempt:
+                    owned.setdefault(choice.attempt, set()).add(choice.index)
+                if choice.lease:
+                    leases[choice.lease.life, choice.lease.parcel.lease, request_id, choice.index] += 1
+                assert stage is Stage.DONE or choice.alarm_s is not None, f"{request_id}: nobody watches its deadline"
+            assert owned == {a: p.choices for a, p in entry.placements.items()}, f"{request_id}: a choice is misplaced"
+            placements.update((p.life, request_id, p.attempt) for p in entry.placements.values())
+            stages = [choice.stage for choice in entry.choices]
+            assert entry.num_open == sum(stage is not Stage.DONE for stage in stages)
+            assert entry.num_waiting == sum(stage in _WAITING for stage in stages)
+            waiting_tokens += entry.size_tokens if entry.num_waiting else 0
+        assert waiting_tokens == self.waiting_tokens, "waiting tokens are miscounted"
+        assert placements == Counter((life, *key) for life, there in self._at.items() for key in there)
+        kept = Counter((life, lease, *owner) for life, held in self._leases.items() for lease, owner in held.items())
+        assert leases == kept, "a lease without its owner"

@@ -1,0 +1,275 @@
+"""Ledger and view kept in step: choices go onto workers, come off them, and are placed again. Pure.
+
+Two queues, oldest request first: choices that need a prefill worker, and parcels that need a decode worker. A request
+that comes back after a loss is older than what has arrived since, so it is placed first. Nothing waits for the two
+pools at once: prefill starts without a decode worker in mind, and one is chosen when the parcel is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from heapq import heappop, heappush
+from math import exp
+
+from tripool.config import RouterConfig
+from tripool.errors import TripoolError, WorkersFailed
+from tripool.messages import Adopt, Begin, Cancel, Life, Release
+from tripool.router.ledger import ChoiceState, Entry, Lease, Ledger, Placement, Stage
+from tripool.router.outputs import Fail, Output, Send
+from tripool.router.view import FleetView
+
+_GROWTH_TOKENS = 256
+"""Longest answer that a decode worker's memory is promised to; what gets longer may be preempted there."""
+
+
+class Placing:
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self.ledger = Ledger()
+        self.view = FleetView()
+        self.out: list[Output] = []
+        self._to_prefill: list[tuple[int, str]] = []
+        """(order, request). Both heaps may hold what has moved on meanwhile."""
+        self._to_decode: list[tuple[int, str, int]] = []
+        """(order, request, choice)"""
+        self._num_changes = 0
+        self._tried = (-1, -1)
+        """Of view and queues when all was placed that could be: nothing has room that had none, until one changes."""
+
+    # ---- into the queues --------------------------------------------------------------------------------------------
+
+    def enqueue(self, entry: Entry, choices: Iterable[ChoiceState], now_s: float) -> None:
+        for choice in choices:
+            self.ledger.move(entry, choice, Stage.QUEUED, now_s, self._config.queue_s)
+        self._num_changes += 1
+        heappush(self._to_prefill, (entry.order, entry.request.id))
+
+    def pack(self, entry: Entry, choice: ChoiceState, now_s: float) -> None:
+        """A parcel that needs a decode worker."""
+        self.ledger.move(entry, choice, Stage.PACKED, now_s, self._config.queue_s)
+        self._num_changes += 1
+        heappush(self._to_decode, (entry.order, entry.request.id, choice.index))
+
+    # ---- onto workers -----------------------------------------------------------------------------------------------
+
+    def pump(self, now_s: float) -> None:
+        """Place whatever there is room for."""
+        if self._tried == (self.view.num_changes, self._num_changes):
+            return
+        # Head first, until one finds no room: nobody overtakes it, so nothing starves.
+        while self._to_prefill and self._begin(*self._to_prefill[0], now_s):
+            heappop(self._to_prefill)
+        while self._to_decode and self._adopt(*self._to_decode[0], now_s):
+            heappop(self._to_decode)
+        self._tried = (self.view.num_changes, self._num_changes)
+
+    def _begin(self, order: int, request_id: str, now_s: float) -> bool:
+        """False: no room."""
+        entry = self.ledger.get(request_id)
+        if entry is None or entry.order != order:
+            return True
+        choices = [choice for choice in entry.choices if choice.stage is Stage.QUEUED]
+        if not choices:
+            return True
+        tokens = len(entry.request.prompt_ids) + sum(len(choice.tokens) + 1 for choice in choices)
+        member = self.view.pick_prefill(tokens, self._config.prefill_ahead_tokens, choices[0].avoid)
+        if member is None:
+            return False
+        wait_s = self._config.prefill_s
+        placement = self.ledger.place(entry, choices, Stage.PREFILLING, member.life, tokens, now_s, wait_s)
+        self.view.place(member.life, tokens, now_s)
+        answered = tuple(entry.answered(choice) for choice in choices)
+        self.out.append(Send(member.life, Begin(entry.request, placement.attempt, answered, wait_s)))
+        return True
+
+    def _adopt(self, order: int, request_id: str, index: int, now_s: float) -> bool:
+        """False: no room."""
+        entry = self.ledger.get(request_id)
+        if entry is None or entry.order != order or entry.choices[index].stage is not Stage.PACKED:
+            return True
+        choice = entry.choices[index]
+        lease = choice.lease
+        assert lease is not None
+        rest = (entry.request.params.max_tokens or _GROWTH_TOKENS) - len(choice.tokens)
+        tokens = len(entry.request.prompt_ids) + len(choice.tokens) + max(0, min(rest, _GROWTH_TOKENS))
+        member = self.view.pick_decode(tokens, lease.life, choice.avoid)
+        if member is None:
+            return False
+        wait_s = self._config.transfer_s
+        placement = self.ledger.place(entry, [choice], Stage.TRANSFERRING, member.life, tokens, now_s, wait_s)
+        self.view.place(member.life, tokens, now_s, source=lease.life)
+        cached = entry.num_cached_tokens or 0
+        answered = entry.answered(choice)
+        adopt = Adopt(entry.request, placement.attempt, answered, lease.parcel, cached, wait_s)
+        self.out.append(Send(member.life, adopt))
+        return True
+
+    # ---- off workers ------------------------------------------------------------------------------------------------
+
+    def lift(self, entry: Entry, choice: ChoiceState) -> None:
+        """Off its worker; what is left of the parcel's way is over too."""
+        placement = entry.placements[choice.attempt]
+        if choice.stage is Stage.TRANSFERRING:
+            self._end_transfer(placement)
+        if self.ledger.lift(entry, choice) is not None:
+            self.view.take_off(placement.life, placement.weight_tokens)
+
+    def adopted(self, entry: Entry, choice: ChoiceState, now_s: float) -> None:
+        self._end_transfer(entry.placements[choice.attempt])
+        self._let_go(choice)
+        self.ledger.move(entry, choice, Stage.DECODING, now_s, self._config.token_s)
+
+    def done(self, entry: Entry, choice: ChoiceState, now_s: float) -> None:
+        self.lift(entry, choice)
+        self.ledger.move(entry, choice, Stage.DONE, now_s, 0.0)
+        if not entry.num_open:
+            self.ledger.close(entry)
+
+    def drop(self, entry: Entry) -> None:
+        """The request is over: everyone who holds something of it is told."""
+        told = [Send(p.life, Cancel(entry.request.id, p.attempt)) for p in entry.placements.values()]
+        self.out += told
+        for choice in entry.choices:
+            if choice.attempt:
+                self.lift(entry, choice)
+            self._let_go(choice)
+        self._num_changes += 1  # it may have been the head that found no room
+        self.ledger.close(entry)
+
+    def fail(self, entry: Entry, error: TripoolError) -> None:
+        self.drop(entry)
+        self.out.append(Fail(entry.request.id, error))
+
+    def cancel_placement(self, request_id: str, placement: Placement, now_s: float, *, lost: bool) -> None:
+        """A placement has come to nothing, or shall go elsewhere. Its worker may have it still and is told."""
+        entry = self.ledger.get(request_id)
+        if entry is None or entry.placements.get(placement.attempt) is not placement:
+            return  # ended meanwhile, with another of the same request
+        self.out.append(Send(placement.life, Cancel(request_id, placement.attempt)))
+        void = placement.life if placement.source is None else None
+        self.again(entry, self.choices_under(entry, placement), now_s, lost=lost, void=void)
+
+    def lose(self, life: Life, now_s: float) -> None:
+        """Nothing this life holds counts any more: it is forgotten, and its choices are placed again."""
+        touched: dict[str, set[int]] = {}
+        for request_id, index in self.ledger.leases_at(life):
+            touched.setdefault(request_id, set()).add(index)
+        for request_id, placement in self.ledger.placements_at(life):
+            touched.setdefault(request_id, set()).update(placement.choices)
+        self.view.drain(life)  # or it would be picked for its own work
+        start = len(self.out)
+        for request_id, indices in touched.items():
+            entry = self.ledger.get(request_id)
+            assert entry is not None
+            self.again(entry, [entry.choices[index] for index in sorted(indices)], now_s, lost=True, void=life)
+        self.view.remove(life)
+        # It is told nothing: it must hear silence.
+        self.out[start:] = [o for o in self.out[start:] if not (isinstance(o, Send) and o.life == life)]
+
+    def choices_under(self, entry: Entry, placement: Placement) -> list[ChoiceState]:
+        """Those that a Cancel of this placement ends: also the parcels that it has packed."""
+
+        def packed_there(lease: Lease | None) -> bool:
+            return lease is not None and (lease.life, lease.attempt) == (placement.life, placement.attempt)
+
+        return [c for c in entry.choices if c.index in placement.choices or packed_there(c.lease)]
+
+    def again(
+        self,
+        entry: Entry,
+        choices: list[ChoiceState],
+        now_s: float,
+        *,
+        lost: bool,
+        void: Life | None,
+        rest: bool = False,
+    ) -> None:
+        """Off their workers and into a queue: for decode if their parcel is still good, else for prefill.
+
+        Parcels of `void` are not. `rest`: a moment later, longer each time.
+        """
+        entry.num_losses += lost
+        if entry.num_losses >= self._config.max_losses:
+            hint = "it may be what they fail on; see their logs"
+            self.fail(entry, WorkersFailed(f"{entry.num_losses} workers were lost with this request", hint=hint))
+            return
+        to_prefill = []
+        for choice in choices:
+            good = choice.lease is not None and choice.lease.life != void
+            if choice.attempt:
+                placement = entry.placements[choice.attempt]
+                if choice.stage is Stage.TRANSFERRING and not good:
+                    self.out.append(Send(placement.life, Cancel(entry.request.id, placement.attempt)))
+                self.lift(entry, choice)
+            if not good:
+                self._let_go(choice)
+            if rest:
+                rest_s = self._config.rest_s * 2.0 ** min(entry.num_losses, 6)
+                self.ledger.move(entry, choice, Stage.RESTING, now_s, rest_s)
+            elif good:
+                self.pack(entry, choice, now_s)
+            else:
+                to_prefill.append(choice)
+        if to_prefill:
+            self.enqueue(entry, to_prefill, now_s)
+
+    def rested(self, entry: Entry, choice: ChoiceState, now_s: float) -> None:
+        if choice.lease is not None:
+            self.pack(entry, choice, now_s)
+        else:
+            self.enqueue(entry, [choice], now_s)
+
+    def _end_transfer(self, placement: Placement) -> None:
+        assert placement.source is not None
+        self.view.transferred(placement.source, placement.life)
+
+    def _let_go(self, choice: ChoiceState) -> None:
+        lease = self.ledger.let_go(choice)
+        if lease is not None:
+            self.out.append(Send(lease.life, Release(lease.parcel.lease)))
+
+    # ---- invariants -------------------------------------------------------------------------------------------------
+
+    def check(self, now_s: float | None) -> None:
+        """With the time: nothing is past its deadline (after a tick)."""
+        self.ledger.check()
+        placed: dict[Life, tuple[int, int]] = {}
+        transfers: list[tuple[Life, Life]] = []
+        to_prefill, to_decode = set(self._to_prefill), set(self._to_decode)
+        for entry in self.ledger:
+            name = entry.request.id
+            for placement in entry.placements.values():
+                number, tokens = placed.get(placement.life, (0, 0))
+                placed[placement.life] = (number + 1, tokens + placement.weight_tokens)
+            for choice in entry.choices:
+                if choice.stage is Stage.QUEUED:
+                    assert (entry.order, name) in to_prefill, f"{name} is queued in no queue"
+                elif choice.stage is Stage.PACKED:
+                    assert (entry.order, name, choice.index) in to_decode, f"{name} is packed in no queue"
+                elif choice.stage is Stage.TRANSFERRING and choice.lease is not None:
+                    transfers.append((choice.lease.life, entry.placements[choice.attempt].life))
+                if choice.lease is not None:
+                    assert choice.lease.life in self.view, f"{name} counts on a parcel of nobody"
+                late = now_s is not None and choice.stage is not Stage.DONE and choice.deadline_s <= now_s
+                assert not late, f"{name} is {choice.stage.value} past its deadline"
+        self.view.check(placed, transfers)
+
+
+class Rate:
+    """Tokens per second over the last moments, for saying when to try again."""
+
+    _FADE_S = 10.0
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._last_s: float | None = None
+
+    def count(self, tokens: float, now_s: float) -> None:
+        since_s = now_s - self._last_s if self._last_s is not None else 0.0
+        self._tokens = self._tokens * exp(-since_s / self._FADE_S) + tokens
+        self._last_s = now_s
+
+    def seconds_for(self, tokens: float) -> float:
+        """Between 1 and 60."""
+        rate = self._tokens / self._FADE_S
+        return min(60.0, max(1.0, tokens / rate)) if rate > 0 else 1.0

@@ -1,0 +1,220 @@
+"""The fleet as the router sees it: who is there, how much each has to do, and who is next. Pure and incremental.
+
+Placing a request looks at a handful of workers, however many there are: each pool is a heap by load whose outdated
+entries are skipped when they come up. Cache location is no reason to choose a worker: any peer can read any block.
+
+A prefill worker's load is what it reported plus what it was given since; a decode worker's is the share of its KV
+memory that the ledger has promised away.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+from tripool.messages import Hello, Life, Pulse, Role
+
+_CANDIDATES = 4
+"""How many of the least loaded workers are compared more closely."""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    hello: Hello
+    heard_s: float
+    progress_s: float
+    """When it last made a step, or had nothing to do."""
+    placed_s: float
+    """When it was last given work."""
+    num_steps: int = 0
+    idle_s: float | None = None
+    """Since when its pulses say that it has nothing."""
+    draining: bool = False
+    num_placed: int = 0
+    placed_tokens: int = 0
+    """Everything the ledger has there."""
+    reported_tokens: int = 0
+    recent_tokens: int = 0
+    """Given since the last pulse."""
+    crossing_tokens: int = 0
+    """Given between the last two pulses: the last one may have been on its way already."""
+    blocks_held: int = 0
+    running: int = 0
+    turn: int = 0
+    """Of equally loaded workers, the one whose turn is longest ago is next."""
+    version: int = 0
+    """Of its newest heap entry."""
+
+    @property
+    def life(self) -> Life:
+        return self.hello.life
+
+    @property
+    def load_tokens(self) -> int:
+        """Tokens to compute before it is idle: never more than the ledger knows of."""
+        return min(self.placed_tokens, self.reported_tokens + self.crossing_tokens + self.recent_tokens)
+
+    @property
+    def cost(self) -> float:
+        if self.hello.role == "prefill":
+            return self.load_tokens
+        return max(self.placed_tokens / self.hello.kv_tokens, self.num_placed / self.hello.max_running)
+
+
+class FleetView:
+    def __init__(self) -> None:
+        self._members: dict[Life, Member] = {}
+        self._ready: Counter[str] = Counter()
+        """Members by role that take new work."""
+        self._heaps: dict[str, list[tuple[float, int, int, Life]]] = {"prefill": [], "decode": []}
+        self._transfers: Counter[tuple[Life, Life]] = Counter()
+        """Parcels under way from a prefill to a decode worker; absent where there are none."""
+        self._turns = 0
+        self.num_changes = 0
+        """Of loads and members; a worker that had no room has none until this moves on."""
+
+    def __contains__(self, life: Life) -> bool:
+        return life in self._members
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
+
+    def get(self, life: Life) -> Member | None:
+        return self._members.get(life)
+
+    def num_ready(self, role: Role) -> int:
+        return self._ready[role]
+
+    # ---- facts ------------------------------------------------------------------------------------------------------
+
+    def add(self, hello: Hello, now_s: float) -> None:
+        assert hello.life not in self._members, "a life joins once"
+        member = Member(hello, heard_s=now_s, progress_s=now_s, placed_s=now_s)
+        self._members[hello.life] = member
+        self._ready[hello.role] += 1
+        self._sort_in(member)
+
+    def remove(self, life: Life) -> None:
+        """After its placements are taken off; its heap entries go when they come up."""
+        member = self._members.pop(life)
+        assert member.num_placed == 0 and member.placed_tokens == 0, "a member left with work placed on it"
+        self._ready[member.hello.role] -= not member.draining
+
+    def drain(self, life: Life) -> None:
+        member = self._members[life]
+        self._ready[member.hello.role] -= not member.draining
+        member.draining = True
+
+    def heard(self, pulse: Pulse, now_s: float) -> Member:
+        member = self._members[pulse.life]
+        idle = pulse.waiting_tokens == 0 and pulse.running == 0
+        if idle or pulse.num_steps != member.num_steps:
+            member.progress_s = now_s
+        nothing = idle and pulse.blocks_held == 0
+        member.idle_s = (now_s if member.idle_s is None else member.idle_s) if nothing else None
+        member.heard_s, member.num_steps = now_s, pulse.num_steps
+        member.reported_tokens, member.running, member.blocks_held = (
+            pulse.waiting_tokens,
+            pulse.running,
+            pulse.blocks_held,
+        )
+        member.crossing_tokens, member.recent_tokens = member.recent_tokens, 0
+        self._sort_in(member)
+        return member
+
+    def place(self, life: Life, tokens: int, now_s: float, source: Life | None = None) -> None:
+        """`source`: whose parcel it will take over, if any."""
+        member = self._members[life]
+        self._turns += 1
+        member.turn = self._turns
+        member.placed_s = now_s
+        member.num_placed += 1
+        member.placed_tokens += tokens
+        member.recent_tokens += tokens
+        if source is not None:
+            self._transfers[source, life] += 1
+        self._sort_in(member)
+
+    def take_off(self, life: Life, tokens: int) -> None:
+        member = self._members[life]
+        member.num_placed -= 1
+        member.placed_tokens -= tokens
+        assert member.num_placed >= 0 and member.placed_tokens >= 0, "more taken off than was placed"
+        self._sort_in(member)
+
+    def transferred(self, source: Life, life: Life) -> None:
+        """A parcel is no longer under way: copied, refused or void."""
+        self._transfers[source, life] -= 1
+        if self._transfers[source, life] <= 0:
+            del self._transfers[source, life]
+
+    # ---- decisions --------------------------------------------------------------------------------------------------
+
+    def pick_prefill(self, tokens: int, ahead_tokens: int, avoid: Life | None = None) -> Member | None:
+        """The least loaded that has room for so many tokens; one that has nothing always has."""
+        for member in self._lightest("prefill", avoid):
+            if member.num_placed == 0 or member.load_tokens + tokens <= ahead_tokens:
+                return member
+        return None
+
+    def pick_decode(self, tokens: int, source: Life, avoid: Life | None = None) -> Member | None:
+        """Of the few least loaded that have room, the one with the fewest parcels under way from `source`."""
+        fitting = [m for m in self._lightest("decode", avoid) if _has_room(m, tokens)]
+        return min(fitting, key=lambda m: self._transfers[source, m.life], default=None)
+
+    def _lightest(self, role: Role, avoid: Life | None) -> list[Member]:
+        """A few of the least loaded, least loaded first. `avoid` only counts when there is another."""
+        heap = self._heaps[role]
+        found: list[Member] = []
+        entries = []
+        while heap and len(found) < _CANDIDATES:
+            entry = heappop(heap)
+            member = self._members.get(entry[3])
+            if member is not None and member.version == entry[2] and not member.draining:
+                entries.append(entry)
+                found.append(member)
+        for entry in entries:
+            heappush(heap, entry)
+        return [m for m in found if m.life != avoid] or found
+
+    def _sort_in(self, member: Member) -> None:
+        if member.draining:
+            return
+        self.num_changes += 1
+        member.version = self.num_changes
+        heap = self._heaps[member.hello.role]
+        heappush(heap, (member.cost, member.turn, member.version, member.life))
+        if len(heap) > 64 + 4 * self._ready[member.hello.role]:
+            heap[:] = [entry for entry in heap if self._is_current(entry)]
+            heapify(heap)
+
+    def _is_current(self, entry: tuple[float, int, int, Life]) -> bool:
+        member = self._members.get(entry[3])
+        return member is not None and member.version == entry[2] and not member.draining
+
+    # ---- invariants -------------------------------------------------------------------------------------------------
+
+    def check(self, placed: dict[Life, tuple[int, int]], transfers: Iterable[tuple[Life, Life]]) -> None:
+        """`placed`: number and tokens of the ledger's placements by life; `transfers`: its parcels under way."""
+        for life, member in self._members.items():
+            expected = placed.get(life, (0, 0))
+            assert (member.num_placed, member.placed_tokens) == expected, f"{life}: load is not what was placed"
+            assert 0 <= member.load_tokens <= member.placed_tokens
+        assert not placed.keys() - self._members.keys(), "work is placed on a worker that is not there"
+        assert Counter(transfers) == self._transfers, "parcels under way are miscounted"
+        for role, heap in self._heaps.items():
+            ready = [m for m in self._members.values() if m.hello.role == role and not m.draining]
+            assert self._ready[role] == len(ready), "ready workers are miscounted"
+            current = [entry for entry in heap if self._is_current(entry)]
+            assert Counter(entry[3] for entry in current) == Counter(m.life for m in ready), "a worker cannot be picked"
+            assert all(entry[0] == self._members[entry[3]].cost for entry in current), "sorted by an old load"
+
+
+def _has_room(member: Member, tokens: int) -> bool:
+    """Room in KV memory and batch; whoever has nothing takes anything."""
+    if member.num_placed == 0:
+        return True
+    fits = member.placed_tokens + tokens <= member.hello.kv_tokens
+    return fits and member.num_placed < member.hello.max_running

@@ -1,0 +1,39 @@
+"""Chance from a seed: the same throws on every machine and every Python. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+_MASK = 2**64 - 1
+
+Item = TypeVar("Item")
+
+
+def mix(value: int) -> int:
+    """64 bits in, 64 well-stirred bits out (the finaliser of splitmix64)."""
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+    return value ^ (value >> 31)
+
+
+class Dice:
+    def __init__(self, seed: int) -> None:
+        self._state = mix(seed & _MASK)
+
+    def bits(self) -> int:
+        self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
+        return mix(self._state)
+
+    def chance(self, probability: float) -> bool:
+        return self.bits() < probability * 2.0**64
+
+    def between(self, low: int, high: int) -> int:
+        """Both ends included."""
+        return low + self.bits() % (high - low + 1)
+
+    def uniform(self, low: float, high: float) -> float:
+        return low + (high - low) * (self.bits() / 2.0**64)
+
+    def pick(self, items: Sequence[Item]) -> Item:
+        return items[self.bits() % len(items)]

@@ -1,0 +1,118 @@
+"""Whether every client got what it must: each token once, in order, unchanged, and an end. Pure.
+
+Knows requests and what an undisturbed run would answer; of workers only whom the gateway has asked last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tripool.core import FinishReason, Request, TokenEvent
+from tripool.errors import TripoolError
+from tripool.messages import Adopt, AnyMessage, Begin, Cancel, Life
+from tripool.simulate.model import answer
+
+
+@dataclass(slots=True)
+class _Client:
+    request: Request
+    answers: list[tuple[list[int], FinishReason]]
+    num_seen: list[int]
+    num_open: int
+    num_cached_tokens: int | None = None
+
+
+@dataclass(slots=True)
+class Judge:
+    may_refuse: bool
+    outcomes: Counter[str] = field(default_factory=Counter)
+    num_tokens: int = 0
+    num_requests: int = 0
+    _open: dict[str, _Client] = field(default_factory=dict)
+    _placed: dict[tuple[str, int], tuple[Life, int]] = field(default_factory=dict)
+    """Who was told last to answer each (request, choice), and as which attempt."""
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def open_ids(self) -> list[str]:
+        return list(self._open)
+
+    def arrived(self, request: Request) -> None:
+        count = request.params.n
+        answers = [answer(request, choice) for choice in range(count)]
+        self._open[request.id] = _Client(request, answers, [0] * count, count)
+        self.num_requests += 1
+
+    def told(self, life: Life, message: AnyMessage) -> None:
+        """The gateway tells a worker something."""
+        match message:
+            case Begin():
+                for each in message.answered:
+                    self._placed[message.request.id, each.choice] = life, message.attempt
+            case Adopt():
+                self._placed[message.request.id, message.answered.choice] = life, message.attempt
+            case Cancel():
+                gone = (life, message.attempt)
+                client = self._open.get(message.request_id)
+                for choice in range(client.request.params.n if client is not None else 0):
+                    if self._placed.get((message.request_id, choice)) == gone:
+                        del self._placed[message.request_id, choice]
+
+    def lost(self, life: Life) -> None:
+        """The gateway has given this life up."""
+        for key in [key for key, (holder, _) in self._placed.items() if holder == life]:
+            del self._placed[key]
+
+    def source(self, event: TokenEvent, life: Life, attempt: int) -> None:
+        """Before a token that a message brought is counted: whether it comes from whoever was asked for it."""
+        own = self._placed.get((event.request_id, event.choice)) == (life, attempt)
+        assert own, f"{event.request_id} choice {event.choice}: a token of attempt {attempt}, which is not its own"
+
+    def token(self, event: TokenEvent) -> None:
+        client = self._open.get(event.request_id)
+        assert client is not None, f"{event.request_id}: a token for a request that is over"
+        tokens, finish = client.answers[event.choice]
+        seen = client.num_seen[event.choice]
+        where = f"{event.request_id} choice {event.choice} index {event.index}"
+        assert event.index == seen, f"{where}: token {seen} was due: one is lost or comes twice"
+        assert event.token_id == tokens[seen], f"{where}: {event.token_id} instead of {tokens[seen]}"
+        last = seen + 1 == len(tokens)
+        assert event.finish_reason == (finish if last else None), f"{where}: finish {event.finish_reason}"
+        cached = event.num_cached_tokens
+        assert client.num_cached_tokens in (None, cached), f"{where}: the count of cached tokens has changed"
+        assert 0 <= cached < len(client.request.prompt_ids), f"{where}: {cached} cached tokens"
+        client.num_cached_tokens = cached
+        client.num_seen[event.choice] += 1
+        client.num_open -= last
+        self.num_tokens += 1
+        if not client.num_open:
+            self._end(event.request_id, "finished")
+
+    def cancelled(self, request_id: str) -> None:
+        if request_id in self._open:
+            self._end(request_id, "cancelled")
+
+    def failed(self, request_id: str, error: TripoolError) -> Request:
+        """Returns what was asked for, so that its client can ask again."""
+        assert request_id in self._open, f"{request_id}: failed after its end"
+        client = self._open[request_id]
+        fine = self.may_refuse and error.code == "overloaded" and not any(client.num_seen)
+        assert fine, f"{request_id}: failed although there was capacity: {error}"
+        self._end(request_id, error.code)
+        return client.request
+
+    def reset(self) -> list[Request]:
+        """The gateway died, and every client's connection with it. Returns what they had asked for."""
+        requests = [client.request for client in self._open.values()]
+        for request in requests:
+            self._end(request.id, "gateway died")
+        return requests
+
+    def _end(self, request_id: str, outcome: str) -> None:
+        for choice in range(self._open.pop(request_id).request.params.n):
+            self._placed.pop((request_id, choice), None)
+        self.outcomes[outcome] += 1

@@ -1,0 +1,139 @@
+"""What happens in one simulated life, drawn from its seed: requests, workers, memory, bounds and faults. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from tripool.config import RouterConfig, SchedulerConfig
+from tripool.core import Request, SamplingParams
+from tripool.simulate.dice import Dice
+from tripool.simulate.model import END_ID, VOCAB
+from tripool.simulate.worker import WorkerSpec
+
+BLOCK_TOKENS = 4
+CONTEXT_TOKENS = 64
+
+FaultKind = Literal[
+    "kill", "stop", "slow", "cut", "loss", "spoil", "cache restart", "gateway restart", "burst", "drain"
+]  # fmt: skip
+"""cut: a connection breaks and both ends notice. loss: messages vanish and nobody notices. spoil: parcels change after
+they were packed. burst: more at once than memory holds."""
+
+_COMMON: tuple[FaultKind, ...] = (
+    "kill", "kill", "stop", "stop", "stop", "slow", "cut", "loss", "spoil", "cache restart", "burst"
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    time_s: float
+    request: Request
+    cancel_s: float | None
+    """After its arrival."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    time_s: float
+    kind: FaultKind
+    length_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    seed: int
+    router: RouterConfig
+    workers: dict[str, WorkerSpec]
+    num_members: int
+    member_slots: int
+    arrivals: list[Arrival]
+    faults: list[Fault]
+    may_refuse: bool
+    """The queue is short: some requests are refused, as they should be."""
+
+
+def draw(seed: int, *, faults: bool = True) -> Scenario:
+    dice = Dice(seed)
+    may_refuse = dice.chance(0.1)
+    router = RouterConfig(
+        queue_tokens=400 if may_refuse else 1_000_000,
+        prefill_ahead_tokens=dice.pick([48, 96, 200]),
+        pulse_s=0.2,
+        silence_s=0.6,
+        stall_s=2.0,
+        distrust_s=3.0,
+        queue_s=60.0,
+        prefill_s=4.0,
+        transfer_s=2.0,
+        token_s=4.0,
+        rest_s=0.02,
+        max_losses=1000,
+    )
+    workers = {}
+    for role in ("prefill", "decode"):
+        for number in range(dice.between(1, 3)):
+            config = SchedulerConfig(
+                num_blocks=dice.pick([20, 28, 48, 80]),
+                block_tokens=BLOCK_TOKENS,
+                max_running=dice.pick([3, 6, 10]),
+                step_tokens=dice.pick([16, 32, 48]),
+                prefix_reuse=dice.chance(0.9),
+            )
+            workers[f"{role}-{number}"] = WorkerSpec(
+                role="prefill" if role == "prefill" else "decode",
+                config=config,
+                context_tokens=CONTEXT_TOKENS,
+                promise=dice.pick([1.0, 1.0, 2.0]),
+                outbox_slots=dice.pick([18, 30, 60]),
+                token_s=dice.uniform(0.001, 0.003),
+            )
+    span_s = 3.0
+    # Few workers take many requests in few steps: give them more, so that every life has enough happening in it.
+    arrivals = _arrivals(dice, span_s, 50 + 5 * (6 - len(workers)))
+    drawn = _faults(dice, span_s) if faults else []
+    for fault in drawn:
+        if fault.kind == "burst":
+            burst = [_request(dice, f"r{len(arrivals) + i}", prompt_tokens=30) for i in range(dice.between(4, 8))]
+            arrivals += [Arrival(fault.time_s, request, None) for request in burst]
+    num_members, member_slots = dice.between(1, 2), dice.pick([8, 24, 64])
+    return Scenario(seed, router, workers, num_members, member_slots, arrivals, drawn, may_refuse)
+
+
+def _arrivals(dice: Dice, span_s: float, count: int) -> list[Arrival]:
+    arrivals = []
+    for number in range(count):
+        cancel_s = dice.uniform(0.0, 0.8) if dice.chance(0.15) else None
+        arrivals.append(Arrival(dice.uniform(0.0, span_s), _request(dice, f"r{number}"), cancel_s))
+    return arrivals
+
+
+def _request(dice: Dice, request_id: str, prompt_tokens: int = 0) -> Request:
+    """Prompts share beginnings, so that prefixes are found; two tenants send the same ones."""
+    family = dice.between(1, 3)
+    shared = [(family * 7 + i) % VOCAB for i in range(dice.pick([0, 4, 9, 18]))]
+    own = [1 + dice.bits() % (VOCAB - 1) for _ in range(dice.between(1, 12))]
+    prompt = shared + own
+    prompt += [1 + i % (VOCAB - 1) for i in range(prompt_tokens - len(prompt))]
+    params = SamplingParams(
+        n=dice.pick([1, 1, 1, 1, 1, 1, 2, 3]), max_tokens=dice.pick([1, 6, 9, 12, 15]), ignore_eos=dice.chance(0.4)
+    )
+    return Request(
+        id=request_id,
+        prompt_ids=tuple(prompt),
+        params=params,
+        seed=dice.bits() % 2**32,
+        end_ids=frozenset({END_ID}),
+        namespace=dice.pick(["", "", "other"]),
+    )
+
+
+def _faults(dice: Dice, span_s: float) -> list[Fault]:
+    kinds = [dice.pick(_COMMON) for _ in range(dice.between(5, 8))]
+    if dice.chance(0.15):
+        kinds.append("gateway restart")
+    if dice.chance(0.5):
+        kinds.append("drain")
+    assert set(kinds) <= set(get_args(FaultKind))
+    times = sorted(dice.uniform(0.1, span_s) for _ in kinds)
+    return [Fault(time_s, kind, dice.uniform(0.05, 1.8)) for time_s, kind in zip(times, kinds, strict=True)]

@@ -1,0 +1,381 @@
+"""One worker process in virtual time: the real scheduler on a made-up model, and the messages of its role. Pure.
+
+A turn is what a worker's loop does between two steps: settle the step that ran, read the messages, move parcels, talk
+to the cache pool, pulse, begin the next step. Between two turns anything may happen to the process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from tripool.config import SchedulerConfig
+from tripool.core import Request, TokenEvent
+from tripool.engine.colocated import Scheduler
+from tripool.errors import TripoolError
+from tripool.messages import (
+    PROTOCOL,
+    Adopt,
+    Adopted,
+    AnyMessage,
+    Begin,
+    Cancel,
+    Drain,
+    Hello,
+    Left,
+    Life,
+    Packed,
+    Pulse,
+    Refused,
+    Release,
+    Role,
+    Stamped,
+    Tokens,
+    Welcome,
+)
+from tripool.prefill.scheduler import extend_keys
+from tripool.sequence import Sampled, Seq, Task
+from tripool.simulate.model import Memory, checksum, sample
+from tripool.simulate.outbox import Outbox
+from tripool.simulate.pool import CacheMember, Fetch, PoolClient
+
+MODEL = "made-up"
+GATEWAY_SILENCE_S = 1.5
+"""A worker that hears nothing for so long drops everything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    role: Role
+    config: SchedulerConfig
+    context_tokens: int
+    outbox_slots: int
+    promise: float
+    """KV memory that it tells of, as a multiple of what it has: above 1 it will be full."""
+    token_s: float
+    """Time per row of a step, and of a step without any."""
+
+
+@dataclass(slots=True)
+class _Arrival:
+    adopt: Adopt
+    deadline_s: float
+    seq: Seq | None = None
+    """None while there is no room for it."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """One Begin or Adopt."""
+
+    request_id: str
+    attempt: int
+    num_open: int
+    """Choices that are still here."""
+
+
+class SimWorker:
+    def __init__(
+        self,
+        life: Life,
+        spec: WorkerSpec,
+        members: list[CacheMember],
+        outboxes: dict[str, Outbox],
+        send: Callable[[AnyMessage], None],
+    ) -> None:
+        self.life, self.spec = life, spec
+        self.inbox: deque[AnyMessage] = deque()
+        self.session = 1
+        """A line of its own to the gateway: what was sent on an earlier one reaches nobody."""
+        self._send = send
+        self._outboxes = outboxes
+        self.outbox = Outbox(f"{life.worker}.{life.epoch}", spec.outbox_slots)
+        outboxes[self.outbox.name] = self.outbox
+        self.pool = PoolClient(life, members)
+        self._memory = Memory(spec.config.num_blocks, spec.config.block_tokens)
+        self.scheduler = Scheduler(spec.config, model=MODEL, context_tokens=spec.context_tokens)
+        self._tasks: list[Task] | None = None
+        """The step that runs."""
+        self._jobs: dict[str, _Job] = {}
+        """By the name that the scheduler knows."""
+        self._fetches: dict[str, tuple[Begin, Fetch]] = {}
+        self._to_pack: list[Seq] = []
+        self._arrivals: list[_Arrival] = []
+        self._gateway_epoch: int | None = None
+        self._pulse_s = 0.1
+        self._heard_s = 0.0
+        self._pulse_due_s = 0.0
+        self._num_steps = 0
+        self._draining = False
+        self.disconnected = False
+        """The connection broke: noticed at the next turn."""
+        self.exited = False
+        self.seen: Counter[str] = Counter()
+        self.slowness = 1.0
+
+    # ---- for those who look -----------------------------------------------------------------------------------------
+
+    @property
+    def stepping(self) -> bool:
+        """In the middle of a step: messages wait."""
+        return self._tasks is not None
+
+    @property
+    def blocks_held(self) -> int:
+        return self.scheduler.pool.num_held + self.outbox.num_held
+
+    @property
+    def holds_nothing(self) -> bool:
+        open_ends = self._fetches or self._to_pack or self._arrivals or self.pool.writes or self._jobs
+        return not (self.blocks_held or self.scheduler.busy or open_ends)
+
+    def check(self) -> None:
+        self.scheduler.check()
+        self.outbox.check()
+        seqs = {s.request.id for s in [*self.scheduler.holders(), *self.scheduler.prefill.waiting]}
+        seqs |= {s.request.id for s in [*self.scheduler.arriving, *self.scheduler.detached]}
+        known = seqs | set(self._fetches) | {_name(a.adopt.request.id, a.adopt.attempt) for a in self._arrivals}
+        assert known == set(self._jobs), "a worker remembers what it has not, or the reverse"
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    def turn(self, now_s: float) -> float:
+        """Everything between two steps. Returns when the loop wants to go on, if no message comes before."""
+        self._settle_step(now_s)
+        while self.inbox and not self.disconnected:
+            self._receive(self.inbox.popleft(), now_s)
+        silent = self._gateway_epoch is not None and now_s - self._heard_s > GATEWAY_SILENCE_S
+        if silent or self.disconnected:
+            self._reset()
+        for begin, fetch in [self._fetches.pop(name) for name in list(self._fetches)]:
+            self._take_prefix(begin, fetch)
+            self._add(begin)
+        if self._to_pack:
+            self._pack(now_s)
+        if self._arrivals:
+            self._arrive(now_s)
+        if self.pool.writes:
+            self.pool.turn()
+        if now_s >= self._pulse_due_s:
+            self.outbox.expire(now_s)
+            self._pulse(now_s)
+        if self._draining and self.holds_nothing:
+            self._send(Left(self.life))
+            self.exited = True
+            return now_s
+        if self.scheduler.busy and (tasks := self.scheduler.schedule()):
+            self._tasks = tasks
+            rows = sum(task.num_rows for task in tasks)
+            return now_s + self.spec.token_s * (1 + rows) * self.slowness
+        # What waits for room waits for a message; what is under way goes on by itself.
+        under_way = self._fetches or self.pool.writes or any(arrival.seq is not None for arrival in self._arrivals)
+        return min(now_s + 0.02, self._pulse_due_s) if under_way else self._pulse_due_s
+
+    def _reset(self) -> None:
+        """The gateway is gone, or a new one: nobody wants what we hold."""
+        for name in list(self._jobs):
+            self._forget(name)
+        self.outbox.drop_all()
+        self.inbox.clear()
+        self.disconnected = False
+        self._gateway_epoch = None
+        self.session += 1
+        self._pulse_due_s = 0.0
+
+    def _pulse(self, now_s: float) -> None:
+        self._pulse_due_s = now_s + self._pulse_s
+        if self._gateway_epoch is None:
+            config = self.spec.config
+            size = int(config.num_blocks * config.block_tokens * self.spec.promise)
+            sizes = (size, config.max_running, self.scheduler.context_tokens, 100)
+            self._send(Hello(PROTOCOL, self.spec.role, self.life, 1, MODEL, *sizes))
+            return
+        scheduler = self.scheduler
+        waiting = scheduler.num_waiting_tokens + sum(len(b.request.prompt_ids) for b, _ in self._fetches.values())
+        waiting += sum(a.adopt.parcel.num_tokens for a in self._arrivals)
+        running = len(scheduler.decode.running) + len(scheduler.prefill.running) + len(scheduler.detached)
+        self._send(Pulse(self.life, self._num_steps, waiting, running, self.blocks_held))
+
+    def _settle_step(self, now_s: float) -> None:
+        if self._tasks is None:
+            return
+        tasks, self._tasks = self._tasks, None
+        self._num_steps += 1
+        sampled: list[Sampled | None] = []
+        for task in tasks:
+            seq = task.seq
+            value = self._memory.run(task)
+            token = sample(value, seq.request, seq.choice, len(seq.tokens)) if task.samples else None
+            sampled.append(None if token is None else Sampled(token))
+        events = [self._stamp(event) for event in self.scheduler.settle(tasks, sampled)]
+        if events:
+            self._send(Tokens(self.life, tuple(events)))
+        for task in tasks:
+            seq = task.seq
+            if seq.finish is not None:
+                self._store(seq, now_s)
+                self._leave(seq)
+            elif self.spec.role == "prefill" and seq in self.scheduler.decode.running:
+                self._to_pack.append(self.scheduler.detach(seq.request.id, seq.choice))
+
+    def _stamp(self, event: TokenEvent) -> Stamped:
+        job = self._jobs[event.request_id]
+        return Stamped(job.attempt, replace(event, request_id=job.request_id))
+
+    # ---- messages ---------------------------------------------------------------------------------------------------
+
+    def _receive(self, message: AnyMessage, now_s: float) -> None:
+        self._heard_s = now_s
+        match message:
+            case Welcome():
+                assert self._gateway_epoch in (None, message.gateway_epoch), "two gateways in one session"
+                self._gateway_epoch, self._pulse_s = message.gateway_epoch, message.pulse_s
+            case Cancel():
+                self._forget(_name(message.request_id, message.attempt))
+                self.outbox.cancel(message.request_id, message.attempt)
+            case Release():
+                self.outbox.release(message.lease)
+            case Drain():
+                self._draining = True
+            case Begin() | Adopt():
+                name = _name(message.request.id, message.attempt)
+                if self._gateway_epoch is None or name in self._jobs:
+                    return
+                if self._draining:
+                    self._refuse(message, "draining", "this worker is to leave")
+                    return
+                num_open = len(message.answered) if isinstance(message, Begin) else 1
+                self._jobs[name] = _Job(message.request.id, message.attempt, num_open)
+                if isinstance(message, Adopt):
+                    self._arrivals.append(_Arrival(message, now_s + message.deadline_s))
+                elif (fetch := self._find_prefix(message.request, now_s)) is not None:
+                    self._fetches[name] = (message, fetch)
+                else:
+                    self._add(message)
+            case _:
+                raise AssertionError(f"a worker is not sent {type(message).__name__}")
+
+    def _add(self, begin: Begin) -> None:
+        request = replace(begin.request, id=_name(begin.request.id, begin.attempt))
+        try:
+            self.scheduler.add(request, answered={each.choice: each.tokens for each in begin.answered})
+        except TripoolError as error:
+            del self._jobs[request.id]
+            self._refuse(begin, error.code, error.message, final=True)
+
+    def _refuse(self, message: Begin | Adopt, code: str, why: str, *, final: bool = False) -> None:
+        self._send(Refused(self.life, message.request.id, message.attempt, code, why, "", final))
+
+    def _forget(self, name: str) -> None:
+        self._jobs.pop(name, None)
+        if name in self._fetches:
+            self.pool.let_go(self._fetches.pop(name)[1])
+        self._to_pack = [seq for seq in self._to_pack if seq.request.id != name]
+        self._arrivals = [a for a in self._arrivals if _name(a.adopt.request.id, a.adopt.attempt) != name]
+        self.scheduler.cancel(name)
+
+    # ---- parcels ----------------------------------------------------------------------------------------------------
+
+    def _pack(self, now_s: float) -> None:
+        """What is computed leaves as soon as the outbox has room for it."""
+        waiting, self._to_pack = self._to_pack, []
+        size = self.spec.config.block_tokens
+        for seq in waiting:
+            table = seq.table[: -(-seq.num_computed // size)]
+            if not self.outbox.has_room(len(table)):
+                self._to_pack.append(seq)
+                self.seen["waited for room in an outbox"] += 1
+                continue
+            job = self._jobs[seq.request.id]
+            blocks = [self._memory.read(block) for block in table]
+            parcel = self.outbox.pack(job.request_id, job.attempt, blocks, seq.num_computed, now_s + 4.0)
+            self._store(seq, now_s)
+            self.scheduler.release(seq)
+            self._leave(seq)
+            self._send(Packed(self.life, job.request_id, job.attempt, seq.choice, parcel))
+
+    def _arrive(self, now_s: float) -> None:
+        """Parcels that got room in an earlier turn are copied; those that wait get room, oldest first."""
+        waiting, self._arrivals = self._arrivals, []
+        for arrival in waiting:
+            adopt, name = arrival.adopt, _name(arrival.adopt.request.id, arrival.adopt.attempt)
+            if arrival.seq is not None:
+                self._copy(arrival.seq, adopt)
+            elif arrival.deadline_s <= now_s:
+                del self._jobs[name]
+                self._refuse(adopt, "overloaded", "no room")
+                self.seen["refused for want of room"] += 1
+            else:
+                request = replace(adopt.request, id=name)
+                arrival.seq = self.scheduler.adopt(
+                    request,
+                    adopt.answered.choice,
+                    adopt.answered.tokens,
+                    adopt.parcel.num_tokens,
+                    num_cached=adopt.num_cached_tokens,
+                )
+                self._arrivals.append(arrival)
+                self.seen["waited for room at decode"] += arrival.seq is None
+
+    def _copy(self, seq: Seq, adopt: Adopt) -> None:
+        outbox = self._outboxes.get(adopt.parcel.arena)
+        for block, slot, told in zip(seq.table, adopt.parcel.offsets, adopt.parcel.checksums, strict=False):
+            values = outbox.read(slot) if outbox is not None else ()
+            if checksum(values) != told:
+                self.scheduler.cancel(seq.request.id)
+                del self._jobs[seq.request.id]
+                self._refuse(adopt, "parcel_lost", "the parcel is not what it was")
+                self.seen["parcel lost"] += 1
+                return
+            self._memory.write(block, values)
+        self.scheduler.start(seq)
+        self._send(Adopted(self.life, adopt.request.id, adopt.attempt, adopt.answered.choice))
+
+    # ---- cache pool -------------------------------------------------------------------------------------------------
+
+    def _find_prefix(self, request: Request, now_s: float) -> Fetch | None:
+        """What the pool has of a prompt beyond what is here."""
+        config = self.spec.config
+        probe = Seq(request, 0, 0, 1, list(request.prompt_ids))
+        keys = extend_keys(probe, len(request.prompt_ids) - 1, config.block_tokens, MODEL)
+        if not keys or len(self.scheduler.pool.match(keys)) == len(keys):
+            return None
+        return self.pool.find(keys, request.namespace, now_s)
+
+    def _take_prefix(self, begin: Begin, fetch: Fetch) -> None:
+        """Copy found blocks into free ones, where the scheduler finds them by their keys."""
+        pool, config = self.scheduler.pool, self.spec.config
+        probe = Seq(begin.request, 0, 0, 1, list(begin.request.prompt_ids))
+        keys = extend_keys(probe, len(begin.request.prompt_ids) - 1, config.block_tokens, MODEL)
+        here = pool.match(keys)
+        pool.acquire(here)
+        held = list(here)
+        copied = self.pool.copy(fetch)
+        for key, values in list(zip(keys, copied, strict=False))[len(here) :]:
+            if not pool.can_allocate(1):
+                break
+            (block,) = pool.allocate(1, after=held[-1] if held else None)
+            self._memory.write(block, values)
+            pool.publish(block, key)
+            held.append(block)
+        pool.release(held)
+
+    def _store(self, seq: Seq, now_s: float) -> None:
+        """Offer a sequence's full blocks to the pool, as far as they are still here."""
+        found = self.scheduler.pool.match(seq.keys)
+        if found:
+            blocks = [self._memory.read(block) for block in found]
+            self.pool.store(seq.keys[: len(found)], blocks, seq.request.namespace, now_s)
+
+    def _leave(self, seq: Seq) -> None:
+        """One choice less; with the last one the job is over."""
+        job = self._jobs[seq.request.id]
+        job.num_open -= 1
+        if not job.num_open:
+            del self._jobs[seq.request.id]
+
+
+def _name(request_id: str, attempt: int) -> str:
+    """Attempts of one request are strangers to the scheduler."""
+    return f"{request_id}/{attempt}"

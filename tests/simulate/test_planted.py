@@ -1,0 +1,287 @@
+"""A test of the simulation: bugs a tired person could write are caught within 200 seeds, by a rule that fits them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tripool.cache import PoolIndex
+from tripool.core import TokenEvent
+from tripool.engine.colocated import Scheduler
+from tripool.messages import Cancel, Hello, Life, Packed, Pulse, Refused, Stamped, Tokens
+from tripool.router import Coordinator
+from tripool.router.coordinator import Emit, Send
+from tripool.router.ledger import ChoiceState, Entry, Ledger, Placement
+from tripool.router.placing import Placing
+from tripool.router.view import FleetView
+from tripool.simulate import simulate
+from tripool.simulate.outbox import Outbox
+from tripool.simulate.worker import SimWorker
+
+NUM_SEEDS = 200
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+PLANTS: dict[str, tuple[Plant, str]] = {}
+
+
+def bug(caught_by: str) -> Callable[[Plant], Plant]:
+    def register(plant: Plant) -> Plant:
+        PLANTS[plant.__name__] = plant, caught_by
+        return plant
+
+    return register
+
+
+# ---- ledger and router ----------------------------------------------------------------------------------------------
+
+
+@bug(r"hangs: \[\], \['prefill")
+def lease_kept_on_cancel(patch: pytest.MonkeyPatch) -> None:
+    """Nobody tells the prefill worker, and its own deadline is switched off."""
+    drop = Placing.drop
+
+    def forgetful(self: Placing, entry: Entry) -> None:
+        start = len(self.out)
+        drop(self, entry)
+        self.out[start:] = [o for o in self.out[start:] if not (isinstance(o, Send) and hasattr(o.message, "lease"))]
+
+    patch.setattr(Placing, "drop", forgetful)
+    patch.setattr(Outbox, "expire", lambda self, now_s: None)
+
+
+@bug("a lease without its owner")
+def lease_kept_in_the_ledger_on_cancel(patch: pytest.MonkeyPatch) -> None:
+    let_go = Ledger.let_go
+
+    def forgetful(self: Ledger, choice: ChoiceState) -> Any:
+        kept = {life: dict(held) for life, held in self._leases.items()}
+        lease = let_go(self, choice)
+        if lease is not None:
+            self._leases = kept
+        return lease
+
+    patch.setattr(Ledger, "let_go", forgetful)
+
+
+@bug("which is not its own")
+def old_attempt_accepted(patch: pytest.MonkeyPatch) -> None:
+    """A token is believed by its request and choice alone. Here it is even the right one; it need not be elsewhere."""
+    tokens = Coordinator._tokens
+
+    def gullible(self: Coordinator, message: Tokens, now_s: float) -> None:
+        for stamped in message.events:
+            event, life, attempt = stamped.event, message.life, stamped.attempt
+            entry = self.ledger.get(event.request_id)
+            if entry is not None and entry.choices[event.choice].attempt:
+                attempt = entry.choices[event.choice].attempt
+                life = entry.placements[attempt].life
+            tokens(self, Tokens(life, (Stamped(attempt, event),)), now_s)
+
+    patch.setattr(Coordinator, "_tokens", gullible)
+
+
+@bug("one is lost or comes twice")
+def token_emitted_twice(patch: pytest.MonkeyPatch) -> None:
+    """After a worker is lost, the last token is sent again with the answer's next one."""
+    tokens = Coordinator._tokens
+
+    def stutter(self: Coordinator, message: Tokens, now_s: float) -> None:
+        tokens(self, message, now_s)
+        out = self._placing.out
+        for output in list(out):
+            entry = self.ledger.get(output.event.request_id) if isinstance(output, Emit) else None
+            if entry is not None and entry.num_losses:
+                out.append(output)
+
+    patch.setattr(Coordinator, "_tokens", stutter)
+
+
+@bug("one is lost or comes twice")
+def gap_not_noticed(patch: pytest.MonkeyPatch) -> None:
+    take = Ledger.take
+
+    def blind(self: Ledger, entry: Entry, choice: ChoiceState, event: TokenEvent, *times: float) -> Any:
+        if event.index > len(choice.tokens):
+            choice.tokens.extend([0] * (event.index - len(choice.tokens)))
+        return take(self, entry, choice, event, *times)
+
+    patch.setattr(Ledger, "take", blind)
+
+
+@bug("^$")  # an assertion of the scheduler's own, without words
+def last_token_forgotten_on_replay(patch: pytest.MonkeyPatch) -> None:
+    answered = Entry.answered
+
+    def short(self: Entry, choice: ChoiceState) -> Any:
+        told = answered(self, choice)
+        return type(told)(told.choice, told.tokens[:-1]) if self.num_losses else told
+
+    patch.setattr(Entry, "answered", short)
+
+
+@bug("the count of cached tokens has changed")
+def cached_tokens_of_the_newest_attempt(patch: pytest.MonkeyPatch) -> None:
+    take = Ledger.take
+
+    def newest(self: Ledger, entry: Entry, choice: ChoiceState, event: TokenEvent, *times: float) -> Any:
+        entry.num_cached_tokens = None
+        return take(self, entry, choice, event, *times)
+
+    patch.setattr(Ledger, "take", newest)
+
+
+@bug("past its deadline")
+def deadlines_are_not_met(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ledger, "overdue", lambda self, now_s: iter(()))
+
+
+@bug("counts on a parcel of nobody")
+def parcels_of_a_lost_worker_still_count(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ledger, "leases_at", lambda self, life: [])
+
+
+@bug("load is not what was placed")
+def load_is_never_taken_off(patch: pytest.MonkeyPatch) -> None:
+    take_off = FleetView.take_off
+
+    def sticky(self: FleetView, life: Life, tokens: int) -> None:
+        take_off(self, life, tokens - 1)
+
+    patch.setattr(FleetView, "take_off", sticky)
+
+
+@bug("the ledger and the clients disagree")
+def refused_request_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    def forgetful(self: Coordinator, message: Refused, now_s: float) -> None:
+        found = self.ledger.find(message.life, message.request_id, message.attempt)
+        if found is not None:
+            self._placing.drop(found[0])
+
+    patch.setattr(Coordinator, "_refused", forgetful)
+
+
+@bug("is trusted")
+def reaped_life_is_trusted_again(patch: pytest.MonkeyPatch) -> None:
+    """Whoever wakes up is taken at its word: a suspected life pulses, and is back without a Hello."""
+    pulse_of, hello_of = Coordinator._pulse, Coordinator._hello
+    hellos: dict[Life, Hello] = {}
+
+    def remember(self: Coordinator, hello: Hello, now_s: float) -> None:
+        hellos[hello.life] = hello
+        hello_of(self, hello, now_s)
+
+    def credulous(self: Coordinator, pulse: Pulse, now_s: float) -> None:
+        if pulse.life not in self.view and pulse.life in hellos:
+            self.view.add(hellos[pulse.life], now_s)
+        pulse_of(self, pulse, now_s)
+
+    patch.setattr(Coordinator, "_hello", remember)
+    patch.setattr(Coordinator, "_pulse", credulous)
+
+
+@bug(r"hangs: \[\], \['prefill")
+def orphans_are_not_cancelled_on_drain(patch: pytest.MonkeyPatch) -> None:
+    """A choice moves on, and its old worker is never told, nor when it speaks up."""
+    cancel_placement = Placing.cancel_placement
+
+    def quiet(self: Placing, request_id: str, placement: Placement, now_s: float, *, lost: bool) -> None:
+        start = len(self.out)
+        cancel_placement(self, request_id, placement, now_s, lost=lost)
+        self.out[start:] = [o for o in self.out[start:] if not (isinstance(o, Send) and isinstance(o.message, Cancel))]
+
+    patch.setattr(Placing, "cancel_placement", quiet)
+    patch.setattr(Coordinator, "_stray", lambda self, life, request_id, attempt: None)
+
+    def deaf(self: Coordinator, message: Packed, now_s: float) -> None:
+        if self.ledger.choice_of(message.life, message.request_id, message.attempt, message.choice) is not None:
+            packed(self, message, now_s)
+
+    packed = Coordinator._packed
+    patch.setattr(Coordinator, "_packed", deaf)
+    patch.setattr(Outbox, "expire", lambda self, now_s: None)
+
+
+# ---- cache and hand-over --------------------------------------------------------------------------------------------
+
+
+@bug("writes where others may read")
+def block_reused_before_reaping(patch: pytest.MonkeyPatch) -> None:
+    """A late writer's slots are given to others, although it may only be stopped."""
+
+    def hasty(self: PoolIndex, ticket: int) -> None:
+        for slot in self._reservations.pop(ticket).slots:
+            self._settle(slot, None)
+
+    patch.setattr(PoolIndex, "_fence", hasty)
+
+
+@bug(r"hangs: \[\], \['cache")
+def reaping_is_not_told_to_the_cache(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PoolIndex, "reaped", PoolIndex.lost)
+
+
+@bug(r"hangs: \[\], \['prefill|after the gateway's death")
+def parcels_survive_the_gateway(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Outbox, "drop_all", lambda self: None)
+    patch.setattr(Outbox, "expire", lambda self, now_s: None)
+
+
+@bug("instead of")
+def checksums_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    """Parcels expire as soon as they are packed, and whatever lies in their slots is taken."""
+    patch.setattr("tripool.simulate.worker.checksum", lambda values: 0)
+    patch.setattr("tripool.simulate.outbox.checksum", lambda values: 0)
+    pack = Outbox.pack
+
+    def brief(self: Outbox, *args: Any) -> Any:
+        parcel = pack(self, *args)
+        self.release(parcel.lease)
+        return parcel
+
+    patch.setattr(Outbox, "pack", brief)
+
+
+@bug("1 refs, 0 owners")
+def parcel_without_its_last_block(patch: pytest.MonkeyPatch) -> None:
+    start = Scheduler.start
+
+    def early(self: Scheduler, seq: Any) -> None:
+        seq.table[-1:] = []
+        start(self, seq)
+
+    patch.setattr(Scheduler, "start", early)
+
+
+@bug("1 refs, 0 owners")
+def cancelled_arrival_keeps_its_blocks(patch: pytest.MonkeyPatch) -> None:
+    forget = SimWorker._forget
+
+    def leaky(self: SimWorker, name: str) -> None:
+        for seq in self.scheduler.arriving:
+            if seq.request.id == name:
+                seq.table = []
+        forget(self, name)
+
+    patch.setattr(SimWorker, "_forget", leaky)
+
+
+@bug("instead of")
+def two_namespaces_share_blocks(patch: pytest.MonkeyPatch) -> None:
+    from tripool.cache import root_key
+
+    patch.setattr("tripool.prefill.scheduler.root_key", lambda model, namespace: root_key(model, ""))
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, caught_by = PLANTS[name]
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match=caught_by):
+        live()
+
+
+def live() -> None:
+    for seed in range(NUM_SEEDS):
+        simulate(seed)
