@@ -46,6 +46,10 @@ class Answer:
     def done(self) -> bool:
         return all(draft.finish_reason is not None for draft in self._drafts)
 
+    def stop_string(self, choice: int) -> str | None:
+        """Which of the request's stop strings has ended the choice, if one has."""
+        return self._drafts[choice].detokenizer.stopped
+
     def take(self, event: TokenEvent) -> Delta | None:
         """None when the choice had already ended, at a stop string that the engine knows nothing of."""
         draft = self._drafts[event.choice]

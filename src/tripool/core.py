@@ -247,6 +247,20 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Stages:
+    """Where a choice's time went before its first token, as far as whoever computed it can tell."""
+
+    queue_s: float = 0.0
+    """From being handed over until the first work on it."""
+    lookup_s: float = 0.0
+    """Asking the cache pool for its prefix and fetching that."""
+    prefill_s: float = 0.0
+    """From the first work on it to its first token, other requests' shares of those steps included."""
+    transfer_s: float = 0.0
+    """Moving its KV to the worker that goes on with it."""
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEvent:
     """One generated token of one choice of one request. `index` counts from 0 within the choice."""
 
@@ -261,6 +275,26 @@ class TokenEvent:
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     """Drafts verified for this choice so far, and those of them that came true."""
+    stages: Stages | None = None
+    """On a choice's first event. A transfer that comes after the first token is told by a later one, on its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingStats:
+    """What serves requests, at a glance. Counters count from the start and never go back."""
+
+    running: int = 0
+    """Choices that are being computed."""
+    waiting: int = 0
+    kv_usage: float = 0.0
+    """Share of the KV blocks that running choices hold, 0 to 1."""
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """Drafts that were verified, and those of them that came true."""
+    stalled_s: float = 0.0
+    """How long there has been work without a step being finished; 0 when there is none."""
 
 
 @dataclass(frozen=True, slots=True)

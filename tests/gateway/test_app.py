@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from tripool import __version__
-from tripool.gateway.options import CHAT, COMPLETION, IGNORED
+from tripool.gateway.options import ANTHROPIC, CHAT, COMPLETION
 
 
 def test_models(server):
@@ -24,9 +24,10 @@ def test_health_and_version(server):
 
 def test_openapi_lists_every_parameter(server):
     paths = server.http.get("/openapi.json").json()["paths"]
-    for path, known in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
+    bodies = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION, "/v1/messages": ANTHROPIC}
+    for path, fields in bodies.items():
         body = paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-        assert body["properties"].keys() >= {*known, *IGNORED}
+        assert body["properties"].keys() >= {*fields.known, *fields.ignored}
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)])

@@ -90,7 +90,7 @@ BAD_COMPLETION: list[tuple[Any, str | None]] = [
     ({"prompt": [-1]}, "prompt"),
     ({"prompt": [10**9]}, "prompt"),
     ({"prompt": ["a"] * 1000}, "prompt"),
-    ({"prompt": "a", "echo": True}, "echo"),
+    ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
     ({"prompt": "a", "echo": 0}, "echo"),
     ({"prompt": "a", "best_of": 3}, "best_of"),
     ({"prompt": "a", "logprobs": True}, "logprobs"),

@@ -212,8 +212,8 @@ def test_drafts_are_counted():
         answers.append(Answer(request, tokenizer))
         event = TokenEvent("r", 0, 0, 9, "length", num_draft_tokens=drafted, num_accepted_draft_tokens=accepted)
         answers[-1].take(event)
-    details = {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 2}
-    assert usage_shape(answers)["completion_tokens_details"] == details
+    details = {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 2, "reasoning_tokens": 0}
+    assert usage_shape([answer.usage for answer in answers])["completion_tokens_details"] == details
 
 
 def test_content_parts_and_developer_role_are_text(server):

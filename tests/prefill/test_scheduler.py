@@ -226,3 +226,24 @@ def test_keys_grow_as_if_made_at_once(tokens: list[int], stops: list[int], size:
         key = block_key(key, seq.tokens[end - size : end])
         expected.append(key)
     assert seq.keys == expected
+
+
+def test_what_was_started_is_told_once() -> None:
+    room = Room(num_blocks=3)
+    first, second = make_seq(0, [1] * 5), make_seq(1, [2] * 5)
+    room.scheduler.add(first)
+    room.scheduler.add(second)
+    room.plan()
+    assert room.scheduler.started == [first]  # there are no blocks for the second
+    room.plan()
+    assert room.scheduler.started == []
+    room.scheduler.remove(first)
+    room.pool.release(first.table)
+    room.plan()
+    assert room.scheduler.started == [second]
+    room.scheduler.remove(second)
+    room.pool.release(second.table)
+    second.table, second.num_computed = [], 0
+    room.scheduler.add(second)  # preempted, and admitted again
+    room.plan()
+    assert room.scheduler.started == []

@@ -11,10 +11,13 @@ from typing import Any
 from tripool.core import Request, SamplingParams
 from tripool.errors import InvalidRequest
 from tripool.gateway.body import decode_json
-from tripool.gateway.options import INTEGER, MESSAGES, OBJECT, PROMPT, SAMPLING, checked
+from tripool.gateway.kinds import INTEGER, MESSAGES, OBJECT, PROMPT
+from tripool.gateway.options import SAMPLING, Fields
 from tripool.llm import LLM
 
-_FIELDS = {**SAMPLING, "prompt": PROMPT, "messages": MESSAGES, "logprobs": INTEGER, "structure": OBJECT}
+_FIELDS = Fields(
+    known={**SAMPLING, "prompt": PROMPT, "messages": MESSAGES, "logprobs": INTEGER, "structure": OBJECT}, required=()
+)
 
 
 class BadPrompts(InvalidRequest):
@@ -61,7 +64,7 @@ def to_requests(path: Path, lines: list[PromptLine], llm: LLM, defaults: Mapping
 
 
 def _json_line(raw: bytes) -> dict[str, Any]:
-    fields = checked(decode_json(raw), _FIELDS)
+    fields = _FIELDS.checked(decode_json(raw))
     if ("prompt" in fields) == ("messages" in fields):
         raise InvalidRequest("needs either 'prompt' or 'messages'")
     prompt = fields.get("prompt")

@@ -6,18 +6,20 @@ step does, so that this one's tokens need not wait for it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from tripool.config import EngineConfig, SchedulerConfig
-from tripool.core import BLOCK_TOKENS, Request, TokenEvent
+from tripool.core import BLOCK_TOKENS, Request, ServingStats, TokenEvent
 from tripool.engine.colocated import Scheduler
 from tripool.engine.drafter import Drafter
-from tripool.engine.runner import Runner
+from tripool.engine.runner import Runner, rows_of
 from tripool.engine.sampler import Sampler
 from tripool.errors import InvalidRequest
 from tripool.grammar import GrammarCompiler
 from tripool.models import Model
-from tripool.sequence import Task
+from tripool.sequence import Guide, Seq, Task
 from tripool.text.files import TextFiles
 
 _DEFAULT_CONTEXTS = 8
@@ -29,6 +31,7 @@ class Engine:
         self.name = name
         self.text = text
         self._vocab = model.arch.vocab
+        self.max_running = config.max_running
         mtp = config.mtp and model.mtp is not None
         num_blocks = _num_blocks(model, config, mtp=mtp)
         scheduling = SchedulerConfig(
@@ -62,8 +65,107 @@ class Engine:
         """Drafts that came true: tokens that needed no step of their own."""
         return self.scheduler.num_accepted
 
-    def add(self, request: Request) -> None:
-        """Accept a request, or refuse it with a typed error before any work."""
+    @property
+    def started(self) -> list[str]:
+        return [seq.request.id for seq in self.scheduler.prefill.started if seq.leader is None]
+
+    def stats(self) -> ServingStats:
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return ServingStats(
+            running=len(scheduler.prefill.running) + len(scheduler.decode.running),
+            waiting=len(scheduler.prefill.waiting),
+            kv_usage=pool.num_held / pool.num_blocks,
+            num_preemptions=scheduler.num_preemptions,
+            num_drafted=scheduler.num_drafted,
+            num_accepted=scheduler.num_accepted,
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        return self.scheduler.pool.num_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        return self._runner.block_bytes
+
+    @property
+    def num_held_blocks(self) -> int:
+        return self.scheduler.pool.num_held
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return self.scheduler.num_waiting_tokens
+
+    @property
+    def vocab(self) -> int:
+        return self._vocab
+
+    def add(self, request: Request, answered: Mapping[int, Sequence[int]] | None = None) -> None:
+        """Accept a request, or refuse it with a typed error before any work. `answered`: see `Scheduler.add`."""
+        self._check(request)
+        guides = None
+        if request.params.structure is not None:
+            known = answered or dict.fromkeys(range(request.params.n), ())
+            guides = [self._guide(request, tokens) for tokens in known.values()]
+        self.scheduler.add(request, guides, answered)
+
+    def detach(self, request_id: str, choice: int) -> Seq:
+        """Take a sequence that has just answered out of the batch, its blocks complete with the MTP layer's part."""
+        self.draft()
+        return self.scheduler.detach(request_id, choice)
+
+    def release(self, seq: Seq) -> None:
+        self.scheduler.release(seq)
+
+    def adopt(
+        self,
+        request: Request,
+        choice: int,
+        answer: Sequence[int],
+        num_computed: int,
+        *,
+        num_cached: int = 0,
+        shared: Sequence[int] = (),
+    ) -> Seq | None:
+        """Blocks for a sequence that another engine has computed, or None while there is no room."""
+        if not self.scheduler.can_adopt(num_computed + 1, len(shared)):
+            return None
+        self._check(request)
+        self.draft()  # blocks change hands below
+        guide = self._guide(request, answer) if request.params.structure is not None else None
+        return self.scheduler.adopt(
+            request, choice, answer, num_computed, num_cached=num_cached, guide=guide, shared=shared
+        )
+
+    def start(self, seq: Seq) -> None:
+        if self._drafter is not None:
+            self._drafter.welcome(seq)
+        self.scheduler.start(seq)
+
+    def keep(self, keys: Sequence[bytes]) -> list[int]:
+        self.draft()  # the MTP layer's part of the newest blocks, and before they change hands
+        return self.scheduler.keep(keys)
+
+    def keep_more(self, blocks: list[int], count: int) -> None:
+        self.scheduler.keep_more(blocks, count)
+
+    def let_go(self, blocks: list[int], keys: Sequence[bytes] = ()) -> None:
+        self.scheduler.let_go(blocks, keys)
+
+    def export_block(self, block: int, into: memoryview) -> None:
+        self._runner.export_block(block, into)
+
+    def import_block(self, block: int, data: memoryview) -> None:
+        self._runner.import_block(block, data)
+
+    def _guide(self, request: Request, answer: Sequence[int]) -> Guide:
+        assert request.params.structure is not None
+        guide = self._grammars.guide(request.params.structure, request.stop_ids)
+        for token_id in answer:
+            guide.accept(token_id)
+        return guide
+
+    def _check(self, request: Request) -> None:
         params = request.params
         named = {"prompt": request.prompt_ids, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
         for where, ids in named.items():
@@ -72,10 +174,6 @@ class Engine:
                 raise InvalidRequest(
                     f"token {bad} in {where} does not exist", hint=f"ids end at {self._vocab - 1}", param=where
                 )
-        guides = None
-        if params.structure is not None:
-            guides = [self._grammars.guide(params.structure, request.stop_ids) for _ in range(params.n)]
-        self.scheduler.add(request, guides)
 
     def cancel(self, request_id: str) -> None:
         self.scheduler.cancel(request_id)
@@ -92,6 +190,7 @@ class Engine:
             self._to_draft = tasks, hidden
         return events
 
+    @torch.inference_mode()
     def draft(self) -> None:
         """Catch up with the last step: fill the MTP layer's KV and propose drafts.
 
@@ -121,14 +220,14 @@ class Engine:
         if not rows:
             return self.scheduler.settle(tasks, [None] * len(tasks))
         wanted = rows + draft_rows
-        logits = self._runner.logits(hidden if wanted == list(range(row)) else hidden[wanted])
+        logits = self._runner.logits(rows_of(hidden, wanted))
         sampled = iter(self._sampler.sample(logits[: len(rows)], [task.seq for task in tasks if task.samples]))
         events = self.scheduler.settle(tasks, [next(sampled) if task.samples else None for task in tasks])
         followers = [self.scheduler.verify(task) for task in drafted]
         more = [task for task in followers if task is not None]
         if more:
             right = [i for i, task in enumerate(followers, len(rows)) if task is not None]
-            logits = logits[len(rows) :] if len(right) == len(drafted) else logits[right]
+            logits = rows_of(logits, right)
             events += self.scheduler.settle(more, self._sampler.sample(logits, [task.seq for task in more]))
         return events
 

@@ -10,9 +10,10 @@ import json
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from tripool.core import BLOCK_TOKENS, FinishReason, Request, TokenEvent, TokenLogprobs
+from tripool.core import BLOCK_TOKENS, FinishReason, Request, ServingStats, TokenEvent, TokenLogprobs
 from tripool.errors import ContextOverflow, InvalidRequest
-from tripool.grammar import GrammarCompiler, Guide
+from tripool.grammar import GrammarCompiler
+from tripool.sequence import Guide, Sampled
 from tripool.text.files import TextFiles
 
 _WORDS = ("pool", "peer", "token", "cache", "block", "decode", "prefill", "expert", "route", "lease", "step", "batch")
@@ -57,6 +58,61 @@ def _byte_letters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
+class FakeTokens:
+    """Which token comes next: a hash of (prompt, seed, choice, index), bent to the request's wishes."""
+
+    def __init__(self, text: TextFiles) -> None:
+        tokenizer = json.loads(text.tokenizer_json)
+        specials = {token["id"] for token in tokenizer["added_tokens"]}
+        vocab: dict[str, int] = tokenizer["model"]["vocab"]
+        plain = {piece: token_id for piece, token_id in vocab.items() if token_id not in specials}
+        # Single letters of a byte-level vocabulary are often half a character; answers read better without them.
+        self._plain_ids = sorted(i for piece, i in plain.items() if len(piece) > 1) or sorted(plain.values())
+        self._closing_ids = frozenset(vocab[piece] for piece in '"}])' if piece in vocab)
+        self.num_ids = 1 + max([*vocab.values(), *specials])
+
+    def digest(self, request: Request) -> bytes:
+        return blake2b(repr((request.prompt_ids, request.seed)).encode(), digest_size=16).digest()
+
+    def check(self, request: Request) -> None:
+        if not request.prompt_ids:
+            raise InvalidRequest("the prompt is empty", hint="send at least one token", param="prompt")
+        if not all(0 <= token_id < self.num_ids for token_id in request.prompt_ids):
+            hint = f"ids of this model run from 0 to {self.num_ids - 1}"
+            raise InvalidRequest("the prompt holds an unknown token id", hint=hint, param="prompt")
+
+    def choose(self, request: Request, digest: bytes, choice: int, index: int, guide: Guide | None) -> Sampled:
+        params = request.params
+        draw = blake2b(digest + repr((choice, index)).encode(), digest_size=8).digest()
+        late = index + 1 >= max(_natural_tokens(digest, choice), params.min_tokens + 1)
+        if guide is not None:
+            token_id = self._guided(guide, int.from_bytes(draw[:4]), request.stop_ids, late=late)
+        else:
+            token_id = self._plain_ids[int.from_bytes(draw[:4]) % len(self._plain_ids)]
+            if late and not params.ignore_eos:
+                token_id = min(request.end_ids, default=token_id)
+        if params.logprobs is None:
+            return Sampled(token_id)
+        chosen = -(1 + draw[4]) / 256  # rises no higher than the first of the made-up alternatives below
+        alternatives = ((token_id + step) % self.num_ids for step in range(params.logprobs))
+        return Sampled(
+            token_id, TokenLogprobs(chosen, tuple((t, chosen - rank) for rank, t in enumerate(alternatives)))
+        )
+
+    def _guided(self, guide: Guide, draw: int, stop_ids: frozenset[int], *, late: bool) -> int:
+        """Any token that the grammar allows: words while it is early, later whatever brings the answer to its end."""
+        allowed: list[int] = guide.mask().nonzero()[0].tolist()
+        wishes = (stop_ids, self._closing_ids) if late else (frozenset(self._plain_ids),)
+        fitting = next((fit for wish in wishes if (fit := [i for i in allowed if i in wish])), allowed)
+        return fitting[draw % len(fitting)]
+
+
+def _natural_tokens(digest: bytes, choice: int) -> int:
+    """How long the answer is when nothing else ends it."""
+    draw = blake2b(digest + repr(("length", choice)).encode(), digest_size=1).digest()
+    return 8 + draw[0] % 32
+
+
 @dataclass(slots=True)
 class _Running:
     """A request inside the fake: how many tokens each unfinished choice has."""
@@ -81,21 +137,15 @@ class FakeEngine:
         max_running: int = 64,
         block_tokens: int = BLOCK_TOKENS,
     ) -> None:
-        tokenizer = json.loads(text.tokenizer_json)
-        specials = {token["id"] for token in tokenizer["added_tokens"]}
-        vocab: dict[str, int] = tokenizer["model"]["vocab"]
-        plain = {piece: token_id for piece, token_id in vocab.items() if token_id not in specials}
-        # Single letters of a byte-level vocabulary are often half a character; answers read better without them.
-        self._plain_ids = sorted(i for piece, i in plain.items() if len(piece) > 1) or sorted(plain.values())
-        self._num_ids = 1 + max([*vocab.values(), *specials])
-        self._closing_ids = frozenset(vocab[piece] for piece in '"}])' if piece in vocab)
-        self._grammars = GrammarCompiler(text, self._num_ids)
+        self._tokens = FakeTokens(text)
+        self._grammars = GrammarCompiler(text, self._tokens.num_ids)
         self.name, self.text = name, text
         self.context_tokens = context_tokens
         self.weight_bytes, self.kv_bytes = 0, 0
         self._max_running, self._block_tokens = max_running, block_tokens
         self._open: dict[str, _Running] = {}
         self._known_blocks: set[tuple[str, tuple[int, ...]]] = set()
+        self.started: list[str] = []
 
     @property
     def busy(self) -> bool:
@@ -108,34 +158,38 @@ class FakeEngine:
 
     def add(self, request: Request) -> None:
         assert request.id not in self._open, f"request id {request.id} is used twice"
-        prompt = request.prompt_ids
-        if not prompt:
-            raise InvalidRequest("the prompt is empty", hint="send at least one token", param="prompt")
-        if not all(0 <= token_id < self._num_ids for token_id in prompt):
-            hint = f"ids of this model run from 0 to {self._num_ids - 1}"
-            raise InvalidRequest("the prompt holds an unknown token id", hint=hint, param="prompt")
-        asked = len(prompt) + (request.params.max_tokens or 1)
+        self._tokens.check(request)
+        asked = len(request.prompt_ids) + (request.params.max_tokens or 1)
         if asked > self.context_tokens:
             hint = "shorten the prompt or ask for fewer tokens"
             raise ContextOverflow(f"{asked} tokens exceed the context of {self.context_tokens}", hint=hint)
-        guides, structure = None, request.params.structure
+        guides: list[Guide] | None = None
+        structure = request.params.structure
         if structure is not None:
             guides = [self._grammars.guide(structure, request.stop_ids) for _ in range(request.params.n)]
-        digest = blake2b(repr((prompt, request.seed)).encode(), digest_size=16).digest()
-        self._open[request.id] = _Running(request, digest, guides=guides)
+        self._open[request.id] = _Running(request, self._tokens.digest(request), guides=guides)
 
     def cancel(self, request_id: str) -> None:
         self._open.pop(request_id, None)
 
+    def stats(self) -> ServingStats:
+        """A running choice holds one of `max_running` places, as if it were its KV."""
+        opened = list(self._open.values())
+        running = sum(len(request.num_tokens) for request in opened)
+        waiting = sum(request.request.params.n for request in opened if not request.num_tokens)
+        return ServingStats(running=running, waiting=waiting, kv_usage=min(1.0, running / self._max_running))
+
     def step(self) -> list[TokenEvent]:
         """One token for every unfinished choice of the requests that fit, oldest first."""
         events: list[TokenEvent] = []
+        self.started = []
         for running in list(self._open.values()):
             choices = running.num_tokens or dict.fromkeys(range(running.request.params.n), 0)
             if events and len(events) + len(choices) > self._max_running:
                 break
             if not running.num_tokens:
                 running.num_tokens = choices
+                self.started.append(running.request.id)
                 running.num_cached_tokens = self._reuse_prefix(running.request)
             events += [self._advance(running, choice) for choice in list(choices)]
             if not running.num_tokens:
@@ -143,42 +197,18 @@ class FakeEngine:
         return events
 
     def _advance(self, running: _Running, choice: int) -> TokenEvent:
-        request, params = running.request, running.request.params
-        index = running.num_tokens[choice]
-        draw = blake2b(running.digest + repr((choice, index)).encode(), digest_size=8).digest()
-        late = index + 1 >= max(self._natural_tokens(running, choice), params.min_tokens + 1)
+        request, index = running.request, running.num_tokens[choice]
         guide = running.guides[choice] if running.guides is not None else None
+        sampled = self._tokens.choose(request, running.digest, choice, index, guide)
         if guide is not None:
-            token_id = self._guided(guide, int.from_bytes(draw[:4]), request.stop_ids, late=late)
-        else:
-            token_id = self._plain_ids[int.from_bytes(draw[:4]) % len(self._plain_ids)]
-            if late and not params.ignore_eos:
-                token_id = min(request.end_ids, default=token_id)
-        finish = self._finish(request, index, token_id, guide)
+            guide.accept(sampled.token_id)
+        finish = self._finish(request, index, sampled.token_id, guide)
         if finish:
             del running.num_tokens[choice]
         else:
             running.num_tokens[choice] += 1
-        logprobs = None
-        if params.logprobs is not None:
-            chosen = -(1 + draw[4]) / 256  # rises no higher than the first of the made-up alternatives below
-            alternatives = ((token_id + step) % self._num_ids for step in range(params.logprobs))
-            logprobs = TokenLogprobs(chosen, tuple((t, chosen - rank) for rank, t in enumerate(alternatives)))
-        return TokenEvent(request.id, choice, index, token_id, finish, logprobs, running.num_cached_tokens)
-
-    def _guided(self, guide: Guide, draw: int, stop_ids: frozenset[int], *, late: bool) -> int:
-        """Any token that the grammar allows: words while it is early, later whatever brings the answer to its end."""
-        allowed: list[int] = guide.mask().nonzero()[0].tolist()
-        wishes = (stop_ids, self._closing_ids) if late else (frozenset(self._plain_ids),)
-        fitting = next((fit for wish in wishes if (fit := [i for i in allowed if i in wish])), allowed)
-        token_id = fitting[draw % len(fitting)]
-        guide.accept(token_id)
-        return token_id
-
-    def _natural_tokens(self, running: _Running, choice: int) -> int:
-        """How long the answer is when nothing else ends it."""
-        draw = blake2b(running.digest + repr(("length", choice)).encode(), digest_size=1).digest()
-        return 8 + draw[0] % 32
+        cached = running.num_cached_tokens
+        return TokenEvent(request.id, choice, index, sampled.token_id, finish, sampled.logprobs, cached)
 
     def _finish(self, request: Request, index: int, token_id: int, guide: Guide | None) -> FinishReason | None:
         params, num_tokens = request.params, index + 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Protocol
 
-from tripool.core import Request, TokenEvent
+from tripool.core import Request, ServingStats, TokenEvent
 
 if TYPE_CHECKING:
     from tripool.text.files import TextFiles  # only named here; its room loads the tokenizer library
@@ -45,3 +46,12 @@ class StepEngine(Protocol):
         ...
 
     def step(self) -> list[TokenEvent]: ...
+
+    @property
+    def started(self) -> Collection[str]:
+        """Requests on which the last step did the very first work."""
+        ...
+
+    def stats(self) -> ServingStats:
+        """From any thread: plain reads, at worst a moment old. Steps and stalls are the driver's to know."""
+        ...

@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterable
+import time
+from collections import defaultdict, deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 
-from tripool.core import Request, TokenEvent
+from tripool.core import Request, ServingStats, Stages, TokenEvent
 from tripool.engine.protocol import StepEngine
 from tripool.errors import EngineStopped, TripoolError
 
@@ -28,20 +30,48 @@ _SHUT_DOWN = "the engine is shut down"
 
 
 class _Stream:
-    """One consumer: the loop it lives on, its queue, and the choices it still waits for."""
+    """One consumer: the loop it lives on, what it has not read yet, and the choices it still waits for.
 
-    def __init__(self, requests: tuple[Request, ...]) -> None:
+    `put` and `get` belong to its loop, the times to the engine's thread.
+    """
+
+    def __init__(self, requests: tuple[Request, ...], now_s: float) -> None:
         self.requests = requests
         self.loop = asyncio.get_running_loop()
-        self.items: asyncio.Queue[_Item] = asyncio.Queue()
+        self.items: deque[_Item] = deque()
         self.choices_left = {request.id: request.params.n for request in requests}
+        self.added_s = now_s
+        self.started_s: dict[str, float] = {}
+        """When the first step with each request began."""
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: _Item) -> None:
+        self.items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> _Item:
+        # One reader, and no more bookkeeping than that needs: every token of every stream comes through here.
+        while not self.items:
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        return self.items.popleft()
+
+    def staged(self, event: TokenEvent, now_s: float) -> TokenEvent:
+        """A choice's first event, with the time that it took to get here."""
+        started_s = self.started_s.get(event.request_id, self.added_s)
+        return replace(event, stages=Stages(queue_s=started_s - self.added_s, prefill_s=now_s - started_s))
 
 
 class EngineThread:
-    """`stream()` and `cancel()` from any event loop, `close()` from anywhere."""
+    """`stream()` and `cancel()` from any event loop, `close()` and the rest from anywhere."""
 
-    def __init__(self, engine: StepEngine) -> None:
+    def __init__(self, engine: StepEngine, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
+        self._clock = clock
+        self._num_steps = 0
+        self._moved_s = clock()
+        """When a step ended last, or work came after there was none."""
         self._commands: SimpleQueue[_Stream | str | None] = SimpleQueue()
         """A stream to add, a request id to cancel, or None to stop."""
         self._lock = threading.Lock()
@@ -56,24 +86,38 @@ class EngineThread:
     def alive(self) -> bool:
         return self._ended is None
 
+    @property
+    def context_tokens(self) -> int:
+        return self._engine.context_tokens
+
+    def stats(self) -> ServingStats:
+        stalled_s = max(0.0, self._clock() - self._moved_s) if self._streams else 0.0
+        return replace(self._engine.stats(), num_steps=self._num_steps, stalled_s=stalled_s)
+
+    def explain(self, request_id: str) -> Mapping[str, str]:
+        """Where it runs is no choice here."""
+        return {"mode": "colocated", "engine": self._engine.name}
+
     async def stream(self, *requests: Request) -> AsyncGenerator[TokenEvent, None]:
         """Events of one or several requests until all are over. Leaving early, in any way, cancels the rest.
 
         Raises what the engine's `add` raises, in which case none of the requests runs.
         """
-        stream = _Stream(requests)
+        stream = _Stream(requests, self._clock())
         left = stream.choices_left
         with self._lock:
             if self._ended is not None:
                 raise EngineStopped(self._ended)
+            if not self._streams:
+                self._moved_s = stream.added_s
             self._streams |= dict.fromkeys(left, stream)
         self._commands.put(stream)
         try:
             while left:
-                if not stream.items.empty():
+                if stream.items:
                     # Neither get() nor a fast client's send() would give way: a backlog must not starve other tasks.
                     await asyncio.sleep(0)
-                item = await stream.items.get()
+                item = await stream.get()
                 if isinstance(item, TripoolError):
                     raise item
                 if item is None or item.request_id not in left:
@@ -115,7 +159,7 @@ class EngineThread:
         try:
             while self._obey():
                 if self._engine.busy:
-                    self._deliver(self._engine.step())
+                    self._step()
             for request_id in self._end(_SHUT_DOWN):
                 self._engine.cancel(request_id)
         finally:  # not an except: a failure goes on to the thread's own hook, which prints it
@@ -146,13 +190,27 @@ class EngineThread:
                 self._post(stream.loop, [(stream, refused)])
                 return
 
+    def _step(self) -> None:
+        begun_s = self._clock()
+        events = self._engine.step()
+        self._moved_s = self._clock()
+        self._num_steps += 1
+        started = self._engine.started
+        if started:
+            with self._lock:
+                for request_id in started:
+                    if request_id in self._streams:
+                        self._streams[request_id].started_s[request_id] = begun_s
+        self._deliver(events)
+
     def _deliver(self, events: Iterable[TokenEvent]) -> None:
         by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[_Stream, _Item]]] = defaultdict(list)
         with self._lock:
             for event in events:
                 stream = self._streams.get(event.request_id)
                 if stream is not None:
-                    by_loop[stream.loop].append((stream, event))
+                    item = stream.staged(event, self._moved_s) if event.index == 0 else event
+                    by_loop[stream.loop].append((stream, item))
         for loop, items in by_loop.items():
             self._post(loop, items)
 
@@ -181,6 +239,6 @@ class EngineThread:
 def _put_all(items: list[tuple[_Stream, _Item]]) -> None:
     for stream, item in items:
         # The end overtakes what was not read yet, so that a slow reader cannot delay a shutdown.
-        while isinstance(item, EngineStopped) and not stream.items.empty():
-            stream.items.get_nowait()
-        stream.items.put_nowait(item)
+        if isinstance(item, EngineStopped):
+            stream.items.clear()
+        stream.put(item)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Protocol
 
-from tripool.core import Request, TokenEvent
+from tripool.core import Request, ServingStats, TokenEvent
+
+Facts = Mapping[str, str | int | float | bool | None]
+"""Named facts about one request, for a person to read."""
 
 
 class Backend(Protocol):
@@ -14,10 +17,23 @@ class Backend(Protocol):
         """False once nothing will be served any more."""
         ...
 
+    @property
+    def context_tokens(self) -> int:
+        """Longest prompt and answer together."""
+        ...
+
     def stream(self, *requests: Request) -> AsyncGenerator[TokenEvent, None]:
         """Events of all the requests until the last is over; closing it early cancels what is left."""
         ...
 
     def cancel(self, request_id: str) -> None:
         """End one request of a stream; the stream goes on with its others. Idempotent."""
+        ...
+
+    def stats(self) -> ServingStats:
+        """Cheap: asked for by every health check and every scrape."""
+        ...
+
+    def explain(self, request_id: str) -> Facts:
+        """Where the request runs and why, as `explain` shows it. Asked while its stream is open; empty if unknown."""
         ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NoReturn
 
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from tripool.errors import InvalidRequest
@@ -22,6 +23,12 @@ class NotJson(InvalidRequest):
     code = "unsupported_media_type"
 
 
+class BodyCutOff(InvalidRequest):
+    """The client went away in the middle of it; nobody reads this answer."""
+
+    code = "request_cut_off"
+
+
 async def read_body(http: HttpRequest, max_bytes: int) -> bytes:
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -31,11 +38,14 @@ async def read_body(http: HttpRequest, max_bytes: int) -> bytes:
         raise _too_large(max_bytes)
     parts: list[bytes] = []
     size = 0
-    async for part in http.stream():
-        size += len(part)
-        if size > max_bytes:  # a chunked body promises no length
-            raise _too_large(max_bytes)
-        parts.append(part)
+    try:
+        async for part in http.stream():
+            size += len(part)
+            if size > max_bytes:  # a chunked body promises no length
+                raise _too_large(max_bytes)
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise BodyCutOff("the body ends before its end") from error
     return b"".join(parts)
 
 
@@ -43,10 +53,16 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"the body is larger than {max_bytes} bytes", hint="send less in one request")
 
 
+def body_docs(schema: dict[str, Any]) -> dict[str, Any]:
+    """A JSON body of this schema, for the OpenAPI page: we read bodies ourselves, so FastAPI knows nothing of them."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
 def decode_json(raw: bytes) -> dict[str, Any]:
     """A JSON object; refuses NaN and Infinity, half surrogates and nesting without end."""
     try:
-        body = json.loads(raw, parse_constant=_refuse_constant)
+        # Given bytes, the library would let half surrogates through and guess at UTF-16.
+        body = json.loads(raw.decode(), parse_constant=_refuse_constant)
         if b"\\ud" in raw.lower():  # only an escape can smuggle in half of a surrogate pair
             json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # ValueError: bad JSON, bad UTF-8, half surrogates, endless digits

@@ -37,7 +37,15 @@ class CallArguments:
     text: str
 
 
-Piece = Content | CallBegins | CallArguments
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """A piece of what a model says to itself before it answers: see `tripool.gateway.reasoning`."""
+
+    text: str
+
+
+CallPiece = Content | CallBegins | CallArguments
+Piece = Thought | CallPiece
 
 
 @dataclass(slots=True)
@@ -51,6 +59,7 @@ class Said:
     """A whole answer."""
 
     content: str = ""
+    reasoning: str = ""
     calls: list[Call] = field(default_factory=list)
     complete: bool = True
     """False when it was cut off inside a call."""
@@ -58,6 +67,8 @@ class Said:
     def add(self, piece: Piece) -> None:
         if isinstance(piece, Content):
             self.content += piece.text
+        elif isinstance(piece, Thought):
+            self.reasoning += piece.text
         elif isinstance(piece, CallBegins):
             self.calls.append(Call(piece.name))
         else:
@@ -90,35 +101,35 @@ class CallReader:
         """Whether the text so far ends outside of any call."""
         return self._state == self._text
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[CallPiece]:
         self._held += text
-        pieces: list[Piece] = []
+        pieces: list[CallPiece] = []
         before = None
         while self._held and before != (self._state, self._held):
             before = (self._state, self._held)
             pieces += self._state()
         return pieces
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[CallPiece]:
         """The rest, when no more text comes. A call cut off before its name was complete is text."""
         held, self._held = self._held, ""
         if self._state == self._head:
             return [Content(OPENING + held)]
         return [Content(held)] if self._state == self._text and held else []
 
-    def _text(self) -> Iterator[Piece]:
+    def _text(self) -> Iterator[CallPiece]:
         if self._after_call:
             self._held = self._held.lstrip("\n")  # calls stand on lines of their own
             self._after_call = not self._held
         at = self._held.find(OPENING)
         if at >= 0:
             self._state = self._head
-        end = at if at >= 0 else len(self._held) - _overlap(self._held, OPENING)
+        end = at if at >= 0 else len(self._held) - overlap(self._held, OPENING)
         content, self._held = self._held[:end], self._held[end + len(OPENING) if at >= 0 else end :]
         if content:
             yield Content(content)
 
-    def _head(self) -> Iterator[Piece]:
+    def _head(self) -> Iterator[CallPiece]:
         found = _HEAD.match(self._held)
         if found:
             yield CallBegins(self.num_calls, found[1])
@@ -130,7 +141,7 @@ class CallReader:
             self._state = self._text
             yield Content(OPENING)
 
-    def _arguments(self) -> Iterator[Piece]:
+    def _arguments(self) -> Iterator[CallPiece]:
         for position, char in enumerate(self._held):
             if self._in_string:
                 self._in_string = self._escaped or char != '"'
@@ -150,7 +161,7 @@ class CallReader:
         if arguments:
             yield CallArguments(self.num_calls - 1, arguments)
 
-    def _tail(self) -> Iterator[Piece]:
+    def _tail(self) -> Iterator[CallPiece]:
         if len(self._held) >= len(_TAIL) or not _TAIL.startswith(self._held):
             self._held = self._held.removeprefix(_TAIL)
             self._state = self._text
@@ -158,7 +169,7 @@ class CallReader:
         yield from ()
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """How much of the end of `text` may be the beginning of `mark`."""
     return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:size])), 0)
 

@@ -11,8 +11,9 @@ from tripool.errors import InvalidRequest
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Accepted roles and what a chat template calls them."""
-_FIELDS = {"assistant": {"tool_calls"}, "tool": {"tool_call_id"}}
+_FIELDS = {"assistant": {"tool_calls", "reasoning_content", "reasoning"}, "tool": {"tool_call_id"}}
 """Beyond role, content and name."""
+_OPTIONAL = ("name", "tool_call_id", "tool_calls", "reasoning_content")
 
 
 def to_message(message: Mapping[str, Any], where: str) -> Message:
@@ -26,13 +27,15 @@ def to_message(message: Mapping[str, Any], where: str) -> Message:
     for name in fields:
         if name not in known:
             raise InvalidRequest(f"{where} has '{name[:100]}', which is not supported", param="messages")
-    for name in ("name", "tool_call_id"):
+    for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
         if not isinstance(fields.get(name, ""), str):
             raise InvalidRequest(f"{where} has a {name} that is not a string", param="messages")
     if fields.get("tool_calls"):
         fields["tool_calls"] = _tool_calls(fields["tool_calls"], where)
+    if "reasoning" in fields:  # templates know the other name; an answer of ours that is sent back has both
+        fields.setdefault("reasoning_content", fields["reasoning"])
     # Templates tell null from absent, and a list without calls from none.
-    optional = {name: fields[name] for name in ("name", "tool_call_id", "tool_calls") if fields.get(name)}
+    optional = {name: fields[name] for name in _OPTIONAL if fields.get(name)}
     return {"content": message.get("content"), "role": _ROLES[role], **optional}
 
 

@@ -5,121 +5,33 @@ Types are checked here; ranges belong to SamplingParams. A null is the same as l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tripool.errors import InvalidRequest
+from tripool.gateway.kinds import (
+    BIAS,
+    BOOLEAN,
+    CHOICES,
+    IDS,
+    INTEGER,
+    MESSAGES,
+    NUMBER,
+    OBJECT,
+    PROMPT,
+    SCHEMA,
+    STOP,
+    STOPS,
+    STREAM_OPTIONS,
+    TEXT,
+    TEXT_OR_BLOCKS,
+    TOOL_CHOICE,
+    TOOLS,
+    Kind,
+)
 
-MAX_STOPS = 16
 MAX_PROMPTS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """A JSON type: how an error names it, how the schema writes it, how it is recognised."""
-
-    says: str
-    schema: Mapping[str, Any]
-    fits: Callable[[Any], bool]
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, float) or _is_integer(value)
-
-
-def _is_list_of(fits: Callable[[Any], bool], value: object, max_items: int | None = None) -> bool:
-    return isinstance(value, list) and (max_items is None or len(value) <= max_items) and all(map(fits, value))
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_ids(value: object) -> bool:
-    return _is_list_of(_is_integer, value)
-
-
-def _is_prompt(value: object) -> bool:
-    return _is_text(value) or _is_ids(value) or _is_list_of(_is_text, value) or _is_list_of(_is_ids, value)
-
-
-def _is_bias(value: object) -> bool:
-    """JSON has string keys only, so token ids arrive as "123"."""
-    return isinstance(value, dict) and all(
-        key.isascii() and key.isdecimal() and len(key) < 16 and _is_number(bias) for key, bias in value.items()
-    )
-
-
-def _is_stop(value: object) -> bool:
-    return _is_text(value) or _is_list_of(_is_text, value, MAX_STOPS)
-
-
-def _is_stream_options(value: object) -> bool:
-    known = {"include_usage", "include_obfuscation"}
-    return isinstance(value, dict) and value.keys() <= known and all(isinstance(v, bool) for v in value.values())
-
-
-def _is_object(value: object) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_choices(value: object) -> bool:
-    return _is_list_of(_is_text, value)
-
-
-def _list_schema(items: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items}
-
-
-_TEXT_SCHEMA = {"type": "string"}
-_IDS_SCHEMA = _list_schema({"type": "integer"})
-
-INTEGER = Kind("an integer", {"type": "integer"}, _is_integer)
-NUMBER = Kind("a number", {"type": "number"}, _is_number)
-BOOLEAN = Kind("true or false", {"type": "boolean"}, lambda value: isinstance(value, bool))
-TEXT = Kind("a string", _TEXT_SCHEMA, _is_text)
-IDS = Kind("a list of token ids", _IDS_SCHEMA, _is_ids)
-STOP = Kind(
-    f"a string or a list of at most {MAX_STOPS} strings",
-    {"anyOf": [_TEXT_SCHEMA, _list_schema(_TEXT_SCHEMA) | {"maxItems": MAX_STOPS}]},
-    _is_stop,
-)
-BIAS = Kind(
-    "an object from token ids to numbers", {"type": "object", "additionalProperties": {"type": "number"}}, _is_bias
-)
-PROMPT = Kind(
-    "a string, a list of token ids, or a list of either",
-    {"anyOf": [_TEXT_SCHEMA, _list_schema(_TEXT_SCHEMA), _IDS_SCHEMA, _list_schema(_IDS_SCHEMA)]},
-    _is_prompt,
-)
-MESSAGES = Kind(
-    "a list of messages with role and content",
-    _list_schema({"type": "object", "required": ["role", "content"]}) | {"minItems": 1},
-    lambda value: _is_list_of(lambda message: isinstance(message, dict), value) and bool(value),
-)
-STREAM_OPTIONS = Kind(
-    'an object like {"include_usage": true}',
-    {"type": "object", "properties": {"include_usage": {"type": "boolean"}}},
-    _is_stream_options,
-)
-OBJECT = Kind("an object", {"type": "object"}, _is_object)
-TOOLS = Kind("a list of objects", _list_schema({"type": "object"}), lambda value: _is_list_of(_is_object, value))
-TOOL_CHOICE = Kind(
-    "a string, or an object that names a function",
-    {"anyOf": [_TEXT_SCHEMA, {"type": "object"}]},
-    lambda value: _is_text(value) or _is_object(value),
-)
-SCHEMA = Kind(
-    "a JSON schema: an object, or its text",
-    {"anyOf": [_TEXT_SCHEMA, {"type": "object"}]},
-    lambda value: _is_text(value) or _is_object(value),
-)
-CHOICES = Kind("a list of strings", _list_schema(_TEXT_SCHEMA), _is_choices)
 
 SAMPLING: Mapping[str, Kind] = {
     "temperature": NUMBER,
@@ -154,28 +66,37 @@ STRUCTURE: Mapping[str, Kind] = {
 }
 """Ways to say what an answer must look like, of which a request may use one."""
 
-_ANY_ENDPOINT: Mapping[str, Kind] = {
+ALIASES: Mapping[str, str] = {
+    "max_completion_tokens": "max_tokens",
+    "no_stop_trim": "include_stop_str_in_output",
+    "rid": "request_id",
+    "stop_sequences": "stop",
+}
+"""Other clients' names of the same field. Where both are given, the one on the left wins."""
+
+_GENERATION: Mapping[str, Kind] = {
     **SAMPLING,
     **STRUCTURE,
     "model": TEXT,
     "stream": BOOLEAN,
     "stream_options": STREAM_OPTIONS,
+    "no_stop_trim": BOOLEAN,
+    "request_id": TEXT,
+    "rid": TEXT,
+    "cache_salt": TEXT,
+    "truncate_prompt_tokens": INTEGER,
+    "return_token_ids": BOOLEAN,
 }
 
-CHAT: Mapping[str, Kind] = {
-    "messages": MESSAGES,
-    **_ANY_ENDPOINT,
-    "max_completion_tokens": INTEGER,
-    "logprobs": BOOLEAN,
-    "top_logprobs": INTEGER,
+_TEMPLATE: Mapping[str, Kind] = {
     "tools": TOOLS,
-    "tool_choice": TOOL_CHOICE,
-    "parallel_tool_calls": BOOLEAN,
+    "add_generation_prompt": BOOLEAN,
+    "continue_final_message": BOOLEAN,
+    "chat_template_kwargs": OBJECT,
 }
+"""What decides how a chat is rendered, besides its messages."""
 
-COMPLETION: Mapping[str, Kind] = {"prompt": PROMPT, **_ANY_ENDPOINT, "logprobs": INTEGER}
-
-IGNORED = (
+_IGNORED = (
     "user",
     "metadata",
     "store",
@@ -183,46 +104,164 @@ IGNORED = (
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
+    "priority",
+    "session_id",
+    "kv_transfer_params",
+    "prediction",
 )
-"""Accepted and without effect: they steer a hosted service, not the answer."""
 
-ONLY_PLAIN: Mapping[str, tuple[Any, ...]] = {
-    "modalities": (["text"],),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "echo": (False,),
-    "best_of": (1,),
+_ONLY_PLAIN: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
+    "modalities": (["text"],),
+    "prompt_logprobs": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "spaces_between_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "include_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "verbosity": ("medium",),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
 }
-"""Known to OpenAI's clients and not served (tools: by completions): accepted with the values that ask for nothing."""
 
 
-def checked(body: Mapping[str, Any], known: Mapping[str, Kind]) -> dict[str, Any]:
-    """The fields that mean something, each of the right type. Unknown ones are refused by name, never dropped."""
-    fields: dict[str, Any] = {}
-    for name, value in body.items():
-        if name in known:
-            if value is not None:
-                if not known[name].fits(value):
-                    raise InvalidRequest(f"'{name}' must be {known[name].says}", param=name)
-                fields[name] = value
-        elif name in ONLY_PLAIN:
-            # Compared with their types, as Python would take 0 for False and 1.0 for 1.
-            if value is not None and not any(value == v and type(value) is type(v) for v in ONLY_PLAIN[name]):
-                plain = " or ".join(map(repr, ONLY_PLAIN[name]))
-                raise InvalidRequest(f"'{name}' is not supported", hint=f"leave it out, or send {plain}", param=name)
-        elif name not in IGNORED:
-            hint = f"known: {', '.join(sorted(known))}"
-            raise InvalidRequest(f"unknown parameter '{name[:100]}'", hint=hint, param=name[:100])
-    return fields
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The fields of one endpoint's body."""
+
+    known: Mapping[str, Kind]
+    required: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
+    """Accepted and without effect: they steer a hosted service, not the answer."""
+    only_plain: Mapping[str, tuple[Any, ...]] | None = None
+    """Known to clients and not served: accepted with the values that ask for nothing."""
+
+    def checked(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that mean something, each of the right type. Unknown ones are refused by name, never dropped."""
+        fields: dict[str, Any] = {}
+        plain = self.only_plain or {}
+        for name, value in body.items():
+            if name in self.known:
+                if value is not None:
+                    if not self.known[name].fits(value):
+                        raise InvalidRequest(f"'{name}' must be {self.known[name].says}", param=name)
+                    fields[name] = value
+            elif name in plain:
+                _check_plain(name, value, plain[name])
+            elif name not in self.ignored:
+                hint = f"known: {', '.join(sorted(self.known))}"
+                raise InvalidRequest(f"unknown parameter '{name[:100]}'", hint=hint, param=name[:100])
+        for name in self.required:
+            if name not in fields:
+                raise InvalidRequest(f"'{name}' is missing", param=name)
+        for name in ALIASES.keys() & fields.keys():
+            fields[ALIASES[name]] = fields.pop(name)
+        return fields
+
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of a body, for the OpenAPI page."""
+        properties: dict[str, Any] = {
+            name: dict(kind.schema) if name in self.required else {"anyOf": [kind.schema, {"type": "null"}]}
+            for name, kind in self.known.items()
+        }
+        properties = {name: {} for name in (*self.ignored, *(self.only_plain or ()))} | properties
+        return {
+            "type": "object",
+            "required": list(self.required),
+            "properties": properties,
+            "additionalProperties": False,
+        }
 
 
-def schema(known: Mapping[str, Kind], required: str) -> dict[str, Any]:
-    """The JSON schema of a body, for the OpenAPI page."""
-    properties: dict[str, Any] = {
-        name: dict(kind.schema) if name == required else {"anyOf": [kind.schema, {"type": "null"}]}
-        for name, kind in known.items()
-    }
-    properties = {name: {} for name in (*IGNORED, *ONLY_PLAIN)} | properties
-    return {"type": "object", "required": [required], "properties": properties, "additionalProperties": False}
+def _check_plain(name: str, value: object, plain: tuple[Any, ...]) -> None:
+    # Compared with their types, as Python would take 0 for False and 1.0 for 1.
+    if value is not None and not any(value == v and type(value) is type(v) for v in plain):
+        values = " or ".join(map(repr, plain))
+        hint = f"leave it out, or send {values}" if plain else "leave it out"
+        raise InvalidRequest(f"'{name}' is not supported", hint=hint, param=name)
+
+
+CHAT = Fields(
+    known={
+        "messages": MESSAGES,
+        **_GENERATION,
+        **_TEMPLATE,
+        "max_completion_tokens": INTEGER,
+        "logprobs": BOOLEAN,
+        "top_logprobs": INTEGER,
+        "tool_choice": TOOL_CHOICE,
+        "parallel_tool_calls": BOOLEAN,
+        "reasoning_effort": TEXT,
+        "separate_reasoning": BOOLEAN,
+    },
+    required=("messages",),
+    ignored=_IGNORED,
+    only_plain={**_ONLY_PLAIN, "echo": (False,), "best_of": (1,), "add_special_tokens": (False,)},
+)
+
+COMPLETION = Fields(
+    known={
+        "prompt": PROMPT,
+        **_GENERATION,
+        "logprobs": INTEGER,
+        "echo": BOOLEAN,
+        "best_of": INTEGER,
+        "add_special_tokens": BOOLEAN,
+    },
+    required=("prompt",),
+    ignored=_IGNORED,
+    only_plain={
+        **_ONLY_PLAIN,
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True, False),
+    },
+)
+
+_TOKENIZE: Mapping[str, Kind] = {
+    "model": TEXT,
+    "prompt": TEXT,
+    "messages": MESSAGES,
+    **_TEMPLATE,
+    "add_special_tokens": BOOLEAN,
+    "return_token_strs": BOOLEAN,
+}
+TOKENIZE = Fields(known=_TOKENIZE, required=())
+DETOKENIZE = Fields(known={"model": TEXT, "tokens": IDS}, required=("tokens",))
+
+_ANTHROPIC: Mapping[str, Kind] = {
+    "messages": MESSAGES,
+    "model": TEXT,
+    "system": TEXT_OR_BLOCKS,
+    "tools": TOOLS,
+    "tool_choice": OBJECT,
+    "thinking": OBJECT,
+    "output_config": OBJECT,
+}
+_ANTHROPIC_IGNORED = (
+    "metadata",
+    "service_tier",
+    "cache_control",
+    "inference_geo",
+    "speed",
+    "user_profile_id",
+    "workspace_id",
+    "diagnostics",
+)
+ANTHROPIC = Fields(
+    known={
+        **_ANTHROPIC,
+        "max_tokens": INTEGER,
+        "stop_sequences": STOPS,
+        "stream": BOOLEAN,
+        "temperature": NUMBER,
+        "top_p": NUMBER,
+        "top_k": INTEGER,
+    },
+    required=("messages", "max_tokens"),
+    ignored=_ANTHROPIC_IGNORED,
+)
+ANTHROPIC_COUNT = Fields(known=_ANTHROPIC, required=("messages",), ignored=_ANTHROPIC_IGNORED)

@@ -2,48 +2,111 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tripool.core import Request, SamplingParams, Structure
+from tripool.core import Conversation, Request, SamplingParams, Structure
 from tripool.errors import InvalidRequest, ModelNotFound
+from tripool.gateway.anthropic.parse import to_chat
 from tripool.gateway.body import decode_json
+from tripool.gateway.job import Api, Job
 from tripool.gateway.messages import to_message
-from tripool.gateway.options import CHAT, COMPLETION, MAX_PROMPTS, SAMPLING, checked
+from tripool.gateway.options import (
+    ANTHROPIC,
+    ANTHROPIC_COUNT,
+    CHAT,
+    COMPLETION,
+    MAX_PROMPTS,
+    SAMPLING,
+    Fields,
+)
+from tripool.gateway.reasoning import OPENING
 from tripool.gateway.structure import read_structure
 from tripool.gateway.tools import Tools, as_text, read_tools
 from tripool.grammar import Trial
 from tripool.text import Tokenizer
 
+_ID_PREFIX: Mapping[Api, str] = {"chat": "chatcmpl-", "completion": "cmpl-", "messages": "msg_"}
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@+=~-]{1,128}")
+"""Safe in a header, a path and a log."""
+MAX_SALT_CHARS = 256
+_SALT_MARK = "\x1f"
+"""Between the server's own namespace and what a client adds to it. No namespace of the server's contains it."""
+_TAIL_TOKENS = 8
+"""Enough to see how a prompt ends."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One HTTP request: what to compute, and how to answer."""
 
-    id: str
-    chat: bool
-    requests: tuple[Request, ...]
-    """One per prompt; a choice's index over HTTP is prompt index x n + choice."""
-    stream: bool
-    include_usage: bool
-    calls: bool = False
-    """Whether answers may hold tool calls."""
+@dataclass(frozen=True, slots=True)
+class _Prompts:
+    ids: Sequence[Sequence[int]]
+    echoes: tuple[str, ...] = ()
 
 
 class Parser:
-    """Tokenising takes milliseconds for long prompts, trying a grammar longer: call these outside the event loop."""
+    """Tokenising takes milliseconds for long prompts: call these outside the event loop then."""
 
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
         self._tokenizer = tokenizer
         self._name = name
         self._trial = Trial()
 
-    def chat(self, raw: bytes) -> Job:
-        fields = self._fields(raw, CHAT, required="messages")
-        if "max_completion_tokens" in fields:
-            fields["max_tokens"] = fields["max_completion_tokens"]
+    def chat(self, raw: bytes, request_id: str | None = None) -> Job:
+        """`request_id`: from the header; a field of the body wins over it."""
+        fields = self.fields(raw, CHAT)
+        conversation = [to_message(message, f"messages[{i}]") for i, message in enumerate(fields["messages"])]
+        return self._chat_job(fields, conversation, "chat", request_id)
+
+    def messages(self, raw: bytes, request_id: str | None = None) -> Job:
+        fields, conversation = to_chat(self.fields(raw, ANTHROPIC))
+        return self._chat_job(fields, conversation, "messages", request_id)
+
+    def count(self, raw: bytes) -> int:
+        """Tokens of an Anthropic prompt."""
+        fields, conversation = to_chat(self.fields(raw, ANTHROPIC_COUNT))
+        return len(self.chat_ids(fields, conversation, read_tools(fields)))
+
+    def completion(self, raw: bytes, request_id: str | None = None) -> Job:
+        fields = self.fields(raw, COMPLETION)
+        if fields.get("best_of", fields.get("n", 1)) != fields.get("n", 1):
+            raise InvalidRequest(
+                "'best_of' differs from 'n'", hint="leave it out: all answers are sent", param="best_of"
+            )
+        prompts = self._completion_prompts(fields)
+        structure = self._structure(fields)
+        return self._job(fields, prompts, fields.get("logprobs"), structure, "completion", request_id)
+
+    def check(self, structure: Structure) -> None:
+        """Try a job's grammar before an engine meets it. Takes some 50 ms: call it outside the event loop."""
+        self._trial.check(structure)
+
+    def fields(self, raw: bytes, known: Fields) -> dict[str, Any]:
+        fields = known.checked(decode_json(raw))
+        if fields.get("model", self._name) != self._name:
+            raise ModelNotFound(f"there is no model '{fields['model'][:100]}'", hint=f"this server has '{self._name}'")
+        return fields
+
+    def chat_ids(self, fields: Mapping[str, Any], conversation: Conversation, tools: Tools) -> list[int]:
+        """Tokens of a conversation, as its template writes it."""
+        go_on = fields.get("continue_final_message", False)
+        if go_on and fields.get("add_generation_prompt"):
+            hint = "a message is either continued or followed by a new one"
+            raise InvalidRequest("'continue_final_message' contradicts 'add_generation_prompt'", hint=hint)
+        extra = dict(fields.get("chat_template_kwargs", {}))
+        if "reasoning_effort" in fields:
+            extra.setdefault("reasoning_effort", fields["reasoning_effort"])
+        knows = self._tokenizer.knows_tools
+        return self._tokenizer.encode_chat(
+            conversation if knows else as_text(conversation, tools.shown),
+            tools=tools.shown if knows else None,
+            add_generation_prompt=fields.get("add_generation_prompt", True),
+            continue_final_message=go_on,
+            extra=extra,
+        )
+
+    def _chat_job(self, fields: dict[str, Any], conversation: Conversation, api: Api, request_id: str | None) -> Job:
         logprobs = None
         if fields.get("logprobs"):
             logprobs = fields.get("top_logprobs", 0)
@@ -51,21 +114,32 @@ class Parser:
             raise InvalidRequest("'top_logprobs' needs 'logprobs'", hint='send "logprobs": true', param="top_logprobs")
         tools = read_tools(fields)
         structure = self._structure(fields, tools.structure)
-        prompt_ids = self._prompt_ids(fields["messages"], tools)
-        return self._job(fields, [prompt_ids], logprobs, structure, chat=True)
+        prompt_ids = _truncated(self.chat_ids(fields, conversation, tools), fields)
+        thinks: bool | None = None
+        # Where a grammar decides from the first letter on, there is no room for thoughts.
+        if fields.get("separate_reasoning", True) and (structure is tools.structure and not tools.required):
+            tail = self._tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special=False)
+            thinks = tail.rstrip().endswith(OPENING)
+        return self._job(fields, _Prompts([prompt_ids]), logprobs, structure, api, request_id, thinks=thinks)
 
-    def completion(self, raw: bytes) -> Job:
-        fields = self._fields(raw, COMPLETION, required="prompt")
-        prompts = [self._tokenizer.encode(p) if isinstance(p, str) else p for p in _prompts(fields["prompt"])]
-        return self._job(fields, prompts, fields.get("logprobs"), self._structure(fields), chat=False)
-
-    def _fields(self, raw: bytes, known: Mapping[str, Any], required: str) -> dict[str, Any]:
-        fields = checked(decode_json(raw), known)
-        if fields.get("model", self._name) != self._name:
-            raise ModelNotFound(f"there is no model '{fields['model'][:100]}'", hint=f"this server has '{self._name}'")
-        if required not in fields:
-            raise InvalidRequest(f"'{required}' is missing", param=required)
-        return fields
+    def _completion_prompts(self, fields: Mapping[str, Any]) -> _Prompts:
+        special = fields.get("add_special_tokens", True)
+        given = _prompts(fields["prompt"])
+        prompts = [self._tokenizer.encode(p, special=special) if isinstance(p, str) else p for p in given]
+        prompts = [_truncated(prompt, fields) for prompt in prompts]
+        if not fields.get("echo"):
+            return _Prompts(prompts)
+        if fields.get("logprobs") is not None:
+            hint = "the prompt's own log-probabilities are not computed: leave one of them out"
+            raise InvalidRequest("'echo' cannot go with 'logprobs'", hint=hint, param="echo")
+        whole = "truncate_prompt_tokens" not in fields
+        return _Prompts(
+            prompts,
+            tuple(
+                text if whole and isinstance(text, str) else self._tokenizer.decode(prompt, skip_special=False)
+                for text, prompt in zip(given, prompts, strict=True)
+            ),
+        )
 
     def _structure(self, fields: Mapping[str, Any], calls: Structure | None = None) -> Structure | None:
         structure = read_structure(fields)
@@ -74,41 +148,82 @@ class Parser:
             raise InvalidRequest(f"'{structure.param}' cannot go with 'tools'", hint=hint, param=structure.param)
         return structure or calls
 
-    def _prompt_ids(self, messages: Sequence[Mapping[str, Any]], tools: Tools) -> list[int]:
-        conversation = [to_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-        if self._tokenizer.knows_tools:
-            return self._tokenizer.encode_chat(conversation, tools=tools.shown)
-        return self._tokenizer.encode_chat(as_text(conversation, tools.shown))
-
     def _job(
         self,
         fields: Mapping[str, Any],
-        prompts: Sequence[Sequence[int]],
+        prompts: _Prompts,
         logprobs: int | None,
         structure: Structure | None,
+        api: Api,
+        request_id: str | None,
         *,
-        chat: bool,
+        thinks: bool | None = None,
     ) -> Job:
         options = {name: fields[name] for name in SAMPLING if name in fields}
         options["logit_bias"] = {int(token_id): bias for token_id, bias in fields.get("logit_bias", {}).items()}
         params = SamplingParams.from_options(options | {"logprobs": logprobs, "structure": structure})
-        job_id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-        requests = tuple(self._request(f"{job_id}-{i}", prompt, params) for i, prompt in enumerate(prompts))
-        usage = fields.get("stream_options", {}).get("include_usage", False)
-        stream = fields.get("stream", False)
+        key = secrets.token_hex(12)
+        request_id = _request_id(fields) or request_id or key
+        namespace = _namespace(fields)
+        requests = tuple(self._request(f"{key}-{i}", prompt, params, namespace) for i, prompt in enumerate(prompts.ids))
+        stream, wishes = fields.get("stream", False), fields.get("stream_options", {})
         if "stream_options" in fields and not stream:
             raise InvalidRequest("'stream_options' needs 'stream'", hint='send "stream": true', param="stream_options")
-        if structure is not None:
-            self._trial.check(structure)
-        calls = structure is not None and structure.kind == "tool_calls"
-        return Job(id=job_id, chat=chat, requests=requests, stream=stream, include_usage=usage, calls=calls)
+        return Job(
+            id=_ID_PREFIX[api] + request_id,
+            request_id=request_id,
+            key=key,
+            api=api,
+            requests=requests,
+            stream=stream,
+            include_usage=wishes.get("include_usage", False),
+            continuous_usage=wishes.get("continuous_usage_stats", False),
+            return_token_ids=fields.get("return_token_ids", False),
+            echoes=prompts.echoes,
+            calls=structure is not None and structure.kind == "tool_calls",
+            thinks=thinks,
+        )
 
-    def _request(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
+    def _request(self, key: str, prompt_ids: Sequence[int], params: SamplingParams, namespace: str) -> Request:
         if not prompt_ids:
             raise InvalidRequest("a prompt is empty", hint="send at least one token", param="prompt")
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        end_ids = self._tokenizer.end_ids
-        return Request(id=request_id, prompt_ids=tuple(prompt_ids), params=params, seed=seed, end_ids=end_ids)
+        end_ids, prompt = self._tokenizer.end_ids, tuple(prompt_ids)
+        return Request(id=key, prompt_ids=prompt, params=params, seed=seed, end_ids=end_ids, namespace=namespace)
+
+
+def header_id(header: str | None) -> str | None:
+    """The client's `X-Request-Id`, if it is fit to be one. Proxies add such headers: a strange one is no error."""
+    return header if header is not None and _REQUEST_ID.fullmatch(header) else None
+
+
+def _request_id(fields: Mapping[str, Any]) -> str | None:
+    given: str | None = fields.get("request_id")
+    if given is not None and not _REQUEST_ID.fullmatch(given):
+        hint = "1 to 128 letters, digits and any of . _ : @ + = ~ -"
+        raise InvalidRequest("'request_id' is of the wrong shape", hint=hint, param="request_id")
+    return given
+
+
+def _namespace(fields: Mapping[str, Any]) -> str:
+    """A client's salt can only narrow the namespace that the server gives it, never name another."""
+    salt = fields.get("cache_salt")
+    if salt is None:
+        return ""
+    if not 0 < len(salt) <= MAX_SALT_CHARS:
+        raise InvalidRequest("'cache_salt' is of the wrong length", hint=f"1 to {MAX_SALT_CHARS}", param="cache_salt")
+    return _SALT_MARK + str(salt)
+
+
+def _truncated(prompt: list[int], fields: Mapping[str, Any]) -> list[int]:
+    """The last tokens, if only so many were asked for."""
+    count = fields.get("truncate_prompt_tokens")
+    if count is None:
+        return prompt
+    if count < 1:
+        param = "truncate_prompt_tokens"
+        raise InvalidRequest(f"'{param}' is {count}", hint="must be at least 1", param=param)
+    return prompt[-count:]
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:

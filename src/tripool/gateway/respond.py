@@ -1,163 +1,239 @@
-"""The shapes of answers, field by field as OpenAI's clients expect them. Knows no socket."""
+"""The shapes of answers, field by field as OpenAI's clients expect them. Knows no socket and no clock."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
 
 from tripool.answer import Answer, Delta
 from tripool.core import Choice, TokenLogprobs, Usage
-from tripool.errors import InvalidRequest, TripoolError
-from tripool.gateway.calls import CallBegins, CallReader, Content, Piece, read_calls
-from tripool.gateway.parse import Job
+from tripool.errors import TripoolError
+from tripool.gateway.calls import CallBegins, Content, Piece, Said, Thought
+from tripool.gateway.job import Job
+from tripool.gateway.logprobs import chat_logprobs, completion_logprobs
+from tripool.gateway.refusals import error_shape
+from tripool.gateway.speech import Speech
 from tripool.text import Tokenizer
 
-_LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+Facts = Mapping[str, Any]
+"""What we tell beside the dialect's own fields: request id and timing."""
+
+encode = msgspec.json.Encoder().encode
 
 
-class Shapes:
-    """The bodies that answer one job: `whole` at once, or `chunk` by chunk."""
+class Voice(Protocol):
+    """The bodies that answer one job in one dialect: every delta to `take` and then `whole`; or `opening` for each
+    choice before its first `chunk`, and `closing` (or `error`) at the end."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer, *, model: str, created_s: int) -> None:
-        self._job = job
-        self._tokenizer = tokenizer
-        self._head = {"id": job.id, "object": self._object_name(), "created": created_s, "model": model}
-        self._readers: dict[int, CallReader] = {}
-        """Of the answers that may hold tool calls, per choice."""
-        self._token_chars: dict[int, int] = {}
-        """Characters of the tokens streamed so far, per choice: completion logprobs say where each token begins."""
+    def take(self, index: int, delta: Delta) -> None: ...
 
-    def whole(self, answers: Sequence[Answer]) -> bytes:
-        n = self._job.requests[0].params.n
-        choices = [
-            self._choice(position * n + choice.index, choice)
-            for position, answer in enumerate(answers)
-            for choice in answer.generation().choices
-        ]
-        return _json(self._head | {"choices": choices, "usage": usage_shape(answers)})
+    def whole(self, answers: Sequence[Answer], facts: Facts) -> bytes: ...
 
-    def opening(self, index: int) -> bytes:
-        """A chat stream first says whose turn it is, once per choice."""
-        content = None if self._job.calls else ""
-        return self._chunk(self._chunk_choice(index, {"role": "assistant", "content": content}, None, None))
+    def opening(self, index: int, answer: Answer) -> bytes: ...
 
     def chunk(self, index: int, delta: Delta) -> bytes | None:
         """None when the token brought nothing to show, as in the middle of a character."""
-        if not delta.text and delta.logprobs is None and delta.finish_reason is None:
-            return None
+        ...
+
+    def closing(self, answers: Sequence[Answer], facts: Facts) -> bytes: ...
+
+    def error(self, error: TripoolError) -> bytes:
+        """Inside a stream whose status has already gone out."""
+        ...
+
+
+class Shapes:
+    """OpenAI's dialect. A token of plain content costs one concatenation; everything else is built as a dict."""
+
+    def __init__(
+        self, job: Job, tokenizer: Tokenizer, answers: Sequence[Answer], *, model: str, created_s: int
+    ) -> None:
+        self._job, self._tokenizer, self._answers = job, tokenizer, answers
+        self._chat = job.api == "chat"
+        self._head = {"id": job.id, "object": self._object_name(), "created": created_s, "model": model}
+        self._speeches: dict[int, Speech] = {}
+        self._token_chars: dict[int, int] = {}
+        """Characters of the tokens streamed so far, per choice: completion logprobs say where each token begins."""
+        self._plain = not (job.return_token_ids or job.continuous_usage)
+        self._before: dict[int, bytes] = {}
+        """What stands before the text in a chunk of plain content, once a choice says nothing else."""
+        after = '},"logprobs":null' if self._chat else ',"logprobs":null'
+        usage = ',"usage":null' if job.include_usage else ""
+        self._after = f'{after},"finish_reason":null}}]{usage}}}\n\n'.encode()
+
+    # ---- at once ------------------------------------------------------------------------------------------------
+
+    def take(self, index: int, delta: Delta) -> None:
+        if self._chat:
+            self._speech(index).push(delta.text, last=delta.finish_reason is not None)
+
+    def whole(self, answers: Sequence[Answer], facts: Facts) -> bytes:
+        n = self._job.requests[0].params.n
+        choices = [
+            self._choice(position * n + choice.index, choice, answer)
+            for position, answer in enumerate(answers)
+            for choice in answer.generation().choices
+        ]
+        prompt_ids = {}
+        if self._job.return_token_ids and self._chat:
+            prompt_ids = {"prompt_token_ids": answers[0].request.prompt_ids}
+        return encode(self._head | {"choices": choices, "usage": self._usage(), "tripool": facts} | prompt_ids)
+
+    def _choice(self, index: int, choice: Choice, answer: Answer) -> dict[str, Any]:
+        finish_reason: str | None = choice.finish_reason
+        ids: dict[str, Any] = {"token_ids": choice.token_ids} if self._job.return_token_ids else {}
+        if self._chat:
+            speech = self._speech(index)
+            said: dict[str, Any] = {"message": self._message(index, speech.said)}
+            finish_reason = _finish_reason(finish_reason, speech)
+        else:
+            said = {"text": self._echo(index) + choice.text}
+            ids |= {"prompt_token_ids": answer.request.prompt_ids} if ids else {}
+        logprobs = self._logprobs(choice.token_ids, choice.logprobs, 0)
+        return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason, **ids}
+
+    def _message(self, index: int, said: Said) -> dict[str, Any]:
+        calls = [self._call(index, number, call.name, call.arguments) for number, call in enumerate(said.calls)]
+        content = said.content or None if self._job.calls else said.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if said.reasoning:
+            message |= _reasoning(said.reasoning)
+        return message | ({"tool_calls": calls} if calls else {})
+
+    # ---- as a stream --------------------------------------------------------------------------------------------
+
+    def opening(self, index: int, answer: Answer) -> bytes:
+        """A chat first says whose turn it is, a completion repeats its prompt if it was asked to."""
+        ids: dict[str, Any] = {}
+        if self._job.return_token_ids:
+            ids = {"prompt_token_ids": answer.request.prompt_ids}
+        if self._chat:
+            content = None if self._job.calls else ""
+            return self._chunk(self._chunk_choice(index, {"role": "assistant", "content": content}), ids)
+        echo = self._echo(index)
+        return self._chunk(self._chunk_choice(index, echo) | ids) if echo or ids else b""
+
+    def chunk(self, index: int, delta: Delta) -> bytes | None:
+        finish, text, scores = delta.finish_reason, delta.text, delta.logprobs
+        if finish is None and scores is None:
+            before = self._before.get(index)
+            if before is not None:
+                return before + encode(text) + self._after if text else None
+            if not text and not self._job.return_token_ids:
+                self.take(index, delta)  # it may count as reasoning
+                return None
         logprobs = None
-        if delta.logprobs is not None:
-            logprobs = self._logprobs([delta.token_id], [delta.logprobs], self._token_chars.get(index, 0))
+        if scores is not None:
+            logprobs = self._logprobs([delta.token_id], [scores], self._token_chars.get(index, 0))
             shown = len(self._tokenizer.token_text(delta.token_id))
             self._token_chars[index] = self._token_chars.get(index, 0) + shown
-        if not self._job.chat:
-            return self._chunk(self._chunk_choice(index, delta.text, logprobs, delta.finish_reason))
-        parts, finish_reason = self._chat_parts(index, delta)
-        if logprobs is not None and not parts:
+        ids = {"token_ids": [delta.token_id]} if self._job.return_token_ids else {}
+        if not self._chat:
+            if self._plain:
+                self._before[index] = self._plain_head(index)
+            return self._chunk(self._chunk_choice(index, text, logprobs, finish) | ids)
+        return self._chat_chunks(index, delta, logprobs, ids)
+
+    def closing(self, answers: Sequence[Answer], facts: Facts) -> bytes:
+        usage = b""
+        if self._job.include_usage:
+            usage = _event(self._head | {"choices": [], "usage": self._usage(), "tripool": facts})
+        return usage + b"data: [DONE]\n\n"
+
+    def error(self, error: TripoolError) -> bytes:
+        return _event(error_shape(error))
+
+    def _chat_chunks(self, index: int, delta: Delta, logprobs: object, ids: dict[str, Any]) -> bytes | None:
+        """What a token adds to a chat message, in one or several steps; and why the message ends, if it does."""
+        speech, finish = self._speech(index), delta.finish_reason
+        parts = [self._part(index, piece) for piece in speech.push(delta.text, last=finish is not None)]
+        if self._plain and speech.plain:
+            self._before[index] = self._plain_head(index)
+        if (logprobs is not None or ids) and not parts:
             parts = [{"content": ""}]
         chunks = b""
         for part in parts:
-            chunks += self._chunk(self._chunk_choice(index, part, logprobs, None))
-            logprobs = None
-        if finish_reason is not None:
-            chunks += self._chunk(self._chunk_choice(index, {}, None, finish_reason))
+            chunks += self._chunk(self._chunk_choice(index, part, logprobs) | ids)
+            logprobs, ids = None, {}
+        if finish is not None:
+            chunks += self._chunk(self._chunk_choice(index, {}, None, _finish_reason(finish, speech)))
         return chunks or None
-
-    def closing(self, answers: Sequence[Answer]) -> bytes:
-        usage = b""
-        if self._job.include_usage:
-            usage = _event(self._head | {"choices": [], "usage": usage_shape(answers)})
-        return usage + b"data: [DONE]\n\n"
-
-    def _chat_parts(self, index: int, delta: Delta) -> tuple[list[dict[str, Any]], str | None]:
-        """What a delta adds to a chat message, in one or several steps; and why the message ends, if it does."""
-        if not self._job.calls:
-            return [{"content": delta.text}] if delta.text else [], delta.finish_reason
-        reader = self._readers.setdefault(index, CallReader())
-        pieces = reader.push(delta.text)
-        if delta.finish_reason is not None:
-            pieces += reader.finish()
-        parts = [self._part(index, piece) for piece in pieces]
-        return parts, _finish_reason(delta.finish_reason, reader.num_calls > 0 and reader.complete)
 
     def _part(self, index: int, piece: Piece) -> dict[str, Any]:
         if isinstance(piece, Content):
             return {"content": piece.text}
+        if isinstance(piece, Thought):
+            return _reasoning(piece.text)
         if isinstance(piece, CallBegins):
             return {"tool_calls": [{"index": piece.index, **self._call(index, piece.index, piece.name, "")}]}
         return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
 
+    def _plain_head(self, index: int) -> bytes:
+        content = '"delta":{"content":' if self._chat else '"text":'
+        return b"data: " + encode(self._head)[:-1] + f',"choices":[{{"index":{index},{content}'.encode()
+
+    def _chunk(self, choice: dict[str, Any], more: dict[str, Any] | None = None) -> bytes:
+        usage: dict[str, Any] = {}
+        if self._job.continuous_usage:
+            usage = {"usage": self._usage()}
+        elif self._job.include_usage:
+            usage = {"usage": None}
+        return _event(self._head | {"choices": [choice]} | usage | (more or {}))
+
+    def _chunk_choice(
+        self, index: int, delta: object, logprobs: object = None, finish_reason: str | None = None
+    ) -> dict[str, Any]:
+        content = "delta" if self._chat else "text"
+        return {"index": index, content: delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    # ---- both ---------------------------------------------------------------------------------------------------
+
+    def _speech(self, index: int) -> Speech:
+        speech = self._speeches.get(index)
+        if speech is None:
+            speech = self._speeches[index] = Speech(calls=self._job.calls, thinks=self._job.thinks)
+        return speech
+
+    def _echo(self, index: int) -> str:
+        return self._job.echoes[index // self._job.requests[0].params.n] if self._job.echoes else ""
+
     def _call(self, index: int, number: int, name: str, arguments: str) -> dict[str, Any]:
-        call_id = f"call_{self._job.id.rpartition('-')[2]}{index:02x}{number:02x}"
+        call_id = f"call_{self._job.key}{index:02x}{number:02x}"
         return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
     def _object_name(self) -> str:
-        if not self._job.chat:
+        if not self._chat:
             return "text_completion"
         return "chat.completion.chunk" if self._job.stream else "chat.completion"
-
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        no_usage = {"usage": None} if self._job.include_usage else {}
-        return _event(self._head | {"choices": [choice]} | no_usage)
-
-    def _chunk_choice(self, index: int, delta: object, logprobs: object, finish_reason: str | None) -> dict[str, Any]:
-        content = "delta" if self._job.chat else "text"
-        return {"index": index, content: delta, "logprobs": logprobs, "finish_reason": finish_reason}
-
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        said: dict[str, Any] = {"text": choice.text}
-        finish_reason: str | None = choice.finish_reason
-        if self._job.chat:
-            said = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
-        if self._job.calls:
-            read = read_calls(choice.text)
-            calls = [self._call(index, number, call.name, call.arguments) for number, call in enumerate(read.calls)]
-            said["message"] |= {"content": read.content or None} | ({"tool_calls": calls} if calls else {})
-            finish_reason = _finish_reason(choice.finish_reason, bool(calls) and read.complete)
-        logprobs = self._logprobs(choice.token_ids, choice.logprobs, 0)
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _logprobs(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, text_offset: int
     ) -> dict[str, Any] | None:
         if logprobs is None:
             return None
-        pairs = list(zip(token_ids, logprobs, strict=True))
-        if self._job.chat:
-            return {"content": [self._chat_logprob(*pair) for pair in pairs], "refusal": None}
-        return self._completion_logprobs(pairs, text_offset)
+        pairs = zip(token_ids, logprobs, strict=True)
+        if self._chat:
+            return chat_logprobs(self._tokenizer, pairs)
+        return completion_logprobs(self._tokenizer, pairs, text_offset)
 
-    def _chat_logprob(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, Any]:
-        top = [self._scored(top_id, logprob) for top_id, logprob in logprobs.top]
-        return self._scored(token_id, logprobs.chosen) | {"top_logprobs": top}
-
-    def _scored(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text, raw = self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
-        return {"token": text, "logprob": max(logprob, _LEAST_LOGPROB), "bytes": list(raw)}
-
-    def _completion_logprobs(self, pairs: Iterable[tuple[int, TokenLogprobs]], text_offset: int) -> dict[str, Any]:
-        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token_id, logprobs in pairs:
-            token = self._tokenizer.token_text(token_id)
-            scores = {self._tokenizer.token_text(i): max(score, _LEAST_LOGPROB) for i, score in logprobs.top}
-            columns["tokens"].append(token)
-            columns["token_logprobs"].append(max(logprobs.chosen, _LEAST_LOGPROB))
-            # The chosen token is always listed, also when it was not among the likeliest.
-            columns["top_logprobs"].append({token: max(logprobs.chosen, _LEAST_LOGPROB)} | scores)
-            columns["text_offset"].append(text_offset)
-            text_offset += len(token)
-        return columns
+    def _usage(self) -> dict[str, Any]:
+        reasoning = sum(speech.reasoning_tokens for speech in self._speeches.values())
+        return usage_shape([answer.usage for answer in self._answers], reasoning)
 
 
-def _finish_reason(finish_reason: str | None, called: bool) -> str | None:
+def _reasoning(text: str) -> dict[str, str]:
+    """Under both of the names that clients look for."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _finish_reason(finish_reason: str | None, speech: Speech) -> str | None:
     """An answer that was cut off, by its length or by a stop string inside a call, calls nothing."""
-    return "tool_calls" if finish_reason == "stop" and called else finish_reason
+    return "tool_calls" if finish_reason == "stop" and speech.called else finish_reason
 
 
-def usage_shape(answers: Iterable[Answer]) -> dict[str, Any]:
-    usages: list[Usage] = [answer.usage for answer in answers]
+def usage_shape(usages: Sequence[Usage], reasoning_tokens: int = 0) -> dict[str, Any]:
     accepted = sum(usage.accepted_draft_tokens for usage in usages)
     rejected = sum(usage.draft_tokens for usage in usages) - accepted
     return {
@@ -165,28 +241,13 @@ def usage_shape(answers: Iterable[Answer]) -> dict[str, Any]:
         "completion_tokens": sum(usage.completion_tokens for usage in usages),
         "total_tokens": sum(usage.total_tokens for usage in usages),
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
-        "completion_tokens_details": {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": rejected,
+            "reasoning_tokens": reasoning_tokens,
+        },
     }
 
 
-def error_shape(error: TripoolError) -> dict[str, Any]:
-    param = error.param if isinstance(error, InvalidRequest) else None
-    return error_body(error.status, str(error), code=error.code, param=param)
-
-
-def error_body(status: int, message: str, *, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def error_event(error: TripoolError) -> bytes:
-    """Inside a stream whose status has already gone out."""
-    return _event(error_shape(error))
-
-
 def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + _json(body) + b"\n\n"
-
-
-def _json(body: dict[str, Any]) -> bytes:
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    return b"data: " + encode(body) + b"\n\n"

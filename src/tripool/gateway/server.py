@@ -52,7 +52,11 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, *, on_ready: Callable[[], object], end_answers: Callable[[], object]) -> None:
         bound_s = _DRAIN_S + _CUT_S
-        super().__init__(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=bound_s))
+        super().__init__(
+            uvicorn.Config(
+                app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=bound_s
+            )
+        )
         self._on_ready, self._end_answers = on_ready, end_answers
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -3,73 +3,119 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, aclosing
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tripool.answer import Answer, Delta
+from tripool.core import TokenEvent
 from tripool.errors import TripoolError
 from tripool.gateway.backend import Backend
-from tripool.gateway.parse import Job
-from tripool.gateway.respond import Shapes, error_event
-from tripool.text import Tokenizer
+from tripool.gateway.job import Job
+from tripool.gateway.record import Record, State
+from tripool.gateway.respond import Voice
+
+Headers = list[tuple[bytes, bytes]]
 
 
 class AnswerResponse(Response):
-    """Runs a job while its client listens. What goes wrong before the first byte is raised and so gets a status."""
+    """Runs a job while its client listens. What goes wrong before the first byte is raised and so gets a status.
 
-    def __init__(self, job: Job, backend: Backend, tokenizer: Tokenizer, shapes: Shapes) -> None:
+    It is entered into `inside` meanwhile; `on_end` is called once, however it ends.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        backend: Backend,
+        answers: Sequence[Answer],
+        voice: Voice,
+        record: Record,
+        *,
+        inside: Callable[[], AbstractContextManager[None]],
+        on_end: Callable[[Record], object],
+    ) -> None:
         # The base class's own start would render a body, and there is none yet.
         self.background = None
-        self._job, self._backend, self._shapes = job, backend, shapes
-        self._answers = [Answer(request, tokenizer) for request in job.requests]
+        self._job, self._backend, self._voice, self._record = job, backend, voice, record
+        self._answers = answers
+        self._inside, self._on_end = inside, on_end
+        self._places = {answer.request.id: (i, answer) for i, answer in enumerate(answers)}
+        self._n = job.requests[0].params.n
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await _while_connected(receive, self._stream(send) if self._job.stream else self._whole(send))
+        try:
+            with self._inside():
+                await _while_connected(receive, self._stream(send) if self._job.stream else self._whole(send))
+        except TripoolError as error:
+            self._end_record("failed", error.code)
+            raise
+        finally:  # a hang-up and a shutdown come here without an error
+            self._end_record("failed" if isinstance(sys.exception(), Exception) else "cancelled")
+            self._on_end(self._record)
 
     async def _whole(self, send: Send) -> None:
-        async with aclosing(self._deltas()) as deltas:
-            async for _ in deltas:
-                pass
-        body = self._shapes.whole(self._answers)
-        await _start(send, b"application/json", [(b"content-length", str(len(body)).encode())])
+        async with aclosing(self._backend.stream(*self._job.requests)) as events:
+            async for event in events:
+                found = self._take(event)
+                if found is not None:
+                    self._voice.take(*found)
+        self._end_record("finished")
+        body = self._voice.whole(self._answers, self._record.facts())
+        await _start(send, b"application/json", [*self._own_headers(), (b"content-length", str(len(body)).encode())])
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, send: Send) -> None:
-        opened: set[int] | None = None  # choices that have begun; None until the first byte is sent
+        opened: set[int] = set()  # choices that have begun
+        chunk = self._voice.chunk
         try:
-            async with aclosing(self._deltas()) as deltas:
-                async for index, delta in deltas:
-                    if opened is None:
-                        await _start(send, b"text/event-stream; charset=utf-8", [(b"cache-control", b"no-cache")])
-                        opened = set()
-                    if self._job.chat and index not in opened:
+            async with aclosing(self._backend.stream(*self._job.requests)) as events:
+                async for event in events:
+                    found = self._take(event)
+                    if found is None:
+                        continue
+                    index, delta = found
+                    body = chunk(index, delta)
+                    if index not in opened:
+                        if not opened:
+                            headers = [*self._own_headers(), (b"cache-control", b"no-cache")]
+                            await _start(send, b"text/event-stream; charset=utf-8", headers)
                         opened.add(index)
-                        await _send_more(send, self._shapes.opening(index))
-                    chunk = self._shapes.chunk(index, delta)
-                    if chunk is not None:
-                        await _send_more(send, chunk)
-            last = self._shapes.closing(self._answers)
+                        body = self._voice.opening(index, self._places[event.request_id][1]) + (body or b"")
+                    if body:
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
+            self._end_record("finished")
+            last = self._voice.closing(self._answers, self._record.facts())
         except TripoolError as error:
-            if opened is None:
+            if not opened:
                 raise
-            last = error_event(error)
+            self._end_record("failed", error.code)
+            last = self._voice.error(error)
         await send({"type": "http.response.body", "body": last})
 
-    async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Deltas of all prompts with their index over HTTP. A request done before its engine knows is cancelled."""
-        answers = {answer.request.id: (position, answer) for position, answer in enumerate(self._answers)}
-        async with aclosing(self._backend.stream(*self._job.requests)) as events:
-            async for event in events:
-                position, answer = answers[event.request_id]
-                delta = answer.take(event)
-                if answer.done:
-                    self._backend.cancel(event.request_id)
-                if delta is not None:
-                    yield position * answer.request.params.n + delta.choice, delta
+    def _take(self, event: TokenEvent) -> tuple[int, Delta] | None:
+        """A delta with its index over HTTP. A request that is done before its engine knows is cancelled."""
+        position, answer = self._places[event.request_id]
+        delta = answer.take(event)
+        if delta is None:
+            return None
+        self._record.came(event)
+        if delta.finish_reason is not None and answer.done:
+            self._record.placements[position] = self._backend.explain(event.request_id)
+            self._backend.cancel(event.request_id)
+        return position * self._n + delta.choice, delta
+
+    def _end_record(self, state: State, error_code: str | None = None) -> None:
+        """The first word on how it ended is the last."""
+        if self._record.state == "open":
+            self._record.ended(state, self._answers, error_code)
+
+    def _own_headers(self) -> Headers:
+        return [(b"x-request-id", self._job.request_id.encode())]
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
@@ -91,9 +137,5 @@ async def _hang_up(receive: Receive) -> None:
         pass
 
 
-async def _start(send: Send, content_type: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+async def _start(send: Send, content_type: bytes, headers: Headers) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", content_type), *headers]})
-
-
-async def _send_more(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -23,6 +23,8 @@ class Tools:
 
     shown: Sequence[Mapping[str, Any]] = ()
     structure: Structure | None = None
+    required: bool = False
+    """Whether it must call one at once."""
 
 
 def read_tools(fields: Mapping[str, Any]) -> Tools:
@@ -45,7 +47,8 @@ def read_tools(fields: Mapping[str, Any]) -> Tools:
         return Tools()
     named = isinstance(choice, dict)
     parallel = fields.get("parallel_tool_calls", True) and not named
-    return Tools(tools, tool_structure(functions, required=choice != "auto", parallel=parallel))
+    required = choice != "auto"
+    return Tools(tools, tool_structure(functions, required=required, parallel=parallel), required)
 
 
 def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -24,6 +24,8 @@ class PrefillScheduler:
         self._model = model
         self.waiting: list[Seq] = []
         self.running: list[Seq] = []
+        self.started: list[Seq] = []
+        """Those that the last `plan` admitted for the first time."""
 
     def add(self, seq: Seq) -> None:
         """A new or a preempted sequence; it queues by age, not by when it came back."""
@@ -37,6 +39,7 @@ class PrefillScheduler:
     def plan(self, budget: int, slots: int, grow: Grow) -> list[Task]:
         """Chunks for this step: those under way, oldest first, then newcomers while `slots` and `budget` last."""
         tasks: list[Task] = []
+        self.started = []
         short_of_blocks = False
         for seq in list(self.running):
             if budget > 0 and seq in self.running:  # growing an older one may have preempted this one
@@ -70,6 +73,7 @@ class PrefillScheduler:
         seq.num_computed = len(found) * self._config.block_tokens
         if seq.num_cached is None:
             seq.num_cached = seq.num_computed
+            self.started.append(seq)
         self.waiting.remove(seq)
         insort(self.running, seq, key=_age)
         return True

@@ -1,0 +1,101 @@
+"""Routes for whoever runs the server: is it alive, is it ready, how full is it, drain it, explain a request."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Query
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from tripool import __version__
+from tripool.errors import EngineStopped
+from tripool.gateway.backend import Backend
+from tripool.gateway.gate import Gate
+from tripool.gateway.metrics import Metrics
+from tripool.gateway.record import MAX_KEPT, Journal
+from tripool.gateway.refusals import NotReady, OtherSite, RequestUnknown
+
+
+def admin_routes(backend: Backend, gate: Gate, metrics: Metrics, journal: Journal, *, stall_s: float) -> APIRouter:
+    """`stall_s`: how long work may wait without any step before the server stops calling itself ready."""
+    routes = APIRouter()
+
+    @routes.get("/health")
+    @routes.get("/ping")
+    async def health() -> dict[str, str]:
+        """Alive: 200 while requests can be served, 503 after."""
+        if not backend.alive:
+            raise EngineStopped("the engine has stopped", hint="restart the server")
+        return {"status": "ok"}
+
+    @routes.get("/health/ready")
+    async def ready() -> dict[str, str]:
+        """Moving: 503 while draining, and when there is work and nothing is done about it."""
+        await health()
+        if gate.draining:
+            raise NotReady("draining", hint="send requests elsewhere")
+        stalled_s = backend.stats().stalled_s
+        if stalled_s > stall_s:
+            raise NotReady(
+                f"no step for {stalled_s:.1f} s while requests wait", hint="restart the server if it stays so"
+            )
+        return {"status": "ready"}
+
+    @routes.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @routes.get("/load")
+    async def load() -> dict[str, Any]:
+        stats = backend.stats()
+        return {
+            "server_load": gate.num_inside,
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "kv_usage": stats.kv_usage,
+            "draining": gate.draining,
+        }
+
+    @routes.get("/metrics")
+    async def prometheus() -> Response:
+        return Response(metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    def drained(draining: bool) -> dict[str, Any]:
+        gate.draining = draining
+        return {"draining": draining, "open_requests": gate.num_inside}
+
+    @routes.post("/drain")
+    async def drain(http: HttpRequest, resume: Annotated[bool, Query()] = False) -> dict[str, Any]:
+        """Refuse new requests and let the open ones end; says how many there are. `?resume=true` takes it back."""
+        _refuse_other_sites(http)
+        return drained(not resume)
+
+    @routes.delete("/drain")
+    async def undrain(http: HttpRequest) -> dict[str, Any]:
+        _refuse_other_sites(http)
+        return drained(False)
+
+    @routes.get("/drain")
+    async def draining() -> dict[str, Any]:
+        return {"draining": gate.draining, "open_requests": gate.num_inside}
+
+    @routes.get("/v1/requests/{request_id}/explain")
+    async def explain(request_id: str) -> dict[str, Any]:
+        """Where a request's time went, what it cost and where it ran."""
+        record = journal.find(request_id)
+        if record is None:
+            hint = f"the last {MAX_KEPT} are remembered, under the answer's id or the X-Request-Id"
+            raise RequestUnknown(f"there is no request '{request_id[:100]}'", hint=hint)
+        return record.explain()
+
+    return routes
+
+
+def _refuse_other_sites(http: HttpRequest) -> None:
+    """Browsers name the page's origin whenever it posts to another host; nobody else has one."""
+    origin = http.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != http.headers.get("host"):
+        raise OtherSite("a page of another site may not do this", hint="call it from a program, or from this server")

@@ -1,0 +1,140 @@
+"""Answers in the shapes of Anthropic's Messages: content in blocks, and named events while it streams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tripool.answer import Answer, Delta
+from tripool.core import Usage
+from tripool.errors import TripoolError
+from tripool.gateway.calls import CallBegins, Content, Piece, Thought
+from tripool.gateway.job import Job
+from tripool.gateway.refusals import error_shape
+from tripool.gateway.respond import Facts, encode
+from tripool.gateway.speech import Speech
+
+_AFTER = b"}}\n\n"
+
+
+class MessageShapes:
+    """One job has one answer here. Blocks are opened when their first letter comes and closed before the next."""
+
+    def __init__(self, job: Job, *, model: str) -> None:
+        self._job, self._model = job, model
+        self._speech = Speech(calls=job.calls, thinks=job.thinks)
+        self._block = -1
+        """Index of the newest block."""
+        self._kind: str | None = None
+        """And what it holds; None when it is closed."""
+        self._before: bytes | None = None
+        """What stands before the text in an event of plain text, once nothing else can come."""
+
+    def take(self, index: int, delta: Delta) -> None:
+        self._speech.push(delta.text, last=delta.finish_reason is not None)
+
+    def whole(self, answers: Sequence[Answer], facts: Facts) -> bytes:
+        said = self._speech.said
+        content: list[dict[str, Any]] = []
+        if said.reasoning:
+            content.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
+        if said.content:
+            content.append({"type": "text", "text": said.content})
+        content += [self._call(number, call.name, _parsed(call.arguments)) for number, call in enumerate(said.calls)]
+        ended = self._ended(answers[0])
+        return encode(self._message(content, answers[0].usage) | ended | {"tripool": facts})
+
+    def opening(self, index: int, answer: Answer) -> bytes:
+        # No token is counted before the first is sent.
+        usage = Usage(answer.usage.prompt_tokens, 0, answer.usage.cached_tokens)
+        message = self._message([], usage) | {"stop_reason": None, "stop_sequence": None}
+        return _event("message_start", {"message": message})
+
+    def chunk(self, index: int, delta: Delta) -> bytes | None:
+        if self._before is not None and delta.finish_reason is None:
+            return self._before + encode(delta.text) + _AFTER if delta.text else None
+        last = delta.finish_reason is not None
+        events = b"".join(map(self._say, self._speech.push(delta.text, last=last)))
+        if last:
+            events += self._close()
+        elif self._speech.plain and self._kind == "text":
+            head = f'{{"type":"content_block_delta","index":{self._block},"delta":{{"type":"text_delta","text":'
+            self._before = b"event: content_block_delta\ndata: " + head.encode()
+        return events or None
+
+    def closing(self, answers: Sequence[Answer], facts: Facts) -> bytes:
+        delta = {"delta": self._ended(answers[0]), "usage": _usage(answers[0].usage), "tripool": facts}
+        return _event("message_delta", delta) + _event("message_stop", {})
+
+    def error(self, error: TripoolError) -> bytes:
+        return _event("error", error_shape(error, "anthropic"))
+
+    def _say(self, piece: Piece) -> bytes:
+        if isinstance(piece, Content):
+            opened = self._open("text", {"type": "text", "text": ""})
+            return opened + self._delta({"type": "text_delta", "text": piece.text})
+        if isinstance(piece, Thought):
+            opened = self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            return opened + self._delta({"type": "thinking_delta", "thinking": piece.text})
+        if isinstance(piece, CallBegins):
+            return self._close() + self._open("tool_use", self._call(piece.index, piece.name, {}))
+        return self._delta({"type": "input_json_delta", "partial_json": piece.text})
+
+    def _open(self, kind: str, block: Mapping[str, Any]) -> bytes:
+        if self._kind == kind:
+            return b""
+        closed = self._close()
+        self._kind = kind
+        self._block += 1
+        return closed + _event("content_block_start", {"index": self._block, "content_block": block})
+
+    def _close(self) -> bytes:
+        if self._kind is None:
+            return b""
+        self._kind = None
+        return _event("content_block_stop", {"index": self._block})
+
+    def _delta(self, delta: Mapping[str, Any]) -> bytes:
+        return _event("content_block_delta", {"index": self._block, "delta": delta})
+
+    def _message(self, content: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+        head = {"id": self._job.id, "type": "message", "role": "assistant", "model": self._model}
+        return head | {"content": content, "usage": _usage(usage)}
+
+    def _call(self, number: int, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        return {"type": "tool_use", "id": f"toolu_{self._job.key}{number:02x}", "name": name, "input": arguments}
+
+    def _ended(self, answer: Answer) -> dict[str, Any]:
+        """Why it ended, in these clients' words."""
+        stop_string, finish = answer.stop_string(0), answer.generation().finish_reason
+        if finish == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if self._speech.called:
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if stop_string is not None:
+            return {"stop_reason": "stop_sequence", "stop_sequence": stop_string}
+        return {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def _parsed(arguments: str) -> dict[str, Any]:
+    """Arguments that were cut off are none."""
+    try:
+        parsed = json.loads(arguments)
+    except ValueError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    """Input is counted apart by where it came from."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def _event(name: str, body: dict[str, Any]) -> bytes:
+    return f"event: {name}\ndata: ".encode() + encode({"type": name} | body) + b"\n\n"

@@ -1,0 +1,174 @@
+"""Counters and histograms of one gateway, in its own names and in those that vLLM's dashboards read.
+
+A request is counted once, when it ends; only the pauses between tokens come earlier, a handful at a time. What the
+backend knows is asked for when someone looks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tripool.core import ServingStats
+from tripool.gateway.record import Record
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_GAPS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+_HISTOGRAMS: Sequence[tuple[str, str | None, Sequence[float], str]] = (
+    ("time_to_first_token_seconds", "time_to_first_token_seconds", _SECONDS, "From the request's arrival."),
+    ("inter_token_latency_seconds", "inter_token_latency_seconds", _GAPS, "Between two tokens of a choice."),
+    ("request_seconds", "e2e_request_latency_seconds", _SECONDS, "From a request's arrival to its last byte."),
+    ("gateway_seconds", None, _SECONDS, "Reading, tokenising and handing over."),
+    ("queue_seconds", "request_queue_time_seconds", _SECONDS, "Until the first work on a request."),
+    ("lookup_seconds", None, _SECONDS, "Asking the cache pool."),
+    ("prefill_seconds", "request_prefill_time_seconds", _SECONDS, "From the first work to the first token."),
+    ("transfer_seconds", None, _SECONDS, "Moving KV between workers."),
+    ("decode_seconds", "request_decode_time_seconds", _SECONDS, "After the first token."),
+    ("prompt_tokens_per_request", "request_prompt_tokens", _TOKENS, "Prompt tokens of a request."),
+    ("completion_tokens_per_request", "request_generation_tokens", _TOKENS, "Tokens that a request got."),
+    ("max_tokens_per_request", "request_max_num_generation_tokens", _TOKENS, "Most tokens that it asked for."),
+)
+
+_COUNTERS: Sequence[tuple[str, Sequence[str], str]] = (
+    ("prompt_tokens", ("prompt_tokens", "prefix_cache_queries"), "Prompt tokens."),
+    ("cached_prompt_tokens", ("prompt_tokens_cached", "prefix_cache_hits"), "Those found in the prefix cache."),
+    ("completion_tokens", ("generation_tokens",), "Tokens that answers got."),
+)
+
+
+class Histogram:
+    """Buckets of one quantity. prometheus-client's own would look up a lock for every value."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = list(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def family(self, name: str, help_text: str, labels: dict[str, str]) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(name, help_text, labels=list(labels))
+        buckets, total = [], 0
+        for bound, count in zip([*map(float, self._bounds), float("inf")], self._counts, strict=True):
+            total += count
+            buckets.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
+        family.add_metric(list(labels.values()), buckets, self._sum)
+        return family
+
+
+class Metrics(Collector):
+    """One per application, with a registry of its own. Used from the event loop only."""
+
+    def __init__(self, model: str, stats: Callable[[], ServingStats], num_open: Callable[[], int]) -> None:
+        self._labels = {"model_name": model}
+        self._stats, self._num_open = stats, num_open
+        self._histograms = {name: Histogram(bounds) for name, _, bounds, _ in _HISTOGRAMS}
+        self._totals: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+        self._requests: Counter[tuple[str, str]] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def refused(self, code: str) -> None:
+        """Before any token came: by an error of this code."""
+        self._refused[code] += 1
+
+    def ended(self, record: Record) -> None:
+        self._requests[(record.api, record.state)] += 1
+        for usage in record.usages:
+            self._totals["prompt_tokens"] += usage.prompt_tokens
+            self._totals["cached_prompt_tokens"] += usage.cached_tokens
+            self._totals["completion_tokens"] += usage.completion_tokens
+            self._observe("prompt_tokens_per_request", usage.prompt_tokens)
+            self._observe("completion_tokens_per_request", usage.completion_tokens)
+        if record.max_tokens is not None:
+            self._observe("max_tokens_per_request", record.max_tokens)
+        if record.state == "finished":
+            self._finished.update(record.finish_reasons)
+        if record.tokens_came:
+            stages = record.stages_us()
+            self._observe("time_to_first_token_seconds", record.first_token_us / 1e6)
+            self._observe("request_seconds", sum(stages.values()) / 1e6)
+            for name, microseconds in stages.items():
+                self._observe(f"{name}_seconds", microseconds / 1e6)
+
+    def gaps(self, gaps_s: Iterable[float]) -> None:
+        """Pauses between tokens."""
+        observe = self._histograms["inter_token_latency_seconds"].observe
+        for gap_s in gaps_s:
+            observe(gap_s)
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the names are this class's own, and a scrape asks the backend."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        for name, alias, _, help_text in _HISTOGRAMS:
+            for full in _names(name, [alias] if alias else []):
+                yield self._histograms[name].family(full, help_text, self._labels)
+        for name, aliases, help_text in _COUNTERS:
+            for full in _names(name, aliases):
+                yield self._family(CounterMetricFamily, full, help_text, [((), self._totals[name])])
+        yield from self._requests_families()
+        yield from self._backend_families(self._stats())
+
+    def _requests_families(self) -> Iterator[Metric]:
+        by_state = list(self._requests.items())
+        ended = [((reason,), count) for reason, count in self._finished.items()]
+        refused = [((code,), count) for code, count in self._refused.items()]
+        yield self._family(CounterMetricFamily, "tripool_requests", "By how they ended.", by_state, ("api", "state"))
+        yield self._family(CounterMetricFamily, "tripool_requests_refused", "By error code.", refused, ("code",))
+        for name, label in (("tripool_choices_finished", "reason"), ("vllm:request_success", "finished_reason")):
+            yield self._family(CounterMetricFamily, name, "Choices that came to an end.", ended, (label,))
+        yield self._family(GaugeMetricFamily, "tripool_requests_open", "Being answered.", [((), self._num_open())])
+
+    def _backend_families(self, stats: ServingStats) -> Iterator[Metric]:
+        gauges: tuple[tuple[str, Sequence[str], float], ...] = (
+            ("choices_running", ("num_requests_running",), stats.running),
+            ("choices_waiting", ("num_requests_waiting",), stats.waiting),
+            ("kv_usage_ratio", ("kv_cache_usage_perc",), stats.kv_usage),
+            ("stalled_seconds", (), stats.stalled_s),
+        )
+        counters: tuple[tuple[str, Sequence[str], float], ...] = (
+            ("steps", (), stats.num_steps),
+            ("preemptions", ("num_preemptions",), stats.num_preemptions),
+            ("draft_tokens", ("spec_decode_num_draft_tokens", "spec_decode_num_drafts"), stats.num_drafted),
+            ("accepted_draft_tokens", ("spec_decode_num_accepted_tokens",), stats.num_accepted),
+        )
+        for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, aliases, value in rows:
+                for full in _names(name, aliases):
+                    yield self._family(kind, full, "Of the backend.", [((), value)])
+
+    def _family(
+        self,
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        help_text: str,
+        samples: Iterable[tuple[tuple[str, ...], float]],
+        labels: Sequence[str] = (),
+    ) -> Metric:
+        family = kind(name, help_text, labels=[*self._labels, *labels])
+        for values, value in samples:
+            family.add_metric([*self._labels.values(), *values], value)
+        return family
+
+
+def _names(name: str, aliases: Iterable[str]) -> list[str]:
+    return [f"tripool_{name}", *(f"vllm:{alias}" for alias in aliases)]

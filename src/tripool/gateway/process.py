@@ -1,0 +1,85 @@
+"""The gateway as a process of its own: HTTP in front, the pools behind, a leash to the supervisor.
+
+| the supervisor | the gateway |
+|---|---|
+| says Drain | takes no more, gives open answers a few seconds, ends |
+| is gone | takes no more, lets open answers end, ends |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+
+from tripool.cache.client import PoolClient
+from tripool.config import GatewayConfig, RouterConfig
+from tripool.fabric.leash import Leash
+from tripool.gateway.app import create_app
+from tripool.gateway.pools import Pools, pools_routes
+from tripool.gateway.server import Server
+from tripool.messages import Drain, Life, Ready, Reaped
+from tripool.text import TextFiles, Tokenizer
+
+_READY_S = 0.5
+"""How often the supervisor hears that all is well."""
+_ORPHAN_S = 300.0
+"""How long open answers may go on when nobody watches over the workers any more."""
+_LOOK_S = 0.1
+
+
+class GatewayProcess:
+    def __init__(
+        self,
+        text: TextFiles,
+        name: str,
+        config: GatewayConfig,
+        *,
+        router: RouterConfig,
+        addresses: Sequence[str],
+        life: Life,
+        leash: Leash,
+        cache: PoolClient,
+    ) -> None:
+        self._life, self._leash = life, leash
+        self._pools = Pools(router, addresses=addresses, epoch=life.epoch, suspect=leash.send)
+        app = create_app(self._pools, Tokenizer(text), name, config)
+        app.include_router(pools_routes(self._pools, cache))
+        self._server = Server(app, on_ready=self._on_ready, end_answers=self._pools.close)
+
+    def run(self, listener: socket.socket) -> None:
+        """Until it is told to end, or is an orphan without work."""
+        try:
+            self._server.run([listener])
+        finally:
+            self._leash.close()
+
+    def _on_ready(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._pools.start()
+        loop.add_reader(self._leash.fileno(), self._listen, loop)
+        self._say_ready(loop)
+
+    def _say_ready(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._leash.ended:
+            self._leash.send(Ready(self._life))
+            loop.call_later(_READY_S, self._say_ready, loop)
+
+    def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        for message in self._leash.receive():
+            if isinstance(message, Reaped):
+                self._pools.reaped(message)
+            elif isinstance(message, Drain):
+                self._pools.refuse("the server is shutting down")
+                self._server.should_exit = True
+        if self._leash.ended:
+            loop.remove_reader(self._leash.fileno())
+            self._pools.refuse("the server has lost its supervisor and is shutting down")
+            self._leave(loop, loop.time() + _ORPHAN_S)
+
+    def _leave(self, loop: asyncio.AbstractEventLoop, deadline_s: float) -> None:
+        """Once nothing is open."""
+        if self._pools.num_open == 0 or loop.time() >= deadline_s:
+            self._server.should_exit = True
+        else:
+            loop.call_later(_LOOK_S, self._leave, loop, deadline_s)

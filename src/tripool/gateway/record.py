@@ -1,0 +1,184 @@
+"""What is remembered of a request for tokens: when each thing happened, what came out. No prompt and no answer.
+
+The times are those of one clock, read here and nowhere else. All stages are kept in whole microseconds and the last one
+is what the others leave over, so they add up to the total to the digit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from tripool.answer import Answer
+from tripool.core import Stages, TokenEvent, Usage
+from tripool.gateway.backend import Facts
+from tripool.gateway.job import Job
+
+State = Literal["open", "finished", "cancelled", "failed"]
+MAX_KEPT = 1000
+_GAPS_AT_ONCE = 64
+
+
+class Record:
+    """One job. Made when it has been parsed, `ended` once.
+
+    `on_gaps` gets the pauses between tokens, a handful at a time.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        clock: Callable[[], float],
+        *,
+        received_s: float,
+        created_s: int,
+        on_gaps: Callable[[Sequence[float]], object],
+    ) -> None:
+        # Facts only, not the job itself: records outlive their requests, and prompts are long and private.
+        self.id, self.request_id, self.key, self.api, self.stream = job.id, job.request_id, job.key, job.api, job.stream
+        self.num_prompts, self.n = len(job.requests), job.requests[0].params.n
+        self.max_tokens = job.requests[0].params.max_tokens
+        self.prompt_tokens = sum(len(request.prompt_ids) for request in job.requests)
+        self.state: State = "open"
+        self.error_code: str | None = None
+        self.usages: Sequence[Usage] = ()
+        self.finish_reasons: Counter[str] = Counter()
+        self.placements: dict[int, Facts] = {}
+        """Per prompt, what the backend says about it."""
+        self._clock, self._on_gaps = clock, on_gaps
+        self._received_s, self._created_s = received_s, created_s
+        self._stages = Stages()
+        self._late_transfer_s = 0.0
+        self._first_s: float | None = None
+        self._ended_s: float | None = None
+        self._last_s: dict[tuple[str, int], float] = {}
+        self._gaps_s: list[float] = []
+        self._gap_sum_s, self._num_gaps = 0.0, 0
+
+    @property
+    def tokens_came(self) -> bool:
+        return self._first_s is not None
+
+    def came(self, event: TokenEvent) -> None:
+        """Called for every token: no more than a clock, a dict and a list."""
+        now_s = self._clock()
+        choice = (event.request_id, event.choice)
+        last_s = self._last_s.get(choice)
+        if last_s is not None:
+            self._gaps_s.append(now_s - last_s)
+            if len(self._gaps_s) == _GAPS_AT_ONCE:
+                self._tell_gaps()
+        self._last_s[choice] = now_s
+        if event.stages is not None:
+            self._learn(event.stages, now_s)
+        elif self._first_s is None:
+            self._first_s = now_s
+
+    def _learn(self, stages: Stages, now_s: float) -> None:
+        """The stages of the choice whose token came first are what the client waited for."""
+        if self._first_s is None:
+            self._first_s, self._stages = now_s, stages
+        elif not self._stages.transfer_s:
+            self._late_transfer_s = max(self._late_transfer_s, stages.transfer_s)
+
+    def _tell_gaps(self) -> None:
+        self._on_gaps(self._gaps_s)
+        self._gap_sum_s += sum(self._gaps_s)
+        self._num_gaps += len(self._gaps_s)
+        self._gaps_s.clear()
+
+    def ended(self, state: State, answers: Sequence[Answer], error_code: str | None = None) -> None:
+        self._ended_s = self._clock()
+        self.state, self.error_code = state, error_code
+        self.usages = [answer.usage for answer in answers]
+        self.finish_reasons = Counter(c.finish_reason for answer in answers for c in answer.generation().choices)
+        self._tell_gaps()
+        self._last_s = {}
+
+    @property
+    def first_token_us(self) -> int:
+        return self._spans_us()[0]
+
+    def _spans_us(self) -> tuple[int, int]:
+        """Before and after the first token."""
+        end_s = self._clock() if self._ended_s is None else self._ended_s
+        first_s = end_s if self._first_s is None else self._first_s
+        before = max(0, round((first_s - self._received_s) * 1e6))
+        return before, max(0, round((end_s - first_s) * 1e6))
+
+    def stages_us(self) -> dict[str, int]:
+        """In order of time; they add up to what passed so far."""
+        before, after = self._spans_us()
+        told, left = self._stages, before
+        stages = {}
+        named = {"queue": told.queue_s, "lookup": told.lookup_s, "prefill": told.prefill_s, "transfer": told.transfer_s}
+        for name, seconds in named.items():
+            # Another process's clock may run ahead: what it says it took cannot be more than what passed here.
+            stages[name] = min(max(0, round(seconds * 1e6)), left)
+            left -= stages[name]
+        late = min(max(0, round(self._late_transfer_s * 1e6)), after)
+        stages["transfer"] += late
+        return {"gateway": left, **stages, "decode": after - late}
+
+    def timing(self) -> dict[str, float]:
+        """In milliseconds, as answers show it."""
+        stages = self.stages_us()
+        shown = {name: us / 1e3 for name, us in stages.items()}
+        shown["first_token"] = self.first_token_us / 1e3
+        shown["per_token"] = round(self._gap_sum_s / self._num_gaps * 1e3, 3) if self._num_gaps else 0.0
+        shown["total"] = sum(stages.values()) / 1e3
+        return shown
+
+    def facts(self) -> dict[str, Any]:
+        """What an answer tells beside its usage. Once ended."""
+        return {"request_id": self.request_id, "timing": self.timing()}
+
+    def explain(self) -> dict[str, Any]:
+        usages = self.usages
+        return {
+            "id": self.id,
+            "object": "request.explanation",
+            "request_id": self.request_id,
+            "created": self._created_s,
+            "api": self.api,
+            "stream": self.stream,
+            "state": self.state,
+            "error": self.error_code,
+            "prompts": self.num_prompts,
+            "n": self.n,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": sum(usage.cached_tokens for usage in usages),
+            "completion_tokens": sum(usage.completion_tokens for usage in usages),
+            "draft_tokens": sum(usage.draft_tokens for usage in usages),
+            "accepted_draft_tokens": sum(usage.accepted_draft_tokens for usage in usages),
+            "finish_reasons": dict(self.finish_reasons),
+            "timing": self.timing(),
+            "placement": [dict(self.placements[i]) for i in sorted(self.placements)],
+        }
+
+
+class Journal:
+    """The last requests, found by the id of the request or of its answer. Of two with the same id, the later."""
+
+    def __init__(self, max_kept: int = MAX_KEPT) -> None:
+        self._max_kept = max_kept
+        self._records: OrderedDict[str, Record] = OrderedDict()
+        self._names: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def keep(self, record: Record) -> None:
+        self._records[record.key] = record
+        for name in (record.id, record.request_id):
+            self._names[name] = record.key
+        while len(self._records) > self._max_kept:
+            old_key, old = self._records.popitem(last=False)
+            for name in (old.id, old.request_id):
+                if self._names.get(name) == old_key:
+                    del self._names[name]
+
+    def find(self, name: str) -> Record | None:
+        key = self._names.get(name)
+        return None if key is None else self._records[key]

@@ -1,0 +1,74 @@
+"""The shapes of refusals, one per dialect, and the errors that only the gateway knows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from tripool.errors import InvalidRequest, TripoolError
+
+Dialect = Literal["openai", "anthropic"]
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    529: "overloaded_error",
+}
+
+
+class Draining(TripoolError):
+    """Another server will take it, or this one later."""
+
+    status = 503
+    code = "draining"
+    retry_after_s = 5
+
+
+class NotReady(TripoolError):
+    """What `/health/ready` says when it would be wrong to send requests here."""
+
+    status = 503
+    code = "not_ready"
+    retry_after_s = 5
+
+
+class RequestUnknown(TripoolError):
+    status = 404
+    code = "request_unknown"
+
+
+class OtherSite(TripoolError):
+    """A web page of another site may not steer a server that happens to run on its reader's machine."""
+
+    status = 403
+    code = "other_site"
+
+
+def dialect_of(path: str) -> Dialect:
+    return "anthropic" if path == "/v1/messages" or path.startswith("/v1/messages/") else "openai"
+
+
+def error_shape(error: TripoolError, dialect: Dialect = "openai") -> dict[str, Any]:
+    param = error.param if isinstance(error, InvalidRequest) else None
+    return error_body(error.status, str(error), code=error.code, param=param, dialect=dialect)
+
+
+def error_body(
+    status: int, message: str, *, code: str | None = None, param: str | None = None, dialect: Dialect = "openai"
+) -> dict[str, Any]:
+    if dialect == "anthropic":
+        kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": message, "param": param, "code": code}}
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_headers(error: TripoolError) -> dict[str, str]:
+    """`Retry-After`, where trying again makes sense."""
+    seconds = getattr(error, "retry_after_s", None)
+    return {} if seconds is None else {"retry-after": str(max(1, math.ceil(seconds)))}

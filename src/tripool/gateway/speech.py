@@ -1,0 +1,56 @@
+"""One choice's text as it arrives, told apart: reasoning, content, tool calls. The same whole and in pieces."""
+
+from __future__ import annotations
+
+from tripool.gateway.calls import CallReader, Content, Piece, Said
+from tripool.gateway.reasoning import ThinkReader
+
+
+class Speech:
+    """`thinks`: whether reasoning is split off; None when not, else whether the prompt has opened it already."""
+
+    def __init__(self, *, calls: bool, thinks: bool | None) -> None:
+        self._calls = CallReader() if calls else None
+        self._thinking = None if thinks is None else ThinkReader(opened=thinks)
+        self.said = Said()
+        """Everything so far."""
+        self._num_before_answer = 0
+
+    @property
+    def plain(self) -> bool:
+        """Every further letter is content, and comes out as it goes in."""
+        return self._calls is None and (self._thinking is None or self._thinking.answering)
+
+    @property
+    def called(self) -> bool:
+        """Whether the text is a complete list of calls: one cut off inside a call calls nothing."""
+        return self._calls is not None and self._calls.num_calls > 0 and self._calls.complete
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens up to the end of the reasoning; none where there was none."""
+        return self._num_before_answer if self._thinking is not None and self._thinking.thought else 0
+
+    def push(self, text: str, *, last: bool) -> list[Piece]:
+        """What one more token's text adds. Call it once for every token, the last one marked."""
+        pieces: list[Piece] = []
+        for part in self._split(text, last=last):
+            if self._calls is not None and isinstance(part, Content):
+                pieces += self._calls.push(part.text)
+            else:
+                pieces.append(part)
+        if last and self._calls is not None:
+            pieces += self._calls.finish()
+            self.said.complete = self._calls.complete
+        for piece in pieces:
+            self.said.add(piece)
+        return pieces
+
+    def _split(self, text: str, *, last: bool) -> list[Piece]:
+        if self._thinking is None or self._thinking.answering:
+            return [Content(text)] if text else []
+        self._num_before_answer += self._thinking.thinking
+        parts: list[Piece] = list(self._thinking.push(text))
+        if last:
+            parts += self._thinking.finish()
+        return parts

@@ -1,0 +1,213 @@
+"""A prefill worker: computes what is known of a request, samples each choice's next token, packs the rest away.
+
+Both kinds of worker run the same scheduler. This one takes a sequence out of its batch as soon as it has a token, and
+copies its blocks into the outbox a few at a time: computing never waits for packing, packing waits for room.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from tripool.core import BLOCK_TOKENS, Request, Stages, TokenEvent
+from tripool.errors import TripoolError
+from tripool.fabric.parcels import Lease, Outbox
+from tripool.fabric.prefixes import Prefixes
+from tripool.fabric.seam import PoolEngine, local_id
+from tripool.messages import AnyMessage, Begin, Cancel, Life, Packed, Pulse, Refused, Release, Stamped, Tokens
+from tripool.sequence import Seq
+
+_COPY_BYTES = 32 * 2**20
+"""Packed between two steps at most: a few milliseconds."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """One Begin, while any of its choices is computed or packed."""
+
+    request_id: str
+    attempt: int
+    deadline_s: float
+    wait_s: float
+    """How long a parcel may wait to be fetched."""
+    choices: set[int]
+    lookup_s: float = 0.0
+    started_s: float | None = None
+    """When the first step with it began."""
+
+
+@dataclass(slots=True, eq=False)
+class _Leaving:
+    job: _Job
+    seq: Seq
+    lease: Lease | None = None
+
+
+class PrefillWorker:
+    def __init__(
+        self,
+        engine: PoolEngine,
+        life: Life,
+        outbox: Outbox,
+        send: Callable[[AnyMessage], None],
+        *,
+        prefixes: Prefixes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine, self._life, self._outbox, self._send, self._clock = engine, life, outbox, send, clock
+        self._prefixes = prefixes
+        self._jobs: dict[str, _Job] = {}
+        """By the name under which the engine knows it."""
+        self._leaving: deque[_Leaving] = deque()
+        self._num_steps = 0
+
+    @property
+    def busy(self) -> bool:
+        return self._engine.busy
+
+    @property
+    def moving(self) -> bool:
+        return bool(self._leaving)
+
+    def receive(self, message: AnyMessage, now_s: float) -> None:
+        match message:
+            case Begin():
+                self._begin(message, now_s)
+            case Release():
+                self._outbox.release(message.lease)
+            case Cancel():
+                self._forget(message.request_id, message.attempt)
+            case _:
+                pass  # for another role, or from a newer gateway
+
+    def work(self, now_s: float) -> None:
+        self._expire(now_s)
+        if self._engine.busy:
+            events = self._engine.step()
+            self._num_steps += 1
+            for name in self._engine.started:
+                self._jobs[name].started_s = now_s
+            self._tell(events)
+            for event in events:
+                if event.finish_reason is None:
+                    job = self._jobs[event.request_id]
+                    self._leaving.append(_Leaving(job, self._engine.detach(event.request_id, event.choice)))
+                else:
+                    self._done(event.request_id, event.choice)
+        self._pack(now_s)
+
+    def drop(self) -> None:
+        for name in self._jobs:
+            self._engine.cancel(name)
+        self._jobs.clear()
+        self._leaving.clear()
+        self._outbox.drop(lambda lease: True)
+
+    def pulse(self) -> Pulse:
+        engine = self._engine
+        held = engine.num_held_blocks + self._outbox.num_held
+        return Pulse(self._life, self._num_steps, engine.num_waiting_tokens, engine.stats().running, held)
+
+    def _begin(self, begin: Begin, now_s: float) -> None:
+        request, attempt = begin.request, begin.attempt
+        name = local_id(request.id, attempt)
+        if name in self._jobs:
+            return  # said twice
+        answered = {known.choice: known.tokens for known in begin.answered}
+        job = _Job(request.id, attempt, now_s + begin.deadline_s, begin.deadline_s, set(answered))
+        try:
+            self._look_up(job, request)
+            self._engine.add(replace(request, id=name), answered)
+        except TripoolError as error:
+            self._refuse(job, error.code, error.message, error.hint, final=True)
+        else:
+            self._jobs[name] = job
+
+    def _look_up(self, job: _Job, request: Request) -> None:
+        if self._prefixes is not None and all(0 <= token_id < self._engine.vocab for token_id in request.prompt_ids):
+            began_s = self._clock()
+            self._prefixes.fetch(request)
+            job.lookup_s = self._clock() - began_s
+
+    def _tell(self, events: list[TokenEvent]) -> None:
+        stamped, now_s = [], self._clock()
+        for event in events:
+            job = self._jobs[event.request_id]
+            began_s = job.started_s if job.started_s is not None else now_s
+            stages = Stages(lookup_s=job.lookup_s, prefill_s=now_s - began_s)
+            stamped.append(Stamped(job.attempt, replace(event, request_id=job.request_id, stages=stages)))
+        if stamped:
+            self._send(Tokens(self._life, tuple(stamped)))
+
+    def _pack(self, now_s: float) -> None:
+        """The oldest first: nothing overtakes it, so a long one gets its room."""
+        budget = _COPY_BYTES
+        while self._leaving and budget > 0:
+            leaving = self._leaving[0]
+            seq, job = leaving.seq, leaving.job
+            if leaving.lease is None:
+                leaving.lease = self._lease(leaving, now_s)
+            lease = leaving.lease
+            if lease is None:
+                if not self._outbox.leases:  # nothing will become free: it does not fit at all
+                    self._forget(job.request_id, job.attempt)
+                    reason = f"the KV of {seq.num_computed} tokens does not fit into the shared memory"
+                    self._refuse(job, "no_shared_memory", reason, "give the machine more of it", final=False)
+                return
+            while lease.num_filled < len(lease.slots) and budget > 0:
+                block = seq.table[lease.num_filled]
+                budget -= self._outbox.fill(lease, partial(self._engine.export_block, block))
+            if lease.packed:
+                self._leaving.popleft()
+                self._engine.release(seq)
+                parcel = self._outbox.parcel(lease)
+                self._send(Packed(self._life, job.request_id, job.attempt, seq.choice, parcel))
+                self._publish(seq, lease)
+                self._done(seq.request.id, seq.choice)
+
+    def _publish(self, seq: Seq, lease: Lease) -> None:
+        """The prompt's full blocks, from where they stand packed."""
+        if self._prefixes is not None:
+            keys = seq.keys[: seq.prompt_len // BLOCK_TOKENS]
+            views = [self._outbox.arena.view(slot) for slot in lease.slots[: len(keys)]]
+            self._prefixes.publish(keys, views, seq.request.namespace)
+
+    def _lease(self, leaving: _Leaving, now_s: float) -> Lease | None:
+        seq, job = leaving.seq, leaving.job
+        keys: list[bytes | None] = [None] * -(-seq.num_computed // BLOCK_TOKENS)
+        full = seq.keys[: seq.num_computed // BLOCK_TOKENS]
+        keys[: len(full)] = full
+        return self._outbox.lease(
+            job.request_id,
+            job.attempt,
+            seq.choice,
+            keys,
+            num_tokens=seq.num_computed,
+            deadline_s=now_s + job.wait_s,
+        )
+
+    def _expire(self, now_s: float) -> None:
+        for job in [job for job in self._jobs.values() if job.deadline_s <= now_s]:
+            self._forget(job.request_id, job.attempt)
+            self._refuse(job, "overloaded", "not computed in time", "", final=False)
+        self._outbox.drop(lambda lease: lease.packed and lease.deadline_s <= now_s)
+
+    def _done(self, name: str, choice: int) -> None:
+        """Nothing more to do here for a choice; its parcel, if any, has a lease of its own."""
+        job = self._jobs[name]
+        job.choices.discard(choice)
+        if not job.choices:
+            del self._jobs[name]
+
+    def _forget(self, request_id: str, attempt: int) -> None:
+        name = local_id(request_id, attempt)
+        if self._jobs.pop(name, None) is not None:
+            self._engine.cancel(name)
+            self._leaving = deque(leaving for leaving in self._leaving if leaving.seq.request.id != name)
+        self._outbox.drop(lambda lease: (lease.request_id, lease.attempt) == (request_id, attempt))
+
+    def _refuse(self, job: _Job, code: str, message: str, hint: str, *, final: bool) -> None:
+        self._send(Refused(self._life, job.request_id, job.attempt, code, message, hint, final))

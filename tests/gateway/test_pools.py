@@ -1,0 +1,57 @@
+"""The pools' carrier over a real socket: one line is one session, however often it says Hello."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from tripool.config import RouterConfig
+from tripool.core import Request, SamplingParams, TokenEvent
+from tripool.gateway.pools import Pools
+from tripool.messages import PROTOCOL, AnyMessage, Begin, Hello, Life, Stamped, Tokens, Welcome, decode, encode
+
+LIFE = Life("prefill-0", 1)
+HELLO = Hello(PROTOCOL, "prefill", LIFE, 1, "m", 4096, 8, 4096, 100)
+REQUEST = Request(id="r", prompt_ids=(1, 2, 3), params=SamplingParams(max_tokens=1), seed=0)
+DEADLINE_S = 20.0
+
+
+async def serve(address: str, num_hellos: int) -> tuple[list[AnyMessage], list[TokenEvent]]:
+    """A request that waits when a worker comes which has been saying Hello for a while."""
+    pools = Pools(RouterConfig(), addresses=[address], epoch=1, suspect=lambda message: None)
+    context = zmq.asyncio.Context()
+    worker = context.socket(zmq.DEALER)
+    heard: list[AnyMessage] = []
+    try:
+        pools.start()
+        stream = pools.stream(REQUEST)
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        worker.setsockopt(zmq.ROUTING_ID, b"prefill-0.1.1")
+        worker.connect(address)
+        for _ in range(num_hellos):
+            await worker.send(encode(HELLO))
+        attempt = 0
+        while not attempt or await worker.poll(300):
+            message = decode(await asyncio.wait_for(worker.recv(), DEADLINE_S))
+            heard.append(message)
+            attempt = message.attempt if isinstance(message, Begin) else attempt
+        event = TokenEvent("r", 0, 0, 7, "length")
+        await worker.send(encode(Tokens(LIFE, (Stamped(attempt, event),))))
+        events = [await asyncio.wait_for(first, DEADLINE_S)]
+        await stream.aclose()
+        return heard, events
+    finally:
+        pools.close()
+        worker.close(0)
+        context.term()
+
+
+def test_hellos_that_piled_up_are_one_hello(tmp_path: Path) -> None:
+    heard, events = asyncio.run(serve(f"ipc://{tmp_path}/g", num_hellos=12))
+    assert [message.attempt for message in heard if isinstance(message, Begin)] == [1]
+    assert any(isinstance(message, Welcome) for message in heard)
+    assert [event.token_id for event in events] == [7]
