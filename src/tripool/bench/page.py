@@ -1,0 +1,176 @@
+"""The HTML report: one file that needs nothing else, light or dark as the reader's system is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+
+from tripool.bench.report import Report, summary_rows
+from tripool.bench.samples import Sample
+from tripool.bench.summary import PERCENTILES, Distribution, percentile
+from tripool.bench.svg import Plot
+
+_MAX_POINTS = 3000
+_NUM_BARS = 40
+
+_STYLE = """
+:root{color-scheme:light dark;--back:#fbfbfa;--card:#fff;--ink:#1d2128;--soft:#626a76;--line:#e3e5e8;--one:#2f6fd0;
+--two:#b8622a;--three:#2c8a63;--bad:#c23b3b}
+@media (prefers-color-scheme:dark){:root{--back:#14171b;--card:#1b1f25;--ink:#e7e9ec;--soft:#9aa3af;--line:#2d333b;
+--one:#6ea3f2;--two:#e09a63;--three:#5fc298;--bad:#ef7676}}
+*{box-sizing:border-box}
+body{margin:0 auto;max-width:1220px;padding:28px 20px 48px;background:var(--back);color:var(--ink);
+font:15px/1.5 system-ui,sans-serif}
+h1{font-size:22px;margin:0 0 2px}h2{font-size:16px;margin:30px 0 10px}
+p{margin:4px 0;color:var(--soft)}p.warn{color:var(--bad)}
+.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(190px,1fr));gap:10px;margin-top:18px}
+.tile,figure,table{background:var(--card);border:1px solid var(--line);border-radius:8px}
+.tile{padding:10px 14px}.tile span{display:block;color:var(--soft);font-size:13px}
+.tile b{font-weight:600;font-size:16px;font-variant-numeric:tabular-nums}
+.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr));gap:14px}
+figure{margin:0;padding:12px 10px 4px}figcaption{padding-left:8px;font-weight:600;font-size:14px}
+svg{width:100%;height:auto;display:block}
+svg text{fill:var(--soft);font:11px system-ui,sans-serif}svg .grid{stroke:var(--line)}svg .axis{stroke:var(--soft)}
+.one{fill:var(--one)}.two{fill:var(--two)}.three{fill:var(--three)}.bad{fill:var(--bad)}
+circle{fill-opacity:.55}.fill{fill-opacity:.18}.line{fill:none;stroke-width:1.5}
+.one.line{stroke:var(--one)}.two.line{stroke:var(--two)}
+line.rule{stroke:var(--ink);stroke-dasharray:3 3}svg text.rule{fill:var(--ink)}
+svg text.rule,svg text.limit{paint-order:stroke;stroke:var(--card);stroke-width:3px}
+line.limit{stroke:var(--bad)}svg text.limit{fill:var(--bad)}
+.scroll{overflow-x:auto}table{border-collapse:separate;border-spacing:0;width:100%;font-variant-numeric:tabular-nums}
+th,td{padding:6px 14px;text-align:right;border-bottom:1px solid var(--line)}tr:last-child td{border-bottom:0}
+th:first-child,td:first-child,.errors :is(th,td):last-child{text-align:left}th{color:var(--soft);font-weight:500}
+"""
+
+
+def render_page(report: Report) -> str:
+    asked = report.asked
+    tiles = "".join(
+        f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b></div>'
+        for name, value in summary_rows(report)
+    )
+    warnings = "".join(f'<p class="warn">Note: {escape(warning)}.</p>' for warning in report.summary.warnings)
+    plots = "".join(plot.render() for plot in _plots(report))
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>tripool bench: {escape(asked.model)}</title><style>{_STYLE}</style></head><body>"
+        f"<h1>{escape(asked.model)} at {escape(asked.url)}</h1>"
+        f"<p>{escape(asked.workload)} · {escape(asked.load)} · {escape(asked.endpoint)} · seed {asked.seed} · "
+        f'{escape(asked.began)}</p>{warnings}<div class="tiles">{tiles}</div>'
+        f"<h2>Latency, milliseconds</h2>{_latencies(report)}{_errors(report)}"
+        f'<h2>Plots</h2><div class="plots">{plots}</div></body></html>\n'
+    )
+
+
+def _latencies(report: Report) -> str:
+    summary = report.summary
+    rows: Sequence[tuple[str, Distribution | None]] = (
+        ("time to first token (TTFT)", summary.ttft_ms),
+        ("time per output token (TPOT)", summary.tpot_ms),
+        ("between events (ITL)", summary.itl_ms),
+        ("whole request", summary.e2e_ms),
+        ("client: sent late", summary.late_ms),
+    )
+    heads = ["", "mean", *(f"p{percent}" for percent in PERCENTILES), "max"]
+    return _table(heads, [[name, *_numbers(found)] for name, found in rows if found is not None])
+
+
+def _numbers(found: Distribution) -> list[str]:
+    values = (found.mean, found.p50, found.p90, found.p95, found.p99, found.max)
+    return [f"{value:,.2f}" for value in values]
+
+
+def _errors(report: Report) -> str:
+    if not report.summary.errors:
+        return ""
+    details = {sample.error: sample.detail for sample in reversed(report.samples) if sample.error is not None}
+    rows = [[kind, f"{count:,}", details[kind]] for kind, count in report.summary.errors.items()]
+    return f'<h2>Failed</h2><div class="errors">{_table(["kind", "requests", "the first one said"], rows)}</div>'
+
+
+def _table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _plots(report: Report) -> Iterable[Plot]:
+    served = sorted((sample for sample in report.samples if sample.ok), key=lambda sample: sample.index)
+    limits = dict(report.goodput.limits_ms) if report.goodput is not None else {}
+    yield from _histogram("Time to first token", served, lambda s: s.ttft_s, "one", limits.get("ttft"))
+    yield from _histogram("Time per output token", served, lambda s: s.tpot_s, "two", limits.get("tpot"))
+    yield from _timelines(report)
+    yield from _scatters(report, served, limits)
+
+
+def _histogram(
+    title: str, served: Sequence[Sample], of: Callable[[Sample], float | None], kind: str, limit_ms: float | None
+) -> Iterable[Plot]:
+    values = sorted(value * 1e3 for sample in served if (value := of(sample)) is not None)
+    if not values:
+        return
+    # A few slow ones would squeeze the rest into one bar; they are counted in the last one.
+    highest = min(values[-1], 1.5 * percentile(values, 99)) or 1.0
+    width = highest / _NUM_BARS
+    counts = [0] * _NUM_BARS
+    for value in values:
+        counts[min(int(value / width), _NUM_BARS - 1)] += 1
+    plot = Plot(title, "milliseconds", highest, 1.35 * max(counts), "requests")  # room for words above the bars
+    edges = [index * width for index in range(_NUM_BARS + 1)]
+    plot.bars(edges, counts, kind, "{low:.1f} to {high:.1f} ms: {count} requests")
+    for row, percent in enumerate((50, 95, 99)):
+        at = percentile(values, percent)
+        plot.rule(at, f"p{percent} {at:,.3g}", row=row)
+    if limit_ms is not None:
+        plot.rule(limit_ms, f"limit {limit_ms:g}", "limit", row=3)
+    yield plot
+
+
+def _timelines(report: Report) -> Iterable[Plot]:
+    line, end = report.timeline, report.summary.duration_s
+    rows = (("Output tokens per second", line.tokens_per_s, "one"), ("Requests open", line.concurrency, "two"))
+    for title, values, kind in rows:
+        plot = Plot(title, "seconds since the start", end, max(values, default=1.0))
+        plot.steps(line.slice_s, values, end, kind)
+        yield plot
+
+
+def _scatters(report: Report, served: Sequence[Sample], limits: dict[str, float]) -> Iterable[Plot]:
+    every = -(-len(served) // _MAX_POINTS) or 1
+    shown = [sample for sample in served[::every] if sample.ttft_s is not None]
+    if not shown:
+        return
+    which = f", one of {every}" if every > 1 else ""
+    highest = max((s.ttft_s or 0.0) * 1e3 for s in shown)
+    over_time = Plot(
+        f"Each request: first token{which}", "sent, seconds since the start", report.summary.duration_s, highest, "ms"
+    )
+    by_length = Plot(
+        f"Each request: first token by uncached prompt{which}",
+        "prompt tokens not in the cache",
+        max(map(_uncached, shown)),
+        highest,
+        "ms",
+    )
+    over_time.points(((s.sent_s, (s.ttft_s or 0.0) * 1e3, _said(s)) for s in shown), "one")
+    by_length.points(((_uncached(s), (s.ttft_s or 0.0) * 1e3, _said(s)) for s in shown), "three")
+    failed = [sample for sample in report.samples if not sample.ok][:_MAX_POINTS]
+    over_time.points(((s.sent_s, 0.0, f"request {s.index}: {s.error}") for s in failed), "bad")
+    for plot in (over_time, by_length):
+        if "ttft" in limits:
+            plot.level(limits["ttft"], f"limit {limits['ttft']:g}")
+        yield plot
+
+
+def _uncached(sample: Sample) -> int:
+    prompt = sample.prompt_tokens if sample.prompt_tokens is not None else sample.input_tokens
+    return max(0, prompt - (sample.cached_tokens or 0))
+
+
+def _said(sample: Sample) -> str:
+    ttft_ms, tpot_s = (sample.ttft_s or 0.0) * 1e3, sample.tpot_s
+    tpot = f", {tpot_s * 1e3:.1f} ms per token" if tpot_s is not None else ""
+    cached = f" ({sample.cached_tokens:,} cached)" if sample.cached_tokens else ""
+    prompt = sample.prompt_tokens if sample.prompt_tokens is not None else sample.input_tokens
+    return f"request {sample.index}: {prompt:,} in{cached}, {sample.tokens:,} out, first after {ttft_ms:.1f} ms{tpot}"

@@ -1,0 +1,119 @@
+"""Small plots as inline SVG: axes with round numbers, bars, lines, points. Colours are CSS classes of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from math import ceil, floor, log10
+
+WIDTH, HEIGHT = 560, 240
+_LEAST_SPAN = 1e-6
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 26, 42
+
+
+def round_ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten, the last at or above `high`."""
+    high = max(high, low + _LEAST_SPAN)
+    span = high - low
+    power = 10.0 ** floor(log10(span / most))
+    step = next(s * power for s in (1, 2, 5, 10, 20) if span / (s * power) <= most)
+    first = floor(low / step)
+    return [round(k * step, 12) for k in range(first, first + ceil((high - first * step) / step - 1e-9) + 1)]
+
+
+def label(value: float) -> str:
+    if value >= 1e6:
+        return f"{value / 1e6:g}M"
+    return f"{value / 1e3:g}k" if value >= 1e4 else f"{value:g}"
+
+
+@dataclass
+class Plot:
+    """Data coordinates in, SVG out. Marks are drawn in the order in which they are added."""
+
+    title: str
+    x_label: str
+    x_high: float
+    y_high: float
+    y_label: str = ""
+    height: int = HEIGHT
+    marks: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.x_ticks = round_ticks(0, self.x_high or 1)
+        self.y_ticks = round_ticks(0, self.y_high or 1, most=4)
+
+    def x(self, value: float) -> float:
+        return _LEFT + value / self.x_ticks[-1] * (WIDTH - _LEFT - _RIGHT)
+
+    def y(self, value: float) -> float:
+        return self.height - _BOTTOM - value / self.y_ticks[-1] * (self.height - _TOP - _BOTTOM)
+
+    def bars(self, edges: Sequence[float], counts: Sequence[float], kind: str, hover: str) -> None:
+        """`hover` is said with low, high and count."""
+        for low, high, count in zip(edges, edges[1:], counts, strict=False):
+            if count:
+                left, top = self.x(low), self.y(count)
+                width = max(self.x(high) - left - 1, 1)
+                said = escape(hover.format(low=low, high=high, count=count))
+                box = f'x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{self.y(0) - top:.1f}"'
+                self.marks.append(f'<rect class="{kind}" {box} rx="1"><title>{said}</title></rect>')
+
+    def steps(self, slice_length: float, values: Sequence[float], end: float, kind: str) -> None:
+        """One level per slice, filled down to the axis."""
+        corners = []
+        for index, value in enumerate(values):
+            left, right = index * slice_length, min((index + 1) * slice_length, end)
+            corners += [f"{self.x(left):.1f},{self.y(value):.1f}", f"{self.x(right):.1f},{self.y(value):.1f}"]
+        outline = " ".join(corners)
+        floor_line = f"{self.x(end):.1f},{self.y(0):.1f} {self.x(0):.1f},{self.y(0):.1f}"
+        self.marks.append(f'<polygon class="{kind} fill" points="{outline} {floor_line}"/>')
+        self.marks.append(f'<polyline class="{kind} line" points="{outline}"/>')
+
+    def points(self, points: Iterable[tuple[float, float, str]], kind: str) -> None:
+        """Each with what it says when pointed at."""
+        for x, y, said in points:
+            where = f'cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="3"'
+            self.marks.append(f'<circle class="{kind}" {where}><title>{escape(said)}</title></circle>')
+
+    def rule(self, value: float, said: str, kind: str = "rule", row: int = 0) -> None:
+        """A vertical line with a word at its top; `row` keeps the words of neighbours apart."""
+        if not 0 <= value <= self.x_ticks[-1] * (1 + 1e-9):  # the largest value may sit on the last tick
+            return
+        at, top = self.x(value), _TOP + 11 * row
+        anchor, shift = ("end", -4) if at > WIDTH - 110 else ("start", 4)
+        self.marks.append(f'<line class="{kind}" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{self.y(0):.1f}"/>')
+        self.marks.append(
+            f'<text class="{kind}" x="{at + shift:.1f}" y="{top + 8}" text-anchor="{anchor}">{escape(said)}</text>'
+        )
+
+    def level(self, value: float, said: str) -> None:
+        """A horizontal line: a limit."""
+        if 0 <= value <= self.y_ticks[-1]:
+            at, right = self.y(value), WIDTH - _RIGHT
+            self.marks.append(f'<line class="limit" x1="{_LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
+            self.marks.append(
+                f'<text class="limit" x="{right}" y="{at - 4:.1f}" text-anchor="end">{escape(said)}</text>'
+            )
+
+    def render(self) -> str:
+        right, bottom = WIDTH - _RIGHT, self.height - _BOTTOM
+        axes = []
+        for tick in self.y_ticks:
+            at = self.y(tick)
+            axes.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
+            axes.append(f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{label(tick)}</text>')
+        for tick in self.x_ticks:
+            at = self.x(tick)
+            axes.append(f'<line class="axis" x1="{at:.1f}" x2="{at:.1f}" y1="{bottom}" y2="{bottom + 4}"/>')
+            axes.append(f'<text x="{at:.1f}" y="{bottom + 17}" text-anchor="middle">{label(tick)}</text>')
+        axes.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+        middle = (_LEFT + right) / 2
+        axes.append(f'<text x="{middle}" y="{bottom + 34}" text-anchor="middle">{escape(self.x_label)}</text>')
+        axes.append(f'<text x="{_LEFT - 6}" y="{_TOP - 12}" class="y-label">{escape(self.y_label)}</text>')
+        body = "".join(axes) + "".join(self.marks)
+        return (
+            f'<figure><figcaption>{escape(self.title)}</figcaption><svg viewBox="0 0 {WIDTH} {self.height}" '
+            f'role="img" aria-label="{escape(self.title)}">{body}</svg></figure>'
+        )

@@ -1,0 +1,77 @@
+"""What to send and when: a list of shots, from a trace or made up, with arrival times for an open loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import shake_128
+from math import log1p
+from struct import unpack
+
+from tripool.bench.prompts import Piece, Pieces
+from tripool.bench.trace import TRACE_BLOCK_TOKENS, TraceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Shot:
+    """One request to send. `due_s`, since the start, is None in a closed loop: then it goes when another has ended."""
+
+    index: int
+    due_s: float | None
+    pieces: Pieces
+    output_tokens: int
+
+    @property
+    def input_tokens(self) -> int:
+        return sum(piece.num_tokens for piece in self.pieces)
+
+
+def trace_shots(
+    requests: Sequence[TraceRequest],
+    *,
+    speed: float = 1.0,
+    scale_tokens: float = 1.0,
+    block_tokens: int = TRACE_BLOCK_TOKENS,
+) -> list[Shot]:
+    """`speed` 2 sends twice as fast. `scale_tokens` shrinks blocks and rests alike, so what was shared stays shared."""
+    scaled_block = max(1, round(block_tokens * scale_tokens))
+    shots = []
+    for index, request in enumerate(requests):
+        rest = request.input_tokens - block_tokens * (len(request.block_ids) - 1)
+        pieces = [Piece(f"block {block_id}", scaled_block) for block_id in request.block_ids]
+        if pieces and rest <= block_tokens:
+            pieces[-1] = replace(pieces[-1], num_tokens=_scaled(rest, scale_tokens, scaled_block))
+        elif (beyond := rest - block_tokens) > 0:  # only full blocks have ids: the rest is nobody else's
+            pieces.append(Piece(f"end {index}", _scaled(beyond, scale_tokens, scaled_block)))
+        output_tokens = max(1, round(request.output_tokens * scale_tokens))
+        shots.append(Shot(index, request.arrival_s / speed, tuple(pieces), output_tokens))
+    return shots
+
+
+def _scaled(num_tokens: int, scale: float, most: int) -> int:
+    return min(max(1, round(num_tokens * scale)), most)
+
+
+def random_shots(num_requests: int, *, input_tokens: int, output_tokens: int) -> list[Shot]:
+    """Prompts that have nothing in common."""
+    pieces = (((Piece(f"request {index}", input_tokens)),) for index in range(num_requests))
+    return [Shot(index, None, own, output_tokens) for index, own in enumerate(pieces)]
+
+
+def poisson_arrivals(num_requests: int, *, rate: float, seed: int) -> list[float]:
+    """Times of a Poisson process: gaps are independent and exponential with mean 1 / rate."""
+    draws = unpack(f"<{num_requests}Q", shake_128(f"{seed}/arrivals".encode()).digest(8 * num_requests))
+    times_s, now_s = [], 0.0
+    for draw in draws:
+        now_s -= log1p(-(draw >> 11) / 2**53) / rate  # 53 bits: all that a float can tell apart below 1
+        times_s.append(now_s)
+    return times_s
+
+
+def at_times(shots: Sequence[Shot], due_s: Sequence[float]) -> list[Shot]:
+    return [replace(shot, due_s=due) for shot, due in zip(shots, due_s, strict=True)]
+
+
+def without_times(shots: Sequence[Shot]) -> list[Shot]:
+    """For a closed loop."""
+    return [replace(shot, due_s=None) for shot in shots]

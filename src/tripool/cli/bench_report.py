@@ -1,0 +1,96 @@
+"""What `tripool bench` shows: progress on stderr, tables on stdout, files on request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from tripool.bench.page import render_page
+from tripool.bench.report import Report, summary_rows
+from tripool.bench.summary import PERCENTILES, Distribution
+from tripool.cli.generate import CannotWrite
+from tripool.cli.terminal import harmless, stderr
+
+if TYPE_CHECKING:
+    from tripool.bench.samples import Sample
+
+
+@contextmanager
+def progress(total: int, first: str) -> Iterator[tuple[Callable[[str], None], Callable[[Sample], None]]]:
+    """Two functions: one says what is going on, the other takes each request that has ended."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[failed]}"), console=stderr(), refresh_per_second=4) as bar:
+        task = bar.add_task(first, total=total, failed="")
+        failed = 0
+
+        def ended(sample: Sample) -> None:
+            nonlocal failed
+            failed += not sample.ok
+            bar.update(task, advance=1, failed=f"{failed:,} failed" if failed else "")
+
+        def told(text: str) -> None:
+            bar.update(task, description=harmless(text))
+
+        yield told, ended
+
+
+def show(report: Report) -> None:
+    console, asked = Console(highlight=False), report.asked
+    console.print(Text(harmless(f"{asked.model} at {asked.url}: {asked.workload}, {asked.load}"), style="bold"))
+    facts = Table.grid(padding=(0, 2))
+    for name, value in summary_rows(report):
+        facts.add_row(Text(name, style="dim"), Text(value))
+    console.print(facts)
+    latencies = Table("milliseconds", *("mean", *(f"p{percent}" for percent in PERCENTILES), "max"))
+    for column in latencies.columns[1:]:
+        column.justify = "right"
+    summary = report.summary
+    rows = (
+        ("first token", summary.ttft_ms),
+        ("per token", summary.tpot_ms),
+        ("between events", summary.itl_ms),
+        ("whole request", summary.e2e_ms),
+        ("sent late", summary.late_ms),
+    )
+    for name, found in rows:
+        if found is not None:
+            latencies.add_row(name, *_numbers(found))
+    console.print(latencies)
+    details = {sample.error: sample.detail for sample in reversed(report.samples) if sample.error is not None}
+    for kind, count in summary.errors.items():
+        said = f"failed, {count:,} times: {kind}: {details[kind]}"
+        console.print(Text(harmless(said), style="red"), soft_wrap=True)
+    for warning in summary.warnings:
+        console.print(Text(f"note: {warning}", style="yellow"), soft_wrap=True)
+
+
+def _numbers(found: Distribution) -> list[str]:
+    return [f"{v:,.2f}" for v in (found.mean, found.p50, found.p90, found.p95, found.p99, found.max)]
+
+
+def check_folder(file: Path | None) -> None:
+    """Before the run: a typing error must not cost what it measured."""
+    if file is not None and not file.parent.is_dir():
+        raise CannotWrite(f"there is no folder {file.parent}", hint="make it, or give another file")
+
+
+def write_files(report: Report, json_file: Path | None, html_file: Path | None) -> None:
+    if json_file is not None:
+        _write(json_file, json.dumps(report.as_json(), indent=1, ensure_ascii=False) + "\n")
+    if html_file is not None:
+        _write(html_file, render_page(report))
+
+
+def _write(file: Path, content: str) -> None:
+    try:
+        file.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise CannotWrite(f"cannot write {file}: {error.strerror}", hint="give another file") from error

@@ -1,0 +1,128 @@
+"""The report: a page that needs nothing else and lets nothing through, and plots with sane axes."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tripool.bench import Goodput, Sample, summarise
+from tripool.bench.page import render_page
+from tripool.bench.report import Asked, Report
+from tripool.bench.summary import timeline
+from tripool.bench.svg import HEIGHT, WIDTH, Plot, round_ticks
+
+from .made_samples import made
+
+
+def report(samples: list[Sample], *, model: str = "m", goodput: str | None = "ttft:500,tpot:50") -> Report:
+    asked = Asked(
+        url="http://u", model=model, endpoint="chat", workload="w", load="l", requests=9, seed=0, began="today"
+    )
+    limits = Goodput.parse(goodput) if goodput else None
+    duration_s = max([0.0, *(sample.end_s for sample in samples)])
+    summary = summarise(samples, duration_s, goodput=limits)
+    return Report(asked=asked, summary=summary, timeline=timeline(samples, duration_s), samples=samples, goodput=limits)
+
+
+SAMPLES = [
+    made(i, sent_s=i * 0.1, events_s=[i * 0.1 + 0.2, i * 0.1 + 0.24], prompt_tokens=8, cached_tokens=2)
+    for i in range(30)
+] + [made(30, sent_s=1.0, end_s=1.5, error="http 429", detail="<b>full</b>")]
+
+
+class Reader(HTMLParser):
+    """Counts elements and checks that every one is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.counts: dict[str, int] = {}
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        assert not {"src", "href", "onload", "onclick"} & {name for name, _ in attrs}
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def read(page: str) -> Reader:
+    reader = Reader()
+    reader.feed(page)
+    reader.close()
+    assert reader.open == []
+    return reader
+
+
+def test_a_page_with_everything():
+    page = render_page(report(SAMPLES))
+    found = read(page)
+    assert found.counts["svg"] == 6
+    assert found.counts["circle"] == 2 * 30 + 1
+    assert found.counts["rect"] >= 2
+    assert "http 429" in found.text and "<b>full</b>" in found.text
+    assert "prefers-color-scheme:dark" in page
+    assert not re.search(r"https?://(?!u\b)|@import|url\(", page), "the page must need nothing from elsewhere"
+
+
+def test_names_cannot_write_the_page():
+    found = read(render_page(report(SAMPLES, model="<script>alert(1)</script>")))
+    assert "script" not in found.counts
+    assert "<script>alert(1)</script>" in found.text
+
+
+def test_a_page_of_nothing():
+    assert read(render_page(report([], goodput=None))).counts["svg"] == 2
+
+
+def test_a_page_of_failures():
+    assert "rect" not in read(render_page(report([SAMPLES[-1]]))).counts
+
+
+def test_many_requests_are_thinned_out():
+    samples = [made(i, events_s=[0.5]) for i in range(7000)]
+    found = read(render_page(report(samples)))
+    assert found.counts["circle"] <= 2 * 3000
+    assert "one of 3" in found.text
+
+
+def test_the_json_holds_every_request():
+    told = json.loads(json.dumps(report(list(reversed(SAMPLES))).as_json()))
+    assert [row["index"] for row in told["requests"]] == list(range(31))
+    assert told["requests"][3]["ttft_s"] == pytest.approx(0.2)
+    assert told["requests"][30]["error"] == "http 429"
+    assert told["summary"]["good"] == 30 and told["goodput_limits_ms"] == {"ttft": 500, "tpot": 50}
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(st.floats(1e-6, 1e9), st.integers(2, 10))
+def test_ticks_are_round_and_cover(high, most):
+    ticks = round_ticks(0, high, most)
+    assert ticks[0] == 0 and ticks[-1] >= high * (1 - 1e-6)
+    assert 2 <= len(ticks) <= most + 2
+    step = ticks[1]
+    assert float(f"{step:e}".partition("e")[0]) in (1, 2, 5)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e6)), min_size=1, max_size=20))
+def test_points_stay_inside(points):
+    plot = Plot("t", "x", max(x for x, _ in points), max(y for _, y in points))
+    plot.points([(x, y, "said") for x, y in points], "one")
+    for mark in plot.marks:
+        cx, cy = (float(number) for number in re.findall(r'c[xy]="([-\d.]+)"', mark))
+        assert 0 <= cx <= WIDTH and 0 <= cy <= HEIGHT
