@@ -1,0 +1,49 @@
+"""`tripool cache-member`: a process of the cache pool. Started by `tripool serve --split`, not by people."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from tripool.fabric.leash import Leash
+
+
+def register(app: typer.Typer) -> None:
+    @app.command(hidden=True, name="cache-member")
+    def cache_member(
+        folder: Annotated[Path, typer.Option(help="The folder of the run.")],
+        name: Annotated[str, typer.Option()],
+        slot_bytes: Annotated[int, typer.Option()],
+        num_slots: Annotated[int, typer.Option()],
+        epoch: Annotated[int, typer.Option()],
+        leash: Annotated[int, typer.Option()],
+    ) -> None:
+        """Keep blocks for prefill and decode workers of this machine."""
+        from tripool.cache.member import run_member
+        from tripool.config import CacheConfig
+        from tripool.fabric.leash import Leash
+        from tripool.messages import Life, Ready
+
+        life = Life(name, epoch)
+        tied = Leash.inherited(leash)
+        tied.send(Ready(life))
+        # Who its parent is says nothing if that died before anybody looked; the leash knows also then.
+        threading.Thread(target=_end_with, args=(tied,), daemon=True).start()
+        run_member(folder, life, CacheConfig(slot_bytes=slot_bytes, num_slots=num_slots))
+        tied.close()  # not before: without it, the supervisor would take this process for dead
+
+
+def _end_with(leash: Leash) -> None:
+    """Ask this process to end when its supervisor is gone."""
+    while not leash.ended:
+        select.select([leash], [], [])
+        for _ in leash.receive():
+            pass
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,46 @@
+"""`tripool gateway`: the gateway's process of a split server. Started by `tripool serve --split`, not by people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    @app.command(hidden=True)
+    def gateway(
+        folder: Annotated[Path, typer.Option(help="The folder of the run.")],
+        http_fd: Annotated[int, typer.Option(help="The listening socket.")],
+        epoch: Annotated[int, typer.Option()],
+        leash: Annotated[int, typer.Option()],
+    ) -> None:
+        """Serve HTTP for workers in other processes."""
+        import shutil
+        import socket
+
+        from tripool.cache.client import PoolClient
+        from tripool.config import GatewayConfig, RouterConfig
+        from tripool.control.plan import read_plan
+        from tripool.fabric.folder import gateway_address
+        from tripool.fabric.leash import Leash
+        from tripool.gateway.process import GatewayProcess
+        from tripool.messages import Life
+
+        plan = read_plan(folder)
+        tied = Leash.inherited(leash)
+        process = GatewayProcess(
+            plan.text,
+            plan.name,
+            GatewayConfig(),
+            router=RouterConfig(),
+            addresses=[gateway_address(folder)],
+            life=Life("gateway", epoch),
+            cache=PoolClient(folder, plan.cache, Life("gateway", epoch)),
+            leash=tied,
+        )
+        with socket.socket(fileno=http_fd) as listener:
+            process.run(listener)
+        if tied.ended:  # nobody else is left to do it
+            shutil.rmtree(folder, ignore_errors=True)

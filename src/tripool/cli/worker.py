@@ -1,0 +1,45 @@
+"""`tripool worker`: one more prefill or decode worker for a server that runs."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Annotated, Literal
+
+import typer
+
+from tripool.cli.options import KvGb, MaxRunning, Model, Mtp, PrecisionOf, Threads
+from tripool.config import EngineConfig
+from tripool.errors import InvalidRequest
+
+_DEFAULT = EngineConfig()
+
+
+def register(app: typer.Typer) -> None:
+    @app.command()
+    def worker(
+        model: Model = "tiny",
+        role: Annotated[Literal["prefill", "decode"], typer.Option(help="Which pool it joins.")] = "decode",
+        join: Annotated[str, typer.Option(help="Address of the server; `tripool status` shows it.")] = "",
+        name: Annotated[str | None, typer.Option(hidden=True)] = None,
+        epoch: Annotated[int | None, typer.Option(hidden=True)] = None,
+        leash: Annotated[int | None, typer.Option(hidden=True)] = None,
+        kv_gb: KvGb = None,
+        max_running: MaxRunning = _DEFAULT.max_running,
+        mtp: Mtp = _DEFAULT.mtp,
+        precision: PrecisionOf = _DEFAULT.precision,
+        threads: Threads = None,
+    ) -> None:
+        """Compute for a server that runs on this machine."""
+        from tripool.cli.engines import load_pool_engine
+        from tripool.control.run_worker import run_worker
+        from tripool.fabric.leash import Leash
+        from tripool.messages import Life
+
+        if not join.startswith("ipc://"):
+            hint = "`tripool status` shows the address of a server on this machine; it begins with ipc://"
+            raise InvalidRequest(f"cannot join '{join}'", hint=hint, param="join")
+        config = EngineConfig(kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads)
+        tied = Leash.inherited(leash) if leash is not None else None
+        life = Life(name or f"{role}-{os.getpid()}", epoch or time.time_ns())
+        run_worker(load_pool_engine(model, config), role, life, join, tied)

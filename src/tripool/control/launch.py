@@ -1,0 +1,60 @@
+"""Children as processes of this machine: started with a leash, killed and reaped."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tripool.fabric.leash import Leash
+from tripool.messages import Life
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A place among the processes that there should be."""
+
+    name: str
+    argv: tuple[str, ...]
+    """Of `tripool`; a life's own options (`--epoch`, `--leash`) are added to it."""
+    pass_fds: tuple[int, ...] = ()
+
+
+@dataclass(slots=True, eq=False)
+class Child:
+    spec: Spec
+    life: Life
+    process: subprocess.Popen[bytes]
+    leash: Leash
+    started_s: float
+    heard_s: float
+    ready: bool = False
+
+    def kill(self) -> None:
+        """The child and whatever it started, for certain; also when it is stopped."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def terminate(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGTERM)
+
+
+def launch(
+    spec: Spec, epoch: int, now_s: float, *, command: Sequence[str] = (sys.executable, "-m", "tripool")
+) -> Child:
+    """A process group of its own: Ctrl-C in a terminal reaches the supervisor alone, which then ends its children."""
+    leash, theirs = Leash.pair()
+    with theirs:
+        life_options = ("--epoch", str(epoch), "--leash", str(theirs.fileno()))
+        process = subprocess.Popen(
+            [*command, *spec.argv, *life_options],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), *spec.pass_fds),
+            process_group=0,
+        )
+    return Child(spec, Life(spec.name, epoch), process, leash, now_s, now_s)

@@ -1,0 +1,27 @@
+"""What the processes of a run share: written once into its folder, read by whoever starts or joins later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from tripool.text.files import TextFiles
+
+_FILE = "plan.json"
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """So that a gateway can start again without opening a checkpoint, and a worker can join knowing only where."""
+
+    name: str
+    text: TextFiles
+    cache: tuple[str, ...] = ()
+    """Names of the cache pool's members."""
+
+    def write(self, folder: Path) -> None:
+        (folder / _FILE).write_bytes(msgspec.json.encode(self))
+
+
+def read_plan(folder: Path) -> Plan:
+    return msgspec.json.decode((folder / _FILE).read_bytes(), type=Plan)

@@ -1,0 +1,180 @@
+"""The parent of all processes of a run: starts them, reaps them, starts them again, and ends them in order.
+
+It is never on a token's way. A life is over when it is reaped here, and only then is its place started again: whatever
+it could still have written, it has written. Killed itself, it leaves leashes that end; its children notice and leave.
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tripool.cache.client import PoolClient
+from tripool.control.backoff import Backoff
+from tripool.control.launch import Child, Spec, launch
+from tripool.messages import Drain, Life, Ready, Reaped, Suspect
+
+GATEWAY = "gateway"
+_LOOK_S = 0.2
+"""How often processes are looked at, even if nothing is heard: a leash may outlive its process."""
+_START_S = 600.0
+"""Longest time from a child's start to its being ready; loading a model is in it."""
+_SILENCE_S = 5.0
+"""Longest silence of a gateway that was ready."""
+_DRAIN_S = 9.0
+"""For the gateway to end its streams, and longer than its own bounds for that."""
+_END_S = 3.0
+
+
+class Supervisor:
+    """`specs`: one for the gateway and for every worker. `on_ready` is called when all of them are, for the first time;
+    `on_fall` with a line for people whenever one falls. `cache`: names of cache members, whose `cache_spec` is asked
+    for once a worker has said how large a block is."""
+
+    def __init__(
+        self,
+        specs: Sequence[Spec],
+        folder: Path,
+        *,
+        on_ready: Callable[[], object],
+        on_fall: Callable[[str], object],
+        cache: Sequence[str] = (),
+        cache_spec: Callable[[str, int], Spec] | None = None,
+        start: Callable[[Spec, int, float], Child] = launch,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder, self._on_ready, self._on_fall = folder, on_ready, on_fall
+        self._start, self._clock = start, clock
+        self._selector = selectors.DefaultSelector()
+        self._children: dict[str, Child] = {}
+        self._backoffs = {spec.name: Backoff() for spec in specs}
+        self._due = {spec.name: (clock(), spec) for spec in specs}
+        """Places without a process: when the next one starts."""
+        self._cache, self._cache_spec = tuple(cache), cache_spec
+        self._untold: list[Reaped] = []
+        """Lives of which not every cache member knows yet that they are over."""
+        self._pool = PoolClient(folder, self._cache, Life("supervisor", time.time_ns()))
+        self._was_ready = False
+        self.stopping = False
+        """Set it, from a signal handler too: `run` ends the children in order and returns."""
+
+    def run(self) -> None:
+        try:
+            while not self.stopping:
+                self._start_due()
+                self._listen(_LOOK_S)
+                self._look()
+            self._stop()
+        finally:
+            for child in list(self._children.values()):
+                child.kill()
+                self._reap(child)
+            self._selector.close()
+            self._pool.close()
+
+    def _start_due(self) -> None:
+        now_s = self._clock()
+        for name, (due_s, spec) in list(self._due.items()):
+            if due_s <= now_s:
+                del self._due[name]
+                child = self._start(spec, time.time_ns(), now_s)
+                self._children[name] = child
+                self._selector.register(child.leash, selectors.EVENT_READ, child)
+
+    def _listen(self, timeout_s: float) -> None:
+        next_s = min((due_s for due_s, _ in self._due.values()), default=float("inf"))
+        timeout_s = max(0.0, min(timeout_s, next_s - self._clock()))
+        for key, _ in self._selector.select(timeout_s):
+            child: Child = key.data
+            for message in child.leash.receive():
+                child.heard_s = self._clock()
+                if isinstance(message, Ready):
+                    child.ready = True
+                    self._start_cache(message.block_bytes)
+                elif isinstance(message, Suspect):
+                    self._end(message.life)
+        if not self._was_ready and all(name in self._cache or self._is_ready(name) for name in self._backoffs):
+            self._was_ready = True
+            self._on_ready()
+
+    def _is_ready(self, name: str) -> bool:
+        child = self._children.get(name)
+        return child is not None and child.ready
+
+    def _start_cache(self, block_bytes: int) -> None:
+        if block_bytes and self._cache_spec is not None:
+            for name in self._cache:
+                self._backoffs[name] = Backoff()
+                self._due[name] = (self._clock(), self._cache_spec(name, block_bytes))
+            self._cache_spec = None
+
+    def _look(self) -> None:
+        now_s = self._clock()
+        self._untold = [reaped for reaped in self._untold if self._pool.report(reaped)]
+        for child in list(self._children.values()):
+            late = not child.ready and now_s - child.started_s > _START_S
+            silent = child.ready and child.spec.name == GATEWAY and now_s - child.heard_s > _SILENCE_S
+            if late or silent:
+                child.kill()
+            if late or silent or child.leash.ended or child.process.poll() is not None:
+                self._fell(child)
+
+    def _end(self, life: Life) -> None:
+        child = self._children.get(life.worker)
+        if child is not None and child.life == life:  # else it is over already, and another lives in its place
+            child.kill()
+            self._fell(child)
+
+    def _fell(self, child: Child) -> None:
+        code = self._reap(child)
+        wait_s = self._backoffs[child.spec.name].fell(self._clock() - child.started_s)
+        self._due[child.spec.name] = (self._clock() + wait_s, child.spec)
+        self._on_fall(f"{child.spec.name} {_how(code)}; starting another in {wait_s:.1f} s")
+
+    def _reap(self, child: Child) -> int:
+        """Over for certain; then, and not before, others are told and its memory is given back."""
+        child.kill()
+        code = child.process.wait()
+        self._selector.unregister(child.leash)
+        child.leash.close()
+        del self._children[child.spec.name]
+        for left in self._folder.glob(f"{child.life.worker}.{child.life.epoch}.*"):
+            left.unlink(missing_ok=True)
+        if child.spec.name in self._cache or child.spec.name == GATEWAY:
+            return code  # neither writes into another's memory
+        gateway = self._children.get(GATEWAY)
+        if gateway is not None:
+            gateway.leash.send(Reaped(child.life))
+        if self._cache:
+            self._untold.append(Reaped(child.life))
+        return code
+
+    def _stop(self) -> None:
+        """The gateway first, which lets open answers end for a while; then all others."""
+        gateway = self._children.get(GATEWAY)
+        if gateway is not None:
+            gateway.leash.send(Drain())
+            self._await([gateway], _DRAIN_S)
+        rest = list(self._children.values())
+        for child in rest:
+            child.terminate()
+        self._await(rest, _END_S)
+
+    def _await(self, children: Sequence[Child], timeout_s: float) -> None:
+        """Until they have ended by themselves, or the time is over."""
+        deadline_s = self._clock() + timeout_s
+        waiting = list(children)
+        while waiting and self._clock() < deadline_s:
+            self._selector.select(min(_LOOK_S, max(0.0, deadline_s - self._clock())))
+            for child in list(waiting):
+                for _ in child.leash.receive():
+                    pass
+                if child.process.poll() is not None:
+                    waiting.remove(child)
+                    self._reap(child)
+
+
+def _how(code: int) -> str:
+    return f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"

@@ -1,0 +1,200 @@
+"""A decode worker: adopts packed sequences, a few blocks between two steps, and runs its batch to the last token.
+
+When its memory is full, parcels wait where they are, leased. A sequence that is preempted here is computed again here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from tripool.core import BLOCK_TOKENS, Stages, TokenEvent
+from tripool.errors import TripoolError
+from tripool.fabric.prefixes import Prefixes
+from tripool.fabric.seam import PoolEngine, Transfer, local_id
+from tripool.messages import Adopt, Adopted, AnyMessage, Cancel, Life, Pulse, Refused, Stamped, Tokens
+from tripool.sequence import Seq
+
+_COPY_BYTES = 8 * 2**20
+"""Fetched before a step at most, so that the running batch hardly notices."""
+_IDLE_COPY_BYTES = 64 * 2**20
+_MAX_QUEUED = 4096
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One Adopt: queued without a sequence, arriving until all blocks are filled, then running."""
+
+    adopt: Adopt
+    came_s: float
+    deadline_s: float
+    started_s: float | None = None
+    """When it had all its blocks; None again once that is told."""
+    seq: Seq | None = None
+    num_filled: int = 0
+
+
+class DecodeWorker:
+    def __init__(
+        self,
+        engine: PoolEngine,
+        life: Life,
+        transfer: Transfer,
+        send: Callable[[AnyMessage], None],
+        *,
+        prefixes: Prefixes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine, self._life, self._transfer, self._send, self._clock = engine, life, transfer, send, clock
+        self._prefixes = prefixes
+        self._jobs: dict[str, _Job] = {}
+        """By the name under which the engine knows it."""
+        self._queue: deque[_Job] = deque()
+        """Not running yet, oldest first."""
+        self._num_steps = 0
+        self._staging = bytearray(engine.block_bytes)
+
+    @property
+    def busy(self) -> bool:
+        return self._engine.busy
+
+    @property
+    def moving(self) -> bool:
+        return bool(self._queue) or (self._prefixes is not None and self._prefixes.pending)
+
+    def receive(self, message: AnyMessage, now_s: float) -> None:
+        match message:
+            case Adopt():
+                self._queue_up(message, now_s)
+            case Cancel():
+                self._forget(local_id(message.request_id, message.attempt))
+            case _:
+                pass  # for another role, or from a newer gateway
+
+    def work(self, now_s: float) -> None:
+        for job in [job for job in self._queue if job.deadline_s <= now_s]:
+            self._refuse(job, "overloaded", "no room for it in time")
+        self._fetch(_COPY_BYTES if self._engine.busy else _IDLE_COPY_BYTES)
+        if self._engine.busy:
+            events = self._engine.step()
+            self._num_steps += 1
+            self._tell(events)
+        if self._prefixes is not None:
+            self._prefixes.work(_COPY_BYTES)
+
+    def drop(self) -> None:
+        for name in self._jobs:
+            self._engine.cancel(name)
+        self._jobs.clear()
+        self._queue.clear()
+        if self._prefixes is not None:
+            self._prefixes.drop()
+
+    def pulse(self) -> Pulse:
+        engine = self._engine
+        waiting = sum(job.adopt.parcel.num_tokens for job in self._queue) + engine.num_waiting_tokens
+        return Pulse(self._life, self._num_steps, waiting, engine.stats().running, engine.num_held_blocks)
+
+    def _queue_up(self, adopt: Adopt, now_s: float) -> None:
+        name = local_id(adopt.request.id, adopt.attempt)
+        job = _Job(adopt, now_s, now_s + adopt.deadline_s)
+        if name in self._jobs:
+            return  # said twice
+        self._jobs[name] = job
+        if len(self._queue) >= _MAX_QUEUED:
+            self._refuse(job, "overloaded", "too many wait here already")
+        elif adopt.parcel.block_bytes != self._engine.block_bytes:
+            self._refuse(job, "bad_parcel", "it was packed by a worker with another kind of KV memory")
+        else:
+            self._queue.append(job)
+
+    def _fetch(self, budget: int) -> None:
+        """Blocks of the oldest that waits, then of the next: nothing overtakes it, so a long one gets its room."""
+        while self._queue and budget > 0:
+            job = self._queue[0]
+            if job.seq is None:
+                try:
+                    job.seq = self._adopt(job)
+                except TripoolError as error:
+                    self._refuse(job, error.code, error.message, error.hint, final=True)
+                    continue
+                if job.seq is None:
+                    return
+            num_blocks = len(job.adopt.parcel.offsets)
+            intact = True
+            while intact and job.num_filled < num_blocks and budget > 0:
+                intact = self._fill(job, job.seq)
+                budget -= self._engine.block_bytes
+            if not intact:
+                self._refuse(job, "bad_parcel", "its bytes are not those that were packed")
+            elif job.num_filled == num_blocks:
+                self._queue.popleft()
+                self._engine.start(job.seq)
+                job.started_s = self._clock()
+                adopt = job.adopt
+                self._send(Adopted(self._life, adopt.request.id, adopt.attempt, adopt.answered.choice))
+
+    def _adopt(self, job: _Job) -> Seq | None:
+        adopt = job.adopt
+        shared = self._shared(adopt)
+        job.num_filled = len(shared)
+        return self._engine.adopt(
+            replace(adopt.request, id=local_id(adopt.request.id, adopt.attempt)),
+            adopt.answered.choice,
+            adopt.answered.tokens,
+            adopt.parcel.num_tokens,
+            num_cached=adopt.num_cached_tokens,
+            shared=shared,
+        )
+
+    def _shared(self, adopt: Adopt) -> list[int]:
+        """Leading full blocks that another choice of the same request brought here: the same bytes, by their sums."""
+        best: list[int] = []
+        sums = adopt.parcel.checksums[: adopt.parcel.num_tokens // BLOCK_TOKENS]
+        for other in self._jobs.values():
+            if other.seq is None or other in self._queue or other.adopt.request.id != adopt.request.id:
+                continue
+            theirs = other.adopt.parcel.checksums[: other.adopt.parcel.num_tokens // BLOCK_TOKENS]
+            alike = next((i for i, (a, b) in enumerate(zip(sums, theirs, strict=False)) if a != b), None)
+            count = min(len(sums), len(theirs)) if alike is None else alike
+            if count > len(best) and len(other.seq.table) >= count:  # one that was preempted has none
+                best = other.seq.table[:count]
+        return best
+
+    def _fill(self, job: _Job, seq: Seq) -> bool:
+        staging = memoryview(self._staging)
+        if not self._transfer.read(job.adopt.parcel, job.num_filled, staging):
+            return False
+        self._engine.import_block(seq.table[job.num_filled], staging)
+        job.num_filled += 1
+        return True
+
+    def _tell(self, events: list[TokenEvent]) -> None:
+        stamped = []
+        for event in events:
+            job = self._jobs[event.request_id]
+            adopt, stages = job.adopt, None
+            if job.started_s is not None:
+                stages, job.started_s = Stages(transfer_s=job.started_s - job.came_s), None
+            stamped.append(Stamped(adopt.attempt, replace(event, request_id=adopt.request.id, stages=stages)))
+        if stamped:
+            self._send(Tokens(self._life, tuple(stamped)))
+        for event in events:
+            if event.finish_reason is not None:
+                seq = self._jobs.pop(event.request_id).seq
+                if self._prefixes is not None and seq is not None:
+                    self._prefixes.publish_later(seq.request, seq.keys)
+
+    def _refuse(self, job: _Job, code: str, message: str, hint: str = "", *, final: bool = False) -> None:
+        request_id, attempt = job.adopt.request.id, job.adopt.attempt
+        self._forget(local_id(request_id, attempt))
+        self._send(Refused(self._life, request_id, attempt, code, message, hint, final))
+
+    def _forget(self, name: str) -> None:
+        job = self._jobs.pop(name, None)
+        if job is not None:
+            self._engine.cancel(name)
+            if job in self._queue:
+                self._queue.remove(job)

@@ -1,0 +1,98 @@
+"""The loop every worker runs: take messages, work, tell how it stands. What the work is, its role knows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from tripool.fabric.leash import Leash
+from tripool.fabric.link import SILENCE_S, Link
+from tripool.messages import AnyMessage, Drain, Left, Life, Pulse
+
+_IDLE_S = 0.1
+"""Longest nap while there is nothing to do: deadlines are looked at this often."""
+_MOVING_S = 0.001
+"""While blocks are waiting to be moved but nothing is computed."""
+
+
+class RoleWorker(Protocol):
+    """Prefill or decode: messages in, messages out by the `send` it was made with. Never waits for anything."""
+
+    @property
+    def busy(self) -> bool:
+        """A step would have something to do."""
+        ...
+
+    @property
+    def moving(self) -> bool:
+        """Something waits to be packed or to be fetched."""
+        ...
+
+    def receive(self, message: AnyMessage, now_s: float) -> None: ...
+
+    def work(self, now_s: float) -> None:
+        """One step, and a bounded share of what else is due."""
+        ...
+
+    def drop(self) -> None:
+        """Forget everything, at once: there is nobody to do it for."""
+        ...
+
+    def pulse(self) -> Pulse: ...
+
+
+class Loop:
+    """`leash`: ends when the supervisor does. Without one, whoever started the worker ends it."""
+
+    def __init__(
+        self,
+        link: Link,
+        worker: RoleWorker,
+        life: Life,
+        *,
+        leash: Leash | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._link, self._worker, self._life = link, worker, life
+        self._leash, self._clock = leash, clock
+        self._draining = False
+        self._stopped = False
+
+    def stop(self) -> None:
+        """May be called by a signal handler: the loop says goodbye and ends."""
+        self._stopped = True
+
+    def run(self) -> None:
+        while not self._stopped:
+            self._turn()
+        self._worker.drop()
+        self._link.send(Left(self._life))
+
+    def _turn(self) -> None:
+        worker, link = self._worker, self._link
+        nap_s = 0.0 if worker.busy else _MOVING_S if worker.moving else _IDLE_S
+        messages = link.poll(nap_s)
+        now_s = self._clock()
+        if messages is None:
+            worker.drop()
+            messages = []
+        for message in messages:
+            if isinstance(message, Drain):
+                self._draining = True
+            else:
+                worker.receive(message, now_s)
+        link.pulse(worker.pulse())
+        worker.work(now_s)
+        link.pulse(worker.pulse())
+        self._consider_leaving()
+
+    def _consider_leaving(self) -> None:
+        """When drained; and when neither supervisor nor gateway is there any more."""
+        if self._leash is not None:
+            for _ in self._leash.receive():
+                pass
+            alone = self._leash.ended and not self._link.welcome and self._link.silent_s > SILENCE_S
+            self._stopped |= alone
+        if self._draining and self._worker.pulse().blocks_held == 0 and not self._worker.busy:
+            self._stopped = True

@@ -1,0 +1,187 @@
+"""Parcels through shared memory: the sender's outbox with its leases, the receiver's maps of other workers' outboxes.
+
+A slot belongs to the leases that name it, and is free again with the last of them. Nothing keeps a slow receiver from
+reading a slot that has meanwhile been given to another parcel: it finds out by the checksum of what it has read.
+"""
+
+from __future__ import annotations
+
+import heapq
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tripool.fabric.arena import Arena, checksum
+from tripool.messages import Parcel
+
+
+@dataclass(slots=True)
+class _Slot:
+    refs: int
+    key: bytes | None
+    checksum: int | None = None
+    """None until it is filled."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A parcel being packed, or packed and waiting to be fetched."""
+
+    number: int
+    request_id: str
+    attempt: int
+    choice: int
+    num_tokens: int
+    slots: list[int]
+    deadline_s: float
+    num_filled: int = 0
+
+    @property
+    def packed(self) -> bool:
+        return self.num_filled == len(self.slots)
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Parcels of one worker's life. `lease` takes the room, `fill` writes, `parcel` tells where it all is."""
+
+    arena: Arena
+    leases: dict[int, Lease] = field(default_factory=dict)
+    _slots: dict[int, _Slot] = field(default_factory=dict)
+    _slot_of: dict[bytes, int] = field(default_factory=dict)
+    _free: list[int] = field(default_factory=list)
+    """A heap: low slots first, so that few pages are ever touched."""
+    _next_lease: int = 1
+
+    def __post_init__(self) -> None:
+        self._free = list(range(self.arena.num_slots))
+
+    @property
+    def num_held(self) -> int:
+        return len(self._slots)
+
+    def lease(
+        self,
+        request_id: str,
+        attempt: int,
+        choice: int,
+        keys: Sequence[bytes | None],
+        *,
+        num_tokens: int,
+        deadline_s: float,
+    ) -> Lease | None:
+        """Room for one block per key; None while there is not enough. A key that is here already is shared: equal keys
+        mean equal contents. None stands for a block that nobody else can have."""
+        known = [self._slot_of.get(key) if key is not None else None for key in keys]
+        need = known.count(None)
+        if need > len(self._free) or not all(self.arena.back(slot) for slot in heapq.nsmallest(need, self._free)):
+            return None
+        slots = [self._hold(slot, key) for slot, key in zip(known, keys, strict=True)]
+        lease = Lease(self._next_lease, request_id, attempt, choice, num_tokens, slots, deadline_s)
+        self.leases[lease.number] = lease
+        self._next_lease += 1
+        return lease
+
+    def fill(self, lease: Lease, write: Callable[[memoryview], None]) -> int:
+        """Write its next block, unless another parcel did. Returns the bytes written."""
+        slot = self._slots[lease.slots[lease.num_filled]]
+        written = 0
+        if slot.checksum is None:
+            view = self.arena.view(lease.slots[lease.num_filled])
+            write(view)
+            slot.checksum = checksum(view)
+            written = self.arena.slot_bytes
+        lease.num_filled += 1
+        return written
+
+    def parcel(self, lease: Lease) -> Parcel:
+        sums = [self._slots[slot].checksum for slot in lease.slots]
+        return Parcel(
+            arena=self.arena.path.name,
+            lease=lease.number,
+            offsets=tuple(slot * self.arena.slot_bytes for slot in lease.slots),
+            checksums=tuple(value for value in sums if value is not None),
+            block_bytes=self.arena.slot_bytes,
+            num_tokens=lease.num_tokens,
+        )
+
+    def release(self, number: int) -> None:
+        """Unknown ones are fine: a lease may have ended by its deadline."""
+        lease = self.leases.pop(number, None)
+        for number in lease.slots if lease is not None else ():
+            slot = self._slots[number]
+            slot.refs -= 1
+            if slot.refs == 0:
+                del self._slots[number]
+                if slot.key is not None:
+                    del self._slot_of[slot.key]
+                heapq.heappush(self._free, number)
+
+    def drop(self, ends: Callable[[Lease], bool]) -> None:
+        for lease in [lease for lease in self.leases.values() if ends(lease)]:
+            self.release(lease.number)
+
+    def check(self) -> None:
+        """Every slot is free or held by as many leases as it says."""
+        refs: dict[int, int] = {}
+        for lease in self.leases.values():
+            for number in lease.slots:
+                refs[number] = refs.get(number, 0) + 1
+        assert refs == {number: slot.refs for number, slot in self._slots.items()}, "a slot without its owners"
+        assert sorted([*self._free, *self._slots]) == list(range(self.arena.num_slots)), "a slot is lost or twice"
+        assert {slot.key: n for n, slot in self._slots.items() if slot.key is not None} == self._slot_of
+
+    def close(self) -> None:
+        self.arena.close()
+
+    def _hold(self, number: int | None, key: bytes | None) -> int:
+        if number is not None:
+            self._slots[number].refs += 1
+            return number
+        number = heapq.heappop(self._free)
+        self._slots[number] = _Slot(1, key)
+        if key is not None:
+            self._slot_of[key] = number
+        return number
+
+
+class Inbox:
+    """Reads other workers' outboxes on this machine; a `Transfer`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def read(self, parcel: Parcel, index: int, into: memoryview) -> bool:
+        mapped = self._map(parcel.arena)
+        start = parcel.offsets[index]
+        if mapped is None or start + len(into) > len(mapped):
+            return False
+        # Copied first, then summed up: what is checked is what will be used.
+        into[:] = memoryview(mapped)[start : start + len(into)]
+        return checksum(into) == parcel.checksums[index]
+
+    def _map(self, name: str) -> mmap.mmap | None:
+        if name not in self._maps:
+            self._forget_removed()
+            if name != Path(name).name:
+                return None  # a name, never a path: it came from outside
+            try:
+                file = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError:
+                return None  # its owner is gone, and with it the parcel
+            try:
+                self._maps[name] = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+            finally:
+                os.close(file)
+        return self._maps[name]
+
+    def _forget_removed(self) -> None:
+        for name in [name for name in self._maps if not (self._folder / name).exists()]:
+            self._maps.pop(name).close()
+
+    def close(self) -> None:
+        while self._maps:
+            self._maps.popitem()[1].close()

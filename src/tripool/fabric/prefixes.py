@@ -1,0 +1,100 @@
+"""A worker's use of the cache pool: known beginnings come in before a prompt is computed, new blocks go out after.
+
+The pool is a help, never a need. What it does not know, cannot give in time or gives damaged is computed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tripool.cache.client import PoolClient
+from tripool.cache.keys import block_key, root_key
+from tripool.core import BLOCK_TOKENS, Request
+from tripool.fabric.seam import PoolEngine
+
+PROMPT_FORM, DECODE_FORM = 0, 1
+"""Which code path computed a block; the last bits may differ."""
+_MAX_PUBLISHING = 64
+"""Finished answers that wait to be published; more than that are not worth the blocks they hold."""
+
+
+@dataclass(slots=True, eq=False)
+class _Publishing:
+    namespace: str
+    keys: Sequence[bytes]
+    blocks: list[int]
+    position: int
+
+
+class Prefixes:
+    def __init__(self, engine: PoolEngine, pool: PoolClient) -> None:
+        self._engine, self._pool = engine, pool
+        self._waiting: deque[_Publishing] = deque()
+        self._staging = bytearray(engine.block_bytes)
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._waiting)
+
+    def fetch(self, request: Request) -> None:
+        """Bring what the pool knows of the prompt into the engine's own memory, where it will be found."""
+        keys = self._keys(request)
+        if not keys:
+            return
+        kept = self._engine.keep(keys)
+        num_known = len(kept)
+        if num_known < len(keys):
+            with self._pool.find(keys, namespace=request.namespace, first=num_known) as prefix:
+                self._engine.keep_more(kept, prefix.num_blocks)
+                buffers = [bytearray(self._engine.block_bytes) for _ in kept[num_known:]]
+                num_read = prefix.read(buffers)
+            for block, buffer in zip(kept[num_known:], buffers[:num_read], strict=False):
+                self._engine.import_block(block, memoryview(buffer))
+            num_known += num_read
+        self._engine.let_go(kept, keys[:num_known])
+
+    def publish(self, keys: Sequence[bytes], blocks: Sequence[memoryview], namespace: str) -> None:
+        """Blocks of a prompt, as they stand in an outbox."""
+        if keys:
+            self._pool.store(keys, blocks, namespace=namespace, form=PROMPT_FORM)
+
+    def publish_later(self, request: Request, keys: Sequence[bytes]) -> None:
+        """The blocks of a finished answer, which are free already but not forgotten."""
+        first = len(request.prompt_ids) // BLOCK_TOKENS
+        if first >= len(keys) or len(self._waiting) >= _MAX_PUBLISHING:
+            return
+        kept = self._engine.keep(keys)
+        self._waiting.append(_Publishing(request.namespace, keys, kept, first))
+
+    def work(self, budget_bytes: int) -> None:
+        """Publish a little of what waits."""
+        while self._waiting and budget_bytes > 0:
+            one = self._waiting[0]
+            if one.position < len(one.blocks):
+                view = memoryview(self._staging)
+                self._engine.export_block(one.blocks[one.position], view)
+                self._pool.store(one.keys, [view], namespace=one.namespace, first=one.position, form=DECODE_FORM)
+                one.position += 1
+                budget_bytes -= len(view)
+            if one.position >= len(one.blocks):
+                self._waiting.popleft()
+                self._engine.let_go(one.blocks)
+
+    def drop(self) -> None:
+        while self._waiting:
+            self._engine.let_go(self._waiting.popleft().blocks)
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _keys(self, request: Request) -> list[bytes]:
+        """Of the full blocks that a prompt may find: its last token is always computed."""
+        keys: list[bytes] = []
+        parent = root_key(self._engine.name, request.namespace)
+        prompt = request.prompt_ids
+        for start in range(0, (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS):
+            parent = block_key(parent, prompt[start : start + BLOCK_TOKENS])
+            keys.append(parent)
+        return keys

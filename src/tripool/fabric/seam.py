@@ -1,0 +1,116 @@
+"""What a worker needs: of an engine, and of whatever moves KV. Workers know these, never a tensor or a device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
+
+from tripool.core import Request, ServingStats, TokenEvent
+from tripool.messages import Parcel
+from tripool.sequence import Seq
+
+
+class PoolEngine(Protocol):
+    """An engine whose sequences can leave for another process, or arrive from one."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def context_tokens(self) -> int: ...
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def max_running(self) -> int:
+        """Sequences that may be in its batch at once."""
+        ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks that some sequence holds; what only remembers a prefix is free."""
+        ...
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Known tokens that are still to be computed."""
+        ...
+
+    @property
+    def busy(self) -> bool: ...
+
+    @property
+    def started(self) -> Collection[str]:
+        """Requests on which the last step did the very first work."""
+        ...
+
+    def stats(self) -> ServingStats: ...
+
+    def add(self, request: Request, answered: Mapping[int, Sequence[int]] | None = None) -> None:
+        """`answered`: the open choices and what is known of each; it is computed again, never chosen again."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """Forget every choice of it, those that arrive or leave included."""
+        ...
+
+    def step(self) -> list[TokenEvent]: ...
+
+    def detach(self, request_id: str, choice: int) -> Seq:
+        """Out of the batch, right after its token; its blocks are held until `release`."""
+        ...
+
+    def release(self, seq: Seq) -> None: ...
+
+    def adopt(
+        self,
+        request: Request,
+        choice: int,
+        answer: Sequence[int],
+        num_computed: int,
+        *,
+        num_cached: int = 0,
+        shared: Sequence[int] = (),
+    ) -> Seq | None:
+        """Blocks for a sequence from elsewhere, to be filled; None while there is no room."""
+        ...
+
+    def start(self, seq: Seq) -> None:
+        """Its blocks are filled."""
+        ...
+
+    def keep(self, keys: Sequence[bytes]) -> list[int]:
+        """Hold the blocks of the longest prefix that is known here, until `let_go`."""
+        ...
+
+    def keep_more(self, blocks: list[int], count: int) -> None:
+        """Append blocks to be filled, as many of `count` as are free."""
+        ...
+
+    def let_go(self, blocks: list[int], keys: Sequence[bytes] = ()) -> None:
+        """Those that have a key are full, and can be found by it from now on."""
+        ...
+
+    def export_block(self, block: int, into: memoryview) -> None: ...
+
+    def import_block(self, block: int, data: memoryview) -> None: ...
+
+
+class Transfer(Protocol):
+    """How a parcel's bytes reach the worker that adopts it. Between machines another one stands here."""
+
+    def read(self, parcel: Parcel, index: int, into: memoryview) -> bool:
+        """Fetch one block. False: the bytes are not there, or not those that were packed."""
+        ...
+
+
+def local_id(request_id: str, attempt: int) -> str:
+    """What a worker's engine calls one placement: two attempts of a request may meet there, and must not mix."""
+    return f"{request_id}#{attempt}"

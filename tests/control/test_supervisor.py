@@ -1,0 +1,140 @@
+"""The supervisor over real, small children: each life ends before the next begins, and nobody is left in the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tripool.control.launch import Spec, launch
+from tripool.control.supervisor import GATEWAY, Supervisor
+
+DEADLINE_S = 30.0
+
+CHILD = """
+import os, signal, sys, time
+from pathlib import Path
+from tripool.fabric.leash import Leash
+from tripool.messages import Drain, Life, Ready, Reaped, Suspect
+
+folder, name, epoch, leash = Path(sys.argv[1]), sys.argv[2], int(sys.argv[4]), Leash.inherited(int(sys.argv[6]))
+if name == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+(folder / f"{name}.{epoch}.arena").write_text("")
+with open(folder / "lives", "a") as lives:
+    lives.write(f"{name} {epoch} {os.getpid()}\\n")
+while not leash.ended:
+    leash.send(Ready(Life(name, epoch)))
+    for message in leash.receive():
+        if isinstance(message, Drain):
+            sys.exit()
+        with open(folder / "told", "a") as told:
+            told.write(f"{message.life.worker} {message.life.epoch}\\n")
+    if name == "gateway" and (folder / "suspect").exists():
+        worker, number = (folder / "suspect").read_text().split()
+        (folder / "suspect").unlink()
+        leash.send(Suspect(Life(worker, int(number))))
+    time.sleep(0.02)
+"""
+
+
+class Run:
+    def __init__(self, folder: Path, *names: str) -> None:
+        self.folder = folder
+        self.ready = threading.Event()
+        self.fell: list[str] = []
+        specs = [Spec(name, (str(folder), name)) for name in names]
+        self.supervisor = Supervisor(
+            specs,
+            folder,
+            on_ready=self.ready.set,
+            on_fall=self.fell.append,
+            start=partial(launch, command=(sys.executable, "-c", CHILD)),
+        )
+        self.thread = threading.Thread(target=self.supervisor.run)
+        self.thread.start()
+        assert self.ready.wait(DEADLINE_S), self.fell
+
+    def lives(self, name: str) -> list[tuple[int, int]]:
+        """(epoch, pid) of all that ever were in this place."""
+        rows = [line.split() for line in (self.folder / "lives").read_text("ascii").splitlines()]
+        return [(int(row[1]), int(row[2])) for row in rows if row[0] == name]
+
+    def told(self) -> list[str]:
+        with contextlib.suppress(FileNotFoundError):
+            return (self.folder / "told").read_text("ascii").splitlines()
+        return []
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def make(*names: str) -> Run:
+        runs.append(Run(tmp_path, *names))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.supervisor.stopping = True
+        run.thread.join(DEADLINE_S)
+        assert not run.thread.is_alive()
+
+
+def until(what: Callable[[], object]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not what():
+        assert time.monotonic() < deadline_s
+        threading.Event().wait(0.01)
+
+
+def test_who_falls_is_reaped_told_of_and_replaced(start: Callable[..., Run]) -> None:
+    run = start(GATEWAY, "decode-0")
+    epoch, pid = run.lives("decode-0")[0]
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: len(run.lives("decode-0")) == 2)
+    until(lambda: run.told() == [f"decode-0 {epoch}"])
+    assert run.lives("decode-0")[1][0] > epoch
+    assert not (run.folder / f"decode-0.{epoch}.arena").exists(), "what a dead life left is removed"
+    assert run.fell == ["decode-0 was ended by signal 9; starting another in 0.1 s"]
+    assert len(run.lives(GATEWAY)) == 1
+
+
+def test_a_suspect_is_ended_even_when_it_is_stopped(start: Callable[..., Run]) -> None:
+    run = start(GATEWAY, "decode-0")
+    epoch, pid = run.lives("decode-0")[0]
+    os.kill(pid, signal.SIGSTOP)
+    (run.folder / "suspect").write_text(f"decode-0 {epoch}", "ascii")
+    until(lambda: len(run.lives("decode-0")) == 2)
+    until(lambda: run.told() == [f"decode-0 {epoch}"])
+    (run.folder / "suspect").write_text(f"decode-0 {epoch}", "ascii")  # said again: about a life that is over
+    until(lambda: not (run.folder / "suspect").exists())
+    until(lambda: run.told() == [f"decode-0 {epoch}"])
+    assert not Path(f"/proc/{pid}").exists()
+    assert len(run.lives("decode-0")) == 2
+
+
+def test_a_silent_gateway_is_replaced(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tripool.control.supervisor._SILENCE_S", 0.5)
+    run = start(GATEWAY)
+    os.kill(run.lives(GATEWAY)[0][1], signal.SIGSTOP)
+    until(lambda: len(run.lives(GATEWAY)) == 2)
+
+
+def test_in_the_end_nobody_is_left(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tripool.control.supervisor._END_S", 0.5)
+    run = start(GATEWAY, "decode-0", "stubborn")
+    pids = [run.lives(name)[0][1] for name in (GATEWAY, "decode-0", "stubborn")]
+    run.supervisor.stopping = True
+    run.thread.join(DEADLINE_S)
+    assert not run.thread.is_alive()
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert run.fell == []

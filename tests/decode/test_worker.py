@@ -1,0 +1,182 @@
+"""A decode worker, message by message: parcels in, tokens out, and what it still holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tripool.core import Request, SamplingParams
+from tripool.decode.worker import DecodeWorker
+from tripool.engine.fake import fake_text
+from tripool.engine.fake_paged import PagedFake
+from tripool.fabric import Inbox, Outbox
+from tripool.fabric.arena import Arena
+from tripool.messages import (
+    Adopt,
+    Adopted,
+    Answered,
+    AnyMessage,
+    Begin,
+    Cancel,
+    Life,
+    Packed,
+    Parcel,
+    Refused,
+    Tokens,
+)
+from tripool.prefill.worker import PrefillWorker
+
+TEXT = fake_text()
+
+
+class Bench:
+    """A prefill worker makes true parcels for the decode worker under test."""
+
+    def __init__(self, folder: Path) -> None:
+        engine = PagedFake(TEXT)
+        self.outbox = Outbox(Arena(folder / "p.parcels", engine.block_bytes, 256))
+        self._made: list[AnyMessage] = []
+        self._prefill = PrefillWorker(engine, Life("prefill-0", 1), self.outbox, self._made.append)
+        self.sent: list[AnyMessage] = []
+        self.now_s = 0.0
+        self._folder = folder
+        self.set_up()
+
+    def set_up(self, *, num_blocks: int = 64, max_running: int = 8) -> None:
+        self.engine = PagedFake(TEXT, num_blocks=num_blocks, max_running=max_running)
+        self.worker = DecodeWorker(
+            self.engine, Life("decode-0", 1), Inbox(self._folder), self.sent.append, clock=lambda: self.now_s
+        )
+
+    def parcels(self, name: str, num_prompt: int, **params: object) -> list[Adopt]:
+        options = {"max_tokens": 20, "ignore_eos": True} | params
+        request = Request(
+            id=name, prompt_ids=tuple(range(4, 4 + num_prompt)), params=SamplingParams.from_options(options), seed=1
+        )
+        self._made.clear()
+        self._prefill.receive(Begin(request, 1, tuple(Answered(c, ()) for c in range(request.params.n)), 60), 0.0)
+        while self._prefill.busy or self._prefill.moving:
+            self._prefill.work(0.0)
+        events = [stamped.event for m in self._made if isinstance(m, Tokens) for stamped in m.events]
+        first = {event.choice: event.token_id for event in events}
+        packed = [message for message in self._made if isinstance(message, Packed)]
+        return [
+            Adopt(request, 2 + p.choice, Answered(p.choice, (first[p.choice],)), p.parcel, 0, 5.0)
+            for p in sorted(packed, key=lambda p: p.choice)
+        ]
+
+    def adopt(self, *adopts: Adopt) -> None:
+        for adopt in adopts:
+            self.worker.receive(adopt, self.now_s)
+
+    def work(self, turns: int = 1) -> list[AnyMessage]:
+        self.sent.clear()
+        for _ in range(turns):
+            self.now_s += 0.001
+            self.worker.work(self.now_s)
+            self.engine.scheduler.check()
+        return list(self.sent)
+
+    @property
+    def held(self) -> int:
+        return self.worker.pulse().blocks_held
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.outbox.close()
+
+
+def test_adopted_and_then_token_by_token_to_the_end(bench: Bench) -> None:
+    (adopt,) = bench.parcels("a", 100)
+    bench.adopt(adopt)
+    adopted, *tokens = bench.work(30)
+    assert isinstance(adopted, Adopted)
+    assert (adopted.request_id, adopted.attempt, adopted.choice) == ("a", 2, 0)
+    events = [stamped.event for message in tokens for stamped in message.events]
+    assert [event.index for event in events] == list(range(1, 20))
+    assert events[-1].finish_reason == "length"
+    assert events[0].stages is not None and events[1].stages is None
+    assert bench.held == 0
+    assert not bench.worker.busy and not bench.worker.moving
+
+
+def test_choices_of_a_request_share_what_is_the_same(bench: Bench) -> None:
+    adopts = bench.parcels("a", 200, n=3)
+    bench.adopt(*adopts)
+    bench.work()
+    assert bench.held == 3 + 3
+    bench.worker.receive(Cancel("a", adopts[0].attempt), bench.now_s)
+    assert bench.held == 3 + 2
+    events = [stamped.event for message in bench.work(30) for stamped in message.events]
+    assert {event.choice for event in events if event.finish_reason} == {1, 2}
+    assert bench.held == 0
+
+
+@pytest.mark.parametrize("harm", ["bytes", "gone", "shape"])
+def test_a_parcel_that_is_not_what_it_was_is_refused_but_not_for_good(bench: Bench, harm: str) -> None:
+    (adopt,) = bench.parcels("a", 100)
+    p = adopt.parcel
+    if harm == "bytes":
+        bench.outbox.arena.view(p.offsets[1] // p.block_bytes)[7] ^= 1
+    else:
+        name, size = ("gone.parcels", p.block_bytes) if harm == "gone" else (p.arena, 2 * p.block_bytes)
+        p = Parcel(name, p.lease, p.offsets, p.checksums, size, p.num_tokens)
+    bench.adopt(Adopt(adopt.request, adopt.attempt, adopt.answered, p, 0, 5.0))
+    bench.worker.work(bench.now_s)
+    (refused,) = bench.sent
+    assert isinstance(refused, Refused)
+    assert (refused.code, refused.final, refused.attempt) == ("bad_parcel", False, 2)
+    assert bench.held == 0
+    assert not bench.worker.moving
+
+
+def test_without_room_it_waits_and_then_says_so(bench: Bench) -> None:
+    first, second = *bench.parcels("a", 100, max_tokens=40), *bench.parcels("b", 100)
+    bench.set_up(max_running=1)
+    bench.adopt(first, second)
+    assert [type(message) for message in bench.work(3)] == [Adopted, Tokens, Tokens, Tokens]
+    assert bench.worker.pulse().waiting_tokens == 100
+    bench.now_s = 6.0
+    *_, refused = [message for message in bench.work(1) if not isinstance(message, Tokens)]
+    assert isinstance(refused, Refused)
+    assert (refused.request_id, refused.code, refused.final) == ("b", "overloaded", False)
+
+
+def test_whoever_waits_gets_its_turn(bench: Bench) -> None:
+    adopts = [*bench.parcels("a", 100), *bench.parcels("b", 300), *bench.parcels("c", 10)]
+    bench.set_up(num_blocks=6)
+    bench.adopt(*adopts)
+    sent = bench.work(80)
+    assert [message.request_id for message in sent if isinstance(message, Adopted)] == ["a", "b", "c"]
+    assert bench.held == 0
+
+
+def test_long_parcels_come_in_pieces_between_steps(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tripool.decode.worker._COPY_BYTES", bench.engine.block_bytes)
+    (short,), (long,) = bench.parcels("a", 10, max_tokens=40), bench.parcels("b", 300)
+    bench.adopt(short)
+    bench.work()
+    bench.adopt(long)
+    sent = bench.work(5)
+    assert [type(message) for message in sent] == [Tokens] * 4 + [Adopted, Tokens]
+    assert len(long.parcel.offsets) == 5
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3])
+def test_cancel_and_drop_free_at_any_point(bench: Bench, monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
+    monkeypatch.setattr("tripool.decode.worker._IDLE_COPY_BYTES", bench.engine.block_bytes)
+    adopts = bench.parcels("a", 300, n=2)
+    bench.adopt(*adopts)
+    bench.work(turns)
+    bench.worker.receive(Cancel("a", adopts[0].attempt), bench.now_s)
+    bench.worker.receive(Cancel("a", 99), bench.now_s)
+    bench.engine.scheduler.check()
+    bench.worker.drop()
+    bench.engine.scheduler.check()
+    assert bench.held == 0
+    assert bench.work() == []

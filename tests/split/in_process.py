@@ -1,0 +1,107 @@
+"""The coordinator and real workers in one process: messages cross as bytes, parcels through files, time by turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tripool.config import RouterConfig
+from tripool.core import BLOCK_TOKENS, Request, TokenEvent
+from tripool.decode.worker import DecodeWorker
+from tripool.errors import TripoolError
+from tripool.fabric import Inbox, Outbox, PoolEngine
+from tripool.fabric.arena import Arena
+from tripool.messages import PROTOCOL, AnyMessage, Hello, Life, Role, decode, encode
+from tripool.prefill.worker import PrefillWorker
+from tripool.router import Coordinator, Emit, Fail, Output, Send
+
+TURN_S = 0.001
+
+
+class Fleet:
+    """`turn` lets everybody do a little; `run` serves requests to their end."""
+
+    def __init__(self, folder: Path, prefill: Sequence[PoolEngine], decode: Sequence[PoolEngine]) -> None:
+        self.coordinator = Coordinator(RouterConfig(), gateway_epoch=1)
+        self.now_s = 0.0
+        self.events: dict[tuple[str, int], list[TokenEvent]] = {}
+        self.failed: dict[str, TripoolError] = {}
+        self.workers: dict[Life, PrefillWorker | DecodeWorker] = {}
+        self.outboxes: list[Outbox] = []
+        self.on_send: Callable[[AnyMessage], bool] = lambda message: True
+        """Whether a worker's message arrives."""
+        self._folder = folder
+        for i, engine in enumerate(prefill):
+            self.join("prefill", engine, Life(f"prefill-{i}", 1))
+        for i, engine in enumerate(decode):
+            self.join("decode", engine, Life(f"decode-{i}", 1))
+
+    def join(self, role: Role, engine: PoolEngine, life: Life, *, num_slots: int = 512) -> None:
+        def send(message: AnyMessage) -> None:
+            if self.on_send(message):
+                self._receive(message)
+
+        if role == "prefill":
+            name = f"{life.worker}.{life.epoch}.parcels"
+            outbox = Outbox(Arena(self._folder / name, engine.block_bytes, num_slots))
+            self.outboxes.append(outbox)
+            self.workers[life] = PrefillWorker(engine, life, outbox, send, clock=lambda: self.now_s)
+        else:
+            self.workers[life] = DecodeWorker(engine, life, Inbox(self._folder), send, clock=lambda: self.now_s)
+        kv_tokens = engine.num_blocks * BLOCK_TOKENS
+        limits = (kv_tokens, engine.max_running, engine.context_tokens, engine.vocab)
+        self._receive(Hello(PROTOCOL, role, life, 1, engine.name, *limits))
+
+    def submit(self, request: Request) -> None:
+        self._carry_out(self.coordinator.submit(request, self.now_s))
+
+    def cancel(self, request_id: str) -> None:
+        self._carry_out(self.coordinator.cancel(request_id, self.now_s))
+
+    def lose(self, life: Life) -> None:
+        """Gone without a word; its gateway finds out by silence."""
+        del self.workers[life]
+
+    def turn(self) -> None:
+        self.now_s += TURN_S
+        for worker in list(self.workers.values()):
+            worker.work(self.now_s)
+            self._receive(worker.pulse())
+        self._carry_out(self.coordinator.tick(self.now_s))
+        self.coordinator.check(self.now_s)
+        for outbox in self.outboxes:
+            outbox.check()
+
+    def run(self, requests: Sequence[Request]) -> dict[tuple[str, int], list[TokenEvent]]:
+        for request in requests:
+            self.submit(request)
+        self.run_out()
+        return self.events
+
+    def run_out(self, turns: int = 100_000) -> None:
+        for _ in range(turns):
+            if not len(self.coordinator.ledger):
+                break
+            self.turn()
+        else:
+            raise AssertionError("requests hang")
+        self.turn()
+        held = {life: worker.pulse().blocks_held for life, worker in self.workers.items()}
+        assert set(held.values()) <= {0}, held
+
+    def _receive(self, message: AnyMessage) -> None:
+        self._carry_out(self.coordinator.receive(decode(encode(message)), self.now_s))
+
+    def _carry_out(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            if isinstance(output, Emit):
+                event = output.event
+                self.events.setdefault((event.request_id, event.choice), []).append(event)
+            elif isinstance(output, Fail):
+                self.failed[output.request_id] = output.error
+            elif isinstance(output, Send) and output.life in self.workers:
+                self.workers[output.life].receive(decode(encode(output.message)), self.now_s)
+
+    def close(self) -> None:
+        for outbox in self.outboxes:
+            outbox.close()

@@ -1,0 +1,121 @@
+"""Many clients at once, each reading its own stream; and what an engine alone would have told them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tripool.core import Request, SamplingParams
+from tripool.engine.fake import FakeEngine, fake_text
+
+DEADLINE_S = 60.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one client saw, choice by choice."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    finish: dict[int, str] = field(default_factory=dict)
+    error: str | None = None
+    usage: dict[str, Any] | None = None
+    left: bool = False
+    """It hung up by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    body: dict[str, Any]
+    leaves: bool = False
+    """Hangs up when it is told to."""
+
+
+def make_bodies(count: int, *, prompt_tokens: int, answer_tokens: int, seed: int = 0) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    bodies = []
+    for i in range(count):
+        size = rng.randint(prompt_tokens // 2, prompt_tokens)
+        bodies.append(
+            {
+                "prompt": [rng.randint(4, 250) for _ in range(size)],
+                "seed": i,
+                "n": 2 if i % 5 == 4 else 1,
+                "max_tokens": rng.randint(answer_tokens // 2, answer_tokens),
+                "ignore_eos": True,
+            }
+        )
+    return bodies
+
+
+def expected(body: dict[str, Any]) -> dict[int, list[int]]:
+    """The fake engine, offline and alone."""
+    text = fake_text()
+    engine = FakeEngine(text, context_tokens=10**9)
+    options = {name: value for name, value in body.items() if name not in ("prompt", "seed")}
+    params = SamplingParams.from_options(options)
+    engine.add(
+        Request(id="x", prompt_ids=tuple(body["prompt"]), params=params, seed=body["seed"], end_ids=text.end_ids)
+    )
+    tokens: dict[int, list[int]] = {}
+    while engine.busy:
+        for event in engine.step():
+            tokens.setdefault(event.choice, []).append(event.token_id)
+    return tokens
+
+
+class Clients:
+    """`run` all of them on an event loop; `flowing` is set once the first has a token."""
+
+    def __init__(self, url: str, asked: Sequence[Asked]) -> None:
+        self.url, self.asked = url, asked
+        self.outcomes = [Outcome() for _ in asked]
+        self.flowing = asyncio.Event()
+        self.leave = asyncio.Event()
+
+    async def run(self) -> list[Outcome]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=self.url, timeout=DEADLINE_S, limits=limits) as http:
+            await asyncio.gather(*(self._one(http, *pair) for pair in zip(self.asked, self.outcomes, strict=True)))
+        return self.outcomes
+
+    async def _one(self, http: httpx.AsyncClient, asked: Asked, outcome: Outcome) -> None:
+        if not asked.leaves:
+            await self._read(http, asked.body, outcome)
+            return
+        reading = asyncio.ensure_future(self._read(http, asked.body, outcome))
+        leaving = asyncio.ensure_future(self.leave.wait())
+        await asyncio.wait({reading, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        outcome.left = not reading.done()
+        reading.cancel()
+        leaving.cancel()
+        await asyncio.wait({reading, leaving})
+
+    async def _read(self, http: httpx.AsyncClient, body: dict[str, Any], outcome: Outcome) -> None:
+        extra = {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
+        try:
+            async with http.stream("POST", "/v1/completions", json=body | extra) as response:
+                if response.status_code != 200:
+                    outcome.error = (await response.aread()).decode()
+                    return
+                async for line in response.aiter_lines():
+                    if line.startswith("data: ") and line != "data: [DONE]":
+                        self._take(json.loads(line.removeprefix("data: ")), outcome)
+        except httpx.HTTPError as error:
+            outcome.error = repr(error)
+
+    def _take(self, chunk: dict[str, Any], outcome: Outcome) -> None:
+        if "error" in chunk:
+            outcome.error = chunk["error"]["message"]
+            return
+        outcome.usage = chunk.get("usage") or outcome.usage
+        for choice in chunk["choices"]:
+            outcome.tokens.setdefault(choice["index"], []).extend(choice.get("token_ids") or [])
+            if choice["finish_reason"] is not None:
+                outcome.finish[choice["index"]] = choice["finish_reason"]
+            self.flowing.set()

@@ -1,0 +1,74 @@
+"""The gateway dies, or the supervisor: what the others do about it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import httpx
+
+from . import faults
+from .serving import DEADLINE_S, split_server
+
+LONG = {"prompt": [5, 6, 7], "stream": True, "ignore_eos": True, "max_tokens": 3000, "seed": 1}
+BOUND_S = 5.0
+
+
+def wait_gone(pids: list[int], within_s: float) -> None:
+    deadline_s = time.monotonic() + within_s
+    while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline_s, alive
+        threading.Event().wait(0.02)
+
+
+def test_a_killed_gateway_is_replaced_and_workers_hold_nothing() -> None:
+    with split_server("fake:step_ms=5", prefill=1, decode=1) as server:
+        epoch = server.pools()["gateway_epoch"]
+        lives = server.lives()
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=DEADLINE_S) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            killed_s = time.monotonic()
+            faults.kill(server.child("gateway"))
+            broken = False
+            try:
+                for _ in lines:
+                    pass
+            except httpx.HTTPError:
+                broken = True
+            assert broken, "a stream that was cut off must not look complete"
+        # The listening socket is the supervisor's: connections wait for the new gateway instead of being refused.
+        # A new connection: one that a client kept open to the dead gateway is reset, as it should be.
+        body = {"prompt": [5], "max_tokens": 4, "seed": 2}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S)
+        assert answer.status_code == 200, answer.text
+        assert time.monotonic() - killed_s < BOUND_S
+        server.http.close()
+        server.http = httpx.Client(base_url=server.url, timeout=DEADLINE_S)
+        server.wait_idle(2, BOUND_S - (time.monotonic() - killed_s))
+        assert server.pools()["gateway_epoch"] > epoch
+        assert server.lives() == lives, "workers outlive their gateway"
+
+
+def test_without_a_supervisor_streams_end_and_then_everybody_leaves() -> None:
+    with split_server("fake:step_ms=5", prefill=1, decode=1) as server:
+        folder = Path(server.pools()["join"].removeprefix("ipc://")).parent
+        pids = [server.child("gateway"), *(worker["pid"] for worker in server.pools()["workers"])]
+        body = LONG | {"max_tokens": 300}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            os.kill(server.process.pid, 9)
+            server.process.wait(DEADLINE_S)
+            status = 200
+            deadline_s = time.monotonic() + BOUND_S
+            while status == 200 and time.monotonic() < deadline_s:
+                status = server.http.post("/v1/completions", json={"prompt": [5], "max_tokens": 1}).status_code
+            assert status == 503
+            events = [line for line in lines if line]
+        assert events[-1] == "data: [DONE]"
+        assert len(events) >= 300
+        wait_gone(pids, 2 * BOUND_S)
+        assert not folder.exists()
