@@ -108,8 +108,14 @@ def _command(side: Side, threads: int) -> list[str]:
     python = PEERS_ENV / "bin" / "python"
     if not python.exists() or not (MODELS / side.model).exists():
         raise WorkerFailed(f"not installed (run: {INSTALL})")
+    settings = peer_settings(side.peer, threads)
+    return ["env", *(f"{name}={value}" for name, value in settings.items()), str(python), str(PROGRAMS / side.program)]
+
+
+def peer_settings(peer: str, threads: int) -> dict[str, str]:
+    """Environment that a peer's documentation advises for CPUs."""
     settings = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    if side.peer == "vllm":
+    if peer == "vllm":
         preload = [str(PEERS_ENV / "lib" / "libiomp5.so"), find_library("tcmalloc_minimal")]
         settings |= {
             "LD_PRELOAD": ":".join(library for library in preload if library),
@@ -119,4 +125,4 @@ def _command(side: Side, threads: int) -> list[str]:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_NO_USAGE_STATS": "1",
         }
-    return ["env", *(f"{name}={value}" for name, value in settings.items()), str(python), str(PROGRAMS / side.program)]
+    return settings

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +34,10 @@ _STOP_WRITING = 0.8
 """Part of the time a writer has after which it begins no other block."""
 
 
+_SHARED_BLOCKS = 3
+"""As many or more are read by two threads."""
+
+
 @dataclass(slots=True)
 class _Held:
     """One member's part of a prefix."""
@@ -47,8 +52,10 @@ class _Held:
 class Prefix:
     """Blocks that are there, and stay there until the lease ends: soon. Release it, or use it with `with`."""
 
-    def __init__(self, blocks: list[tuple[_Held, bytes, Block]], held: list[_Held]) -> None:
-        self._blocks, self._held = blocks, held
+    def __init__(
+        self, blocks: list[tuple[_Held, bytes, Block]], held: list[_Held], helper: ThreadPoolExecutor | None = None
+    ) -> None:
+        self._blocks, self._held, self._helper = blocks, held, helper
 
     @property
     def num_blocks(self) -> int:
@@ -64,17 +71,34 @@ class Prefix:
 
         Buffers behind that number may hold anything.
         """
-        for number, (buffer, (held, key, block)) in enumerate(zip(into, self._blocks, strict=False)):
-            target, arena = as_bytes(buffer), held.arena
-            if len(target) != block.num_bytes:
-                return number
-            good = arena.read(block.slot, target) == block.checksum
-            if not arena.holds(block.slot, key):
-                return number  # the lease was lost, and the slot is someone else's: not our business
-            if not good:
-                held.bad += (block.slot,)
-                return number
-        return min(len(into), len(self._blocks))
+        pairs = list(zip(into, self._blocks, strict=False))
+        good = [False] * len(pairs)
+        bad: list[int] = []
+
+        def read_from(first: int, step: int) -> None:
+            for number in range(first, len(pairs), step):
+                buffer, (held, key, block) = pairs[number]
+                target = as_bytes(buffer)
+                intact = len(target) == block.num_bytes and held.arena.read(block.slot, target) == block.checksum
+                if not held.arena.holds(block.slot, key):
+                    return  # the lease was lost, and the slot is someone else's: not our business
+                if not intact:
+                    if len(target) == block.num_bytes:
+                        bad.append(number)
+                    return
+                good[number] = True
+
+        if self._helper is None or len(pairs) < _SHARED_BLOCKS:
+            read_from(0, 1)
+        else:
+            # Copying and hashing let go of the interpreter, and one core cannot keep the memory busy.
+            other = self._helper.submit(read_from, 1, 2)
+            read_from(0, 2)
+            other.result()
+        for number in bad:
+            held, _, block = pairs[number][1]
+            held.bad += (block.slot,)
+        return good.index(False) if False in good else len(good)
 
     def release(self) -> None:
         for held in self._held:
@@ -99,6 +123,7 @@ class PoolClient:
             raise InvalidRequest(f"the worker's name {life.worker!r} is too long", hint=hint)
         self._ring = Ring(members)
         self._links = {member: Link(folder, member, life, wait_s, retry_s) for member in self._ring.members}
+        self._helper = ThreadPoolExecutor(1, "tripool-cache-read")
 
     def flush(self) -> None:
         """Let go, now, of what was read. Otherwise that goes with the next question, or ends with the lease's time."""
@@ -106,6 +131,7 @@ class PoolClient:
             link.flush()
 
     def close(self) -> None:
+        self._helper.shutdown()
         for link in self._links.values():
             link.close()
 
@@ -147,7 +173,7 @@ class PoolClient:
         blocks: list[tuple[_Held, bytes, Block]] = []
         while first + len(blocks) in found:
             blocks.append(found[first + len(blocks)])
-        return Prefix(blocks, held)
+        return Prefix(blocks, held, self._helper)
 
     def store(
         self, keys: Sequence[bytes], blocks: Sequence[Any], *, namespace: str, first: int = 0, form: int = 0
