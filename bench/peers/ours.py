@@ -17,7 +17,7 @@ from tripool.kernels import CPU, CPU8, KernelTable
 from tripool.models import load_model
 from tripool.text import Tokenizer
 
-BITS = {"float32": [32, 32], "int8": [8, 13]}
+BITS = {"float32": [32, 32], "int8": [8, 8]}
 TEXTS = [Path(__file__).parents[2] / name for name in ("README.md", "docs/decisions.md")]
 
 

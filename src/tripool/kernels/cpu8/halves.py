@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import addressof
+from itertools import chain
 
 import torch
 
@@ -108,18 +109,17 @@ class Mla8:
         packed = [
             Packed(weights.down, weights.down_bias),
             Packed(core.query),
-            Packed(up.flatten(0, 1)),
             Packed(core.out, core.out_bias),
         ]
-        to_latent, from_latent = [Packed(one[:nope].T) for one in up], [Packed(one[nope:]) for one in up]
-        arrays = [(library.Weight * heads)(*(one.struct for one in some)) for some in (to_latent, from_latent)]
-        self._keep = (norms, packed, to_latent, from_latent, arrays)
+        by_head = [[Packed(step(one)) for one in up] for step in (lambda u: u, lambda u: u[:nope].T, lambda u: u[nope:])]
+        arrays = [(library.Weight * heads)(*(one.struct for one in some)) for some in by_head]
+        self._keep = (norms, packed, by_head, arrays)
         norm, q_norm, kv_norm = (library.Norm() if n is None else n.struct for n in norms)
         down, *others = (part.struct for part in packed)
         shape = (heads, rank, len(core.query) // heads - nope, nope, wide - nope, core.scale)
         self._struct = library.Mla(norm, down, q_norm, kv_norm, *others, *arrays, *shape)
         self._at, self._run = addressof(self._struct), library.library().tripool_mla
-        self.num_bytes = sum(part.num_bytes for part in (*packed, *to_latent, *from_latent))
+        self.num_bytes = sum(part.num_bytes for part in (*packed, *chain.from_iterable(by_head)))
 
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
         assert x.is_contiguous() and kv.is_contiguous()

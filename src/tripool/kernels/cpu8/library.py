@@ -71,9 +71,8 @@ class Mla(Structure):
         ("down", Weight),
         ("q_norm", Norm),
         ("kv_norm", Norm),
-        *((name, Weight) for name in ("query", "expand", "out")),
-        ("to_latent", POINTER(Weight)),
-        ("from_latent", POINTER(Weight)),
+        *((name, Weight) for name in ("query", "out")),
+        *((name, POINTER(Weight)) for name in ("expand", "to_latent", "from_latent")),
         *((name, c_int32) for name in ("heads", "rank", "rope", "nope", "v")),
         ("scale", c_float),
     )

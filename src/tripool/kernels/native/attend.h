@@ -182,18 +182,11 @@ static void turn_keys(const Tile *t, int block, int present, float *kt) {
         for (int d = 0; d < s->width; d += LANES) {
             const int n = s->width - d < LANES ? s->width - d : LANES;
             for (int p0 = 0; p0 < BLOCK; p0 += LANES) {
-                float patch[LANES][LANES];
-                for (int i = 0; i < LANES; i++) {
-                    const int p = p0 + i;
-                    vf v = {0};
-                    if (p < present) v = load_upto(rows + (size_t)p * s->stride + d, n);
-                    store(patch[i], v);
-                }
-                for (int j = 0; j < n; j++) {
-                    vf column;
-                    for (int i = 0; i < LANES; i++) column[i] = patch[i][j];
-                    store(kt + (size_t)(d0 + d + j) * BLOCK + p0, column);
-                }
+                vf patch[LANES];
+                UNROLL for (int i = 0; i < LANES; i++)
+                    patch[i] = p0 + i < present ? load_upto(rows + (size_t)(p0 + i) * s->stride + d, n) : (vf){0};
+                transpose(patch);
+                for (int j = 0; j < n; j++) store(kt + (size_t)(d0 + d + j) * BLOCK + p0, patch[j]);
             }
         }
         d0 += s->width;

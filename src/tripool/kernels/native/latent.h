@@ -10,8 +10,8 @@ typedef struct {
     Weight down;            /* [q rank +] latent + rope, from hidden */
     Norm q_norm;            /* gain NULL: queries come from the layer's input */
     Norm kv_norm;
-    Weight query, expand, out;
-    const Weight *to_latent, *from_latent; /* [heads]: rank from nope, v from rank */
+    Weight query, out;
+    const Weight *expand, *to_latent, *from_latent; /* [heads]: nope + v from rank, rank from nope, v from rank */
     int32_t heads, rank, rope, nope, v;
     float scale;
 } Mla;
@@ -25,8 +25,9 @@ typedef struct {
     float *latent;   /* [decode rows, heads, rank] */
     float *out;      /* [rows, heads, v] */
     Rows decode_q;   /* the still parts of decode rows' queries, a row per head */
-    const float *expanded;
-    const size_t *expanded_at; /* by prompt span: its first row in `expanded` */
+    Rows context;            /* latents of all prompt spans' contexts */
+    const size_t *context_at; /* by prompt span: its first row there */
+    size_t expanded_room;    /* floats of a thread's own keys and values */
     Rows queries;
     size_t down_stride, kv_width, score_room, thread_room;
     int q_rank;
@@ -87,25 +88,33 @@ static void mla_by_head(const Mla *m, const Weight *weights, const Rows *x, int 
     in_parallel(all.chunks, products_chunk, &all);
 }
 
-static void mla_prompt_task(const MlaWork *w, int span, int head, int from, float *memory) {
+/* One head over one span: its keys and values are expanded into the thread's own memory, and used while they are near. */
+static void mla_prompt_task(const MlaWork *w, int span, int head, float *memory) {
     const Mla *m = w->m;
     const Span *s = &w->b->prompt[span];
-    const int count = s->count - from < MLA_TILE ? s->count - from : MLA_TILE;
-    const size_t wide = (size_t)(m->nope + m->v), q_width = (size_t)(m->nope + m->rope);
-    const float *mine = w->expanded + (w->expanded_at[span] * m->heads + head) * wide;
-    const Source keys = {mine, NULL, m->heads * wide, m->nope}, values = {mine + m->nope, NULL, m->heads * wide, m->v};
+    const size_t wide = (size_t)(m->nope + m->v), q_width = (size_t)(m->nope + m->rope), first = w->context_at[span];
+    Rows rows = w->context;
+    rows.q += first * rows.groups * GROUP;
+    rows.scale += first * rows.groups;
+    rows.fix += first * rows.groups;
+    const Product expand = {&m->expand[head], &rows, NULL, stop_of(s), memory, wide, 0, STORE, NULL};
+    multiply(&expand, 0, panels_of(expand.w->out));
+    const Source keys = {memory, NULL, wide, m->nope}, values = {memory + m->nope, NULL, wide, m->v};
     const Source rotary = {w->kv + m->rank, s->table, w->kv_width, m->rope};
-    const float *q[MLA_TILE];
-    float *out[MLA_TILE];
-    int position[MLA_TILE];
-    for (int i = 0; i < count; i++) {
-        const size_t row = (size_t)(s->row + from + i);
-        q[i] = w->q + (row * m->heads + head) * q_width;
-        out[i] = w->out + (row * m->heads + head) * m->v;
-        position[i] = s->start + from + i;
+    for (int from = 0; from < s->count; from += MLA_TILE) {
+        const int count = s->count - from < MLA_TILE ? s->count - from : MLA_TILE;
+        const float *q[MLA_TILE];
+        float *out[MLA_TILE];
+        int position[MLA_TILE];
+        for (int i = 0; i < count; i++) {
+            const size_t row = (size_t)(s->row + from + i);
+            q[i] = w->q + (row * m->heads + head) * q_width;
+            out[i] = w->out + (row * m->heads + head) * m->v;
+            position[i] = s->start + from + i;
+        }
+        const Tile tile_ = {q, out, position, count, {&keys, &rotary}, &values, s->first, stop_of(s), m->scale};
+        attend_tile(&tile_, memory + w->expanded_room);
     }
-    const Tile tile_ = {q, out, position, count, {&keys, &rotary}, &values, s->first, stop_of(s), m->scale};
-    attend_tile(&tile_, memory);
 }
 
 static void mla_decode_task(const MlaWork *w, const Span *s, int h, int i, float *memory) {
@@ -121,31 +130,41 @@ static void mla_task(void *arguments, int chunk, int thread) {
     const MlaWork *w = arguments;
     const int32_t *task = w->tasks[chunk];
     float *memory = (float *)scratch[PER_THREAD].data + (size_t)thread * w->thread_room;
-    if (task[0] < w->b->prompts) mla_prompt_task(w, task[0], task[1], task[2], memory);
+    if (task[0] < w->b->prompts) mla_prompt_task(w, task[0], task[1], memory);
     else if (task[1] % DECODE_HEADS == 0)
         mla_decode_task(w, &w->b->decode[task[0] - w->b->prompts], task[1], task[2], memory);
 }
 
-/* Keys and values of every prompt span's context. */
-static const float *mla_expand(const Mla *m, const Batch *b, const float *kv, size_t kv_width, size_t *first_row) {
-    size_t rows = 0;
+/* The latents of every prompt span's context, in 8 bits; a chunk is one block of one span. */
+static void mla_context_chunk(void *arguments, int chunk, int thread) {
+    (void)thread;
+    const MlaWork *w = arguments;
+    const int32_t *task = w->tasks[chunk];
+    const Span *s = &w->b->prompt[task[0]];
+    const Source source = {w->kv, s->table, w->kv_width, w->m->rank};
+    const int end = (task[2] + 1) * BLOCK < stop_of(s) ? (task[2] + 1) * BLOCK : stop_of(s);
+    for (int p = task[2] * BLOCK; p < end; p++) {
+        const float *latent = at(&source, p < s->first ? s->first : p); /* nobody looks at what is before the first */
+        quantise(latent, w->m->rank, &w->context, (int)w->context_at[task[0]] + p);
+    }
+}
+
+static void mla_context(MlaWork *w) {
+    const Batch *b = w->b;
+    size_t *first_row = room(PAIRS, sizeof(size_t) * (size_t)(b->prompts + 1)), rows = 0, blocks = 0;
     for (int i = 0; i < b->prompts; i++) {
         first_row[i] = rows;
         rows += (size_t)stop_of(&b->prompt[i]);
+        blocks += (size_t)(stop_of(&b->prompt[i]) + BLOCK - 1) / BLOCK;
     }
-    float *latent = room(HIDDEN, sizeof(float) * rows * (size_t)m->rank);
-    for (int i = 0; i < b->prompts; i++) {
-        const Source source = {kv, b->prompt[i].table, kv_width, m->rank};
-        for (int p = 0; p < stop_of(&b->prompt[i]); p++) {
-            float *to = latent + (first_row[i] + p) * (size_t)m->rank;
-            if (p < b->prompt[i].first) memset(to, 0, sizeof(float) * (size_t)m->rank);
-            else memcpy(to, at(&source, p), sizeof(float) * (size_t)m->rank);
-        }
-    }
-    const Rows quantised = prepared(LATENT, latent, (size_t)m->rank, (int)rows, m->rank, NULL);
-    float *expanded = room(EXPANDED, sizeof(float) * rows * (size_t)m->expand.out);
-    product((Product){&m->expand, &quantised, NULL, (int)rows, expanded, (size_t)m->expand.out, 0, STORE, NULL});
-    return expanded;
+    int32_t (*task)[3] = room(TASKS, sizeof(int32_t[3]) * blocks);
+    int n = 0;
+    for (int i = 0; i < b->prompts; i++)
+        for (int block = 0; block * BLOCK < stop_of(&b->prompt[i]); block++, n++) task[n][0] = i, task[n][2] = block;
+    w->context_at = first_row;
+    w->context = rows_room(LATENT, (int)rows, w->m->rank);
+    w->tasks = (const int32_t (*)[3])task;
+    in_parallel(n, mla_context_chunk, w);
 }
 
 static void mla(const Mla *m, float *x, float *kv, const Batch *b) {
@@ -176,18 +195,17 @@ static void mla(const Mla *m, float *x, float *kv, const Batch *b) {
         in_parallel((rows + ROWS_PER_CHUNK - 1) / ROWS_PER_CHUNK, mla_turn_chunk, &w);
     if (decode) mla_by_head(m, m->to_latent, &w.decode_q, decode, w.latent_q, (size_t)(m->rank + m->rope));
 
-    size_t *first_row = room(PAIRS, sizeof(size_t) * (size_t)(b->prompts + 1));
-    if (prompt) w.expanded = mla_expand(m, b, kv, w.kv_width, first_row);
-    w.expanded_at = first_row;
+    if (prompt) mla_context(&w);
     w.score_room = ((size_t)b->context + LANES) / LANES * LANES;
     size_t need = DECODE_HEADS * w.score_room;
     if (prompt) {
-        const size_t tiles = tile_room(MLA_TILE, m->nope + m->rope, m->v);
+        w.expanded_room = ((size_t)b->context + BLOCK) * (size_t)(m->nope + m->v);
+        const size_t tiles = w.expanded_room + tile_room(MLA_TILE, m->nope + m->rope, m->v);
         need = need > tiles ? need : tiles;
     }
     w.thread_room = (need + LANES - 1) / LANES * LANES;
     room(PER_THREAD, sizeof(float) * w.thread_room * (size_t)pool.threads);
-    const int tasks = list_tasks(b, m->heads, MLA_TILE);
+    const int tasks = list_tasks(b, m->heads, INT32_MAX / 2);
     w.tasks = scratch[TASKS].data;
     in_parallel(tasks, mla_task, &w);
 

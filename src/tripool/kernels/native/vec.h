@@ -76,6 +76,24 @@ INLINE float largest_of(vf v) {
     return v[0];
 }
 
+/* Rows become columns: halves, quarters, eighths and single lanes change places between rows 8, 4, 2 and 1 apart. */
+#define SWAP(step, low, high)                                                                                          \
+    UNROLL for (int i = 0; i < 16; i++) if (!(i & (step))) {                                                           \
+        const vf a = v[i], b = v[i + (step)];                                                                          \
+        v[i] = __builtin_shufflevector(a, b, low);                                                                     \
+        v[i + (step)] = __builtin_shufflevector(a, b, high);                                                           \
+    }
+INLINE void transpose(vf v[16]) {
+    SWAP(8, LIST(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+         LIST(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31))
+    SWAP(4, LIST(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27),
+         LIST(4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31))
+    SWAP(2, LIST(0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+         LIST(2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31))
+    SWAP(1, LIST(0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30),
+         LIST(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
+}
+
 /* To the nearest whole number, for |x| < 2^22: adding 1.5 * 2^23 pushes the fraction out of the mantissa. */
 INLINE vi nearest(vf x) { return (vi)(x + splat(12582912.0f)) - splat_int(0x4b400000); }
 
