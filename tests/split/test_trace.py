@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from tripool.bench.workload import trace_shots
 from .serving import SplitServer, split_server
 
 BLOCK = 64
+IN_A_ROW = 8
 TRACE = Path(__file__).parents[3] / "shared" / "traces" / "conversation_trace.jsonl"
 
 
@@ -40,9 +42,31 @@ class Oracle:
         self._known.update(hash(tuple(tokens[:end])) for end in range(BLOCK, len(tokens) + 1, BLOCK))
 
 
+def committed(pools: dict[str, Any]) -> int:
+    return sum(member.get("committed", 0) for member in pools["cache"])
+
+
+def wait_for_the_pool(server: SplitServer) -> int:
+    """Until every worker has found every member: the pool is a help, and who misses it says nothing.
+
+    Strangers' prompts of one block each, until several in a row were kept; returns how many blocks there are then.
+    """
+    server.wait(lambda pools: [member["away"] for member in pools["cache"]] == [False, False])
+    in_a_row = number = 0
+    while in_a_row < IN_A_ROW:
+        number += 1
+        assert number < 200, "the cache pool keeps nothing"
+        before = committed(server.pools())
+        body = {"prompt": [240, *(4 + number % 200 for _ in range(BLOCK)), number // 200 + 4], "max_tokens": 2}
+        server.http.post("/v1/completions", json=body | {"ignore_eos": True}).raise_for_status()
+        server.wait_idle(3)
+        in_a_row = in_a_row + 1 if committed(server.pools()) == before + 1 else 0
+    return committed(server.pools())
+
+
 def replay(server: SplitServer, requests: list[TraceRequest], scale: float) -> tuple[int, int]:
     """One request after the other; returns cached tokens and prompt tokens in all."""
-    oracle, prompts = Oracle(), TokenPrompts(ORDINARY_IDS, 0)
+    oracle, prompts, others = Oracle(), TokenPrompts(ORDINARY_IDS, 0), wait_for_the_pool(server)
     cached_in_all = tokens_in_all = 0
     for shot in trace_shots(requests, scale_tokens=scale):
         prompt = prompts.ids(shot.pieces)
@@ -53,7 +77,7 @@ def replay(server: SplitServer, requests: list[TraceRequest], scale: float) -> t
         generated = answer["choices"][0]["token_ids"]
         # A one-token answer has no decode worker that would publish it; the newest token's KV is never computed.
         oracle.remember(prompt + generated[:-1])
-        server.wait(lambda pools: sum(m.get("committed", 0) for m in pools["cache"]) == oracle.num_blocks)
+        server.wait(lambda pools: committed(pools) == others + oracle.num_blocks)
         cached_in_all, tokens_in_all = cached_in_all + told, tokens_in_all + len(prompt)
     return cached_in_all, tokens_in_all
 

@@ -26,6 +26,7 @@ class _Publishing:
     keys: Sequence[bytes]
     blocks: list[int]
     position: int
+    form: int
 
 
 class Prefixes:
@@ -40,7 +41,7 @@ class Prefixes:
 
     def fetch(self, request: Request) -> None:
         """Bring what the pool knows of the prompt into the engine's own memory, where it will be found."""
-        keys = self._keys(request)
+        keys = self._keys(request, len(request.prompt_ids) - 1)  # the last token is always computed
         if not keys:
             return
         kept = self._engine.keep(keys)
@@ -62,11 +63,15 @@ class Prefixes:
 
     def publish_later(self, request: Request, keys: Sequence[bytes]) -> None:
         """The blocks of a finished answer, which are free already but not forgotten."""
-        first = len(request.prompt_ids) // BLOCK_TOKENS
-        if first >= len(keys) or len(self._waiting) >= _MAX_PUBLISHING:
-            return
-        kept = self._engine.keep(keys)
-        self._waiting.append(_Publishing(request.namespace, keys, kept, first))
+        self._wait(request, keys, len(request.prompt_ids) // BLOCK_TOKENS, DECODE_FORM)
+
+    def publish_prompt_later(self, request: Request) -> None:
+        """The blocks of a prompt whose answer is over."""
+        self._wait(request, self._keys(request, len(request.prompt_ids)), 0, PROMPT_FORM)
+
+    def _wait(self, request: Request, keys: Sequence[bytes], first: int, form: int) -> None:
+        if first < len(keys) and len(self._waiting) < _MAX_PUBLISHING:
+            self._waiting.append(_Publishing(request.namespace, keys, self._engine.keep(keys), first, form))
 
     def work(self, budget_bytes: int) -> None:
         """Publish a little of what waits."""
@@ -75,7 +80,7 @@ class Prefixes:
             if one.position < len(one.blocks):
                 view = memoryview(self._staging)
                 self._engine.export_block(one.blocks[one.position], view)
-                self._pool.store(one.keys, [view], namespace=one.namespace, first=one.position, form=DECODE_FORM)
+                self._pool.store(one.keys, [view], namespace=one.namespace, first=one.position, form=one.form)
                 one.position += 1
                 budget_bytes -= len(view)
             if one.position >= len(one.blocks):
@@ -89,12 +94,12 @@ class Prefixes:
     def close(self) -> None:
         self._pool.close()
 
-    def _keys(self, request: Request) -> list[bytes]:
-        """Of the full blocks that a prompt may find: its last token is always computed."""
+    def _keys(self, request: Request, num_tokens: int) -> list[bytes]:
+        """Of the full blocks among a prompt's first tokens."""
         keys: list[bytes] = []
         parent = root_key(self._engine.name, request.namespace)
         prompt = request.prompt_ids
-        for start in range(0, (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS):
+        for start in range(0, num_tokens // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS):
             parent = block_key(parent, prompt[start : start + BLOCK_TOKENS])
             keys.append(parent)
         return keys

@@ -28,7 +28,7 @@ _COPY_BYTES = 32 * 2**20
 class _Job:
     """One Begin, while any of its choices is computed or packed."""
 
-    request_id: str
+    request: Request
     attempt: int
     deadline_s: float
     wait_s: float
@@ -37,6 +37,10 @@ class _Job:
     lookup_s: float = 0.0
     started_s: float | None = None
     """When the first step with it began."""
+
+    @property
+    def request_id(self) -> str:
+        return self.request.id
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +74,7 @@ class PrefillWorker:
 
     @property
     def moving(self) -> bool:
-        return bool(self._leaving)
+        return bool(self._leaving) or (self._prefixes is not None and self._prefixes.pending)
 
     def receive(self, message: AnyMessage, now_s: float) -> None:
         match message:
@@ -96,8 +100,11 @@ class PrefillWorker:
                     job = self._jobs[event.request_id]
                     self._leaving.append(_Leaving(job, self._engine.detach(event.request_id, event.choice)))
                 else:
+                    self._publish_prompt(event.request_id)
                     self._done(event.request_id, event.choice)
         self._pack(now_s)
+        if self._prefixes is not None:
+            self._prefixes.work(_COPY_BYTES)
 
     def drop(self) -> None:
         for name in self._jobs:
@@ -105,6 +112,8 @@ class PrefillWorker:
         self._jobs.clear()
         self._leaving.clear()
         self._outbox.drop(lambda lease: True)
+        if self._prefixes is not None:
+            self._prefixes.drop()
 
     def pulse(self) -> Pulse:
         engine = self._engine
@@ -117,7 +126,7 @@ class PrefillWorker:
         if name in self._jobs:
             return  # said twice
         answered = {known.choice: known.tokens for known in begin.answered}
-        job = _Job(request.id, attempt, now_s + begin.deadline_s, begin.deadline_s, set(answered))
+        job = _Job(request, attempt, now_s + begin.deadline_s, begin.deadline_s, set(answered))
         try:
             self._look_up(job, request)
             self._engine.add(replace(request, id=name), answered)
@@ -167,6 +176,11 @@ class PrefillWorker:
                 self._send(Packed(self._life, job.request_id, job.attempt, seq.choice, parcel))
                 self._publish(seq, lease)
                 self._done(seq.request.id, seq.choice)
+
+    def _publish_prompt(self, name: str) -> None:
+        """Of an answer that ended with its first token and is never packed."""
+        if self._prefixes is not None:
+            self._prefixes.publish_prompt_later(self._jobs[name].request)
 
     def _publish(self, seq: Seq, lease: Lease) -> None:
         """The prompt's full blocks, from where they stand packed."""

@@ -111,7 +111,8 @@ class Mla8:
             Packed(core.query),
             Packed(core.out, core.out_bias),
         ]
-        by_head = [[Packed(step(one)) for one in up] for step in (lambda u: u, lambda u: u[:nope].T, lambda u: u[nope:])]
+        keys, values = up[:, :nope].transpose(1, 2), up[:, nope:]
+        by_head = [[Packed(one) for one in some] for some in (up, keys, values)]
         arrays = [(library.Weight * heads)(*(one.struct for one in some)) for some in by_head]
         self._keep = (norms, packed, by_head, arrays)
         norm, q_norm, kv_norm = (library.Norm() if n is None else n.struct for n in norms)
