@@ -16,7 +16,9 @@ def test_a_few_lives(tripool, monkeypatch):
     assert "3 lives" in ran.out
 
 
-def test_several_processes_see_the_same(tripool):
+def test_several_processes_see_the_same(tripool, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # a line that wraps would end elsewhere when the times in it grow
+
     def summary(workers):
         ran = tripool("simulate", "--faults", "--seeds", "12", "--workers", workers)
         return [line.partition(" in ")[0] for line in ran.out.splitlines() if " lives, " in line]
