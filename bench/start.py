@@ -54,7 +54,7 @@ def main() -> int:
     options = parser.parse_args()
     origin, rows = Origin.now(), []
     cases = (
-        [("tiny", "float32")] if options.quick else [(m, p) for m in ("tiny", "smollm2") for p in ("float32", "int8")]
+        [("tiny", "int8")] if options.quick else [(m, p) for m in ("tiny", "smollm2") for p in ("float32", "int8")]
     )
     for model, precision in cases:
         runs = [start(model, precision) for _ in range(1 if options.quick else 5)]
