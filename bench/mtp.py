@@ -17,6 +17,7 @@ from pathlib import Path
 
 from harness import Origin, Row, print_table, write_json
 from tripool import LLM, SamplingParams
+from tripool.core import Generation
 
 QUESTIONS = (
     "Tell me a story about a fox.",
@@ -29,31 +30,30 @@ QUESTIONS = (
 SPEED_UP = 1.2
 
 
-def answer_all(llm: LLM, temperature: float, max_tokens: int) -> tuple[float, list[tuple[int, ...]], int, int]:
-    """Tokens per second, the answers, drafts verified, drafts that came true."""
+def answer(llm: LLM, question: str, temperature: float, max_tokens: int) -> tuple[float, Generation]:
     params = SamplingParams(temperature=temperature, seed=7, max_tokens=max_tokens, ignore_eos=True)
-    answers, drafted, accepted = [], 0, 0
     started = time.perf_counter()
-    for question in QUESTIONS:
-        (answer,) = llm.chat([[{"role": "user", "content": question}]], params)
-        answers.append(answer.token_ids)
-        drafted += answer.usage.draft_tokens
-        accepted += answer.usage.accepted_draft_tokens
-    return sum(map(len, answers)) / (time.perf_counter() - started), answers, drafted, accepted
+    (said,) = llm.chat([[{"role": "user", "content": question}]], params)
+    return time.perf_counter() - started, said
 
 
 def compare(llms: dict[bool, LLM], temperature: float, max_tokens: int, repetitions: int) -> Row:
-    speeds: dict[bool, list[float]] = {True: [], False: []}
-    share = 0.0
+    """Question by question in turns, because a shared machine's speed changes from second to second."""
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    drafted = accepted = 0
     for llm in llms.values():
-        answer_all(llm, temperature, 8)
-    for repetition in range(repetitions):
+        answer(llm, QUESTIONS[0], temperature, 8)
+    for turn in range(repetitions * len(QUESTIONS)):
         texts = {}
-        for drafts in (True, False) if repetition % 2 else (False, True):
-            speed, texts[drafts], drafted, accepted = answer_all(llms[drafts], temperature, max_tokens)
-            speeds[drafts].append(speed)
-            share = accepted / drafted if drafts and drafted else share
+        for drafts in (True, False) if turn % 2 else (False, True):
+            took_s, said = answer(llms[drafts], QUESTIONS[turn // 2 % len(QUESTIONS)], temperature, max_tokens)
+            seconds[drafts].append(took_s)
+            texts[drafts] = said.token_ids
+            drafted += said.usage.draft_tokens
+            accepted += said.usage.accepted_draft_tokens
         assert texts[True] == texts[False], "the text depends on drafts"
+    speeds = {drafts: [max_tokens / took_s for took_s in some] for drafts, some in seconds.items()}
+    share = accepted / drafted if drafted else 0.0
     return Row(
         name=f"decode with drafts / without, temperature {temperature:g}",
         ours=statistics.median(speeds[True]),
@@ -78,7 +78,7 @@ def main() -> int:
         drafts: LLM(options.model, threads=options.threads, mtp=drafts, precision=options.precision)
         for drafts in (True, False)
     }
-    repetitions, max_tokens = (3, 100) if options.quick else (9, 200)
+    repetitions, max_tokens = (4, 200) if options.quick else (20, 200)
     rows = [compare(llms, temperature, max_tokens, repetitions) for temperature in (0.0, 0.7)]
     print_table(rows, origin, f"MTP drafts on {options.model}: {options.threads} threads, medians of {repetitions}")
     if options.json:

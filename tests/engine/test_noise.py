@@ -1,8 +1,10 @@
 """Noise is keyed by (seed, choice, position, token) alone, and is Gumbel-distributed."""
 
+import pytest
 import torch
 
-from tripool.engine.noise import gumbel, noise_key, token_hashes
+from tripool.engine.noise import _log, draw, gumbel, noise_key, token_hashes
+from tripool.kernels.cpu8.library import library, variants
 
 
 def test_each_part_of_the_key_matters():
@@ -45,3 +47,26 @@ def test_the_largest_draws_are_finite():
         noise = gumbel(noise_key(1, 0, position), token_hashes(8192))
         assert noise.isfinite().all()
         assert noise.argmax() == token
+
+
+@pytest.mark.skipif(not variants(), reason="no compiled kernels")
+@pytest.mark.parametrize("variant", variants())
+def test_the_fast_draw_is_the_plain_one(variant: str) -> None:
+    """Same noise to the bit: with all logits equal the largest noise decides, and nothing else."""
+    for count in (1, 15, 16, 17, 1000, 8192):
+        hashes = token_hashes(count)
+        for position in range(200 if count < 8192 else 20):
+            key = noise_key(11, 0, position)
+            logits = torch.randn(count, generator=torch.Generator().manual_seed(position)) * (position % 3)
+            if position % 5 == 0:
+                logits[1::2] = float("-inf")
+            for temperature in (0.3, 1.0, 2.5):
+                chosen = library(variant).tripool_draw(logits.data_ptr(), count, temperature, key)
+                assert chosen == draw(logits, temperature, key, hashes)
+
+
+def test_the_logarithm_is_one():
+    """To the last two bits, from the smallest draw to the largest."""
+    x = torch.cat([torch.linspace(2.0**-24, 1 - 2.0**-24, 100_001), torch.linspace(5.9e-8, 17.0, 100_001)])
+    exact = x.double().log()
+    assert ((_log(x).double() - exact).abs() <= 2.5e-7 * exact.abs().clamp(min=1e-9)).float().mean() > 0.9999

@@ -6,7 +6,7 @@ Supplies bytes, config and text files. Refuses to know networks: which tensors a
 from tripool.checkpoints.base import Checkpoint, TensorInfo
 from tripool.checkpoints.folder import FolderCheckpoint
 from tripool.checkpoints.gguf import GgufCheckpoint
-from tripool.checkpoints.names import ModelEntry, list_models, open_checkpoint
+from tripool.checkpoints.names import ModelEntry, list_models, locate, open_checkpoint
 
 __all__ = [
     "Checkpoint",
@@ -15,5 +15,6 @@ __all__ = [
     "ModelEntry",
     "TensorInfo",
     "list_models",
+    "locate",
     "open_checkpoint",
 ]

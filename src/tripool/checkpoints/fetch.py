@@ -144,6 +144,16 @@ def _remove_unfinished(folder: Path) -> None:
         shutil.rmtree(left_over, ignore_errors=True)
 
 
+def unfinished_in(folder: Path) -> list[Path]:
+    """What killed processes left behind in a model's folder; nothing while somebody fetches it."""
+    try:
+        with (folder / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return sorted(folder.glob("unfinished-*"))
+    except OSError:  # no such folder, or in use
+        return []
+
+
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -68,6 +68,18 @@ def open_checkpoint(
     raise CheckpointMissing(f"no model '{name_or_path}'", hint=hint, file=path)
 
 
+def locate(name_or_path: str | Path, *, cache_dir: Path | None = None) -> Path | None:
+    """Where `open_checkpoint` would find it, without opening or fetching anything; None: not here."""
+    if isinstance(name_or_path, str):
+        if name_or_path in BUNDLED:
+            return BUNDLED[name_or_path]
+        if name_or_path in FETCHED:
+            model, folder = FETCHED[name_or_path], cache_dir or default_cache_dir()
+            return model.path(folder) if is_fetched(model, folder) else None
+    path = Path(name_or_path).expanduser()
+    return path if path.exists() else None
+
+
 def list_models(cache_dir: Path | None = None) -> list[ModelEntry]:
     """Every known name; sizes of what is here come from its headers."""
     cache_dir = cache_dir or default_cache_dir()

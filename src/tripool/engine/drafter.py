@@ -63,10 +63,10 @@ class Drafter:
             row += task.num_rows
         if not rows.work:
             return []
-        out = self._runner.mtp_hidden(rows.work, _gather(hidden, rows))
+        logits = self._runner.draft_logits(rows.work, _gather(hidden, rows), rows.last_rows)
         if not rows.drafting:
             return []
-        guesses = self._sampler.guess(self._runner.draft_logits(rows_of(out, rows.last_rows)), rows.drafting)
+        guesses = self._sampler.guess(logits, rows.drafting)
         return list(zip(rows.drafting, guesses, strict=True))
 
     def welcome(self, seq: Seq) -> None:

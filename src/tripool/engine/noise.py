@@ -1,7 +1,8 @@
 """Sampling noise that is a pure function of (seed, choice, position, token).
 
 The same request draws the same noise alone, in any batch, after a preemption, on another worker, and for a draft and
-its verification. Counter-based: a splitmix64-style mixer over 64-bit integers, the same bits on every device.
+its verification. Counter-based: a splitmix64-style mixer over 64-bit integers, and a logarithm written out in single
+operations, so that the bits are the same on every device. `kernels/native/draw.h` is the fast version.
 """
 
 from __future__ import annotations
@@ -11,6 +12,16 @@ import torch
 _MASK = 2**64 - 1
 _MUL_1, _MUL_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _STEP = 0x9E3779B97F4A7C15
+_LOG_TERMS = (
+    -1.1514610310e-1,
+    1.1676998740e-1,
+    -1.2420140846e-1,
+    1.4249322787e-1,
+    -1.6668057665e-1,
+    2.0000714765e-1,
+    -2.4999993993e-1,
+    3.3333331174e-1,
+)
 
 
 def noise_key(seed: int, choice: int, position: int) -> int:
@@ -31,7 +42,30 @@ def gumbel(key: int, hashes: torch.Tensor) -> torch.Tensor:
     # 23 bits: with one more the half would round, and the largest draw would be 1, whose noise is infinite.
     bits = _mix(hashes + _signed(key)) >> 41 & 0x7FFFFF
     uniform = (bits.to(torch.float32) + 0.5) * 2.0**-23
-    return -torch.log(-torch.log(uniform))
+    return -_log(-_log(uniform))
+
+
+def _log(x: torch.Tensor) -> torch.Tensor:
+    """Natural logarithm of normal float32 numbers, each operation rounded by itself (Cephes' coefficients)."""
+    bits = x.view(torch.int32)
+    exponent = (bits >> 23) - 126
+    m = (bits & 0x7FFFFF | 0x3F000000).view(torch.float32)
+    small = m < 0.707106781186547524
+    exponent = exponent - small.to(torch.int32)
+    m = torch.where(small, m + m, m) - 1.0
+    p = torch.full_like(m, 7.0376836292e-2)
+    for term in _LOG_TERMS:
+        p = p * m + term
+    e, square = exponent.to(torch.float32), m * m
+    y = p * m * square
+    y = y + e * -2.12194440e-4
+    y = y - square * 0.5
+    return (m + y) + e * 0.693359375
+
+
+def draw(row: torch.Tensor, temperature: float, key: int, hashes: torch.Tensor) -> int:
+    """The token that the noise of this key chooses from a row of logits."""
+    return int((row / temperature + gumbel(key, hashes[: len(row)])).argmax())
 
 
 def _mix_int(x: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +21,7 @@ class Runner:
         assert not mtp or model.mtp is not None
         self.model = model
         layers = model.kv_layers if mtp else model.arch.layers
-        self.kv = torch.zeros(layers, num_blocks * BLOCK_TOKENS, model.arch.kv_width)
+        self.kv = _zeros(layers, num_blocks * BLOCK_TOKENS, model.arch.kv_width)
 
     @property
     def kv_bytes(self) -> int:
@@ -54,10 +56,19 @@ class Runner:
     def mtp_hidden(self, work: Sequence[Work], hidden: torch.Tensor) -> torch.Tensor:
         """MTP layer over the same kind of work: its tokens are the successors of the rows of `hidden`."""
         batch, order = _batch(work, first=1)
-        if order is not None:
-            hidden = hidden[torch.argsort(order)]
-        out = self.model.mtp_hidden(batch, hidden, self.kv)
-        return out if order is None else out.index_select(0, order)
+        if order is None:
+            return self.model.mtp_hidden(batch, hidden, self.kv)
+        return self.model.mtp_hidden(batch, hidden[torch.argsort(order)], self.kv).index_select(0, order)
+
+    @torch.inference_mode()
+    def draft_logits(self, work: Sequence[Work], hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """As `mtp_hidden`, and then what comes after these rows, in their order."""
+        batch, order = _batch(work, first=1)
+        if order is None:
+            return self.model.draft_logits(batch, hidden, self.kv, rows)
+        places = order[list(rows)]
+        logits = self.model.draft_logits(batch, hidden[torch.argsort(order)], self.kv, sorted(places.tolist()))
+        return logits[torch.argsort(torch.argsort(places))]
 
     def clear_mtp(self, table: Sequence[int], position: int) -> None:
         """A slot of the MTP layer that nothing can be computed for: better nothing than what was there before."""
@@ -67,8 +78,13 @@ class Runner:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model.logits(hidden)
 
-    def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.model.draft_logits(hidden)
+
+def _zeros(*shape: int) -> torch.Tensor:
+    """Zero without being written: the system gives each page, zeroed, when it is first used. `torch.zeros` writes every
+    byte, which for gigabytes of KV takes longer than all the rest of a start from the model cache."""
+    num_bytes = torch.float32.itemsize * math.prod(shape)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memoryview(pages), dtype=torch.float32).view(shape)
 
 
 def rows_of(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

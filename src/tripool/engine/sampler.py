@@ -13,7 +13,9 @@ from collections.abc import Sequence
 import torch
 
 from tripool.core import SamplingParams, TokenLogprobs
-from tripool.engine.noise import gumbel, noise_key, token_hashes
+from tripool.engine.noise import draw, gumbel, noise_key, token_hashes
+from tripool.kernels.cpu8.draw import draw as fast_draw
+from tripool.kernels.cpu8.library import variants
 from tripool.sequence import Sampled, Seq
 
 _FIRST_CANDIDATES = 256
@@ -23,8 +25,7 @@ _FIRST_CANDIDATES = 256
 class Sampler:
     def __init__(self, vocab: int) -> None:
         self._hashes = token_hashes(vocab)
-        self._noise: dict[int, torch.Tensor] = {}
-        """Over the whole vocabulary, by key: what the last guesses used, because the real choices will use it again."""
+        self._fast = bool(variants())
 
     def sample(self, logits: torch.Tensor, seqs: Sequence[Seq]) -> list[Sampled]:
         """logits float32 [rows, vocab], a row per sequence. Rows may be changed in place."""
@@ -33,15 +34,20 @@ class Sampler:
         return [self._sample_row(row, seq) for row, seq in zip(logits, seqs, strict=True)]
 
     def guess(self, logits: torch.Tensor, seqs: Sequence[Seq]) -> list[int]:
-        """As `sample`, for logits that are a guess: the token `sample` would choose if it saw the same ones.
+        """As `sample`, for logits that are a guess, perhaps of the first ids only: the token that `sample` would choose
+        if it saw the same ones, and nothing of the others.
 
         History, settings and noise are those the real choice will use, so a good guess is a hit at any temperature.
         """
         if all(_is_plain_greedy(seq) for seq in seqs):
             return _likeliest(logits)
-        keys = [_key(seq) for seq in seqs if seq.request.params.temperature > 0 and _keeps_all(seq.request.params)]
-        self._noise = {key: gumbel(key, self._hashes) for key in keys}
-        return [self._choose(row, seq) for row, seq in zip(logits, seqs, strict=True)]
+        return [self._choose(self._widened(row, seq), seq) for row, seq in zip(logits, seqs, strict=True)]
+
+    def _widened(self, row: torch.Tensor, seq: Seq) -> torch.Tensor:
+        """Of the whole vocabulary, where ids of it are to be penalised, banned or allowed."""
+        if not _adjusts(seq) or len(row) == len(self._hashes):
+            return row
+        return torch.cat((row, row.new_full((len(self._hashes) - len(row),), float("-inf"))))
 
     def _sample_row(self, row: torch.Tensor, seq: Seq) -> Sampled:
         params = seq.request.params
@@ -55,11 +61,12 @@ class Sampler:
 
     def _draw(self, row: torch.Tensor, seq: Seq) -> int:
         params, key = seq.request.params, _key(seq)
+        if _keeps_all(params):
+            if self._fast:
+                return fast_draw(row, params.temperature, key)
+            return draw(row, params.temperature, key, self._hashes)
         row = row / params.temperature
         kept = keep(row, params)
-        if kept is None:
-            noise = self._noise.get(key)
-            return int((row + (gumbel(key, self._hashes) if noise is None else noise)).argmax())
         return int(kept[(row[kept] + gumbel(key, self._hashes[kept])).argmax()])
 
 
@@ -97,10 +104,8 @@ def _confine(row: torch.Tensor, allowed: torch.Tensor) -> None:
         row[allowed] = 0.0
 
 
-def keep(row: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:
-    """Tokens that stay candidates, likeliest first; None means all of them."""
-    if _keeps_all(params):
-        return None
+def keep(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Tokens that stay candidates, likeliest first where that is known."""
     if params.top_k == 0 and params.top_p == 1.0:
         return torch.where(row >= row.max() + _log(params.min_p))[0]
     order = _top(row, params)
@@ -141,11 +146,16 @@ def _report(logprobs: torch.Tensor, token: int, top: int) -> TokenLogprobs:
     return TokenLogprobs(float(logprobs[token]), tuple(pairs))
 
 
-def _is_plain_greedy(seq: Seq) -> bool:
+def _adjusts(seq: Seq) -> bool:
+    """Whether `adjust` may change anything."""
     p = seq.request.params
     changed = p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty or p.logit_bias
-    plain = p.logprobs is None and not changed and seq.guide is None
-    return p.temperature == 0 and plain and seq.num_generated >= p.min_tokens
+    return bool(changed) or seq.guide is not None or seq.num_generated < p.min_tokens
+
+
+def _is_plain_greedy(seq: Seq) -> bool:
+    p = seq.request.params
+    return p.temperature == 0 and p.logprobs is None and not _adjusts(seq)
 
 
 def _log(p: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -22,8 +22,8 @@ class Batch:
     num_prompt_rows: int
     prompts: list[Span]
     decodes: list[Span]
-    turns: torch.Tensor = field(init=False)
-    """complex64 [rows, rope / 2]: how far each row's position turns. The model sets it."""
+    turns: torch.Tensor | None = None
+    """complex64 [rows, rope / 2]: how far each row's position turns. Set by whoever needs it so."""
     native: object | None = None
     """A table's own form of all this, made when it is first needed."""
 

@@ -6,7 +6,7 @@ A half takes the residual stream x [rows, hidden] and adds to it in place. `plai
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -14,10 +14,11 @@ from typing import Protocol
 import torch
 
 from tripool.kernels.batch import Batch
-from tripool.kernels.cpu.ops import CPU_OPS
+from tripool.kernels.cpu.ops import cpu_ops
 from tripool.kernels.ops import REFERENCE_OPS, LinearOp, Ops
-from tripool.kernels.ref.halves import GroupedAttention, Join, LatentAttention, Mlp, MoeMlp
-from tripool.kernels.weights import GqaWeights, JoinWeights, LatentWeights, MlpWeights, MoeWeights
+from tripool.kernels.ref.halves import Draft, GroupedAttention, Join, LatentAttention, Mlp, MoeMlp
+from tripool.kernels.shelf import FRESH, Shelf
+from tripool.kernels.weights import GqaWeights, JoinWeights, LatentWeights, MlpWeights, MoeWeights, Norm
 
 
 class AttentionHalf(Protocol):
@@ -41,6 +42,34 @@ class JoinOp(Protocol):
     def num_bytes(self) -> int: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftParts:
+    """What a draft goes through: an MTP layer with what it shares with the network around it."""
+
+    embed: torch.Tensor
+    """[vocab, hidden]."""
+    turns: torch.Tensor
+    """complex64 [positions, rope / 2]."""
+    join: JoinOp
+    attention: AttentionHalf
+    mlp: MlpHalf
+    norm: Norm
+    head: LinearOp
+    """Of the tokens that a draft may be."""
+
+
+class DraftOp(Protocol):
+    """`batch`: the successors at their own positions; `hidden`: the final states of the tokens before them."""
+
+    def hidden(self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        """The layer's own final state of every row. Writes the rows' KV, as `logits` does."""
+        ...
+
+    def logits(self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """What the layer says after these rows, given in rising order."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class KernelTable:
     name: str
@@ -51,9 +80,12 @@ class KernelTable:
     mla: Callable[[LatentWeights], AttentionHalf]
     mlp: Callable[[MlpWeights], MlpHalf]
     moe: Callable[[MoeWeights], MlpHalf]
+    draft: Callable[[DraftParts], DraftOp]
+    over: Callable[[Shelf], KernelTable] | None = None
+    """The same table with what it packs kept on a shelf; None: it packs nothing worth keeping."""
 
 
-def plain_table(name: str, ops: Ops) -> KernelTable:
+def plain_table(name: str, ops: Ops, over: Callable[[Shelf], KernelTable] | None = None) -> KernelTable:
     return KernelTable(
         name=name,
         rms_norm=ops.rms_norm,
@@ -63,8 +95,16 @@ def plain_table(name: str, ops: Ops) -> KernelTable:
         mla=partial(LatentAttention, ops),
         mlp=partial(Mlp, ops),
         moe=partial(MoeMlp, ops),
+        draft=partial(Draft, ops),
+        over=over,
     )
 
 
 REFERENCE = plain_table("reference", REFERENCE_OPS)
-CPU = plain_table("cpu-float32", CPU_OPS)
+
+
+def cpu_table(shelf: Shelf) -> KernelTable:
+    return plain_table("cpu-float32", cpu_ops(shelf), cpu_table)
+
+
+CPU = cpu_table(FRESH)

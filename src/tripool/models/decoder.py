@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from tripool.kernels import Batch, KernelTable
+from tripool.kernels.ops import LinearOp
+from tripool.kernels.table import DraftParts
 from tripool.kernels.weights import JoinWeights, Norm
 from tripool.models.arch import Arch, MlaShape
 from tripool.models.gqa import grouped_attention
@@ -24,40 +28,38 @@ class Layer:
             for name in ("input", "post_attention")
         )
         if isinstance(arch.attention, MlaShape):
-            self._attention = latent_attention(loader, f"{prefix}.self_attn", before, arch, arch.attention)
+            self.attention = latent_attention(loader, f"{prefix}.self_attn", before, arch, arch.attention)
         else:
-            self._attention = grouped_attention(loader, f"{prefix}.self_attn", before, arch, arch.attention)
+            self.attention = grouped_attention(loader, f"{prefix}.self_attn", before, arch, arch.attention)
         if moe:
             assert arch.moe is not None
-            self._mlp = expert_mlp(loader, f"{prefix}.mlp", after, arch, arch.moe)
+            self.mlp = expert_mlp(loader, f"{prefix}.mlp", after, arch, arch.moe)
         else:
-            self._mlp = dense_mlp(loader, f"{prefix}.mlp", after, arch)
+            self.mlp = dense_mlp(loader, f"{prefix}.mlp", after, arch)
 
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
         """Adds to x, in place."""
-        self._attention(x, batch, kv)
-        self._mlp(x)
+        self.attention(x, batch, kv)
+        self.mlp(x)
 
 
 class Mtp:
     """Multi-token prediction: from a token's final hidden state and its successor, guess the successor's successor."""
 
-    def __init__(self, loader: Loader, arch: Arch) -> None:
+    def __init__(self, loader: Loader, arch: Arch, embed: torch.Tensor, turns: torch.Tensor, head: LinearOp) -> None:
         prefix = f"model.layers.{arch.layers}"
-        self._k, self._eps = loader.kernels, arch.norm_eps
-        embedded, hidden = (
-            Norm(loader.tensor(f"{prefix}.{name}.weight", arch.hidden), arch.norm_eps) for name in ("enorm", "hnorm")
+        embedded, hidden, final = (
+            Norm(loader.tensor(f"{prefix}.{name}.weight", arch.hidden), arch.norm_eps)
+            for name in ("enorm", "hnorm", "shared_head.norm")
         )
         weight = loader.fused([f"{prefix}.eh_proj"], [arch.hidden], 2 * arch.hidden)
-        self._join = loader.counted(loader.kernels.join(JoinWeights(left=embedded, right=hidden, weight=weight)))
-        self._layer = Layer(loader, prefix, arch, moe=arch.moe is not None)
-        self._norm = loader.tensor(f"{prefix}.shared_head.norm.weight", arch.hidden)
-
-    def __call__(self, embedded: torch.Tensor, hidden: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
-        """`embedded`: of the successors; `hidden`: the main model's output (after its final norm), row by row."""
-        x = self._join(embedded, hidden)
-        self._layer(x, batch, kv)
-        return self._k.rms_norm(x, self._norm, self._eps)
+        join = loader.counted(loader.kernels.join(JoinWeights(left=embedded, right=hidden, weight=weight)))
+        layer = Layer(loader, prefix, arch, moe=arch.moe is not None)
+        common = head.first(min(arch.vocab, max(_DRAFT_TOKENS, arch.vocab // 4)))
+        parts = DraftParts(
+            embed=embed, turns=turns, join=join, attention=layer.attention, mlp=layer.mlp, norm=final, head=common
+        )
+        self.draft = loader.kernels.draft(parts)
 
 
 class Model:
@@ -74,9 +76,8 @@ class Model:
         else:
             self._head = loader.linear(["lm_head"], [arch.vocab], arch.hidden)
         has_mtp = arch.mtp_layers > 0 and loader.has(f"model.layers.{arch.layers}.eh_proj.weight")
-        self.mtp = Mtp(loader, arch) if has_mtp else None
-        self._draft_head = self._head.first(min(arch.vocab, max(_DRAFT_TOKENS, arch.vocab // 4)))
-        self._turns = turn_table(arch.rope, arch.context_tokens)
+        self._turns = loader.derived("turns", lambda: turn_table(arch.rope, arch.context_tokens))
+        self.mtp = Mtp(loader, arch, self._embed, self._turns, self._head) if has_mtp else None
         self.num_bytes = loader.num_bytes
 
     @property
@@ -93,18 +94,16 @@ class Model:
         return self._k.rms_norm(x, self._norm, self.arch.norm_eps)
 
     def mtp_hidden(self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """`batch.tokens` are the successors at their own positions, `hidden` that of the tokens before them."""
+        """`batch.tokens` are the successors at their own positions, `hidden` that of the tokens before them (after the
+        final norm), row by row."""
         assert self.mtp is not None
-        embedded = self._embed.index_select(0, batch.tokens)
-        batch.turns = self._turns.index_select(0, batch.positions)
-        return self.mtp(embedded, hidden, batch, kv[self.arch.layers])
+        return self.mtp.draft.hidden(batch, hidden, kv[self.arch.layers])
 
-    def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of the commonest tokens, -inf for all others: a guess need not know rare words, and costs much less so."""
-        common = self._draft_head(hidden)
-        logits = common.new_full((common.shape[0], self.arch.vocab), float("-inf"))
-        logits[:, : common.shape[1]] = common
-        return logits
+    def draft_logits(self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """As `mtp_hidden`, and then what it says after some of the rows, of the commonest tokens only: a guess need not
+        know rare words, and costs much less so."""
+        assert self.mtp is not None
+        return self.mtp.draft.logits(batch, hidden, kv[self.arch.layers], rows)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(hidden)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from tripool.kernels.table import AttentionHalf
 from tripool.kernels.weights import GqaWeights, Norm
 from tripool.models.arch import Arch, GqaShape
@@ -21,9 +23,8 @@ def grouped_attention(loader: Loader, prefix: str, norm: Norm, arch: Arch, shape
             to_pairs(bias[rows], arch.rope)
     norms: list[Norm | None] = [None, None]
     if shape.qk_norm:
-        gains = [loader.tensor(f"{prefix}.{part}_norm.weight", shape.head_dim) for part in "qk"]
-        for gain in gains:
-            to_pairs(gain, arch.rope)
+        paired = partial(to_pairs, rope=arch.rope)
+        gains = [loader.tensor(f"{prefix}.{part}_norm.weight", shape.head_dim, then=paired) for part in "qk"]
         norms = [Norm(gain, arch.norm_eps) for gain in gains]
     out = [f"{prefix}.o_proj"]
     weights = GqaWeights(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from tripool.checkpoints import Checkpoint
 from tripool.errors import WrongArchitecture
 from tripool.kernels import CPU, KernelTable
+from tripool.kernels.shelf import FRESH, Shelf
 from tripool.models import deepseek, llama, qwen
 from tripool.models.arch import Arch, ConfigReader
 from tripool.models.decoder import Model
-from tripool.models.loader import Loader
+from tripool.models.loader import FromCheckpoint, Loader
 
 FAMILIES: dict[str, Callable[[ConfigReader], Arch]] = {
     kind: family.read_arch for family in (llama, qwen, deepseek) for kind in family.MODEL_TYPES
@@ -20,14 +22,24 @@ FAMILIES: dict[str, Callable[[ConfigReader], Arch]] = {
 
 
 def read_arch(checkpoint: Checkpoint) -> Arch:
-    config = checkpoint.config
+    return arch_of(checkpoint.config, str(checkpoint.path))
+
+
+def arch_of(config: Mapping[str, Any], file: str) -> Arch:
+    """`file`: to be named if the config cannot be used."""
     kind = config.get("model_type")
     if kind not in FAMILIES:
         hint = f"this version runs {', '.join(sorted(FAMILIES))}"
-        raise WrongArchitecture(f"model_type is {kind!r}", hint=hint, file=checkpoint.path)
-    return FAMILIES[kind](ConfigReader(config, str(checkpoint.path)))
+        raise WrongArchitecture(f"model_type is {kind!r}", hint=hint, file=file)
+    return FAMILIES[kind](ConfigReader(config, file))
 
 
 @torch.inference_mode()
-def load_model(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, *, kernels: KernelTable = CPU) -> Model:
-    return Model(read_arch(checkpoint), Loader(checkpoint, kernels, dtype))
+def load_model(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype = torch.float32,
+    *,
+    kernels: KernelTable = CPU,
+    shelf: Shelf = FRESH,
+) -> Model:
+    return Model(read_arch(checkpoint), Loader(FromCheckpoint(checkpoint), kernels, dtype, shelf))

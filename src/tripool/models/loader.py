@@ -1,8 +1,12 @@
-"""Reads a checkpoint's tensors straight into their final, fused place: each weight exists once in memory."""
+"""Reads a checkpoint's tensors straight into their final, fused place: each weight exists once in memory.
+
+Where the final tensors were kept before, nothing is read: what would be packed has a shape and no bytes (torch's `meta`
+device), and the shelf has what would come of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -11,6 +15,7 @@ from tripool.checkpoints import Checkpoint
 from tripool.errors import TensorMissing
 from tripool.kernels import KernelTable
 from tripool.kernels.ops import LinearOp
+from tripool.kernels.shelf import FRESH, Shelf
 
 
 class Packed(Protocol):
@@ -21,40 +26,71 @@ class Packed(Protocol):
 Op = TypeVar("Op", bound=Packed)
 
 
-class Loader:
-    def __init__(self, checkpoint: Checkpoint, kernels: KernelTable, dtype: torch.dtype) -> None:
-        self._checkpoint = checkpoint
-        self._infos = checkpoint.infos()
-        self._dtype = dtype
-        self.kernels = kernels
-        self.num_bytes = 0
+class Source(Protocol):
+    """Whose tensors are wanted: a checkpoint's, or nobody's because the shelf has them."""
+
+    device: str
+
+    def has(self, name: str) -> bool: ...
+    def read(self, name: str, out: torch.Tensor) -> None: ...
+
+
+class FromCheckpoint:
+    device = "cpu"
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint, self._infos = checkpoint, checkpoint.infos()
 
     def has(self, name: str) -> bool:
         return name in self._infos
 
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        out = torch.empty(shape, dtype=self._dtype)
-        self.into(name, out)
+    def read(self, name: str, out: torch.Tensor) -> None:
+        if name not in self._infos:
+            hint = "the checkpoint is incomplete or of another architecture; fetch it again"
+            problem, file = "the config promises a tensor that is not there", self._checkpoint.path
+            raise TensorMissing(problem, hint=hint, tensor=name, file=file)
+        self._checkpoint.read(name, out)
+
+
+class Loader:
+    def __init__(self, source: Source, kernels: KernelTable, dtype: torch.dtype, shelf: Shelf = FRESH) -> None:
+        self._source, self._dtype, self._shelf = source, dtype, shelf
+        self.kernels = kernels if shelf is FRESH or kernels.over is None else kernels.over(shelf)
+        self.num_bytes = 0
+
+    def has(self, name: str) -> bool:
+        return self._source.has(name)
+
+    def tensor(self, name: str, *shape: int, then: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
+        """One that is used as it is stored, but for what `then` does to it."""
+
+        def read() -> torch.Tensor:
+            out = self._blank(*shape)
+            self.into(name, out)
+            if then is not None:
+                then(out)
+            return out
+
+        out = self._shelf.keep(name, read)
         self.num_bytes += out.nbytes
         return out
 
+    def derived(self, label: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """One that is computed, such as a table, and not counted as a weight."""
+        return self._shelf.keep(label, make)
+
     def into(self, name: str, out: torch.Tensor) -> None:
-        if name not in self._infos:
-            hint = "the checkpoint is incomplete or of another architecture; fetch it again"
-            raise TensorMissing(
-                "the config promises a tensor that is not there", hint=hint, tensor=name, file=self._path
-            )
-        self._checkpoint.read(name, out)
+        self._source.read(name, out)
 
     def fused(self, names: Sequence[str], outs: Sequence[int], width: int) -> torch.Tensor:
         """Weights of layers that read the same input, stacked: one wide product instead of several narrow ones."""
-        weight = torch.empty(sum(outs), width, dtype=self._dtype)
+        weight = self._blank(sum(outs), width)
         for name, part in zip(names, weight.split(list(outs)), strict=True):
             self.into(f"{name}.weight", part)
         return weight
 
     def bias(self, names: Sequence[str], outs: Sequence[int]) -> torch.Tensor:
-        bias = torch.empty(sum(outs), dtype=self._dtype)
+        bias = self._blank(sum(outs))
         for name, part in zip(names, bias.split(list(outs)), strict=True):
             self.into(f"{name}.bias", part)
         return bias
@@ -67,8 +103,8 @@ class Loader:
 
     def experts(self, prefix: str, experts: int, width: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Every expert's gate and up projections, stacked, and its down projection."""
-        gate_up = torch.empty(experts, 2 * width, hidden, dtype=self._dtype)
-        down = torch.empty(experts, hidden, width, dtype=self._dtype)
+        gate_up = self._blank(experts, 2 * width, hidden)
+        down = self._blank(experts, hidden, width)
         for i in range(experts):
             self.into(f"{prefix}.{i}.gate_proj.weight", gate_up[i, :width])
             self.into(f"{prefix}.{i}.up_proj.weight", gate_up[i, width:])
@@ -80,6 +116,5 @@ class Loader:
         self.num_bytes += op.num_bytes
         return op
 
-    @property
-    def _path(self) -> str:
-        return str(self._checkpoint.path)
+    def _blank(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._source.device)

@@ -72,7 +72,7 @@ def turn_table(rope: RopeShape, positions: int) -> torch.Tensor:
 
 def to_pairs(rows: torch.Tensor, rope: RopeShape) -> None:
     """Bring `dim` rows (of a weight, a bias or a norm) from the half layout to the paired one, in place."""
-    if not rope.paired:
+    if not rope.paired and not rows.is_meta:  # a tensor without bytes has no order
         rows.copy_(rows.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1))
 
 

@@ -4,12 +4,16 @@ The fused kernel wants keys and values of one width. Expanded: values are padded
 Absorbed: the cache rows serve as keys and as values, and the rotary part of the result is dropped.
 """
 
+from dataclasses import replace
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
 from tripool.kernels.cpu.elementwise import rope_
 from tripool.kernels.cpu.linear import Linear
 from tripool.kernels.ref import mla
+from tripool.kernels.shelf import FRESH, Shelf
 from tripool.kernels.spans import Span, context, visible
 
 
@@ -62,5 +66,6 @@ def mla_decode(
 
 
 class Mla(mla.Mla):
-    def __init__(self, weights: mla.MlaWeights) -> None:
-        super().__init__(weights, Linear, rope_, mla_prompt, mla_decode)
+    def __init__(self, weights: mla.MlaWeights, shelf: Shelf = FRESH) -> None:
+        kept = replace(weights, up=shelf.keep("up", lambda: weights.up))
+        super().__init__(kept, partial(Linear, shelf=shelf), rope_, mla_prompt, mla_decode)

@@ -10,23 +10,24 @@ import torch
 from tripool.kernels.batch import Batch
 from tripool.kernels.cpu8 import library
 from tripool.kernels.cpu8.native_batch import native_batch
-from tripool.kernels.cpu8.pack import Packed, PackedNorm, packed_gate_up
+from tripool.kernels.cpu8.pack import Packed, PackedNorm, packed, packed_gate_up
+from tripool.kernels.shelf import FRESH, Shelf
 from tripool.kernels.weights import GqaWeights, JoinWeights, LatentWeights, MlpWeights, MoeWeights, Norm
 
 _LANES = 16
 
 
 class Linear8:
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._see(Packed(weight, bias), len(weight))
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, shelf: Shelf = FRESH) -> None:
+        self._see(packed(weight, bias, shelf), len(weight))
 
-    def _see(self, packed: Packed, out: int) -> None:
+    def _see(self, all_of_it: Packed, out: int) -> None:
         """All of the packed weights, or the first of their outputs: panels stand in that order."""
-        self._packed, self._out = packed, out
-        whole = packed.struct
-        self._struct = library.Weight(whole.panels, whole.bias, out, whole.in_)
-        self._at, self._run = addressof(self._struct), library.library().tripool_linear
-        self.num_bytes = packed.num_bytes
+        self._packed, self._out = all_of_it, out
+        whole = all_of_it.struct
+        self.struct = library.Weight(whole.panels, whole.bias, out, whole.in_)
+        self.at, self._run = addressof(self.struct), library.library().tripool_linear
+        self.num_bytes = all_of_it.num_bytes
 
     def first(self, count: int) -> Linear8:
         part = object.__new__(Linear8)
@@ -36,7 +37,7 @@ class Linear8:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         y = torch.empty(x.shape[0], self._out)
-        self._run(self._at, x.data_ptr(), y.data_ptr(), x.shape[0])
+        self._run(self.at, x.data_ptr(), y.data_ptr(), x.shape[0])
         return y
 
 
@@ -49,105 +50,106 @@ def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class Join8:
-    def __init__(self, weights: JoinWeights) -> None:
+    def __init__(self, weights: JoinWeights, shelf: Shelf = FRESH) -> None:
         norms = [PackedNorm(n.gain, n.eps) for n in (weights.left, weights.right)]
-        packed = Packed(weights.weight)
-        self._keep = (norms, packed)
-        self._struct = library.Join(norms[0].struct, norms[1].struct, packed.struct)
-        self._at, self._out = addressof(self._struct), len(weights.weight)
+        weight = packed(weights.weight, None, shelf)
+        self._keep = (norms, weight)
+        self.struct = library.Join(norms[0].struct, norms[1].struct, weight.struct)
+        self.at, self._out = addressof(self.struct), len(weights.weight)
         self._run = library.library().tripool_join
-        self.num_bytes = packed.num_bytes
+        self.num_bytes = weight.num_bytes
 
     def __call__(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         left, right = left.contiguous(), right.contiguous()
         y = torch.empty(left.shape[0], self._out)
-        self._run(self._at, left.data_ptr(), right.data_ptr(), y.data_ptr(), left.shape[0])
+        self._run(self.at, left.data_ptr(), right.data_ptr(), y.data_ptr(), left.shape[0])
         return y
 
 
 class Mlp8:
-    def __init__(self, weights: MlpWeights) -> None:
+    def __init__(self, weights: MlpWeights, shelf: Shelf = FRESH) -> None:
         self._keep = keep = (
             PackedNorm(weights.norm.gain, weights.norm.eps),
-            packed_gate_up(weights.gate_up, weights.gate_up_bias),
-            Packed(weights.down, weights.down_bias),
+            packed_gate_up(weights.gate_up, weights.gate_up_bias, shelf),
+            packed(weights.down, weights.down_bias, shelf),
         )
-        self._struct = library.Mlp(*(part.struct for part in keep))
-        self._at, self._run = addressof(self._struct), library.library().tripool_mlp
+        self.struct = library.Mlp(*(part.struct for part in keep))
+        self.at, self._run = addressof(self.struct), library.library().tripool_mlp
         self.num_bytes = keep[1].num_bytes + keep[2].num_bytes
 
     def __call__(self, x: torch.Tensor) -> None:
         assert x.is_contiguous()
-        self._run(self._at, x.data_ptr(), x.shape[0])
+        self._run(self.at, x.data_ptr(), x.shape[0])
 
 
 class Gqa8:
-    def __init__(self, weights: GqaWeights) -> None:
+    def __init__(self, weights: GqaWeights, shelf: Shelf = FRESH) -> None:
         norms = [PackedNorm(n.gain, n.eps) if n else None for n in (weights.norm, weights.q_norm, weights.k_norm)]
-        qkv, out = Packed(weights.qkv, weights.qkv_bias), Packed(weights.out, weights.out_bias)
+        qkv = packed(weights.qkv, weights.qkv_bias, shelf)
+        out = packed(weights.out, weights.out_bias, shelf)
         self._keep = (norms, qkv, out)
         norm, q_norm, k_norm = (library.Norm() if n is None else n.struct for n in norms)
         shape = (weights.heads, weights.kv_heads, weights.head_dim, weights.scale)
-        self._struct = library.Gqa(norm, qkv.struct, out.struct, *shape, q_norm, k_norm)
-        self._at, self._run = addressof(self._struct), library.library().tripool_gqa
+        self.struct = library.Gqa(norm, qkv.struct, out.struct, *shape, q_norm, k_norm)
+        self.at, self._run = addressof(self.struct), library.library().tripool_gqa
         self.num_bytes = qkv.num_bytes + out.num_bytes
 
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
         assert x.is_contiguous() and kv.is_contiguous()
-        self._run(self._at, x.data_ptr(), kv.data_ptr(), native_batch(batch))
+        self._run(self.at, x.data_ptr(), kv.data_ptr(), native_batch(batch))
 
 
 class Mla8:
     """A head's step into the latent space, and back, is a small product of its own: folded into the query and output
     weights it would read twice the bytes at each token."""
 
-    def __init__(self, weights: LatentWeights) -> None:
+    def __init__(self, weights: LatentWeights, shelf: Shelf = FRESH) -> None:
         core = weights.core
         up, nope = core.up, core.nope
         heads, wide, rank = up.shape
         norms = [_norm(weights.norm), _norm(weights.q_norm), _norm(weights.kv_norm)]
-        packed = [
-            Packed(weights.down, weights.down_bias),
-            Packed(core.query),
-            Packed(core.out, core.out_bias),
+        whole = [
+            packed(weights.down, weights.down_bias, shelf),
+            packed(core.query, None, shelf),
+            packed(core.out, core.out_bias, shelf),
         ]
         keys, values = up[:, :nope].transpose(1, 2), up[:, nope:]
-        by_head = [[Packed(one) for one in some] for some in (up, keys, values)]
+        by_head = [[packed(one, None, shelf) for one in some] for some in (up, keys, values)]
         arrays = [(library.Weight * heads)(*(one.struct for one in some)) for some in by_head]
-        self._keep = (norms, packed, by_head, arrays)
+        self._keep = (norms, whole, by_head, arrays)
         norm, q_norm, kv_norm = (library.Norm() if n is None else n.struct for n in norms)
-        down, *others = (part.struct for part in packed)
+        down, *others = (part.struct for part in whole)
         shape = (heads, rank, len(core.query) // heads - nope, nope, wide - nope, core.scale)
-        self._struct = library.Mla(norm, down, q_norm, kv_norm, *others, *arrays, *shape)
-        self._at, self._run = addressof(self._struct), library.library().tripool_mla
-        self.num_bytes = sum(part.num_bytes for part in (*packed, *chain.from_iterable(by_head)))
+        self.struct = library.Mla(norm, down, q_norm, kv_norm, *others, *arrays, *shape)
+        self.at, self._run = addressof(self.struct), library.library().tripool_mla
+        self.num_bytes = sum(part.num_bytes for part in (*whole, *chain.from_iterable(by_head)))
 
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
         assert x.is_contiguous() and kv.is_contiguous()
-        self._run(self._at, x.data_ptr(), kv.data_ptr(), native_batch(batch))
+        self._run(self.at, x.data_ptr(), kv.data_ptr(), native_batch(batch))
 
 
 class Moe8:
-    def __init__(self, weights: MoeWeights) -> None:
+    def __init__(self, weights: MoeWeights, shelf: Shelf = FRESH) -> None:
         plan, shared = weights.plan, weights.shared
-        experts, hidden = weights.gate.shape
+        experts = len(weights.gate)
         norm = PackedNorm(weights.norm.gain, weights.norm.eps)
-        # By sixteen experts, then by input: see `native/experts.h`.
-        gate = torch.zeros(-(-experts // _LANES) * _LANES, hidden)
-        gate[:experts] = weights.gate
-        gate = gate.view(-1, _LANES, hidden).transpose(1, 2).contiguous()
-        gate_up = [packed_gate_up(one) for one in weights.gate_up]
-        down = [Packed(one) for one in weights.down]
-        packed = [*gate_up, *down]
+        gate = shelf.keep("gate", lambda: _gate_panels(weights.gate))
+        gate_up = [packed_gate_up(one, None, shelf) for one in weights.gate_up]
+        down = [packed(one, None, shelf) for one in weights.down]
+        parts = [*gate_up, *down]
         shared_structs = [library.Weight(), library.Weight()]
         if shared is not None:
-            pair = [packed_gate_up(shared.gate_up, shared.gate_up_bias), Packed(shared.down, shared.down_bias)]
-            packed += pair
+            pair = [
+                packed_gate_up(shared.gate_up, shared.gate_up_bias, shelf),
+                packed(shared.down, shared.down_bias, shelf),
+            ]
+            parts += pair
             shared_structs = [one.struct for one in pair]
         arrays = [(library.Weight * experts)(*(one.struct for one in some)) for some in (gate_up, down)]
         bias = None if weights.gate_bias is None else weights.gate_bias.contiguous()
-        self._keep = (norm, gate, bias, packed, arrays)
-        self._struct = library.Moe(
+        self._keep = (norm, gate, bias, parts, arrays)
+        self.struct = library.Moe(
             norm.struct,
             gate.data_ptr(),
             None if bias is None else bias.data_ptr(),
@@ -162,13 +164,21 @@ class Moe8:
             plan.normalise,
             plan.scaling,
         )
-        self._at, self._run = addressof(self._struct), library.library().tripool_moe
-        self.num_bytes = gate.nbytes + sum(part.num_bytes for part in packed)
+        self.at, self._run = addressof(self.struct), library.library().tripool_moe
+        self.num_bytes = gate.nbytes + sum(part.num_bytes for part in parts)
 
     def __call__(self, x: torch.Tensor) -> None:
         assert x.is_contiguous()
-        self._run(self._at, x.data_ptr(), x.shape[0])
+        self._run(self.at, x.data_ptr(), x.shape[0])
 
 
 def _norm(norm: Norm | None) -> PackedNorm | None:
     return None if norm is None else PackedNorm(norm.gain, norm.eps)
+
+
+def _gate_panels(gate: torch.Tensor) -> torch.Tensor:
+    """By sixteen experts, then by input: see `native/experts.h`."""
+    experts, hidden = gate.shape
+    padded = torch.zeros(-(-experts // _LANES) * _LANES, hidden)
+    padded[:experts] = gate
+    return padded.view(-1, _LANES, hidden).transpose(1, 2).contiguous()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -95,10 +95,22 @@ class Moe(Structure):
     )
 
 
+class Draft(Structure):
+    _fields_ = (
+        ("embed", c_void_p),
+        ("turns", c_void_p),
+        ("turn_width", c_int32),
+        *((name, c_void_p) for name in ("join", "mla", "gqa", "moe", "mlp")),
+        ("norm", Norm),
+        ("head", Weight),
+    )
+
+
 _FUNCTIONS: dict[str, Sequence[type]] = {
     "tripool_norm": (c_void_p, c_void_p, c_void_p, c_int),
     "tripool_linear": (c_void_p, c_void_p, c_void_p, c_int),
     "tripool_join": (c_void_p, c_void_p, c_void_p, c_void_p, c_int),
+    "tripool_draft": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p),
     "tripool_mlp": (c_void_p, c_void_p, c_int),
     "tripool_moe": (c_void_p, c_void_p, c_int),
     "tripool_gqa": (c_void_p, c_void_p, c_void_p, c_void_p),
@@ -136,6 +148,7 @@ def library(variant: str | None = None) -> ctypes.CDLL:
     for name, arguments in _FUNCTIONS.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, None
+    loaded.tripool_draw.argtypes, loaded.tripool_draw.restype = (c_void_p, c_int, c_float, c_uint64), c_int
     loaded.tripool_threads.argtypes, loaded.tripool_threads.restype = (c_int,), c_int
     return loaded
 

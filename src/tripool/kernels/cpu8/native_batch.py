@@ -23,11 +23,12 @@ class NativeBatch:
         self._prompts = _spans(batch.prompts, places)
         self._decodes = _spans(batch.decodes, places[len(batch.prompts) :])
         self._tensors = batch.slots, batch.turns
+        turns = None if batch.turns is None else batch.turns.data_ptr()
         self._struct = library.Batch(
             batch.num_rows,
             batch.num_prompt_rows,
             batch.slots.data_ptr(),
-            batch.turns.data_ptr(),
+            turns,
             len(batch.prompts),
             len(batch.decodes),
             self._prompts.buffer_info()[0],

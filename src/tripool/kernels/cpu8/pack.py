@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tripool.kernels.cpu8 import library
+from tripool.kernels.shelf import FRESH, Shelf
 
 GROUP = 64
 PANEL = 32
@@ -33,43 +34,56 @@ def dequantise(weight: torch.Tensor) -> torch.Tensor:
 class Packed:
     """One weight matrix. `struct` is what C sees; the tensors live as long as this object."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        out, width = weight.shape
-        panels = -(-out // PANEL)
-        steps, scales = quantise(weight)
-        groups = scales.shape[1]
-        bytes_ = torch.full((panels * PANEL, groups, GROUP), 128, dtype=torch.uint8)
-        bytes_[:out] = (steps.to(torch.int16) + 128).to(torch.uint8)
-        # [panel, half, lane, group, four, byte] -> [panel, group, four, half, lane, byte]
-        body = bytes_.view(panels, 2, _LANES, groups, GROUP // 4, 4).permute(0, 3, 4, 1, 2, 5)
-        padded_scales = torch.zeros(panels * PANEL, groups)
-        padded_scales[:out] = scales
-        tail = padded_scales.view(panels, PANEL, groups).transpose(1, 2).contiguous().view(torch.uint8)
-        self._panels = torch.cat((body.reshape(panels, groups, GROUP * PANEL), tail), dim=2).contiguous()
-        self._bias: torch.Tensor | None = None
-        if bias is not None:
-            self._bias = torch.zeros(panels * PANEL)
-            self._bias[:out] = bias
-        bias_at = None if self._bias is None else self._bias.data_ptr()
-        self.struct = library.Weight(self._panels.data_ptr(), bias_at, out, width)
-        self.num_bytes = self._panels.nbytes + (0 if self._bias is None else self._bias.nbytes)
+    def __init__(self, out: int, width: int, panels: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._panels, self._bias = panels, bias
+        self.struct = library.Weight(panels.data_ptr(), None if bias is None else bias.data_ptr(), out, width)
+        self.num_bytes = panels.nbytes + (0 if bias is None else bias.nbytes)
 
 
-def packed_gate_up(gate_up: torch.Tensor, bias: torch.Tensor | None = None) -> Packed:
+def packed(weight: torch.Tensor, bias: torch.Tensor | None = None, shelf: Shelf = FRESH) -> Packed:
+    kept = shelf.keep("panels", lambda: _panels(weight))
+    kept_bias = None if bias is None else shelf.keep("bias", lambda: _padded(bias))
+    return Packed(len(weight), weight.shape[1], kept, kept_bias)
+
+
+def packed_gate_up(gate_up: torch.Tensor, bias: torch.Tensor | None = None, shelf: Shelf = FRESH) -> Packed:
     """Sixteen gates, then the sixteen values they let through, and so on: a panel then needs no other to be gated."""
+    kept = shelf.keep("panels", lambda: _panels(_interleaved(gate_up)))
+    kept_bias = None
+    if bias is not None:
+        kept_bias = shelf.keep("bias", lambda: _padded(_interleaved(bias[:, None])[:, 0]))
+    return Packed(len(gate_up), gate_up.shape[1], kept, kept_bias)
+
+
+def _panels(weight: torch.Tensor) -> torch.Tensor:
+    out = len(weight)
+    panels = -(-out // PANEL)
+    steps, scales = quantise(weight)
+    groups = scales.shape[1]
+    bytes_ = torch.full((panels * PANEL, groups, GROUP), 128, dtype=torch.uint8)
+    bytes_[:out] = (steps.to(torch.int16) + 128).to(torch.uint8)
+    # [panel, half, lane, group, four, byte] -> [panel, group, four, half, lane, byte]
+    body = bytes_.view(panels, 2, _LANES, groups, GROUP // 4, 4).permute(0, 3, 4, 1, 2, 5)
+    padded_scales = torch.zeros(panels * PANEL, groups)
+    padded_scales[:out] = scales
+    tail = padded_scales.view(panels, PANEL, groups).transpose(1, 2).contiguous().view(torch.uint8)
+    return torch.cat((body.reshape(panels, groups, GROUP * PANEL), tail), dim=2).contiguous()
+
+
+def _padded(bias: torch.Tensor) -> torch.Tensor:
+    padded = torch.zeros(-(-len(bias) // PANEL) * PANEL)
+    padded[: len(bias)] = bias
+    return padded
+
+
+def _interleaved(gate_up: torch.Tensor) -> torch.Tensor:
     width = len(gate_up) // 2
     wide = -(-width // _LANES) * _LANES
     gates, ups = torch.zeros(2, wide, gate_up.shape[1]).unbind(0)
     gates[:width], ups[:width] = gate_up[:width], gate_up[width:]
-    joined = torch.stack((gates.view(-1, _LANES, gates.shape[1]), ups.view(-1, _LANES, ups.shape[1])), dim=1)
-    joined_bias = None
-    if bias is not None:
-        padded = torch.zeros(2, wide)
-        padded[:, :width] = bias.view(2, width)
-        joined_bias = padded.view(2, -1, _LANES).transpose(0, 1).flatten()
-    packed = Packed(joined.flatten(0, 2), joined_bias)
-    packed.struct.out = 2 * width
-    return packed
+    return torch.stack((gates.view(-1, _LANES, gates.shape[1]), ups.view(-1, _LANES, ups.shape[1])), dim=1).flatten(
+        0, 2
+    )
 
 
 class PackedNorm:

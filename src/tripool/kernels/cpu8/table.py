@@ -1,15 +1,26 @@
 """The 8-bit CPU table."""
 
+from functools import partial
+
 from tripool.kernels.cpu8 import halves
+from tripool.kernels.cpu8.draft import Draft8
+from tripool.kernels.shelf import FRESH, Shelf
 from tripool.kernels.table import KernelTable
 
-CPU8 = KernelTable(
-    name="cpu-int8",
-    rms_norm=halves.rms_norm,
-    linear=halves.Linear8,
-    join=halves.Join8,
-    gqa=halves.Gqa8,
-    mla=halves.Mla8,
-    mlp=halves.Mlp8,
-    moe=halves.Moe8,
-)
+
+def cpu8_table(shelf: Shelf) -> KernelTable:
+    return KernelTable(
+        name="cpu-int8",
+        rms_norm=halves.rms_norm,
+        linear=partial(halves.Linear8, shelf=shelf),
+        join=partial(halves.Join8, shelf=shelf),
+        gqa=partial(halves.Gqa8, shelf=shelf),
+        mla=partial(halves.Mla8, shelf=shelf),
+        mlp=partial(halves.Mlp8, shelf=shelf),
+        moe=partial(halves.Moe8, shelf=shelf),
+        draft=Draft8,
+        over=cpu8_table,
+    )
+
+
+CPU8 = cpu8_table(FRESH)

@@ -162,13 +162,13 @@ static void moe(const Moe *m, float *x, int rows) {
     Product *list = room(PRODUCTS, (sizeof(Product) + sizeof(int)) * ((size_t)m->experts + 1));
     Products all = {list, (int *)(list + m->experts + 1), 0, 0};
     if (shared_width)
-        add_product(&all, (Product){&m->shared_gate_up, &input, NULL, rows, shared_inner, shared_width, 0, GATE, NULL});
+        add_product(&all, (Product){&m->shared_gate_up, &input, NULL, rows, shared_inner, shared_width, 0, GATE, NULL, 0});
     for (int e = 0; e < m->experts; e++) {
         const int from = pairs.start[e], count = pairs.start[e + 1] - from;
         if (count)
-            add_product(&all, (Product){&m->gate_up[e], &input, pairs.row + from, count, inner, width, from, GATE, NULL});
+            add_product(&all, (Product){&m->gate_up[e], &input, pairs.row + from, count, inner, width, from, GATE, NULL, 0});
     }
-    in_parallel(all.chunks, products_chunk, &all);
+    multiply_all(&all);
 
     const Rows middle = prepared(MIDDLE, inner, width, (int)n, width, NULL);
     Rows shared_middle = {0};
@@ -176,16 +176,16 @@ static void moe(const Moe *m, float *x, int rows) {
     float *routed = room(OUTPUT, sizeof(float) * (n + (size_t)rows) * hidden), *shared = routed + n * hidden;
     int *order = room(LATENT, sizeof(int) * n);
     for (size_t i = 0; i < n; i++) order[i] = (int)i;
-    all.count = all.chunks = 0;
+    all.count = 0;
     if (shared_width)
-        add_product(&all, (Product){&m->shared_down, &shared_middle, NULL, rows, shared, hidden, 0, STORE, NULL});
+        add_product(&all, (Product){&m->shared_down, &shared_middle, NULL, rows, shared, hidden, 0, STORE, NULL, 0});
     for (int e = 0; e < m->experts; e++) {
         const int from = pairs.start[e], count = pairs.start[e + 1] - from;
         if (count)
             add_product(&all, (Product){&m->down[e], &middle, order + from, count, routed, hidden, from, SCALE,
-                                        pairs.weight + from});
+                                        pairs.weight + from, 0});
     }
-    in_parallel(all.chunks, products_chunk, &all);
+    multiply_all(&all);
     Gather gather = {m, &pairs, routed, shared_width ? shared : NULL, x};
     if (rows < SMALL_ROWS)
         for (int row = 0; row < rows; row++) gather_row(&gather, row);

@@ -83,9 +83,9 @@ static void mla_by_head(const Mla *m, const Weight *weights, const Rows *x, int 
     for (int h = 0; h < m->heads; h++) {
         int *mine = row + (size_t)h * rows;
         for (int i = 0; i < rows; i++) mine[i] = i * m->heads + h;
-        add_product(&all, (Product){&weights[h], x, mine, rows, y + h * stride, m->heads * stride, 0, STORE, NULL});
+        add_product(&all, (Product){&weights[h], x, mine, rows, y + h * stride, m->heads * stride, 0, STORE, NULL, 0});
     }
-    in_parallel(all.chunks, products_chunk, &all);
+    multiply_all(&all);
 }
 
 /* One head over one span: its keys and values are expanded into the thread's own memory, and used while they are near. */
@@ -97,7 +97,7 @@ static void mla_prompt_task(const MlaWork *w, int span, int head, float *memory)
     rows.q += first * rows.groups * GROUP;
     rows.scale += first * rows.groups;
     rows.fix += first * rows.groups;
-    const Product expand = {&m->expand[head], &rows, NULL, stop_of(s), memory, wide, 0, STORE, NULL};
+    const Product expand = {&m->expand[head], &rows, NULL, stop_of(s), memory, wide, 0, STORE, NULL, 0};
     multiply(&expand, 0, panels_of(expand.w->out));
     const Source keys = {memory, NULL, wide, m->nope}, values = {memory + m->nope, NULL, wide, m->v};
     const Source rotary = {w->kv + m->rank, s->table, w->kv_width, m->rope};
@@ -167,28 +167,33 @@ static void mla_context(MlaWork *w) {
     in_parallel(n, mla_context_chunk, w);
 }
 
-static void mla(const Mla *m, float *x, float *kv, const Batch *b) {
-    const int hidden = m->norm.width, rows = b->rows, prompt = b->prompt_rows, decode = rows - prompt;
-    const int q_rank = m->q_norm.gain ? m->q_norm.width : 0;
-    const size_t heads = (size_t)m->heads, q_width = heads * (m->nope + m->rope), out_width = heads * m->v;
+/* Latents of all rows into the KV; queries, if they have a low rank, ready for their second product. */
+static MlaWork mla_place(const Mla *m, const float *x, float *kv, const Batch *b) {
+    const int hidden = m->norm.width, rows = b->rows, q_rank = m->q_norm.gain ? m->q_norm.width : 0;
     const Rows input = prepared(INPUT, x, hidden, rows, hidden, &m->norm);
     MlaWork w = {.m = m, .b = b, .kv = kv, .q_rank = q_rank, .kv_width = (size_t)(m->rank + m->rope)};
     w.down_stride = (size_t)m->down.out;
     w.down = room(INNER, sizeof(float) * rows * w.down_stride);
-    product((Product){&m->down, &input, NULL, rows, w.down, w.down_stride, 0, STORE, NULL});
+    product((Product){&m->down, &input, NULL, rows, w.down, w.down_stride, 0, STORE, NULL, 0});
     w.queries = q_rank ? rows_room(SHARED_ROWS, rows, q_rank) : input;
     if (q_rank) room(NORMED, sizeof(float) * (size_t)MAX_THREADS * ((q_rank + 15) / 16 * 16));
     if (rows < SMALL_ROWS)
         for (int row = 0; row < rows; row++) mla_place_row(&w, row, 0);
     else
         in_parallel((rows + ROWS_PER_CHUNK - 1) / ROWS_PER_CHUNK, mla_place_chunk, &w);
+    return w;
+}
 
+static void mla(const Mla *m, float *x, float *kv, const Batch *b) {
+    const int hidden = m->norm.width, rows = b->rows, prompt = b->prompt_rows, decode = rows - prompt;
+    const size_t heads = (size_t)m->heads, q_width = heads * (m->nope + m->rope), out_width = heads * m->v;
+    MlaWork w = mla_place(m, x, kv, b);
     w.q = room(QUERIES, sizeof(float) * rows * q_width);
     w.out = room(ATTENDED, sizeof(float) * rows * out_width);
     w.latent_q = room(LATENT_QUERIES, sizeof(float) * decode * heads * (2 * m->rank + m->rope));
     w.latent = w.latent_q + decode * heads * (m->rank + m->rope);
     w.decode_q = rows_room(SHARED, decode * m->heads, m->nope);
-    product((Product){&m->query, &w.queries, NULL, rows, w.q, q_width, 0, STORE, NULL});
+    product((Product){&m->query, &w.queries, NULL, rows, w.q, q_width, 0, STORE, NULL, 0});
     if (rows < SMALL_ROWS)
         for (int row = 0; row < rows; row++) mla_turn_row(&w, row);
     else
@@ -214,7 +219,7 @@ static void mla(const Mla *m, float *x, float *kv, const Batch *b) {
         mla_by_head(m, m->from_latent, &latent, decode, w.out + prompt * out_width, (size_t)m->v);
     }
     const Rows attended = prepared(MIDDLE, w.out, out_width, rows, (int)out_width, NULL);
-    product((Product){&m->out, &attended, NULL, rows, x, (size_t)hidden, 0, ADD, NULL});
+    product((Product){&m->out, &attended, NULL, rows, x, (size_t)hidden, 0, ADD, NULL, 0});
 }
 
 #endif

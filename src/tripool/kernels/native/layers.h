@@ -24,8 +24,8 @@ typedef struct {
 } Batch;
 
 /* Purposes of scratch memory. */
-enum { NORMED, INPUT, INNER, HIDDEN, MIDDLE, ATTENDED, QUERIES, EXPANDED, LATENT, PER_THREAD, TASKS, ROUTE, PAIRS, SHARED,
-       SHARED_ROWS, OUTPUT, PRODUCTS, LATENT_QUERIES };
+enum { NORMED, INPUT, INNER, HIDDEN, MIDDLE, ATTENDED, QUERIES, STREAM, SOME, LATENT, PER_THREAD, TASKS, ROUTE, PAIRS,
+       SHARED, SHARED_ROWS, OUTPUT, PRODUCTS, LATENT_QUERIES };
 
 #define SMALL_ROWS 4 /* below this a phase over rows is not worth handing over */
 
@@ -105,9 +105,9 @@ static void mlp_rows(const Weight *gate_up, const Weight *down, const Rows *x, i
                      Then then, int inner_slot, int middle_slot) {
     const int width = down->in;
     float *inner = room(inner_slot, sizeof(float) * (size_t)rows * width);
-    product((Product){gate_up, x, NULL, rows, inner, width, 0, GATE, NULL});
+    product((Product){gate_up, x, NULL, rows, inner, width, 0, GATE, NULL, 0});
     const Rows middle = prepared(middle_slot, inner, width, rows, width, NULL);
-    product((Product){down, &middle, NULL, rows, y, stride, 0, then, NULL});
+    product((Product){down, &middle, NULL, rows, y, stride, 0, then, NULL, 0});
 }
 
 static void mlp(const Mlp *m, float *x, int rows) {
@@ -220,33 +220,40 @@ static int list_tasks(const Batch *b, int heads, int positions) {
     return n;
 }
 
-static void gqa(const Gqa *g, float *x, float *kv, const Batch *b) {
+/* Keys and values of all rows into the KV. */
+static GqaWork gqa_place(const Gqa *g, const float *x, float *kv, const Batch *b) {
     const int hidden = g->norm.width, rows = b->rows;
-    const size_t width = (size_t)g->qkv.out, out_width = (size_t)g->heads * g->dim;
-    const size_t kv_width = 2 * (size_t)g->kv_heads * g->dim;
+    const size_t width = (size_t)g->qkv.out;
     const Rows input = prepared(INPUT, x, hidden, rows, hidden, &g->norm);
-    float *qkv = room(QUERIES, sizeof(float) * rows * width);
-    product((Product){&g->qkv, &input, NULL, rows, qkv, width, 0, STORE, NULL});
-    float *out = room(ATTENDED, sizeof(float) * rows * out_width);
-    const size_t score_room = ((size_t)b->context + LANES) / LANES * LANES;
-    const int group = g->heads / g->kv_heads;
-    size_t need = DECODE_HEADS * score_room;
-    if (b->prompts) {
-        const size_t tiles = tile_room(PROMPT_TILE * (group < 16 ? group : 16), g->dim, g->dim);
-        need = need > tiles ? need : tiles;
-    }
-    need = (need + LANES - 1) / LANES * LANES;
-    room(PER_THREAD, sizeof(float) * need * (size_t)pool.threads);
-    GqaWork w = {g, b, qkv, kv, out, width, kv_width, out_width, score_room, need, NULL};
+    GqaWork w = {.g = g, .b = b, .kv = kv, .qkv_stride = width, .kv_width = 2 * (size_t)g->kv_heads * g->dim};
+    w.qkv = room(QUERIES, sizeof(float) * rows * width);
+    product((Product){&g->qkv, &input, NULL, rows, w.qkv, width, 0, STORE, NULL, 0});
     if (rows < SMALL_ROWS)
         for (int row = 0; row < rows; row++) gqa_place_row(&w, row);
     else
         in_parallel((rows + ROWS_PER_CHUNK - 1) / ROWS_PER_CHUNK, gqa_place_chunk, &w);
+    return w;
+}
+
+static void gqa(const Gqa *g, float *x, float *kv, const Batch *b) {
+    const int hidden = g->norm.width, rows = b->rows, group = g->heads / g->kv_heads;
+    const size_t out_width = (size_t)g->heads * g->dim;
+    GqaWork w = gqa_place(g, x, kv, b);
+    w.out_stride = out_width;
+    w.out = room(ATTENDED, sizeof(float) * rows * out_width);
+    w.score_room = ((size_t)b->context + LANES) / LANES * LANES;
+    size_t need = DECODE_HEADS * w.score_room;
+    if (b->prompts) {
+        const size_t tiles = tile_room(PROMPT_TILE * (group < 16 ? group : 16), g->dim, g->dim);
+        need = need > tiles ? need : tiles;
+    }
+    w.thread_room = (need + LANES - 1) / LANES * LANES;
+    room(PER_THREAD, sizeof(float) * w.thread_room * (size_t)pool.threads);
     const int tasks = list_tasks(b, g->kv_heads, PROMPT_TILE);
     w.tasks = scratch[TASKS].data;
     in_parallel(tasks, gqa_task, &w);
-    const Rows attended = prepared(MIDDLE, out, out_width, rows, (int)out_width, NULL);
-    product((Product){&g->out, &attended, NULL, rows, x, (size_t)hidden, 0, ADD, NULL});
+    const Rows attended = prepared(MIDDLE, w.out, out_width, rows, (int)out_width, NULL);
+    product((Product){&g->out, &attended, NULL, rows, x, (size_t)hidden, 0, ADD, NULL, 0});
 }
 
 #endif

@@ -120,43 +120,56 @@ INLINE vi dot4(vi sum, const uint8_t *w, const int8_t *x) {
 #define FIX(rows, at) ((vi){0}) /* signed weights need no correction */
 #endif
 
-/* Integers may be added in any order: with few rows, several sums per output keep the CPU from waiting for itself. */
-#define CHAINS(count) ((count) == 1 ? 4 : (count) == 2 ? 2 : 1)
+/* Integers may be added in any order: where there are few, several sums per output keep the CPU from waiting for
+ * itself. */
+#define CHAINS(sums) ((sums) == 1 ? 4 : (sums) == 2 ? 2 : 1)
+#define MOST_OUT (TILE_ROWS > 4 ? TILE_ROWS : 4) /* rows times panels */
 
-/* `count` rows (a constant after inlining) times one panel. `row`: which rows of x. */
-INLINE void tile(const int count, const uint8_t *panel, const Rows *x, const int *row, vf out[][2]) {
-    const int groups = x->groups, chains = CHAINS(count);
-    UNROLL for (int r = 0; r < count; r++) out[r][0] = out[r][1] = (vf){0};
+/* `count` rows times `panels` panels that lie `apart` bytes from each other; both numbers are constants after inlining.
+ * `row`: which rows of x. With few rows memory takes the time, and several panels side by side are several places to
+ * wait for at once: a third faster than one after the other. */
+INLINE void tile(const int count, const int panels, const uint8_t *panel, size_t apart, const Rows *x, const int *row,
+                 vf out[][2]) {
+    const int groups = x->groups, both = count * panels, chains = CHAINS(both);
+    UNROLL for (int i = 0; i < both; i++) out[i][0] = out[i][1] = (vf){0};
     for (int g = 0; g < groups; g++, panel += RECORD) {
-        vi sum[TILE_ROWS][2][4];
+        vi sum[MOST_OUT][2][4];
         const int8_t *q[TILE_ROWS];
         UNROLL for (int r = 0; r < count; r++) {
             const size_t at = (size_t)row[r] * groups + g;
             q[r] = x->q + at * GROUP;
-            sum[r][0][0] = sum[r][1][0] = FIX(x, at);
-            UNROLL for (int c = 1; c < chains; c++) sum[r][0][c] = sum[r][1][c] = (vi){0};
-        }
-        UNROLL for (int k = 0; k < GROUP / 4; k++) {
-            if (count <= AHEAD_ROWS) { /* few rows: the weights' way from memory is what takes the time */
-                __builtin_prefetch(panel + AHEAD_BYTES + 128 * k);
-                __builtin_prefetch(panel + AHEAD_BYTES + 128 * k + 64);
+            UNROLL for (int p = 0; p < panels; p++) {
+                const int i = p * count + r;
+                sum[i][0][0] = sum[i][1][0] = FIX(x, at);
+                UNROLL for (int c = 1; c < chains; c++) sum[i][0][c] = sum[i][1][c] = (vi){0};
             }
+        }
+        UNROLL for (int k = 0; k < GROUP / 4; k++)
+            UNROLL for (int p = 0; p < panels; p++) {
+                const uint8_t *w = panel + p * apart + 128 * k;
+                if (count <= AHEAD_ROWS) {
+                    __builtin_prefetch(w + AHEAD_BYTES);
+                    __builtin_prefetch(w + AHEAD_BYTES + 64);
+                }
+                UNROLL for (int r = 0; r < count; r++) {
+                    vi *low = &sum[p * count + r][0][k % chains], *high = &sum[p * count + r][1][k % chains];
+                    *low = dot4(*low, w, q[r] + 4 * k);
+                    *high = dot4(*high, w + 64, q[r] + 4 * k);
+                }
+            }
+        UNROLL for (int p = 0; p < panels; p++) {
+            const float *scales = (const float *)(panel + p * apart + GROUP * PANEL);
+            const vf low = load(scales), high = load(scales + LANES);
             UNROLL for (int r = 0; r < count; r++) {
-                vi *low = &sum[r][0][k % chains], *high = &sum[r][1][k % chains];
-                *low = dot4(*low, panel + 128 * k, q[r] + 4 * k);
-                *high = dot4(*high, panel + 128 * k + 64, q[r] + 4 * k);
+                const int i = p * count + r;
+                const vf scale = splat(x->scale[(size_t)row[r] * groups + g]);
+                UNROLL for (int c = 1; c < chains; c++) {
+                    sum[i][0][0] += sum[i][0][c];
+                    sum[i][1][0] += sum[i][1][c];
+                }
+                out[i][0] = out[i][0] + __builtin_convertvector(sum[i][0][0], vf) * (low * scale);
+                out[i][1] = out[i][1] + __builtin_convertvector(sum[i][1][0], vf) * (high * scale);
             }
-        }
-        const float *scales = (const float *)(panel + GROUP * PANEL);
-        const vf low = load(scales), high = load(scales + LANES);
-        UNROLL for (int r = 0; r < count; r++) {
-            const vf scale = splat(x->scale[(size_t)row[r] * groups + g]);
-            UNROLL for (int c = 1; c < chains; c++) {
-                sum[r][0][0] += sum[r][0][c];
-                sum[r][1][0] += sum[r][1][c];
-            }
-            out[r][0] = out[r][0] + __builtin_convertvector(sum[r][0][0], vf) * (low * scale);
-            out[r][1] = out[r][1] + __builtin_convertvector(sum[r][1][0], vf) * (high * scale);
         }
     }
 }
@@ -174,6 +187,7 @@ typedef struct {
     int first;           /* row of y for the first row here */
     Then then;
     const float *weight; /* SCALE: by row */
+    int per;             /* panels in a chunk; 0: not decided yet */
 } Product;
 
 INLINE void finish(const Product *p, int panel, int row, vf low, vf high) {
@@ -203,26 +217,31 @@ INLINE void finish(const Product *p, int panel, int row, vf low, vf high) {
 /* Panels from .. to - 1 for all rows. */
 static void multiply(const Product *p, int from, int to) {
     const size_t panel_bytes = (size_t)p->x->groups * RECORD;
-    for (int panel = from; panel < to; panel++) {
+    for (int panel = from; panel < to;) {
         const uint8_t *w = p->w->panels + panel * panel_bytes;
+        const int left = to - panel, wide = p->rows == 1 && left >= 4 ? 4 : p->rows <= 2 && left >= 2 ? 2 : 1;
         for (int r = 0; r < p->rows;) {
             const int count = p->rows - r < TILE_ROWS ? p->rows - r : TILE_ROWS;
             int row[TILE_ROWS];
-            vf out[TILE_ROWS][2];
+            vf out[MOST_OUT][2];
             for (int i = 0; i < count; i++) row[i] = p->row ? p->row[r + i] : r + i;
-            switch (count) {
-            case 1: tile(1, w, p->x, row, out); break;
-            case 2: tile(2, w, p->x, row, out); break;
+            switch (10 * wide + count) {
+            case 41: tile(1, 4, w, panel_bytes, p->x, row, out); break;
+            case 21: tile(1, 2, w, panel_bytes, p->x, row, out); break;
+            case 22: tile(2, 2, w, panel_bytes, p->x, row, out); break;
+            case 11: tile(1, 1, w, panel_bytes, p->x, row, out); break;
+            case 12: tile(2, 1, w, panel_bytes, p->x, row, out); break;
 #if TILE_ROWS > 2
-            case 3: tile(3, w, p->x, row, out); break;
-            case 4: tile(4, w, p->x, row, out); break;
-            case 5: tile(5, w, p->x, row, out); break;
-            case 6: tile(6, w, p->x, row, out); break;
+            case 13: tile(3, 1, w, panel_bytes, p->x, row, out); break;
+            case 14: tile(4, 1, w, panel_bytes, p->x, row, out); break;
+            case 15: tile(5, 1, w, panel_bytes, p->x, row, out); break;
+            case 16: tile(6, 1, w, panel_bytes, p->x, row, out); break;
 #endif
             }
-            for (int i = 0; i < count; i++) finish(p, panel, r + i, out[i][0], out[i][1]);
+            for (int i = 0; i < wide * count; i++) finish(p, panel + i / count, r + i % count, out[i][0], out[i][1]);
             r += count;
         }
+        panel += wide;
     }
 }
 
@@ -238,14 +257,13 @@ static int panels_per_chunk(const Product *p) {
 static void product_chunk(void *arguments, int chunk, int thread) {
     (void)thread;
     const Product *p = arguments;
-    const int per = panels_per_chunk(p), panels = panels_of(p->w->out);
-    const int from = chunk * per, to = from + per < panels ? from + per : panels;
-    multiply(p, from, to);
+    const int panels = panels_of(p->w->out), from = chunk * p->per, left = panels - from;
+    multiply(p, from, from + (left < p->per ? left : p->per));
 }
 
 static void product(Product p) {
-    const int per = panels_per_chunk(&p);
-    in_parallel((panels_of(p.w->out) + per - 1) / per, product_chunk, &p);
+    p.per = panels_per_chunk(&p);
+    in_parallel((panels_of(p.w->out) + p.per - 1) / p.per, product_chunk, &p);
 }
 
 /* Several products in one phase: a chunk is some panels of one of them. */
@@ -255,12 +273,10 @@ typedef struct {
     int count, chunks;
 } Products;
 
-static void add_product(Products *s, Product p) {
-    const int per = panels_per_chunk(&p);
-    s->first[s->count] = s->chunks;
-    s->list[s->count++] = p;
-    s->chunks += (panels_of(p.w->out) + per - 1) / per;
-}
+static void add_product(Products *s, Product p) { s->list[s->count++] = p; }
+
+#define CHUNKS_PER_THREAD 4
+#define CHUNK_WORK 4096 /* groups x panels x rows: more than this is divided further */
 
 static void products_chunk(void *arguments, int chunk, int thread) {
     const Products *s = arguments;
@@ -271,6 +287,24 @@ static void products_chunk(void *arguments, int chunk, int thread) {
         else high = middle - 1;
     }
     product_chunk(&s->list[low], chunk - s->first[low], thread);
+}
+
+/* Each product is cut into as few chunks as keep every thread busy: weights come fast only once their way is known, so
+ * each new place costs as much as a kilobyte or two. */
+static void multiply_all(Products *s) {
+    if (!s->count) return;
+    const int pieces = (CHUNKS_PER_THREAD * pool.threads + s->count - 1) / s->count;
+    s->chunks = 0;
+    for (int i = 0; i < s->count; i++) {
+        Product *p = &s->list[i];
+        const int panels = panels_of(p->w->out);
+        const int64_t work = (int64_t)p->x->groups * p->rows;
+        const int most = (int)(CHUNK_WORK / (work < 1 ? 1 : work)) + 1, share = (panels + pieces - 1) / pieces;
+        p->per = share < most ? share : most;
+        s->first[i] = s->chunks;
+        s->chunks += (panels + p->per - 1) / p->per;
+    }
+    in_parallel(s->chunks, products_chunk, s);
 }
 
 #endif

@@ -1,7 +1,6 @@
 /* What Python calls. One caller at a time: scratch memory and threads are the process's own. */
-#include "layers.h"
-#include "latent.h"
-#include "experts.h"
+#include "draft.h"
+#include "draw.h"
 
 #define API __attribute__((visibility("default")))
 #define OWN pthread_mutex_lock(&pool.owner)
@@ -22,25 +21,20 @@ API void tripool_norm(const Norm *n, const float *x, float *y, int rows) {
 API void tripool_linear(const Weight *w, const float *x, float *y, int rows) {
     OWN;
     const Rows input = prepared(INPUT, x, (size_t)w->in, rows, w->in, NULL);
-    product((Product){w, &input, NULL, rows, y, (size_t)w->out, 0, STORE, NULL});
+    product((Product){w, &input, NULL, rows, y, (size_t)w->out, 0, STORE, NULL, 0});
     DISOWN;
 }
 
-typedef struct {
-    Norm left, right;
-    Weight weight;
-} Join;
-
 API void tripool_join(const Join *j, const float *left, const float *right, float *y, int rows) {
     OWN;
-    const size_t a = (size_t)j->left.width, b = (size_t)j->right.width;
-    float *both = room(HIDDEN, sizeof(float) * (size_t)rows * (a + b));
-    for (int row = 0; row < rows; row++) {
-        normalise(left + row * a, &j->left, both + row * (a + b));
-        normalise(right + row * b, &j->right, both + row * (a + b) + a);
-    }
-    const Rows input = prepared(INPUT, both, a + b, rows, (int)(a + b), NULL);
-    product((Product){&j->weight, &input, NULL, rows, y, (size_t)j->weight.out, 0, STORE, NULL});
+    join(j, left, right, y, rows);
+    DISOWN;
+}
+
+API void tripool_draft(const Draft *d, const int64_t *tokens, const float *hidden, float *kv, const Batch *b,
+                       const int32_t *wanted, int count, float *y) {
+    OWN;
+    draft(d, tokens, hidden, kv, b, wanted, count, y);
     DISOWN;
 }
 
@@ -66,4 +60,8 @@ API void tripool_moe(const Moe *m, float *x, int rows) {
     OWN;
     moe(m, x, rows);
     DISOWN;
+}
+
+API int tripool_draw(const float *logits, int count, float temperature, uint64_t key) {
+    return draw(logits, count, temperature, key);
 }

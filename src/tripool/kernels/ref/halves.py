@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 
 from tripool.kernels.batch import Batch
 from tripool.kernels.ops import LinearOp, Ops
 from tripool.kernels.weights import GqaWeights, JoinWeights, LatentWeights, MlpWeights, MoeWeights, Norm
+
+if TYPE_CHECKING:
+    from tripool.kernels.table import DraftParts
 
 
 def _normed(ops: Ops, x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -38,6 +44,7 @@ class GroupedAttention:
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
         ops, w = self._ops, self._w
         rows, turned = len(x), w.heads + w.kv_heads
+        assert batch.turns is not None
         qkv = self._qkv(_normed(ops, x, w.norm)).view(rows, turned + w.kv_heads, w.head_dim)
         if w.q_norm is not None and w.k_norm is not None:
             qkv[:, : w.heads] = _normed(ops, qkv[:, : w.heads], w.q_norm)
@@ -64,6 +71,7 @@ class LatentAttention:
 
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
         ops, w, turns = self._ops, self._w, batch.turns
+        assert turns is not None
         queries = _normed(ops, x, w.norm)
         down = self._down(queries)
         if w.q_norm is not None:
@@ -119,3 +127,21 @@ class MoeMlp:
         experts, weights = self._ops.route(self._gate(normed), self._w.gate_bias, self._w.plan)
         routed = self._experts(normed, experts, weights)
         x += routed if self._shared is None else routed + self._shared(normed)
+
+
+class Draft:
+    """An MTP layer: from a token's final state and its successor to the successor's successor."""
+
+    def __init__(self, ops: Ops, parts: DraftParts) -> None:
+        self._ops, self._parts = ops, parts
+
+    def hidden(self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+        parts = self._parts
+        batch.turns = parts.turns.index_select(0, batch.positions)
+        x = parts.join(parts.embed.index_select(0, batch.tokens), hidden)
+        parts.attention(x, batch, kv)
+        parts.mlp(x)
+        return _normed(self._ops, x, parts.norm)
+
+    def logits(self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        return self._parts.head(self.hidden(batch, hidden, kv)[list(rows)])

@@ -1,0 +1,189 @@
+"""The model cache of one machine: a folder of images, one per model and way of packing, within a quota.
+
+Who needs a model that has no image writes it while loading from files; a second one that comes meanwhile waits for it,
+up to a bound, and then maps it. Locks are the kernel's: they end with the process that holds them, however it ends.
+
+| file | what |
+|---|---|
+| `KEY.image` | whole; locked (shared) by every process that has it mapped |
+| `KEY.lock` | locked (exclusive) by whoever writes the image |
+| `KEY.unfinished` | being written, or left by a writer that died |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tripool.cache.image import Image, ImageDamaged, ImageWriter, open_image
+from tripool.errors import ArenaError
+
+WAIT_S = 120.0
+"""How long to wait for another process that writes the same image."""
+_POLL_S = 0.01
+_FULL = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
+
+
+@dataclass(slots=True)
+class ImageCounters:
+    """Of this process."""
+
+    hits: int = 0
+    misses: int = 0
+    written: int = 0
+    damaged: int = 0
+    """Found and not usable: replaced."""
+    evicted: int = 0
+    refused: int = 0
+    """Loaded without an image: larger than the quota, the memory full, or another writer too slow."""
+
+
+class ModelImages:
+    def __init__(
+        self,
+        folder: Path,
+        quota_bytes: int,
+        *,
+        wait_s: float = WAIT_S,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            hint = "name a folder of your own with --model-cache"
+            raise ArenaError(f"the folder {folder} belongs to another user", hint=hint)
+        self._folder, self.quota_bytes = folder, quota_bytes
+        self._wait_s, self._clock, self._pause = wait_s, clock, pause
+        self.counters = ImageCounters()
+
+    def find(self, key: str) -> Image | None:
+        """Mapped and checked. A damaged one is removed, and is a miss."""
+        path = self._path(key)
+        try:
+            image = open_image(path, key)
+        except ImageDamaged:
+            self.discard(key)
+            return None
+        if image is not None:
+            self.counters.hits += 1
+            with contextlib.suppress(FileNotFoundError):  # removed by a person; it stays mapped
+                os.utime(path)  # used last: what eviction goes by
+        return image
+
+    def discard(self, key: str) -> None:
+        """It was found and is of no use."""
+        self.counters.damaged += 1
+        self._path(key).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def turn(self, key: str) -> Iterator[bool]:
+        """Alone with this key, among all processes: whoever comes second looks for the image again first.
+
+        False when it took others too long.
+        """
+        lock = os.open(self._folder / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            yield self._locked(lock)
+        finally:
+            os.close(lock)
+
+    def writer(self, key: str, most_bytes: int | None = None) -> ImageWriter | None:
+        """In one's turn only; for an image of `most_bytes` at most. None when there is no room for any image."""
+        self.counters.misses += 1
+        room_bytes = self.quota_bytes if most_bytes is None else min(self.quota_bytes, most_bytes)
+        try:
+            return ImageWriter(self._folder / f"{key}.unfinished", key, room_bytes)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self.counters.refused += 1
+            return None
+
+    def make_room(self) -> bool:
+        """The memory is full: remove the image that was used longest ago. False when all of them are in use."""
+        return self._evict(lambda size: size > 0)
+
+    def publish(self, key: str, writer: ImageWriter, facts: bytes) -> None:
+        """Older images go until all are within the quota together. Those in use stay, even if that is too much."""
+        try:
+            writer.seal(facts, self._path(key))
+        except OSError as error:
+            writer.abandon()  # what was placed stays readable
+            if error.errno not in (errno.ENOENT, *_FULL):  # the folder may have gone with its server
+                raise
+            self.counters.refused += 1
+            return
+        self.counters.written += 1
+        self._evict(lambda size: size > self.quota_bytes, keep=key, until_done=True)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each whole image, the one used longest ago first."""
+        return {path.stem: size for _, path, size in self._images()}
+
+    def remove(self, key: str) -> bool:
+        """By hand. False when it is in use, or is not there."""
+        return self._remove(self._path(key))
+
+    def _evict(self, too_much: Callable[[int], bool], *, keep: str = "", until_done: bool = False) -> bool:
+        self._sweep()
+        total = sum(size for _, _, size in self._images())
+        removed = False
+        for _, path, size in self._images():
+            if not too_much(total):
+                break
+            if path.stem != keep and self._remove(path):
+                self.counters.evicted += 1
+                total, removed = total - size, True
+                if not until_done:
+                    break
+        return removed
+
+    def _remove(self, path: Path) -> bool:
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+            return True
+        except BlockingIOError:
+            return False  # mapped by somebody
+        finally:
+            os.close(file)
+
+    def _sweep(self) -> None:
+        """What writers left that died."""
+        for path in self._folder.glob("*.unfinished"):
+            with open(path.with_suffix(".lock"), "a") as lock, contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink(missing_ok=True)
+
+    def _images(self) -> list[tuple[int, Path, int]]:
+        found = []
+        for path in self._folder.glob("*.image"):
+            with contextlib.suppress(FileNotFoundError):
+                stat = path.stat()
+                found.append((stat.st_mtime_ns, path, stat.st_size))
+        return sorted(found)
+
+    def _locked(self, lock: int) -> bool:
+        deadline_s = self._clock() + self._wait_s
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if self._clock() >= deadline_s:
+                    self.counters.refused += 1
+                    return False
+                self._pause(_POLL_S)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{key}.image"

@@ -1,0 +1,74 @@
+/* One draw from the softmax of a row: the largest of logit / temperature + Gumbel noise.
+ *
+ * Noise is a function of the key and the token alone, the same to the bit on every CPU and in `engine/noise.py`, which is
+ * its definition: integers, and floats without a fused multiply-add, which not every CPU has. */
+#ifndef TRIPOOL_DRAW_H
+#define TRIPOOL_DRAW_H
+
+#include "vec.h"
+
+typedef uint64_t vq __attribute__((vector_size(128)));
+
+/* Keeps a product from being fused with what is added to it; in memory where a vector has no register of its own. */
+#if defined(__AVX512F__)
+#define ROUNDED(v) __asm__("" : "+v"(v))
+#else
+#define ROUNDED(v) __asm__("" : "+m"(v))
+#endif
+
+INLINE vq mix(vq x) {
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+    return x ^ x >> 31;
+}
+
+INLINE vf times(vf a, vf b) {
+    vf product = a * b;
+    ROUNDED(product);
+    return product;
+}
+
+/* Natural logarithm of normal numbers: exponent, and a polynomial around 1 (Cephes' coefficients). */
+INLINE vf log_of(vf x) {
+    vi exponent = ((vi)x >> 23) - splat_int(126);
+    vf m = (vf)(((vi)x & splat_int(0x7fffff)) | splat_int(0x3f000000)); /* in [0.5, 1) */
+    const vi small = m < splat(0.707106781186547524f);
+    exponent += small; /* all ones is -1 */
+    m = choose(small, m + m, m) - splat(1.0f);
+    static const float terms[] = {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f,
+                                  -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f};
+    vf p = splat(7.0376836292e-2f);
+    UNROLL for (int i = 0; i < 8; i++) p = times(p, m) + splat(terms[i]);
+    const vf e = __builtin_convertvector(exponent, vf), square = times(m, m);
+    vf y = times(times(p, m), square);
+    y = y + times(e, splat(-2.12194440e-4f));
+    y = y - times(square, splat(0.5f));
+    return (m + y) + times(e, splat(0.693359375f));
+}
+
+INLINE vf gumbel_of(vq tokens, uint64_t key) {
+    const vq bits = mix(mix((tokens + 1) * 0x9E3779B97F4A7C15u) + key) >> 41;
+    const vf uniform = (__builtin_convertvector(__builtin_convertvector(bits, vi), vf) + splat(0.5f)) * splat(0x1p-23f);
+    return -log_of(-log_of(uniform));
+}
+
+/* The first of the largest. */
+static int draw(const float *logits, int count, float temperature, uint64_t key) {
+    vf best = splat(-INFINITY);
+    vi best_at = {0};
+    vi at = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vq tokens = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const vf divisor = splat(temperature);
+    for (int i = 0; i < count; i += LANES, at += LANES, tokens += LANES) {
+        const vf value = load_upto(logits + i, count - i) / divisor + gumbel_of(tokens, key);
+        const vi better = (value > best) & (at < splat_int(count));
+        best = choose(better, value, best);
+        best_at = (at & better) | (best_at & ~better);
+    }
+    int top = 0;
+    for (int lane = 1; lane < LANES; lane++)
+        if (best[lane] > best[top] || (best[lane] == best[top] && best_at[lane] < best_at[top])) top = lane;
+    return best_at[top];
+}
+
+#endif

@@ -1,0 +1,121 @@
+"""A network ready to run, from the model cache if it is there, else from files and, on the way, into the cache."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from xxhash import xxh3_128_hexdigest
+
+from tripool.cache.image import ImageDamaged
+from tripool.cache.images import ModelImages
+from tripool.checkpoints import Checkpoint, locate, open_checkpoint
+from tripool.kernels import KernelTable
+from tripool.models.decoder import Model
+from tripool.models.kept import Filling, fill_image, model_of_image
+from tripool.models.load import load_model
+from tripool.models.size import weight_bytes
+from tripool.text.files import TextFiles
+
+_CODE = ("models", "kernels", "checkpoints")
+"""Rooms whose code decides what the final tensors are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    name: str
+    text: TextFiles
+    network: Model
+    from_memory: bool
+
+
+def load_warm(
+    model: str, kernels: KernelTable, images: ModelImages | None, progress: Callable[[str], None] | None = None
+) -> Loaded:
+    key = image_key(model, kernels) if images is not None and kernels.over is not None else None
+    if images is None or key is None:
+        with _checkpoint(model, progress) as checkpoint:
+            return Loaded(checkpoint.name, checkpoint.text, load_model(checkpoint, kernels=kernels), False)
+    found = _from_image(images, key, kernels)
+    if found is not None:
+        return found
+    with images.turn(key) as alone:
+        if alone:  # who waited finds it now
+            found = _from_image(images, key, kernels)
+        return found or _from_files(model, kernels, images if alone else None, key, progress)
+
+
+def image_key(model: str, kernels: KernelTable) -> str | None:
+    """Names what an image holds: these very files, packed in this very way. None for a model that is not here yet."""
+    path = locate(model)
+    if path is None:
+        return None
+    files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
+    said = [str(path.resolve()), kernels.name, _code(), *(_stamp(one) for one in files)]
+    return _digest(said)
+
+
+def _from_image(images: ModelImages, key: str, kernels: KernelTable) -> Loaded | None:
+    image = images.find(key)
+    if image is None:
+        return None
+    try:
+        network, facts = model_of_image(image, kernels)
+    except ImageDamaged:
+        images.discard(key)
+        return None
+    return Loaded(facts.name, facts.text, network, True)
+
+
+def _from_files(
+    model: str, kernels: KernelTable, images: ModelImages | None, key: str, progress: Callable[[str], None] | None
+) -> Loaded:
+    with _checkpoint(model, progress) as checkpoint:
+        writer = images.writer(key, _most_bytes(checkpoint, kernels)) if images is not None else None
+        if images is None or writer is None:
+            network = load_model(checkpoint, kernels=kernels)
+        else:
+            shelf = Filling(writer, images.make_room)
+            try:
+                network, facts = fill_image(checkpoint, kernels, shelf)
+            except BaseException:
+                writer.abandon()
+                raise
+            if shelf.whole:
+                images.publish(key, writer, facts)
+            else:
+                images.counters.refused += 1
+        return Loaded(checkpoint.name, checkpoint.text, network, False)
+
+
+def _most_bytes(checkpoint: Checkpoint, kernels: KernelTable) -> int:
+    """Room for padding, tables, the draft's part of the head and the text, and to spare: it is only reserved."""
+    return 2 * weight_bytes(checkpoint, kernels) + 2**28
+
+
+@contextlib.contextmanager
+def _checkpoint(model: str, progress: Callable[[str], None] | None) -> Iterator[Checkpoint]:
+    with open_checkpoint(model, progress=progress) as checkpoint:
+        checkpoint.text  # noqa: B018 (first: cheap, and fails before gigabytes are read)
+        if progress:
+            progress(f"loading {checkpoint.name}")
+        yield checkpoint
+
+
+@cache
+def _code() -> str:
+    """So that nobody has to remember to raise a number when packing changes."""
+    root = Path(__file__).parents[1]
+    return _digest(_stamp(one) for room in _CODE for one in sorted((root / room).rglob("*.py")))
+
+
+def _stamp(path: Path) -> str:
+    found = path.stat()
+    return f"{path.name} {found.st_size} {found.st_mtime_ns} {found.st_ino}"
+
+
+def _digest(said: Iterable[str]) -> str:
+    return xxh3_128_hexdigest("\0".join(said).encode())

@@ -1,0 +1,31 @@
+"""An engine from the model cache: the same tokens and the same drafts, and one model's image for every KV size."""
+
+from __future__ import annotations
+
+import pytest
+
+from tripool.cache.images import ModelImages
+from tripool.config import EngineConfig
+from tripool.core import Request, SamplingParams
+from tripool.engine.load import load_engine
+
+
+def run(precision: str, images: ModelImages | None, kv_gb: float = 0.05) -> tuple[list[tuple[str, int]], int, int]:
+    engine = load_engine("tiny", EngineConfig(kv_gb=kv_gb, threads=1, precision=precision), images=images)
+    for i in range(3):
+        params = SamplingParams(temperature=0.8, max_tokens=24, ignore_eos=True)
+        engine.add(Request(id=str(i), prompt_ids=tuple(range(5 + i, 90 + 7 * i)), params=params, seed=i))
+    events = []
+    while engine.busy:
+        events += [(event.request_id, event.token_id) for event in engine.step()]
+    return events, engine.num_drafted, engine.num_accepted
+
+
+@pytest.mark.parametrize("precision", ["int8", "float32"])
+def test_tokens_and_drafts_are_those_of_a_load_from_files(tmp_path, precision):
+    images = ModelImages(tmp_path, 2**30)
+    plain = run(precision, None)
+    assert plain[1] > 0
+    assert run(precision, images) == plain
+    assert run(precision, images, kv_gb=0.06) == plain
+    assert (images.counters.written, images.counters.hits) == (1, 1)
