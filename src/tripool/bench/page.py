@@ -13,7 +13,7 @@ from tripool.bench.svg import Plot
 _MAX_POINTS = 3000
 _NUM_BARS = 40
 
-_STYLE = """
+STYLE = """
 :root{color-scheme:light dark;--back:#fbfbfa;--card:#fff;--ink:#1d2128;--soft:#626a76;--line:#e3e5e8;--one:#2f6fd0;
 --two:#b8622a;--three:#2c8a63;--bad:#c23b3b}
 @media (prefers-color-scheme:dark){:root{--back:#14171b;--card:#1b1f25;--ink:#e7e9ec;--soft:#9aa3af;--line:#2d333b;
@@ -54,7 +54,7 @@ def render_page(report: Report) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>tripool bench: {escape(asked.model)}</title><style>{_STYLE}</style></head><body>"
+        f"<title>tripool bench: {escape(asked.model)}</title><style>{STYLE}</style></head><body>"
         f"<h1>{escape(asked.model)} at {escape(asked.url)}</h1>"
         f"<p>{escape(asked.workload)} · {escape(asked.load)} · {escape(asked.endpoint)} · seed {asked.seed} · "
         f'{escape(asked.began)}</p>{warnings}<div class="tiles">{tiles}</div>'
@@ -73,7 +73,7 @@ def _latencies(report: Report) -> str:
         ("client: sent late", summary.late_ms),
     )
     heads = ["", "mean", *(f"p{percent}" for percent in PERCENTILES), "max"]
-    return _table(heads, [[name, *_numbers(found)] for name, found in rows if found is not None])
+    return table(heads, [[name, *_numbers(found)] for name, found in rows if found is not None])
 
 
 def _numbers(found: Distribution) -> list[str]:
@@ -86,10 +86,10 @@ def _errors(report: Report) -> str:
         return ""
     details = {sample.error: sample.detail for sample in reversed(report.samples) if sample.error is not None}
     rows = [[kind, f"{count:,}", details[kind]] for kind, count in report.summary.errors.items()]
-    return f'<h2>Failed</h2><div class="errors">{_table(["kind", "requests", "the first one said"], rows)}</div>'
+    return f'<h2>Failed</h2><div class="errors">{table(["kind", "requests", "the first one said"], rows)}</div>'
 
 
-def _table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
+def table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(text)}</th>" for text in heads)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'

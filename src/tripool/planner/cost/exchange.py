@@ -1,0 +1,89 @@
+"""Dispatch and combine over the planes, and the sums of tensor parallelism. Seconds per layer and microbatch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import comb
+
+from tripool.planner.hardware import Hardware
+from tripool.planner.hardware.describe import Plane
+from tripool.planner.models import ModelShape
+from tripool.planner.models.shape import Moe
+
+SCALE_BYTES = 512  # a quantised token's scales, padded, as published: 7,168 + 512 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """`fixed_s` waits and takes nothing from compute; `bytes_s` takes cores and memory bandwidth; `dispatch` share."""
+
+    fixed_s: float
+    bytes_s: float
+    dispatch_s: float
+    combine_s: float
+
+
+def message_bytes(model: ModelShape, precision: str) -> tuple[int, int]:
+    """Of one token: dispatched in 8 bits (4 where weights have 4), combined in BF16."""
+    dispatched = {"bf16": 2 * model.hidden, "fp4": model.hidden // 2 + SCALE_BYTES}
+    return dispatched.get(precision, model.hidden + SCALE_BYTES), 2 * model.hidden
+
+
+def decode_exchange(
+    hardware: Hardware, model: ModelShape, precision: str, *, ep: int, tokens: float, hot_tokens: float
+) -> Exchanged:
+    """`tokens` leave each rank; the busiest one receives `hot_tokens` and sends as many back. A copy is a message."""
+    if ep == 1:
+        return Exchanged(0.0, 0.0, 0.0, 0.0)
+    plane, remote = _plane_of(hardware, ep)
+    out, back = message_bytes(model, precision)
+    per_s = plane.bytes_per_s / hardware.ranks
+    exchange = hardware.exchange
+    fixed_s = (exchange.fixed_us + exchange.per_peer_us * ep) * 1e-6
+    out_s = tokens * exchange.token_us * 1e-6 + hot_tokens * remote * out / per_s
+    back_s = hot_tokens * remote * back / per_s
+    return Exchanged(2 * fixed_s, out_s + back_s, fixed_s + out_s, fixed_s + back_s)
+
+
+def prefill_exchange(
+    hardware: Hardware, model: ModelShape, precision: str, *, ep: int, tokens: float, hot: float
+) -> Exchanged:
+    """Over a slow plane a token crosses once per node, whatever number of its experts live there."""
+    assert model.moe is not None
+    if ep == 1:
+        return Exchanged(0.0, 0.0, 0.0, 0.0)
+    plane, remote = _plane_of(hardware, ep)
+    copies = model.moe.top_k * remote
+    if plane.kind == "transfer":
+        nodes = ep / hardware.domain_ranks
+        copies = nodes_touched(model.moe, nodes) * (nodes - 1) / nodes
+    out, back = message_bytes(model, precision)
+    per_s = plane.bytes_per_s / hardware.ranks
+    fixed_s = (hardware.exchange.fixed_us + hardware.exchange.per_peer_us * ep) * 1e-6
+    out_s, back_s = (tokens * hot * copies * size / per_s for size in (out, back))
+    return Exchanged(2 * fixed_s, out_s + back_s, fixed_s + out_s, fixed_s + back_s)
+
+
+def nodes_touched(moe: Moe, nodes: float) -> float:
+    """Of `nodes` that hold equal parts of the experts, how many one token's choices lie on, on average."""
+    per_node = moe.groups / nodes
+    if moe.groups > 1 and per_node >= 1:
+        missed = comb(moe.groups - int(per_node), moe.groups_chosen) / comb(moe.groups, moe.groups_chosen)
+        return nodes * (1.0 - missed)
+    return float(nodes * (1.0 - (1.0 - 1.0 / nodes) ** moe.top_k))
+
+
+def reduce_s(hardware: Hardware, model: ModelShape, *, tp: int, tokens: float) -> float:
+    """Sum of partial results over a tensor-parallel group, all-reduce in BF16."""
+    if tp == 1:
+        return 0.0
+    plane, _ = _plane_of(hardware, tp)
+    moved = 2.0 * (tp - 1) / tp * tokens * 2 * model.hidden
+    return plane.latency_us * 2e-6 * (tp - 1).bit_length() + moved / (plane.bytes_per_s / hardware.ranks)
+
+
+def _plane_of(hardware: Hardware, ranks: int) -> tuple[Plane, float]:
+    """The plane that binds, and the share of a token's copies that cross it."""
+    if ranks <= hardware.domain_ranks:
+        return hardware.plane("memory"), (ranks - 1) / ranks
+    return hardware.plane("transfer"), 1.0 - hardware.domain_ranks / ranks

@@ -1,0 +1,94 @@
+"""One layer's operators outside attention scores, the same for prefill and decode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp
+
+from tripool.planner.cost.roofline import gemm_s, memory_s
+from tripool.planner.cost.setup import Placed, Routing, Setup, place_experts
+from tripool.planner.cost.skew import deviations, hottest
+from tripool.planner.hardware import Hardware
+from tripool.planner.models import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWork:
+    seconds: float
+    hot: float
+    hot_tokens: float
+    """Copies of tokens that the busiest rank computes."""
+
+
+@dataclass(frozen=True)
+class LayerModel:
+    hardware: Hardware
+    model: ModelShape
+    setup: Setup
+    routing: Routing
+
+    @property
+    def placed(self) -> Placed | None:
+        setup = self.setup
+        if self.model.moe is None:
+            return None
+        return place_experts(self.model, setup.ep, self.routing.redundant_share, setup.balance)
+
+    def projections_s(self, tokens: float) -> float:
+        """Of attention; a tensor-parallel group shares weights and tokens."""
+        tp = self.setup.tp
+        return gemm_s(self.hardware, self.model.attention_params / tp, tokens * tp, self.setup.precision)
+
+    def dense_s(self, tokens: float) -> float:
+        tp = self.setup.tp
+        return gemm_s(self.hardware, self.model.dense_params / tp, tokens * tp, self.setup.precision)
+
+    def passes_s(self, tokens: float) -> float:
+        """Everything that only reads and writes activations."""
+        return memory_s(self.hardware, tokens * self.model.hidden * 2 * self.routing.activation_passes)
+
+    def head_s(self, rows: float) -> float:
+        """BF16, split like attention."""
+        tp = self.setup.tp
+        return gemm_s(self.hardware, self.model.head_params / tp, rows * tp, "bf16")
+
+    def shared_s(self, tokens: float) -> float:
+        placed = self.placed
+        if placed is None or placed.shared_ranks or not self.model.shared_params:
+            return 0.0
+        return gemm_s(self.hardware, self.model.shared_params, tokens, self.setup.precision)
+
+    def jitter_s(self, compute_s: float) -> float:
+        """What the slowest rank of the instance takes longer than the mean, for equal work."""
+        return compute_s * self.routing.jitter * deviations(self.setup.ep)
+
+    def experts(self, tokens: float, drift: float) -> ExpertWork:
+        """Routed experts on the busiest rank, when every rank sends `tokens`."""
+        moe, placed, setup = self.model.moe, self.placed, self.setup
+        assert moe is not None and placed is not None
+        mean = tokens * moe.top_k * setup.ep / placed.routed_ranks
+        hot = hottest(
+            moe.experts, placed.slots, placed.routed_ranks, mean,
+            popularity=self.routing.popularity, drift=drift, balance=setup.balance,
+        )  # fmt: skip
+        hot_tokens = mean * hot
+        # Few tokens leave some experts unread.
+        active = placed.per_rank * (1.0 - exp(-hot_tokens / placed.per_rank))
+        seconds = gemm_s(
+            self.hardware, self.model.expert_params * active, hot_tokens / max(active, 1e-9), setup.precision,
+            lost_rows=self.hardware.gemm_rows,
+        )  # fmt: skip
+        if placed.shared_ranks:
+            shared_tokens = tokens * setup.ep / placed.shared_ranks
+            seconds = max(seconds, gemm_s(self.hardware, self.model.shared_params, shared_tokens, setup.precision))
+            hot_tokens = max(hot_tokens, shared_tokens)
+        return ExpertWork(seconds, hot, hot_tokens)
+
+
+def overlapped(compute_s: float, fixed_s: float, bytes_s: float, exposed: float, microbatches: int) -> float:
+    """One microbatch: one after the other. Two: the longer hides the shorter, but moving bytes takes cores and memory
+    bandwidth from compute."""
+    exchange_s = fixed_s + bytes_s
+    if microbatches == 1:
+        return compute_s + exchange_s
+    return max(compute_s, exchange_s) + exposed * min(compute_s, bytes_s)

@@ -1,0 +1,111 @@
+"""What a cost is asked about: one instance's parallelism and options; and what is answered: a step and its parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from math import ceil
+from typing import Literal
+
+from tripool.planner.facts import Facts
+from tripool.planner.models import ModelShape
+
+Balance = Literal["none", "balanced", "perfect"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """How unevenly tokens choose experts. The same on any hardware."""
+
+    popularity: float
+    decode_drift: float
+    prefill_drift: float
+    redundant_share: float
+    activation_passes: float
+    jitter: float
+    """Spread of a rank's compute time between two exchanges: clocks, refresh, launches."""
+
+
+@lru_cache(maxsize=1)
+def named_routing() -> Routing:
+    facts = Facts(files("tripool.planner.models").joinpath("routing.toml").read_text("utf-8"), "routing.toml")
+    return Routing(**facts.table("routing"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """One instance. `ep` is its number of ranks; a model without experts has `ep == tp`."""
+
+    ep: int
+    precision: str
+    tp: int = 1
+    """Ranks that share one copy of attention and its requests."""
+    microbatches: int = 1
+    drafts: int = 0
+    """Tokens drafted per step by the MTP layer: 0 or 1."""
+    accept: float = 0.0
+    """Share of drafts accepted."""
+    balance: Balance = "balanced"
+    kv_element_bytes: float = 2.0
+
+    def __post_init__(self) -> None:
+        assert self.ep >= 1 and self.tp >= 1 and self.ep % self.tp == 0, "tensor-parallel groups must divide the ranks"
+        assert self.microbatches in (1, 2) and self.drafts in (0, 1) and 0.0 <= self.accept <= 1.0
+
+    @property
+    def query_tokens(self) -> int:
+        """Per request and step."""
+        return 1 + self.drafts
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Gained per request and step."""
+        return 1.0 + self.drafts * self.accept
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Where routed and shared experts live."""
+
+    slots: int
+    """Of routed experts, replicas counted, over all ranks."""
+    routed_ranks: int
+    shared_ranks: int
+    """Ranks that hold a shared expert and nothing else; 0: every rank has its own copy."""
+
+    @property
+    def per_rank(self) -> int:
+        return self.slots // self.routed_ranks
+
+
+@lru_cache(maxsize=512)
+def place_experts(model: ModelShape, ep: int, redundant_share: float, balance: Balance) -> Placed:
+    """As published: EP32 holds 8 + 1 redundant, EP320 one each: 256 + 32 redundant + 32 copies of the shared expert."""
+    assert model.moe is not None
+    experts = model.moe.experts
+    redundant = 0 if balance == "none" else ceil(redundant_share * experts)
+    spare = ep - experts
+    if model.moe.shared_width and redundant and spare >= 2 * redundant:
+        return Placed(experts + spare // 2 + spare % 2, ep - spare // 2, spare // 2)
+    per_rank = max(1, ceil((experts + redundant) / ep))
+    return Placed(per_rank * ep, ep, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of one instance, in seconds. `parts` are what each operator takes by itself, over all layers."""
+
+    seconds: float
+    compute_s: float
+    exchange_s: float
+    hidden_s: float
+    """Of compute and exchange, what runs at the same time as the other."""
+    hot: float
+    """Load of the busiest rank over the mean."""
+    parts: tuple[tuple[str, float], ...]
+
+    @property
+    def bound(self) -> str:
+        """The operator that takes longest."""
+        return max(self.parts, key=lambda part: part[1])[0]

@@ -1,0 +1,99 @@
+"""The deployment file: what a plan decided, as TOML that `simulate` and `serve` read. Text in and out, no files."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tripool.planner.cost import Setup
+from tripool.planner.errors import BadDescription
+from tripool.planner.search import Ask, Deployment
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    instances: int
+    chips: int
+    """Of one instance."""
+    setup: Setup
+    batch: int
+    """Per rank: new tokens of a prefill batch, requests of a decode batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentFile:
+    model: str
+    hardware: str
+    chips: int
+    shared: bool
+    prefill: Pool
+    decode: Pool
+    cache_gb: float
+    ttft_ms: float
+    tpot_ms: float
+    input_tokens: float
+    output_tokens: float
+    requests_per_s: float
+    """Predicted."""
+
+
+def write_deployment(ask: Ask, found: Deployment) -> str:
+    prefill, decode = found.prefill, found.decode
+    lines = [
+        "# Made by `tripool plan`; the numbers under [expected] are predictions, the rest are settings.",
+        f"version = {VERSION}", f'model = "{_plain(ask.model.name)}"', f'hardware = "{_plain(ask.hardware.name)}"',
+        f"chips = {ask.chips}", f"shared = {str(found.shared).lower()}", "",
+        *_pool_lines("prefill", found.prefill_instances, prefill.chips, prefill.setup, prefill.tokens),
+        *_pool_lines("decode", found.decode_instances, decode.chips, decode.setup, decode.batch),
+        "[cache]", f"gb = {found.cache_bytes / 1e9:.1f}", "",
+        "[slo]", f"ttft_ms = {ask.ttft_s * 1e3:g}", f"tpot_ms = {ask.tpot_s * 1e3:g}", "",
+        "[workload]", f"input_tokens = {ask.input_tokens:g}", f"output_tokens = {ask.output_tokens:g}",
+        f"cached_share = {ask.cached_share:g}", "",
+        "[expected]", f"requests_per_s = {found.requests_per_s:.4g}", f"ttft_ms = {found.ttft_s * 1e3:.4g}",
+        f"tpot_ms = {found.tpot_s * 1e3:.4g}", f"cost_per_million = {found.cost_per_million:.4g}",
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def _pool_lines(name: str, instances: int, chips: int, setup: Setup, batch: int) -> list[str]:
+    return [
+        f"[{name}]", f"instances = {instances}", f"chips = {chips}", f"ep = {setup.ep}", f"tp = {setup.tp}",
+        f'precision = "{setup.precision}"', f"microbatches = {setup.microbatches}", f"drafts = {setup.drafts}",
+        f"accept = {setup.accept:g}", f"batch = {batch}", "",
+    ]  # fmt: skip
+
+
+def _plain(name: str) -> str:
+    return name.replace("\\", "/").replace('"', "'")
+
+
+def read_deployment(text: str, origin: str) -> DeploymentFile:
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise BadDescription(f"{origin} is not TOML: {error}", hint="`tripool plan --save` writes such files") from None
+    if tree.get("version") != VERSION:
+        raise BadDescription(f"{origin} has version {tree.get('version')!r}", hint=f"this is version {VERSION}")
+    try:
+        slo, expected, workload = tree["slo"], tree["expected"], tree["workload"]
+        return DeploymentFile(
+            model=str(tree["model"]), hardware=str(tree["hardware"]), chips=int(tree["chips"]),
+            shared=bool(tree["shared"]), prefill=_pool(tree["prefill"]), decode=_pool(tree["decode"]),
+            cache_gb=float(tree["cache"]["gb"]), ttft_ms=float(slo["ttft_ms"]), tpot_ms=float(slo["tpot_ms"]),
+            input_tokens=float(workload["input_tokens"]), output_tokens=float(workload["output_tokens"]),
+            requests_per_s=float(expected["requests_per_s"]),
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError, AssertionError) as error:
+        raise BadDescription(f"{origin}: {error}", hint="`tripool plan --save` writes such files") from None
+
+
+def _pool(table: Mapping[str, Any]) -> Pool:
+    setup = Setup(
+        ep=int(table["ep"]), tp=int(table["tp"]), precision=str(table["precision"]), drafts=int(table["drafts"]),
+        microbatches=int(table["microbatches"]), accept=float(table["accept"]),
+    )  # fmt: skip
+    return Pool(instances=int(table["instances"]), chips=int(table["chips"]), setup=setup, batch=int(table["batch"]))

@@ -1,0 +1,88 @@
+"""Tables for `docs/planner.md`: constants with their sources, published rows with their errors. Text in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+
+from tripool.planner.facts import Facts
+from tripool.planner.hardware import hardware_names, named_hardware
+from tripool.planner.models import model_names, named_model
+from tripool.planner.rows import bundled_rows, judge, verdicts
+from tripool.planner.rows.refit import refit
+
+_MODEL = "deepseek-r1"
+_TOLD_OF = ("ascend-910c", "h100", "h800")
+_PARTS = ("errors", "left out", "models", "constants")
+
+
+def documented(text: str) -> str:
+    """`text` with what stands between `<!-- made: NAME -->` and `<!-- end -->` made anew."""
+    made = {"errors": errors_table, "left out": left_out_table, "models": models_table, "constants": constants_table}
+    for name in _PARTS:
+        begin, end = f"<!-- made: {name} -->\n", "<!-- end -->"
+        before, found, rest = text.partition(begin)
+        assert found and end in rest, f"no place for '{name}'"
+        text = before + begin + "\n" + made[name]() + "\n" + end + rest.partition(end)[2]
+    return text
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |\n" for line in lines)
+
+
+def errors_table() -> str:
+    model = named_model(_MODEL)
+    judged = judge(bundled_rows(), model) + judge(bundled_rows("further"), model)
+    rows = []
+    for each in judged:
+        row, prediction = each.prediction.row, each.prediction
+        numbers = (row.batch, row.context, row.published, prediction.predicted)
+        cells = ["" if value is None else f"{value:,.0f}" for value in numbers]
+        error = "" if prediction.error is None else f"{prediction.error:+.1%}"
+        rows.append([row.system, row.hardware, row.phase, f"{row.ep or ''}", *cells, error, each.role])
+    heads = ["system", "hardware", "phase", "EP", "batch", "context", "published", "predicted", "error", "row"]
+    lines = [
+        f"{each.family}: {each.num_validation} validation rows, median {each.median:.1%}, worst {each.worst:.1%}."
+        for each in verdicts(judged)
+        if each.median is not None and each.worst is not None
+    ]
+    return _table(heads, rows) + "\n" + " ".join(lines) + "\n"
+
+
+def left_out_table() -> str:
+    """Errors of all decode rows of the 910C when another of them fixes the drift."""
+    model, rows = named_model(_MODEL), bundled_rows()
+    own = [row for row in rows if row.phase == "decode" and "910C" in row.hardware]
+    own.sort(key=lambda row: row.batch or 0.0)
+    lines = []
+    for fixed in own:
+        found = refit(rows, model, decode_row=fixed)
+        errors = found.errors(own, model)
+        cells = (f"{errors[row]:+.1%}" for row in own)
+        lines.append([f"batch {fixed.batch:.0f}", f"{found.routing.decode_drift:.3f}", *cells])
+    return _table(["fixed by", "drift", *(f"error at {row.batch:.0f}" for row in own)], lines)
+
+
+def models_table() -> str:
+    rows = []
+    for name in model_names():
+        model = named_model(name)
+        counts = (f"{model.total_params / 1e9:,.1f} B", f"{model.active_params / 1e9:,.1f} B")
+        rows.append([name, *counts, f"{model.flops_per_token / 1e9:,.1f} G", f"{model.kv_bytes_per_token():,.0f} B"])
+    return _table(["model", "parameters", "active", "operations per token", "KV per token"], rows)
+
+
+def constants_table() -> str:
+    """What is not on a data sheet: how far kernels reach, overheads, calibration."""
+    routing = Facts(files("tripool.planner.models").joinpath("routing.toml").read_text("utf-8"), "routing.toml")
+    routing.table("routing")
+    read = {("any", key): fact for key, fact in routing.read.items()}
+    for name in (name for name in hardware_names() if name in _TOLD_OF):
+        told = ("shares.", "exchange.", "overheads.", "cache.")
+        read |= {(name, key): fact for key, fact in named_hardware(name).facts.items() if key.startswith(told)}
+    rows = [
+        [name, key.partition(".")[2], f"{fact.value:g}", fact.kind, fact.source] for (name, key), fact in read.items()
+    ]
+    return _table(["hardware", "constant", "value", "kind", "source"], rows)

@@ -1,0 +1,6 @@
+"""Models as data: shapes from a Hugging Face config, and what they weigh and cost. Knows no hardware."""
+
+from tripool.planner.models.config import model_names, named_model, read_config
+from tripool.planner.models.shape import Gqa, Mla, ModelShape, Moe
+
+__all__ = ["Gqa", "Mla", "ModelShape", "Moe", "model_names", "named_model", "read_config"]

@@ -1,0 +1,143 @@
+"""The plan as one HTML file that needs nothing else: the best deployment, the others, and three plots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from tripool.bench.page import STYLE, table
+from tripool.bench.svg import Plot
+from tripool.planner.cost import DecodeModel
+from tripool.planner.report import parts_ms, why
+from tripool.planner.search import Ask, Deployment, Plan
+
+_NUM_CURVE = 40
+
+
+def render_plan(ask: Ask, plan: Plan) -> str:
+    best = plan.deployments[0]
+    title = f"{ask.model.name} on {ask.chips} x {ask.hardware.title}"
+    tiles = "".join(
+        f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b></div>'
+        for name, value in _tiles(ask, best)
+    )
+    asked = (
+        f"{ask.input_tokens:,.0f} tokens in ({ask.cached_share:.0%} cached), {ask.output_tokens:,.0f} out · "
+        f"first token within {ask.ttft_s * 1e3:,.0f} ms, then {ask.tpot_s * 1e3:g} ms per token · "
+        f"{plan.num_considered:,} combinations considered"
+    )
+    levers = "".join(f"<p>{escape(lever.name)}: {lever.gain:+.1%}</p>" for lever in best.levers if lever.gain >= 0.005)
+    plots = "".join(plot.render() for plot in _plots(ask, plan))
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>tripool plan: {escape(title)}</title><style>{STYLE}</style></head><body>"
+        f'<h1>{escape(title)}</h1><p>{escape(asked)}</p><div class="tiles">{tiles}</div>'
+        f"<h2>What binds</h2><p>{escape(why(best))}.</p>"
+        f"<h2>What would lift it</h2>{levers or '<p>Nothing tried moves it by half a per cent.</p>'}"
+        f"<h2>Deployments, best first</h2>{_ranked(ask, plan)}"
+        f'<h2>Plots</h2><div class="plots">{plots}</div>'
+        f"<h2>Where a step's time goes, milliseconds</h2>{_parts(best)}"
+        "<p>Predictions of a cost model; `tripool plan --validate` prints its errors against published results.</p>"
+        "</body></html>\n"
+    )
+
+
+def _tiles(ask: Ask, best: Deployment) -> Iterator[tuple[str, str]]:
+    rate = best.requests_per_s * ask.output_tokens
+    yield "requests per second", rate_words(best.requests_per_s)
+    yield "output tokens per second and chip", f"{rate / ask.chips:,.0f}"
+    yield "time per output token", f"{best.tpot_s * 1e3:.1f} ms"
+    yield "time to first token", f"{best.ttft_s * 1e3:,.0f} ms"
+    yield "cost per million output tokens", f"{best.cost_per_million:,.2f} {ask.money}"
+    yield "power", f"{best.watts / 1e3:,.0f} kW, {best.watts / rate:,.1f} J per token"
+    yield "prefill", pool_words(best, "prefill")
+    yield "decode", pool_words(best, "decode")
+    yield "cache pool", f"{best.cache_bytes / 1e9:,.0f} GB keep contexts for {ask.keep_s / 60:g} min"
+
+
+def rate_words(per_s: float) -> str:
+    return f"{per_s:,.1f}" if per_s >= 10 else f"{per_s:.3g}"
+
+
+def pool_words(found: Deployment, which: str) -> str:
+    if which == "prefill":
+        setup, chips, batch = found.prefill.setup, found.prefill.chips, f"{found.prefill.tokens:,} tokens a rank"
+        instances = found.prefill_instances
+    else:
+        setup, chips, batch = found.decode.setup, found.decode.chips, f"{found.decode.batch:,} requests a rank"
+        instances = found.decode_instances
+    extras = [f"EP{setup.ep}", f"TP{setup.tp}", setup.precision, batch]
+    extras += ["two microbatches"] if setup.microbatches == 2 else []
+    extras += ["MTP"] if setup.drafts else []
+    return f"{instances} x {chips} chips: {', '.join(extras)}"
+
+
+def _ranked(ask: Ask, plan: Plan) -> str:
+    heads = ["prefill", "decode", "requests/s", "out tok/s/chip", "TPOT ms", "TTFT ms", f"{ask.money} per M", "binds"]
+    rows = [
+        [
+            pool_words(found, "prefill"), pool_words(found, "decode"), rate_words(found.requests_per_s),
+            f"{found.requests_per_s * ask.output_tokens / ask.chips:,.0f}", f"{found.tpot_s * 1e3:.1f}",
+            f"{found.ttft_s * 1e3:,.0f}", f"{found.cost_per_million:,.2f}", found.bound,
+        ]
+        for found in plan.deployments
+    ]  # fmt: skip
+    return table(heads, rows)
+
+
+def _parts(best: Deployment) -> str:
+    prefill, decode = parts_ms(best.prefill.step), parts_ms(best.decode.step)
+    names = dict.fromkeys((*decode, *prefill))
+    rows = [[name, f"{decode.get(name, 0.0):,.2f}", f"{prefill.get(name, 0.0):,.2f}"] for name in names]
+    hidden = [
+        "hidden by overlap",
+        f"-{best.decode.step.hidden_s * 1e3:,.2f}",
+        f"-{best.prefill.step.hidden_s * 1e3:,.2f}",
+    ]
+    total = ["step", f"{best.decode.step.seconds * 1e3:,.2f}", f"{best.prefill.step.seconds * 1e3:,.2f}"]
+    return table(["operator", "decode", "prefill"], [*rows, hidden, total])
+
+
+def _plots(ask: Ask, plan: Plan) -> Iterator[Plot]:
+    fastest = max(point.tokens_per_s_per_user for point in plan.front)
+    most = max(point.tokens_per_s_per_chip for point in plan.front)
+    front = Plot(
+        "Decode: speed for a user against throughput", "tokens per second, one user", fastest, most, "per chip"
+    )
+    corners = " ".join(
+        f"{front.x(point.tokens_per_s_per_user):.1f},{front.y(point.tokens_per_s_per_chip):.1f}" for point in plan.front
+    )
+    front.marks.append(f'<polyline class="one line" points="{corners}"/>')
+    front.points(
+        (
+            (
+                point.tokens_per_s_per_user,
+                point.tokens_per_s_per_chip,
+                f"{point.tokens_per_s_per_user:.1f} tok/s a user, {point.tokens_per_s_per_chip:,.0f} a chip: "
+                f"EP{point.setup.ep} TP{point.setup.tp}, {point.batch} a rank, {point.setup.precision}",
+            )
+            for point in plan.front
+        ),
+        "one",
+    )
+    front.rule(1.0 / ask.tpot_s, f"{ask.tpot_s * 1e3:g} ms")
+    yield front
+    yield from _by_batch(ask, plan.deployments[0])
+
+
+def _by_batch(ask: Ask, best: Deployment) -> Iterator[Plot]:
+    model = DecodeModel(ask.hardware, ask.model, best.decode.setup)
+    most = max(best.decode.batch * 2, 8)
+    sizes = sorted({max(1, round(most * index / _NUM_CURVE)) for index in range(1, _NUM_CURVE + 1)})
+    steps = [(size, model.tpot_s(size, ask.mean_context)) for size in sizes]
+    tpot = Plot("Best deployment: time per token by batch", "requests per rank", most, steps[-1][1] * 1e3, "ms")
+    tpot.points(((size, s * 1e3, f"{size} requests: {s * 1e3:.1f} ms") for size, s in steps), "two")
+    tpot.level(ask.tpot_s * 1e3, f"limit {ask.tpot_s * 1e3:g}")
+    tpot.rule(best.decode.batch, f"batch {best.decode.batch}")
+    yield tpot
+    rates = [(size, size * ask.hardware.ranks / s) for size, s in steps]
+    rate = Plot("Best deployment: throughput by batch", "requests per rank", most, max(r for _, r in rates), "per chip")
+    rate.points(((size, r, f"{size} requests: {r:,.0f} tok/s a chip") for size, r in rates), "three")
+    rate.rule(best.decode.batch, f"batch {best.decode.batch}")
+    yield rate

@@ -1,0 +1,145 @@
+"""Plans and verdicts as plain data, for JSON and for whoever draws tables and pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tripool.planner.cost import Setup, Step
+from tripool.planner.rows import Judged, Verdict
+from tripool.planner.search import Ask, Deployment, Plan
+
+BOUND_WORDS = {
+    "prefill": "prefill carries least: more prefill chips, or more of the prompts cached",
+    "decode": "decode carries least: more decode chips",
+    "transfer": "the transfer plane carries least: more links, or fewer bytes of KV per token",
+}
+STOPPED_WORDS = {
+    "tpot": "a larger batch would break the TPOT",
+    "memory": "a larger batch's KV does not fit in memory",
+    "ttft": "a larger batch would break the TTFT",
+}
+
+
+def plan_data(ask: Ask, plan: Plan) -> dict[str, Any]:
+    return {
+        "model": ask.model.name,
+        "hardware": ask.hardware.name,
+        "chips": ask.chips,
+        "input_tokens": ask.input_tokens,
+        "output_tokens": ask.output_tokens,
+        "cached_share": ask.cached_share,
+        "ttft_ms": ask.ttft_s * 1e3,
+        "tpot_ms": ask.tpot_s * 1e3,
+        "considered": plan.num_considered,
+        "deployments": [deployment_data(ask, found) for found in plan.deployments],
+        "front": [
+            {
+                "tokens_per_s_per_user": point.tokens_per_s_per_user,
+                "tokens_per_s_per_chip": point.tokens_per_s_per_chip,
+                "batch_per_rank": point.batch,
+                "chips": point.chips,
+                **_setup(point.setup),
+            }
+            for point in plan.front
+        ],
+    }
+
+
+def deployment_data(ask: Ask, found: Deployment) -> dict[str, Any]:
+    prefill, decode = found.prefill, found.decode
+    return {
+        "requests_per_s": found.requests_per_s,
+        "output_tokens_per_s": found.requests_per_s * ask.output_tokens,
+        "output_tokens_per_s_per_chip": found.requests_per_s * ask.output_tokens / ask.chips,
+        "tpot_ms": found.tpot_s * 1e3,
+        "ttft_ms": found.ttft_s * 1e3,
+        "bound": found.bound,
+        "why": why(found),
+        "levers": [{"name": lever.name, "gain": lever.gain} for lever in found.levers],
+        "cost_per_million_output_tokens": found.cost_per_million,
+        "currency": ask.money,
+        "watts": found.watts,
+        "joules_per_output_token": found.watts / (found.requests_per_s * ask.output_tokens),
+        "cache_gb": found.cache_bytes / 1e9,
+        "transfer_share": found.transfer_share,
+        "shared": found.shared,
+        "spare_chips": found.spare_chips,
+        "prefill": {
+            "instances": found.prefill_instances,
+            "chips_per_instance": prefill.chips,
+            "tokens_per_rank": prefill.tokens,
+            "batch_ms": prefill.batch_s * 1e3,
+            "tokens_per_s_per_chip": prefill.tokens_per_s_per_chip,
+            "parts_ms": parts_ms(prefill.step),
+            **_setup(prefill.setup),
+        },
+        "decode": {
+            "instances": found.decode_instances,
+            "chips_per_instance": decode.chips,
+            "batch_per_rank": decode.batch,
+            "step_ms": decode.step.seconds * 1e3,
+            "tokens_per_s_per_chip": decode.tokens_per_s_per_chip,
+            "hottest_rank": decode.step.hot,
+            "parts_ms": parts_ms(decode.step),
+            **_setup(decode.setup),
+        },
+    }
+
+
+def why(found: Deployment) -> str:
+    """The limit that binds, in words."""
+    stopped = found.decode.stopped_by if found.bound != "prefill" else found.prefill.stopped_by
+    pool = "decode" if found.bound != "prefill" else "prefill"
+    words = "" if found.bound == "transfer" else f"; in a {pool} instance {STOPPED_WORDS[stopped]}"
+    return BOUND_WORDS[found.bound] + words
+
+
+def parts_ms(step: Step) -> dict[str, float]:
+    """Of a step, what each operator takes by itself, the longest first."""
+    named = sorted(step.parts, key=lambda part: -part[1])
+    return {name: seconds * 1e3 for name, seconds in named if seconds > 0}
+
+
+def _setup(setup: Setup) -> dict[str, Any]:
+    return {
+        "ep": setup.ep,
+        "tp": setup.tp,
+        "precision": setup.precision,
+        "microbatches": setup.microbatches,
+        "mtp_drafts": setup.drafts,
+        "mtp_accept": setup.accept,
+    }
+
+
+def validation_data(judged: Sequence[Judged], found: Sequence[Verdict]) -> dict[str, Any]:
+    rows = [
+        {
+            "system": each.prediction.row.system,
+            "hardware": each.prediction.hardware.name if each.prediction.hardware else each.prediction.row.hardware,
+            "phase": each.prediction.row.phase,
+            "ep": each.prediction.row.ep,
+            "batch_per_device": each.prediction.row.batch,
+            "context": each.prediction.row.context,
+            "published": each.prediction.row.published,
+            "predicted": each.prediction.predicted,
+            "error": each.prediction.error,
+            "role": each.role,
+            "source": each.prediction.row.source,
+        }
+        for each in judged
+    ]
+    families = [
+        {
+            "family": each.family,
+            "calibration_rows": each.num_calibration,
+            "validation_rows": each.num_validation,
+            "median": each.median,
+            "median_bar": each.median_bar,
+            "worst": each.worst,
+            "worst_bar": each.worst_bar,
+            "ok": each.ok,
+        }
+        for each in found
+    ]
+    return {"rows": rows, "families": families, "ok": all(each.ok for each in found)}

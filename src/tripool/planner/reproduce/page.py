@@ -1,0 +1,123 @@
+"""The tables and figures as one HTML file that needs nothing else. Lines are predicted, dots are published."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from tripool.bench.page import STYLE, table
+from tripool.bench.svg import Plot, round_ticks
+from tripool.planner.reproduce.curves import Curve, Figure
+from tripool.planner.reproduce.lines import HEADS, ROLES, Table, cells, error_words, summarise
+
+_KINDS = ("one", "two", "three")
+_OWN_STYLE = """
+svg{overflow:visible}
+.three.line{stroke:var(--three)}.line{stroke-width:2}svg .dot{fill-opacity:1;stroke:var(--card);stroke-width:1.5}
+figure svg .name{font-weight:600;paint-order:stroke;stroke:var(--card);stroke-width:3px}
+td:nth-child(n+6),th:nth-child(n+6){text-align:left}td{vertical-align:top}td:first-child{min-width:170px}
+td:nth-child(-n+6){white-space:nowrap}td:first-child{white-space:normal}
+td:nth-child(7),td:nth-child(8){min-width:150px;color:var(--soft);font-size:13px}
+dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 14px;margin:10px 0}
+dt{font-weight:600}dd{margin:0;color:var(--soft)}
+@media (max-width:560px){svg text{font-size:15px}body{padding:20px 12px 32px}
+table{font-size:13px}th,td{padding:6px 5px}td:first-child{min-width:124px}td:nth-child(n+7){white-space:nowrap}
+dl{grid-template-columns:1fr}dd{margin-bottom:6px}}
+"""
+
+
+@dataclass
+class SignedPlot(Plot):
+    """A plot whose y axis may begin below 0."""
+
+    y_low: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.y_ticks = round_ticks(min(self.y_low, 0.0), max(self.y_high, 1e-6), most=5)
+
+    def y(self, value: float) -> float:
+        low, high = self.y_ticks[0], self.y_ticks[-1]
+        return super().y((value - low) / (high - low) * high)
+
+
+def render_page(tables: Sequence[Table], figures: Sequence[Figure]) -> str:
+    tiles = "".join(
+        f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b></div>' for name, value in _tiles(tables)
+    )
+    roles = "".join(f"<dt>{escape(role)}</dt><dd>{escape(said)}</dd>" for role, said in ROLES.items())
+    plots = "".join(draw(figure) for figure in figures)
+    shown = "".join(
+        f"<h2>{escape(each.title)}</h2><p>{escape(each.said)}</p>{table(HEADS, map(cells, each.lines))}"
+        for each in tables
+    )
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>tripool reproduce: CloudMatrix-Infer</title><style>{STYLE}{_OWN_STYLE}</style></head><body>"
+        "<h1>CloudMatrix-Infer: published and predicted</h1>"
+        "<p>DeepSeek-R1 in INT8 on Ascend 910C in CloudMatrix384 (arXiv:2506.12708), through the planner's cost model. "
+        "Nothing is tuned for this page.</p>"
+        f'<div class="tiles">{tiles}</div><h2>What a line is worth</h2><dl>{roles}</dl>'
+        f'<h2>Plots</h2><p>Lines are predicted, dots are published.</p><div class="plots">{plots}</div>'
+        f"{shown}</body></html>\n"
+    )
+
+
+def _tiles(tables: Sequence[Table]) -> list[tuple[str, str]]:
+    found = summarise(tables)
+    lines = [line for each in tables for line in each.lines]
+    return [
+        (f"median error of {found.num_validation} validation lines", f"{found.median:.1%}"),
+        (f"worst: {found.worst.name}", error_words(found.worst)),
+        (f"worst of {found.num_gains} validation gains: {found.worst_gain.name}", error_words(found.worst_gain)),
+        ("published lines", f"{sum(line.published is not None for line in lines)}"),
+        ("predictions alone", f"{sum(line.published is None for line in lines)}"),
+    ]
+
+
+def draw(figure: Figure) -> str:
+    pairs = [pair for curve in figure.curves for pair in (*curve.predicted, *curve.published)]
+    heights = [y for _, y in pairs] + [y for y, _ in figure.levels]
+    plot = SignedPlot(
+        figure.title, figure.x_label, max(x for x, _ in pairs), max(heights) * 1.08, figure.y_label, y_low=min(heights)
+    )
+    if plot.y_ticks[0] < 0:
+        left, right, at = plot.x(0), plot.x(plot.x_ticks[-1]), plot.y(0)
+        plot.marks.append(f'<line class="axis" x1="{left:.1f}" x2="{right:.1f}" y1="{at:.1f}" y2="{at:.1f}"/>')
+    for kind, curve in zip(_KINDS, figure.curves, strict=False):
+        corners = " ".join(f"{plot.x(x):.1f},{plot.y(y):.1f}" for x, y in curve.predicted)
+        if corners:
+            plot.marks.append(f'<polyline class="{kind} line" points="{corners}"/>')
+    for height, said in figure.levels:
+        _draw_level(plot, height, said, [pair for curve in figure.curves for pair in curve.predicted])
+    for kind, curve in zip(_KINDS, figure.curves, strict=False):
+        for x, y in curve.published:
+            said = escape(f"published: {curve.name} {y:,.4g} at {x:,.4g}")
+            where = f'cx="{plot.x(x):.1f}" cy="{plot.y(y):.1f}" r="4.5"'
+            plot.marks.append(f'<circle class="{kind} dot" {where}><title>{said}</title></circle>')
+    _name_curves(plot, figure.curves)
+    return plot.render()
+
+
+def _draw_level(plot: Plot, height: float, said: str, line: Sequence[tuple[float, float]]) -> None:
+    """A published value as a line across, its words at that end where the predicted line is further away."""
+    last = plot.x_ticks[-1]
+    gaps = {
+        "start": min((abs(y - height) for x, y in line if x < 0.4 * last), default=height),
+        "end": min((abs(y - height) for x, y in line if x > 0.6 * last), default=height),
+    }
+    anchor = max(gaps, key=lambda end: gaps[end])
+    left, right, at = plot.x(0), plot.x(last), plot.y(height)
+    plot.marks.append(f'<line class="limit" x1="{left:.1f}" x2="{right:.1f}" y1="{at:.1f}" y2="{at:.1f}"/>')
+    x = left + 4 if anchor == "start" else right
+    plot.marks.append(f'<text class="limit" x="{x:.1f}" y="{at - 4:.1f}" text-anchor="{anchor}">{escape(said)}</text>')
+
+
+def _name_curves(plot: Plot, curves: Sequence[Curve]) -> None:
+    """In a row above the plot, in their colours, from the right."""
+    named = [(kind, curve.name) for kind, curve in zip(_KINDS, curves, strict=False) if curve.name]
+    spans = "  ".join(f'<tspan class="{kind}">{escape(name)}</tspan>' for kind, name in named)
+    at = plot.x(plot.x_ticks[-1])
+    plot.marks.append(f'<text class="name" x="{at:.1f}" y="14" text-anchor="end" xml:space="preserve">{spans}</text>')

@@ -1,0 +1,179 @@
+"""Prefill, decode, TPOT classes, efficiency against other systems, and cost: what the published rows are about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tripool.planner.reproduce.lines import Line, Role, Table
+from tripool.planner.reproduce.published import Told, published_series, told_rows
+from tripool.planner.reproduce.system import ACCEPT, CONTEXT, PREFILL_TOKENS, System
+from tripool.planner.rows import Judged, Row, judge
+
+CLASSES = (
+    # TPOT limit in ms, prompt and answer in tokens, and the published row that it is about
+    (50.0, 1024, 1024, "CloudMatrix-Infer SLO 50ms (prompt 1024/out 1024)"),
+    (50.0, 2048, 256, "CloudMatrix-Infer SLO 50ms (prompt 2048/out 256)"),
+    (50.0, 4096, 0, "CloudMatrix-Infer"),
+    (30.0, 4096, 256, "CloudMatrix-Infer SLO 30ms (prompt 4096/out 256)"),
+    (15.0, 4096, 256, "CloudMatrix-Infer SLO 15ms (prompt 4096/out 256)"),
+)
+
+
+def judged_rows(system: System) -> list[tuple[Judged, Told]]:
+    return [(judge([row], system.model)[0], told) for row, told in told_rows()]
+
+
+def role_of(judged: Judged) -> Role:
+    roles: dict[str, Role] = {"calibration": "calibration", "validation": "validation", "shown": "shown"}
+    return roles[judged.role]
+
+
+def serving_tables(system: System) -> Iterator[Table]:
+    rows = judged_rows(system)
+    own = [(judged, told) for judged, told in rows if "910C" in judged.prediction.row.hardware]
+    yield _prefill(system, own)
+    yield _decode(system, own)
+    yield _classes(system, own)
+    yield _per_tflops(rows)
+    yield _cost(system)
+
+
+def _prefill(system: System, own: list[tuple[Judged, Told]]) -> Table:
+    lines = [_rate(judged) for judged, _ in own if judged.prediction.row.phase == "prefill"]
+    for prompt in (1024, 2048, 8192):
+        rate = PREFILL_TOKENS / system.prefill_s(prompt=prompt)
+        lines.append(Line(name=f"prompts of {prompt:,}", unit="tok/s", role="not published", predicted=rate))
+    said = "16 chips, EP32, 16,384 tokens a chip and batch, prompts of 4,096 unless a line says so. Per chip."
+    return Table("Prefill throughput", said, tuple(lines))
+
+
+def _rate(judged: Judged) -> Line:
+    row, prediction = judged.prediction.row, judged.prediction
+    return Line(
+        name=_row_name(row), unit="tok/s", role=role_of(judged), published=row.published,
+        predicted=prediction.predicted, source=row.source,
+    )  # fmt: skip
+
+
+def _row_name(row: Row) -> str:
+    return f"{row.system}, batch {row.batch:.0f}" if row.phase == "decode" and row.batch else row.system
+
+
+def _decode(system: System, own: list[tuple[Judged, Told]]) -> Table:
+    lines = []
+    for judged, told in own:
+        row, prediction = judged.prediction.row, judged.prediction
+        if row.phase != "decode":
+            continue
+        lines.append(_rate(judged))
+        if told.tpot_ms and row.batch and prediction.predicted:
+            tpot_ms = row.batch / prediction.predicted * 1e3
+            line = Line(
+                name="its time per output token", unit="ms", role=role_of(judged), published=told.tpot_ms,
+                predicted=tpot_ms, source=row.source, repeats=True,
+            )  # fmt: skip
+            lines.append(line)
+    series = published_series()["iteration_ms"]
+    for requests, published_ms in series.values.items():
+        batch = requests * system.hardware.ranks
+        step_ms = system.decode_step(batch, CONTEXT).seconds * 1e3
+        role: Role = "calibration" if batch == 96 else "validation"
+        line = Line(
+            name=f"one step, {requests:.0f} requests a die", unit="ms", role=role, published=published_ms,
+            predicted=step_ms, source=series.source, repeats=True,
+        )  # fmt: skip
+        lines.append(line)
+    said = (
+        f"160 chips, EP320, one draft of which {ACCEPT:.0%} are accepted; batch and throughput per chip; the context "
+        "is the prompt and half the answer. Throughput, TPOT and step are one measurement told three ways."
+    )
+    return Table("Decode throughput at the published batches", said, tuple(lines))
+
+
+def _classes(system: System, own: list[tuple[Judged, Told]]) -> Table:
+    by_name = {judged.prediction.row.system: (judged, told) for judged, told in own}
+    lines = []
+    for limit_ms, prompt, answer, name in CLASSES:
+        judged, told = by_name[name]
+        row = judged.prediction.row
+        assert row.context is not None and row.batch is not None
+        found = system.largest_within(limit_ms, row.context, prompt + answer)
+        what = f"{limit_ms:.0f} ms, {prompt:,} in" + (f", {answer:,} out" if answer else "")
+        used = "no batch keeps it"
+        if found is not None:
+            used = f"published runs at {told.tpot_ms:g} ms, this at {found.tpot_ms:.1f}; stopped by {found.stopped_by}"
+        role = role_of(judged)
+        line = Line(
+            name=f"{what}: batch", unit="requests", role=role, published=row.batch,
+            predicted=found.batch if found else None, source=row.source, note=used,
+        )  # fmt: skip
+        lines.append(line)
+        line = Line(
+            name=f"{what}: throughput", unit="tok/s", role=role, published=row.published,
+            predicted=found.tok_s if found else None, source=row.source,
+        )  # fmt: skip
+        lines.append(line)
+    said = (
+        "The model chooses the largest batch within the limit, one request a die at a time. Published batches leave "
+        "some of the limit unused (24.6 of 30 ms), which the model does not know."
+    )
+    return Table("TPOT classes, batch chosen by the model", said, tuple(lines))
+
+
+def _per_tflops(rows: list[tuple[Judged, Told]]) -> Table:
+    lines = []
+    for judged, told in rows:
+        row, prediction = judged.prediction.row, judged.prediction
+        if told.tok_s_per_tflops is None or prediction.hardware is None:
+            continue
+        tflops = prediction.hardware.flops[row.precision] * prediction.hardware.ranks / 1e12
+        predicted = None if prediction.predicted is None else prediction.predicted / tflops
+        line = Line(
+            name=f"{row.phase}: {_row_name(row)}, {prediction.hardware.family}", unit="tok/s/TFLOPS",
+            role=role_of(judged), published=told.tok_s_per_tflops, predicted=predicted, source=row.source,
+            note="" if predicted is not None else "no batch: an average over a day",
+            repeats=prediction.hardware.family == "910C",
+        )  # fmt: skip
+        lines.append(line)
+    said = "Throughput over the chip's peak at the row's precision (INT8 or FP8). Those of the 910C stand above too."
+    return Table("Efficiency against other systems", said, tuple(lines))
+
+
+def _cost(system: System) -> Table:
+    series = published_series()["price"]
+    per_hour = system.hardware.price_per_hour
+    rate, millions, yuan = series[0], series[1], series[2]
+    lines = [
+        Line(
+            name=f"at {rate:,.0f} tok/s a card: per hour", unit="M tokens/h", role="arithmetic", published=millions,
+            predicted=rate * 3600 / 1e6, source=series.source,
+        ),
+        Line(
+            name=f"at {rate:,.0f} tok/s a card: per million", unit="CNY/M", role="arithmetic", published=yuan,
+            predicted=cost_per_million(per_hour, rate), source=series.source,
+        ),
+    ]  # fmt: skip
+    for limit_ms, prompt, answer, _ in CLASSES:
+        found = system.largest_within(limit_ms, prompt + answer / 2, prompt + answer)
+        line = Line(
+            name=f"decode within {limit_ms:.0f} ms, {prompt:,} in" + (f", {answer:,} out" if answer else ""),
+            unit="CNY/M", role="not published",
+            predicted=cost_per_million(per_hour, found.tok_s) if found else None,
+            note=f"batch {found.batch}, {found.tok_s:,.0f} tok/s" if found else "no batch keeps it",
+        )  # fmt: skip
+        lines.append(line)
+    rate = PREFILL_TOKENS / system.prefill_s()
+    line = Line(
+        name="prefill, prompts of 4,096", unit="CNY/M", role="not published",
+        predicted=cost_per_million(per_hour, rate), note=f"{rate:,.0f} tok/s",
+    )  # fmt: skip
+    lines.append(line)
+    said = (
+        f"{per_hour:g} yuan per card and hour, as the press has it. Each pool by itself: per million tokens that it "
+        "makes (decode) or reads (prefill). For which batch and context the 2,300 hold is not published."
+    )
+    return Table("Cost per million tokens", said, tuple(lines))
+
+
+def cost_per_million(price_per_hour: float, tok_s: float) -> float:
+    return price_per_hour / (tok_s * 3600) * 1e6

@@ -1,0 +1,88 @@
+"""`tripool plan`: what it prints, what it writes, and how it says no."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+SMALL = ("--model", "qwen3-30b-a3b", "--hardware", "h100", "--chips", "8", "--input-len", "1000", "--output-len", "200")
+
+
+def test_validation_prints_each_row_and_the_bars(tripool):
+    ran = tripool("plan", "--validate")
+    assert ran.code == 0
+    assert "CloudMatrix-Infer perfect EPLB" in ran.out and "calibration" in ran.out and "shown" in ran.out
+    assert "910C: 4 validation rows, median" in ran.out and "worst" in ran.out and "(bar 12%)" in ran.out
+
+
+def test_a_broken_bar_is_an_exit_code(tripool, tmp_path):
+    rows = tmp_path / "rows.csv"
+    rows.write_text(
+        "system,hardware,n_devices,phase,precision,ep,batch_per_device,context_len,mtp,tok_s_per_device,source\n"
+        "wonder,H100,72,decode,FP8,72,256,2000,0,9999,nowhere\n"
+    )
+    ran = tripool("plan", "--validate", "--rows", str(rows))
+    assert ran.code == 1 and "wonder" in ran.out and "broken" in ran.out
+    ran = tripool("plan", "--validate", "--rows", str(rows), "--json")
+    told = json.loads(ran.out)
+    assert ran.code == 1 and not told["ok"] and told["rows"][0]["error"] < -0.5
+
+
+def test_a_plan_with_its_files(tripool, tmp_path):
+    page, saved = tmp_path / "plan.html", tmp_path / "deployment.toml"
+    ran = tripool("plan", *SMALL, "--html", str(page), "--save", str(saved), "--price", "3", "--currency", "EUR")
+    assert ran.code == 0 and "EUR/M out" in ran.out and "what would lift it" in ran.out
+    assert page.read_text().startswith("<!doctype html>") and 'model = "qwen3-30b-a3b"' in saved.read_text()
+
+
+def test_json_is_all_that_is_printed(tripool):
+    ran = tripool("plan", *SMALL, "--json")
+    assert ran.code == 0 and json.loads(ran.out)["deployments"][0]["requests_per_s"] > 0
+
+
+def test_a_trace_gives_the_lengths(tripool, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": i * 1000, "input_length": 600, "output_length": 50, "hash_ids": [1, i + 2]} for i in range(9)
+    ]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    ran = tripool("plan", "--model", "llama-3-8b", "--hardware", "h100", "--chips", "2", "--trace", str(trace))
+    assert ran.code == 0 and "600 tokens in (75.9% cached), 50 out" in ran.out and "asks for 1.00 requests/s" in ran.out
+
+
+def test_a_config_of_ones_own(tripool, tmp_path):
+    config = {
+        "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "vocab_size": 128256,
+        "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    folder = tmp_path / "my-llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    ran = tripool("plan", "--model", str(folder), "--hardware", "h100", "--chips", "1")
+    assert ran.code == 0 and "my-llama on 1 x NVIDIA H100 SXM" in ran.out
+
+
+def test_this_machine(tripool):
+    asked = ("--input-len", "64", "--output-len", "16", "--ttft", "600000", "--tpot", "60000")
+    ran = tripool("plan", "--hardware", "this", "--model", "deepseek-v2-lite", "--chips", "1", *asked)
+    assert ran.code in (0, 2) and ("this machine" in ran.out or "does not fit" in ran.err)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--tpot", "1"), "are missing"),
+        (("--chips", "2"), "GB are missing"),
+        (("--hardware", "abacus"), "known: ascend-910c"),
+        (("--model", "nobody"), "known: deepseek-r1"),
+        (("--hardware", "missing.toml"), "cannot read missing.toml"),
+        (("--rows", "x.csv"), "add --validate"),
+        (("--html", "/nowhere/plan.html"), "cannot write"),
+        (("--trace", "t.jsonl", "--input-len", "5"), "leave --input-len"),
+    ],
+)
+def test_plain_answers(tripool, argv, said):
+    ran = tripool("plan", *argv)
+    assert ran.code == 2 and said in ran.err

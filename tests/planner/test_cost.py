@@ -1,0 +1,193 @@
+"""The cost model: what must hold for any shape, and what published tables of single operators say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tripool.planner.cost import DecodeModel, PrefillModel, Setup, Step, footprint
+from tripool.planner.cost.exchange import decode_exchange, nodes_touched
+from tripool.planner.cost.setup import named_routing, place_experts
+from tripool.planner.cost.skew import hottest
+from tripool.planner.hardware import hardware_names, named_hardware
+from tripool.planner.models import model_names, named_model
+
+R1 = named_model("deepseek-r1")
+ROUTING = named_routing()
+
+
+def setup_of(draw: st.DrawFn, name: str, model_name: str) -> Setup:
+    hardware, model = named_hardware(name), named_model(model_name)
+    tp = draw(st.sampled_from((1, 2, 4, 8)))
+    ep = tp * draw(st.sampled_from((1, 4, 16, 40))) if model.moe else tp
+    precision = draw(st.sampled_from(sorted(hardware.flops)))
+    drafts = draw(st.sampled_from((0, 1))) if model.mtp_layers else 0
+    balance = draw(st.sampled_from(("none", "balanced", "perfect")))
+    microbatches = draw(st.sampled_from((1, 2))) if model.moe else 1
+    return Setup(
+        ep=ep,
+        tp=tp,
+        precision=precision,
+        drafts=drafts,
+        accept=0.7 * drafts,
+        balance=balance,
+        microbatches=microbatches,
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[str, str, Setup]:
+    name, model = draw(st.sampled_from(hardware_names())), draw(st.sampled_from(model_names()))
+    return name, model, setup_of(draw, name, model)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.integers(1, 300), st.floats(1, 50_000))
+def test_more_work_takes_longer_and_batches_pay(case: tuple[str, str, Setup], requests: int, context: float) -> None:
+    name, model_name, setup = case
+    model = DecodeModel(named_hardware(name), named_model(model_name), setup)
+    step = model.step(requests, context)
+    assert step.seconds > 0 and all(seconds >= 0 for _, seconds in step.parts)
+    assert model.step(requests, context * 1.5).seconds >= step.seconds
+    assert model.step(requests + 1, context).seconds >= step.seconds * (1 - 1e-9)
+    assert model.step_s(requests, requests * context) == pytest.approx(step.seconds)
+    # Twice the batch never carries less: nothing in a step grows faster than its work.
+    twice = model.step(2 * requests, context)
+    assert twice.seconds <= 2 * step.seconds * (1 + 1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.integers(64, 20_000), st.integers(2, 20_000), st.floats(0, 0.95))
+def test_a_step_is_what_its_parts_say(case: tuple[str, str, Setup], tokens: int, prompt: int, share: float) -> None:
+    name, model_name, setup = case
+    hardware = named_hardware(name)
+    step = PrefillModel(hardware, named_model(model_name), setup).step(tokens, prompt, share * (prompt - 1))
+    total = sum(seconds for _, seconds in step.parts)
+    assert step.compute_s + step.exchange_s == pytest.approx(total)
+    if setup.microbatches == 1:
+        assert step.seconds == pytest.approx(total)
+    else:  # cores kept by communication make compute longer than its parts
+        assert max(step.compute_s, step.exchange_s) <= step.seconds * (1 + 1e-9)
+        assert step.seconds <= total / (1 - hardware.exchange.prefill_core_share) * (1 + 1e-9)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    experts=st.sampled_from((16, 64, 128, 160, 256, 384)), ep=st.sampled_from((1, 2, 4, 8, 16, 32, 64, 144, 320)),
+    tokens=st.floats(1, 1e5), popularity=st.floats(0.05, 1.0), drift=st.floats(0.05, 0.8),
+)  # fmt: skip
+def test_the_busiest_rank(experts: int, ep: int, tokens: float, popularity: float, drift: float) -> None:
+    model = replace(R1, moe=replace(R1.moe, experts=experts))
+    placed = place_experts(model, ep, 0.125, "balanced")
+    bare = place_experts(model, ep, 0.125, "none")
+
+    def hot(how: str, at: float = tokens) -> float:
+        place = bare if how == "none" else placed
+        return hottest(experts, place.slots, place.routed_ranks, at, popularity=popularity, drift=drift, balance=how)
+
+    assert hot("perfect") == 1.0
+    assert hot("balanced") >= 1.0 - 1e-6
+    assert hot("balanced", tokens * 2) <= hot("balanced") + 1e-9, "many tokens scatter less than few"
+    if ep <= experts // 2:  # enough experts a rank that packing matters
+        assert hot("balanced") <= hot("none") * 1.02
+
+
+def test_placement_is_the_published_one() -> None:
+    ep32, ep320, ep144 = (place_experts(R1, ep, 0.125, "balanced") for ep in (32, 320, 144))
+    assert (ep32.per_rank, ep32.shared_ranks) == (9, 0)
+    assert (ep144.per_rank, ep144.shared_ranks) == (2, 0)
+    assert (ep320.slots, ep320.per_rank, ep320.shared_ranks) == (288, 1, 32)
+
+
+# Dispatch and combine in microseconds at 128 tokens per rank, by EP: arXiv:2506.12708 and DeepEP's second release.
+TABLES = {
+    ("ascend-910c", "int8"): {8: (116, 118), 256: (152, 149)},
+    ("h800", "fp8"): {8: (77, 114), 16: (118, 195), 32: (155, 273), 64: (173, 314), 128: (192, 369), 256: (194, 360)},
+}
+
+
+@pytest.mark.parametrize(("name", "precision"), TABLES)
+def test_dispatch_and_combine_by_degree(name: str, precision: str) -> None:
+    for ep, (dispatch_us, combine_us) in TABLES[name, precision].items():
+        moved = decode_exchange(named_hardware(name), R1, precision, ep=ep, tokens=128, hot_tokens=128 * 8)
+        assert moved.dispatch_s * 1e6 == pytest.approx(dispatch_us, rel=0.10), ep
+        assert moved.combine_s * 1e6 == pytest.approx(combine_us, rel=0.10), ep
+
+
+def test_a_token_crosses_to_few_nodes() -> None:
+    """4 of 8 groups chosen, 2 groups on each of 4 nodes: 3.14 nodes on average."""
+    assert nodes_touched(R1.moe, 4) == pytest.approx(4 * (1 - 15 / 70))
+    assert nodes_touched(replace(R1.moe, groups=1), 1000) == pytest.approx(8, rel=0.01)
+
+
+def test_attention_changes_its_limit() -> None:
+    """Two query tokens per request turn MLA on the 910C from the edge of memory-bound to compute-bound."""
+    chip = named_hardware("ascend-910c")
+
+    def attention_s(drafts: int) -> float:
+        setup = Setup(ep=320, precision="int8", drafts=drafts, accept=0.7 * drafts)
+        step = DecodeModel(chip, R1, setup).step(48, 4096)
+        return dict(step.parts)["attention"] / (61 + drafts)
+
+    read_s = 48 * 4096 * 1152 / (1.6e12 * 0.841)
+    assert attention_s(1) == pytest.approx(2 * attention_s(0)) and attention_s(0) > read_s
+
+
+def test_iteration_time_is_concave_at_small_batches() -> None:
+    """Published: 25.3, 41.8 and 84.0 ms at 4, 12 and 48 requests per die. A request adds less the more there are."""
+    chip = named_hardware("ascend-910c")
+
+    def iteration_s(requests: int) -> float:
+        setups = (
+            Setup(ep=320, precision="int8", drafts=1, accept=0.7, microbatches=microbatches) for microbatches in (1, 2)
+        )
+        return min(DecodeModel(chip, R1, setup).step(requests, 4224).seconds for setup in setups)
+
+    times = [iteration_s(requests) for requests in (4, 12, 48)]
+    first, second = (times[1] - times[0]) / 8, (times[2] - times[1]) / 36
+    assert first > 1.1 * second
+    assert [time * 1e3 for time in times] == pytest.approx([25.3, 41.8, 84.0], rel=0.12)
+
+
+def test_memory_of_the_published_deployments() -> None:
+    """EP320 on 64 GB dies leaves room for far more than 48 requests of 4 K; 16 dies do not hold the model."""
+    chip = named_hardware("ascend-910c")
+    wide = footprint(chip, R1, Setup(ep=320, precision="int8", drafts=1, accept=0.7))
+    assert wide.max_requests(4096 + 256) > 48
+    assert (
+        footprint(chip, R1, Setup(ep=8, precision="int8")).kv
+        < 0
+        < footprint(chip, R1, Setup(ep=32, precision="int8")).kv
+    )
+
+
+def test_tensor_parallel_groups_trade_weights_for_cache() -> None:
+    """MLA's cache is repeated in a group, grouped-query heads are split."""
+    gpu = named_hardware("h100")
+    latent = [footprint(gpu, R1, Setup(ep=32, tp=tp, precision="fp8")) for tp in (1, 4)]
+    assert latent[1].weights < latent[0].weights and latent[1].kv_per_token == 4 * latent[0].kv_per_token
+    llama = named_model("llama-3-70b")
+    grouped = [footprint(gpu, llama, Setup(ep=tp, tp=tp, precision="fp8")) for tp in (2, 8)]
+    assert grouped[0].kv_per_token == grouped[1].kv_per_token
+
+
+def test_the_slowest_rank_of_many_is_slower() -> None:
+    """Jitter grows with the instance; unequal contexts hurt small batches most, and equal ones not at all."""
+    chip = named_hardware("ascend-910c")
+
+    def step(ep: int, requests: int, spread: float = 0.0) -> Step:
+        setup = Setup(ep=ep, precision="int8", balance="perfect")
+        return DecodeModel(chip, R1, setup).step(requests, 4096, context_spread=spread)
+
+    def share(ep: int) -> float:
+        found = step(ep, 32)
+        return dict(found.parts)["jitter"] / found.compute_s
+
+    assert 0 < share(32) < share(256) < 0.03
+    even, small, large = step(256, 4), step(256, 4, 0.5), step(256, 64, 0.5)
+    attention = [dict(found.parts)["attention"] for found in (even, small, step(256, 64), large)]
+    assert attention[1] / attention[0] > attention[3] / attention[2] > 1.1
+    assert step(256, 4, 0.0) == even

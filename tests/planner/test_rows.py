@@ -1,0 +1,115 @@
+"""Published rows beside predictions: the bars, who is calibration, and that constants are what calibration gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from tripool.planner.cost.setup import named_routing
+from tripool.planner.errors import BadRows
+from tripool.planner.hardware import named_hardware
+from tripool.planner.models import named_model
+from tripool.planner.rows import bundled_rows, hardware_of, judge, parse_rows, predict, verdicts
+from tripool.planner.rows.judge import CALIBRATION
+from tripool.planner.rows.read import COLUMNS
+from tripool.planner.rows.refit import refit
+
+R1 = named_model("deepseek-r1")
+HEAD = ",".join(COLUMNS)
+
+
+def one(**cells: object) -> str:
+    row = {
+        "system": "s", "hardware": "H100", "n_devices": 72, "phase": "decode", "precision": "FP8", "ep": 72,
+        "batch_per_device": 256, "context_len": 2000, "mtp": 0, "tok_s_per_device": 2785, "source": "x",
+    }  # fmt: skip
+    return f"{HEAD}\n" + ",".join(str((row | cells)[name]) for name in COLUMNS)
+
+
+def test_the_bars_hold() -> None:
+    found = {each.family: each for each in verdicts(judge(bundled_rows(), R1))}
+    assert all(each.ok for each in found.values())
+    ascend, h100, h800 = found["910C"], found["H100"], found["H800"]
+    assert ascend.num_calibration <= 3 and ascend.num_validation >= 4
+    assert ascend.median <= 0.05 and ascend.worst <= 0.12
+    for gpu in (h100, h800):
+        assert gpu.num_calibration == 1 and gpu.num_validation >= 1 and gpu.worst <= 0.15
+
+
+def test_rows_outside_the_table_hold_too() -> None:
+    """Published elsewhere, and used for nothing: prefill on H100 by prompt length."""
+    errors = [each.prediction.error for each in judge(bundled_rows("further"), R1) if each.role == "validation"]
+    assert len(errors) == 2 and max(abs(error) for error in errors) <= 0.05
+
+
+def test_averages_are_shown_and_not_judged() -> None:
+    roles = {each.prediction.row.system: each.role for each in judge(bundled_rows(), R1)}
+    assert roles["DeepSeek production"] == roles["DeepSeek production (excl. cache hit)"] == "shown"
+
+
+def test_constants_are_what_calibration_gives() -> None:
+    found, routing = refit(bundled_rows(), R1), named_routing()
+    assert found.routing.decode_drift == pytest.approx(routing.decode_drift, rel=0.005)
+    assert found.routing.prefill_drift == pytest.approx(routing.prefill_drift, rel=0.005)
+    for name, hardware in found.hardware.items():
+        assert hardware.prefill_stack == pytest.approx(named_hardware(name).prefill_stack, rel=0.005)
+
+
+def test_another_large_batch_calibrates_as_well() -> None:
+    """Leave one out: fixed by any row of 100 requests a chip or so, the others still hold."""
+    rows = bundled_rows()
+    ascend = [row for row in rows if row.phase == "decode" and "910C" in row.hardware]
+    for row in (row for row in ascend if row.batch >= 96):
+        errors = refit(rows, R1, decode_row=row).errors(ascend, R1)
+        assert max(abs(error) for error in errors.values()) <= 0.12
+
+
+def test_calibration_rows_are_in_the_table() -> None:
+    assert CALIBRATION.keys() <= {row.key for row in bundled_rows()}
+
+
+@pytest.mark.parametrize(
+    ("told", "drafts", "accept"),
+    [("0", 0, 0.0), ("", 0, 0.0), ("1 draft, 0.70 accepted", 1, 0.7), ("simulated 0.6", 1, 0.6), ("yes", 1, None)],
+)
+def test_how_drafts_are_told(told: str, drafts: int, accept: float | None) -> None:
+    (row,) = parse_rows(one(mtp=f'"{told}"'), "rows.csv")
+    assert (row.drafts, row.accept) == (drafts, accept)
+
+
+def test_words_that_matter() -> None:
+    (row,) = parse_rows(one(system="perfect EPLB (prompt 1000/out 200)"), "rows.csv")
+    assert row.balance == "perfect" and row.context == 1100
+    (row,) = parse_rows(one(system="no EPLB", batch_per_device="~128 (stated)", precision="W8A8"), "rows.csv")
+    assert row.balance == "none" and row.batch == 128 and row.precision == "int8"
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [("H20", "h20"), ("H200 SXM", "h200"), ("NVIDIA GB200 NVL72", "gb200-nvl72"), ("H800", "h800"),
+     ("Ascend 910C (CloudMatrix384)", "ascend-910c")],
+)  # fmt: skip
+def test_hardware_by_the_name_tables_use(told: str, name: str) -> None:
+    (row,) = parse_rows(one(hardware=told), "rows.csv")
+    assert hardware_of(row).name == name
+
+
+@pytest.mark.parametrize("cells", [{"hardware": "Abacus"}, {"batch_per_device": ""}, {"precision": "FP4"}])
+def test_what_cannot_be_asked_is_shown(cells: dict[str, str]) -> None:
+    (row,) = parse_rows(one(**cells), "rows.csv")
+    assert predict(row, R1).error is None
+    assert [each.role for each in judge([row], R1)] == ["shown"]
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("system,hardware\na,b", "phase"),
+        (HEAD, "no rows"),
+        (one(phase="encode"), "encode"),
+        (one(tok_s_per_device=""), "tok_s_per_device"),
+        (one(batch_per_device="many"), "batch_per_device"),
+    ],
+)
+def test_odd_tables_are_refused_by_name(text: str, named: str) -> None:
+    with pytest.raises(BadRows, match=named):
+        parse_rows(text, "rows.csv")

@@ -1,0 +1,145 @@
+"""Plans: promises kept, chips and memory not exceeded, pools matched, plain answers where nothing works."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tripool.errors import InvalidRequest
+from tripool.planner import Ask, Deployment, Plan, make_plan, named_hardware, named_model
+from tripool.planner.cost import footprint
+from tripool.planner.errors import DoesNotFit, NotReachable
+
+
+def ask_of(**changes: object) -> Ask:
+    asked = {
+        "model": named_model("deepseek-r1"), "hardware": named_hardware("ascend-910c"), "chips": 384,
+        "input_tokens": 4096, "output_tokens": 1024, "ttft_s": 2.0, "tpot_s": 0.05,
+    }  # fmt: skip
+    return Ask(**(asked | changes))
+
+
+@lru_cache(maxsize=1)
+def plan_384() -> Plan:
+    return make_plan(ask_of())
+
+
+def check(ask: Ask, found: Deployment) -> None:
+    assert found.chips + found.spare_chips == ask.chips and found.spare_chips >= 0
+    assert found.tpot_s <= ask.tpot_s and found.ttft_s <= ask.ttft_s
+    room = footprint(ask.hardware, ask.model, found.decode.setup)
+    assert found.decode.batch <= room.max_requests(ask.input_tokens + ask.output_tokens)
+    chips_p, chips_d = (
+        found.prefill_instances * found.prefill.chips,
+        found.decode_instances * found.decode.chips,
+    )
+    if not found.shared:
+        carried_p = chips_p * found.prefill.tokens_per_s_per_chip / ask.input_tokens
+        carried_d = chips_d * found.decode.tokens_per_s_per_chip / ask.output_tokens
+        assert found.requests_per_s <= min(carried_p, carried_d) * (1 + 1e-9)
+        assert found.transfer_share <= 1.0 + 1e-9
+    assert found.prefill.setup.precision == found.decode.setup.precision
+    hourly = found.requests_per_s * ask.output_tokens * 3600
+    assert found.cost_per_million == pytest.approx(ask.price * ask.chips / hourly * 1e6)
+
+
+def test_a_supernode() -> None:
+    ask, plan = ask_of(), plan_384()
+    for found in plan.deployments:
+        check(ask, found)
+    rates = [found.requests_per_s for found in plan.deployments]
+    assert rates == sorted(rates, reverse=True) and len(rates) >= 5
+    assert any(found.decode.setup.ep == 320 for found in plan.deployments), "the published parallelism is among them"
+    assert plan.deployments[0].levers and plan.deployments[0].levers[0].gain > 0
+
+
+def test_the_front_has_no_point_that_another_beats() -> None:
+    front = plan_384().front
+    for left, right in pairwise(front):
+        assert left.tokens_per_s_per_user > right.tokens_per_s_per_user
+        assert left.tokens_per_s_per_chip < right.tokens_per_s_per_chip
+    best = plan_384().deployments[0].decode
+    assert max(point.tokens_per_s_per_chip for point in front) >= 0.9 * best.tokens_per_s_per_chip
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    hardware=st.sampled_from(("ascend-910c", "h100", "h20", "gb200-nvl72")),
+    model=st.sampled_from(("qwen3-30b-a3b", "llama-3-8b", "deepseek-v2-lite")),
+    chips=st.integers(1, 24), input_tokens=st.integers(16, 8000), output_tokens=st.integers(1, 2000),
+    cached=st.sampled_from((0.0, 0.5, 0.9)),
+)  # fmt: skip
+def test_any_plan_keeps_its_promises(hardware, model, chips, input_tokens, output_tokens, cached) -> None:
+    ask = ask_of(
+        model=named_model(model), hardware=named_hardware(hardware), chips=chips, input_tokens=input_tokens,
+        output_tokens=output_tokens, cached_share=cached, ttft_s=5.0, tpot_s=0.1,
+    )  # fmt: skip
+    for found in make_plan(ask).deployments:
+        check(ask, found)
+
+
+def test_more_chips_and_looser_promises_never_carry_less() -> None:
+    few, many = (make_plan(ask_of(chips=chips)).deployments[0].requests_per_s for chips in (96, 192))
+    assert many >= 2 * few * 0.98
+    tight = make_plan(ask_of(chips=96, tpot_s=0.02)).deployments[0]
+    assert tight.requests_per_s <= few and tight.decode.tpot_s <= 0.02
+
+
+def test_cached_prefixes_move_chips_to_decode() -> None:
+    plain, cached = (make_plan(ask_of(chips=128, cached_share=share)).deployments[0] for share in (0.0, 0.5))
+    assert cached.requests_per_s > 1.1 * plain.requests_per_s
+    decoding = [found.decode_instances * found.decode.chips for found in (plain, cached)]
+    assert decoding[1] >= decoding[0]
+
+
+def test_one_chip_does_both_in_turn() -> None:
+    ask = ask_of(model=named_model("llama-3-8b"), hardware=named_hardware("h100"), chips=1, input_tokens=1000)
+    found = make_plan(ask).deployments[0]
+    assert found.shared and found.tpot_s > found.decode.tpot_s
+    check(ask, found)
+
+
+def test_a_slow_transfer_plane_binds() -> None:
+    chip = named_hardware("ascend-910c")
+    planes = tuple(replace(plane, gb_s=0.2) if plane.kind == "transfer" else plane for plane in chip.planes)
+    ask = ask_of(hardware=replace(chip, planes=planes), chips=128, ttft_s=8.0)
+    best = make_plan(ask).deployments[0]
+    assert best.bound == "transfer" and best.transfer_share == pytest.approx(1.0)
+
+
+def test_a_model_that_does_not_fit_is_told_by_how_much() -> None:
+    with pytest.raises(DoesNotFit, match=r"takes? 7\d\d GB of 236 GB .*529 GB are missing; 8 chips hold it"):
+        make_plan(ask_of(chips=2))
+    make_plan(ask_of(chips=8, tpot_s=1.0, ttft_s=60.0))
+
+
+def test_a_tpot_out_of_reach_is_told_by_how_much() -> None:
+    with pytest.raises(NotReachable, match=r"TPOT of 1\.0 ms .*fastest is (\d+\.\d) ms .* ms are missing") as told:
+        make_plan(ask_of(tpot_s=0.001))
+    fastest_ms = float(str(told.value).partition("fastest is ")[2].partition(" ms")[0])
+    assert make_plan(ask_of(tpot_s=(fastest_ms + 0.1) / 1e3)).deployments
+
+
+def test_a_ttft_out_of_reach_is_told_by_how_much() -> None:
+    with pytest.raises(NotReachable, match=r"TTFT of 0\.010 s .*soonest is \d\.\d+ s") as told:
+        make_plan(ask_of(ttft_s=0.01))
+    soonest_s = float(str(told.value).partition("soonest is ")[2].partition(" s")[0])
+    assert make_plan(ask_of(ttft_s=soonest_s * 1.3, tpot_s=0.1)).deployments
+
+
+def test_a_context_too_long_for_any_rank() -> None:
+    with pytest.raises(NotReachable, match="fits beside the weights in no parallelism"):
+        make_plan(ask_of(input_tokens=5_000_000))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"chips": 0}, {"tpot_s": 0.0}, {"input_tokens": 0}, {"cached_share": 1.0}, {"precision": "fp8"}]
+)
+def test_odd_wishes_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest):
+        ask_of(**changes)
