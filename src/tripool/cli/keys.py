@@ -1,0 +1,131 @@
+"""`tripool keys`: make, show and revoke API keys. Works on the key book itself; a running server notices."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tripool.cli.options import given
+from tripool.cli.terminal import stderr
+from tripool.cli.when import later_s, shown
+
+if TYPE_CHECKING:
+    from tripool.tenants import Key, Tenant
+    from tripool.tenants.book import Book
+
+KeysFile = Annotated[
+    Path | None, typer.Option("--keys", help="The key book; in the state folder of this user when not given.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+_GB = 2**30
+
+
+def open_book(path: Path | None) -> Book:
+    from tripool.tenants.book import Book, default_path
+
+    return Book(path or default_path())
+
+
+def register(app: typer.Typer) -> None:
+    keys = typer.Typer(help="API keys of a server: make, show, revoke.", no_args_is_help=True)
+    app.add_typer(keys, name="keys")
+    _register_add(keys)
+
+    @keys.command(name="list")
+    def list_keys(keys: KeysFile = None, as_json: AsJson = False) -> None:
+        """Show tenants, their limits and their keys; never the keys themselves."""
+        with open_book(keys) as book:
+            roll = book.roll()
+        rows = [_row(key, roll.tenants[key.tenant], time.time()) for key in roll.keys]
+        if as_json:
+            typer.echo(json.dumps(rows, indent=2))
+            return
+        table = Table("tenant", "key", "state", "created", "last used", "expires", "limits", box=None)
+        for row in rows:
+            times = (shown(row["created_s"]), shown(row["last_used_s"]), shown(row["expires_s"]))
+            table.add_row(row["tenant"], f"{row['key']}…", row["state"], *times, _limits(row))
+        Console().print(table)
+
+    @keys.command()
+    def revoke(
+        which: Annotated[str, typer.Argument(help="The beginning of a key, or a tenant's name for all of its keys.")],
+        keys: KeysFile = None,
+        as_json: AsJson = False,
+    ) -> None:
+        """End a key at once: a running server refuses it within a second. Answers under way go on."""
+        with open_book(keys) as book:
+            revoked = book.revoke(which, now_s=time.time())
+        if as_json:
+            typer.echo(json.dumps({"revoked": revoked}))
+        else:
+            typer.echo("".join(f"revoked {prefix}…\n" for prefix in revoked) or "revoked before\n", nl=False)
+
+
+def _register_add(keys: typer.Typer) -> None:
+    @keys.command()
+    def add(
+        name: Annotated[str, typer.Argument(help="Of the tenant; one that exists gets one more key.")],
+        rpm: Annotated[float | None, typer.Option(help="Most requests per minute.")] = None,
+        tpm: Annotated[float | None, typer.Option(help="Most tokens per minute, cached ones not counted.")] = None,
+        cache_gb: Annotated[float | None, typer.Option("--cache-gb", min=0, help="Most of the cache pool.")] = None,
+        weight: Annotated[float | None, typer.Option(help="Share of the prefill work, 1 when not given.")] = None,
+        tpot_ms: Annotated[float | None, typer.Option("--tpot-ms", help="Promised time per token.")] = None,
+        ttft_ms: Annotated[float | None, typer.Option("--ttft-ms", help="Promised time to the first token.")] = None,
+        public_prefix: Annotated[
+            bool | None,
+            typer.Option("--public-prefix/--no-public-prefix", help="Share cached system prompts with others who do."),
+        ] = None,
+        admin: Annotated[bool, typer.Option("--admin", help="May also use the operator's routes.")] = False,
+        expires: Annotated[str | None, typer.Option(help="30d, 12h, or a date.")] = None,
+        keys: KeysFile = None,
+        as_json: AsJson = False,
+    ) -> None:
+        """Make a key for NAME and show it, once. Limits are the tenant's; those given replace what it had."""
+        now_s = time.time()
+        cache_bytes = None if cache_gb is None else int(cache_gb * _GB)
+        settings = given(rpm=rpm, tpm=tpm, cache_bytes=cache_bytes, weight=weight, tpot_ms=tpot_ms, ttft_ms=ttft_ms)
+        settings |= given(public_prefix=public_prefix)
+        expires_s = None if expires is None else later_s(expires, now_s=now_s, param="expires")
+        with open_book(keys) as book:
+            key = book.add_key(name, now_s=now_s, settings=settings, admin=admin, expires_s=expires_s)
+            path = book.path
+        if as_json:
+            typer.echo(json.dumps({"tenant": name, "key": key, "admin": admin, "expires_s": expires_s}))
+        else:
+            typer.echo(key)
+            stderr().print(f"for {name}, in {path}; it is not shown again", soft_wrap=True)
+
+
+def _row(key: Key, tenant: Tenant, now_s: float) -> dict[str, Any]:
+    state = "revoked" if key.revoked_s is not None else "good" if key.is_good(now_s) else "expired"
+    return {
+        "tenant": key.tenant,
+        "key": key.prefix,
+        "admin": key.admin,
+        "state": state,
+        "created_s": key.created_s,
+        "last_used_s": key.last_used_s,
+        "expires_s": key.expires_s,
+        "rpm": tenant.limits.requests_per_minute,
+        "tpm": tenant.limits.tokens_per_minute,
+        "cache_bytes": tenant.limits.cache_bytes,
+        "weight": tenant.limits.weight,
+        "tpot_ms": tenant.tpot_ms,
+        "ttft_ms": tenant.ttft_ms,
+        "public_prefix": tenant.public_prefix,
+    }
+
+
+def _limits(row: dict[str, Any]) -> str:
+    parts = ["admin"] if row["admin"] else []
+    parts += [f"{name} {row[name]:g}" for name in ("rpm", "tpm", "tpot_ms", "ttft_ms") if row[name] is not None]
+    parts += [f"cache {row['cache_bytes'] / _GB:g} GB"] if row["cache_bytes"] is not None else []
+    parts += [f"weight {row['weight']:g}"] if row["weight"] != 1 else []
+    parts += ["public prefix"] if row["public_prefix"] else []
+    return ", ".join(parts)

@@ -1,0 +1,151 @@
+"""Who a request is from: its API key, looked up in the key book, before anything of it is read.
+
+| path | who may |
+|---|---|
+| `/health`, `/ping`, `/health/ready`, `/version` | everybody |
+| generation, token counts, `GET /v1/models`, `explain` of one's own requests | every key |
+| all else: metrics, load, drain, pools, cache, loading models | keys made with `--admin` |
+
+What is not named here is the operator's: a new route is closed until someone opens it. A server whose book has no key
+is open, and everyone is its operator.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tripool.core import Usage
+from tripool.errors import TripoolError
+from tripool.gateway.parse import header_id
+from tripool.gateway.record import Record
+from tripool.gateway.refusals import dialect_of, error_headers, error_shape
+from tripool.tenants import ANONYMOUS, NOBODY, Caller, Roll, Tenant
+from tripool.tenants.meter import Meter
+from tripool.tenants.watch import Watch
+
+_OPEN = frozenset({"/health", "/ping", "/health/ready", "/version"})
+_FOR_TENANTS = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/tokenize",
+        "/detokenize",
+    }
+)
+_CALLER = "tripool.caller"
+
+
+class KeyRefused(TripoolError):
+    """No key, or not one that is good."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class NotOperator(TripoolError):
+    """A good key, for something that is not its business."""
+
+    status = 403
+    code = "admin_key_needed"
+
+
+class Access:
+    """The door of one server: its book as it is now, and the meter behind it. Used from the event loop."""
+
+    def __init__(self, watch: Watch, meter: Meter, *, clock: Callable[[], float] = time.time) -> None:
+        self._watch, self._meter, self._clock = watch, meter, clock
+
+    @property
+    def roll(self) -> Roll:
+        return self._watch.roll()
+
+    def tenant_named(self, name: str) -> Tenant:
+        """One who was let in, with the limits of now; without any, if its name is gone from the book."""
+        return self.roll.tenants.get(name) or replace(ANONYMOUS, name=name)
+
+    def caller(self, scope: Scope) -> Caller:
+        """Raises KeyRefused, or BookError when the book has been unreadable for too long."""
+        roll = self._watch.roll()
+        if roll.is_open:
+            return NOBODY
+        presented = _presented(scope)
+        if presented is None:
+            hint = "send 'Authorization: Bearer tp-...' or 'x-api-key: tp-...'; `tripool keys add NAME` makes a key"
+            raise KeyRefused("this server wants an API key", hint=hint)
+        caller = roll.find(presented, self._clock())
+        if caller is None:
+            raise KeyRefused("this API key is unknown, revoked or expired", hint="ask the operator for another")
+        return caller
+
+    def ended(self, record: Record, caller: Caller, model: str) -> None:
+        """Meter a request that is over. One that failed before its first token cost its sender nothing.
+
+        One that was cancelled before its first token counts with its prompt: nobody here knows how much was computed.
+        """
+        if caller.key and (record.tokens_came or record.state == "cancelled"):
+            usages: list[Usage] = list(record.usages)
+            self._meter.add(caller, model, usages)
+
+    def close(self) -> None:
+        self._watch.close()
+        self._meter.close()
+
+
+class Guard:
+    """In front of every route. Refuses by itself, in the caller's dialect; `on_refused` is told the code."""
+
+    def __init__(self, app: ASGIApp, access: Access, on_refused: Callable[[str], object]) -> None:
+        self._app, self._access, self._on_refused = app, access, on_refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in _OPEN:
+            try:
+                caller = self._access.caller(scope)
+                if not caller.admin and not _for_tenants(scope["method"], scope["path"]):
+                    hint = "if it exists at all: make one with `tripool keys add NAME --admin`"
+                    raise NotOperator(f"{scope['method']} {scope['path'][:200]} needs an admin key", hint=hint)
+            except TripoolError as error:
+                self._on_refused(error.code)
+                await _refusal(scope, error)(scope, receive, send)
+                return
+            scope[_CALLER] = caller
+        await self._app(scope, receive, send)
+
+
+def caller_of(http: HttpRequest) -> Caller:
+    """Whom the guard let in; everybody, where there is no guard."""
+    caller: Caller = http.scope.get(_CALLER, NOBODY)
+    return caller
+
+
+def _presented(scope: Scope) -> str | None:
+    headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of two with one name, the first
+    kind, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+    key = bearer.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
+    return key.decode("latin-1") or None
+
+
+def _for_tenants(method: str, path: str) -> bool:
+    if path in _FOR_TENANTS:
+        return True
+    looks = method in ("GET", "HEAD")
+    about_models = path == "/v1/models" or path.startswith("/v1/models/")
+    return looks and (about_models or (path.startswith("/v1/requests/") and path.endswith("/explain")))
+
+
+def _refusal(scope: Scope, error: TripoolError) -> JSONResponse:
+    headers = error_headers(error)
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    asked = header_id(HttpRequest(scope).headers.get("x-request-id"))
+    if asked is not None:
+        headers["x-request-id"] = asked
+    return JSONResponse(error_shape(error, dialect_of(scope["path"])), status_code=error.status, headers=headers)

@@ -1,0 +1,149 @@
+"""What tenants have used, by hour, key and model: gathered in memory, written to the key book in batches.
+
+A batch is written within a second of its first request. A server that is killed loses at most that second; one that
+ends in order loses nothing. While the book cannot be written the batch waits and grows by a few numbers per key.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tripool.core import Usage
+from tripool.tenants.book import Book, BookError
+from tripool.tenants.roll import Caller
+
+HOUR_S = 3600
+_BATCH_S = 0.5
+_WRITE = """
+INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET
+    requests = requests + excluded.requests, prompt_tokens = prompt_tokens + excluded.prompt_tokens,
+    cached_tokens = cached_tokens + excluded.cached_tokens,
+    completion_tokens = completion_tokens + excluded.completion_tokens
+"""
+
+By = Literal["hour", "day", "model", "tenant", "key"]
+_GROUPS: dict[By, str] = {
+    "hour": "hour_s",
+    "day": "hour_s / 86400 * 86400",
+    "model": "model",
+    "tenant": "tenant",
+    "key": "key",
+}
+
+
+@dataclass(slots=True)
+class Used:
+    """Sums over requests."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt tokens: those that did not have to be computed."""
+    completion_tokens: int = 0
+
+
+class Meter:
+    """`add` from any thread, and never waits for the disk: a thread of its own writes."""
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self._path, self._clock = path, clock
+        self._lock = threading.Lock()
+        self._waiting: dict[tuple[int, str, str, str], Used] = {}
+        self._last_used_s: dict[str, float] = {}
+        self._writing = threading.Lock()
+        """One batch at a time: `flush` returns when what was added before it is on disk."""
+        self._some = threading.Event()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._main, name="tripool-meter", daemon=True)
+        self._thread.start()
+
+    def add(self, caller: Caller, model: str, usages: Sequence[Usage]) -> None:
+        """One HTTP request, with the usage of each of its prompts."""
+        now_s = self._clock()
+        line = (int(now_s) // HOUR_S * HOUR_S, caller.tenant.name, caller.key, model)
+        with self._lock:
+            used = self._waiting.setdefault(line, Used())
+            used.requests += 1
+            used.prompt_tokens += sum(usage.prompt_tokens for usage in usages)
+            used.cached_tokens += sum(usage.cached_tokens for usage in usages)
+            used.completion_tokens += sum(usage.completion_tokens for usage in usages)
+            self._last_used_s[caller.key] = now_s
+        self._some.set()
+
+    def flush(self) -> None:
+        """Write what was added so far; raises BookError, and keeps it, when that cannot be done."""
+        with self._writing:
+            with self._lock:
+                waiting, self._waiting = self._waiting, {}
+                last_used_s, self._last_used_s = self._last_used_s, {}
+            if not waiting:
+                return
+            try:
+                self._write(waiting, last_used_s)
+            except BookError:
+                self._keep(waiting, last_used_s)
+                raise
+
+    def close(self) -> None:
+        """Write the rest; raises BookError when that cannot be done, and then it is lost."""
+        self._ending.set()
+        self._some.set()
+        self._thread.join()
+        self.flush()
+
+    def _write(self, waiting: dict[tuple[int, str, str, str], Used], last_used_s: dict[str, float]) -> None:
+        rows = [
+            (*line, used.requests, used.prompt_tokens, used.cached_tokens, used.completion_tokens)
+            for line, used in waiting.items()
+        ]
+        with Book(self._path) as book, book.writing() as db:
+            db.executemany(_WRITE, rows)
+            marks = [(at_s, key) for key, at_s in last_used_s.items()]
+            db.executemany("UPDATE keys SET last_used_s = ? WHERE prefix = ?", marks)
+
+    def _keep(self, waiting: dict[tuple[int, str, str, str], Used], last_used_s: dict[str, float]) -> None:
+        with self._lock:
+            for line, used in waiting.items():
+                newer = self._waiting.setdefault(line, Used())
+                newer.requests += used.requests
+                newer.prompt_tokens += used.prompt_tokens
+                newer.cached_tokens += used.cached_tokens
+                newer.completion_tokens += used.completion_tokens
+            self._last_used_s = last_used_s | self._last_used_s
+        self._some.set()
+
+    def _main(self) -> None:
+        while not self._ending.is_set():
+            self._some.wait()
+            self._ending.wait(_BATCH_S)
+            self._some.clear()
+            try:
+                self.flush()
+            except BookError:
+                continue  # it is kept, and tried again with the next batch
+
+
+def read_usage(
+    book: Book, *, tenant: str | None = None, since_s: float | None = None, by: By = "day"
+) -> list[dict[str, Any]]:
+    """Sums, one row per tenant and group; hours and days are UTC, as the second they begin with."""
+    group = _GROUPS[by]
+    columns = "tenant" if by == "tenant" else f"tenant, {group}"
+    where, values = ["1"], list[Any]()
+    if tenant is not None:
+        where.append("tenant = ?")
+        values.append(tenant)
+    if since_s is not None:
+        where.append("hour_s >= ?")
+        values.append(int(since_s) // HOUR_S * HOUR_S)
+    sums = ", ".join(f"sum({name})" for name in ("requests", "prompt_tokens", "cached_tokens", "completion_tokens"))
+    query = f"SELECT {columns}, {sums} FROM usage WHERE {' AND '.join(where)} GROUP BY {columns} ORDER BY {columns}"
+    names = ["tenant", *([by] if by != "tenant" else [])]
+    names += ["requests", "prompt_tokens", "cached_tokens", "completion_tokens"]
+    with book.reading() as db:
+        return [dict(zip(names, row, strict=True)) for row in db.execute(query, values)]

@@ -1,0 +1,91 @@
+"""Who may come in, as the key book had it when it was read. Pure: the clock is an argument, the file is elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from hmac import compare_digest
+
+from tripool.tenants.tenant import ANONYMOUS, Tenant
+
+KEY_MARK = "tp-"
+MAX_KEY_CHARS = 256
+"""Longer ones are nobody's, and are not hashed to find that out."""
+_HEAD_BYTES = 8
+
+
+def key_digest(pepper: bytes, key: str) -> bytes:
+    """How a key is kept.
+
+    A fast hash is right here: slow ones protect words that people choose, which can be guessed one by one. A key has
+    256 random bits, and guessing those is hopeless at any speed; a slow hash would only slow down every request. It is
+    keyed with the book's own random bytes, so that digests of two books cannot be compared.
+    """
+    return blake2b(key.encode(), key=pepper, digest_size=32, person=b"tripool-key").digest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Key:
+    """All that is kept of one; the key itself is shown once and then nowhere."""
+
+    prefix: str
+    """Its first characters, for people to tell keys apart."""
+    tenant: str
+    digest: bytes
+    admin: bool = False
+    created_s: float = 0.0
+    last_used_s: float | None = None
+    expires_s: float | None = None
+    revoked_s: float | None = None
+
+    def is_good(self, now_s: float) -> bool:
+        return self.revoked_s is None and (self.expires_s is None or now_s < self.expires_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who sent a request, as its key says."""
+
+    tenant: Tenant
+    key: str = ""
+    """Prefix of the key; empty on a server without keys."""
+    admin: bool = False
+
+
+NOBODY = Caller(tenant=ANONYMOUS, admin=True)
+"""Everybody, on a server without keys: there everyone is the operator."""
+
+
+class Roll:
+    """Immutable. `generation` grows with every change of the book."""
+
+    def __init__(
+        self, tenants: Iterable[Tenant] = (), keys: Iterable[Key] = (), *, pepper: bytes = b"", generation: int = 0
+    ) -> None:
+        self.generation = generation
+        self.tenants = {tenant.name: tenant for tenant in tenants}
+        self.keys = tuple(keys)
+        self._pepper = pepper
+        self._by_head: dict[bytes, list[Key]] = {}
+        for key in self.keys:
+            self._by_head.setdefault(key.digest[:_HEAD_BYTES], []).append(key)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no key was ever made. Revoking the last one does not open the door."""
+        return not self.keys
+
+    def find(self, presented: str, now_s: float) -> Caller | None:
+        """Whose key this is; None for one that is unknown, revoked or expired.
+
+        How long it takes says nothing about keys: what is looked up is the head of a keyed digest, which nobody outside
+        can steer, and the rest is compared in constant time.
+        """
+        if not presented.startswith(KEY_MARK) or len(presented) > MAX_KEY_CHARS:
+            return None
+        digest = key_digest(self._pepper, presented)
+        for key in self._by_head.get(digest[:_HEAD_BYTES], ()):
+            if compare_digest(key.digest, digest) and key.is_good(now_s):
+                return Caller(tenant=self.tenants[key.tenant], key=key.prefix, admin=key.admin)
+        return None

@@ -1,0 +1,100 @@
+"""A real server with a key book on a real socket, over the fake engine that has an engine's memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tripool.config import GatewayConfig
+from tripool.engine.fake import fake_text
+from tripool.engine.fake_paged import PagedFake
+from tripool.engine.protocol import StepEngine
+from tripool.engine.thread import EngineThread
+from tripool.gateway import create_app
+from tripool.gateway.auth import Access
+from tripool.gateway.server import Server, listen, url_of
+from tripool.tenants.book import Book
+from tripool.tenants.meter import Meter
+from tripool.tenants.watch import Watch
+from tripool.text import Tokenizer
+
+DEADLINE_S = 30.0
+NOW_S = 1_800_000_000.0
+
+
+class Clock:
+    """Stands still until it is told to move."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass(frozen=True)
+class Guarded:
+    engine: StepEngine
+    meter: Meter
+    url: str
+    http: httpx.Client
+
+    def wait_empty(self, key: str) -> None:
+        """Until the gateway has left every answer behind. `key`: an admin's."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while self.http.get("/load", headers=bearer(key)).raise_for_status().json()["server_load"]:
+            assert time.monotonic() < deadline_s, "requests stayed open in the gateway"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def make_keys(path: Path, *names: str, settings: dict[str, Any] | None = None) -> dict[str, str]:
+    """One key per name; `admin` is an admin."""
+    with Book(path) as book:
+        return {
+            name: book.add_key(name, now_s=time.time(), settings=settings or {}, admin=name == "admin")
+            for name in names
+        }
+
+
+def paged(**options: Any) -> PagedFake:
+    return PagedFake(fake_text(), **{"num_blocks": 4096, "max_running": 16, "step_tokens": 2048} | options)
+
+
+@contextmanager
+def guarded_server(
+    path: Path,
+    *,
+    engine: StepEngine | None = None,
+    watch_clock: Callable[[], float] = time.monotonic,
+    wall_clock: Callable[[], float] = time.time,
+) -> Iterator[Guarded]:
+    engine = engine or paged()
+    meter = Meter(path, clock=wall_clock)
+    access = Access(Watch(path, clock=watch_clock), meter, clock=wall_clock)
+    listener = listen("127.0.0.1", 0)
+    thread, ready = EngineThread(engine), threading.Event()
+    app = create_app(thread, Tokenizer(engine.text), engine.name, GatewayConfig(), access=access)
+    server = Server(app, on_ready=ready.set, end_answers=lambda: thread.close(0))
+    server_thread = threading.Thread(target=server.run, args=([listener],))
+    server_thread.start()
+    try:
+        assert ready.wait(DEADLINE_S)
+        url = url_of(listener)
+        with httpx.Client(base_url=url, timeout=DEADLINE_S) as http:
+            yield Guarded(engine, meter, url, http)
+    finally:
+        server.should_exit = True
+        server_thread.join(DEADLINE_S)
+        thread.close(DEADLINE_S)
+        access.close()
+        listener.close()
