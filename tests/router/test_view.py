@@ -123,3 +123,159 @@ def test_the_lightest_is_found_after_any_history(steps: list[tuple[int, int, int
         ready = [member for member in view if not member.draining]
         picked = view.pick_prefill(0, 10**9)
         assert picked in ready and picked.load_tokens == min(member.load_tokens for member in ready)
+
+
+# ---- classes of promised time per token -----------------------------------------------------------------------------
+
+
+def decoders(count: int, max_running: int = 32) -> FleetView:
+    view = FleetView()
+    for number in range(count):
+        view.add(hello(Life(f"decode-{number}", 1), "decode", kv_tokens=100_000, max_running=max_running), 0.0)
+    return view
+
+
+def put(view: FleetView, tpot_ms: float | None, tokens: int = 100) -> Life:
+    member = view.pick_decode(tokens, P0, tpot_ms=tpot_ms)
+    assert member is not None
+    view.place(member.life, tokens, 0.0, P0, tpot_ms)
+    view.transferred(P0, member.life)
+    return member.life
+
+
+def test_a_strict_answer_shrinks_no_large_batch_while_there_is_a_small_one() -> None:
+    view = decoders(3)
+    for _ in range(30):
+        put(view, 50.0)
+    strict = [put(view, 15.0) for _ in range(4)]
+    assert len(set(strict)) == 1, "they share one batch"
+    relaxed = [put(view, 50.0) for _ in range(6)]
+    assert strict[0] not in relaxed, "a relaxed one leaves the small batch to those who need it"
+
+
+def test_those_without_a_promise_stay_out_of_the_way_until_load_says_otherwise() -> None:
+    view = decoders(2)
+    strict = put(view, 15.0)
+    others = [put(view, None) for _ in range(40)]
+    assert strict not in others[:10]
+    assert strict in others, "half a worker's load is more than a promise's worth"
+
+
+def test_what_a_worker_can_bear_counts_as_its_size() -> None:
+    view = decoders(2)
+    for _ in range(4):
+        view.place(D0, 100, 0.0, P0, 15.0)
+        view.place(D1, 100, 0.0, P0, 15.0)
+    view.heard(Pulse(D0, 1, 0, 4, 4, ceiling=3), 0.0)
+    view.heard(Pulse(D1, 1, 0, 4, 4, ceiling=20), 0.0)
+    picked = Counter(put(view, 15.0) for _ in range(10))
+    assert picked[D0] == 0 and picked[D1] == 10
+    for _ in range(8):
+        put(view, 15.0)
+    counts = {life: view.get(life).num_placed for life in (D0, D1)}
+    assert counts == {D0: 6, D1: 20}, "two more than it runs are at hand; nobody is sent beyond that"
+    view.place(D1, 100, 0.0, P0, 15.0)
+    view.place(D1, 100, 0.0, P0, 15.0)
+    assert view.pick_decode(100, P0, tpot_ms=15.0) is None
+    view.heard(Pulse(D0, 1, 0, 6, 4), 0.0)
+    assert view.pick_decode(100, P0, tpot_ms=15.0).life == D0, "without a promise its size is its own again"
+
+
+def plain_pick(view: FleetView, tokens: int, source: Life) -> set[Life]:
+    """The rule without classes, by looking at everybody: whom it may pick."""
+    ready = sorted((m for m in view if not m.draining), key=lambda m: (m.cost, m.turn))[:4]
+    fitting = [
+        m
+        for m in ready
+        if not m.num_placed or (m.placed_tokens + tokens <= m.hello.kv_tokens and m.num_placed < m.hello.max_running)
+    ]
+    fewest = min((view._transfers[source, m.life] for m in fitting), default=0)
+    return {m.life for m in fitting if view._transfers[source, m.life] == fewest}
+
+
+Move = tuple[int, int, int, float | None]
+moves = st.lists(
+    st.tuples(
+        st.integers(0, 6),
+        st.integers(0, 4),
+        st.integers(1, 30_000),
+        st.sampled_from([None, 50.0, 30.0, 15.0, 0.01, 31.5]),
+    ),
+    max_size=60,
+)
+
+
+def live(view: FleetView, steps: list[Move], *, promised: bool) -> None:
+    placed: dict[Life, list[tuple[int, float | None]]] = {member.life: [] for member in view}
+    drained: set[Life] = set()
+    for kind, number, tokens, drawn_ms in steps:
+        tpot_ms = drawn_ms if promised else None
+        life = Life(f"decode-{number}", 1)
+        if kind <= 3:
+            before = plain_pick(view, tokens, P0)
+            member = view.pick_decode(tokens, P0, tpot_ms=tpot_ms)
+            if not promised:
+                assert {member.life} <= before if member is not None else not before
+            if member is not None:
+                view.place(member.life, tokens, 0.0, P0, tpot_ms)
+                view.transferred(P0, member.life)
+                placed[member.life].append((tokens, tpot_ms))
+        elif kind == 4 and placed[life]:
+            view.take_off(life, *placed[life].pop(tokens % len(placed[life])))
+        elif kind == 5:
+            running = len(placed[life])
+            view.heard(Pulse(life, 1, 0, running, 0, ceiling=tokens % 40 + 1 if promised else None), 0.0)
+        elif kind == 6 and len(drained) < 4:
+            view.drain(life)
+            drained.add(life)
+        held = {at: (len(each), sum(t for t, _ in each)) for at, each in placed.items() if each}
+        view.check(held, [])
+        for member in view:
+            assert member.classes == Counter(ms for _, ms in placed[member.life] if ms is not None)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(moves)
+def test_without_promises_workers_are_picked_as_ever(steps: list[Move]) -> None:
+    live(decoders(5, max_running=6), steps, promised=False)
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(moves, st.sampled_from([15.0, 30.0, 50.0, None]))
+def test_after_any_history_a_class_finds_its_place(steps: list[Move], tpot_ms: float | None) -> None:
+    view = decoders(5, max_running=6)
+    live(view, steps, promised=True)
+    ready = [m for m in view if not m.draining]
+    member = view.pick_decode(10, P0, tpot_ms=tpot_ms)
+    if any(m.num_placed == 0 for m in ready):
+        assert member is not None
+        own_ms = tpot_ms if tpot_ms is not None else float("inf")
+        assert member.num_placed == 0 or member.cost < 0.1 or own_ms >= member.strictest_ms, (
+            "shrank a batch for nothing"
+        )
+    if member is not None:
+        assert not member.draining
+        assert member.num_placed == 0 or member.num_placed < member.bearable
+
+
+def test_a_class_costs_no_look_at_everybody() -> None:
+    """Counted, not timed: entries taken from heaps by one pick, in a fleet of a thousand busy workers."""
+    view = decoders(1000)
+    for number in range(4000):
+        put(view, (None, 50.0, 15.0)[number % 3])
+    taken = 0
+    for heap in (view._heaps["decode"], *view._by_class.values()):
+        heap[:] = [entry for entry in heap if view._is_current(entry)]
+        heap.sort()
+    sizes = [len(heap) for heap in (view._heaps["decode"], *view._by_class.values())]
+    lightest = view._lightest
+
+    def counting(heap: list, avoid: Life | None) -> list:
+        nonlocal taken
+        found = lightest(heap, avoid)
+        taken += len(found)
+        return found
+
+    view._lightest = counting
+    assert view.pick_decode(100, P0, tpot_ms=15.0) is not None
+    assert taken <= 8 and sum(sizes) >= 1000

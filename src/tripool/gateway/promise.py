@@ -1,0 +1,59 @@
+"""What a request was promised: from its body, its headers, or its key, in this order of precedence. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tripool.core import Promise
+from tripool.errors import InvalidRequest
+from tripool.tenants import Tenant
+
+HEADERS: Mapping[str, str] = {"x-tripool-tpot-ms": "tpot_ms", "x-tripool-ttft-ms": "ttft_ms"}
+MAX_PRIORITY = 1000
+_MAX_MS = 3_600_000.0
+
+Wishes = Mapping[str, float]
+"""Promises that a request's headers ask for, by the names of the body's fields."""
+
+
+def header_wishes(headers: Mapping[str, str]) -> Wishes:
+    """`headers` are found by lower-case names."""
+    wishes = {}
+    for header, field in HEADERS.items():
+        given = headers.get(header)
+        if given is not None:
+            try:
+                wishes[field] = float(given)
+            except ValueError as error:
+                raise _wrong(header, given) from error
+            _check(header, wishes[field])
+    return wishes
+
+
+def read_promise(fields: Mapping[str, Any], tenant: Tenant, wishes: Wishes) -> Promise:
+    slo: Mapping[str, Any] = fields.get("slo", {})
+    for name in slo:
+        if name not in ("tpot_ms", "ttft_ms"):
+            raise InvalidRequest(f"'slo' has '{str(name)[:100]}'", hint="known: tpot_ms, ttft_ms", param="slo")
+    chosen = {"tpot_ms": tenant.tpot_ms, "ttft_ms": tenant.ttft_ms} | dict(wishes)
+    for name, value in slo.items():
+        if value is not None:
+            _check(f"slo.{name}", value)
+            chosen[name] = float(value)
+    priority = fields.get("priority", 0)
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        hint = f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}; lower goes first"
+        raise InvalidRequest(f"'priority' is {priority}", hint=hint, param="priority")
+    return Promise(tpot_ms=chosen["tpot_ms"], ttft_ms=chosen["ttft_ms"], priority=priority, tenant=tenant.name)
+
+
+def _check(name: str, value: object) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < float(value) <= _MAX_MS:  # type: ignore[arg-type]
+        raise _wrong(name, value)
+
+
+def _wrong(name: str, value: object) -> InvalidRequest:
+    hint = f"must be a number of milliseconds, above 0 and at most {_MAX_MS:g}"
+    return InvalidRequest(f"'{name}' is {str(value)[:100]!r}", hint=hint, param=name)

@@ -1,0 +1,71 @@
+"""The nouns of the door: who comes, what room there is, what is decided. Pure data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tripool.core import Promise
+from tripool.errors import TripoolError
+from tripool.router.fair import Account
+from tripool.tenants import ANONYMOUS, Tenant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    id: str
+    prompt_tokens: int
+    tenant: Tenant = ANONYMOUS
+    choices: int = 1
+    promise: Promise = field(default_factory=Promise)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much a backend works on at a time."""
+
+    lanes: int = 1
+    """Workers that compute prompts."""
+    slots: int | None = None
+    """Choices that can be answered at the same time. None: not known, and not minded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Nothing of it was begun."""
+
+    id: str
+    error: TripoolError
+
+
+Decision = Admit | Refuse
+
+
+class Stage(Enum):
+    WAITING = "waiting"
+    INSIDE = "inside"
+    """Let through, no token yet."""
+    ANSWERING = "answering"
+
+
+@dataclass(slots=True, eq=False)
+class Guest:
+    arrival: Arrival
+    account: Account
+    cost: float
+    """Tokens that it was charged: what will probably have to be computed."""
+    arrived_s: float
+    ahead_tokens: float
+    """That were to go before it when it came."""
+    predicted_s: float | None
+    stage: Stage = Stage.WAITING
+    why: str = ""
+    """What it had to wait for when it came."""
+    admitted_s: float = 0.0
+    unhindered: bool = False
+    """There was a free lane when it was let through."""

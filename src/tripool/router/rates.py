@@ -1,0 +1,91 @@
+"""How fast a tenant may ask: token buckets for requests and tokens, one minute deep. Pure; time is an argument.
+
+A bucket fills at its rate up to one minute's worth. What is asked for is taken at once; what is learned later (the
+tokens of an answer, a prompt that turned out to be cached) is taken or given back then, so a bucket may be in debt.
+Nothing more is let through until the debt is paid: over any time, a tenant gets its rate and at most one minute more.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tripool.tenants import Limits, Tenant
+
+Limit = Literal["requests", "tokens"]
+
+
+class Bucket:
+    def __init__(self, per_minute: float, now_s: float) -> None:
+        self.per_minute = per_minute
+        self._level = per_minute
+        self._updated_s = now_s
+
+    def level(self, now_s: float) -> float:
+        """What is there; below zero when more was used than had been there."""
+        passed_s = max(0.0, now_s - self._updated_s)
+        return min(self.per_minute, self._level + passed_s * self.per_minute / 60.0)
+
+    def wait_s(self, amount: float, now_s: float) -> float:
+        """Until so much can be taken. More than the bucket holds is let through when it is full, and leaves a debt."""
+        missing = min(amount, self.per_minute) - self.level(now_s)
+        return max(0.0, missing * 60.0 / self.per_minute)
+
+    def take(self, amount: float, now_s: float) -> None:
+        """A negative amount gives back; the bucket never holds more than a minute's worth."""
+        self._level = min(self.per_minute, self.level(now_s) - amount)
+        self._updated_s = max(self._updated_s, now_s)
+
+    def change(self, per_minute: float, now_s: float) -> None:
+        """The limit was set anew; what was used stays used."""
+        used = self.per_minute - self.level(now_s)
+        self._level, self.per_minute = per_minute - used, per_minute
+        self._updated_s = max(self._updated_s, now_s)
+
+
+class Rates:
+    """All tenants' buckets; shared by every door of a server. A tenant without limits has none."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[tuple[str, Limit], Bucket] = {}
+
+    def wait_s(self, tenant: Tenant, tokens: float, now_s: float) -> tuple[float, Limit]:
+        """How long one more request of so many tokens has to wait, and for which limit."""
+        waits: list[tuple[float, Limit]] = [(0.0, "requests")]
+        for limit, amount in self._amounts(1, tokens):
+            bucket = self._bucket(tenant.name, limit, tenant.limits, now_s)
+            if bucket is not None:
+                waits.append((bucket.wait_s(amount, now_s), limit))
+        return max(waits)
+
+    def take(self, tenant: Tenant, requests: float, tokens: float, now_s: float) -> None:
+        """Negative amounts give back."""
+        for limit, amount in self._amounts(requests, tokens):
+            bucket = self._bucket(tenant.name, limit, tenant.limits, now_s)
+            if bucket is not None:
+                bucket.take(amount, now_s)
+
+    def level(self, name: str, limit: Limit, now_s: float) -> float | None:
+        bucket = self._buckets.get((name, limit))
+        return None if bucket is None else bucket.level(now_s)
+
+    def check(self, now_s: float) -> None:
+        for (name, limit), bucket in self._buckets.items():
+            assert bucket.per_minute > 0, f"{name}: a limit of {limit} that nothing fits"
+            assert bucket.level(now_s) <= bucket.per_minute, f"{name}: more than a minute's {limit}"
+
+    @staticmethod
+    def _amounts(requests: float, tokens: float) -> tuple[tuple[Limit, float], ...]:
+        return ("requests", requests), ("tokens", tokens)
+
+    def _bucket(self, name: str, limit: Limit, limits: Limits, now_s: float) -> Bucket | None:
+        per_minute = limits.requests_per_minute if limit == "requests" else limits.tokens_per_minute
+        bucket = self._buckets.get((name, limit))
+        if per_minute is None:
+            if bucket is not None:
+                del self._buckets[name, limit]
+            return None
+        if bucket is None:
+            bucket = self._buckets[name, limit] = Bucket(per_minute, now_s)
+        elif bucket.per_minute != per_minute:
+            bucket.change(per_minute, now_s)
+        return bucket

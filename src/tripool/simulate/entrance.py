@@ -1,0 +1,118 @@
+"""The real door in virtual time, before the coordinator, and a watch over what it does. Pure.
+
+Watches from outside: nobody is decided about twice, nobody of one tenant and priority is overtaken, who is refused
+was never begun, and nobody sends faster than it may.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+
+from tripool.config import DoorConfig
+from tripool.core import Request, TokenEvent
+from tripool.errors import TripoolError
+from tripool.router import Coordinator
+from tripool.router.door import Door
+from tripool.router.guests import Admit, Arrival, Decision, Room
+from tripool.tenants import Tenant
+
+
+class Entrance:
+    """`admit` is called with each request that is let through, `refuse` with each that is not."""
+
+    def __init__(
+        self,
+        config: DoorConfig,
+        tenants: dict[str, Tenant],
+        now_s: float,
+        *,
+        minds_slots: bool,
+        admit: Callable[[Request], None],
+        refuse: Callable[[Request, TripoolError], None],
+    ) -> None:
+        self.door = Door(config)
+        self._tenants, self._opened_s = tenants, now_s
+        self._minds_slots = minds_slots
+        self._admit, self._refuse = admit, refuse
+        self._waiting: dict[str, Request] = {}
+        self._inside: dict[str, list[int]] = {}
+        """Choices that have not ended, of those who were let through: tokens of each."""
+        self._lines: dict[tuple[str, int], deque[str]] = {}
+        """Who waits, by tenant and priority, in order of arrival."""
+        self._num_taken: Counter[str] = Counter()
+        """Requests of each tenant that were not refused, nor cancelled before they were let through."""
+        self.num_waited = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def arrive(self, request: Request, now_s: float) -> None:
+        promise = request.promise
+        self._waiting[request.id] = request
+        self._lines.setdefault((promise.tenant, promise.priority), deque()).append(request.id)
+        self._num_taken[promise.tenant] += 1
+        arrival = Arrival(
+            id=request.id,
+            prompt_tokens=len(request.prompt_ids),
+            tenant=self._tenants[promise.tenant],
+            choices=request.params.n,
+            promise=promise,
+        )
+        self._do(self.door.arrive(arrival, now_s))
+        self.num_waited += request.id in self._waiting
+
+    def token(self, request: Request, event: TokenEvent, now_s: float) -> None:
+        left = self._inside[request.id]
+        if event.index == 0:
+            self._do(self.door.first_token(request.id, len(request.prompt_ids) - event.num_cached_tokens, now_s))
+        left[event.choice] += 1
+        if event.finish_reason is not None:
+            self.door.answered(request.id, left[event.choice], now_s)
+            left[event.choice] = -1
+            if all(count < 0 for count in left):
+                self.gone(request.id, now_s)
+
+    def gone(self, request_id: str, now_s: float) -> bool:
+        """Finished, failed or cancelled. True if it had not been let through yet."""
+        waited = self._waiting.pop(request_id, None)
+        if waited is not None:
+            self._lines[waited.promise.tenant, waited.promise.priority].remove(request_id)
+            self._num_taken[waited.promise.tenant] -= 1
+        self._inside.pop(request_id, None)
+        self._do(self.door.cancelled(request_id, now_s))
+        return waited is not None
+
+    def tick(self, coordinator: Coordinator, now_s: float) -> None:
+        decode = [m for m in coordinator.view if m.hello.role == "decode" and not m.draining]
+        slots = sum(m.hello.max_running for m in decode) if self._minds_slots else 0
+        self._do(self.door.tick(now_s, Room(max(1, coordinator.view.num_ready("prefill")), slots or None)))
+
+    def check(self, now_s: float) -> None:
+        self.door.check(now_s)
+        assert self.door.num_waiting == len(self._waiting), "the door has forgotten someone"
+        for name, number in self._num_taken.items():
+            per_minute = self._tenants[name].limits.requests_per_minute or float("inf")
+            most = per_minute * (1 + (now_s - self._opened_s) / 60)
+            assert number <= most + 1e-6, f"'{name}' got {number} requests through, and may {most:.1f}"
+        assert all(request_id in self.door for request_id in (*self._waiting, *self._inside))
+
+    @property
+    def idle(self) -> bool:
+        return self.door.idle
+
+    def _do(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            request = self._waiting.pop(decision.id, None)
+            assert request is not None, f"{decision.id}: decided about twice"
+            line = self._lines[request.promise.tenant, request.promise.priority]
+            if isinstance(decision, Admit):
+                assert line[0] == decision.id, f"{decision.id} overtakes {line[0]}"
+                line.popleft()
+                self._inside[request.id] = [0] * request.params.n
+                self._admit(request)
+            else:
+                line.remove(decision.id)
+                self._num_taken[request.promise.tenant] -= 1
+                assert decision.id not in self.door, "refused, and still at the door"
+                self._refuse(request, decision.error)

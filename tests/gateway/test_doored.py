@@ -1,0 +1,355 @@
+"""The door over real sockets: refusals in both dialects, waiting, order, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.serving import DEADLINE_S, GatedEngine, Serve, Served
+from tripool.config import DoorConfig
+from tripool.core import Promise, Request, SamplingParams, ServingStats, TokenEvent
+from tripool.errors import EngineStopped, Overloaded
+from tripool.gateway.backend import Facts
+from tripool.gateway.doored import Doored
+from tripool.tenants import Limits, Tenant
+
+NARROW = DoorConfig(window_s=1e-9, wide_tokens=1)
+"""One prompt inside at a time."""
+
+
+def limited(**limits: Any) -> Callable[[str], Tenant]:
+    return lambda name: Tenant(name=name, namespace=name, limits=Limits(**limits))
+
+
+def ask(served: Served, prompt: str = "hello", *, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
+    body = {"prompt": prompt, "max_tokens": 2, "ignore_eos": True, **more}
+    return served.http.post("/v1/completions", json=body, headers=headers or {})
+
+
+def num_waiting(served: Served) -> int:
+    text = served.http.get("/metrics").text
+    return sum(int(float(n)) for n in re.findall(r"^tripool_door_waiting\{.*\} (\S+)$", text, re.MULTILINE))
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not what():
+        assert time.monotonic() < deadline_s
+
+
+@contextmanager
+def blocked(serve: Serve, door: DoorConfig, **more: Any) -> Iterator[tuple[Served, ThreadPoolExecutor]]:
+    """A server whose engine has answered a few requests and stands still; at the end it goes on, and all must end."""
+    engine = GatedEngine()
+    engine.gate.set()
+    with serve(engine=engine, door=door, **more) as served, ThreadPoolExecutor(8) as pool:
+        for number in range(4):
+            assert ask(served, f"warm {number}").status_code == 200
+        assert engine.wait_idle()
+        engine.added.clear()
+        engine.gate.clear()
+        try:
+            yield served, pool
+        finally:
+            engine.gate.set()
+        served.wait_empty()
+        assert engine.wait_idle() and num_waiting(served) == 0
+
+
+def begin(served: Served, pool: ThreadPoolExecutor, prompt: str, **more: Any) -> Future[httpx.Response]:
+    """A request that waits at the door."""
+    before = num_waiting(served)
+    future = pool.submit(ask, served, prompt, **more)
+    wait_for(lambda: num_waiting(served) == before + 1)
+    return future
+
+
+def enter(served: Served, pool: ThreadPoolExecutor, prompt: str = "first", **more: Any) -> Future[httpx.Response]:
+    """A request that is inside the engine."""
+    future = pool.submit(ask, served, prompt, **more)
+    assert served.engine.wait_busy()
+    return future
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_a_refused_request_gets_429_and_never_reaches_the_engine(serve: Serve) -> None:
+    with serve(tenants=limited(requests_per_minute=1)) as served:
+        assert ask(served).status_code == 200
+        for stream in (False, True):
+            refused = ask(served, stream=stream)
+            assert refused.status_code == 429
+            assert 50 <= int(refused.headers["retry-after"]) <= 60
+            error = refused.json()["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limited")
+            assert "1 requests per minute" in error["message"] and "try again" in error["message"]
+        messages = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+        refused = served.http.post("/v1/messages", json=messages)
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["type"] == "error"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert len(served.engine.added) == 1
+        text = served.http.get("/metrics").text
+        assert re.search(r'^tripool_requests_refused_total\{.*code="rate_limited".*\} 3', text, re.MULTILINE)
+
+
+def test_explain_names_the_limit_that_refused(serve: Serve) -> None:
+    with serve(tenants=limited(tokens_per_minute=10)) as served:
+        ask(served, "some words here")
+        refused = ask(served, headers={"x-request-id": "refused-one"})
+        assert refused.status_code == 429
+        told = served.http.get("/v1/requests/refused-one/explain").json()
+        assert (told["state"], told["error"]) == ("failed", "rate_limited")
+        assert "10 tokens per minute" in told["placement"][0]["refused by the door"]
+
+
+def test_answers_are_charged_to_the_rate_of_tokens(serve: Serve) -> None:
+    with serve(tenants=limited(tokens_per_minute=100)) as served:
+        assert ask(served, "a", max_tokens=150).status_code == 200
+        refused = ask(served, "a")
+        assert refused.status_code == 429
+        assert 25 <= int(refused.headers["retry-after"]) <= 40, "about 52 tokens too many, at 100 a minute"
+
+
+def test_a_full_queue_refuses(serve: Serve) -> None:
+    with blocked(serve, DoorConfig(queue_tokens=30, window_s=1e-9, wide_tokens=1)) as (served, pool):
+        first = enter(served, pool, "x" * 10)
+        second = begin(served, pool, "y" * 10)
+        refused = ask(served, "z" * 20)
+        assert refused.status_code == 429 and refused.json()["error"]["code"] == "overloaded"
+        assert len(served.engine.added) == 1, "who waits is not in the engine"
+        served.engine.gate.set()  # type: ignore[attr-defined]
+        assert first.result().status_code == second.result().status_code == 200
+        assert len(served.engine.added) == 2
+
+
+@pytest.mark.parametrize(
+    "wish", [{"headers": {"X-Tripool-TTFT-Ms": "0.001"}}, {"slo": {"ttft_ms": 0.001}}], ids=["header", "body"]
+)
+def test_a_first_token_that_would_be_late_is_refused_at_once(serve: Serve, wish: dict[str, Any]) -> None:
+    with blocked(serve, NARROW) as (served, pool):
+        first = enter(served, pool)
+        refused = ask(served, **wish)
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "ttft_unreachable"
+        served.engine.gate.set()  # type: ignore[attr-defined]
+        assert first.result().status_code == 200 and len(served.engine.added) == 1
+
+
+def test_who_waits_too_long_is_refused(serve: Serve) -> None:
+    with blocked(serve, DoorConfig(window_s=1e-9, wide_tokens=1, max_wait_s=0.2)) as (served, pool):
+        enter(served, pool)
+        refused = ask(served, "late")
+        assert refused.status_code == 429 and "waited" in refused.json()["error"]["message"]
+        assert len(served.engine.added) == 1
+
+
+# ---- waiting --------------------------------------------------------------------------------------------------------
+
+
+def test_who_waited_is_served_and_told_how_long(serve: Serve) -> None:
+    with blocked(serve, NARROW) as (served, pool):
+        first = enter(served, pool)
+        second = begin(served, pool, "second", headers={"x-request-id": "waited"})
+        assert served.http.get("/load").json()["waiting"] >= 1
+        served.engine.gate.set()  # type: ignore[attr-defined]
+        assert first.result().status_code == 200
+        answer = second.result().json()
+        assert answer["tripool"]["timing"]["queue"] > 0
+        (told,) = served.http.get("/v1/requests/waited/explain").json()["placement"]
+        assert "because" in told["waited in the door"] and told["predicted first token ms"] > 0
+
+
+def test_lower_priorities_overtake(serve: Serve) -> None:
+    with blocked(serve, NARROW) as (served, pool):
+        waiting = [enter(served, pool, "first")]
+        for prompt, priority in (("last", 7), ("middle", 0), ("early", -7)):
+            waiting.append(begin(served, pool, prompt, priority=priority))
+        served.engine.gate.set()  # type: ignore[attr-defined]
+        assert all(future.result().status_code == 200 for future in waiting)
+        assert [request.promise.priority for request in served.engine.added] == [0, -7, 0, 7]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_while_waiting_leaves_nothing(serve: Serve, stream: bool) -> None:
+    with blocked(serve, NARROW) as (served, pool):
+        enter(served, pool)
+        body = json.dumps({"prompt": "gone", "max_tokens": 2, "stream": stream}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+        with socket.create_connection(served.address, timeout=DEADLINE_S) as connection:
+            connection.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+            wait_for(lambda: num_waiting(served) == 1)
+        wait_for(lambda: num_waiting(served) == 0)
+        served.engine.gate.set()  # type: ignore[attr-defined]
+        served.wait_empty()
+        assert len(served.engine.added) == 1
+
+
+def test_several_prompts_go_through_together(serve: Serve) -> None:
+    with blocked(serve, NARROW) as (served, pool):
+        enter(served, pool)
+        several = begin(served, pool, ["one", "two", "three"], n=2)  # type: ignore[arg-type]
+        served.engine.gate.set()  # type: ignore[attr-defined]
+        assert len(several.result().json()["choices"]) == 6
+
+
+def test_an_engine_that_fails_ends_those_who_wait(serve: Serve) -> None:
+    engine = GatedEngine()
+    with serve(engine=engine, door=NARROW) as served, ThreadPoolExecutor(8) as pool:
+        first, second = enter(served, pool), begin(served, pool, "second")
+        served.thread.close(0)
+        assert first.result().status_code == second.result().status_code == 503
+        engine.gate.set()
+
+
+# ---- promises -------------------------------------------------------------------------------------------------------
+
+
+def test_promises_reach_the_engine(server: Served) -> None:
+    headers = {"X-Tripool-TPOT-Ms": "30", "x-tripool-ttft-ms": "60000"}
+    assert ask(server, headers=headers, slo={"ttft_ms": 5000}, priority=3).status_code == 200
+    assert server.engine.added[-1].promise == Promise(tpot_ms=30, ttft_ms=5000, priority=3)
+    server.http.post(
+        "/v1/messages",
+        json={"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "slo": {"tpot_ms": 15}, "priority": -1},
+    ).raise_for_status()
+    assert server.engine.added[-1].promise == Promise(tpot_ms=15, priority=-1)
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "param"),
+    [
+        ({"slo": {"ttft_ms": 0}}, {}, "slo.ttft_ms"),
+        ({"slo": {"ttft_ms": "soon"}}, {}, "slo.ttft_ms"),
+        ({"slo": {"tpot": 1}}, {}, "slo"),
+        ({"slo": 5}, {}, "slo"),
+        ({"priority": 1001}, {}, "priority"),
+        ({"priority": "high"}, {}, "priority"),
+        ({}, {"X-Tripool-TTFT-Ms": "soon"}, "x-tripool-ttft-ms"),
+        ({}, {"X-Tripool-TPOT-Ms": "nan"}, "x-tripool-tpot-ms"),
+        ({}, {"X-Tripool-TPOT-Ms": "-1"}, "x-tripool-tpot-ms"),
+    ],
+)
+def test_promises_of_the_wrong_shape_are_refused(
+    server: Served, check_refusal: Callable[..., None], body: dict[str, Any], headers: dict[str, str], param: str
+) -> None:
+    check_refusal(ask(server, headers=headers, **body), param)
+
+
+# ---- without sockets ------------------------------------------------------------------------------------------------
+
+
+class Slow:
+    """A backend that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.alive, self.context_tokens = True, 1000
+        self.let_go = asyncio.Event()
+        self.seen: list[str] = []
+        self.cancelled: list[str] = []
+
+    async def stream(self, *requests: Request) -> AsyncGenerator[TokenEvent, None]:
+        self.seen += [request.id for request in requests]
+        await self.let_go.wait()
+        for request in requests:
+            if not self.alive:
+                raise EngineStopped("over")
+            yield TokenEvent(request.id, 0, 0, 1, "stop", num_cached_tokens=1)
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+
+    def stats(self) -> ServingStats:
+        return ServingStats()
+
+    def explain(self, request_id: str) -> Facts:
+        return {"mode": "slow"} if request_id in self.seen else {}
+
+
+def request(request_id: str) -> Request:
+    return Request(id=request_id, prompt_ids=(1, 2, 3), params=SamplingParams(), seed=0)
+
+
+async def collect(doored: Doored, *requests: Request) -> list[str]:
+    return [event.request_id async for event in doored.stream(*requests)]
+
+
+def test_cancelled_while_waiting_the_stream_ends_without_the_backend() -> None:
+    async def go() -> None:
+        slow = Slow()
+        doored = Doored(slow, NARROW)
+        inside = asyncio.ensure_future(collect(doored, request("inside")))
+        waiting = asyncio.ensure_future(collect(doored, request("a"), request("b")))
+        await asyncio.sleep(0)
+        assert doored.stats().waiting == 2
+        doored.cancel("a")
+        assert doored.stats().waiting == 2 and slow.seen == ["inside"], "of a visit, one is left"
+        doored.cancel("b")
+        assert await waiting == []
+        assert doored.explain("a") == {} and doored.stats().waiting == 0
+        slow.let_go.set()
+        assert await inside == ["inside"] and slow.seen == ["inside"]
+
+    asyncio.run(go())
+
+
+def test_what_is_left_of_a_visit_goes_through() -> None:
+    async def go() -> None:
+        slow = Slow()
+        doored = Doored(slow, NARROW)
+        inside = asyncio.ensure_future(collect(doored, request("inside")))
+        waiting = asyncio.ensure_future(collect(doored, request("a"), request("b")))
+        await asyncio.sleep(0)
+        doored.cancel("a")
+        slow.let_go.set()
+        assert await waiting == ["b"] and await inside == ["inside"]
+
+    asyncio.run(go())
+
+
+def test_a_task_cancelled_at_any_moment_leaves_the_door_empty() -> None:
+    async def go(turns: int) -> None:
+        slow = Slow()
+        doored = Doored(slow, NARROW)
+        tasks = [asyncio.ensure_future(collect(doored, request(str(n)))) for n in range(3)]
+        for turn in range(turns):
+            await asyncio.sleep(0)
+            if turn == 2:
+                slow.let_go.set()
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert doored._door.idle and not doored._visits
+        slow.let_go.set()
+        assert await collect(doored, request("next")) == ["next"]
+
+    for turns in range(8):
+        asyncio.run(go(turns))
+
+
+def test_a_refusal_is_remembered_for_a_while_and_not_for_ever() -> None:
+    async def go() -> None:
+        slow = Slow()
+        doored = Doored(slow, tenant_of=limited(requests_per_minute=1))
+        inside = asyncio.ensure_future(collect(doored, request("inside")))
+        await asyncio.sleep(0)
+        for number in range(1000):
+            with pytest.raises(Overloaded):
+                await collect(doored, request(f"r{number}"))
+        assert "refused by the door" in doored.explain("r999") and doored.explain("r0") == {}
+        assert json.dumps(doored.explain("inside"))
+        slow.let_go.set()
+        await inside
+
+    asyncio.run(go())

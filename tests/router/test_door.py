@@ -1,0 +1,336 @@
+"""The door: what it refuses and why, what it lets through and in which order, and that it loses nobody."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from router.door_model import (
+    Ask,
+    Model,
+    admitted,
+    by_tenant,
+    new_door,
+    poisson,
+    quantile,
+    refusals,
+    tenant,
+)
+from tripool.core import Promise
+from tripool.errors import Overloaded, RateLimited, TtftUnreachable
+from tripool.router.door import Door
+from tripool.router.fairness import jain, max_min
+from tripool.router.guests import Arrival, Room
+from tripool.router.rates import Rates
+from tripool.tenants import ANONYMOUS, Tenant
+
+
+def arrival(request_id: str, tokens: int = 100, owner: Tenant = ANONYMOUS, **promise: Any) -> Arrival:
+    return Arrival(id=request_id, prompt_tokens=tokens, tenant=owner, promise=Promise(tenant=owner.name, **promise))
+
+
+def taught(door: Door, *, tokens: int = 100, seconds: float = 0.1, until_s: float = 100.0, times: int = 10) -> Door:
+    """A door that has seen a backend which takes so long for each prompt; idle at `until_s`."""
+    now_s = until_s - times * seconds
+    for number in range(times):
+        assert admitted(door.arrive(arrival(f"taught-{number}", tokens), now_s))
+        now_s += seconds
+        door.first_token(f"taught-{number}", tokens, now_s)
+        door.finished(f"taught-{number}", 1, now_s)
+        door.check(now_s)
+    assert door.idle
+    return door
+
+
+# ---- letting through ------------------------------------------------------------------------------------------------
+
+
+def test_an_idle_backend_gets_everything_at_once() -> None:
+    door = new_door()
+    assert admitted(door.arrive(arrival("a", 10**6), 0.0)) == ["a"]
+    door.check(0.0)
+
+
+def test_alike_requests_go_far_ahead_and_in_order() -> None:
+    door = new_door(wide_tokens=1000)
+    let = [i for number in range(20) for i in admitted(door.arrive(arrival(str(number)), 0.0))]
+    assert let == [str(number) for number in range(10)], "the window is wide while nobody competes"
+    assert admitted(door.first_token("0", 100, 1.0)) == ["10"]
+
+
+def test_while_tenants_compete_the_order_is_decided_here() -> None:
+    door = taught(new_door())
+    one, two = tenant("one"), tenant("two")
+    now_s = 100.0
+    for number in range(5):
+        door.arrive(arrival(f"one-{number}", 100, one), now_s)
+    # One is inside, as much as keeps the backend busy; whoever comes now goes next, before the other four.
+    door.arrive(arrival("two-0", 100, two), now_s)
+    inside, order = ["one-0"], []
+    while inside:
+        order.append(inside.pop(0))
+        now_s += 0.1
+        inside += admitted(door.first_token(order[-1], 100, now_s))
+        door.check(now_s)
+    assert order.index("two-0") <= 2
+    assert sorted(order) == sorted(["two-0", *(f"one-{n}" for n in range(5))])
+
+
+def test_lower_priorities_go_first() -> None:
+    door = taught(new_door())
+    for number, priority in enumerate([0, 5, 1, -3]):
+        door.arrive(arrival(f"{priority}", priority=priority), 100.0 + number / 1000)
+    order, now_s = ["0"], 101.0
+    while let := admitted(door.first_token(order[-1], 100, now_s)):
+        order += let
+        now_s += 1.0
+    assert order == ["0", "-3", "1", "5"]
+
+
+def test_several_lanes_are_kept_busy() -> None:
+    door = new_door(lanes=3)
+    for name in ("a", "b"):
+        door.arrive(arrival(f"{name}0", 1000, tenant(name)), 0.0)
+    assert admitted(door.arrive(arrival("a1", 1000, tenant("a")), 0.0)) == ["a1"]
+    assert admitted(door.tick(0.1, Room(lanes=5))) == []
+    assert admitted(door.arrive(arrival("a2", 1000, tenant("a")), 0.1)) == ["a2"]
+
+
+def test_slots_are_kept_for_tenants_below_their_share() -> None:
+    door = taught(new_door(slots=8, reserve=0.25), seconds=0.001)
+    flood, late = tenant("flood"), tenant("late")
+    door.arrive(arrival("late-0", 10, late), 100.0)
+    door.finished("late-0", 1, 100.0)
+    now_s, let = 100.0, []
+    for number in range(20):
+        let += admitted(door.arrive(arrival(f"flood-{number}", 10, flood), now_s))
+        now_s += 0.01
+        for request_id in let:
+            let += admitted(door.first_token(request_id, 10, now_s))
+    assert len(let) == 6, "of eight slots, two are kept"
+    assert "decode slots" in str(door.explain("flood-10", now_s)["waited in the door"])
+    assert admitted(door.arrive(arrival("late-1", 10, late), now_s)) == ["late-1"]
+    assert admitted(door.finished(let[0], 1, now_s)) == [], "two are kept again"
+    assert admitted(door.finished(let[1], 1, now_s)) == ["flood-6"]
+    door.check(now_s)
+
+
+# ---- refusing -------------------------------------------------------------------------------------------------------
+
+
+def test_a_promise_that_cannot_be_kept_is_refused_at_once_with_the_time_it_takes() -> None:
+    door = taught(new_door())
+    for number in range(10):
+        assert not refusals(door.arrive(arrival(f"r{number}"), 100.0))
+    (refusal,) = refusals(door.arrive(arrival("strict", ttft_ms=500), 100.0))
+    error = refusal.error
+    assert isinstance(error, TtftUnreachable) and error.status == 429
+    assert error.retry_after_s == pytest.approx(0.6, abs=0.3)
+    assert "strict" not in door
+    assert not refusals(door.arrive(arrival("patient", ttft_ms=5000), 100.0))
+    door.check(100.0)
+
+
+def test_an_idle_backend_is_tried_even_if_it_was_slow() -> None:
+    door = taught(new_door(), seconds=2.0)
+    assert admitted(door.arrive(arrival("strict", ttft_ms=100), 200.0)) == ["strict"]
+    assert refusals(door.arrive(arrival("stricter", ttft_ms=100), 200.0))
+
+
+def test_who_has_waited_too_long_is_refused_without_being_begun() -> None:
+    door = new_door(wide_tokens=100, max_wait_s=5.0)
+    for request_id in ("inside", "waits"):
+        door.arrive(arrival(request_id), 0.0)
+    door.arrive(arrival("strict", ttft_ms=1000), 0.0)
+    assert door.tick(0.9) == []
+    (early,) = refusals(door.tick(1.0))
+    assert early.id == "strict" and isinstance(early.error, TtftUnreachable)
+    (late,) = refusals(door.tick(5.0))
+    assert late.id == "waits" and type(late.error) is Overloaded
+    assert door.first_token("inside", 100, 6.0) == [], "those who were refused are not let through"
+    door.check(6.0)
+
+
+def test_the_queue_is_bounded_in_tokens() -> None:
+    door = new_door(queue_tokens=1000, wide_tokens=100)
+    refused = [i for i in range(20) if refusals(door.arrive(arrival(str(i)), 0.0))]
+    assert refused == list(range(10, 20))
+    assert refusals(door.arrive(arrival("long", 10_000), 0.0))
+    for i in range(10):
+        door.first_token(str(i), 100, 1.0)
+    assert admitted(door.arrive(arrival("long again", 10_000), 1.0)), "alone, anything fits"
+
+
+def test_a_flood_does_not_fill_the_queue_for_others() -> None:
+    door = new_door(queue_tokens=10_000, wide_tokens=100)
+    flood = tenant("flood")
+    came = [i for i in range(1000) if not refusals(door.arrive(arrival(f"f{i}", 100, flood), 0.0))]
+    assert 70 <= len(came) <= 82
+    assert not refusals(door.arrive(arrival("other", 100, tenant("other")), 0.0))
+    assert not refusals(door.arrive(arrival("long", 1000, tenant("third")), 0.0))
+
+
+def test_rates_are_refused_with_the_time_until_it_fits() -> None:
+    door, owner = new_door(), tenant("a", requests_per_minute=2, tokens_per_minute=1000)
+    for number in range(2):
+        door.arrive(arrival(str(number), 100, owner), 0.0)
+    (refusal,) = refusals(door.arrive(arrival("third", 100, owner), 0.0))
+    assert isinstance(refusal.error, RateLimited) and refusal.error.retry_after_s == pytest.approx(30)
+    assert refusal.error.code == "rate_limited" and "2 requests per minute" in refusal.error.message
+    assert not refusals(door.arrive(arrival("other", 100, tenant("b")), 0.0))
+    door.answered("0", 500, 30.0)
+    door.finished("0", 300, 30.0)
+    (refusal,) = refusals(door.arrive(arrival("fourth", 600, owner), 30.0))
+    assert "tokens" in refusal.error.message
+
+
+def test_a_refused_or_cancelled_wait_costs_no_rate() -> None:
+    rates, owner = Rates(), tenant("a", requests_per_minute=3, tokens_per_minute=300)
+    door = new_door(rates=rates, wide_tokens=50, max_wait_s=1.0)
+    for request_id in ("inside", "cancelled", "late"):
+        door.arrive(arrival(request_id, 100, owner), 0.0)
+    assert rates.level("a", "tokens", 0.0) == 0
+    door.cancelled("cancelled", 0.0)
+    assert [r.id for r in refusals(door.tick(1.0))] == ["late"]
+    assert rates.level("a", "tokens", 1.0) == pytest.approx(205)
+    assert rates.level("a", "requests", 1.0) == pytest.approx(2.05)
+
+
+def test_cancelled_guests_hold_nothing_wherever_they_were() -> None:
+    door = new_door(wide_tokens=150, slots=8)
+    for request_id in ("answering", "inside", "waiting"):
+        door.arrive(arrival(request_id, 100, tenant(request_id)), 0.0)
+    door.first_token("answering", 100, 1.0)
+    for request_id in ("waiting", "inside", "answering", "unknown"):
+        door.cancelled(request_id, 2.0)
+        door.check(2.0)
+    assert door.idle
+    assert admitted(door.arrive(arrival("again"), 3.0)) == ["again"]
+
+
+def test_explain_says_what_it_waited_for() -> None:
+    door = taught(new_door(wide_tokens=100))
+    door.arrive(arrival("inside"), 100.0)
+    door.arrive(arrival("waits", ttft_ms=60_000, priority=3), 100.0)
+    facts = door.explain("waits", 100.25)
+    assert str(facts["waited in the door"]).startswith("250.0 ms, because 100 tokens were inside")
+    assert facts["predicted first token ms"] == pytest.approx(200, abs=1)
+    assert facts["promised first token ms"] == 60_000 and facts["priority"] == 3
+    assert door.explain("inside", 100.0)["waited in the door"] == "0.0 ms"
+    assert door.explain("unknown", 100.0) == {}
+
+
+# ---- in a life ------------------------------------------------------------------------------------------------------
+
+
+PROMPT_S = 0.102
+"""The model's 100 tokens at 1000 a second, and 2 ms."""
+
+
+def others(share: float, until_s: float) -> tuple[list[Ask], float]:
+    """Four tenants that together ask for this share of the capacity; and the rate of each."""
+    rate = share / PROMPT_S / 4
+    return [ask for n in range(4) for ask in poisson(tenant(f"other-{n}"), rate, until_s, 100 + n)], rate
+
+
+@pytest.mark.parametrize("share", [0.2, 0.4])
+def test_a_tenant_flooding_tenfold_is_hardly_noticed(share: float) -> None:
+    until_s = 400.0
+    quiet, rate = others(share, until_s)
+    alone = Model(new_door(), check_every=100).run(quiet)
+    flood = poisson(tenant("flood"), 10 * rate, until_s, 7)
+    flooded = Model(new_door(), check_every=100).run([*quiet, *flood])
+    before = quantile([outcome.ttft_s for outcome in alone.values()], 0.95)
+    mine = [outcome for outcome in flooded.values() if outcome.ask.arrival.tenant.name != "flood"]
+    assert all(outcome.refused_s is None for outcome in mine), "nobody else is refused"
+    after = quantile([outcome.ttft_s for outcome in mine], 0.95)
+    assert after <= 1.5 * before
+    groups = list(by_tenant(flooded).values())
+    asked = [100.0 * len(group) for group in groups]
+    served = [100.0 * sum(o.first_s is not None and o.first_s <= until_s for o in group) for group in groups]
+    entitled = max_min(asked, [1.0] * len(groups), sum(served))
+    assert jain([got / due for got, due in zip(served, entitled, strict=True)]) >= 0.95
+
+
+def test_without_credit_a_flood_is_noticed() -> None:
+    """Why there is one: without it, two requests at once are taken for a flood of one's own."""
+    quiet, rate = others(0.4, 400.0)
+    flood = poisson(tenant("flood"), 10 * rate, 400.0, 7)
+    p95 = []
+    for asks in (quiet, [*quiet, *flood]):
+        outcomes = Model(new_door(credit_s=0.0), check_every=100).run(asks).values()
+        p95.append(quantile([o.ttft_s for o in outcomes if o.ask.arrival.tenant.name != "flood"], 0.95))
+    assert p95[1] > 2 * p95[0]
+
+
+def test_two_floods_share_by_weight_and_the_index_says_so() -> None:
+    heavy, light = tenant("heavy", weight=3.0), tenant("light", weight=1.0)
+    model = Model(new_door(queue_tokens=10**9, max_wait_s=10**9), check_every=100)
+    asks = [*poisson(heavy, 30.0, 100.0, 1), *poisson(light, 30.0, 100.0, 2)]
+    found = by_tenant(model.run(asks, until_s=100.0))
+    served = {name: sum(o.first_s is not None for o in group) for name, group in found.items()}
+    assert served["heavy"] == pytest.approx(3 * served["light"], rel=0.05)
+
+
+def test_at_twice_the_capacity_refusals_come_at_once_and_the_rest_is_kept() -> None:
+    """Open arrivals at 200 %: who is let in gets its first token in time; who is not hears so on arrival."""
+    model = Model(new_door(slots=16), slots=16, check_every=100)
+    asks = poisson(tenant("a"), 2.0 / PROMPT_S, 400.0, 3, ttft_ms=1500, answer_s=1.0)
+    outcomes = list(model.run(asks).values())
+    warm = [o for o in outcomes if o.ask.time_s > 20.0]
+    refused = [o for o in warm if o.refused_s is not None]
+    kept = [o.ttft_s <= 1.5 for o in warm if o.first_s is not None]
+    assert 0.4 < len(refused) / len(warm) < 0.65, "about half is too much"
+    at_once = [o.refused_s == o.ask.time_s for o in refused]
+    assert sum(at_once) >= 0.99 * len(at_once)
+    assert sum(kept) >= 0.99 * len(kept)
+    assert all(o.error.retry_after_s > 0 for o in refused)
+
+
+def test_predictions_are_close_when_the_backend_is_steady() -> None:
+    door = new_door()
+    asks = [a for n in range(3) for a in poisson(tenant(str(n)), 0.8 / PROMPT_S / 3, 400.0, n)]
+    Model(door, check_every=100).run(asks)
+    steady = door.predictions[50:]
+    errors = [abs(actual - predicted) for predicted, actual in steady]
+    assert quantile(errors, 0.5) <= 0.06 and quantile(errors, 0.9) <= 0.35
+
+
+def test_cached_prompts_are_charged_by_what_is_computed() -> None:
+    """One tenant's prompts are nine tenths cached: with equal shares it gets many more of them."""
+    model = Model(new_door(queue_tokens=10**9, max_wait_s=10**9), check_every=100)
+    asks = []
+    for name, uncached in (("cached", 10), ("cold", 100)):
+        found = poisson(tenant(name), 60.0, 30.0, len(name))
+        asks += [Ask(ask.time_s, ask.arrival, uncached) for ask in found]
+    found = by_tenant(model.run(asks, until_s=30.0))
+    served = {name: sum(o.first_s is not None for o in group) for name, group in found.items()}
+    assert served["cached"] >= 5 * served["cold"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_random_life_loses_nobody(seed: int) -> None:
+    dice = Random(seed)
+    owners = [
+        tenant(str(n), weight=dice.choice([0.5, 1.0, 3.0]), tokens_per_minute=dice.choice([None, 5000]))
+        for n in range(4)
+    ]
+    asks = []
+    for number in range(300):
+        owner = dice.choice(owners)
+        promise = Promise(ttft_ms=dice.choice([None, None, 300, 3000]), priority=dice.choice([0, 0, -1, 2]))
+        tokens = dice.choice([1, 20, 100, 900])
+        came = Arrival(
+            id=str(number), prompt_tokens=tokens, tenant=owner, choices=dice.choice([1, 1, 3]), promise=promise
+        )
+        asks.append(Ask(dice.uniform(0, 20), came, dice.randint(1, tokens), dice.choice([0.0, 0.5, 3.0])))
+    lanes, slots = dice.choice([1, 2, 4]), dice.choice([None, 2, 8])
+    door = new_door(lanes=lanes, slots=slots, queue_tokens=dice.choice([500, 5000, 10**6]), max_wait_s=10.0)
+    outcomes = Model(door, slots=slots or 10**9).run(asks).values()
+    for outcome in outcomes:
+        assert (outcome.first_s is None) != (outcome.refused_s is None), "answered or refused, and not both"
+        if outcome.refused_s is not None:
+            assert outcome.refused_s - outcome.ask.time_s <= 10.0 + 0.051, "every wait has a bound"
+    assert door.idle

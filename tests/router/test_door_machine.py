@@ -1,0 +1,134 @@
+"""Whatever happens in whatever order: who arrives is admitted or refused once, and nothing is kept of who left."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from router.door_model import new_door, tenant
+from tripool.core import Promise
+from tripool.router.guests import Admit, Arrival, Decision, Room
+from tripool.router.rates import Rates
+
+OWNERS = [
+    tenant("", weight=1.0),
+    tenant("light", weight=0.2),
+    tenant("heavy", weight=5.0, requests_per_minute=20),
+    tenant("slow", tokens_per_minute=2000),
+]
+MAX_WAIT_S = 5.0
+
+
+class DoorMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 1000.0
+        self.ticked_s = self.now_s
+        self.number = 0
+        self.waiting: dict[str, float] = {}
+        self.inside: list[str] = []
+        self.answering: list[str] = []
+        self.prompts: dict[str, int] = {}
+
+    @initialize(
+        lanes=st.integers(1, 3),
+        slots=st.sampled_from([None, 1, 4, 16]),
+        queue_tokens=st.sampled_from([300, 3000, 10**6]),
+        wide_tokens=st.sampled_from([1, 200, 10_000]),
+    )
+    def build(self, lanes: int, slots: int | None, queue_tokens: int, wide_tokens: int) -> None:
+        self.rates = Rates()
+        self.door = new_door(
+            lanes=lanes,
+            slots=slots,
+            rates=self.rates,
+            queue_tokens=queue_tokens,
+            wide_tokens=wide_tokens,
+            max_wait_s=MAX_WAIT_S,
+            compete_s=3.0,
+        )
+
+    def do(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            del self.waiting[decision.id]  # each is decided once
+            if isinstance(decision, Admit):
+                self.inside.append(decision.id)
+            else:
+                assert decision.error.status == 429 and decision.error.hint
+                assert decision.error.retry_after_s > 0  # type: ignore[attr-defined]
+
+    @rule(
+        owner=st.sampled_from(OWNERS),
+        tokens=st.integers(1, 800),
+        choices=st.integers(1, 3),
+        priority=st.integers(-1, 1),
+        ttft_ms=st.sampled_from([None, None, 50.0, 2000.0]),
+    )
+    def arrive(self, owner: object, tokens: int, choices: int, priority: int, ttft_ms: float | None) -> None:
+        self.number += 1
+        request_id = f"r{self.number}"
+        promise = Promise(priority=priority, ttft_ms=ttft_ms)
+        self.waiting[request_id], self.prompts[request_id] = self.now_s, tokens
+        came = Arrival(id=request_id, prompt_tokens=tokens, tenant=owner, choices=choices, promise=promise)  # type: ignore[arg-type]
+        self.do(self.door.arrive(came, self.now_s))
+
+    @precondition(lambda self: self.inside)
+    @rule(which=st.integers(0, 10**6), cached=st.floats(0, 1))
+    def first_token(self, which: int, cached: float) -> None:
+        request_id = self.inside.pop(which % len(self.inside))
+        self.answering.append(request_id)
+        uncached = max(1, round(self.prompts[request_id] * (1 - cached)))
+        self.do(self.door.first_token(request_id, uncached, self.now_s))
+        assert self.door.first_token(request_id, uncached, self.now_s) == []
+
+    @precondition(lambda self: self.answering)
+    @rule(which=st.integers(0, 10**6), tokens=st.integers(0, 500))
+    def finish(self, which: int, tokens: int) -> None:
+        request_id = self.answering.pop(which % len(self.answering))
+        self.door.answered(request_id, tokens // 2, self.now_s)
+        self.do(self.door.finished(request_id, tokens - tokens // 2, self.now_s))
+        assert request_id not in self.door
+
+    @precondition(lambda self: self.waiting or self.inside or self.answering)
+    @rule(which=st.integers(0, 10**6))
+    def cancel(self, which: int) -> None:
+        everyone = [*self.waiting, *self.inside, *self.answering]
+        request_id = everyone[which % len(everyone)]
+        self.waiting.pop(request_id, None)
+        for group in (self.inside, self.answering):
+            if request_id in group:
+                group.remove(request_id)
+        self.do(self.door.cancelled(request_id, self.now_s))
+        assert request_id not in self.door and not self.door.explain(request_id, self.now_s)
+
+    @rule(seconds=st.sampled_from([0.001, 0.1, 1.0, 30.0]))
+    def tick(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.ticked_s = self.now_s
+        self.do(self.door.tick(self.now_s))
+
+    @rule(lanes=st.integers(1, 4), slots=st.sampled_from([None, 2, 8]))
+    def resize(self, lanes: int, slots: int | None) -> None:
+        self.do(self.door.tick(self.now_s, Room(lanes, slots)))
+
+    @invariant()
+    def holds(self) -> None:
+        self.door.check(self.now_s)
+        assert self.door.num_waiting == len(self.waiting)
+        late = [i for i, arrived_s in self.waiting.items() if arrived_s + MAX_WAIT_S <= self.ticked_s]
+        assert not late, "a wait without a bound"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "door"):
+            return
+        while self.inside or self.answering:
+            while self.inside:
+                self.first_token(0, 0.5)
+            self.finish(0, 1)
+            self.door.check(self.now_s)
+        assert not self.waiting and self.door.idle, "someone was forgotten"
+
+
+DoorMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestDoor = DoorMachine.TestCase

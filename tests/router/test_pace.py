@@ -1,0 +1,93 @@
+"""What is learned about a backend's speed, and how far it is believed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tripool.router.pace import Line, Pace, Trust
+
+
+@given(per_request=st.floats(0, 1), per_token=st.floats(0, 0.1), sizes=st.lists(st.integers(1, 4000), max_size=20))
+def test_a_line_is_found_again(per_request: float, per_token: float, sizes: list[int]) -> None:
+    line = Line()
+    for size in [*sizes, 10, 4000]:
+        line.learn(size, per_request + per_token * size)
+    for size in (10, 500, 4000):
+        assert line.seconds_for(1, size) == pytest.approx(per_request + per_token * size, rel=1e-3, abs=1e-6)
+
+
+def test_overhead_and_tokens_are_told_apart() -> None:
+    line = Line()
+    for size in (10, 1000, 50, 400, 2000, 5):
+        line.learn(size, 0.02 + size / 1000)
+    assert line.fit() == (pytest.approx(0.02, rel=1e-6), pytest.approx(0.001, rel=1e-6))
+    assert line.seconds_for(3, 600) == pytest.approx(0.66)
+
+
+def test_nothing_known_predicts_nothing() -> None:
+    pace = Pace()
+    assert pace.predict_s(10, 1000, 10, 0.0) is None and pace.tokens_per_s() is None
+    for now_s in range(3):
+        pace.first_token(100, 0.5, float(now_s), unhindered=True)
+    assert pace.predict_s(0, 0, 100, 9.0) == pytest.approx(0.5)
+
+
+def test_only_full_time_counts_as_a_turn() -> None:
+    pace, now_s = Pace(), 0.0
+    for _ in range(20):
+        pace.full(True, now_s)
+        now_s += 0.1
+        pace.first_token(100, 0.1, now_s, unhindered=False)
+        pace.full(False, now_s)
+        now_s += 5.0
+    assert pace.tokens_per_s() == pytest.approx(1000)
+    assert pace.predict_s(4, 400, 100, now_s) == pytest.approx(0.5)
+
+
+def test_what_is_under_way_is_partly_done() -> None:
+    pace = Pace()
+    pace.full(True, 0.0)
+    for number in range(10):
+        pace.first_token(100, 1.0, number + 1.0, unhindered=False)
+    assert pace.predict_s(2, 200, 100, 10.0) == pytest.approx(3.0)
+    assert pace.predict_s(2, 200, 100, 10.4) == pytest.approx(2.6)
+    assert pace.predict_s(2, 200, 100, 99.0) == pytest.approx(2.0), "at most its own turn"
+
+
+def test_a_slow_time_that_is_over_is_forgotten_by_whoever_comes_alone() -> None:
+    pace = Pace()
+    pace.full(True, 0.0)
+    for number in range(50):
+        pace.first_token(100, 10.0, 10.0 * (number + 1), unhindered=False)
+    pace.full(False, 500.0)
+    slow_s = pace.predict_s(1, 100, 100, 999.0)
+    assert slow_s == pytest.approx(20.0)
+    for number in range(200):
+        pace.first_token(100, 0.1, 501.0 + number, unhindered=True)
+    quick_s = pace.predict_s(1, 100, 100, 999.0)
+    assert quick_s is not None and quick_s < 1.0
+
+
+def test_trust_falls_with_error_and_comes_back() -> None:
+    trust = Trust()
+    assert trust.factor == 1.0
+    for _ in range(50):
+        trust.learn(1.0, 2.0)
+    late = trust.factor
+    assert late >= 1.9
+    for number in range(1000):
+        trust.learn(1.0, 1.0 + 0.01 * (number % 2))
+    assert trust.factor < 1.1
+    for _ in range(200):
+        trust.learn(1.0, 0.0)
+    assert trust.factor >= 0.5
+
+
+def test_short_predictions_do_not_spoil_the_trust_in_long_ones() -> None:
+    trust = Trust()
+    for _ in range(300):
+        trust.learn(1.0, 1.0)
+        trust.learn(0.001, 0.010)
+    assert trust.factor < 1.1
