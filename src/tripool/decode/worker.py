@@ -95,7 +95,10 @@ class DecodeWorker:
     def pulse(self) -> Pulse:
         engine = self._engine
         waiting = sum(job.adopt.parcel.num_tokens for job in self._queue) + engine.num_waiting_tokens
-        return Pulse(self._life, self._num_steps, waiting, engine.stats().running, engine.num_held_blocks)
+        stats = engine.stats()
+        return Pulse(
+            self._life, self._num_steps, waiting, stats.running, engine.num_held_blocks, ceiling=stats.slo_ceiling
+        )
 
     def _queue_up(self, adopt: Adopt, now_s: float) -> None:
         name = local_id(adopt.request.id, adopt.attempt)

@@ -9,6 +9,9 @@ has to give up. After `settle`, `verify` says whether it came true: then its row
 Over two processes a sequence changes hands with its blocks' contents. Where it leaves: `detach` takes it out of the
 batch with its blocks held, `release` gives them back once they are copied. Where it arrives: `adopt` holds blocks for
 it, `start` puts it into the batch once they are filled. Neither kind can be preempted, and both soon become another.
+
+Where a time per token was promised, `slo` bounds who starts and how much of a prompt a step computes. It learns from
+`timed`, which says after each step how long it took; without a promise it is not asked.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from itertools import chain
 from tripool.cache import BlockPool
 from tripool.config import SchedulerConfig
 from tripool.core import FinishReason, Request, TokenEvent
-from tripool.decode import DecodeScheduler
+from tripool.decode import DecodeScheduler, Slo, StepFacts
 from tripool.errors import ContextOverflow, InvalidRequest
 from tripool.prefill import PrefillScheduler
 from tripool.prefill.scheduler import extend_keys
@@ -35,6 +38,11 @@ class Scheduler:
         self.pool = BlockPool(config.num_blocks)
         self.prefill = PrefillScheduler(config, self.pool, model)
         self.decode = DecodeScheduler()
+        self.slo = Slo()
+        self._hands_over = False
+        """Answers go on in another process: here nobody decodes, and no promise on that binds."""
+        self._ended_s: float | None = None
+        """When the last step ended, if there was work left then."""
         self.arriving: list[Seq] = []
         """Adopted, their blocks being filled."""
         self.detached: list[Seq] = []
@@ -46,6 +54,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_drafted = 0
         self.num_accepted = 0
+        self._num_accepted_before = 0
+        """At the end of the last step but this."""
 
     @property
     def busy(self) -> bool:
@@ -79,12 +89,14 @@ class Scheduler:
             seq.guide = guides[position] if guides is not None else None
             leader = leader or seq
             self._requests.setdefault(request.id, []).append(seq)
+            self.slo.joined(seq)
             self.prefill.add(seq)
 
     def detach(self, request_id: str, choice: int) -> Seq:
         """Take a sequence that has just answered out of the batch; it keeps its blocks until `release`."""
         seq = next(seq for seq in self.decode.running if (seq.request.id, seq.choice) == (request_id, choice))
         self.decode.remove(seq)
+        self._hands_over = True
         seq.draft = None
         self.detached.append(seq)
         return seq
@@ -93,13 +105,17 @@ class Scheduler:
         """A detached sequence is copied, and no longer ours. Its full blocks stay findable until the room is needed."""
         assert seq in self.detached
         self._drop(seq)
+        self.slo.left(seq)
         self._forget(seq)
 
-    def can_adopt(self, num_tokens: int, num_shared: int = 0) -> bool:
+    def can_adopt(self, request: Request, choice: int, num_tokens: int, num_shared: int = 0) -> bool:
         """Whether there is room for a sequence of so many tokens. Whoever was preempted is older and goes first."""
-        slots = self._config.max_running - len(self.decode.running) - len(self.prefill.running) - len(self.arriving)
+        running = self._running()
         need = num_tokens // self._config.block_tokens + 1 - num_shared
-        return slots > 0 and not self.prefill.waiting and self.pool.can_allocate(need)
+        if len(running) >= self._config.max_running or self.prefill.waiting or not self.pool.can_allocate(need):
+            return False
+        promised = self.slo.active or request.promise.tpot_ms is not None
+        return not promised or self.slo.may_arrive(running, request, choice, num_tokens)
 
     def adopt(
         self,
@@ -119,9 +135,11 @@ class Scheduler:
         """
         assert num_computed == len(request.prompt_ids) + len(answer) - 1 >= len(request.prompt_ids)
         assert len(shared) <= num_computed // self._config.block_tokens
-        if not self.can_adopt(num_computed + 1, len(shared)):
+        if not self.can_adopt(request, choice, num_computed + 1, len(shared)):
             return None
         seq = self._new(request, choice, answer)
+        self.slo.computes_prompts = False
+        self.slo.joined(seq)
         self.pool.acquire(shared)
         seq.table.extend(shared)
         need = len(seq.tokens) // self._config.block_tokens + 1 - len(shared)
@@ -169,16 +187,37 @@ class Scheduler:
 
         for task in self.decode.plan(grow):
             tasks[task.seq.order] = task
-        slots = self._config.max_running - len(self.decode.running) - len(self.prefill.running) - len(self.arriving)
+        slots = self._config.max_running - len(self._running())
         budget = self._config.step_tokens - len(tasks)
         # Drafts have their rows before prompts, but leave them one, and their blocks after everybody else.
         drafting = [task for task in tasks.values() if task.seq.draft is not None][: budget - 1]
-        for task in self.prefill.plan(budget - len(drafting), slots, grow):
+        budget -= len(drafting)
+        if self.slo.active and not self._hands_over:
+            slots, budget = self._keep_promises(tasks, slots, budget, len(drafting))
+        for task in self.prefill.plan(budget, slots, grow):
             tasks[task.seq.order] = task
         for task in drafting:
             if task.seq.order in tasks:
                 self._add_draft(task)
         return list(tasks.values())
+
+    def _keep_promises(self, tasks: Mapping[int, Task], slots: int, budget: int, num_drafts: int) -> tuple[int, int]:
+        """Newcomers and prompt tokens of this step, so that promised answers keep their pace."""
+        ready = (seq for seq in self.prefill.waiting if not seq.waits_for_leader)
+        slots = self.slo.slots(self._running(), ready, slots)
+        if tasks and (self.prefill.running or slots > 0):  # without a row that waits for it, nothing bounds a prompt
+            start = self.prefill.running[0].num_computed if self.prefill.running else 0
+            tokens = self.slo.prompt_tokens([task.seq for task in tasks.values()], num_drafts, start)
+            budget = budget if tokens is None else min(budget, tokens)
+        return slots, budget
+
+    def timed(self, tasks: Sequence[Task], began_s: float, ended_s: float) -> None:
+        """A step was settled, and took so long. What comes between two steps that follow each other counts as well."""
+        step_s = ended_s - (began_s if self._ended_s is None else self._ended_s)
+        self._ended_s = ended_s if self.busy else None
+        accepted = self.num_accepted - self._num_accepted_before
+        self._num_accepted_before = self.num_accepted
+        self.slo.settled(ended_s, step_s, StepFacts.of(tasks), accepted, (task.seq for task in tasks))
 
     def settle(self, tasks: Sequence[Task], sampled: Sequence[Sampled | None]) -> list[TokenEvent]:
         """Account for a step that ran: `sampled` holds a token for each task that samples, None for the others."""
@@ -219,6 +258,10 @@ class Scheduler:
         """Those in the batch, whose blocks an older one may take."""
         return chain(self.decode.running, self.prefill.running)
 
+    def _running(self) -> list[Seq]:
+        """Those that hold a place in the batch, or soon will."""
+        return [*self.decode.running, *self.prefill.running, *self.arriving]
+
     @property
     def num_waiting_tokens(self) -> int:
         """Known tokens that are not computed yet."""
@@ -231,8 +274,8 @@ class Scheduler:
         placed = [seq.order for seq in chain(self.holders(), moving, self.prefill.waiting)]
         live = [s.order for seqs in self._requests.values() for s in seqs if s.finish is None]
         assert sorted(placed) == sorted(live), "a sequence is lost or in two places"
-        num_running = len(self.decode.running) + len(self.prefill.running) + len(self.arriving)
-        assert num_running <= self._config.max_running
+        assert len(self._running()) <= self._config.max_running
+        self.slo.check(s for seqs in self._requests.values() for s in seqs if s.finish is None)
         for seq in chain(self.holders(), moving):
             assert len(seq.table) * self._config.block_tokens >= seq.num_computed, "computed beyond its blocks"
             assert seq.num_computed < len(seq.tokens), "computed beyond what is known"
@@ -321,6 +364,7 @@ class Scheduler:
     def _retire(self, seq: Seq, finish: FinishReason) -> None:
         self._drop(seq)
         seq.finish = finish
+        self.slo.left(seq)
 
     def _forget(self, seq: Seq) -> None:
         """One choice less; with the last one the request."""

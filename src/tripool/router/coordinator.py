@@ -252,7 +252,8 @@ class Coordinator:
         # A decode worker without room says nothing against the parcel; any other reason does.
         keeps_parcel = message.code in ("overloaded", "draining")
         void = message.life if placement.source is None else None if keeps_parcel else placement.source
-        self._placing.again(entry, choices, now_s, lost=message.code != "draining", void=void, rest=True)
+        lost, why = message.code != "draining", f"refused ({message.code})"
+        self._placing.again(entry, choices, now_s, lost=lost, void=void, rest=True, why=why)
 
     def _stray(self, life: Life, request_id: str, attempt: int) -> None:
         """A worker that we trust goes on with something that is nobody's: its Cancel was lost, or crosses this."""

@@ -24,6 +24,7 @@ from heapq import heappop, heappush
 
 from tripool.core import Request, TokenEvent
 from tripool.messages import Answered, Life, Parcel
+from tripool.router.story import Story
 
 
 class Stage(Enum):
@@ -91,6 +92,9 @@ class Entry:
     order: int
     """Arrival number: older ones are placed first."""
     choices: list[ChoiceState]
+    story: Story
+    held_by: str = ""
+    """Why it found no room when it was the next to be placed; empty again once it is."""
     placements: dict[int, Placement] = field(default_factory=dict)
     num_attempts: int = 0
     num_losses: int = 0
@@ -142,7 +146,7 @@ class Ledger:
         """Queued; the caller says for how long."""
         assert request.id not in self._entries
         choices = [ChoiceState(index, Stage.QUEUED, now_s, now_s) for index in range(request.params.n)]
-        entry = Entry(request, self._next_order, choices, num_waiting=len(choices), num_open=len(choices))
+        entry = Entry(request, self._next_order, choices, Story(now_s), num_waiting=len(choices), num_open=len(choices))
         self._next_order += 1
         self._entries[request.id] = entry
         self.waiting_tokens += entry.size_tokens
@@ -246,6 +250,7 @@ class Ledger:
         choice.tokens.append(event.token_id)
         if entry.num_cached_tokens is None:
             entry.num_cached_tokens = event.num_cached_tokens
+            entry.story.begun(event)
         choice.num_drafted = choice.drafted_before + event.num_draft_tokens
         choice.num_accepted = choice.accepted_before + event.num_accepted_draft_tokens
         choice.deadline_s = max(choice.deadline_s, now_s + wait_s)

@@ -13,10 +13,11 @@ from math import exp
 
 from tripool.config import RouterConfig
 from tripool.errors import TripoolError, WorkersFailed
-from tripool.messages import Adopt, Begin, Cancel, Life, Release
+from tripool.messages import Adopt, Begin, Cancel, Life, Release, Role
 from tripool.router.ledger import ChoiceState, Entry, Lease, Ledger, Placement, Stage
 from tripool.router.outputs import Fail, Output, Send
-from tripool.router.view import FleetView
+from tripool.router.story import why_full
+from tripool.router.view import FleetView, Member
 
 _GROWTH_TOKENS = 256
 """Longest answer that a decode worker's memory is promised to; what gets longer may be preempted there."""
@@ -74,7 +75,9 @@ class Placing:
         tokens = len(entry.request.prompt_ids) + sum(len(choice.tokens) + 1 for choice in choices)
         member = self.view.pick_prefill(tokens, self._config.prefill_ahead_tokens, choices[0].avoid)
         if member is None:
+            entry.held_by = why_full("prefill", self.view.considered, tokens)
             return False
+        self._note("prefill", entry, choices, member, now_s)
         wait_s = self._config.prefill_s
         placement = self.ledger.place(entry, choices, Stage.PREFILLING, member.life, tokens, now_s, wait_s)
         self.view.place(member.life, tokens, now_s)
@@ -92,17 +95,27 @@ class Placing:
         assert lease is not None
         rest = (entry.request.params.max_tokens or _GROWTH_TOKENS) - len(choice.tokens)
         tokens = len(entry.request.prompt_ids) + len(choice.tokens) + max(0, min(rest, _GROWTH_TOKENS))
-        member = self.view.pick_decode(tokens, lease.life, choice.avoid)
+        member = self.view.pick_decode(tokens, lease.life, choice.avoid, entry.request.promise.tpot_ms)
         if member is None:
+            entry.held_by = why_full("decode", self.view.considered, tokens)
             return False
+        self._note("decode", entry, [choice], member, now_s)
         wait_s = self._config.transfer_s
         placement = self.ledger.place(entry, [choice], Stage.TRANSFERRING, member.life, tokens, now_s, wait_s)
-        self.view.place(member.life, tokens, now_s, source=lease.life)
+        self.view.place(member.life, tokens, now_s, lease.life, entry.request.promise.tpot_ms)
         cached = entry.num_cached_tokens or 0
         answered = entry.answered(choice)
         adopt = Adopt(entry.request, placement.attempt, answered, lease.parcel, cached, wait_s)
         self.out.append(Send(member.life, adopt))
         return True
+
+    def _note(self, role: Role, entry: Entry, choices: list[ChoiceState], member: Member, now_s: float) -> None:
+        waited_s = now_s - choices[0].since_s
+        held_by, entry.held_by = entry.held_by, ""
+        if not held_by and waited_s > 0:
+            held_by = "older requests go first"
+        indices, seen = [choice.index for choice in choices], self.view.considered
+        entry.story.placed(role, member, seen, indices, waited_s=waited_s, held_by=held_by, now_s=now_s)
 
     # ---- off workers ------------------------------------------------------------------------------------------------
 
@@ -112,7 +125,7 @@ class Placing:
         if choice.stage is Stage.TRANSFERRING:
             self._end_transfer(placement)
         if self.ledger.lift(entry, choice) is not None:
-            self.view.take_off(placement.life, placement.weight_tokens)
+            self.view.take_off(placement.life, placement.weight_tokens, entry.request.promise.tpot_ms)
 
     def adopted(self, entry: Entry, choice: ChoiceState, now_s: float) -> None:
         self._end_transfer(entry.placements[choice.attempt])
@@ -183,12 +196,14 @@ class Placing:
         lost: bool,
         void: Life | None,
         rest: bool = False,
+        why: str = "",
     ) -> None:
         """Off their workers and into a queue: for decode if their parcel is still good, else for prefill.
 
-        Parcels of `void` are not. `rest`: a moment later, longer each time.
+        Parcels of `void` are not. `rest`: a moment later, longer each time. `why`: for the request's story.
         """
         entry.num_losses += lost
+        entry.story.num_lost = entry.num_losses
         if entry.num_losses >= self._config.max_losses:
             hint = "it may be what they fail on; see their logs"
             self.fail(entry, WorkersFailed(f"{entry.num_losses} workers were lost with this request", hint=hint))
@@ -198,6 +213,8 @@ class Placing:
             good = choice.lease is not None and choice.lease.life != void
             if choice.attempt:
                 placement = entry.placements[choice.attempt]
+                how = why or ("lost" if lost else "moved away")
+                entry.story.left(placement.life.worker, f"{how} while {choice.stage.value}", choice.index, now_s)
                 if choice.stage is Stage.TRANSFERRING and not good:
                     self.out.append(Send(placement.life, Cancel(entry.request.id, placement.attempt)))
                 self.lift(entry, choice)

@@ -4,20 +4,34 @@ Placing a request looks at a handful of workers, however many there are: each po
 entries are skipped when they come up. Cache location is no reason to choose a worker: any peer can read any block.
 
 A prefill worker's load is what it reported plus what it was given since; a decode worker's is the share of its KV
-memory that the ledger has promised away.
+memory, or of the batch that it can bear, that the ledger has promised away.
+
+A decode worker's batch runs at the pace of the strictest time per token that was promised in it. So answers look for
+their like: a strict one shrinks no large batch while there is a small one, and a relaxed one leaves the small batches
+to those who need them, until the difference in load is worth more. For this the workers are also kept by the strictest
+class that they have, each twice as fast as the next.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from math import frexp, inf
 
 from tripool.messages import Hello, Life, Pulse, Role
 
 _CANDIDATES = 4
 """How many of the least loaded workers are compared more closely."""
+_IN_WAIT = 2
+"""Given to a decode worker beyond what it can bear for its promises: it has them at hand, and is patient, not deaf."""
+_SCARCE = 0.5
+"""What it weighs, in load, to put an answer without a hurry beside one with all the hurry in the world."""
+_ALIKE = 0.1
+"""Closer than this, in load, two workers are equally good."""
+
+_Entry = tuple[float, int, int, Life]
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +56,11 @@ class Member:
     """Given between the last two pulses: the last one may have been on its way already."""
     blocks_held: int = 0
     running: int = 0
+    ceiling: int | None = None
+    """What it last said it can run at once for its promises' sake."""
+    classes: Counter[float] = field(default_factory=Counter)
+    """Promised milliseconds per token of what is placed there."""
+    strictest_ms: float = inf
     turn: int = 0
     """Of equally loaded workers, the one whose turn is longest ago is next."""
     version: int = 0
@@ -60,7 +79,13 @@ class Member:
     def cost(self) -> float:
         if self.hello.role == "prefill":
             return self.load_tokens
-        return max(self.placed_tokens / self.hello.kv_tokens, self.num_placed / self.hello.max_running)
+        return max(self.placed_tokens / self.hello.kv_tokens, self.num_placed / self.bearable)
+
+    @property
+    def bearable(self) -> int:
+        """Most that may be placed on it at once; what runs there already does, whatever it says of its promises."""
+        limit = self.hello.max_running
+        return limit if self.ceiling is None else min(limit, max(self.ceiling, self.running) + _IN_WAIT)
 
 
 class FleetView:
@@ -68,12 +93,18 @@ class FleetView:
         self._members: dict[Life, Member] = {}
         self._ready: Counter[str] = Counter()
         """Members by role that take new work."""
-        self._heaps: dict[str, list[tuple[float, int, int, Life]]] = {"prefill": [], "decode": []}
+        self._heaps: dict[str, list[_Entry]] = {"prefill": [], "decode": []}
+        self._by_class: dict[int, list[_Entry]] = {}
+        """Decode workers that have something, by the strictest class among it; the same entries as above."""
+        self._num_promised = 0
+        """Placements at decode workers that carry a promise."""
         self._transfers: Counter[tuple[Life, Life]] = Counter()
         """Parcels under way from a prefill to a decode worker; absent where there are none."""
         self._turns = 0
         self.num_changes = 0
         """Of loads and members; a worker that had no room has none until this moves on."""
+        self.considered: list[Member] = []
+        """Whom the last pick compared."""
 
     def __contains__(self, life: Life) -> bool:
         return life in self._members
@@ -120,13 +151,17 @@ class FleetView:
             pulse.running,
             pulse.blocks_held,
         )
+        member.ceiling = pulse.ceiling
         member.crossing_tokens, member.recent_tokens = member.recent_tokens, 0
         self._sort_in(member)
         return member
 
-    def place(self, life: Life, tokens: int, now_s: float, source: Life | None = None) -> None:
+    def place(
+        self, life: Life, tokens: int, now_s: float, source: Life | None = None, tpot_ms: float | None = None
+    ) -> None:
         """`source`: whose parcel it will take over, if any."""
         member = self._members[life]
+        self._count_class(member, tpot_ms, 1)
         self._turns += 1
         member.turn = self._turns
         member.placed_s = now_s
@@ -137,12 +172,22 @@ class FleetView:
             self._transfers[source, life] += 1
         self._sort_in(member)
 
-    def take_off(self, life: Life, tokens: int) -> None:
+    def take_off(self, life: Life, tokens: int, tpot_ms: float | None = None) -> None:
         member = self._members[life]
+        self._count_class(member, tpot_ms, -1)
         member.num_placed -= 1
         member.placed_tokens -= tokens
         assert member.num_placed >= 0 and member.placed_tokens >= 0, "more taken off than was placed"
         self._sort_in(member)
+
+    def _count_class(self, member: Member, tpot_ms: float | None, change: int) -> None:
+        """A prefill worker's answers are promised nothing by it."""
+        if tpot_ms is not None and member.hello.role == "decode":
+            self._num_promised += change
+            member.classes[tpot_ms] += change
+            if not member.classes[tpot_ms]:
+                del member.classes[tpot_ms]
+            member.strictest_ms = min(member.classes, default=inf)
 
     def transferred(self, source: Life, life: Life) -> None:
         """A parcel is no longer under way: copied, refused or void."""
@@ -154,19 +199,36 @@ class FleetView:
 
     def pick_prefill(self, tokens: int, ahead_tokens: int, avoid: Life | None = None) -> Member | None:
         """The least loaded that has room for so many tokens; one that has nothing always has."""
-        for member in self._lightest("prefill", avoid):
+        self.considered = self._lightest(self._heaps["prefill"], avoid)
+        for member in self.considered:
             if member.num_placed == 0 or member.load_tokens + tokens <= ahead_tokens:
                 return member
         return None
 
-    def pick_decode(self, tokens: int, source: Life, avoid: Life | None = None) -> Member | None:
-        """Of the few least loaded that have room, the one with the fewest parcels under way from `source`."""
-        fitting = [m for m in self._lightest("decode", avoid) if _has_room(m, tokens)]
+    def pick_decode(
+        self, tokens: int, source: Life, avoid: Life | None = None, tpot_ms: float | None = None
+    ) -> Member | None:
+        """Of the few least loaded that have room, the one with the fewest parcels under way from `source`.
+
+        Where times per token are promised: of those, and of the least loaded of its own class, the ones that suit it
+        best come first.
+        """
+        promised = self._num_promised > 0 or tpot_ms is not None
+        own_ms = inf if tpot_ms is None else tpot_ms
+        lightest = self._lightest(self._heaps["decode"], avoid)
+        if promised:
+            alike = self._lightest(self._by_class.get(_class_of(own_ms), []), avoid)
+            lightest += [m for m in alike if m not in lightest]
+        self.considered = lightest
+        fitting = [m for m in lightest if _has_room(m, tokens)]
+        if promised and fitting:
+            costs = [m.cost + _mismatch(m, own_ms) for m in fitting]
+            best = min(costs)
+            fitting = [m for m, cost in zip(fitting, costs, strict=True) if cost < best + _ALIKE]
         return min(fitting, key=lambda m: self._transfers[source, m.life], default=None)
 
-    def _lightest(self, role: Role, avoid: Life | None) -> list[Member]:
+    def _lightest(self, heap: list[_Entry], avoid: Life | None) -> list[Member]:
         """A few of the least loaded, least loaded first. `avoid` only counts when there is another."""
-        heap = self._heaps[role]
         found: list[Member] = []
         entries = []
         while heap and len(found) < _CANDIDATES:
@@ -184,13 +246,16 @@ class FleetView:
             return
         self.num_changes += 1
         member.version = self.num_changes
-        heap = self._heaps[member.hello.role]
-        heappush(heap, (member.cost, member.turn, member.version, member.life))
-        if len(heap) > 64 + 4 * self._ready[member.hello.role]:
-            heap[:] = [entry for entry in heap if self._is_current(entry)]
-            heapify(heap)
+        heaps = [self._heaps[member.hello.role]]
+        if member.hello.role == "decode" and member.num_placed:
+            heaps.append(self._by_class.setdefault(_class_of(member.strictest_ms), []))
+        for heap in heaps:
+            heappush(heap, (member.cost, member.turn, member.version, member.life))
+            if len(heap) > 64 + 4 * self._ready[member.hello.role]:
+                heap[:] = [entry for entry in heap if self._is_current(entry)]
+                heapify(heap)
 
-    def _is_current(self, entry: tuple[float, int, int, Life]) -> bool:
+    def _is_current(self, entry: _Entry) -> bool:
         member = self._members.get(entry[3])
         return member is not None and member.version == entry[2] and not member.draining
 
@@ -210,6 +275,15 @@ class FleetView:
             current = [entry for entry in heap if self._is_current(entry)]
             assert Counter(entry[3] for entry in current) == Counter(m.life for m in ready), "a worker cannot be picked"
             assert all(entry[0] == self._members[entry[3]].cost for entry in current), "sorted by an old load"
+        assert self._num_promised == sum(m.classes.total() for m in self), "promises are miscounted"
+        busy = [m for m in self if m.hello.role == "decode" and m.num_placed and not m.draining]
+        for member in self._members.values():
+            assert member.strictest_ms == min(member.classes, default=inf), "not its strictest"
+            assert member.classes.total() <= member.num_placed, "promises that are placed nowhere"
+        for number, heap in self._by_class.items():
+            alike = [m.life for m in busy if _class_of(m.strictest_ms) == number]
+            current = [entry for entry in heap if self._is_current(entry)]
+            assert Counter(entry[3] for entry in current) == Counter(alike), "a worker is not among its like"
 
 
 def _has_room(member: Member, tokens: int) -> bool:
@@ -217,4 +291,19 @@ def _has_room(member: Member, tokens: int) -> bool:
     if member.num_placed == 0:
         return True
     fits = member.placed_tokens + tokens <= member.hello.kv_tokens
-    return fits and member.num_placed < member.hello.max_running
+    return fits and member.num_placed < member.bearable
+
+
+def _class_of(tpot_ms: float) -> int:
+    """Promises within a factor of two of each other are much the same; absurd ones are all one, and so are none."""
+    return 17 if tpot_ms == inf else max(-8, min(16, frexp(tpot_ms)[1]))
+
+
+def _mismatch(member: Member, own_ms: float) -> float:
+    """What it costs the others, in load: a stricter one shrinks the batch, a more relaxed one takes a scarce place."""
+    there_ms = member.strictest_ms
+    if own_ms == there_ms or member.num_placed == 0:
+        return 0.0
+    if own_ms < there_ms:
+        return member.num_placed / member.hello.max_running * (1 - own_ms / there_ms)
+    return _SCARCE * (1 - there_ms / own_ms)

@@ -1,0 +1,326 @@
+"""Promised time per token, kept: how many sequences may run, and how many prompt tokens a step may compute. Pure.
+
+A promise is on the mean time per token of one answer after its first. So each answer has an account: what it was
+promised for the tokens it has, less the time they took. What is left over may be spent, on prompts of others.
+
+| question | answer |
+|---|---|
+| `slots`: how many of those that wait may start | as many as leave the steady step within the strictest pace |
+| `prompt_tokens`: how many may the next step compute | what the answer with the tightest account can bear |
+
+The strictest pace is that of any class that is here, runs, waits or was here a moment ago: making room for it again
+would take about as long as an answer takes. Nothing is preempted for a promise and nobody waits for one for ever: who
+stood first in the queue for `_PATIENCE_S` is let in, prompts that stood still get a small piece, and an answer that
+could not keep its promise even alone runs as it comes, and is counted.
+
+Time is what `settled` says. Without a promise in sight nobody asks this anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from tripool.core import Request
+from tripool.decode.step_time import StepFacts, StepTime
+from tripool.sequence import Seq
+
+_MARGIN = 0.02
+"""Of a promise that is never planned with; beside it half of what predictions are usually off."""
+_FLOOR = 0.7
+"""An answer that is behind asks for no faster pace than this share of its promise: others wait meanwhile."""
+_RECOVERY_TOKENS = 16
+_RESERVE = 2.0
+"""Kept in an account for the next hiccup, in tokens; what is above may be spent."""
+_FIRST_ROWS = 4
+_FIRST_CHUNK = 64
+_REACH = 2
+"""Times the most that was ever seen: so far the learned line is trusted, and in the beginning the two above."""
+_LEAST_CHUNK = 16
+"""Fewer prompt tokens than this are not worth their share of a step."""
+_PATIENT_STEPS = 16
+"""Longest that prompts stand still, in steps."""
+_PATIENCE_S = 5.0
+"""Longest that a promise keeps the head of the queue waiting; the head's own time to first token may be shorter."""
+_RATE = 0.05
+"""What one more answer changes in what an answer is usually like."""
+_IDLE_LEARNING = 16
+"""Without a promise every so many-th step is learned from: enough to know the machine when one comes."""
+
+
+@dataclass(slots=True)
+class _Account:
+    """One promised answer under way."""
+
+    tpot_s: float
+    max_tokens: int
+    num_tokens: int
+    """Known when it was last looked at."""
+    first_s: float | None = None
+    """When its first token was there, or the first that came from here."""
+    num_before: int = 0
+    """Tokens that it had then."""
+    given_up: bool = False
+
+    def slack_s(self, now_s: float) -> float:
+        if self.first_s is None:
+            return 0.0
+        return self.tpot_s * (self.num_tokens - self.num_before) - (now_s - self.first_s)
+
+
+@dataclass(slots=True)
+class _Head:
+    """Who is kept waiting at the head of the queue."""
+
+    name: tuple[str, int]
+    since_s: float
+    insisted: bool = False
+
+
+class Slo:
+    def __init__(self) -> None:
+        self.step_time = StepTime()
+        self._accounts: dict[int, _Account] = {}
+        """By a sequence's order, from when it joins until it leaves."""
+        self._classes: Counter[float] = Counter()
+        """Promised seconds per token of those."""
+        self._recent: dict[float, float] = {}
+        """Classes that nobody here has any more, and until when they count."""
+        self._now_s = 0.0
+        self._num_steps = 0
+        self._tokens_per_row = 1.0
+        self._drafts_per_row = 0.0
+        self._mean_answer_tokens = 0.0
+        self._mean_prompt_tokens = 0.0
+        self._mean_answer_s = 0.0
+        self._still_steps = 0
+        self._head: _Head | None = None
+        self.computes_prompts = True
+        """False: they come computed, from another process."""
+        self.ceiling: int | None = None
+        """Sequences that may run at once, if they are like those here; None: nothing was promised."""
+        self.held_back = False
+        """Whether somebody waits now only for a promise's sake."""
+        self.predicted_s = 0.0
+        """Of the last step."""
+        self.num_given_up = 0
+        """Promises that could not be kept any more, or never could."""
+        self.num_forced = 0
+        """Times that patience ended: somebody was let in, or a prompt got a piece, whatever was promised to others."""
+
+    @property
+    def active(self) -> bool:
+        return bool(self._accounts)
+
+    # ---- facts ------------------------------------------------------------------------------------------------------
+
+    def joined(self, seq: Seq) -> None:
+        tpot_ms = seq.request.promise.tpot_ms
+        if tpot_ms is not None:
+            tpot_s = tpot_ms / 1000
+            self._accounts[seq.order] = _Account(tpot_s, seq.max_new_tokens, seq.num_generated)
+            self._classes[tpot_s] += 1
+
+    def left(self, seq: Seq) -> None:
+        """Finished, cancelled or handed over."""
+        if seq.finish in ("stop", "length"):
+            prompt = seq.prompt_len - (seq.num_cached or 0) if self.computes_prompts else 0
+            self._mean_prompt_tokens = _nearer(self._mean_prompt_tokens, prompt)
+            self._mean_answer_tokens = _nearer(self._mean_answer_tokens, seq.num_generated)
+        account = self._accounts.pop(seq.order, None)
+        if account is None:
+            return
+        if account.first_s is not None:
+            self._mean_answer_s = _nearer(self._mean_answer_s, self._now_s - account.first_s)
+        self._classes[account.tpot_s] -= 1
+        if not self._classes[account.tpot_s]:
+            del self._classes[account.tpot_s]
+            self._recent[account.tpot_s] = self._now_s + self._mean_answer_s
+        if not self._accounts:
+            self.ceiling, self.held_back, self._head = None, False, None
+
+    def settled(self, now_s: float, step_s: float, facts: StepFacts, accepted: int, seqs: Iterable[Seq]) -> None:
+        """A step of `seqs` ended now. `step_s`: since the last one ended, if there was work all the time."""
+        self._now_s = now_s
+        self._num_steps += 1
+        if not self._accounts and self._num_steps % _IDLE_LEARNING:
+            return
+        self.predicted_s = self.step_time.predict_s(facts)
+        self.step_time.learn(facts, step_s)
+        if facts.rows:
+            self._tokens_per_row += _RATE * (1 + accepted / facts.rows - self._tokens_per_row)
+            self._drafts_per_row += _RATE * (facts.drafts / facts.rows - self._drafts_per_row)
+        self._recent = {tpot_s: until_s for tpot_s, until_s in self._recent.items() if until_s > now_s}
+        for seq in seqs:
+            account = self._accounts.get(seq.order)
+            if account is not None:
+                self._book(account, seq, now_s, step_s)
+
+    def _book(self, account: _Account, seq: Seq, now_s: float, step_s: float) -> None:
+        if account.first_s is None:
+            if account.num_tokens:  # it began elsewhere
+                account.first_s, account.num_before = now_s - step_s, account.num_tokens
+            elif seq.num_generated:
+                account.first_s, account.num_before = now_s, seq.num_generated
+        account.num_tokens = seq.num_generated
+        if account.first_s is None or account.given_up or self.step_time.num_learned < _FIRST_ROWS:
+            return
+        alone_s = self.step_time.predict_s(StepFacts(1, 0, len(seq.tokens)))
+        left = account.max_tokens - account.num_tokens
+        if account.slack_s(now_s) + left * (account.tpot_s - alone_s / self._tokens_per_row) < 0:
+            account.given_up = True
+            self.num_given_up += 1
+
+    # ---- decisions --------------------------------------------------------------------------------------------------
+
+    def slots(self, running: Sequence[Seq], waiting: Iterable[Seq], slots: int) -> int:
+        """How many of those that wait, in their order, may start now; `slots` is what else bounds them."""
+        rows = len(running)
+        context = sum(map(self._context_of, running))
+        pace_s = self._pace_s(running)
+        self._set_ceiling(rows, context, pace_s)
+        self.held_back = False
+        granted = 0
+        for seq in waiting:
+            if granted == slots:
+                break
+            context += self._context_of(seq)
+            fits = self._fits(rows + granted + 1, context, pace_s)
+            if not fits and (granted or not self._insists(seq.request, seq.choice)):
+                self.held_back = True
+                break
+            granted += 1
+        return granted
+
+    def may_arrive(self, running: Sequence[Seq], request: Request, choice: int, num_tokens: int) -> bool:
+        """Whether one may start that comes computed, and has not joined yet."""
+        tpot_ms = request.promise.tpot_ms
+        pace_s = self._pace_s(running)
+        if tpot_ms is not None:
+            pace_s = min(pace_s, self._pace_of(tpot_ms / 1000))
+        context = sum(map(self._context_of, running))
+        self._set_ceiling(len(running), context, pace_s)
+        context += num_tokens + self._mean_answer_tokens / 2
+        fits = self._fits(len(running) + 1, context, pace_s) or self._insists(request, choice)
+        self.held_back = not fits and self.active
+        return fits
+
+    def prompt_tokens(self, decoding: Sequence[Seq], num_drafts: int, start: int) -> int | None:
+        """Most that a step may compute beside these rows; None: no promise bounds it. `start`: where a prompt is."""
+        accounts = [self._accounts[seq.order] for seq in decoding if seq.order in self._accounts]
+        limit_s = min(map(self._limit_s, accounts), default=inf)
+        if limit_s == inf:
+            self._still_steps = 0
+            return None
+        times = self.step_time
+        base_s = times.predict_s(StepFacts(len(decoding), num_drafts, sum(len(seq.tokens) for seq in decoding)))
+        token_s = times.prompt_token_s + times.prompt_read_s * start
+        bound = max(_FIRST_CHUNK, _REACH * times.most_prompt_tokens)
+        room_s = limit_s - base_s
+        tokens = bound if room_s > bound * token_s else int(room_s / token_s) if room_s > 0 else 0
+        if tokens >= _LEAST_CHUNK:
+            self._still_steps = 0
+            return tokens
+        self._still_steps += 1
+        if self._still_steps < _PATIENT_STEPS:
+            return 0
+        self._still_steps = 0
+        self.num_forced += 1
+        return _LEAST_CHUNK
+
+    # ---- how they are made ------------------------------------------------------------------------------------------
+
+    def _fits(self, rows: int, context: float, pace_s: float) -> bool:
+        if rows == 1 or pace_s == inf:
+            return True
+        reach = max(_FIRST_ROWS, _REACH * self.step_time.most_rows)
+        return rows <= reach and self._steady_s(rows, context) <= pace_s
+
+    def _insists(self, request: Request, choice: int) -> bool:
+        """Whether the head of the queue has been held back for long enough."""
+        if self._head is None or self._head.name != (request.id, choice):
+            self._head = _Head((request.id, choice), self._now_s)
+        ttft_ms = request.promise.ttft_ms
+        patience_s = min(_PATIENCE_S, inf if ttft_ms is None else ttft_ms / 1000)
+        if self._now_s - self._head.since_s < patience_s:
+            return False
+        self.num_forced += not self._head.insisted
+        self._head.insisted = True
+        return True
+
+    def _set_ceiling(self, rows: int, context: float, pace_s: float) -> None:
+        if pace_s == inf or not self.step_time.num_learned:
+            self.ceiling = None
+            return
+        each = context / rows if rows else self._mean_prompt_tokens + self._mean_answer_tokens / 2
+        one_s = self._steady_s(1, each) - self.step_time.fixed_s
+        reach = max(_FIRST_ROWS, _REACH * self.step_time.most_rows)
+        room_s = pace_s - self.step_time.fixed_s
+        self.ceiling = max(1, int(min(reach, room_s / one_s))) if one_s > 0 else reach
+
+    def _steady_s(self, rows: int, context: float) -> float:
+        """A step of so many rows, if prompts go on coming as they did: each row that ends makes room for one."""
+        times = self.step_time
+        step_s = times.fixed_s + rows * (times.row_s + self._drafts_per_row * times.draft_s)
+        step_s += context * times.context_token_s
+        if self._mean_answer_tokens > 0 and self.computes_prompts:
+            prompt = self._mean_prompt_tokens
+            prompt_s = prompt * times.prompt_token_s + prompt * prompt / 2 * times.prompt_read_s
+            step_s += rows * self._tokens_per_row * prompt_s / self._mean_answer_tokens
+        return step_s
+
+    def _context_of(self, seq: Seq) -> float:
+        """Half-way through its answer, or further if it is there already."""
+        return max(len(seq.tokens), seq.prompt_len + self._mean_answer_tokens / 2)
+
+    def _usable_s(self, tpot_s: float) -> float:
+        """What a step may take, of the promise for the tokens that it gives."""
+        return tpot_s * self._tokens_per_row * (1 - _MARGIN) - self.step_time.error_s / 2
+
+    def _pace_of(self, tpot_s: float) -> float:
+        """Of a class; one that could not be kept by a single row binds nobody."""
+        usable_s = self._usable_s(tpot_s)
+        return usable_s if usable_s >= self.step_time.fixed_s + self.step_time.row_s else inf
+
+    def _pace_s(self, running: Sequence[Seq]) -> float:
+        """The longest that steps may take from now on."""
+        pace_s = min((self._pace_of(tpot_s) for tpot_s in (*self._classes, *self._recent)), default=inf)
+        for seq in running:
+            account = self._accounts.get(seq.order)
+            if account is not None and account.first_s is not None and not account.given_up:
+                pace_s = min(pace_s, self._recovery_s(account, min(0.0, account.slack_s(self._now_s))))
+        return pace_s
+
+    def _limit_s(self, account: _Account) -> float:
+        """The longest that the next step may take: its account must not go below zero, or not stay there."""
+        if account.first_s is None or account.given_up:
+            return inf
+        slack_s = account.slack_s(self._now_s)
+        if slack_s < 0:
+            return self._recovery_s(account, slack_s)
+        return self._usable_s(account.tpot_s) + max(0.0, slack_s - _RESERVE * account.tpot_s)
+
+    def _recovery_s(self, account: _Account, slack_s: float) -> float:
+        """The pace at which an account that is below zero is level again in a few tokens, if not too many wait."""
+        usable_s = self._usable_s(account.tpot_s)
+        left = max(1, min(_RECOVERY_TOKENS, account.max_tokens - account.num_tokens))
+        return max(_FLOOR * usable_s, usable_s + slack_s / left)
+
+    # ---- invariants -------------------------------------------------------------------------------------------------
+
+    def check(self, live: Iterable[Seq]) -> None:
+        """`live`: every sequence that is here."""
+        promised = {s.order: s.request.promise.tpot_ms / 1000 for s in live if s.request.promise.tpot_ms is not None}
+        assert promised == {order: account.tpot_s for order, account in self._accounts.items()}, "accounts are off"
+        assert self._classes == Counter(promised.values()), "classes are miscounted"
+        assert self.active or (self.ceiling is None and not self.held_back)
+        assert self._still_steps < _PATIENT_STEPS
+        assert self.ceiling is None or self.ceiling >= 1
+        self.step_time.check()
+
+
+def _nearer(mean: float, value: float) -> float:
+    """A running mean that starts with what comes first."""
+    return mean + _RATE * (value - mean) if mean > 0 else float(value)

@@ -1,0 +1,141 @@
+"""Why a request went where it went and what held it up, as data, kept with its ledger entry. Pure, and bounded in size.
+
+It decides nothing, and nothing decides by it: a router without stories would place every request the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tripool.core import TokenEvent
+from tripool.messages import Role
+from tripool.router.view import Member
+
+_MAX_STEPS = 16
+"""Beyond that the middle is left out: how it began and how it ended say most."""
+
+Row = dict[str, str | float]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker that was looked at, with its load as it was then."""
+
+    worker: str
+    num_placed: int
+    load_tokens: int
+    """To compute (prefill), or of KV memory promised away (decode)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    at_s: float
+    """Since the request came."""
+    what: str
+    worker: str
+    waited_s: float = 0.0
+    held_by: str = ""
+    candidates: tuple[Candidate, ...] = ()
+    choices: tuple[int, ...] = ()
+
+
+class Story:
+    def __init__(self, came_s: float) -> None:
+        self._came_s = came_s
+        self._steps: list[Step] = []
+        self._num_left_out = 0
+        self._num_placed = 0
+        self.num_lost = 0
+        """Times that it lost a worker."""
+        self._failed = ""
+        self._waited_s: dict[str, float] = {}
+        """By what held it back."""
+        self._fetched_tokens = 0
+        self._cached_tokens: int | None = None
+
+    # ---- what the router tells --------------------------------------------------------------------------------------
+
+    def placed(
+        self,
+        role: Role,
+        member: Member,
+        considered: Iterable[Member],
+        choices: Sequence[int],
+        *,
+        waited_s: float,
+        held_by: str,
+        now_s: float,
+    ) -> None:
+        """Before the view counts it, so that loads are those that it was chosen by."""
+        looked_at = {m.life.worker: Candidate(m.life.worker, m.num_placed, _load(m)) for m in considered}
+        candidates = tuple(looked_at.values())
+        self._num_placed += 1
+        if held_by:
+            self._waited_s[held_by] = self._waited_s.get(held_by, 0.0) + waited_s
+        self._add(Step(now_s - self._came_s, role, member.life.worker, waited_s, held_by, candidates, tuple(choices)))
+
+    def left(self, worker: str, how: str, choice: int, now_s: float) -> None:
+        self._add(Step(now_s - self._came_s, how, worker, choices=(choice,)))
+
+    def failed(self, why: str) -> None:
+        self._failed = why
+
+    def begun(self, event: TokenEvent) -> None:
+        """Its first token is there, and says what was cached."""
+        self._cached_tokens = event.num_cached_tokens
+        self._fetched_tokens = event.stages.fetched_tokens if event.stages is not None else 0
+
+    def _add(self, step: Step) -> None:
+        if len(self._steps) == _MAX_STEPS:
+            del self._steps[_MAX_STEPS // 2]
+            self._num_left_out += 1
+        self._steps.append(step)
+
+    # ---- what a person reads ----------------------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, str | int | list[Row]]:
+        facts: dict[str, str | int | list[Row]] = {"placements": self._num_placed, "workers lost": self.num_lost}
+        if self._cached_tokens is not None:
+            fetched = min(self._fetched_tokens, self._cached_tokens)
+            facts["cached at the prefill worker"] = f"{self._cached_tokens - fetched} tokens"
+            facts["fetched from the cache pool"] = f"{fetched} tokens"
+        for held_by, waited_s in self._waited_s.items():
+            facts[f"held back: {held_by}"] = f"{1e3 * waited_s:.1f} ms"
+        facts["steps"] = [_row(step) for step in self._steps]
+        if self._failed:
+            facts["failed"] = self._failed
+        if self._num_left_out:
+            facts["steps left out"] = self._num_left_out
+        return facts
+
+
+def why_full(role: Role, considered: Sequence[Member], tokens: int) -> str:
+    """Which limit keeps so many tokens from all of the workers that were looked at."""
+    if not considered:
+        return f"there is no {role} worker"
+    if role == "prefill":
+        return "all prefill workers have as much ahead as they may"
+    limits = set()
+    for member in considered:
+        if member.placed_tokens + tokens > member.hello.kv_tokens:
+            limits.add("KV memory")
+        elif member.num_placed >= member.hello.max_running:
+            limits.add("batch slots")
+        else:
+            limits.add("promised times per token")
+    return f"all decode workers are full: {', '.join(sorted(limits))}"
+
+
+def _load(member: Member) -> int:
+    return member.load_tokens if member.hello.role == "prefill" else member.placed_tokens
+
+
+def _row(step: Step) -> Row:
+    row: Row = {"at ms": round(1e3 * step.at_s, 1), "what": step.what, "worker": step.worker}
+    row["choices"] = ", ".join(map(str, step.choices))
+    row["waited ms"] = round(1e3 * step.waited_s, 1)
+    row["held by"] = step.held_by
+    told = (f"{one.worker}: {one.num_placed} requests, {one.load_tokens} tokens" for one in step.candidates)
+    row["candidates"] = "; ".join(told)
+    return row

@@ -1,0 +1,248 @@
+"""Promised classes in virtual time: the real scheduler of one engine, on steps whose time is computed. Pure.
+
+Shows what the controller of `decode/slo.py` is worth, without a clock: the same arrivals through it, and through the
+plain scheduler with one fixed limit after the other. The step's true costs are known here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import log
+
+from tripool.config import SchedulerConfig
+from tripool.core import Promise, Request, SamplingParams
+from tripool.decode import StepFacts
+from tripool.engine.colocated import Scheduler
+from tripool.router.door import Door
+from tripool.router.guests import Admit, Refuse
+from tripool.router.guests import Arrival as Guest
+from tripool.sequence import Sampled
+from tripool.simulate.dice import Dice
+
+KEPT = 0.99
+"""Share of a class's answers that must be within its promise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    fixed_s: float = 0.005
+    row_s: float = 0.0004
+    context_token_s: float = 2e-7
+    prompt_token_s: float = 5e-5
+    jitter: float = 0.0
+    """Every step takes up to this share more or less."""
+    hiccup: float = 0.0
+    """Chance that a step takes five times as long."""
+
+    def step_s(self, facts: StepFacts, dice: Dice) -> float:
+        step_s = self.fixed_s + self.row_s * (facts.rows + facts.drafts)
+        step_s += self.context_token_s * (facts.context_tokens + facts.prompt_reads / 8)
+        step_s += self.prompt_token_s * facts.prompt_tokens
+        step_s *= dice.uniform(1 - self.jitter, 1 + self.jitter)
+        return step_s * 5 if dice.chance(self.hiccup) else step_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What one class asks for. Lengths are drawn between half and one and a half of these."""
+
+    tpot_ms: float | None
+    share: float
+    prompt_tokens: int
+    answer_tokens: int
+    ttft_ms: float | None = None
+
+
+def _mix(strict: float, middle: float, relaxed: float) -> tuple[Kind, ...]:
+    """Shares of the three classes. The stricter, the shorter: talk, work, documents."""
+    kinds = (
+        Kind(tpot_ms=15.0, share=strict, prompt_tokens=200, answer_tokens=60, ttft_ms=2000.0),
+        Kind(tpot_ms=30.0, share=middle, prompt_tokens=400, answer_tokens=100, ttft_ms=4000.0),
+        Kind(tpot_ms=50.0, share=relaxed, prompt_tokens=800, answer_tokens=150, ttft_ms=8000.0),
+    )
+    return tuple(kind for kind in kinds if kind.share)
+
+
+MIXES: dict[str, tuple[tuple[Kind, ...], ...]] = {
+    "steady": (_mix(0.2, 0.3, 0.5),),
+    "shifting": (_mix(0.4, 0.3, 0.3), _mix(0, 0.3, 0.7), _mix(0.2, 0.5, 0.3), _mix(0, 0, 1)),
+}
+"""All classes all the time; and traffic that is now of one kind, now of another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    at_s: float
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    tpot_ms: float | None
+    ttft_ms: float | None
+    """What was promised, or would have been."""
+    ttft_s: float
+    mean_s: float
+    """Per token after the first."""
+    num_tokens: int
+
+    @property
+    def kept(self) -> bool:
+        """The pace, which is all that the scheduler answers for."""
+        return self.tpot_ms is None or self.mean_s * 1000 <= self.tpot_ms
+
+    @property
+    def in_time(self) -> bool:
+        """The first token, which is the door's affair."""
+        return self.ttft_ms is None or self.ttft_s * 1000 <= self.ttft_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    served: tuple[Served, ...]
+    wall_s: float
+    num_steps: int
+    refused_s: tuple[float, ...] = ()
+    """From arrival to refusal."""
+    num_given_up: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(each.num_tokens for each in self.served) / self.wall_s
+
+    def in_time(self) -> float:
+        """Share of the answers that began within their promise."""
+        return sum(each.in_time for each in self.served) / max(1, len(self.served))
+
+    def attainment(self) -> dict[float, float]:
+        """By class: the share of its answers that kept its pace."""
+        kept: dict[float, list[bool]] = {}
+        for each in self.served:
+            if each.tpot_ms is not None:
+                kept.setdefault(each.tpot_ms, []).append(each.kept)
+        return {tpot_ms: sum(each) / len(each) for tpot_ms, each in sorted(kept.items())}
+
+    @property
+    def worst(self) -> float:
+        return min(self.attainment().values(), default=1.0)
+
+
+def draw(phases: Sequence[Sequence[Kind]], count: int, dice: Dice, *, per_s: float | None = None) -> list[Arrival]:
+    """`count` requests; the mix changes from phase to phase, each with an equal number of them.
+
+    `per_s`: how many come per second, in a Poisson stream. None: all are there at once.
+    """
+    arrivals, now_s = [], 0.0
+    for number in range(count):
+        kinds = phases[number * len(phases) // count]
+        throw, kind = dice.uniform(0, sum(kind.share for kind in kinds)), kinds[-1]
+        for each in kinds:
+            throw -= each.share
+            if throw < 0:
+                kind = each
+                break
+        now_s += -log(1 - dice.uniform(0, 1)) / per_s if per_s is not None else 0.0
+        prompt = max(1, int(kind.prompt_tokens * dice.uniform(0.5, 1.5)))
+        answer = max(1, int(kind.answer_tokens * dice.uniform(0.5, 1.5)))
+        request = Request(
+            id=str(number),
+            prompt_ids=tuple([number % 1000 + 1] * prompt),
+            params=SamplingParams(max_tokens=answer, ignore_eos=True),
+            seed=0,
+            promise=Promise(tpot_ms=kind.tpot_ms, ttft_ms=kind.ttft_ms),
+        )
+        arrivals.append(Arrival(now_s, request))
+    return arrivals
+
+
+class _Life:
+    """One engine from the first arrival to the last token."""
+
+    def __init__(self, arrivals: Sequence[Arrival], config: SchedulerConfig, door: Door | None) -> None:
+        self._arrivals, self._door = deque(arrivals), door
+        self._requests = {arrival.request.id: arrival.request for arrival in arrivals}
+        self.scheduler = Scheduler(config, model="made-up", context_tokens=config.num_blocks * config.block_tokens)
+        self.now_s = 0.0
+        self.times: dict[str, list[float]] = {name: [] for name in self._requests}
+        self.refused: dict[str, float] = {}
+        """When they were told."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._arrivals) or self.scheduler.busy
+
+    def arrive(self) -> None:
+        if not self.scheduler.busy:
+            self.now_s = max(self.now_s, self._arrivals[0].at_s)
+        while self._arrivals and self._arrivals[0].at_s <= self.now_s:
+            arrival = self._arrivals.popleft()
+            request = arrival.request
+            if self._door is None:
+                self.scheduler.add(request)
+                continue
+            guest = Guest(id=request.id, prompt_tokens=len(request.prompt_ids), promise=request.promise)
+            self._obey(self._door.arrive(guest, arrival.at_s), arrival.at_s)
+
+    def step(self, cost: StepCost, dice: Dice) -> None:
+        tasks = self.scheduler.schedule()
+        assert tasks or not self.scheduler.busy, "there is work, and none is done"
+        began_s = self.now_s
+        self.now_s += cost.step_s(StepFacts.of(tasks), dice)
+        for event in self.scheduler.settle(tasks, [Sampled(1) if task.samples else None for task in tasks]):
+            self.times[event.request_id].append(self.now_s)
+            if self._door is not None and event.index == 0:
+                uncached = len(self._requests[event.request_id].prompt_ids)
+                self._obey(self._door.first_token(event.request_id, uncached, self.now_s), self.now_s)
+            if self._door is not None and event.finish_reason is not None:
+                self._obey(self._door.finished(event.request_id, event.index + 1, self.now_s), self.now_s)
+        self.scheduler.timed(tasks, began_s, self.now_s)
+        if self._door is not None:
+            self._obey(self._door.tick(self.now_s), self.now_s)
+
+    def _obey(self, decisions: Iterable[Admit | Refuse], now_s: float) -> None:
+        for decision in decisions:
+            if isinstance(decision, Refuse):
+                self.refused[decision.id] = now_s
+            else:
+                self.scheduler.add(self._requests[decision.id])
+
+
+def run(
+    arrivals: Sequence[Arrival],
+    config: SchedulerConfig,
+    cost: StepCost,
+    *,
+    promised: bool = True,
+    door: Door | None = None,
+    seed: int = 0,
+) -> Run:
+    """`promised`: whether the scheduler is told what each request was promised. `door`: who decides before it."""
+    told = arrivals if promised else [replace(a, request=replace(a.request, promise=Promise())) for a in arrivals]
+    life, dice, num_steps = _Life(told, config, door), Dice(seed), 0
+    while life.busy:
+        life.arrive()
+        life.step(cost, dice)
+        num_steps += 1
+    served = tuple(_judge(a, life.times[a.request.id]) for a in arrivals if a.request.id not in life.refused)
+    refused = tuple(life.refused[a.request.id] - a.at_s for a in arrivals if a.request.id in life.refused)
+    return Run(served, life.now_s, num_steps, refused, life.scheduler.slo.num_given_up)
+
+
+def _judge(arrival: Arrival, came: Sequence[float]) -> Served:
+    mean_s = (came[-1] - came[0]) / (len(came) - 1) if len(came) > 1 else 0.0
+    promise = arrival.request.promise
+    return Served(promise.tpot_ms, promise.ttft_ms, came[0] - arrival.at_s, mean_s, len(came))
+
+
+def best_fixed(
+    arrivals: Sequence[Arrival], configs: Iterable[SchedulerConfig], cost: StepCost
+) -> tuple[SchedulerConfig | None, Run | None]:
+    """Of the fixed limits that keep every class, the one with the most throughput."""
+    best: tuple[SchedulerConfig | None, Run | None] = None, None
+    for config in configs:
+        done = run(arrivals, config, cost, promised=False)
+        if done.worst >= KEPT and (best[1] is None or done.tokens_per_s > best[1].tokens_per_s):
+            best = config, done
+    return best

@@ -1,0 +1,248 @@
+"""Accounts, paces and patience: what one answer can bear, and what the controller does about it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tripool.core import FinishReason, Promise, Request, SamplingParams
+from tripool.decode import Slo, StepFacts, slo
+from tripool.sequence import Seq
+
+FIXED_S, ROW_S, PROMPT_S = 0.005, 0.0005, 0.00005
+
+
+def cost_s(rows: int, prompt: int = 0) -> float:
+    return FIXED_S + ROW_S * rows + PROMPT_S * prompt
+
+
+def make_seq(order: int, tpot_ms: float | None, *, generated: int = 0, max_tokens: int = 200) -> Seq:
+    request = Request(
+        id=f"r{order}",
+        prompt_ids=tuple(range(50)),
+        params=SamplingParams(),
+        seed=0,
+        promise=Promise(tpot_ms=tpot_ms),
+    )
+    return Seq(request, 0, order, max_tokens, list(range(50 + generated)), num_computed=49 + generated)
+
+
+class Desk:
+    """A controller, and a batch that takes a token each per step."""
+
+    def __init__(self) -> None:
+        self.slo = Slo()
+        self.now_s = 0.0
+        self.batch: list[Seq] = []
+        self.num_seqs = 0
+
+    def learn(self) -> Desk:
+        for number in range(400):
+            rows, prompt = number % 23, (0, 100, 300)[number % 3]
+            self.now_s += cost_s(rows, prompt)
+            self.slo.settled(self.now_s, cost_s(rows, prompt), StepFacts(rows, 0, rows * 50, prompt), 0, ())
+        return self
+
+    def new(self, tpot_ms: float | None, max_tokens: int = 200) -> Seq:
+        self.num_seqs += 1
+        seq = make_seq(self.num_seqs, tpot_ms, max_tokens=max_tokens)
+        self.slo.joined(seq)
+        return seq
+
+    def add(self, tpot_ms: float | None, max_tokens: int = 200) -> Seq:
+        seq = self.new(tpot_ms, max_tokens)
+        self.batch.append(seq)
+        return seq
+
+    def step(self, took_s: float | None = None, prompt: int = 0) -> None:
+        facts = StepFacts(len(self.batch), 0, sum(len(seq.tokens) for seq in self.batch), prompt)
+        took_s = cost_s(facts.rows, prompt) if took_s is None else took_s
+        self.now_s += took_s
+        for seq in self.batch:
+            seq.tokens.append(1)
+        self.slo.settled(self.now_s, took_s, facts, 0, self.batch)
+        self.check()
+
+    def end(self, seq: Seq, finish: FinishReason = "length") -> None:
+        self.batch.remove(seq)
+        seq.finish = finish
+        self.slo.left(seq)
+        self.check()
+
+    def check(self) -> None:
+        self.slo.check(self.batch)
+
+    def chunk(self) -> int | None:
+        return self.slo.prompt_tokens(self.batch, 0, 0)
+
+
+def test_a_piece_of_a_prompt_fits_into_what_the_tightest_promise_leaves() -> None:
+    desk = Desk().learn()
+    desk.add(None)
+    desk.step()
+    assert desk.chunk() is None, "nobody there was promised anything"
+    desk.add(30.0)
+    assert desk.chunk() is None, "its first token is not there yet: no pace to keep"
+    desk.step()
+    relaxed = desk.chunk()
+    desk.add(15.0)
+    desk.step()
+    strict = desk.chunk()
+    assert relaxed is not None and strict is not None and strict < relaxed
+    assert 0.8 * 15 <= 1000 * cost_s(3, strict) <= 15
+
+
+def test_slack_is_earned_by_fast_steps_and_lost_by_slow_ones() -> None:
+    desk = Desk().learn()
+    desk.add(15.0)
+    desk.step()
+    fresh = desk.chunk()
+    for _ in range(20):
+        desk.step()
+    earned = desk.chunk()
+    assert fresh is not None and earned is not None and earned > 2 * fresh
+    desk.step(took_s=0.5)
+    assert desk.chunk() < fresh, "half a second late: it has to catch up first"
+    for _ in range(150):
+        desk.step()
+    assert desk.chunk() > fresh
+
+
+def test_prompts_get_a_piece_now_and_then_whatever_was_promised() -> None:
+    desk = Desk().learn()
+    for _ in range(18):
+        desk.add(14.2, max_tokens=4000)
+    pieces = []
+    for _ in range(100):
+        desk.step()
+        pieces.append(desk.chunk())
+    assert set(pieces) == {0, slo._LEAST_CHUNK}, "a step of these rows alone takes the whole promise"
+    assert pieces.count(slo._LEAST_CHUNK) == 100 // slo._PATIENT_STEPS
+    assert desk.slo.num_forced == pieces.count(slo._LEAST_CHUNK)
+
+
+@pytest.mark.parametrize(("tpot_ms", "most"), [(10.0, 9), (15.0, 19), (30.0, 44)])
+def test_as_many_may_start_as_a_class_bears(tpot_ms: float, most: int) -> None:
+    desk = Desk().learn()
+    waiting = [desk.new(tpot_ms) for _ in range(60)]
+    granted = desk.slo.slots([], waiting, 60)
+    assert 0.85 * most <= granted <= most, "the line through the known steps says so"
+    assert desk.slo.ceiling is not None and abs(desk.slo.ceiling - granted) <= 1
+    assert desk.slo.held_back
+    assert desk.slo.slots([], waiting, 3) == 3, "other bounds stay"
+    assert not desk.slo.held_back
+
+
+def test_one_strict_request_in_the_queue_bounds_all_who_come_before_it() -> None:
+    desk = Desk().learn()
+    relaxed = [desk.new(50.0) for _ in range(60)]
+    free = desk.slo.slots([], relaxed, 60)
+    strict = desk.new(10.0)
+    assert desk.slo.slots([], [*relaxed, strict], 61) < free / 3
+
+
+def test_a_class_counts_for_a_moment_after_it_has_gone() -> None:
+    """As long as an answer takes: else the batch is full of others when the next of its kind comes."""
+    desk = Desk().learn()
+    relaxed = desk.add(50.0)
+    strict = desk.add(10.0)
+    for _ in range(40):
+        desk.step()
+    desk.end(strict)
+    waiting = [desk.new(50.0) for _ in range(60)]
+    desk.batch += waiting
+    shortly_after = desk.slo.slots([relaxed], waiting, 60)
+    desk.batch = [relaxed]
+    for _ in range(60):
+        desk.now_s += 0.006
+        relaxed.tokens.append(1)
+        desk.slo.settled(desk.now_s, 0.006, StepFacts(1, 0, 100), 0, [relaxed])
+    assert desk.slo.slots([relaxed], waiting, 60) > 3 * shortly_after
+
+
+@pytest.mark.parametrize("tpot_ms", [0.0, 0.01, 5.0])
+def test_what_could_not_be_kept_alone_binds_nobody_and_is_counted(tpot_ms: float) -> None:
+    desk = Desk().learn()
+    hopeless = desk.add(tpot_ms)
+    desk.step()
+    desk.step()
+    assert desk.slo.num_given_up == 1
+    assert desk.chunk() is None
+    waiting = [desk.new(None) for _ in range(60)]
+    assert desk.slo.slots(desk.batch, waiting, 60) == 60
+    assert desk.slo.ceiling is None
+    desk.batch += waiting
+    desk.end(hopeless)
+    assert not desk.slo.active
+
+
+def test_the_head_of_the_queue_is_patient_but_not_for_ever() -> None:
+    desk = Desk().learn()
+    for _ in range(30):
+        desk.add(None)
+    desk.step()
+    strict = desk.new(10.0)
+    desk.batch.append(strict)
+    running = desk.batch[:-1]
+    began_s = desk.now_s
+    while not desk.slo.slots(running, [strict], 5):
+        desk.now_s += cost_s(30)
+        desk.slo.settled(desk.now_s, cost_s(30), StepFacts(30, 0, 1500), 0, ())
+    assert desk.now_s - began_s == pytest.approx(slo._PATIENCE_S, abs=0.2)
+    assert desk.slo.num_forced == 1
+
+
+def test_accepted_drafts_make_a_longer_step_bearable() -> None:
+    """Two tokens per step and row: the promise on each is kept by steps of twice its length."""
+    plain, drafting = Desk().learn(), Desk().learn()
+    for _ in range(300):
+        drafting.now_s += cost_s(10)
+        drafting.slo.settled(drafting.now_s, cost_s(10), StepFacts(10, 0, 500), 10, ())
+        plain.now_s += cost_s(10)
+        plain.slo.settled(plain.now_s, cost_s(10), StepFacts(10, 0, 500), 0, ())
+    for desk in (plain, drafting):
+        for _ in range(20):
+            desk.now_s += cost_s(10)
+            desk.new(10.0)
+            desk.slo.settled(desk.now_s, cost_s(10), StepFacts(10, 0, 500), 10 if desk is drafting else 0, ())
+    waiting = [make_seq(1000 + number, 10.0) for number in range(60)]
+    assert drafting.slo.slots([], waiting, 60) >= 2 * plain.slo.slots([], waiting, 60)
+
+
+Event = tuple[str, float | None, float]
+events = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "add", "step", "step", "step", "slow", "end", "ask"]),
+        st.sampled_from([None, 0.0, 0.01, 6.0, 15.0, 50.0, 1e9]),
+        st.floats(0.0, 0.05),
+    ),
+    max_size=80,
+)
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(events, st.booleans())
+def test_any_history_leaves_it_able_to_go_on(history: list[Event], learned: bool) -> None:
+    desk = Desk().learn() if learned else Desk()
+    for kind, tpot_ms, took_s in history:
+        if kind == "add":
+            desk.add(tpot_ms)
+        elif kind == "end" and desk.batch:
+            desk.end(desk.batch[0], "stop")
+        elif kind == "ask":
+            waiting = [desk.new(tpot_ms) for _ in range(3)]
+            granted = desk.slo.slots(desk.batch, waiting, 2)
+            assert 0 <= granted <= 2
+            assert granted >= 1 or desk.batch, "alone, anybody may run"
+            for seq in waiting:
+                seq.finish = "abort"
+                desk.slo.left(seq)
+        else:
+            desk.step(took_s * (20 if kind == "slow" else 1))
+        chunk = desk.chunk()
+        assert chunk is None or chunk == 0 or chunk >= slo._LEAST_CHUNK
+        desk.check()
+    while desk.batch:
+        desk.end(desk.batch[0])
+    assert not desk.slo.active and desk.slo.ceiling is None and desk.slo.slots([], [], 5) == 0
