@@ -57,6 +57,7 @@ setup(
             extra_compile_args=flags,
         )
         for name, flags in VARIANTS.items()
-    ],
+    ]
+    + [Extension("tripool.cache.native._copy", ["src/tripool/cache/native/copy.c"])],
     cmdclass={"build_ext": BuildKernels},
 )
