@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +47,7 @@ while not leash.ended:
 
 
 class Run:
-    def __init__(self, folder: Path, *names: str) -> None:
+    def __init__(self, folder: Path, *names: str, command: Callable[[str], str] = lambda name: sys.executable) -> None:
         self.folder = folder
         self.ready = threading.Event()
         self.fell: list[str] = []
@@ -57,7 +57,7 @@ class Run:
             folder,
             on_ready=self.ready.set,
             on_fall=self.fell.append,
-            start=partial(launch, command=(sys.executable, "-c", CHILD)),
+            start=lambda spec, *life: launch(spec, *life, command=(command(spec.name), "-c", CHILD)),
         )
         self.thread = threading.Thread(target=self.supervisor.run)
         self.thread.start()
@@ -78,8 +78,8 @@ class Run:
 def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def make(*names: str) -> Run:
-        runs.append(Run(tmp_path, *names))
+    def make(*names: str, **options: Any) -> Run:
+        runs.append(Run(tmp_path, *names, **options))
         return runs[-1]
 
     yield make
@@ -105,6 +105,22 @@ def test_who_falls_is_reaped_told_of_and_replaced(start: Callable[..., Run]) -> 
     assert run.lives("decode-0")[1][0] > epoch
     assert not (run.folder / f"decode-0.{epoch}.arena").exists(), "what a dead life left is removed"
     assert run.fell == ["decode-0 was ended by signal 9; starting another in 0.1 s"]
+    assert len(run.lives(GATEWAY)) == 1
+
+
+def test_what_cannot_be_started_now_is_tried_again_and_the_others_go_on(start: Callable[..., Run]) -> None:
+    tries: list[str] = []
+
+    def command(name: str) -> str:
+        """The second process of decode-0 finds no program, as another might find no memory."""
+        tries.append(name)
+        return "/nowhere" if tries.count("decode-0") == 2 and name == "decode-0" else sys.executable
+
+    run = start(GATEWAY, "decode-0", command=command)
+    os.kill(run.lives("decode-0")[0][1], signal.SIGKILL)
+    until(lambda: len(run.lives("decode-0")) == 2)
+    assert tries.count("decode-0") == 3
+    assert "could not be started" in run.fell[1]
     assert len(run.lives(GATEWAY)) == 1
 
 

@@ -12,12 +12,14 @@ import httpx
 from anthropic import Anthropic
 from openai import OpenAI
 
-from tripool.config import GatewayConfig
+from tripool.config import DoorConfig, GatewayConfig
 from tripool.core import Request, TokenEvent
 from tripool.engine.fake import FakeEngine, fake_text
 from tripool.engine.thread import EngineThread
 from tripool.gateway import create_app
+from tripool.gateway.doored import Doored
 from tripool.gateway.server import Server, listen, url_of
+from tripool.tenants import Tenant
 from tripool.text import Tokenizer
 from tripool.text.files import TextFiles
 
@@ -123,6 +125,8 @@ def running_server(
     context_tokens: int = 2048,
     engine: WatchedEngine | None = None,
     clock: Callable[[], float] = time.monotonic,
+    door: DoorConfig | None = None,
+    tenants: Callable[[str], Tenant] | None = None,
 ) -> Iterator[Served]:
     engine = engine or WatchedEngine(context_tokens=context_tokens)
     config = GatewayConfig(max_body_bytes=max_body_bytes)
@@ -130,7 +134,8 @@ def running_server(
     url = url_of(listener)
     engine_thread = EngineThread(engine, clock=clock)
     ready = threading.Event()
-    app = create_app(engine_thread, Tokenizer(engine.text), engine.name, config, clock=clock)
+    backend = Doored(engine_thread, door, tenant_of=tenants)
+    app = create_app(backend, Tokenizer(engine.text), engine.name, config, clock=clock)
     server = Server(app, on_ready=ready.set, end_answers=lambda: engine_thread.close(0))
     server_thread = threading.Thread(target=server.run, args=([listener],))
     server_thread.start()

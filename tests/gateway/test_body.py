@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
+from starlette.requests import Request as HttpRequest
+
+from tripool.gateway.body import BodyTooSlow, read_body
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -41,3 +45,23 @@ def test_body_limit(serve, check_refusal, chunked):
         check_refusal(served.http.post("/v1/chat/completions", content=content, headers=headers), None, status=413)
         fits = served.http.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 1})
         assert fits.status_code == 200
+
+
+def test_half_a_body_is_waited_for_only_so_long():
+    """A client that stalls must not be inside for ever: a server that drains would never be empty."""
+    parts = iter([{"type": "http.request", "body": b'{"messages"', "more_body": True}])
+
+    async def receive():
+        for part in parts:
+            return part
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+
+    async def read() -> bytes:
+        return await read_body(HttpRequest(scope, receive), 1000, within_s=0.01)
+
+    with pytest.raises(BodyTooSlow) as refused:
+        asyncio.run(read())
+    assert refused.value.status == 408

@@ -55,3 +55,26 @@ def test_hellos_that_piled_up_are_one_hello(tmp_path: Path) -> None:
     assert [message.attempt for message in heard if isinstance(message, Begin)] == [1]
     assert any(isinstance(message, Welcome) for message in heard)
     assert [event.token_id for event in events] == [7]
+
+
+def test_without_workers_it_says_what_is_missing(tmp_path: Path) -> None:
+    """A load balancer that asks whether it is ready must not send requests that would only wait."""
+
+    async def look() -> list[str]:
+        pools = Pools(RouterConfig(), addresses=[f"ipc://{tmp_path}/g"], epoch=1, suspect=lambda message: None)
+        pools.start()
+        try:
+            missing = [pools.stats().missing]
+            for life, role in ((LIFE, "prefill"), (Life("decode-0", 1), "decode")):
+                with zmq.Context() as context, context.socket(zmq.DEALER) as worker:
+                    worker.connect(f"ipc://{tmp_path}/g")
+                    worker.send(encode(Hello(PROTOCOL, role, life, 1, "m", 4096, 8, 4096, 100)))
+                    async with asyncio.timeout(DEADLINE_S):
+                        while not any(one["worker"] == life.worker for one in pools.describe()["workers"]):
+                            await asyncio.sleep(0.01)
+                missing.append(pools.stats().missing)
+            return missing
+        finally:
+            pools.close()
+
+    assert asyncio.run(look()) == ["there is no prefill worker", "there is no decode worker", ""]

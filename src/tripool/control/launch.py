@@ -51,10 +51,14 @@ def launch(
     leash, theirs = Leash.pair()
     with theirs:
         life_options = ("--epoch", str(epoch), "--leash", str(theirs.fileno()))
-        process = subprocess.Popen(
-            [*command, *spec.argv, *life_options],
-            stdin=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), *spec.pass_fds),
-            process_group=0,
-        )
+        try:
+            process = subprocess.Popen(
+                [*command, *spec.argv, *life_options],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), *spec.pass_fds),
+                process_group=0,
+            )
+        except OSError:
+            leash.close()
+            raise
     return Child(spec, Life(spec.name, epoch), process, leash, now_s, now_s)

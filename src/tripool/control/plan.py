@@ -18,6 +18,9 @@ class Plan(msgspec.Struct, frozen=True):
     text: TextFiles
     cache: tuple[str, ...] = ()
     """Names of the cache pool's members."""
+    model_cache: str = ""
+    """Folder of the model cache, and how much may lie in it; empty: there is none."""
+    model_cache_bytes: int = 0
 
     def write(self, folder: Path) -> None:
         (folder / _FILE).write_bytes(msgspec.json.encode(self))

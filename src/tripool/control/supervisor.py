@@ -79,7 +79,11 @@ class Supervisor:
         for name, (due_s, spec) in list(self._due.items()):
             if due_s <= now_s:
                 del self._due[name]
-                child = self._start(spec, time.time_ns(), now_s)
+                try:
+                    child = self._start(spec, time.time_ns(), now_s)
+                except OSError as error:  # no process or memory to spare now; what runs goes on
+                    self._again(spec, 0.0, f"could not be started: {error.strerror}")
+                    continue
                 self._children[name] = child
                 self._selector.register(child.leash, selectors.EVENT_READ, child)
 
@@ -128,10 +132,12 @@ class Supervisor:
             self._fell(child)
 
     def _fell(self, child: Child) -> None:
-        code = self._reap(child)
-        wait_s = self._backoffs[child.spec.name].fell(self._clock() - child.started_s)
-        self._due[child.spec.name] = (self._clock() + wait_s, child.spec)
-        self._on_fall(f"{child.spec.name} {_how(code)}; starting another in {wait_s:.1f} s")
+        self._again(child.spec, self._clock() - child.started_s, _how(self._reap(child)))
+
+    def _again(self, spec: Spec, ran_s: float, how: str) -> None:
+        wait_s = self._backoffs[spec.name].fell(ran_s)
+        self._due[spec.name] = (self._clock() + wait_s, spec)
+        self._on_fall(f"{spec.name} {how}; starting another in {wait_s:.1f} s")
 
     def _reap(self, child: Child) -> int:
         """Over for certain; then, and not before, others are told and its memory is given back."""

@@ -12,14 +12,15 @@ from starlette.responses import Response
 
 from tripool import __version__
 from tripool.errors import EngineStopped
-from tripool.gateway.backend import Backend
+from tripool.gateway.auth import caller_of
 from tripool.gateway.gate import Gate
-from tripool.gateway.metrics import Metrics
+from tripool.gateway.metrics import scrape
+from tripool.gateway.models import Models
 from tripool.gateway.record import MAX_KEPT, Journal
 from tripool.gateway.refusals import NotReady, OtherSite, RequestUnknown
 
 
-def admin_routes(backend: Backend, gate: Gate, metrics: Metrics, journal: Journal, *, stall_s: float) -> APIRouter:
+def admin_routes(models: Models, gate: Gate, journal: Journal, *, stall_s: float) -> APIRouter:
     """`stall_s`: how long work may wait without any step before the server stops calling itself ready."""
     routes = APIRouter()
 
@@ -27,17 +28,20 @@ def admin_routes(backend: Backend, gate: Gate, metrics: Metrics, journal: Journa
     @routes.get("/ping")
     async def health() -> dict[str, str]:
         """Alive: 200 while requests can be served, 503 after."""
-        if not backend.alive:
+        if not models.alive:
             raise EngineStopped("the engine has stopped", hint="restart the server")
         return {"status": "ok"}
 
     @routes.get("/health/ready")
     async def ready() -> dict[str, str]:
-        """Moving: 503 while draining, and when there is work and nothing is done about it."""
+        """Moving: 503 while draining, without workers, and when there is work and nothing is done about it."""
         await health()
         if gate.draining:
             raise NotReady("draining", hint="send requests elsewhere")
-        stalled_s = backend.stats().stalled_s
+        stats = models.stats()
+        if stats.missing:
+            raise NotReady(stats.missing, hint="wait for one, or see what the supervisor says on stderr")
+        stalled_s = stats.stalled_s
         if stalled_s > stall_s:
             raise NotReady(
                 f"no step for {stalled_s:.1f} s while requests wait", hint="restart the server if it stays so"
@@ -50,7 +54,7 @@ def admin_routes(backend: Backend, gate: Gate, metrics: Metrics, journal: Journa
 
     @routes.get("/load")
     async def load() -> dict[str, Any]:
-        stats = backend.stats()
+        stats = models.stats()
         return {
             "server_load": gate.num_inside,
             "running": stats.running,
@@ -61,7 +65,7 @@ def admin_routes(backend: Backend, gate: Gate, metrics: Metrics, journal: Journa
 
     @routes.get("/metrics")
     async def prometheus() -> Response:
-        return Response(metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(scrape([one.metrics for one in models]), headers={"content-type": CONTENT_TYPE_LATEST})
 
     def drained(draining: bool) -> dict[str, Any]:
         gate.draining = draining
@@ -70,12 +74,12 @@ def admin_routes(backend: Backend, gate: Gate, metrics: Metrics, journal: Journa
     @routes.post("/drain")
     async def drain(http: HttpRequest, resume: Annotated[bool, Query()] = False) -> dict[str, Any]:
         """Refuse new requests and let the open ones end; says how many there are. `?resume=true` takes it back."""
-        _refuse_other_sites(http)
+        refuse_other_sites(http)
         return drained(not resume)
 
     @routes.delete("/drain")
     async def undrain(http: HttpRequest) -> dict[str, Any]:
-        _refuse_other_sites(http)
+        refuse_other_sites(http)
         return drained(False)
 
     @routes.get("/drain")
@@ -83,9 +87,10 @@ def admin_routes(backend: Backend, gate: Gate, metrics: Metrics, journal: Journa
         return {"draining": gate.draining, "open_requests": gate.num_inside}
 
     @routes.get("/v1/requests/{request_id}/explain")
-    async def explain(request_id: str) -> dict[str, Any]:
-        """Where a request's time went, what it cost and where it ran."""
-        record = journal.find(request_id)
+    async def explain(request_id: str, http: HttpRequest) -> dict[str, Any]:
+        """Where a request's time went, what it cost and where it ran. Tenants are told of their own."""
+        caller = caller_of(http)
+        record = journal.find_anyones(request_id) if caller.admin else journal.find(request_id, caller.tenant.name)
         if record is None:
             hint = f"the last {MAX_KEPT} are remembered, under the answer's id or the X-Request-Id"
             raise RequestUnknown(f"there is no request '{request_id[:100]}'", hint=hint)
@@ -94,7 +99,7 @@ def admin_routes(backend: Backend, gate: Gate, metrics: Metrics, journal: Journa
     return routes
 
 
-def _refuse_other_sites(http: HttpRequest) -> None:
+def refuse_other_sites(http: HttpRequest) -> None:
     """Browsers name the page's origin whenever it posts to another host; nobody else has one."""
     origin = http.headers.get("origin")
     if origin is not None and urlsplit(origin).netloc != http.headers.get("host"):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -16,24 +18,26 @@ from starlette.responses import JSONResponse, Response
 from tripool import __version__
 from tripool.answer import Answer
 from tripool.config import GatewayConfig
-from tripool.errors import ModelNotFound, TripoolError
+from tripool.errors import TripoolError
 from tripool.gateway.admin import admin_routes
 from tripool.gateway.anthropic.respond import MessageShapes
+from tripool.gateway.auth import Access, Guard, caller_of
 from tripool.gateway.backend import Backend
 from tripool.gateway.body import body_docs, read_body
 from tripool.gateway.gate import Gate
-from tripool.gateway.job import Job
-from tripool.gateway.metrics import Metrics
+from tripool.gateway.job import Api, Job
+from tripool.gateway.model_routes import model_routes
+from tripool.gateway.models import Models, Served
 from tripool.gateway.options import ANTHROPIC, CHAT, COMPLETION
-from tripool.gateway.parse import Parser, header_id
+from tripool.gateway.parse import header_id
+from tripool.gateway.promise import Wishes, header_wishes
 from tripool.gateway.record import Journal, Record
 from tripool.gateway.refusals import dialect_of, error_body, error_headers, error_shape
 from tripool.gateway.respond import Shapes, Voice
 from tripool.gateway.stream import AnswerResponse
-from tripool.gateway.tokens import TokenService, token_routes
+from tripool.gateway.tokens import token_routes
+from tripool.tenants import Caller, Tenant
 from tripool.text import Tokenizer
-
-Parse = Callable[[bytes, str | None], Job]
 
 _SHORT_BYTES = 4096
 """Parsed in well under a millisecond: handing it to another thread and back would take longer."""
@@ -46,79 +50,112 @@ def create_app(
     config: GatewayConfig,
     *,
     clock: Callable[[], float] = time.monotonic,
+    access: Access | None = None,
 ) -> FastAPI:
     """One model, served by `backend` under `name`: OpenAI's surface, Anthropic's, and the operator's."""
-    app = FastAPI(title="Tripool", version=__version__)
-    parser = Parser(tokenizer, name)
-    gate, journal = Gate(), Journal()
-    metrics = Metrics(name, backend.stats, lambda: gate.num_inside)
-    app.include_router(admin_routes(backend, gate, metrics, journal, stall_s=config.stall_s))
-    service = TokenService(parser, tokenizer, lambda: backend.context_tokens)
-    app.include_router(token_routes(service, config.max_body_bytes))
-    app.include_router(_model_routes(name, lambda: backend.context_tokens))
+    return create_models_app(Models([Served(name, backend, tokenizer)]), config, clock=clock, access=access)
 
-    async def answer(http: HttpRequest, parse: Parse) -> Response:
-        received_s = clock()
-        gate.check()
-        with gate.inside():
-            raw = await read_body(http, config.max_body_bytes)
-            request_id = header_id(http.headers.get("x-request-id"))
-            if len(raw) <= _SHORT_BYTES:
-                job = parse(raw, request_id)
-            else:
-                job = await asyncio.to_thread(parse, raw, request_id)
-            structure = job.requests[0].params.structure
-            if structure is not None:
-                await asyncio.to_thread(parser.check, structure)
-        created_s = int(time.time())
-        answers = [Answer(request, tokenizer) for request in job.requests]
-        voice: Voice = (
-            MessageShapes(job, model=name)
-            if job.api == "messages"
-            else Shapes(job, tokenizer, answers, model=name, created_s=created_s)
-        )
-        record = Record(job, clock, received_s=received_s, created_s=created_s, on_gaps=metrics.gaps)
-        journal.keep(record)
-        return AnswerResponse(job, backend, answers, voice, record, inside=gate.inside, on_end=metrics.ended)
+
+def create_models_app(
+    models: Models,
+    config: GatewayConfig,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    access: Access | None = None,
+) -> FastAPI:
+    """The same for several models; a request names the one it means. Without `access` it is open to everybody."""
+    app = FastAPI(title="Tripool", version=__version__)
+    gate, journal = Gate(), Journal()
+    app.include_router(admin_routes(models, gate, journal, stall_s=config.stall_s))
+    app.include_router(token_routes(lambda raw: models.meant_by(raw).tokens, config.max_body_bytes))
+    app.include_router(model_routes(models, config.max_body_bytes))
+    answering = Answering(models, gate, journal, config, clock, access)
+    if access is not None:
+        app.add_middleware(Guard, access=access, on_refused=models.default.metrics.refused)
 
     @app.post("/v1/chat/completions", openapi_extra=body_docs(CHAT.schema()))
     async def chat_completions(http: HttpRequest) -> Response:
-        return await answer(http, parser.chat)
+        return await answering.answer(http, "chat")
 
     @app.post("/v1/completions", openapi_extra=body_docs(COMPLETION.schema()))
     async def completions(http: HttpRequest) -> Response:
-        return await answer(http, parser.completion)
+        return await answering.answer(http, "completion")
 
     @app.post("/v1/messages", openapi_extra=body_docs(ANTHROPIC.schema()))
     async def messages(http: HttpRequest) -> Response:
-        return await answer(http, parser.messages)
+        return await answering.answer(http, "messages")
 
-    _shape_errors(app, metrics)
+    _shape_errors(app, models)
     return app
 
 
-def _model_routes(name: str, context_tokens: Callable[[], int]) -> APIRouter:
-    routes = APIRouter()
-    started_s = int(time.time())
+class Answering:
+    """From a generation endpoint's request to the response that runs it."""
 
-    def model() -> dict[str, Any]:
-        head = {"id": name, "object": "model", "created": started_s, "owned_by": "tripool"}
-        return head | {"max_model_len": context_tokens()}
+    def __init__(
+        self,
+        models: Models,
+        gate: Gate,
+        journal: Journal,
+        config: GatewayConfig,
+        clock: Callable[[], float],
+        access: Access | None,
+    ) -> None:
+        self._models, self._gate, self._journal, self._config, self._clock = models, gate, journal, config, clock
+        self._access = access
 
-    @routes.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model()]}
+    async def answer(self, http: HttpRequest, api: Api) -> Response:
+        received_s = self._clock()
+        self._gate.check()
+        with self._gate.inside():
+            served, job = await self._read(http, api)
+        created_s = int(time.time())
+        tokenizer = served.tokenizer
+        answers = [Answer(request, tokenizer) for request in job.requests]
+        voice: Voice = (
+            MessageShapes(job, model=served.name)
+            if job.api == "messages"
+            else Shapes(job, tokenizer, answers, model=served.name, created_s=created_s)
+        )
+        metrics = served.metrics
+        record = Record(job, self._clock, received_s=received_s, created_s=created_s, on_gaps=metrics.gaps)
+        self._journal.keep(record)
+        inside = partial(self._inside, served)
+        on_end = partial(self._ended, caller_of(http), served)
+        return AnswerResponse(job, served.backend, answers, voice, record, inside=inside, on_end=on_end)
 
-    @routes.get("/v1/models/{model_id:path}")
-    async def one_model(model_id: str) -> dict[str, Any]:
-        if model_id != name:
-            raise ModelNotFound(f"there is no model '{model_id[:100]}'", hint=f"this server has '{name}'")
-        return model()
+    def _ended(self, caller: Caller, served: Served, record: Record) -> None:
+        served.metrics.ended(record)
+        if self._access is not None:
+            self._access.ended(record, caller, served.name)
 
-    return routes
+    async def _read(self, http: HttpRequest, api: Api) -> tuple[Served, Job]:
+        raw = await read_body(http, self._config.max_body_bytes)
+        request_id = header_id(http.headers.get("x-request-id"))
+        tenant, wishes = caller_of(http).tenant, header_wishes(http.headers)
+        if len(raw) <= _SHORT_BYTES:
+            served, job = self._parse(raw, request_id, api, tenant, wishes)
+        else:
+            served, job = await asyncio.to_thread(self._parse, raw, request_id, api, tenant, wishes)
+        structure = job.requests[0].params.structure
+        if structure is not None:
+            await asyncio.to_thread(served.parser.check, structure)
+        return served, job
+
+    def _parse(
+        self, raw: bytes, request_id: str | None, api: Api, tenant: Tenant, wishes: Wishes
+    ) -> tuple[Served, Job]:
+        served = self._models.meant_by(raw)
+        parse = {"chat": served.parser.chat, "completion": served.parser.completion, "messages": served.parser.messages}
+        return served, parse[api](raw, request_id, tenant, wishes)
+
+    @contextmanager
+    def _inside(self, served: Served) -> Iterator[None]:
+        with self._gate.inside(), served.inside():
+            yield
 
 
-def _shape_errors(app: FastAPI, metrics: Metrics) -> None:
+def _shape_errors(app: FastAPI, models: Models) -> None:
     def shaped(http: HttpRequest, status: int, body: dict[str, Any], headers: Any = None) -> Response:
         asked = header_id(http.headers.get("x-request-id"))
         named = {} if asked is None else {"x-request-id": asked}
@@ -126,7 +163,7 @@ def _shape_errors(app: FastAPI, metrics: Metrics) -> None:
 
     @app.exception_handler(TripoolError)
     async def refused(http: HttpRequest, error: TripoolError) -> Response:
-        metrics.refused(error.code)
+        models.default.metrics.refused(error.code)
         return shaped(http, error.status, error_shape(error, dialect_of(http.url.path)), error_headers(error))
 
     @app.exception_handler(RequestValidationError)

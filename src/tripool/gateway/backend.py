@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
 from tripool.core import Request, ServingStats, TokenEvent
 
-Facts = Mapping[str, str | int | float | bool | None]
+Scalar = str | int | float | bool | None
+Fact = Scalar | Sequence[Mapping[str, Scalar]]
+"""A value, or a table: rows with the same columns."""
+Facts = Mapping[str, Fact]
 """Named facts about one request, for a person to read."""
 
 

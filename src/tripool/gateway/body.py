@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any, NoReturn
 
@@ -23,13 +24,22 @@ class NotJson(InvalidRequest):
     code = "unsupported_media_type"
 
 
+class BodyTooSlow(InvalidRequest):
+    status = 408
+    code = "request_timeout"
+
+
 class BodyCutOff(InvalidRequest):
     """The client went away in the middle of it; nobody reads this answer."""
 
     code = "request_cut_off"
 
 
-async def read_body(http: HttpRequest, max_bytes: int) -> bytes:
+_WITHIN_S = 60.0
+"""For a whole body. Whoever sends half of one and waits would otherwise be inside for ever."""
+
+
+async def read_body(http: HttpRequest, max_bytes: int, *, within_s: float = _WITHIN_S) -> bytes:
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise NotJson(f"the content type is '{kind}'", hint="send 'Content-Type: application/json'")
@@ -39,11 +49,14 @@ async def read_body(http: HttpRequest, max_bytes: int) -> bytes:
     parts: list[bytes] = []
     size = 0
     try:
-        async for part in http.stream():
-            size += len(part)
-            if size > max_bytes:  # a chunked body promises no length
-                raise _too_large(max_bytes)
-            parts.append(part)
+        async with asyncio.timeout(within_s):
+            async for part in http.stream():
+                size += len(part)
+                if size > max_bytes:  # a chunked body promises no length
+                    raise _too_large(max_bytes)
+                parts.append(part)
+    except TimeoutError as error:
+        raise BodyTooSlow(f"the body was not there after {within_s:g} s", hint="send it faster, or less") from error
     except ClientDisconnect as error:
         raise BodyCutOff("the body ends before its end") from error
     return b"".join(parts)

@@ -66,21 +66,23 @@ class Histogram:
 
 
 class Metrics(Collector):
-    """One per application, with a registry of its own. Used from the event loop only."""
+    """One per model of an application. Used from the event loop only."""
 
-    def __init__(self, model: str, stats: Callable[[], ServingStats], num_open: Callable[[], int]) -> None:
-        self._labels = {"model_name": model}
+    def __init__(
+        self,
+        model: str,
+        stats: Callable[[], ServingStats],
+        num_open: Callable[[], int],
+        more: Callable[[dict[str, str]], Iterable[Metric]] | None = None,
+    ) -> None:
+        """`more`: what the backend has besides, under the same labels."""
+        self._labels, self._more = {"model_name": model}, more
         self._stats, self._num_open = stats, num_open
         self._histograms = {name: Histogram(bounds) for name, _, bounds, _ in _HISTOGRAMS}
         self._totals: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._requests: Counter[tuple[str, str]] = Counter()
         self._refused: Counter[str] = Counter()
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
-
-    def text(self) -> bytes:
-        return generate_latest(self._registry)
 
     def refused(self, code: str) -> None:
         """Before any token came: by an error of this code."""
@@ -127,6 +129,8 @@ class Metrics(Collector):
                 yield self._family(CounterMetricFamily, full, help_text, [((), self._totals[name])])
         yield from self._requests_families()
         yield from self._backend_families(self._stats())
+        if self._more is not None:
+            yield from self._more(self._labels)
 
     def _requests_families(self) -> Iterator[Metric]:
         by_state = list(self._requests.items())
@@ -144,12 +148,17 @@ class Metrics(Collector):
             ("choices_waiting", ("num_requests_waiting",), stats.waiting),
             ("kv_usage_ratio", ("kv_cache_usage_perc",), stats.kv_usage),
             ("stalled_seconds", (), stats.stalled_s),
+            ("slo_ceiling_choices", (), stats.slo_ceiling or 0),
+            ("slo_held_back", (), float(stats.slo_held_back)),
+            ("predicted_step_seconds", (), stats.predicted_step_ms / 1e3),
+            ("predicted_step_error_seconds", (), stats.step_error_ms / 1e3),
         )
         counters: tuple[tuple[str, Sequence[str], float], ...] = (
             ("steps", (), stats.num_steps),
             ("preemptions", ("num_preemptions",), stats.num_preemptions),
             ("draft_tokens", ("spec_decode_num_draft_tokens", "spec_decode_num_drafts"), stats.num_drafted),
             ("accepted_draft_tokens", ("spec_decode_num_accepted_tokens",), stats.num_accepted),
+            ("promises_given_up", (), stats.num_promises_given_up),
         )
         for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, aliases, value in rows:
@@ -168,6 +177,29 @@ class Metrics(Collector):
         for values, value in samples:
             family.add_metric([*self._labels.values(), *values], value)
         return family
+
+
+class _Merged(Collector):
+    """Each name once, with the samples of every model."""
+
+    def __init__(self, several: Sequence[Metrics]) -> None:
+        self._several = several
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for metrics in self._several:
+            for family in metrics.collect():
+                known = families.setdefault(family.name, family)
+                if known is not family:
+                    known.samples.extend(family.samples)
+        yield from families.values()
+
+
+def scrape(several: Sequence[Metrics]) -> bytes:
+    """What Prometheus reads."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Merged(several))
+    return generate_latest(registry)
 
 
 def _names(name: str, aliases: Iterable[str]) -> list[str]:

@@ -84,6 +84,8 @@ _GENERATION: Mapping[str, Kind] = {
     "request_id": TEXT,
     "rid": TEXT,
     "cache_salt": TEXT,
+    "slo": OBJECT,
+    "priority": INTEGER,
     "truncate_prompt_tokens": INTEGER,
     "return_token_ids": BOOLEAN,
 }
@@ -104,7 +106,6 @@ _IGNORED = (
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
-    "priority",
     "session_id",
     "kv_transfer_params",
     "prediction",
@@ -230,6 +231,7 @@ _TOKENIZE: Mapping[str, Kind] = {
     "return_token_strs": BOOLEAN,
 }
 TOKENIZE = Fields(known=_TOKENIZE, required=())
+ONE_MODEL = Fields(known={"model": TEXT}, required=("model",))
 DETOKENIZE = Fields(known={"model": TEXT, "tokens": IDS}, required=("tokens",))
 
 _ANTHROPIC: Mapping[str, Kind] = {
@@ -260,6 +262,8 @@ ANTHROPIC = Fields(
         "temperature": NUMBER,
         "top_p": NUMBER,
         "top_k": INTEGER,
+        "slo": OBJECT,
+        "priority": INTEGER,
     },
     required=("messages", "max_tokens"),
     ignored=_ANTHROPIC_IGNORED,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tripool.core import Conversation, Request, SamplingParams, Structure
+from tripool.core import SALT_MARK, Conversation, Promise, Request, SamplingParams, Structure
 from tripool.errors import InvalidRequest, ModelNotFound
 from tripool.gateway.anthropic.parse import to_chat
 from tripool.gateway.body import decode_json
@@ -23,18 +23,20 @@ from tripool.gateway.options import (
     SAMPLING,
     Fields,
 )
+from tripool.gateway.promise import Wishes, read_promise
+from tripool.gateway.public_prefix import public_tokens
 from tripool.gateway.reasoning import OPENING
 from tripool.gateway.structure import read_structure
 from tripool.gateway.tools import Tools, as_text, read_tools
 from tripool.grammar import Trial
+from tripool.tenants import ANONYMOUS, Tenant
 from tripool.text import Tokenizer
 
 _ID_PREFIX: Mapping[Api, str] = {"chat": "chatcmpl-", "completion": "cmpl-", "messages": "msg_"}
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@+=~-]{1,128}")
 """Safe in a header, a path and a log."""
 MAX_SALT_CHARS = 256
-_SALT_MARK = "\x1f"
-"""Between the server's own namespace and what a client adds to it. No namespace of the server's contains it."""
+_NO_WISHES: Wishes = {}
 _TAIL_TOKENS = 8
 """Enough to see how a prompt ends."""
 
@@ -43,6 +45,16 @@ _TAIL_TOKENS = 8
 class _Prompts:
     ids: Sequence[Sequence[int]]
     echoes: tuple[str, ...] = ()
+    public_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Whose:
+    """What a request has from its sender's key."""
+
+    namespace: str
+    public_tokens: int
+    promise: Promise
 
 
 class Parser:
@@ -53,22 +65,28 @@ class Parser:
         self._name = name
         self._trial = Trial()
 
-    def chat(self, raw: bytes, request_id: str | None = None) -> Job:
-        """`request_id`: from the header; a field of the body wins over it."""
+    def chat(
+        self, raw: bytes, request_id: str | None = None, tenant: Tenant = ANONYMOUS, wishes: Wishes = _NO_WISHES
+    ) -> Job:
+        """`request_id`, `wishes`: from headers; fields of the body win over them."""
         fields = self.fields(raw, CHAT)
         conversation = [to_message(message, f"messages[{i}]") for i, message in enumerate(fields["messages"])]
-        return self._chat_job(fields, conversation, "chat", request_id)
+        return self._chat_job(fields, conversation, "chat", request_id, tenant, wishes)
 
-    def messages(self, raw: bytes, request_id: str | None = None) -> Job:
+    def messages(
+        self, raw: bytes, request_id: str | None = None, tenant: Tenant = ANONYMOUS, wishes: Wishes = _NO_WISHES
+    ) -> Job:
         fields, conversation = to_chat(self.fields(raw, ANTHROPIC))
-        return self._chat_job(fields, conversation, "messages", request_id)
+        return self._chat_job(fields, conversation, "messages", request_id, tenant, wishes)
 
     def count(self, raw: bytes) -> int:
         """Tokens of an Anthropic prompt."""
         fields, conversation = to_chat(self.fields(raw, ANTHROPIC_COUNT))
         return len(self.chat_ids(fields, conversation, read_tools(fields)))
 
-    def completion(self, raw: bytes, request_id: str | None = None) -> Job:
+    def completion(
+        self, raw: bytes, request_id: str | None = None, tenant: Tenant = ANONYMOUS, wishes: Wishes = _NO_WISHES
+    ) -> Job:
         fields = self.fields(raw, COMPLETION)
         if fields.get("best_of", fields.get("n", 1)) != fields.get("n", 1):
             raise InvalidRequest(
@@ -76,7 +94,7 @@ class Parser:
             )
         prompts = self._completion_prompts(fields)
         structure = self._structure(fields)
-        return self._job(fields, prompts, fields.get("logprobs"), structure, "completion", request_id)
+        return self._job(fields, prompts, fields.get("logprobs"), structure, "completion", request_id, tenant, wishes)
 
     def check(self, structure: Structure) -> None:
         """Try a job's grammar before an engine meets it. Takes some 50 ms: call it outside the event loop."""
@@ -106,7 +124,15 @@ class Parser:
             extra=extra,
         )
 
-    def _chat_job(self, fields: dict[str, Any], conversation: Conversation, api: Api, request_id: str | None) -> Job:
+    def _chat_job(
+        self,
+        fields: dict[str, Any],
+        conversation: Conversation,
+        api: Api,
+        request_id: str | None,
+        tenant: Tenant,
+        wishes: Wishes,
+    ) -> Job:
         logprobs = None
         if fields.get("logprobs"):
             logprobs = fields.get("top_logprobs", 0)
@@ -120,7 +146,11 @@ class Parser:
         if fields.get("separate_reasoning", True) and (structure is tools.structure and not tools.required):
             tail = self._tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special=False)
             thinks = tail.rstrip().endswith(OPENING)
-        return self._job(fields, _Prompts([prompt_ids]), logprobs, structure, api, request_id, thinks=thinks)
+        # Who brings a salt wants to be apart from others.
+        shares = tenant.public_prefix and "cache_salt" not in fields
+        public = public_tokens(self._tokenizer, conversation, prompt_ids) if shares else 0
+        prompts = _Prompts([prompt_ids], public_tokens=public)
+        return self._job(fields, prompts, logprobs, structure, api, request_id, tenant, wishes, thinks=thinks)
 
     def _completion_prompts(self, fields: Mapping[str, Any]) -> _Prompts:
         special = fields.get("add_special_tokens", True)
@@ -156,6 +186,8 @@ class Parser:
         structure: Structure | None,
         api: Api,
         request_id: str | None,
+        tenant: Tenant,
+        wishes: Wishes,
         *,
         thinks: bool | None = None,
     ) -> Job:
@@ -164,9 +196,10 @@ class Parser:
         params = SamplingParams.from_options(options | {"logprobs": logprobs, "structure": structure})
         key = secrets.token_hex(12)
         request_id = _request_id(fields) or request_id or key
-        namespace = _namespace(fields)
-        requests = tuple(self._request(f"{key}-{i}", prompt, params, namespace) for i, prompt in enumerate(prompts.ids))
-        stream, wishes = fields.get("stream", False), fields.get("stream_options", {})
+        promise = read_promise(fields, tenant, wishes)
+        whose = _Whose(_namespace(fields, tenant), prompts.public_tokens, promise)
+        requests = tuple(self._request(f"{key}-{i}", prompt, params, whose) for i, prompt in enumerate(prompts.ids))
+        stream, shown = fields.get("stream", False), fields.get("stream_options", {})
         if "stream_options" in fields and not stream:
             raise InvalidRequest("'stream_options' needs 'stream'", hint='send "stream": true', param="stream_options")
         return Job(
@@ -176,20 +209,28 @@ class Parser:
             api=api,
             requests=requests,
             stream=stream,
-            include_usage=wishes.get("include_usage", False),
-            continuous_usage=wishes.get("continuous_usage_stats", False),
+            include_usage=shown.get("include_usage", False),
+            continuous_usage=shown.get("continuous_usage_stats", False),
             return_token_ids=fields.get("return_token_ids", False),
             echoes=prompts.echoes,
             calls=structure is not None and structure.kind == "tool_calls",
             thinks=thinks,
         )
 
-    def _request(self, key: str, prompt_ids: Sequence[int], params: SamplingParams, namespace: str) -> Request:
+    def _request(self, key: str, prompt_ids: Sequence[int], params: SamplingParams, whose: _Whose) -> Request:
         if not prompt_ids:
             raise InvalidRequest("a prompt is empty", hint="send at least one token", param="prompt")
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        end_ids, prompt = self._tokenizer.end_ids, tuple(prompt_ids)
-        return Request(id=key, prompt_ids=prompt, params=params, seed=seed, end_ids=end_ids, namespace=namespace)
+        return Request(
+            id=key,
+            prompt_ids=tuple(prompt_ids),
+            params=params,
+            seed=seed,
+            end_ids=self._tokenizer.end_ids,
+            namespace=whose.namespace,
+            public_tokens=whose.public_tokens,
+            promise=whose.promise,
+        )
 
 
 def header_id(header: str | None) -> str | None:
@@ -205,14 +246,14 @@ def _request_id(fields: Mapping[str, Any]) -> str | None:
     return given
 
 
-def _namespace(fields: Mapping[str, Any]) -> str:
+def _namespace(fields: Mapping[str, Any], tenant: Tenant) -> str:
     """A client's salt can only narrow the namespace that the server gives it, never name another."""
     salt = fields.get("cache_salt")
     if salt is None:
-        return ""
+        return tenant.namespace
     if not 0 < len(salt) <= MAX_SALT_CHARS:
         raise InvalidRequest("'cache_salt' is of the wrong length", hint=f"1 to {MAX_SALT_CHARS}", param="cache_salt")
-    return _SALT_MARK + str(salt)
+    return f"{tenant.namespace}{SALT_MARK}{salt}"
 
 
 def _truncated(prompt: list[int], fields: Mapping[str, Any]) -> list[int]:

@@ -7,11 +7,12 @@ decides goes to workers, clients or the supervisor. Decides nothing itself.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import zmq
 from fastapi import APIRouter
 
@@ -21,10 +22,13 @@ from tripool.config import RouterConfig
 from tripool.core import Request, ServingStats, Stages, TokenEvent
 from tripool.errors import EngineStopped, TripoolError
 from tripool.fabric.channel import Switchboard
-from tripool.gateway.backend import Facts
-from tripool.messages import Adopted, Hello, Left, Life, Packed, Pulse, Reaped, Refused, Suspect, Tokens
+from tripool.gateway.backend import Fact, Facts
+from tripool.gateway.record import MAX_KEPT
+from tripool.messages import Adopted, Hello, Left, Life, Packed, Pulse, Reaped, Refused, Role, Suspect, Tokens
 from tripool.router import Coordinator
+from tripool.router.guests import Room
 from tripool.router.outputs import Emit, Fail, Output, Send
+from tripool.router.story import Story
 
 _TICK_S = 0.05
 
@@ -88,6 +92,8 @@ class Pools:
         self._context_tokens = 0
         self._opened: _Opened | None = None
         self._streams: dict[str, _Stream] = {}
+        self._stories: OrderedDict[str, Story] = OrderedDict()
+        """Of the last requests; those that are over are asked about too."""
         self._ended: str | None = None
         self.refusing: str | None = None
         """Why new requests are refused, while those that are open go on."""
@@ -120,6 +126,7 @@ class Pools:
             for request in requests:
                 outputs = self._coordinator.submit(request, now_s)
                 self._streams[request.id] = stream
+                self._remember(request.id)
                 self._carry_out(outputs)
             while left:
                 if stream.items:
@@ -148,6 +155,12 @@ class Pools:
             if self._opened is not None:
                 self._carry_out(self._coordinator.cancel(request_id, self._now_s))
 
+    def room(self) -> Room:
+        """For the door: prefill workers, and choices that the decode workers answer at the same time."""
+        view = self._coordinator.view
+        slots = sum(m.hello.max_running for m in view if m.hello.role == "decode" and not m.draining)
+        return Room(max(1, view.num_ready("prefill")), slots or None)
+
     def stats(self) -> ServingStats:
         members, ledger = list(self._coordinator.view), self._coordinator.ledger
         stages = Counter(choice.stage.value for entry in ledger for choice in entry.choices)
@@ -162,19 +175,33 @@ class Pools:
             kv_usage=min(1.0, used_tokens / kv_tokens) if kv_tokens else 0.0,
             num_steps=sum(member.num_steps for member in members),
             stalled_s=min((now_s - member.progress_s for member in working), default=0.0),
+            missing=self._missing(),
         )
 
+    def _missing(self) -> str:
+        roles: tuple[Role, ...] = ("prefill", "decode")
+        return next((f"there is no {role} worker" for role in roles if not self._coordinator.view.num_ready(role)), "")
+
     def explain(self, request_id: str) -> Facts:
+        story = self._stories.get(request_id)
+        if story is None:
+            return {}
+        facts: dict[str, Fact] = {"mode": "split"}
+        facts.update(story.facts())
         entry = self._coordinator.ledger.get(request_id)
         if entry is None:
-            return {}
-        facts: dict[str, str | int | float | bool | None] = {"mode": "split", "attempts": entry.num_attempts}
-        facts["workers lost"] = entry.num_losses
+            return facts
         for choice in entry.choices:
             placement = entry.placements.get(choice.attempt)
             where = f" at {placement.life.worker}" if placement is not None else ""
             facts[f"choice {choice.index}"] = f"{choice.stage.value}{where}"
         return facts
+
+    def _remember(self, request_id: str) -> None:
+        entry = self._coordinator.ledger.get(request_id)
+        self._stories[request_id] = entry.story if entry is not None else Story(self._now_s)  # refused already
+        while len(self._stories) > max(MAX_KEPT, 2 * len(self._streams)):
+            self._stories.popitem(last=False)
 
     # ---- its own life -----------------------------------------------------------------------------------------------
 
@@ -255,6 +282,8 @@ class Pools:
                     opened.switchboard.send(route, output.message)
             elif isinstance(output, Fail):
                 stream = self._streams.pop(output.request_id, None)
+                if output.request_id in self._stories:
+                    self._stories[output.request_id].failed(str(output.error))
                 if stream is not None:
                     stream.choices_left.pop(output.request_id, None)
                     stream.put(output.error)
@@ -338,4 +367,5 @@ def _member(name: str, stats: Told | None) -> dict[str, Any]:
         "misses": stats.misses,
         "evicted": stats.evicted,
         "bad": stats.bad,
+        "disk": None if stats.disk is None else msgspec.structs.asdict(stats.disk),
     }

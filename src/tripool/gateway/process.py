@@ -16,6 +16,9 @@ from tripool.cache.client import PoolClient
 from tripool.config import GatewayConfig, RouterConfig
 from tripool.fabric.leash import Leash
 from tripool.gateway.app import create_app
+from tripool.gateway.auth import Access
+from tripool.gateway.cache_keeper import CacheKeeper, cache_routes
+from tripool.gateway.doored import Doored
 from tripool.gateway.pools import Pools, pools_routes
 from tripool.gateway.server import Server
 from tripool.messages import Drain, Life, Ready, Reaped
@@ -40,11 +43,17 @@ class GatewayProcess:
         life: Life,
         leash: Leash,
         cache: PoolClient,
+        keeper: PoolClient,
+        access: Access,
     ) -> None:
         self._life, self._leash = life, leash
         self._pools = Pools(router, addresses=addresses, epoch=life.epoch, suspect=leash.send)
-        app = create_app(self._pools, Tokenizer(text), name, config)
+        self._access = access
+        self._keeper = CacheKeeper(keeper, access)
+        doored = Doored(self._pools, room=self._pools.room, tenant_of=access.tenant_named)
+        app = create_app(doored, Tokenizer(text), name, config, access=access)
         app.include_router(pools_routes(self._pools, cache))
+        app.include_router(cache_routes(self._keeper))
         self._server = Server(app, on_ready=self._on_ready, end_answers=self._pools.close)
 
     def run(self, listener: socket.socket) -> None:
@@ -53,12 +62,15 @@ class GatewayProcess:
             self._server.run([listener])
         finally:
             self._leash.close()
+            self._keeper.close()
+            self._access.close()
 
     def _on_ready(self) -> None:
         loop = asyncio.get_running_loop()
         self._pools.start()
         loop.add_reader(self._leash.fileno(), self._listen, loop)
         self._say_ready(loop)
+        self._keeping = loop.create_task(self._keeper.keep())
 
     def _say_ready(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self._leash.ended:

@@ -37,6 +37,7 @@ class Record:
     ) -> None:
         # Facts only, not the job itself: records outlive their requests, and prompts are long and private.
         self.id, self.request_id, self.key, self.api, self.stream = job.id, job.request_id, job.key, job.api, job.stream
+        self.tenant = job.requests[0].promise.tenant
         self.num_prompts, self.n = len(job.requests), job.requests[0].params.n
         self.max_tokens = job.requests[0].params.max_tokens
         self.prompt_tokens = sum(len(request.prompt_ids) for request in job.requests)
@@ -46,6 +47,8 @@ class Record:
         self.finish_reasons: Counter[str] = Counter()
         self.placements: dict[int, Facts] = {}
         """Per prompt, what the backend says about it."""
+        self.look: Callable[[], dict[int, Facts]] | None = None
+        """Asks the backend about those that are still open."""
         self._clock, self._on_gaps = clock, on_gaps
         self._received_s, self._created_s = received_s, created_s
         self._stages = Stages()
@@ -136,6 +139,7 @@ class Record:
 
     def explain(self) -> dict[str, Any]:
         usages = self.usages
+        placements = {**(self.look() if self.look is not None else {}), **self.placements}
         return {
             "id": self.id,
             "object": "request.explanation",
@@ -154,17 +158,21 @@ class Record:
             "accepted_draft_tokens": sum(usage.accepted_draft_tokens for usage in usages),
             "finish_reasons": dict(self.finish_reasons),
             "timing": self.timing(),
-            "placement": [dict(self.placements[i]) for i in sorted(self.placements)],
+            "placement": [dict(placements[i]) for i in sorted(placements)],
         }
 
 
 class Journal:
-    """The last requests, found by the id of the request or of its answer. Of two with the same id, the later."""
+    """The last requests, found by the id of the request or of its answer. Of two with the same id, the later.
+
+    Tenants choose ids for themselves: one's names neither find nor hide another's requests.
+    """
 
     def __init__(self, max_kept: int = MAX_KEPT) -> None:
         self._max_kept = max_kept
         self._records: OrderedDict[str, Record] = OrderedDict()
-        self._names: dict[str, str] = {}
+        self._names: dict[tuple[str, str], str] = {}
+        """By tenant and name."""
 
     def __len__(self) -> int:
         return len(self._records)
@@ -172,13 +180,19 @@ class Journal:
     def keep(self, record: Record) -> None:
         self._records[record.key] = record
         for name in (record.id, record.request_id):
-            self._names[name] = record.key
+            self._names[record.tenant, name] = record.key
         while len(self._records) > self._max_kept:
             old_key, old = self._records.popitem(last=False)
             for name in (old.id, old.request_id):
-                if self._names.get(name) == old_key:
-                    del self._names[name]
+                if self._names.get((old.tenant, name)) == old_key:
+                    del self._names[old.tenant, name]
 
-    def find(self, name: str) -> Record | None:
-        key = self._names.get(name)
+    def find(self, name: str, tenant: str = "") -> Record | None:
+        key = self._names.get((tenant, name))
         return None if key is None else self._records[key]
+
+    def find_anyones(self, name: str) -> Record | None:
+        """For the operator."""
+        return next(
+            (record for record in reversed(self._records.values()) if name in (record.id, record.request_id)), None
+        )

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from tripool.answer import Answer, Delta
 from tripool.core import TokenEvent
 from tripool.errors import TripoolError
-from tripool.gateway.backend import Backend
+from tripool.gateway.backend import Backend, Facts
 from tripool.gateway.job import Job
 from tripool.gateway.record import Record, State
 from tripool.gateway.respond import Voice
@@ -48,6 +48,7 @@ class AnswerResponse(Response):
         self._n = job.requests[0].params.n
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._record.look = self._explain_now
         try:
             with self._inside():
                 await _while_connected(receive, self._stream(send) if self._job.stream else self._whole(send))
@@ -55,6 +56,7 @@ class AnswerResponse(Response):
             self._end_record("failed", error.code)
             raise
         finally:  # a hang-up and a shutdown come here without an error
+            self._explain_all()
             self._end_record("failed" if isinstance(sys.exception(), Exception) else "cancelled")
             self._on_end(self._record)
 
@@ -108,6 +110,16 @@ class AnswerResponse(Response):
             self._record.placements[position] = self._backend.explain(event.request_id)
             self._backend.cancel(event.request_id)
         return position * self._n + delta.choice, delta
+
+    def _explain_all(self) -> None:
+        """What the backend still knows of requests that did not finish: which limit held them back, above all."""
+        self._record.look = None
+        if len(self._record.placements) < len(self._places):
+            self._record.placements = {**self._explain_now(), **self._record.placements}
+
+    def _explain_now(self) -> dict[int, Facts]:
+        told = {position: self._backend.explain(request_id) for request_id, (position, _) in self._places.items()}
+        return {position: facts for position, facts in told.items() if facts}
 
     def _end_record(self, state: State, error_code: str | None = None) -> None:
         """The first word on how it ended is the last."""

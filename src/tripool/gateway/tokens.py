@@ -48,22 +48,24 @@ class TokenService:
         return {"input_tokens": self._parser.count(raw)}
 
 
-def token_routes(service: TokenService, max_body_bytes: int) -> APIRouter:
+def token_routes(service_of: Callable[[bytes], TokenService], max_body_bytes: int) -> APIRouter:
+    """`service_of` a body: that of the model which the body names."""
     routes = APIRouter()
 
-    async def answer(http: HttpRequest, read: Callable[[bytes], dict[str, Any]]) -> dict[str, Any]:
-        return await asyncio.to_thread(read, await read_body(http, max_body_bytes))
+    async def answer(http: HttpRequest, read: Callable[[TokenService, bytes], dict[str, Any]]) -> dict[str, Any]:
+        raw = await read_body(http, max_body_bytes)
+        return await asyncio.to_thread(lambda: read(service_of(raw), raw))
 
     @routes.post("/tokenize", openapi_extra=body_docs(TOKENIZE.schema()))
     async def tokenize(http: HttpRequest) -> dict[str, Any]:
-        return await answer(http, service.tokenize)
+        return await answer(http, TokenService.tokenize)
 
     @routes.post("/detokenize", openapi_extra=body_docs(DETOKENIZE.schema()))
     async def detokenize(http: HttpRequest) -> dict[str, Any]:
-        return await answer(http, service.detokenize)
+        return await answer(http, TokenService.detokenize)
 
     @routes.post("/v1/messages/count_tokens", openapi_extra=body_docs(ANTHROPIC_COUNT.schema()))
     async def count_tokens(http: HttpRequest) -> dict[str, Any]:
-        return await answer(http, service.count)
+        return await answer(http, TokenService.count)
 
     return routes

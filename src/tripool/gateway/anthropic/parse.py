@@ -25,7 +25,7 @@ _BLOCKS: Mapping[str, set[str]] = {
 
 def to_chat(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[Message]]:
     """Fields of a chat completion, and the conversation in a template's words."""
-    same = ("model", "max_tokens", "stop", "stream", "temperature", "top_p", "top_k")
+    same = ("model", "max_tokens", "stop", "stream", "temperature", "top_p", "top_k", "slo", "priority")
     chat: dict[str, Any] = {name: fields[name] for name in same if name in fields}
     conversation = list(_system(fields.get("system")))
     for number, message in enumerate(fields["messages"]):

@@ -1,0 +1,70 @@
+"""The model cache as `tripool serve` sets it up: where its images lie, how much they may take, how long they stay."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tripool.fabric.folder import memory_folder
+
+if TYPE_CHECKING:
+    from tripool.cache.images import ModelImages
+
+ModelCacheGb = Annotated[
+    float | None,
+    typer.Option("--model-cache-gb", min=0, help="Shared memory for packed weights; 0: none. Half of it by default."),
+]
+KeepModels = Annotated[
+    bool, typer.Option("--keep-models", help="Leave packed weights in shared memory: the next start is warm.")
+]
+
+_FOLDER = "models"
+
+
+def kept_folder() -> Path:
+    """One per user, outlives servers. Its name is not that of a run: those are swept."""
+    return memory_folder() / f"tripool.models-{os.getuid()}"
+
+
+def quota_bytes(gb: float | None) -> int:
+    if gb is not None:
+        return int(gb * 2**30)
+    room = os.statvfs(memory_folder())
+    return room.f_blocks * room.f_frsize // 2
+
+
+def images_folder(run_folder: Path, *, keep: bool) -> Path:
+    return kept_folder() if keep else run_folder / _FOLDER
+
+
+@contextmanager
+def model_images(gb: float | None, *, keep: bool) -> Iterator[ModelImages | None]:
+    """For a server of one process; None when there is to be no cache."""
+    from tripool.cache.images import ModelImages
+    from tripool.fabric.folder import RunFolder
+
+    quota = quota_bytes(gb)
+    if not quota:
+        yield None
+    elif keep:
+        yield ModelImages(kept_folder(), quota)
+    else:
+        run = RunFolder()
+        try:
+            yield ModelImages(images_folder(run.path, keep=False), quota)
+        finally:
+            run.remove()
+
+
+def forget_kept() -> bool:
+    """Give back what earlier servers kept. False when there was nothing; what is mapped stays with who maps it."""
+    folder = kept_folder()
+    there = folder.is_dir()
+    shutil.rmtree(folder, ignore_errors=True)
+    return there

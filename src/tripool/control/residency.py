@@ -1,0 +1,258 @@
+"""Which models are in memory: what is loaded, what is unloaded for it, what cannot be. Pure: facts in, decisions out.
+
+| state | means | goes on to |
+|---|---|---|
+| away | not in memory | loading, when wanted and there is room |
+| loading | its memory is taken already | ready, or away (with the reason) when it fails |
+| ready | answers | leaving, when idle and another needs the room; draining, when told to go |
+| draining | told to go: open answers go on, new ones are refused | leaving after the last; ready if told to stay |
+| leaving | its memory is being given back | away |
+
+Never unloaded: a model with an open answer, or with a request that waits for it. Wanted models get room in the order in
+which they were first wanted. A model that was told to go stays away until it is told to come; one that had to make room
+comes back when it is wanted. Knows no clock but the time it is told, and nothing of how models are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+State = Literal["away", "loading", "ready", "draining", "leaving"]
+
+RETRY_S = 10.0
+"""A model that failed to load is not tried again by requests for so long; an operator may at any time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unload:
+    name: str
+
+
+Decision = Load | Unload
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """Why a model cannot be loaded now, in bytes."""
+
+    name: str
+    needs: int
+    budget: int
+    in_use: int
+    """Held by models that answer, load or are asked for: what cannot be given back now."""
+
+    @property
+    def missing(self) -> int:
+        return self.needs + self.in_use - self.budget
+
+    @property
+    def for_ever(self) -> bool:
+        """It would not fit alone."""
+        return self.needs > self.budget
+
+
+@dataclass(slots=True)
+class _Model:
+    needs: int
+    """Bytes: planned, and known once it was loaded."""
+    planned: int
+    """What its memory was taken for, the last time."""
+    state: State = "away"
+    open: int = 0
+    waiting: int = 0
+    used_s: float = float("-inf")
+    sent_away: bool = False
+    failed_s: float | None = None
+
+    @property
+    def resident(self) -> bool:
+        return self.state != "away"
+
+    @property
+    def idle(self) -> bool:
+        return self.state == "ready" and not self.open and not self.waiting
+
+
+class Residency:
+    """`needs`: bytes of each model, as well as is known. `budget`: for all of them together; None: without end."""
+
+    def __init__(self, needs: Mapping[str, int], budget: int | None) -> None:
+        self._models = {name: _Model(num_bytes, num_bytes) for name, num_bytes in needs.items()}
+        self._budget = budget
+        self._wanted: dict[str, None] = {}
+        """Away and wanted, in order of asking."""
+
+    # ---- facts ------------------------------------------------------------------------------------------------------
+
+    def want(self, name: str, now_s: float, *, by_operator: bool = False) -> None:
+        """A request needs it, or an operator asks for it, who also takes back that it was sent away."""
+        model = self._models[name]
+        if by_operator:
+            model.sent_away, model.failed_s = False, None
+            if model.state == "draining":
+                model.state = "ready"
+        if model.failed_s is not None and now_s >= model.failed_s + RETRY_S:
+            model.failed_s = None
+        model.used_s = max(model.used_s, now_s)
+        if model.state in ("away", "leaving") and not model.sent_away and model.failed_s is None:
+            self._wanted.setdefault(name)
+
+    def unwant(self, name: str) -> None:
+        """Nobody waits for it any more."""
+        if not self._models[name].waiting:
+            self._wanted.pop(name, None)
+
+    def send_away(self, name: str) -> None:
+        """An operator's word: it drains, and stays away until an operator wants it."""
+        model = self._models[name]
+        model.sent_away = True
+        self._wanted.pop(name, None)
+        if model.state == "ready":
+            model.state = "draining"
+
+    def wait(self, name: str, now_s: float) -> None:
+        """A request waits for it, until `waited`."""
+        self._models[name].waiting += 1
+        self.want(name, now_s)
+
+    def waited(self, name: str) -> None:
+        model = self._models[name]
+        assert model.waiting > 0
+        model.waiting -= 1
+        self.unwant(name)
+
+    def opened(self, name: str, now_s: float) -> None:
+        """An answer begins."""
+        model = self._models[name]
+        assert model.state == "ready"
+        model.open += 1
+        model.used_s = max(model.used_s, now_s)
+
+    def closed(self, name: str, now_s: float) -> None:
+        model = self._models[name]
+        assert model.open > 0
+        model.open -= 1
+        model.used_s = max(model.used_s, now_s)
+
+    def loaded(self, name: str, num_bytes: int) -> None:
+        """`num_bytes`: what it takes in truth."""
+        model = self._models[name]
+        assert model.state == "loading"
+        model.state, model.needs = "draining" if model.sent_away else "ready", num_bytes
+
+    def failed(self, name: str, now_s: float) -> None:
+        model = self._models[name]
+        assert model.state == "loading"
+        model.state, model.failed_s = "away", now_s
+
+    def left(self, name: str) -> None:
+        model = self._models[name]
+        assert model.state == "leaving"
+        model.state = "away"
+
+    # ---- decisions --------------------------------------------------------------------------------------------------
+
+    def decide(self) -> list[Decision]:
+        """What to begin now. Each is said once; the caller reports `loaded`, `failed` or `left`."""
+        decisions: list[Decision] = []
+        for name, model in self._models.items():
+            if model.state == "draining" and not model.open:
+                model.state = "leaving"
+                decisions.append(Unload(name))
+        for name in list(self._wanted):
+            model = self._models[name]
+            if model.state == "leaving":
+                break  # its old self first
+            if self._free_bytes() >= model.needs:
+                del self._wanted[name]
+                model.state, model.planned = "loading", model.needs
+                decisions.append(Load(name))
+                continue
+            decisions += self._make_room(model.needs)
+            break  # the first in line gets what becomes free
+        if not self._wanted:
+            decisions += self._make_room(0)  # one of them may have turned out larger than planned
+        return decisions
+
+    def fits_beside(self, name: str) -> bool:
+        """Without anybody having to go."""
+        return self._free_bytes() >= self._models[name].needs
+
+    def shortage(self, name: str) -> Shortage | None:
+        """None: it can be loaded, now or when what leaves has left."""
+        model = self._models[name]
+        if self._budget is None or model.resident:
+            return None
+        in_use = sum(one.needs for one in self._models.values() if one.state in ("loading", "ready") and not one.idle)
+        short = Shortage(name, model.needs, self._budget, in_use)
+        return short if short.missing > 0 else None
+
+    def _make_room(self, num_bytes: int) -> list[Decision]:
+        """Unload what was used longest ago, if that is enough together with what is leaving already; else nothing."""
+        if self._budget is None:
+            return []
+        lacking = num_bytes - self._free_bytes()
+        lacking -= sum(one.needs for one in self._models.values() if one.state in ("leaving", "draining"))
+        idle = sorted((one.used_s, name) for name, one in self._models.items() if one.idle)
+        chosen: list[Decision] = []
+        for _, name in idle:
+            if lacking <= 0:
+                break
+            lacking -= self._models[name].needs
+            chosen.append(Unload(name))
+        if lacking > 0:
+            return []
+        for decision in chosen:
+            self._models[decision.name].state = "leaving"
+        return chosen
+
+    def _free_bytes(self) -> float:
+        if self._budget is None:
+            return float("inf")
+        return self._budget - sum(one.needs for one in self._models.values() if one.resident)
+
+    # ---- for whoever asks -------------------------------------------------------------------------------------------
+
+    def state(self, name: str) -> State:
+        return self._models[name].state
+
+    def sent_away(self, name: str) -> bool:
+        return self._models[name].sent_away
+
+    def has_failed(self, name: str) -> bool:
+        return self._models[name].failed_s is not None
+
+    def num_open(self, name: str) -> int:
+        return self._models[name].open
+
+    def needs(self, name: str) -> int:
+        return self._models[name].needs
+
+    @property
+    def budget(self) -> int | None:
+        return self._budget
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(one.needs for one in self._models.values() if one.resident)
+
+    def check(self) -> None:
+        surprise = 0
+        for name, one in self._models.items():
+            assert one.open >= 0 and one.waiting >= 0, name
+            assert not one.open or one.state in ("ready", "draining"), f"{name} is {one.state} with open answers"
+            assert one.state != "ready" or not one.sent_away, f"{name} was sent away and takes requests"
+            if one.resident:
+                surprise += max(0, one.needs - one.planned)
+        for name in self._wanted:
+            one = self._models[name]
+            assert one.state in ("away", "leaving") and not one.sent_away and one.failed_s is None, name
+        if self._budget is not None:
+            assert self.resident_bytes <= self._budget + surprise, "more in memory than the budget allows"

@@ -1,0 +1,52 @@
+"""`/v1/models`: which models there are and in what state, and the operator's word to load or unload one."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+
+from tripool.gateway.admin import refuse_other_sites
+from tripool.gateway.body import body_docs, decode_json, read_body
+from tripool.gateway.models import Models, Served
+from tripool.gateway.options import ONE_MODEL
+
+
+def model_routes(models: Models, max_body_bytes: int) -> APIRouter:
+    routes = APIRouter()
+    started_s = int(time.time())
+
+    def shown(served: Served) -> dict[str, Any]:
+        head = {"id": served.name, "object": "model", "created": started_s, "owned_by": "tripool"}
+        facts = {"max_model_len": served.backend.context_tokens, "default": served is models.default}
+        return head | facts | models.keeper.describe(served.name)
+
+    async def named(http: HttpRequest) -> Served:
+        refuse_other_sites(http)
+        return models.find(ONE_MODEL.checked(decode_json(await read_body(http, max_body_bytes)))["model"])
+
+    @routes.get("/v1/models")
+    async def all_models() -> dict[str, Any]:
+        return {"object": "list", "data": [shown(served) for served in models]}
+
+    @routes.post("/v1/models/load", openapi_extra=body_docs(ONE_MODEL.schema()))
+    async def load(http: HttpRequest) -> dict[str, Any]:
+        """Bring a model into memory; answers when it is ready, or with what is missing."""
+        served = await named(http)
+        await models.keeper.load(served.name)
+        return shown(served)
+
+    @routes.post("/v1/models/unload", openapi_extra=body_docs(ONE_MODEL.schema()))
+    async def unload(http: HttpRequest) -> dict[str, Any]:
+        """Let a model's open answers end and give its memory back; it stays away until it is loaded again."""
+        served = await named(http)
+        await models.keeper.unload(served.name)
+        return shown(served)
+
+    @routes.get("/v1/models/{model_id:path}")
+    async def one_model(model_id: str) -> dict[str, Any]:
+        return shown(models.find(model_id))
+
+    return routes

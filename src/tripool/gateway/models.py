@@ -1,0 +1,146 @@
+"""The models behind one gateway, by name. Says which of them a body means; knows nothing of loading or memory.
+
+Loading and unloading is behind the `Keeper` seam: `Fixed` never changes, `gateway/residents.py` keeps to a budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import msgspec
+
+from tripool.core import ServingStats
+from tripool.errors import InvalidRequest, ModelNotFound, TripoolError
+from tripool.gateway.backend import Backend
+from tripool.gateway.doored import Doored
+from tripool.gateway.metrics import Metrics
+from tripool.gateway.parse import Parser
+from tripool.gateway.tokens import TokenService
+from tripool.text import Tokenizer
+
+
+class ModelStays(TripoolError):
+    """This server was started for one model and cannot load or unload."""
+
+    status = 409
+    code = "model_stays"
+
+
+class Keeper(Protocol):
+    """Whoever decides which models are in memory. Names are those of the registry."""
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """At least `state`: ready, loading, draining, unloaded or failed."""
+        ...
+
+    async def load(self, name: str) -> None:
+        """Until it is ready, or a typed error says why not."""
+        ...
+
+    async def unload(self, name: str) -> None:
+        """Until what it was answering has ended and its memory is free."""
+        ...
+
+
+class Served:
+    """One model as the application sees it. The tokenizer is there also while the weights are not."""
+
+    def __init__(self, name: str, backend: Backend, tokenizer: Tokenizer) -> None:
+        self.name, self.backend, self.tokenizer = name, backend, tokenizer
+        self.parser = Parser(tokenizer, name)
+        self.tokens = TokenService(self.parser, tokenizer, lambda: backend.context_tokens)
+        more = backend.families if isinstance(backend, Doored) else None
+        self.metrics = Metrics(name, backend.stats, lambda: self.num_open, more)
+        self.num_open = 0
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """While it answers."""
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+
+class Fixed:
+    """One model, or several, that stay for as long as the server does."""
+
+    def __init__(self, served: Sequence[Served]) -> None:
+        self._served = {one.name: one for one in served}
+
+    def describe(self, name: str) -> dict[str, Any]:
+        return {"state": "ready" if self._served[name].backend.alive else "failed"}
+
+    async def load(self, name: str) -> None:
+        """It is."""
+
+    async def unload(self, name: str) -> None:
+        hint = "a server of one process that is given several models loads and unloads them"
+        raise ModelStays(f"'{name}' stays for as long as this server does", hint=hint)
+
+
+class _Name(msgspec.Struct):
+    """All that is read of a body before it is known whose it is."""
+
+    model: str | None = None
+
+
+def check_names(names: Sequence[str]) -> None:
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        hint = "give them folders or files of different names"
+        raise InvalidRequest(f"two models are named '{twice}'", hint=hint, param="model")
+
+
+class Models:
+    """The first is the default."""
+
+    def __init__(self, served: Sequence[Served], keeper: Keeper | None = None) -> None:
+        assert served, "a gateway without a model"
+        self._served = {one.name: one for one in served}
+        check_names([one.name for one in served])
+        self.default = served[0]
+        self.keeper: Keeper = keeper or Fixed(served)
+
+    def __iter__(self) -> Iterator[Served]:
+        return iter(self._served.values())
+
+    def find(self, name: str) -> Served:
+        if name not in self._served:
+            known = ", ".join(f"'{one}'" for one in self._served)
+            raise ModelNotFound(f"there is no model '{name[:100]}'", hint=f"this server has {known}")
+        return self._served[name]
+
+    def meant_by(self, raw: bytes) -> Served:
+        """Whose body this is. One that cannot be read is the default's, whose parser says what is wrong with it."""
+        if len(self._served) == 1:
+            return self.default
+        try:
+            name = msgspec.json.decode(raw, type=_Name).model
+        except msgspec.DecodeError:  # also raised for a `model` that is no text
+            return self.default
+        return self.default if name is None else self.find(name)
+
+    # ---- all of them together, for whoever asks how the server is ---------------------------------------------------
+
+    @property
+    def alive(self) -> bool:
+        return all(one.backend.alive for one in self)
+
+    def stats(self) -> ServingStats:
+        """Sums; of shares and of stalls the worst."""
+        several = [one.backend.stats() for one in self]
+        return ServingStats(
+            running=sum(stats.running for stats in several),
+            waiting=sum(stats.waiting for stats in several),
+            kv_usage=max(stats.kv_usage for stats in several),
+            num_steps=sum(stats.num_steps for stats in several),
+            num_preemptions=sum(stats.num_preemptions for stats in several),
+            num_drafted=sum(stats.num_drafted for stats in several),
+            num_accepted=sum(stats.num_accepted for stats in several),
+            stalled_s=max(stats.stalled_s for stats in several),
+            missing=next((stats.missing for stats in several if stats.missing), ""),
+        )

@@ -1,0 +1,376 @@
+"""Models that come and go behind one gateway: carries out what `control/residency.py` decides. Decides nothing itself.
+
+Lives on the gateway's event loop; opening and closing a model takes seconds and happens in threads beside it. A request
+for a model that is not ready waits here, within a bound. How a model is opened is the caller's affair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, TypeVar, cast
+
+from tripool.control.residency import Load, Residency, Shortage
+from tripool.core import Request, ServingStats, TokenEvent
+from tripool.errors import EngineStopped, TripoolError
+from tripool.gateway.backend import Backend, Facts
+
+T = TypeVar("T")
+
+WAIT_S = 60.0
+"""How long a request waits for its model."""
+DRAIN_S = 60.0
+"""How long an operator's unload waits for open answers before it says that they are still open."""
+
+
+class ModelLoading(TripoolError):
+    """Not ready within the time that a request may wait for it."""
+
+    status = 503
+    code = "model_loading"
+    retry_after_s = 5
+
+
+class ModelUnloaded(TripoolError):
+    """An operator sent it away."""
+
+    status = 503
+    code = "model_unloaded"
+
+
+class NoRoom(TripoolError):
+    """Its memory is taken by models that are in use."""
+
+    status = 503
+    code = "no_room"
+    retry_after_s = 5
+
+
+class ModelTooLarge(TripoolError):
+    """More than the whole budget."""
+
+    status = 507
+    code = "model_too_large"
+
+
+class Resident(Protocol):
+    """A model in memory."""
+
+    @property
+    def backend(self) -> Backend: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """All that it takes."""
+        ...
+
+    @property
+    def from_memory(self) -> bool:
+        """Whether its weights came from the model cache."""
+        ...
+
+    def close(self, timeout_s: float) -> bool:
+        """End what is open, give everything back. Blocks: called outside the event loop."""
+        ...
+
+
+@dataclass(slots=True)
+class _Held:
+    resident: Resident
+    load_s: float
+
+
+class Residents:
+    """A `Keeper`. `open_model` makes a model by name, blocking, in any thread; its errors go to whoever waits."""
+
+    def __init__(
+        self,
+        policy: Residency,
+        open_model: Callable[[str], Resident],
+        *,
+        wait_s: float = WAIT_S,
+        drain_s: float = DRAIN_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._policy, self._open_model, self._clock = policy, open_model, clock
+        self._wait_s, self._drain_s = wait_s, drain_s
+        self._held: dict[str, _Held] = {}
+        self._errors: dict[str, TripoolError] = {}
+        self._past: dict[str, ServingStats] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed: set[asyncio.Future[None]] = set()
+        self._ended = False
+
+    # ---- a keeper's part --------------------------------------------------------------------------------------------
+
+    def describe(self, name: str) -> dict[str, Any]:
+        policy, held = self._policy, self._held.get(name)
+        shown = {"away": "unloaded", "leaving": "unloading"}
+        state: str = shown.get(policy.state(name), policy.state(name))
+        if state == "unloaded" and policy.has_failed(name):
+            state = "failed"
+        facts: dict[str, Any] = {"state": state, "bytes": policy.needs(name), "open": policy.num_open(name)}
+        if held is not None:
+            facts |= {"load_s": round(held.load_s, 3), "from_model_cache": held.resident.from_memory}
+        if name in self._errors:
+            facts["error"] = str(self._errors[name])
+        return facts
+
+    async def load(self, name: str) -> None:
+        self._policy.want(name, self._clock(), by_operator=True)
+        self._errors.pop(name, None)
+        self._refuse_if_short(name)
+        await self._until_ready(name)
+
+    async def unload(self, name: str) -> None:
+        self._policy.send_away(name)
+        self._act()
+        deadline_s = self._clock() + self._drain_s
+        while self._policy.state(name) != "away" and self._policy.sent_away(name):
+            if not await self._change(deadline_s):
+                return  # it goes on by itself; its state says so
+
+    def prefer(self, name: str) -> None:
+        """Load it if nobody has to go for it."""
+        if self._policy.state(name) == "away" and self._policy.fits_beside(name):
+            self._policy.want(name, self._clock())
+            self._act()
+
+    def check_fits(self, name: str) -> None:
+        """Refuse what would not fit alone, before anything is loaded."""
+        short = self._policy.shortage(name)
+        if short is not None:
+            raise _no_room(short)
+
+    def add(self, name: str, resident: Resident, load_s: float) -> None:
+        """One that was opened before there was an event loop. Before anything else."""
+        policy = self._policy
+        policy.want(name, self._clock(), by_operator=True)
+        assert policy.decide() == [Load(name)]
+        policy.loaded(name, resident.num_bytes)
+        self._held[name] = _Held(resident, load_s)
+
+    # ---- for requests -----------------------------------------------------------------------------------------------
+
+    async def enter(self, name: str) -> Backend:
+        """Ready and kept so until `leave`; waits for that within the bound."""
+        if self._policy.state(name) != "ready":
+            await self._until_ready(name, opens=True)
+        else:
+            self._policy.opened(name, self._clock())
+        return self._held[name].resident.backend
+
+    def leave(self, name: str) -> None:
+        self._policy.closed(name, self._clock())
+        self._act()
+
+    def current(self, name: str) -> Backend | None:
+        held = self._held.get(name)
+        return None if held is None else held.resident.backend
+
+    def past(self, name: str) -> ServingStats:
+        """What was counted in earlier loads of it."""
+        return self._past.get(name, ServingStats())
+
+    async def _until_ready(self, name: str, *, opens: bool = False) -> None:
+        policy, deadline_s = self._policy, self._clock() + self._wait_s
+        policy.wait(name, self._clock())
+        try:
+            while True:
+                self._act()
+                if policy.state(name) == "ready":
+                    if opens:
+                        policy.opened(name, self._clock())
+                    return
+                self._refuse_if_hopeless(name)
+                if not await self._change(deadline_s):
+                    self._refuse_if_short(name)
+                    raise ModelLoading(f"'{name}' is still being loaded", hint="try again in a while")
+        finally:
+            policy.waited(name)
+
+    def _refuse_if_hopeless(self, name: str) -> None:
+        policy = self._policy
+        if self._ended:
+            raise EngineStopped("the server is shutting down")
+        if policy.sent_away(name):
+            raise ModelUnloaded(f"'{name}' was unloaded", hint=f"load it with `tripool models load {name}`")
+        if policy.has_failed(name):
+            raise self._errors[name]
+        short = policy.shortage(name)
+        if short is not None and short.for_ever:
+            raise _no_room(short)
+
+    def _refuse_if_short(self, name: str) -> None:
+        short = self._policy.shortage(name)
+        if short is not None:
+            self._policy.unwant(name)
+            raise _no_room(short)
+
+    # ---- carrying out -----------------------------------------------------------------------------------------------
+
+    def _act(self) -> None:
+        if self._ended:
+            return
+        for decision in self._policy.decide():
+            work = self._bring(decision.name) if isinstance(decision, Load) else self._send(decision.name)
+            task = asyncio.get_running_loop().create_task(work)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _bring(self, name: str) -> None:
+        began_s = self._clock()
+        told: TripoolError | None = EngineStopped(f"'{name}' failed to load", hint="the server's log says more")
+        try:
+            resident = await _aside(lambda: self._open_model(name))
+            self._held[name] = _Held(resident, self._clock() - began_s)
+            told = None
+        except TripoolError as error:
+            told = error
+        except (OSError, RuntimeError, MemoryError) as error:  # a disk, torch, the machine
+            told = EngineStopped(f"'{name}' failed to load: {error}")
+        finally:  # a mistake of ours goes on to the log; whoever waits hears of it all the same
+            if told is None:
+                self._errors.pop(name, None)
+                self._policy.loaded(name, self._held[name].resident.num_bytes)
+            else:
+                self._errors[name] = told
+                self._policy.failed(name, self._clock())
+            self._act()
+            self._tell()
+
+    async def _send(self, name: str) -> None:
+        resident: Resident | None = self._held.pop(name).resident
+        assert resident is not None
+        while not await _aside(partial(resident.close, self._drain_s)):
+            pass  # a step that hangs holds its memory: it has not left
+        self._past[name] = _counted(ServingStats(), self.past(name), resident.backend.stats())
+        resident = None  # with it goes the last of its memory
+        self._policy.left(name)
+        self._act()
+        self._tell()
+
+    def _tell(self) -> None:
+        for future in self._changed:
+            if not future.done():
+                future.set_result(None)
+        self._changed.clear()
+
+    async def _change(self, deadline_s: float) -> bool:
+        """Until something has changed; False when the time is over."""
+        future = asyncio.get_running_loop().create_future()
+        self._changed.add(future)
+        try:
+            async with asyncio.timeout(max(0.0, deadline_s - self._clock())):
+                await future
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            self._changed.discard(future)
+
+    def end(self) -> None:
+        """Open answers end with an error, waiting requests are refused. Must not block."""
+        self._ended = True
+        for held in self._held.values():
+            held.resident.close(0)
+        self._tell()
+
+    def close(self, timeout_s: float) -> None:
+        """After the event loop has ended."""
+        self._ended = True
+        for held in self._held.values():
+            held.resident.close(timeout_s)
+        self._held.clear()
+
+
+def _no_room(short: Shortage) -> TripoolError:
+    needs, budget = _gb(short.needs), _gb(short.budget)
+    if short.for_ever:
+        hint = "raise --memory-gb, or lower --kv-gb"
+        return ModelTooLarge(f"'{short.name}' needs {needs}, all models together may take {budget}", hint=hint)
+    told = f"'{short.name}' needs {needs}; of {budget}, models in use hold {_gb(short.in_use)}"
+    hint = "try again when they are idle, unload one, or raise --memory-gb"
+    return NoRoom(f"{told}: {_gb(short.missing)} are missing", hint=hint)
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3f} GB"
+
+
+async def _aside(work: Callable[[], T]) -> T:
+    """In a thread of its own that nobody waits for at the end: loading may take minutes, Ctrl-C may not."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def done(result: T | None, error: BaseException | None) -> None:
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast(T, result))
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as raised:  # noqa: BLE001 (not swallowed: raised again where it is awaited)
+            error = raised
+        with suppress(RuntimeError):  # the loop has ended, and nobody awaits it
+            loop.call_soon_threadsafe(done, result, error)
+
+    threading.Thread(target=run, name="tripool-models", daemon=True).start()
+    return await future
+
+
+class ResidentBackend:
+    """One of them as a Backend. Its counters go on counting when the model behind it is another load of the same."""
+
+    def __init__(self, residents: Residents, name: str, context_tokens: int) -> None:
+        self._residents, self._name = residents, name
+        self._context_tokens = context_tokens
+
+    @property
+    def alive(self) -> bool:
+        """A model that is away is not dead."""
+        backend = self._residents.current(self._name)
+        return backend is None or backend.alive
+
+    @property
+    def context_tokens(self) -> int:
+        backend = self._residents.current(self._name)
+        return self._context_tokens if backend is None else backend.context_tokens
+
+    async def stream(self, *requests: Request) -> AsyncGenerator[TokenEvent, None]:
+        backend = await self._residents.enter(self._name)
+        try:
+            async with aclosing(backend.stream(*requests)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            self._residents.leave(self._name)
+
+    def cancel(self, request_id: str) -> None:
+        backend = self._residents.current(self._name)
+        if backend is not None:
+            backend.cancel(request_id)
+
+    def stats(self) -> ServingStats:
+        backend = self._residents.current(self._name)
+        now = ServingStats() if backend is None else backend.stats()
+        return _counted(now, now, self._residents.past(self._name))
+
+    def explain(self, request_id: str) -> Facts:
+        backend = self._residents.current(self._name)
+        facts: Mapping[str, Any] = {} if backend is None else backend.explain(request_id)
+        return {**facts, "model": self._name}
+
+
+def _counted(now: ServingStats, *several: ServingStats) -> ServingStats:
+    """`now`, with the counters of several."""
+    counters = ("num_steps", "num_preemptions", "num_drafted", "num_accepted")
+    return replace(now, **{name: sum(getattr(stats, name) for stats in several) for name in counters})
