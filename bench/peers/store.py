@@ -22,6 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from mmap import mmap
 from typing import Any, Protocol
 
 import numpy as np
@@ -66,7 +67,10 @@ class _Session:
     def join(self, place: str, num_blocks: int, block_bytes: int, batch: int) -> dict[str, Any]:
         self._num_blocks = num_blocks
         self._expected = [block(number, block_bytes) for number in range(num_blocks)]
-        self._buffers = [np.ones(block_bytes, np.uint8) for _ in range(batch)]
+        # At the beginning of a page, as any cache of keys and values is.
+        self._buffers = [np.frombuffer(mmap(-1, block_bytes), np.uint8) for _ in range(batch)]
+        for buffer in self._buffers:
+            buffer[:] = 1
         self._store.join(place, self._buffers)
         return {}
 

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,11 +28,14 @@ WITHIN_S = 20.0
 MEMBER = """
 import json, sys
 from pathlib import Path
+from typing import Any
 from tripool.cache.member import run_member
-from tripool.config import CacheConfig
+from tripool.config import CacheConfig, DiskConfig
 from tripool.messages import Life
 
-run_member(Path(sys.argv[1]), Life(sys.argv[2], int(sys.argv[3])), CacheConfig(**json.loads(sys.argv[4])))
+config = json.loads(sys.argv[4])
+disk = DiskConfig(**config.pop("disk")) if "disk" in config else None
+run_member(Path(sys.argv[1]), Life(sys.argv[2], int(sys.argv[3])), CacheConfig(**config, disk=disk))
 """
 
 
@@ -54,7 +58,7 @@ def until(condition: Callable[[], bool]) -> None:
 class Pool:
     def __init__(self, folder: Path, members: Sequence[str]) -> None:
         self.folder, self.members = folder, list(members)
-        self.config: dict[str, float] = {"slot_bytes": BLOCK_BYTES, "num_slots": 8}
+        self.config: dict[str, Any] = {"slot_bytes": BLOCK_BYTES, "num_slots": 8}
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._clients: list[PoolClient] = []
         self._epoch = 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tripool.cache.eviction import ATTENTION_BLOCKS, CostAware, LeastRecent
 from tripool.cache.index import PoolIndex
 from tripool.cache.records import Record, State, Written
 from tripool.messages import Life
@@ -42,6 +43,11 @@ class Model:
     """Key -> slot, checksum."""
     used: list[bytes] = field(default_factory=list)
     """Committed keys, the least recently used first; those being read are not to be forgotten."""
+    by_cost: bool = False
+    clock: int = 0
+    uses: dict[bytes, int] = field(default_factory=dict)
+    until: dict[bytes, float] = field(default_factory=dict)
+    """By cost: how long each committed key lives, on a clock that counts uses."""
     leases: dict[int, Leased] = field(default_factory=dict)
     tickets: dict[int, Reserved] = field(default_factory=dict)
     doomed: dict[int, bytes] = field(default_factory=dict)
@@ -62,9 +68,15 @@ class Model:
 
     def touch(self, keys: list[bytes]) -> None:
         """Used now, the head last: a tail without its head is useless and goes first."""
+        at_least = 0.0
+        self.clock += len(keys)
         for key in reversed(keys):
-            self.used.remove(key)
+            if key in self.used:
+                self.used.remove(key)
             self.used.append(key)
+            self.uses[key] = self.uses.get(key, 0) + 1
+            lives = 0.1 * self.num_slots * (1 + key[-1] / ATTENTION_BLOCKS) * min(self.uses[key], 16) ** 0.5
+            at_least = self.until[key] = max(self.clock + lives, at_least, self.until.get(key, 0.0))
 
     def key_at(self, slot: int) -> bytes | None:
         return next((key for key, (at, _) in self.committed.items() if at == slot), None)
@@ -72,6 +84,7 @@ class Model:
     def forget(self, key: bytes) -> None:
         slot, _ = self.committed.pop(key)
         self.used.remove(key)
+        del self.uses[key], self.until[key]
         if self.readers(slot):
             self.doomed[slot] = key
 
@@ -88,9 +101,10 @@ class Model:
             return True
         unread = [key for key in self.used if not self.readers(self.committed[key][0])]
         unread = [key for key in unread if key[:1] == space[:1]] if at_quota else unread
-        if not unread or unread[0] in asked:
+        goes = min(unread, key=lambda key: self.until[key] if self.by_cost else 0, default=None)
+        if goes is None or goes in asked:
             return False
-        self.forget(unread[0])
+        self.forget(goes)
         return True
 
 
@@ -98,18 +112,24 @@ class IndexMachine(RuleBasedStateMachine):
     """Lives look up, reserve, commit, give up, vanish and die, in any order; the member restarts in between."""
 
     index_type: type[PoolIndex] = PoolIndex
+    by_cost = False
 
     @initialize(num_slots=st.integers(1, 5), quota=st.none() | st.integers(1, 4))
     def start(self, num_slots: int, quota: int | None) -> None:
         self.quota, self.now_s, self.num_restarts, self.num_committed = quota, 0.0, 0, 0
-        self.model = Model(num_slots, quota or num_slots)
+        self.model = Model(num_slots, quota or num_slots, by_cost=self.by_cost)
         self.index = self.new_index()
         self.headers = [Record()] * num_slots
 
     def new_index(self) -> PoolIndex:
         first = 1 + self.num_restarts * 1_000_000
         return self.index_type(
-            self.model.num_slots, lease_s=LEASE_S, write_s=WRITE_S, namespace_slots=self.quota, first_number=first
+            self.model.num_slots,
+            lease_s=LEASE_S,
+            write_s=WRITE_S,
+            namespace_slots=self.quota,
+            first_number=first,
+            order=CostAware(self.model.num_slots) if self.by_cost else LeastRecent(),
         )
 
     @rule(life=st.sampled_from(LIVES), space=st.sampled_from(SPACES), start=STARTS, count=st.integers(1, 5))
@@ -177,7 +197,7 @@ class IndexMachine(RuleBasedStateMachine):
                     break
                 pending.keys[-1 - position] = key
                 expected.append(position)
-        grant = self.index.reserve(keys, life, space, self.now_s)
+        grant = self.index.reserve(keys, life, space, self.now_s, range(start, start + len(keys)))
         assert list(grant.positions) == expected, "granted more or less than there is room for"
         if expected:
             assert not set(grant.slots) & untouchable, "gave out a slot that someone reads or may write"
@@ -210,9 +230,9 @@ class IndexMachine(RuleBasedStateMachine):
         del self.model.tickets[ticket]
         kept = [each for each in written if held.keys[each.slot] not in self.model.committed]
         assert self.index.commit(ticket, held.writer, written) == len(kept)
-        for each in reversed(kept):
+        for each in kept:
             self.model.committed[held.keys[each.slot]] = each.slot, each.checksum
-            self.model.used.append(held.keys[each.slot])
+        self.model.touch([held.keys[each.slot] for each in kept])
 
     @rule(wait_s=st.floats(0, 4))
     def expire(self, wait_s: float) -> None:
@@ -264,8 +284,11 @@ class IndexMachine(RuleBasedStateMachine):
         model.leases, model.doomed, model.dead = {}, {}, set()
         for held in model.tickets.values():
             held.fenced = True
-        written = {r.key: (r.ticket, -r.position) for r in self.headers if r.state is State.COMMITTED}
-        model.used.sort(key=lambda key: written[key])
+        written = {r.key: (r.ticket, r.position) for r in self.headers if r.state is State.COMMITTED}
+        model.used, model.uses, model.until, model.clock = [], {}, {}, 0
+        for ticket in sorted({ticket for ticket, _ in written.values()}):
+            chain = [key for key, (written_with, _) in written.items() if written_with == ticket]
+            model.touch(sorted(chain, key=lambda key: written[key][1]))
 
     @invariant()
     def books_are_right(self) -> None:

@@ -28,13 +28,19 @@ HUNT = settings(
 )
 
 
-def test_any_order_of_events_keeps_the_rules() -> None:
-    run_state_machine_as_test(IndexMachine, settings=SUITE)
+class CostMachine(IndexMachine):
+    by_cost = True
+
+
+@pytest.mark.parametrize("machine", [IndexMachine, CostMachine])
+def test_any_order_of_events_keeps_the_rules(machine: type[IndexMachine]) -> None:
+    run_state_machine_as_test(machine, settings=SUITE)
 
 
 @pytest.mark.prove
-def test_any_order_of_many_more_events_keeps_the_rules() -> None:
-    run_state_machine_as_test(IndexMachine, settings=settings(SUITE, max_examples=3000, stateful_step_count=100))
+@pytest.mark.parametrize("machine", [IndexMachine, CostMachine])
+def test_any_order_of_many_more_events_keeps_the_rules(machine: type[IndexMachine]) -> None:
+    run_state_machine_as_test(machine, settings=settings(SUITE, max_examples=3000, stateful_step_count=100))
 
 
 # ---- planted bugs ------------------------------------------------------------------------------------------------
@@ -102,15 +108,25 @@ class RevivesPurged(PoolIndex):
 
 class EvictsYoungest(PoolIndex):
     def _make_room(self, namespace: bytes, spared: set[int]) -> bool:
-        for slot in list(self._slots._idle)[:-1]:
+        for slot in [slot for slot in range(self.num_slots) if self._slots.is_idle(slot)][:-1]:
             self._slots.leave_idle(slot)
-            self._slots.enter_idle(slot)
+            self._slots.enter_idle([slot])
         return super()._make_room(namespace, spared)
+
+
+class EvictsHeads(PoolIndex):
+    def commit(self, ticket: int, writer: Life, written: Sequence[Written]) -> int:
+        num_committed = super().commit(ticket, writer, written)
+        slots = [each.slot for each in written if self._slots.is_idle(each.slot)]
+        for slot in slots:
+            self._slots.leave_idle(slot)
+        self._slots.enter_idle(slots)
+        return num_committed
 
 
 PLANTED = [
     EvictsLeased, ReusesBeforeReaping, KeepsLease, ServesTorn, HearsStrangers, ForgetsDeath, SharesBetweenTenants,
-    RevivesPurged, EvictsYoungest,
+    RevivesPurged, EvictsYoungest, EvictsHeads,
 ]  # fmt: skip
 
 

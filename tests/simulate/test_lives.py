@@ -14,6 +14,7 @@ import pytest
 from tripool.simulate import Report, simulate
 
 MIN_REQUESTS, MIN_FAULTS, MIN_EVENTS = 50, 5, 1000
+REFUSED = ("overloaded", "rate_limited", "ttft_unreachable")
 
 
 def check(report: Report) -> None:
@@ -21,17 +22,20 @@ def check(report: Report) -> None:
     assert report.faults.total() >= MIN_FAULTS, f"seed {report.seed}: {report.faults}"
     assert report.num_events >= MIN_EVENTS, f"seed {report.seed}: {report.num_events} events"
     assert report.outcomes.total() == report.num_requests, "a request has no end, or two"
-    assert set(report.outcomes) <= {"finished", "cancelled", "overloaded", "gateway died"}
+    assert set(report.outcomes) <= {"finished", "cancelled", "gateway died", *REFUSED}
 
 
 def test_sixty_lives_keep_every_promise() -> None:
     seen: Counter[str] = Counter()
     faults: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
     for seed in range(60):
         report = simulate(seed)
         check(report)
         seen += report.seen
         faults += report.faults
+        outcomes += report.outcomes
+    assert all(outcomes[code] >= 10 for code in REFUSED), outcomes
     # The checks are worth what the faults make happen.
     for kind in ("kill", "stop", "slow", "cut", "loss", "cache restart", "gateway restart", "burst", "drain"):
         assert faults[kind] >= 5, f"{kind}: only {faults[kind]} times"
@@ -48,6 +52,8 @@ def test_sixty_lives_keep_every_promise() -> None:
         "waited for room at decode": 50,
         "parcel lost": 1,
         "blocks fetched from the cache": 500,
+        "waited at the door": 500,
+        "cancelled at the door": 20,
     }.items():
         assert seen[event] >= times, f"{event}: only {seen[event]} times"
 
@@ -55,7 +61,7 @@ def test_sixty_lives_keep_every_promise() -> None:
 def test_without_faults_everything_is_finished_or_cancelled() -> None:
     for seed in range(5):
         report = simulate(seed, faults=False)
-        assert not report.faults and set(report.outcomes) <= {"finished", "cancelled", "overloaded"}
+        assert not report.faults and set(report.outcomes) <= {"finished", "cancelled", *REFUSED}
         assert report.seen["suspected"] == 0
 
 

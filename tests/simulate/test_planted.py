@@ -13,8 +13,14 @@ from tripool.engine.colocated import Scheduler
 from tripool.messages import Cancel, Hello, Life, Packed, Pulse, Refused, Stamped, Tokens
 from tripool.router import Coordinator
 from tripool.router.coordinator import Emit, Send
+from tripool.router.door import Door
+from tripool.router.fair import Account, Shares
+from tripool.router.guests import Admit, Arrival, Guest
+from tripool.router.guests import Stage as GuestStage
 from tripool.router.ledger import ChoiceState, Entry, Ledger, Placement
+from tripool.router.pace import Pace
 from tripool.router.placing import Placing
+from tripool.router.rates import Rates
 from tripool.router.view import FleetView
 from tripool.simulate import simulate
 from tripool.simulate.outbox import Outbox
@@ -146,8 +152,8 @@ def parcels_of_a_lost_worker_still_count(patch: pytest.MonkeyPatch) -> None:
 def load_is_never_taken_off(patch: pytest.MonkeyPatch) -> None:
     take_off = FleetView.take_off
 
-    def sticky(self: FleetView, life: Life, tokens: int) -> None:
-        take_off(self, life, tokens - 1)
+    def sticky(self: FleetView, life: Life, tokens: int, tpot_ms: float | None = None) -> None:
+        take_off(self, life, tokens - 1, tpot_ms)
 
     patch.setattr(FleetView, "take_off", sticky)
 
@@ -271,7 +277,78 @@ def cancelled_arrival_keeps_its_blocks(patch: pytest.MonkeyPatch) -> None:
 def two_namespaces_share_blocks(patch: pytest.MonkeyPatch) -> None:
     from tripool.cache import root_key
 
-    patch.setattr("tripool.prefill.scheduler.root_key", lambda model, namespace: root_key(model, ""))
+    patch.setattr("tripool.cache.keys.root_key", lambda model, namespace: root_key(model, ""))
+
+
+@bug("instead of")
+def public_blocks_are_not_followed_by_a_salt(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("tripool.cache.keys._salted", lambda parent, namespace: parent)
+
+
+# ---- the door -------------------------------------------------------------------------------------------------------
+
+
+@bug("overtakes")
+def the_last_to_come_goes_first(patch: pytest.MonkeyPatch) -> None:
+    head = Shares._head
+
+    def last(self: Shares, account: Account) -> str:
+        head(self, account)
+        return max(item for item in account.queue if self._is_there(item))[2]
+
+    patch.setattr(Shares, "_head", last)
+
+
+@bug("slots are miscounted")
+def slots_of_cancelled_requests_stay_taken(patch: pytest.MonkeyPatch) -> None:
+    drop = Door._drop
+
+    def sloppy(self: Door, request_id: str, guest: Guest, now_s: float) -> None:
+        held = self._slots_held
+        drop(self, request_id, guest, now_s)
+        if guest.stage is GuestStage.INSIDE:
+            self._slots_held = held
+
+    patch.setattr(Door, "_drop", sloppy)
+
+
+@bug("hangs: .*'door'|before a backend that has nothing to do")
+def only_arrivals_open_the_door(patch: pytest.MonkeyPatch) -> None:
+    """Who waits when the last one comes waits for ever."""
+    settle, arrive = Door._settle, Door.arrive
+    arriving: list[str] = []
+
+    def open_once(self: Door, arrival: Arrival, now_s: float) -> Any:
+        arriving.append(arrival.id)
+        decisions = arrive(self, arrival, now_s)
+        arriving.clear()
+        return decisions
+
+    patch.setattr(Door, "arrive", open_once)
+    patch.setattr(Door, "_settle", lambda self, now_s: settle(self, now_s) if arriving else [])
+
+
+@bug("got .* requests through, and may")
+def rates_are_looked_at_and_never_charged(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Rates, "take", lambda self, tenant, requests, tokens, now_s: None)
+
+
+@bug("refused although there was room")
+def every_promise_is_thought_impossible(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Pace, "safe_s", lambda self, predicted_s: 1e9)
+
+
+@bug("decided about twice|the door has forgotten someone|refused, and still at the door")
+def who_waited_too_long_is_refused_and_kept(patch: pytest.MonkeyPatch) -> None:
+    tick = Door.tick
+
+    def forgetful(self: Door, now_s: float, room: Any = None) -> Any:
+        guests = dict(self._guests)
+        decisions = tick(self, now_s, room)
+        self._guests |= {d.id: guests[d.id] for d in decisions if not isinstance(d, Admit)}
+        return decisions
+
+    patch.setattr(Door, "tick", forgetful)
 
 
 @pytest.mark.parametrize("name", PLANTS)

@@ -23,9 +23,9 @@ START = "import sys; from tripool.cli.main import main; main(sys.argv[1:])"
 
 
 class SplitServer:
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+    def __init__(self, process: subprocess.Popen[str], url: str, headers: dict[str, str]) -> None:
         self.process, self.url = process, url
-        self.http = httpx.Client(base_url=url, timeout=DEADLINE_S)
+        self.http = httpx.Client(base_url=url, timeout=DEADLINE_S, headers=headers)
         self.fell: list[str] = []
         """What the supervisor said about processes that ended."""
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -84,8 +84,14 @@ class SplitServer:
 
 @contextmanager
 def split_server(
-    model: str = "fake", *, prefill: int = 1, decode: int = 1, options: tuple[str, ...] = ()
+    model: str = "fake",
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    options: tuple[str, ...] = (),
+    headers: dict[str, str] | None = None,
 ) -> Iterator[SplitServer]:
+    """`headers`: of every request, such as an admin's key."""
     argv = ["serve", model, "--port", "0", "--prefill", str(prefill), "--decode", str(decode), *options]
     with subprocess.Popen(
         [sys.executable, "-c", START, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -102,7 +108,7 @@ def split_server(
             watchdog.cancel()
             found = re.search(r"at (\S+)/v1", banner)
             assert found
-            server = SplitServer(process, found[1])
+            server = SplitServer(process, found[1], headers or {})
             try:
                 server.wait(lambda pools: len(pools["workers"]) == prefill + decode)
                 yield server

@@ -8,12 +8,16 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 
 from . import faults
 from .serving import DEADLINE_S, split_server
 
 LONG = {"prompt": [5, 6, 7], "stream": True, "ignore_eos": True, "max_tokens": 3000, "seed": 1}
-BOUND_S = 5.0
+PROMISED_S = 5.0
+"""After which a new gateway serves and nothing is held; the suite itself, on whatever machine, waits longer."""
+
+bounded = pytest.mark.parametrize("bound_s", [DEADLINE_S, pytest.param(PROMISED_S, marks=pytest.mark.prove)])
 
 
 def wait_gone(pids: list[int], within_s: float) -> None:
@@ -23,7 +27,8 @@ def wait_gone(pids: list[int], within_s: float) -> None:
         threading.Event().wait(0.02)
 
 
-def test_a_killed_gateway_is_replaced_and_workers_hold_nothing() -> None:
+@bounded
+def test_a_killed_gateway_is_replaced_and_workers_hold_nothing(bound_s: float) -> None:
     with split_server("fake:step_ms=5", prefill=1, decode=1) as server:
         epoch = server.pools()["gateway_epoch"]
         lives = server.lives()
@@ -44,15 +49,16 @@ def test_a_killed_gateway_is_replaced_and_workers_hold_nothing() -> None:
         body = {"prompt": [5], "max_tokens": 4, "seed": 2}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=DEADLINE_S)
         assert answer.status_code == 200, answer.text
-        assert time.monotonic() - killed_s < BOUND_S
+        assert time.monotonic() - killed_s < bound_s
         server.http.close()
         server.http = httpx.Client(base_url=server.url, timeout=DEADLINE_S)
-        server.wait_idle(2, BOUND_S - (time.monotonic() - killed_s))
+        server.wait_idle(2, bound_s - (time.monotonic() - killed_s))
         assert server.pools()["gateway_epoch"] > epoch
         assert server.lives() == lives, "workers outlive their gateway"
 
 
-def test_without_a_supervisor_streams_end_and_then_everybody_leaves() -> None:
+@bounded
+def test_without_a_supervisor_streams_end_and_then_everybody_leaves(bound_s: float) -> None:
     with split_server("fake:step_ms=5", prefill=1, decode=1) as server:
         folder = Path(server.pools()["join"].removeprefix("ipc://")).parent
         pids = [server.child("gateway"), *(worker["pid"] for worker in server.pools()["workers"])]
@@ -63,12 +69,12 @@ def test_without_a_supervisor_streams_end_and_then_everybody_leaves() -> None:
             os.kill(server.process.pid, 9)
             server.process.wait(DEADLINE_S)
             status = 200
-            deadline_s = time.monotonic() + BOUND_S
+            deadline_s = time.monotonic() + bound_s
             while status == 200 and time.monotonic() < deadline_s:
                 status = server.http.post("/v1/completions", json={"prompt": [5], "max_tokens": 1}).status_code
             assert status == 503
             events = [line for line in lines if line]
         assert events[-1] == "data: [DONE]"
         assert len(events) >= 300
-        wait_gone(pids, 2 * BOUND_S)
+        wait_gone(pids, 2 * bound_s)
         assert not folder.exists()

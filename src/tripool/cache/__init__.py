@@ -6,8 +6,18 @@ imported by its module: `cache.member` (owns an arena), `cache.client` (copies b
 
 from tripool.cache.blocks import BlockPool
 from tripool.cache.index import PoolIndex
-from tripool.cache.keys import block_key, root_key
+from tripool.cache.keys import PUBLIC_NAMESPACE, block_key, next_key, root_key, stretches
 from tripool.cache.records import namespace_tag
 from tripool.cache.ring import Ring
 
-__all__ = ["BlockPool", "PoolIndex", "Ring", "block_key", "namespace_tag", "root_key"]
+__all__ = [
+    "PUBLIC_NAMESPACE",
+    "BlockPool",
+    "PoolIndex",
+    "Ring",
+    "block_key",
+    "namespace_tag",
+    "next_key",
+    "root_key",
+    "stretches",
+]

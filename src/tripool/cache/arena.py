@@ -4,6 +4,7 @@
 |---|---|
 | one page | magic, version, slot size, number of slots, nonce |
 | 128 per slot, to a full page | headers: only the member writes them, state last, so a torn one reads as free |
+| 8 per slot, to a full page | directory: hints where a key may be, for peers that cannot wait for an answer |
 | the slots, page by page | only who reserved a slot writes it |
 
 Headers outlive the member: its next life reads them and knows its blocks again. The file goes at an orderly end.
@@ -23,25 +24,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
+from tripool.cache.copying import Bytes, copy
 from tripool.cache.records import Record, State
 from tripool.errors import ArenaError
 from tripool.messages import Life
 
-Bytes = npt.NDArray[np.uint8]
-
 PAGE = 4096
 MAX_WORKER_NAME_BYTES = 43
-_MAGIC = b"TPARENA1"
+_MAGIC = b"TPARENA2"
 _FILE = struct.Struct("<8sQQQ")
 _BODY = struct.Struct(f"<16s16sQIQIIqB{MAX_WORKER_NAME_BYTES}s")
 _TAIL = struct.Struct("<QQ")
 """Digest of the body, then the state."""
 _HEADER_BYTES = _BODY.size + _TAIL.size
-_PIECE = 2**19
-"""Copied, then hashed while it is still in the core's own cache."""
+_WAYS = 4
+"""Entries of the directory under one hash. An entry that is out of date shows by its slot's header."""
 
 
 class Arena:
@@ -55,6 +54,8 @@ class Arena:
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         self._map = mmap.mmap(fd, size, flags)
         self._bytes: Bytes = np.frombuffer(self._map, np.uint8)
+        start = _headers_end(num_slots)
+        self._directory = self._bytes[start : start + _num_entries(num_slots) * 4].view(np.uint32).reshape(-1, _WAYS)
 
     @classmethod
     def create(cls, path: Path, slot_bytes: int, num_slots: int) -> Arena:
@@ -118,12 +119,12 @@ class Arena:
     def write(self, slot: int, block: Any) -> int:
         """Copy a block (any contiguous buffer) into a slot; returns its checksum."""
         source = as_bytes(block)
-        return _copy(source, self.view(slot, len(source)))
+        return copy(source, self.view(slot, len(source)))
 
     def read(self, slot: int, into: Any) -> int:
         """Copy a slot's first bytes until `into` is full; returns the checksum of the copy, not of the slot."""
         target = as_bytes(into)
-        return _copy(self.view(slot, len(target)), target)
+        return copy(self.view(slot, len(target)), target)
 
     def view(self, slot: int, num_bytes: int) -> Bytes:
         assert 0 <= slot < self.num_slots and num_bytes <= self.slot_bytes
@@ -159,6 +160,31 @@ class Arena:
         )
         self._map[at : at + _BODY.size] = body
         _TAIL.pack_into(self._map, at + _BODY.size, xxhash.xxh3_64_intdigest(body), record.state)
+        if record.state is State.COMMITTED:
+            self._enter(record.key, slot)
+
+    def hint(self, key: bytes) -> tuple[int, int] | None:
+        """Slot and number of bytes of a committed block, as far as can be seen without asking the member."""
+        for entry in self._directory[self._bucket(key)].tolist():
+            if 0 < entry <= self.num_slots and self.holds(entry - 1, key):
+                record = self._record(PAGE + (entry - 1) * _HEADER_BYTES)
+                if record.key == key:  # the header was whole
+                    return entry - 1, record.num_bytes
+        return None
+
+    def _enter(self, key: bytes, slot: int) -> None:
+        bucket = self._bucket(key)
+        entries = self._directory[bucket].tolist()
+        if slot + 1 not in entries:
+            outdated = (way for way, entry in enumerate(entries) if not entry or not self._belongs(entry - 1, bucket))
+            self._directory[bucket, next(outdated, slot % _WAYS)] = slot + 1
+
+    def _belongs(self, slot: int, bucket: int) -> bool:
+        record = self._record(PAGE + slot * _HEADER_BYTES)
+        return record.state is State.COMMITTED and self._bucket(record.key) == bucket
+
+    def _bucket(self, key: bytes) -> int:
+        return int.from_bytes(key[:8], "little") % len(self._directory)
 
     def records(self) -> list[Record]:
         """Every slot as its header tells; damaged ones are free."""
@@ -179,24 +205,24 @@ def as_bytes(buffer: Any) -> Bytes:
     return np.frombuffer(buffer, np.uint8)
 
 
-def _copy(source: Bytes, target: Bytes) -> int:
-    """Copy and hash the copy, piece by piece: one pass over memory instead of two."""
-    if len(source) <= _PIECE:
-        target[:] = source
-        return xxhash.xxh3_64_intdigest(target.data)
-    hasher = xxhash.xxh3_64()
-    for start in range(0, len(source), _PIECE):
-        piece = target[start : start + _PIECE]
-        piece[:] = source[start : start + _PIECE]
-        hasher.update(piece.data)
-    return hasher.intdigest()
-
-
 def _layout(slot_bytes: int, num_slots: int) -> tuple[int, int, int]:
     """Bytes from slot to slot, where the first one is, and of the whole file."""
-    stride = -(-slot_bytes // PAGE) * PAGE
-    data = PAGE - (-num_slots * _HEADER_BYTES // PAGE) * PAGE
+    stride = _pages(slot_bytes)
+    data = _pages(_headers_end(num_slots) + 4 * _num_entries(num_slots))
     return stride, data, data + num_slots * stride
+
+
+def _headers_end(num_slots: int) -> int:
+    return PAGE + _pages(num_slots * _HEADER_BYTES)
+
+
+def _num_entries(num_slots: int) -> int:
+    """Of the directory: two for each slot, so that hints are seldom crowded out."""
+    return -(-2 * num_slots // _WAYS) * _WAYS
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE) * PAGE
 
 
 def _open(path: Path) -> int:

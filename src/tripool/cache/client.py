@@ -14,15 +14,15 @@ bounded wait, not an error. Blocks are checked after they were copied, so what a
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from tripool.cache import wire
 from tripool.cache.arena import MAX_WORKER_NAME_BYTES, Arena, as_bytes
+from tripool.cache.copying import soon
 from tripool.cache.link import Link
 from tripool.cache.records import Block, namespace_tag
 from tripool.cache.ring import Ring
@@ -32,10 +32,6 @@ from tripool.messages import Life, Reaped, Suspect
 _LOOK_S = 0.01
 _STOP_WRITING = 0.8
 """Part of the time a writer has after which it begins no other block."""
-
-
-_SHARED_BLOCKS = 3
-"""As many or more are read by two threads."""
 
 
 @dataclass(slots=True)
@@ -49,13 +45,19 @@ class _Held:
     bad: tuple[int, ...] = ()
 
 
+class _Early(NamedTuple):
+    """A copy that was made before it was certain what of."""
+
+    arena: Arena
+    slot: int
+    checksum: int
+
+
 class Prefix:
     """Blocks that are there, and stay there until the lease ends: soon. Release it, or use it with `with`."""
 
-    def __init__(
-        self, blocks: list[tuple[_Held, bytes, Block]], held: list[_Held], helper: ThreadPoolExecutor | None = None
-    ) -> None:
-        self._blocks, self._held, self._helper = blocks, held, helper
+    def __init__(self, blocks: list[tuple[_Held, bytes, Block]], held: list[_Held]) -> None:
+        self._blocks, self._held = blocks, held
 
     @property
     def num_blocks(self) -> int:
@@ -66,39 +68,29 @@ class Prefix:
         """What the writer of each block said of it."""
         return [block.form for _, _, block in self._blocks]
 
-    def read(self, into: Sequence[Any]) -> int:
+    def read(self, into: Sequence[Any], early: _Early | None = None) -> int:
         """Fill these writable buffers, one per block from the first on; returns how many hold their block.
 
-        Buffers behind that number may hold anything.
+        Buffers behind that number may hold anything. `early`: what the first one holds already.
         """
-        pairs = list(zip(into, self._blocks, strict=False))
-        good = [False] * len(pairs)
-        bad: list[int] = []
-
-        def read_from(first: int, step: int) -> None:
-            for number in range(first, len(pairs), step):
-                buffer, (held, key, block) = pairs[number]
-                target = as_bytes(buffer)
-                intact = len(target) == block.num_bytes and held.arena.read(block.slot, target) == block.checksum
-                if not held.arena.holds(block.slot, key):
-                    return  # the lease was lost, and the slot is someone else's: not our business
-                if not intact:
-                    if len(target) == block.num_bytes:
-                        bad.append(number)
-                    return
-                good[number] = True
-
-        if self._helper is None or len(pairs) < _SHARED_BLOCKS:
-            read_from(0, 1)
-        else:
-            # Copying and hashing let go of the interpreter, and one core cannot keep the memory busy.
-            other = self._helper.submit(read_from, 1, 2)
-            read_from(0, 2)
-            other.result()
-        for number in bad:
-            held, _, block = pairs[number][1]
-            held.bad += (block.slot,)
-        return good.index(False) if False in good else len(good)
+        if min(len(into), len(self._blocks)) > 1:
+            soon()
+        num_good = 0
+        if early is not None and self._blocks and into:
+            held, _, block = self._blocks[0]
+            num_good = int((held.arena, block.slot, block.checksum) == early)
+        for buffer, (held, key, block) in zip(into[num_good:], self._blocks[num_good:], strict=False):
+            target = as_bytes(buffer)
+            fits = len(target) == block.num_bytes
+            intact = fits and held.arena.read(block.slot, target) == block.checksum
+            if not held.arena.holds(block.slot, key):
+                break  # the lease was lost, and the slot is someone else's: not our business
+            if not intact:
+                if fits:
+                    held.bad += (block.slot,)
+                break
+            num_good += 1
+        return num_good
 
     def release(self) -> None:
         for held in self._held:
@@ -112,6 +104,10 @@ class Prefix:
         self.release()
 
 
+_Asked = tuple[Link, list[int], int | None]
+"""A member, the positions it was asked for, and the question's number."""
+
+
 class PoolClient:
     """`life` must be this client's alone, and end with its process: then all it was writing is free again."""
 
@@ -123,7 +119,6 @@ class PoolClient:
             raise InvalidRequest(f"the worker's name {life.worker!r} is too long", hint=hint)
         self._ring = Ring(members)
         self._links = {member: Link(folder, member, life, wait_s, retry_s) for member in self._ring.members}
-        self._helper = ThreadPoolExecutor(1, "tripool-cache-read")
 
     def flush(self) -> None:
         """Let go, now, of what was read. Otherwise that goes with the next question, or ends with the lease's time."""
@@ -131,7 +126,6 @@ class PoolClient:
             link.flush()
 
     def close(self) -> None:
-        self._helper.shutdown()
         for link in self._links.values():
             link.close()
 
@@ -147,18 +141,38 @@ class PoolClient:
     # ---- blocks -------------------------------------------------------------------------------------------------
 
     def fetch(self, keys: Sequence[bytes], into: Sequence[Any], *, namespace: str, first: int = 0) -> int:
-        """Find and read at once: buffers for the blocks from `first` on. Returns how many were filled."""
-        with self.find(keys[: first + len(into)], namespace=namespace, first=first) as prefix:
-            return prefix.read(into)
+        """Find and read at once: buffers for the blocks from `first` on. Returns how many were filled.
+
+        The first block is copied while its member is still answering, from where its arena says that it is; whether
+        that was right shows when the answer is there.
+        """
+        wanted = keys[: first + len(into)]
+        asked = self._ask(wanted, namespace, first)
+        early = self._copy_early(asked, wanted, into, first)
+        with self._hear(asked, wanted, first) as prefix:
+            return prefix.read(into, early)
 
     def find(self, keys: Sequence[bytes], *, namespace: str, first: int = 0) -> Prefix:
         """The longest known stretch of the chain that begins at position `first`."""
-        places = self._places(keys, first)
+        return self._hear(self._ask(keys, namespace, first), keys, first)
+
+    def _ask(self, keys: Sequence[bytes], namespace: str, first: int) -> list[_Asked]:
         tag = namespace_tag(namespace)
-        asked = [
+        return [
             (link, positions, link.look_up(tag, tuple(keys[position] for position in positions)))
-            for link, positions in places.items()
+            for link, positions in self._places(keys, first).items()
         ]
+
+    def _copy_early(self, asked: list[_Asked], keys: Sequence[bytes], into: Sequence[Any], first: int) -> _Early | None:
+        link = next((link for link, positions, _ in asked if first in positions), None)
+        if link is None or link.arena is None or not into:
+            return None
+        place, target = link.arena.hint(keys[first]), as_bytes(into[0])
+        if place is None or place[1] != len(target):
+            return None
+        return _Early(link.arena, place[0], link.arena.read(place[0], target))
+
+    def _hear(self, asked: list[_Asked], keys: Sequence[bytes], first: int) -> Prefix:
         held: list[_Held] = []
         found: dict[int, tuple[_Held, bytes, Block]] = {}
         for link, positions, number in asked:
@@ -173,7 +187,7 @@ class PoolClient:
         blocks: list[tuple[_Held, bytes, Block]] = []
         while first + len(blocks) in found:
             blocks.append(found[first + len(blocks)])
-        return Prefix(blocks, held, self._helper)
+        return Prefix(blocks, held)
 
     def store(
         self, keys: Sequence[bytes], blocks: Sequence[Any], *, namespace: str, first: int = 0, form: int = 0
@@ -186,7 +200,7 @@ class PoolClient:
         places = self._places(keys[: first + len(blocks)], first)
         tag = namespace_tag(namespace)
         asked = [
-            (link, positions, link.reserve(tag, tuple(keys[position] for position in positions)))
+            (link, positions, link.reserve(tag, tuple(keys[position] for position in positions), tuple(positions)))
             for link, positions in places.items()
         ]
         granted = [(link, positions, link.answer(number, wire.Granted)) for link, positions, number in asked]
@@ -239,7 +253,18 @@ class PoolClient:
 
     def purge(self, namespace: str) -> int:
         """Forget a tenant; returns how many blocks went. Members that are away keep theirs until asked again."""
-        tag = namespace_tag(namespace)
-        asked = [(link, link.purge(tag)) for link in self._links.values() if link.ready()]
+        return self.purge_tags([namespace_tag(namespace)])
+
+    def purge_tags(self, tags: Sequence[bytes]) -> int:
+        """The same for namespaces of which only the members' own name is known."""
+        asked = [(link, link.purge(tag)) for link in self._links.values() for tag in tags if link.ready()]
         answers = [link.answer(number, wire.Purged) for link, number in asked]
         return sum(answer.num_blocks for answer in answers if answer is not None)
+
+    def limit(self, slots: Mapping[str, Mapping[bytes, int]]) -> list[str]:
+        """Give each member its table of most slots by namespace tag; returns those that did not hear it.
+
+        A member forgets the table when it starts again: say it anew from time to time.
+        """
+        asked = [(link, link.limit(dict(slots[name])) if link.ready() else None) for name, link in self._links.items()]
+        return [link.member for link, number in asked if link.answer(number, wire.Purged) is None]

@@ -13,9 +13,10 @@ care: what they copy after their lease is compared with the slot's header and ch
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tripool.cache.eviction import CostAware, Eviction
 from tripool.cache.records import Block, Counters, Grant, Hit, Record, State, Written
 from tripool.cache.slots import SlotTable
 from tripool.messages import Life
@@ -51,14 +52,17 @@ class PoolIndex:
         write_s: float,
         namespace_slots: int | None = None,
         first_number: int = 1,
+        order: Eviction | None = None,
     ) -> None:
         assert lease_s > 0 and write_s > 0 and first_number > 0
         self.num_slots = num_slots
         self.counters = Counters()
         self._lease_s, self._write_s = lease_s, write_s
         self._namespace_slots = namespace_slots or num_slots
+        self._quotas: dict[bytes, int] = {}
+        """Of namespaces that have one of their own."""
         self._next_number = first_number
-        self._slots = SlotTable(num_slots)
+        self._slots = SlotTable(num_slots, order or CostAware(num_slots))
         self._slot_of: dict[bytes, int] = {}
         self._writing: dict[bytes, int] = {}
         """Keys someone is writing in time, and the slot."""
@@ -90,6 +94,11 @@ class PoolIndex:
         self._leases[lease] = _Lease(reader, deadline_s, tuple(s for s, _ in found), tuple(r.ticket for _, r in found))
         return Hit(lease, tuple(Block(slot, r.checksum, r.num_bytes, r.form) for slot, r in found))
 
+    def uncount(self, hit: Hit, num_keys: int) -> None:
+        """A look-up that will be repeated is one look-up."""
+        self.counters.hits -= len(hit.blocks)
+        self.counters.misses -= num_keys - len(hit.blocks)
+
     def release(self, lease: int, reader: Life, bad: Iterable[int] = ()) -> None:
         """Reading is over; `bad` are slots whose bytes were not those of their checksum.
 
@@ -106,17 +115,21 @@ class PoolIndex:
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
-    def reserve(self, keys: Sequence[bytes], writer: Life, namespace: bytes, now_s: float) -> Grant:
+    def reserve(
+        self, keys: Sequence[bytes], writer: Life, namespace: bytes, now_s: float, depths: Sequence[int] = ()
+    ) -> Grant:
         """Slots for those keys that are not here and that nobody is writing; fewer when there is no more room.
+
+        `depths`: where each key is in its chain; without them, this is the chain from its first block.
 
         What is asked for is not evicted to make room for what comes after it: a prefix without its head is useless.
         """
         if writer in self._dead:
             return Grant(0, (), ())
         here = [slot for key in keys if (slot := self._slot_of.get(key)) is not None and self._slots.is_idle(slot)]
-        for slot in reversed(here):
+        for slot in here:
             self._slots.leave_idle(slot)
-            self._slots.enter_idle(slot)
+        self._slots.enter_idle(here[::-1])
         ticket, spared = self._number(), set(here)
         positions, slots = [], []
         for position, key in enumerate(keys):
@@ -125,7 +138,8 @@ class PoolIndex:
             if not self._make_room(namespace, spared):
                 break
             slot = self._slots.first_free()
-            self._slots.fill(slot, Record(State.RESERVED, key, namespace, ticket, position, writer))
+            depth = depths[position] if position < len(depths) else position
+            self._slots.fill(slot, Record(State.RESERVED, key, namespace, ticket, depth, writer))
             self._writing[key] = slot
             positions.append(position)
             slots.append(slot)
@@ -146,9 +160,10 @@ class PoolIndex:
         self._fenced.pop(ticket, None)
         told = {each.slot: each for each in written}
         # The tail first: a prefix without its head is useless, so the head is to be the one used last.
-        num_committed = sum([self._settle(slot, told.get(slot)) for slot in reversed(held.slots)])
-        self.counters.committed += num_committed
-        return num_committed
+        committed = [slot for slot in reversed(held.slots) if self._settle(slot, told.get(slot))]
+        self._slots.enter_idle(committed)
+        self.counters.committed += len(committed)
+        return len(committed)
 
     def abort(self, ticket: int, writer: Life) -> None:
         """Give every slot of a reservation back unwritten."""
@@ -201,6 +216,18 @@ class PoolIndex:
             self._forget(slot)
         return len(slots)
 
+    def set_quotas(self, quotas: Mapping[bytes, int]) -> int:
+        """From now on, these and no others. Who holds more forgets the excess, as far as nobody reads or writes it.
+
+        The rest of an excess goes before that namespace gets another slot. Returns how many blocks went.
+        """
+        self._quotas = dict(quotas)
+        num_before = self.num_committed
+        for namespace in self._slots.held:
+            while self._slots.held_by(namespace) > self._quota(namespace) and self._evict(namespace):
+                pass
+        return num_before - self.num_committed
+
     def restore(self, records: Sequence[Record]) -> None:
         """Take over what an earlier life of this member left, one record per slot. Only for an index without a past.
 
@@ -208,6 +235,7 @@ class PoolIndex:
         """
         assert len(records) == self.num_slots == self._slots.num_free
         reserved: dict[tuple[int, Life], list[int]] = {}
+        chain: list[int] = []
         # As they were committed: the tail of a chain is to go first.
         for slot in sorted(range(self.num_slots), key=lambda slot: (records[slot].ticket, -records[slot].position)):
             record = records[slot]
@@ -217,8 +245,12 @@ class PoolIndex:
                 reserved.setdefault((record.ticket, record.writer), []).insert(0, slot)
             elif record.state is State.COMMITTED and record.key not in self._slot_of:
                 self._slots.fill(slot, record)
-                self._slots.enter_idle(slot)
                 self._slot_of[record.key] = slot
+                if chain and self._slots.records[chain[-1]].ticket != record.ticket:
+                    self._slots.enter_idle(chain)
+                    chain = []
+                chain.append(slot)
+        self._slots.enter_idle(chain)
         for (ticket, writer), slots in reserved.items():
             self._fenced[ticket] = _Reservation(writer, 0.0, tuple(slots))
 
@@ -227,6 +259,15 @@ class PoolIndex:
         return self._slots.take_changes()
 
     # ---- for those who look -------------------------------------------------------------------------------------
+
+    @property
+    def records(self) -> Sequence[Record]:
+        """One per slot."""
+        return self._slots.records
+
+    def writer_of(self, ticket: int) -> Life | None:
+        held = self._reservations.get(ticket) or self._fenced.get(ticket)
+        return held.writer if held is not None else None
 
     @property
     def num_free(self) -> int:
@@ -287,10 +328,17 @@ class PoolIndex:
 
     def _make_room(self, namespace: bytes, spared: set[int]) -> bool:
         """Have a free slot, by forgetting if need be. Who is at its quota makes room among its own blocks."""
-        at_quota = self._slots.held_by(namespace) >= self._namespace_slots
-        if self._slots.num_free and not at_quota:
-            return True
-        oldest = self._slots.oldest_idle(namespace if at_quota else None)
+        while self._slots.held_by(namespace) >= self._quota(namespace):
+            if not self._evict(namespace, spared):
+                return False
+        return self._slots.num_free > 0 or self._evict(None, spared)
+
+    def _quota(self, namespace: bytes) -> int:
+        return self._quotas.get(namespace, self._namespace_slots)
+
+    def _evict(self, namespace: bytes | None, spared: Collection[int] = ()) -> bool:
+        """Forget the next one to go: of one namespace, or of all."""
+        oldest = self._slots.next_idle(namespace)
         if oldest is None or oldest in spared:
             return False
         self.counters.evicted += 1
@@ -298,7 +346,10 @@ class PoolIndex:
         return True
 
     def _settle(self, slot: int, written: Written | None) -> bool:
-        """End a slot's reservation. Someone else may have committed the same block meanwhile; one is enough."""
+        """End a slot's reservation; whether it holds a block now, which is to be entered as idle.
+
+        Someone else may have committed the same block meanwhile; one is enough.
+        """
         record = self._slots.records[slot]
         if self._writing.get(record.key) == slot:
             del self._writing[record.key]
@@ -307,7 +358,6 @@ class PoolIndex:
             return False
         said = replace(record, checksum=written.checksum, num_bytes=written.num_bytes, form=written.form)
         self._slots.change(slot, replace(said, state=State.COMMITTED, writer=None))
-        self._slots.enter_idle(slot)
         self._slot_of[record.key] = slot
         return True
 
@@ -328,6 +378,7 @@ class PoolIndex:
             self._slots.drop(slot)
 
     def _end_lease(self, lease: int) -> None:
+        unread: list[int] = []
         for slot in reversed(self._leases.pop(lease).slots):
             self._readers[slot] -= 1
             if self._readers[slot]:
@@ -336,4 +387,5 @@ class PoolIndex:
             if self._slots.records[slot].state is State.DOOMED:
                 self._slots.drop(slot)
             else:
-                self._slots.enter_idle(slot)
+                unread.append(slot)
+        self._slots.enter_idle(unread)

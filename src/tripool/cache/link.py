@@ -21,6 +21,10 @@ from tripool.errors import ArenaError
 from tripool.messages import Life
 
 _UNSENT_RELEASES = 16
+_LOOK_S = 150e-6
+"""Look for an answer for so long before sleeping: members answer sooner than a sleeper is woken."""
+_FROM_DISK = 0.5
+"""Part of the time that is waited for an answer in which it may wait for blocks from disk."""
 
 AnswerT = TypeVar("AnswerT", wire.Opened, wire.Found, wire.Granted, wire.Told, wire.Purged)
 
@@ -105,16 +109,21 @@ class Link:
 
     def look_up(self, namespace: bytes, keys: tuple[bytes, ...]) -> int | None:
         done = self._take_done()
-        return self.ask(wire.Lookup(self._next(), self._life, namespace, keys[: wire.MAX_KEYS], done))
+        wait_ms = int(_FROM_DISK * self._wait_s * 1e3)
+        return self.ask(wire.Lookup(self._next(), self._life, namespace, keys[: wire.MAX_KEYS], done, wait_ms))
 
-    def reserve(self, namespace: bytes, keys: tuple[bytes, ...]) -> int | None:
-        return self.ask(wire.Reserve(self._next(), self._life, namespace, keys[: wire.MAX_KEYS]))
+    def reserve(self, namespace: bytes, keys: tuple[bytes, ...], depths: tuple[int, ...] = ()) -> int | None:
+        asked = keys[: wire.MAX_KEYS], depths[: wire.MAX_KEYS]
+        return self.ask(wire.Reserve(self._next(), self._life, namespace, *asked))
 
     def count(self) -> int | None:
         return self.ask(wire.Ask(self._next()))
 
     def purge(self, namespace: bytes) -> int | None:
         return self.ask(wire.Purge(self._next(), namespace))
+
+    def limit(self, slots: dict[bytes, int]) -> int | None:
+        return self.ask(wire.Quotas(self._next(), slots))
 
     def release(self, lease: int, bad: tuple[int, ...] = ()) -> None:
         """Goes with the next question, or with `flush`: waking the member for it alone would cost as much as asking."""
@@ -139,7 +148,7 @@ class Link:
             slots, checksums, sizes = zip(*written, strict=True) if written else ((), (), ())
             self.tell(wire.Commit(self._life, ticket, slots, checksums, sizes, form))
 
-    def ask(self, question: wire.Open | wire.Lookup | wire.Reserve | wire.Ask | wire.Purge) -> int | None:
+    def ask(self, question: wire.Open | wire.Lookup | wire.Reserve | wire.Ask | wire.Purge | wire.Quotas) -> int | None:
         """The question's number, or None when it cannot be sent."""
         return question.number if self.tell(question) else None
 
@@ -199,15 +208,26 @@ class Link:
         if self._socket is None:
             return None
         try:
-            if not self._readable.poll(math.ceil(wait_s * 1e3)):
+            num_bytes = self._recv(self._socket, wait_s)
+            if num_bytes is None:
                 return None
-            num_bytes = self._socket.recv_into(self._heard)
             if num_bytes:
                 return wire.decode_answer(self._heard[:num_bytes])
         except (OSError, msgspec.DecodeError):
             pass  # dead, or not speaking our language: the same to us
         self.close()
         return None
+
+    def _recv(self, line: socket.socket, wait_s: float) -> int | None:
+        """Bytes of the next message, 0 at the end of the line, None when nothing came in time."""
+        look_until_s = time.monotonic() + min(wait_s, _LOOK_S)
+        while True:
+            try:
+                return line.recv_into(self._heard)
+            except BlockingIOError:
+                if time.monotonic() >= look_until_s:
+                    break
+        return line.recv_into(self._heard) if self._readable.poll(math.ceil(wait_s * 1e3)) else None
 
     def _next(self) -> int:
         self._number += 1

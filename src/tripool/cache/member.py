@@ -14,7 +14,9 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,17 +24,23 @@ import msgspec
 from tripool.cache import wire
 from tripool.cache.arena import MAX_WORKER_NAME_BYTES, Arena
 from tripool.cache.index import PoolIndex
-from tripool.cache.records import Written
+from tripool.cache.promotion import Tiers
+from tripool.cache.records import Hit, State, Written
+from tripool.cache.spool import Spool
 from tripool.config import CacheConfig
 from tripool.messages import Life, Reaped, Suspect
 
 LOOK_AROUND_S = 0.5
 """How often an idle member looks whether its parent is still there."""
+_LINGER_S = 200e-6
+"""After a message look for the next one for so long before sleeping: being woken takes as long as a look-up."""
 _WAITING_PEERS = 128
 _TOLD_NAMESPACES = 1000
 """The largest ones: an answer must fit into one message."""
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group of a peer."""
+
+Send = Callable[[bytes], None]
 
 
 class Member:
@@ -53,15 +61,28 @@ class Member:
         )
         if left is not None:
             self.index.restore(left.records())
+            for record in left.records():
+                # Read from disk by an earlier life of this member, whose threads are as dead as it is.
+                if record.state is State.RESERVED and record.writer and record.writer.worker == life.worker:
+                    self.index.at_rest(record.writer)
+        self.tiers = Tiers(self.index, life)
+        share = (config.namespace_slots or config.num_slots) / config.num_slots
+        self.spool = Spool(life.worker, config.disk, self.tiers, self.arena, share) if config.disk else None
+        self._disk_bytes = config.disk.num_bytes if config.disk else 0
+        self._parked: dict[int, tuple[int, Send]] = {}
+        """Look-ups that wait for the disk: the question's number, and where its answer goes."""
         self._write_headers()
         self._num_strange = 0
         self._last_reserve: dict[Life, int] = {}
         """Number of each writer's latest reservation."""
 
-    def answer(self, data: bytes | memoryview, now_s: float, lives: set[Life]) -> bytes | None:
+    def answer(
+        self, data: bytes | memoryview, now_s: float, lives: set[Life], send: Send | None = None
+    ) -> bytes | None:
         """The reply to one message, if it wants one. What cannot be read is counted and dropped.
 
-        `lives` collects those in whose name something was asked: they are lost when their line is.
+        `lives` collects those in whose name something was asked: they are lost when their line is. `send` takes answers
+        that must wait for the disk; without it nothing waits.
         """
         try:
             question = wire.decode_question(data)
@@ -70,7 +91,7 @@ class Member:
             return None
         if isinstance(question, (wire.Lookup, wire.Reserve)):
             lives.add(question.life)
-        reply = self._reply(question, now_s)
+        reply = self._reply(question, now_s, send)
         self._write_headers()
         return None if reply is None else wire.encode(reply)
 
@@ -82,10 +103,35 @@ class Member:
         self.index.lost(life)
         self._write_headers()
 
-    def _reply(self, question: wire.Question, now_s: float) -> wire.Answer | None:
+    def turn(self, now_s: float) -> None:
+        """What the disk has done, what it is to do, and answers that waited for it."""
+        if self.spool is None:
+            return
+        self.spool.turn(now_s)
+        answers = [(*self._parked.pop(waited), hit) for waited, hit in self.tiers.answers(now_s)]
+        self._write_headers()
+        for number, send, hit in answers:
+            send(wire.encode(self._found(number, hit)))
+
+    def hang_up(self, send: Send) -> None:
+        """Nobody hears these answers any more."""
+        for waited in [waited for waited, (_, to) in self._parked.items() if to == send]:
+            del self._parked[waited]
+            self.tiers.give_up(waited)
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        return self.tiers.next_deadline_s
+
+    def close(self) -> None:
+        if self.spool is not None:
+            self.spool.close()
+        self.arena.remove()
+
+    def _reply(self, question: wire.Question, now_s: float, send: Send | None) -> wire.Answer | None:
         match question:
             case wire.Lookup():
-                return self._look_up(question, now_s)
+                return self._look_up(question, now_s, send)
             case wire.Release(life, leases, bad):
                 for lease in leases:
                     self.index.release(lease, life, bad)
@@ -103,7 +149,9 @@ class Member:
             case wire.Ask(number):
                 return self._told(number)
             case wire.Purge(number, namespace):
-                return wire.Purged(number, self.index.purge(namespace))
+                return self._purge(number, namespace, send)
+            case wire.Quotas(number, slots):
+                return wire.Purged(number, self.tiers.set_quotas(slots))
             case Suspect(life):
                 self.index.lost(life)
             case Reaped(life):
@@ -111,12 +159,29 @@ class Member:
                 self.index.reaped(life)
         return None
 
-    def _look_up(self, question: wire.Lookup, now_s: float) -> wire.Found:
+    def _look_up(self, question: wire.Lookup, now_s: float, send: Send | None) -> wire.Found | None:
         for lease in question.done:
             self.index.release(lease, question.life)
-        hit = self.index.lookup(question.keys, question.life, question.namespace, now_s)
+        wait_s = question.wait_ms / 1e3 if send is not None else 0.0
+        hit = self.tiers.lookup(question.keys, question.life, question.namespace, now_s, wait_s)
+        if isinstance(hit, Hit):
+            return self._found(question.number, hit)
+        assert send is not None
+        self._parked[hit] = question.number, send
+        return None
+
+    def _purge(self, number: int, namespace: bytes, send: Send | None) -> wire.Purged | None:
+        """What is on disk is purged when that was written down."""
+        num_blocks, purge = self.tiers.purge(namespace)
+        purged = wire.Purged(number, num_blocks)
+        if self.spool is None or send is None:
+            return purged
+        self.spool.purge(namespace, purge, partial(send, wire.encode(purged)))
+        return None
+
+    def _found(self, number: int, hit: Hit) -> wire.Found:
         return wire.Found(
-            question.number,
+            number,
             self.arena.nonce,
             hit.lease,
             tuple(block.slot for block in hit.blocks),
@@ -130,7 +195,7 @@ class Member:
             self._num_strange += 1
             return None
         self._last_reserve[question.life] = question.number
-        grant = self.index.reserve(question.keys, question.life, question.namespace, now_s)
+        grant = self.index.reserve(question.keys, question.life, question.namespace, now_s, question.depths)
         return wire.Granted(question.number, self.arena.nonce, grant.ticket, grant.positions, grant.slots)
 
     def _commit(self, told: wire.Commit) -> None:
@@ -157,10 +222,29 @@ class Member:
             expired_leases=counters.expired_leases,
             strange_messages=self._num_strange,
             held=dict(Counter(index.held).most_common(_TOLD_NAMESPACES)),
+            disk=self._disk(),
+        )
+
+    def _disk(self) -> wire.Disk | None:
+        tier = self.tiers.disk
+        if self.spool is None or tier is None:
+            return wire.Disk(self.spool.state, self._disk_bytes) if self.spool is not None else None
+        told = tier.counters
+        return wire.Disk(
+            self.spool.state,
+            self._disk_bytes,
+            sum(tier.held_bytes.values()),
+            tier.num_copies,
+            tier.num_pending,
+            told.written,
+            told.promoted,
+            told.lost,
+            told.forgotten,
+            told.bad,
         )
 
     def _write_headers(self) -> None:
-        for slot, record in self.index.take_changes():
+        for slot, record in self.tiers.take_changes():
             self.arena.write_header(slot, record)
 
 
@@ -168,6 +252,11 @@ class Member:
 class _Line:
     socket: socket.socket
     lives: set[Life] = field(default_factory=set)
+
+    def send(self, data: bytes) -> None:
+        """What is not read is its own loss, and who has gone is noticed when it is heard."""
+        with suppress(OSError):
+            self.socket.send(data)
 
 
 class Door:
@@ -189,11 +278,15 @@ class Door:
     def serve(self, member: Member, wake: socket.socket, still_wanted: Callable[[], bool]) -> None:
         """Answer until something arrives on `wake`, or nobody wants us any more."""
         self._ready.register(wake, select.EPOLLIN)
+        if member.spool is not None:
+            self._ready.register(member.spool, select.EPOLLIN)
         looked_s = time.monotonic()
+        ready: list[tuple[int, int]] = []
         while True:
-            deadline_s, now_s = member.index.next_deadline_s, time.monotonic()
+            deadline_s, now_s = member.next_deadline_s, time.monotonic()
             wait_s = LOOK_AROUND_S if deadline_s is None else min(LOOK_AROUND_S, max(0.0, deadline_s - now_s))
-            ready = self._ready.poll(wait_s)
+            ready = self._linger() if ready else []
+            ready = ready or self._ready.poll(wait_s)
             now_s = time.monotonic()
             if now_s >= looked_s + LOOK_AROUND_S:
                 looked_s = now_s
@@ -205,8 +298,15 @@ class Door:
                     return
                 if fd == self._listener.fileno():
                     self._accept()
-                else:
+                elif fd in self._lines:
                     self._answer(member, self._lines[fd], now_s)
+            member.turn(now_s)
+
+    def _linger(self) -> list[tuple[int, int]]:
+        until_s = time.monotonic() + _LINGER_S
+        while not (ready := self._ready.poll(0)) and time.monotonic() < until_s:
+            pass
+        return ready
 
     def close(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -234,7 +334,7 @@ class Door:
         try:
             num_bytes = line.socket.recv_into(self._heard)
             if num_bytes:
-                reply = member.answer(self._heard[:num_bytes], now_s, line.lives)
+                reply = member.answer(self._heard[:num_bytes], now_s, line.lives, line.send)
                 if reply is not None:
                     line.socket.send(reply)
                 return
@@ -242,6 +342,7 @@ class Door:
             return  # it does not read its answers; those are its own loss
         except OSError:
             pass
+        member.hang_up(line.send)
         for life in line.lives:
             member.lost(life)
         del self._lines[line.socket.fileno()]
@@ -262,5 +363,5 @@ def run_member(folder: Path, life: Life, config: CacheConfig) -> None:
         door = Door(wire.address(folder, life.worker))
         door.serve(member, wake, lambda: os.getppid() == parent)
         door.close()
-        member.arena.remove()
+        member.close()
         signal.set_wakeup_fd(-1)

@@ -4,7 +4,7 @@
 |---|---|---|---|
 | free | free | no | yes |
 | reserved | reserved, with its writer | no | no: someone may write there |
-| committed | committed | yes | when nobody reads it, the least recently used first |
+| committed | committed | yes | when nobody reads it, in the order of `eviction` |
 | doomed | free | no | when its last reader lets go |
 """
 
@@ -15,6 +15,7 @@ from enum import IntEnum
 from functools import lru_cache
 from hashlib import blake2b
 
+from tripool.core import SALT_MARK
 from tripool.messages import Life
 
 NAMESPACE_BYTES = 16
@@ -22,8 +23,13 @@ NAMESPACE_BYTES = 16
 
 @lru_cache(maxsize=4096)
 def namespace_tag(namespace: str) -> bytes:
-    """How the pool knows a tenant: by a digest, so that arenas and counters hold no names."""
-    return blake2b(namespace.encode(), digest_size=NAMESPACE_BYTES, person=b"tripool-space").digest()
+    """How the pool knows a tenant: by a digest, so that arenas and counters hold no names.
+
+    What a client adds to its namespace is not in it, or one tenant could have as many quotas as it thinks up salts.
+    Blocks under different salts are apart all the same: by their keys.
+    """
+    owner = namespace.partition(SALT_MARK)[0]
+    return blake2b(owner.encode(), digest_size=NAMESPACE_BYTES, person=b"tripool-space").digest()
 
 
 class State(IntEnum):
@@ -42,7 +48,7 @@ class Record:
     namespace: bytes = b""
     ticket: int = 0
     position: int = 0
-    """Among the keys of its reservation."""
+    """In its chain, counted from the first block: the later, the more it costs to compute."""
     writer: Life | None = None
     checksum: int = 0
     num_bytes: int = 0

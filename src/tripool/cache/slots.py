@@ -1,25 +1,26 @@
-"""The slots of one arena: what each is, which are free, and which unread block was used longest ago. Pure.
+"""The slots of one arena: what each is, which are free, and which unread block is the next to go. Pure.
 
 Knows no leases, deadlines or lives: the index decides, and this keeps the books.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
+from collections.abc import Sequence
 
+from tripool.cache.eviction import Eviction
 from tripool.cache.records import Record, State
 
 _FREE = Record()
 
 
 class SlotTable:
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, order: Eviction) -> None:
         assert num_slots > 0
+        self._order = order
         self.records = [_FREE] * num_slots
         self._free: dict[int, None] = dict.fromkeys(range(num_slots))
         """In order of giving out."""
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        self._idle_in: dict[bytes, OrderedDict[int, None]] = {}
         self._held: Counter[bytes] = Counter()
         self._changed: dict[int, None] = {}
 
@@ -53,7 +54,7 @@ class SlotTable:
         self._changed[slot] = None
 
     def drop(self, slot: int) -> None:
-        assert slot not in self._idle
+        self._order.forget(slot)
         namespace = self.records[slot].namespace
         self._held[namespace] -= 1
         if not self._held[namespace]:
@@ -62,25 +63,19 @@ class SlotTable:
         self.records[slot] = _FREE
         self._changed[slot] = None
 
-    def enter_idle(self, slot: int) -> None:
-        """Unread from now on, and used just now."""
-        self._idle[slot] = None
-        self._idle_in.setdefault(self.records[slot].namespace, OrderedDict())[slot] = None
+    def enter_idle(self, tail_first: Sequence[int]) -> None:
+        """Used together just now, and unread from now on."""
+        self._order.enter((slot, self.records[slot]) for slot in tail_first)
 
     def leave_idle(self, slot: int) -> None:
-        namespace = self.records[slot].namespace
-        del self._idle[slot]
-        del self._idle_in[namespace][slot]
-        if not self._idle_in[namespace]:
-            del self._idle_in[namespace]
+        self._order.leave(slot)
 
     def is_idle(self, slot: int) -> bool:
-        return slot in self._idle
+        return slot in self._order
 
-    def oldest_idle(self, namespace: bytes | None = None) -> int | None:
-        """Used longest ago: of all, or of one namespace."""
-        idle = self._idle if namespace is None else self._idle_in.get(namespace)
-        return next(iter(idle), None) if idle else None
+    def next_idle(self, namespace: bytes | None = None) -> int | None:
+        """The next one to go: of all, or of one namespace."""
+        return self._order.first(namespace)
 
     def take_changes(self) -> list[tuple[int, Record]]:
         changed = [(slot, self.records[slot]) for slot in self._changed]
@@ -90,10 +85,9 @@ class SlotTable:
     def check(self) -> None:
         for slot, record in enumerate(self.records):
             assert (record.state is State.FREE) == (slot in self._free), f"slot {slot} is {record.state.name}"
-            assert record.state is State.COMMITTED or slot not in self._idle, f"idle slot {slot} is not committed"
         held = Counter(record.namespace for record in self.records if record.state is not State.FREE)
         assert held == self._held, "namespaces are miscounted"
-        by_namespace: dict[bytes, list[int]] = {}
-        for slot in self._idle:
-            by_namespace.setdefault(self.records[slot].namespace, []).append(slot)
-        assert {name: list(slots) for name, slots in self._idle_in.items()} == by_namespace, "idle slots disagree"
+        idle = {slot: record for slot, record in enumerate(self.records) if slot in self._order}
+        for slot, record in idle.items():
+            assert record.state is State.COMMITTED, f"idle slot {slot} is not committed"
+        self._order.check(idle)

@@ -2,7 +2,7 @@
 
 | from | to | messages |
 |---|---|---|
-| peer | member | Open, Lookup, Release, Reserve, Commit, Ask, Purge |
+| peer | member | Open, Lookup, Release, Reserve, Commit, Ask, Purge, Quotas |
 | member | peer | Opened, Found, Granted, Told, Purged |
 | supervisor | member | Suspect, Reaped (see `tripool.messages`) |
 
@@ -59,6 +59,8 @@ class Lookup(_Message, frozen=True):
     keys: tuple[Key, ...]
     done: tuple[int, ...] = ()
     """Leases that are not needed any more."""
+    wait_ms: Small = 0
+    """How long the answer may wait for blocks that come from disk."""
 
 
 class Release(_Message, frozen=True):
@@ -73,6 +75,8 @@ class Reserve(_Message, frozen=True):
     life: Life
     namespace: Key
     keys: tuple[Key, ...]
+    depths: tuple[Small, ...] = ()
+    """Where each of them is in its chain: later blocks cost more to compute again."""
 
 
 class Commit(_Message, frozen=True):
@@ -93,6 +97,13 @@ class Ask(_Message, frozen=True):
 class Purge(_Message, frozen=True):
     number: int
     namespace: Key
+
+
+class Quotas(_Message, frozen=True):
+    """Most slots of these namespaces, instead of all that was said before. Answered by Purged."""
+
+    number: int
+    slots: dict[Key, Natural]
 
 
 # ---- member to peer ----------------------------------------------------------------------------------------------
@@ -129,6 +140,25 @@ class Granted(_Message, frozen=True):
     slots: tuple[int, ...]
 
 
+class Disk(msgspec.Struct, frozen=True, array_like=True):
+    """The tier behind a member's memory."""
+
+    state: str
+    """opening, on, or why it is off."""
+    num_bytes: int
+    used_bytes: int = 0
+    blocks: int = 0
+    pending: int = 0
+    """Blocks of memory that have no copy yet."""
+    written: int = 0
+    promoted: int = 0
+    """Blocks that came back to memory."""
+    lost: int = 0
+    """Forgotten by memory before they could be written."""
+    forgotten: int = 0
+    bad: int = 0
+
+
 class Told(_Message, frozen=True):
     number: int
     slot_bytes: int
@@ -147,6 +177,7 @@ class Told(_Message, frozen=True):
     strange_messages: int
     held: dict[bytes, int]
     """Slots in use by `namespace_tag`, of the largest namespaces."""
+    disk: Disk | None = None
 
 
 class Purged(_Message, frozen=True):
@@ -154,7 +185,7 @@ class Purged(_Message, frozen=True):
     num_blocks: int
 
 
-Question = Open | Lookup | Release | Reserve | Commit | Ask | Purge | Suspect | Reaped
+Question = Open | Lookup | Release | Reserve | Commit | Ask | Purge | Quotas | Suspect | Reaped
 Answer = Opened | Found | Granted | Told | Purged
 
 _encoder = msgspec.msgpack.Encoder()

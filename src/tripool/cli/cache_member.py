@@ -24,10 +24,13 @@ def register(app: typer.Typer) -> None:
         num_slots: Annotated[int, typer.Option()],
         epoch: Annotated[int, typer.Option()],
         leash: Annotated[int, typer.Option()],
+        disk_bytes: Annotated[int, typer.Option()] = 0,
+        disk_dir: Annotated[Path | None, typer.Option()] = None,
+        disk_fingerprint: Annotated[str, typer.Option()] = "",
     ) -> None:
         """Keep blocks for prefill and decode workers of this machine."""
         from tripool.cache.member import run_member
-        from tripool.config import CacheConfig
+        from tripool.config import CacheConfig, DiskConfig
         from tripool.fabric.leash import Leash
         from tripool.messages import Life, Ready
 
@@ -36,7 +39,10 @@ def register(app: typer.Typer) -> None:
         tied.send(Ready(life))
         # Who its parent is says nothing if that died before anybody looked; the leash knows also then.
         threading.Thread(target=_end_with, args=(tied,), daemon=True).start()
-        run_member(folder, life, CacheConfig(slot_bytes=slot_bytes, num_slots=num_slots))
+        disk = None
+        if disk_bytes:
+            disk = DiskConfig(folder=str(disk_dir), num_bytes=disk_bytes, fingerprint=disk_fingerprint)
+        run_member(folder, life, CacheConfig(slot_bytes=slot_bytes, num_slots=num_slots, disk=disk))
         tied.close()  # not before: without it, the supervisor would take this process for dead
 
 

@@ -24,13 +24,21 @@ class RunFolder:
     def __init__(self, parent: Path | None = None) -> None:
         parent = parent or memory_folder()
         _sweep(parent)
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        self.lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self.lock, fcntl.LOCK_EX)
+        self.path, self.lock = _make(parent)
+        while not (self.path / _LOCK).exists():  # taken for a dead run's by another's sweep, just before it was locked
+            os.close(self.lock)
+            self.path, self.lock = _make(parent)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self.lock)
+
+
+def _make(parent: Path) -> tuple[Path, int]:
+    path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return path, lock
 
 
 def gateway_address(folder: Path) -> str:
@@ -44,19 +52,45 @@ def folder_of(address: str) -> Path:
     return Path(address.removeprefix("ipc://")).parent
 
 
+def run_folders(parent: Path) -> list[tuple[Path, bool]]:
+    """Those of this user's runs, and of each whether all the processes that used it are dead."""
+    found = []
+    for folder in sorted(parent.glob(f"{_PREFIX}*")):
+        lock = _open_lock(folder)
+        if lock is not None:
+            found.append((folder, _try_lock(lock)))
+            os.close(lock)
+    return found
+
+
+def remove_if_stale(folder: Path) -> None:
+    lock = _open_lock(folder)
+    if lock is not None:
+        if _try_lock(lock):
+            shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
 def _sweep(parent: Path) -> None:
     """Remove what runs of this user left behind when all their processes were killed."""
     for folder in parent.glob(f"{_PREFIX}*"):
-        try:
-            if folder.stat().st_uid != os.getuid():
-                continue
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            continue  # not one of ours, or going away by itself
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        except BlockingIOError:
-            pass  # in use
-        finally:
-            os.close(lock)
+        remove_if_stale(folder)
+
+
+def _open_lock(folder: Path) -> int | None:
+    """None: not one of ours, or going away by itself."""
+    try:
+        if folder.stat().st_uid != os.getuid():
+            return None
+        return os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+
+
+def _try_lock(lock: int) -> bool:
+    """False: in use."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

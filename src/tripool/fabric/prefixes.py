@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tripool.cache.client import PoolClient
-from tripool.cache.keys import block_key, root_key
+from tripool.cache.copying import Staging
+from tripool.cache.keys import next_key, stretches
 from tripool.core import BLOCK_TOKENS, Request
 from tripool.fabric.seam import PoolEngine
 
@@ -22,11 +23,16 @@ _MAX_PUBLISHING = 64
 
 @dataclass(slots=True, eq=False)
 class _Publishing:
-    namespace: str
+    request: Request
     keys: Sequence[bytes]
     blocks: list[int]
     position: int
     form: int
+
+    @property
+    def namespace(self) -> str:
+        """Of the next block."""
+        return next(name for name, _, stop in _stretches(self.request, len(self.keys)) if self.position < stop)
 
 
 class Prefixes:
@@ -34,32 +40,39 @@ class Prefixes:
         self._engine, self._pool = engine, pool
         self._waiting: deque[_Publishing] = deque()
         self._staging = bytearray(engine.block_bytes)
+        self._fetched = Staging(engine.block_bytes)
 
     @property
     def pending(self) -> bool:
         return bool(self._waiting)
 
-    def fetch(self, request: Request) -> None:
-        """Bring what the pool knows of the prompt into the engine's own memory, where it will be found."""
+    def fetch(self, request: Request) -> int:
+        """Bring what the pool knows of the prompt into the engine's own memory, where it will be found.
+
+        Returns how many tokens that are.
+        """
         keys = self._keys(request, len(request.prompt_ids) - 1)  # the last token is always computed
         if not keys:
-            return
+            return 0
         kept = self._engine.keep(keys)
-        num_known = len(kept)
-        if num_known < len(keys):
-            with self._pool.find(keys, namespace=request.namespace, first=num_known) as prefix:
+        num_known = num_own = len(kept)
+        for namespace, first, stop in _stretches(request, len(keys)):
+            if not first <= num_known < stop:
+                continue  # known already, or behind a gap
+            with self._pool.find(keys[:stop], namespace=namespace, first=num_known) as prefix:
                 self._engine.keep_more(kept, prefix.num_blocks)
-                buffers = [bytearray(self._engine.block_bytes) for _ in kept[num_known:]]
+                buffers = self._fetched.take(len(kept) - num_known)
                 num_read = prefix.read(buffers)
             for block, buffer in zip(kept[num_known:], buffers[:num_read], strict=False):
-                self._engine.import_block(block, memoryview(buffer))
+                self._engine.import_block(block, buffer.data)
             num_known += num_read
         self._engine.let_go(kept, keys[:num_known])
+        return (num_known - num_own) * BLOCK_TOKENS
 
-    def publish(self, keys: Sequence[bytes], blocks: Sequence[memoryview], namespace: str) -> None:
+    def publish(self, keys: Sequence[bytes], blocks: Sequence[memoryview], request: Request) -> None:
         """Blocks of a prompt, as they stand in an outbox."""
-        if keys:
-            self._pool.store(keys, blocks, namespace=namespace, form=PROMPT_FORM)
+        for namespace, first, stop in _stretches(request, len(keys)):
+            self._pool.store(keys[:stop], blocks[first:stop], namespace=namespace, first=first, form=PROMPT_FORM)
 
     def publish_later(self, request: Request, keys: Sequence[bytes]) -> None:
         """The blocks of a finished answer, which are free already but not forgotten."""
@@ -71,7 +84,7 @@ class Prefixes:
 
     def _wait(self, request: Request, keys: Sequence[bytes], first: int, form: int) -> None:
         if first < len(keys) and len(self._waiting) < _MAX_PUBLISHING:
-            self._waiting.append(_Publishing(request.namespace, keys, self._engine.keep(keys), first, form))
+            self._waiting.append(_Publishing(request, keys, self._engine.keep(keys), first, form))
 
     def work(self, budget_bytes: int) -> None:
         """Publish a little of what waits."""
@@ -97,9 +110,12 @@ class Prefixes:
     def _keys(self, request: Request, num_tokens: int) -> list[bytes]:
         """Of the full blocks among a prompt's first tokens."""
         keys: list[bytes] = []
-        parent = root_key(self._engine.name, request.namespace)
-        prompt = request.prompt_ids
+        prompt, namespace, num_public = request.prompt_ids, request.namespace, request.public_tokens // BLOCK_TOKENS
         for start in range(0, num_tokens // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS):
-            parent = block_key(parent, prompt[start : start + BLOCK_TOKENS])
-            keys.append(parent)
+            tokens = prompt[start : start + BLOCK_TOKENS]
+            keys.append(next_key(keys, tokens, model=self._engine.name, namespace=namespace, num_public=num_public))
         return keys
+
+
+def _stretches(request: Request, num_blocks: int) -> list[tuple[str, int, int]]:
+    return stretches(request.namespace, request.public_tokens // BLOCK_TOKENS, num_blocks)

@@ -42,8 +42,17 @@ class Faults:
             case "cache restart":
                 member = world.dice.pick(world.members)
                 if member.up:
-                    member.up = False
+                    member.fall()
                     world.clock.expect(heal_s, self._restart, member)
+            case "purge":
+                namespace = world.dice.pick(["", "other"])
+                for member in world.members:
+                    if member.up:
+                        member.purge(namespace)
+            case "disk full":
+                world.dice.pick(world.members).fill_disk()
+            case "disk rot":
+                world.dice.pick(world.members).rot(world.dice.between(0, 2))
             case "gateway restart" if world.coordinator is not None:
                 self._kill_gateway(fault.length_s)
             case "drain" if world.coordinator is not None:

@@ -105,6 +105,20 @@ class Judge:
         self._end(request_id, error.code)
         return client.request
 
+    def refused(self, request: Request, error: TripoolError) -> None:
+        """By the door: only where that may be, with a reason that fits, and before anybody was asked for anything."""
+        client = self._open[request.id]
+        begun = any(client.num_seen) or any((request.id, choice) in self._placed for choice in range(request.params.n))
+        assert not begun, f"{request.id}: refused after it was begun"
+        assert self.may_refuse, f"{request.id}: refused although there was room: {error}"
+        assert error.status == 429 and getattr(error, "retry_after_s", 0) > 0, f"{request.id}: refused without advice"
+        promised = error.code != "ttft_unreachable" or request.promise.ttft_ms is not None
+        assert promised, f"{request.id}: refused for a promise that it never had"
+        self._end(request.id, error.code)
+
+    def request(self, request_id: str) -> Request:
+        return self._open[request_id].request
+
     def reset(self) -> list[Request]:
         """The gateway died, and every client's connection with it. Returns what they had asked for."""
         requests = [client.request for client in self._open.values()]

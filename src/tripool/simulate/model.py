@@ -14,11 +14,25 @@ from tripool.sequence import Task
 
 END_ID = 0
 VOCAB = 24
+BLOCK_TOKENS = 4
 _EMPTY = -1
 
 
 def root_value(request: Request) -> int:
-    """Before the first token. It tells namespaces apart: a block shared between two gives wrong text."""
+    """Before the first token. It tells namespaces apart: a block shared between two gives wrong text.
+
+    Public blocks have one root for all; behind them the namespace comes in.
+    """
+    return 0 if request.public_tokens >= BLOCK_TOKENS else _salt(request)
+
+
+def salted(value: int, request: Request, position: int) -> int:
+    """What the token at a position is stirred into: the value before it, and right behind public blocks the salt."""
+    behind = request.public_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+    return hash((value, _salt(request))) if position and position == behind else value
+
+
+def _salt(request: Request) -> int:
     return crc32(request.namespace.encode())
 
 
@@ -34,19 +48,20 @@ def sample(value: int, request: Request, choice: int, position: int) -> int:
 def answer(request: Request, choice: int) -> tuple[list[int], FinishReason]:
     """What an undisturbed run gives."""
     value = root_value(request)
-    for token_id in request.prompt_ids:
-        value = next_value(value, token_id)
+    for position, token_id in enumerate(request.prompt_ids):
+        value = next_value(salted(value, request, position), token_id)
     tokens: list[int] = []
     limit = request.params.max_tokens
     assert limit is not None
     while True:
-        token_id = sample(value, request, choice, len(request.prompt_ids) + len(tokens))
+        position = len(request.prompt_ids) + len(tokens)
+        token_id = sample(value, request, choice, position)
         tokens.append(token_id)
         if token_id in request.stop_ids:
             return tokens, "stop"
         if len(tokens) == limit:
             return tokens, "length"
-        value = next_value(value, token_id)
+        value = next_value(salted(value, request, position), token_id)
 
 
 class Memory:
@@ -64,7 +79,7 @@ class Memory:
         value = values[table[at // size] * size + at % size] if at >= 0 else root_value(task.seq.request)
         for token_id in work.tokens:
             at += 1
-            value = next_value(value, token_id)
+            value = next_value(salted(value, task.seq.request, at), token_id)
             values[table[at // size] * size + at % size] = value
         return value
 

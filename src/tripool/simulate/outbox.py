@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tripool.messages import Parcel
+from tripool.simulate.disk import Values
 from tripool.simulate.model import checksum
-from tripool.simulate.pool import Values
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from tripool.config import RouterConfig, SchedulerConfig
-from tripool.core import Request, SamplingParams
+from tripool.config import DoorConfig, RouterConfig, SchedulerConfig
+from tripool.core import Promise, Request, SamplingParams
 from tripool.simulate.dice import Dice
-from tripool.simulate.model import END_ID, VOCAB
+from tripool.simulate.disk import DiskSpec
+from tripool.simulate.model import BLOCK_TOKENS, END_ID, VOCAB
 from tripool.simulate.worker import WorkerSpec
+from tripool.tenants import Limits, Tenant
 
-BLOCK_TOKENS = 4
 CONTEXT_TOKENS = 64
 
 FaultKind = Literal[
-    "kill", "stop", "slow", "cut", "loss", "spoil", "cache restart", "gateway restart", "burst", "drain"
+    "kill", "stop", "slow", "cut", "loss", "spoil", "cache restart", "gateway restart", "burst", "drain", "purge",
+    "disk full", "disk rot",
 ]  # fmt: skip
 """cut: a connection breaks and both ends notice. loss: messages vanish and nobody notices. spoil: parcels change after
-they were packed. burst: more at once than memory holds."""
+they were packed. burst: more at once than memory holds. purge: a tenant's blocks are to be forgotten. disk full, disk
+rot: a cache member's disk takes nothing more, or has changed what was on it."""
 
 _COMMON: tuple[FaultKind, ...] = (
     "kill", "kill", "stop", "stop", "stop", "slow", "cut", "loss", "spoil", "cache restart", "burst"
@@ -41,9 +44,19 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """How requests come in: the door, and whose they are."""
+
+    door: DoorConfig
+    tenants: dict[str, Tenant]
+    minds_slots: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
     seed: int
     router: RouterConfig
+    entry: Entry
     workers: dict[str, WorkerSpec]
     num_members: int
     member_slots: int
@@ -51,6 +64,8 @@ class Scenario:
     faults: list[Fault]
     may_refuse: bool
     """The queue is short: some requests are refused, as they should be."""
+    disk: DiskSpec | None = None
+    """Behind every cache member."""
 
 
 def draw(seed: int, *, faults: bool = True) -> Scenario:
@@ -97,7 +112,56 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
             burst = [_request(dice, f"r{len(arrivals) + i}", prompt_tokens=30) for i in range(dice.between(4, 8))]
             arrivals += [Arrival(fault.time_s, request, None) for request in burst]
     num_members, member_slots = dice.between(1, 2), dice.pick([8, 24, 64])
-    return Scenario(seed, router, workers, num_members, member_slots, arrivals, drawn, may_refuse)
+    # Of its own dice, so that the rest of a life is what it was before there was a door.
+    entry = _entry(door_dice := Dice(seed + 2**33), may_refuse)
+    arrivals = [replace(a, request=_promised(door_dice, a.request, entry, may_refuse)) for a in arrivals]
+    disk, disk_faults = _disk(Dice(seed + 2**34), span_s)
+    drawn += disk_faults if faults else []
+    return Scenario(seed, router, entry, workers, num_members, member_slots, arrivals, drawn, may_refuse, disk)
+
+
+def _disk(dice: Dice, span_s: float) -> tuple[DiskSpec | None, list[Fault]]:
+    """Of its own dice too."""
+    kinds: list[FaultKind] = ["purge"] if dice.chance(0.3) else []
+    spec = None
+    if dice.chance(0.8):
+        spec = DiskSpec(num_segments=dice.pick([2, 4, 16, 64]), blocks_per_s=dice.pick([5.0, 50.0, 1e6]))
+        kinds += ["cache restart"] if dice.chance(0.5) else []
+        kinds += ["disk rot"] if dice.chance(0.3) else []
+        kinds += ["disk full"] if dice.chance(0.2) else []
+    return spec, [Fault(dice.uniform(0.5, span_s), kind, dice.uniform(0.05, 0.5)) for kind in kinds]
+
+
+def _entry(dice: Dice, may_refuse: bool) -> Entry:
+    door = DoorConfig(
+        queue_tokens=dice.pick([300, 600]) if may_refuse else 1_000_000,
+        max_wait_s=dice.pick([1.0, 5.0]) if may_refuse else 1e6,
+        window_s=dice.pick([0.005, 0.05, 0.5]),
+        wide_tokens=dice.pick([40, 400, 1_000_000]),
+        credit_s=dice.pick([0.0, 1.0]),
+        compete_s=dice.pick([0.02, 0.5, 60.0]),
+    )
+    rates = [None, None, 25.0, 50.0] if may_refuse else [None]
+    tenants = {
+        name: Tenant(
+            name=name,
+            namespace=name,
+            limits=Limits(
+                requests_per_minute=dice.pick(rates),
+                tokens_per_minute=dice.pick([rate and 40 * rate for rate in rates]),
+                weight=dice.pick([0.5, 1.0, 1.0, 4.0]),
+            ),
+        )
+        for name in ["", "one", "two"][: dice.between(2, 3)]
+    }
+    return Entry(door, tenants, minds_slots=dice.chance(0.5))
+
+
+def _promised(dice: Dice, request: Request, entry: Entry, may_refuse: bool) -> Request:
+    tenant, priority = dice.pick(list(entry.tenants)), dice.pick([0, 0, 0, 0, -1, 3])
+    ttft_ms = dice.pick([None, None, 200.0, 1000.0])
+    promise = Promise(tenant=tenant, priority=priority, ttft_ms=ttft_ms if may_refuse else None)
+    return replace(request, promise=promise)
 
 
 def _arrivals(dice: Dice, span_s: float, count: int) -> list[Arrival]:
@@ -109,7 +173,7 @@ def _arrivals(dice: Dice, span_s: float, count: int) -> list[Arrival]:
 
 
 def _request(dice: Dice, request_id: str, prompt_tokens: int = 0) -> Request:
-    """Prompts share beginnings, so that prefixes are found; two tenants send the same ones."""
+    """Prompts share beginnings, so that prefixes are found; tenants send the same ones, some of them in public."""
     family = dice.between(1, 3)
     shared = [(family * 7 + i) % VOCAB for i in range(dice.pick([0, 4, 9, 18]))]
     own = [1 + dice.bits() % (VOCAB - 1) for _ in range(dice.between(1, 12))]
@@ -125,6 +189,7 @@ def _request(dice: Dice, request_id: str, prompt_tokens: int = 0) -> Request:
         seed=dice.bits() % 2**32,
         end_ids=frozenset({END_ID}),
         namespace=dice.pick(["", "", "other"]),
+        public_tokens=len(shared) // 2 if own[0] % 3 == 0 else 0,
     )
 
 

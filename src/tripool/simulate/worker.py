@@ -96,7 +96,8 @@ class SimWorker:
         self._memory = Memory(spec.config.num_blocks, spec.config.block_tokens)
         self.scheduler = Scheduler(spec.config, model=MODEL, context_tokens=spec.context_tokens)
         self._tasks: list[Task] | None = None
-        """The step that runs."""
+        """The step that runs, and since when."""
+        self._began_s = 0.0
         self._jobs: dict[str, _Job] = {}
         """By the name that the scheduler knows."""
         self._fetches: dict[str, tuple[Begin, Fetch]] = {}
@@ -148,7 +149,8 @@ class SimWorker:
         silent = self._gateway_epoch is not None and now_s - self._heard_s > GATEWAY_SILENCE_S
         if silent or self.disconnected:
             self._reset()
-        for begin, fetch in [self._fetches.pop(name) for name in list(self._fetches)]:
+        for name in [name for name, (_, fetch) in self._fetches.items() if self.pool.is_ready(fetch, now_s)]:
+            begin, fetch = self._fetches.pop(name)
             self._take_prefix(begin, fetch)
             self._add(begin)
         if self._to_pack:
@@ -165,7 +167,7 @@ class SimWorker:
             self.exited = True
             return now_s
         if self.scheduler.busy and (tasks := self.scheduler.schedule()):
-            self._tasks = tasks
+            self._tasks, self._began_s = tasks, now_s
             rows = sum(task.num_rows for task in tasks)
             return now_s + self.spec.token_s * (1 + rows) * self.slowness
         # What waits for room waits for a message; what is under way goes on by itself.
@@ -195,7 +197,8 @@ class SimWorker:
         waiting = scheduler.num_waiting_tokens + sum(len(b.request.prompt_ids) for b, _ in self._fetches.values())
         waiting += sum(a.adopt.parcel.num_tokens for a in self._arrivals)
         running = len(scheduler.decode.running) + len(scheduler.prefill.running) + len(scheduler.detached)
-        self._send(Pulse(self.life, self._num_steps, waiting, running, self.blocks_held))
+        ceiling = scheduler.slo.ceiling if self.spec.role == "decode" else None
+        self._send(Pulse(self.life, self._num_steps, waiting, running, self.blocks_held, ceiling))
 
     def _settle_step(self, now_s: float) -> None:
         if self._tasks is None:
@@ -209,6 +212,7 @@ class SimWorker:
             token = sample(value, seq.request, seq.choice, len(seq.tokens)) if task.samples else None
             sampled.append(None if token is None else Sampled(token))
         events = [self._stamp(event) for event in self.scheduler.settle(tasks, sampled)]
+        self.scheduler.timed(tasks, self._began_s, now_s)
         if events:
             self._send(Tokens(self.life, tuple(events)))
         for task in tasks:
@@ -341,7 +345,7 @@ class SimWorker:
         keys = extend_keys(probe, len(request.prompt_ids) - 1, config.block_tokens, MODEL)
         if not keys or len(self.scheduler.pool.match(keys)) == len(keys):
             return None
-        return self.pool.find(keys, request.namespace, now_s)
+        return self.pool.find(keys, request, now_s)
 
     def _take_prefix(self, begin: Begin, fetch: Fetch) -> None:
         """Copy found blocks into free ones, where the scheduler finds them by their keys."""
@@ -366,7 +370,7 @@ class SimWorker:
         found = self.scheduler.pool.match(seq.keys)
         if found:
             blocks = [self._memory.read(block) for block in found]
-            self.pool.store(seq.keys[: len(found)], blocks, seq.request.namespace, now_s)
+            self.pool.store(seq.keys[: len(found)], blocks, seq.request, now_s)
 
     def _leave(self, seq: Seq) -> None:
         """One choice less; with the last one the job is over."""

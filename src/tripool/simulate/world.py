@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tripool.core import Request
+from tripool.errors import TripoolError
 from tripool.messages import AnyMessage, Life, Reaped, Tokens
 from tripool.router import Coordinator, Emit, Fail, Output, Send, ToSupervisor
 from tripool.simulate.clock import Clock
 from tripool.simulate.dice import Dice
+from tripool.simulate.entrance import Entrance
 from tripool.simulate.judge import Judge
 from tripool.simulate.network import Network
 from tripool.simulate.outbox import Outbox
@@ -75,10 +77,13 @@ class World:
         self.seen: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.num_events = 0
-        self.members = [CacheMember(scenario.member_slots) for _ in range(scenario.num_members)]
+        self.members = [
+            CacheMember(scenario.member_slots, f"cache-{n}", scenario.disk) for n in range(scenario.num_members)
+        ]
         self.places = {name: Place(name, spec) for name, spec in scenario.workers.items()}
         self.network = Network(self.clock, self.dice, list(self.places), self._reach_worker, self._reach_gateway)
         self.coordinator: Coordinator | None = None
+        self.entrance = self._new_entrance()
         self._outboxes: dict[str, Outbox] = {}
         self._reaped: list[Life] = []
         self._gateway_epoch = 0
@@ -107,7 +112,8 @@ class World:
         assert self.now_s < _DEADLINE_S, f"hangs: {self.judge.open_ids}, {self._holders()}"
         self.num_events += 1
         if self.coordinator is not None:
-            assert len(self.coordinator.ledger) == self.judge.num_open, "the ledger and the clients disagree"
+            known = len(self.coordinator.ledger) + len(self.entrance)
+            assert known == self.judge.num_open, "the ledger and the clients disagree"
         if self.num_events % _FULL_CHECK_EVENTS == 0:
             self.check()
 
@@ -120,16 +126,17 @@ class World:
     def _holders(self) -> list[str]:
         found = [p.name for p in self.places.values() if p.process is None or not p.process.holds_nothing]
         held = [m for m in self.members if not m.up or m.index.num_leases or m.index.num_reserved]
-        return [*found, *("cache" for _ in held)]
+        return [*found, *("cache" for _ in held), *([] if self.entrance.idle else ["door"])]
 
     def check(self) -> None:
         if self.coordinator is not None:
             self.coordinator.check(self.now_s - 2 * _TICK_S)
+            self.entrance.check(self.now_s)
         for place in self.places.values():
             if place.process is not None:
                 place.process.check()
         for member in self.members:
-            member.index.check()
+            member.check()
         if self.coordinator is None and self.now_s - self._gateway_died_s > _FREED_S:
             busy = [p.name for p in self.places.values() if p.process and not p.stopped and p.process.blocks_held]
             assert not busy, f"{busy} hold blocks {_FREED_S:g} s after the gateway's death"
@@ -141,7 +148,11 @@ class World:
             assert place.process is not None
             self._remember(place.process)
         self.seen += self.network.seen
+        for member in self.members:
+            member.remember()
+            self.seen += member.seen
         self.seen["dropped events of old attempts"] += self.coordinator.ledger.num_dropped
+        self.seen["waited at the door"] += self.entrance.num_waited
         return Report(
             self.scenario.seed,
             self.num_events,
@@ -164,7 +175,7 @@ class World:
             return
         self.clock.note(f"{request.id} arrives")
         self.judge.arrived(request)
-        self.do(self.coordinator.submit(request, self.now_s))
+        self.entrance.arrive(request, self.now_s)
         if arrival.cancel_s is not None:
             self.clock.expect(self.now_s + arrival.cancel_s, self._cancel, request.id)
 
@@ -178,10 +189,36 @@ class World:
         if self.coordinator is not None:
             self.clock.note(f"{request_id} is cancelled")
             self.judge.cancelled(request_id)
-            self.do(self.coordinator.cancel(request_id, self.now_s))
+            if self.entrance.gone(request_id, self.now_s):
+                self.seen["cancelled at the door"] += 1
+            else:
+                self.do(self.coordinator.cancel(request_id, self.now_s))
+
+    def _new_entrance(self) -> Entrance:
+        entry = self.scenario.entry
+        return Entrance(
+            entry.door,
+            entry.tenants,
+            self.now_s,
+            minds_slots=entry.minds_slots,
+            admit=self._admitted,
+            refuse=self._refused,
+        )
+
+    def _admitted(self, request: Request) -> None:
+        assert self.coordinator is not None
+        self.clock.note(f"{request.id} is let through")
+        self.do(self.coordinator.submit(request, self.now_s))
+
+    def _refused(self, request: Request, error: TripoolError) -> None:
+        self.clock.note(f"{request.id} is refused: {error.code}")
+        self.judge.refused(request, error)
+        if error.code != "rate_limited":  # else its minute is over, and so is its client's patience
+            self._ask_again(request)
 
     def start_gateway(self) -> None:
         self._gateway_epoch += 1
+        self.entrance = self._new_entrance()
         self.coordinator = Coordinator(self.scenario.router, gateway_epoch=self._gateway_epoch)
         self.clock.at(self.now_s + _TICK_S, self._tick, self._gateway_epoch)
         for place in self.places.values():
@@ -190,6 +227,7 @@ class World:
     def _tick(self, epoch: int) -> None:
         if self.coordinator is not None and epoch == self._gateway_epoch:
             self.do(self.coordinator.tick(self.now_s))
+            self.entrance.tick(self.coordinator, self.now_s)
             self.clock.at(self.now_s + _TICK_S, self._tick, epoch)
 
     def do(self, outputs: list[Output]) -> None:
@@ -201,10 +239,13 @@ class World:
                 case Emit():
                     event = output.event
                     self.clock.note(f"{event.request_id}.{event.choice}[{event.index}] = {event.token_id}")
+                    request = self.judge.request(event.request_id)
                     self.judge.token(event)
+                    self.entrance.token(request, event, self.now_s)
                 case Fail():
                     self.clock.note(f"{output.request_id} fails: {output.error.code}")
                     self._ask_again(self.judge.failed(output.request_id, output.error))
+                    self.entrance.gone(output.request_id, self.now_s)
                 case ToSupervisor():
                     life = output.message.life
                     self.clock.note(f"{life.worker}.{life.epoch} is suspected")
@@ -291,6 +332,7 @@ class World:
         self.seen["blocks fetched from the cache"] += process.pool.num_fetched
         self.seen["blocks stored in the cache"] += process.pool.num_stored
         self.seen["bad blocks in the cache"] += process.pool.num_bad
+        self.seen["waited for blocks from disk"] += process.pool.num_waited
 
     def _reap(self, place: Place, life: Life) -> None:
         self.clock.note(f"{life.worker}.{life.epoch} is reaped")
@@ -309,6 +351,7 @@ class World:
         if member.up:
             member.index.expire(self.now_s)
             member.settle()
+            member.turn(self.now_s)
         self.clock.at(self.now_s + 0.1, self._expire, member)
 
     # ---- for faults -------------------------------------------------------------------------------------------------
@@ -334,6 +377,8 @@ class World:
 
     def kill_gateway(self) -> None:
         self.coordinator = None
+        self.seen["waited at the door"] += self.entrance.num_waited
+        self.entrance = self._new_entrance()
         self.network.forget_sessions()
         self._gateway_died_s = self.now_s
         for request in self.judge.reset():

@@ -1,0 +1,311 @@
+/* Copies a block and hashes the copy in one pass, past the caches.
+ *
+ * The hash is XXH3 with 64 bits, as everywhere, for pieces of more than 240 bytes. What is hashed is what was stored: a
+ * source that changes meanwhile gives a copy whose hash is its own. Targets of any alignment.
+ *
+ * A core that reads one place after another waits for most of them. So a block is copied as four streams side by side,
+ * its quarters, each with a hash of its own: nearly twice as fast. Two cores are faster still: the second half is offered
+ * to a helper thread, which is told some microseconds before (`tripool_copy_soon`) and looks for work for a moment, as to
+ * wake it only then would take as long as to copy. What it has not taken in time the caller does itself. */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+#include <time.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define API __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
+#define STRIPE 64
+#define STRIPES_PER_BLOCK 16
+#define BLOCK (STRIPE * STRIPES_PER_BLOCK)
+#define STREAMS 4
+#define AHEAD 1024 /* bytes asked for before they are needed */
+
+static const uint64_t P32_1 = 0x9E3779B1u, P32_2 = 0x85EBCA77u, P32_3 = 0xC2B2AE3Du;
+static const uint64_t P64_1 = 0x9E3779B185EBCA87u, P64_2 = 0xC2B2AE3D27D4EB4Fu, P64_3 = 0x165667B19E3779F9u,
+                      P64_4 = 0x85EBCA77C2B2AE63u, P64_5 = 0x27D4EB2F165667C5u;
+
+/* The algorithm's constant bytes. */
+static const uint8_t SECRET[192] __attribute__((aligned(64))) = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c, 0xde, 0xd4, 0x6d, 0xe9,
+    0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f, 0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78,
+    0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21, 0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6,
+    0x81, 0x3a, 0x26, 0x4c, 0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
+    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8, 0xa8, 0xfa, 0x76, 0x3f,
+    0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d, 0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31,
+    0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64, 0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff,
+    0xfa, 0x13, 0x63, 0xeb, 0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
+    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce, 0x45, 0xcb, 0x3a, 0x8f,
+    0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e};
+#define LAST_SECRET (SECRET + sizeof SECRET - STRIPE)
+
+typedef struct {
+    uint64_t sum[8];
+    const uint8_t *from;
+    uint8_t *to;
+    uint64_t bytes;
+} Stream;
+
+static uint64_t word(const uint8_t *p) {
+    uint64_t x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+static void add_stripe(uint64_t sum[8], const uint8_t *data, const uint8_t *secret) {
+    for (int i = 0; i < 8; i++) {
+        const uint64_t x = word(data + 8 * i), key = x ^ word(secret + 8 * i);
+        sum[i ^ 1] += x;
+        sum[i] += (key & 0xffffffff) * (key >> 32);
+    }
+}
+
+static void scramble(uint64_t sum[8]) {
+    for (int i = 0; i < 8; i++) sum[i] = ((sum[i] ^ sum[i] >> 47) ^ word(LAST_SECRET + 8 * i)) * P32_1;
+}
+
+static uint64_t fold(uint64_t a, uint64_t b) {
+    const unsigned __int128 product = (unsigned __int128)a * b;
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+static uint64_t finish(const uint64_t sum[8], uint64_t bytes) {
+    uint64_t h = bytes * P64_1;
+    for (int i = 0; i < 4; i++)
+        h += fold(sum[2 * i] ^ word(SECRET + 11 + 16 * i), sum[2 * i + 1] ^ word(SECRET + 19 + 16 * i));
+    h = (h ^ h >> 37) * 0x165667919E3779F9u;
+    return h ^ h >> 32;
+}
+
+/* `count` stripes of each of `n` streams, from byte `at` on, which is where a block of the algorithm's begins. */
+typedef void (*Together)(Stream *streams, int n, size_t at, size_t count);
+
+static void together_plain(Stream *streams, int n, size_t at, size_t count) {
+    for (size_t i = 0; i < count; i++, at += STRIPE)
+        for (int k = 0; k < n; k++) {
+            uint8_t data[STRIPE];
+            memcpy(data, streams[k].from + at, STRIPE);
+            memcpy(streams[k].to + at, data, STRIPE);
+            add_stripe(streams[k].sum, data, SECRET + 8 * (i % STRIPES_PER_BLOCK));
+            if (i % STRIPES_PER_BLOCK == STRIPES_PER_BLOCK - 1) scramble(streams[k].sum);
+        }
+}
+
+#if defined(__x86_64__)
+#define AVX2 __attribute__((target("avx2")))
+AVX2 INLINE void some_avx2(Stream *streams, const int n, size_t at, size_t count, const int aligned) {
+    __m256i sum[STREAMS][2];
+    for (int k = 0; k < n; k++) memcpy(sum[k], streams[k].sum, sizeof sum[k]);
+    for (size_t i = 0; i < count; i++, at += STRIPE) {
+        const int last = i % STRIPES_PER_BLOCK == STRIPES_PER_BLOCK - 1;
+        for (int k = 0; k < n; k++) {
+            const uint8_t *from = streams[k].from + at, *secret = SECRET + 8 * (i % STRIPES_PER_BLOCK);
+            uint8_t *to = streams[k].to + at;
+            _mm_prefetch((const char *)from + AHEAD, _MM_HINT_T0);
+            for (int half = 0; half < 2; half++) {
+                const __m256i x = _mm256_loadu_si256((const __m256i *)(from + 32 * half));
+                if (aligned) _mm256_stream_si256((__m256i *)(to + 32 * half), x);
+                else _mm256_storeu_si256((__m256i *)(to + 32 * half), x);
+                const __m256i key = _mm256_xor_si256(x, _mm256_loadu_si256((const __m256i *)(secret + 32 * half)));
+                const __m256i product = _mm256_mul_epu32(key, _mm256_srli_epi64(key, 32));
+                const __m256i crossed = _mm256_shuffle_epi32(x, 0x4e);
+                sum[k][half] = _mm256_add_epi64(sum[k][half], _mm256_add_epi64(product, crossed));
+            }
+            if (!last) continue;
+            memcpy(streams[k].sum, sum[k], sizeof sum[k]);
+            scramble(streams[k].sum);
+            memcpy(sum[k], streams[k].sum, sizeof sum[k]);
+        }
+    }
+    for (int k = 0; k < n; k++) memcpy(streams[k].sum, sum[k], sizeof sum[k]);
+    _mm_sfence();
+}
+
+#define AVX512 __attribute__((target("avx512f")))
+AVX512 INLINE void some_avx512(Stream *streams, const int n, size_t at, size_t count, const int aligned) {
+    __m512i sum[STREAMS];
+    for (int k = 0; k < n; k++) sum[k] = _mm512_loadu_si512(streams[k].sum);
+    for (size_t i = 0; i < count; i++, at += STRIPE) {
+        const int last = i % STRIPES_PER_BLOCK == STRIPES_PER_BLOCK - 1;
+        const __m512i secret = _mm512_loadu_si512(SECRET + 8 * (i % STRIPES_PER_BLOCK));
+        for (int k = 0; k < n; k++) {
+            _mm_prefetch((const char *)streams[k].from + at + AHEAD, _MM_HINT_T0);
+            const __m512i x = _mm512_loadu_si512(streams[k].from + at);
+            if (aligned) _mm512_stream_si512((__m512i *)(streams[k].to + at), x);
+            else _mm512_storeu_si512(streams[k].to + at, x);
+            const __m512i key = _mm512_xor_si512(x, secret);
+            const __m512i product = _mm512_mul_epu32(key, _mm512_srli_epi64(key, 32));
+            const __m512i crossed = _mm512_shuffle_epi32(x, (_MM_PERM_ENUM)0x4e);
+            sum[k] = _mm512_add_epi64(sum[k], _mm512_add_epi64(product, crossed));
+            if (!last) continue;
+            _mm512_storeu_si512(streams[k].sum, sum[k]);
+            scramble(streams[k].sum);
+            sum[k] = _mm512_loadu_si512(streams[k].sum);
+        }
+    }
+    for (int k = 0; k < n; k++) _mm512_storeu_si512(streams[k].sum, sum[k]);
+    _mm_sfence();
+}
+
+/* Constant numbers of streams, so that their sums stay in registers. */
+#define TOGETHER(target, name, some, width)                                                                            \
+    target static void name(Stream *streams, int n, size_t at, size_t count) {                                         \
+        int aligned = 1;                                                                                               \
+        for (int k = 0; k < n; k++) aligned &= ((uintptr_t)(streams[k].to + at) & (width - 1)) == 0;                   \
+        if (n == 4 && aligned) some(streams, 4, at, count, 1);                                                         \
+        else if (n == 2 && aligned) some(streams, 2, at, count, 1);                                                    \
+        else                                                                                                           \
+            for (int k = 0; k < n; k++) {                                                                              \
+                if (aligned) some(streams + k, 1, at, count, 1);                                                       \
+                else some(streams + k, 1, at, count, 0);                                                               \
+            }                                                                                                          \
+    }
+TOGETHER(AVX2, together_avx2, some_avx2, 32)
+TOGETHER(AVX512, together_avx512, some_avx512, 64)
+#endif
+
+static Together best(void) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f")) return together_avx512;
+    if (__builtin_cpu_supports("avx2")) return together_avx2;
+#endif
+    return together_plain;
+}
+
+/* Pieces of more than 240 bytes each (the algorithm treats fewer differently), as far as possible side by side. */
+static void copy_streams(Together together, Stream *streams, int n, uint64_t *hashes) {
+    static const uint64_t start[8] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
+    size_t common = SIZE_MAX;
+    for (int k = 0; k < n; k++) {
+        memcpy(streams[k].sum, start, sizeof start);
+        /* A block is scrambled only once something follows it. */
+        const size_t blocks = (size_t)(streams[k].bytes - 1) / BLOCK;
+        common = blocks < common ? blocks : common;
+    }
+    together(streams, n, 0, common * STRIPES_PER_BLOCK);
+    for (int k = 0; k < n; k++) {
+        Stream *s = &streams[k];
+        const size_t count = (size_t)(s->bytes - 1) / STRIPE;
+        together(s, 1, common * BLOCK, count - common * STRIPES_PER_BLOCK);
+        memcpy(s->to + count * STRIPE, s->from + count * STRIPE, (size_t)s->bytes - count * STRIPE);
+        add_stripe(s->sum, s->to + s->bytes - STRIPE, LAST_SECRET - 7);
+        hashes[k] = finish(s->sum, s->bytes);
+    }
+}
+
+/* ---- two cores -------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    Stream *streams;
+    uint64_t *hashes;
+} Offer;
+
+#define LOOK_NS 400000
+
+static struct {
+    _Atomic(Offer *) offered; /* taken by whoever exchanges it for NULL */
+    _Atomic int done;
+    _Atomic int64_t look_until_ns;
+    _Atomic int asleep, busy;
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    pthread_once_t once;
+} helper = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .once = PTHREAD_ONCE_INIT};
+
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static void relax(void) {
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+}
+
+static void *help(void *nothing) {
+    for (;;) {
+        pthread_mutex_lock(&helper.lock);
+        atomic_store(&helper.asleep, 1);
+        while (atomic_load(&helper.look_until_ns) < now_ns()) pthread_cond_wait(&helper.wake, &helper.lock);
+        atomic_store(&helper.asleep, 0);
+        pthread_mutex_unlock(&helper.lock);
+        while (atomic_load(&helper.look_until_ns) >= now_ns()) {
+            Offer *offer = atomic_load(&helper.offered) ? atomic_exchange(&helper.offered, NULL) : NULL;
+            if (!offer) {
+                relax();
+                continue;
+            }
+            copy_streams(best(), offer->streams, STREAMS / 2, offer->hashes);
+            atomic_store(&helper.look_until_ns, now_ns() + LOOK_NS);
+            atomic_store(&helper.done, 1);
+        }
+    }
+    return nothing;
+}
+
+static void start_helper(void) {
+    pthread_attr_t attributes;
+    pthread_t id;
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_create(&id, &attributes, help, NULL); /* if that fails, nobody takes what is offered */
+    pthread_attr_destroy(&attributes);
+}
+
+/* Copying is about to begin. */
+API void tripool_copy_soon(void) {
+    pthread_once(&helper.once, start_helper);
+    atomic_store(&helper.look_until_ns, now_ns() + LOOK_NS);
+    if (!atomic_load(&helper.asleep)) return;
+    pthread_mutex_lock(&helper.lock);
+    pthread_cond_signal(&helper.wake);
+    pthread_mutex_unlock(&helper.lock);
+}
+
+static void divide(const uint8_t *from, uint8_t *to, uint64_t quarter, uint64_t bytes, Stream streams[STREAMS]) {
+    for (uint64_t k = 0; k < STREAMS; k++) {
+        const uint64_t at = k * quarter;
+        streams[k] = (Stream){.from = from + at, .to = to + at, .bytes = k < STREAMS - 1 ? quarter : bytes - at};
+    }
+}
+
+/* Four pieces of `quarter` bytes, the last one with what is left over; each of more than 240 bytes. */
+API void tripool_copy(const uint8_t *from, uint8_t *to, uint64_t quarter, uint64_t bytes, uint64_t hashes[STREAMS]) {
+    Stream streams[STREAMS];
+    divide(from, to, quarter, bytes, streams);
+    const int ours = !atomic_exchange(&helper.busy, 1);
+    if (!ours || atomic_load(&helper.look_until_ns) < now_ns()) {
+        copy_streams(best(), streams, STREAMS, hashes);
+    } else {
+        Offer offer = {streams + STREAMS / 2, hashes + STREAMS / 2};
+        atomic_store(&helper.done, 0);
+        atomic_store(&helper.offered, &offer);
+        copy_streams(best(), streams, STREAMS / 2, hashes);
+        if (atomic_exchange(&helper.offered, NULL)) copy_streams(best(), offer.streams, STREAMS / 2, offer.hashes);
+        else
+            while (!atomic_load(&helper.done)) relax();
+    }
+    if (ours) atomic_store(&helper.busy, 0);
+}
+
+/* For tests: 0 plain, 1 AVX2, 2 AVX-512; 0 back when this CPU cannot. */
+API int tripool_copy_by(int which, const uint8_t *from, uint8_t *to, uint64_t quarter, uint64_t bytes,
+                        uint64_t hashes[STREAMS]) {
+    Together together = together_plain;
+#if defined(__x86_64__)
+    if (which == 1 && __builtin_cpu_supports("avx2")) together = together_avx2;
+    else if (which == 2 && __builtin_cpu_supports("avx512f")) together = together_avx512;
+    else
+#endif
+    if (which) return 0;
+    Stream streams[STREAMS];
+    divide(from, to, quarter, bytes, streams);
+    copy_streams(together, streams, STREAMS, hashes);
+    return 1;
+}

@@ -1,0 +1,218 @@
+"""Does what the tiers want of the disk, in two threads beside the member's loop: one writes, one reads.
+
+The loop never touches the disk. It takes decisions from `Tiers`, puts them into a queue, and is woken through a file
+descriptor when something is done. Queues are bounded by the tiers themselves, which have only so much under way.
+
+Whatever goes wrong with the disk (full, read-only, deleted, broken, in use) switches this tier off, says why once, and
+leaves memory alone: what was to be read is a miss, what was to be written is not.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from tripool.cache.arena import Arena
+from tripool.cache.copies import PAGE, Purge, Segment, Write, footprint
+from tripool.cache.disk import DiskStore, explain
+from tripool.cache.promotion import Read, Tiers
+from tripool.cache.tiers import DiskTier
+from tripool.config import DiskConfig
+from tripool.errors import DiskError
+
+_MOST_SEGMENTS = 64
+_SEGMENT_BLOCKS = 4
+_CLOSE_S = 2.0
+
+Job = Callable[[], Callable[[], None]]
+"""Runs in a thread; what it returns then runs in the member's loop."""
+
+
+def geometry(num_bytes: int, block_bytes: int) -> tuple[int, int]:
+    """How many segments, of how many bytes: some dozens, each with room for a few of the largest blocks."""
+    least = PAGE + _SEGMENT_BLOCKS * footprint(block_bytes)
+    segment_bytes = max(num_bytes // _MOST_SEGMENTS // PAGE * PAGE, least)
+    num_segments = num_bytes // segment_bytes
+    if num_segments < 2:
+        need = 2 * least / 2**30
+        raise DiskError(f"{num_bytes / 2**30:.3g} GB of disk hold no blocks", hint=f"at least {need:.2g} GB")
+    return num_segments, segment_bytes
+
+
+class _Lane:
+    """One thread and what it is to do. Daemons: a disk that hangs must not keep a process that is to end."""
+
+    def __init__(self, name: str, done: Callable[[Callable[[], None]], None]) -> None:
+        self._done = done
+        self._jobs: deque[Job | None] = deque()
+        self._ready = threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, job: Job | None, *, first: bool = False) -> None:
+        (self._jobs.appendleft if first else self._jobs.append)(job)
+        self._ready.release()
+
+    def end(self) -> bool:
+        """After what it does just now. Whether it did."""
+        self.put(None, first=True)
+        self._thread.join(_CLOSE_S)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            self._ready.acquire()
+            job = self._jobs.popleft()
+            if job is None:
+                return
+            self._done(job())
+
+
+class Spool:
+    def __init__(self, name: str, config: DiskConfig, tiers: Tiers, arena: Arena, namespace_share: float) -> None:
+        self._name, self._config, self._tiers, self._arena = name, config, tiers, arena
+        self._namespace_share = namespace_share
+        self._folder = Path(config.folder) / name
+        self.state = "opening"
+        """Or "on", or why it is off."""
+        self._store: DiskStore | None = None
+        self._results: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        """There are results exactly when the descriptor is readable."""
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._purges: list[tuple[bytes, Callable[[], None]]] = []
+        """Asked for before the disk was open."""
+        self._writer, self._reader = (_Lane(f"disk-{what}", self._finished) for what in ("write", "read"))
+        self._writer.put(self._open)
+
+    def fileno(self) -> int:
+        """Readable when `turn` has something to do."""
+        return self._wake
+
+    def turn(self, now_s: float) -> None:
+        """In the member's loop: hear what was done, and say what is to be done next."""
+        if self._results:
+            with self._lock:
+                os.eventfd_read(self._wake)
+                results, self._results = self._results, []
+            for result in results:
+                result()
+        for read in self._tiers.take_reads():
+            self._reader.put(partial(self._read, read))
+        writes = self._tiers.take_writes(now_s)
+        if writes:
+            self._writer.put(partial(self._write, writes))
+
+    def purge(self, namespace: bytes, purge: Purge | None, then: Callable[[], None]) -> None:
+        """Make a purge last. `then` is called when it does, and not at all if that cannot be had."""
+        if self.state == "opening":
+            self._purges.append((namespace, then))
+        elif purge is not None:
+            self._writer.put(partial(self._write_purge, purge, then), first=True)
+        elif self._store is not None:  # off: what cannot be marked is deleted, others' blocks with it
+            self._writer.put(partial(self._remove, then), first=True)
+
+    def close(self) -> None:
+        if all([self._writer.end(), self._reader.end()]):  # else the disk hangs, and so does who needs these
+            if self._store is not None:
+                self._store.close()
+            os.close(self._wake)
+
+    # ---- in the threads -----------------------------------------------------------------------------------------
+
+    def _finished(self, result: Callable[[], None]) -> None:
+        with self._lock:
+            self._results.append(result)
+            os.eventfd_write(self._wake, 1)
+
+    def _open(self) -> Callable[[], None]:
+        config, block_bytes = self._config, self._arena.slot_bytes
+        try:
+            num_segments, segment_bytes = geometry(config.num_bytes, block_bytes)
+            store, segments, purges = DiskStore.open(
+                self._folder,
+                bytes.fromhex(config.fingerprint),
+                num_segments=num_segments,
+                segment_bytes=segment_bytes,
+                block_bytes=block_bytes,
+            )
+        except DiskError as error:
+            return partial(self._off, error)
+        capacity = num_segments * (segment_bytes - PAGE)
+        share = int(self._namespace_share * capacity) if self._namespace_share < 1 else None
+        tier = DiskTier(num_segments, segment_bytes, bytes_per_s=config.write_bytes_per_s, namespace_bytes=share)
+        return partial(self._opened, store, tier, segments, purges)
+
+    def _write(self, writes: Sequence[Write]) -> Callable[[], None]:
+        assert self._store is not None
+        try:
+            done = self._store.write(writes, self._arena.read)
+        except (OSError, DiskError) as error:
+            return partial(self._off, self._explained(error))
+        return partial(self._wrote, writes, done)
+
+    def _read(self, read: Read) -> Callable[[], None]:
+        assert self._store is not None
+        try:
+            checksum = self._store.read(read.copy, partial(self._arena.write, read.slot))
+        except (OSError, DiskError) as error:
+            return partial(self._not_read, read, self._explained(error))
+        return partial(self._tiers.was_read, read, checksum)
+
+    def _write_purge(self, purge: Purge, then: Callable[[], None]) -> Callable[[], None]:
+        assert self._store is not None
+        try:
+            self._store.purge(purge)
+        except (OSError, DiskError) as error:
+            return partial(self._not_purged, self._explained(error), self._remove(then))
+        return then
+
+    def _remove(self, then: Callable[[], None]) -> Callable[[], None]:
+        assert self._store is not None
+        try:
+            self._store.remove()
+        except OSError:
+            return lambda: None  # not answered: the purge is to be asked for again
+        return then
+
+    def _explained(self, error: OSError | DiskError) -> DiskError:
+        return error if isinstance(error, DiskError) else explain(error, self._folder, self._config.num_bytes)
+
+    # ---- in the loop --------------------------------------------------------------------------------------------
+
+    def _opened(self, store: DiskStore, tier: DiskTier, segments: Sequence[Segment], purges: Sequence[Purge]) -> None:
+        self._store, self.state = store, "on"
+        self._tiers.open_disk(tier, segments, purges)
+        asked, self._purges = self._purges, []
+        for namespace, then in asked:
+            _, purge = tier.purge(namespace)
+            self.purge(namespace, purge, then)
+
+    def _wrote(self, writes: Sequence[Write], done: Sequence[bool]) -> None:
+        for write, each in zip(writes, done, strict=True):
+            self._tiers.wrote(write, each)
+
+    def _not_read(self, read: Read, error: DiskError) -> None:
+        self._off(error)
+        self._tiers.was_read(read, None)
+
+    def _not_purged(self, error: DiskError, removed: Callable[[], None]) -> None:
+        self._off(error)
+        removed()
+
+    def _off(self, error: DiskError) -> None:
+        if self.state not in ("opening", "on"):
+            return
+        self.state = f"off: {error}"
+        self._tiers.close_disk()
+        asked, self._purges = self._purges, []
+        for namespace, then in asked:
+            self.purge(namespace, None, then)
+        with suppress(OSError):  # it may go to the same full disk
+            print(f"{self._name}: the disk tier is off: {error}; memory goes on", file=sys.stderr, flush=True)

@@ -1,0 +1,346 @@
+"""The disk tier's books: which blocks have a copy on disk, where the next one goes, what is forgotten for it. Pure.
+
+Knows keys, sizes and places, never bytes or files: `cache.disk` keeps those.
+
+Everything that memory commits is to be copied, in that order, as fast as `bytes_per_s` allows. So what memory forgets
+is on disk already, and nobody waits for it. What it forgets before its turn came is lost, and counted.
+
+The disk is a ring of segments, written one behind the other. When the last one is full, the oldest begins anew and all
+copies in it are forgotten at once: nothing is moved, and what is on disk is bounded by its size. A block that comes
+back to memory from the older half of the ring is in use, and is copied again.
+
+| a block's copy | found | takes room | after a restart |
+|---|---|---|---|
+| pending: in memory only | no | no | as memory has it |
+| writing: handed out by `next_writes` | no | yes | perhaps, whole |
+| committed: told by `written` | yes | yes | yes |
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from tripool.cache.copies import PAGE, Copy, DiskCounters, Purge, Segment, Write, footprint
+from tripool.cache.records import Record, State
+
+_MOST_WRITING = 16
+_BURST_S = 1.0
+"""Of writing that may be saved up while there was nothing to write."""
+
+
+@dataclass(slots=True)
+class _Ring:
+    """Where the next copy goes."""
+
+    segment: int = 0
+    offset: int = PAGE
+    generation: int = 1
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """A bound on bytes per second. May be in debt after a large one, and waits until that is paid."""
+
+    bytes_per_s: float
+    num_bytes: float = field(init=False)
+    told_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.num_bytes = self.bytes_per_s * _BURST_S
+
+    def fill(self, now_s: float) -> None:
+        passed_s = now_s - self.told_s if self.told_s is not None else 0.0
+        self.num_bytes = min(self.num_bytes + passed_s * self.bytes_per_s, self.bytes_per_s * _BURST_S)
+        self.told_s = now_s
+
+
+def _leaving_first(change: tuple[int, Record]) -> tuple[bool, int, int]:
+    _, record = change
+    return record.state is State.COMMITTED, record.ticket, record.position
+
+
+class DiskTier:
+    def __init__(
+        self, num_segments: int, segment_bytes: int, *, bytes_per_s: float, namespace_bytes: int | None = None
+    ) -> None:
+        assert num_segments >= 2 and segment_bytes % PAGE == 0 and segment_bytes > 2 * PAGE and bytes_per_s > 0
+        self.num_segments, self.segment_bytes = num_segments, segment_bytes
+        self.capacity_bytes = num_segments * (segment_bytes - PAGE)
+        self.counters = DiskCounters()
+        self._namespace_bytes = namespace_bytes
+        self._quotas: dict[bytes, int] = {}
+        self._bucket = _Bucket(bytes_per_s)
+        self._ring = _Ring()
+        self._next_number = 1
+        self._copies: dict[bytes, Copy] = {}
+        self._in: list[dict[bytes, Copy]] = [{} for _ in range(num_segments)]
+        self._of: dict[bytes, OrderedDict[bytes, None]] = {}
+        """Keys by namespace, the oldest first."""
+        self._held: Counter[bytes] = Counter()
+        """Bytes by namespace, of committed copies and of those being written."""
+        self._writing: dict[int, Copy] = {}
+        self._writing_keys: dict[bytes, int] = {}
+        """Purged ones are not among them."""
+        self._memory: dict[int, Record] = {}
+        self._memory_bytes = 0
+        self._slot_of: dict[bytes, int] = {}
+        self._pending: OrderedDict[bytes, int] = OrderedDict()
+        """Keys to be copied, and the slot each is in."""
+        self._is_blocked = False
+        """Until something that is being written is done."""
+
+    # ---- what memory has ----------------------------------------------------------------------------------------
+
+    def see(self, changes: Iterable[tuple[int, Record]]) -> None:
+        """Slots of memory that changed. Heads are written before their tails: killed in between, a prefix is left."""
+        for slot, record in sorted(changes, key=_leaving_first):
+            before = self._memory.get(slot)
+            if before == record:
+                continue
+            if before is not None:
+                self._leaves(slot, before)
+            if record.state is State.COMMITTED:
+                self._memory[slot] = record
+                self._memory_bytes += footprint(record.num_bytes)
+                self._slot_of[record.key] = slot
+                if self._is_wanted(record):
+                    self._pending[record.key] = slot
+
+    def _leaves(self, slot: int, record: Record) -> None:
+        del self._memory[slot]
+        self._memory_bytes -= footprint(record.num_bytes)
+        if self._slot_of.get(record.key) == slot:
+            del self._slot_of[record.key]
+        if self._pending.get(record.key) == slot:
+            del self._pending[record.key]
+            self.counters.lost += record.key not in self._copies
+
+    def _is_wanted(self, record: Record) -> bool:
+        if record.key in self._writing_keys or footprint(record.num_bytes) > self.segment_bytes - PAGE:
+            return False
+        copy = self._copies.get(record.key)
+        return copy is None or (self._ring.segment - copy.segment) % self.num_segments > self.num_segments // 2
+
+    # ---- writing ------------------------------------------------------------------------------------------------
+
+    def next_writes(self, now_s: float) -> list[Write]:
+        """What is to be written now. Each must be answered by `written` or `failed`."""
+        self._bucket.fill(now_s)
+        writes: list[Write] = []
+        while self._pending and len(self._writing) < _MOST_WRITING and self._bucket.num_bytes > 0:
+            key, slot = next(iter(self._pending.items()))
+            record = self._memory[slot]
+            num_bytes = footprint(record.num_bytes)
+            if not self._make_room(record.namespace, num_bytes):
+                del self._pending[key]  # larger than all that its namespace may have
+                continue
+            if not self._advance(num_bytes):
+                self._is_blocked = True
+                break
+            ring = self._ring
+            copy = Copy(
+                key, record.namespace, record.position, record.checksum, record.num_bytes, record.form,
+                self._next_number, ring.segment, ring.offset, ring.generation,
+            )  # fmt: skip
+            self._next_number += 1
+            ring.offset = copy.end
+            self._bucket.num_bytes -= num_bytes
+            self._writing[copy.number], self._writing_keys[key] = copy, copy.number
+            self._held[copy.namespace] += num_bytes
+            self._pending.pop(key, None)
+            writes.append(Write(slot, copy))
+        return writes
+
+    @property
+    def next_write_s(self) -> float | None:
+        """When `next_writes` will have something, if nothing else happens."""
+        if not self._pending or self._is_blocked or len(self._writing) >= _MOST_WRITING:
+            return None
+        if self._bucket.told_s is None:
+            return 0.0
+        return self._bucket.told_s + max(0.0, 1.0 - self._bucket.num_bytes) / self._bucket.bytes_per_s
+
+    def written(self, number: int) -> None:
+        """It is on disk, whole and for good: from now on it is found."""
+        copy = self._settle(number)
+        if copy is not None:
+            self.counters.written += 1
+            self._commit(copy)
+            self._make_room(copy.namespace, 0)
+
+    def failed(self, number: int) -> None:
+        """Its slot was reused before it was copied. Its room is lost until its segment begins anew."""
+        copy = self._settle(number)
+        if copy is not None:
+            slot = self._slot_of.get(copy.key)
+            if slot is not None and self._is_wanted(self._memory[slot]):
+                self._pending[copy.key] = slot
+            else:
+                self.counters.lost += copy.key not in self._copies
+
+    def _settle(self, number: int) -> Copy | None:
+        """None when it was purged meanwhile."""
+        copy = self._writing.pop(number)
+        self._is_blocked = False
+        self._hold(copy, -1)
+        if self._writing_keys.get(copy.key) != number:
+            return None
+        del self._writing_keys[copy.key]
+        return copy
+
+    def _commit(self, copy: Copy) -> None:
+        self._forget(copy.key)
+        self._copies[copy.key] = self._in[copy.segment][copy.key] = copy
+        self._of.setdefault(copy.namespace, OrderedDict())[copy.key] = None
+        self._hold(copy, +1)
+
+    def _forget(self, key: bytes) -> bool:
+        copy = self._copies.pop(key, None)
+        if copy is None:
+            return False
+        del self._in[copy.segment][key], self._of[copy.namespace][key]
+        if not self._of[copy.namespace]:
+            del self._of[copy.namespace]
+        self._hold(copy, -1)
+        return True
+
+    def _hold(self, copy: Copy, sign: int) -> None:
+        self._held[copy.namespace] += sign * footprint(copy.num_bytes)
+        if not self._held[copy.namespace]:
+            del self._held[copy.namespace]
+
+    def _make_room(self, namespace: bytes, num_bytes: int) -> bool:
+        """Who is at its quota forgets its own oldest copies."""
+        quota = self._quotas.get(namespace, self._namespace_bytes)
+        if quota is None:
+            return True
+        while self._held[namespace] + num_bytes > quota and namespace in self._of:
+            self.counters.forgotten += self._forget(next(iter(self._of[namespace])))
+        return self._held[namespace] + num_bytes <= quota
+
+    def _advance(self, num_bytes: int) -> bool:
+        """Have so much room in the current segment, by beginning the oldest one anew if need be."""
+        ring = self._ring
+        if ring.offset + num_bytes <= self.segment_bytes:
+            return True
+        following = (ring.segment + 1) % self.num_segments
+        if any(copy.segment == following for copy in self._writing.values()):
+            return False
+        # With a memory that nearly fills the disk, what is written again would push itself out for ever.
+        again = 2 * self._memory_bytes <= self.capacity_bytes
+        for key in list(self._in[following]):
+            self.counters.forgotten += self._forget(key)
+            if again and key in self._slot_of and key not in self._writing_keys:
+                self._pending[key] = self._slot_of[key]
+        ring.segment, ring.offset, ring.generation = following, PAGE, ring.generation + 1
+        return True
+
+    # ---- reading ------------------------------------------------------------------------------------------------
+
+    def find(self, key: bytes, namespace: bytes) -> Copy | None:
+        copy = self._copies.get(key)
+        return copy if copy is not None and copy.namespace == namespace else None
+
+    def was_read(self, copy: Copy, intact: bool) -> None:
+        """What a copy was found to be. If its segment began anew meanwhile, it is not at fault."""
+        self.counters.promoted += intact
+        if not intact and self._copies.get(copy.key) == copy:
+            self.counters.bad += 1
+            self._forget(copy.key)
+            slot = self._slot_of.get(copy.key)
+            if slot is not None and self._is_wanted(self._memory[slot]):
+                self._pending[copy.key] = slot
+
+    # ---- tenants and restarts -----------------------------------------------------------------------------------
+
+    def purge(self, namespace: bytes) -> tuple[int, Purge]:
+        """Forget a namespace; how many blocks were nowhere else, and what the disk must know after a restart."""
+        keys = list(self._of.get(namespace, ()))
+        num_gone = sum(key not in self._slot_of for key in keys)
+        for key in keys:
+            self._forget(key)
+        for key in [copy.key for copy in self._writing.values() if copy.namespace == namespace]:
+            self._writing_keys.pop(key, None)
+        for key in [key for key, slot in self._pending.items() if self._memory[slot].namespace == namespace]:
+            del self._pending[key]
+        self._next_number += 1
+        return num_gone, Purge(namespace, self._next_number - 1)
+
+    def set_quotas(self, quotas: Mapping[bytes, int]) -> None:
+        """Bytes by namespace, instead of all that was said before. Who has more forgets its oldest copies."""
+        self._quotas = dict(quotas)
+        for namespace in list(self._of):
+            self._make_room(namespace, 0)
+
+    def restore(self, segments: Sequence[Segment], purges: Iterable[Purge] = ()) -> None:
+        """Take over what an earlier life left. Only for a tier that has written nothing; memory may be known already.
+
+        Writing goes on behind the last copy of the youngest segment.
+        """
+        assert len(segments) in (0, self.num_segments) and not self._copies and not self._writing
+        void: dict[bytes, int] = {}
+        for purge in purges:
+            void[purge.namespace] = max(purge.before, void.get(purge.namespace, 0))
+        found = sorted((copy for segment in segments for copy in segment.copies), key=lambda copy: copy.number)
+        self._next_number = 1 + max([0, *void.values(), *(copy.number for copy in found)])
+        youngest = max(range(len(segments)), key=lambda number: segments[number].generation, default=None)
+        if youngest is not None and segments[youngest].generation:
+            self._ring = _Ring(youngest, segments[youngest].end, segments[youngest].generation)
+        for copy in found:
+            if copy.number >= void.get(copy.namespace, 0):
+                self._forget(copy.key)
+                if self._make_room(copy.namespace, footprint(copy.num_bytes)):
+                    self._commit(copy)
+        for key in [key for key, slot in self._pending.items() if not self._is_wanted(self._memory[slot])]:
+            del self._pending[key]
+
+    # ---- for those who look -------------------------------------------------------------------------------------
+
+    @property
+    def num_copies(self) -> int:
+        return len(self._copies)
+
+    @property
+    def copies(self) -> Mapping[bytes, Copy]:
+        """Committed ones, by key; as they are now."""
+        return dict(self._copies)
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    @property
+    def held_bytes(self) -> dict[bytes, int]:
+        """On disk, by namespace."""
+        return dict(self._held)
+
+    def check(self) -> None:
+        """Raises when copies overlap, are counted wrongly, are of a segment's earlier life, or exceed a quota."""
+        by_segment = [{k: c for k, c in self._copies.items() if c.segment == n} for n in range(self.num_segments)]
+        assert by_segment == self._in, "segments disagree"
+        by_space = {(copy.namespace, key) for key, copy in self._copies.items()}
+        assert by_space == {(name, key) for name, keys in self._of.items() for key in keys}, "namespaces disagree"
+        alive = [*self._copies.values(), *self._writing.values()]
+        held: Counter[bytes] = Counter()
+        for copy in alive:
+            held[copy.namespace] += footprint(copy.num_bytes)
+        assert held == self._held, "bytes are miscounted"
+        assert held.total() <= self.capacity_bytes, "more than there is room for"
+        for name, keys in self._of.items():
+            quota = self._quotas.get(name, self._namespace_bytes)
+            assert quota is None or held[name] <= quota or not keys, "above its quota"
+        for number in range(self.num_segments):
+            copies = sorted((copy for copy in alive if copy.segment == number), key=lambda copy: copy.offset)
+            assert len({copy.generation for copy in copies}) <= 1, f"segment {number} has two lives"
+            assert all(a.end <= b.offset for a, b in pairwise(copies)), "copies overlap"
+            limit = self._ring.offset if number == self._ring.segment else self.segment_bytes
+            assert all(copy.offset >= PAGE and copy.end <= limit for copy in copies), "a copy is out of bounds"
+        assert {record.key: slot for slot, record in self._memory.items()} == self._slot_of, "memory disagrees"
+        assert sum(footprint(record.num_bytes) for record in self._memory.values()) == self._memory_bytes
+        for key, slot in self._pending.items():
+            assert self._slot_of.get(key) == slot and key not in self._writing_keys, "pending without a block"
+        assert all(self._writing[number].key == key for key, number in self._writing_keys.items())
+        assert all(copy.number < self._next_number for copy in alive), "a number from the future"

@@ -1,0 +1,315 @@
+"""The tiers' rules in any order of events, bugs that must not survive that, and single rules that can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import run_state_machine_as_test
+
+from tripool.cache.copies import PAGE, Copy, Purge, Segment, Write, footprint
+from tripool.cache.index import PoolIndex
+from tripool.cache.promotion import Read, Tiers
+from tripool.cache.records import Hit, Record, State, Written
+from tripool.cache.tiers import DiskTier
+from tripool.messages import Life
+
+from .index_model import CHAINS, SPACES
+from .test_index import HUNT, SUITE
+from .tiers_model import TiersMachine
+
+MINE, THEIRS = SPACES
+WRITER, READER = Life("w-0", 1), Life("r-0", 1)
+BLOCK = footprint(1)
+
+
+def test_any_order_of_events_keeps_the_rules() -> None:
+    run_state_machine_as_test(TiersMachine, settings=SUITE)
+
+
+@pytest.mark.prove
+def test_any_order_of_many_more_events_keeps_the_rules() -> None:
+    from hypothesis import settings
+
+    run_state_machine_as_test(TiersMachine, settings=settings(SUITE, max_examples=3000, stateful_step_count=100))
+
+
+# ---- planted bugs ------------------------------------------------------------------------------------------------
+
+
+class BelievesTheDisk(Tiers):
+    def was_read(self, read: Read, checksum: int | None) -> None:
+        super().was_read(read, None if checksum is None else read.copy.checksum)
+
+
+class PromotesPurged(Tiers):
+    def purge(self, namespace: bytes) -> tuple[int, Purge | None]:
+        before = {ticket: group.is_void for ticket, group in self._groups.items()}
+        result = super().purge(namespace)
+        for ticket, group in self._groups.items():
+            group.is_void = before[ticket]
+        return result
+
+
+class LeavesThemWaiting(Tiers):
+    def answers(self, now_s: float) -> list[tuple[int, Hit]]:
+        return super().answers(-1.0)
+
+
+class KeepsTheLease(Tiers):
+    def give_up(self, number: int) -> None:
+        self._waiting.pop(number, None)
+
+
+class RevivesPurged(DiskTier):
+    def restore(self, segments: Sequence[Segment], purges: Iterable[Purge] = ()) -> None:
+        super().restore(segments)
+
+
+class CommitsPurged(DiskTier):
+    def purge(self, namespace: bytes) -> tuple[int, Purge]:
+        writing = dict(self._writing_keys)
+        result = super().purge(namespace)
+        self._writing_keys = writing
+        return result
+
+
+class OverwritesLive(DiskTier):
+    def _advance(self, num_bytes: int) -> bool:
+        ring = self._ring
+        if ring.offset + num_bytes > self.segment_bytes:
+            ring.segment, ring.offset = (ring.segment + 1) % self.num_segments, PAGE
+            ring.generation += 1
+        return True
+
+
+class SharesBetweenTenants(DiskTier):
+    def find(self, key: bytes, namespace: bytes) -> Copy | None:
+        return self._copies.get(key)
+
+
+class IgnoresQuotas(DiskTier):
+    def _make_room(self, namespace: bytes, num_bytes: int) -> bool:
+        return True
+
+
+class ForgetsBooks(DiskTier):
+    def failed(self, number: int) -> None:
+        self._writing_keys.pop(self._writing.pop(number).key, None)
+
+
+class WritesBehindTheRing(DiskTier):
+    """Goes on where the earlier life was thought to be, not where it was."""
+
+    def restore(self, segments: Sequence[Segment], purges: Iterable[Purge] = ()) -> None:
+        super().restore(segments, purges)
+        self._ring.offset = PAGE
+
+
+TIERS = [BelievesTheDisk, PromotesPurged, LeavesThemWaiting, KeepsTheLease]
+DISKS = [
+    RevivesPurged, CommitsPurged, OverwritesLive, SharesBetweenTenants, IgnoresQuotas, ForgetsBooks, WritesBehindTheRing
+]  # fmt: skip
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("bug", [*TIERS, *DISKS], ids=lambda bug: bug.__name__)
+def test_planted_bug_is_caught(bug: type) -> None:
+    kind = "tiers_type" if issubclass(bug, Tiers) else "tier_type"
+    machine = type(f"{bug.__name__}Machine", (TiersMachine,), {kind: bug})
+    with pytest.raises((AssertionError, KeyError)):
+        run_state_machine_as_test(machine, settings=HUNT)
+
+
+# ---- single rules, readable --------------------------------------------------------------------------------------
+
+
+def new_tier(num_segments: int = 4, blocks: int = 2, bytes_per_s: float = 1e12, **limits: int) -> DiskTier:
+    return DiskTier(num_segments, PAGE + blocks * BLOCK, bytes_per_s=bytes_per_s, **limits)
+
+
+def block(number: int, namespace: bytes = MINE) -> Record:
+    return Record(State.COMMITTED, number.to_bytes(16, "big"), namespace, checksum=number, num_bytes=1)
+
+
+def fill(tier: DiskTier, numbers: Iterable[int], namespace: bytes = MINE, now_s: float = 0.0) -> list[Write]:
+    """In memory for a moment, and on disk."""
+    done = []
+    for number in numbers:
+        tier.see([(0, block(number, namespace))])
+        for write in tier.next_writes(now_s):
+            tier.written(write.copy.number)
+            done.append(write)
+        tier.see([(0, Record())])
+        tier.check()
+    return done
+
+
+def known(tier: DiskTier, numbers: Iterable[int], namespace: bytes = MINE) -> list[int]:
+    return [number for number in numbers if tier.find(number.to_bytes(16, "big"), namespace)]
+
+
+def test_the_oldest_segment_goes_as_a_whole() -> None:
+    tier = new_tier(num_segments=3, blocks=2)
+    fill(tier, range(6))
+    assert known(tier, range(6)) == list(range(6))
+    fill(tier, [6])
+    assert known(tier, range(7)) == [2, 3, 4, 5, 6]
+    assert tier.counters.forgotten == 2
+
+
+def test_what_is_used_again_is_written_again_before_its_copy_goes() -> None:
+    tier = new_tier(num_segments=4, blocks=1)
+    fill(tier, range(4))
+    (again,) = fill(tier, [0])  # came back to memory from the oldest segment
+    assert again.copy.number > 4
+    assert fill(tier, [3]) == [], "its copy is young"
+    fill(tier, [7, 8])
+    assert known(tier, [0, 1, 2, 3]) == [0, 3]
+
+
+@pytest.mark.parametrize("num_segments", [2, 8])
+def test_what_is_in_memory_when_its_segment_goes_is_written_again_unless_it_fills_the_disk(num_segments: int) -> None:
+    tier = new_tier(num_segments, blocks=1)
+    tier.see([(1, block(1)), (2, block(2))])
+    for write in tier.next_writes(0.0):
+        tier.written(write.copy.number)
+    fill(tier, range(10, 10 + num_segments))
+    num_written = tier.counters.written
+    for _ in range(10):
+        for write in tier.next_writes(0.0):
+            tier.written(write.copy.number)
+    assert tier.counters.written == num_written, "writes for ever"
+    assert known(tier, [1, 2]) == ([1, 2] if num_segments == 8 else [])
+
+
+def test_memory_may_forget_a_block_before_its_turn() -> None:
+    tier = new_tier(bytes_per_s=1.0)
+    tier.see([(0, block(0)), (1, block(1))])
+    (write,) = tier.next_writes(0.0)  # now in debt
+    tier.see([(0, Record()), (1, Record())])
+    assert tier.num_pending == 0 and tier.counters.lost == 1
+    tier.failed(write.copy.number)
+    assert tier.counters.lost == 2, "its slot was reused before it was copied"
+    tier.check()
+
+
+@SUITE
+@given(
+    rate=st.floats(0.1, 50),
+    steps=st.lists(st.tuples(st.floats(0, 3), st.integers(0, 5)), min_size=1, max_size=60),
+)
+def test_no_more_is_written_than_was_allowed(rate: float, steps: list[tuple[float, int]]) -> None:
+    """In every interval: its length times the rate, what was saved up, and the one block that may overdraw."""
+    tier = new_tier(num_segments=8, blocks=16, bytes_per_s=rate * BLOCK)
+    now_s, number, events = 0.0, 0, []
+    for wait_s, count in steps:
+        now_s += wait_s
+        tier.see((slot, block(number + slot)) for slot in range(count))
+        number += count
+        writes = tier.next_writes(now_s)
+        events.append((now_s, len(writes)))
+        for write in writes:
+            tier.written(write.copy.number)
+        tier.check()
+    for first in range(len(events)):
+        total = 0
+        for until_s, count in events[first:]:
+            total += count
+            assert total <= rate * (until_s - events[first][0]) + rate + 1 + 1e-6
+
+
+def test_a_namespace_at_its_quota_forgets_its_own() -> None:
+    tier = new_tier(num_segments=4, blocks=4, namespace_bytes=3 * BLOCK)
+    fill(tier, range(3), THEIRS)
+    fill(tier, range(10, 15), MINE)
+    assert known(tier, range(10, 15)) == [12, 13, 14] and known(tier, range(3), THEIRS) == [0, 1, 2]
+    tier.set_quotas({THEIRS: BLOCK, MINE: 0})
+    assert known(tier, range(10, 15)) == [] and known(tier, range(3), THEIRS) == [2]
+    assert fill(tier, [20], MINE) == []
+    assert tier.held_bytes == {THEIRS: BLOCK}
+
+
+def test_a_restart_knows_the_youngest_copy_and_goes_on_behind_it() -> None:
+    tier = new_tier(num_segments=3, blocks=2)
+    copies = [write.copy for write in fill(tier, [0, 1, 2])]
+    segments = [Segment(1, tuple(copies[:2]), copies[1].end), Segment(2, (copies[2],), copies[2].end), Segment()]
+    later = new_tier(num_segments=3, blocks=2)
+    later.restore(segments, [Purge(MINE, copies[1].number)])
+    assert known(later, [0, 1, 2]) == [1, 2], "the first was purged"
+    (write,) = fill(later, [3])
+    assert (write.copy.segment, write.copy.offset, write.copy.generation) == (1, copies[2].end, 2)
+    assert write.copy.number > copies[2].number
+
+
+def test_a_block_too_large_for_a_segment_is_not_wanted() -> None:
+    tier = new_tier(blocks=2)
+    tier.see([(0, Record(State.COMMITTED, b"k" * 16, MINE, num_bytes=3 * PAGE))])
+    assert tier.num_pending == 1
+    tier.see([(0, Record(State.COMMITTED, b"k" * 16, MINE, num_bytes=3 * PAGE + 1))])
+    assert tier.num_pending == 0
+
+
+# ---- both tiers --------------------------------------------------------------------------------------------------
+
+
+def both(num_slots: int = 2) -> Tiers:
+    tiers = Tiers(PoolIndex(num_slots, lease_s=5.0, write_s=3.0), Life("cache-0", 1))
+    tiers.open_disk(new_tier(num_segments=4, blocks=8), [], ())
+    return tiers
+
+
+def put(tiers: Tiers, keys: Sequence[bytes]) -> None:
+    grant = tiers.index.reserve(keys, WRITER, MINE, 0.0)
+    tiers.index.commit(
+        grant.ticket,
+        WRITER,
+        [Written(slot, keys[at][-1], 1) for slot, at in zip(grant.slots, grant.positions, strict=True)],
+    )
+    tiers.take_changes()
+    for write in tiers.take_writes(0.0):
+        tiers.wrote(write, True)
+
+
+def test_a_hit_in_memory_is_answered_at_once_and_one_on_disk_when_it_has_come() -> None:
+    tiers, keys = both(), CHAINS[MINE]
+    put(tiers, keys[:1])
+    put(tiers, CHAINS[MINE][3:5])
+    assert isinstance(tiers.lookup(keys[3:5], READER, MINE, 0.0, 1.0), Hit)
+    tiers.index.expire(10.0)
+    number = tiers.lookup(keys[:1], READER, MINE, 10.0, 1.0)
+    assert not isinstance(number, Hit), "memory has forgotten it"
+    assert tiers.lookup(keys[:1], READER, MINE, 10.0) == Hit(0, ()), "who does not wait gets nothing"
+    assert tiers.answers(10.5) == [] and tiers.next_deadline_s == 11.0
+    (read,) = tiers.take_reads()
+    tiers.was_read(read, read.copy.checksum)
+    ((answered, hit),) = tiers.answers(10.5)
+    assert answered == number and [each.checksum for each in hit.blocks] == [keys[0][-1]]
+    tiers.check()
+
+
+def test_who_waits_is_answered_in_time_with_what_is_there() -> None:
+    tiers, keys = both(num_slots=3), CHAINS[MINE]
+    put(tiers, keys[:2])
+    put(tiers, CHAINS[MINE][3:5])  # the tail, keys[1], is forgotten
+    assert tiers.lookup(keys[:2], READER, MINE, 0.0, 1.0) == 1
+    ((_, hit),) = tiers.answers(1.0)
+    assert len(hit.blocks) == 1, "the head was in memory, and was kept there"
+    counters = tiers.index.counters
+    assert (counters.hits, counters.misses) == (1, 1), "one look-up, not two"
+    (read,) = tiers.take_reads()
+    tiers.was_read(read, read.copy.checksum)  # too late for this one
+    again = tiers.lookup(keys[:2], READER, MINE, 1.0)
+    assert isinstance(again, Hit) and len(again.blocks) == 2
+
+
+def test_two_who_want_the_same_block_read_it_once() -> None:
+    tiers, keys = both(), CHAINS[MINE]
+    put(tiers, keys[:1])
+    put(tiers, keys[3:5])
+    assert [tiers.lookup(keys[:1], READER, MINE, 0.0, 1.0) for _ in range(2)] == [1, 2]
+    (read,) = tiers.take_reads()
+    tiers.was_read(read, read.copy.checksum)
+    assert [len(hit.blocks) for _, hit in tiers.answers(0.0)] == [1, 1]

@@ -1,0 +1,116 @@
+"""Bugs of the disk tier that the simulation must notice, by a rule that fits them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from tripool.cache.copies import PAGE, Purge, Segment
+from tripool.cache.index import PoolIndex
+from tripool.cache.promotion import Read, Tiers
+from tripool.cache.tiers import DiskTier
+from tripool.simulate import simulate
+from tripool.simulate.pool import PoolClient
+
+from .test_planted import live
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def what_the_disk_gives_is_believed(patch: pytest.MonkeyPatch) -> None:
+    """Neither the member nor its readers look at checksums."""
+    was_read = Tiers.was_read
+    patch.setattr(Tiers, "was_read", lambda self, read, found: was_read(self, read, found and read.copy.checksum))
+    copy = PoolClient.copy
+
+    def trusting(self: PoolClient, fetch: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr("tripool.simulate.pool.checksum", lambda values: next(sums))
+            sums = (block.checksum for block in fetch.blocks)
+            return copy(self, fetch)
+
+    patch.setattr(PoolClient, "copy", trusting)
+
+
+def a_look_up_waits_for_ever(patch: pytest.MonkeyPatch) -> None:
+    answers = Tiers.answers
+    patch.setattr(Tiers, "answers", lambda self, now_s: answers(self, -1.0))
+    patch.setattr(Tiers, "was_read", lambda self, read, found: None)
+
+
+def a_reader_is_not_fenced_after_a_restart(patch: pytest.MonkeyPatch) -> None:
+    """What an earlier life was reading stays reserved, and nobody will ever say that it is over."""
+    at_rest = PoolIndex.at_rest
+
+    def deaf(self: PoolIndex, writer: Any) -> None:
+        if not writer.worker.startswith("cache-"):
+            at_rest(self, writer)
+
+    patch.setattr(PoolIndex, "at_rest", deaf)
+
+
+def segments_are_reused_while_their_blocks_are_known(patch: pytest.MonkeyPatch) -> None:
+    def careless(self: DiskTier, num_bytes: int) -> bool:
+        ring = self._ring
+        if ring.offset + num_bytes > self.segment_bytes:
+            ring.segment, ring.offset = (ring.segment + 1) % self.num_segments, PAGE
+            ring.generation += 1
+        return True
+
+    patch.setattr(DiskTier, "_advance", careless)
+
+
+def a_restart_forgets_the_disk(patch: pytest.MonkeyPatch) -> None:
+    restore = DiskTier.restore
+
+    def half(self: DiskTier, segments: Sequence[Segment], purges: Iterable[Purge] = ()) -> None:
+        restore(self, segments, purges)
+        for key in list(self._copies)[::2]:
+            self._forget(key)
+
+    patch.setattr(DiskTier, "restore", half)
+
+
+def blocks_are_read_into_slots_that_are_given_back(patch: pytest.MonkeyPatch) -> None:
+    read_copies = Tiers._read
+
+    def hasty(self: Tiers, *args: Any) -> None:
+        read_copies(self, *args)
+        for read in self._reads[-1:]:
+            assert isinstance(read, Read)
+            self.index.abort(read.ticket, self._own)
+
+    patch.setattr(Tiers, "_read", hasty)
+
+
+PLANTS: list[tuple[Plant, str]] = [
+    (what_the_disk_gives_is_believed, "instead of"),
+    (a_look_up_waits_for_ever, "hangs"),
+    (a_reader_is_not_fenced_after_a_restart, "hangs"),
+    (segments_are_reused_while_their_blocks_are_known, "two lives|not on disk|overlap|more than there is room for"),
+    (a_restart_forgets_the_disk, "are gone"),
+    (blocks_are_read_into_slots_that_are_given_back, "others may read|not reserved"),
+]
+
+
+@pytest.mark.parametrize(("plant", "caught_by"), PLANTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_planted_bug_is_caught(plant: Plant, caught_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match=caught_by):
+        live()
+
+
+def test_lives_have_disks_that_are_used() -> None:
+    seen = simulate(0).seen
+    for seed in range(1, 20):
+        seen += simulate(seed).seen
+    for event, times in {
+        "blocks written to disk": 500,
+        "blocks read from disk": 100,
+        "waited for blocks from disk": 20,
+        "blocks found on disk": 50,
+        "bad blocks on disk": 1,
+    }.items():
+        assert seen[event] >= times, f"{event}: only {seen[event]} times"
