@@ -41,7 +41,7 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-KERNELS := setup.py build_backend.py $(wildcard src/tripool/kernels/native/*.[ch])
+KERNELS := setup.py build_backend.py $(wildcard src/tripool/*/native/*.[ch])
 
 $(VENV)/installed: pyproject.toml $(KERNELS) | $(BIN)/python
 	$(if $(TORCH_INDEX),$(PIP) install --quiet --index-url "$(TORCH_INDEX)" "$(TORCH)")

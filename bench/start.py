@@ -53,9 +53,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args()
     origin, rows = Origin.now(), []
-    cases = (
-        [("tiny", "int8")] if options.quick else [(m, p) for m in ("tiny", "smollm2") for p in ("float32", "int8")]
-    )
+    cases = [("tiny", "int8")] if options.quick else [(m, p) for m in ("tiny", "smollm2") for p in ("float32", "int8")]
     for model, precision in cases:
         runs = [start(model, precision) for _ in range(1 if options.quick else 5)]
         first_s, beside_mb = (statistics.median(each) for each in zip(*runs, strict=True))

@@ -22,15 +22,19 @@ MAX_FUNCTION_LINES = 80
 
 PURE = (
     "core", "errors", "config", "messages", "sequence", "cache", "prefill", "decode", "engine.colocated", "text",
-    "grammar", "router", "simulate",
+    "grammar", "router", "simulate", "tenants", "planner",
 )  # fmt: skip
 """Run without torch: the planner and the simulator stand on these, and a gateway needs text and grammars."""
 PURE += tuple(
     f"bench.{name}"
     for name in ("goodput", "page", "prompts", "report", "samples", "summary", "svg", "trace", "words", "workload")
 )
-WORLDLY = {f"cache.{name}" for name in ("arena", "client", "link", "member", "wire")}
-WORLDLY |= {"prefill.worker", "decode.worker"}
+PURE += ("control.backoff", "control.residency")
+PURE += ("observe.checks", "observe.machine")
+WORLDLY = {f"cache.{name}" for name in ("arena", "client", "copying", "image", "images", "link", "member", "wire")}
+WORLDLY |= {"cache.disk", "cache.spool"}
+WORLDLY |= {"prefill.worker", "decode.worker", "planner.probe"}
+WORLDLY |= {"tenants.book", "tenants.meter", "tenants.watch"}
 """The other halves of rooms that are split: they touch the world, and nothing pure may import them."""
 POLICIES = tuple(name for name in PURE if name not in ("text", "grammar", "messages"))
 """Decide by their arguments alone: no clock, socket, thread, random state or environment inside."""

@@ -98,6 +98,52 @@ class RouterConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DoorConfig:
+    """Bounds of the waiting before a backend, where the order is decided."""
+
+    queue_tokens: int = 262_144
+    """Tokens of requests without a first token; more are refused."""
+    max_wait_s: float = 60.0
+    """Longest wait of a request that names no longest time to its first token."""
+    window_s: float = 0.05
+    """How much work is inside at once while requests compete: as little as keeps the backend busy."""
+    wide_tokens: int = 8192
+    """How much is inside at once, for each prompt that is worked on, while all requests are alike."""
+    credit_s: float = 1.0
+    """How much of the backend's time a tenant may have saved up by asking for less than its share."""
+    compete_s: float = 60.0
+    """How long after two different tenants or priorities were seen they are still thought to compete."""
+    reserve: float = 0.125
+    """Share of the decode slots that is kept for tenants below their share while requests compete."""
+
+    def __post_init__(self) -> None:
+        for name in ("queue_tokens", "max_wait_s", "window_s", "wide_tokens"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise InvalidRequest(f"{name} is {value!r}", hint="must be above 0", param=name)
+        if not 0 <= self.reserve < 1:
+            raise InvalidRequest(f"reserve is {self.reserve!r}", hint="must be at least 0 and below 1", param="reserve")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskConfig:
+    """What stands behind one cache member's memory."""
+
+    folder: str
+    """Each member has its own folder in it."""
+    num_bytes: int
+    fingerprint: str = "00" * 16
+    """Whose blocks these are, in hexadecimal: what was written for another model or layout is not read."""
+    write_bytes_per_s: float = 200e6
+    """Bound of what is written in the long run; what does not fit is not copied, and counted."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_bytes", "write_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise InvalidRequest(f"{name} is {getattr(self, name)!r}", hint="must be above 0", param=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """One member of the cache pool."""
 
@@ -110,6 +156,7 @@ class CacheConfig:
     """How long a writer may write; afterwards others may write the same block elsewhere."""
     namespace_slots: int | None = None
     """Most slots of one tenant. None: all of them."""
+    disk: DiskConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("slot_bytes", "num_slots", "lease_s", "write_s", "namespace_slots"):

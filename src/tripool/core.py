@@ -12,6 +12,9 @@ from tripool.errors import InvalidRequest
 BLOCK_TOKENS = 64
 """Tokens in one KV block: the unit of paging, prefix reuse and hand-over."""
 
+SALT_MARK = "\x1f"
+"""Between a namespace's owner and what a client adds to it. No owner's own namespace contains it."""
+
 MAX_LOGPROBS = 20
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -218,6 +221,20 @@ def _whole(name: str, value: int, low: int, high: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """What a request was promised and whom it is for. It decides when and where a request runs, never what it says."""
+
+    tpot_ms: float | None = None
+    """Longest mean time per answered token after the first. None: as it comes."""
+    ttft_ms: float | None = None
+    """Longest time to the first token. None: as it comes, within the queue's bounds."""
+    priority: int = 0
+    """Lower goes first among the requests of one tenant."""
+    tenant: str = ""
+    """Name of the key's owner; empty where the server has no keys."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt with everything that decides its answer: the same request gives the same tokens anywhere."""
 
@@ -229,7 +246,11 @@ class Request:
     end_ids: frozenset[int] = frozenset()
     """The model's own end-of-text tokens."""
     namespace: str = ""
-    """Salt of the prefix cache: requests of different namespaces never share a block."""
+    """Salt of the prefix cache: requests of different namespaces never share a block, but for public ones. Its owner,
+    and behind a mark what the client added to it."""
+    public_tokens: int = 0
+    """Leading prompt tokens that anyone may know: their full blocks are shared with all who have the same ones."""
+    promise: Promise = Promise()
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -258,6 +279,8 @@ class Stages:
     """From the first work on it to its first token, other requests' shares of those steps included."""
     transfer_s: float = 0.0
     """Moving its KV to the worker that goes on with it."""
+    fetched_tokens: int = 0
+    """Prompt tokens whose KV came from the cache pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +318,19 @@ class ServingStats:
     """Drafts that were verified, and those of them that came true."""
     stalled_s: float = 0.0
     """How long there has been work without a step being finished; 0 when there is none."""
+    missing: str = ""
+    """What is not there and nothing can be answered without."""
+    held_by: str = ""
+    """Which limit keeps the oldest that waits from being computed; empty when nobody waits."""
+    slo_ceiling: int | None = None
+    """Choices that may run at once so that promised times per token are kept. None: no promise bounds them."""
+    slo_held_back: bool = False
+    """Whether somebody waits now only for the sake of a promise."""
+    predicted_step_ms: float = 0.0
+    """What the last step was expected to take; and by how much such predictions are off, on average:"""
+    step_error_ms: float = 0.0
+    num_promises_given_up: int = 0
+    """Promised times per token that could not be kept any more, or never could."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,18 @@ class Overloaded(TripoolError):
         self.retry_after_s = retry_after_s
 
 
+class RateLimited(Overloaded):
+    """The tenant asks faster than it may."""
+
+    code = "rate_limited"
+
+
+class TtftUnreachable(Overloaded):
+    """The first token would come later than the request says it may."""
+
+    code = "ttft_unreachable"
+
+
 class NoWorkers(TripoolError):
     """No worker of a pool came within the time that a request may wait for one."""
 
@@ -146,3 +158,9 @@ class ArenaError(TripoolError):
     """A cache member's shared memory cannot be made, or is not what it should be."""
 
     code = "bad_arena"
+
+
+class DiskError(TripoolError):
+    """A cache member's disk cannot be used, or cannot be used any more; memory goes on without it."""
+
+    code = "bad_disk"

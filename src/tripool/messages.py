@@ -91,6 +91,8 @@ class Pulse(Message, frozen=True):
     running: int
     blocks_held: int
     """KV blocks that some sequence or parcel holds; 0 when idle, or something leaks."""
+    ceiling: int | None = None
+    """Sequences that may run there at once so that promised times per token are kept. None: nothing was promised."""
 
 
 class Stamped(msgspec.Struct, frozen=True, array_like=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import tripool.cache.keys as cache_keys
 import tripool.prefill.scheduler as prefill_scheduler
 from tripool.cache import BlockPool, root_key
 from tripool.core import FinishReason
@@ -79,17 +80,17 @@ def publish_the_half_full_block(patch: pytest.MonkeyPatch) -> None:
 
 @bug("shows foreign KV")
 def keys_without_namespace(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(prefill_scheduler, "root_key", lambda model, namespace: root_key(model, ""))
+    patch.setattr(cache_keys, "root_key", lambda model, namespace: root_key(model, ""))
 
 
 @bug("shows foreign KV")
 def keys_without_parent(patch: pytest.MonkeyPatch) -> None:
-    block_key = prefill_scheduler.block_key
+    block_key = cache_keys.block_key
 
     def same_tokens_anywhere(parent: bytes, tokens: list[int]) -> bytes:
         return block_key(b"", tokens)
 
-    patch.setattr(prefill_scheduler, "block_key", same_tokens_anywhere)
+    patch.setattr(cache_keys, "block_key", same_tokens_anywhere)
 
 
 @bug("shows foreign KV|not the longest known prefix")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from tripool.config import SchedulerConfig
-from tripool.core import Request, SamplingParams
+from tripool.core import Promise, Request, SamplingParams
 
 from .colocated_model import VOCAB
 from .colocated_sim import Simulation
@@ -58,9 +58,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(
         self, config: SchedulerConfig, context_tokens: int, shared: list[int], draft_quality: float | None
     ) -> None:
-        self.sim = Simulation(config, context_tokens, draft_quality)
+        self.sim = self.new_simulation(config, context_tokens, draft_quality)
         self.shared = shared
         self.num_requests = 0
+
+    def new_simulation(self, config: SchedulerConfig, context_tokens: int, draft_quality: float | None) -> Simulation:
+        return Simulation(config, context_tokens, draft_quality)
+
+    def promise(self) -> Promise:
+        """Of the next request."""
+        return Promise()
 
     @rule(
         num_shared=st.sampled_from([0, 4, 7, 12, 24]),
@@ -101,6 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             seed=seed,
             end_ids=frozenset({END_ID}),
             namespace=namespace,
+            promise=self.promise(),
         )
         self.sim.add(request)
 
@@ -132,7 +140,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.sim.drain()
 
 
-def run_machine(max_examples: int, steps: int) -> None:
+def run_machine(max_examples: int, steps: int, machine: type[SchedulerMachine] = SchedulerMachine) -> None:
     options = settings(
         max_examples=max_examples,
         stateful_step_count=steps,
@@ -140,7 +148,7 @@ def run_machine(max_examples: int, steps: int) -> None:
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
-    run_state_machine_as_test(SchedulerMachine, settings=options)
+    run_state_machine_as_test(machine, settings=options)
 
 
 def test_any_history_keeps_every_promise() -> None:

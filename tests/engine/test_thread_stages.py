@@ -86,5 +86,7 @@ def test_stats_tell_work_from_progress():
     asyncio.run(stall())
     stats = thread.stats()
     assert (stats.running, stats.waiting, stats.num_steps, stats.stalled_s) == (0, 0, 4, 0.0)
-    assert thread.explain("r") == {"mode": "colocated", "engine": "fake"}
+    told = dict(thread.explain("r"))
+    assert (told["mode"], told["engine"], told["found running"]) == ("colocated", "fake", 0)
+    assert thread.explain("nobody") == {"mode": "colocated", "engine": "fake"}
     assert thread.close(DEADLINE_S)

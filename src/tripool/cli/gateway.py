@@ -15,12 +15,14 @@ def register(app: typer.Typer) -> None:
         http_fd: Annotated[int, typer.Option(help="The listening socket.")],
         epoch: Annotated[int, typer.Option()],
         leash: Annotated[int, typer.Option()],
+        keys: Annotated[Path, typer.Option(help="The key book.")],
     ) -> None:
         """Serve HTTP for workers in other processes."""
         import shutil
         import socket
 
         from tripool.cache.client import PoolClient
+        from tripool.cli.access import open_access
         from tripool.config import GatewayConfig, RouterConfig
         from tripool.control.plan import read_plan
         from tripool.fabric.folder import gateway_address
@@ -38,6 +40,8 @@ def register(app: typer.Typer) -> None:
             addresses=[gateway_address(folder)],
             life=Life("gateway", epoch),
             cache=PoolClient(folder, plan.cache, Life("gateway", epoch)),
+            keeper=PoolClient(folder, plan.cache, Life("keeper", epoch)),
+            access=open_access(keys),
             leash=tied,
         )
         with socket.socket(fileno=http_fd) as listener:

@@ -7,7 +7,26 @@ from collections.abc import Sequence
 
 import typer
 
-from tripool.cli import bench, cache_member, chat, gateway, generate, models, serve, simulate, status, version, worker
+from tripool.cli import (
+    bench,
+    cache,
+    cache_member,
+    chat,
+    doctor,
+    explain,
+    gateway,
+    generate,
+    keys,
+    models,
+    plan,
+    reproduce,
+    serve,
+    simulate,
+    status,
+    usage,
+    version,
+    worker,
+)
 from tripool.cli.options import Load
 from tripool.cli.terminal import load_model, print_error
 from tripool.errors import TripoolError
@@ -25,7 +44,8 @@ def create_cli(load: Load = load_model) -> typer.Typer:
     for verb in (serve, chat, generate):
         verb.register(app, load)
     bench.register(app)
-    for plain in (models, simulate, status, worker, gateway, cache_member):
+    reproduce.register(app)
+    for plain in (models, plan, simulate, status, keys, usage, cache, doctor, explain, worker, gateway, cache_member):
         plain.register(app)
     version.register(app)
     return app

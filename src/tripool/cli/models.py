@@ -1,14 +1,22 @@
-"""`tripool models`: what can be served by name, and whether it is here."""
+"""`tripool models`: what can be served by name, and what a running server has in memory."""
 
 from __future__ import annotations
 
 import json
+import urllib.error
+import urllib.request
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from tripool.cli.asking import DEFAULT_URL, ApiKey, Url, ask
+from tripool.errors import TripoolError
+
+_PATIENCE_S = 660.0
+"""A large model takes minutes to load; the server has bounds of its own."""
 
 
 class Format(StrEnum):
@@ -16,35 +24,120 @@ class Format(StrEnum):
     json = "json"
 
 
-def register(app: typer.Typer) -> None:
-    @app.command()
-    def models(
-        format: Annotated[Format, typer.Option(help="For people, or for programs.")] = Format.table,
-    ) -> None:
-        """Show the models known by name, their size and architecture."""
-        from tripool.checkpoints import list_models
+FormatOf = Annotated[Format, typer.Option(help="For people, or for programs.")]
+_Model = Annotated[str, typer.Argument(help="As `tripool models list` shows it.")]
 
-        entries = list_models()
+
+class Refused(TripoolError):
+    """What a server says when it will not."""
+
+    code = "refused"
+
+
+def register(app: typer.Typer) -> None:
+    models = typer.Typer(help="Show the models known by name; load and unload those of a running server.")
+    app.add_typer(models, name="models")
+
+    @models.callback(invoke_without_command=True)
+    def known(context: typer.Context, format: FormatOf = Format.table) -> None:
+        """Show the models known by name, their size and architecture."""
+        if context.invoked_subcommand is None:
+            _show_known(format)
+
+    @models.command(name="list")
+    def list_(url: Url = DEFAULT_URL, api_key: ApiKey = None, format: FormatOf = Format.table) -> None:
+        """Show the models of a running server: which are in memory, and what they take."""
+        told = ask(url, "/v1/models", api_key, without="is it a Tripool server?")["data"]
         if format is Format.json:
-            rows = [
-                {
-                    "name": entry.name,
-                    "architecture": entry.architecture,
-                    "parameters": entry.parameters,
-                    "stored_bytes": entry.stored_bytes,
-                    "present": entry.present,
-                    "path": str(entry.path),
-                }
-                for entry in entries
-            ]
-            typer.echo(json.dumps(rows, indent=2))
-            return
-        table = Table("name", "architecture")
-        for numbers in ("parameters", "stored"):
-            table.add_column(numbers, justify="right")
-        table.add_column("here")
-        for entry in entries:
-            here = "yes" if entry.present else "fetched on first use"
-            parameters, stored = f"{entry.parameters / 1e6:,.1f} M", f"{entry.stored_bytes / 1e6:,.1f} MB"
-            table.add_row(entry.name, entry.architecture, parameters, stored, here)
-        Console().print(table)
+            typer.echo(json.dumps(told, indent=2))
+        else:
+            Console().print(_served_table(told))
+
+    @models.command()
+    def load(model: _Model, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
+        """Bring MODEL into a running server's memory; comes back when it is ready."""
+        told = _tell(url, "/v1/models/load", api_key, model)
+        took = f" in {told['load_s']:.2f} s" if "load_s" in told else ""
+        typer.echo(f"{model} is {told['state']}{took}{' (model cache)' if told.get('from_model_cache') else ''}")
+
+    @models.command()
+    def unload(model: _Model, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
+        """Let MODEL's open answers end and give its memory back. It stays away until it is loaded again."""
+        told = _tell(url, "/v1/models/unload", api_key, model)
+        still = f": {told['open']} answers are still open" if told.get("open") else ""
+        typer.echo(f"{model} is {told['state']}{still}")
+
+    @models.command()
+    def forget() -> None:
+        """Give back the shared memory that servers with --keep-models left."""
+        from tripool.cli.model_cache import forget_kept
+
+        typer.echo("the kept models are gone" if forget_kept() else "no models were kept")
+
+
+def _show_known(format: Format) -> None:
+    from tripool.checkpoints import list_models
+
+    entries = list_models()
+    if format is Format.json:
+        rows = [
+            {
+                "name": entry.name,
+                "architecture": entry.architecture,
+                "parameters": entry.parameters,
+                "stored_bytes": entry.stored_bytes,
+                "present": entry.present,
+                "path": str(entry.path),
+            }
+            for entry in entries
+        ]
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table("name", "architecture")
+    for numbers in ("parameters", "stored"):
+        table.add_column(numbers, justify="right")
+    table.add_column("here")
+    for entry in entries:
+        here = "yes" if entry.present else "fetched on first use"
+        parameters, stored = f"{entry.parameters / 1e6:,.1f} M", f"{entry.stored_bytes / 1e6:,.1f} MB"
+        table.add_row(entry.name, entry.architecture, parameters, stored, here)
+    Console().print(table)
+
+
+def _served_table(told: list[dict[str, Any]]) -> Table:
+    table = Table("model", "state", box=None, header_style="bold")
+    for column in ("memory", "open", "context", "loaded in"):
+        table.add_column(column, justify="right")
+    for model in told:
+        cached = " (model cache)" if model.get("from_model_cache") else ""
+        table.add_row(
+            model["id"] + (" (default)" if model.get("default") else ""),
+            model["state"],
+            f"{model['bytes'] / 1e6:,.0f} MB" if "bytes" in model else "",
+            str(model.get("open", "")),
+            f"{model['max_model_len']:,}",
+            f"{model['load_s']:.2f} s{cached}" if "load_s" in model else "",
+        )
+    return table
+
+
+def _tell(url: str, path: str, api_key: str | None, model: str) -> dict[str, Any]:
+    address = f"{url.rstrip('/').removesuffix('/v1')}{path}"
+    headers = {"Content-Type": "application/json"} | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
+    request = urllib.request.Request(address, json.dumps({"model": model}).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=_PATIENCE_S) as answer:
+            told: dict[str, Any] = json.load(answer)
+            return told
+    except urllib.error.HTTPError as error:
+        with error:
+            raise Refused(_reason(error), hint=f"{address} answers {error.code}") from error
+    except (OSError, ValueError) as error:
+        raise Refused(f"{address} does not answer: {error}", hint="is `tripool serve` running?") from error
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):  # not one of ours
+        return str(error.reason)

@@ -15,11 +15,18 @@ Load = Callable[[str, EngineConfig], StepEngine]
 
 Model = Annotated[str, typer.Argument(help="A name that `tripool models` shows, or the path of a checkpoint.")]
 
-KvGb = Annotated[float | None, typer.Option("--kv-gb", min=0.001, help="Memory for KV blocks, in GB.")]
+_KV = "Memory for KV blocks in GB, of each worker; room for 8 contexts, at most 2, when not given."
+_THREADS = "CPU threads; all cores, or a split worker's share of them, when not given."
+ModelNames = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[MODEL]...", help="Names that `tripool models` shows, or paths; the first is the default."),
+]
+
+KvGb = Annotated[float | None, typer.Option("--kv-gb", min=0.001, help=_KV)]
 MaxRunning = Annotated[int, typer.Option("--max-running", min=1, max=256, help="Sequences computed at once.")]
 Mtp = Annotated[bool, typer.Option("--mtp/--no-mtp", help="Draft tokens with the model's MTP layer, if it has one.")]
 PrecisionOf = Annotated[Precision, typer.Option("--precision", help="int8: fast and exact; or float32.")]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; all cores when not given.")]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help=_THREADS)]
 
 Temperature = Annotated[float | None, typer.Option(help="0 picks the most likely token.")]
 TopP = Annotated[float | None, typer.Option("--top-p", help="Keep the likeliest tokens up to this probability.")]

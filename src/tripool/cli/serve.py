@@ -1,14 +1,23 @@
-"""`tripool serve`: one model and the OpenAI surface, in one process or split into pools."""
+"""`tripool serve`: models and the OpenAI surface, in one process or (one model) split into pools."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tripool.cli.options import KvGb, Load, MaxRunning, Model, Mtp, PrecisionOf, Threads
+from tripool.cli.access import Open, check_door, open_access
+from tripool.cli.disk import Disk, DiskDir, DiskGb, disk_of
+from tripool.cli.keys import KeysFile
+from tripool.cli.model_cache import KeepModels, ModelCacheGb, model_images
+from tripool.cli.options import KvGb, Load, MaxRunning, ModelNames, Mtp, PrecisionOf, Threads
+from tripool.cli.terminal import load_model
 from tripool.config import EngineConfig, GatewayConfig
 from tripool.engine.protocol import StepEngine
+from tripool.errors import TripoolError
 
 if TYPE_CHECKING:
     from tripool.text.files import TextFiles
@@ -18,10 +27,35 @@ _CACHE_GB = 0.25
 _ENGINE, _GATEWAY = EngineConfig(), GatewayConfig()
 
 
+@dataclass(frozen=True, slots=True)
+class _Door:
+    book: Path
+    may_be_open: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Warm:
+    """The model cache."""
+
+    gb: float | None
+    keep: bool
+
+    @property
+    def asked_for(self) -> bool:
+        return self.keep or bool(self.gb)
+
+
+class OneModelSplit(TripoolError):
+    """Several models were asked of a split server."""
+
+    status = 400
+    code = "one_model_split"
+
+
 def register(app: typer.Typer, load: Load) -> None:
     @app.command()
     def serve(
-        model: Model = "tiny",
+        models: ModelNames = None,
         host: Annotated[str, typer.Option(help="Address to listen on.")] = _GATEWAY.host,
         port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = _GATEWAY.port,
         kv_gb: KvGb = None,
@@ -33,31 +67,65 @@ def register(app: typer.Typer, load: Load) -> None:
         prefill: Annotated[int | None, typer.Option(min=1, max=256, help="Prefill workers; implies --split.")] = None,
         decode: Annotated[int | None, typer.Option(min=1, max=256, help="Decode workers; implies --split.")] = None,
         cache_gb: Annotated[
-            float | None, typer.Option("--cache-gb", min=0, help="Memory of the cache pool; implies --split.")
+            float | None, typer.Option("--cache-gb", min=0, help="Of the cache pool; 0.25 when split; implies --split.")
         ] = None,
+        disk_gb: DiskGb = None,
+        disk_dir: DiskDir = None,
+        memory_gb: Annotated[
+            float | None, typer.Option("--memory-gb", min=0.001, help="For several models together, weights and KV.")
+        ] = None,
+        model_cache_gb: ModelCacheGb = None,
+        keep_models: KeepModels = False,
+        keys: KeysFile = None,
+        open: Open = False,
     ) -> None:
-        """Serve MODEL over HTTP."""
+        """Serve MODELS over HTTP: one, in one process or split, or several in one process."""
+        from tripool.tenants.book import default_path
+
+        door = _Door(keys or default_path(), open)
         gateway = GatewayConfig(host=host, port=port)
         config = EngineConfig(kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads)
-        if split or (prefill, decode, cache_gb) != (None, None, None):
+        models, warm = models or ["tiny"], _Warm(model_cache_gb, keep_models)
+        if split or (prefill, decode, cache_gb, disk_gb) != (None, None, None, None):
             cache_gb = _CACHE_GB if cache_gb is None else cache_gb
-            _serve_split(model, config, gateway, num_prefill=prefill or 1, num_decode=decode or 1, cache_gb=cache_gb)
+            sizes = {"num_prefill": prefill or 1, "num_decode": decode or 1}
+            disk = disk_of(disk_gb, disk_dir, _only(models), config) if disk_gb and cache_gb else None
+            _serve_split(_only(models), config, gateway, door, warm, **sizes, cache_gb=cache_gb, disk=disk)
+        elif len(models) == 1 and memory_gb is None:
+            _serve(load, models[0], config, gateway, door, warm)
         else:
-            _serve(load, model, config, gateway)
+            budget = None if memory_gb is None else int(memory_gb * 2**30)
+            _serve_several(load, models, config, gateway, door, warm, budget=budget)
 
 
-def _serve(load: Load, model: str, config: EngineConfig, gateway: GatewayConfig) -> None:
+def _only(models: list[str]) -> str:
+    if len(models) > 1:
+        hint = (
+            "start one server for each, or serve them in one process: without --split, --prefill, --decode, --cache-gb"
+        )
+        raise OneModelSplit(f"a split server serves one model, not {len(models)}", hint=hint)
+    return models[0]
+
+
+def _serve(load: Load, model: str, config: EngineConfig, gateway: GatewayConfig, door: _Door, warm: _Warm) -> None:
     # Here, so that `tripool --help` does not import a web server.
     from tripool.engine.thread import EngineThread
     from tripool.gateway import create_app
+    from tripool.gateway.doored import Doored
     from tripool.gateway.server import Server, listen, url_of
+    from tripool.router.guests import Room
     from tripool.text import Tokenizer
 
-    with listen(gateway.host, gateway.port) as listener:
-        engine = load(model, config)
+    cache = model_images(warm.gb, keep=warm.keep) if warm.asked_for else nullcontext()
+    with listen(gateway.host, gateway.port) as listener, cache as images:
+        check_door(listener, door.book, may_be_open=door.may_be_open)
+        engine = load(model, config) if images is None else load_model(model, config, images)
         thread = EngineThread(engine)
+        access = open_access(door.book)
         try:
-            application = create_app(thread, Tokenizer(engine.text), engine.name, gateway)
+            room = Room(slots=config.max_running)
+            doored = Doored(thread, room=lambda: room, tenant_of=access.tenant_named)
+            application = create_app(doored, Tokenizer(engine.text), engine.name, gateway, access=access)
             server = Server(
                 application,
                 on_ready=lambda: typer.echo(_banner_of(url_of(listener), engine)),
@@ -66,16 +134,50 @@ def _serve(load: Load, model: str, config: EngineConfig, gateway: GatewayConfig)
             server.run([listener])
         finally:
             thread.close(_CLOSE_S)
+            access.close()
+
+
+def _serve_several(
+    load: Load,
+    models: list[str],
+    config: EngineConfig,
+    gateway: GatewayConfig,
+    door: _Door,
+    warm: _Warm,
+    *,
+    budget: int | None,
+) -> None:
+    from tripool.cli.several import Loaded, serve_several
+    from tripool.gateway.server import listen
+
+    with listen(gateway.host, gateway.port) as listener, model_images(warm.gb, keep=warm.keep) as images:
+        check_door(listener, door.book, may_be_open=door.may_be_open)
+
+        def open_(model: str) -> Loaded:
+            if load is not load_model:
+                return Loaded(load(model, config), False)
+            from tripool.engine.load import load_told
+
+            return Loaded(*load_told(model, config, images=images))
+
+        access = open_access(door.book)
+        try:
+            serve_several(models, config, gateway, listener, budget=budget, access=access, open_=open_)
+        finally:
+            access.close()
 
 
 def _serve_split(
     model: str,
     config: EngineConfig,
     gateway: GatewayConfig,
+    door: _Door,
+    warm: _Warm,
     *,
     num_prefill: int,
     num_decode: int,
     cache_gb: float,
+    disk: Disk | None,
 ) -> None:
     from tripool.cli.split import serve_split
     from tripool.control.plan import Plan
@@ -83,16 +185,22 @@ def _serve_split(
 
     def banner(plan: Plan) -> str:
         workers = f"{num_prefill} prefill and {num_decode} decode workers, cache {cache_gb:g} GB"
+        workers += f" and {disk.gb:g} GB of disk" if disk is not None else ""
         return _banner(url_of(listener), plan.name, plan.text, workers)
 
     with listen(gateway.host, gateway.port) as listener:
+        check_door(listener, door.book, may_be_open=door.may_be_open)
         serve_split(
             model,
             config,
             listener,
+            keys=door.book,
             num_prefill=num_prefill,
             num_decode=num_decode,
             cache_gb=cache_gb,
+            model_cache_gb=warm.gb,
+            keep_models=warm.keep,
+            disk=disk,
             banner=banner,
         )
 

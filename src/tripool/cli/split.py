@@ -7,10 +7,14 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
+import msgspec
 import typer
 
+from tripool.cli.disk import Disk, disk_argv
+from tripool.cli.model_cache import images_folder, quota_bytes
 from tripool.cli.terminal import stderr
 from tripool.config import EngineConfig
 from tripool.control.launch import Spec
@@ -67,10 +71,11 @@ def worker_specs(
     ]
 
 
-def cache_spec(name: str, block_bytes: int, gb: float, folder: RunFolder) -> Spec:
+def cache_spec(name: str, block_bytes: int, gb: float, folder: RunFolder, disk: Disk | None = None) -> Spec:
     num_slots = max(1, int(gb * 2**30 / block_bytes))
     sizes = ("--slot-bytes", str(block_bytes), "--num-slots", str(num_slots))
-    return Spec(name, ("cache-member", "--folder", str(folder.path), "--name", name, *sizes), (folder.lock,))
+    behind = disk_argv(disk, _CACHE_MEMBERS) if disk is not None else ()
+    return Spec(name, ("cache-member", "--folder", str(folder.path), "--name", name, *sizes, *behind), (folder.lock,))
 
 
 def serve_split(
@@ -78,24 +83,32 @@ def serve_split(
     config: EngineConfig,
     listener: socket.socket,
     *,
+    keys: Path,
     num_prefill: int,
     num_decode: int,
     cache_gb: float,
+    model_cache_gb: float | None,
+    keep_models: bool,
+    disk: Disk | None = None,
     banner: Callable[[Plan], str],
 ) -> None:
     members = [f"cache-{i}" for i in range(_CACHE_MEMBERS)] if cache_gb else []
     plan = make_plan(model, members)
     folder = RunFolder()
+    quota = quota_bytes(model_cache_gb)
+    images = str(images_folder(folder.path, keep=keep_models)) if quota else ""
+    plan = msgspec.structs.replace(plan, model_cache=images, model_cache_bytes=quota)
     try:
         plan.write(folder.path)
         fd = listener.fileno()
-        gateway = Spec(GATEWAY, ("gateway", "--folder", str(folder.path), "--http-fd", str(fd)), (fd, folder.lock))
+        argv = ("gateway", "--folder", str(folder.path), "--http-fd", str(fd), "--keys", str(keys.absolute()))
+        gateway = Spec(GATEWAY, argv, (fd, folder.lock))
         workers = worker_specs(model, config, num_prefill=num_prefill, num_decode=num_decode, folder=folder)
         supervisor = Supervisor(
             [gateway, *workers],
             folder.path,
             cache=members,
-            cache_spec=lambda name, block_bytes: cache_spec(name, block_bytes, cache_gb / _CACHE_MEMBERS, folder),
+            cache_spec=lambda name, block_bytes: cache_spec(name, block_bytes, cache_gb / _CACHE_MEMBERS, folder, disk),
             on_ready=lambda: typer.echo(banner(plan)),
             on_fall=lambda line: stderr().print(line, style="yellow", soft_wrap=True),
         )

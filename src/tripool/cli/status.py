@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.error
-import urllib.request
 from typing import Annotated, Any
 
 import typer
@@ -14,28 +12,22 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from tripool.cli.asking import DEFAULT_URL, ApiKey, Url, ask
 from tripool.cli.models import Format
-from tripool.config import GatewayConfig
-from tripool.errors import TripoolError
 
-_TIMEOUT_S = 5.0
-_GATEWAY = GatewayConfig()
-
-
-class NoAnswer(TripoolError):
-    status = 503
-    code = "no_answer"
+_WITHOUT = "only a split server has pools: `tripool serve --split`"
 
 
 def register(app: typer.Typer) -> None:
     @app.command()
     def status(
-        url: Annotated[str, typer.Option(help="Of the server.")] = f"http://{_GATEWAY.host}:{_GATEWAY.port}",
+        url: Url = DEFAULT_URL,
+        api_key: ApiKey = None,
         watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until Ctrl-C.")] = False,
         format: Annotated[Format, typer.Option(help="For people, or for programs.")] = Format.table,
     ) -> None:
         """Show the pools of a split server: workers, load, requests by stage."""
-        pools = read_pools(url)
+        pools = ask(url, "/v1/pools", api_key, without=_WITHOUT)
         if format is Format.json:
             typer.echo(json.dumps(pools, indent=2))
         elif not watch:
@@ -44,20 +36,7 @@ def register(app: typer.Typer) -> None:
             with Live(render(pools), console=Console(), auto_refresh=False) as live:
                 while True:
                     time.sleep(1.0)
-                    live.update(render(read_pools(url)), refresh=True)
-
-
-def read_pools(url: str) -> dict[str, Any]:
-    address = f"{url.rstrip('/').removesuffix('/v1')}/v1/pools"
-    try:
-        with urllib.request.urlopen(address, timeout=_TIMEOUT_S) as answer:
-            pools: dict[str, Any] = json.load(answer)
-            return pools
-    except urllib.error.HTTPError as error:
-        hint = "only a split server has pools: `tripool serve --split`"
-        raise NoAnswer(f"{address} answers {error.code}", hint=hint) from error
-    except (OSError, ValueError) as error:
-        raise NoAnswer(f"{address} does not answer: {error}", hint="is `tripool serve --split` running?") from error
+                    live.update(render(ask(url, "/v1/pools", api_key, without=_WITHOUT)), refresh=True)
 
 
 def render(pools: dict[str, Any]) -> Group:
@@ -77,7 +56,10 @@ def render(pools: dict[str, Any]) -> Group:
         )
     stages = ", ".join(f"{count} {stage}" for stage, count in pools["stages"].items() if stage != "done")
     lines = [f"{pools['requests']} requests" + (f": {stages}" if stages else ""), f"join: {pools['join']}"]
-    return Group(table, *([_cache_table(pools["cache"])] if pools["cache"] else []), Text("\n".join(lines)))
+    tables = [table, *([_cache_table(pools["cache"])] if pools["cache"] else [])]
+    with_disk = [member for member in pools["cache"] if member.get("disk")]
+    tables += [_disk_table(with_disk)] if with_disk else []
+    return Group(*tables, Text("\n".join(lines)))
 
 
 def _cache_table(members: list[dict[str, Any]]) -> Table:
@@ -90,4 +72,16 @@ def _cache_table(members: list[dict[str, Any]]) -> Table:
         else:
             counts = (member[name] for name in ("committed", "slots", "hits", "misses", "evicted", "leases"))
             table.add_row(member["member"], *(f"{count:,}" for count in counts))
+    return table
+
+
+def _disk_table(members: list[dict[str, Any]]) -> Table:
+    table = Table("disk", "state", box=None, header_style="bold")
+    for column in ("blocks", "GB", "of", "written", "read", "lost", "bad"):
+        table.add_column(column, justify="right")
+    for member in members:
+        disk = member["disk"]
+        sizes = (f"{disk[name] / 2**30:.2f}" for name in ("used_bytes", "num_bytes"))
+        counts = (f"{disk[name]:,}" for name in ("written", "promoted", "lost", "bad"))
+        table.add_row(member["member"], disk["state"], f"{disk['blocks']:,}", *sizes, *counts)
     return table

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 from rich.text import Text
 
 from tripool.config import EngineConfig
 from tripool.engine.protocol import StepEngine
 from tripool.errors import TripoolError
+
+if TYPE_CHECKING:
+    from tripool.cache.images import ModelImages
 
 _CONTROLS = dict.fromkeys([*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0)])
 
@@ -16,12 +21,12 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def load_model(model: str, config: EngineConfig) -> StepEngine:
+def load_model(model: str, config: EngineConfig, images: ModelImages | None = None) -> StepEngine:
     from tripool.engine.load import load_engine  # here, because torch takes seconds and help must not
 
     console = stderr()
     with console.status(f"loading {model}") as status:
-        return load_engine(model, config, progress=status.update)
+        return load_engine(model, config, progress=status.update, images=images)
 
 
 def print_error(error: TripoolError) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -31,8 +32,11 @@ def register(app: typer.Typer) -> None:
         threads: Threads = None,
     ) -> None:
         """Compute for a server that runs on this machine."""
+        from tripool.cache.images import ModelImages
         from tripool.cli.engines import load_pool_engine
+        from tripool.control.plan import read_plan
         from tripool.control.run_worker import run_worker
+        from tripool.fabric.folder import folder_of
         from tripool.fabric.leash import Leash
         from tripool.messages import Life
 
@@ -42,4 +46,6 @@ def register(app: typer.Typer) -> None:
         config = EngineConfig(kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads)
         tied = Leash.inherited(leash) if leash is not None else None
         life = Life(name or f"{role}-{os.getpid()}", epoch or time.time_ns())
-        run_worker(load_pool_engine(model, config), role, life, join, tied)
+        plan = read_plan(folder_of(join))
+        images = ModelImages(Path(plan.model_cache), plan.model_cache_bytes) if plan.model_cache else None
+        run_worker(load_pool_engine(model, config, images), role, life, join, tied)

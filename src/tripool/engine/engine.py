@@ -6,54 +6,46 @@ step does, so that this one's tokens need not wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
 
 import torch
 
 from tripool.config import EngineConfig, SchedulerConfig
-from tripool.core import BLOCK_TOKENS, Request, ServingStats, TokenEvent
+from tripool.core import BLOCK_TOKENS, Request, TokenEvent
 from tripool.engine.colocated import Scheduler
 from tripool.engine.drafter import Drafter
+from tripool.engine.paged import Paged
 from tripool.engine.runner import Runner, rows_of
 from tripool.engine.sampler import Sampler
 from tripool.errors import InvalidRequest
-from tripool.grammar import GrammarCompiler
 from tripool.models import Model
-from tripool.sequence import Guide, Seq, Task
+from tripool.models.arch import Arch
+from tripool.sequence import Seq, Task
 from tripool.text.files import TextFiles
 
 _DEFAULT_CONTEXTS = 8
 _DEFAULT_KV_BYTES = 2 * 2**30
 
 
-class Engine:
+class Engine(Paged):
     def __init__(self, name: str, model: Model, text: TextFiles, config: EngineConfig) -> None:
-        self.name = name
-        self.text = text
-        self._vocab = model.arch.vocab
-        self.max_running = config.max_running
         mtp = config.mtp and model.mtp is not None
-        num_blocks = _num_blocks(model, config, mtp=mtp)
+        num_blocks = kv_blocks(model.arch, config, mtp=mtp)
         scheduling = SchedulerConfig(
             num_blocks=num_blocks,
             max_running=config.max_running,
             step_tokens=max(config.step_tokens, config.max_running * (1 + mtp) + BLOCK_TOKENS),
             prefix_reuse=config.prefix_reuse,
         )
-        self.scheduler = Scheduler(scheduling, model=name, context_tokens=model.arch.context_tokens)
+        scheduler = Scheduler(scheduling, model=name, context_tokens=model.arch.context_tokens)
+        super().__init__(scheduler, text, name=name, vocab=model.arch.vocab, max_running=config.max_running)
         self._runner = Runner(model, num_blocks=num_blocks, mtp=mtp)
         self._sampler = Sampler(model.arch.vocab)
         self._drafter = Drafter(self._runner, self._sampler) if mtp else None
         self._to_draft: tuple[list[Task], torch.Tensor] | None = None
         """The last step's tasks and final hidden states, until drafts are made from them."""
-        self._grammars = GrammarCompiler(text, model.arch.vocab)
-        self.context_tokens = self.scheduler.context_tokens
         self.weight_bytes = model.num_bytes
         self.kv_bytes = self._runner.kv_bytes
-
-    @property
-    def busy(self) -> bool:
-        return self.scheduler.busy
 
     @property
     def num_drafted(self) -> int:
@@ -66,91 +58,13 @@ class Engine:
         return self.scheduler.num_accepted
 
     @property
-    def started(self) -> list[str]:
-        return [seq.request.id for seq in self.scheduler.prefill.started if seq.leader is None]
-
-    def stats(self) -> ServingStats:
-        scheduler, pool = self.scheduler, self.scheduler.pool
-        return ServingStats(
-            running=len(scheduler.prefill.running) + len(scheduler.decode.running),
-            waiting=len(scheduler.prefill.waiting),
-            kv_usage=pool.num_held / pool.num_blocks,
-            num_preemptions=scheduler.num_preemptions,
-            num_drafted=scheduler.num_drafted,
-            num_accepted=scheduler.num_accepted,
-        )
-
-    @property
-    def num_blocks(self) -> int:
-        return self.scheduler.pool.num_blocks
-
-    @property
     def block_bytes(self) -> int:
         return self._runner.block_bytes
-
-    @property
-    def num_held_blocks(self) -> int:
-        return self.scheduler.pool.num_held
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        return self.scheduler.num_waiting_tokens
-
-    @property
-    def vocab(self) -> int:
-        return self._vocab
-
-    def add(self, request: Request, answered: Mapping[int, Sequence[int]] | None = None) -> None:
-        """Accept a request, or refuse it with a typed error before any work. `answered`: see `Scheduler.add`."""
-        self._check(request)
-        guides = None
-        if request.params.structure is not None:
-            known = answered or dict.fromkeys(range(request.params.n), ())
-            guides = [self._guide(request, tokens) for tokens in known.values()]
-        self.scheduler.add(request, guides, answered)
-
-    def detach(self, request_id: str, choice: int) -> Seq:
-        """Take a sequence that has just answered out of the batch, its blocks complete with the MTP layer's part."""
-        self.draft()
-        return self.scheduler.detach(request_id, choice)
-
-    def release(self, seq: Seq) -> None:
-        self.scheduler.release(seq)
-
-    def adopt(
-        self,
-        request: Request,
-        choice: int,
-        answer: Sequence[int],
-        num_computed: int,
-        *,
-        num_cached: int = 0,
-        shared: Sequence[int] = (),
-    ) -> Seq | None:
-        """Blocks for a sequence that another engine has computed, or None while there is no room."""
-        if not self.scheduler.can_adopt(num_computed + 1, len(shared)):
-            return None
-        self._check(request)
-        self.draft()  # blocks change hands below
-        guide = self._guide(request, answer) if request.params.structure is not None else None
-        return self.scheduler.adopt(
-            request, choice, answer, num_computed, num_cached=num_cached, guide=guide, shared=shared
-        )
 
     def start(self, seq: Seq) -> None:
         if self._drafter is not None:
             self._drafter.welcome(seq)
-        self.scheduler.start(seq)
-
-    def keep(self, keys: Sequence[bytes]) -> list[int]:
-        self.draft()  # the MTP layer's part of the newest blocks, and before they change hands
-        return self.scheduler.keep(keys)
-
-    def keep_more(self, blocks: list[int], count: int) -> None:
-        self.scheduler.keep_more(blocks, count)
-
-    def let_go(self, blocks: list[int], keys: Sequence[bytes] = ()) -> None:
-        self.scheduler.let_go(blocks, keys)
+        super().start(seq)
 
     def export_block(self, block: int, into: memoryview) -> None:
         self._runner.export_block(block, into)
@@ -158,34 +72,26 @@ class Engine:
     def import_block(self, block: int, data: memoryview) -> None:
         self._runner.import_block(block, data)
 
-    def _guide(self, request: Request, answer: Sequence[int]) -> Guide:
-        assert request.params.structure is not None
-        guide = self._grammars.guide(request.params.structure, request.stop_ids)
-        for token_id in answer:
-            guide.accept(token_id)
-        return guide
-
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
         params = request.params
         named = {"prompt": request.prompt_ids, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
         for where, ids in named.items():
-            bad = next((i for i in ids if not 0 <= i < self._vocab), None)
+            bad = next((i for i in ids if not 0 <= i < self.vocab), None)
             if bad is not None:
                 raise InvalidRequest(
-                    f"token {bad} in {where} does not exist", hint=f"ids end at {self._vocab - 1}", param=where
+                    f"token {bad} in {where} does not exist", hint=f"ids end at {self.vocab - 1}", param=where
                 )
-
-    def cancel(self, request_id: str) -> None:
-        self.scheduler.cancel(request_id)
 
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
+        began_s = time.monotonic()
         self.draft()
         tasks = self.scheduler.schedule()
         if not tasks:
             return []
         hidden = self._runner.hidden([task.rows for task in tasks])
         events = self._settle(tasks, hidden)
+        self.scheduler.timed(tasks, began_s, time.monotonic())
         if self._drafter is not None:
             self._to_draft = tasks, hidden
         return events
@@ -232,9 +138,8 @@ class Engine:
         return events
 
 
-def _num_blocks(model: Model, config: EngineConfig, *, mtp: bool) -> int:
+def kv_blocks(arch: Arch, config: EngineConfig, *, mtp: bool) -> int:
     """What the user gives, or room for a few full contexts within a bound; always at least two blocks."""
-    arch = model.arch
     block_bytes = (arch.layers + mtp) * BLOCK_TOKENS * arch.kv_width * 4
     wanted = _DEFAULT_CONTEXTS * -(-arch.context_tokens // BLOCK_TOKENS)
     if config.kv_gb is not None:

@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from tripool.cache import stretches
 from tripool.core import BLOCK_TOKENS, FinishReason, Request, ServingStats, TokenEvent, TokenLogprobs
 from tripool.errors import ContextOverflow, InvalidRequest
 from tripool.grammar import GrammarCompiler
@@ -144,7 +145,7 @@ class FakeEngine:
         self.weight_bytes, self.kv_bytes = 0, 0
         self._max_running, self._block_tokens = max_running, block_tokens
         self._open: dict[str, _Running] = {}
-        self._known_blocks: set[tuple[str, tuple[int, ...]]] = set()
+        self._known_blocks: set[tuple[str, int, tuple[int, ...]]] = set()
         self.started: list[str] = []
 
     @property
@@ -223,9 +224,14 @@ class FakeEngine:
         return None
 
     def _reuse_prefix(self, request: Request) -> int:
-        """Whole blocks already seen in this namespace; at least one prompt token is always computed."""
+        """Whole blocks already seen in this namespace, or public ones; at least one prompt token is always computed."""
         prompt, size = request.prompt_ids, self._block_tokens
-        prefixes = [(request.namespace, prompt[:end]) for end in range(size, len(prompt), size)]
+        num_public = request.public_tokens // size
+        prefixes = [
+            (namespace, first, prompt[: (number + 1) * size])
+            for namespace, first, stop in stretches(request.namespace, num_public, (len(prompt) - 1) // size)
+            for number in range(first, stop)
+        ]
         cached = next((i for i, prefix in enumerate(prefixes) if prefix not in self._known_blocks), len(prefixes))
         self._known_blocks.update(prefixes)
         return cached * size

@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 
 import torch
 
-from tripool.checkpoints import open_checkpoint
+from tripool.cache.images import ModelImages
 from tripool.config import EngineConfig
 from tripool.engine.engine import Engine
 from tripool.kernels import CPU, CPU8
 from tripool.kernels.cpu8.library import set_threads, variants
-from tripool.models import load_model
+from tripool.models.warm import load_warm
+
+_LOG = logging.getLogger("tripool")
+_MISSING = (
+    "tripool: computing in float32: no 8-bit kernels for this CPU were compiled when this was installed. "
+    "Install a C compiler and then the package again; `tripool doctor` says more."
+)
 
 
-def load_engine(model: str, config: EngineConfig, *, progress: Callable[[str], None] | None = None) -> Engine:
+def load_engine(
+    model: str,
+    config: EngineConfig,
+    *,
+    progress: Callable[[str], None] | None = None,
+    images: ModelImages | None = None,
+) -> Engine:
+    """`images`: the model cache, from which the weights are mapped if they are there, and which gets them if not."""
+    return load_told(model, config, progress=progress, images=images)[0]
+
+
+def load_told(
+    model: str,
+    config: EngineConfig,
+    *,
+    progress: Callable[[str], None] | None = None,
+    images: ModelImages | None = None,
+) -> tuple[Engine, bool]:
+    """Also whether the weights came from the model cache."""
     eight_bits = config.precision == "int8" and bool(variants())
+    if config.precision == "int8" and not eight_bits:
+        _LOG.warning(_MISSING)  # on stderr, also where nobody has set up any logging
     threads = config.threads or len(os.sched_getaffinity(0))
     if eight_bits:
         set_threads(threads)
     # The 8-bit kernels have threads of their own; torch's would only spin beside them.
     torch.set_num_threads(1 if eight_bits else threads)
-    with open_checkpoint(model, progress=progress) as checkpoint:
-        text = checkpoint.text  # first: cheap, and fails before gigabytes are read
-        if progress:
-            missing = config.precision == "int8" and not eight_bits
-            note = " in float32: the 8-bit kernels were not compiled when this was installed" if missing else ""
-            progress(f"loading {checkpoint.name}{note}")
-        network = load_model(checkpoint, kernels=CPU8 if eight_bits else CPU)
-        return Engine(checkpoint.name, network, text, config)
+    loaded = load_warm(model, CPU8 if eight_bits else CPU, images, progress)
+    return Engine(loaded.name, loaded.network, loaded.text, config), loaded.from_memory

@@ -14,7 +14,7 @@ import asyncio
 import sys
 import threading
 import time
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import replace
 from queue import Empty, SimpleQueue
@@ -26,6 +26,7 @@ from tripool.errors import EngineStopped, TripoolError
 _Item = TokenEvent | TripoolError | None
 """None only wakes the consumer: one of its requests was cancelled."""
 
+_MAX_TOLD = 1000
 _SHUT_DOWN = "the engine is shut down"
 
 
@@ -75,10 +76,14 @@ class EngineThread:
         self._commands: SimpleQueue[_Stream | str | None] = SimpleQueue()
         """A stream to add, a request id to cancel, or None to stop."""
         self._lock = threading.Lock()
-        """Guards the two fields below: close() must be able to end streams while a step hangs."""
+        """Guards the fields below: close() must be able to end streams while a step hangs."""
         self._streams: dict[str, _Stream] = {}
         self._ended: str | None = None
         """Why nothing is served any more."""
+        self._told: OrderedDict[str, dict[str, str | int | float]] = OrderedDict()
+        """Of the last requests, what `explain` says."""
+        self._held_by = ""
+        """The limit that the last step came up against."""
         self._thread = threading.Thread(target=self._main, name="tripool-engine", daemon=True)
         self._thread.start()
 
@@ -94,9 +99,10 @@ class EngineThread:
         stalled_s = max(0.0, self._clock() - self._moved_s) if self._streams else 0.0
         return replace(self._engine.stats(), num_steps=self._num_steps, stalled_s=stalled_s)
 
-    def explain(self, request_id: str) -> Mapping[str, str]:
-        """Where it runs is no choice here."""
-        return {"mode": "colocated", "engine": self._engine.name}
+    def explain(self, request_id: str) -> Mapping[str, str | int | float]:
+        """Where it runs is no choice here; when it runs depends on what it found and which limit held it back."""
+        with self._lock:
+            return {"mode": "colocated", "engine": self._engine.name, **self._told.get(request_id, {})}
 
     async def stream(self, *requests: Request) -> AsyncGenerator[TokenEvent, None]:
         """Events of one or several requests until all are over. Leaving early, in any way, cancels the rest.
@@ -181,7 +187,9 @@ class EngineThread:
 
     def _add(self, stream: _Stream) -> None:
         """All requests of a stream or none."""
+        found = self._engine.stats()
         for position, request in enumerate(stream.requests):
+            self._tell(request.id, found)
             try:
                 self._engine.add(request)
             except TripoolError as refused:
@@ -189,6 +197,23 @@ class EngineThread:
                     self._engine.cancel(added.id)
                 self._post(stream.loop, [(stream, refused)])
                 return
+
+    def _tell(self, request_id: str, found: ServingStats) -> None:
+        with self._lock:
+            self._told[request_id] = {
+                "found running": found.running,
+                "found waiting": found.waiting,
+                "found KV in use": f"{100 * found.kv_usage:.0f} %",
+            }
+            while len(self._told) > max(_MAX_TOLD, 2 * len(self._streams)):
+                self._told.popitem(last=False)
+
+    def _tell_wait(self, request_id: str, waited_s: float) -> None:
+        """Whoever was there at the last step and did not start waited for what held that one back."""
+        told = self._told.get(request_id)
+        if told is not None:
+            limit = self._held_by or "the step under way"
+            told[f"held back: {limit}"] = f"{1e3 * waited_s:.1f} ms"
 
     def _step(self) -> None:
         begun_s = self._clock()
@@ -200,7 +225,10 @@ class EngineThread:
             with self._lock:
                 for request_id in started:
                     if request_id in self._streams:
-                        self._streams[request_id].started_s[request_id] = begun_s
+                        stream = self._streams[request_id]
+                        stream.started_s[request_id] = begun_s
+                        self._tell_wait(request_id, begun_s - stream.added_s)
+        self._held_by = self._engine.stats().held_by
         self._deliver(events)
 
     def _deliver(self, events: Iterable[TokenEvent]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 
-from tripool.cache import BlockPool, block_key, root_key
+from tripool.cache import BlockPool, next_key
 from tripool.config import SchedulerConfig
 from tripool.sequence import Seq, Task
 
@@ -26,6 +26,8 @@ class PrefillScheduler:
         self.running: list[Seq] = []
         self.started: list[Seq] = []
         """Those that the last `plan` admitted for the first time."""
+        self.held_by = ""
+        """Which limit kept the last `plan` from admitting the oldest that waits; empty when nobody does."""
 
     def add(self, seq: Seq) -> None:
         """A new or a preempted sequence; it queues by age, not by when it came back."""
@@ -47,12 +49,16 @@ class PrefillScheduler:
                 granted = grow(seq, wanted)
                 short_of_blocks |= granted < wanted
                 budget -= _chunk(seq, granted, tasks)
+        self.held_by = ""
         for seq in list(self.waiting):
             if budget <= 0 or slots <= 0 or short_of_blocks:
-                break  # a newcomer would only take the blocks that those under way are waiting for
+                # Short of blocks: a newcomer would only take those that the ones under way are waiting for.
+                self.held_by = "tokens per step" if budget <= 0 else "batch slots" if slots <= 0 else "KV memory"
+                break
             if seq.waits_for_leader:
                 continue
             if not self._admit(seq):
+                self.held_by = "KV memory"
                 break
             slots -= 1
             budget -= _chunk(seq, grow(seq, seq.work(budget).stop), tasks)
@@ -90,10 +96,12 @@ def _chunk(seq: Seq, stop: int, tasks: list[Task]) -> int:
 
 def extend_keys(seq: Seq, num_tokens: int, block_tokens: int, model: str) -> list[bytes]:
     """Keys of the full blocks among the first `num_tokens`, remembered in the sequence."""
+    request = seq.request
+    num_public = request.public_tokens // block_tokens
     while (len(seq.keys) + 1) * block_tokens <= num_tokens:
         start = len(seq.keys) * block_tokens
-        parent = seq.keys[-1] if seq.keys else root_key(model, seq.request.namespace)
-        seq.keys.append(block_key(parent, seq.tokens[start : start + block_tokens]))
+        tokens = seq.tokens[start : start + block_tokens]
+        seq.keys.append(next_key(seq.keys, tokens, model=model, namespace=request.namespace, num_public=num_public))
     return seq.keys
 
 

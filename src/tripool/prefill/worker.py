@@ -35,6 +35,8 @@ class _Job:
     """How long a parcel may wait to be fetched."""
     choices: set[int]
     lookup_s: float = 0.0
+    fetched_tokens: int = 0
+    """From the cache pool."""
     started_s: float | None = None
     """When the first step with it began."""
 
@@ -138,7 +140,7 @@ class PrefillWorker:
     def _look_up(self, job: _Job, request: Request) -> None:
         if self._prefixes is not None and all(0 <= token_id < self._engine.vocab for token_id in request.prompt_ids):
             began_s = self._clock()
-            self._prefixes.fetch(request)
+            job.fetched_tokens = self._prefixes.fetch(request)
             job.lookup_s = self._clock() - began_s
 
     def _tell(self, events: list[TokenEvent]) -> None:
@@ -146,8 +148,8 @@ class PrefillWorker:
         for event in events:
             job = self._jobs[event.request_id]
             began_s = job.started_s if job.started_s is not None else now_s
-            stages = Stages(lookup_s=job.lookup_s, prefill_s=now_s - began_s)
-            stamped.append(Stamped(job.attempt, replace(event, request_id=job.request_id, stages=stages)))
+            spent = Stages(lookup_s=job.lookup_s, prefill_s=now_s - began_s, fetched_tokens=job.fetched_tokens)
+            stamped.append(Stamped(job.attempt, replace(event, request_id=job.request_id, stages=spent)))
         if stamped:
             self._send(Tokens(self._life, tuple(stamped)))
 
@@ -187,7 +189,7 @@ class PrefillWorker:
         if self._prefixes is not None:
             keys = seq.keys[: seq.prompt_len // BLOCK_TOKENS]
             views = [self._outbox.arena.view(slot) for slot in lease.slots[: len(keys)]]
-            self._prefixes.publish(keys, views, seq.request.namespace)
+            self._prefixes.publish(keys, views, seq.request)
 
     def _lease(self, leaving: _Leaving, now_s: float) -> Lease | None:
         seq, job = leaving.seq, leaving.job

@@ -1,0 +1,144 @@
+"""What every engine with paged memory does alike: it hands requests, and blocks that come or go, to the scheduler.
+
+It does not know how a batch is computed. Whoever does says what it can check (`check`), what is still to be written
+before blocks change hands (`draft`), and how bytes get into a block and out of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+from tripool.core import Request, ServingStats, TokenEvent
+from tripool.engine.colocated import Scheduler
+from tripool.grammar import GrammarCompiler
+from tripool.sequence import Guide, Seq
+from tripool.text.files import TextFiles
+
+_PROMISES = "promised times per token"
+
+
+class Paged(ABC):
+    def __init__(self, scheduler: Scheduler, text: TextFiles, *, name: str, vocab: int, max_running: int) -> None:
+        self.scheduler, self.text, self.name, self.vocab, self.max_running = scheduler, text, name, vocab, max_running
+        self.context_tokens = scheduler.context_tokens
+        self._grammars = GrammarCompiler(text, vocab)
+
+    @abstractmethod
+    def step(self) -> list[TokenEvent]: ...
+
+    @abstractmethod
+    def check(self, request: Request) -> None:
+        """Raises what makes a request impossible here, before any work."""
+
+    @property
+    @abstractmethod
+    def block_bytes(self) -> int: ...
+
+    @abstractmethod
+    def export_block(self, block: int, into: memoryview) -> None: ...
+
+    @abstractmethod
+    def import_block(self, block: int, data: memoryview) -> None: ...
+
+    @abstractmethod
+    def draft(self) -> None:
+        """Write what the last step still owes its blocks; they change hands after this."""
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
+
+    @property
+    def started(self) -> list[str]:
+        return [seq.request.id for seq in self.scheduler.prefill.started if seq.leader is None]
+
+    @property
+    def num_blocks(self) -> int:
+        return self.scheduler.pool.num_blocks
+
+    @property
+    def num_held_blocks(self) -> int:
+        return self.scheduler.pool.num_held
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return self.scheduler.num_waiting_tokens
+
+    def stats(self) -> ServingStats:
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        held_by = scheduler.prefill.held_by
+        return ServingStats(
+            running=len(scheduler.prefill.running) + len(scheduler.decode.running),
+            waiting=len(scheduler.prefill.waiting),
+            kv_usage=pool.num_held / pool.num_blocks,
+            num_preemptions=scheduler.num_preemptions,
+            num_drafted=scheduler.num_drafted,
+            num_accepted=scheduler.num_accepted,
+            held_by=_PROMISES if held_by and scheduler.slo.held_back else held_by,
+            slo_ceiling=scheduler.slo.ceiling,
+            slo_held_back=scheduler.slo.held_back,
+            predicted_step_ms=scheduler.slo.predicted_s * 1000,
+            step_error_ms=scheduler.slo.step_time.error_s * 1000,
+            num_promises_given_up=scheduler.slo.num_given_up,
+        )
+
+    def add(self, request: Request, answered: Mapping[int, Sequence[int]] | None = None) -> None:
+        """Accept a request, or refuse it with a typed error before any work. `answered`: see `Scheduler.add`."""
+        self.check(request)
+        guides = None
+        if request.params.structure is not None:
+            known = answered or dict.fromkeys(range(request.params.n), ())
+            guides = [self._guide(request, tokens) for tokens in known.values()]
+        self.scheduler.add(request, guides, answered)
+
+    def cancel(self, request_id: str) -> None:
+        self.scheduler.cancel(request_id)
+
+    def detach(self, request_id: str, choice: int) -> Seq:
+        """Take a sequence that has just answered out of the batch, its blocks complete."""
+        self.draft()
+        return self.scheduler.detach(request_id, choice)
+
+    def release(self, seq: Seq) -> None:
+        self.scheduler.release(seq)
+
+    def adopt(
+        self,
+        request: Request,
+        choice: int,
+        answer: Sequence[int],
+        num_computed: int,
+        *,
+        num_cached: int = 0,
+        shared: Sequence[int] = (),
+    ) -> Seq | None:
+        """Blocks for a sequence that another engine has computed, or None while there is no room."""
+        if not self.scheduler.can_adopt(request, choice, num_computed + 1, len(shared)):
+            return None
+        self.check(request)
+        self.draft()
+        guide = self._guide(request, answer) if request.params.structure is not None else None
+        return self.scheduler.adopt(
+            request, choice, answer, num_computed, num_cached=num_cached, guide=guide, shared=shared
+        )
+
+    def start(self, seq: Seq) -> None:
+        self.scheduler.start(seq)
+
+    def keep(self, keys: Sequence[bytes]) -> list[int]:
+        self.draft()
+        return self.scheduler.keep(keys)
+
+    def keep_more(self, blocks: list[int], count: int) -> None:
+        self.scheduler.keep_more(blocks, count)
+
+    def let_go(self, blocks: list[int], keys: Sequence[bytes] = ()) -> None:
+        self.scheduler.let_go(blocks, keys)
+
+    def _guide(self, request: Request, answer: Sequence[int]) -> Guide:
+        assert request.params.structure is not None
+        guide = self._grammars.guide(request.params.structure, request.stop_ids)
+        for token_id in answer:
+            guide.accept(token_id)
+        return guide
