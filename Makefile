@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^ *"\(torch[^"]*\)",$$/\1/p' pyproject.toml)
 ARGS ?=
 
-# Tests that load torch; the others run first, because they fail in seconds.
+# Tests that load torch; they run beside the others, and tell at the end.
 SLOW := $(wildcard tests/kernels tests/models tests/checkpoints tests/engine tests/grammar tests/test_structured.py tests/test_tiny.py tests/test_walk.py)
 
 .PHONY: serve test prove peers bench clean
@@ -22,8 +22,9 @@ test: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest $(addprefix --ignore=,$(SLOW))
-	$(BIN)/pytest $(SLOW)
+	@$(BIN)/pytest $(SLOW) > $(VENV)/slow-tests.log 2>&1 & slow=$$!; \
+	$(BIN)/pytest $(addprefix --ignore=,$(SLOW)); fast=$$?; \
+	wait $$slow; slow=$$?; cat $(VENV)/slow-tests.log; exit $$((fast | slow))
 
 prove: $(VENV)/installed-dev
 	$(BIN)/pytest -m prove

@@ -356,8 +356,15 @@ class PoolIndex:
         if written is None or record.key in self._slot_of:
             self._slots.drop(slot)
             return False
-        said = replace(record, checksum=written.checksum, num_bytes=written.num_bytes, form=written.form)
-        self._slots.change(slot, replace(said, state=State.COMMITTED, writer=None))
+        said = replace(
+            record,
+            state=State.COMMITTED,
+            writer=None,
+            checksum=written.checksum,
+            num_bytes=written.num_bytes,
+            form=written.form,
+        )
+        self._slots.change(slot, said)
         self._slot_of[record.key] = slot
         return True
 

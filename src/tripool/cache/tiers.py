@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from tripool.cache.copies import PAGE, Copy, DiskCounters, Purge, Segment, Write, footprint
 from tripool.cache.records import Record, State
@@ -319,21 +319,24 @@ class DiskTier:
 
     def check(self) -> None:
         """Raises when copies overlap, are counted wrongly, are of a segment's earlier life, or exceed a quota."""
-        by_segment = [{k: c for k, c in self._copies.items() if c.segment == n} for n in range(self.num_segments)]
-        assert by_segment == self._in, "segments disagree"
-        by_space = {(copy.namespace, key) for key, copy in self._copies.items()}
-        assert by_space == {(name, key) for name, keys in self._of.items() for key in keys}, "namespaces disagree"
-        alive = [*self._copies.values(), *self._writing.values()]
+        in_segments = [key for keys in self._in for key in keys]
+        assert len(in_segments) == len(self._copies), "segments disagree"
+        assert sum(map(len, self._of.values())) == len(self._copies), "namespaces disagree"
+        for key, copy in self._copies.items():
+            assert self._in[copy.segment].get(key) is copy, "a copy is in another segment"
+            assert key in self._of[copy.namespace], "a copy is of another namespace"
         held: Counter[bytes] = Counter()
-        for copy in alive:
+        alive: list[list[Copy]] = [[] for _ in range(self.num_segments)]
+        for copy in chain(self._copies.values(), self._writing.values()):
             held[copy.namespace] += footprint(copy.num_bytes)
+            alive[copy.segment].append(copy)
         assert held == self._held, "bytes are miscounted"
         assert held.total() <= self.capacity_bytes, "more than there is room for"
         for name, keys in self._of.items():
             quota = self._quotas.get(name, self._namespace_bytes)
             assert quota is None or held[name] <= quota or not keys, "above its quota"
         for number in range(self.num_segments):
-            copies = sorted((copy for copy in alive if copy.segment == number), key=lambda copy: copy.offset)
+            copies = sorted(alive[number], key=lambda copy: copy.offset)
             assert len({copy.generation for copy in copies}) <= 1, f"segment {number} has two lives"
             assert all(a.end <= b.offset for a, b in pairwise(copies)), "copies overlap"
             limit = self._ring.offset if number == self._ring.segment else self.segment_bytes
@@ -343,4 +346,4 @@ class DiskTier:
         for key, slot in self._pending.items():
             assert self._slot_of.get(key) == slot and key not in self._writing_keys, "pending without a block"
         assert all(self._writing[number].key == key for key, number in self._writing_keys.items())
-        assert all(copy.number < self._next_number for copy in alive), "a number from the future"
+        assert all(copy.number < self._next_number for copies in alive for copy in copies), "a number from the future"
