@@ -128,12 +128,3 @@ def test_hints_are_right_or_absent(folder: Path) -> None:
             num_missing, num_asked = num_missing + (hint is None), num_asked + 1
     assert num_missing < 0.05 * num_asked
     arena.remove()
-
-
-def test_a_damaged_header_gives_no_hint(folder: Path) -> None:
-    arena = Arena.create(folder / "a.arena", 100, 3)
-    arena.write_header(1, COMMITTED)
-    assert arena.hint(COMMITTED.key) == (1, 99)
-    arena._bytes[4096 + 128 + 60] ^= 1
-    assert arena.hint(COMMITTED.key) is None
-    arena.remove()

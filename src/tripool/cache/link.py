@@ -7,6 +7,7 @@ and then without waiting, and is back when it has answered. A member that dies i
 from __future__ import annotations
 
 import math
+import os
 import select
 import socket
 import time
@@ -150,7 +151,11 @@ class Link:
 
     def ask(self, question: wire.Open | wire.Lookup | wire.Reserve | wire.Ask | wire.Purge | wire.Quotas) -> int | None:
         """The question's number, or None when it cannot be sent."""
-        return question.number if self.tell(question) else None
+        if not self.tell(question):
+            return None
+        # A member that slept may have been woken on this very core, where it would wait until we do.
+        os.sched_yield()
+        return question.number
 
     def answer(self, number: int | None, kind: type[AnswerT]) -> AnswerT | None:
         """The answer to a question. None: not in time, and the member is absent until it shows up again."""
@@ -227,6 +232,7 @@ class Link:
             except BlockingIOError:
                 if time.monotonic() >= look_until_s:
                     break
+                os.sched_yield()
         return line.recv_into(self._heard) if self._readable.poll(math.ceil(wait_s * 1e3)) else None
 
     def _next(self) -> int:

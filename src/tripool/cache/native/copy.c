@@ -99,12 +99,20 @@ static void together_plain(Stream *streams, int n, size_t at, size_t count) {
 #define AVX2 __attribute__((target("avx2")))
 AVX2 INLINE void some_avx2(Stream *streams, const int n, size_t at, size_t count, const int aligned) {
     __m256i sum[STREAMS][2];
-    for (int k = 0; k < n; k++) memcpy(sum[k], streams[k].sum, sizeof sum[k]);
-    for (size_t i = 0; i < count; i++, at += STRIPE) {
+    const uint8_t *places[STREAMS]; /* in registers: for all the compiler knows, a store may change `streams` */
+    uint8_t *targets[STREAMS];
+    for (int k = 0; k < n; k++) {
+        memcpy(sum[k], streams[k].sum, sizeof sum[k]);
+        places[k] = streams[k].from + at;
+        targets[k] = streams[k].to + at;
+    }
+    for (size_t i = 0; i < count; i++) {
         const int last = i % STRIPES_PER_BLOCK == STRIPES_PER_BLOCK - 1;
         for (int k = 0; k < n; k++) {
-            const uint8_t *from = streams[k].from + at, *secret = SECRET + 8 * (i % STRIPES_PER_BLOCK);
-            uint8_t *to = streams[k].to + at;
+            const uint8_t *from = places[k], *secret = SECRET + 8 * (i % STRIPES_PER_BLOCK);
+            uint8_t *to = targets[k];
+            places[k] += STRIPE;
+            targets[k] += STRIPE;
             _mm_prefetch((const char *)from + AHEAD, _MM_HINT_T0);
             for (int half = 0; half < 2; half++) {
                 const __m256i x = _mm256_loadu_si256((const __m256i *)(from + 32 * half));
@@ -128,15 +136,23 @@ AVX2 INLINE void some_avx2(Stream *streams, const int n, size_t at, size_t count
 #define AVX512 __attribute__((target("avx512f")))
 AVX512 INLINE void some_avx512(Stream *streams, const int n, size_t at, size_t count, const int aligned) {
     __m512i sum[STREAMS];
-    for (int k = 0; k < n; k++) sum[k] = _mm512_loadu_si512(streams[k].sum);
-    for (size_t i = 0; i < count; i++, at += STRIPE) {
+    const uint8_t *from[STREAMS]; /* in registers: for all the compiler knows, a store may change `streams` */
+    uint8_t *to[STREAMS];
+    for (int k = 0; k < n; k++) {
+        sum[k] = _mm512_loadu_si512(streams[k].sum);
+        from[k] = streams[k].from + at;
+        to[k] = streams[k].to + at;
+    }
+    for (size_t i = 0; i < count; i++) {
         const int last = i % STRIPES_PER_BLOCK == STRIPES_PER_BLOCK - 1;
         const __m512i secret = _mm512_loadu_si512(SECRET + 8 * (i % STRIPES_PER_BLOCK));
         for (int k = 0; k < n; k++) {
-            _mm_prefetch((const char *)streams[k].from + at + AHEAD, _MM_HINT_T0);
-            const __m512i x = _mm512_loadu_si512(streams[k].from + at);
-            if (aligned) _mm512_stream_si512((__m512i *)(streams[k].to + at), x);
-            else _mm512_storeu_si512(streams[k].to + at, x);
+            _mm_prefetch((const char *)from[k] + AHEAD, _MM_HINT_T0);
+            const __m512i x = _mm512_loadu_si512(from[k]);
+            if (aligned) _mm512_stream_si512((__m512i *)to[k], x);
+            else _mm512_storeu_si512(to[k], x);
+            from[k] += STRIPE;
+            to[k] += STRIPE;
             const __m512i key = _mm512_xor_si512(x, secret);
             const __m512i product = _mm512_mul_epu32(key, _mm512_srli_epi64(key, 32));
             const __m512i crossed = _mm512_shuffle_epi32(x, (_MM_PERM_ENUM)0x4e);
