@@ -173,7 +173,9 @@ class Door:
         if not self._competes(now_s):
             return self._config.wide_tokens * self.room.lanes
         pace = self.pace.tokens_per_s()
-        return _FIRST_WINDOW_TOKENS * self.room.lanes if pace is None else pace * self._config.window_s
+        if pace is None:  # nothing is known yet
+            return min(_FIRST_WINDOW_TOKENS, self._config.wide_tokens) * self.room.lanes
+        return pace * self._config.window_s
 
     def _is_allowed(self, now_s: float) -> Callable[[Account], bool]:
         """The last slots are kept for tenants that have less than their share of them, present or still to come."""
