@@ -11,6 +11,7 @@ import re
 import secrets
 import sqlite3
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from tripool.tenants.tenant import Limits, Tenant
 SCHEMA = 1
 BUSY_S = 2.0
 """Longest wait for another process that writes."""
+_LOOK_S = 0.005
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _SHOWN_CHARS = 8
 _SETTINGS = ("rpm", "tpm", "cache_bytes", "weight", "tpot_ms", "ttft_ms", "public_prefix")
@@ -80,6 +82,7 @@ class Book:
             _make_private(path)
             self._db = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
             try:
+                self._write_ahead(busy_s)
                 self._prepare()
             except (sqlite3.Error, BookError):
                 self._db.close()
@@ -200,8 +203,19 @@ class Book:
         pepper: bytes = self._db.execute("SELECT pepper FROM book").fetchone()[0]
         return pepper
 
+    def _write_ahead(self, busy_s: float) -> None:
+        """SQLite does not wait for others here, as it does everywhere else: who comes second is told so at once."""
+        deadline_s = time.monotonic() + busy_s
+        while True:
+            try:
+                self._db.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError:
+                if time.monotonic() >= deadline_s:
+                    raise
+                time.sleep(_LOOK_S)
+
     def _prepare(self) -> None:
-        self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = FULL")  # a key that was revoked stays so after a power cut
         self._db.execute("PRAGMA foreign_keys = ON")
         if self._db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA:
