@@ -141,8 +141,10 @@ def running_server(
     server_thread.start()
     try:
         assert ready.wait(DEADLINE_S)
+        # A connection that lies idle for five seconds is closed by the server, perhaps just as it is used again.
+        fresh = httpx.Limits(max_keepalive_connections=0)
         with (
-            httpx.Client(base_url=url, timeout=DEADLINE_S) as http,
+            httpx.Client(base_url=url, timeout=DEADLINE_S, limits=fresh) as http,
             OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as openai,
             Anthropic(base_url=url, api_key="none", max_retries=0, timeout=DEADLINE_S) as anthropic,
         ):
