@@ -18,19 +18,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import re
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import uvloop
 
+from gateway import serving
 from harness import Origin, Row, print_table, write_json
 from tripool.bench import random_shots
 from tripool.bench.endpoint import BodyMaker, find_model, make_prompts
@@ -44,7 +41,7 @@ from tripool.tenants.book import Book
 REFUSED_P99_MS, KEPT, TTFT_RATIO, JAIN = 50.0, 0.99, 1.5, 0.95
 OVERLOAD, TTFT_MS = 2.0, 1000.0
 OTHERS_SHARE, NUM_OTHERS, FLOOD = 0.4, 4, 10.0
-START_WITHIN_S, ANSWER_WITHIN_S = 120.0, 120.0
+ANSWER_WITHIN_S = 120.0
 WARM_S = 4.0
 
 FAKE = "fake:step_ms=4,row_ms=0.1,prompt_ms=0.1,running=32,blocks=4096"
@@ -56,27 +53,6 @@ from tripool.cli.main import main
 main(sys.argv[2:], lambda model, config: load_pool_engine(sys.argv[1], config))
 """
 REAL_SERVER = "import sys; from tripool.cli.main import main; main(sys.argv[1:])"
-
-
-@contextmanager
-def serving(program: str, *arguments: str) -> Iterator[str]:
-    """The URL of a server in a process of its own."""
-    command = [sys.executable, "-c", program, *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        watchdog = threading.Timer(START_WITHIN_S, process.kill)
-        watchdog.start()
-        try:
-            banner = ""
-            while (found := re.search(r"at (http\S+)/v1", banner)) is None:
-                line = process.stdout.readline()
-                if not line:
-                    raise SystemExit("the server did not start")
-                banner += line
-            watchdog.cancel()
-            yield found[1]
-        finally:
-            watchdog.cancel()
-            process.kill()
 
 
 class Bodies(BodyMaker):
@@ -168,8 +144,8 @@ async def overload(url: str, span_s: float) -> tuple[float, list[Sample], float]
 def overload_rows(span_s: float) -> list[Row]:
     with TemporaryDirectory() as folder:
         book = ["--keys", f"{folder}/keys.db"]
-        with serving(FAKE_SERVER, FAKE, "serve", "fake", "--port", "0", "--max-running", "32", *book) as url:
-            capacity, samples, lag_s = uvloop.run(overload(url, span_s))
+        with serving(FAKE_SERVER, FAKE, "serve", "fake", "--port", "0", "--max-running", "32", *book) as server:
+            capacity, samples, lag_s = uvloop.run(overload(server.url, span_s))
     answered = fine(samples)
     refused_ms = [sample.e2e_s * 1e3 for sample in samples if not sample.ok]
     kept = sum((sample.ttft_s or 0.0) * 1e3 <= TTFT_MS for sample in answered) / len(answered)
@@ -191,7 +167,7 @@ def overload_rows(span_s: float) -> list[Row]:
 
 async def flood(url: str, keys: Sequence[str], span_s: float) -> tuple[float, list[Measured], list[Measured]]:
     """Capacity; the others alone; the others and, last, the tenant that floods."""
-    sizes = {"input_tokens": 192, "output_tokens": 4}
+    sizes = {"input_tokens": 768, "output_tokens": 4}  # a chat with some turns behind it
     *others, flooding = (Tenant(url, key, seed) for seed, key in enumerate(keys))
     try:
         capacity = await capacity_of(flooding, closed=8, **sizes)
@@ -212,8 +188,8 @@ def fairness_rows(span_s: float, model: str) -> list[Row]:
         path = Path(folder) / "keys.db"
         with Book(path) as book:
             keys = [book.add_key(name, now_s=time.time(), settings={}) for name in names]
-        with serving(REAL_SERVER, "serve", model, "--port", "0", "--keys", str(path)) as url:
-            capacity, alone, flooded = uvloop.run(flood(url, keys, span_s))
+        with serving(REAL_SERVER, "serve", model, "--port", "0", "--keys", str(path)) as server:
+            capacity, alone, flooded = uvloop.run(flood(server.url, keys, span_s))
     before = quantile([s.ttft_s for run in alone for s in fine(run.samples) if s.ttft_s], 0.95)
     after = quantile([s.ttft_s for run in flooded[:-1] for s in fine(run.samples) if s.ttft_s], 0.95)
     refused = sum(len(run.samples) - len(fine(run.samples)) for run in flooded[:-1])

@@ -9,6 +9,7 @@ from tripool.core import BLOCK_TOKENS
 from tripool.errors import InvalidRequest
 
 Precision = Literal["float32", "int8"]
+Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +46,18 @@ class EngineConfig:
     and what runs where the 8-bit kernels could not be compiled."""
     threads: int | None = None
     """CPU threads of one step. None: every core this process may use."""
+    device: Device = "cpu"
+    """cuda: bfloat16, or float32 if that is asked for; 8-bit steps are the CPU's."""
 
     def __post_init__(self) -> None:
         for name in ("kv_gb", "max_running", "step_tokens", "threads"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InvalidRequest(f"{name} is {value!r}", hint="must be above 0", param=name)
-        if self.precision not in get_args(Precision):
-            hint = f"known: {', '.join(get_args(Precision))}"
-            raise InvalidRequest(f"precision is {self.precision!r}", hint=hint, param="precision")
+        for name, known in (("precision", get_args(Precision)), ("device", get_args(Device))):
+            if getattr(self, name) not in known:
+                hint = f"known: {', '.join(known)}"
+                raise InvalidRequest(f"{name} is {getattr(self, name)!r}", hint=hint, param=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +109,11 @@ class DoorConfig:
     """Tokens of requests without a first token; more are refused."""
     max_wait_s: float = 60.0
     """Longest wait of a request that names no longest time to its first token."""
-    window_s: float = 0.05
+    window_s: float = 0.01
     """How much work is inside at once while requests compete: as little as keeps the backend busy."""
     wide_tokens: int = 8192
     """How much is inside at once, for each prompt that is worked on, while all requests are alike."""
-    credit_s: float = 1.0
+    credit_s: float = 0.25
     """How much of the backend's time a tenant may have saved up by asking for less than its share."""
     compete_s: float = 60.0
     """How long after two different tenants or priorities were seen they are still thought to compete."""

@@ -122,12 +122,46 @@ def test_prompts_get_a_piece_now_and_then_whatever_was_promised() -> None:
     assert desk.slo.num_forced == pieces.count(slo._LEAST_CHUNK)
 
 
+def test_late_answers_make_their_class_more_careful_and_no_other() -> None:
+    desk = Desk().learn()
+
+    def bears(tpot_ms: float) -> int:
+        waiting = [desk.new(tpot_ms) for _ in range(60)]
+        granted = desk.slo.slots([], waiting, 60)
+        for seq in waiting:
+            desk.slo.left(seq)
+        desk.slo._recent.clear()
+        return granted
+
+    def answer(hiccup_s: float = 0.0) -> None:
+        seq = desk.add(15.0, max_tokens=1000)
+        for number in range(6):
+            desk.step(cost_s(1) + hiccup_s * (number == 3))
+        desk.end(seq)
+
+    for _ in range(60):
+        answer()
+    desk.learn()
+    before = bears(15.0), bears(50.0)
+    for _ in range(5):
+        answer(hiccup_s=0.2)
+    for _ in range(60):
+        answer()
+    desk.learn()
+    careful = bears(15.0), bears(50.0)
+    assert careful[0] < before[0] and careful[1] == before[1]
+    for _ in range(1200):
+        answer()
+    desk.learn()
+    assert bears(15.0) == before[0], "kept a thousand times: as bold as before"
+
+
 @pytest.mark.parametrize(("tpot_ms", "most"), [(10.0, 9), (15.0, 19), (30.0, 44)])
 def test_as_many_may_start_as_a_class_bears(tpot_ms: float, most: int) -> None:
     desk = Desk().learn()
     waiting = [desk.new(tpot_ms) for _ in range(60)]
     granted = desk.slo.slots([], waiting, 60)
-    assert 0.85 * most <= granted <= most, "the line through the known steps says so"
+    assert 0.75 * most <= granted <= most, "the line through the known steps says so"
     assert desk.slo.ceiling is not None and abs(desk.slo.ceiling - granted) <= 1
     assert desk.slo.held_back
     assert desk.slo.slots([], waiting, 3) == 3, "other bounds stay"

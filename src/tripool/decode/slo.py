@@ -21,14 +21,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import inf
+from math import inf, log2
 
 from tripool.core import Request
 from tripool.decode.step_time import StepFacts, StepTime
 from tripool.sequence import Seq
 
-_MARGIN = 0.02
-"""Of a promise that is never planned with; beside it half of what predictions are usually off."""
+_MARGINS = (0.02, 0.4)
+"""Share of a promise that is never planned with, least and most; beside it what predictions are usually off."""
+_MISSED, _KEPT = 0.04, 0.0002
+"""What an answer that was late adds to its class's margin, and what one that was not takes from it: level where one in
+two hundred is late."""
+_CLOSE = 0.99
+"""An answer that used this share of its promise counts as late: whoever reads it has a clock of his own."""
 _FLOOR = 0.7
 """An answer that is behind asks for no faster pace than this share of its promise: others wait meanwhile."""
 _RECOVERY_TOKENS = 16
@@ -88,6 +93,8 @@ class Slo:
         """Promised seconds per token of those."""
         self._recent: dict[float, float] = {}
         """Classes that nobody here has any more, and until when they count."""
+        self._margins: dict[int, float] = {}
+        """Learned from answers that were late, by rough class."""
         self._now_s = 0.0
         self._num_steps = 0
         self._tokens_per_row = 1.0
@@ -134,6 +141,7 @@ class Slo:
             return
         if account.first_s is not None:
             self._mean_answer_s = _nearer(self._mean_answer_s, self._now_s - account.first_s)
+            self._learn_margin(account)
         self._classes[account.tpot_s] -= 1
         if not self._classes[account.tpot_s]:
             del self._classes[account.tpot_s]
@@ -157,6 +165,17 @@ class Slo:
             account = self._accounts.get(seq.order)
             if account is not None:
                 self._book(account, seq, now_s, step_s)
+
+    def _learn_margin(self, account: _Account) -> None:
+        num_tokens = account.num_tokens - account.num_before
+        if num_tokens > 0 and not account.given_up:
+            late = account.slack_s(self._now_s) < (1 - _CLOSE) * account.tpot_s * num_tokens
+            margin = self._margin(account.tpot_s) + (_MISSED if late else -_KEPT)
+            low, high = _MARGINS
+            self._margins[_rough(account.tpot_s)] = min(high, max(low, margin))
+
+    def _margin(self, tpot_s: float) -> float:
+        return self._margins.get(_rough(tpot_s), _MARGINS[0])
 
     def _book(self, account: _Account, seq: Seq, now_s: float, step_s: float) -> None:
         if account.first_s is None:
@@ -277,7 +296,7 @@ class Slo:
 
     def _usable_s(self, tpot_s: float) -> float:
         """What a step may take, of the promise for the tokens that it gives."""
-        return tpot_s * self._tokens_per_row * (1 - _MARGIN) - self.step_time.error_s / 2
+        return tpot_s * self._tokens_per_row * (1 - self._margin(tpot_s)) - self.step_time.error_s
 
     def _pace_of(self, tpot_s: float) -> float:
         """Of a class; one that could not be kept by a single row binds nobody."""
@@ -319,6 +338,11 @@ class Slo:
         assert self._still_steps < _PATIENT_STEPS
         assert self.ceiling is None or self.ceiling >= 1
         self.step_time.check()
+
+
+def _rough(tpot_s: float) -> int:
+    """Promises within a fifth of each other are one class here: there are few, whatever people ask for."""
+    return round(4 * log2(tpot_s))
 
 
 def _nearer(mean: float, value: float) -> float:

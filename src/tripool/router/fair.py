@@ -195,8 +195,12 @@ class Shares:
             self._sort_in(account)
 
     def rest(self) -> None:
-        """Nothing waits and nothing is to be begun: whoever comes next starts level, and debts are forgiven."""
-        self._level = self._highest
+        """Nothing waits and nothing is to be begun: all start level, with all their credit, and debts are forgiven.
+
+        What was used while there was enough for everybody is held against nobody: else those who were here would stand
+        behind one that comes fresh, and floods.
+        """
+        self._level = max(self._level, self._highest + self.credit_tokens)
 
     def ahead(self, account: Account, priority: int) -> tuple[float, float]:
         """Requests and tokens that will go before a new one, at most; looks at this tenant's priorities alone."""
