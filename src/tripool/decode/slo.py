@@ -342,7 +342,7 @@ class Slo:
 
 def _rough(tpot_s: float) -> int:
     """Promises within a fifth of each other are one class here: there are few, whatever people ask for."""
-    return round(4 * log2(tpot_s))
+    return round(4 * log2(max(tpot_s, 1e-6)))
 
 
 def _nearer(mean: float, value: float) -> float:
