@@ -256,7 +256,8 @@ class Request:
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end an answer once `min_tokens` are there."""
         ends = frozenset() if self.params.ignore_eos else self.end_ids
-        return ends | frozenset(self.params.stop_token_ids)
+        stops = self.params.stop_token_ids
+        return ends | frozenset(stops) if stops else ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +282,8 @@ class Stages:
     """Moving its KV to the worker that goes on with it."""
     fetched_tokens: int = 0
     """Prompt tokens whose KV came from the cache pool."""
+    disk_tokens: int = 0
+    """Of those, the ones that the pool had on disk alone when it was asked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from tripool.cache.wire import Told
 from tripool.messages import Life
 
 BLOCK_BYTES = 100_000  # not a whole number of pages, nor of the pieces that are copied at once
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 
 MEMBER = """
 import json, sys

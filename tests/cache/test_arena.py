@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tripool.cache import arena as arena_module
 from tripool.cache.arena import MAX_WORKER_NAME_BYTES, Arena
 from tripool.cache.copying import plain_copy
-from tripool.cache.records import Record, State
+from tripool.cache.records import Block, Record, State
 from tripool.errors import ArenaError
 from tripool.messages import Life
 
@@ -106,25 +106,69 @@ def test_memory_that_is_not_there_is_missed_at_once(folder: Path) -> None:
     assert not (folder / "a.arena").exists()
 
 
-def test_hints_are_right_or_absent(folder: Path) -> None:
-    """Random lives of slots: a hint names the slot that holds the key, and is seldom missing."""
+def test_what_is_found_without_asking_is_right_or_absent(folder: Path) -> None:
+    """Random lives of slots: who sits down gets the slot that holds the key, and is seldom sent to ask."""
     dice = random.Random(5)
     arena = Arena.create(folder / "a.arena", 100, 50)
     peer = Arena.attach(folder / "a.arena")
-    held: dict[int, bytes] = {}
+    held: dict[int, Record] = {}
     num_missing = num_asked = 0
-    for turn in range(3000):
+
+    def seen(key: bytes, namespace: bytes = COMMITTED.namespace) -> tuple[Block, int] | None:
+        found = peer.sit(key, namespace, 3)
+        if found is not None:
+            assert arena.is_read(found[0].slot)
+            peer.rise(found[0].slot, 3)
+        assert not any(arena.is_read(slot) for slot in range(50)), "nobody sits there any more"
+        return found
+
+    for turn in range(1500):
         slot, key = dice.randrange(50), dice.randbytes(16)
         if turn % 3:
-            held[slot] = key
-            arena.write_header(slot, replace(COMMITTED, key=key, num_bytes=slot))
+            held[slot] = replace(COMMITTED, key=key, num_bytes=slot, checksum=turn, ticket=turn)
+            arena.write_header(slot, held[slot])
         else:
             held.pop(slot, None)
             arena.write_header(slot, Record() if turn % 2 else replace(RESERVED, key=key))
-        assert peer.hint(dice.randbytes(16)) is None and peer.hint(key) == ((slot, slot) if slot in held else None)
-        for slot, key in held.items():
-            hint = peer.hint(key)
-            assert hint in (None, (slot, slot))
-            num_missing, num_asked = num_missing + (hint is None), num_asked + 1
-    assert num_missing < 0.05 * num_asked
+        assert seen(dice.randbytes(16)) is None and seen(key, b"x" * 16) is None
+        for slot, record in held.items() if turn % 10 == 0 else ():
+            found, num_asked = seen(record.key), num_asked + 1
+            assert found in (None, (Block(slot, record.checksum, record.num_bytes, record.form), record.ticket))
+            num_missing += found is None
+    assert num_missing < 0.01 * num_asked
+    arena.remove()
+
+
+def test_a_slot_that_is_read_is_not_taken_and_one_that_is_taken_is_not_read(folder: Path) -> None:
+    arena = Arena.create(folder / "a.arena", 100, 2)
+    peer = Arena.attach(folder / "a.arena")
+    wanted = COMMITTED.key, COMMITTED.namespace
+    arena.write_header(1, COMMITTED)
+    assert peer.sit(*wanted, 0) is not None and peer.sit(*wanted, 0) is not None and peer.sit(*wanted, 63) is not None
+    for seat in (0, 63, 0):
+        assert not arena.may_take(1) and arena.records()[1] == COMMITTED, "open again"
+        peer.rise(1, seat)
+    assert arena.may_take(1)
+    assert peer.sit(*wanted, 0) is None and not arena.is_read(1), "closed: ask"
+    arena.write_header(1, COMMITTED)
+    assert peer.sit(*wanted, 5) is not None and peer.sit(*wanted, 6) is not None
+    arena.clear(slice(5, 6))
+    assert arena.is_read(1), "the other one still reads"
+    arena.turn_out(1)
+    assert arena.may_take(1)
+    peer.rise(1, 6)
+    assert not arena.is_read(1), "who was turned out leaves nothing behind when it rises"
+    arena.remove()
+
+
+def test_a_torn_header_is_never_read_without_asking(folder: Path) -> None:
+    arena = Arena.create(folder / "a.arena", 100, 1)
+    arena.write_header(0, COMMITTED)
+    at = arena_module.PAGE
+    whole = arena._map[at : at + 128]
+    for place in range(16, 128):  # not the key itself: under another one nobody looks
+        arena._map[at + place] ^= 1
+        assert arena.sit(COMMITTED.key, COMMITTED.namespace, 0) is None and not arena.is_read(0)
+        arena._map[at : at + 128] = whole
+    assert arena.sit(COMMITTED.key, COMMITTED.namespace, 0) is not None
     arena.remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from hypothesis import Phase, settings
@@ -266,3 +267,16 @@ def test_check_wants_an_owner_for_every_reference() -> None:
         pool.check([])
     with pytest.raises(AssertionError, match="1 refs, 2 owners"):
         pool.check([table, table])
+
+
+def test_in_a_large_pool_a_new_sequence_starts_in_a_wide_gap() -> None:
+    """Half as wide as the widest is enough there; a scattered pool still gives out all it has."""
+    pool = BlockPool(4096)
+    held = [pool.allocate(1)[0] for _ in range(64)]
+    assert len(set(held)) == 64
+    gaps = sorted(later - earlier - 1 for earlier, later in pairwise([-1, *sorted(held), 4096]))
+    (new,) = pool.allocate(1)
+    left, right = max(b for b in (-1, *held) if b < new), min(b for b in (4096, *held) if b > new)
+    assert right - left - 1 >= gaps[-1] // 2
+    rest = pool.allocate(pool.num_free)
+    assert sorted([*held, new, *rest]) == list(range(4096)) and not pool.num_free

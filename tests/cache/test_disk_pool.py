@@ -55,6 +55,17 @@ def test_what_memory_forgot_comes_back_from_disk(tiered: Pool) -> None:
     assert (said.reserved, said.leases, said.hits) == (0, 0, 16)
 
 
+def test_whoever_finds_blocks_is_told_which_came_from_disk(tiered: Pool) -> None:
+    tiered.start()
+    client = tiered.client()
+    first, second = chain(1, 8), chain(2, 8)
+    stored(tiered, client, first)
+    stored(tiered, client, second)
+    for num_asked, expected in ((4, [True] * 4), (8, [False] * 4 + [True] * 4), (8, [False] * 8)):
+        with client.find(first[:num_asked], namespace="a") as prefix:
+            assert prefix.from_disk == expected
+
+
 def test_blocks_outlive_an_orderly_end_and_a_new_memory(tiered: Pool) -> None:
     tiered.start()
     client = tiered.client()

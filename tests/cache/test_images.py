@@ -137,11 +137,11 @@ def test_the_second_of_two_waits_for_the_first(tmp_path):
     thread = threading.Thread(target=wait)
     with first.turn("a"):
         thread.start()
-        assert asked.wait(20)
+        assert asked.wait(60)
         writer = first.writer("a")
         writer.place("one", "uint8", (3,), memoryview(b"abc"))
         first.publish("a", writer, b"")
-    thread.join(20)
+    thread.join(60)
     assert found == [(True, True)]
 
 

@@ -48,8 +48,8 @@ def test_any_order_of_many_more_events_keeps_the_rules(machine: type[IndexMachin
 
 class EvictsLeased(PoolIndex):
     def _make_room(self, namespace: bytes, spared: set[int]) -> bool:
-        if not super()._make_room(namespace, spared) and self._readers and self._slots.num_free == 0:
-            slot = next(iter(self._readers))
+        if not super()._make_room(namespace, spared) and self._leases.readers and self._slots.num_free == 0:
+            slot = next(iter(self._leases.readers))
             if slot in self._slot_of.values():
                 del self._slot_of[self._slots.records[slot].key]
                 self._slots.drop(slot)

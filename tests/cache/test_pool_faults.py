@@ -44,7 +44,7 @@ OTHERS = chain(2, 8)
 
 @pytest.fixture
 def stopped(pool: Pool) -> subprocess.Popen[str]:
-    pool.config |= {"num_slots": 3, "write_s": 0.2}
+    pool.config |= {"num_slots": 3, "write_s": 2.0}
     pool.start()
     writer = pool.run(HALF)
     assert writer.stdout is not None and writer.stdout.readline() == "half\n"
@@ -135,11 +135,12 @@ def test_a_stopped_member_costs_one_bounded_wait(pool: Pool) -> None:
     client.store(KEYS, [content(key) for key in KEYS], namespace="a")
     until(lambda: fetched(client, KEYS) == 1)  # a machine this busy may miss the first bound
     pool.signal(signal.SIGSTOP)
+    assert fetched(client, KEYS) == 1, "nobody needs to be asked for what can be seen"
     began_s = time.monotonic()
-    assert fetched(client, KEYS) == 0
+    assert fetched(client, OTHERS) == 0
     for _ in range(1000):
         assert client.find(KEYS, namespace="a").num_blocks == 0
-    assert time.monotonic() - began_s < 0.3 + 2.0, "waited again and again"
+    assert time.monotonic() - began_s < 100.0, "waited again and again: a thousand times 0.3 s"
     pool.signal(signal.SIGCONT)
     assert client.wait(WITHIN_S) == []
     until(lambda: fetched(client, KEYS) == 1)
@@ -151,7 +152,7 @@ def test_a_killed_readers_leases_end_at_once(pool: Pool) -> None:
     pool.start()
     client, reader = pool.client("p-0"), pool.client("d-0")
     client.store(KEYS, [content(key) for key in KEYS], namespace="a")
-    prefix = reader.find(KEYS, namespace="a")
+    prefix = reader.find([*KEYS, *OTHERS], namespace="a")  # not all of them are there: it asks
     assert prefix.num_blocks == 1
     until(lambda: told(client).leases == 1)
     reader.close()  # what the end of its process would do to its line
@@ -164,8 +165,7 @@ def test_a_reader_that_is_too_slow_notices(pool: Pool) -> None:
     client = pool.client()
     client.store(KEYS, [content(key) for key in KEYS], namespace="a")
     with client.find(KEYS, namespace="a") as prefix:
-        until(lambda: told(client).leases == 0)
-        assert client.store(OTHERS[:1], [content(OTHERS[0])], namespace="a") == 1
+        until(lambda: client.store(OTHERS[:1], [content(OTHERS[0])], namespace="a") == 1)
         assert prefix.read([bytearray(len(content(KEYS[0])))]) == 0
     assert told(client).bad == 0, "the slot's new block is not at fault"
     assert fetched(client, OTHERS[:1]) == 1

@@ -75,11 +75,11 @@ def test_a_full_decode_pool_says_what_it_is_full_of():
 def test_what_was_cached_and_where_comes_with_the_first_token():
     stage = Stage(P0, D0)
     begin = sent(stage.submit(ask("r", prompt=200)), Begin)[0].message
-    event = TokenEvent("r", 0, 0, 11, num_cached_tokens=192, stages=Stages(fetched_tokens=128))
+    event = TokenEvent("r", 0, 0, 11, num_cached_tokens=192, stages=Stages(fetched_tokens=128, disk_tokens=64))
     stage.receive(Tokens(P0, (Stamped(begin.attempt, event),)))
     told = facts(stage)
     assert told["cached at the prefill worker"] == "64 tokens"
-    assert told["fetched from the cache pool"] == "128 tokens"
+    assert told["fetched from the cache pool"] == "128 tokens (64 from memory, 64 from disk)"
 
 
 def test_losses_and_refusals_are_steps_too():

@@ -17,10 +17,13 @@ def on_disk(pools: dict[str, Any]) -> int:
 
 def test_the_next_server_starts_with_the_blocks_of_the_last(tmp_path: Path) -> None:
     options = ("--cache-gb", "0.005", "--disk-gb", "0.1", "--disk-dir", str(tmp_path))
-    for known in (0, 10 * 64):
+    for known, told in ((0, "0 tokens"), (640, "640 tokens (0 from memory, 640 from disk)")):
         with split_server("fake", prefill=1, decode=1, options=options) as server:
             server.wait(lambda pools: [(m.get("disk") or {}).get("state") for m in pools["cache"]] == ["on", "on"])
-            assert cached(ask(server, PROMPT)) == known
+            answer = ask(server, PROMPT)
+            assert cached(answer) == known
+            explained = server.http.get(f"/v1/requests/{answer['id']}/explain").raise_for_status().json()
+            assert explained["placement"][0]["fetched from the cache pool"] == told
             server.wait(lambda pools: on_disk(pools) >= 10)
 
 

@@ -50,7 +50,7 @@ def test_what_was_cached_says_where_it_came_from(server: SplitServer) -> None:
     assert told[-1]["cached_tokens"] == 192
     (placement,) = told[-1]["placement"]
     words = (placement["cached at the prefill worker"], placement["fetched from the cache pool"])
-    assert words in (("192 tokens", "0 tokens"), ("0 tokens", "192 tokens"))
+    assert words in (("192 tokens", "0 tokens"), ("0 tokens", "192 tokens (192 from memory, 0 from disk)"))
 
 
 def test_a_refused_request_says_why(server: SplitServer) -> None:

@@ -4,10 +4,16 @@
 |---|---|
 | one page | magic, version, slot size, number of slots, nonce |
 | 128 per slot, to a full page | headers: only the member writes them, state last, so a torn one reads as free |
-| 8 per slot, to a full page | directory: hints where a key may be, for peers that cannot wait for an answer |
+| 16 per slot, to a full page | directory: where a key may be, for peers that look by themselves |
+| 64 per slot, to a full page | seats: how often each peer reads this slot now; each writes its own column only |
 | the slots, page by page | only who reserved a slot writes it |
 
 Headers outlive the member: its next life reads them and knows its blocks again. The file goes at an orderly end.
+
+**Reading without asking.** A peer sits down at a slot, and then reads its header: committed, with this key, its digest
+right. The member closes the header before it looks whether somebody sits there. So either it sees the peer and lets the
+block be, or the peer sees that the slot is closed. There is no fence between the two steps: the processor may swap them
+within some nanoseconds, and then, as after a lease that ended, the peer finds another header when it has copied.
 Not `multiprocessing.shared_memory`: its tracker would remove the file when any one of its users dies.
 """
 
@@ -27,21 +33,25 @@ import numpy as np
 import xxhash
 
 from tripool.cache.copying import Bytes, copy
-from tripool.cache.records import Record, State
+from tripool.cache.records import Block, Record, State
 from tripool.errors import ArenaError
 from tripool.messages import Life
 
 PAGE = 4096
 MAX_WORKER_NAME_BYTES = 43
-_MAGIC = b"TPARENA2"
+SEATS = 64
+_MAGIC = b"TPARENA3"
 _FILE = struct.Struct("<8sQQQ")
 _BODY = struct.Struct(f"<16s16sQIQIIqB{MAX_WORKER_NAME_BYTES}s")
 _TAIL = struct.Struct("<QQ")
 """Digest of the body, then the state."""
 _HEADER_BYTES = _BODY.size + _TAIL.size
-_SIZE, _SIZE_AT = struct.Struct("<I"), struct.calcsize("<16s16sQIQ")
-_WAYS = 4
+_FOUND = struct.Struct("<16s16sQ4xQII")
+"""The beginning of a body: key, namespace, ticket, checksum, bytes, form."""
+_WAYS = 8
 """Entries of the directory under one hash. An entry that is out of date shows by its slot's header."""
+_BUCKET = struct.Struct(f"<{_WAYS}I")
+_EMPTY = bytes(SEATS)
 
 
 class Arena:
@@ -55,8 +65,8 @@ class Arena:
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         self._map = mmap.mmap(fd, size, flags)
         self._bytes: Bytes = np.frombuffer(self._map, np.uint8)
-        start = _headers_end(num_slots)
-        self._directory = self._bytes[start : start + _num_entries(num_slots) * 4].view(np.uint32).reshape(-1, _WAYS)
+        self._directory, self._num_buckets = _headers_end(num_slots), _num_entries(num_slots) // _WAYS
+        self._seats = _directory_end(num_slots)
 
     @classmethod
     def create(cls, path: Path, slot_bytes: int, num_slots: int) -> Arena:
@@ -164,28 +174,75 @@ class Arena:
         if record.state is State.COMMITTED:
             self._enter(record.key, slot)
 
-    def hint(self, key: bytes) -> tuple[int, int] | None:
-        """Slot and number of bytes of a committed block, as far as can be seen without asking the member."""
-        for entry in self._directory[self._bucket(key)].tolist():
-            if 0 < entry <= self.num_slots and self.holds(entry - 1, key):
-                # Not compared with the header's digest: whoever copies compares with the member's answer anyway.
-                (num_bytes,) = _SIZE.unpack_from(self._map, PAGE + (entry - 1) * _HEADER_BYTES + _SIZE_AT)
-                return entry - 1, num_bytes
-        return None
-
     def _enter(self, key: bytes, slot: int) -> None:
         bucket = self._bucket(key)
-        entries = self._directory[bucket].tolist()
+        entries = list(self._entries(bucket))
         if slot + 1 not in entries:
             outdated = (way for way, entry in enumerate(entries) if not entry or not self._belongs(entry - 1, bucket))
-            self._directory[bucket, next(outdated, slot % _WAYS)] = slot + 1
+            entries[next(outdated, slot % _WAYS)] = slot + 1
+            _BUCKET.pack_into(self._map, self._directory + bucket * _BUCKET.size, *entries)
+
+    def _entries(self, bucket: int) -> tuple[int, ...]:
+        return _BUCKET.unpack_from(self._map, self._directory + bucket * _BUCKET.size)
 
     def _belongs(self, slot: int, bucket: int) -> bool:
         record = self._record(PAGE + slot * _HEADER_BYTES)
         return record.state is State.COMMITTED and self._bucket(record.key) == bucket
 
     def _bucket(self, key: bytes) -> int:
-        return xxhash.xxh3_64_intdigest(key) % len(self._directory)
+        return xxhash.xxh3_64_intdigest(key) % self._num_buckets
+
+    # ---- seats --------------------------------------------------------------------------------------------------
+
+    def sit(self, key: bytes, namespace: bytes, seat: int) -> tuple[Block, int] | None:
+        """A committed block that stays as it is until `rise`, and its ticket; None where none can be seen."""
+        for entry in self._entries(self._bucket(key)):
+            if not entry:
+                continue
+            at = PAGE + (entry - 1) * _HEADER_BYTES
+            if entry > self.num_slots or self._map[at : at + len(key)] != key:
+                continue
+            chair = self._seats + (entry - 1) * SEATS + seat
+            if self._map[chair] == 255:
+                return None
+            self._map[chair] += 1
+            head = self._map[at : at + _HEADER_BYTES]
+            digest, state = _TAIL.unpack_from(head, _BODY.size)
+            owner, tenant, ticket, checksum, num_bytes, form = _FOUND.unpack_from(head)
+            is_it = state == State.COMMITTED and owner == key and tenant == namespace
+            if is_it and digest == xxhash.xxh3_64_intdigest(head[: _BODY.size]):
+                return Block(entry - 1, checksum, num_bytes, form), ticket
+            self.rise(entry - 1, seat)
+        return None
+
+    def rise(self, slot: int, seat: int) -> None:
+        chair = self._seats + slot * SEATS + seat
+        self._map[chair] = max(0, self._map[chair] - 1)  # 0 already: turned out
+
+    def may_take(self, slot: int) -> bool:
+        """For the member: close a committed slot's header, and open it again if somebody reads it."""
+        at = PAGE + slot * _HEADER_BYTES + _BODY.size
+        tail = self._map[at : at + _TAIL.size]
+        _TAIL.pack_into(self._map, at, 0, State.FREE)
+        if not self.is_read(slot):
+            return True
+        self._map[at : at + _TAIL.size] = tail
+        return False
+
+    def is_read(self, slot: int) -> bool:
+        at = self._seats + slot * SEATS
+        return self._map[at : at + SEATS] != _EMPTY
+
+    def turn_out(self, slot: int) -> None:
+        at = self._seats + slot * SEATS
+        self._map[at : at + SEATS] = _EMPTY
+
+    def clear(self, seats: slice) -> None:
+        """Whoever sat there reads nothing any more."""
+        size = self.num_slots * SEATS
+        self._bytes[self._seats : self._seats + size].reshape(-1, SEATS)[:, seats] = 0
+
+    # ---- the next life ------------------------------------------------------------------------------------------
 
     def records(self) -> list[Record]:
         """Every slot as its header tells; damaged ones are free."""
@@ -209,7 +266,7 @@ def as_bytes(buffer: Any) -> Bytes:
 def _layout(slot_bytes: int, num_slots: int) -> tuple[int, int, int]:
     """Bytes from slot to slot, where the first one is, and of the whole file."""
     stride = _pages(slot_bytes)
-    data = _pages(_headers_end(num_slots) + 4 * _num_entries(num_slots))
+    data = _directory_end(num_slots) + _pages(num_slots * SEATS)
     return stride, data, data + num_slots * stride
 
 
@@ -217,9 +274,13 @@ def _headers_end(num_slots: int) -> int:
     return PAGE + _pages(num_slots * _HEADER_BYTES)
 
 
+def _directory_end(num_slots: int) -> int:
+    return _headers_end(num_slots) + _pages(4 * _num_entries(num_slots))
+
+
 def _num_entries(num_slots: int) -> int:
-    """Of the directory: two for each slot, so that hints are seldom crowded out."""
-    return -(-2 * num_slots // _WAYS) * _WAYS
+    """Of the directory: four for each slot, so that hardly one in ten thousand is crowded out."""
+    return -(-4 * num_slots // _WAYS) * _WAYS
 
 
 def _pages(num_bytes: int) -> int:

@@ -14,6 +14,9 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+_MANY = 1024
+"""From so many blocks on, a wide gap will do where the widest was wanted."""
+
 
 class BlockPool:
     def __init__(self, num_blocks: int) -> None:
@@ -22,6 +25,8 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._is_blank = bytearray(b"\1" * num_blocks)
         self._num_blank = num_blocks
+        self._wide = num_blocks
+        """Width, up to a factor of two, of the gap that was found last."""
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
@@ -109,12 +114,26 @@ class BlockPool:
         """The first block, in an untouched pool: there the whole pool is room to grow."""
         if self._num_blank == self.num_blocks:
             return 0
+        if self.num_blocks > _MANY:
+            return self._middle_of_wide_gap()
         widest, begin, start = 0, 0, 0
         for gap in self._is_blank.split(b"\0"):
             if len(gap) > widest:
                 widest, begin = len(gap), start
             start += len(gap) + 1
         return begin + widest // 2
+
+    def _middle_of_wide_gap(self) -> int:
+        """Of one at least half as wide as the widest: among thousands, looking at each takes longer than a step."""
+        width = min(4 * self._wide, 1 << self._num_blank.bit_length() >> 1)
+        while width:
+            begin = self._is_blank.find(b"\1" * width)
+            if begin >= 0:
+                stop = self._is_blank.find(0, begin)
+                self._wide = width
+                return begin + ((self.num_blocks if stop < 0 else stop) - begin) // 2
+            width //= 2
+        return 0
 
     def _forget_oldest(self) -> int:
         block, _ = self._idle.popitem(last=False)

@@ -18,12 +18,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from tripool.cache import wire
 from tripool.cache.arena import MAX_WORKER_NAME_BYTES, Arena, as_bytes
-from tripool.cache.copying import soon
-from tripool.cache.link import Link
+from tripool.cache.copying import Bytes, copy_all, soon
+from tripool.cache.link import Link, Seated
 from tripool.cache.records import Block, namespace_tag
 from tripool.cache.ring import Ring
 from tripool.errors import InvalidRequest
@@ -32,6 +32,8 @@ from tripool.messages import Life, Reaped, Suspect
 _LOOK_S = 0.01
 _STOP_WRITING = 0.8
 """Part of the time a writer has after which it begins no other block."""
+_AT_ONCE = 16
+"""Blocks that are copied before they are compared."""
 
 
 @dataclass(slots=True)
@@ -41,22 +43,23 @@ class _Held:
     link: Link
     arena: Arena
     """The one its slots are of: the link may have another by the time they are read."""
-    lease: int
+    lease: int | Seated
     bad: tuple[int, ...] = ()
 
+    def release(self) -> None:
+        if isinstance(self.lease, Seated):
+            self.link.rise(self.lease, self.bad)
+        else:
+            self.link.release(self.lease, self.bad)
 
-class _Early(NamedTuple):
-    """A copy that was made before it was certain what of."""
 
-    arena: Arena
-    slot: int
-    checksum: int
+_Found = tuple[_Held, bytes, Block]
 
 
 class Prefix:
     """Blocks that are there, and stay there until the lease ends: soon. Release it, or use it with `with`."""
 
-    def __init__(self, blocks: list[tuple[_Held, bytes, Block]], held: list[_Held]) -> None:
+    def __init__(self, blocks: list[_Found], held: list[_Held]) -> None:
         self._blocks, self._held = blocks, held
 
     @property
@@ -68,33 +71,50 @@ class Prefix:
         """What the writer of each block said of it."""
         return [block.form for _, _, block in self._blocks]
 
-    def read(self, into: Sequence[Any], early: _Early | None = None) -> int:
+    @property
+    def from_disk(self) -> list[bool]:
+        """Whether each block was on its member's disk alone when this was asked."""
+        return [block.from_disk for _, _, block in self._blocks]
+
+    def read(self, into: Sequence[Any]) -> int:
         """Fill these writable buffers, one per block from the first on; returns how many hold their block.
 
-        Buffers behind that number may hold anything. `early`: what the first one holds already.
+        Buffers behind that number may hold anything.
         """
-        if min(len(into), len(self._blocks)) > 1:
-            soon()
-        num_good = 0
-        if early is not None and self._blocks and into:
-            held, _, block = self._blocks[0]
-            num_good = int((held.arena, block.slot, block.checksum) == early)
-        for buffer, (held, key, block) in zip(into[num_good:], self._blocks[num_good:], strict=False):
-            target = as_bytes(buffer)
-            fits = len(target) == block.num_bytes
-            intact = fits and held.arena.read(block.slot, target) == block.checksum
-            if not held.arena.holds(block.slot, key):
-                break  # the lease was lost, and the slot is someone else's: not our business
-            if not intact:
-                if fits:
-                    held.bad += (block.slot,)
+        targets, num_good = [as_bytes(buffer) for buffer in into[: len(self._blocks)]], 0
+        while num_good < len(targets):
+            some = self._alike(targets, num_good)
+            sources = [held.arena.view(block.slot, block.num_bytes) for held, _, block in some]
+            checksums = copy_all(sources, targets[num_good : num_good + len(some)])
+            for found, checksum in zip(some, checksums, strict=True):
+                if not self._is_good(found, checksum):
+                    return num_good
+                num_good += 1
+            if not some:
                 break
-            num_good += 1
         return num_good
+
+    def _alike(self, targets: Sequence[Bytes], start: int) -> list[_Found]:
+        """The next blocks, of one size, as far as the targets are of that size too."""
+        size, some = len(targets[start]), []
+        for target, found in zip(targets[start : start + _AT_ONCE], self._blocks[start:], strict=False):
+            if not len(target) == found[2].num_bytes == size:
+                break
+            some.append(found)
+        return some
+
+    def _is_good(self, found: _Found, checksum: int) -> bool:
+        held, key, block = found
+        if not held.arena.holds(block.slot, key):
+            return False  # the lease was lost, and the slot is someone else's: not our business
+        if checksum != block.checksum:
+            held.bad += (block.slot,)
+            return False
+        return True
 
     def release(self) -> None:
         for held in self._held:
-            held.link.release(held.lease, held.bad)
+            held.release()
         self._held, self._blocks = [], []
 
     def __enter__(self) -> Prefix:
@@ -104,8 +124,8 @@ class Prefix:
         self.release()
 
 
-_Asked = tuple[Link, list[int], int | None]
-"""A member, the positions it was asked for, and the question's number."""
+_Asked = tuple[Link, list[int], Seated | int | None]
+"""A member, positions, and what was found there without asking, or else the question's number."""
 
 
 class PoolClient:
@@ -141,16 +161,11 @@ class PoolClient:
     # ---- blocks -------------------------------------------------------------------------------------------------
 
     def fetch(self, keys: Sequence[bytes], into: Sequence[Any], *, namespace: str, first: int = 0) -> int:
-        """Find and read at once: buffers for the blocks from `first` on. Returns how many were filled.
-
-        The first block is copied while its member is still answering, from where its arena says that it is; whether
-        that was right shows when the answer is there.
-        """
-        wanted = keys[: first + len(into)]
-        asked = self._ask(wanted, namespace, first)
-        early = self._copy_early(asked, wanted, into, first)
-        with self._hear(asked, wanted, first) as prefix:
-            return prefix.read(into, early)
+        """Find and read at once: buffers for the blocks from `first` on. Returns how many were filled."""
+        if into:
+            soon(memoryview(into[0]).nbytes)
+        with self.find(keys[: first + len(into)], namespace=namespace, first=first) as prefix:
+            return prefix.read(into)
 
     def find(self, keys: Sequence[bytes], *, namespace: str, first: int = 0) -> Prefix:
         """The longest known stretch of the chain that begins at position `first`."""
@@ -158,33 +173,29 @@ class PoolClient:
 
     def _ask(self, keys: Sequence[bytes], namespace: str, first: int) -> list[_Asked]:
         tag = namespace_tag(namespace)
-        return [
-            (link, positions, link.look_up(tag, tuple(keys[position] for position in positions)))
-            for link, positions in self._places(keys, first).items()
-        ]
-
-    def _copy_early(self, asked: list[_Asked], keys: Sequence[bytes], into: Sequence[Any], first: int) -> _Early | None:
-        link = next((link for link, positions, _ in asked if first in positions), None)
-        if link is None or link.arena is None or not into:
-            return None
-        place, target = link.arena.hint(keys[first]), as_bytes(into[0])
-        if place is None or place[1] != len(target):
-            return None
-        return _Early(link.arena, place[0], link.arena.read(place[0], target))
+        asked: list[_Asked] = []
+        for link, positions in self._places(keys, first).items():
+            wanted = tuple(keys[position] for position in positions)
+            asked.append((link, positions, link.find_here(tag, wanted) or link.look_up(tag, wanted)))
+        return asked
 
     def _hear(self, asked: list[_Asked], keys: Sequence[bytes], first: int) -> Prefix:
         held: list[_Held] = []
-        found: dict[int, tuple[_Held, bytes, Block]] = {}
-        for link, positions, number in asked:
-            answer = link.answer(number, wire.Found)
-            if answer is None or not answer.lease or link.arena is None:
-                continue
-            part = _Held(link, link.arena, answer.lease)
+        found: dict[int, _Found] = {}
+        for link, positions, lease in asked:
+            if isinstance(lease, Seated):
+                part, known = _Held(link, lease.arena, lease), lease.blocks
+            else:
+                answer = link.answer(lease, wire.Found)
+                if answer is None or not answer.lease or link.arena is None:
+                    continue
+                columns = zip(answer.slots, answer.checksums, answer.sizes, answer.forms, strict=True)
+                part = _Held(link, link.arena, answer.lease)
+                known = tuple(Block(*column, place in answer.from_disk) for place, column in enumerate(columns))
             held.append(part)
-            columns = zip(answer.slots, answer.checksums, answer.sizes, answer.forms, strict=True)
-            for position, column in zip(positions, columns, strict=False):
-                found[position] = part, keys[position], Block(*column)
-        blocks: list[tuple[_Held, bytes, Block]] = []
+            for position, block in zip(positions, known, strict=False):
+                found[position] = part, keys[position], block
+        blocks: list[_Found] = []
         while first + len(blocks) in found:
             blocks.append(found[first + len(blocks)])
         return Prefix(blocks, held)

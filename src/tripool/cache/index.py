@@ -7,38 +7,26 @@ slots are nobody's until it says itself that it is done (`commit`, also when lat
 will never write again. Its keys are free at once: others may write the same blocks elsewhere. Readers need no such
 care: what they copy after their lease is compared with the slot's header and checksum, and is a miss if it changed.
 
+**Readers who do not ask** are looked for before a block goes (`leases`), and tell afterwards what they `used`.
+
 `now_s` must never go back: deadlines are met in the order in which they were given.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from tripool.cache.books import check_books
 from tripool.cache.eviction import CostAware, Eviction
-from tripool.cache.records import Block, Counters, Grant, Hit, Record, State, Written
+from tripool.cache.leases import Leases, Onlookers
+from tripool.cache.records import Block, Counters, Grant, Hit, Record, Reservation, State, Written
 from tripool.cache.slots import SlotTable
 from tripool.messages import Life
 
 _REMEMBERED_DEATHS = 4096
 """Messages of a dead writer can still be on their way when its death is known; not for as long as this many deaths."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Lease:
-    reader: Life
-    deadline_s: float
-    slots: tuple[int, ...]
-    tickets: tuple[int, ...]
-    """Of each slot when it was leased: shows whether a slot was reused under its reader."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Reservation:
-    writer: Life
-    deadline_s: float
-    slots: tuple[int, ...]
 
 
 class PoolIndex:
@@ -53,11 +41,12 @@ class PoolIndex:
         namespace_slots: int | None = None,
         first_number: int = 1,
         order: Eviction | None = None,
+        onlookers: Onlookers | None = None,
     ) -> None:
-        assert lease_s > 0 and write_s > 0 and first_number > 0
+        assert write_s > 0 and first_number > 0
         self.num_slots = num_slots
         self.counters = Counters()
-        self._lease_s, self._write_s = lease_s, write_s
+        self._write_s = write_s
         self._namespace_slots = namespace_slots or num_slots
         self._quotas: dict[bytes, int] = {}
         """Of namespaces that have one of their own."""
@@ -66,16 +55,16 @@ class PoolIndex:
         self._slot_of: dict[bytes, int] = {}
         self._writing: dict[bytes, int] = {}
         """Keys someone is writing in time, and the slot."""
-        self._readers: Counter[int] = Counter()
-        self._leases: dict[int, _Lease] = {}
-        self._reservations: dict[int, _Reservation] = {}
-        self._fenced: dict[int, _Reservation] = {}
+        self._leases = Leases(lease_s, onlookers)
+        self._reservations: dict[int, Reservation] = {}
+        self._fenced: dict[int, Reservation] = {}
         self._dead: OrderedDict[Life, None] = OrderedDict()
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes], reader: Life, namespace: bytes, now_s: float) -> Hit:
         """The longest prefix of `keys` that is here, leased as a whole."""
+        self._leases.now_s = now_s
         found: list[tuple[int, Record]] = []
         for key in keys if reader not in self._dead else ():
             slot = self._slot_of.get(key)
@@ -86,13 +75,29 @@ class PoolIndex:
         self.counters.misses += len(keys) - len(found)
         if not found:
             return Hit(0, ())
-        for slot, _ in found:
-            if not self._readers[slot]:
-                self._slots.leave_idle(slot)
-            self._readers[slot] += 1
-        lease, deadline_s = self._number(), now_s + self._lease_s
-        self._leases[lease] = _Lease(reader, deadline_s, tuple(s for s, _ in found), tuple(r.ticket for _, r in found))
+        lease, slots = self._number(), [slot for slot, _ in found]
+        for slot in set(slots) - self._leases.readers.keys():
+            self._slots.leave_idle(slot)
+        self._leases.take(lease, slots, self._slots.records, reader)
         return Hit(lease, tuple(Block(slot, r.checksum, r.num_bytes, r.form) for slot, r in found))
+
+    def used(self, slots: Sequence[int], tickets: Sequence[int], reader: Life, bad: Collection[int] = ()) -> None:
+        """Blocks that someone read without asking; `bad` as in `release`. Those that have gone since are skipped."""
+        records, touched = self._slots.records, []
+        for slot, ticket in zip(reversed(slots), reversed(tickets), strict=True):
+            if not 0 <= slot < self.num_slots or reader in self._dead:
+                continue
+            if records[slot].state is not State.COMMITTED or records[slot].ticket != ticket:
+                continue
+            if slot in bad:
+                self.counters.bad += 1
+                self._forget(slot)
+                continue
+            self.counters.hits += 1
+            if self._slots.is_idle(slot):
+                self._slots.leave_idle(slot)
+                touched.append(slot)
+        self._slots.enter_idle(touched)
 
     def uncount(self, hit: Hit, num_keys: int) -> None:
         """A look-up that will be repeated is one look-up."""
@@ -124,6 +129,7 @@ class PoolIndex:
 
         What is asked for is not evicted to make room for what comes after it: a prefix without its head is useless.
         """
+        self._leases.now_s = now_s
         if writer in self._dead:
             return Grant(0, (), ())
         here = [slot for key in keys if (slot := self._slot_of.get(key)) is not None and self._slots.is_idle(slot)]
@@ -145,7 +151,7 @@ class PoolIndex:
             slots.append(slot)
         if not slots:
             return Grant(0, (), ())
-        self._reservations[ticket] = _Reservation(writer, now_s + self._write_s, tuple(slots))
+        self._reservations[ticket] = Reservation(writer, now_s + self._write_s, tuple(slots))
         return Grant(ticket, tuple(positions), tuple(slots))
 
     def commit(self, ticket: int, writer: Life, written: Sequence[Written]) -> int:
@@ -179,22 +185,26 @@ class PoolIndex:
     # ---- time and death -----------------------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> None:
-        """End leases whose time is over, and fence late writers."""
-        while self._leases and now_s >= next(iter(self._leases.values())).deadline_s:
+        """End leases whose time is over or that nobody needs any more, and fence late writers."""
+        self._leases.now_s = now_s
+        for lease in self._leases.risen():
+            self._end_lease(lease)
+        for lease in self._leases.overdue():
             self.counters.expired_leases += 1
-            self._end_lease(next(iter(self._leases)))
+            self._end_lease(lease)
         while self._reservations and now_s >= next(iter(self._reservations.values())).deadline_s:
             self._fence(next(iter(self._reservations)))
 
     @property
     def next_deadline_s(self) -> float | None:
         """When `expire` will have something to do."""
-        lease, reservation = next(iter(self._leases.values()), None), next(iter(self._reservations.values()), None)
-        return min((first.deadline_s for first in (lease, reservation) if first is not None), default=None)
+        reservation = next(iter(self._reservations.values()), None)
+        times = (self._leases.next_deadline_s, reservation.deadline_s if reservation is not None else None)
+        return min((time_s for time_s in times if time_s is not None), default=None)
 
     def lost(self, life: Life) -> None:
         """Silent, perhaps only stopped: it reads under no lease any more, and its slots stay untouched."""
-        for lease in [number for number, held in self._leases.items() if held.reader == life]:
+        for lease in self._leases.of(life):
             self._end_lease(lease)
         for ticket in [number for number, held in self._reservations.items() if held.writer == life]:
             self._fence(ticket)
@@ -252,7 +262,7 @@ class PoolIndex:
                 chain.append(slot)
         self._slots.enter_idle(chain)
         for (ticket, writer), slots in reserved.items():
-            self._fenced[ticket] = _Reservation(writer, 0.0, tuple(slots))
+            self._fenced[ticket] = Reservation(writer, 0.0, tuple(slots))
 
     def take_changes(self) -> list[tuple[int, Record]]:
         """Slots that changed since the last call: what the arena's headers must say before anyone is answered."""
@@ -298,27 +308,8 @@ class PoolIndex:
     def check(self) -> None:
         """Raises when a slot is in two hands or in none, a lease has lost its block, or the index lies."""
         self._slots.check()
-        records = self._slots.records
-        owners = Counter(
-            slot for table in (self._reservations, self._fenced) for h in table.values() for slot in h.slots
-        )
-        readers = Counter(slot for held in self._leases.values() for slot in held.slots)
-        assert readers == +self._readers, "readers are miscounted"
-        for slot, record in enumerate(records):
-            reserved, committed = record.state is State.RESERVED, record.state is State.COMMITTED
-            assert owners[slot] == reserved, f"slot {slot} is {record.state.name} and has {owners[slot]} writers"
-            assert self._slots.is_idle(slot) == (committed and not readers[slot]), f"slot {slot}: idle or read?"
-            assert record.state is not State.DOOMED or readers[slot], f"doomed slot {slot} has no reader"
-        for held in self._leases.values():
-            for slot, ticket in zip(held.slots, held.tickets, strict=True):
-                known = records[slot].state in (State.COMMITTED, State.DOOMED) and records[slot].ticket == ticket
-                assert known, f"slot {slot} was taken from its reader"
-        by_key = {record.key: slot for slot, record in enumerate(records) if record.state is State.COMMITTED}
-        assert by_key == self._slot_of, "index and slots disagree"
-        in_time = {records[slot].key: slot for held in self._reservations.values() for slot in held.slots}
-        assert in_time == self._writing, "keys being written disagree"
-        doomed = sum(record.state is State.DOOMED for record in records)
-        assert self.num_free + self.num_reserved + self.num_committed + doomed == self.num_slots, "slots are miscounted"
+        self._leases.check()
+        check_books(self._slots, self._leases.all, self._reservations, self._fenced, self._slot_of, self._writing)
 
     # ---- parts --------------------------------------------------------------------------------------------------
 
@@ -338,12 +329,13 @@ class PoolIndex:
 
     def _evict(self, namespace: bytes | None, spared: Collection[int] = ()) -> bool:
         """Forget the next one to go: of one namespace, or of all."""
-        oldest = self._slots.next_idle(namespace)
-        if oldest is None or oldest in spared:
-            return False
-        self.counters.evicted += 1
-        self._forget(oldest)
-        return True
+        while (oldest := self._slots.next_idle(namespace)) is not None and oldest not in spared:
+            if self._leases.sees_nobody(oldest):
+                self.counters.evicted += 1
+                self._let_go(oldest)
+                return True
+            self._sight(oldest)
+        return False
 
     def _settle(self, slot: int, written: Written | None) -> bool:
         """End a slot's reservation; whether it holds a block now, which is to be entered as idle.
@@ -376,21 +368,28 @@ class PoolIndex:
 
     def _forget(self, slot: int) -> None:
         """Make a committed block unfindable, and its slot free unless someone reads it."""
+        if not self._leases.sees_nobody(slot):
+            self._sight(slot)
+        elif slot not in self._leases.readers:
+            self._let_go(slot)
+            return
         record = self._slots.records[slot]
         del self._slot_of[record.key]
-        if self._readers[slot]:
-            self._slots.change(slot, replace(record, state=State.DOOMED))
-        else:
+        self._slots.change(slot, replace(record, state=State.DOOMED))
+
+    def _let_go(self, slot: int) -> None:
+        del self._slot_of[self._slots.records[slot].key]
+        self._slots.leave_idle(slot)
+        self._slots.drop(slot)
+
+    def _sight(self, slot: int) -> None:
+        if self._slots.is_idle(slot):
             self._slots.leave_idle(slot)
-            self._slots.drop(slot)
+        self._leases.sight(self._number(), slot, self._slots.records)
 
     def _end_lease(self, lease: int) -> None:
         unread: list[int] = []
-        for slot in reversed(self._leases.pop(lease).slots):
-            self._readers[slot] -= 1
-            if self._readers[slot]:
-                continue
-            del self._readers[slot]
+        for slot in self._leases.end(lease):
             if self._slots.records[slot].state is State.DOOMED:
                 self._slots.drop(slot)
             else:

@@ -11,6 +11,8 @@ import os
 import select
 import socket
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,16 +20,29 @@ import msgspec
 
 from tripool.cache import wire
 from tripool.cache.arena import Arena
+from tripool.cache.records import Block
 from tripool.errors import ArenaError
 from tripool.messages import Life
 
 _UNSENT_RELEASES = 16
+_UNSENT_USES = 64
 _LOOK_S = 150e-6
 """Look for an answer for so long before sleeping: members answer sooner than a sleeper is woken."""
 _FROM_DISK = 0.5
 """Part of the time that is waited for an answer in which it may wait for blocks from disk."""
 
 AnswerT = TypeVar("AnswerT", wire.Opened, wire.Found, wire.Granted, wire.Told, wire.Purged)
+
+
+@dataclass(frozen=True, slots=True)
+class Seated:
+    """Blocks that were found without asking, and stay as they are: not for longer than a lease."""
+
+    line: socket.socket | None
+    arena: Arena
+    seat: int
+    blocks: tuple[Block, ...]
+    tickets: tuple[int, ...]
 
 
 class Link:
@@ -44,6 +59,9 @@ class Link:
         self._heard = memoryview(bytearray(wire.MAX_MESSAGE_BYTES))
         self._done: list[int] = []
         """Leases to be given back."""
+        self._seat = -1
+        self._used: list[tuple[int, int]] = []
+        """Slots and tickets of blocks that were read without asking, for the member to know."""
         self._is_there = False
         self._is_late = False
         """It was waited for in vain: from now on nobody waits until it has answered."""
@@ -54,7 +72,7 @@ class Link:
         if self._socket is not None:
             self._readable.unregister(self._socket)
             self._socket.close()
-        self._socket, self._is_there = None, False
+        self._socket, self._is_there, self._seat, self._used = None, False, -1, []
 
     # ---- is it there? -------------------------------------------------------------------------------------------
 
@@ -103,8 +121,40 @@ class Link:
             except (OSError, ArenaError):  # gone again, or not ours: as good as absent
                 self.arena = None
                 return
-        self.write_s = opened.write_s
+        self.write_s, self._seat = opened.write_s, opened.seat
         self._is_there, self._is_late = True, False
+
+    # ---- without asking -----------------------------------------------------------------------------------------
+
+    def find_here(self, namespace: bytes, keys: Sequence[bytes]) -> Seated | None:
+        """All of these blocks, as far as can be seen in the arena of a member that is there; None: ask."""
+        arena, seat = self.arena, self._seat
+        if arena is None or seat < 0 or self._readable.poll(0):  # dead, or there is something to hear first
+            return None
+        found: list[tuple[Block, int]] = []
+        for key in reversed(keys):  # what is not there is mostly the end of a chain
+            each = arena.sit(key, namespace, seat)
+            if each is None:
+                for block, _ in found:
+                    arena.rise(block.slot, seat)
+                return None
+            found.append(each)
+        blocks, tickets = zip(*reversed(found), strict=True) if found else ((), ())
+        return Seated(self._socket, arena, seat, blocks, tickets)
+
+    def rise(self, seated: Seated, bad: tuple[int, ...] = ()) -> None:
+        """What was read is told later, as with `release`."""
+        if seated.line is not self._socket or self._socket is None:
+            return  # the member has cleared the seats of a line that is closed
+        slots = tuple(block.slot for block in seated.blocks)
+        for slot in slots:
+            seated.arena.rise(slot, seated.seat)
+        if bad:
+            self._send(wire.Used(self._life, slots, seated.tickets, bad))
+            return
+        self._used += zip(slots, seated.tickets, strict=True)
+        if len(self._used) >= _UNSENT_USES:
+            self.flush()
 
     # ---- questions and answers ----------------------------------------------------------------------------------
 
@@ -138,6 +188,10 @@ class Link:
     def flush(self) -> None:
         if self._done:
             self._send(wire.Release(self._life, self._take_done()))
+        if self._used:
+            used, self._used = self._used, []
+            slots, tickets = zip(*used, strict=True)
+            self._send(wire.Used(self._life, slots, tickets))
 
     def _take_done(self) -> tuple[int, ...]:
         done, self._done = tuple(self._done), []

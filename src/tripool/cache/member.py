@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from tripool.cache import wire
-from tripool.cache.arena import MAX_WORKER_NAME_BYTES, Arena
+from tripool.cache.arena import MAX_WORKER_NAME_BYTES, SEATS, Arena
 from tripool.cache.index import PoolIndex
 from tripool.cache.promotion import Tiers
 from tripool.cache.records import Hit, State, Written
@@ -33,8 +33,8 @@ from tripool.messages import Life, Reaped, Suspect
 LOOK_AROUND_S = 0.5
 """How often an idle member looks whether its parent is still there."""
 _LINGER_S = 500e-6
-"""After a message look for the next one for so long before sleeping: being woken takes longer than a look-up. There are
-a few messages per request, so this costs a few per cent of a core at tens of requests a second."""
+"""After a question look for the next one for so long before sleeping: being woken takes longer than a look-up. There
+are a few questions per request, so this costs a few per cent of a core at tens of requests a second."""
 _WAITING_PEERS = 128
 _TOLD_NAMESPACES = 1000
 """The largest ones: an answer must fit into one message."""
@@ -52,6 +52,8 @@ class Member:
         path = folder / f"{life.worker}.arena"
         left = Arena.reopen(path, config.slot_bytes, config.num_slots)
         self.arena = left or Arena.create(path, config.slot_bytes, config.num_slots)
+        self.arena.clear(slice(None))
+        self._seats: dict[Life, int] = {}
         self.index = PoolIndex(
             config.num_slots,
             lease_s=config.lease_s,
@@ -59,6 +61,7 @@ class Member:
             namespace_slots=config.namespace_slots,
             # Above every number of every earlier life, so that what was meant for those does nothing here.
             first_number=time.time_ns(),
+            onlookers=self.arena,
         )
         if left is not None:
             self.index.restore(left.records())
@@ -90,7 +93,7 @@ class Member:
         except msgspec.DecodeError:
             self._num_strange += 1
             return None
-        if isinstance(question, (wire.Lookup, wire.Reserve)):
+        if isinstance(question, (wire.Open, wire.Lookup, wire.Reserve)):
             lives.add(question.life)
         reply = self._reply(question, now_s, send)
         self._write_headers()
@@ -101,8 +104,24 @@ class Member:
         self._write_headers()
 
     def lost(self, life: Life) -> None:
+        """Its line is closed."""
+        self._unseat(life)
         self.index.lost(life)
         self._write_headers()
+
+    def _seat(self, life: Life) -> int:
+        """Its own for as long as its line is; -1 when there is none left."""
+        if life not in self._seats:
+            free = set(range(SEATS)) - set(self._seats.values())
+            if not free:
+                return -1
+            self._seats[life] = min(free)
+        return self._seats[life]
+
+    def _unseat(self, life: Life) -> None:
+        seat = self._seats.pop(life, None)
+        if seat is not None:
+            self.arena.clear(slice(seat, seat + 1))
 
     def turn(self, now_s: float) -> None:
         """What the disk has done, what it is to do, and answers that waited for it."""
@@ -136,6 +155,9 @@ class Member:
             case wire.Release(life, leases, bad):
                 for lease in leases:
                     self.index.release(lease, life, bad)
+            case wire.Used(life, slots, tickets, bad):
+                if len(slots) == len(tickets):
+                    self.index.used(slots, tickets, life, bad)
             case wire.Reserve():
                 return self._reserve(question, now_s)
             case wire.Commit():
@@ -144,9 +166,8 @@ class Member:
                 # Not if it came by an old line and the same life has reserved by a new one since.
                 if number > self._last_reserve.get(life, 0):
                     self.index.at_rest(life)
-                return wire.Opened(
-                    number, wire.PROTOCOL, self._life, self.arena.path.name, self.arena.nonce, self._write_s
-                )
+                place = self.arena.path.name, self.arena.nonce
+                return wire.Opened(number, wire.PROTOCOL, self._life, *place, self._write_s, self._seat(life))
             case wire.Ask(number):
                 return self._told(number)
             case wire.Purge(number, namespace):
@@ -154,8 +175,11 @@ class Member:
             case wire.Quotas(number, slots):
                 return wire.Purged(number, self.tiers.set_quotas(slots))
             case Suspect(life):
+                if life in self._seats:
+                    self.arena.clear(slice(self._seats[life], self._seats[life] + 1))
                 self.index.lost(life)
             case Reaped(life):
+                self._unseat(life)
                 self._last_reserve.pop(life, None)
                 self.index.reaped(life)
         return None
@@ -189,6 +213,7 @@ class Member:
             tuple(block.checksum for block in hit.blocks),
             tuple(block.num_bytes for block in hit.blocks),
             tuple(block.form for block in hit.blocks),
+            tuple(place for place, block in enumerate(hit.blocks) if block.from_disk),
         )
 
     def _reserve(self, question: wire.Reserve, now_s: float) -> wire.Granted | None:
@@ -282,13 +307,12 @@ class Door:
         if member.spool is not None:
             self._ready.register(member.spool, select.EPOLLIN)
         looked_s = time.monotonic()
-        ready: list[tuple[int, int]] = []
+        was_asked = False
         while True:
             deadline_s, now_s = member.next_deadline_s, time.monotonic()
             wait_s = LOOK_AROUND_S if deadline_s is None else min(LOOK_AROUND_S, max(0.0, deadline_s - now_s))
-            ready = self._linger() if ready else []
-            ready = ready or self._ready.poll(wait_s)
-            now_s = time.monotonic()
+            ready = (self._linger() if was_asked else []) or self._ready.poll(wait_s)
+            now_s, was_asked = time.monotonic(), False
             if now_s >= looked_s + LOOK_AROUND_S:
                 looked_s = now_s
                 if not still_wanted():
@@ -300,7 +324,7 @@ class Door:
                 if fd == self._listener.fileno():
                     self._accept()
                 elif fd in self._lines:
-                    self._answer(member, self._lines[fd], now_s)
+                    was_asked |= self._answer(member, self._lines[fd], now_s)
             member.turn(now_s)
 
     def _linger(self) -> list[tuple[int, int]]:
@@ -330,17 +354,17 @@ class Door:
         self._lines[peer.fileno()] = _Line(peer)
         self._ready.register(peer, select.EPOLLIN)
 
-    def _answer(self, member: Member, line: _Line, now_s: float) -> None:
-        """One message: a busy peer takes turns with the others."""
+    def _answer(self, member: Member, line: _Line, now_s: float) -> bool:
+        """One message: a busy peer takes turns with the others. Whether it was a question."""
         try:
             num_bytes = line.socket.recv_into(self._heard)
             if num_bytes:
                 reply = member.answer(self._heard[:num_bytes], now_s, line.lives, line.send)
                 if reply is not None:
                     line.socket.send(reply)
-                return
+                return reply is not None
         except BlockingIOError:
-            return  # it does not read its answers; those are its own loss
+            return False  # it does not read its answers; those are its own loss
         except OSError:
             pass
         member.hang_up(line.send)
@@ -349,6 +373,7 @@ class Door:
         del self._lines[line.socket.fileno()]
         self._ready.unregister(line.socket)
         line.socket.close()
+        return False
 
 
 def run_member(folder: Path, life: Life, config: CacheConfig) -> None:

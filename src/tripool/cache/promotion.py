@@ -10,7 +10,7 @@ Memory is asked first and answers at once: a hit there never waits for the disk.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from tripool.cache.copies import Copy, Purge, Segment, Write
@@ -55,6 +55,8 @@ class _Waiting:
     lease: int
     """Of the blocks that memory has already, so that they are still there in the end."""
     coming: set[bytes]
+    called: frozenset[bytes]
+    """What was on its way when it began to wait."""
 
 
 class Tiers:
@@ -103,7 +105,9 @@ class Tiers:
             return hit
         self.index.uncount(hit, len(keys))  # it is asked again when they are here
         self._num_waited += 1
-        self._waiting[self._num_waited] = _Waiting(keys, reader, namespace, now_s + wait_s, hit.lease, coming)
+        deadline_s = now_s + wait_s
+        waiting = _Waiting(keys, reader, namespace, deadline_s, hit.lease, coming, frozenset(coming))
+        self._waiting[self._num_waited] = waiting
         return self._num_waited
 
     def answers(self, now_s: float) -> list[tuple[int, Hit]]:
@@ -112,7 +116,10 @@ class Tiers:
         found: list[tuple[int, Hit]] = []
         for number in ready:
             each = self._waiting.pop(number)
-            found.append((number, self.index.lookup(each.keys, each.reader, each.namespace, now_s)))
+            hit = self.index.lookup(each.keys, each.reader, each.namespace, now_s)
+            told = zip(hit.blocks, each.keys, strict=False)
+            blocks = tuple(replace(block, from_disk=key in each.called) for block, key in told)
+            found.append((number, replace(hit, blocks=blocks)))
             self.index.release(each.lease, each.reader)
         return found
 

@@ -64,6 +64,8 @@ class Block:
     checksum: int
     num_bytes: int
     form: int
+    from_disk: bool = False
+    """It was brought from disk for whoever asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,15 @@ class Written:
     checksum: int
     num_bytes: int
     form: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Slots that someone may write, known by its ticket."""
+
+    writer: Life
+    deadline_s: float
+    slots: tuple[int, ...]
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ Knows no leases, deadlines or lives: the index decides, and this keeps the books
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from tripool.cache.eviction import Eviction
@@ -19,8 +19,8 @@ class SlotTable:
         assert num_slots > 0
         self._order = order
         self.records = [_FREE] * num_slots
-        self._free: dict[int, None] = dict.fromkeys(range(num_slots))
-        """In order of giving out."""
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_slots))
+        """In order of giving out. A plain dict would look at all that were ever taken from its front for the next."""
         self._held: Counter[bytes] = Counter()
         self._changed: dict[int, None] = {}
 

@@ -2,12 +2,12 @@
 
 | from | to | messages |
 |---|---|---|
-| peer | member | Open, Lookup, Release, Reserve, Commit, Ask, Purge, Quotas |
+| peer | member | Open, Lookup, Release, Used, Reserve, Commit, Ask, Purge, Quotas |
 | member | peer | Opened, Found, Granted, Told, Purged |
 | supervisor | member | Suspect, Reaped (see `tripool.messages`) |
 
-Questions carry a number and answers repeat it: an answer that comes too late for its question is recognised. Release
-and Commit are not answered. `nonce` names the arena that slots are of: one that was made anew has another.
+Questions carry a number and answers repeat it: an answer that comes too late for its question is recognised. Release,
+Used and Commit are not answered. `nonce` names the arena that slots are of: one that was made anew has another.
 
 One datagram of a local socket (SOCK_SEQPACKET) per message, not ZeroMQ: a look-up is most of what a small hit costs,
 and ZeroMQ's two more threads on the way make it several times slower. Arenas are mapped, so members and peers are on
@@ -23,7 +23,7 @@ import msgspec
 
 from tripool.messages import Life, Reaped, Suspect
 
-PROTOCOL = 1
+PROTOCOL = 2
 KEY_BYTES = 16
 MAX_KEYS = 4096
 """Of one question: a context of 256 K tokens with one member."""
@@ -68,6 +68,16 @@ class Release(_Message, frozen=True):
     leases: tuple[int, ...]
     bad: tuple[int, ...] = ()
     """Slots of theirs whose bytes did not fit their checksums."""
+
+
+class Used(_Message, frozen=True):
+    """Blocks that were read without asking."""
+
+    life: Life
+    slots: tuple[Small, ...]
+    tickets: tuple[int, ...]
+    bad: tuple[int, ...] = ()
+    """Slots whose bytes did not fit their checksums."""
 
 
 class Reserve(_Message, frozen=True):
@@ -118,6 +128,8 @@ class Opened(_Message, frozen=True):
     nonce: int
     write_s: float
     """How long a writer has from reservation to commit."""
+    seat: int = -1
+    """Where this peer may sit in the arena to read without asking; -1: all seats are taken."""
 
 
 class Found(_Message, frozen=True):
@@ -130,6 +142,8 @@ class Found(_Message, frozen=True):
     checksums: tuple[int, ...]
     sizes: tuple[int, ...]
     forms: tuple[int, ...]
+    from_disk: tuple[int, ...] = ()
+    """Places in these columns of blocks that were on disk alone when this was asked."""
 
 
 class Granted(_Message, frozen=True):
@@ -185,7 +199,7 @@ class Purged(_Message, frozen=True):
     num_blocks: int
 
 
-Question = Open | Lookup | Release | Reserve | Commit | Ask | Purge | Quotas | Suspect | Reaped
+Question = Open | Lookup | Release | Used | Reserve | Commit | Ask | Purge | Quotas | Suspect | Reaped
 Answer = Opened | Found | Granted | Told | Purged
 
 _encoder = msgspec.msgpack.Encoder()

@@ -46,16 +46,17 @@ class Prefixes:
     def pending(self) -> bool:
         return bool(self._waiting)
 
-    def fetch(self, request: Request) -> int:
+    def fetch(self, request: Request) -> tuple[int, int]:
         """Bring what the pool knows of the prompt into the engine's own memory, where it will be found.
 
-        Returns how many tokens that are.
+        Returns how many tokens that are, and how many of them came from disk.
         """
         keys = self._keys(request, len(request.prompt_ids) - 1)  # the last token is always computed
         if not keys:
-            return 0
+            return 0, 0
         kept = self._engine.keep(keys)
         num_known = num_own = len(kept)
+        num_disk = 0
         for namespace, first, stop in _stretches(request, len(keys)):
             if not first <= num_known < stop:
                 continue  # known already, or behind a gap
@@ -63,11 +64,12 @@ class Prefixes:
                 self._engine.keep_more(kept, prefix.num_blocks)
                 buffers = self._fetched.take(len(kept) - num_known)
                 num_read = prefix.read(buffers)
+                num_disk += sum(prefix.from_disk[:num_read])
             for block, buffer in zip(kept[num_known:], buffers[:num_read], strict=False):
                 self._engine.import_block(block, buffer.data)
             num_known += num_read
         self._engine.let_go(kept, keys[:num_known])
-        return (num_known - num_own) * BLOCK_TOKENS
+        return (num_known - num_own) * BLOCK_TOKENS, num_disk * BLOCK_TOKENS
 
     def publish(self, keys: Sequence[bytes], blocks: Sequence[memoryview], request: Request) -> None:
         """Blocks of a prompt, as they stand in an outbox."""

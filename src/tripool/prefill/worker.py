@@ -36,6 +36,7 @@ class _Job:
     choices: set[int]
     lookup_s: float = 0.0
     fetched_tokens: int = 0
+    disk_tokens: int = 0
     """From the cache pool."""
     started_s: float | None = None
     """When the first step with it began."""
@@ -140,7 +141,7 @@ class PrefillWorker:
     def _look_up(self, job: _Job, request: Request) -> None:
         if self._prefixes is not None and all(0 <= token_id < self._engine.vocab for token_id in request.prompt_ids):
             began_s = self._clock()
-            job.fetched_tokens = self._prefixes.fetch(request)
+            job.fetched_tokens, job.disk_tokens = self._prefixes.fetch(request)
             job.lookup_s = self._clock() - began_s
 
     def _tell(self, events: list[TokenEvent]) -> None:
@@ -148,7 +149,8 @@ class PrefillWorker:
         for event in events:
             job = self._jobs[event.request_id]
             began_s = job.started_s if job.started_s is not None else now_s
-            spent = Stages(lookup_s=job.lookup_s, prefill_s=now_s - began_s, fetched_tokens=job.fetched_tokens)
+            came = {"fetched_tokens": job.fetched_tokens, "disk_tokens": job.disk_tokens}
+            spent = Stages(lookup_s=job.lookup_s, prefill_s=now_s - began_s, **came)
             stamped.append(Stamped(job.attempt, replace(event, request_id=job.request_id, stages=spent)))
         if stamped:
             self._send(Tokens(self._life, tuple(stamped)))

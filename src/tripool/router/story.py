@@ -51,7 +51,7 @@ class Story:
         self._failed = ""
         self._waited_s: dict[str, float] = {}
         """By what held it back."""
-        self._fetched_tokens = 0
+        self._fetched_tokens = self._disk_tokens = 0
         self._cached_tokens: int | None = None
 
     # ---- what the router tells --------------------------------------------------------------------------------------
@@ -84,7 +84,8 @@ class Story:
     def begun(self, event: TokenEvent) -> None:
         """Its first token is there, and says what was cached."""
         self._cached_tokens = event.num_cached_tokens
-        self._fetched_tokens = event.stages.fetched_tokens if event.stages is not None else 0
+        if event.stages is not None:
+            self._fetched_tokens, self._disk_tokens = event.stages.fetched_tokens, event.stages.disk_tokens
 
     def _add(self, step: Step) -> None:
         if len(self._steps) == _MAX_STEPS:
@@ -99,7 +100,9 @@ class Story:
         if self._cached_tokens is not None:
             fetched = min(self._fetched_tokens, self._cached_tokens)
             facts["cached at the prefill worker"] = f"{self._cached_tokens - fetched} tokens"
-            facts["fetched from the cache pool"] = f"{fetched} tokens"
+            disk = min(self._disk_tokens, fetched)
+            tiers = f" ({fetched - disk} from memory, {disk} from disk)" if fetched else ""
+            facts["fetched from the cache pool"] = f"{fetched} tokens{tiers}"
         for held_by, waited_s in self._waited_s.items():
             facts[f"held back: {held_by}"] = f"{1e3 * waited_s:.1f} ms"
         facts["steps"] = [_row(step) for step in self._steps]

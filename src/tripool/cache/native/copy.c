@@ -4,10 +4,14 @@
  * source that changes meanwhile gives a copy whose hash is its own. Targets of any alignment.
  *
  * A core that reads one place after another waits for most of them. So a block is copied as four streams side by side,
- * its quarters, each with a hash of its own: nearly twice as fast. Two cores are faster still: the second half is offered
- * to a helper thread, which is told some microseconds before (`tripool_copy_soon`) and looks for work for a moment, as to
- * wake it only then would take as long as to copy. What it has not taken in time the caller does itself. */
+ * its quarters, each with a hash of its own: nearly twice as fast. Two cores are twice as fast again: a helper thread is
+ * woken some microseconds before (`tripool_copy_soon`), which takes as long as half a copy. The caller begins with all
+ * four streams, and hands two of them over, as far as they are, when the helper is there; from then on it has half of
+ * every block. A helper that does not come is not waited for. */
+#define _GNU_SOURCE
 #include <pthread.h>
+#include <sched.h>
+#include <semaphore.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #include <string.h>
@@ -192,8 +196,9 @@ static Together best(void) {
     return together_plain;
 }
 
-/* Pieces of more than 240 bytes each (the algorithm treats fewer differently), as far as possible side by side. */
-static void copy_streams(Together together, Stream *streams, int n, uint64_t *hashes) {
+/* Pieces of more than 240 bytes each (the algorithm treats fewer differently), as far as possible side by side: that is
+ * for as many of the algorithm's blocks as each of them has, which is what this returns. */
+static size_t begin(Stream *streams, int n) {
     static const uint64_t start[8] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
     size_t common = SIZE_MAX;
     for (int k = 0; k < n; k++) {
@@ -202,7 +207,12 @@ static void copy_streams(Together together, Stream *streams, int n, uint64_t *ha
         const size_t blocks = (size_t)(streams[k].bytes - 1) / BLOCK;
         common = blocks < common ? blocks : common;
     }
-    together(streams, n, 0, common * STRIPES_PER_BLOCK);
+    return common;
+}
+
+/* What is left of streams of which `done` blocks were copied and `common` can be side by side. */
+static void copy_rest(Together together, Stream *streams, int n, size_t done, size_t common, uint64_t *hashes) {
+    together(streams, n, done * BLOCK, (common - done) * STRIPES_PER_BLOCK);
     for (int k = 0; k < n; k++) {
         Stream *s = &streams[k];
         const size_t count = (size_t)(s->bytes - 1) / STRIPE;
@@ -216,21 +226,30 @@ static void copy_streams(Together together, Stream *streams, int n, uint64_t *ha
 /* ---- two cores -------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    Stream *streams;
+    Stream *streams; /* half of them */
+    size_t done, common;
     uint64_t *hashes;
 } Offer;
 
-#define LOOK_NS 400000
+#define HALF (STREAMS / 2)
+#define STEP 16 /* blocks of each stream between two looks for the helper: about 5 microseconds */
+#define LOOK_NS 300000
+#define PATIENCE 4000 /* looks at the helper's half before its core is given away, perhaps to it */
 
 static struct {
     _Atomic(Offer *) offered; /* taken by whoever exchanges it for NULL */
     _Atomic int done;
     _Atomic int64_t look_until_ns;
-    _Atomic int asleep, busy;
-    pthread_mutex_t lock;
-    pthread_cond_t wake;
+    _Atomic int asleep, looking, busy;
+    sem_t wake;
     pthread_once_t once;
-} helper = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .once = PTHREAD_ONCE_INIT};
+    pthread_t thread;
+    int is_there;
+#if defined(__linux__)
+    cpu_set_t cores; /* where it may be, and which of them it keeps away from */
+    _Atomic int avoided;
+#endif
+} helper = {.once = PTHREAD_ONCE_INIT};
 
 static int64_t now_ns(void) {
     struct timespec t;
@@ -246,42 +265,54 @@ static void relax(void) {
 
 static void *help(void *nothing) {
     for (;;) {
-        pthread_mutex_lock(&helper.lock);
         atomic_store(&helper.asleep, 1);
-        while (atomic_load(&helper.look_until_ns) < now_ns()) pthread_cond_wait(&helper.wake, &helper.lock);
-        atomic_store(&helper.asleep, 0);
-        pthread_mutex_unlock(&helper.lock);
+        while (atomic_load(&helper.asleep)) sem_wait(&helper.wake); /* which signals may interrupt */
+        atomic_store(&helper.looking, 1);
         while (atomic_load(&helper.look_until_ns) >= now_ns()) {
             Offer *offer = atomic_load(&helper.offered) ? atomic_exchange(&helper.offered, NULL) : NULL;
             if (!offer) {
                 relax();
                 continue;
             }
-            copy_streams(best(), offer->streams, STREAMS / 2, offer->hashes);
+            copy_rest(best(), offer->streams, HALF, offer->done, offer->common, offer->hashes);
             atomic_store(&helper.look_until_ns, now_ns() + LOOK_NS);
             atomic_store(&helper.done, 1);
         }
+        atomic_store(&helper.looking, 0);
     }
     return nothing;
 }
 
 static void start_helper(void) {
     pthread_attr_t attributes;
-    pthread_t id;
-    pthread_attr_init(&attributes);
+#if defined(__linux__)
+    helper.avoided = -1;
+    if (sched_getaffinity(0, sizeof helper.cores, &helper.cores) || CPU_COUNT(&helper.cores) < 2) return;
+#endif
+    if (sem_init(&helper.wake, 0, 0) || pthread_attr_init(&attributes)) return;
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    pthread_create(&id, &attributes, help, NULL); /* if that fails, nobody takes what is offered */
+    helper.is_there = !pthread_create(&helper.thread, &attributes, help, NULL);
     pthread_attr_destroy(&attributes);
+}
+
+/* Whoever is woken may be put on the core of who wakes it, where one of them waits for the other. */
+static void keep_away(void) {
+#if defined(__linux__)
+    const int here = sched_getcpu();
+    if (here < 0 || here == atomic_exchange(&helper.avoided, here)) return;
+    cpu_set_t others = helper.cores;
+    CPU_CLR(here, &others);
+    if (CPU_COUNT(&others)) pthread_setaffinity_np(helper.thread, sizeof others, &others);
+#endif
 }
 
 /* Copying is about to begin. */
 API void tripool_copy_soon(void) {
     pthread_once(&helper.once, start_helper);
+    if (!helper.is_there) return;
     atomic_store(&helper.look_until_ns, now_ns() + LOOK_NS);
-    if (!atomic_load(&helper.asleep)) return;
-    pthread_mutex_lock(&helper.lock);
-    pthread_cond_signal(&helper.wake);
-    pthread_mutex_unlock(&helper.lock);
+    keep_away();
+    if (atomic_exchange(&helper.asleep, 0)) sem_post(&helper.wake);
 }
 
 static void divide(const uint8_t *from, uint8_t *to, uint64_t quarter, uint64_t bytes, Stream streams[STREAMS]) {
@@ -291,21 +322,50 @@ static void divide(const uint8_t *from, uint8_t *to, uint64_t quarter, uint64_t 
     }
 }
 
-/* Four pieces of `quarter` bytes, the last one with what is left over; each of more than 240 bytes. */
-API void tripool_copy(const uint8_t *from, uint8_t *to, uint64_t quarter, uint64_t bytes, uint64_t hashes[STREAMS]) {
-    Stream streams[STREAMS];
-    divide(from, to, quarter, bytes, streams);
+static void copy_alone(Together together, Stream *streams, uint64_t *hashes) {
+    const size_t common = begin(streams, STREAMS);
+    copy_rest(together, streams, STREAMS, 0, common, hashes);
+}
+
+static void copy_helped(Together together, Stream *streams, uint64_t *hashes) {
+    const size_t common = begin(streams, STREAMS);
+    size_t done = 0;
+    while (done < common && !atomic_load(&helper.looking)) {
+        const size_t step = common - done < STEP ? common - done : STEP;
+        together(streams, STREAMS, done * BLOCK, step * STRIPES_PER_BLOCK);
+        done += step;
+    }
+    if (done == common) {
+        copy_rest(together, streams, STREAMS, done, common, hashes);
+        return;
+    }
+    Offer offer = {streams + HALF, done, common, hashes + HALF};
+    atomic_store(&helper.done, 0);
+    atomic_store(&helper.offered, &offer);
+    copy_rest(together, streams, HALF, done, common, hashes);
+    if (atomic_exchange(&helper.offered, NULL)) { /* it has fallen asleep again */
+        copy_rest(together, offer.streams, HALF, done, common, offer.hashes);
+        return;
+    }
+    for (int looks = 0; !atomic_load(&helper.done); looks++) {
+        if (looks < PATIENCE) relax();
+        else sched_yield();
+    }
+}
+
+/* `count` blocks of `bytes` each, as four pieces of `quarter` bytes, the last one with what is left over; each of more
+ * than 240 bytes. Four hashes for each block. */
+API void tripool_copy_blocks(uint64_t count, const uint8_t *const *from, uint8_t *const *to, uint64_t quarter,
+                             uint64_t bytes, uint64_t *hashes) {
+    Together together = best();
+    if (count > 1) tripool_copy_soon(); /* again, where it was said long before */
     const int ours = !atomic_exchange(&helper.busy, 1);
-    if (!ours || atomic_load(&helper.look_until_ns) < now_ns()) {
-        copy_streams(best(), streams, STREAMS, hashes);
-    } else {
-        Offer offer = {streams + STREAMS / 2, hashes + STREAMS / 2};
-        atomic_store(&helper.done, 0);
-        atomic_store(&helper.offered, &offer);
-        copy_streams(best(), streams, STREAMS / 2, hashes);
-        if (atomic_exchange(&helper.offered, NULL)) copy_streams(best(), offer.streams, STREAMS / 2, offer.hashes);
-        else
-            while (!atomic_load(&helper.done)) relax();
+    for (uint64_t i = 0; i < count; i++, hashes += STREAMS) {
+        Stream streams[STREAMS];
+        divide(from[i], to[i], quarter, bytes, streams);
+        if (ours && (atomic_load(&helper.looking) || atomic_load(&helper.look_until_ns) >= now_ns()))
+            copy_helped(together, streams, hashes);
+        else copy_alone(together, streams, hashes);
     }
     if (ours) atomic_store(&helper.busy, 0);
 }
@@ -322,6 +382,6 @@ API int tripool_copy_by(int which, const uint8_t *from, uint8_t *to, uint64_t qu
     if (which) return 0;
     Stream streams[STREAMS];
     divide(from, to, quarter, bytes, streams);
-    copy_streams(together, streams, STREAMS, hashes);
+    copy_alone(together, streams, hashes);
     return 1;
 }
