@@ -43,7 +43,7 @@ ADDED_TTFT_MS, TOKENS_PER_S, GOAL_TOKENS_PER_S, GROWTH = 3.0, 6000.0, 8000.0, 1.
 INPUT_TOKENS, SHORT_TOKENS = 128, 32
 STEP_S = 0.25
 """Of the paced engine: each stream gets four tokens a second, as a reader would."""
-START_WITHIN_S = 60.0
+START_WITHIN_S = 120.0
 
 SERVER = """
 import sys, time
@@ -82,8 +82,10 @@ class Server:
 
 
 @contextmanager
-def serving(step_s: float) -> Iterator[Server]:
-    with subprocess.Popen([sys.executable, "-c", SERVER, str(step_s)], stdout=subprocess.PIPE, text=True) as process:
+def serving(program: str, *arguments: str) -> Iterator[Server]:
+    """A server in a process of its own, that prints `tripool serve`'s banner."""
+    command = [sys.executable, "-c", program, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         watchdog = threading.Timer(START_WITHIN_S, process.kill)
         watchdog.start()
         try:
@@ -152,7 +154,7 @@ async def bare_exchange_ms(url: str, repetitions: int) -> float:
 
 
 def first_token_rows(repetitions: int) -> list[Row]:
-    with serving(0.0) as server:
+    with serving(SERVER, "0.0") as server:
         uvloop.run(load(server.url, concurrency=1, requests=repetitions // 4, output_tokens=4))  # warms both sides
         bare_ms = uvloop.run(bare_exchange_ms(server.url, repetitions))
         found = summary_of(uvloop.run(load(server.url, concurrency=1, requests=repetitions, output_tokens=4)))
@@ -168,7 +170,7 @@ def first_token_rows(repetitions: int) -> list[Row]:
 
 def throughput_rows(requests: int, output_tokens: int, repetitions: int) -> list[Row]:
     rates, shares, costs_us = [], [], []
-    with serving(0.0) as server:
+    with serving(SERVER, "0.0") as server:
         for _ in range(repetitions):
             began_s, server_began_s = time.process_time(), server.cpu_s()
             found = summary_of(
@@ -207,7 +209,7 @@ def throughput_rows(requests: int, output_tokens: int, repetitions: int) -> list
 def memory_rows(streams: int, first_s: float, end_s: float) -> list[Row]:
     sizes_mb: list[float] = []
 
-    with serving(STEP_S) as server:
+    with serving(SERVER, str(STEP_S)) as server:
         idle_mb = server.rss_mb()
 
         async def watch() -> None:

@@ -1,4 +1,4 @@
-"""For every test: no file of the person who runs them has a part in what they see."""
+"""For every test: no file of the person who runs them has a part in what they see, nor how fast their machine is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Examples without a time limit, and the same ones in every run of the suite; what is proved may look further."""
+    slow = [HealthCheck.too_slow]
+    settings.register_profile(
+        "suite", deadline=None, suppress_health_check=slow, derandomize=config.option.markexpr == "not prove"
+    )
+    settings.load_profile("suite")
 
 
 @pytest.fixture(scope="session", autouse=True)

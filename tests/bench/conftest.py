@@ -18,7 +18,7 @@ from tripool.gateway import create_app
 from tripool.gateway.server import Server, listen, url_of
 from tripool.text import Tokenizer
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def test_one_bad_answer_does_not_end_the_run():
                 writer.write(whole_answer(DONE))
 
         async with speaking(says) as url:
-            return await measured(url, random_shots(5, input_tokens=4, output_tokens=1), concurrency=1, timeout_s=1.5)
+            return await measured(url, random_shots(5, input_tokens=4, output_tokens=1), concurrency=1, timeout_s=4.0)
 
     found = asyncio.run(main())
     assert [sample.error for sample in found.samples] == [None, "cut off", "http 429", "timeout", None]

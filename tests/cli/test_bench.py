@@ -52,7 +52,7 @@ def test_a_trace_at_its_times(tripool, url, tmp_path):
     assert [row["due_s"] for row in rows] == [0.0, 0.1, 0.2]
     assert [row["prompt_tokens"] for row in rows] == [2 * 128 + 69] * 3
     assert [row["completion_tokens"] for row in rows] == [10] * 3
-    assert [row["cached_tokens"] for row in rows] == [0, 256, 256]
+    assert sorted(row["cached_tokens"] for row in rows) == [0, 256, 256], "whoever is there first pays"
 
 
 def test_poisson(tripool, url):

@@ -17,7 +17,7 @@ import pytest
 from tripool.control.launch import Spec, launch
 from tripool.control.supervisor import GATEWAY, Supervisor
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 CHILD = """
 import os, signal, sys, time
@@ -139,10 +139,10 @@ def test_a_suspect_is_ended_even_when_it_is_stopped(start: Callable[..., Run]) -
 
 
 def test_a_silent_gateway_is_replaced(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tripool.control.supervisor._SILENCE_S", 0.5)
     run = start(GATEWAY)
     os.kill(run.lives(GATEWAY)[0][1], signal.SIGSTOP)
-    until(lambda: len(run.lives(GATEWAY)) == 2)
+    monkeypatch.setattr("tripool.control.supervisor._SILENCE_S", 0.5)  # not before: a busy machine makes others silent
+    until(lambda: len(run.lives(GATEWAY)) >= 2)
 
 
 def test_in_the_end_nobody_is_left(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:

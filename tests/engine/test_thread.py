@@ -14,7 +14,7 @@ from tripool.engine.fake import FakeEngine, fake_text
 from tripool.engine.thread import EngineThread
 from tripool.errors import ContextOverflow, EngineStopped
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 TEXT = fake_text()
 
 

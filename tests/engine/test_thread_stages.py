@@ -10,7 +10,7 @@ from tripool.core import Request, SamplingParams, Stages, TokenEvent
 from tripool.engine.fake import FakeEngine, fake_text
 from tripool.engine.thread import EngineThread
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 TEXT = fake_text()
 
 

@@ -14,7 +14,7 @@ from tripool.messages import PROTOCOL, AnyMessage, Cancel, Drain, Hello, Life, P
 
 LIFE = Life("decode-0", 5)
 HELLO = Hello(PROTOCOL, "decode", LIFE, 1, "m", 64, 1, 64, 10)
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 Gateway = Callable[[], Switchboard]
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import httpx
 from anthropic import Anthropic
@@ -23,7 +24,11 @@ from tripool.tenants import Tenant
 from tripool.text import Tokenizer
 from tripool.text.files import TextFiles
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
+"""Of waits for what must happen: only a failure takes so long."""
+
+FRESH = httpx.Limits(max_keepalive_connections=0)
+"""A connection that lies idle for five seconds is closed by the server, perhaps just as it is used again."""
 
 
 class WatchedEngine(FakeEngine):
@@ -141,12 +146,16 @@ def running_server(
     server_thread.start()
     try:
         assert ready.wait(DEADLINE_S)
-        # A connection that lies idle for five seconds is closed by the server, perhaps just as it is used again.
-        fresh = httpx.Limits(max_keepalive_connections=0)
+        sdk: Any = {
+            "api_key": "none",
+            "max_retries": 0,
+            "timeout": DEADLINE_S,
+            "default_headers": {"Connection": "close"},
+        }
         with (
-            httpx.Client(base_url=url, timeout=DEADLINE_S, limits=fresh) as http,
-            OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as openai,
-            Anthropic(base_url=url, api_key="none", max_retries=0, timeout=DEADLINE_S) as anthropic,
+            httpx.Client(base_url=url, timeout=DEADLINE_S, limits=FRESH) as http,
+            OpenAI(base_url=f"{url}/v1", **sdk) as openai,
+            Anthropic(base_url=url, **sdk) as anthropic,
         ):
             yield Served(engine, engine_thread, http, openai, anthropic, listener.getsockname())
     finally:

@@ -32,6 +32,7 @@ GOOD: dict[str, Any] = {
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
 }
+UNFIT = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 DEEP = b"[" * 50_000 + b"]" * 50_000
 
 
@@ -137,14 +138,14 @@ def send_strange_fields(served: Served, path: str, changes: dict[str, Any]) -> N
 
 
 @given(st.sampled_from(PATHS), st.dictionaries(st.sampled_from(FIELDS), anything, min_size=1, max_size=3))
-@settings(max_examples=80, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, derandomize=True, deadline=None, suppress_health_check=UNFIT)
 def test_fields_of_any_type(server, path, changes):
     send_strange_fields(server, path, changes)
 
 
 @pytest.mark.prove
 @given(st.sampled_from(PATHS), st.dictionaries(st.sampled_from(FIELDS), anything, min_size=1, max_size=5))
-@settings(max_examples=5000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5000, deadline=None, suppress_health_check=UNFIT)
 def test_fields_of_any_type_at_length(server, path, changes):
     send_strange_fields(server, path, changes)
 

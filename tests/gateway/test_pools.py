@@ -15,13 +15,15 @@ from tripool.messages import PROTOCOL, AnyMessage, Begin, Hello, Life, Stamped, 
 
 LIFE = Life("prefill-0", 1)
 HELLO = Hello(PROTOCOL, "prefill", LIFE, 1, "m", 4096, 8, 4096, 100)
+PATIENT = RouterConfig(silence_s=600.0, stall_s=600.0)
+"""Workers here say nothing between what the tests make them say."""
 REQUEST = Request(id="r", prompt_ids=(1, 2, 3), params=SamplingParams(max_tokens=1), seed=0)
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 async def serve(address: str, num_hellos: int) -> tuple[list[AnyMessage], list[TokenEvent]]:
     """A request that waits when a worker comes which has been saying Hello for a while."""
-    pools = Pools(RouterConfig(), addresses=[address], epoch=1, suspect=lambda message: None)
+    pools = Pools(PATIENT, addresses=[address], epoch=1, suspect=lambda message: None)
     context = zmq.asyncio.Context()
     worker = context.socket(zmq.DEALER)
     heard: list[AnyMessage] = []
@@ -61,7 +63,7 @@ def test_without_workers_it_says_what_is_missing(tmp_path: Path) -> None:
     """A load balancer that asks whether it is ready must not send requests that would only wait."""
 
     async def look() -> list[str]:
-        pools = Pools(RouterConfig(), addresses=[f"ipc://{tmp_path}/g"], epoch=1, suspect=lambda message: None)
+        pools = Pools(PATIENT, addresses=[f"ipc://{tmp_path}/g"], epoch=1, suspect=lambda message: None)
         pools.start()
         try:
             missing = [pools.stats().missing]

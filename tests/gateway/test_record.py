@@ -94,7 +94,7 @@ def test_over_http_the_total_is_less_than_the_client_saw(server):
         assert 0 < timing["first_token"] <= timing["total"]
         before = sum(timing[name] for name in ("gateway", "queue", "lookup", "prefill"))
         assert round(before, 3) == timing["first_token"]
-        assert timing["prefill"] > 0 and timing["queue"] >= 0
+        assert min(timing.values()) >= 0
         assert response.headers["x-request-id"] == told["request_id"]
 
 

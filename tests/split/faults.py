@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import re
 import signal
@@ -37,14 +38,15 @@ def cut(pid: int, to: Callable[[str], bool]) -> int:
                 continue
         except FileNotFoundError:
             continue  # closed meanwhile
-        with _borrowed(pid, int(entry.name)) as end:
-            try:
+        try:
+            with _borrowed(pid, int(entry.name)) as end:
                 peer = end.getpeername()
-            except OSError:
-                continue  # one that listens
-            if end.family == socket.AF_UNIX and isinstance(peer, str) and to(peer):
-                end.shutdown(socket.SHUT_RDWR)
-                num_cut += 1
+                if end.family == socket.AF_UNIX and isinstance(peer, str) and to(peer):
+                    end.shutdown(socket.SHUT_RDWR)
+                    num_cut += 1
+        except OSError as error:
+            if error.errno not in (errno.ENOTCONN, errno.EBADF):  # one that listens, or was closed meanwhile
+                raise
     return num_cut
 
 

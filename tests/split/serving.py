@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 LOOK_S = 0.01
 
 START = "import sys; from tripool.cli.main import main; main(sys.argv[1:])"
@@ -25,7 +25,9 @@ START = "import sys; from tripool.cli.main import main; main(sys.argv[1:])"
 class SplitServer:
     def __init__(self, process: subprocess.Popen[str], url: str, headers: dict[str, str]) -> None:
         self.process, self.url = process, url
-        self.http = httpx.Client(base_url=url, timeout=DEADLINE_S, headers=headers)
+        # An idle connection may be closed by the server just as it is used again.
+        fresh = httpx.Limits(max_keepalive_connections=0)
+        self.http = httpx.Client(base_url=url, timeout=DEADLINE_S, headers=headers, limits=fresh)
         self.fell: list[str] = []
         """What the supervisor said about processes that ended."""
         self._reader = threading.Thread(target=self._read, daemon=True)

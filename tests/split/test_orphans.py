@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tripool.fabric.leash import Leash
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 START_AND_DIE = """
 import os, subprocess, sys

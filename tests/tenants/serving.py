@@ -25,7 +25,7 @@ from tripool.tenants.meter import Meter
 from tripool.tenants.watch import Watch
 from tripool.text import Tokenizer
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 NOW_S = 1_800_000_000.0
 
 
@@ -90,7 +90,9 @@ def guarded_server(
     try:
         assert ready.wait(DEADLINE_S)
         url = url_of(listener)
-        with httpx.Client(base_url=url, timeout=DEADLINE_S) as http:
+        # An idle connection may be closed by the server just as it is used again.
+        fresh = httpx.Limits(max_keepalive_connections=0)
+        with httpx.Client(base_url=url, timeout=DEADLINE_S, limits=fresh) as http:
             yield Guarded(engine, meter, url, http)
     finally:
         server.should_exit = True

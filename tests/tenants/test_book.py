@@ -114,7 +114,7 @@ def test_many_writers_at_once_lose_nothing(path: Path) -> None:
     made: list[str] = []
 
     def write(name: str) -> None:
-        with Book(path, busy_s=20.0) as book:
+        with Book(path, busy_s=60.0) as book:
             for _ in range(10):
                 made.append(book.add_key(name, now_s=NOW_S))
 

@@ -95,7 +95,7 @@ def test_a_batch_is_written_without_anyone_asking(path: Path) -> None:
 
     meter._write = tell  # type: ignore[method-assign]
     meter.add(caller("a"), "m", [Usage(10, 5, 2)])
-    assert written.wait(20.0)
+    assert written.wait(60.0)
     assert [row["requests"] for row in sums(path, by="tenant")] == [1]
     meter.close()
 

@@ -133,7 +133,7 @@ def test_many_tenants_at_once_with_the_same_prompts_find_nothing(
             row["tenant"]: +Counter({n: row[n] for n in NUMBERS}) for row in rows if row["tenant"].startswith("crowd")
         }
 
-    server.wait(lambda _: metered() == seen, within_s=20.0)
+    server.wait(lambda _: metered() == seen)
     assert {row["model"] for row in _by_model(path)} == {"fake"}
 
 
@@ -176,16 +176,16 @@ def test_a_quota_and_a_purge_take_effect_while_it_runs(server: SplitServer, path
         ask(server, keys["carol"], prompt=prompt)
     server.wait(lambda _: held(server)["bob"] >= 30 * BLOCK_BYTES)
     run("cache", "quota", "bob", str(8 * BLOCK_BYTES / 2**30), "--keys", str(path))
-    server.wait(lambda _: 0 < held(server)["bob"] <= 8 * BLOCK_BYTES, within_s=20.0)
+    server.wait(lambda _: 0 < held(server)["bob"] <= 8 * BLOCK_BYTES)
     for prompt in prompts:
         ask(server, keys["bob"], prompt=[5, *prompt])
         assert held(server)["bob"] <= 8 * BLOCK_BYTES
     assert held(server)["carol"] >= 30 * BLOCK_BYTES, "others keep what they have"
-    assert cached(ask(server, keys["carol"], prompt=prompts[3])) == 256
+    server.wait(lambda _: cached(ask(server, keys["carol"], prompt=prompts[3])) == 256)  # a late pool is a miss
     run("cache", "purge", "carol", "--keys", str(path))
-    server.wait(lambda _: held(server)["carol"] == held(server)["(others)"] == 0, within_s=20.0)
+    server.wait(lambda _: held(server)["carol"] == held(server)["(others)"] == 0)
     assert cached(ask(server, keys["carol"], prompt=prompts[3])) == 0, "nor in any worker's own memory"
-    assert cached(ask(server, keys["carol"], prompt=prompts[3])) == 256, "and it is cached anew"
+    server.wait(lambda _: cached(ask(server, keys["carol"], prompt=prompts[3])) == 256)  # and it is cached anew
 
 
 def test_quotas_are_told_again_to_a_member_that_starts_again(
@@ -200,7 +200,7 @@ def test_quotas_are_told_again_to_a_member_that_starts_again(
     server.wait(lambda pools: [member["away"] for member in pools["cache"]] == [False, False])
     for i in range(12):
         ask(server, keys["alice"], prompt=[(13 * i + j) % 200 + 4 for j in range(64 * 3 + 1)])
-    server.wait(lambda _: 0 < held(server)["alice"] <= 6 * BLOCK_BYTES, within_s=20.0)
+    server.wait(lambda _: 0 < held(server)["alice"] <= 6 * BLOCK_BYTES)
 
 
 def test_what_is_the_operators_is_closed_to_tenants(server: SplitServer, keys: dict[str, str]) -> None:

@@ -23,7 +23,14 @@ from tripool.gateway.refusals import NotReady, OtherSite, RequestUnknown
 def admin_routes(models: Models, gate: Gate, journal: Journal, *, stall_s: float) -> APIRouter:
     """`stall_s`: how long work may wait without any step before the server stops calling itself ready."""
     routes = APIRouter()
+    _add_health(routes, models, gate, stall_s)
+    _add_load(routes, models, gate)
+    _add_drain(routes, gate)
+    _add_explain(routes, journal)
+    return routes
 
+
+def _add_health(routes: APIRouter, models: Models, gate: Gate, stall_s: float) -> None:
     @routes.get("/health")
     @routes.get("/ping")
     async def health() -> dict[str, str]:
@@ -52,6 +59,8 @@ def admin_routes(models: Models, gate: Gate, journal: Journal, *, stall_s: float
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
+
+def _add_load(routes: APIRouter, models: Models, gate: Gate) -> None:
     @routes.get("/load")
     async def load() -> dict[str, Any]:
         stats = models.stats()
@@ -67,6 +76,8 @@ def admin_routes(models: Models, gate: Gate, journal: Journal, *, stall_s: float
     async def prometheus() -> Response:
         return Response(scrape([one.metrics for one in models]), headers={"content-type": CONTENT_TYPE_LATEST})
 
+
+def _add_drain(routes: APIRouter, gate: Gate) -> None:
     def drained(draining: bool) -> dict[str, Any]:
         gate.draining = draining
         return {"draining": draining, "open_requests": gate.num_inside}
@@ -86,6 +97,8 @@ def admin_routes(models: Models, gate: Gate, journal: Journal, *, stall_s: float
     async def draining() -> dict[str, Any]:
         return {"draining": gate.draining, "open_requests": gate.num_inside}
 
+
+def _add_explain(routes: APIRouter, journal: Journal) -> None:
     @routes.get("/v1/requests/{request_id}/explain")
     async def explain(request_id: str, http: HttpRequest) -> dict[str, Any]:
         """Where a request's time went, what it cost and where it ran. Tenants are told of their own."""
@@ -95,8 +108,6 @@ def admin_routes(models: Models, gate: Gate, journal: Journal, *, stall_s: float
             hint = f"the last {MAX_KEPT} are remembered, under the answer's id or the X-Request-Id"
             raise RequestUnknown(f"there is no request '{request_id[:100]}'", hint=hint)
         return record.explain()
-
-    return routes
 
 
 def refuse_other_sites(http: HttpRequest) -> None:

@@ -1,4 +1,4 @@
-"""A backend with a door before it: drives the pure door with the loop's clock, and carries what it decides.
+"""A backend with a door before it: drives the pure door with a clock, and carries what it decides.
 
 Looks like any other backend to the application. A refused request never reaches the backend behind; one that waits is a
 future here and nothing there. Whatever ends a stream, in whatever state, ends its visit at the door. Decides nothing.
@@ -7,6 +7,7 @@ future here and nothing there. Whatever ends a stream, in whatever state, ends i
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
@@ -51,7 +52,8 @@ class _Visit:
 class Doored:
     """`room` says how much the backend works on at a time; `tenant_of` finds a tenant by its name.
 
-    `rates` is shared by the doors of one server: a tenant's rates hold over all its models.
+    `rates` is shared by the doors of one server: a tenant's rates hold over all its models. `clock` is not the event
+    loop's: uvloop's counts whole milliseconds, in which short prompts take no time and a pace cannot be learned.
     """
 
     def __init__(
@@ -62,11 +64,13 @@ class Doored:
         rates: Rates | None = None,
         room: Callable[[], Room] = Room,
         tenant_of: Callable[[str], Tenant] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
         self._door = Door(config or DoorConfig(), rates)
         self._room = room
         self._tenant_of = tenant_of or _unlimited
+        self._clock = clock
         self._visits: dict[str, _Visit] = {}
         """By the id of each of their requests."""
         self._refused: OrderedDict[str, Facts] = OrderedDict()
@@ -85,15 +89,15 @@ class Doored:
 
     async def stream(self, *requests: Request) -> AsyncGenerator[TokenEvent, None]:
         loop = asyncio.get_running_loop()
-        visit = _Visit(requests, loop.create_future(), loop.time())
+        visit = _Visit(requests, loop.create_future(), self._clock())
         self._visits |= dict.fromkeys(visit.requests, visit)
         try:
             if self._door.idle:
                 self._door.room = self._room()
-            self._do(self._door.arrive(self._arrival(visit), loop.time()), loop)
+            self._do(self._door.arrive(self._arrival(visit), self._clock()), loop)
             if not visit.opened.done():
                 await visit.opened
-                visit.waited_s = loop.time() - visit.arrived_s
+                visit.waited_s = self._clock() - visit.arrived_s
             visit.opened.result()
             left = tuple(visit.requests.values())
             if left:
@@ -101,13 +105,13 @@ class Doored:
                     async for event in events:
                         visit.num_tokens += 1
                         if visit.num_tokens % _CHARGE_TOKENS == 0:
-                            self._door.answered(visit.id, _CHARGE_TOKENS, loop.time())
+                            self._door.answered(visit.id, _CHARGE_TOKENS, self._clock())
                         yield self._noted(visit, event) if visit.unbegun else event
         finally:
             for request in requests:
                 self._visits.pop(request.id, None)
             uncharged = visit.num_tokens % _CHARGE_TOKENS
-            self._do(self._door.finished(visit.id, uncharged, loop.time()), loop)
+            self._do(self._door.finished(visit.id, uncharged, self._clock()), loop)
 
     def cancel(self, request_id: str) -> None:
         visit = self._visits.get(request_id)
@@ -132,7 +136,7 @@ class Doored:
         visit = self._visits.get(request_id)
         if visit is None:
             return self._refused.get(request_id) or self._backend.explain(request_id)
-        door = self._door.explain(visit.id, asyncio.get_running_loop().time())
+        door = self._door.explain(visit.id, self._clock())
         return {**self._backend.explain(request_id), **door} if visit.opened.done() else door
 
     # ---- the door ---------------------------------------------------------------------------------------------------
@@ -167,7 +171,7 @@ class Doored:
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None
-        self._do(self._door.tick(loop.time(), self._room()), loop)
+        self._do(self._door.tick(self._clock(), self._room()), loop)
 
     def _noted(self, visit: _Visit, event: TokenEvent) -> TokenEvent:
         """An event of a visit whose requests have not all begun; a request's first tells how much was cached."""
@@ -185,7 +189,7 @@ class Doored:
         if visit.unbegun:
             return
         loop = asyncio.get_running_loop()
-        self._do(self._door.first_token(visit.id, visit.uncached_tokens, loop.time()), loop)
+        self._do(self._door.first_token(visit.id, visit.uncached_tokens, self._clock()), loop)
         for predicted_s, actual_s in self._door.predictions:
             self._errors.observe(abs(actual_s - predicted_s))
         self._door.predictions.clear()
@@ -210,7 +214,7 @@ class Doored:
         yield self._errors.family("tripool_ttft_prediction_error_seconds", about, labels)
 
     def _fairness(self) -> float:
-        return fairness(self._door.shares, asyncio.get_running_loop().time())
+        return fairness(self._door.shares, self._clock())
 
 
 def _unlimited(name: str) -> Tenant:

@@ -16,6 +16,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,13 @@ def _folder(purpose: str, path: Path, needs_bytes: int) -> Folder:
 
 
 def _size(path: Path) -> int:
-    return sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
+    """What is still there: a server that starts sweeps such folders too, perhaps right now."""
+    num_bytes = 0
+    with suppress(FileNotFoundError):
+        for file in path.rglob("*"):
+            if file.is_file():
+                num_bytes += file.stat().st_blocks * 512
+    return num_bytes
 
 
 def _port(host: str, port: int) -> Port:
