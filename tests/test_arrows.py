@@ -21,8 +21,8 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
 
 PURE = (
-    "core", "errors", "config", "messages", "sequence", "cache", "prefill", "decode", "engine.colocated", "text",
-    "grammar", "router", "simulate", "tenants", "planner",
+    "core", "errors", "config", "messages", "sequence", "cache", "prefill", "decode", "engine.colocated", "engine.leap",
+    "text", "grammar", "router", "simulate", "tenants", "planner",
 )  # fmt: skip
 """Run without torch: the planner and the simulator stand on these, and a gateway needs text and grammars."""
 PURE += tuple(

@@ -1,158 +1,127 @@
-"""`tripool simulate`: many lives of a whole deployment in virtual time, each drawn from a seed and held to account."""
+"""`tripool simulate`: a deployment in virtual time, through many lives full of faults, or through a trace."""
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
-import os
-import time
-from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from typer.core import TyperGroup
 
-from tripool.cli.terminal import stderr
+from tripool.errors import InvalidRequest
 
-if TYPE_CHECKING:
-    from tripool.simulate import Report
+TraceOf = Annotated[
+    Path | None,
+    typer.Option(
+        "--trace",
+        help="Mooncake .jsonl, Azure .csv, or a ServeGen folder or archive. Without a file, with --seed: print all.",
+    ),
+]
+Seed = Annotated[int | None, typer.Option(min=0, help="One life only; or of what is drawn for a trace.")]
+SyntheticOf = Annotated[int | None, typer.Option("--synthetic", min=1, help="So many made-up requests, no trace.")]
+Rate = Annotated[float | None, typer.Option(min=1e-9, help="Requests per second: of made-up ones, or a trace's anew.")]
+PrefixShare = Annotated[float, typer.Option(min=0.0, max=1.0, help="Of a made-up prompt, shared with others.")]
+DeploymentOf = Annotated[Path | None, typer.Option("--deployment", help="What `tripool plan --save` wrote.")]
+FaultOf = Annotated[
+    list[str] | None, typer.Option("--fault", help="Such as chip:decode-0.3@120s+60s; may be given several times.")
+]
+Begin = Annotated[float, typer.Option(min=0.0, help="ServeGen: where in its week to begin, in seconds.")]
+Length = Annotated[float, typer.Option(min=1.0, help="ServeGen: for how long, in seconds.")]
+HtmlFile = Annotated[Path | None, typer.Option("--html", help="Write a page with plots here.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report here; `simulate compare` reads it.")]
+Ideal = Annotated[
+    bool, typer.Option("--ideal", help="Only say what is in the trace, and how much of it is asked again.")
+]
+Real = Annotated[bool, typer.Option("--compare-real", help="Replay on this machine too, and print the difference.")]
 
-_BATCH = 10
 
+class _Simulate(TyperGroup):
+    """`--trace` without a file prints a life's events."""
 
-@dataclass(frozen=True, slots=True)
-class _Broken:
-    """A seed whose life broke a rule, and the rule."""
-
-    seed: int
-    rule: str
-
-
-@dataclass(slots=True)
-class _Total:
-    num_lives: int = 0
-    num_events: int = 0
-    num_requests: int = 0
-    num_tokens: int = 0
-    faults: Counter[str] = field(default_factory=Counter)
-    lives: Counter[str] = field(default_factory=Counter)
-    """Lives with a fault of each kind."""
-    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Requests by (kind of fault in their life, how they ended); "" stands for all lives."""
-    seen: Counter[str] = field(default_factory=Counter)
-
-    def add(self, report: Report) -> None:
-        self.num_lives += 1
-        self.num_events += report.num_events
-        self.num_requests += report.num_requests
-        self.num_tokens += report.num_tokens
-        self.faults += report.faults
-        self.lives.update(report.faults.keys())
-        self.seen += report.seen
-        for outcome, count in report.outcomes.items():
-            for kind in ("", *report.faults):
-                self.outcomes[kind, outcome] += count
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        after = [*args[1:], "-"]
+        bare = [
+            "--tell" if arg == "--trace" and following.startswith("-") else arg
+            for arg, following in zip(args, after, strict=True)
+        ]
+        parsed: list[str] = super().parse_args(ctx, bare)
+        return parsed
 
 
 def register(app: typer.Typer) -> None:
-    @app.command("simulate")
-    def command(
+    verbs = typer.Typer(cls=_Simulate, invoke_without_command=True)
+    app.add_typer(verbs, name="simulate")
+
+    @verbs.callback()
+    def simulate(
+        ctx: typer.Context,
         faults: Annotated[
             bool, typer.Option("--faults", help="Kill, stop, slow, cut, fill and restart things.")
         ] = False,
         seeds: Annotated[int, typer.Option(min=1, help="How many lives.")] = 100,
         first: Annotated[int, typer.Option(min=0, help="The first of their seeds.")] = 0,
-        seed: Annotated[int | None, typer.Option(min=0, help="One life only.")] = None,
-        trace: Annotated[bool, typer.Option("--trace", help="With --seed: print everything that happens.")] = False,
+        seed: Seed = None,
+        trace: TraceOf = None,
+        tell: Annotated[bool, typer.Option("--tell", hidden=True)] = False,
         workers: Annotated[int | None, typer.Option(min=1, help="Processes; all cores when not given.")] = None,
+        synthetic: SyntheticOf = None,
+        rate: Rate = None,
+        input_len: Annotated[float, typer.Option(min=1, help="Mean made-up prompt, tokens.")] = 2048.0,
+        output_len: Annotated[float, typer.Option(min=1, help="Mean made-up answer, tokens.")] = 256.0,
+        prefix_share: PrefixShare = 0.0,
+        tenants: Annotated[int, typer.Option(min=1, help="Made-up tenants.")] = 1,
+        begin: Begin = 36000.0,
+        length: Length = 3600.0,
+        max_requests: Annotated[int | None, typer.Option(min=1, help="The first ones of the trace only.")] = None,
+        deployment: DeploymentOf = None,
+        model: Annotated[str, typer.Option("--model", help="As for `tripool plan`.")] = "deepseek-r1",
+        hardware: Annotated[str, typer.Option("--hardware", help="As for `tripool plan`.")] = "ascend-910c",
+        chips: Annotated[int, typer.Option(min=1, max=10**6, help="How many there are.")] = 384,
+        ttft: Annotated[float, typer.Option(min=0.001, help="Promised time to the first token, ms.")] = 2000.0,
+        tpot: Annotated[float, typer.Option(min=0.001, help="Promised time per output token, ms.")] = 50.0,
+        fault: FaultOf = None,
+        ideal: Ideal = False,
+        html_file: HtmlFile = None,
+        json_file: JsonFile = None,
+        compare_real: Real = False,
     ) -> None:
-        """Send router, schedulers and cache index through simulated lives, and check that nothing is lost."""
-        total = _Total()
-        started_s = time.monotonic()
-        if seed is not None:
-            results: Iterator[Report | _Broken] = iter([_live(seed, faults, trace)])
-            seeds = 1
-        else:
-            results = _live_all(range(first, first + seeds), faults, workers or len(os.sched_getaffinity(0)))
-        broken = _follow(results, total, seeds)
-        if total.num_lives:
-            _show(total, time.monotonic() - started_s)
-        if broken is not None:
-            replay = f"tripool simulate{' --faults' if faults else ''} --seed {broken.seed} --trace"
-            stderr().print(f"[red]seed {broken.seed} breaks a rule:[/red] {broken.rule}", soft_wrap=True)
-            stderr().print(f"replay it: {replay}", soft_wrap=True)
-            raise typer.Exit(1)
+        """Send router, schedulers and cache index through simulated lives, or a trace through a whole deployment."""
+        if ctx.invoked_subcommand is not None:
+            return
+        if trace is None and synthetic is None and not compare_real:
+            from tripool.cli.simulate_lives import live
 
+            live(faults, seeds, first, seed, tell, workers)
+            return
+        if tell or faults:
+            hint = "--fault KIND:TARGET@START+LENGTH strikes a trace's deployment"
+            raise InvalidRequest("--faults and a bare --trace are for simulated lives", hint=hint)
+        from tripool.cli import simulate_trace
 
-def _follow(results: Iterator[Report | _Broken], total: _Total, num_lives: int) -> _Broken | None:
-    """Count until the first that is broken."""
-    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=stderr(), transient=True) as progress:
-        task = progress.add_task("", total=num_lives)
-        for result in results:
-            if isinstance(result, _Broken):
-                return result
-            total.add(result)
-            progress.advance(task)
-    return None
+        if trace is not None and synthetic is not None:
+            raise InvalidRequest("--synthetic makes its own requests", hint="leave --trace out")
+        asked = simulate_trace.Asked(
+            trace=trace, synthetic=synthetic, rate=rate, input_len=input_len, output_len=output_len,
+            prefix_share=prefix_share, tenants=tenants, begin_s=begin, length_s=length, seed=seed or 0,
+            max_requests=max_requests,
+        )  # fmt: skip
+        if compare_real:
+            from tripool.cli.simulate_real import compare_with_real
 
+            raise typer.Exit(0 if compare_with_real(asked, json_file) else 1)
+        if ideal:
+            simulate_trace.show_ideal(asked)
+            return
+        site = simulate_trace.Where(deployment, model, hardware, chips, ttft, tpot)
+        simulate_trace.simulate(asked, site, fault or [], html_file, json_file)
 
-def _live_all(seeds: range, faults: bool, num_workers: int) -> Iterator[Report | _Broken]:
-    batches = [seeds[start : start + _BATCH] for start in range(0, len(seeds), _BATCH)]
-    if num_workers == 1 or len(batches) == 1:
-        for batch in batches:
-            yield from _live_batch(batch, faults)
-        return
-    # Spawned: a fork would copy whatever threads this process has.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=gc.disable)
-    try:
-        for results in pool.map(_live_batch, batches, [faults] * len(batches)):
-            yield from results
-    finally:
-        pool.shutdown(cancel_futures=True)
+    @verbs.command()
+    def compare(
+        first: Annotated[Path, typer.Argument(help="A report that `--json` wrote.")],
+        second: Annotated[Path, typer.Argument(help="Another.")],
+        html_file: HtmlFile = None,
+    ) -> None:
+        """Two simulated runs beside each other."""
+        from tripool.cli.simulate_trace import show_comparison
 
-
-def _live_batch(seeds: range, faults: bool) -> list[Report | _Broken]:
-    results = [_live(seed, faults, False) for seed in seeds]
-    gc.collect()  # a world is full of circles; once per batch is often enough
-    return results
-
-
-def _live(seed: int, faults: bool, trace: bool) -> Report | _Broken:
-    from tripool.simulate import simulate  # here: help must come in a moment
-
-    try:
-        return simulate(seed, faults=faults, trace=typer.echo if trace else None)
-    except AssertionError as error:
-        return _Broken(seed, str(error) or "an assertion without words")
-
-
-def _show(total: _Total, elapsed_s: float) -> None:
-    console = Console()
-    outcomes = sorted({outcome for _, outcome in total.outcomes}, key=lambda o: -total.outcomes["", o])
-    table = Table("fault", title="requests by their end, in lives with each kind of fault")
-    for name in ("injected", "lives", *outcomes):
-        table.add_column(name, justify="right")
-    for kind in sorted(total.faults):
-        counts = [total.faults[kind], total.lives[kind], *(total.outcomes[kind, o] for o in outcomes)]
-        table.add_row(kind, *(f"{count:,}" for count in counts))
-    everything = [total.faults.total(), total.num_lives, *(total.outcomes["", o] for o in outcomes)]
-    table.add_section()
-    table.add_row("all lives", *(f"{count:,}" for count in everything))
-    console.print(table)
-    what = Table("what they made happen", show_header=True)
-    what.add_column("times", justify="right")
-    for name, count in sorted(total.seen.items()):
-        what.add_row(name, f"{count:,}")
-    console.print(what)
-    console.print(
-        f"{total.num_lives:,} lives, {total.num_requests:,} requests, {total.num_tokens:,} tokens, "
-        f"{total.num_events:,} events in {elapsed_s:.1f} s: {total.num_events / elapsed_s:,.0f} events/s"
-    )
-    console.print("lost tokens 0, repeated 0, changed 0, hung requests 0, leaked blocks 0 (checked in every life)")
+        show_comparison(first, second, html_file)

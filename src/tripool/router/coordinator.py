@@ -10,6 +10,7 @@ silence, drops everything and says Hello by itself, if nobody has ended it by th
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 from tripool.config import RouterConfig
@@ -30,6 +31,7 @@ from tripool.messages import (
     Refused,
     Release,
     Role,
+    Stamped,
     Suspect,
     Tokens,
     Welcome,
@@ -102,6 +104,13 @@ class Coordinator:
                 self._lose(life, now_s)
             case _:
                 raise AssertionError(f"a gateway is not sent {type(message).__name__}")
+        return self._settle(now_s)
+
+    def advance(self, life: Life, runs: Iterable[tuple[Stamped, Sequence[int]]], now_s: float) -> list[Output]:
+        """Tokens of many steps in one go, by choice: the newest, and those that came right before it. The ledger takes
+        them as it takes single ones; clients get the newest alone. For a simulation that leaps over quiet steps."""
+        for stamped, before in runs:
+            self._token(life, stamped, before, now_s)
         return self._settle(now_s)
 
     def drain(self, life: Life, now_s: float) -> list[Output]:
@@ -193,23 +202,25 @@ class Coordinator:
     # ---- what workers say about requests ----------------------------------------------------------------------------
 
     def _tokens(self, message: Tokens, now_s: float) -> None:
-        life = message.life
         for stamped in message.events:
-            event, attempt = stamped.event, stamped.attempt
-            found = self.ledger.choice_of(life, event.request_id, attempt, event.choice)
-            if found is None:
-                self._stray(life, event.request_id, attempt)
-                continue
-            entry, choice = found
-            taken = self.ledger.take(entry, choice, event, now_s, self._config.token_s)
-            if isinstance(taken, Gap):
-                self._placing.cancel_placement(event.request_id, entry.placements[attempt], now_s, lost=True)
-            elif taken is not None:
-                self._placing.out.append(Emit(taken))
-                if choice.stage is Stage.TRANSFERRING:  # Adopted was lost
-                    self._placing.adopted(entry, choice, now_s)
-                if taken.finish_reason is not None:
-                    self._placing.done(entry, choice, now_s)
+            self._token(message.life, stamped, (), now_s)
+
+    def _token(self, life: Life, stamped: Stamped, before: Sequence[int], now_s: float) -> None:
+        event, attempt = stamped.event, stamped.attempt
+        found = self.ledger.choice_of(life, event.request_id, attempt, event.choice)
+        if found is None:
+            self._stray(life, event.request_id, attempt)
+            return
+        entry, choice = found
+        taken = self.ledger.take(entry, choice, event, now_s, self._config.token_s, before)
+        if isinstance(taken, Gap):
+            self._placing.cancel_placement(event.request_id, entry.placements[attempt], now_s, lost=True)
+        elif taken is not None:
+            self._placing.out.append(Emit(taken))
+            if choice.stage is Stage.TRANSFERRING:  # Adopted was lost
+                self._placing.adopted(entry, choice, now_s)
+            if taken.finish_reason is not None:
+                self._placing.done(entry, choice, now_s)
 
     def _packed(self, message: Packed, now_s: float) -> None:
         found = self.ledger.choice_of(message.life, message.request_id, message.attempt, message.choice)

@@ -17,7 +17,7 @@ is about a placement; if that is no longer the choice's own, it is dropped. Pure
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from heapq import heappop, heappush
@@ -241,12 +241,23 @@ class Ledger:
         return found[0], found[0].choices[index]
 
     def take(
-        self, entry: Entry, choice: ChoiceState, event: TokenEvent, now_s: float, wait_s: float
+        self,
+        entry: Entry,
+        choice: ChoiceState,
+        event: TokenEvent,
+        now_s: float,
+        wait_s: float,
+        before: Sequence[int] = (),
     ) -> TokenEvent | Gap | None:
-        """A token as the client shall see it, if it is the next one of its choice. None: it has that one already."""
-        if event.index != len(choice.tokens):
+        """A token as the client shall see it, if it is the next one of its choice. None: it has that one already.
+
+        `before`: tokens that came right before it and were not told one by one.
+        """
+        index = event.index - len(before)
+        if index != len(choice.tokens):
             self.num_dropped += 1
-            return Gap() if event.index > len(choice.tokens) else None
+            return Gap() if index > len(choice.tokens) else None
+        choice.tokens.extend(before)
         choice.tokens.append(event.token_id)
         if entry.num_cached_tokens is None:
             entry.num_cached_tokens = event.num_cached_tokens

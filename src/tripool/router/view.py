@@ -140,6 +140,7 @@ class FleetView:
 
     def heard(self, pulse: Pulse, now_s: float) -> Member:
         member = self._members[pulse.life]
+        before = member.load_tokens, member.bearable
         idle = pulse.waiting_tokens == 0 and pulse.running == 0
         if idle or pulse.num_steps != member.num_steps:
             member.progress_s = now_s
@@ -153,7 +154,8 @@ class FleetView:
         )
         member.ceiling = pulse.ceiling
         member.crossing_tokens, member.recent_tokens = member.recent_tokens, 0
-        self._sort_in(member)
+        if before != (member.load_tokens, member.bearable):  # most pulses say nothing new
+            self._sort_in(member)
         return member
 
     def place(

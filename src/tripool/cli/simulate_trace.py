@@ -1,0 +1,228 @@
+"""`tripool simulate --trace`: read what is asked for, simulate it with progress, show and write what came of it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import tarfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tripool.bench.trace import parse_trace
+from tripool.cli.plan import _hardware, _model, _read
+from tripool.cli.terminal import stderr
+from tripool.errors import InvalidRequest
+from tripool.planner.deployment import DeploymentFile, read_deployment, write_deployment
+from tripool.planner.search import Ask as PlanAsk
+from tripool.planner.search import make_plan
+from tripool.simulate.supernode import lay_out, parse_fault, simulate_trace
+from tripool.simulate.supernode.page import render_comparison, render_run
+from tripool.simulate.supernode.rows import compared_rows, summary_rows
+from tripool.simulate.traces import (
+    Ask,
+    Reuse,
+    Synthetic,
+    draw_clients,
+    from_mooncake,
+    ideal_reuse,
+    mean_rate,
+    parse_azure,
+    parse_clients,
+)
+
+_SLICES = 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """Which requests."""
+
+    trace: Path | None
+    synthetic: int | None
+    rate: float | None
+    input_len: float
+    output_len: float
+    prefix_share: float
+    tenants: int
+    begin_s: float
+    length_s: float
+    seed: int
+    max_requests: int | None
+
+    @property
+    def title(self) -> str:
+        if self.trace is not None:
+            return self.trace.name
+        return f"{self.synthetic:,} made-up requests" if self.synthetic else "made-up requests"
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """On what."""
+
+    deployment: Path | None
+    model: str
+    hardware: str
+    chips: int
+    ttft_ms: float
+    tpot_ms: float
+
+
+def requests_of(asked: Asked) -> Callable[[], Iterable[Ask]]:
+    """Called anew for each pass: made-up requests are never all there at once."""
+    if asked.synthetic is not None:
+        made_up = Synthetic(
+            requests=asked.synthetic, rate_per_s=asked.rate or 10.0, input_tokens=asked.input_len,
+            output_tokens=asked.output_len, prefix_share=asked.prefix_share, tenants=asked.tenants, seed=asked.seed,
+        )  # fmt: skip
+        return made_up.draw
+    assert asked.trace is not None
+    found = _from_trace(asked, asked.trace)
+    if asked.rate is not None and len(found) > 1 and found[-1].arrival_s > 0:
+        scale = (len(found) - 1) / found[-1].arrival_s / asked.rate
+        found = [replace(ask, arrival_s=ask.arrival_s * scale) for ask in found]
+    return lambda: found
+
+
+def _from_trace(asked: Asked, path: Path) -> list[Ask]:
+    if path.is_dir() or ".tar" in path.suffixes:
+        clients = parse_clients(dict(_members(path)))
+        scale = 1.0
+        if asked.rate is not None:
+            usual = mean_rate(clients, asked.begin_s, asked.length_s)
+            scale = asked.rate / usual if usual else 1.0
+        drawn = draw_clients(clients, seed=asked.seed, begin_s=asked.begin_s, length_s=asked.length_s, scale=scale)
+        found = [ask for _, ask in zip(range(asked.max_requests or 10**9), drawn, strict=False)]
+        if not found:
+            raise InvalidRequest("no client asks anything then", hint="--begin and --length choose the time")
+        return found
+    lines = _read(path).splitlines()
+    if path.suffix == ".csv":
+        return parse_azure(lines, max_requests=asked.max_requests)
+    return list(from_mooncake(parse_trace(lines, max_requests=asked.max_requests)))
+
+
+def _members(path: Path) -> Iterator[tuple[str, str]]:
+    """Files of a client set, by name."""
+    try:
+        if path.is_dir():
+            for file in sorted(path.rglob("chunk-*")):
+                yield file.name, file.read_text("utf-8")
+            return
+        with tarfile.open(path) as archive:
+            for member in archive:
+                opened = archive.extractfile(member) if member.isfile() else None
+                if opened is not None:
+                    yield member.name, opened.read().decode()
+    except (OSError, tarfile.TarError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"cannot read {path}: {error}", hint="a folder or archive of ServeGen's files") from None
+
+
+def show_ideal(asked: Asked) -> None:
+    Console().print(_said(ideal_reuse(requests_of(asked)())), soft_wrap=True)
+
+
+def _said(found: Reuse) -> str:
+    return (
+        f"{found.num_requests:,} requests in {found.span_s:,.0f} s, {found.input_tokens:,.0f} tokens in and "
+        f"{found.output_tokens:,.0f} out on average; asked before: {found.blocks:.1%} of blocks, "
+        f"{found.tokens:.1%} of tokens"
+    )
+
+
+def simulate(asked: Asked, where: Where, faults: list[str], html_file: Path | None, json_file: Path | None) -> None:
+    requests = requests_of(asked)
+    reuse = ideal_reuse(requests())
+    file = _deployment(where, reuse)
+    layout = lay_out(file, _hardware(file.hardware), _model(file.model))
+    struck = [parse_fault(text, layout) for text in faults]
+    began_s = time.process_time()
+    console = Console()
+    console.print(f"{layout.title}; {asked.title}: {_said(reuse)}", soft_wrap=True)
+    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=stderr(), transient=True) as progress, uncollected():
+        task = progress.add_task("", total=reuse.num_requests)
+        data = simulate_trace(
+            layout, requests(), trace=asked.title, faults=struck, most_blocks=reuse.most_blocks,
+            slice_s=max(0.5, reuse.span_s / _SLICES), progress=lambda done: progress.update(task, completed=done),
+        )  # fmt: skip
+    _write(json_file, json.dumps(data, indent=1) + "\n")
+    _write(html_file, render_run(data))
+    _show(console, data)
+    console.print(f"simulated in {time.process_time() - began_s:.1f} s")
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """A run makes no circles worth looking for, and looking takes longer the more there is."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _deployment(where: Where, reuse: Reuse) -> DeploymentFile:
+    if where.deployment is not None:
+        return read_deployment(_read(where.deployment), str(where.deployment))
+    ask = PlanAsk(
+        model=_model(where.model), hardware=_hardware(where.hardware), chips=where.chips,
+        input_tokens=reuse.input_tokens, output_tokens=reuse.output_tokens,
+        cached_share=min(0.99, reuse.tokens), ttft_s=where.ttft_ms / 1e3, tpot_s=where.tpot_ms / 1e3,
+    )  # fmt: skip
+    found = next((each for each in make_plan(ask).deployments if not each.shared), None)
+    if found is None:
+        hint = "give more chips, or a --deployment"
+        raise InvalidRequest("these chips hold no prefill instance beside a decode instance", hint=hint)
+    file = read_deployment(write_deployment(ask, found), "plan")
+    return replace(file, model=where.model, hardware=where.hardware)
+
+
+def _write(file: Path | None, text: str) -> None:
+    if file is not None:
+        try:
+            file.write_text(text, "utf-8")
+        except OSError as error:
+            raise InvalidRequest(f"cannot write {file}: {error.strerror}", hint="give another file") from None
+
+
+def _show(console: Console, data: dict[str, Any]) -> None:
+    table = Table(show_header=False)
+    for name, value in summary_rows(data):
+        table.add_row(name, value)
+    for each in data["faults"]:
+        waited = each["recovery_ms"]
+        times = (
+            "" if waited is None else f", next token after {waited['p50']:,.0f} ms, the last after {waited['max']:,.0f}"
+        )
+        table.add_row(each["fault"], f"struck {each['requests']:,}, {each['failed']:,} failed{times}")
+    console.print(table)
+
+
+def show_comparison(first: Path, second: Path, html_file: Path | None) -> None:
+    one, other = _load(first), _load(second)
+    names = (first.stem, second.stem) if first.stem != second.stem else (str(first), str(second))
+    table = Table("", names[0], names[1], "difference")
+    for row in compared_rows(one, other):
+        table.add_row(*row)
+    Console().print(table)
+    _write(html_file, render_comparison(one, other, names))
+
+
+def _load(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(_read(file))
+    except ValueError:
+        data = None
+    if not isinstance(data, dict) or data.get("version") != 1 or "timeline" not in data:
+        hint = "`tripool simulate --trace ... --json FILE` writes one"
+        raise InvalidRequest(f"{file} is not a report of a simulated run", hint=hint)
+    return data

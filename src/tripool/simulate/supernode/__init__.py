@@ -1,0 +1,35 @@
+"""A deployment of many chips in virtual time, on modelled engines, over the code that serves. Pure.
+
+`simulate_trace` sends requests through a layout (`lay_out` makes one of a deployment file), strikes it with faults, and
+says what came of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from tripool.simulate.supernode.faults import Fault, Faults, parse_fault
+from tripool.simulate.supernode.layout import Layout, lay_out
+from tripool.simulate.supernode.report import Tree, report_data
+from tripool.simulate.supernode.world import World
+from tripool.simulate.traces import Ask
+
+__all__ = ["Fault", "Layout", "lay_out", "parse_fault", "simulate_trace"]
+
+
+def simulate_trace(
+    layout: Layout,
+    asks: Iterable[Ask],
+    *,
+    trace: str,
+    faults: Sequence[Fault] = (),
+    leaps: bool = True,
+    slice_s: float = 30.0,
+    most_blocks: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Tree:
+    """`trace`: what the requests are called. `leaps`: False takes every decode step by itself, with the same result."""
+    world = World(layout, asks, leaps=leaps, slice_s=slice_s, most_blocks=most_blocks)
+    struck = Faults(world, list(faults)).struck
+    world.run(progress)
+    return report_data(world, struck, trace)

@@ -1,0 +1,119 @@
+"""One engine that does prefill and decode, in virtual time: the real door and scheduler, measured step times. Pure.
+
+What `tripool serve` runs in one process. Prompts are the very tokens that a server is sent, so that prefixes are found
+where it would find them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tripool.config import DoorConfig, SchedulerConfig
+from tripool.core import Request, SamplingParams
+from tripool.decode import StepFacts
+from tripool.engine.colocated import Scheduler
+from tripool.router.door import Door
+from tripool.router.guests import Admit, Arrival, Decision, Room
+from tripool.sequence import Sampled, Task
+from tripool.simulate.supernode.books import DONE, REFUSED, Books, Open
+from tripool.simulate.supernode.timeline import ARRIVAL, STEP, TICK, Timeline, to_fs
+
+_TICK_S = 0.02
+_TOKEN = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    arrival_s: float
+    ids: tuple[int, ...]
+    output_tokens: int
+
+
+class ColocatedWorld:
+    """`step_s`: how long a step takes, by what it computes, what the one before it did, and how many came with it.
+    `around_s`: what a first token takes besides its step."""
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        config: SchedulerConfig,
+        step_s: Callable[[StepFacts, StepFacts, int], float],
+        around_s: float,
+        context_tokens: int,
+    ) -> None:
+        self.timeline, self.books = Timeline(), Books()
+        self._scheduler = Scheduler(config, model="simulated", context_tokens=context_tokens)
+        self._door = Door(DoorConfig(), room=Room(1, config.max_running))
+        self._step_s, self._around_s = step_s, around_s
+        self._open: dict[str, Open] = {}
+        self._requests: dict[str, Request] = {}
+        self._inbox: list[str] = []
+        self._tasks: list[Task] | None = None
+        self._before = StepFacts()
+        self._began_s = 0.0
+        self._num_left = len(prompts)
+        for number, prompt in enumerate(prompts):
+            self.timeline.at(to_fs(prompt.arrival_s), ARRIVAL, 0, self._arrive, str(number), prompt)
+        self.timeline.at(to_fs(_TICK_S), TICK, 0, self._tick)
+
+    def run(self) -> Books:
+        while self._num_left and self.timeline.step():
+            pass
+        return self.books
+
+    def _arrive(self, name: str, prompt: Prompt) -> None:
+        self._open[name] = Open(self.timeline.now_s, len(prompt.ids), prompt.output_tokens, "", ())
+        params = SamplingParams(max_tokens=prompt.output_tokens, ignore_eos=True)
+        self._requests[name] = Request(id=name, prompt_ids=prompt.ids, params=params, seed=0)
+        self._decide(self._door.arrive(Arrival(id=name, prompt_tokens=len(prompt.ids)), self.timeline.now_s))
+
+    def _decide(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            if isinstance(decision, Admit):
+                self._inbox.append(decision.id)
+            else:
+                self._close(decision.id, REFUSED, 0.0, decision.error.code)
+        self._go()
+
+    def _tick(self) -> None:
+        self._decide(self._door.tick(self.timeline.now_s))
+        self.timeline.at(self.timeline.now_fs + to_fs(_TICK_S), TICK, 0, self._tick)
+
+    def _go(self) -> None:
+        if self._tasks is not None:
+            return
+        newcomers = len(self._inbox)
+        for name in self._inbox:
+            self._scheduler.add(self._requests[name])
+        self._inbox = []
+        tasks = self._scheduler.schedule() if self._scheduler.busy else []
+        if tasks:
+            self._tasks, self._began_s = tasks, self.timeline.now_s
+            facts, before = StepFacts.of(tasks), self._before
+            self._before = facts
+            end_fs = self.timeline.now_fs + to_fs(self._step_s(facts, before, newcomers))
+            self.timeline.at(end_fs, STEP, 0, self._settle)
+
+    def _settle(self) -> None:
+        assert self._tasks is not None
+        tasks, self._tasks = self._tasks, None
+        now_s = self.timeline.now_s
+        events = self._scheduler.settle(tasks, [Sampled(_TOKEN) if task.samples else None for task in tasks])
+        self._scheduler.timed(tasks, self._began_s, now_s)
+        decisions: list[Decision] = []
+        for event in events:
+            request = self._open[event.request_id]
+            if request.first_s is None:
+                request.first_s, request.cached_tokens = now_s + self._around_s, event.num_cached_tokens
+                uncached = request.input_tokens - event.num_cached_tokens
+                decisions += self._door.first_token(event.request_id, uncached, now_s)
+            if event.finish_reason is not None:
+                decisions += self._door.finished(event.request_id, event.index + 1, now_s)
+                self._close(event.request_id, DONE, self._around_s)
+        self._decide(decisions)
+
+    def _close(self, name: str, outcome: int, after_s: float, error: str = "") -> None:
+        self._num_left -= 1
+        del self._requests[name]
+        self.books.close(self._open.pop(name), outcome, self.timeline.now_s + after_s, error)

@@ -1,0 +1,228 @@
+"""What goes wrong in a deployment, when and for how long; and how long those whom it struck had to wait. Pure.
+
+| kind | target | what happens |
+|---|---|---|
+| chip | decode-0.3 | chip 3 is gone: its workers' answers go on elsewhere; the others stand still until it is masked |
+| chip | prefill-2 | the instance is gone: a batch needs all its chips |
+| node | decode-0.1 | all chips of node 1, and whoever would have told of it: the gateway notices by silence |
+| node | prefill-2 | the same, for an instance |
+| link | prefill-2, decode-0.3 | nothing new gets onto its links |
+| cache | cache-5 | a member is gone with what it held |
+| slow | decode-0, prefill-2 | every step takes so many times as long: the slowest rank decides |
+| hot | decode-0 | one expert gets so many times its share: the experts' part of a step takes as long |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import ceil
+from re import fullmatch
+
+from tripool.errors import InvalidRequest
+from tripool.messages import Life, Reaped
+from tripool.simulate.supernode.engines import NO_TROUBLE
+from tripool.simulate.supernode.layout import Layout
+from tripool.simulate.supernode.timeline import FAULT, to_fs
+from tripool.simulate.supernode.world import World
+
+KINDS = ("chip", "node", "link", "cache", "slow", "hot")
+_FORM = r"(\w+):((?:decode|prefill|cache)-\d+)(?:\.(\d+))?@(\d+(?:\.\d+)?)s?\+(\d+(?:\.\d+)?)s?(?:[x*](\d+(?:\.\d+)?))?"
+_HINT = "KIND:TARGET@START+LENGTH, such as chip:decode-0.3@120s+60s, cache:cache-5@60s+30s or slow:decode-0@60s+30sx2"
+_MASK_S = 1.0
+"""How long the other ranks of an instance wait for one that is gone."""
+_REAP_S = 0.05
+"""From a process's end until its supervisor says so."""
+_ASK_S = 0.2
+"""The same, where somebody has to look first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    kind: str
+    target: str
+    part: int | None
+    at_s: float
+    length_s: float
+    factor: float = 2.0
+
+    def __str__(self) -> str:
+        part = "" if self.part is None else f".{self.part}"
+        times = f"x{self.factor:g}" if self.kind in ("slow", "hot") else ""
+        return f"{self.kind}:{self.target}{part}@{self.at_s:g}s+{self.length_s:g}s{times}"
+
+
+def parse_fault(text: str, layout: Layout) -> Fault:
+    found = fullmatch(_FORM, text.strip())
+    if found is None or found[1] not in KINDS:
+        raise InvalidRequest(f"fault {text!r} is not understood", hint=_HINT, param="fault")
+    part = None if found[3] is None else int(found[3])
+    fault = Fault(found[1], found[2], part, float(found[4]), float(found[5]), float(found[6] or 2.0))
+    problem = _problem(fault, layout)
+    if problem:
+        raise InvalidRequest(f"fault {text!r}: {problem}", hint=_HINT, param="fault")
+    return fault
+
+
+def _problem(fault: Fault, layout: Layout) -> str:
+    role, _, number = fault.target.partition("-")
+    counts = {
+        "decode": layout.decode.instances, "prefill": layout.prefill.instances, "cache": layout.num_members,
+    }  # fmt: skip
+    if int(number) >= counts[role]:
+        return f"there are {counts[role]} {role}"
+    if (fault.kind == "cache") != (role == "cache") or (fault.kind == "hot" and role != "decode"):
+        return f"a {fault.kind} fault does not strike {role}"
+    if role == "decode" and fault.kind in ("chip", "node", "link") and fault.part is None and fault.kind != "link":
+        return f"which {fault.kind} of it? {fault.target}.0 is the first"
+    if role == "decode" and fault.part is not None:
+        most = {"chip": layout.decode.chips, "node": ceil(layout.decode.chips / layout.node_chips)}
+        if fault.part >= most.get(fault.kind, layout.decode.workers):
+            return f"{fault.target} has fewer parts"
+    return "" if fault.length_s > 0 and fault.factor > 0 else "length and factor are above 0"
+
+
+@dataclass(slots=True)
+class Struck:
+    """What one fault did."""
+
+    fault: Fault
+    num_requests: int = 0
+    """That had something on what was lost."""
+    waited_s: list[float] = field(default_factory=list)
+    """From the fault to the next token of each of them."""
+    num_failed: int = 0
+
+
+class Faults:
+    def __init__(self, world: World, faults: list[Fault]) -> None:
+        self._world = world
+        self.struck = [Struck(fault) for fault in faults]
+        self._watched: dict[str, list[Struck]] = {}
+        self._dead: set[Life] = set()
+        world.on_token, world.on_end, world.on_suspect = self._token, self._end, self._suspected
+        for number, struck in enumerate(self.struck):
+            world.timeline.at(to_fs(struck.fault.at_s), FAULT, number, self._strike, number)
+
+    def _strike(self, number: int) -> None:
+        struck, world = self.struck[number], self._world
+        fault = struck.fault
+        role, _, place = fault.target.partition("-")
+        index = int(place)
+        heal_fs = world.timeline.now_fs + to_fs(fault.length_s)
+
+        def later(action: object, *args: object) -> None:
+            world.timeline.at(heal_fs, FAULT, number, action, *args)  # type: ignore[arg-type]
+
+        if fault.kind == "cache":
+            member = world.pool.members[fault.target]
+            member.up = False
+            later(member.restart)
+        elif fault.kind == "link":
+            self._cut(fault, role, index, heal_fs)
+        elif fault.kind in ("slow", "hot"):
+            self._slow(fault, role, index)
+            later(self._hasten, role, index)
+        elif role == "prefill":
+            keeper = world.prefills[index]
+            if keeper is not None:
+                self._lose(struck, [keeper.life], told=fault.kind == "chip")
+                keeper.dead = True
+                world.prefills[index] = None
+                later(world.start_prefill, index)
+        else:
+            self._lose_ranks(struck, index)
+            later(self._revive, fault, index)
+
+    # ---- processes --------------------------------------------------------------------------------------------------
+
+    def _ranks(self, fault: Fault) -> range:
+        """Workers of the instance that have something on the chips that are gone."""
+        pool = self._world.layout.decode
+        first, count = fault.part or 0, 1
+        if fault.kind == "node":
+            count = self._world.layout.node_chips
+            first *= count
+        last = min(first + count, pool.chips)
+        return range(first * pool.workers // pool.chips, ceil(last * pool.workers / pool.chips))
+
+    def _lose_ranks(self, struck: Struck, index: int) -> None:
+        instance, ranks = self._world.decodes[index], self._ranks(struck.fault)
+        lives = [rank.life for number in ranks if (rank := instance.ranks[number]) is not None]
+        self._lose(struck, lives, told=struck.fault.kind == "chip")
+        instance.kill(list(ranks), _MASK_S)
+
+    def _lose(self, struck: Struck, lives: list[Life], *, told: bool) -> None:
+        world, ledger = self._world, self._world.coordinator.ledger
+        touched: set[str] = set()
+        for life in lives:
+            touched.update(request_id for request_id, _ in ledger.placements_at(life))
+            touched.update(request_id for request_id, _ in ledger.leases_at(life))
+            self._dead.add(life)
+            if told:
+                reaped_fs = world.timeline.now_fs + to_fs(_REAP_S)
+                world.timeline.at(reaped_fs, FAULT, len(self.struck), self._reap, life)
+        # What was sent before the fault still arrives.
+        soon_fs = world.timeline.now_fs + 2 * to_fs(world.layout.links.hop_s)
+        world.timeline.at(soon_fs, FAULT, len(self.struck), self._watch, struck, sorted(touched))
+
+    def _watch(self, struck: Struck, touched: list[str]) -> None:
+        for request_id in touched:
+            if request_id in self._world.open:
+                struck.num_requests += 1
+                self._watched.setdefault(request_id, []).append(struck)
+
+    def _reap(self, life: Life) -> None:
+        self._world.pool.reaped(life)
+        self._world.receive(Reaped(life))
+
+    def _suspected(self, life: Life) -> None:
+        assert life in self._dead, f"{life} is suspected and lives"
+        look_fs = self._world.timeline.now_fs + to_fs(_ASK_S)
+        self._world.timeline.at(look_fs, FAULT, len(self.struck), self._reap, life)
+
+    def _revive(self, fault: Fault, index: int) -> None:
+        for number in self._ranks(fault):
+            if self._world.decodes[index].ranks[number] is None:
+                life = self._world.new_life(f"decode-{index}.{number}")
+                self._world.decodes[index].revive(number, life)
+
+    # ---- links and engines ------------------------------------------------------------------------------------------
+
+    def _cut(self, fault: Fault, role: str, index: int, heal_fs: int) -> None:
+        world = self._world
+        if role == "prefill":
+            keeper = world.prefills[index]
+            if keeper is not None:
+                keeper.cut(heal_fs)
+            return
+        workers = world.layout.decode.workers
+        first = len(world.prefills) + index * workers
+        for number in range(first, first + workers) if fault.part is None else (first + fault.part,):
+            world.in_links[number].cut(heal_fs)
+
+    def _slow(self, fault: Fault, role: str, index: int) -> None:
+        if role == "prefill":
+            keeper = self._world.prefills[index]
+            if keeper is not None:
+                keeper.slowness = fault.factor
+        else:
+            slow, hot = self._world.decodes[index].trouble
+            changed = (fault.factor, hot) if fault.kind == "slow" else (slow, fault.factor)
+            self._world.decodes[index].set_trouble(changed)
+
+    def _hasten(self, role: str, index: int) -> None:
+        keeper = self._world.prefills[index] if role == "prefill" else None
+        if role == "decode":
+            self._world.decodes[index].set_trouble(NO_TROUBLE)
+        elif keeper is not None:
+            keeper.slowness = 1.0
+
+    # ---- who waited -------------------------------------------------------------------------------------------------
+
+    def _token(self, request_id: str) -> None:
+        for struck in self._watched.pop(request_id, ()):
+            struck.waited_s.append(self._world.timeline.now_s - struck.fault.at_s)
+
+    def _end(self, request_id: str) -> None:
+        for struck in self._watched.pop(request_id, ()):
+            struck.num_failed += 1

@@ -1,0 +1,206 @@
+"""A simulated run as plain data: latencies, goodput over time, use of pools and planes, hits, faults. No wall clock.
+
+The same run gives the same report, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from tripool.bench.summary import Distribution, percentile
+from tripool.simulate.supernode.books import DONE, OUTCOMES, Books
+from tripool.simulate.supernode.faults import Struck
+from tripool.simulate.supernode.layout import Layout
+from tripool.simulate.supernode.timeline import FS
+from tripool.simulate.supernode.world import World
+
+VERSION = 1
+_MOST_TENANTS = 20
+
+Tree = dict[str, Any]
+
+
+def report_data(world: World, struck: Sequence[Struck], trace: str) -> Tree:
+    books, layout = world.books, world.layout
+    end_s = max(books.last_s, default=0.0)
+    done = [number for number in range(len(books)) if books.outcome[number] == DONE]
+    good = {number for number in done if _is_good(books, layout, number)}
+    tokens = sum(books.output_tokens[number] for number in done)
+    return {
+        "version": VERSION,
+        "title": layout.title,
+        "trace": trace,
+        "deployment": _deployment(layout),
+        "requests": {name: books.outcome.count(code) for code, name in enumerate(OUTCOMES)},
+        "errors": dict(sorted(books.errors.items())),
+        "duration_s": _short(end_s),
+        "requests_per_s": _short(len(done) / end_s if end_s else 0.0),
+        "output_tokens_per_s": _short(tokens / end_s if end_s else 0.0),
+        "ttft_ms": _distribution(_ttft_s(books, number) for number in done),
+        "tpot_ms": _distribution(_tpot_s(books, number) for number in done if books.output_tokens[number] > 1),
+        "slo": {"ttft_ms": _short(layout.ttft_s * 1e3), "tpot_ms": _short(layout.tpot_s * 1e3)},
+        "goodput": {
+            "requests_per_s": _short(len(good) / end_s if end_s else 0.0),
+            "share": _short(len(good) / max(1, len(books))),
+        },
+        "hits": _hits(books, range(len(books))),
+        "tenants": _tenants(books),
+        "use": _use(world, end_s),
+        "faults": [_fault(each) for each in struck],
+        "timeline": _timeline(world, done, good),
+    }
+
+
+def _deployment(layout: Layout) -> Tree:
+    prefill, decode = layout.prefill, layout.decode
+    return {
+        "chips": layout.chips,
+        "prefill": {"instances": prefill.instances, "chips": prefill.chips},
+        "decode": {"instances": decode.instances, "chips": decode.chips, "workers": decode.workers},
+        "cache": {"members": layout.num_members, "gb": _short(layout.num_members * layout.member_slots
+                                                              * layout.block_bytes / 1e9)},
+    }  # fmt: skip
+
+
+def _is_good(books: Books, layout: Layout, number: int) -> bool:
+    in_time = _ttft_s(books, number) <= layout.ttft_s
+    return in_time and (books.output_tokens[number] < 2 or _tpot_s(books, number) <= layout.tpot_s)
+
+
+def _ttft_s(books: Books, number: int) -> float:
+    return books.first_s[number] - books.arrived_s[number]
+
+
+def _tpot_s(books: Books, number: int) -> float:
+    return (books.last_s[number] - books.first_s[number]) / max(1, books.output_tokens[number] - 1)
+
+
+def _distribution(seconds: Iterable[float]) -> Tree | None:
+    found = Distribution.of(seconds)
+    return None if found is None else {name: _short(value) for name, value in asdict(found).items()}
+
+
+def _hits(books: Books, numbers: Iterable[int]) -> Tree:
+    """Shares of prompt tokens, of requests that had a first token."""
+    prompts = local = fetched = 0
+    for number in numbers:
+        if books.outcome[number] == DONE:
+            prompts += books.input_tokens[number]
+            local += books.local_tokens[number]
+            fetched += books.fetched_tokens[number]
+    total = max(1, prompts)
+    return {"prefill memory": _short(local / total), "cache pool": _short(fetched / total)}
+
+
+def _tenants(books: Books) -> list[Tree]:
+    """Those with most requests; a trace without tenants has one."""
+    groups: dict[int, list[int]] = {}
+    for number, tenant in enumerate(books.tenant):
+        groups.setdefault(tenant, []).append(number)
+    names = list(books.tenants)
+    rows = []
+    for tenant, numbers in sorted(groups.items(), key=lambda pair: (-len(pair[1]), names[pair[0]]))[:_MOST_TENANTS]:
+        done = [number for number in numbers if books.outcome[number] == DONE]
+        rows.append(
+            {
+                "tenant": names[tenant] or "everybody",
+                "requests": len(numbers),
+                "done": len(done),
+                "ttft_ms": _distribution(_ttft_s(books, number) for number in done),
+                "hits": _hits(books, numbers),
+            }
+        )
+    return rows
+
+
+def _use(world: World, end_s: float) -> Tree:
+    layout, slices = world.layout, world.slices
+    end_fs = max(1, round(end_s * FS))
+    slots = layout.decode.instances * layout.decode.workers * layout.decode.config.max_running
+    moved = {"memory": sum(slices.sums("cache reads")) + sum(slices.sums("cache writes")),
+             "transfer": sum(slices.sums("transfer"))}  # fmt: skip
+    planes = {
+        kind: {"gb": _short(moved[kind] / 1e9), "share": _short(moved[kind] / (rate * max(end_s, 1e-9)))}
+        for kind, rate in layout.links.totals
+        if kind in moved
+    }
+    return {
+        "prefill": _short(sum(slices.sums("prefill busy")) / (end_fs * layout.prefill.instances)),
+        "decode": _short(sum(slices.sums("decode busy")) / (end_fs * layout.decode.instances)),
+        "decode batch": _short(sum(slices.sums("decode rows")) / (end_fs * slots)),
+        "planes": planes,
+    }
+
+
+def _fault(struck: Struck) -> Tree:
+    return {
+        "fault": str(struck.fault),
+        "requests": struck.num_requests,
+        "recovered": len(struck.waited_s),
+        "failed": struck.num_failed,
+        "recovery_ms": _distribution(struck.waited_s),
+    }
+
+
+def _timeline(world: World, done: list[int], good: set[int]) -> Tree:
+    books, layout, slices = world.books, world.layout, world.slices
+    slice_s = slices.slice_fs / FS
+    count = 1 + int(max(books.last_s, default=0.0) / slice_s)
+    arrived, finished, kept, tokens = ([0.0] * count for _ in range(4))
+    firsts: list[list[float]] = [[] for _ in range(count)]
+    paces: list[list[float]] = [[] for _ in range(count)]
+    for at_s in books.arrived_s:
+        arrived[min(count - 1, int(at_s / slice_s))] += 1
+    for number in done:
+        last = min(count - 1, int(books.last_s[number] / slice_s))
+        finished[last] += 1
+        kept[last] += number in good
+        firsts[int(books.first_s[number] / slice_s)].append(_ttft_s(books, number))
+        if books.output_tokens[number] > 1:
+            paces[last].append(_tpot_s(books, number))
+        _spread(tokens, slice_s, books.first_s[number], books.last_s[number], books.output_tokens[number])
+    slots = layout.decode.instances * layout.decode.workers * layout.decode.config.max_running
+    fs = slices.slice_fs
+
+    def share(name: str, whole: float) -> list[float]:
+        sums = slices.sums(name)[:count]
+        return [_short(value / whole) for value in (*sums, *([0] * (count - len(sums))))]
+
+    return {
+        "slice_s": _short(slice_s),
+        "arrived_per_s": [_short(value / slice_s) for value in arrived],
+        "done_per_s": [_short(value / slice_s) for value in finished],
+        "good_per_s": [_short(value / slice_s) for value in kept],
+        "tokens_per_s": [_short(value / slice_s) for value in tokens],
+        "ttft_p50_ms": [_middle(values, 50) for values in firsts],
+        "ttft_p95_ms": [_middle(values, 95) for values in firsts],
+        "tpot_p50_ms": [_middle(values, 50) for values in paces],
+        "tpot_p95_ms": [_middle(values, 95) for values in paces],
+        "prefill_use": share("prefill busy", fs * layout.prefill.instances),
+        "decode_use": share("decode busy", fs * layout.decode.instances),
+        "batch_use": share("decode rows", fs * slots),
+        "memory_gb_s": share("cache reads", slice_s * 1e9),
+        "transfer_gb_s": share("transfer", slice_s * 1e9),
+    }
+
+
+def _spread(sums: list[float], slice_s: float, begin_s: float, end_s: float, amount: int) -> None:
+    """Tokens of one answer, evenly from its first to its last."""
+    first, last = int(begin_s / slice_s), min(len(sums) - 1, int(end_s / slice_s))
+    if first == last:
+        sums[first] += amount
+        return
+    for number in range(first, last + 1):
+        within_s = min(end_s, (number + 1) * slice_s) - max(begin_s, number * slice_s)
+        sums[number] += amount * within_s / (end_s - begin_s)
+
+
+def _middle(values: list[float], percent: float) -> float | None:
+    return _short(percentile(sorted(values), percent) * 1e3) if values else None
+
+
+def _short(value: float) -> float:
+    """Six digits: what is beyond says nothing."""
+    return float(f"{value:.6g}")

@@ -1,0 +1,241 @@
+"""A whole deployment in virtual time: the real door, coordinator, schedulers, SLO controller and cache index. Pure.
+
+Engines and links take the time that the planner's cost model says. Requests come from a trace, faults from a list. The
+same trace, deployment and faults give the same bytes, whether quiet decode steps are leapt over or taken one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from tripool.core import Promise, Request, SamplingParams, TokenEvent
+from tripool.messages import AnyMessage, Life, Welcome
+from tripool.router import Coordinator, Emit, Fail, Output, Send, ToSupervisor
+from tripool.router.door import Door
+from tripool.router.guests import Admit, Arrival, Decision, Room
+from tripool.simulate.supernode.books import DONE, FAILED, REFUSED, Books, Open
+from tripool.simulate.supernode.decode import DecodeInstance
+from tripool.simulate.supernode.layout import Layout
+from tripool.simulate.supernode.links import Link, Slices, carry
+from tripool.simulate.supernode.pool import CachePool
+from tripool.simulate.supernode.prefill import PrefillInstance
+from tripool.simulate.supernode.site import Run
+from tripool.simulate.supernode.timeline import ARRIVAL, TICK, Timeline, to_fs
+from tripool.simulate.traces import Ask, chain_keys
+from tripool.tenants import Tenant
+
+_TICK_S = 0.05
+_EXPIRE_TICKS = 20
+_GATEWAY = -1
+_ZEROS = (0,) * 2**18
+
+
+class World:
+    def __init__(
+        self,
+        layout: Layout,
+        asks: Iterable[Ask],
+        *,
+        leaps: bool = True,
+        slice_s: float = 30.0,
+        most_blocks: int | None = None,
+    ) -> None:
+        """`most_blocks`: of all prompts together, where that is known; a cache member need not be larger."""
+        self.layout, self.leaps = layout, leaps
+        self.timeline, self.slices, self.books = Timeline(), Slices(slice_s), Books()
+        self.coordinator = Coordinator(layout.router, gateway_epoch=1)
+        self.door = Door(layout.door)
+        self.pool = CachePool(layout.num_members, min(layout.member_slots, most_blocks or layout.member_slots))
+        self.open: dict[str, Open] = {}
+        self.on_token: Callable[[str], None] | None = None
+        self.on_end: Callable[[str], None] | None = None
+        self.on_suspect: Callable[[Life], None] | None = None
+        """For those who watch: a request got a token; it ended without its last; a worker is silent."""
+        self._waiting: dict[str, Request] = {}
+        self._tenants: dict[str, tuple[Tenant, Promise]] = {}
+        self._params: dict[int, SamplingParams] = {}
+        self._asks = iter(asks)
+        self._num_asked = 0
+        self._all_came = False
+        self._hop_fs = to_fs(layout.links.hop_s)
+        self._num_ticks = 0
+        self.epochs: dict[str, int] = {}
+        self.numbers: dict[str, int] = {}
+        """Of every worker, by name: prefill instances first."""
+        self.prefills: list[PrefillInstance | None] = []
+        self.decodes: list[DecodeInstance] = []
+        self.in_links: dict[int, Link] = {}
+        self._build()
+
+    def _build(self) -> None:
+        prefill, decode = self.layout.prefill, self.layout.decode
+        for number in range(prefill.instances):
+            self.numbers[f"prefill-{number}"] = number
+            self.prefills.append(None)
+            self.start_prefill(number)
+        for instance in range(decode.instances):
+            first = prefill.instances + instance * decode.workers
+            names = [f"decode-{instance}.{index}" for index in range(decode.workers)]
+            for index, name in enumerate(names):
+                self.numbers[name] = first + index
+                self.in_links[first + index] = Link(self.layout.links.transfer_bytes_per_s)
+            self.decodes.append(DecodeInstance(self, first, [self.new_life(name) for name in names], first))
+        self._next_ask()
+        self.timeline.at(to_fs(_TICK_S), TICK, _GATEWAY, self._tick)
+
+    def new_life(self, worker: str) -> Life:
+        self.epochs[worker] = self.epochs.get(worker, 0) + 1
+        return Life(worker, self.epochs[worker])
+
+    def start_prefill(self, number: int) -> None:
+        life = self.new_life(f"prefill-{number}")
+        self.prefills[number] = PrefillInstance(self, life, number, self.pool, self._keys_of)
+
+    def run(self, progress: Callable[[int], None] | None = None) -> None:
+        """Until every request has come and ended."""
+        while self.open or not self._all_came:
+            for _ in range(1000):
+                if not (self.open or not self._all_came) or not self.timeline.step():
+                    break
+            if progress is not None:
+                progress(len(self.books))
+
+    # ---- clients ----------------------------------------------------------------------------------------------------
+
+    def _next_ask(self) -> None:
+        ask = next(self._asks, None)
+        if ask is None:
+            self._all_came = True
+        else:
+            self.timeline.at(to_fs(ask.arrival_s), ARRIVAL, _GATEWAY, self._arrive, ask)
+
+    def _arrive(self, ask: Ask) -> None:
+        serial = self._num_asked
+        self._num_asked += 1
+        self._next_ask()
+        tenant, promise = self._tenant(ask.tenant)
+        keys = chain_keys(ask, serial, self.layout.prefill.config.block_tokens, tenant.namespace)
+        name = str(serial)
+        self.open[name] = Open(self.timeline.now_s, ask.input_tokens, ask.output_tokens, ask.tenant, keys)
+        params = self._params.get(ask.output_tokens)
+        if params is None:
+            params = self._params[ask.output_tokens] = SamplingParams(max_tokens=ask.output_tokens, ignore_eos=True)
+        prompt = _ZEROS[: ask.input_tokens] if ask.input_tokens <= len(_ZEROS) else (0,) * ask.input_tokens
+        self._waiting[name] = Request(
+            id=name, prompt_ids=prompt, params=params, seed=serial, namespace=tenant.namespace, promise=promise
+        )
+        arrival = Arrival(id=name, prompt_tokens=ask.input_tokens, tenant=tenant, promise=promise)
+        self._decide(self.door.arrive(arrival, self.timeline.now_s))
+
+    def _tenant(self, name: str) -> tuple[Tenant, Promise]:
+        found = self._tenants.get(name)
+        if found is None:
+            tpot_ms = self.layout.tpot_s * 1e3 if self.layout.promised else None
+            promise = Promise(tpot_ms=tpot_ms, tenant=name)
+            found = self._tenants[name] = Tenant(name=name, namespace=name), promise
+        return found
+
+    def _keys_of(self, request_id: str) -> Sequence[bytes]:
+        request = self.open.get(request_id)
+        return request.keys if request is not None else ()
+
+    def _decide(self, decisions: list[Decision]) -> None:
+        for decision in decisions:
+            request = self._waiting.pop(decision.id)
+            if isinstance(decision, Admit):
+                self._do(self.coordinator.submit(request, self.timeline.now_s))
+            else:
+                self._close(decision.id, REFUSED, decision.error.code)
+
+    def _close(self, request_id: str, outcome: int, error: str = "") -> None:
+        if self.on_end is not None and outcome != DONE:
+            self.on_end(request_id)
+        self.books.close(self.open.pop(request_id), outcome, self.timeline.now_s, error)
+
+    # ---- the gateway ------------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        now_s = self.timeline.now_s
+        self._do(self.coordinator.tick(now_s))
+        self._decide(self.door.tick(now_s, Room(max(1, self.coordinator.view.num_ready("prefill")))))
+        self._num_ticks += 1
+        if self._num_ticks % _EXPIRE_TICKS == 0:
+            self.pool.expire(now_s)
+        self.timeline.at(self.timeline.now_fs + to_fs(_TICK_S), TICK, _GATEWAY, self._tick)
+
+    def _do(self, outputs: list[Output]) -> None:
+        timeline = self.timeline
+        for output in outputs:
+            match output:
+                case Send():
+                    if not isinstance(output.message, Welcome):
+                        number = self.numbers[output.life.worker]
+                        there_fs = timeline.now_fs + self._hop_fs
+                        timeline.at(there_fs, ARRIVAL, number, self._deliver, number, output.life, output.message)
+                case Emit():
+                    self._token(output.event)
+                case Fail():
+                    self._decide(self.door.cancelled(output.request_id, timeline.now_s))
+                    refused = output.error.code == "overloaded"
+                    self._close(output.request_id, REFUSED if refused else FAILED, output.error.code)
+                case ToSupervisor():
+                    assert self.on_suspect is not None, f"{output.message.life} is silent without a fault"
+                    self.on_suspect(output.message.life)
+
+    def _token(self, event: TokenEvent) -> None:
+        request, now_s = self.open[event.request_id], self.timeline.now_s
+        if self.on_token is not None:
+            self.on_token(event.request_id)
+        if request.first_s is None:
+            request.first_s, request.cached_tokens = now_s, event.num_cached_tokens
+            fetched = event.stages.fetched_tokens if event.stages is not None else 0
+            request.fetched_tokens = min(fetched, event.num_cached_tokens)
+            uncached = request.input_tokens - event.num_cached_tokens
+            self._decide(self.door.first_token(event.request_id, uncached, now_s))
+        if event.finish_reason is not None:
+            self._decide(self.door.finished(event.request_id, event.index + 1, now_s))
+            self._close(event.request_id, DONE)
+
+    def receive(self, message: AnyMessage) -> None:
+        """From a worker or the supervisor."""
+        self._do(self.coordinator.receive(message, self.timeline.now_s))
+
+    # ---- what workers ask for (Site) --------------------------------------------------------------------------------
+
+    def tell(self, number: int, life: Life, messages: Sequence[AnyMessage]) -> None:
+        self.timeline.at(self.timeline.now_fs + self._hop_fs, ARRIVAL, number, self._hear, messages)
+
+    def _hear(self, messages: Sequence[AnyMessage]) -> None:
+        for message in messages:
+            self._do(self.coordinator.receive(message, self.timeline.now_s))
+
+    def tell_runs(self, number: int, life: Life, runs: Sequence[Run]) -> None:
+        self.timeline.at(self.timeline.now_fs + self._hop_fs, ARRIVAL, number, self._hear_runs, life, runs)
+
+    def _hear_runs(self, life: Life, runs: Sequence[Run]) -> None:
+        self._do(self.coordinator.advance(life, runs, self.timeline.now_s))
+
+    def trusts(self, life: Life) -> bool:
+        number = self.numbers[life.worker]
+        keeper = self.prefills[number]
+        return keeper is not None and keeper.life == life and not keeper.dead
+
+    def transfer(self, source: Life, number: int, num_bytes: int) -> int:
+        keeper = self.prefills[self.numbers[source.worker]]
+        links = [self.in_links[number]]
+        if keeper is not None:
+            links.append(keeper.send_link)
+        self.slices.count("transfer", num_bytes, self.timeline.now_fs)
+        return carry(tuple(links), num_bytes, self.timeline.now_fs, to_fs(self.layout.links.transfer_s))
+
+    def _deliver(self, number: int, life: Life, message: AnyMessage) -> None:
+        """To this life and no other."""
+        if number < len(self.prefills):
+            keeper = self.prefills[number]
+            if keeper is not None and keeper.life == life and not keeper.dead:
+                keeper.receive(message)
+            return
+        instance, index = divmod(number - len(self.prefills), self.layout.decode.workers)
+        rank = self.decodes[instance].ranks[index]
+        if rank is not None and rank.life == life:
+            self.decodes[instance].receive(index, message)

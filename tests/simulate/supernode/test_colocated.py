@@ -1,0 +1,43 @@
+"""One engine with a measured step time: what its clients see."""
+
+from __future__ import annotations
+
+import pytest
+
+from tripool.cli.simulate_real import Measured
+from tripool.config import SchedulerConfig
+from tripool.decode import StepFacts
+from tripool.simulate.supernode.colocated import ColocatedWorld, Prompt
+
+CONFIG = SchedulerConfig(num_blocks=64, max_running=8, step_tokens=128)
+MEASURED = Measured(((1, 0.002), (2, 0.003), (4, 0.004)), 0.0, 1e-4, 0.0, 0.0, 0.005)
+
+
+def prompt(arrival_s: float, length: int, answer: int, first: int = 0) -> Prompt:
+    return Prompt(arrival_s, tuple(range(first, first + length)), answer)
+
+
+def test_alone_a_request_takes_its_prompt_its_steps_and_what_is_around() -> None:
+    books = ColocatedWorld([prompt(1.0, 50, 11)], CONFIG, MEASURED.step_s, MEASURED.around_s, 2048).run()
+    assert books.first_s[0] - books.arrived_s[0] == pytest.approx(0.005 + 50e-4)
+    assert books.last_s[0] - books.first_s[0] == pytest.approx(10 * 0.002)
+
+
+def test_two_at_once_share_steps_and_a_known_prefix_is_not_computed() -> None:
+    both = [prompt(0.0, 64, 41), prompt(0.0, 64, 41, first=1000)]
+    books = ColocatedWorld(both, CONFIG, MEASURED.step_s, MEASURED.around_s, 2048).run()
+    assert books.last_s[1] - books.first_s[1] == pytest.approx(40 * 0.003, rel=0.1)
+    again = [prompt(0.0, 130, 2), prompt(1.0, 130, 2)]
+    books = ColocatedWorld(again, CONFIG, MEASURED.step_s, MEASURED.around_s, 2048).run()
+    assert books.local_tokens[1] == 128
+    assert books.first_s[1] - books.arrived_s[1] < books.first_s[0] - books.arrived_s[0] - 0.01
+
+
+def test_a_step_lies_on_the_measured_lines() -> None:
+    assert MEASURED.rows_s(1) == 0.002 and MEASURED.rows_s(3) == pytest.approx(0.0035)
+    assert MEASURED.rows_s(8) == pytest.approx(0.006)
+    mixed = MEASURED.step_s(StepFacts(2, 0, 100, 10, 0), StepFacts(), 0)
+    assert mixed == pytest.approx(0.003 + 10e-4)
+    slower = Measured(MEASURED.batches, 0.0, 1e-4, 5e-5, 0.001, 0.005)
+    assert slower.step_s(StepFacts(2, 0, 100, 0, 0), StepFacts(0, 0, 0, 20, 0), 1) == pytest.approx(0.003 + 1e-3 + 1e-3)
+    assert MEASURED.mean(slower).later_token_s == pytest.approx(2.5e-5)
