@@ -18,9 +18,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 REPO = Path(__file__).resolve().parents[1]
 TOLD_CPU_FLAGS = (
     "avx2",
@@ -189,6 +186,9 @@ def write_json(rows: Sequence[Row], origin: Origin, file: Path) -> None:
 
 
 def print_table(rows: Sequence[Row], origin: Origin, title: str) -> None:
+    from rich.console import Console  # here: rows are also made on machines that have torch and little else
+    from rich.table import Table
+
     caption = f"{origin.machine} · {origin.commit}"
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     for heading in ("", "row", "ours", "peer", "unit", "ratio", "target"):
@@ -229,5 +229,8 @@ def machine() -> str:
 
 def commit() -> str:
     command = ["git", "-C", str(REPO), "describe", "--always", "--dirty", "--abbrev=12"]
-    told = subprocess.run(command, capture_output=True, text=True)
+    try:
+        told = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:  # no git there
+        return "uncommitted"
     return told.stdout.strip() if told.returncode == 0 else "uncommitted"

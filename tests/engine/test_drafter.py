@@ -130,6 +130,36 @@ def test_float32_differs_only_where_two_tokens_are_equally_likely() -> None:
 # ---- the drafts ----------------------------------------------------------------------------------------------------
 
 
+def test_drafts_in_one_call_are_those_of_the_sampler(tiny: Bundled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of several temperatures, mixed with prompts: the same guess for every sequence at every step."""
+    requests = [ask(tiny, number, temperature=0.35 * (number % 3), max_tokens=30) for number in range(7)]
+
+    def proposals(engine: Engine) -> list[tuple[str, int]]:
+        made, propose = [], engine.scheduler.propose
+
+        def listening(seq: Seq, draft: int) -> None:
+            made.append((seq.request.id, draft))
+            propose(seq, draft)
+
+        engine.scheduler.propose = listening
+        run(engine, requests)
+        return made
+
+    chosen: list[int] = []
+    choices = Runner.draft_choices
+
+    def counting(self: Runner, *work: object) -> list[int] | None:
+        found = choices(self, *work)
+        chosen.extend(found or ())
+        return found
+
+    monkeypatch.setattr(Runner, "draft_choices", counting)
+    in_one_call = proposals(tiny.engine(**ROOMY))
+    assert len(chosen) > 0.8 * len(in_one_call) > 50
+    monkeypatch.setattr(Runner, "draft_choices", lambda self, *work: None)
+    assert proposals(tiny.engine(**ROOMY)) == in_one_call
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_most_drafts_of_its_own_text_come_true_and_save_a_step_each(tiny: Bundled, temperature: float) -> None:
     drafted = accepted = 0

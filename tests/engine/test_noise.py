@@ -65,6 +65,20 @@ def test_the_fast_draw_is_the_plain_one(variant: str) -> None:
                 assert chosen == draw(logits, temperature, key, hashes)
 
 
+@pytest.mark.skipif(not variants(), reason="no compiled kernels")
+@pytest.mark.parametrize("variant", variants())
+def test_the_fast_largest_is_the_first_of_the_largest(variant: str) -> None:
+    for count in (1, 2, 15, 16, 17, 1000, 8192):
+        rows = torch.randn(5, count, generator=torch.Generator().manual_seed(count))
+        rows[1] = rows[1].round()  # many are equal
+        rows[2] = 3.0
+        rows[3, : count // 2] = float("-inf")
+        rows[4] = float("-inf")
+        chosen = torch.full((5,), -1, dtype=torch.int32)
+        library(variant).tripool_largest(rows.data_ptr(), 5, count, chosen.data_ptr())
+        assert chosen.tolist() == rows.numpy().argmax(-1).tolist()
+
+
 def test_the_logarithm_is_one():
     """To the last two bits, from the smallest draw to the largest."""
     x = torch.cat([torch.linspace(2.0**-24, 1 - 2.0**-24, 100_001), torch.linspace(5.9e-8, 17.0, 100_001)])

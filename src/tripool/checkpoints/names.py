@@ -11,7 +11,6 @@ from pathlib import Path
 from tripool.checkpoints.base import Checkpoint
 from tripool.checkpoints.fetch import Progress, WheelModel, fetch, is_fetched
 from tripool.checkpoints.folder import FolderCheckpoint
-from tripool.checkpoints.gguf import GgufCheckpoint
 from tripool.errors import CheckpointMissing, WrongDtype
 
 BUNDLED: Mapping[str, Path] = {"tiny": Path(__file__).parent / "bundled" / "tiny"}
@@ -54,12 +53,12 @@ def open_checkpoint(
             return FolderCheckpoint(BUNDLED[name_or_path], name=name_or_path)
         if name_or_path in FETCHED:
             path = fetch(FETCHED[name_or_path], cache_dir or default_cache_dir(), progress)
-            return GgufCheckpoint(path, name=name_or_path)
+            return _gguf(path, name_or_path)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return FolderCheckpoint(path)
     if path.suffix == ".gguf" and path.is_file():
-        return GgufCheckpoint(path)
+        return _gguf(path)
     if path.is_file():
         hint = "give the folder that holds config.json and the safetensors, or a .gguf file"
         raise WrongDtype("not a checkpoint by itself", hint=hint, file=path)
@@ -87,10 +86,17 @@ def list_models(cache_dir: Path | None = None) -> list[ModelEntry]:
     for name, model in FETCHED.items():
         path = model.path(cache_dir)
         if is_fetched(model, cache_dir):
-            entries.append(_present(name, GgufCheckpoint(path, name=name)))
+            entries.append(_present(name, _gguf(path, name)))
         else:
             entries.append(ModelEntry(name, model.architecture, model.num_parameters, model.num_bytes, path, False))
     return entries
+
+
+def _gguf(path: Path, name: str | None = None) -> Checkpoint:
+    """The format's own package is loaded for such a file only: machines that measure GPUs do not have it."""
+    from tripool.checkpoints.gguf import GgufCheckpoint
+
+    return GgufCheckpoint(path, name=name)
 
 
 def _present(name: str, checkpoint: Checkpoint) -> ModelEntry:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from tripool.cli import options
-from tripool.cli.options import KvGb, Load, Model, Mtp, PrecisionOf, Threads
+from tripool.cli.options import DeviceOf, KvGb, Load, Model, Mtp, PrecisionOf, Threads
 from tripool.cli.terminal import harmless, print_error, stderr
 from tripool.config import EngineConfig
 from tripool.core import Message, SamplingParams
@@ -43,6 +43,7 @@ def register(app: typer.Typer, load: Load) -> None:
         mtp: Mtp = _DEFAULT.mtp,
         precision: PrecisionOf = _DEFAULT.precision,
         threads: Threads = None,
+        device: DeviceOf = _DEFAULT.device,
     ) -> None:
         """Talk to MODEL; /reset starts again, /exit leaves."""
         from tripool.llm import LLM
@@ -61,7 +62,7 @@ def register(app: typer.Typer, load: Load) -> None:
         )
         if question is None and not sys.stdin.isatty():
             question = sys.stdin.read().strip()
-        config = EngineConfig(kv_gb=kv_gb, max_running=1, mtp=mtp, precision=precision, threads=threads)
+        config = EngineConfig(kv_gb=kv_gb, max_running=1, mtp=mtp, precision=precision, threads=threads, device=device)
         with LLM(load(model, config)) as llm:
             talk = _Talk(llm, params, system)
             if question is not None:

@@ -48,7 +48,7 @@ def disk_of(gb: float, folder: Path | None, model: str, config: EngineConfig) ->
 def fingerprint(model: str, config: EngineConfig) -> str:
     """Equal only if blocks are: the same checkpoint, arithmetic and code. Others' blocks are not read, but replaced."""
     said = blake2b(digest_size=16, person=b"tripool-disk")
-    for word in (str(BLOCK_TOKENS), config.precision, str(config.mtp), *_checkpoint(model)):
+    for word in (str(BLOCK_TOKENS), config.precision, config.device, str(config.mtp), *_checkpoint(model)):
         said.update(len(word.encode()).to_bytes(8, "little") + word.encode())
     root = Path(tripool.__file__).parent
     for room in _CODE:

@@ -13,7 +13,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tripool.cli import options
-from tripool.cli.options import KvGb, Load, MaxRunning, Model, Mtp, PrecisionOf, Threads
+from tripool.cli.options import DeviceOf, KvGb, Load, MaxRunning, Model, Mtp, PrecisionOf, Threads
 from tripool.cli.terminal import stderr
 from tripool.config import EngineConfig
 from tripool.core import Choice, Generation
@@ -45,6 +45,7 @@ def register(app: typer.Typer, load: Load) -> None:
         mtp: Mtp = _DEFAULT.mtp,
         precision: PrecisionOf = _DEFAULT.precision,
         threads: Threads = None,
+        device: DeviceOf = _DEFAULT.device,
     ) -> None:
         """Answer every prompt of a file with MODEL."""
         defaults = options.given(
@@ -57,7 +58,9 @@ def register(app: typer.Typer, load: Load) -> None:
             seed=seed,
             stop=stop,
         )
-        config = EngineConfig(kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads)
+        config = EngineConfig(
+            kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads, device=device
+        )
         _generate(load, model, config, prompts, out, defaults)
 
 

@@ -13,12 +13,14 @@ from tripool.cli import (
     cache_member,
     chat,
     doctor,
+    evaluate,
     explain,
     gateway,
     generate,
     keys,
     models,
     plan,
+    quantize,
     reproduce,
     serve,
     simulate,
@@ -45,7 +47,22 @@ def create_cli(load: Load = load_model) -> typer.Typer:
         verb.register(app, load)
     bench.register(app)
     reproduce.register(app)
-    for plain in (models, plan, simulate, status, keys, usage, cache, doctor, explain, worker, gateway, cache_member):
+    for plain in (
+        models,
+        plan,
+        simulate,
+        status,
+        keys,
+        usage,
+        cache,
+        doctor,
+        explain,
+        worker,
+        gateway,
+        cache_member,
+        quantize,
+        evaluate,
+    ):
         plain.register(app)
     version.register(app)
     return app

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tripool.config import EngineConfig, Precision
+from tripool.config import Device, EngineConfig, Precision
 from tripool.engine.protocol import StepEngine
 
 Load = Callable[[str, EngineConfig], StepEngine]
@@ -27,6 +27,7 @@ MaxRunning = Annotated[int, typer.Option("--max-running", min=1, max=256, help="
 Mtp = Annotated[bool, typer.Option("--mtp/--no-mtp", help="Draft tokens with the model's MTP layer, if it has one.")]
 PrecisionOf = Annotated[Precision, typer.Option("--precision", help="int8: fast and exact; or float32.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help=_THREADS)]
+DeviceOf = Annotated[Device, typer.Option("--device", help="cpu, or cuda: bfloat16, or float32 if asked for.")]
 
 Temperature = Annotated[float | None, typer.Option(help="0 picks the most likely token.")]
 TopP = Annotated[float | None, typer.Option("--top-p", help="Keep the likeliest tokens up to this probability.")]

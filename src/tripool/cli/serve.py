@@ -13,7 +13,7 @@ from tripool.cli.access import Open, check_door, open_access
 from tripool.cli.disk import Disk, DiskDir, DiskGb, disk_of
 from tripool.cli.keys import KeysFile
 from tripool.cli.model_cache import KeepModels, ModelCacheGb, model_images
-from tripool.cli.options import KvGb, Load, MaxRunning, ModelNames, Mtp, PrecisionOf, Threads
+from tripool.cli.options import DeviceOf, KvGb, Load, MaxRunning, ModelNames, Mtp, PrecisionOf, Threads
 from tripool.cli.terminal import load_model
 from tripool.config import EngineConfig, GatewayConfig
 from tripool.engine.protocol import StepEngine
@@ -63,6 +63,7 @@ def register(app: typer.Typer, load: Load) -> None:
         mtp: Mtp = _ENGINE.mtp,
         precision: PrecisionOf = _ENGINE.precision,
         threads: Threads = None,
+        device: DeviceOf = _ENGINE.device,
         split: Annotated[bool, typer.Option("--split", help="Prefill and decode in processes of their own.")] = False,
         prefill: Annotated[int | None, typer.Option(min=1, max=256, help="Prefill workers; implies --split.")] = None,
         decode: Annotated[int | None, typer.Option(min=1, max=256, help="Decode workers; implies --split.")] = None,
@@ -84,7 +85,9 @@ def register(app: typer.Typer, load: Load) -> None:
 
         door = _Door(keys or default_path(), open)
         gateway = GatewayConfig(host=host, port=port)
-        config = EngineConfig(kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads)
+        config = EngineConfig(
+            kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads, device=device
+        )
         models, warm = models or ["tiny"], _Warm(model_cache_gb, keep_models)
         if split or (prefill, decode, cache_gb, disk_gb) != (None, None, None, None):
             cache_gb = _CACHE_GB if cache_gb is None else cache_gb

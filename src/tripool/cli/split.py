@@ -48,7 +48,7 @@ def worker_specs(
 ) -> list[Spec]:
     threads = config.threads or threads_per_worker(num_prefill + num_decode)
     options = ["--max-running", str(config.max_running), "--precision", config.precision, "--threads", str(threads)]
-    options += ["--mtp" if config.mtp else "--no-mtp"]
+    options += ["--mtp" if config.mtp else "--no-mtp", "--device", config.device]
     options += ["--kv-gb", str(config.kv_gb)] if config.kv_gb is not None else []
     names = [("prefill", i) for i in range(num_prefill)] + [("decode", i) for i in range(num_decode)]
     return [

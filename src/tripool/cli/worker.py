@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from tripool.cli.options import KvGb, MaxRunning, Model, Mtp, PrecisionOf, Threads
+from tripool.cli.options import DeviceOf, KvGb, MaxRunning, Model, Mtp, PrecisionOf, Threads
 from tripool.config import EngineConfig
 from tripool.errors import InvalidRequest
 
@@ -30,6 +30,7 @@ def register(app: typer.Typer) -> None:
         mtp: Mtp = _DEFAULT.mtp,
         precision: PrecisionOf = _DEFAULT.precision,
         threads: Threads = None,
+        device: DeviceOf = _DEFAULT.device,
     ) -> None:
         """Compute for a server that runs on this machine."""
         from tripool.cache.images import ModelImages
@@ -43,7 +44,9 @@ def register(app: typer.Typer) -> None:
         if not join.startswith("ipc://"):
             hint = "`tripool status` shows the address of a server on this machine; it begins with ipc://"
             raise InvalidRequest(f"cannot join '{join}'", hint=hint, param="join")
-        config = EngineConfig(kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads)
+        config = EngineConfig(
+            kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads, device=device
+        )
         tied = Leash.inherited(leash) if leash is not None else None
         life = Life(name or f"{role}-{os.getpid()}", epoch or time.time_ns())
         plan = read_plan(folder_of(join))

@@ -63,11 +63,17 @@ class Drafter:
             row += task.num_rows
         if not rows.work:
             return []
-        logits = self._runner.draft_logits(rows.work, _gather(hidden, rows), rows.last_rows)
-        if not rows.drafting:
-            return []
-        guesses = self._sampler.guess(logits, rows.drafting)
-        return list(zip(rows.drafting, guesses, strict=True))
+        return list(zip(rows.drafting, self._guesses(rows, _gather(hidden, rows)), strict=True))
+
+    def _guesses(self, rows: _Rows, hidden: torch.Tensor) -> list[int]:
+        """In one call where the choice is a simple one; the logits and then the sampler say the same."""
+        draws = self._sampler.draws(rows.drafting) if rows.drafting else None
+        if draws is not None:
+            chosen = self._runner.draft_choices(rows.work, hidden, rows.last_rows, draws)
+            if chosen is not None:
+                return chosen
+        logits = self._runner.draft_logits(rows.work, hidden, rows.last_rows)
+        return self._sampler.guess(logits, rows.drafting) if rows.drafting else []
 
     def welcome(self, seq: Seq) -> None:
         """A sequence whose blocks were filled by another worker's network and drafter."""

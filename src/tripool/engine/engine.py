@@ -13,6 +13,7 @@ import torch
 from tripool.config import EngineConfig, SchedulerConfig
 from tripool.core import BLOCK_TOKENS, Request, TokenEvent
 from tripool.engine.colocated import Scheduler
+from tripool.engine.device import Place
 from tripool.engine.drafter import Drafter
 from tripool.engine.paged import Paged
 from tripool.engine.runner import Runner, rows_of
@@ -28,7 +29,10 @@ _DEFAULT_KV_BYTES = 2 * 2**30
 
 
 class Engine(Paged):
-    def __init__(self, name: str, model: Model, text: TextFiles, config: EngineConfig) -> None:
+    def __init__(
+        self, name: str, model: Model, text: TextFiles, config: EngineConfig, place: Place | None = None
+    ) -> None:
+        """`place`: the device that the model was loaded on; None: this machine's own memory and cores."""
         mtp = config.mtp and model.mtp is not None
         num_blocks = kv_blocks(model.arch, config, mtp=mtp)
         scheduling = SchedulerConfig(
@@ -39,8 +43,10 @@ class Engine(Paged):
         )
         scheduler = Scheduler(scheduling, model=name, context_tokens=model.arch.context_tokens)
         super().__init__(scheduler, text, name=name, vocab=model.arch.vocab, max_running=config.max_running)
-        self._runner = Runner(model, num_blocks=num_blocks, mtp=mtp)
-        self._sampler = Sampler(model.arch.vocab)
+        if place is None:
+            self._runner, self._sampler = Runner(model, num_blocks=num_blocks, mtp=mtp), Sampler(model.arch.vocab)
+        else:
+            self._runner, self._sampler = place.runner(model, num_blocks, mtp=mtp), place.sampler(model)
         self._drafter = Drafter(self._runner, self._sampler) if mtp else None
         self._to_draft: tuple[list[Task], torch.Tensor] | None = None
         """The last step's tasks and final hidden states, until drafts are made from them."""
@@ -110,7 +116,7 @@ class Engine(Paged):
     def _settle(self, tasks: list[Task], hidden: torch.Tensor) -> list[TokenEvent]:
         """Sample where the known tokens end, and then, where that is what the draft said, after the draft as well.
 
-        The second choice is made when the first is settled: penalties, grammars and stops must have seen it.
+        A second choice that the first may change (penalties, grammars) is made when that is settled.
         """
         rows: list[int] = []
         draft_rows: list[int] = []
@@ -125,16 +131,20 @@ class Engine(Paged):
             row += task.num_rows
         if not rows:
             return self.scheduler.settle(tasks, [None] * len(tasks))
-        wanted = rows + draft_rows
-        logits = self._runner.logits(rows_of(hidden, wanted))
-        sampled = iter(self._sampler.sample(logits[: len(rows)], [task.seq for task in tasks if task.samples]))
+        logits = self._runner.logits(rows_of(hidden, rows + draft_rows))
+        seqs = [task.seq for task in tasks if task.samples]
+        at_once = self._sampler.sample_at_once(logits, seqs)
+        sampled = iter(at_once or self._sampler.sample(logits[: len(rows)], seqs))
         events = self.scheduler.settle(tasks, [next(sampled) if task.samples else None for task in tasks])
         followers = [self.scheduler.verify(task) for task in drafted]
         more = [task for task in followers if task is not None]
         if more:
             right = [i for i, task in enumerate(followers, len(rows)) if task is not None]
-            logits = rows_of(logits, right)
-            events += self.scheduler.settle(more, self._sampler.sample(logits, [task.seq for task in more]))
+            if at_once is not None:
+                later = [at_once[i] for i in right]
+            else:
+                later = self._sampler.sample(rows_of(logits, right), [task.seq for task in more])
+            events += self.scheduler.settle(more, later)
         return events
 
 

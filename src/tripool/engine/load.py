@@ -10,6 +10,7 @@ import torch
 
 from tripool.cache.images import ModelImages
 from tripool.config import EngineConfig
+from tripool.engine.device import cuda_place, load_on
 from tripool.engine.engine import Engine
 from tripool.kernels import CPU, CPU8
 from tripool.kernels.cpu8.library import set_threads, variants
@@ -41,6 +42,10 @@ def load_told(
     images: ModelImages | None = None,
 ) -> tuple[Engine, bool]:
     """Also whether the weights came from the model cache."""
+    if config.device == "cuda":
+        place = cuda_place(config.precision)
+        name, text, network = load_on(place, model, progress)
+        return Engine(name, network, text, config, place), False
     eight_bits = config.precision == "int8" and bool(variants())
     if config.precision == "int8" and not eight_bits:
         _LOG.warning(_MISSING)  # on stderr, also where nobody has set up any logging

@@ -83,3 +83,16 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 def _signed(x: int) -> int:
     return x - 2**64 if x >= 2**63 else x
+
+
+def stream_base(seed: int, choice: int) -> int:
+    """What `noise_key` knows before the position, as a signed 64-bit number: the rest can happen on a device."""
+    key = 0
+    for part in (seed, choice):
+        key = _mix_int((key + _STEP + part) & _MASK)
+    return _signed(key)
+
+
+def keys_at(bases: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """int64, elementwise: `noise_key` of each stream at a position of its own."""
+    return _mix(bases + _signed(_STEP) + positions)

@@ -6,10 +6,12 @@ import math
 import mmap
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from tripool.core import BLOCK_TOKENS
 from tripool.kernels.spans import Span
+from tripool.kernels.table import Draw
 from tripool.models import Batch, Model
 from tripool.sequence import Work
 
@@ -21,7 +23,11 @@ class Runner:
         assert not mtp or model.mtp is not None
         self.model = model
         layers = model.kv_layers if mtp else model.arch.layers
-        self.kv = _zeros(layers, num_blocks * BLOCK_TOKENS, model.arch.kv_width)
+        self.kv = self._memory(layers, num_blocks, model.arch.kv_width)
+        self._mtp_kv = self.kv[-1]
+
+    def _memory(self, layers: int, num_blocks: int, width: int) -> torch.Tensor:
+        return _zeros(layers, num_blocks * BLOCK_TOKENS, width)
 
     @property
     def kv_bytes(self) -> int:
@@ -48,14 +54,14 @@ class Runner:
     @torch.inference_mode()
     def hidden(self, work: Sequence[Work]) -> torch.Tensor:
         """Final hidden states of all rows, in the order of `work`. Writes their KV."""
-        batch, order = _batch(work)
+        batch, order = batch_of(work)
         hidden = self.model.hidden(batch, self.kv)
         return hidden if order is None else hidden.index_select(0, order)
 
     @torch.inference_mode()
     def mtp_hidden(self, work: Sequence[Work], hidden: torch.Tensor) -> torch.Tensor:
         """MTP layer over the same kind of work: its tokens are the successors of the rows of `hidden`."""
-        batch, order = _batch(work, first=1)
+        batch, order = batch_of(work, first=1)
         if order is None:
             return self.model.mtp_hidden(batch, hidden, self.kv)
         return self.model.mtp_hidden(batch, hidden[torch.argsort(order)], self.kv).index_select(0, order)
@@ -63,12 +69,24 @@ class Runner:
     @torch.inference_mode()
     def draft_logits(self, work: Sequence[Work], hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """As `mtp_hidden`, and then what comes after these rows, in their order."""
-        batch, order = _batch(work, first=1)
+        batch, order = batch_of(work, first=1)
         if order is None:
             return self.model.draft_logits(batch, hidden, self.kv, rows)
         places = order[list(rows)]
         logits = self.model.draft_logits(batch, hidden[torch.argsort(order)], self.kv, sorted(places.tolist()))
         return logits[torch.argsort(torch.argsort(places))]
+
+    @torch.inference_mode()
+    def draft_choices(
+        self, work: Sequence[Work], hidden: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]
+    ) -> list[int] | None:
+        """What these draws choose from `draft_logits`, in one call; None, and nothing done, where there is none."""
+        assert self.model.mtp is not None
+        choosing = self.model.mtp.choosing
+        if choosing is None:
+            return None
+        batch, order = batch_of(work, first=1)
+        return None if order is not None else choosing.choose(batch, hidden, self._mtp_kv, rows, draws)
 
     def clear_mtp(self, table: Sequence[int], position: int) -> None:
         """A slot of the MTP layer that nothing can be computed for: better nothing than what was there before."""
@@ -88,13 +106,15 @@ def _zeros(*shape: int) -> torch.Tensor:
 
 
 def rows_of(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """These rows of x; a view, which costs a tenth, where they follow one another."""
+    """These rows of x; itself where they are all of it, a view, which costs a tenth, where they follow one another."""
     first, count = rows[0], len(rows)
+    if count == len(x) and list(rows) == list(range(count)):
+        return x
     consecutive = count == 1 or (rows[-1] - first + 1 == count and list(rows) == list(range(first, first + count)))
     return x[first : first + count] if consecutive else x[list(rows)]
 
 
-def _batch(work: Sequence[Work], *, first: int = 0) -> tuple[Batch, torch.Tensor | None]:
+def batch_of(work: Sequence[Work], *, first: int = 0) -> tuple[Batch, torch.Tensor | None]:
     """Prompt-form rows first. Also returns where each given row went, or None when the order was right already."""
     ordered = sorted(work, key=lambda w: w.decode)
     tokens: list[int] = []
@@ -113,8 +133,9 @@ def _batch(work: Sequence[Work], *, first: int = 0) -> tuple[Batch, torch.Tensor
             piece.table[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(piece.start, piece.stop)
         ]
     num_prompt_rows = sum(span.count for span in prompts)
-    columns = torch.tensor((tokens, positions, slots))
-    batch = Batch(columns[0], columns[1], columns[2], num_prompt_rows, prompts, decodes)
+    # By numpy: torch takes four times as long to make a small tensor of a list.
+    columns = (torch.from_numpy(np.array(column, np.int64)) for column in (tokens, positions, slots))
+    batch = Batch(next(columns), next(columns), next(columns), num_prompt_rows, prompts, decodes)
     in_order = all(a is b for a, b in zip(ordered, work, strict=True))
     return batch, None if in_order else _rows_of(work, ordered)
 

@@ -15,7 +15,9 @@ import torch
 from tripool.core import SamplingParams, TokenLogprobs
 from tripool.engine.noise import draw, gumbel, noise_key, token_hashes
 from tripool.kernels.cpu8.draw import draw as fast_draw
+from tripool.kernels.cpu8.draw import largest as fast_largest
 from tripool.kernels.cpu8.library import variants
+from tripool.kernels.table import Draw
 from tripool.sequence import Sampled, Seq
 
 _FIRST_CANDIDATES = 256
@@ -29,9 +31,17 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, seqs: Sequence[Seq]) -> list[Sampled]:
         """logits float32 [rows, vocab], a row per sequence. Rows may be changed in place."""
-        if all(_is_plain_greedy(seq) for seq in seqs):
-            return [Sampled(token) for token in _likeliest(logits)]
+        at_once = self.sample_at_once(logits, seqs)
+        if at_once is not None:
+            return at_once
         return [self._sample_row(row, seq) for row, seq in zip(logits, seqs, strict=True)]
+
+    def sample_at_once(self, logits: torch.Tensor, seqs: Sequence[Seq]) -> list[Sampled] | None:
+        """As `sample`, where no token changes the choice after it: so for all rows of these sequences, in any number.
+        None where that is not so."""
+        if not all(_is_plain_greedy(seq) for seq in seqs):
+            return None
+        return [Sampled(token) for token in self._likeliest(logits)]
 
     def guess(self, logits: torch.Tensor, seqs: Sequence[Seq]) -> list[int]:
         """As `sample`, for logits that are a guess, perhaps of the first ids only: the token that `sample` would choose
@@ -40,8 +50,14 @@ class Sampler:
         History, settings and noise are those the real choice will use, so a good guess is a hit at any temperature.
         """
         if all(_is_plain_greedy(seq) for seq in seqs):
-            return _likeliest(logits)
+            return self._likeliest(logits)
         return [self._choose(self._widened(row, seq), seq) for row, seq in zip(logits, seqs, strict=True)]
+
+    def draws(self, seqs: Sequence[Seq]) -> list[Draw] | None:
+        """How `guess` chooses for each sequence, where that needs nothing but the logits; None if one is not so."""
+        if not self._fast or not all(_is_plain_draw(seq) for seq in seqs):
+            return None
+        return [(t, _key(seq) if t else 0) for seq in seqs for t in (seq.request.params.temperature,)]
 
     def _widened(self, row: torch.Tensor, seq: Seq) -> torch.Tensor:
         """Of the whole vocabulary, where ids of it are to be penalised, banned or allowed."""
@@ -59,6 +75,13 @@ class Sampler:
         adjust(row, seq)
         return int(row.argmax()) if seq.request.params.temperature == 0 else self._draw(row, seq)
 
+    def _likeliest(self, logits: torch.Tensor) -> list[int]:
+        """Of each row. Otherwise by numpy, whose search is many times faster than torch's for one row."""
+        if self._fast:
+            return fast_largest(logits)
+        tokens: list[int] = logits.numpy().argmax(-1).tolist()
+        return tokens
+
     def _draw(self, row: torch.Tensor, seq: Seq) -> int:
         params, key = seq.request.params, _key(seq)
         if _keeps_all(params):
@@ -68,12 +91,6 @@ class Sampler:
         row = row / params.temperature
         kept = keep(row, params)
         return int(kept[(row[kept] + gumbel(key, self._hashes[kept])).argmax()])
-
-
-def _likeliest(logits: torch.Tensor) -> list[int]:
-    """Of each row. By numpy, whose search is many times faster than torch's for one row."""
-    tokens: list[int] = logits.numpy().argmax(-1).tolist()
-    return tokens
 
 
 def adjust(row: torch.Tensor, seq: Seq) -> None:
@@ -153,9 +170,20 @@ def _adjusts(seq: Seq) -> bool:
     return bool(changed) or seq.guide is not None or seq.num_generated < p.min_tokens
 
 
+def is_simple(seq: Seq) -> bool:
+    """Whether the choice needs nothing but the logits, a temperature and noise."""
+    p = seq.request.params
+    return p.logprobs is None and not _adjusts(seq) and (p.temperature == 0 or _keeps_all(p))
+
+
 def _is_plain_greedy(seq: Seq) -> bool:
     p = seq.request.params
     return p.temperature == 0 and p.logprobs is None and not _adjusts(seq)
+
+
+def _is_plain_draw(seq: Seq) -> bool:
+    p = seq.request.params
+    return (p.temperature == 0 or _keeps_all(p)) and not _adjusts(seq)
 
 
 def _log(p: float) -> float:

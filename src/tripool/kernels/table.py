@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -70,6 +70,21 @@ class DraftOp(Protocol):
         ...
 
 
+Draw = tuple[float, int]
+"""How a token is chosen from logits as they are: the temperature, 0 for the largest, and the key of the noise."""
+
+
+@runtime_checkable
+class ChoosingDraftOp(Protocol):
+    """A draft that can go on to the tokens themselves: small models spend as long on the way there as in the layer."""
+
+    def choose(
+        self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]
+    ) -> list[int]:
+        """What each draw chooses from the `logits` of its row."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class KernelTable:
     name: str
@@ -83,6 +98,8 @@ class KernelTable:
     draft: Callable[[DraftParts], DraftOp]
     over: Callable[[Shelf], KernelTable] | None = None
     """The same table with what it packs kept on a shelf; None: it packs nothing worth keeping."""
+    linear_of_integers: Callable[[torch.Tensor, torch.Tensor], LinearOp] | None = None
+    """As `linear`, of a weight and its scales (see `kernels/weights.py`); None: it computes with the floats."""
 
 
 def plain_table(name: str, ops: Ops, over: Callable[[Shelf], KernelTable] | None = None) -> KernelTable:

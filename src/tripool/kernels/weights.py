@@ -1,4 +1,8 @@
-"""A layer's weights, half by half, as the checkpoint has them: what a table packs into its own form."""
+"""A layer's weights, half by half, as the checkpoint has them: what a table packs into its own form.
+
+Where the checkpoint holds integers, a field that ends in `scales` says what one of them is worth in each row (0: a row
+that is held in floats). The floats beside it are the very products, so a table that computes in floats need not look.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,7 @@ class JoinWeights:
     right: Norm
     weight: torch.Tensor
     """[hidden, 2 * hidden]."""
+    scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +45,8 @@ class GqaWeights:
     scale: float
     q_norm: Norm | None = None
     k_norm: Norm | None = None
+    qkv_scales: torch.Tensor | None = None
+    out_scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +58,7 @@ class LatentWeights:
     q_norm: Norm | None
     kv_norm: Norm
     core: MlaWeights
+    down_scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +69,8 @@ class MlpWeights:
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor
     down_bias: torch.Tensor | None
+    gate_up_scales: torch.Tensor | None = None
+    down_scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +87,7 @@ class MoeWeights:
     shared: MlpWeights | None
     """Runs on every token, beside the chosen ones. Its norm is this layer's own."""
     plan: RoutePlan
+    gate_up_scales: torch.Tensor | None = None
+    """[experts, 2 * width]."""
+    down_scales: torch.Tensor | None = None
+    """[experts, hidden]."""

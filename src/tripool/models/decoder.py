@@ -8,7 +8,7 @@ import torch
 
 from tripool.kernels import Batch, KernelTable
 from tripool.kernels.ops import LinearOp
-from tripool.kernels.table import DraftParts
+from tripool.kernels.table import AttentionHalf, ChoosingDraftOp, DraftParts, JoinOp, MlpHalf
 from tripool.kernels.weights import JoinWeights, Norm
 from tripool.models.arch import Arch, MlaShape
 from tripool.models.gqa import grouped_attention
@@ -21,21 +21,36 @@ _DRAFT_TOKENS = 2048
 """Least number of tokens a draft chooses from. Ids follow the order in which a vocabulary was learned: common first."""
 
 
+def attention_half(loader: Loader, prefix: str, arch: Arch) -> AttentionHalf:
+    norm = Norm(loader.tensor(f"{prefix}.input_layernorm.weight", arch.hidden), arch.norm_eps)
+    if isinstance(arch.attention, MlaShape):
+        return latent_attention(loader, f"{prefix}.self_attn", norm, arch, arch.attention)
+    return grouped_attention(loader, f"{prefix}.self_attn", norm, arch, arch.attention)
+
+
+def mlp_half(loader: Loader, prefix: str, arch: Arch, *, moe: bool) -> MlpHalf:
+    norm = Norm(loader.tensor(f"{prefix}.post_attention_layernorm.weight", arch.hidden), arch.norm_eps)
+    if moe:
+        assert arch.moe is not None
+        return expert_mlp(loader, f"{prefix}.mlp", norm, arch, arch.moe)
+    return dense_mlp(loader, f"{prefix}.mlp", norm, arch)
+
+
+def join_half(loader: Loader, prefix: str, arch: Arch) -> JoinOp:
+    """How the MTP layer takes in a token's final state and its successor."""
+    embedded, hidden = (
+        Norm(loader.tensor(f"{prefix}.{name}.weight", arch.hidden), arch.norm_eps) for name in ("enorm", "hnorm")
+    )
+    names, outs = [f"{prefix}.eh_proj"], [arch.hidden]
+    weight, scales = loader.fused(names, outs, 2 * arch.hidden), loader.scales(names, outs)
+    joined = JoinWeights(left=embedded, right=hidden, weight=weight, scales=scales)
+    return loader.counted(loader.kernels.join(joined))
+
+
 class Layer:
     def __init__(self, loader: Loader, prefix: str, arch: Arch, *, moe: bool) -> None:
-        before, after = (
-            Norm(loader.tensor(f"{prefix}.{name}_layernorm.weight", arch.hidden), arch.norm_eps)
-            for name in ("input", "post_attention")
-        )
-        if isinstance(arch.attention, MlaShape):
-            self.attention = latent_attention(loader, f"{prefix}.self_attn", before, arch, arch.attention)
-        else:
-            self.attention = grouped_attention(loader, f"{prefix}.self_attn", before, arch, arch.attention)
-        if moe:
-            assert arch.moe is not None
-            self.mlp = expert_mlp(loader, f"{prefix}.mlp", after, arch, arch.moe)
-        else:
-            self.mlp = dense_mlp(loader, f"{prefix}.mlp", after, arch)
+        self.attention = attention_half(loader, prefix, arch)
+        self.mlp = mlp_half(loader, prefix, arch, moe=moe)
 
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
         """Adds to x, in place."""
@@ -48,18 +63,15 @@ class Mtp:
 
     def __init__(self, loader: Loader, arch: Arch, embed: torch.Tensor, turns: torch.Tensor, head: LinearOp) -> None:
         prefix = f"model.layers.{arch.layers}"
-        embedded, hidden, final = (
-            Norm(loader.tensor(f"{prefix}.{name}.weight", arch.hidden), arch.norm_eps)
-            for name in ("enorm", "hnorm", "shared_head.norm")
-        )
-        weight = loader.fused([f"{prefix}.eh_proj"], [arch.hidden], 2 * arch.hidden)
-        join = loader.counted(loader.kernels.join(JoinWeights(left=embedded, right=hidden, weight=weight)))
+        join = join_half(loader, prefix, arch)
+        final = Norm(loader.tensor(f"{prefix}.shared_head.norm.weight", arch.hidden), arch.norm_eps)
         layer = Layer(loader, prefix, arch, moe=arch.moe is not None)
-        common = head.first(min(arch.vocab, max(_DRAFT_TOKENS, arch.vocab // 4)))
+        self.head = common = head.first(min(arch.vocab, max(_DRAFT_TOKENS, arch.vocab // 4)))
         parts = DraftParts(
             embed=embed, turns=turns, join=join, attention=layer.attention, mlp=layer.mlp, norm=final, head=common
         )
         self.draft = loader.kernels.draft(parts)
+        self.choosing = self.draft if isinstance(self.draft, ChoosingDraftOp) else None
 
 
 class Model:
@@ -72,7 +84,7 @@ class Model:
         self._layers = [Layer(loader, f"model.layers.{i}", arch, moe=i in arch.moe_layers) for i in range(arch.layers)]
         self._norm = loader.tensor("model.norm.weight", arch.hidden)
         if arch.tied_head:
-            self._head = loader.pack(self._embed)
+            self._head = loader.pack(self._embed, loader.scales(["model.embed_tokens"], [arch.vocab]))
         else:
             self._head = loader.linear(["lm_head"], [arch.vocab], arch.hidden)
         has_mtp = arch.mtp_layers > 0 and loader.has(f"model.layers.{arch.layers}.eh_proj.weight")

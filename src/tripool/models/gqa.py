@@ -16,11 +16,13 @@ def grouped_attention(loader: Loader, prefix: str, norm: Norm, arch: Arch, shape
     names = [f"{prefix}.{part}_proj" for part in "qkv"]
     weight = loader.fused(names, [query, key, key], arch.hidden)
     bias = loader.bias(names, [query, key, key]) if shape.qkv_bias else None
+    scales = loader.scales(names, [query, key, key])
     for head in range(shape.heads + shape.kv_heads):
         rows = slice(head * shape.head_dim, (head + 1) * shape.head_dim)
         to_pairs(weight[rows], arch.rope)
-        if bias is not None:
-            to_pairs(bias[rows], arch.rope)
+        for beside in (bias, scales):
+            if beside is not None:
+                to_pairs(beside[rows], arch.rope)
     norms: list[Norm | None] = [None, None]
     if shape.qk_norm:
         paired = partial(to_pairs, rope=arch.rope)
@@ -39,5 +41,7 @@ def grouped_attention(loader: Loader, prefix: str, norm: Norm, arch: Arch, shape
         scale=shape.head_dim**-0.5,
         q_norm=norms[0],
         k_norm=norms[1],
+        qkv_scales=scales,
+        out_scales=loader.scales(out, [arch.hidden]),
     )
     return loader.counted(loader.kernels.gqa(weights))

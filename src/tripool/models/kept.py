@@ -99,7 +99,7 @@ class _Asked:
     """A source, and what it was asked."""
 
     def __init__(self, source: Source) -> None:
-        self._source, self.device, self.read = source, source.device, source.read
+        self._source, self.device, self.read, self.scales = source, source.device, source.read, source.scales
         self.answers: dict[str, bool] = {}
 
     def has(self, name: str) -> bool:
@@ -120,6 +120,9 @@ class _Nobody:
 
     def read(self, name: str, out: torch.Tensor) -> None:
         pass
+
+    def scales(self, name: str) -> torch.Tensor | None:
+        return None
 
 
 @torch.inference_mode()

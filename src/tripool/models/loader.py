@@ -33,6 +33,9 @@ class Source(Protocol):
 
     def has(self, name: str) -> bool: ...
     def read(self, name: str, out: torch.Tensor) -> None: ...
+    def scales(self, name: str) -> torch.Tensor | None:
+        """Where rows are stored as integers: what one is worth, float32 [rows]."""
+        ...
 
 
 class FromCheckpoint:
@@ -50,6 +53,10 @@ class FromCheckpoint:
             problem, file = "the config promises a tensor that is not there", self._checkpoint.path
             raise TensorMissing(problem, hint=hint, tensor=name, file=file)
         self._checkpoint.read(name, out)
+
+    def scales(self, name: str) -> torch.Tensor | None:
+        stored = self._checkpoint.quantised(name) if name in self._infos else None
+        return None if stored is None else stored[1]
 
 
 class Loader:
@@ -89,6 +96,13 @@ class Loader:
             self.into(f"{name}.weight", part)
         return weight
 
+    def scales(self, names: Sequence[str], outs: Sequence[int]) -> torch.Tensor | None:
+        """Of what `fused` gives for the same names, in the sense of `kernels/weights.py`."""
+        found = [self._source.scales(f"{name}.weight") for name in names]
+        if all(one is None for one in found):
+            return None
+        return torch.cat([torch.zeros(out) if one is None else one for one, out in zip(found, outs, strict=True)])
+
     def bias(self, names: Sequence[str], outs: Sequence[int]) -> torch.Tensor:
         bias = self._blank(sum(outs))
         for name, part in zip(names, bias.split(list(outs)), strict=True):
@@ -96,9 +110,11 @@ class Loader:
         return bias
 
     def linear(self, names: Sequence[str], outs: Sequence[int], width: int) -> LinearOp:
-        return self.pack(self.fused(names, outs, width))
+        return self.pack(self.fused(names, outs, width), self.scales(names, outs))
 
-    def pack(self, weight: torch.Tensor) -> LinearOp:
+    def pack(self, weight: torch.Tensor, scales: torch.Tensor | None = None) -> LinearOp:
+        if scales is not None and self.kernels.linear_of_integers is not None:
+            return self.counted(self.kernels.linear_of_integers(weight, scales))
         return self.counted(self.kernels.linear(weight, None))
 
     def experts(self, prefix: str, experts: int, width: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,6 +126,17 @@ class Loader:
             self.into(f"{prefix}.{i}.up_proj.weight", gate_up[i, width:])
             self.into(f"{prefix}.{i}.down_proj.weight", down[i])
         return gate_up, down
+
+    def expert_scales(
+        self, prefix: str, experts: int, width: int, hidden: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of what `experts` gives."""
+        both, downs = [f"{prefix}.{{}}.gate_proj", f"{prefix}.{{}}.up_proj"], [f"{prefix}.{{}}.down_proj"]
+        gate_up, down = (
+            self.scales([name.format(i) for i in range(experts) for name in names], outs * experts)
+            for names, outs in ((both, [width, width]), (downs, [hidden]))
+        )
+        return None if gate_up is None else gate_up.view(experts, -1), None if down is None else down.view(experts, -1)
 
     def counted(self, op: Op) -> Op:
         """What a table has packed counts as the model's memory."""

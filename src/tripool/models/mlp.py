@@ -21,7 +21,9 @@ def expert_mlp(loader: Loader, prefix: str, norm: Norm, arch: Arch, shape: MoeSh
     if shape.shared_width:
         name = f"{prefix}.shared_experts"
         shared = _swiglu(loader, name, norm, arch.hidden, shape.shared_width, bias=arch.mlp_bias)
-    gate_up, down = loader.experts(f"{prefix}.experts", shape.experts, shape.width, arch.hidden)
+    experts = (f"{prefix}.experts", shape.experts, shape.width, arch.hidden)
+    gate_up, down = loader.experts(*experts)
+    gate_up_scales, down_scales = loader.expert_scales(*experts)
     weights = MoeWeights(
         norm=norm,
         gate=loader.fused([f"{prefix}.gate"], [shape.experts], arch.hidden),
@@ -30,6 +32,8 @@ def expert_mlp(loader: Loader, prefix: str, norm: Norm, arch: Arch, shape: MoeSh
         down=down,
         shared=shared,
         plan=shape.route,
+        gate_up_scales=gate_up_scales,
+        down_scales=down_scales,
     )
     return loader.counted(loader.kernels.moe(weights))
 
@@ -42,4 +46,6 @@ def _swiglu(loader: Loader, prefix: str, norm: Norm, hidden: int, width: int, *,
         gate_up_bias=loader.bias(names, [width, width]) if bias else None,
         down=loader.fused(down, [hidden], width),
         down_bias=loader.bias(down, [hidden]) if bias else None,
+        gate_up_scales=loader.scales(names, [width, width]),
+        down_scales=loader.scales(down, [hidden]),
     )

@@ -13,7 +13,7 @@ from tripool.kernels.cpu8 import library
 from tripool.kernels.cpu8.halves import Gqa8, Join8, Linear8, Mla8, Mlp8, Moe8
 from tripool.kernels.cpu8.native_batch import native_batch
 from tripool.kernels.cpu8.pack import PackedNorm
-from tripool.kernels.table import DraftParts
+from tripool.kernels.table import DraftParts, Draw
 
 
 class Draft8:
@@ -37,6 +37,7 @@ class Draft8:
             head.struct,
         )
         self._at, self._run = addressof(self._struct), library.library().tripool_draft
+        self._choose = library.library().tripool_draft_choose
 
     def hidden(self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         y = torch.empty(batch.num_rows, hidden.shape[1])
@@ -48,6 +49,27 @@ class Draft8:
         y = torch.empty(len(wanted), self._struct.head.out)
         self._call(batch, hidden, kv, wanted.buffer_info()[0], len(wanted), y)
         return y
+
+    def choose(
+        self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]
+    ) -> list[int]:
+        hidden = hidden.contiguous()
+        assert kv.is_contiguous()
+        wanted, chosen = array("i", rows), array("i", rows)
+        temperatures, keys = array("f", [draw[0] for draw in draws]), array("Q", [draw[1] for draw in draws])
+        self._choose(
+            self._at,
+            batch.tokens.data_ptr(),
+            hidden.data_ptr(),
+            kv.data_ptr(),
+            native_batch(batch),
+            wanted.buffer_info()[0],
+            len(wanted),
+            temperatures.buffer_info()[0],
+            keys.buffer_info()[0],
+            chosen.buffer_info()[0],
+        )
+        return chosen.tolist()
 
     def _call(
         self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor, wanted: int | None, count: int, y: torch.Tensor

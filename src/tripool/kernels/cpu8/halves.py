@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import addressof
 from itertools import chain
 
@@ -18,8 +19,14 @@ _LANES = 16
 
 
 class Linear8:
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, shelf: Shelf = FRESH) -> None:
-        self._see(packed(weight, bias, shelf), len(weight))
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,
+        shelf: Shelf = FRESH,
+    ) -> None:
+        self._see(packed(weight, bias, shelf, scales), len(weight))
 
     def _see(self, all_of_it: Packed, out: int) -> None:
         """All of the packed weights, or the first of their outputs: panels stand in that order."""
@@ -52,7 +59,7 @@ def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
 class Join8:
     def __init__(self, weights: JoinWeights, shelf: Shelf = FRESH) -> None:
         norms = [PackedNorm(n.gain, n.eps) for n in (weights.left, weights.right)]
-        weight = packed(weights.weight, None, shelf)
+        weight = packed(weights.weight, None, shelf, weights.scales)
         self._keep = (norms, weight)
         self.struct = library.Join(norms[0].struct, norms[1].struct, weight.struct)
         self.at, self._out = addressof(self.struct), len(weights.weight)
@@ -70,8 +77,8 @@ class Mlp8:
     def __init__(self, weights: MlpWeights, shelf: Shelf = FRESH) -> None:
         self._keep = keep = (
             PackedNorm(weights.norm.gain, weights.norm.eps),
-            packed_gate_up(weights.gate_up, weights.gate_up_bias, shelf),
-            packed(weights.down, weights.down_bias, shelf),
+            packed_gate_up(weights.gate_up, weights.gate_up_bias, shelf, weights.gate_up_scales),
+            packed(weights.down, weights.down_bias, shelf, weights.down_scales),
         )
         self.struct = library.Mlp(*(part.struct for part in keep))
         self.at, self._run = addressof(self.struct), library.library().tripool_mlp
@@ -85,8 +92,8 @@ class Mlp8:
 class Gqa8:
     def __init__(self, weights: GqaWeights, shelf: Shelf = FRESH) -> None:
         norms = [PackedNorm(n.gain, n.eps) if n else None for n in (weights.norm, weights.q_norm, weights.k_norm)]
-        qkv = packed(weights.qkv, weights.qkv_bias, shelf)
-        out = packed(weights.out, weights.out_bias, shelf)
+        qkv = packed(weights.qkv, weights.qkv_bias, shelf, weights.qkv_scales)
+        out = packed(weights.out, weights.out_bias, shelf, weights.out_scales)
         self._keep = (norms, qkv, out)
         norm, q_norm, k_norm = (library.Norm() if n is None else n.struct for n in norms)
         shape = (weights.heads, weights.kv_heads, weights.head_dim, weights.scale)
@@ -109,12 +116,17 @@ class Mla8:
         heads, wide, rank = up.shape
         norms = [_norm(weights.norm), _norm(weights.q_norm), _norm(weights.kv_norm)]
         whole = [
-            packed(weights.down, weights.down_bias, shelf),
-            packed(core.query, None, shelf),
-            packed(core.out, core.out_bias, shelf),
+            packed(weights.down, weights.down_bias, shelf, weights.down_scales),
+            packed(core.query, None, shelf, core.query_scales),
+            packed(core.out, core.out_bias, shelf, core.out_scales),
         ]
-        keys, values = up[:, :nope].transpose(1, 2), up[:, nope:]
-        by_head = [[packed(one, None, shelf) for one in some] for some in (up, keys, values)]
+        keys, values, scales = up[:, :nope].transpose(1, 2), up[:, nope:], core.up_scales
+        # Turned round, a row of keys has one integer of each stored row: no scale fits, so these are rounded afresh.
+        row_scales = (scales, None, None if scales is None else scales[:, nope:])
+        by_head = [
+            [packed(one, None, shelf, row) for one, row in zip(some, _each(rows, heads), strict=True)]
+            for some, rows in zip((up, keys, values), row_scales, strict=True)
+        ]
         arrays = [(library.Weight * heads)(*(one.struct for one in some)) for some in by_head]
         self._keep = (norms, whole, by_head, arrays)
         norm, q_norm, kv_norm = (library.Norm() if n is None else n.struct for n in norms)
@@ -135,14 +147,20 @@ class Moe8:
         experts = len(weights.gate)
         norm = PackedNorm(weights.norm.gain, weights.norm.eps)
         gate = shelf.keep("gate", lambda: _gate_panels(weights.gate))
-        gate_up = [packed_gate_up(one, None, shelf) for one in weights.gate_up]
-        down = [packed(one, None, shelf) for one in weights.down]
+        gate_up = [
+            packed_gate_up(one, None, shelf, scales)
+            for one, scales in zip(weights.gate_up, _each(weights.gate_up_scales, experts), strict=True)
+        ]
+        down = [
+            packed(one, None, shelf, scales)
+            for one, scales in zip(weights.down, _each(weights.down_scales, experts), strict=True)
+        ]
         parts = [*gate_up, *down]
         shared_structs = [library.Weight(), library.Weight()]
         if shared is not None:
             pair = [
-                packed_gate_up(shared.gate_up, shared.gate_up_bias, shelf),
-                packed(shared.down, shared.down_bias, shelf),
+                packed_gate_up(shared.gate_up, shared.gate_up_bias, shelf, shared.gate_up_scales),
+                packed(shared.down, shared.down_bias, shelf, shared.down_scales),
             ]
             parts += pair
             shared_structs = [one.struct for one in pair]
@@ -174,6 +192,10 @@ class Moe8:
 
 def _norm(norm: Norm | None) -> PackedNorm | None:
     return None if norm is None else PackedNorm(norm.gain, norm.eps)
+
+
+def _each(scales: torch.Tensor | None, count: int) -> Sequence[torch.Tensor | None]:
+    return [None] * count if scales is None else list(scales)
 
 
 def _gate_panels(gate: torch.Tensor) -> torch.Tensor:

@@ -29,20 +29,6 @@ class Norm(Structure):
     _fields_ = (("gain", c_void_p), ("eps", c_float), ("width", c_int32))
 
 
-class Batch(Structure):
-    _fields_ = (
-        ("rows", c_int32),
-        ("prompt_rows", c_int32),
-        ("slots", c_void_p),
-        ("turns", c_void_p),
-        ("prompts", c_int32),
-        ("decodes", c_int32),
-        ("prompt", c_void_p),
-        ("decode", c_void_p),
-        ("context", c_int32),
-    )
-
-
 class Mlp(Structure):
     _fields_ = (("norm", Norm), ("gate_up", Weight), ("down", Weight))
 
@@ -111,6 +97,8 @@ _FUNCTIONS: dict[str, Sequence[type]] = {
     "tripool_linear": (c_void_p, c_void_p, c_void_p, c_int),
     "tripool_join": (c_void_p, c_void_p, c_void_p, c_void_p, c_int),
     "tripool_draft": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p),
+    "tripool_draft_choose": (*(c_void_p,) * 6, c_int, c_void_p, c_void_p, c_void_p),
+    "tripool_largest": (c_void_p, c_int, c_int, c_void_p),
     "tripool_mlp": (c_void_p, c_void_p, c_int),
     "tripool_moe": (c_void_p, c_void_p, c_int),
     "tripool_gqa": (c_void_p, c_void_p, c_void_p, c_void_p),

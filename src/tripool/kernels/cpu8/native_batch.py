@@ -3,47 +3,38 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from ctypes import addressof
 
-from tripool.kernels import spans
 from tripool.kernels.batch import Batch
-from tripool.kernels.cpu8 import library
+
+_HEAD = (0,) * 7
 
 
 class NativeBatch:
+    """C's `Batch` (`native/layers.h`), and after it its spans (`native/attend.h`), as 64-bit words in one piece of
+    memory: a few microseconds, of which ctypes structures would take many."""
+
     def __init__(self, batch: Batch) -> None:
-        both = (*batch.prompts, *batch.decodes)
-        self._tables = array("i")
-        for span in both:
-            self._tables.extend(span.table)
-        places = [self._tables.buffer_info()[0]]
-        for span in both:
-            places.append(places[-1] + self._tables.itemsize * len(span.table))
-        self._prompts = _spans(batch.prompts, places)
-        self._decodes = _spans(batch.decodes, places[len(batch.prompts) :])
+        spans = (*batch.prompts, *batch.decodes)
+        self._tables = tables = array("i")
+        for span in spans:
+            tables.extend(span.table)
+        place, size = tables.buffer_info()[0], tables.itemsize
+        self._words = words = array("q", _HEAD)
+        context = 0
+        for span in spans:
+            words.extend((span.row | span.count << 32, span.start | span.first << 32, place))
+            place += size * len(span.table)
+            context = max(context, span.start + span.count)
         self._tensors = batch.slots, batch.turns
-        turns = None if batch.turns is None else batch.turns.data_ptr()
-        self._struct = library.Batch(
-            batch.num_rows,
-            batch.num_prompt_rows,
-            batch.slots.data_ptr(),
-            turns,
-            len(batch.prompts),
-            len(batch.decodes),
-            self._prompts.buffer_info()[0],
-            self._decodes.buffer_info()[0],
-            max(span.stop for span in both),
-        )
-        self.address = addressof(self._struct)
-
-
-def _spans(some: Sequence[spans.Span], places: Sequence[int]) -> array[int]:
-    """An array of C's `Span`: two pairs of 32-bit numbers and a pointer. A ctypes array costs fifty times the time."""
-    words = array("q")
-    for span, place in zip(some, places, strict=False):
-        words.extend((span.row | span.count << 32, span.start | span.first << 32, place))
-    return words
+        self.address, _ = words.buffer_info()
+        num_prompts, first_span = len(batch.prompts), self.address + 8 * len(_HEAD)
+        words[0] = batch.num_rows | batch.num_prompt_rows << 32
+        words[1] = batch.slots.data_ptr()
+        words[2] = 0 if batch.turns is None else batch.turns.data_ptr()
+        words[3] = num_prompts | len(batch.decodes) << 32
+        words[4] = first_span
+        words[5] = first_span + 24 * num_prompts
+        words[6] = context
 
 
 def native_batch(batch: Batch) -> int:

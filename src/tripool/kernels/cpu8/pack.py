@@ -14,14 +14,19 @@ _SMALLEST = 1e-30
 """Stands in for the largest value of an all-zero group."""
 
 
-def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float [out, in] -> int8 [out, groups, 64] and float32 scales [out, groups], symmetric, to nearest."""
+def quantise(weight: torch.Tensor, row_scales: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """float [out, in] -> int8 [out, groups, 64] and float32 scales [out, groups], symmetric, to nearest.
+
+    A row whose scale is given (and not 0) is integers times that scale: exactly these integers come out.
+    """
     out, width = weight.shape
     groups = -(-width // GROUP)
     padded = torch.zeros(out, groups * GROUP)
     padded[:, :width] = weight
     grouped = padded.view(out, groups, GROUP)
     scales = grouped.abs().amax(-1).clamp_min_(_SMALLEST) / 127
+    if row_scales is not None:
+        scales = torch.where(row_scales[:, None] > 0, row_scales[:, None], scales)
     return (grouped / scales[..., None]).round_().to(torch.int8), scales
 
 
@@ -40,25 +45,39 @@ class Packed:
         self.num_bytes = panels.nbytes + (0 if bias is None else bias.nbytes)
 
 
-def packed(weight: torch.Tensor, bias: torch.Tensor | None = None, shelf: Shelf = FRESH) -> Packed:
-    kept = shelf.keep("panels", lambda: _panels(weight))
+def packed(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    shelf: Shelf = FRESH,
+    scales: torch.Tensor | None = None,
+) -> Packed:
+    kept = shelf.keep("panels", lambda: _panels(weight, scales))
     kept_bias = None if bias is None else shelf.keep("bias", lambda: _padded(bias))
     return Packed(len(weight), weight.shape[1], kept, kept_bias)
 
 
-def packed_gate_up(gate_up: torch.Tensor, bias: torch.Tensor | None = None, shelf: Shelf = FRESH) -> Packed:
+def packed_gate_up(
+    gate_up: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    shelf: Shelf = FRESH,
+    scales: torch.Tensor | None = None,
+) -> Packed:
     """Sixteen gates, then the sixteen values they let through, and so on: a panel then needs no other to be gated."""
-    kept = shelf.keep("panels", lambda: _panels(_interleaved(gate_up)))
+
+    def row_scales() -> torch.Tensor | None:
+        return None if scales is None else _interleaved(scales[:, None])[:, 0]
+
+    kept = shelf.keep("panels", lambda: _panels(_interleaved(gate_up), row_scales()))
     kept_bias = None
     if bias is not None:
         kept_bias = shelf.keep("bias", lambda: _padded(_interleaved(bias[:, None])[:, 0]))
     return Packed(len(gate_up), gate_up.shape[1], kept, kept_bias)
 
 
-def _panels(weight: torch.Tensor) -> torch.Tensor:
+def _panels(weight: torch.Tensor, row_scales: torch.Tensor | None = None) -> torch.Tensor:
     out = len(weight)
     panels = -(-out // PANEL)
-    steps, scales = quantise(weight)
+    steps, scales = quantise(weight, row_scales)
     groups = scales.shape[1]
     bytes_ = torch.full((panels * PANEL, groups, GROUP), 128, dtype=torch.uint8)
     bytes_[:out] = (steps.to(torch.int16) + 128).to(torch.uint8)

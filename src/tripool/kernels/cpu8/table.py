@@ -20,6 +20,7 @@ def cpu8_table(shelf: Shelf) -> KernelTable:
         moe=partial(halves.Moe8, shelf=shelf),
         draft=Draft8,
         over=cpu8_table,
+        linear_of_integers=lambda weight, scales: halves.Linear8(weight, None, scales, shelf),
     )
 
 

@@ -52,12 +52,32 @@ INLINE vf gumbel_of(vq tokens, uint64_t key) {
     return -log_of(-log_of(uniform));
 }
 
-/* The first of the largest. */
+/* The first of the largest, of which each lane has its own first. */
+INLINE int first_of_largest(vf best, vi best_at) {
+    int top = 0;
+    for (int lane = 1; lane < LANES; lane++)
+        if (best[lane] > best[top] || (best[lane] == best[top] && best_at[lane] < best_at[top])) top = lane;
+    return best_at[top];
+}
+
+#define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+
+static int largest(const float *values, int count) {
+    vf best = splat(-INFINITY);
+    vi best_at = LANE_NUMBERS, at = LANE_NUMBERS;
+    for (int i = 0; i < count; i += LANES, at += LANES) {
+        const vf value = load_upto(values + i, count - i);
+        const vi better = (value > best) & (at < splat_int(count));
+        best = choose(better, value, best);
+        best_at = (at & better) | (best_at & ~better);
+    }
+    return first_of_largest(best, best_at);
+}
+
 static int draw(const float *logits, int count, float temperature, uint64_t key) {
     vf best = splat(-INFINITY);
-    vi best_at = {0};
-    vi at = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    vq tokens = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vi best_at = {0}, at = LANE_NUMBERS;
+    vq tokens = LANE_NUMBERS;
     const vf divisor = splat(temperature);
     for (int i = 0; i < count; i += LANES, at += LANES, tokens += LANES) {
         const vf value = load_upto(logits + i, count - i) / divisor + gumbel_of(tokens, key);
@@ -65,10 +85,7 @@ static int draw(const float *logits, int count, float temperature, uint64_t key)
         best = choose(better, value, best);
         best_at = (at & better) | (best_at & ~better);
     }
-    int top = 0;
-    for (int lane = 1; lane < LANES; lane++)
-        if (best[lane] > best[top] || (best[lane] == best[top] && best_at[lane] < best_at[top])) top = lane;
-    return best_at[top];
+    return first_of_largest(best, best_at);
 }
 
 #endif

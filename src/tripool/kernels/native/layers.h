@@ -25,7 +25,7 @@ typedef struct {
 
 /* Purposes of scratch memory. */
 enum { NORMED, INPUT, INNER, HIDDEN, MIDDLE, ATTENDED, QUERIES, STREAM, SOME, LATENT, PER_THREAD, TASKS, ROUTE, PAIRS,
-       SHARED, SHARED_ROWS, OUTPUT, PRODUCTS, LATENT_QUERIES };
+       SHARED, SHARED_ROWS, OUTPUT, PRODUCTS, LATENT_QUERIES, LOGITS };
 
 #define SMALL_ROWS 4 /* below this a phase over rows is not worth handing over */
 

@@ -38,6 +38,30 @@ API void tripool_draft(const Draft *d, const int64_t *tokens, const float *hidde
     DISOWN;
 }
 
+typedef struct {
+    const float *logits, *temperatures;
+    const uint64_t *keys;
+    int32_t *chosen;
+    int count;
+} Choose;
+
+static void choose_chunk(void *arguments, int row, int thread) {
+    (void)thread;
+    const Choose *c = arguments;
+    const float *logits = c->logits + (size_t)row * c->count, temperature = c->temperatures[row];
+    c->chosen[row] = temperature == 0.0f ? largest(logits, c->count) : draw(logits, c->count, temperature, c->keys[row]);
+}
+
+API void tripool_draft_choose(const Draft *d, const int64_t *tokens, const float *hidden, float *kv, const Batch *b,
+                              const int32_t *wanted, int count, const float *temperatures, const uint64_t *keys,
+                              int32_t *chosen) {
+    OWN;
+    float *logits = room(LOGITS, sizeof(float) * (size_t)count * d->head.out);
+    draft(d, tokens, hidden, kv, b, wanted, count, logits);
+    in_parallel(count, choose_chunk, &(Choose){logits, temperatures, keys, chosen, d->head.out});
+    DISOWN;
+}
+
 API void tripool_mlp(const Mlp *m, float *x, int rows) {
     OWN;
     mlp(m, x, rows);
@@ -60,6 +84,10 @@ API void tripool_moe(const Moe *m, float *x, int rows) {
     OWN;
     moe(m, x, rows);
     DISOWN;
+}
+
+API void tripool_largest(const float *values, int rows, int count, int32_t *best) {
+    for (int row = 0; row < rows; row++) best[row] = largest(values + (size_t)row * count, count);
 }
 
 API int tripool_draw(const float *logits, int count, float temperature, uint64_t key) {

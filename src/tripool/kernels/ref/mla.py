@@ -60,6 +60,9 @@ class MlaWeights:
     out_bias: torch.Tensor | None
     nope: int
     scale: float
+    query_scales: torch.Tensor | None = None  # see `kernels/weights.py`
+    up_scales: torch.Tensor | None = None  # [heads, nope + v]
+    out_scales: torch.Tensor | None = None
 
 
 class Mla:

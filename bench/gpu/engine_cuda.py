@@ -1,0 +1,210 @@
+"""The engine's step on CUDA against the float32 path on the CPU, on the bundled model: same tokens, with drafts or not.
+
+    python3 bench/gpu/engine_cuda.py [--json FILE] [--commit ID] [--toy]
+
+Agreement is the share of greedy tokens up to each answer's first difference, over all answers. In float32 (the bar:
+99 %) and, for information, in bfloat16 with Triton kernels. Drafts on must equal drafts off, greedy and sampled. The
+runner's captured steps are walked with a batch that shrinks by one request at a time, and the kernels of
+`kernels/cuda` are compared with their plain forms on odd sizes, outputs poisoned.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+TOY = "--toy" in sys.argv
+if TOY:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import timing  # noqa: E402
+import torch  # noqa: E402
+from timing import Row  # noqa: E402
+
+from tripool.checkpoints import FolderCheckpoint, open_checkpoint  # noqa: E402
+from tripool.engine.device_loop import DecodeLoop  # noqa: E402
+from tripool.engine.device_runner import DeviceRunner  # noqa: E402
+from tripool.engine.noise import stream_base  # noqa: E402
+from tripool.engine.runner import Runner  # noqa: E402
+from tripool.kernels.cuda.experts import all_rows, sorted_rows  # noqa: E402
+from tripool.kernels.cuda.shelf import OnDevice  # noqa: E402
+from tripool.kernels.cuda.table import cuda_table  # noqa: E402
+from tripool.models import Model, load_model  # noqa: E402
+from tripool.sequence import Work  # noqa: E402
+
+SENTENCES = (
+    "Once upon a time there was",
+    "The little dog ran to the",
+    "In the morning the sun",
+    "Tom and Anna went to the park.",
+    "A",
+    "She opened the old box and found",
+    "Why is the sky blue? Because",
+    "One day a big bear and a small bird",
+)
+BLOCKS_EACH = 6
+ODD_SIZES = [(64, 6, 64, 2048, 1408), (1, 6, 64, 2048, 1408), (33, 3, 7, 200, 72), (128, 8, 16, 512, 256)]
+"""Rows, choices, experts, hidden, width."""
+DEVICE = "cpu" if TOY else "cuda"
+HALF = torch.float16 if TOY else torch.bfloat16
+"""Triton 3.6's interpreter cannot multiply bfloat16."""
+
+
+def encoded(folder: Path) -> list[list[int]]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return [tokenizer.encode(text).ids for text in SENTENCES]
+
+
+def tables(count: int) -> list[list[int]]:
+    """Blocks without order: a table must be followed, not guessed."""
+    blocks = torch.randperm(count * BLOCKS_EACH, generator=torch.Generator().manual_seed(3)).tolist()
+    return [blocks[i * BLOCKS_EACH : (i + 1) * BLOCKS_EACH] for i in range(count)]
+
+
+def stepwise(runner: Runner, prompts: Sequence[list[int]], count: int, *, leave: bool = False) -> list[list[int]]:
+    """Greedy by steps through a runner. `leave`: request i answers i tokens less, so batches of every size occur."""
+    places = tables(len(prompts))
+    work = {i: Work(list(p), 0, places[i], False) for i, p in enumerate(prompts)}
+    answers: list[list[int]] = [[] for _ in prompts]
+    while work:
+        pieces = list(work.values())
+        hidden = runner.hidden(pieces)
+        ends = torch.tensor([len(piece.tokens) for piece in pieces]).cumsum(0) - 1
+        tokens = runner.logits(hidden[ends.to(hidden.device)]).float().argmax(-1).tolist()
+        for i, token in zip(list(work), tokens, strict=True):
+            answers[i].append(token)
+            work[i] = Work([token], work[i].stop, places[i], True)
+            if len(answers[i]) >= count - (i if leave else 0):
+                del work[i]
+    return answers
+
+
+def looped(
+    model: Model, prompts: Sequence[list[int]], count: int, *, mtp: bool, heat: float = 0.0
+) -> tuple[list[list[int]], int]:
+    loop = DecodeLoop(runner_of(model, len(prompts)), tables(len(prompts)), count=count, mtp=mtp)
+    if heat:
+        loop.sample_with([heat] * len(prompts), [stream_base(17, i) for i in range(len(prompts))])
+    return loop.run(prompts), loop.num_steps
+
+
+def runner_of(model: Model, requests: int) -> DeviceRunner:
+    dtype = model.logits(torch.zeros(1, model.arch.hidden, device=DEVICE)).dtype
+    return DeviceRunner(model, num_blocks=requests * BLOCKS_EACH, device=DEVICE, dtype=dtype, mtp=True)
+
+
+def agreed(ours: Sequence[list[int]], reference: Sequence[list[int]]) -> float:
+    """Share of tokens up to each answer's first difference."""
+    same = 0
+    for mine, theirs in zip(ours, reference, strict=True):
+        same += next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), len(mine))
+    return same / sum(map(len, ours))
+
+
+def model_rows(name: str, folder: Path | None, count: int) -> list[Row]:
+    with open_checkpoint("tiny") if folder is None else FolderCheckpoint(folder) as checkpoint:
+        prompts = encoded(checkpoint.path)
+        plain = load_model(checkpoint)
+        on_device = {
+            dtype: load_model(checkpoint, dtype, kernels=cuda_table(dtype, fused=not TOY), shelf=OnDevice(DEVICE))
+            for dtype in (torch.float32, torch.bfloat16)
+        }
+    reference = stepwise(Runner(plain, num_blocks=len(prompts) * BLOCKS_EACH), prompts, count)
+    rows = []
+    for dtype, model in on_device.items():
+        kind = str(dtype).removeprefix("torch.")
+        bar = 1.0 if dtype == torch.float32 else None
+        off, _ = looped(model, prompts, count, mtp=False)
+        on, steps = looped(model, prompts, count, mtp=True)
+        shrinking = stepwise(runner_of(model, len(prompts)), prompts, count, leave=True)
+        rows += [
+            _share(f"{name}, {kind}: greedy as the CPU's float32, loop", agreed(off, reference), 0.99, bar),
+            _share(f"{name}, {kind}: the same, captured steps of every size", agreed(shrinking, reference), 0.99, bar),
+            _share(
+                f"{name}, {kind}: drafts on = off, greedy",
+                agreed(on, off),
+                1.0,
+                bar,
+                f"{count - 1} steps became {steps}",
+            ),
+        ]
+        hot = [looped(model, prompts, count, mtp=mtp, heat=0.8)[0] for mtp in (False, True)]
+        rows.append(_share(f"{name}, {kind}: drafts on = off, temperature 0.8", agreed(hot[1], hot[0]), 1.0, bar))
+    return rows
+
+
+def _share(name: str, ours: float, peer: float, target: float | None, note: str = "") -> Row:
+    return Row(name=name, ours=ours, peer=peer, unit="of tokens", target=target, note=note)
+
+
+def kernel_rows() -> list[Row]:
+    """Relative error against the plain forms, in float32 where they can."""
+    from tripool.kernels.cuda.few_rows import few_rows
+    from tripool.kernels.cuda.quant import quantise_rows
+
+    rows = []
+    sizes = (
+        ((3, 2, 5, 48, 32),)
+        if TOY
+        else ((64, 6, 64, 2048, 1408), (1, 6, 64, 2048, 1408), (33, 3, 7, 200, 72), (128, 8, 16, 512, 256))
+    )
+    for count, top_k, experts, hidden, width in sizes:
+        x, gate_up, down = (
+            torch.randn(shape, device=DEVICE).to(HALF) / shape[-1] ** 0.5
+            for shape in ((count, hidden), (experts, 2 * width, hidden), (experts, hidden, width))
+        )
+        x = x * hidden**0.5
+        chosen = torch.rand(count, experts, device=DEVICE).topk(top_k).indices
+        weights = torch.rand(count, top_k, device=DEVICE)
+        exact = all_rows(x.double(), chosen, weights.double(), gate_up.double(), down.double())
+        junk = torch.full((64 << (2 if TOY else 20),), float("nan"), device=DEVICE)  # what the next allocations find
+        del junk
+        for form in (few_rows,) if TOY else (few_rows, sorted_rows):
+            error = float((form(x, chosen, weights, gate_up, down).double() - exact).norm() / exact.norm())
+            name = f"{form.__name__} {count} × {top_k} of {experts}, {hidden}→{width}: relative error"
+            rows.append(Row(name=name, ours=error, peer=1e-2, unit="", target=1.0, lower_is_better=True))
+    y = torch.randn(5, 16384 if not TOY else 96, device=DEVICE).to(torch.bfloat16)
+    q, scale = quantise_rows(y)
+    error = float(((q.float() * scale[:, None] - y.float()).abs() / scale[:, None]).max())
+    rows.append(
+        Row(
+            name="quantise_rows: largest error in steps",
+            ours=error,
+            peer=0.51,
+            unit="",
+            target=1.0,
+            lower_is_better=True,
+        )
+    )
+    return rows
+
+
+def main() -> int:
+    parser = timing.arguments(__doc__)
+    parser.add_argument("--toy", action="store_true", help="on a CPU, few tokens")
+    parser.add_argument("--model", type=Path, help="a checkpoint folder to check beside the bundled model")
+    asked = parser.parse_args()
+    if TOY:
+        from toy import patch_interpreter
+
+        patch_interpreter()
+    began, count = time.monotonic(), 6 if TOY else 128
+    with torch.inference_mode():
+        rows = kernel_rows() + model_rows("bundled tiny", None, count)
+        if asked.model is not None:
+            rows += model_rows(asked.model.name, asked.model, count)
+    origin = timing.Origin("a toy on a CPU", "none") if TOY else timing.gpu_origin(asked.commit)
+    timing.print_rows(rows, origin)
+    print(f"{time.monotonic() - began:.0f} s")
+    if asked.json:
+        timing.write_json(rows, origin, asked.json)
+    return int(any(row.ok is False for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

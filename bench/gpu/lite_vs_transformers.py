@@ -1,0 +1,200 @@
+"""A 16 B model of DeepSeek-V2-Lite's shape, random weights in bf16: ours against transformers' `generate`, same batch.
+
+    python3 bench/gpu/lite_vs_transformers.py [--quick] [--prompt 256] [--count 256] [--json FILE] [--commit ID] [--toy]
+
+64 sequences of equal length, greedy, no stops: both sides have the same weights and make as many tokens. Ours is
+`DecodeLoop` over the CUDA table: grouped experts, paged latent attention, one graph for each step. Also told: the
+share of greedy tokens on which both agree before they part (bf16 rounds differently on each side), and time per step.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import timing
+import torch
+
+from tripool.core import BLOCK_TOKENS
+from tripool.engine.device_loop import DecodeLoop
+from tripool.engine.device_runner import DeviceRunner
+from tripool.kernels.cuda.shelf import OnDevice
+from tripool.kernels.cuda.table import cuda_table
+from tripool.models import Model
+from tripool.models.load import arch_of
+from tripool.models.loader import Loader
+
+TOY = "--toy" in sys.argv
+LITE: dict[str, Any] = {
+    "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "n_shared_experts": 2,
+    "n_routed_experts": 64, "num_experts_per_tok": 6, "q_lora_rank": None, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128, "v_head_dim": 128, "first_k_dense_replace": 1, "max_position_embeddings": 4096,
+    "routed_scaling_factor": 1.0, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "norm_topk_prob": False,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False, "hidden_act": "silu",
+    "attention_bias": False,
+}  # fmt: skip
+MINIATURE = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+}  # fmt: skip
+TARGET = 4.0
+
+
+class FromModule:
+    """A source (see `models.loader`) over the other side's own tensors: nothing is drawn twice."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor], device: str) -> None:
+        self._state, self.device = state, device
+
+    def has(self, name: str) -> bool:
+        return name in self._state
+
+    def scales(self, name: str) -> torch.Tensor | None:
+        return None
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        if name in self._state:
+            out.copy_(self._state[name])
+            return
+        # transformers keeps a layer's experts in two tensors
+        prefix, expert, projection, _ = name.rsplit(".", 3)
+        both = projection in ("gate_proj", "up_proj")
+        stored = self._state[f"{prefix}.{'gate_up_proj' if both else 'down_proj'}"][int(expert)]
+        half = stored.chunk(2)[projection == "up_proj"] if both else stored
+        out.copy_(half)
+
+
+def peer_model(settings: dict[str, Any], device: str, dtype: torch.dtype) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("deepseek_v2", **settings)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    finally:
+        torch.set_default_dtype(before)
+    randomise(model)
+    return model.eval()
+
+
+@torch.no_grad()
+def randomise(model: Any) -> None:
+    """Weights that keep a signal alive through the layers, and logits with a clear winner now and then."""
+    for name, weight in model.named_parameters():
+        if weight.ndim == 1:
+            weight.fill_(1.0)
+        elif "embed_tokens" in name:
+            weight.normal_(0.0, 1.0)
+        else:
+            weight.normal_(0.0, (2.0 if "lm_head" in name else 0.5) * weight.shape[-1] ** -0.5)
+
+
+@torch.inference_mode()
+def our_model(settings: dict[str, Any], peer: Any, device: str, dtype: torch.dtype) -> Model:
+    table = cuda_table(dtype, fused=device == "cuda")
+    arch = arch_of(settings | {"model_type": "deepseek_v2"}, "made up")
+    return Model(arch, Loader(FromModule(peer.state_dict(), device), table, dtype, OnDevice(device)))
+
+
+def peer_answers(peer: Any, prompts: torch.Tensor, count: int) -> torch.Tensor:
+    from transformers import GenerationConfig
+
+    plan = GenerationConfig(
+        max_new_tokens=count, min_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    peer.generation_config.eos_token_id = None
+    with torch.inference_mode():
+        ids = peer.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=plan)
+    return ids[:, prompts.shape[1] :]
+
+
+def seconds(run: Any, device: str) -> tuple[float, Any]:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    result = run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began, result
+
+
+def before_parting(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    """Share of tokens up to each sequence's first difference."""
+    same = [
+        next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), len(x))
+        for x, y in zip(ours, theirs, strict=True)
+    ]
+    return sum(same) / sum(map(len, ours))
+
+
+def main() -> int:
+    parser = timing.arguments(__doc__)
+    parser.add_argument("--toy", action="store_true", help="miniature on a CPU, without Triton and graphs")
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--count", type=int, default=256)
+    parser.add_argument("--sequences", type=int, default=64)
+    asked = parser.parse_args()
+    device = "cpu" if TOY else "cuda"
+    dtype = torch.float32 if TOY else torch.bfloat16
+    settings = LITE | MINIATURE if TOY else LITE
+    sequences, length, count = (3, 9, 8) if TOY else (asked.sequences, asked.prompt, asked.count)
+    if asked.quick:
+        count = min(count, 64)
+    torch.manual_seed(7)
+    took_s, peer = seconds(lambda: peer_model(settings, device, dtype), device)
+    print(f"weights in {took_s:.1f} s: {sum(p.numel() for p in peer.parameters()) / 1e9:.2f} B", flush=True)
+    prompts = torch.randint(0, settings["vocab_size"], (sequences, length), device=device)
+    peer_answers(peer, prompts, 4)  # warms up
+    times = [seconds(lambda: peer_answers(peer, prompts, count), device) for _ in range(1 if asked.quick or TOY else 2)]
+    theirs = times[0][1].tolist()
+    peer_s = min(took for took, _ in times)
+    prefill_s = min(seconds(lambda: peer_answers(peer, prompts, 1), device)[0] for _ in range(2))
+    peer_step_ms = (peer_s - prefill_s) / (count - 1) * 1e3
+    print(f"transformers: {peer_s:.2f} s, first token {prefill_s:.2f} s, step {peer_step_ms:.2f} ms", flush=True)
+
+    model = our_model(settings, peer, device, dtype)
+    if not TOY:
+        del peer
+        torch.cuda.empty_cache()
+    blocks = -(-(length + count + 3) // BLOCK_TOKENS)
+    runner = DeviceRunner(model, num_blocks=sequences * blocks, device=device, dtype=dtype)
+    tables = [list(range(i * blocks, (i + 1) * blocks)) for i in range(sequences)]
+    asking = prompts.tolist()
+    loop = DecodeLoop(runner, tables, count=count)
+    answers = loop.run(asking)  # warms up
+    our_s = min(seconds(lambda: loop.run(asking), device)[0] for _ in range(3))
+    first_s = min(seconds(lambda: loop._start(asking, 32768), device)[0] for _ in range(2))
+    step_ms = (our_s - first_s) / (count - 1) * 1e3
+    agreed = before_parting(answers, theirs)
+    print(
+        f"ours: {our_s:.2f} s, first token {first_s:.2f} s, step {step_ms:.2f} ms; {agreed:.1%} agreed before parting",
+        flush=True,
+    )
+    total = sequences * count
+    details = {
+        "our_s": our_s, "peer_s": peer_s, "our_first_s": first_s, "peer_first_s": prefill_s, "our_step_ms": step_ms,
+        "peer_step_ms": peer_step_ms, "agreed_before_parting": agreed,
+        "floor_step_ms": model.num_bytes / 4.2e12 * 1e3, "prompt": length, "count": count, "sequences": sequences,
+    }  # fmt: skip
+    note = (
+        f"{length} in, {count} out; step {step_ms:.1f} against {peer_step_ms:.1f} ms; {agreed:.0%} alike before parting"
+    )
+    row = timing.Row(
+        name=f"V2-Lite shape, {sequences} sequences, bf16, whole batch", ours=total / our_s, peer=total / peer_s,
+        unit="tok/s", target=TARGET, note=note, details=details,
+    )  # fmt: skip
+    origin = timing.Origin("a toy on a CPU", "none") if TOY else timing.gpu_origin(asked.commit)
+    timing.print_rows([row], origin)
+    if asked.json:
+        timing.write_json([row], origin, asked.json)
+    return int(row.ok is False and not TOY)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""`tripool eval`: how far one checkpoint says what another says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from tripool.cli.terminal import stderr
+from tripool.errors import InvalidRequest
+
+Arithmetic = Literal["float32", "int8", "w8a8"]
+_HOW = "float32; int8: our 8-bit kernels; w8a8: integers and rounding by token, as the layout says, in plain steps."
+
+
+def register(app: typer.Typer) -> None:
+    @app.command(name="eval")
+    def evaluate(
+        a: Annotated[str, typer.Argument(metavar="A", help="The checkpoint that is right, such as the original.")],
+        b: Annotated[str, typer.Argument(metavar="B", help="The one that is held against it.")],
+        text: Annotated[Path, typer.Option(help="A file of plain text, other than what B was calibrated on.")],
+        tokens: Annotated[int, typer.Option(min=2, help="Read at most this much of the text.")] = 8192,
+        window: Annotated[int, typer.Option(min=64, help="Tokens read at a time.")] = 512,
+        answers: Annotated[int, typer.Option(min=0, help="Greedy answers to compare, one for each window.")] = 16,
+        answer_tokens: Annotated[int, typer.Option(min=1, help="Length of a greedy answer.")] = 32,
+        precision_a: Annotated[Arithmetic, typer.Option(help=f"How A computes. {_HOW}")] = "float32",
+        precision_b: Annotated[Arithmetic, typer.Option(help="How B computes.")] = "int8",
+        json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers here, too.")] = None,
+        threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores when not given.")] = None,
+    ) -> None:
+        """Compare B with A on a text: perplexity, next-token agreement, KL, greedy agreement."""
+        _evaluate((a, precision_a), (b, precision_b), text, tokens, window, answers, answer_tokens, json_file, threads)
+
+
+def _evaluate(
+    a: tuple[str, Arithmetic],
+    b: tuple[str, Arithmetic],
+    text: Path,
+    tokens: int,
+    window: int,
+    answers: int,
+    answer_tokens: int,
+    json_file: Path | None,
+    threads: int | None,
+) -> None:
+    import os
+
+    import torch
+
+    from tripool.checkpoints import open_checkpoint
+    from tripool.kernels.cpu8.library import set_threads
+    from tripool.quant import Side, compare, read_windows
+    from tripool.text import Tokenizer
+
+    threads = threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    if "int8" in (a[1], b[1]):
+        set_threads(threads)
+    sides = []
+    with open_checkpoint(a[0]) as first:
+        windows = read_windows(text, Tokenizer(first.text), num_tokens=tokens, window=window)
+        context = max(window, answer_tokens + 64)
+    for name, arithmetic in (a, b):
+        with open_checkpoint(name) as checkpoint:
+            sides.append(Side(checkpoint, arithmetic, window=context, num_answers=answers))
+    if sides[0].vocab != sides[1].vocab:
+        problem = f"vocabularies of {sides[0].vocab} and {sides[1].vocab} tokens"
+        raise InvalidRequest(problem, hint="give two forms of one model")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=stderr()) as progress:
+        task = progress.add_task("windows", total=len(windows))
+        found = compare(
+            sides[0],
+            sides[1],
+            windows,
+            num_answers=answers,
+            answer_tokens=answer_tokens,
+            on_progress=lambda done, total: progress.update(task, completed=done),
+        )
+    table = Table("", "value", title=f"{a[0]} ({a[1]}) against {b[0]} ({b[1]})")
+    table.add_row("perplexity A", f"{found.perplexity_a:.4f}")
+    table.add_row("perplexity B", f"{found.perplexity_b:.4f} ({found.perplexity_change:+.3%})")
+    table.add_row("next-token agreement", f"{found.next_token_agreement:.3%} of {found.num_tokens:,}")
+    table.add_row("mean KL(A ‖ B)", f"{found.mean_kl:.6f} nats")
+    table.add_row("greedy agreement", f"{found.greedy_agreement:.3%} of {found.num_greedy_tokens:,}")
+    Console().print(table)
+    if json_file is not None:
+        told = {"a": a[0], "precision_a": a[1], "b": b[0], "precision_b": b[1]} | found.as_dict()
+        json_file.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,189 @@
+"""The runner on a device of its own. Steps that only decode run as captured graphs, one for each size of batch.
+
+A captured step has a number of requests, of query rows for each, and of table columns, all rounded up; what is real in
+it is told by tensors that are filled before each replay, in one copy from pinned memory. Rows that fill a size up stand
+in a block that belongs to nobody. On a device without graphs the same step runs call by call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from tripool.core import BLOCK_TOKENS
+from tripool.engine.runner import Runner, batch_of
+from tripool.kernels.cuda.rows import MAX_QUERIES, DeviceRows, PagedRows
+from tripool.models import Batch, Model
+from tripool.sequence import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    requests: int
+    queries: int
+    width: int
+    """Blocks in a row of the table."""
+
+    @property
+    def rows(self) -> int:
+        return self.requests * self.queries
+
+    @classmethod
+    def of(cls, work: Sequence[Work], most_width: int) -> Size:
+        width = max(-(-piece.stop // BLOCK_TOKENS) for piece in work)
+        queries = max(len(piece.tokens) for piece in work)
+        return cls(_round_up(len(work)), queries, min(_round_up(width), most_width))
+
+
+def _round_up(count: int) -> int:
+    """To a power of two, and above 16 to a multiple of it: little is wasted, and there are few sizes."""
+    return 1 << (count - 1).bit_length() if count <= 16 else -(-count // 16) * 16
+
+
+@dataclass(slots=True)
+class Step:
+    """One size's inputs, where they stay, and what runs over them."""
+
+    size: Size
+    columns: torch.Tensor
+    """int64 [3, rows]: tokens, positions, slots."""
+    table: torch.Tensor
+    lengths: torch.Tensor
+    hidden_in: torch.Tensor | None
+    """For the MTP layer: final states of the tokens before."""
+    run: Callable[[], torch.Tensor] = field(init=False)
+
+    def batch(self, first: int) -> Batch:
+        rows = PagedRows(self.table, self.lengths, self.size.queries, first)
+        tokens, positions, slots = self.columns
+        order = torch.arange(self.size.rows, device=self.columns.device)
+        return Batch(tokens, positions, slots, 0, [], [], native=DeviceRows((), rows, order))
+
+    def fill(self, work: Sequence[Work], nowhere: int) -> list[int]:
+        """The rows of `work`, each request's in its own place. Returns where they are."""
+        size = self.size
+        columns = torch.zeros(3, size.requests, size.queries, dtype=torch.int64)
+        columns[2] = nowhere * BLOCK_TOKENS
+        table = torch.full((size.requests, size.width), nowhere, dtype=torch.int32)
+        lengths = torch.full((size.requests,), size.queries, dtype=torch.int32)
+        real: list[int] = []
+        for i, piece in enumerate(work):
+            count, blocks = len(piece.tokens), -(-piece.stop // BLOCK_TOKENS)
+            positions = range(piece.start, piece.stop)
+            slots = [piece.table[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in positions]
+            columns[:, i, :count] = torch.tensor((piece.tokens, list(positions), slots))
+            table[i, :blocks] = torch.tensor(piece.table[:blocks])
+            # The last rows may be nobody's: then the context is said to be longer, and only they see what is there.
+            lengths[i] = piece.start + size.queries
+            real.extend(range(i * size.queries, i * size.queries + count))
+        for target, source in ((self.columns, columns.flatten(1)), (self.table, table), (self.lengths, lengths)):
+            target.copy_(_pinned(source, target), non_blocking=True)
+        return real
+
+
+def _pinned(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return source.pin_memory() if target.is_cuda else source
+
+
+class DeviceRunner(Runner):
+    def __init__(
+        self, model: Model, *, num_blocks: int, device: torch.device | str, dtype: torch.dtype, mtp: bool = False
+    ) -> None:
+        self.device, self._dtype = torch.device(device), dtype
+        self._steps: dict[tuple[Size, int], Step] = {}
+        self._nowhere = num_blocks
+        super().__init__(model, num_blocks=num_blocks, mtp=mtp)
+
+    def _memory(self, layers: int, num_blocks: int, width: int) -> torch.Tensor:
+        """One more block than the scheduler knows of, for rows that are nobody's."""
+        return torch.zeros(layers, (num_blocks + 1) * BLOCK_TOKENS, width, dtype=self._dtype, device=self.device)
+
+    @torch.inference_mode()
+    def hidden(self, work: Sequence[Work]) -> torch.Tensor:
+        if _only_decodes(work):
+            return self._captured(work, None)
+        batch, order = self._batch(work, 0)
+        hidden = self.model.hidden(batch, self.kv)
+        return hidden if order is None else hidden.index_select(0, order)
+
+    @torch.inference_mode()
+    def mtp_hidden(self, work: Sequence[Work], hidden: torch.Tensor) -> torch.Tensor:
+        if _only_decodes(work):
+            return self._captured(work, hidden)
+        batch, order = self._batch(work, 1)
+        if order is None:
+            return self.model.mtp_hidden(batch, hidden, self.kv)
+        return self.model.mtp_hidden(batch, hidden[torch.argsort(order)], self.kv).index_select(0, order)
+
+    @torch.inference_mode()
+    def draft_logits(self, work: Sequence[Work], hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        assert self.model.mtp is not None
+        final = self.mtp_hidden(work, hidden)
+        return self.model.mtp.head(final[torch.tensor(list(rows)).to(self.device)])
+
+    def _batch(self, work: Sequence[Work], first: int) -> tuple[Batch, torch.Tensor | None]:
+        batch, order = batch_of(work, first=first)
+        columns = torch.stack((batch.tokens, batch.positions, batch.slots)).to(self.device)
+        batch.tokens, batch.positions, batch.slots = columns
+        return batch, None if order is None else order.to(self.device)
+
+    def _captured(self, work: Sequence[Work], hidden: torch.Tensor | None) -> torch.Tensor:
+        size = Size.of(work, -(-self.model.arch.context_tokens // BLOCK_TOKENS))
+        key = size, int(hidden is not None)
+        if key not in self._steps:
+            self._steps[key] = self._prepare(size, mtp=hidden is not None)
+        step = self._steps[key]
+        real = step.fill(work, self._nowhere)
+        whole = len(real) == size.rows
+        places = None if whole else torch.tensor(real).to(self.device)
+        if hidden is not None:
+            assert step.hidden_in is not None
+            if places is None:
+                step.hidden_in.copy_(hidden)
+            else:
+                step.hidden_in.index_copy_(0, places, hidden)
+        out = step.run()
+        return out if places is None else out.index_select(0, places)
+
+    def _prepare(self, size: Size, *, mtp: bool) -> Step:
+        step = Step(
+            size,
+            torch.zeros(3, size.rows, dtype=torch.int64, device=self.device),
+            torch.full((size.requests, size.width), self._nowhere, dtype=torch.int32, device=self.device),
+            torch.full((size.requests,), size.queries, dtype=torch.int32, device=self.device),
+            torch.zeros(size.rows, self.model.arch.hidden, dtype=self._dtype, device=self.device) if mtp else None,
+        )
+        step.columns[2] = self._nowhere * BLOCK_TOKENS
+
+        def run() -> torch.Tensor:
+            if step.hidden_in is None:
+                return self.model.hidden(step.batch(0), self.kv)
+            return self.model.mtp_hidden(step.batch(1), step.hidden_in, self.kv)
+
+        step.run = captured(run) if self.device.type == "cuda" else run
+        return step
+
+
+def _only_decodes(work: Sequence[Work]) -> bool:
+    return all(piece.decode and len(piece.tokens) <= MAX_QUERIES for piece in work)
+
+
+def captured(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """`run` as a graph: the same launches over the same memory, and the same tensor each time."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):  # compiles kernels and opens libraries outside the graph
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return out
+
+    return replay

@@ -1,0 +1,21 @@
+"""Norm, rotation and gate on the device. Rows come out in the type they are computed in next."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+def rope_(x: torch.Tensor, turns: torch.Tensor) -> None:
+    """In float32, whatever x is: complex numbers have no narrower type, and angles no bits to lose."""
+    pairs = torch.view_as_complex(x.to(torch.float32, copy=True).unflatten(-1, (-1, 2)))
+    x.copy_(torch.view_as_real(pairs.mul_(turns[:, None])).flatten(-2))
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

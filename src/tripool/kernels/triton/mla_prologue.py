@@ -1,0 +1,141 @@
+"""What comes before latent attention on CUDA, in two kernels around the query's up-projection.
+
+`mla_prologue`: of the joint down-projection, norm the query's part (and round it to 8 bits where the next product wants
+that), norm the latent, turn the rotary key, write both into the paged cache. `rope_queries`: turn the rotary part of
+the queries into its place behind their absorbed part. Turns are a table by position: complex, paired layout.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+ROUND = tl.constexpr(12582912.0)
+"""1.5 * 2**23: added and taken away again, it leaves a float32 rounded to the nearest whole number, ties to even."""
+
+
+@triton.jit
+def _turn(even, odd, turns, position, pairs, count):
+    """Element pairs as complex numbers, times the turn of their position."""
+    at = turns + (position * count + pairs) * 2
+    cos = tl.load(at, mask=pairs < count, other=0.0)
+    sin = tl.load(at + 1, mask=pairs < count, other=0.0)
+    return even * cos - odd * sin, odd * cos + even * sin
+
+
+@triton.jit
+def _write(
+    latent, cache, gain, turns, position, eps,
+    RANK: tl.constexpr, ROPE: tl.constexpr, KV_BLOCK: tl.constexpr, PAIR_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row's normed latent and turned key into its place. (Names may not change their shape inside a branch.)"""
+    columns = tl.arange(0, KV_BLOCK)
+    inside = columns < RANK
+    x = tl.load(latent + columns, mask=inside, other=0.0).to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x, 0) / RANK + eps) * tl.load(gain + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(cache + columns, y.to(cache.dtype.element_ty), mask=inside)
+    pairs = tl.arange(0, PAIR_BLOCK)
+    is_pair = pairs < ROPE // 2
+    even = tl.load(latent + RANK + 2 * pairs, mask=is_pair, other=0.0).to(tl.float32)
+    odd = tl.load(latent + RANK + 2 * pairs + 1, mask=is_pair, other=0.0).to(tl.float32)
+    even, odd = _turn(even, odd, turns, position, pairs, ROPE // 2)
+    tl.store(cache + RANK + 2 * pairs, even.to(cache.dtype.element_ty), mask=is_pair)
+    tl.store(cache + RANK + 2 * pairs + 1, odd.to(cache.dtype.element_ty), mask=is_pair)
+
+
+@triton.jit
+def _prologue(
+    down, q_gain, kv_gain, turns, positions, slots, cache, q_out, scales, q_eps, kv_eps, down_stride,
+    Q_RANK: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, INT8: tl.constexpr,
+    Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, PAIR_BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    down += row * down_stride
+    if Q_RANK > 0:
+        columns = tl.arange(0, Q_BLOCK)
+        inside = columns < Q_RANK
+        x = tl.load(down + columns, mask=inside, other=0.0).to(tl.float32)
+        gain = tl.load(q_gain + columns, mask=inside, other=0.0).to(tl.float32)
+        y = x * tl.rsqrt(tl.sum(x * x, 0) / Q_RANK + q_eps) * gain
+        if INT8:
+            largest = tl.maximum(tl.max(tl.abs(y), 0), 1e-30)
+            steps = (y * (127.0 / largest) + ROUND) - ROUND
+            tl.store(q_out + row * Q_RANK + columns, steps.to(tl.int8), mask=inside)
+            tl.store(scales + row, largest / 127.0)
+        else:
+            tl.store(q_out + row * Q_RANK + columns, y.to(q_out.dtype.element_ty), mask=inside)
+    slot = tl.load(slots + row)
+    if slot >= 0:  # rows that only fill up a batch have none
+        position = tl.load(positions + row)
+        place = cache + slot * (RANK + ROPE)
+        _write(down + Q_RANK, place, kv_gain, turns, position, kv_eps, RANK, ROPE, KV_BLOCK, PAIR_BLOCK)
+
+
+@triton.jit
+def _rope_queries(
+    q, turns, positions, out, heads, q_row_stride, q_head_stride, out_row_stride, out_head_stride,
+    PAIRS: tl.constexpr, HEAD_BLOCK: tl.constexpr, PAIR_BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK))[:, None]
+    pairs = tl.arange(0, PAIR_BLOCK)[None, :]
+    inside = (head < heads) & (pairs < PAIRS)
+    source = q + row * q_row_stride + head * q_head_stride + 2 * pairs
+    even = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    odd = tl.load(source + 1, mask=inside, other=0.0).to(tl.float32)
+    even, odd = _turn(even, odd, turns, tl.load(positions + row), pairs, PAIRS)
+    target = out + row * out_row_stride + head * out_head_stride + 2 * pairs
+    tl.store(target, even.to(out.dtype.element_ty), mask=inside)
+    tl.store(target + 1, odd.to(out.dtype.element_ty), mask=inside)
+
+
+def mla_prologue(
+    down: torch.Tensor,
+    q_gain: torch.Tensor | None,
+    kv_gain: torch.Tensor,
+    turns: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    kv_blocks: torch.Tensor,
+    *,
+    q_eps: float,
+    kv_eps: float,
+    int8: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """down [rows, q_rank + rank + rope]; turns complex64 [positions, rope / 2]; positions, slots int64 [rows], slots
+    below zero: not written; kv_blocks [blocks, 64, rank + rope].
+
+    Returns the normed query part [rows, q_rank], int8 or as `down`, and a float32 step per row (empty unless int8). A
+    model without a query rank gives no q_gain: `down` then starts with the latent, and the result is empty.
+    """
+    rows, rank = len(down), len(kv_gain)
+    q_rank, rope = (0 if q_gain is None else len(q_gain)), kv_blocks.shape[2] - rank
+    assert down.shape[1] == q_rank + rank + rope and down.stride(1) == 1 and kv_blocks.is_contiguous()
+    assert turns.dtype == torch.complex64 and turns.shape[1] * 2 == rope and turns.is_contiguous()
+    q_out = torch.empty(rows, q_rank, dtype=torch.int8 if int8 else down.dtype, device=down.device)
+    scales = torch.empty(rows if int8 else 0, dtype=torch.float32, device=down.device)
+    if rows > 0:
+        _prologue[(rows,)](
+            down, kv_gain if q_gain is None else q_gain, kv_gain, torch.view_as_real(turns), positions, slots,
+            kv_blocks, q_out, scales, q_eps, kv_eps, down.stride(0), Q_RANK=q_rank, RANK=rank, ROPE=rope, INT8=int8,
+            Q_BLOCK=triton.next_power_of_2(max(1, q_rank)), KV_BLOCK=triton.next_power_of_2(rank),
+            PAIR_BLOCK=triton.next_power_of_2(rope // 2), num_warps=4,
+        )  # fmt: skip
+    return q_out, scales
+
+
+def rope_queries(q_rope: torch.Tensor, turns: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+    """q_rope [rows, heads, rope], turned into out of the same shape; both may be views of wider rows.
+
+    Usually q_rope is the end of the projected queries and out the end of the absorbed ones.
+    """
+    rows, heads, rope = q_rope.shape
+    assert out.shape == q_rope.shape and q_rope.stride(2) == out.stride(2) == 1
+    assert turns.dtype == torch.complex64 and turns.shape[1] * 2 == rope and turns.is_contiguous()
+    head_block = min(32, triton.next_power_of_2(heads))
+    if rows > 0:
+        _rope_queries[(rows, triton.cdiv(heads, head_block))](
+            q_rope, torch.view_as_real(turns), positions, out, heads, *q_rope.stride()[:2], *out.stride()[:2],
+            PAIRS=rope // 2, HEAD_BLOCK=head_block, PAIR_BLOCK=triton.next_power_of_2(rope // 2), num_warps=4,
+        )  # fmt: skip

@@ -1,0 +1,103 @@
+"""Rows that become int8 on their way: RMS norm (with or without a residual sum) and SwiGLU, each in one pass, on CUDA.
+
+A program holds one row in registers: it is read once and written once, as integers with one scale. The arithmetic is
+float32 whatever the input's type. Rows may be a slice of wider ones.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tripool.kernels.ref.w8a8 import LEAST, Rows8
+
+
+@triton.jit
+def _put_quantised(y, row, width, q, scale, LEAST: tl.constexpr, BLOCK: tl.constexpr):
+    largest = tl.maximum(tl.max(tl.abs(y), axis=0), LEAST)
+    steps = y * (127.0 / largest)
+    steps = (steps + 12582912.0) - 12582912.0  # 1.5 * 2^23: leaves an integer, halves to even
+    steps = tl.minimum(tl.maximum(steps, -127.0), 127.0)
+    cols = tl.arange(0, BLOCK)
+    tl.store(q + row * width + cols, steps.to(tl.int8), mask=cols < width)
+    tl.store(scale + row, largest / 127.0)
+
+
+@triton.jit
+def rms_norm_quant_kernel(
+    x, residual, weight, q, scale, width, x_stride, residual_stride, eps,
+    LEAST: tl.constexpr, WITH_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < width
+    v = tl.load(x + row * x_stride + cols, mask=inside, other=0.0).to(tl.float32)
+    if WITH_RESIDUAL:
+        at = residual + row * residual_stride + cols
+        rounded = (v + tl.load(at, mask=inside, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
+        tl.store(at, rounded, mask=inside)
+        v = rounded.to(tl.float32)  # what later layers will see is what is normed
+    v = v * tl.rsqrt(tl.sum(v * v, axis=0) / width + eps)
+    v = v * tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
+    _put_quantised(v, row, width, q, scale, LEAST, BLOCK)
+
+
+@triton.jit
+def swiglu_quant_kernel(
+    gate_up, counts, q, scale, width, stride, height,
+    LEAST: tl.constexpr, COUNTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if COUNTED and row % height >= tl.load(counts + row // height):
+        return
+    cols = tl.arange(0, BLOCK)
+    inside = cols < width
+    gate = tl.load(gate_up + row * stride + cols, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + width + cols, mask=inside, other=0.0).to(tl.float32)
+    _put_quantised(gate * tl.sigmoid(gate) * up, row, width, q, scale, LEAST, BLOCK)
+
+
+def _rows8(rows: int, width: int, device: torch.device) -> Rows8:
+    q = torch.empty(rows, width, dtype=torch.int8, device=device)
+    return q, torch.empty(rows, dtype=torch.float32, device=device)
+
+
+def _shape(width: int) -> dict[str, int]:
+    block = triton.next_power_of_2(width)
+    return {"BLOCK": block, "num_warps": max(1, min(16, block // 1024))}
+
+
+def rms_norm_quant(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, out: Rows8 | None = None
+) -> Rows8:
+    """x [rows, width]; with `residual`, the norm of x + residual, and that sum is left in `residual`."""
+    rows, width = x.shape
+    assert x.stride(1) == 1 and weight.shape == (width,)
+    assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1)
+    q, scale = out or _rows8(rows, width, x.device)
+    if rows:
+        other = x if residual is None else residual
+        rms_norm_quant_kernel[(rows,)](
+            x, other, weight, q, scale, width, x.stride(0), other.stride(0), eps,
+            LEAST=LEAST, WITH_RESIDUAL=residual is not None, **_shape(width),
+        )  # fmt: skip
+    return q, scale
+
+
+def swiglu_quant(gate_up: torch.Tensor, counts: torch.Tensor | None = None, out: Rows8 | None = None) -> Rows8:
+    """gate_up [rows, 2 * width] -> silu(first half) * second half.
+
+    With counts int32 [parts] the rows lie in parts of equal height, and of each only the first counts[part] are
+    computed: [num_rows] for sorted rows, one count per expert for buffers of fixed height.
+    """
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.stride(1) == 1 and (counts is None or rows % len(counts) == 0)
+    q, scale = out or _rows8(rows, width, gate_up.device)
+    if rows:
+        height = rows if counts is None else rows // len(counts)
+        swiglu_quant_kernel[(rows,)](
+            gate_up, gate_up if counts is None else counts, q, scale, width, gate_up.stride(0), height,
+            LEAST=LEAST, COUNTED=counts is not None, **_shape(width),
+        )  # fmt: skip
+    return q, scale

@@ -1,0 +1,127 @@
+"""Two checkpoints on one text: perplexity of each, and how far the second says what the first says.
+
+- perplexity: exp of the mean loss over every token of the text but each window's first.
+- next-token agreement: share of the same places where both, reading the text itself, find the same token likeliest.
+- KL: mean over the same places of KL(A ‖ B), in nats.
+- greedy agreement: both go on by themselves from the start of each window; share of A's tokens before the first that
+  differs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from tripool.checkpoints import Checkpoint
+from tripool.core import BLOCK_TOKENS
+from tripool.engine.runner import Runner, Work
+from tripool.kernels import CPU, CPU8, KernelTable
+from tripool.models import load_model
+from tripool.quant.watched import W8A8
+
+Arithmetic = Literal["float32", "int8", "w8a8"]
+"""float32: stored integers are multiplied out. int8: our 8-bit kernels. w8a8: what the layout means, written out:
+integer weights, their inputs rounded by token, the rest in float32."""
+
+TABLES: dict[Arithmetic, KernelTable] = {"float32": CPU, "int8": CPU8, "w8a8": W8A8}
+PROMPT_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    perplexity_a: float
+    perplexity_b: float
+    next_token_agreement: float
+    mean_kl: float
+    greedy_agreement: float
+    num_tokens: int
+    num_greedy_tokens: int
+
+    @property
+    def perplexity_change(self) -> float:
+        return self.perplexity_b / self.perplexity_a - 1
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"perplexity_change": self.perplexity_change}
+
+
+class Side:
+    """One checkpoint, loaded, asked for logits."""
+
+    def __init__(self, checkpoint: Checkpoint, arithmetic: Arithmetic, *, window: int, num_answers: int) -> None:
+        self.name = checkpoint.name
+        model = load_model(checkpoint, kernels=TABLES[arithmetic])
+        self.vocab = model.arch.vocab
+        self._blocks = -(-window // BLOCK_TOKENS)
+        self._runner = Runner(model, num_blocks=max(num_answers, 1) * self._blocks)
+
+    def logits(self, window: Sequence[int]) -> torch.Tensor:
+        """What comes after each token of the window."""
+        work = Work(list(window), 0, self._table(0), False)
+        return self._runner.logits(self._runner.hidden([work]))
+
+    def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """Each prompt's likeliest continuation; nothing ends it early."""
+        work = [Work(list(prompt), 0, self._table(i), False) for i, prompt in enumerate(prompts)]
+        answers: list[list[int]] = [[] for _ in prompts]
+        last = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
+        hidden = self._runner.hidden(work)[last]
+        for step in range(count):
+            chosen = self._runner.logits(hidden).argmax(-1).tolist()
+            for answer, token in zip(answers, chosen, strict=True):
+                answer.append(token)
+            if step + 1 < count:
+                places = [len(prompt) + step for prompt in prompts]
+                work = [Work([t], p, self._table(i), True) for i, (t, p) in enumerate(zip(chosen, places, strict=True))]
+                hidden = self._runner.hidden(work)
+        return answers
+
+    def _table(self, answer: int) -> list[int]:
+        return list(range(answer * self._blocks, (answer + 1) * self._blocks))
+
+
+@torch.inference_mode()
+def compare(
+    a: Side,
+    b: Side,
+    windows: Sequence[Sequence[int]],
+    *,
+    num_answers: int = 16,
+    answer_tokens: int = 32,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Comparison:
+    assert a.vocab == b.vocab, "told apart before this"
+    loss_a = loss_b = kl = 0.0
+    same = count = 0
+    for i, window in enumerate(windows):
+        said_a, said_b = (side.logits(window)[:-1].log_softmax(-1) for side in (a, b))
+        wanted = torch.tensor(window[1:])[:, None]
+        loss_a -= float(said_a.gather(1, wanted).double().sum())
+        loss_b -= float(said_b.gather(1, wanted).double().sum())
+        same += int((said_a.argmax(-1) == said_b.argmax(-1)).sum())
+        kl += float((said_a.exp() * (said_a - said_b)).double().sum())
+        count += len(wanted)
+        on_progress(i + 1, len(windows))
+    equal, total = _greedy(a, b, windows[:num_answers], answer_tokens)
+    return Comparison(
+        perplexity_a=math.exp(loss_a / count),
+        perplexity_b=math.exp(loss_b / count),
+        next_token_agreement=same / count,
+        mean_kl=kl / count,
+        greedy_agreement=equal / max(total, 1),
+        num_tokens=count,
+        num_greedy_tokens=total,
+    )
+
+
+def _greedy(a: Side, b: Side, windows: Sequence[Sequence[int]], count: int) -> tuple[int, int]:
+    """Tokens of A that B wrote as well before it wrote another, and tokens of A in all."""
+    prompts = [window[:PROMPT_TOKENS] for window in windows]
+    equal = 0
+    for one, other in zip(a.greedy(prompts, count), b.greedy(prompts, count), strict=True):
+        equal += next((i for i, (x, y) in enumerate(zip(one, other, strict=True)) if x != y), count)
+    return equal, count * len(prompts)

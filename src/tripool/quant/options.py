@@ -1,0 +1,60 @@
+"""What a quantisation may do, as data. Each technique can be switched off, so that its gain can be measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tripool.errors import InvalidRequest, TripoolError
+
+
+class QuantizeError(TripoolError):
+    """A quantisation cannot begin or go on."""
+
+    status = 400
+    code = "cannot_quantize"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Techniques:
+    suppress: bool = True
+    """Outliers of activations are scaled down, and what reads them scaled up by the same power of two."""
+    search: bool = True
+    """Each channel's scale is the one, of several, with the least output error; else the largest weight decides."""
+    compensate: bool = True
+    """What rounding and clipping took from one column is given to those after it."""
+    keep: float = 0.02
+    """Mixed precision: the most sensitive parts stay in 16-bit floats, as long as the linears' bytes grow by no more
+    than this share. 0: none stays."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.keep < 1:
+            raise InvalidRequest(f"keep is {self.keep!r}", hint="a share: at least 0 and below 1", param="keep")
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+PLAIN = Techniques(suppress=False, search=False, compensate=False, keep=0.0)
+"""Per-channel rounding and nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A part that could stay in floats."""
+
+    name: str
+    sensitivity: float
+    """Error that its rounding adds to the residual stream, squared, relative to the stream."""
+    extra_bytes: int
+    """What staying in floats would cost."""
+
+
+def choose_kept(candidates: list[Candidate], budget_bytes: int) -> list[str]:
+    """Most error saved per byte first; one that does not fit leaves room for smaller ones after it."""
+    kept, left = [], budget_bytes
+    for one in sorted(candidates, key=lambda one: (-one.sensitivity / max(one.extra_bytes, 1), one.name)):
+        if one.extra_bytes <= left and one.sensitivity > 0:
+            kept.append(one.name)
+            left -= one.extra_bytes
+    return sorted(kept)

@@ -1,0 +1,238 @@
+"""A checkpoint into INT8, shard by shard: embedding and head first, then one layer at a time, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from xxhash import xxh3_128_hexdigest
+
+from tripool.checkpoints import Checkpoint, TensorInfo
+from tripool.checkpoints.safetensors import TORCH_DTYPES, SafetensorsFile
+from tripool.checkpoints.write import SafetensorsWriter, int8_layout, with_end_ids, write_json, write_text_files
+from tripool.errors import CheckpointMissing
+from tripool.models import read_arch
+from tripool.quant.folding import Factors, choose_factors
+from tripool.quant.journal import Journal
+from tripool.quant.layer import FoldedSource, keep_in_floats, stored_infos, write_layer
+from tripool.quant.options import Candidate, Techniques, choose_kept
+from tripool.quant.parts import LayerParts, layer_parts
+from tripool.quant.rounding import Seen
+from tripool.quant.sensitivity import sensitivities
+from tripool.quant.stream import Stream
+
+OnProgress = Callable[[int, int, str], None]
+"""Called with (shards finished, shards in all, what was finished or is begun)."""
+
+REPORT = "quantize_report.json"
+_TEXT_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "generation_config.json", "vocab*", "merges*")
+_SENSITIVITY_WINDOWS = 2
+_ALWAYS_IN_FLOATS = ("lm_head", "re:.*mlp\\.gate$")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    linears: list[dict[str, Any]]
+    """A `LinearReport` each, as a dict, with whether it was `kept` in floats."""
+    kept: list[str]
+    """Units that stayed in floats."""
+    resumed: int
+    """Shards that an earlier run had finished."""
+
+
+def quantize(
+    source: Checkpoint,
+    target: Path,
+    *,
+    techniques: Techniques,
+    windows: Sequence[Sequence[int]],
+    on_progress: OnProgress = lambda done, total, what: None,
+) -> Quantized:
+    """`windows`: tokens of the calibration text; none: without data, where only `search` can do anything."""
+    return _Run(source, target, techniques, windows, on_progress).run()
+
+
+class _Run:
+    def __init__(
+        self,
+        source: Checkpoint,
+        target: Path,
+        techniques: Techniques,
+        windows: Sequence[Sequence[int]],
+        on_progress: OnProgress,
+    ) -> None:
+        self._source, self._target, self._techniques, self._windows = source, target, techniques, windows
+        self._arch, self._tell = read_arch(source), on_progress
+        names = source.infos()
+        has_mtp = self._arch.mtp_layers > 0 and f"model.layers.{self._arch.layers}.eh_proj.weight" in names
+        self._layers = [layer_parts(self._arch, i) for i in range(self._arch.layers + has_mtp)]
+        self._total = len(self._layers) + 1
+        self._journal = Journal(target, self._plan())
+
+    def run(self) -> Quantized:
+        resumed = len(self._journal.done)
+        self._step("rest", self._write_rest)
+        for i, parts in enumerate(self._layers):
+            self._step(parts.prefix, lambda i=i, parts=parts: self._write_layer(i, parts))  # type: ignore[misc]
+        linears = [one for parts in self._layers for one in self._journal.done[parts.prefix]["linears"]]
+        kept = self._keep(linears)
+        for one in linears:
+            one["kept"] = one["unit"] in kept
+        self._finish(linears, kept)
+        return Quantized(linears, kept, resumed)
+
+    def _plan(self) -> dict[str, Any]:
+        path = self._source.path
+        files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
+        stamps = [f"{one.name} {one.stat().st_size} {one.stat().st_mtime_ns}" for one in files]
+        return {
+            "source": str(path.resolve()),
+            "files": xxh3_128_hexdigest("\0".join(stamps).encode()),
+            "windows": xxh3_128_hexdigest(json.dumps(self._windows).encode()),
+            "techniques": self._techniques.as_dict(),
+        }
+
+    def _step(self, name: str, make: Callable[[], dict[str, Any]]) -> None:
+        done = len(self._journal.done)
+        if name not in self._journal.done:
+            self._tell(done, self._total, name)
+            self._journal.finish(name, make())
+            self._tell(done + 1, self._total, name)
+
+    def _shard(self, index: int) -> Path:
+        return self._target / f"model-{index + 1:05}-of-{self._total:05}.safetensors"
+
+    def _write_rest(self) -> dict[str, Any]:
+        """All that belongs to no layer: embedding, final norm, head."""
+        layers = tuple(f"{parts.prefix}." for parts in self._layers)
+        infos = {name: info for name, info in self._source.infos().items() if not name.startswith(layers)}
+        plan = stored_infos(infos, ())
+        writer = SafetensorsWriter(self._shard(0), plan)
+        for name, info in plan.items():
+            values = torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype])
+            self._source.read(name, values)
+            writer.put(name, values)
+        writer.finish()
+        return {}
+
+    def _write_layer(self, index: int, parts: LayerParts) -> dict[str, Any]:
+        factors, seen, before = Factors(), {}, None
+        stream = self._stream(index)
+        if stream is not None:
+            states = [] if parts.mtp else [state.clone() for state in stream.states[:_SENSITIVITY_WINDOWS]]
+            before = Stream(self._arch, self._windows[: len(states)], states) if states else None
+            seen = self._observe(stream, parts)
+            if self._techniques.suppress:
+                factors = choose_factors(parts, seen, FoldedSource(self._source, parts, Factors()).linear)
+        shard = self._shard(index + 1)
+        reports = write_layer(shard, self._source, parts, factors, seen, self._techniques)
+        _write_tensors(self._journal.folder / f"factors-{index}.safetensors", factors.tensors())
+        found: dict[str, float] = {}
+        if before is not None and self._techniques.keep:
+            found = sensitivities(self._source, parts, factors, shard, before)
+        if stream is not None:
+            stream.write(self._stream_file(index + 1))
+            self._stream_file(index - 1).unlink(missing_ok=True)
+        return {"linears": [one.as_dict() for one in reports], "sensitivity": found}
+
+    def _stream_file(self, index: int) -> Path:
+        return self._journal.folder / f"stream-{index}.safetensors"
+
+    def _stream(self, index: int) -> Stream | None:
+        if not self._windows:
+            return None
+        if index == 0:
+            return Stream.begin(self._arch, self._source, self._windows)
+        return Stream.read(self._arch, self._windows, self._stream_file(index))
+
+    def _observe(self, stream: Stream, parts: LayerParts) -> dict[str, Seen]:
+        source = FoldedSource(self._source, parts, Factors())
+        seen = stream.enter_mtp(parts, self._source, source) if parts.mtp else {}
+        return seen | stream.observe(parts, source)
+
+    def _keep(self, linears: list[dict[str, Any]]) -> list[str]:
+        """Choose what stays in floats, and write the shards of those layers again."""
+        if not self._techniques.keep:
+            return []
+        sizes: dict[str, int] = {}
+        for one in linears:  # a byte more for each weight
+            sizes[one["unit"]] = sizes.get(one["unit"], 0) + one["num_weights"]
+        sensitivity: dict[str, float] = {}
+        for parts in self._layers:
+            sensitivity |= self._journal.done[parts.prefix]["sensitivity"]
+        candidates = [Candidate(unit, value, sizes[unit]) for unit, value in sensitivity.items()]
+        budget = int(self._techniques.keep * sum(one["num_weights"] for one in linears))
+        kept = set(choose_kept(candidates, budget))
+        for i, parts in enumerate(self._layers):
+            mine = {
+                one["name"].removeprefix(f"{parts.prefix}.")
+                for one in self._journal.done[parts.prefix]["linears"]
+                if one["unit"] in kept
+            }
+            if mine:
+                factors = Factors.of_tensors(_read_tensors(self._journal.folder / f"factors-{i}.safetensors"))
+                keep_in_floats(self._shard(i + 1), self._source, parts, factors, mine)
+        return sorted(kept)
+
+    def _finish(self, linears: list[dict[str, Any]], kept: list[str]) -> None:
+        index: dict[str, str] = {}
+        total_bytes, in_floats = 0, []
+        for i in range(self._total):
+            shard = SafetensorsFile(self._shard(i))
+            for name, tensor in shard.tensors.items():
+                index[name] = self._shard(i).name
+                total_bytes += tensor.stop - tensor.start
+                if i > 0 and len(tensor.info.shape) == 2 and f"{name}_scale" not in shard.tensors:
+                    in_floats.append(name.removesuffix(".weight"))
+            shard.close()
+        in_floats = [name for name in in_floats if not name.endswith((".mlp.gate", "_scale"))]
+        write_json(
+            self._target / "model.safetensors.index.json",
+            {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(index.items()))},
+            indent=1,
+        )
+        write_json(self._target / REPORT, self._report(linears, kept), indent=1)
+        config = dict(self._source.config)
+        config["quantization_config"] = int8_layout(["Linear"], [*_ALWAYS_IN_FLOATS, *sorted(in_floats)])
+        config.setdefault("torch_dtype", "bfloat16")
+        write_json(self._target / "config.json", self._copy_text(config), indent=1)
+        self._journal.remove()
+
+    def _report(self, linears: list[dict[str, Any]], kept: list[str]) -> dict[str, Any]:
+        tokens = sum(map(len, self._windows))
+        told = {"source": self._source.name, "calibration_tokens": tokens, "techniques": self._techniques.as_dict()}
+        return told | {"kept": kept, "linears": linears}
+
+    def _copy_text(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Tokenizer and templates: the very files of a folder; of others, what they amount to."""
+        source = self._source.path
+        if source.is_dir():
+            for pattern in _TEXT_FILES:
+                for file in source.glob(pattern):
+                    shutil.copyfile(file, self._target / file.name)
+            return config
+        try:
+            text = self._source.text
+        except CheckpointMissing:  # bare weights are quantised all the same
+            return config
+        write_text_files(self._target, text)
+        return with_end_ids(config, text)
+
+
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    writer = SafetensorsWriter(path, {name: TensorInfo(tuple(t.shape), "F32") for name, t in tensors.items()})
+    for name, values in tensors.items():
+        writer.put(name, values)
+    writer.finish()
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    file = SafetensorsFile(path)
+    tensors = {name: tensor.whole().clone() for name, tensor in file.tensors.items()}
+    file.close()
+    return tensors

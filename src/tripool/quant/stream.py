@@ -1,0 +1,126 @@
+"""The residual stream of the calibration text, carried through the network layer by layer.
+
+Holds one layer's weights at a time. Between layers the stream is all there is, so it is what a resumed run reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tripool.checkpoints import Checkpoint
+from tripool.checkpoints.base import TensorInfo
+from tripool.checkpoints.safetensors import SafetensorsFile
+from tripool.checkpoints.write import SafetensorsWriter
+from tripool.core import BLOCK_TOKENS
+from tripool.kernels import CPU, Batch
+from tripool.kernels.spans import Span
+from tripool.models.arch import Arch
+from tripool.models.decoder import Layer, join_half
+from tripool.models.loader import Loader, Source
+from tripool.models.rope import turn_table
+from tripool.quant.parts import LayerParts
+from tripool.quant.rounding import Seen
+from tripool.quant.watched import watched_table
+
+_SAMPLE_ROWS = 256
+
+
+class Stream:
+    """`states`: one [tokens, hidden] for each window, before the layer that comes next."""
+
+    def __init__(self, arch: Arch, windows: Sequence[Sequence[int]], states: list[torch.Tensor]) -> None:
+        self.arch, self.windows, self.states = arch, windows, states
+        self._turns = turn_table(arch.rope, max(map(len, windows)))
+
+    @classmethod
+    @torch.inference_mode()
+    def begin(cls, arch: Arch, checkpoint: Checkpoint, windows: Sequence[Sequence[int]]) -> Stream:
+        embed = _embedding(arch, checkpoint)
+        return cls(arch, windows, [embed[torch.tensor(window)].float() for window in windows])
+
+    @classmethod
+    def read(cls, arch: Arch, windows: Sequence[Sequence[int]], path: Path) -> Stream:
+        file = SafetensorsFile(path)
+        states = [file.tensors[str(i)].whole().clone() for i in range(len(windows))]
+        file.close()
+        return cls(arch, windows, states)
+
+    def write(self, path: Path) -> None:
+        infos = {str(i): TensorInfo(tuple(state.shape), "F32") for i, state in enumerate(self.states)}
+        writer = SafetensorsWriter(path, infos)
+        for i, state in enumerate(self.states):
+            writer.put(str(i), state)
+        writer.finish()
+
+    def batch(self, window: int, *, first: int = 0) -> tuple[Batch, torch.Tensor]:
+        """One window's rows, from position `first` on, and room for their KV."""
+        tokens, num_tokens = self.windows[window], len(self.windows[window])
+        positions = torch.arange(first, num_tokens)
+        blocks = -(-num_tokens // BLOCK_TOKENS)
+        span = Span(0, num_tokens - first, first, list(range(blocks)), first)
+        batch = Batch(torch.tensor(tokens[first:]), positions, positions, len(positions), [span], [])
+        batch.turns = self._turns[first:num_tokens]
+        return batch, torch.zeros(blocks * BLOCK_TOKENS, self.arch.kv_width)
+
+    @torch.inference_mode()
+    def observe(self, parts: LayerParts, source: Source) -> dict[str, Seen]:
+        """Run the layer over every window: the stream moves on, and what each input looked like is returned."""
+        recorder = Recorder({one.observed for one in parts.inputs}, len(self.windows))
+        loader = Loader(source, watched_table(recorder), torch.float32)
+        layer = Layer(loader, parts.prefix, self.arch, moe=parts.moe)
+        for i, x in enumerate(self.states):
+            batch, kv = self.batch(i, first=int(parts.mtp))
+            layer(x, batch, kv)
+        return recorder.seen()
+
+    @torch.inference_mode()
+    def enter_mtp(self, parts: LayerParts, checkpoint: Checkpoint, source: Source) -> dict[str, Seen]:
+        """From the last layer's output to the MTP layer's input: each final state with its successor."""
+        recorder = Recorder({"eh"}, len(self.windows))
+        join = join_half(Loader(source, watched_table(recorder), torch.float32), parts.prefix, self.arch)
+        embed, gain = _embedding(self.arch, checkpoint), torch.empty(self.arch.hidden)
+        checkpoint.read("model.norm.weight", gain)
+        for i, x in enumerate(self.states):
+            final = CPU.rms_norm(x, gain, self.arch.norm_eps)
+            self.states[i] = join(embed[torch.tensor(self.windows[i][1:])].float(), final[:-1].clone())
+        return recorder.seen()
+
+
+def _embedding(arch: Arch, checkpoint: Checkpoint) -> torch.Tensor:
+    name = "model.embed_tokens.weight"
+    dtype = torch.bfloat16 if checkpoint.infos()[name].dtype == "BF16" else torch.float32
+    embed = torch.empty(arch.vocab, arch.hidden, dtype=dtype)
+    checkpoint.read(name, embed)
+    return embed
+
+
+class Recorder:
+    """Sums up what inputs look like, without keeping them."""
+
+    def __init__(self, wanted: set[str], num_windows: int) -> None:
+        self._wanted = wanted
+        self._rows_each = -(-_SAMPLE_ROWS // num_windows)
+        self._seen: dict[str, Seen] = {}
+        self._samples: dict[str, list[torch.Tensor]] = {}
+
+    def __call__(self, label: str, x: torch.Tensor, integers: bool) -> torch.Tensor:
+        if label in self._wanted and len(x):
+            largest = x.abs().amax(0)
+            known = self._seen.get(label)
+            if known is None:
+                known = Seen(torch.zeros(x.shape[1], x.shape[1]), largest, x[:0], 0)
+                self._seen[label], self._samples[label] = known, []
+            known.second.addmm_(x.T, x)
+            known.largest = torch.maximum(known.largest, largest)
+            known.count += len(x)
+            step = max(len(x) // self._rows_each, 1)
+            self._samples[label].append(x[::step][: self._rows_each].clone())
+        return x
+
+    def seen(self) -> dict[str, Seen]:
+        for label, known in self._seen.items():
+            known.rows = torch.cat(self._samples[label])
+        return self._seen

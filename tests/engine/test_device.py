@@ -1,0 +1,57 @@
+"""The engine over a device's runner and sampler, with the CPU for a device: the same text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tripool.config import EngineConfig
+from tripool.core import Request, SamplingParams
+from tripool.engine.device import DeviceMissing, Place, load_on
+from tripool.engine.engine import Engine
+from tripool.engine.load import load_engine
+from tripool.errors import InvalidRequest
+
+PARAMS = (
+    SamplingParams(max_tokens=20, temperature=0.0),
+    SamplingParams(max_tokens=17, temperature=0.9),
+    SamplingParams(max_tokens=12, temperature=0.7, top_p=0.8, repetition_penalty=1.2),
+    SamplingParams(max_tokens=9, temperature=0.0, logprobs=2),
+)
+
+
+def answers(engine: Engine) -> list[list[int]]:
+    """Requests that join one after another, so that prompts, decodes and drafts share steps."""
+    said: list[list[int]] = [[] for _ in PARAMS]
+    waiting = list(enumerate(PARAMS))
+    while waiting or engine.busy:
+        if waiting:
+            i, params = waiting.pop(0)
+            prompt = tuple(40 + 7 * i + 3 * j for j in range(5 + 30 * i))
+            engine.add(Request(id=str(i), prompt_ids=prompt, params=params, seed=5 + i))
+        for event in engine.step():
+            said[int(event.request_id)].append(event.token_id)
+    return said
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return answers(load_engine("tiny", EngineConfig(precision="float32", mtp=False, threads=1)))
+
+
+@pytest.mark.parametrize("mtp", [False, True])
+def test_the_same_text_through_a_device(expected: list[list[int]], mtp: bool) -> None:
+    place = Place(torch.device("cpu"), torch.float32)
+    name, text, network = load_on(place, "tiny")
+    engine = Engine(name, network, text, EngineConfig(mtp=mtp), place)
+    assert answers(engine) == expected
+    assert engine.num_held_blocks == 0
+    assert bool(engine.num_accepted) == mtp
+
+
+def test_a_device_that_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceMissing, match="no CUDA device"):
+        load_engine("tiny", EngineConfig(device="cuda"))
+    with pytest.raises(InvalidRequest, match="device is"):
+        EngineConfig(device="tpu")  # type: ignore[arg-type]

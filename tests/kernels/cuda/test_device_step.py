@@ -1,0 +1,126 @@
+"""The CUDA table, runner and loop on a CPU: the same code without graphs and Triton, against the float32 CPU path."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tripool.checkpoints import open_checkpoint
+from tripool.engine.device_loop import DecodeLoop
+from tripool.engine.device_runner import DeviceRunner
+from tripool.engine.noise import draw, noise_key, stream_base, token_hashes
+from tripool.engine.runner import Runner
+from tripool.kernels.cuda.shelf import OnDevice
+from tripool.kernels.cuda.table import cuda_table
+from tripool.models import Model, load_model
+from tripool.sequence import Work
+
+NUM_BLOCKS = 24
+PROMPTS = [[5, 80, 300, 7, 2000, 41], [9, 12], list(range(100, 170)), [77]]
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[Model, Model]:
+    """The bundled model through the CPU table and through the CUDA one."""
+    with open_checkpoint("tiny") as checkpoint:
+        device = load_model(checkpoint, kernels=cuda_table(torch.float32, fused=False), shelf=OnDevice("cpu"))
+        return load_model(checkpoint), device
+
+
+def device_runner(model: Model) -> DeviceRunner:
+    return DeviceRunner(model, num_blocks=NUM_BLOCKS, device="cpu", dtype=torch.float32, mtp=True)
+
+
+def tables(dice: random.Random) -> list[list[int]]:
+    blocks = dice.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    return [blocks[i * 4 : i * 4 + 4] for i in range(len(PROMPTS))]
+
+
+def plain_greedy(model: Model, count: int, temperature: float = 0.0) -> list[list[int]]:
+    """One sequence at a time, one token at a time, on the float32 CPU path."""
+    hashes, answers = token_hashes(model.arch.vocab), []
+    for choice, prompt in enumerate(PROMPTS):
+        runner, answer = Runner(model, num_blocks=4), []
+        work = Work(list(prompt), 0, [0, 1, 2, 3], False)
+        while len(answer) < count:
+            row = runner.logits(runner.hidden([work])[-1:])[0]
+            if temperature:
+                answer.append(draw(row, temperature, noise_key(11, choice, len(answer)), hashes))
+            else:
+                answer.append(int(row.argmax()))
+            work = Work(answer[-1:], len(prompt) + len(answer) - 1, [0, 1, 2, 3], True)
+        answers.append(answer)
+    return answers
+
+
+def test_mixed_steps_agree_with_the_cpu_path(models: tuple[Model, Model]) -> None:
+    """Prompt pieces, decode pieces of one, two and three rows, in any order: same hidden states row by row."""
+    dice = random.Random(3)
+    cpu, device = Runner(models[0], num_blocks=NUM_BLOCKS, mtp=True), device_runner(models[1])
+    places = tables(dice)
+    for step in range(7):
+        work = []
+        for i, prompt in enumerate(PROMPTS):
+            known = list(prompt) + [dice.randrange(8192) for _ in range(40)]
+            start = len(prompt) + 3 * (step - 1) if step else 0
+            count = len(prompt) if step == 0 else (i % 3) + 1 if step < 5 else 1
+            work.append(Work(known[start : start + count], start, places[i], step > 0))
+        if step == 0:
+            work.reverse()
+        ours, reference = device.hidden(work), cpu.hidden(work)
+        torch.testing.assert_close(ours, reference, atol=2e-4, rtol=1e-3)
+        shifted = [Work(w.tokens, w.start + 1, w.table, w.decode) for w in work]
+        torch.testing.assert_close(
+            device.mtp_hidden(shifted, ours), cpu.mtp_hidden(shifted, reference), atol=2e-4, rtol=1e-3
+        )
+
+
+def test_a_captured_size_is_used_for_smaller_batches_too(models: tuple[Model, Model]) -> None:
+    """Three requests in a step of four: rows that fill it up change nothing and write to nobody's block."""
+    runner = device_runner(models[1])
+    places = tables(random.Random(1))
+    runner.hidden([Work(p, 0, t, False) for p, t in zip(PROMPTS, places, strict=True)])
+    before = runner.kv.clone()
+    three = [Work([50 + i], len(PROMPTS[i]), places[i], True) for i in range(3)]
+    together = runner.hidden(three)
+    written = (runner.kv != before).any(-1).any(0).nonzero()[:, 0].tolist()
+    own = {places[i][len(PROMPTS[i]) // 64] * 64 + len(PROMPTS[i]) % 64 for i in range(3)}
+    assert own <= set(written) <= own | set(range(NUM_BLOCKS * 64, (NUM_BLOCKS + 1) * 64))
+    alone = torch.cat([runner.hidden([piece]) for piece in three])
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-4)
+
+
+def answers_of(model: Model, count: int, *, mtp: bool, temperature: float = 0.0) -> tuple[list[list[int]], int]:
+    loop = DecodeLoop(device_runner(model), tables(random.Random(8)), count=count, mtp=mtp)
+    if temperature:
+        loop.sample_with([temperature] * len(PROMPTS), [stream_base(11, i) for i in range(len(PROMPTS))])
+    return loop.run(PROMPTS, chunk_tokens=70), loop.num_steps
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_loop_gives_the_same_text_with_drafts_and_without(models: tuple[Model, Model], temperature: float) -> None:
+    count = 24
+    reference = plain_greedy(models[0], count, temperature)
+    plain, num_plain = answers_of(models[1], count, mtp=False, temperature=temperature)
+    drafted, num_drafted = answers_of(models[1], count, mtp=True, temperature=temperature)
+    assert plain == drafted == reference
+    assert num_plain == count - 1
+    assert num_drafted < count - 1 or temperature, "no draft ever came true"
+
+
+def test_experts_in_sorted_rows_equal_every_expert_over_every_row() -> None:
+    from tripool.kernels.cuda.experts import all_rows, sorted_rows
+
+    dice = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=dice).to(torch.bfloat16)
+
+    x, gate_up, down = normal(33, 64), normal(8, 96, 64) / 8, normal(8, 64, 48) / 7
+    chosen = torch.rand(33, 7, generator=dice).topk(3).indices  # nobody chooses the last
+    weights = torch.rand(33, 3, generator=dice)
+    ours, plain = sorted_rows(x, chosen, weights, gate_up, down), all_rows(x, chosen, weights, gate_up, down)
+    error = (ours - plain).float().norm() / plain.float().norm()
+    assert error < 1e-2

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from oracle.cases import CASES
+from quant.conftest import windows_of
+from tripool.checkpoints import open_checkpoint
+from tripool.models import read_arch
+from tripool.models.loader import FromCheckpoint
+from tripool.quant.folding import Factors, _error, choose_factors
+from tripool.quant.layer import FoldedSource
+from tripool.quant.parts import layer_parts
+from tripool.quant.rounding import Seen
+from tripool.quant.stream import Stream
+
+BY_NAME = {case.name: case for case in CASES}
+NAMES = [
+    "llama-linear",
+    "llama-wide-heads",
+    "qwen2-7-1",
+    "qwen3-biased",
+    "qwen3-moe-plain",
+    "v2-groups",
+    "v3-groups",
+    "v3-unnormalised",
+    "v3-plain-query",
+]
+
+
+def some_power_of_two(parts, seen, read, dice) -> Factors:
+    """As `choose_factors`, but any factor at all, and for every fold."""
+    import tripool.quant.folding as folding
+
+    factors = Factors()
+    for fold in parts.folds:
+        stats = seen[parts.input(fold.inputs[0]).observed]
+        wanted = torch.randn(len(stats.largest), generator=dice).mul(2).exp2()
+        factor = folding._power_of_two(folding._tied(fold, wanted, torch.ones(len(wanted)), 0.9))
+        readers = [name for label in fold.inputs for name in parts.input(label).linears]
+        folding._note(factors, fold, factor, readers, read)
+    return factors
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_scaled_layers_compute_the_same_bits(folder_of, name: str) -> None:
+    """Every fold of every layer, the MTP layer too, with factors from 1/64 to 64."""
+    case, dice = BY_NAME[name], torch.Generator().manual_seed(7)
+    windows = windows_of(case, count=1, length=70)
+    with open_checkpoint(folder_of(case)) as checkpoint:
+        arch = read_arch(checkpoint)
+        plain, scaled = (Stream.begin(arch, checkpoint, windows) for _ in range(2))
+        for i in range(arch.layers + case.mtp):
+            parts = layer_parts(arch, i)
+            unscaled = FromCheckpoint(checkpoint)
+            seen = plain.enter_mtp(parts, checkpoint, unscaled) if parts.mtp else {}
+            seen |= plain.observe(parts, unscaled)
+            for one in parts.inputs:  # an expert that nobody chose was not seen; it is scaled all the same
+                width = checkpoint.infos()[f"{parts.prefix}.{one.linears[0]}.weight"].shape[1]
+                seen.setdefault(one.observed, Seen(torch.eye(width), torch.ones(width), torch.ones(1, width), 1))
+            read = FoldedSource(checkpoint, parts, Factors()).linear
+            factors = some_power_of_two(parts, seen, read, dice)
+            source = FoldedSource(checkpoint, parts, factors)
+            if parts.mtp:
+                scaled.enter_mtp(parts, checkpoint, source)
+            scaled.observe(parts, source)
+            changed = [key for key in factors.tensors() if not (factors.tensors()[key] == 1).all()]
+            assert len(changed) > len(parts.folds)
+            for a, b in zip(plain.states, scaled.states, strict=True):
+                assert torch.equal(a, b), parts.prefix
+
+
+def test_an_outlier_goes_where_it_does_less_harm(folder_of) -> None:
+    """One column of activations a hundred times the others: suppressing it saves most of the rounding error."""
+    case = BY_NAME["llama-3"]
+    with open_checkpoint(folder_of(case)) as checkpoint:
+        arch, parts = read_arch(checkpoint), layer_parts(read_arch(checkpoint), 0)
+        seen = Stream.begin(arch, checkpoint, windows_of(case)).observe(parts, FromCheckpoint(checkpoint))
+        factor = torch.ones(arch.hidden)
+        factor[5] = 1 / 128
+        seen = {label: one.divided(factor) if label == "self_attn.in" else one for label, one in seen.items()}
+        read = FoldedSource(checkpoint, parts, Factors()).linear
+        factors = choose_factors(parts, seen, read)
+        weight, rows = read("self_attn.q_proj"), seen["self_attn.in"].rows
+        found, wanted = factors.columns["self_attn.q_proj"], rows @ weight.T
+        assert found[5] >= 8 * found.median()
+        assert (found.log2() == found.log2().round()).all()
+        assert _error(rows / found, weight * found, wanted) < 0.1 * _error(rows, weight, wanted)
+        again = Factors.of_tensors(factors.tensors())
+        assert again.tensors().keys() == factors.tensors().keys()

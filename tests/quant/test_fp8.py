@@ -1,0 +1,116 @@
+"""The official FP8 layout (128 x 128 blocks with a scale each), made here: read exactly, served, and quantised."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from oracle.case import make_case, rope
+from oracle.folders import save_case
+from tripool.checkpoints import open_checkpoint
+from tripool.engine.runner import Runner, Work
+from tripool.kernels import CPU
+from tripool.models import load_model
+from tripool.quant import Techniques, quantize
+
+BLOCK = 128
+CASE = make_case(
+    "v3-wide",
+    "deepseek_v3",
+    {"hidden_size": 160, "num_attention_heads": 3, "num_key_value_heads": 3, "qk_nope_head_dim": 40},
+    {"qk_rope_head_dim": 12, "v_head_dim": 50, "kv_lora_rank": 72, "q_lora_rank": 136},
+    {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 70, "n_shared_experts": 2},
+    {"first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1},
+    rope=rope(),
+    width=300,
+    published=True,
+)
+
+
+def to_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """float8 values and the float32 factor of each block, as DeepSeek publishes them."""
+    rows, columns = weight.shape
+    grid = torch.zeros(-(-rows // BLOCK), -(-columns // BLOCK))
+    values = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+    for i in range(grid.shape[0]):
+        for j in range(grid.shape[1]):
+            block = (slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK))
+            grid[i, j] = weight[block].abs().max() / 448
+            values[block] = (weight[block] / grid[i, j]).to(torch.float8_e4m3fn)
+    return values, grid
+
+
+def multiplied_out(values: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    rows, columns = values.shape
+    wide = torch.kron(grid, torch.ones(BLOCK, BLOCK))[:rows, :columns]
+    return values.float() * wide
+
+
+def is_rounded(name: str, values: torch.Tensor) -> bool:
+    return (values.ndim == 2 and name.endswith("_proj.weight")) or name.endswith("with_mqa.weight")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The FP8 checkpoint, and one that holds its very values in float32."""
+    fp8, plain = save_case(CASE, tmp_path_factory.mktemp("fp8")), tmp_path_factory.mktemp("plain")
+    shutil.copytree(fp8, plain, dirs_exist_ok=True)
+    stored, floats = {}, {}
+    for name, values in load_file(fp8 / "model.safetensors").items():
+        if is_rounded(name, values):
+            stored[name], stored[f"{name}_scale_inv"] = to_blocks(values)
+            floats[name] = multiplied_out(stored[name], stored[f"{name}_scale_inv"])
+        else:
+            stored[name] = floats[name] = values.bfloat16()
+    save_file(stored, fp8 / "model.safetensors")
+    save_file(floats, plain / "model.safetensors")
+    config = json.loads((fp8 / "config.json").read_text())
+    config["quantization_config"] = {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK],
+    }  # fmt: skip
+    (fp8 / "config.json").write_text(json.dumps(config))
+    return fp8, plain
+
+
+def test_values_are_exactly_scale_times_float8(folders) -> None:
+    fp8, plain = folders
+    floats, rounded = load_file(plain / "model.safetensors"), 0
+    with open_checkpoint(fp8) as checkpoint:
+        assert checkpoint.infos().keys() == floats.keys()
+        for name, info in checkpoint.infos().items():
+            for dtype in (torch.float32, torch.bfloat16):
+                out = torch.empty(info.shape, dtype=dtype)
+                checkpoint.read(name, out)
+                assert torch.equal(out, floats[name].to(dtype)), name
+            rounded += info.dtype == "F8_E4M3"
+    assert rounded >= 20
+
+
+def test_a_network_computes_with_exactly_these(folders) -> None:
+    tokens = list(range(3, 90))
+    logits = []
+    for folder in folders:
+        with open_checkpoint(folder) as checkpoint:
+            runner = Runner(load_model(checkpoint, kernels=CPU), num_blocks=2)
+        logits.append(runner.logits(runner.hidden([Work(tokens, 0, [0, 1], False)])))
+    assert torch.equal(*logits)
+
+
+def test_it_can_be_quantised(folders, tmp_path) -> None:
+    windows = [list(range(5, 105))]
+    for folder in folders:
+        with open_checkpoint(folder) as checkpoint:
+            quantize(checkpoint, tmp_path / folder.name, techniques=Techniques(keep=0), windows=windows)
+    ours, wanted = (
+        {key: v for path in (tmp_path / f.name).glob("*.safetensors") for key, v in load_file(path).items()}
+        for f in folders
+    )
+    assert ours.keys() == wanted.keys()
+    for key in ours:
+        assert torch.equal(ours[key], wanted[key]), key
+    assert "quantization_config" in json.loads((tmp_path / folders[0].name / "config.json").read_text())
