@@ -39,7 +39,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from tripool.kernels.ref.route import RoutePlan
 from tripool.kernels.triton.gate import route
 from tripool.kernels.triton.grouped_gemm import choose_grouped, grouped_gemm, make_plan
-from tripool.kernels.triton.int8_gemm import MANY_ROWS, Narrow, Wide, arrivals, choose
+from tripool.kernels.triton.int8_gemm import Narrow, Wide, arrivals, choose
 from tripool.kernels.triton.norm_quant import rms_norm_quant, swiglu_quant
 from tripool.kernels.triton.permute import permute, sort_by_expert, unpermute
 
@@ -50,7 +50,7 @@ LARGE = {(16384, 7168), (7168, 4096), (7168, 36864), (18432, 7168)}
 """Deep enough that the matrix units, not the writes, are the limit: these have the bar in TOP/s."""
 MANY, FEW, MIDDLE = 16384, (16, 32), (64, 128, 256)
 EXPERTS = 8
-MANIES = [replace(MANY_ROWS, band=band, num_stages=stages) for band, stages in ((4, 3), (16, 3), (8, 4), (16, 4))]
+PLAIN = Narrow(256, 128, 128, 1, 8, 4, band=8)
 SMALLER = Narrow(128, 128, 128, 1, 8, 4, band=16)
 WIDES = [Wide(), Wide(band=16), Wide(256, 128), Wide(256, 128, band=4), Wide(256, 128, band=16)]
 MIDDLES = [
@@ -160,7 +160,7 @@ def many_rows(ceilings: Ceilings, sweep: Sweep, quick: bool, wide: bool) -> Iter
             check(one.run(out=out, tiling=tiling), expected, tiling)
             return time_us(lambda: one.run(out=out, tiling=tiling), repetitions=15)
 
-        candidates = [choose(MANY, n, k), *([] if quick else [*MANIES, *(WIDES if wide else [])])]
+        candidates = [choose(MANY, n, k), *([] if quick else [PLAIN, *(WIDES if wide else [])])]
         tiling, us = sweep.best(f"{MANY} x {k} -> {n}", candidates, timed)
         ops = 2.0 * MANY * n * k
         peer = ops / time_us(lambda one=one: torch._int_mm(one.x, one.w.T), repetitions=15) / 1e6
@@ -232,7 +232,7 @@ def grouped(ceilings: Ceilings, sweep: Sweep, quick: bool, wide: bool) -> Iterat
                 return time_us(calls[0], repetitions=15) if len(sets) == 1 else graph_time_us(calls)
 
             chosen = choose_grouped(sum(counts) // EXPERTS, n, k, EXPERTS)
-            many = [*MANIES, SMALLER, *(WIDES if wide else [])]
+            many = [PLAIN, SMALLER, *(WIDES if wide else [])]
             candidates = [chosen, *([] if quick else (FEW_BY_EXPERT if height else many))]
             tiling, us = sweep.best(f"grouped {counts} {k} -> {n}", candidates, timed)
             ops, total = 2.0 * sum(counts) * n * k, sum(counts)
@@ -290,11 +290,11 @@ def measure(parts: list[str], quick: bool, sweep: Sweep) -> Iterator[Row]:
     wide = not quick and bool({"wide", "grouped", "narrow"} & set(parts)) and works("wide")
     early = not quick and "narrow" in parts and works("early")
     if not quick:
-        tilings = [*MANIES, MANY_ROWS, *(WIDES if wide else [])] if "wide" in parts else []
+        tilings = [PLAIN, *(WIDES if wide else [])] if "wide" in parts else []
         for k, n in SHAPES if "narrow" in parts else ():
             tilings += [t for m in FEW for t in few_candidates(m, n, k, early)]
             tilings += [t for m in MIDDLE for t in middle_candidates(m, n, k, wide, early)]
-        manies = [*MANIES, MANY_ROWS, SMALLER, *(WIDES if wide else [])]
+        manies = [PLAIN, SMALLER, *(WIDES if wide else [])]
         compile_ahead(tilings, [*manies, *FEW_BY_EXPERT] if "grouped" in parts else [])
     ceilings = measure_ceilings()
     print(f"copy {ceilings.bytes_per_s / 1e12:.2f} TB/s, bf16 {ceilings.bf16_per_s / 1e12:.0f} TFLOP/s", flush=True)

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tripool.kernels.triton.int8_gemm import MANY_ROWS, NUM_SMS, Narrow, Wide, launch_narrow
+from tripool.kernels.triton.int8_gemm import NUM_SMS, Narrow, Wide, launch_narrow
 
 
 @triton.jit
@@ -46,7 +46,7 @@ class Plan:
 def choose_grouped(rows_per_expert: int, n: int, k: int, experts: int) -> Narrow | Wide:
     """By the rows an expert is expected to get; more or fewer cost time, never correctness."""
     if rows_per_expert > 256:
-        return MANY_ROWS
+        return Wide()
     block_m = 16
     while block_m < min(rows_per_expert, 128):
         block_m *= 2

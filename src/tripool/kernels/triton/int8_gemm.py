@@ -56,10 +56,10 @@ class Wide:
     """Multiprocessors to use, where others hold some; 0: all."""
 
 
-EARLY = 0
-"""How products of few rows start (see `Narrow.early`)."""
+EARLY = 1
+"""How products of few rows start (see `Narrow.early`): half a microsecond sooner, of seven to fourteen."""
 
-MANY_ROWS: Narrow | Wide = Narrow(block_m=256, block_n=128, block_k=128, num_warps=8, num_stages=3, band=8)
+MANY_ROWS = Wide(block_m=256, block_n=128)
 """For more rows than a batch in decoding has."""
 
 
@@ -153,8 +153,12 @@ def choose(m: int, n: int, k: int) -> Narrow | Wide:
             return Narrow(block_m, 64, 256, max(1, min(NUM_SMS // tiles, k // 1024)), 4, 4, early=EARLY)
         return Narrow(block_m, 64, 256, 1, 4, 4 if tiles > 2 * NUM_SMS else 6, early=EARLY)
     tiles = -(-m // block_m) * -(-n // 64)
-    if tiles > 2 * NUM_SMS and (k <= 1536 or block_m == 64 or m > 128):
-        return Narrow(block_m, 128, 128, 1, 4, 3, early=EARLY)
+    if tiles > 2 * NUM_SMS and block_m == 64:
+        return Narrow(64, 128, 128, 1, 4, 3, early=EARLY)
+    if tiles > 2 * NUM_SMS:  # two programs on each multiprocessor: one loads while the other computes
+        if k <= 1536 or m > 128:
+            return Wide(128, 128, num_stages=3, num_warps=4, per_sm=2, early=EARLY if k <= 1536 else 0)
+        return Wide(128, 64, per_sm=2)
     splits = max(1, min(2 * NUM_SMS // tiles, k // 1536, 4))
     return Narrow(block_m, 64, 128, splits, 4, 4, early=EARLY)
 
