@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from tripool import LLM
 from tripool.config import EngineConfig
 from tripool.core import SamplingParams
 from tripool.engine.load import load_engine
+from tripool.gateway.structure import read_structure
 
 from .serving import split_server
 from .streams import Asked, Clients
@@ -38,14 +41,50 @@ def offline() -> Iterator[LLM]:
         yield llm
 
 
-def test_split_over_http_is_the_engine_alone(offline: LLM) -> None:
-    asked = bodies(9)
-    options = ("--precision", "int8", "--threads", "1", "--kv-gb", "0.02")
-    with split_server("tiny", prefill=1, decode=1, options=options) as server:
+def mixed(count: int) -> list[dict[str, Any]]:
+    """Greedy and seeded, several choices, stops, and a grammar of each kind; drafts are on."""
+    rng = random.Random(3)
+    person = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "old": {"type": "boolean"}}}
+    wishes: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "n": 3},
+        {"temperature": 0.7, "top_k": 40, "stop": ["the", "."]},
+        {"temperature": 0.0, "guided_regex": "[a-z]{3,9} and [a-z]{3,9}"},
+        {"temperature": 0.8, "guided_json": person | {"required": ["name", "old"]}},
+        {"temperature": 1.0, "guided_choice": ["a boat", "a boathouse", "nothing"]},
+        {"temperature": 0.6, "min_p": 0.05, "repetition_penalty": 1.1},
+    ]
+    return [
+        {
+            "prompt": PROMPTS[rng.randrange(4)] + " and so on" * rng.randrange(60) + f" ({number})",
+            "seed": rng.randrange(2**31),
+            "max_tokens": rng.randint(1, 60),
+            **rng.choice(wishes),
+        }
+        for number in range(count)
+    ]
+
+
+def params_of(body: dict[str, Any]) -> SamplingParams:
+    options = {name: value for name, value in body.items() if name != "prompt" and not name.startswith("guided_")}
+    return replace(SamplingParams.from_options(options), structure=read_structure(body))
+
+
+def compare(offline: LLM, asked: list[dict[str, Any]], *, each: int, kv_gb: str) -> None:
+    options = ("--precision", "int8", "--threads", "1", "--kv-gb", kv_gb)
+    with split_server("tiny", prefill=each, decode=each, options=options) as server:
         outcomes = asyncio.run(Clients(server.url, [Asked(body) for body in asked]).run())
-        server.wait_idle(2)
+        server.wait_idle(2 * each)
     for body, outcome in zip(asked, outcomes, strict=True):
-        params = SamplingParams.from_options({name: value for name, value in body.items() if name != "prompt"})
-        (alone,) = offline.generate([body["prompt"]], params)
+        (alone,) = offline.generate([body["prompt"]], params_of(body))
         assert outcome.error is None
         assert outcome.tokens == {choice.index: list(choice.token_ids) for choice in alone.choices}
+
+
+def test_split_over_http_is_the_engine_alone(offline: LLM) -> None:
+    compare(offline, bodies(9), each=1, kv_gb="0.02")
+
+
+@pytest.mark.prove
+def test_three_hundred_mixed_requests_over_two_and_two_processes(offline: LLM) -> None:
+    compare(offline, mixed(300), each=2, kv_gb="0.2")
