@@ -60,6 +60,10 @@ class Worker:
             raise WorkerFailed(str(reply["error"]))
         return reply
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def wait_idle(self) -> None:
         """Return once the process burns no CPU: a worker that spins while waiting would slow down whoever is next."""
         stat = Path(f"/proc/{self._process.pid}/stat")

@@ -22,7 +22,7 @@ from typing import Any
 
 from tripool.cache import wire
 from tripool.cache.arena import MAX_WORKER_NAME_BYTES, Arena, as_bytes
-from tripool.cache.copying import Bytes, copy_all, soon
+from tripool.cache.copying import Bytes, copy_all, copy_places, is_compiled, soon
 from tripool.cache.link import Link, Seated
 from tripool.cache.records import Block, namespace_tag
 from tripool.cache.ring import Ring
@@ -84,14 +84,13 @@ class Prefix:
         targets, num_good = [as_bytes(buffer) for buffer in into[: len(self._blocks)]], 0
         while num_good < len(targets):
             some = self._alike(targets, num_good)
-            sources = [held.arena.view(block.slot, block.num_bytes) for held, _, block in some]
-            checksums = copy_all(sources, targets[num_good : num_good + len(some)])
+            if not some:
+                break
+            checksums = _copy(some, targets[num_good : num_good + len(some)])
             for found, checksum in zip(some, checksums, strict=True):
                 if not self._is_good(found, checksum):
                     return num_good
                 num_good += 1
-            if not some:
-                break
         return num_good
 
     def _alike(self, targets: Sequence[Bytes], start: int) -> list[_Found]:
@@ -122,6 +121,14 @@ class Prefix:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.release()
+
+
+def _copy(some: Sequence[_Found], targets: Sequence[Bytes]) -> list[int]:
+    """Blocks and targets of one size."""
+    size = len(targets[0])
+    if is_compiled(size):
+        return copy_places([held.arena.place(block.slot, size) for held, _, block in some], targets, size)
+    return copy_all([held.arena.view(block.slot, size) for held, _, block in some], targets)
 
 
 _Asked = tuple[Link, list[int], Seated | int | None]

@@ -62,13 +62,24 @@ def copy_all(sources: Sequence[Bytes], targets: Sequence[Bytes]) -> list[int]:
     """The same for several pairs, all of one length, in one go."""
     if not sources:
         return []
-    size, count = len(sources[0]), len(sources)
-    assert count == len(targets) and all(len(each) == size for each in (*sources, *targets))
-    compiled = library() if size >= _LARGE else None
-    if compiled is None:
+    size = len(sources[0])
+    assert len(sources) == len(targets) and all(len(each) == size for each in (*sources, *targets))
+    if not is_compiled(size):
         return [plain_copy(source, target) for source, target in zip(sources, targets, strict=True)]
-    places, hashes = ctypes.c_void_p * count, (ctypes.c_uint64 * (4 * count))()
-    froms, tos = places(*map(_address, sources)), places(*map(_address, targets))
+    return copy_places(list(map(address, sources)), targets, size)
+
+
+def is_compiled(size: int) -> bool:
+    """Whether blocks of this size are copied by compiled code."""
+    return size >= _LARGE and library() is not None
+
+
+def copy_places(places: Sequence[int], targets: Sequence[Bytes], size: int) -> list[int]:
+    """The same from addresses, for who knows them already. The memory must be there, the code compiled."""
+    count, compiled = len(places), library()
+    assert compiled is not None and count == len(targets)
+    pointers, hashes = ctypes.c_void_p * count, (ctypes.c_uint64 * (4 * count))()
+    froms, tos = pointers(*places), pointers(*map(address, targets))
     compiled.tripool_copy_blocks(count, froms, tos, _quarter(size), size, hashes)
     digests = bytes(hashes)
     return [xxh3_64_intdigest(digests[at : at + _QUARTERS.size]) for at in range(0, len(digests), _QUARTERS.size)]
@@ -99,13 +110,13 @@ class Staging:
         return self._buffers[:count]
 
 
-def _address(array: Bytes) -> int:
-    """Each way twice as fast as the next one: `from_buffer`, the interface, `.ctypes.data`."""
+def address(array: Bytes) -> int:
+    """Where it begins. Each way twice as fast as the next one: `from_buffer`, the interface, `.ctypes.data`."""
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
     except TypeError:  # read-only
-        address: int = array.__array_interface__["data"][0]
-        return address
+        place: int = array.__array_interface__["data"][0]
+        return place
 
 
 def _quarter(size: int) -> int:

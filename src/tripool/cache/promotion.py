@@ -118,7 +118,7 @@ class Tiers:
             each = self._waiting.pop(number)
             hit = self.index.lookup(each.keys, each.reader, each.namespace, now_s)
             told = zip(hit.blocks, each.keys, strict=False)
-            blocks = tuple(replace(block, from_disk=key in each.called) for block, key in told)
+            blocks = tuple(block._replace(from_disk=key in each.called) for block, key in told)
             found.append((number, replace(hit, blocks=blocks)))
             self.index.release(each.lease, each.reader)
         return found

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from hashlib import blake2b
+from typing import NamedTuple
 
 from tripool.core import SALT_MARK
 from tripool.messages import Life
@@ -56,9 +57,8 @@ class Record:
     """The writer's own mark, handed to readers as it is: which code path computed the block."""
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A block that may be read: where it is, and how to tell that it is all there."""
+class Block(NamedTuple):
+    """A block that may be read: where it is, and how to tell that it is all there. (A tuple: readers make many.)"""
 
     slot: int
     checksum: int
