@@ -59,9 +59,9 @@ STRICT_STREAMS = 4.0
 """The strictest class, in times per token of one stream alone."""
 REAL_LENGTHS = 0.25
 """Of the classes' prompts and answers, so that a sweep ends within minutes on a CPU."""
-REAL_COUNT = 320
-"""So that the strictest class has some fifty answers in each mix."""
-REAL_LIMITS: tuple[int, ...] = (1, 2, 3, 4, 6, 8, 12, 16)
+REAL_COUNT = 240
+"""So that the strictest class has some forty answers in each mix."""
+REAL_LIMITS: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8)
 CLOSE_WITHIN_S = 30.0
 
 

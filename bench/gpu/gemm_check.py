@@ -1,6 +1,6 @@
 """What `gemm.py` checks before it times: operands, exact results, and kernels that could wait for ever.
 
-    python bench/gpu/gemm_check.py wide|early
+    python bench/gpu/gemm_check.py wide|early|stream
 
 Those run in a process of their own, which is ended when it does not answer; the benchmark then goes on without them.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +17,14 @@ import timing  # noqa: F401  (puts `src/` on the import path)
 import torch
 
 from tripool.kernels.triton.grouped_gemm import grouped_gemm, make_plan
-from tripool.kernels.triton.int8_gemm import Narrow, Wide, arrivals, int8_gemm
+from tripool.kernels.triton.int8_gemm import Narrow, Stream, Wide, arrivals, int8_gemm
 
 ANSWER_WITHIN_S = 90
-Tiling = Narrow | Wide
+Tiling = Narrow | Wide | Stream
+
+
+class Wrong(AssertionError):
+    """A product that is not the exact one."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class Operands:
 
 def check(ours: torch.Tensor, expected: torch.Tensor, what: object) -> None:
     wrong = ~torch.isclose(ours.float(), expected.float(), rtol=2**-7, atol=0)
-    assert not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} differ"
+    if wrong.any():
+        raise Wrong(f"{what}: {int(wrong.sum())} of {wrong.numel()} differ")
 
 
 def check_experts(out: torch.Tensor, one: Operands, starts: list[int], counts: list[int], what: object) -> None:
@@ -78,24 +83,44 @@ def grouped_check(counts: list[int], n: int, k: int, tiling: Tiling) -> None:
     check_experts(out, one, starts, counts, tiling)
 
 
+def dense_check(m: int, n: int, k: int, tiling: Tiling, arrived: torch.Tensor | None = None) -> None:
+    one = Operands.draw(m, n, k)
+    out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
+    total = (one.x.double() @ one.w.double().T).float()
+    exact = (total * one.x_scale[:, None] * one.w_scale).to(torch.bfloat16)
+    check(one.run(out=out, arrived=arrived, tiling=tiling), exact, (tiling, m, n, k))
+
+
 def check_wide() -> None:
     """The wide kernel, dense and by expert, at ugly sizes."""
     for tiling in (Wide(), Wide(256, 128), Wide(128, 64, num_warps=4, per_sm=2)):
         for m, n, k in ((1, 8, 16), (257, 264, 272), (1000, 2112, 7168), (4001, 520, 512)):
-            one = Operands.draw(m, n, k)
-            out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
-            total = (one.x.double() @ one.w.double().T).float()
-            exact = (total * one.x_scale[:, None] * one.w_scale).to(torch.bfloat16)
-            check(one.run(out=out, tiling=tiling), exact, (tiling, m, n, k))
+            dense_check(m, n, k, tiling)
         grouped_check([130, 0, 257, 64], 528, 272, tiling)
         grouped_check([0, 0, 1], 528, 272, tiling)
         print(f"ok {tiling}", flush=True)
 
 
-def check_early() -> None:
+def check_stream() -> None:
+    """Shared tiles at ugly sizes, twice with the same counters, and products that begin before their rows are there."""
+    arrived = arrivals("cuda")
+    for tiling in (
+        Stream(16), Stream(32, 128, 128, 5, per_sm=2), Stream(128, 128, 128, 3, whole=True), Stream(256, 128, 128, 4, 8)
+    ):  # fmt: skip
+        for m, n, k in ((1, 8, 16), (16, 2112, 7168), (31, 72, 4112), (200, 520, 1040), (256, 7168, 2048)):
+            for _ in range(2):
+                dense_check(m, n, k, tiling, arrived)
+                assert not arrived.any(), (tiling, m, n, k)
+        print(f"ok {tiling}", flush=True)
+    check_early((Stream(16), Stream(16, 64, 256, 5, whole=True), Stream(16, 64, 256, 10, early=1)))
+
+
+def check_early(
+    tilings: Sequence[Tiling] = (Narrow(16, early=1), Narrow(16, early=2), Narrow(16, splits=3, early=2)),
+) -> None:
     """Each product reads what the one before it wrote, in a replayed graph, from inputs that change between replays."""
     arrived = arrivals("cuda")
-    for tiling in (Narrow(16, early=1), Narrow(16, early=2), Narrow(16, splits=3, early=2)):
+    for tiling in tilings:
         ones = [Operands.draw(16, 1024, 2048) for _ in range(6)]
         outs = [torch.empty(16, 1024, dtype=torch.bfloat16, device="cuda") for _ in ones]
 
@@ -134,4 +159,4 @@ def works(what: str) -> bool:
 
 
 if __name__ == "__main__":
-    {"wide": check_wide, "early": check_early}[sys.argv[1]]()
+    {"wide": check_wide, "early": check_early, "stream": check_stream}[sys.argv[1]]()

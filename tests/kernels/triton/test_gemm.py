@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tripool.kernels.ref import w8a8
-from tripool.kernels.triton.int8_gemm import Narrow, Wide, arrivals, choose, int8_gemm
+from tripool.kernels.triton.int8_gemm import Narrow, Stream, Wide, arrivals, choose, int8_gemm
 
 on_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="Gluon has no interpreter")
 TINY = Narrow(block_m=16, block_n=64, block_k=64)
@@ -68,7 +68,7 @@ def test_no_rows_is_no_work(device):
 @pytest.mark.parametrize("m", [1, 16, 17, 32, 64, 128, 200, 256])
 def test_few_rows_have_splits_that_leave_none_empty_and_many_programs_do_not_wait(m, k, n):
     tiling = choose(m, n, k)
-    assert isinstance(tiling, Wide) or tiling.splits <= -(-k // tiling.block_k)
+    assert not isinstance(tiling, Narrow) or tiling.splits <= -(-k // tiling.block_k)
     assert tiling.block_m >= min(m, 128) or tiling.block_m * 2 > m
 
 
@@ -99,3 +99,42 @@ def test_wide_product_is_the_exact_one(device, m, n, k, tiling):
     given = operands(m, n, k, device)
     out = poisoned(m, n, device)
     assert_same(int8_gemm(*given, out=out, tiling=tiling), w8a8.int8_gemm(*given))
+
+
+STREAMS = [
+    Stream(16),
+    Stream(32, 128, 128, 5, per_sm=2),
+    Stream(16, 64, 256, 5, whole=True),
+    Stream(128, 128, 128, 3, per_sm=2),
+    Stream(128, 256, 128, 4, 8),
+    Stream(256, 128, 128, 4, 8, early=0),
+]
+
+
+@on_card
+@pytest.mark.parametrize("tiling", STREAMS)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 8, 16), (16, 2112, 7168), (31, 72, 4112), (200, 520, 1040)])
+def test_streamed_product_is_the_exact_one_and_leaves_its_counters_at_zero(device, m, n, k, tiling):
+    arrived = arrivals(device)
+    for _ in range(2):
+        given = operands(m, n, k, device)
+        out = poisoned(m, n, device)
+        assert_same(int8_gemm(*given, out=out, arrived=arrived, tiling=tiling), w8a8.int8_gemm(*given))
+        assert not arrived.any()
+
+
+@on_card
+@pytest.mark.parametrize("tiling", [Stream(16), Stream(16, 64, 256, 5, whole=True), Stream(16, early=1)])
+def test_streamed_product_waits_for_the_rows_it_reads(device, tiling):
+    first, second = operands(16, 1024, 2048, device), operands(16, 512, 2048, device)
+    for _ in range(10):
+        first[0].random_(-128, 128)
+        ours = int8_gemm(int8_gemm(*first, tiling=tiling).view(torch.int8), *second[1:], tiling=tiling)
+        middle = int8_gemm(*first, tiling=Narrow(16))
+        assert torch.equal(ours, int8_gemm(middle.view(torch.int8), *second[1:], tiling=Narrow(16)))
+
+
+@pytest.mark.parametrize("tiling", [Stream(16), Stream(32, 128)])
+def test_streamed_product_has_a_stand_in_without_a_card(device, tiling):
+    given = operands(20, 72, 144, device)
+    assert_same(int8_gemm(*given, out=poisoned(20, 72, device), tiling=tiling), w8a8.int8_gemm(*given))

@@ -1,9 +1,10 @@
 """int8 [rows, in] x int8 [out, in]^T -> bfloat16 [rows, out], scaled by row and by channel, on CUDA.
 
-Two kernels. Narrow, here: weights are the tall side of each product and tokens its narrow side, so a batch of 16 costs
-no padding and the weights are read once; the depth is cut into splits until every multiprocessor has work. Splits leave
-integer parts, and whoever comes last adds them: sums of integers, so the result does not depend on who that was. Wide
-(`wide.py`), in Gluon, for 128 rows and more, where the matrix units are the limit.
+Three kernels. Narrow, here: weights are the tall side of each product and tokens its narrow side, so a batch of 16
+costs no padding and the weights are read once; the depth is cut into splits until every multiprocessor has work. Splits
+leave integer parts, and whoever comes last adds them: sums of integers, so the result does not depend on who that was.
+Wide (`wide.py`), in Gluon, for 128 rows and more, where the matrix units are the limit. Stream (`stream.py`), in Gluon
+too, for up to 256 rows: as Narrow, but with even shares instead of splits, and weights loaded before their turn.
 
 `choose` says which runs, from shapes alone: nothing is tuned or synchronised at run time, and calls can be captured in
 a graph. Which tilings win was measured; see `bench/gpu/gemm.py`.
@@ -52,6 +53,24 @@ class Wide:
     per_sm: int = 1
     early: int = 0
     """1: starts while the kernel before it ends."""
+    programs: int = 0
+    """Multiprocessors to use, where others hold some; 0: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Tokens, channels and depth of a tile; `per_sm` programs share a multiprocessor, and all the steps evenly."""
+
+    block_m: int
+    block_n: int = 64
+    block_k: int = 128
+    num_stages: int = 9
+    num_warps: int = 4
+    per_sm: int = 1
+    whole: bool = False
+    """Only whole tiles: fewer programs, and nothing to add up."""
+    early: int = 2
+    """1: starts while the kernel before it ends; 2: and loads weights before that one's results are there."""
     programs: int = 0
     """Multiprocessors to use, where others hold some; 0: all."""
 
@@ -138,10 +157,17 @@ def arrivals(device: torch.device | str, count: int = 1 << 16) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-def choose(m: int, n: int, k: int) -> Narrow | Wide:
-    """By shape class alone: what won on an H200, see the sweep of `bench/gpu/gemm.py`."""
+MEASURED: dict[tuple[int, int, int], Narrow | Wide | Stream] = {}
+"""(rows at most, channels, depth) of a model's own products -> what won; `gemm.py --only stream` prints such lines."""
+
+
+def choose(m: int, n: int, k: int) -> Narrow | Wide | Stream:
+    """By shape alone: what won on an H200, see the sweep of `bench/gpu/gemm.py`."""
     if m > 256:
         return MANY_ROWS
+    known = MEASURED.get((max(16, 1 << (m - 1).bit_length()), n, k))
+    if known is not None:
+        return known
     block_m = 16
     while block_m < min(m, 128):
         block_m *= 2
@@ -165,7 +191,8 @@ def choose(m: int, n: int, k: int) -> Narrow | Wide:
 
 def int8_gemm(
     x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor,
-    out: torch.Tensor | None = None, arrived: torch.Tensor | None = None, tiling: Narrow | Wide | None = None,
+    out: torch.Tensor | None = None, arrived: torch.Tensor | None = None,
+    tiling: Narrow | Wide | Stream | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """x int8 [m, k], w int8 [n, k], scales float32 [m] and [n] -> bfloat16 [m, n]. k is a multiple of 16.
 
@@ -183,6 +210,10 @@ def int8_gemm(
         from tripool.kernels.triton.wide import launch_wide
 
         return launch_wide(x, x_scale, w, w_scale, out, tiling)
+    if isinstance(tiling, Stream) and x.is_cuda:
+        from tripool.kernels.triton.stream import launch_stream
+
+        return launch_stream(x, x_scale, w, w_scale, out, arrived, tiling)
     t = tiling if isinstance(tiling, Narrow) else Narrow(128, 128, 128, num_warps=8)
     return launch_narrow(x, x_scale, w, w_scale, out, arrived, t, -(-m // t.block_m))
 

@@ -75,19 +75,22 @@ def _prologue(
 @triton.jit
 def _rope_queries(
     q, turns, positions, out, heads, q_row_stride, q_head_stride, out_row_stride, out_head_stride,
-    PAIRS: tl.constexpr, HEAD_BLOCK: tl.constexpr, PAIR_BLOCK: tl.constexpr,
+    ROPE: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Whole heads are read and written side by side, and taken apart into pairs in between."""
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK))[:, None]
-    pairs = tl.arange(0, PAIR_BLOCK)[None, :]
-    inside = (head < heads) & (pairs < PAIRS)
-    source = q + row * q_row_stride + head * q_head_stride + 2 * pairs
-    even = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    odd = tl.load(source + 1, mask=inside, other=0.0).to(tl.float32)
-    even, odd = _turn(even, odd, turns, tl.load(positions + row), pairs, PAIRS)
-    target = out + row * out_row_stride + head * out_head_stride + 2 * pairs
-    tl.store(target, even.to(out.dtype.element_ty), mask=inside)
-    tl.store(target + 1, odd.to(out.dtype.element_ty), mask=inside)
+    columns = tl.arange(0, ROPE_BLOCK)
+    inside = head < heads
+    if ROPE < ROPE_BLOCK:
+        inside = inside & (columns < ROPE)[None, :]
+    turn = tl.load(turns + tl.load(positions + row) * ROPE + columns, mask=columns < ROPE, other=0.0)
+    cos, sin = tl.split(tl.reshape(turn, (1, ROPE_BLOCK // 2, 2)))
+    x = tl.load(q + row * q_row_stride + head * q_head_stride + columns[None, :], mask=inside, other=0.0)
+    even, odd = tl.split(tl.reshape(x.to(tl.float32), (HEAD_BLOCK, ROPE_BLOCK // 2, 2)))
+    turned = tl.join(even * cos - odd * sin, odd * cos + even * sin)
+    y = tl.reshape(turned, (HEAD_BLOCK, ROPE_BLOCK)).to(out.dtype.element_ty)
+    tl.store(out + row * out_row_stride + head * out_head_stride + columns[None, :], y, mask=inside)
 
 
 def mla_prologue(
@@ -133,9 +136,9 @@ def rope_queries(q_rope: torch.Tensor, turns: torch.Tensor, positions: torch.Ten
     rows, heads, rope = q_rope.shape
     assert out.shape == q_rope.shape and q_rope.stride(2) == out.stride(2) == 1
     assert turns.dtype == torch.complex64 and turns.shape[1] * 2 == rope and turns.is_contiguous()
-    head_block = min(32, triton.next_power_of_2(heads))
+    head_block = min(64, triton.next_power_of_2(heads))
     if rows > 0:
         _rope_queries[(rows, triton.cdiv(heads, head_block))](
             q_rope, torch.view_as_real(turns), positions, out, heads, *q_rope.stride()[:2], *out.stride()[:2],
-            PAIRS=rope // 2, HEAD_BLOCK=head_block, PAIR_BLOCK=triton.next_power_of_2(rope // 2), num_warps=4,
+            ROPE=rope, HEAD_BLOCK=head_block, ROPE_BLOCK=triton.next_power_of_2(rope), num_warps=4,
         )  # fmt: skip
