@@ -157,7 +157,36 @@ def arrivals(device: torch.device | str, count: int = 1 << 16) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
-MEASURED: dict[tuple[int, int, int], Narrow | Wide | Stream] = {}
+MEASURED: dict[tuple[int, int, int], Narrow | Wide | Stream] = {
+    (16, 2112, 7168): Stream(block_m=16, block_k=256, num_stages=10),  # 7.4 µs
+    (16, 24576, 1536): Stream(block_m=16, block_k=256, num_stages=5, per_sm=2, whole=True),  # 11.3 µs
+    (16, 32768, 512): Stream(block_m=16, block_k=256, num_stages=5, per_sm=2, whole=True),  # 6.5 µs
+    (16, 7168, 16384): Stream(block_m=16, block_k=256, num_stages=10, whole=True),  # 30.8 µs
+    (16, 4096, 7168): Stream(block_m=16, block_k=256, num_stages=10),  # 10.3 µs
+    (16, 7168, 2048): Stream(block_m=16, block_k=256, num_stages=5, per_sm=2, whole=True),  # 5.6 µs
+    (16, 36864, 7168): Stream(block_m=16, block_k=256, num_stages=5, whole=True),  # 66.9 µs
+    (32, 2112, 7168): Stream(block_m=32, block_k=256, num_stages=4),  # 7.8 µs
+    (32, 24576, 1536): Stream(block_m=32, block_k=256, whole=True),  # 11.7 µs
+    (32, 32768, 512): Stream(block_m=32, block_k=256, num_stages=4, per_sm=2, whole=True),  # 6.7 µs
+    (32, 7168, 16384): Stream(block_m=32, block_k=256, whole=True),  # 31.2 µs
+    (32, 4096, 7168): Stream(block_m=32, block_k=256),  # 11.2 µs
+    (32, 7168, 2048): Stream(block_m=32, block_k=256, num_stages=4, per_sm=2, whole=True),  # 6.0 µs
+    (32, 7168, 18432): Stream(block_m=32, block_k=256, whole=True),  # 34.7 µs
+    (128, 2112, 7168): Stream(block_m=128, num_stages=8, whole=True),  # 12.7 µs
+    (128, 24576, 1536): Stream(block_m=128, block_n=128, num_stages=3, per_sm=2, whole=True),  # 15.3 µs
+    (128, 32768, 512): Stream(block_m=128, block_n=128, num_stages=3, per_sm=2, whole=True, early=1),  # 9.7 µs
+    (128, 7168, 16384): Stream(block_m=128, num_stages=8, whole=True),  # 37.7 µs
+    (128, 4096, 7168): Stream(block_m=128, num_stages=8, whole=True),  # 14.0 µs
+    (128, 7168, 2048): Stream(block_m=128, num_stages=8, whole=True),  # 7.3 µs
+    (128, 36864, 7168): Stream(block_m=128, num_stages=8, whole=True),  # 79.7 µs
+    (128, 7168, 18432): Stream(block_m=128, num_stages=8, whole=True),  # 39.3 µs
+    (256, 2112, 7168): Stream(block_m=128, num_stages=8),  # 13.0 µs
+    (256, 24576, 1536): Stream(block_m=256, num_stages=5, whole=True),  # 22.7 µs
+    (256, 7168, 16384): Stream(block_m=256, num_stages=5, whole=True),  # 49.2 µs
+    (256, 4096, 7168): Stream(block_m=128, num_stages=8, whole=True),  # 14.7 µs
+    (256, 7168, 2048): Stream(block_m=128, num_stages=4, per_sm=2, whole=True),  # 9.5 µs
+    (256, 7168, 18432): Stream(block_m=256, num_stages=5, whole=True),  # 54.8 µs
+}
 """(rows at most, channels, depth) of a model's own products -> what won; `gemm.py --only stream` prints such lines."""
 
 
