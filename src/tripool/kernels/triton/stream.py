@@ -120,12 +120,10 @@ def stream_kernel(
             gdc_wait()
     for stage in gl.static_range(STAGES - 1):
         unit = first + stage
-        _, w_row = _rows_and_channels(unit // steps, tiles_m, BLOCK_M, BLOCK_N)
+        _, col = _rows_and_channels(unit // steps, tiles_m, BLOCK_M, BLOCK_N)
         mbarrier.expect(full.index(stage), BOTH, pred=unit < stop)
         depth = unit % steps * BLOCK_K
-        tma.async_copy_global_to_shared(
-            w_desc, [w_row, depth], full.index(stage), w_tiles.index(stage), pred=unit < stop
-        )
+        tma.async_copy_global_to_shared(w_desc, [col, depth], full.index(stage), w_tiles.index(stage), pred=unit < stop)
     if EARLY == 2:
         gdc_wait()
     for stage in gl.static_range(STAGES - 1):
@@ -136,9 +134,7 @@ def stream_kernel(
     ahead = first + STAGES - 1  # the step whose operands are loaded next, and where they lie
     step = ahead % steps
     row, w_row = _rows_and_channels(ahead // steps, tiles_m, BLOCK_M, BLOCK_N)
-    into = STAGES - 1
-    slot = 0
-    phase = 0
+    into, slot, phase = STAGES - 1, 0, 0
     inside_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
     inside_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
     inside = gl.expand_dims(inside_n * BLOCK_M, 1) + gl.expand_dims(inside_m, 0)
@@ -171,8 +167,7 @@ def stream_kernel(
         if not WHOLE:  # noqa: SIM102  (this one is decided when it is compiled)
             if end - begin < steps:
                 last, total = _add_up(
-                    total, parts, arrived, tile, begin, steps, units, programs, inside, BLOCK_M * BLOCK_N
-                )  # fmt: skip
+                    total, parts, arrived, tile, begin, steps, units, programs, inside, BLOCK_M * BLOCK_N)  # fmt: skip
         if last:
             by_row = gl.load(x_scale + top + inside_m, mask=top + inside_m < M, other=0.0)
             _finish(total, by_row, by_col, out, top, left, M, N, BLOCK_M, BLOCK_N)
