@@ -56,7 +56,11 @@ class CacheMember:
         """Killed. What it was writing to disk is there or is not; some of it is there in name only."""
         self.up = False
         self._acknowledged = {}
-        if self._disk is None or self.tiers.disk is None:
+        if self._disk is None:
+            return
+        if self.tiers.disk is None:  # it was full and given up before: what was under way ends all the same
+            self._disk.crash()
+            self._writing = {}
             return
         self.remember()
         self._disk.crash()
