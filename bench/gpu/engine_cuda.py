@@ -144,8 +144,8 @@ def _share(name: str, ours: float, peer: float, target: float | None, note: str 
 
 def kernel_rows() -> list[Row]:
     """Relative error against the plain forms, in float32 where they can."""
-    from tripool.kernels.cuda.few_rows import few_rows
-    from tripool.kernels.cuda.quant import quantise_rows
+    from tripool.kernels.triton.few_rows import few_rows
+    from tripool.kernels.triton.norm_quant import quantise_rows
 
     rows = []
     sizes = (

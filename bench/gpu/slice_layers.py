@@ -127,7 +127,6 @@ class Operators:
     """Attention and experts over a workspace of `tokens` rows; who builds it sets what prefill or decode adds."""
 
     def __init__(self, s: Shape, tokens: int, rows: Sequence[int], *, own_shared: bool, device: str) -> None:
-        from tripool.kernels.cuda import quant
         from tripool.kernels.triton import gate, grouped_gemm, int8_gemm, mla_prologue, norm_quant
 
         self.s, self.tokens, self.device, self.own_shared = s, tokens, device, own_shared
@@ -135,7 +134,7 @@ class Operators:
             gemm=int8_gemm.int8_gemm, grouped=grouped_gemm.grouped_gemm, make_plan=grouped_gemm.make_plan,
             choose=int8_gemm.choose, choose_grouped=grouped_gemm.choose_grouped,
             norm=norm_quant.rms_norm_quant, swiglu=norm_quant.swiglu_quant,
-            quantise=quant.quantise_rows, route=gate.route, prologue=mla_prologue.mla_prologue,
+            quantise=norm_quant.quantise_rows, route=gate.route, prologue=mla_prologue.mla_prologue,
             rope=mla_prologue.rope_queries,
         )  # fmt: skip
         self.arrived = int8_gemm.arrivals(device)

@@ -10,7 +10,6 @@ import torch
 
 from tripool.cache.images import ModelImages
 from tripool.config import EngineConfig
-from tripool.engine.device import cuda_place, load_on
 from tripool.engine.engine import Engine
 from tripool.kernels import CPU, CPU8
 from tripool.kernels.cpu8.library import set_threads, variants
@@ -43,6 +42,8 @@ def load_told(
 ) -> tuple[Engine, bool]:
     """Also whether the weights came from the model cache."""
     if config.device == "cuda":
+        from tripool.engine.device import cuda_place, load_on  # here: who computes on a CPU need not wait for it
+
         place = cuda_place(config.precision)
         name, text, network = load_on(place, model, progress)
         return Engine(name, network, text, config, place), False

@@ -36,8 +36,9 @@ class _Job:
     choices: set[int]
     lookup_s: float = 0.0
     fetched_tokens: int = 0
-    disk_tokens: int = 0
     """From the cache pool."""
+    disk_tokens: int = 0
+    """Of those, from its disks."""
     started_s: float | None = None
     """When the first step with it began."""
 
@@ -149,8 +150,12 @@ class PrefillWorker:
         for event in events:
             job = self._jobs[event.request_id]
             began_s = job.started_s if job.started_s is not None else now_s
-            came = {"fetched_tokens": job.fetched_tokens, "disk_tokens": job.disk_tokens}
-            spent = Stages(lookup_s=job.lookup_s, prefill_s=now_s - began_s, **came)
+            spent = Stages(
+                lookup_s=job.lookup_s,
+                prefill_s=now_s - began_s,
+                fetched_tokens=job.fetched_tokens,
+                disk_tokens=job.disk_tokens,
+            )
             stamped.append(Stamped(job.attempt, replace(event, request_id=job.request_id, stages=spent)))
         if stamped:
             self._send(Tokens(self._life, tuple(stamped)))

@@ -14,7 +14,7 @@ import torch
 )
 def test_few_rows(device: str, rows: int, top_k: int, experts: int, hidden: int, width: int) -> None:
     from tripool.kernels.cuda.experts import all_rows
-    from tripool.kernels.cuda.few_rows import few_rows
+    from tripool.kernels.triton.few_rows import few_rows
 
     x = torch.randn(rows, hidden, device=device).to(torch.float16)
     gate_up = (torch.randn(experts + 1, 2 * width, hidden, device=device) / hidden**0.5).to(torch.float16)
@@ -30,7 +30,7 @@ def test_few_rows(device: str, rows: int, top_k: int, experts: int, hidden: int,
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 100), (2, 513)])
 def test_quantise_rows(device: str, rows: int, width: int) -> None:
-    from tripool.kernels.cuda.quant import quantise_rows
+    from tripool.kernels.triton.norm_quant import quantise_rows
 
     wide = torch.randn(rows, width + 9, device=device)
     wide[0, :width] = 0.0

@@ -37,7 +37,7 @@ class Experts:
         if not self._fused:
             return all_rows(x, experts, weights, self._gate_up, self._down)
         if experts.numel() <= MOST_FEW:
-            from tripool.kernels.cuda.few_rows import few_rows
+            from tripool.kernels.triton.few_rows import few_rows
 
             return few_rows(x, experts, weights, self._gate_up, self._down)
         return sorted_rows(x, experts, weights, self._gate_up, self._down)

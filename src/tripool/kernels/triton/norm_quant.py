@@ -1,4 +1,5 @@
-"""Rows that become int8 on their way: RMS norm (with or without a residual sum) and SwiGLU, each in one pass, on CUDA.
+"""Rows that become int8: as they are, or on their way out of RMS norm (with or without a residual sum) or SwiGLU. One
+pass each, on CUDA.
 
 A program holds one row in registers: it is read once and written once, as integers with one scale. The arithmetic is
 float32 whatever the input's type. Rows may be a slice of wider ones.
@@ -22,6 +23,14 @@ def _put_quantised(y, row, width, q, scale, LEAST: tl.constexpr, BLOCK: tl.const
     cols = tl.arange(0, BLOCK)
     tl.store(q + row * width + cols, steps.to(tl.int8), mask=cols < width)
     tl.store(scale + row, largest / 127.0)
+
+
+@triton.jit
+def quantise_kernel(x, q, scale, width, stride, LEAST: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    y = tl.load(x + row * stride + cols, mask=cols < width, other=0.0).to(tl.float32)
+    _put_quantised(y, row, width, q, scale, LEAST, BLOCK)
 
 
 @triton.jit
@@ -66,6 +75,16 @@ def _rows8(rows: int, width: int, device: torch.device) -> Rows8:
 def _shape(width: int) -> dict[str, int]:
     block = triton.next_power_of_2(width)
     return {"BLOCK": block, "num_warps": max(1, min(16, block // 1024))}
+
+
+def quantise_rows(x: torch.Tensor) -> Rows8:
+    """x [rows, width]: attention's result on its way to the output product has no norm before it."""
+    rows, width = x.shape
+    assert x.stride(1) == 1
+    q, scale = _rows8(rows, width, x.device)
+    if rows:
+        quantise_kernel[(rows,)](x, q, scale, width, x.stride(0), LEAST=LEAST, **_shape(width))
+    return q, scale
 
 
 def rms_norm_quant(
