@@ -16,6 +16,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("src/tripool/kernels/native")
+CACHE = Path("src/tripool/cache/native")
 FLAGS = ["-O3", "-std=gnu11", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=fast", "-Wno-psabi"]
 AVX2 = ["-mavx2", "-mfma"]
 AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni")]
@@ -58,6 +59,6 @@ setup(
         )
         for name, flags in VARIANTS.items()
     ]
-    + [Extension("tripool.cache.native._copy", ["src/tripool/cache/native/copy.c"])],
+    + [Extension("tripool.cache.native._copy", [str(CACHE / "copy.c")], depends=[str(CACHE / "seats.h")])],
     cmdclass={"build_ext": BuildKernels},
 )

@@ -68,7 +68,9 @@ class Pool:
         if not hasattr(self, "_found"):
             keys = [number.to_bytes(16, "big") for number in range(NUM_SLOTS)]
             with self._client.find(keys, namespace="bench") as prefix:
-                self._found = {key: held.arena.view(b.slot, b.num_bytes) for held, key, b in prefix._blocks}
+                arena = prefix._held[0].found.arena
+                found = zip(keys, prefix.blocks, strict=False)
+                self._found = {key: arena.view(block.slot, block.num_bytes) for key, block in found}
         return self._found
 
 

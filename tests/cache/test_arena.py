@@ -18,6 +18,7 @@ from tripool.cache import arena as arena_module
 from tripool.cache.arena import MAX_WORKER_NAME_BYTES, Arena
 from tripool.cache.copying import plain_copy
 from tripool.cache.records import Block, Record, State
+from tripool.cache.seats import Found
 from tripool.errors import ArenaError
 from tripool.messages import Life
 
@@ -119,6 +120,12 @@ def test_what_is_found_without_asking_is_right_or_absent(folder: Path) -> None:
         if found is not None:
             assert arena.is_read(found[0].slot)
             peer.rise(found[0].slot, 3)
+        for sit in (Found.seated, Found.seated_plainly):
+            both = sit(peer, [key, key], namespace, 3)
+            assert (both is None) == (found is None), "compiled or not, one or two: the same"
+            if both is not None and found is not None:
+                assert list(both) == [found[0]] * 2 and both.uses == [(found[0].slot, found[1])] * 2
+                both.rise(3)
         assert not any(arena.is_read(slot) for slot in range(50)), "nobody sits there any more"
         return found
 
@@ -169,6 +176,42 @@ def test_a_torn_header_is_never_read_without_asking(folder: Path) -> None:
     for place in range(16, 128):  # not the key itself: under another one nobody looks
         arena._map[at + place] ^= 1
         assert arena.sit(COMMITTED.key, COMMITTED.namespace, 0) is None and not arena.is_read(0)
+        assert Found.seated(arena, [COMMITTED.key], COMMITTED.namespace, 0) is None and not arena.is_read(0)
         arena._map[at : at + 128] = whole
     assert arena.sit(COMMITTED.key, COMMITTED.namespace, 0) is not None
+    arena.remove()
+
+
+@pytest.mark.parametrize("size", [1000, 2**16, 2**17 + 5])
+def test_blocks_are_read_as_one_by_one_until_one_is_not_right(folder: Path, size: int) -> None:
+    dice = np.random.default_rng(size)
+    arena = Arena.create(folder / "a.arena", 2**18, 6)
+    keys, contents = [bytes([number] * 16) for number in range(6)], dice.integers(0, 256, (6, size), np.uint8)
+    for slot, (key, content) in enumerate(zip(keys, contents, strict=True)):
+        said = {"key": key, "ticket": slot + 1, "num_bytes": size, "checksum": arena.write(slot, content)}
+        arena.write_header(slot, replace(COMMITTED, **said))
+    found = Found.seated(arena, keys, COMMITTED.namespace, 0)
+    assert found is not None and len(found) == 6
+
+    def read(start: int, count: int, target_bytes: int = size) -> tuple[int, list[int]]:
+        ways = []
+        for way in (found.read, found.read_plainly):
+            into = np.full((count, target_bytes), 7, np.uint8)
+            num_good = way(start, list(into))
+            assert all(
+                np.array_equal(got, wanted) for got, wanted in zip(into[:num_good], contents[start:], strict=False)
+            )
+            ways.append((num_good, found.bad.copy()))
+            found.bad.clear()
+        assert ways[0] == ways[1], "compiled or not"
+        return ways[0]
+
+    assert read(0, 6) == (6, []) and read(2, 3) == (3, []) and read(5, 4) == (1, []) and read(0, 0) == (0, [])
+    assert read(0, 2, size - 1) == (0, []), "not a block's size"
+    arena.view(4, size)[size - 1] ^= 1
+    assert read(0, 6) == (4, [4]) and read(5, 1) == (1, [])
+    arena.write_header(3, Record())
+    assert read(0, 6) == (3, []), "its slot is another's now"
+    found.rise(0)
+    assert not any(arena.is_read(slot) for slot in range(6))
     arena.remove()

@@ -77,7 +77,7 @@ def test_a_damaged_block_is_a_miss_counted_and_forgotten(pool: Pool) -> None:
     keys = chain(1, 3)
     client.store(keys, [content(key) for key in keys], namespace="a")
     with client.find(keys, namespace="a") as prefix:
-        slot = prefix._blocks[1][2].slot
+        slot = prefix.blocks[1].slot
     arena = Arena.attach(pool.folder / "cache-0.arena")
     arena.write(slot, content(keys[0]))
     assert fetched(client, keys) == 1

@@ -152,7 +152,7 @@ def test_a_member_that_starts_again_knows_no_seats_and_its_readers_notice(pool: 
 def test_a_damaged_block_is_forgotten_though_nobody_asked(pool: Pool) -> None:
     client = filled(pool, OTHERS[:3])
     with seated(client, OTHERS[:3]) as prefix:
-        slot = prefix._blocks[1][2].slot
+        slot = prefix.blocks[1].slot
     Arena.attach(pool.folder / "cache-0.arena").write(slot, content(KEYS[0]))
     assert fetched(client, OTHERS[:3]) == 1
     assert told(client).bad == 1 and told(client).committed == 2
@@ -180,7 +180,7 @@ def test_a_slot_that_changes_while_it_is_copied_is_a_miss(pool: Pool, place: int
     client = filled(pool, KEYS, num_slots=1)
     reader = pool.client("d-0")
     with seated(reader, KEYS) as prefix:
-        arena, slot = prefix._held[0].arena, prefix._blocks[0][2].slot
+        arena, slot = prefix._held[0].found.arena, prefix.blocks[0].slot
         arena.turn_out(slot)
         link = client._links["cache-0"]
         assert link.answer(link.reserve(namespace_tag("a"), (OTHERS[0],)), Granted)

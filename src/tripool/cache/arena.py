@@ -19,6 +19,7 @@ Not `multiprocessing.shared_memory`: its tracker would remove the file when any 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -65,9 +66,13 @@ class Arena:
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         self._map = mmap.mmap(fd, size, flags)
         self._bytes: Bytes = np.frombuffer(self._map, np.uint8)
-        self._address = address(self._bytes)
         self._directory, self._num_buckets = _headers_end(num_slots), _num_entries(num_slots) // _WAYS
         self._seats = _directory_end(num_slots)
+        start = address(self._bytes)
+        self.shape = (ctypes.c_uint64 * 8)(
+            start, PAGE, self._directory, self._num_buckets, self._seats, self._data, self._stride, num_slots
+        )
+        """Where everything is, for compiled code, for as long as this arena is held."""
 
     @classmethod
     def create(cls, path: Path, slot_bytes: int, num_slots: int) -> Arena:
@@ -142,11 +147,6 @@ class Arena:
         assert 0 <= slot < self.num_slots and num_bytes <= self.slot_bytes
         start = self._data + slot * self._stride
         return self._bytes[start : start + num_bytes]
-
-    def place(self, slot: int, num_bytes: int) -> int:
-        """The same as an address, for as long as this arena is held: cheaper, where there are many."""
-        assert 0 <= slot < self.num_slots and num_bytes <= self.slot_bytes
-        return self._address + self._data + slot * self._stride
 
     # ---- headers ------------------------------------------------------------------------------------------------
 

@@ -21,19 +21,18 @@ from types import TracebackType
 from typing import Any
 
 from tripool.cache import wire
-from tripool.cache.arena import MAX_WORKER_NAME_BYTES, Arena, as_bytes
-from tripool.cache.copying import Bytes, copy_all, copy_places, is_compiled, soon
+from tripool.cache.arena import MAX_WORKER_NAME_BYTES, as_bytes
+from tripool.cache.copying import soon
 from tripool.cache.link import Link, Seated
 from tripool.cache.records import Block, namespace_tag
 from tripool.cache.ring import Ring
+from tripool.cache.seats import Found
 from tripool.errors import InvalidRequest
 from tripool.messages import Life, Reaped, Suspect
 
 _LOOK_S = 0.01
 _STOP_WRITING = 0.8
 """Part of the time a writer has after which it begins no other block."""
-_AT_ONCE = 16
-"""Blocks that are copied before they are compared."""
 
 
 @dataclass(slots=True)
@@ -41,80 +40,63 @@ class _Held:
     """One member's part of a prefix."""
 
     link: Link
-    arena: Arena
-    """The one its slots are of: the link may have another by the time they are read."""
     lease: int | Seated
-    bad: tuple[int, ...] = ()
+    found: Found
+    """Of the arena it was found in: the link may have another by the time it is read."""
 
     def release(self) -> None:
         if isinstance(self.lease, Seated):
-            self.link.rise(self.lease, self.bad)
+            self.link.rise(self.lease, self.found)
         else:
-            self.link.release(self.lease, self.bad)
+            self.link.release(self.lease, tuple(self.found.bad))
 
 
-_Found = tuple[_Held, bytes, Block]
+_Run = tuple[Found, int, int]
+"""Blocks of a chain that follow one another, from one place to another among what was found with one member."""
 
 
 class Prefix:
     """Blocks that are there, and stay there until the lease ends: soon. Release it, or use it with `with`."""
 
-    def __init__(self, blocks: list[_Found], held: list[_Held]) -> None:
-        self._blocks, self._held = blocks, held
+    def __init__(self, runs: list[_Run], held: list[_Held]) -> None:
+        self._runs, self._held = runs, held
 
     @property
     def num_blocks(self) -> int:
-        return len(self._blocks)
+        return sum(stop - start for _, start, stop in self._runs)
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [block for found, start, stop in self._runs for block in list(found)[start:stop]]
 
     @property
     def forms(self) -> list[int]:
         """What the writer of each block said of it."""
-        return [block.form for _, _, block in self._blocks]
+        return [block.form for block in self.blocks]
 
     @property
     def from_disk(self) -> list[bool]:
         """Whether each block was on its member's disk alone when this was asked."""
-        return [block.from_disk for _, _, block in self._blocks]
+        return [block.from_disk for block in self.blocks]
 
     def read(self, into: Sequence[Any]) -> int:
         """Fill these writable buffers, one per block from the first on; returns how many hold their block.
 
         Buffers behind that number may hold anything.
         """
-        targets, num_good = [as_bytes(buffer) for buffer in into[: len(self._blocks)]], 0
-        while num_good < len(targets):
-            some = self._alike(targets, num_good)
-            if not some:
+        num_good = 0
+        for found, start, stop in self._runs:
+            wanted = into[num_good : num_good + stop - start]
+            num_read = found.read(start, wanted)
+            num_good += num_read
+            if num_read < stop - start:
                 break
-            checksums = _copy(some, targets[num_good : num_good + len(some)])
-            for found, checksum in zip(some, checksums, strict=True):
-                if not self._is_good(found, checksum):
-                    return num_good
-                num_good += 1
         return num_good
-
-    def _alike(self, targets: Sequence[Bytes], start: int) -> list[_Found]:
-        """The next blocks, of one size, as far as the targets are of that size too."""
-        size, some = len(targets[start]), []
-        for target, found in zip(targets[start : start + _AT_ONCE], self._blocks[start:], strict=False):
-            if not len(target) == found[2].num_bytes == size:
-                break
-            some.append(found)
-        return some
-
-    def _is_good(self, found: _Found, checksum: int) -> bool:
-        held, key, block = found
-        if not held.arena.holds(block.slot, key):
-            return False  # the lease was lost, and the slot is someone else's: not our business
-        if checksum != block.checksum:
-            held.bad += (block.slot,)
-            return False
-        return True
 
     def release(self) -> None:
         for held in self._held:
             held.release()
-        self._held, self._blocks = [], []
+        self._held, self._runs = [], []
 
     def __enter__(self) -> Prefix:
         return self
@@ -123,15 +105,7 @@ class Prefix:
         self.release()
 
 
-def _copy(some: Sequence[_Found], targets: Sequence[Bytes]) -> list[int]:
-    """Blocks and targets of one size."""
-    size = len(targets[0])
-    if is_compiled(size):
-        return copy_places([held.arena.place(block.slot, size) for held, _, block in some], targets, size)
-    return copy_all([held.arena.view(block.slot, size) for held, _, block in some], targets)
-
-
-_Asked = tuple[Link, list[int], Seated | int | None]
+_Asked = tuple[Link, list[int], tuple[Seated, Found] | int | None]
 """A member, positions, and what was found there without asking, or else the question's number."""
 
 
@@ -188,24 +162,34 @@ class PoolClient:
 
     def _hear(self, asked: list[_Asked], keys: Sequence[bytes], first: int) -> Prefix:
         held: list[_Held] = []
-        found: dict[int, _Found] = {}
+        found: dict[int, tuple[Found, int]] = {}
         for link, positions, lease in asked:
-            if isinstance(lease, Seated):
-                part, known = _Held(link, lease.arena, lease), lease.blocks
-            else:
-                answer = link.answer(lease, wire.Found)
-                if answer is None or not answer.lease or link.arena is None:
-                    continue
-                columns = zip(answer.slots, answer.checksums, answer.sizes, answer.forms, strict=True)
-                part = _Held(link, link.arena, answer.lease)
-                known = tuple(Block(*column, place in answer.from_disk) for place, column in enumerate(columns))
-            held.append(part)
-            for position, block in zip(positions, known, strict=False):
-                found[position] = part, keys[position], block
-        blocks: list[_Found] = []
-        while first + len(blocks) in found:
-            blocks.append(found[first + len(blocks)])
-        return Prefix(blocks, held)
+            part = _Held(link, *lease) if isinstance(lease, tuple) else self._answered(link, positions, lease, keys)
+            if part is not None:
+                held.append(part)
+                if len(asked) > 1:
+                    found |= {
+                        position: (part.found, place) for place, position in enumerate(positions[: len(part.found)])
+                    }
+        runs: list[_Run] = []
+        if len(asked) == 1 and held:  # so mostly, and then there is nothing to put together
+            return Prefix([(held[0].found, 0, len(held[0].found))], held)
+        while first in found:
+            part_found, start = found[first]
+            stop = start + 1
+            first += 1
+            while found.get(first) == (part_found, stop):
+                stop, first = stop + 1, first + 1
+            runs.append((part_found, start, stop))
+        return Prefix(runs, held)
+
+    def _answered(self, link: Link, positions: list[int], number: int | None, keys: Sequence[bytes]) -> _Held | None:
+        answer = link.answer(number, wire.Found)
+        if answer is None or not answer.lease or link.arena is None:
+            return None
+        columns = zip(answer.slots, answer.checksums, answer.sizes, answer.forms, strict=True)
+        blocks = (Block(*column, place in answer.from_disk) for place, column in enumerate(columns))
+        return _Held(link, answer.lease, Found.told(link.arena, [keys[position] for position in positions], blocks))
 
     def store(
         self, keys: Sequence[bytes], blocks: Sequence[Any], *, namespace: str, first: int = 0, form: int = 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from mmap import mmap
@@ -29,6 +28,19 @@ _PAGE = 4096
 _PIECE = 2**19
 """Copied, then hashed while it is still in the core's own cache."""
 _QUARTERS = struct.Struct("<4Q")
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_uint64
+_ARGUMENTS = {
+    "tripool_copy": (_POINTER, _POINTER, _SIZE, _SIZE, _POINTER),
+    "tripool_copy_by": (ctypes.c_int, _POINTER, _POINTER, _SIZE, _SIZE, _POINTER),
+    "tripool_copy_soon": (),
+    "tripool_hash": (ctypes.c_char_p, _SIZE),
+    "tripool_read": (_POINTER, _SIZE, _POINTER, ctypes.c_char_p, _POINTER, _SIZE, _SIZE, _POINTER),
+    "tripool_rise": (_POINTER, _SIZE, _SIZE, _POINTER),
+    "tripool_sit": (_POINTER, _SIZE, ctypes.c_char_p, _SIZE, ctypes.c_char_p, _POINTER),
+}
+_RESULTS = {
+    "tripool_copy_by": ctypes.c_int, "tripool_hash": _SIZE, "tripool_read": _SIZE, "tripool_sit": ctypes.c_int,
+}  # fmt: skip
 
 
 @cache
@@ -36,13 +48,11 @@ def library() -> ctypes.CDLL | None:
     """None where it was not compiled, or for another machine or version."""
     try:
         loaded = ctypes.CDLL(str(FILE))
-        copy_blocks, copy_by = loaded.tripool_copy_blocks, loaded.tripool_copy_by
+        functions = {name: getattr(loaded, name) for name in _ARGUMENTS}
     except (OSError, AttributeError):
         return None
-    pointer, size = ctypes.c_void_p, ctypes.c_uint64
-    copy_blocks.argtypes, copy_blocks.restype = (size, pointer, pointer, size, size, pointer), None
-    loaded.tripool_copy_soon.restype = None
-    copy_by.argtypes = (ctypes.c_int, pointer, pointer, size, size, pointer)
+    for name, function in functions.items():
+        function.argtypes, function.restype = _ARGUMENTS[name], _RESULTS.get(name)
     return loaded
 
 
@@ -55,18 +65,13 @@ def soon(num_bytes: int) -> None:
 
 def copy(source: Bytes, target: Bytes) -> int:
     """Contiguous, and of one length."""
-    return copy_all([source], [target])[0]
-
-
-def copy_all(sources: Sequence[Bytes], targets: Sequence[Bytes]) -> list[int]:
-    """The same for several pairs, all of one length, in one go."""
-    if not sources:
-        return []
-    size = len(sources[0])
-    assert len(sources) == len(targets) and all(len(each) == size for each in (*sources, *targets))
-    if not is_compiled(size):
-        return [plain_copy(source, target) for source, target in zip(sources, targets, strict=True)]
-    return copy_places(list(map(address, sources)), targets, size)
+    size, compiled = len(source), library()
+    assert len(target) == size
+    if compiled is None or not is_compiled(size):
+        return plain_copy(source, target)
+    hashes = (ctypes.c_uint64 * 4)()
+    compiled.tripool_copy(address(source), address(target), quarter(size), size, hashes)
+    return xxh3_64_intdigest(bytes(hashes))
 
 
 def is_compiled(size: int) -> bool:
@@ -74,24 +79,18 @@ def is_compiled(size: int) -> bool:
     return size >= _LARGE and library() is not None
 
 
-def copy_places(places: Sequence[int], targets: Sequence[Bytes], size: int) -> list[int]:
-    """The same from addresses, for who knows them already. The memory must be there, the code compiled."""
-    count, compiled = len(places), library()
-    assert compiled is not None and count == len(targets)
-    pointers, hashes = ctypes.c_void_p * count, (ctypes.c_uint64 * (4 * count))()
-    froms, tos = pointers(*places), pointers(*map(address, targets))
-    compiled.tripool_copy_blocks(count, froms, tos, _quarter(size), size, hashes)
-    digests = bytes(hashes)
-    return [xxh3_64_intdigest(digests[at : at + _QUARTERS.size]) for at in range(0, len(digests), _QUARTERS.size)]
-
-
 def plain_copy(source: Bytes, target: Bytes) -> int:
     size = len(source)
     if size < _LARGE:
         return _copy_piece(source, target)
-    edges = [*range(0, 4 * _quarter(size), _quarter(size)), size]
+    edges = [*range(0, 4 * quarter(size), quarter(size)), size]
     parts = [slice(start, stop) for start, stop in pairwise(edges)]
     return xxh3_64_intdigest(_QUARTERS.pack(*(_copy_piece(source[part], target[part]) for part in parts)))
+
+
+def quarter(size: int) -> int:
+    """In whole pages; the last one has what is left over."""
+    return size // 4 // _PAGE * _PAGE
 
 
 class Staging:
@@ -117,11 +116,6 @@ def address(array: Bytes) -> int:
     except TypeError:  # read-only
         place: int = array.__array_interface__["data"][0]
         return place
-
-
-def _quarter(size: int) -> int:
-    """In whole pages; the last one has what is left over."""
-    return size // 4 // _PAGE * _PAGE
 
 
 def _copy_piece(source: Bytes, target: Bytes) -> int:

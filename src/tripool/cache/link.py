@@ -20,7 +20,7 @@ import msgspec
 
 from tripool.cache import wire
 from tripool.cache.arena import Arena
-from tripool.cache.records import Block
+from tripool.cache.seats import Found
 from tripool.errors import ArenaError
 from tripool.messages import Life
 
@@ -36,13 +36,10 @@ AnswerT = TypeVar("AnswerT", wire.Opened, wire.Found, wire.Granted, wire.Told, w
 
 @dataclass(frozen=True, slots=True)
 class Seated:
-    """Blocks that were found without asking, and stay as they are: not for longer than a lease."""
+    """How long blocks that were found without asking stay as they are: not for longer than a lease."""
 
     line: socket.socket | None
-    arena: Arena
     seat: int
-    blocks: tuple[Block, ...]
-    tickets: tuple[int, ...]
 
 
 class Link:
@@ -126,33 +123,24 @@ class Link:
 
     # ---- without asking -----------------------------------------------------------------------------------------
 
-    def find_here(self, namespace: bytes, keys: Sequence[bytes]) -> Seated | None:
+    def find_here(self, namespace: bytes, keys: Sequence[bytes]) -> tuple[Seated, Found] | None:
         """All of these blocks, as far as can be seen in the arena of a member that is there; None: ask."""
         arena, seat = self.arena, self._seat
         if arena is None or seat < 0 or self._readable.poll(0):  # dead, or there is something to hear first
             return None
-        found: list[tuple[Block, int]] = []
-        for key in reversed(keys):  # what is not there is mostly the end of a chain
-            each = arena.sit(key, namespace, seat)
-            if each is None:
-                for block, _ in found:
-                    arena.rise(block.slot, seat)
-                return None
-            found.append(each)
-        blocks, tickets = zip(*reversed(found), strict=True) if found else ((), ())
-        return Seated(self._socket, arena, seat, blocks, tickets)
+        found = Found.seated(arena, keys, namespace, seat)
+        return None if found is None else (Seated(self._socket, seat), found)
 
-    def rise(self, seated: Seated, bad: tuple[int, ...] = ()) -> None:
+    def rise(self, seated: Seated, found: Found) -> None:
         """What was read is told later, as with `release`."""
         if seated.line is not self._socket or self._socket is None:
             return  # the member has cleared the seats of a line that is closed
-        slots = tuple(block.slot for block in seated.blocks)
-        for slot in slots:
-            seated.arena.rise(slot, seated.seat)
-        if bad:
-            self._send(wire.Used(self._life, slots, seated.tickets, bad))
+        found.rise(seated.seat)
+        if found.bad:
+            slots, tickets = zip(*found.uses, strict=True)
+            self._send(wire.Used(self._life, slots, tickets, tuple(found.bad)))
             return
-        self._used += zip(slots, seated.tickets, strict=True)
+        self._used += found.uses
         if len(self._used) >= _UNSENT_USES:
             self.flush()
 

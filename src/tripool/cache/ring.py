@@ -38,10 +38,14 @@ class Ring:
     def owner(self, key: bytes) -> str:
         """The member whose point follows the key's."""
         assert self.members, "an empty ring owns nothing"
+        if len(self.members) == 1:
+            return self.members[0]
         return self._owners[bisect_right(self._places, _place(key)) % len(self._owners)]
 
     def stretches(self, keys: Sequence[bytes], first: int = 0) -> list[Stretch]:
         """Where the blocks of a chain live, from position `first` on. `keys` is the chain from its first block."""
+        if len(self.members) == 1:
+            return [Stretch(self.members[0], first, len(keys))] if first < len(keys) else []
         found: list[Stretch] = []
         for start in range(first - first % SEGMENT_BLOCKS, len(keys), SEGMENT_BLOCKS):
             member, stop = self.owner(keys[start]), min(start + SEGMENT_BLOCKS, len(keys))

@@ -353,20 +353,20 @@ static void copy_helped(Together together, Stream *streams, uint64_t *hashes) {
     }
 }
 
-/* `count` blocks of `bytes` each, as four pieces of `quarter` bytes, the last one with what is left over; each of more
- * than 240 bytes. Four hashes for each block. */
-API void tripool_copy_blocks(uint64_t count, const uint8_t *const *from, uint8_t *const *to, uint64_t quarter,
-                             uint64_t bytes, uint64_t *hashes) {
-    Together together = best();
-    if (count > 1) tripool_copy_soon(); /* again, where it was said long before */
+/* As four pieces of `quarter` bytes, the last one with what is left over; each of more than 240 bytes. */
+static void copy_block(Together together, int helped, const uint8_t *from, uint8_t *to, uint64_t quarter, uint64_t bytes,
+                       uint64_t hashes[STREAMS]) {
+    Stream streams[STREAMS];
+    divide(from, to, quarter, bytes, streams);
+    if (helped && (atomic_load(&helper.looking) || atomic_load(&helper.look_until_ns) >= now_ns()))
+        copy_helped(together, streams, hashes);
+    else copy_alone(together, streams, hashes);
+}
+
+/* Four hashes. */
+API void tripool_copy(const uint8_t *from, uint8_t *to, uint64_t quarter, uint64_t bytes, uint64_t *hashes) {
     const int ours = !atomic_exchange(&helper.busy, 1);
-    for (uint64_t i = 0; i < count; i++, hashes += STREAMS) {
-        Stream streams[STREAMS];
-        divide(from[i], to[i], quarter, bytes, streams);
-        if (ours && (atomic_load(&helper.looking) || atomic_load(&helper.look_until_ns) >= now_ns()))
-            copy_helped(together, streams, hashes);
-        else copy_alone(together, streams, hashes);
-    }
+    copy_block(best(), ours, from, to, quarter, bytes, hashes);
     if (ours) atomic_store(&helper.busy, 0);
 }
 
@@ -385,3 +385,5 @@ API int tripool_copy_by(int which, const uint8_t *from, uint8_t *to, uint64_t qu
     copy_alone(together, streams, hashes);
     return 1;
 }
+
+#include "seats.h"
