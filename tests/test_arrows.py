@@ -22,16 +22,17 @@ MAX_FUNCTION_LINES = 80
 
 PURE = (
     "core", "errors", "config", "messages", "sequence", "cache", "prefill", "decode", "engine.colocated", "engine.leap",
-    "text", "grammar", "router", "simulate", "tenants", "planner",
+    "text", "grammar", "router", "simulate", "tenants", "planner", "page",
 )  # fmt: skip
 """Run without torch: the planner and the simulator stand on these, and a gateway needs text and grammars."""
 PURE += tuple(
     f"bench.{name}"
-    for name in ("goodput", "page", "prompts", "report", "samples", "summary", "svg", "trace", "words", "workload")
+    for name in ("goodput", "page", "prompts", "report", "samples", "summary", "trace", "words", "workload")
 )
 PURE += ("control.backoff", "control.residency")
 PURE += ("observe.checks", "observe.machine")
-WORLDLY = {f"cache.{name}" for name in ("arena", "client", "copying", "image", "images", "link", "member", "wire")}
+PURE += ("train.plan", "train.schedule", "train.distil.clean", "train.distil.script")
+WORLDLY = {f"cache.{name}" for name in ("arena", "client", "copying", "image", "images", "link", "member", "seats", "wire")}
 WORLDLY |= {"cache.disk", "cache.spool"}
 WORLDLY |= {"prefill.worker", "decode.worker", "planner.probe"}
 WORLDLY |= {"tenants.book", "tenants.meter", "tenants.watch"}

@@ -1,4 +1,4 @@
-"""The HTML report: one file that needs nothing else, light or dark as the reader's system is."""
+"""The report of a run as a page: tiles, latencies, what failed, and plots of every request."""
 
 from __future__ import annotations
 
@@ -8,59 +8,23 @@ from html import escape
 from tripool.bench.report import Report, summary_rows
 from tripool.bench.samples import Sample
 from tripool.bench.summary import PERCENTILES, Distribution, percentile
-from tripool.bench.svg import Plot
+from tripool.page import Plot, html_page, plots, table, tiles
 
 _MAX_POINTS = 3000
 _NUM_BARS = 40
 
-STYLE = """
-:root{color-scheme:light dark;--back:#fbfbfa;--card:#fff;--ink:#1d2128;--soft:#626a76;--line:#e3e5e8;--one:#2f6fd0;
---two:#b8622a;--three:#2c8a63;--bad:#c23b3b}
-@media (prefers-color-scheme:dark){:root{--back:#14171b;--card:#1b1f25;--ink:#e7e9ec;--soft:#9aa3af;--line:#2d333b;
---one:#6ea3f2;--two:#e09a63;--three:#5fc298;--bad:#ef7676}}
-*{box-sizing:border-box}
-body{margin:0 auto;max-width:1220px;padding:28px 20px 48px;background:var(--back);color:var(--ink);
-font:15px/1.5 system-ui,sans-serif}
-h1{font-size:22px;margin:0 0 2px}h2{font-size:16px;margin:30px 0 10px}
-p{margin:4px 0;color:var(--soft)}p.warn{color:var(--bad)}
-.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(190px,1fr));gap:10px;margin-top:18px}
-.tile,figure,table{background:var(--card);border:1px solid var(--line);border-radius:8px}
-.tile{padding:10px 14px}.tile span{display:block;color:var(--soft);font-size:13px}
-.tile b{font-weight:600;font-size:16px;font-variant-numeric:tabular-nums}
-.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,460px),1fr));gap:14px}
-figure{margin:0;padding:12px 10px 4px}figcaption{padding-left:8px;font-weight:600;font-size:14px}
-svg{width:100%;height:auto;display:block}
-svg text{fill:var(--soft);font:11px system-ui,sans-serif}svg .grid{stroke:var(--line)}svg .axis{stroke:var(--soft)}
-.one{fill:var(--one)}.two{fill:var(--two)}.three{fill:var(--three)}.bad{fill:var(--bad)}
-circle{fill-opacity:.55}.fill{fill-opacity:.18}.line{fill:none;stroke-width:1.5}
-.one.line{stroke:var(--one)}.two.line{stroke:var(--two)}
-line.rule{stroke:var(--ink);stroke-dasharray:3 3}svg text.rule{fill:var(--ink)}
-svg text.rule,svg text.limit{paint-order:stroke;stroke:var(--card);stroke-width:3px}
-line.limit{stroke:var(--bad)}svg text.limit{fill:var(--bad)}
-.scroll{overflow-x:auto}table{border-collapse:separate;border-spacing:0;width:100%;font-variant-numeric:tabular-nums}
-th,td{padding:6px 14px;text-align:right;border-bottom:1px solid var(--line)}tr:last-child td{border-bottom:0}
-th:first-child,td:first-child,.errors :is(th,td):last-child{text-align:left}th{color:var(--soft);font-weight:500}
-"""
-
 
 def render_page(report: Report) -> str:
     asked = report.asked
-    tiles = "".join(
-        f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b></div>'
-        for name, value in summary_rows(report)
-    )
     warnings = "".join(f'<p class="warn">Note: {escape(warning)}.</p>' for warning in report.summary.warnings)
-    plots = "".join(plot.render() for plot in _plots(report))
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>tripool bench: {escape(asked.model)}</title><style>{STYLE}</style></head><body>"
+    body = (
         f"<h1>{escape(asked.model)} at {escape(asked.url)}</h1>"
         f"<p>{escape(asked.workload)} · {escape(asked.load)} · {escape(asked.endpoint)} · seed {asked.seed} · "
-        f'{escape(asked.began)}</p>{warnings}<div class="tiles">{tiles}</div>'
+        f"{escape(asked.began)}</p>{warnings}{tiles(summary_rows(report))}"
         f"<h2>Latency, milliseconds</h2>{_latencies(report)}{_errors(report)}"
-        f'<h2>Plots</h2><div class="plots">{plots}</div></body></html>\n'
+        f"<h2>Plots</h2>{plots(plot.render() for plot in _plots(report))}"
     )
+    return html_page(f"tripool bench: {asked.model}", body)
 
 
 def _latencies(report: Report) -> str:
@@ -89,12 +53,6 @@ def _errors(report: Report) -> str:
     return f'<h2>Failed</h2><div class="errors">{table(["kind", "requests", "the first one said"], rows)}</div>'
 
 
-def table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
-
-
 def _plots(report: Report) -> Iterable[Plot]:
     served = sorted((sample for sample in report.samples if sample.ok), key=lambda sample: sample.index)
     limits = dict(report.goodput.limits_ms) if report.goodput is not None else {}
@@ -119,11 +77,11 @@ def _histogram(
     plot = Plot(title, "milliseconds", highest, 1.35 * max(counts), "requests")  # room for words above the bars
     edges = [index * width for index in range(_NUM_BARS + 1)]
     plot.bars(edges, counts, kind, "{low:.1f} to {high:.1f} ms: {count} requests")
-    for row, percent in enumerate((50, 95, 99)):
+    for percent in (50, 95, 99):
         at = percentile(values, percent)
-        plot.rule(at, f"p{percent} {at:,.3g}", row=row)
+        plot.rule(at, f"p{percent} {at:,.3g}")
     if limit_ms is not None:
-        plot.rule(limit_ms, f"limit {limit_ms:g}", "limit", row=3)
+        plot.rule(limit_ms, f"limit {limit_ms:g}", "limit")
     yield plot
 
 

@@ -5,42 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from tripool.bench.page import STYLE, table
-from tripool.bench.svg import Plot
+from tripool.page import Plot, html_page, plots, table, tiles
 from tripool.planner.cost import DecodeModel
 from tripool.planner.report import parts_ms, why
 from tripool.planner.search import Ask, Deployment, Plan
 
 _NUM_CURVE = 40
+_OWN_STYLE = """
+.ranked :is(th,td):nth-child(2),.ranked :is(th,td):last-child{text-align:left}.ranked td:nth-child(2){min-width:124px}
+"""
 
 
 def render_plan(ask: Ask, plan: Plan) -> str:
     best = plan.deployments[0]
     title = f"{ask.model.name} on {ask.chips} x {ask.hardware.title}"
-    tiles = "".join(
-        f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b></div>'
-        for name, value in _tiles(ask, best)
-    )
     asked = (
         f"{ask.input_tokens:,.0f} tokens in ({ask.cached_share:.0%} cached), {ask.output_tokens:,.0f} out · "
         f"first token within {ask.ttft_s * 1e3:,.0f} ms, then {ask.tpot_s * 1e3:g} ms per token · "
         f"{plan.num_considered:,} combinations considered"
     )
     levers = "".join(f"<p>{escape(lever.name)}: {lever.gain:+.1%}</p>" for lever in best.levers if lever.gain >= 0.005)
-    plots = "".join(plot.render() for plot in _plots(ask, plan))
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>tripool plan: {escape(title)}</title><style>{STYLE}</style></head><body>"
-        f'<h1>{escape(title)}</h1><p>{escape(asked)}</p><div class="tiles">{tiles}</div>'
+    body = (
+        f"<h1>{escape(title)}</h1><p>{escape(asked)}</p>{tiles(_tiles(ask, best))}"
         f"<h2>What binds</h2><p>{escape(why(best))}.</p>"
         f"<h2>What would lift it</h2>{levers or '<p>Nothing tried moves it by half a per cent.</p>'}"
         f"<h2>Deployments, best first</h2>{_ranked(ask, plan)}"
-        f'<h2>Plots</h2><div class="plots">{plots}</div>'
+        f"<h2>Plots</h2>{plots(plot.render() for plot in _plots(ask, plan))}"
         f"<h2>Where a step's time goes, milliseconds</h2>{_parts(best)}"
         "<p>Predictions of a cost model; `tripool plan --validate` prints its errors against published results.</p>"
-        "</body></html>\n"
     )
+    return html_page(f"tripool plan: {title}", body, _OWN_STYLE)
 
 
 def _tiles(ask: Ask, best: Deployment) -> Iterator[tuple[str, str]]:
@@ -83,7 +77,7 @@ def _ranked(ask: Ask, plan: Plan) -> str:
         ]
         for found in plan.deployments
     ]  # fmt: skip
-    return table(heads, rows)
+    return f'<div class="ranked">{table(heads, rows)}</div>'
 
 
 def _parts(best: Deployment) -> str:
@@ -105,10 +99,7 @@ def _plots(ask: Ask, plan: Plan) -> Iterator[Plot]:
     front = Plot(
         "Decode: speed for a user against throughput", "tokens per second, one user", fastest, most, "per chip"
     )
-    corners = " ".join(
-        f"{front.x(point.tokens_per_s_per_user):.1f},{front.y(point.tokens_per_s_per_chip):.1f}" for point in plan.front
-    )
-    front.marks.append(f'<polyline class="one line" points="{corners}"/>')
+    front.line(((point.tokens_per_s_per_user, point.tokens_per_s_per_chip) for point in plan.front), "one")
     front.points(
         (
             (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tripool.bench.svg import HEIGHT, WIDTH
+from tripool.page.svg import HEIGHT, WIDTH
 from tripool.planner.reproduce import cloudmatrix_figures, cloudmatrix_tables
 from tripool.planner.reproduce.curves import Curve, Figure
 from tripool.planner.reproduce.page import draw, render_page

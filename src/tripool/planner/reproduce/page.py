@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from tripool.bench.page import STYLE, table
-from tripool.bench.svg import Plot, round_ticks
+from tripool.page import Plot, html_page, plots, table, tiles
+from tripool.page.svg import round_ticks
 from tripool.planner.reproduce.curves import Curve, Figure
 from tripool.planner.reproduce.lines import HEADS, ROLES, Table, cells, error_words, summarise
 
@@ -21,8 +21,7 @@ td:nth-child(-n+6){white-space:nowrap}td:first-child{white-space:normal}
 td:nth-child(7),td:nth-child(8){min-width:150px;color:var(--soft);font-size:13px}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 14px;margin:10px 0}
 dt{font-weight:600}dd{margin:0;color:var(--soft)}
-@media (max-width:560px){svg text{font-size:15px}body{padding:20px 12px 32px}
-table{font-size:13px}th,td{padding:6px 5px}td:first-child{min-width:124px}td:nth-child(n+7){white-space:nowrap}
+@media (max-width:560px){td:first-child{min-width:124px}td:nth-child(n+7){white-space:nowrap}
 dl{grid-template-columns:1fr}dd{margin-bottom:6px}}
 """
 
@@ -43,26 +42,19 @@ class SignedPlot(Plot):
 
 
 def render_page(tables: Sequence[Table], figures: Sequence[Figure]) -> str:
-    tiles = "".join(
-        f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b></div>' for name, value in _tiles(tables)
-    )
     roles = "".join(f"<dt>{escape(role)}</dt><dd>{escape(said)}</dd>" for role, said in ROLES.items())
-    plots = "".join(draw(figure) for figure in figures)
     shown = "".join(
         f"<h2>{escape(each.title)}</h2><p>{escape(each.said)}</p>{table(HEADS, map(cells, each.lines))}"
         for each in tables
     )
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>tripool reproduce: CloudMatrix-Infer</title><style>{STYLE}{_OWN_STYLE}</style></head><body>"
+    body = (
         "<h1>CloudMatrix-Infer: published and predicted</h1>"
         "<p>DeepSeek-R1 in INT8 on Ascend 910C in CloudMatrix384 (arXiv:2506.12708), through the planner's cost model. "
         "Nothing is tuned for this page.</p>"
-        f'<div class="tiles">{tiles}</div><h2>What a line is worth</h2><dl>{roles}</dl>'
-        f'<h2>Plots</h2><p>Lines are predicted, dots are published.</p><div class="plots">{plots}</div>'
-        f"{shown}</body></html>\n"
+        f"{tiles(_tiles(tables))}<h2>What a line is worth</h2><dl>{roles}</dl>"
+        f"<h2>Plots</h2><p>Lines are predicted, dots are published.</p>{plots(map(draw, figures))}{shown}"
     )
+    return html_page("tripool reproduce: CloudMatrix-Infer", body, _OWN_STYLE)
 
 
 def _tiles(tables: Sequence[Table]) -> list[tuple[str, str]]:
@@ -87,9 +79,7 @@ def draw(figure: Figure) -> str:
         left, right, at = plot.x(0), plot.x(plot.x_ticks[-1]), plot.y(0)
         plot.marks.append(f'<line class="axis" x1="{left:.1f}" x2="{right:.1f}" y1="{at:.1f}" y2="{at:.1f}"/>')
     for kind, curve in zip(_KINDS, figure.curves, strict=False):
-        corners = " ".join(f"{plot.x(x):.1f},{plot.y(y):.1f}" for x, y in curve.predicted)
-        if corners:
-            plot.marks.append(f'<polyline class="{kind} line" points="{corners}"/>')
+        plot.line(curve.predicted, kind)
     for height, said in figure.levels:
         _draw_level(plot, height, said, [pair for curve in figure.curves for pair in curve.predicted])
     for kind, curve in zip(_KINDS, figure.curves, strict=False):

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from tripool.bench.page import STYLE, table
-from tripool.bench.svg import Plot
+from tripool.page import Plot, html_page, plots, table, tiles
 from tripool.simulate.supernode.rows import compared_rows, summary_rows
 
 Tree = dict[str, Any]
@@ -28,41 +27,26 @@ _LEGENDS = {
 
 
 def render_run(data: Tree) -> str:
-    tiles = "".join(_tile(name, value) for name, value in summary_rows(data))
-    plots = "".join(plot.render() for plot in _plots([data]))
     body = (
         f"<h1>{escape(data['title'])}</h1><p>{escape(data['trace'])} · first token within "
         f"{data['slo']['ttft_ms']:g} ms, then {data['slo']['tpot_ms']:g} ms per token</p>"
-        f'<div class="tiles">{tiles}</div><h2>Latency, milliseconds</h2>{_latencies(data)}{_faults(data)}'
-        f'<h2>Over time</h2><div class="plots">{plots}</div><h2>Tenants</h2>{_tenants(data)}'
+        f"{tiles(summary_rows(data))}<h2>Latency, milliseconds</h2>{_latencies(data)}{_faults(data)}"
+        f"<h2>Over time</h2>{plots(plot.render() for plot in _plots([data]))}<h2>Tenants</h2>{_tenants(data)}"
         "<p>Engines and links are the planner's model; `tripool plan --validate` prints its errors. Router, "
         "schedulers, SLO controller and cache index are those that serve.</p>"
     )
-    return _page(f"tripool simulate: {data['title']}", body)
+    return html_page(f"tripool simulate: {data['title']}", body)
 
 
 def render_comparison(first: Tree, second: Tree, names: tuple[str, str]) -> str:
     rows = [[name, *cells] for name, *cells in compared_rows(first, second)]
-    plots = "".join(plot.render() for plot in _plots([first, second], names))
     body = (
         f"<h1>{escape(names[0])} and {escape(names[1])}</h1><p>{escape(first['title'])} · {escape(first['trace'])}</p>"
         f"<p>{escape(second['title'])} · {escape(second['trace'])}</p>"
         f"{table(['', *names, 'difference'], rows)}"
-        f'<h2>Over time</h2><div class="plots">{plots}</div>'
+        f"<h2>Over time</h2>{plots(plot.render() for plot in _plots([first, second], names))}"
     )
-    return _page("tripool simulate: two runs", body)
-
-
-def _page(title: str, body: str) -> str:
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>{body}</body></html>\n"
-    )
-
-
-def _tile(name: str, value: str) -> str:
-    return f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b></div>'
+    return html_page("tripool simulate: two runs", body)
 
 
 def _latencies(data: Tree) -> str:
@@ -78,10 +62,12 @@ def _faults(data: Tree) -> str:
     if not data["faults"]:
         return ""
     rows = []
-    for each in data["faults"]:
+    for number, each in enumerate(data["faults"], 1):
         waited = each["recovery_ms"]
         times = ("-", "-") if waited is None else (f"{waited['p50']:,.0f}", f"{waited['max']:,.0f}")
-        rows.append([each["fault"], *(f"{each[name]:,}" for name in ("requests", "recovered", "failed")), *times])
+        rows.append(
+            [f"{number}: {each['fault']}", *(f"{each[name]:,}" for name in ("requests", "recovered", "failed")), *times]
+        )
     heads = ["fault", "requests struck", "went on", "failed", "next token after, median ms", "last one, ms"]
     return f"<h2>Faults</h2>{table(heads, rows)}"
 
@@ -115,24 +101,22 @@ def _plots(runs: Sequence[Tree], names: Sequence[str] = ("",)) -> Iterator[Plot]
         level = runs[0]["slo"][limit] if limit else None
         if level is not None and level <= 1.5 * highest:
             plot.level(level, f"promised {level:g}")
-        for struck in runs[0]["faults"] if len(runs) == 1 else ():
-            plot.rule(float(struck["fault"].partition("@")[2].partition("s")[0]), struck["fault"].partition("@")[0])
+        for number, struck in enumerate(runs[0]["faults"] if len(runs) == 1 else (), 1):
+            plot.rule(float(struck["fault"].partition("@")[2].partition("s")[0]), str(number))
         yield plot
 
 
 def _line(plot: Plot, timeline: Tree, key: str, kind: str) -> None:
     """From slice to slice; where nothing is known the line has a gap."""
-    corners: list[str] = []
-    pieces = []
+    pieces: list[list[tuple[float, float]]] = [[]]
     for number, value in enumerate(timeline[key]):
         if value is None:
-            pieces.append(corners)
-            corners = []
+            pieces.append([])
         else:
-            corners.append(f"{plot.x((number + 0.5) * timeline['slice_s']):.1f},{plot.y(value):.1f}")
-    for piece in (*pieces, corners):
+            pieces[-1].append(((number + 0.5) * timeline["slice_s"], value))
+    for piece in pieces:
         if len(piece) > 1:
-            plot.marks.append(f'<polyline class="{kind} line" points="{" ".join(piece)}"/>')
+            plot.line(piece, kind)
         elif piece:
-            x, y = piece[0].split(",")
-            plot.marks.append(f'<circle class="{kind}" cx="{x}" cy="{y}" r="1.5"/>')
+            (x, y), *_ = piece
+            plot.marks.append(f'<circle class="{kind}" cx="{plot.x(x):.1f}" cy="{plot.y(y):.1f}" r="1.5"/>')

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import count as from_zero
 from math import ceil, floor, log10
 
 WIDTH, HEIGHT = 560, 240
 _LEAST_SPAN = 1e-6
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 26, 42
+_LETTER, _ROW = 8.0, 17
+"""Room for one letter of a word, and for one row of words; on a narrow screen letters are larger (see `html`)."""
 
 
 def round_ticks(low: float, high: float, most: int = 6) -> list[float]:
@@ -41,6 +44,8 @@ class Plot:
     marks: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._words: list[tuple[int, float, float]] = []
+        """Row, left and right of the words of rules."""
         self.x_ticks = round_ticks(0, self.x_high or 1)
         self.y_ticks = round_ticks(0, self.y_high or 1, most=4)
 
@@ -71,21 +76,32 @@ class Plot:
         self.marks.append(f'<polygon class="{kind} fill" points="{outline} {floor_line}"/>')
         self.marks.append(f'<polyline class="{kind} line" points="{outline}"/>')
 
+    def line(self, points: Iterable[tuple[float, float]], kind: str) -> None:
+        """From point to point; nothing where there are none."""
+        if corners := " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points):
+            self.marks.append(f'<polyline class="{kind} line" points="{corners}"/>')
+
     def points(self, points: Iterable[tuple[float, float, str]], kind: str) -> None:
         """Each with what it says when pointed at."""
         for x, y, said in points:
             where = f'cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="3"'
             self.marks.append(f'<circle class="{kind}" {where}><title>{escape(said)}</title></circle>')
 
-    def rule(self, value: float, said: str, kind: str = "rule", row: int = 0) -> None:
-        """A vertical line with a word at its top; `row` keeps the words of neighbours apart."""
+    def rule(self, value: float, said: str, kind: str = "rule") -> None:
+        """A vertical line with a word at its top, in the first row where it covers no other's."""
         if not 0 <= value <= self.x_ticks[-1] * (1 + 1e-9):  # the largest value may sit on the last tick
             return
-        at, top = self.x(value), _TOP + 11 * row
+        at, width = self.x(value), _LETTER * len(said)
         anchor, shift = ("end", -4) if at > WIDTH - 110 else ("start", 4)
+        left = at + shift - (width if anchor == "end" else 0.0)
+        row = next(
+            row for row in from_zero() if all(row != r or left > b or left + width < a for r, a, b in self._words)
+        )
+        self._words.append((row, left - _LETTER, left + width + _LETTER))
+        top = _TOP + _ROW * row
         self.marks.append(f'<line class="{kind}" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{self.y(0):.1f}"/>')
         self.marks.append(
-            f'<text class="{kind}" x="{at + shift:.1f}" y="{top + 8}" text-anchor="{anchor}">{escape(said)}</text>'
+            f'<text class="{kind}" x="{at + shift:.1f}" y="{top + 9}" text-anchor="{anchor}">{escape(said)}</text>'
         )
 
     def level(self, value: float, said: str) -> None:

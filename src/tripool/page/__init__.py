@@ -1,0 +1,6 @@
+"""Pages and plots that rooms show their results in: HTML and SVG as text. Pure; opens no file and measures nothing."""
+
+from tripool.page.html import html_page, plots, table, tiles
+from tripool.page.svg import Plot
+
+__all__ = ["Plot", "html_page", "plots", "table", "tiles"]
