@@ -75,6 +75,20 @@ class Drafter:
         logits = self._runner.draft_logits(rows.work, hidden, rows.last_rows)
         return self._sampler.guess(logits, rows.drafting) if rows.drafting else []
 
+    def at_once(self, task: Task) -> tuple[list[int], int] | None:
+        """Run a task and draft from what it says, in one call: the tokens after its rows, and a guess at what follows.
+
+        None, and nothing done, where that is not all: only for the newest token of an answer with no slot due before it
+        and with room for the next ones, chosen by simple draws.
+        """
+        seq, work = task.seq, task.work
+        settled = len(work.tokens) == 1 and task.samples and seq.carry is _NOTHING_DUE
+        newest = work.stop + (task.draft is not None)
+        if not work.decode or not settled or newest >= len(work.table) * BLOCK_TOKENS:
+            return None
+        draws = self._sampler.draws_ahead(seq, 3)
+        return None if draws is None else self._runner.step_and_guess(task.rows, draws)
+
     def welcome(self, seq: Seq) -> None:
         """A sequence whose blocks were filled by another worker's network and drafter."""
         seq.carry = _NOTHING_DUE if seq.num_computed % BLOCK_TOKENS else None

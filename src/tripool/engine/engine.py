@@ -7,6 +7,9 @@ step does, so that this one's tokens need not wait for it.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -21,7 +24,7 @@ from tripool.engine.sampler import Sampler
 from tripool.errors import InvalidRequest
 from tripool.models import Model
 from tripool.models.arch import Arch
-from tripool.sequence import Seq, Task
+from tripool.sequence import Sampled, Seq, Task
 from tripool.text.files import TextFiles
 
 _DEFAULT_CONTEXTS = 8
@@ -91,15 +94,17 @@ class Engine(Paged):
     @torch.inference_mode()
     def step(self) -> list[TokenEvent]:
         began_s = time.monotonic()
-        self.draft()
+        self._catch_up()
         tasks = self.scheduler.schedule()
         if not tasks:
             return []
-        hidden = self._runner.hidden([task.rows for task in tasks])
-        events = self._settle(tasks, hidden)
+        events = self._alone(tasks[0]) if len(tasks) == 1 else None
+        if events is None:
+            asked = _Asked.of(tasks)
+            hidden, sample = self._run(tasks, asked)
+            events = self._settle(tasks, asked, sample)
+            self._to_draft = None if self._drafter is None else (tasks, hidden)
         self.scheduler.timed(tasks, began_s, time.monotonic())
-        if self._drafter is not None:
-            self._to_draft = tasks, hidden
         return events
 
     @torch.inference_mode()
@@ -108,44 +113,97 @@ class Engine(Paged):
 
         Must come before the next `schedule`: until then no block changes hands, not even one that was given back.
         """
+        self._catch_up()
+
+    def _catch_up(self) -> None:
         if self._drafter is not None and self._to_draft is not None:
             for seq, draft in self._drafter.draft(*self._to_draft):
                 self.scheduler.propose(seq, draft)
             self._to_draft = None
 
-    def _settle(self, tasks: list[Task], hidden: torch.Tensor) -> list[TokenEvent]:
+    def _alone(self, task: Task) -> list[TokenEvent] | None:
+        """A step of one sequence with its draft in one call; None, and nothing done, where there is none for it.
+
+        The draft comes before this step's tokens go out, but so little later that everybody gains.
+        """
+        at_once = None if self._drafter is None else self._drafter.at_once(task)
+        if at_once is None:
+            return None
+        tokens, guess = at_once
+        events = self.scheduler.settle([task], [Sampled(tokens[0])])
+        more = self.scheduler.verify(task)
+        if more is not None:
+            events += self.scheduler.settle([more], [Sampled(tokens[1])])
+        if task.seq.wants_draft:
+            self.scheduler.propose(task.seq, guess)
+        return events
+
+    def _run(self, tasks: list[Task], asked: _Asked) -> tuple[torch.Tensor, _Sample]:
+        """Final hidden states and, if they can be chosen in the same call, all the tokens that are asked for."""
+        work, rows = [task.rows for task in tasks], asked.rows + asked.draft_rows
+        draws = self._sampler.choices(asked.seqs, [task.seq for task in asked.drafted]) if rows else None
+        if draws is not None:
+            at_once = self._runner.hidden_and_choices(work, rows, draws)
+            if at_once is not None:
+                return at_once[0], partial(_take, [Sampled(token) for token in at_once[1]])
+        hidden = self._runner.hidden(work)
+        if not rows:
+            return hidden, partial(_take, ())
+        logits = self._runner.logits(rows_of(hidden, rows))
+        sampled = self._sampler.sample_at_once(logits, asked.seqs)
+        if sampled is not None:
+            return hidden, partial(_take, sampled)
+        return hidden, lambda places, seqs: self._sampler.sample(rows_of(logits, places), seqs)
+
+    def _settle(self, tasks: list[Task], asked: _Asked, sample: _Sample) -> list[TokenEvent]:
         """Sample where the known tokens end, and then, where that is what the draft said, after the draft as well.
 
         A second choice that the first may change (penalties, grammars) is made when that is settled.
         """
-        rows: list[int] = []
-        draft_rows: list[int] = []
-        drafted: list[Task] = []
-        row = 0
-        for task in tasks:
-            if task.samples:
-                rows.append(row + len(task.work.tokens) - 1)
-            if task.draft is not None:
-                drafted.append(task)
-                draft_rows.append(rows[-1] + 1)
-            row += task.num_rows
-        if not rows:
+        if not asked.rows:
             return self.scheduler.settle(tasks, [None] * len(tasks))
-        logits = self._runner.logits(rows_of(hidden, rows + draft_rows))
-        seqs = [task.seq for task in tasks if task.samples]
-        at_once = self._sampler.sample_at_once(logits, seqs)
-        sampled = iter(at_once or self._sampler.sample(logits[: len(rows)], seqs))
+        sampled = iter(sample(range(len(asked.rows)), asked.seqs))
         events = self.scheduler.settle(tasks, [next(sampled) if task.samples else None for task in tasks])
-        followers = [self.scheduler.verify(task) for task in drafted]
+        followers = [self.scheduler.verify(task) for task in asked.drafted]
         more = [task for task in followers if task is not None]
         if more:
-            right = [i for i, task in enumerate(followers, len(rows)) if task is not None]
-            if at_once is not None:
-                later = [at_once[i] for i in right]
-            else:
-                later = self._sampler.sample(rows_of(logits, right), [task.seq for task in more])
-            events += self.scheduler.settle(more, later)
+            right = [i for i, task in enumerate(followers, len(asked.rows)) if task is not None]
+            events += self.scheduler.settle(more, sample(right, [task.seq for task in more]))
         return events
+
+
+_Sample = Callable[[Sequence[int], Sequence[Seq]], Sequence[Sampled]]
+"""The tokens at these places among all that a step was asked for, each for its sequence as it is now."""
+
+
+def _take(sampled: Sequence[Sampled], places: Sequence[int], seqs: Sequence[Seq]) -> list[Sampled]:
+    """Chosen already: nothing that was settled meanwhile changes them."""
+    return [sampled[place] for place in places]
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What a step's tasks want to know of its rows."""
+
+    rows: list[int]
+    """Those that the next token of each sequence in `seqs` is sampled after."""
+    seqs: list[Seq]
+    draft_rows: list[int]
+    """And those of the drafts, one for each task in `drafted`."""
+    drafted: list[Task]
+
+    @classmethod
+    def of(cls, tasks: Sequence[Task]) -> _Asked:
+        asked, row = cls([], [], [], []), 0
+        for task in tasks:
+            if task.samples:
+                asked.rows.append(row + len(task.work.tokens) - 1)
+                asked.seqs.append(task.seq)
+            if task.draft is not None:
+                asked.drafted.append(task)
+                asked.draft_rows.append(asked.rows[-1] + 1)
+            row += task.num_rows
+        return asked
 
 
 def kv_blocks(arch: Arch, config: EngineConfig, *, mtp: bool) -> int:

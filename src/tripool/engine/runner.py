@@ -54,9 +54,33 @@ class Runner:
     @torch.inference_mode()
     def hidden(self, work: Sequence[Work]) -> torch.Tensor:
         """Final hidden states of all rows, in the order of `work`. Writes their KV."""
+        at_once = self.hidden_and_choices(work, (), ())
+        if at_once is not None:
+            return at_once[0]
         batch, order = batch_of(work)
         hidden = self.model.hidden(batch, self.kv)
         return hidden if order is None else hidden.index_select(0, order)
+
+    def hidden_and_choices(
+        self, work: Sequence[Work], rows: Sequence[int], draws: Sequence[Draw]
+    ) -> tuple[torch.Tensor, list[int]] | None:
+        """As `hidden`, and what these draws choose from the `logits` of these rows, in one call; None, and nothing
+        done, where there is none."""
+        stack = self.model.stack
+        if stack is None:
+            return None
+        ordered = sorted(work, key=_form) if len(work) > 1 else work
+        order = None if _same(ordered, work) else _rows_of(work, ordered)
+        hidden, chosen = stack.step(ordered, self.kv, rows if order is None else [order[row] for row in rows], draws)
+        return hidden if order is None else hidden[order], chosen
+
+    def step_and_guess(self, work: Work, draws: Sequence[Draw]) -> tuple[list[int], int] | None:
+        """The whole way of one sequence from its newest token, perhaps with a draft after it, to the next draft: what
+        these draws choose (see `StackOp.step_and_guess`), in one call; None, and nothing done, where there is none."""
+        stack, mtp = self.model.stack, self.model.mtp
+        if stack is None or mtp is None:
+            return None
+        return stack.step_and_guess(work, self.kv, draws, mtp.draft)
 
     @torch.inference_mode()
     def mtp_hidden(self, work: Sequence[Work], hidden: torch.Tensor) -> torch.Tensor:
@@ -76,7 +100,6 @@ class Runner:
         logits = self.model.draft_logits(batch, hidden[torch.argsort(order)], self.kv, sorted(places.tolist()))
         return logits[torch.argsort(torch.argsort(places))]
 
-    @torch.inference_mode()
     def draft_choices(
         self, work: Sequence[Work], hidden: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]
     ) -> list[int] | None:
@@ -85,8 +108,9 @@ class Runner:
         choosing = self.model.mtp.choosing
         if choosing is None:
             return None
-        batch, order = batch_of(work, first=1)
-        return None if order is not None else choosing.choose(batch, hidden, self._mtp_kv, rows, draws)
+        if not _same(sorted(work, key=_form), work):
+            return None
+        return choosing.choose(work, hidden, self._mtp_kv, rows, draws)
 
     def clear_mtp(self, table: Sequence[int], position: int) -> None:
         """A slot of the MTP layer that nothing can be computed for: better nothing than what was there before."""
@@ -116,7 +140,7 @@ def rows_of(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 
 def batch_of(work: Sequence[Work], *, first: int = 0) -> tuple[Batch, torch.Tensor | None]:
     """Prompt-form rows first. Also returns where each given row went, or None when the order was right already."""
-    ordered = sorted(work, key=lambda w: w.decode)
+    ordered = sorted(work, key=_form)
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -136,13 +160,22 @@ def batch_of(work: Sequence[Work], *, first: int = 0) -> tuple[Batch, torch.Tens
     # By numpy: torch takes four times as long to make a small tensor of a list.
     columns = (torch.from_numpy(np.array(column, np.int64)) for column in (tokens, positions, slots))
     batch = Batch(next(columns), next(columns), next(columns), num_prompt_rows, prompts, decodes)
-    in_order = all(a is b for a, b in zip(ordered, work, strict=True))
-    return batch, None if in_order else _rows_of(work, ordered)
+    return batch, None if _same(ordered, work) else torch.tensor(_rows_of(work, ordered))
 
 
-def _rows_of(work: Sequence[Work], ordered: Sequence[Work]) -> torch.Tensor:
+def _form(piece: Work) -> bool:
+    """Prompt form first."""
+    return piece.decode
+
+
+def _same(ordered: Sequence[Work], work: Sequence[Work]) -> bool:
+    return all(a is b for a, b in zip(ordered, work, strict=True))
+
+
+def _rows_of(work: Sequence[Work], ordered: Sequence[Work]) -> list[int]:
+    """Where each row of `work` is among those of `ordered`."""
     starts, row = {}, 0
     for piece in ordered:
         starts[id(piece)] = row
         row += len(piece.tokens)
-    return torch.tensor([starts[id(w)] + i for w in work for i in range(len(w.tokens))])
+    return [starts[id(w)] + i for w in work for i in range(len(w.tokens))]

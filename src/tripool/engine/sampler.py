@@ -57,7 +57,20 @@ class Sampler:
         """How `guess` chooses for each sequence, where that needs nothing but the logits; None if one is not so."""
         if not self._fast or not all(_is_plain_draw(seq) for seq in seqs):
             return None
-        return [(t, _key(seq) if t else 0) for seq in seqs for t in (seq.request.params.temperature,)]
+        return [_draw_of(seq) for seq in seqs]
+
+    def choices(self, seqs: Sequence[Seq], drafted: Sequence[Seq]) -> list[Draw] | None:
+        """How `sample` chooses for each sequence, and then for some of them once more, after a token that is not known
+        yet; where all of that needs nothing but the logits. None if it does not."""
+        if not self._fast or not all(is_simple(seq) for seq in seqs):
+            return None
+        return [_draw_of(seq) for seq in seqs] + [_draw_of(seq, ahead=1) for seq in drafted]
+
+    def draws_ahead(self, seq: Seq, count: int) -> list[Draw] | None:
+        """How `sample` chooses the next token, and those after it; None where that needs more than their logits."""
+        if not self._fast or not is_simple(seq):
+            return None
+        return [_draw_of(seq, ahead) for ahead in range(count)]
 
     def _widened(self, row: torch.Tensor, seq: Seq) -> torch.Tensor:
         """Of the whole vocabulary, where ids of it are to be penalised, banned or allowed."""
@@ -142,8 +155,13 @@ def _keeps_all(params: SamplingParams) -> bool:
     return params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0
 
 
-def _key(seq: Seq) -> int:
-    return noise_key(seq.request.seed, seq.choice, seq.num_generated)
+def _key(seq: Seq, ahead: int = 0) -> int:
+    return noise_key(seq.request.seed, seq.choice, seq.num_generated + ahead)
+
+
+def _draw_of(seq: Seq, ahead: int = 0) -> Draw:
+    temperature = seq.request.params.temperature
+    return temperature, _key(seq, ahead) if temperature else 0
 
 
 def _top(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:

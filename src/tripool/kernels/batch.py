@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from tripool.kernels.spans import Span
+
+
+class Piece(Protocol):
+    """Tokens of one sequence at consecutive positions, in one form; what a batch is made of."""
+
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def table(self) -> Sequence[int]: ...
+    @property
+    def decode(self) -> bool: ...
 
 
 @dataclass(slots=True)

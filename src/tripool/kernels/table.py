@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from tripool.kernels.batch import Batch
+from tripool.kernels.batch import Batch, Piece
 from tripool.kernels.cpu.ops import cpu_ops
 from tripool.kernels.ops import REFERENCE_OPS, LinearOp, Ops
 from tripool.kernels.ref.halves import Draft, GroupedAttention, Join, LatentAttention, Mlp, MoeMlp
@@ -79,9 +79,47 @@ class ChoosingDraftOp(Protocol):
     """A draft that can go on to the tokens themselves: small models spend as long on the way there as in the layer."""
 
     def choose(
-        self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]
+        self,
+        pieces: Sequence[Piece],
+        hidden: torch.Tensor,
+        kv: torch.Tensor,
+        rows: Sequence[int],
+        draws: Sequence[Draw],
     ) -> list[int]:
-        """What each draw chooses from the `logits` of its row."""
+        """What each draw chooses from the `logits` of its row. Pieces in prompt form come first."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackParts:
+    """The whole network, from tokens to logits."""
+
+    embed: torch.Tensor
+    """[vocab, hidden]."""
+    turns: torch.Tensor
+    """complex64 [positions, rope / 2]."""
+    layers: Sequence[tuple[AttentionHalf, MlpHalf]]
+    norm: Norm
+    head: LinearOp
+
+
+class StackOp(Protocol):
+    def step(
+        self, pieces: Sequence[Piece], kv: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Final normed states of all rows, and what each draw chooses from the logits of its row. Writes the rows' KV
+        into kv [layers or more, slots, width]. Pieces in prompt form come first; no row is drawn from twice."""
+        ...
+
+    def step_and_guess(
+        self, piece: Piece, kv: torch.Tensor, draws: Sequence[Draw], draft: DraftOp
+    ) -> tuple[list[int], int]:
+        """As `step` for one piece in decode form, of one token or of one and a draft of the next; and then, with the
+        tokens that this has settled, as `draft.choose`. `draws`: of the next three tokens.
+
+        Returns what is chosen after each row, and the new draft: after the second row, if the first one says what the
+        draft said, else after the first. The draft's KV is the layer after the network's own.
+        """
         ...
 
 
@@ -100,6 +138,8 @@ class KernelTable:
     """The same table with what it packs kept on a shelf; None: it packs nothing worth keeping."""
     linear_of_integers: Callable[[torch.Tensor, torch.Tensor], LinearOp] | None = None
     """As `linear`, of a weight and its scales (see `kernels/weights.py`); None: it computes with the floats."""
+    stack: Callable[[StackParts], StackOp] | None = None
+    """A whole step in one call, the same to the bit as half after half; None: there is no such call."""
 
 
 def plain_table(name: str, ops: Ops, over: Callable[[Shelf], KernelTable] | None = None) -> KernelTable:

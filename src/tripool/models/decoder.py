@@ -8,7 +8,7 @@ import torch
 
 from tripool.kernels import Batch, KernelTable
 from tripool.kernels.ops import LinearOp
-from tripool.kernels.table import AttentionHalf, ChoosingDraftOp, DraftParts, JoinOp, MlpHalf
+from tripool.kernels.table import AttentionHalf, ChoosingDraftOp, DraftParts, JoinOp, MlpHalf, StackOp, StackParts
 from tripool.kernels.weights import JoinWeights, Norm
 from tripool.models.arch import Arch, MlaShape
 from tripool.models.gqa import grouped_attention
@@ -17,7 +17,7 @@ from tripool.models.mla import latent_attention
 from tripool.models.mlp import dense_mlp, expert_mlp
 from tripool.models.rope import turn_table
 
-_DRAFT_TOKENS = 2048
+_DRAFT_TOKENS = 3072
 """Least number of tokens a draft chooses from. Ids follow the order in which a vocabulary was learned: common first."""
 
 
@@ -91,6 +91,17 @@ class Model:
         self._turns = loader.derived("turns", lambda: turn_table(arch.rope, arch.context_tokens))
         self.mtp = Mtp(loader, arch, self._embed, self._turns, self._head) if has_mtp else None
         self.num_bytes = loader.num_bytes
+        self.stack = self._whole()
+
+    def _whole(self) -> StackOp | None:
+        """`hidden` and, after some rows, choices from `logits`, in one call; None where there is none."""
+        if self._k.stack is None:
+            return None
+        halves = [(layer.attention, layer.mlp) for layer in self._layers]
+        norm = Norm(self._norm, self.arch.norm_eps)
+        return self._k.stack(
+            StackParts(embed=self._embed, turns=self._turns, layers=halves, norm=norm, head=self._head)
+        )
 
     @property
     def kv_layers(self) -> int:

@@ -14,6 +14,7 @@ from tripool.cache.image import ImageDamaged
 from tripool.cache.images import ModelImages
 from tripool.checkpoints import Checkpoint, locate, open_checkpoint
 from tripool.kernels import KernelTable
+from tripool.kernels.shelf import LargePages
 from tripool.models.decoder import Model
 from tripool.models.kept import Filling, fill_image, model_of_image
 from tripool.models.load import load_model
@@ -38,7 +39,8 @@ def load_warm(
     key = image_key(model, kernels) if images is not None and kernels.over is not None else None
     if images is None or key is None:
         with _checkpoint(model, progress) as checkpoint:
-            return Loaded(checkpoint.name, checkpoint.text, load_model(checkpoint, kernels=kernels), False)
+            network = load_model(checkpoint, kernels=kernels, shelf=LargePages())
+            return Loaded(checkpoint.name, checkpoint.text, network, False)
     found = _from_image(images, key, kernels)
     if found is not None:
         return found
@@ -76,7 +78,7 @@ def _from_files(
     with _checkpoint(model, progress) as checkpoint:
         writer = images.writer(key, _most_bytes(checkpoint, kernels)) if images is not None else None
         if images is None or writer is None:
-            network = load_model(checkpoint, kernels=kernels)
+            network = load_model(checkpoint, kernels=kernels, shelf=LargePages())
         else:
             shelf = Filling(writer, images.make_room)
             try:

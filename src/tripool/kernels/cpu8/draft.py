@@ -8,35 +8,40 @@ from ctypes import addressof
 
 import torch
 
-from tripool.kernels.batch import Batch
+from tripool.kernels.batch import Batch, Piece
 from tripool.kernels.cpu8 import library
 from tripool.kernels.cpu8.halves import Gqa8, Join8, Linear8, Mla8, Mlp8, Moe8
-from tripool.kernels.cpu8.native_batch import native_batch
+from tripool.kernels.cpu8.native_batch import NativeDraws, NativePieces, native_batch
 from tripool.kernels.cpu8.pack import PackedNorm
-from tripool.kernels.table import DraftParts, Draw
+from tripool.kernels.table import AttentionHalf, DraftParts, Draw, MlpHalf
+
+
+def entry(embed: torch.Tensor, turns: torch.Tensor) -> library.Entry:
+    """Points into both; `turns`: float32 [positions, rope], cosine and sine by turns."""
+    assert embed.is_contiguous() and turns.is_contiguous()
+    return library.Entry(embed.data_ptr(), turns.data_ptr(), embed.shape[1], turns.shape[1])
+
+
+def layer(attention: AttentionHalf, mlp: MlpHalf) -> library.Layer:
+    assert isinstance(attention, Mla8 | Gqa8) and isinstance(mlp, Moe8 | Mlp8)
+    return library.Layer(
+        attention.at if isinstance(attention, Mla8) else None,
+        attention.at if isinstance(attention, Gqa8) else None,
+        mlp.at if isinstance(mlp, Moe8) else None,
+        mlp.at if isinstance(mlp, Mlp8) else None,
+    )
 
 
 class Draft8:
     def __init__(self, parts: DraftParts) -> None:
-        join, attention, mlp, head = parts.join, parts.attention, parts.mlp, parts.head
+        join, head = parts.join, parts.head
         assert isinstance(join, Join8) and isinstance(head, Linear8)
-        assert isinstance(attention, Mla8 | Gqa8) and isinstance(mlp, Moe8 | Mlp8)
         norm, turns = PackedNorm(parts.norm.gain, parts.norm.eps), torch.view_as_real(parts.turns).flatten(1)
-        assert parts.embed.is_contiguous() and turns.is_contiguous()
         self._keep = (parts, norm, turns)
         self._struct = library.Draft(
-            parts.embed.data_ptr(),
-            turns.data_ptr(),
-            turns.shape[1],
-            join.at,
-            attention.at if isinstance(attention, Mla8) else None,
-            attention.at if isinstance(attention, Gqa8) else None,
-            mlp.at if isinstance(mlp, Moe8) else None,
-            mlp.at if isinstance(mlp, Mlp8) else None,
-            norm.struct,
-            head.struct,
+            entry(parts.embed, turns), join.at, layer(parts.attention, parts.mlp), norm.struct, head.struct
         )
-        self._at, self._run = addressof(self._struct), library.library().tripool_draft
+        self.at, self._run = addressof(self._struct), library.library().tripool_draft
         self._choose = library.library().tripool_draft_choose
 
     def hidden(self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
@@ -51,25 +56,19 @@ class Draft8:
         return y
 
     def choose(
-        self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]
+        self,
+        pieces: Sequence[Piece],
+        hidden: torch.Tensor,
+        kv: torch.Tensor,
+        rows: Sequence[int],
+        draws: Sequence[Draw],
     ) -> list[int]:
         hidden = hidden.contiguous()
         assert kv.is_contiguous()
-        wanted, chosen = array("i", rows), array("i", rows)
-        temperatures, keys = array("f", [draw[0] for draw in draws]), array("Q", [draw[1] for draw in draws])
-        self._choose(
-            self._at,
-            batch.tokens.data_ptr(),
-            hidden.data_ptr(),
-            kv.data_ptr(),
-            native_batch(batch),
-            wanted.buffer_info()[0],
-            len(wanted),
-            temperatures.buffer_info()[0],
-            keys.buffer_info()[0],
-            chosen.buffer_info()[0],
-        )
-        return chosen.tolist()
+        native, choosing = NativePieces(pieces, first=1), NativeDraws(rows, draws)
+        tokens, at = native.tokens, native.address
+        self._choose(self.at, tokens, hidden.data_ptr(), kv.data_ptr(), at, choosing.address)
+        return choosing.chosen()
 
     def _call(
         self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor, wanted: int | None, count: int, y: torch.Tensor
@@ -77,4 +76,4 @@ class Draft8:
         hidden = hidden.contiguous()
         assert kv.is_contiguous()
         at = native_batch(batch)
-        self._run(self._at, batch.tokens.data_ptr(), hidden.data_ptr(), kv.data_ptr(), at, wanted, count, y.data_ptr())
+        self._run(self.at, batch.tokens.data_ptr(), hidden.data_ptr(), kv.data_ptr(), at, wanted, count, y.data_ptr())

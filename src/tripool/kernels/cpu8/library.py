@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -81,15 +81,20 @@ class Moe(Structure):
     )
 
 
+class Layer(Structure):
+    _fields_ = tuple((name, c_void_p) for name in ("mla", "gqa", "moe", "mlp"))
+
+
+class Entry(Structure):
+    _fields_ = (("embed", c_void_p), ("turns", c_void_p), ("width", c_int32), ("turn_width", c_int32))
+
+
+class Stack(Structure):
+    _fields_ = (("entry", Entry), ("layers", c_int64), ("layer", POINTER(Layer)), ("norm", Norm), ("head", Weight))
+
+
 class Draft(Structure):
-    _fields_ = (
-        ("embed", c_void_p),
-        ("turns", c_void_p),
-        ("turn_width", c_int32),
-        *((name, c_void_p) for name in ("join", "mla", "gqa", "moe", "mlp")),
-        ("norm", Norm),
-        ("head", Weight),
-    )
+    _fields_ = (("entry", Entry), ("join", c_void_p), ("layer", Layer), ("norm", Norm), ("head", Weight))
 
 
 _FUNCTIONS: dict[str, Sequence[type]] = {
@@ -97,7 +102,9 @@ _FUNCTIONS: dict[str, Sequence[type]] = {
     "tripool_linear": (c_void_p, c_void_p, c_void_p, c_int),
     "tripool_join": (c_void_p, c_void_p, c_void_p, c_void_p, c_int),
     "tripool_draft": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_void_p),
-    "tripool_draft_choose": (*(c_void_p,) * 6, c_int, c_void_p, c_void_p, c_void_p),
+    "tripool_draft_choose": (c_void_p,) * 6,
+    "tripool_step": (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p),
+    "tripool_step_guess": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p),
     "tripool_largest": (c_void_p, c_int, c_int, c_void_p),
     "tripool_mlp": (c_void_p, c_void_p, c_int),
     "tripool_moe": (c_void_p, c_void_p, c_int),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
-from tripool.kernels.batch import Batch
+from tripool.kernels.batch import Batch, Piece
+from tripool.kernels.table import Draw
 
 _HEAD = (0,) * 7
 
@@ -42,3 +44,46 @@ def native_batch(batch: Batch) -> int:
         batch.native = NativeBatch(batch)
     assert isinstance(batch.native, NativeBatch)
     return batch.native.address
+
+
+class NativePieces:
+    """The same of pieces of work, prompt-form ones first; where each row stands and turns is then found by C."""
+
+    def __init__(self, pieces: Sequence[Piece], first: int = 0) -> None:
+        """`first`: see `Span.first`."""
+        tables, tokens, num_prompts, num_prompt_rows, context = array("i"), array("q"), 0, 0, 0
+        for piece in pieces:
+            tables.extend(piece.table)
+            tokens.extend(piece.tokens)
+            if not piece.decode:
+                num_prompts, num_prompt_rows = num_prompts + 1, len(tokens)
+        place, size = tables.buffer_info()[0], tables.itemsize
+        words, row = array("q", _HEAD), 0
+        for number, piece in enumerate(pieces):
+            count, start = len(piece.tokens), piece.start
+            row = 0 if number == num_prompts else row  # decode-form rows count from the last prompt-form one
+            words.extend((row | count << 32, start | first << 32, place))
+            row, place, context = row + count, place + size * len(piece.table), max(context, start + count)
+        self.num_rows, self.address = len(tokens), words.buffer_info()[0]
+        self.tokens, _ = tokens.buffer_info()
+        first_span = self.address + 8 * len(_HEAD)
+        words[0] = self.num_rows | num_prompt_rows << 32
+        words[3] = num_prompts | len(pieces) - num_prompts << 32
+        words[4], words[5], words[6] = first_span, first_span + 24 * num_prompts, context
+        self._keep = tables, tokens, words
+
+
+class NativeDraws:
+    """C's `Draws` (`native/stack.h`) and what it points to. `count`: how many draws are of rows; default: all."""
+
+    def __init__(self, rows: Sequence[int], draws: Sequence[Draw], count: int | None = None) -> None:
+        wanted, self._chosen = array("i", rows), array("i", rows)
+        temperatures, keys = array("f", [draw[0] for draw in draws]), array("Q", [draw[1] for draw in draws])
+        arrays = (wanted, temperatures, keys, self._chosen)
+        words = array("Q", [one.buffer_info()[0] for one in arrays])
+        words.append(len(wanted) if count is None else count)
+        self._keep = (*arrays, words)
+        self.address, _ = words.buffer_info()
+
+    def chosen(self) -> list[int]:
+        return self._chosen.tolist()

@@ -4,6 +4,7 @@ from functools import partial
 
 from tripool.kernels.cpu8 import halves
 from tripool.kernels.cpu8.draft import Draft8
+from tripool.kernels.cpu8.stack import Stack8
 from tripool.kernels.shelf import FRESH, Shelf
 from tripool.kernels.table import KernelTable
 
@@ -19,6 +20,7 @@ def cpu8_table(shelf: Shelf) -> KernelTable:
         mlp=partial(halves.Mlp8, shelf=shelf),
         moe=partial(halves.Moe8, shelf=shelf),
         draft=Draft8,
+        stack=Stack8,
         over=cpu8_table,
         linear_of_integers=lambda weight, scales: halves.Linear8(weight, None, scales, shelf),
     )

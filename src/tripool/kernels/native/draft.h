@@ -3,9 +3,7 @@
 #ifndef TRIPOOL_DRAFT_H
 #define TRIPOOL_DRAFT_H
 
-#include "experts.h"
-#include "latent.h"
-#include "layers.h"
+#include "stack.h"
 
 typedef struct {
     Norm left, right;
@@ -25,37 +23,16 @@ static void join(const Join *j, const float *left, const float *right, float *y,
 }
 
 typedef struct {
-    const float *embed; /* [vocab, hidden] */
-    const float *turns; /* [positions, turn_width] */
-    int32_t turn_width;
+    Entry entry;
     const Join *join;
-    const Mla *mla; /* one of the two */
-    const Gqa *gqa;
-    const Moe *moe; /* one of the two */
-    const Mlp *mlp;
+    Layer layer;
     Norm norm;
     Weight head;
 } Draft;
 
-/* Where the rows of some spans turn; a span's rows count from `first`. */
-static void gather_turns(const Draft *d, const Span *spans, int count, int first, float *turns) {
-    const size_t width = (size_t)d->turn_width;
-    for (int i = 0; i < count; i++)
-        memcpy(turns + (size_t)(first + spans[i].row) * width, d->turns + (size_t)spans[i].start * width,
-               sizeof(float) * width * (size_t)spans[i].count);
-}
-
-/* The layer over all rows; x is what they become. */
-static void draft_layer(const Draft *d, float *x, float *kv, const Batch *b) {
-    if (d->mla) mla(d->mla, x, kv, b);
-    else gqa(d->gqa, x, kv, b);
-    if (d->moe) moe(d->moe, x, b->rows);
-    else mlp(d->mlp, x, b->rows);
-}
-
 /* The batch of some of its rows, rising, each a span of its own; x and the turns move up with them. */
 static Batch some_rows(const Draft *d, const Batch *b, const int32_t *wanted, int count, float *x, float *turns) {
-    const size_t width = (size_t)d->norm.width, turn_width = (size_t)d->turn_width;
+    const size_t width = (size_t)d->norm.width, turn_width = (size_t)d->entry.turn_width;
     char *memory = room(SOME, (sizeof(Span) + sizeof(int64_t)) * (size_t)(count + 1));
     Span *spans = (Span *)memory;
     int64_t *slots = (int64_t *)(spans + count + 1);
@@ -80,34 +57,60 @@ static Batch some_rows(const Draft *d, const Batch *b, const int32_t *wanted, in
     return some;
 }
 
-/* y: logits of the `wanted` rows; or, with `count` below 0, the final hidden state of every row. `kv`: of this layer.
- * All rows leave their KV; nobody needs more of those that are not wanted. */
+/* The layer over the `wanted` rows of x, which move up; the others only leave their KV. */
+static void some_of_layer(const Draft *d, float *x, float *kv, const Batch *b, const int32_t *wanted, int count,
+                          float *turns) {
+    const Layer *l = &d->layer;
+    if (l->mla) {
+        const MlaWork w = mla_place(l->mla, x, kv, b);
+        if (!count) return;
+        const Batch some = some_rows(d, b, wanted, count, x, turns);
+        mla_attend(w, x, &some, wanted);
+    } else {
+        gqa_place(l->gqa, x, kv, b);
+        if (!count) return;
+        const Batch some = some_rows(d, b, wanted, count, x, turns);
+        gqa(l->gqa, x, kv, &some);
+    }
+    feed_forward(l, x, count);
+}
+
+/* y: logits of the `wanted` rows; or, with `count` below 0, the final hidden state of every row. `kv`: of this layer. */
 static void draft(const Draft *d, const int64_t *tokens, const float *hidden, float *kv, const Batch *batch,
                   const int32_t *wanted, int count, float *y) {
     const size_t width = (size_t)d->norm.width, rows = (size_t)batch->rows;
-    float *x = room(STREAM, sizeof(float) * rows * (2 * width + (size_t)d->turn_width));
-    float *embedded = x + rows * width, *turns = embedded + rows * width;
-    for (size_t row = 0; row < rows; row++)
-        memcpy(embedded + row * width, d->embed + (size_t)tokens[row] * width, sizeof(float) * width);
-    gather_turns(d, batch->prompt, batch->prompts, 0, turns);
-    gather_turns(d, batch->decode, batch->decodes, batch->prompt_rows, turns);
-    Batch b = *batch;
-    b.turns = turns;
+    float *x = room(STREAM, sizeof(float) * rows * 2 * width), *embedded = x + rows * width, *turns;
+    Batch b = placed(&d->entry, batch, &turns);
+    embed_rows(&d->entry, tokens, (int)rows, embedded);
     join(d->join, embedded, hidden, x, (int)rows);
+    if (count < 0 || (size_t)count == rows) layer_rows(&d->layer, x, kv, &b);
+    else some_of_layer(d, x, kv, &b, wanted, count, turns);
     if (count < 0) {
-        draft_layer(d, x, kv, &b);
         for (size_t row = 0; row < rows; row++) normalise(x + row * width, &d->norm, y + row * width);
         return;
     }
-    if ((size_t)count < rows) {
-        if (d->mla) mla_place(d->mla, x, kv, &b);
-        else gqa_place(d->gqa, x, kv, &b);
-        b = some_rows(d, batch, wanted, count, x, turns);
-    }
     if (!count) return;
-    draft_layer(d, x, kv, &b);
     const Rows input = prepared(INPUT, x, width, count, (int)width, &d->norm);
     product((Product){&d->head, &input, NULL, count, y, (size_t)d->head.out, 0, STORE, NULL, 0});
+}
+
+/* One decode span of one sequence: its step, and then, with what that has said, the draft of what follows. Its second
+ * row, if there is one, is the last draft: it counts if the first row says the same. `draws`: of three tokens, the first
+ * ones after the rows; the new draft, which is the second or the third, goes to chosen[2]. The MTP layer's KV is the one
+ * after the stack's. */
+static void step_and_guess(const Stack *s, const Draft *d, const int64_t *tokens, float *kv, size_t layer_floats,
+                           const Batch *batch, const Draws *draws) {
+    float *hidden = room(FINAL, sizeof(float) * (size_t)batch->rows * s->norm.width);
+    step(s, tokens, kv, layer_floats, batch, draws, hidden);
+    const int right = batch->rows == 2 && draws->chosen[0] == tokens[1];
+    const int64_t next[2] = {draws->chosen[0], right ? draws->chosen[1] : 0};
+    const Span after = {0, 1 + right, batch->decode->start + 1, 1, batch->decode->table};
+    const Batch follow = {.rows = 1 + right, .decodes = 1, .prompt = &after, .decode = &after, .context = stop_of(&after)};
+    const int32_t last = right;
+    const Draws guess = {&last, draws->temperature + 1 + right, draws->key + 1 + right, draws->chosen + 2, 1};
+    float *logits = room(LOGITS, sizeof(float) * (size_t)d->head.out);
+    draft(d, next, hidden, kv + (size_t)s->layers * layer_floats, &follow, &last, 1, logits);
+    choose_all(&guess, logits, d->head.out);
 }
 
 #endif

@@ -22,7 +22,7 @@ typedef struct {
     float *down, *kv;
     float *q;        /* [rows, heads, nope + rope] */
     float *latent_q; /* [decode rows, heads, rank + rope] */
-    float *latent;   /* [decode rows, heads, rank] */
+    Rows latent;     /* what decode rows attended to, a row per head */
     float *out;      /* [rows, heads, v] */
     Rows decode_q;   /* the still parts of decode rows' queries, a row per head */
     Rows context;            /* latents of all prompt spans' contexts */
@@ -88,11 +88,15 @@ static void mla_by_head(const Mla *m, const Weight *weights, const Rows *x, int 
     multiply_all(&all);
 }
 
+/* Floats from one position's keys and values to the next's: a line more than they are, because rows a power of two apart
+ * would all want the same few places of the cache. */
+INLINE size_t expanded_width(const Mla *m) { return (size_t)(m->nope + m->v + LANES); }
+
 /* One head over one span: its keys and values are expanded into the thread's own memory, and used while they are near. */
 static void mla_prompt_task(const MlaWork *w, int span, int head, float *memory) {
     const Mla *m = w->m;
     const Span *s = &w->b->prompt[span];
-    const size_t wide = (size_t)(m->nope + m->v), q_width = (size_t)(m->nope + m->rope), first = w->context_at[span];
+    const size_t wide = expanded_width(m), q_width = (size_t)(m->nope + m->rope), first = w->context_at[span];
     Rows rows = w->context;
     rows.q += first * rows.groups * GROUP;
     rows.scale += first * rows.groups;
@@ -122,8 +126,10 @@ static void mla_decode_task(const MlaWork *w, const Span *s, int h, int i, float
     const int heads = m->heads - h < DECODE_HEADS ? m->heads - h : DECODE_HEADS;
     const size_t row = (size_t)(s->row + i), width = (size_t)(m->rank + m->rope);
     const Source keys = {w->kv, s->table, w->kv_width, (int)width}, values = {w->kv, s->table, w->kv_width, m->rank};
+    float *latent = memory + DECODE_HEADS * w->score_room; /* [heads, rank] */
     attend_decode(heads, w->latent_q + (row * m->heads + h) * width, width, &keys, &values, s->first, s->start + i + 1,
-                  m->scale, w->latent + (row * m->heads + h) * m->rank, (size_t)m->rank, memory, w->score_room);
+                  m->scale, latent, (size_t)m->rank, memory, w->score_room);
+    for (int j = 0; j < heads; j++) quantise(latent + (size_t)j * m->rank, m->rank, &w->latent, (int)row * m->heads + h + j);
 }
 
 static void mla_task(void *arguments, int chunk, int thread) {
@@ -184,16 +190,19 @@ static MlaWork mla_place(const Mla *m, const float *x, float *kv, const Batch *b
     return w;
 }
 
-static void mla(const Mla *m, float *x, float *kv, const Batch *b) {
+/* What is left to do for the rows of `b`, which are placed. `placed_as`: which of `mla_place`'s rows they are; NULL: all
+ * of them. */
+static void mla_attend(MlaWork w, float *x, const Batch *b, const int32_t *placed_as) {
+    const Mla *m = w.m;
     const int hidden = m->norm.width, rows = b->rows, prompt = b->prompt_rows, decode = rows - prompt;
     const size_t heads = (size_t)m->heads, q_width = heads * (m->nope + m->rope), out_width = heads * m->v;
-    MlaWork w = mla_place(m, x, kv, b);
+    w.b = b;
     w.q = room(QUERIES, sizeof(float) * rows * q_width);
     w.out = room(ATTENDED, sizeof(float) * rows * out_width);
-    w.latent_q = room(LATENT_QUERIES, sizeof(float) * decode * heads * (2 * m->rank + m->rope));
-    w.latent = w.latent_q + decode * heads * (m->rank + m->rope);
+    w.latent_q = room(LATENT_QUERIES, sizeof(float) * decode * heads * (m->rank + m->rope));
+    w.latent = rows_room(MIDDLE, decode * m->heads, m->rank);
     w.decode_q = rows_room(SHARED, decode * m->heads, m->nope);
-    product((Product){&m->query, &w.queries, NULL, rows, w.q, q_width, 0, STORE, NULL, 0});
+    product((Product){&m->query, &w.queries, placed_as, rows, w.q, q_width, 0, STORE, NULL, 0});
     if (rows < SMALL_ROWS)
         for (int row = 0; row < rows; row++) mla_turn_row(&w, row);
     else
@@ -202,9 +211,9 @@ static void mla(const Mla *m, float *x, float *kv, const Batch *b) {
 
     if (prompt) mla_context(&w);
     w.score_room = ((size_t)b->context + LANES) / LANES * LANES;
-    size_t need = DECODE_HEADS * w.score_room;
+    size_t need = DECODE_HEADS * (w.score_room + (size_t)m->rank);
     if (prompt) {
-        w.expanded_room = ((size_t)b->context + BLOCK) * (size_t)(m->nope + m->v);
+        w.expanded_room = ((size_t)b->context + BLOCK) * expanded_width(m);
         const size_t tiles = w.expanded_room + tile_room(MLA_TILE, m->nope + m->rope, m->v);
         need = need > tiles ? need : tiles;
     }
@@ -214,12 +223,11 @@ static void mla(const Mla *m, float *x, float *kv, const Batch *b) {
     w.tasks = scratch[TASKS].data;
     in_parallel(tasks, mla_task, &w);
 
-    if (decode) {
-        const Rows latent = prepared(MIDDLE, w.latent, (size_t)m->rank, decode * m->heads, m->rank, NULL);
-        mla_by_head(m, m->from_latent, &latent, decode, w.out + prompt * out_width, (size_t)m->v);
-    }
+    if (decode) mla_by_head(m, m->from_latent, &w.latent, decode, w.out + prompt * out_width, (size_t)m->v);
     const Rows attended = prepared(MIDDLE, w.out, out_width, rows, (int)out_width, NULL);
     product((Product){&m->out, &attended, NULL, rows, x, (size_t)hidden, 0, ADD, NULL, 0});
 }
+
+static void mla(const Mla *m, float *x, float *kv, const Batch *b) { mla_attend(mla_place(m, x, kv, b), x, b, NULL); }
 
 #endif

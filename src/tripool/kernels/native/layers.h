@@ -25,9 +25,10 @@ typedef struct {
 
 /* Purposes of scratch memory. */
 enum { NORMED, INPUT, INNER, HIDDEN, MIDDLE, ATTENDED, QUERIES, STREAM, SOME, LATENT, PER_THREAD, TASKS, ROUTE, PAIRS,
-       SHARED, SHARED_ROWS, OUTPUT, PRODUCTS, LATENT_QUERIES, LOGITS };
+       SHARED, SHARED_ROWS, OUTPUT, PRODUCTS, LATENT_QUERIES, LOGITS, PLACES, FINAL };
 
 #define SMALL_ROWS 4 /* below this a phase over rows is not worth handing over */
+#define SMALL_GROUPS 32 /* nor, below this, one that quantises so many groups */
 
 static void normalise(const float *x, const Norm *n, float *y) {
     vf sum = {0};
@@ -73,7 +74,7 @@ static void prepare_chunk(void *arguments, int chunk, int thread) {
 
 static void prepare(Prepare p) {
     if (p.norm && !p.normed) room(NORMED, sizeof(float) * (size_t)MAX_THREADS * ((p.width + 15) / 16 * 16));
-    if (p.rows < SMALL_ROWS)
+    if (p.rows < SMALL_ROWS || p.rows * p.to.groups < SMALL_GROUPS)
         for (int row = 0; row < p.rows; row++) prepare_row(&p, row, 0);
     else
         in_parallel((p.rows + ROWS_PER_CHUNK - 1) / ROWS_PER_CHUNK, prepare_chunk, &p);

@@ -70,8 +70,7 @@ static void quantise(const float *x, int width, const Rows *rows, int to) {
             sum += n;
             *(vb_any *)(q + i * LANES) = __builtin_convertvector(n, vb);
         }
-        int32_t total = 0;
-        for (int i = 0; i < LANES; i++) total += sum[i];
+        const int32_t total = total_of(sum);
         rows->scale[(size_t)to * groups + g] = largest > 1e-30f ? largest / 127.0f : 0.0f;
         rows->fix[(size_t)to * groups + g] = -128 * total;
     }

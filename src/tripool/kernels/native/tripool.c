@@ -1,6 +1,5 @@
 /* What Python calls. One caller at a time: scratch memory and threads are the process's own. */
 #include "draft.h"
-#include "draw.h"
 
 #define API __attribute__((visibility("default")))
 #define OWN pthread_mutex_lock(&pool.owner)
@@ -38,27 +37,26 @@ API void tripool_draft(const Draft *d, const int64_t *tokens, const float *hidde
     DISOWN;
 }
 
-typedef struct {
-    const float *logits, *temperatures;
-    const uint64_t *keys;
-    int32_t *chosen;
-    int count;
-} Choose;
-
-static void choose_chunk(void *arguments, int row, int thread) {
-    (void)thread;
-    const Choose *c = arguments;
-    const float *logits = c->logits + (size_t)row * c->count, temperature = c->temperatures[row];
-    c->chosen[row] = temperature == 0.0f ? largest(logits, c->count) : draw(logits, c->count, temperature, c->keys[row]);
+API void tripool_draft_choose(const Draft *d, const int64_t *tokens, const float *hidden, float *kv, const Batch *b,
+                              const Draws *draws) {
+    OWN;
+    float *logits = room(LOGITS, sizeof(float) * (size_t)draws->count * d->head.out);
+    draft(d, tokens, hidden, kv, b, draws->row, (int)draws->count, logits);
+    choose_all(draws, logits, d->head.out);
+    DISOWN;
 }
 
-API void tripool_draft_choose(const Draft *d, const int64_t *tokens, const float *hidden, float *kv, const Batch *b,
-                              const int32_t *wanted, int count, const float *temperatures, const uint64_t *keys,
-                              int32_t *chosen) {
+API void tripool_step(const Stack *s, const int64_t *tokens, float *kv, int64_t layer_floats, const Batch *b,
+                      const Draws *draws, float *hidden) {
     OWN;
-    float *logits = room(LOGITS, sizeof(float) * (size_t)count * d->head.out);
-    draft(d, tokens, hidden, kv, b, wanted, count, logits);
-    in_parallel(count, choose_chunk, &(Choose){logits, temperatures, keys, chosen, d->head.out});
+    step(s, tokens, kv, (size_t)layer_floats, b, draws, hidden);
+    DISOWN;
+}
+
+API void tripool_step_guess(const Stack *s, const Draft *d, const int64_t *tokens, float *kv, int64_t layer_floats,
+                            const Batch *b, const Draws *draws) {
+    OWN;
+    step_and_guess(s, d, tokens, kv, (size_t)layer_floats, b, draws);
     DISOWN;
 }
 
