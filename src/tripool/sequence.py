@@ -62,10 +62,13 @@ class Seq:
     """What whoever drafts keeps between two steps, lost with the blocks. Opaque: may hold a tensor."""
     guide: Guide | None = None
     """What may come next under the request's grammar, after the tokens so far; a preemption leaves it as it is."""
+    prompt_len: int = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)
+    """Tokens that end this sequence once `min_tokens` are there."""
 
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_ids)
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.request.prompt_ids)
+        self.stop_ids = self.request.stop_ids
 
     @property
     def num_generated(self) -> int:
@@ -74,11 +77,6 @@ class Seq:
     @property
     def prompt_done(self) -> bool:
         return self.num_computed >= self.prompt_len
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Tokens that end this sequence once `min_tokens` are there."""
-        return self.request.stop_ids
 
     @property
     def waits_for_leader(self) -> bool:
@@ -92,11 +90,11 @@ class Seq:
 
     def work(self, count: int) -> Work:
         """The next `count` uncomputed tokens, cut at the prompt's end so that a piece has one form."""
-        start = self.num_computed
+        start, tokens = self.num_computed, self.tokens
         decode = start >= self.prompt_len
-        stop = min(start + count, len(self.tokens) if decode else self.prompt_len)
+        stop = min(start + count, len(tokens) if decode else self.prompt_len)
         assert stop > start, "nothing left to compute"
-        return Work(self.tokens[start:stop], start, self.table, decode)
+        return Work(tokens[start:stop], start, self.table, decode)
 
 
 @dataclass(slots=True)
@@ -108,10 +106,10 @@ class Work:
     table: list[int]
     decode: bool
     """False: prompt form. True: decode form (for MLA the absorbed one)."""
+    stop: int = field(init=False)
 
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.tokens)
+    def __post_init__(self) -> None:
+        self.stop = self.start + len(self.tokens)
 
 
 @dataclass(slots=True, eq=False)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -280,3 +280,13 @@ def test_in_a_large_pool_a_new_sequence_starts_in_a_wide_gap() -> None:
     assert right - left - 1 >= gaps[-1] // 2
     rest = pool.allocate(pool.num_free)
     assert sorted([*held, new, *rest]) == list(range(4096)) and not pool.num_free
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 300)), min_size=1, max_size=12), st.integers(1, 700))
+def test_a_gap_is_found_where_its_bytes_are(runs: list[tuple[bool, int]], width: int) -> None:
+    """Leaping from place to place finds what matching the bytes finds."""
+    flags = b"".join(bytes([is_blank]) * length for is_blank, length in runs)
+    pool = BlockPool(len(flags))
+    pool._is_blank[:] = flags
+    assert pool._first_gap(width) == flags.find(b"\1" * width)

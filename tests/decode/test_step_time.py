@@ -114,3 +114,14 @@ def test_whatever_it_is_told_more_work_never_takes_less_time(
         small.prompt_reads + more.prompt_reads,
     )
     assert 0 <= times.predict_s(small) <= times.predict_s(both) < float("inf")
+
+
+@settings(max_examples=30, derandomize=True, deadline=None)
+@given(st.integers(0, 2**32), st.integers(0, 80), st.integers(1, 100_000))
+def test_one_row_alone_is_predicted_like_any_step(seed: int, count: int, context: int) -> None:
+    """To the last bit: it is the same sum with its zeros left out."""
+    times = StepTime()
+    for facts in walk(Random(seed), count):
+        expected_s = times.predict_s(facts)
+        assert times.learn(facts, true_s(facts)) == expected_s
+    assert times.alone_s(context) == times.predict_s(StepFacts(1, 0, context))

@@ -85,3 +85,8 @@ def test_odd_configs_are_refused_by_name(change: dict[str, object], named: str) 
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(BadModelConfig, match="deepseek-r1"):
         named_model("gpt-5")
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-R1", "deepseek-ai/DeepSeek-R1", "deepseek-r1"])
+def test_a_model_by_the_name_it_has_on_hugging_face(name: str) -> None:
+    assert named_model(name) == named_model("deepseek-r1")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tripool.planner.cost.setup import named_routing
 from tripool.planner.errors import BadRows
@@ -86,11 +88,67 @@ def test_words_that_matter() -> None:
 @pytest.mark.parametrize(
     ("told", "name"),
     [("H20", "h20"), ("H200 SXM", "h200"), ("NVIDIA GB200 NVL72", "gb200-nvl72"), ("H800", "h800"),
-     ("Ascend 910C (CloudMatrix384)", "ascend-910c")],
+     ("Ascend 910C (CloudMatrix384)", "ascend-910c"), ("8xH100", "h100"), ("H100-80GB", "h100"),
+     ("Ascend910C", "ascend-910c"), ("4 x H800", "h800")],
 )  # fmt: skip
 def test_hardware_by_the_name_tables_use(told: str, name: str) -> None:
     (row,) = parse_rows(one(hardware=told), "rows.csv")
     assert hardware_of(row).name == name
+
+
+@pytest.mark.parametrize("told", ["GH100", "H1000", "1910C", "Ascend 910B", "MI300X", ""])
+def test_other_hardware_is_not_taken_for_ours(told: str) -> None:
+    (row,) = parse_rows(one(hardware=told), "rows.csv")
+    assert hardware_of(row) is None
+
+
+@pytest.mark.parametrize(
+    ("told", "batch"), [("1e2", 100), ("2.5k", 2500), ("0.1M", 100_000), ("32 kept", 32), ("1,024", 1024)]
+)
+def test_numbers_as_tables_write_them(told: str, batch: float) -> None:
+    (row,) = parse_rows(one(batch_per_device=f'"{told}"'), "rows.csv")
+    assert row.batch == batch
+
+
+def test_a_header_may_be_written_by_a_spreadsheet() -> None:
+    head, row = one().split("\n")
+    assert parse_rows("\ufeff" + head.title().replace(",", " , ") + "\n" + row, "rows.csv") == parse_rows(
+        one(), "rows.csv"
+    )
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(
+    st.sampled_from(["deepseek-r1", "llama-3-8b", "qwen3-30b-a3b"]),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "hardware": st.sampled_from(["H100", "8xH800", "910C", "GB200 NVL72", "H20", "910B", ""]),
+            "n_devices": st.sampled_from(["", "0", "1", "3", "1000000", "0.5", "-4", "16 nodes"]),
+            "phase": st.sampled_from(["prefill", "Decode", "both"]),
+            "precision": st.sampled_from(["", "INT8", "bf16", "W4A8", "fp4"]),
+            "ep": st.sampled_from(["", "0", "1", "7", "320", "100000", "1.5", "EP72"]),
+            "batch_per_device": st.sampled_from(["", "0", "0.25", "1", "16384", "1e9", "1e99", "nan"]),
+            "context_len": st.sampled_from(["", "0", "1", "128k", "10000000"]),
+            "mtp": st.sampled_from(["", "yes", "0.7", "1.5", "2 tokens"]),
+            "tok_s_per_device": st.sampled_from(["", "0", "22.3k", "n/a", "-5"]),
+        },
+    ),
+)
+def test_any_row_gets_a_number_a_place_or_a_reason(model: str, cells: dict[str, str]) -> None:
+    """Never a traceback, and never a prediction that is not a rate."""
+    try:
+        rows = parse_rows(one(**cells), "rows.csv")
+    except BadRows as error:
+        told = error
+        rows = []
+    if not rows:
+        assert "rows.csv line 2" in told.message and told.hint
+        return
+    (judged,) = judge(rows, named_model(model))
+    predicted = judged.prediction.predicted
+    assert (judged.role == "shown") == (predicted is None)
+    assert predicted is None or 0 < predicted < 1e9
 
 
 @pytest.mark.parametrize("cells", [{"hardware": "Abacus"}, {"batch_per_device": ""}, {"precision": "FP4"}])
@@ -108,6 +166,9 @@ def test_what_cannot_be_asked_is_shown(cells: dict[str, str]) -> None:
         (one(phase="encode"), "encode"),
         (one(tok_s_per_device=""), "tok_s_per_device"),
         (one(batch_per_device="many"), "batch_per_device"),
+        (one(n_devices="0.5"), "n_devices"),
+        (one(ep="1.5"), "ep"),
+        (one(context_len="1e12"), "context_len"),
     ],
 )
 def test_odd_tables_are_refused_by_name(text: str, named: str) -> None:

@@ -3,8 +3,10 @@
 from typing import Any
 
 from router.acting import D0, D1, P0, P1, Stage, ask, hello, sent
+from tripool.config import RouterConfig
 from tripool.core import Stages, TokenEvent
 from tripool.messages import Adopt, Begin, Left, Packed, Parcel, Refused, Stamped, Tokens
+from tripool.router import Coordinator
 from tripool.router.story import Story
 
 
@@ -107,3 +109,17 @@ def test_a_story_is_bounded_and_keeps_its_beginning_and_its_end():
     assert len(rows) == 16 and told["steps left out"] == 84
     assert rows[0]["what"] == "step 0" and rows[-1]["what"] == "step 99"
     assert told["failed"] == "too many"
+
+
+def test_without_stories_everything_is_placed_the_same():
+    outputs = []
+    for stories in (True, False):
+        coordinator = Coordinator(RouterConfig(prefill_ahead_tokens=60), gateway_epoch=1, stories=stories)
+        made = [coordinator.receive(hello(life, role), 0.0) for life, role in ((P0, "prefill"), (P1, "prefill"))]
+        made += [coordinator.submit(ask(f"r{number}", prompt=20), 0.1 * number) for number in range(6)]
+        made += [coordinator.receive(Left(P0), 1.0), coordinator.tick(2.0)]
+        outputs.append(made)
+        placed = len(coordinator.ledger.get("r0").story.facts()["steps"])
+        assert (placed > 1) == stories
+    assert outputs[0] == outputs[1]
+    assert sent([output for made in outputs[0] for output in made], Begin)

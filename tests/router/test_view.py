@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tripool.messages import Life, Pulse
-from tripool.router.view import FleetView
+from tripool.router.view import FleetView, _is_current
 
 from .acting import D0, D1, P0, P1, hello
 
@@ -265,7 +265,7 @@ def test_a_class_costs_no_look_at_everybody() -> None:
         put(view, (None, 50.0, 15.0)[number % 3])
     taken = 0
     for heap in (view._heaps["decode"], *view._by_class.values()):
-        heap[:] = [entry for entry in heap if view._is_current(entry)]
+        heap[:] = filter(_is_current, heap)
         heap.sort()
     sizes = [len(heap) for heap in (view._heaps["decode"], *view._by_class.values())]
     lightest = view._lightest

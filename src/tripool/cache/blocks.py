@@ -13,7 +13,10 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from operator import mul
 
+_STRIDE = 16
+"""A search for a wider gap leaps; for a narrower one, matching bytes is faster."""
 _MANY = 1024
 """From so many blocks on, a wide gap will do where the widest was wanted."""
 
@@ -67,14 +70,14 @@ class BlockPool:
         return sum(self._refs[block] == count for block, count in held.items())
 
     def can_allocate(self, count: int) -> bool:
-        return count <= self.num_free
+        return count <= self._num_blank + len(self._idle)
 
     def allocate(self, count: int, *, after: int | None = None) -> list[int]:
         """Blocks that follow one another where they can, and follow block `after`: such a sequence is read in place.
 
         A new sequence starts in the middle of the widest gap, which leaves room to grow to it and to its neighbour.
         """
-        assert self.can_allocate(count), f"{count} blocks wanted, {self.num_free} free"
+        assert count <= self._num_blank + len(self._idle), f"{count} blocks wanted, {self.num_free} free"
         blocks: list[int] = []
         for _ in range(count):
             near = after + 1 if after is not None else self._middle_of_widest_gap()
@@ -116,24 +119,35 @@ class BlockPool:
             return 0
         if self.num_blocks > _MANY:
             return self._middle_of_wide_gap()
-        widest, begin, start = 0, 0, 0
-        for gap in self._is_blank.split(b"\0"):
-            if len(gap) > widest:
-                widest, begin = len(gap), start
-            start += len(gap) + 1
-        return begin + widest // 2
+        widths = list(map(len, self._is_blank.split(b"\0")))
+        widest = max(widths)
+        number = widths.index(widest)
+        return sum(widths[:number]) + number + widest // 2  # before each gap but the first there is one that is not
 
     def _middle_of_wide_gap(self) -> int:
         """Of one at least half as wide as the widest: among thousands, looking at each takes longer than a step."""
         width = min(4 * self._wide, 1 << self._num_blank.bit_length() >> 1)
         while width:
-            begin = self._is_blank.find(b"\1" * width)
+            begin = self._first_gap(width)
             if begin >= 0:
                 stop = self._is_blank.find(0, begin)
                 self._wide = width
                 return begin + ((self.num_blocks if stop < 0 else stop) - begin) // 2
             width //= 2
         return 0
+
+    def _first_gap(self, width: int) -> int:
+        """Where the first gap of at least this width begins; -1: there is none."""
+        blank = self._is_blank
+        if width < _STRIDE:
+            return blank.find(b"\1" * width)
+        # Every such gap holds a place that is a multiple of its width: few places to look at, and no pattern to match.
+        for place in range(0, self.num_blocks, width):
+            if blank[place]:
+                begin, stop = blank.rfind(0, 0, place) + 1, blank.find(0, place)
+                if (self.num_blocks if stop < 0 else stop) - begin >= width:
+                    return begin
+        return -1
 
     def _forget_oldest(self) -> int:
         block, _ = self._idle.popitem(last=False)
@@ -142,13 +156,18 @@ class BlockPool:
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
         """Every reference has an owner among `tables`, every block is in exactly one state, the index is one to one."""
-        held = Counter(block for table in tables for block in table)
-        blank, idle = {block for block, flag in enumerate(self._is_blank) if flag}, set(self._idle)
-        assert len(blank) == self._num_blank, "blank blocks are miscounted"
-        for block in range(self.num_blocks):
-            assert self._refs[block] == held[block], f"block {block}: {self._refs[block]} refs, {held[block]} owners"
-            states = (self._refs[block] > 0) + (block in blank) + (block in idle)
-            assert states == 1, f"block {block} is in {states} states"
-            assert not (block in blank and block in self._key_of), f"blank block {block} has a key"
-            assert not (block in idle and block not in self._key_of), f"idle block {block} has no key"
+        owners = [0] * self.num_blocks
+        for table in tables:
+            for block in table:
+                owners[block] += 1
+        for block, (refs, num_owners) in enumerate(zip(self._refs, owners, strict=True)):
+            assert refs == num_owners, f"block {block}: {refs} refs, {num_owners} owners"
+        assert sum(self._is_blank) == self._num_blank, "blank blocks are miscounted"
+        assert not any(map(mul, owners, self._is_blank)), "a block is held and blank"
+        for block in self._idle:
+            assert not owners[block] and not self._is_blank[block], f"idle block {block} is held or blank"
+            assert block in self._key_of, f"idle block {block} has no key"
+        for block in self._key_of:
+            assert not self._is_blank[block], f"blank block {block} has a key"
+        assert owners.count(0) == self.num_free, "a block is neither held nor free"
         assert {key: block for block, key in self._key_of.items()} == self._block_of, "index is not one to one"

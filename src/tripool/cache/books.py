@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from tripool.cache.leases import Lease
@@ -20,13 +19,22 @@ def check_books(
 ) -> None:
     """Every slot is in one hand, no lease has lost its block, and what is found is there. Raises otherwise."""
     records = slots.records
-    owners = Counter(slot for table in (reservations, fenced) for held in table.values() for slot in held.slots)
-    readers = Counter(slot for lease in leases for slot in lease.slots)
+    owners, readers = [0] * len(records), [0] * len(records)
+    for held in (*reservations.values(), *fenced.values()):
+        for slot in held.slots:
+            owners[slot] += 1
+    for lease in leases:
+        for slot in lease.slots:
+            readers[slot] += 1
+    idle, doomed = slots.idle(), 0
     for slot, record in enumerate(records):
-        reserved, committed = record.state is State.RESERVED, record.state is State.COMMITTED
-        assert owners[slot] == reserved, f"slot {slot} is {record.state.name} and has {owners[slot]} writers"
-        assert slots.is_idle(slot) == (committed and not readers[slot]), f"slot {slot}: idle or read?"
-        assert record.state is not State.DOOMED or readers[slot], f"doomed slot {slot} has no reader"
+        state = record.state
+        assert owners[slot] == (state is State.RESERVED), f"slot {slot} is {state.name} and has {owners[slot]} writers"
+        is_unread = state is State.COMMITTED and not readers[slot]
+        assert (slot in idle) == is_unread, f"slot {slot}: idle or read?"
+        if state is State.DOOMED:
+            assert readers[slot], f"doomed slot {slot} has no reader"
+            doomed += 1
     for lease in leases:
         for slot, ticket in zip(lease.slots, lease.tickets, strict=True):
             known = records[slot].state in (State.COMMITTED, State.DOOMED) and records[slot].ticket == ticket
@@ -35,5 +43,4 @@ def check_books(
     assert by_key == slot_of, "index and slots disagree"
     in_time = {records[slot].key: slot for held in reservations.values() for slot in held.slots}
     assert in_time == writing, "keys being written disagree"
-    doomed = sum(record.state is State.DOOMED for record in records)
-    assert slots.num_free + sum(owners.values()) + len(slot_of) + doomed == len(records), "slots are miscounted"
+    assert slots.num_free + sum(owners) + len(slot_of) + doomed == len(records), "slots are miscounted"

@@ -10,7 +10,7 @@ one that follows it in its chain: a prefix without its head is useless.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
@@ -42,6 +42,9 @@ class Eviction(Protocol):
 
     def __contains__(self, slot: int) -> bool: ...
 
+    def __iter__(self) -> Iterator[int]:
+        """Every slot that is here, in no order."""
+
     def check(self, idle: dict[int, Record]) -> None: ...
 
 
@@ -72,6 +75,9 @@ class LeastRecent:
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._all
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._all)
 
     def check(self, idle: dict[int, Record]) -> None:
         assert self._all.keys() == idle.keys(), "idle slots are miscounted"
@@ -143,6 +149,9 @@ class CostAware:
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._here
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._here)
 
     def _heap_of(self, namespace: bytes) -> list[_Entry]:
         if namespace not in self._of:

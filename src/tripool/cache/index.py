@@ -348,15 +348,9 @@ class PoolIndex:
         if written is None or record.key in self._slot_of:
             self._slots.drop(slot)
             return False
-        said = replace(
-            record,
-            state=State.COMMITTED,
-            writer=None,
-            checksum=written.checksum,
-            num_bytes=written.num_bytes,
-            form=written.form,
-        )
-        self._slots.change(slot, said)
+        origin = (record.key, record.namespace, record.ticket, record.position)
+        contents = (written.checksum, written.num_bytes, written.form)
+        self._slots.change(slot, Record(State.COMMITTED, *origin, None, *contents))
         self._slot_of[record.key] = slot
         return True
 

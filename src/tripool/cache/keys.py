@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 _KEY_BYTES = 16
@@ -14,6 +15,7 @@ PUBLIC_NAMESPACE = "\x1epublic"
 """Of blocks that hold nothing but public tokens. Neither a tenant nor a client's salt can be called so."""
 
 
+@lru_cache(maxsize=4096)
 def root_key(model: str, namespace: str) -> bytes:
     """Start of every chain of this model and namespace. Lengths are hashed too, so ("ab", "c") is not ("a", "bc")."""
     parts = [model.encode(), namespace.encode()]

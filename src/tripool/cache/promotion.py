@@ -159,7 +159,7 @@ class Tiers:
     def take_changes(self) -> list[tuple[int, Record]]:
         """As the index's own: what the arena's headers must say before anyone is answered."""
         changes = self.index.take_changes()
-        if self.disk is not None:
+        if self.disk is not None and changes:
             self.disk.see(changes)
         return changes
 

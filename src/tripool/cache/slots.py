@@ -73,21 +73,29 @@ class SlotTable:
     def is_idle(self, slot: int) -> bool:
         return slot in self._order
 
+    def idle(self) -> set[int]:
+        """All of them, for those who look."""
+        return set(self._order)
+
     def next_idle(self, namespace: bytes | None = None) -> int | None:
         """The next one to go: of all, or of one namespace."""
         return self._order.first(namespace)
 
     def take_changes(self) -> list[tuple[int, Record]]:
+        if not self._changed:
+            return []
         changed = [(slot, self.records[slot]) for slot in self._changed]
         self._changed.clear()
         return changed
 
     def check(self) -> None:
+        free, held = State.FREE, Counter[bytes]()
         for slot, record in enumerate(self.records):
-            assert (record.state is State.FREE) == (slot in self._free), f"slot {slot} is {record.state.name}"
-        held = Counter(record.namespace for record in self.records if record.state is not State.FREE)
+            assert (record.state is free) == (slot in self._free), f"slot {slot} is {record.state.name}"
+            if record.state is not free:
+                held[record.namespace] += 1
         assert held == self._held, "namespaces are miscounted"
-        idle = {slot: record for slot, record in enumerate(self.records) if slot in self._order}
+        idle = {slot: self.records[slot] for slot in self._order}
         for slot, record in idle.items():
             assert record.state is State.COMMITTED, f"idle slot {slot} is not committed"
         self._order.check(idle)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain
 
 from tripool.cache.copies import PAGE, Copy, DiskCounters, Purge, Segment, Write, footprint
 from tripool.cache.records import Record, State
@@ -98,7 +98,7 @@ class DiskTier:
         """Slots of memory that changed. Heads are written before their tails: killed in between, a prefix is left."""
         for slot, record in sorted(changes, key=_leaving_first):
             before = self._memory.get(slot)
-            if before == record:
+            if before is record or before == record:
                 continue
             if before is not None:
                 self._leaves(slot, before)
@@ -326,24 +326,27 @@ class DiskTier:
             assert self._in[copy.segment].get(key) is copy, "a copy is in another segment"
             assert key in self._of[copy.namespace], "a copy is of another namespace"
         held: Counter[bytes] = Counter()
-        alive: list[list[Copy]] = [[] for _ in range(self.num_segments)]
+        alive: list[list[tuple[int, int, int]]] = [[] for _ in range(self.num_segments)]
+        """By segment: offset, end and generation of every copy."""
         for copy in chain(self._copies.values(), self._writing.values()):
-            held[copy.namespace] += footprint(copy.num_bytes)
-            alive[copy.segment].append(copy)
+            size = footprint(copy.num_bytes)
+            held[copy.namespace] += size
+            alive[copy.segment].append((copy.offset, copy.offset + size, copy.generation))
+            assert copy.number < self._next_number, "a number from the future"
         assert held == self._held, "bytes are miscounted"
         assert held.total() <= self.capacity_bytes, "more than there is room for"
         for name, keys in self._of.items():
             quota = self._quotas.get(name, self._namespace_bytes)
             assert quota is None or held[name] <= quota or not keys, "above its quota"
-        for number in range(self.num_segments):
-            copies = sorted(alive[number], key=lambda copy: copy.offset)
-            assert len({copy.generation for copy in copies}) <= 1, f"segment {number} has two lives"
-            assert all(a.end <= b.offset for a, b in pairwise(copies)), "copies overlap"
-            limit = self._ring.offset if number == self._ring.segment else self.segment_bytes
-            assert all(copy.offset >= PAGE and copy.end <= limit for copy in copies), "a copy is out of bounds"
+        for number, copies in enumerate(alive):
+            last, limit = PAGE, self._ring.offset if number == self._ring.segment else self.segment_bytes
+            for offset, end, generation in sorted(copies):
+                assert generation == copies[0][2], f"segment {number} has two lives"
+                assert offset >= PAGE and end <= limit, "a copy is out of bounds"
+                assert offset >= last, "copies overlap"
+                last = end
         assert {record.key: slot for slot, record in self._memory.items()} == self._slot_of, "memory disagrees"
         assert sum(footprint(record.num_bytes) for record in self._memory.values()) == self._memory_bytes
         for key, slot in self._pending.items():
             assert self._slot_of.get(key) == slot and key not in self._writing_keys, "pending without a block"
         assert all(self._writing[number].key == key for key, number in self._writing_keys.items())
-        assert all(copy.number < self._next_number for copies in alive for copy in copies), "a number from the future"

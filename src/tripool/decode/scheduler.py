@@ -15,7 +15,10 @@ class DecodeScheduler:
     def admit(self, seq: Seq) -> None:
         """From prefill, blocks included: the hand-over is a move of the block table."""
         assert seq.prompt_done and seq.num_computed == len(seq.tokens) - 1
-        insort(self.running, seq, key=lambda s: s.order)
+        if not self.running or self.running[-1].order < seq.order:
+            self.running.append(seq)  # the youngest, as almost always
+        else:
+            insort(self.running, seq, key=lambda s: s.order)
 
     def remove(self, seq: Seq) -> None:
         self.running.remove(seq)
@@ -26,8 +29,11 @@ class DecodeScheduler:
         `grow` may preempt younger sequences of this list. One that it refuses keeps its blocks and waits: older ones
         finish, or take them.
         """
-        tasks = []
-        for seq in list(self.running):
-            if seq in self.running and grow(seq, seq.num_computed + 1) > seq.num_computed:
+        tasks, running = [], self.running
+        batch = list(running)
+        for seq in batch:
+            if len(running) < len(batch) and seq not in running:
+                continue  # preempted for an older one
+            if grow(seq, seq.num_computed + 1) > seq.num_computed:
                 tasks.append(Task(seq, seq.work(1)))
         return tasks

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import inf, log2
 
 from tripool.core import Request
@@ -155,12 +156,12 @@ class Slo:
         self._num_steps += 1
         if not self._accounts and self._num_steps % _IDLE_LEARNING:
             return
-        self.predicted_s = self.step_time.predict_s(facts)
-        self.step_time.learn(facts, step_s)
+        self.predicted_s = self.step_time.learn(facts, step_s)
         if facts.rows:
             self._tokens_per_row += _RATE * (1 + accepted / facts.rows - self._tokens_per_row)
             self._drafts_per_row += _RATE * (facts.drafts / facts.rows - self._drafts_per_row)
-        self._recent = {tpot_s: until_s for tpot_s, until_s in self._recent.items() if until_s > now_s}
+        if self._recent:
+            self._recent = {tpot_s: until_s for tpot_s, until_s in self._recent.items() if until_s > now_s}
         for seq in seqs:
             account = self._accounts.get(seq.order)
             if account is not None:
@@ -170,23 +171,21 @@ class Slo:
         num_tokens = account.num_tokens - account.num_before
         if num_tokens > 0 and not account.given_up:
             late = account.slack_s(self._now_s) < (1 - _CLOSE) * account.tpot_s * num_tokens
-            margin = self._margin(account.tpot_s) + (_MISSED if late else -_KEPT)
-            low, high = _MARGINS
-            self._margins[_rough(account.tpot_s)] = min(high, max(low, margin))
-
-    def _margin(self, tpot_s: float) -> float:
-        return self._margins.get(_rough(tpot_s), _MARGINS[0])
+            rough, (low, high) = _rough(account.tpot_s), _MARGINS
+            margin = self._margins.get(rough, low) + (_MISSED if late else -_KEPT)
+            self._margins[rough] = min(high, max(low, margin))
 
     def _book(self, account: _Account, seq: Seq, now_s: float, step_s: float) -> None:
+        generated = seq.num_generated
         if account.first_s is None:
             if account.num_tokens:  # it began elsewhere
                 account.first_s, account.num_before = now_s - step_s, account.num_tokens
-            elif seq.num_generated:
-                account.first_s, account.num_before = now_s, seq.num_generated
-        account.num_tokens = seq.num_generated
+            elif generated:
+                account.first_s, account.num_before = now_s, generated
+        account.num_tokens = generated
         if account.first_s is None or account.given_up or self.step_time.num_learned < _FIRST_ROWS:
             return
-        alone_s = self.step_time.predict_s(StepFacts(1, 0, len(seq.tokens)))
+        alone_s = self.step_time.alone_s(len(seq.tokens))
         left = account.max_tokens - account.num_tokens
         if account.slack_s(now_s) + left * (account.tpot_s - alone_s / self._tokens_per_row) < 0:
             account.given_up = True
@@ -197,7 +196,7 @@ class Slo:
     def slots(self, running: Sequence[Seq], waiting: Iterable[Seq], slots: int) -> int:
         """How many of those that wait, in their order, may start now; `slots` is what else bounds them."""
         rows = len(running)
-        context = sum(map(self._context_of, running))
+        context = self._context_of(running)
         pace_s = self._pace_s(running)
         self._set_ceiling(rows, context, pace_s)
         self.held_back = False
@@ -205,7 +204,7 @@ class Slo:
         for seq in waiting:
             if granted == slots:
                 break
-            context += self._context_of(seq)
+            context += self._context_of((seq,))
             fits = self._fits(rows + granted + 1, context, pace_s)
             if not fits and (granted or not self._insists(seq.request, seq.choice)):
                 self.held_back = True
@@ -219,7 +218,7 @@ class Slo:
         pace_s = self._pace_s(running)
         if tpot_ms is not None:
             pace_s = min(pace_s, self._pace_of(tpot_ms / 1000))
-        context = sum(map(self._context_of, running))
+        context = self._context_of(running)
         self._set_ceiling(len(running), context, pace_s)
         context += num_tokens + self._mean_answer_tokens / 2
         fits = self._fits(len(running) + 1, context, pace_s) or self._insists(request, choice)
@@ -290,13 +289,17 @@ class Slo:
             step_s += rows * self._tokens_per_row * prompt_s / self._mean_answer_tokens
         return step_s
 
-    def _context_of(self, seq: Seq) -> float:
-        """Half-way through its answer, or further if it is there already."""
-        return max(len(seq.tokens), seq.prompt_len + self._mean_answer_tokens / 2)
+    def _context_of(self, seqs: Iterable[Seq]) -> float:
+        """Of all together, each half-way through its answer, or further if it is there already."""
+        total, half = 0.0, self._mean_answer_tokens / 2
+        for seq in seqs:
+            total += max(len(seq.tokens), len(seq.request.prompt_ids) + half)
+        return total
 
     def _usable_s(self, tpot_s: float) -> float:
         """What a step may take, of the promise for the tokens that it gives."""
-        return tpot_s * self._tokens_per_row * (1 - self._margin(tpot_s)) - self.step_time.error_s
+        margin = self._margins.get(_rough(tpot_s), _MARGINS[0])
+        return tpot_s * self._tokens_per_row * (1 - margin) - self.step_time.error_s
 
     def _pace_of(self, tpot_s: float) -> float:
         """Of a class; one that could not be kept by a single row binds nobody."""
@@ -305,27 +308,24 @@ class Slo:
 
     def _pace_s(self, running: Sequence[Seq]) -> float:
         """The longest that steps may take from now on."""
-        pace_s = min((self._pace_of(tpot_s) for tpot_s in (*self._classes, *self._recent)), default=inf)
+        pace_s = min(map(self._pace_of, (*self._classes, *self._recent)), default=inf)
+        accounts, now_s, tpot_s, usable_s = self._accounts, self._now_s, -1.0, 0.0
         for seq in running:
-            account = self._accounts.get(seq.order)
+            account = accounts.get(seq.order)
             if account is not None and account.first_s is not None and not account.given_up:
-                pace_s = min(pace_s, self._recovery_s(account, min(0.0, account.slack_s(self._now_s))))
+                if account.tpot_s != tpot_s:  # most have the same
+                    tpot_s, usable_s = account.tpot_s, self._usable_s(account.tpot_s)
+                pace_s = min(pace_s, _recovery_s(account, usable_s, min(0.0, account.slack_s(now_s))))
         return pace_s
 
     def _limit_s(self, account: _Account) -> float:
         """The longest that the next step may take: its account must not go below zero, or not stay there."""
         if account.first_s is None or account.given_up:
             return inf
-        slack_s = account.slack_s(self._now_s)
+        slack_s, usable_s = account.slack_s(self._now_s), self._usable_s(account.tpot_s)
         if slack_s < 0:
-            return self._recovery_s(account, slack_s)
-        return self._usable_s(account.tpot_s) + max(0.0, slack_s - _RESERVE * account.tpot_s)
-
-    def _recovery_s(self, account: _Account, slack_s: float) -> float:
-        """The pace at which an account that is below zero is level again in a few tokens, if not too many wait."""
-        usable_s = self._usable_s(account.tpot_s)
-        left = max(1, min(_RECOVERY_TOKENS, account.max_tokens - account.num_tokens))
-        return max(_FLOOR * usable_s, usable_s + slack_s / left)
+            return _recovery_s(account, usable_s, slack_s)
+        return usable_s + max(0.0, slack_s - _RESERVE * account.tpot_s)
 
     # ---- invariants -------------------------------------------------------------------------------------------------
 
@@ -340,6 +340,13 @@ class Slo:
         self.step_time.check()
 
 
+def _recovery_s(account: _Account, usable_s: float, slack_s: float) -> float:
+    """The pace at which an account that is below zero is level again in a few tokens, if not too many wait."""
+    left = max(1, min(_RECOVERY_TOKENS, account.max_tokens - account.num_tokens))
+    return max(_FLOOR * usable_s, usable_s + slack_s / left)
+
+
+@lru_cache(maxsize=1024)
 def _rough(tpot_s: float) -> int:
     """Promises within a fifth of each other are one class here: there are few, whatever people ask for."""
     return round(4 * log2(max(tpot_s, 1e-6)))

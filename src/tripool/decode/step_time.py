@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import mul, truediv
+from operator import truediv
 
 from tripool.sequence import Task
 
 _SCALES = (1.0, 16.0, 16.0, 8192.0, 256.0, 65536.0)
 """Roughly what a busy step has of each, so that no cost is learned much faster than another."""
+_ONE_ROW = 1.0 / _SCALES[1]
 _KEEP = 0.995
 """What a step still counts for when the next one comes: the last two hundred decide."""
 _SWEEPS = 2
@@ -61,8 +62,11 @@ class StepFacts:
         return cls(rows, drafts, context, prompt, reads)
 
     def features(self) -> tuple[float, ...]:
-        counts = (1.0, self.rows, self.drafts, self.context_tokens, self.prompt_tokens, self.prompt_reads)
-        return tuple(map(truediv, counts, _SCALES))
+        _, rows, drafts, context, prompt, reads = _SCALES
+        return (
+            1.0, self.rows / rows, self.drafts / drafts, self.context_tokens / context,
+            self.prompt_tokens / prompt, self.prompt_reads / reads,
+        )  # fmt: skip
 
 
 class StepTime:
@@ -71,47 +75,28 @@ class StepTime:
         self._costs = [0.0] * size
         self._gram = [[0.0] * size for _ in range(size)]
         self._moments = [0.0] * size
-        self._spread_s = 0.0
+        self.error_s = 0.0
+        """By how much predictions are off, on average over the last steps; outliers are cut."""
         self._strange: list[float] = []
         """By how many times the last steps were off, while all of them are outliers."""
         self.num_learned = 0
         self.most_rows = 0
         self.most_prompt_tokens = 0
         """The largest that were seen: far beyond them the line is a guess."""
-
-    @property
-    def error_s(self) -> float:
-        """By how much predictions are off, on average over the last steps; outliers are cut."""
-        return self._spread_s
+        self.fixed_s = self.row_s = self.draft_s = self.context_token_s = 0.0
+        self.prompt_token_s = self.prompt_read_s = 0.0
+        """The costs, each of one of its kind."""
 
     def predict_s(self, facts: StepFacts) -> float:
         return _dot(self._costs, facts.features())
 
-    @property
-    def fixed_s(self) -> float:
-        return self._costs[0]
+    def alone_s(self, context_tokens: int) -> float:
+        """Of a step of one row: `predict_s(StepFacts(1, 0, context_tokens))`, asked for every row of every step."""
+        costs = self._costs
+        return costs[0] + costs[1] * _ONE_ROW + costs[3] * (context_tokens / _SCALES[3])
 
-    @property
-    def row_s(self) -> float:
-        return self._costs[1] / _SCALES[1]
-
-    @property
-    def draft_s(self) -> float:
-        return self._costs[2] / _SCALES[2]
-
-    @property
-    def context_token_s(self) -> float:
-        return self._costs[3] / _SCALES[3]
-
-    @property
-    def prompt_token_s(self) -> float:
-        return self._costs[4] / _SCALES[4]
-
-    @property
-    def prompt_read_s(self) -> float:
-        return self._costs[5] / _SCALES[5]
-
-    def learn(self, facts: StepFacts, step_s: float) -> None:
+    def learn(self, facts: StepFacts, step_s: float) -> float:
+        """Returns what was expected of this step before."""
         features = facts.features()
         expected_s = _dot(self._costs, features)
         weight = self._judge(abs(step_s - expected_s))
@@ -119,47 +104,65 @@ class StepTime:
         self._strange = [*self._strange, step_s / expected_s] if strange else []
         if len(self._strange) == _STRANGE_STEPS:
             self._start_over(sorted(self._strange)[_STRANGE_STEPS // 2])
-        for i, own in enumerate(features):
-            share = weight * own
-            self._gram[i] = [old * _KEEP + share * other for old, other in zip(self._gram[i], features, strict=True)]
-            self._moments[i] = self._moments[i] * _KEEP + share * step_s
+        moments = self._moments
+        f0, f1, f2, f3, f4, f5 = features
+        for i, (row, own) in enumerate(zip(self._gram, features, strict=True)):
+            if own or row[i]:  # else nothing of this kind was ever seen, and its row is empty
+                share = weight * own
+                r0, r1, r2, r3, r4, r5 = row
+                row[:] = (
+                    r0 * _KEEP + share * f0, r1 * _KEEP + share * f1, r2 * _KEEP + share * f2,
+                    r3 * _KEEP + share * f3, r4 * _KEEP + share * f4, r5 * _KEEP + share * f5,
+                )  # fmt: skip
+                moments[i] = moments[i] * _KEEP + share * step_s
         self._fit()
         self.num_learned += 1
         self.most_rows = max(self.most_rows, facts.rows)
         self.most_prompt_tokens = max(self.most_prompt_tokens, facts.prompt_tokens)
+        return expected_s
 
     def _judge(self, error_s: float) -> float:
         """How much a step with this error counts. A lasting change widens what is usual, and so counts again soon."""
         if self.num_learned < _FIRST_STEPS:
-            self._spread_s = error_s if self.num_learned else 0.0
+            self.error_s = error_s if self.num_learned else 0.0
             return 1.0
-        bound_s = _OUTLIER * self._spread_s
+        bound_s = _OUTLIER * self.error_s
         cut_s = min(error_s, 2 * bound_s) if bound_s > 0 else error_s
-        self._spread_s += _SPREAD_RATE * (cut_s - self._spread_s)
+        self.error_s += _SPREAD_RATE * (cut_s - self.error_s)
         return bound_s / error_s if error_s > bound_s > 0 else 1.0
 
     def _start_over(self, slower: float) -> None:
         """Costs as they were in proportion, and open to news: the steps behind them say nothing any more."""
         self._costs = [cost * slower for cost in self._costs]
-        self._spread_s *= max(1.0, slower)
+        self.error_s *= max(1.0, slower)
         self._gram = [[0.0] * len(row) for row in self._gram]
         self._moments = [0.0] * len(self._moments)
         self._strange = []
+        self._tell_costs()
 
     def _fit(self) -> None:
         """Least squares above zero, one cost after the other: they move little from step to step, so this suffices."""
-        costs = self._costs
+        costs, moments = self._costs, self._moments
+        known = [(j, row) for j, row in enumerate(self._gram) if row[j] > 0]
         for _ in range(_SWEEPS):
-            for j, row in enumerate(self._gram):
-                if row[j] > 0:
-                    missing = self._moments[j] - _dot(row, costs)
-                    costs[j] = max(0.0, costs[j] + missing / (row[j] + _CALM))
+            for j, row in known:
+                cost = costs[j] + (moments[j] - _dot(row, costs)) / (row[j] + _CALM)
+                costs[j] = cost if cost > 0.0 else 0.0
+        self._tell_costs()
+
+    def _tell_costs(self) -> None:
+        """Learned seldom, read often."""
+        self.fixed_s = self._costs[0]
+        self.row_s, self.draft_s, self.context_token_s, self.prompt_token_s, self.prompt_read_s = map(
+            truediv, self._costs[1:], _SCALES[1:]
+        )
 
     def check(self) -> None:
         assert all(cost >= 0 for cost in self._costs), "a cost is negative"
-        assert self._spread_s >= 0
+        assert self.error_s >= 0
 
 
 def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    total: float = sum(map(mul, left, right))
-    return total
+    a0, a1, a2, a3, a4, a5 = left
+    b0, b1, b2, b3, b4, b5 = right
+    return a0 * b0 + a1 * b1 + a2 * b2 + a3 * b3 + a4 * b4 + a5 * b5

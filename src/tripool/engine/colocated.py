@@ -153,7 +153,8 @@ class Scheduler:
         """An adopted sequence's blocks are filled: it runs from the next step on."""
         self.arriving.remove(seq)
         self.decode.admit(seq)
-        self._publish(seq)
+        if self._config.prefix_reuse:
+            self._publish(seq)
 
     def cancel(self, request_id: str) -> None:
         """Give everything back at once. Unknown or finished ids are fine: a cancel may cross the last token."""
@@ -187,7 +188,8 @@ class Scheduler:
 
         for task in self.decode.plan(grow):
             tasks[task.seq.order] = task
-        slots = self._config.max_running - len(self._running())
+        running = len(self.decode.running) + len(self.prefill.running) + len(self.arriving)
+        slots = self._config.max_running - running
         budget = self._config.step_tokens - len(tasks)
         # Drafts have their rows before prompts, but leave them one, and their blocks after everybody else.
         drafting = [task for task in tasks.values() if task.seq.draft is not None][: budget - 1]
@@ -229,7 +231,8 @@ class Scheduler:
             assert task.samples == (result is not None)
             seq.num_computed = task.work.stop
             seq.draft = None
-            self._publish(seq)
+            if self._config.prefix_reuse:
+                self._publish(seq)
             if task.draft is not None:
                 seq.num_drafted += 1
                 self.num_drafted += 1
@@ -300,28 +303,22 @@ class Scheduler:
             self.decode.admit(seq)
         cached = (seq.leader or seq).num_cached or 0
         index = seq.num_generated - 1
-        return TokenEvent(
-            request_id=seq.request.id,
-            choice=seq.choice,
-            index=index,
-            token_id=result.token_id,
-            finish_reason=finish,
-            logprobs=result.logprobs,
-            num_cached_tokens=cached,
-            num_draft_tokens=seq.num_drafted,
-            num_accepted_draft_tokens=seq.num_accepted,
-        )
+        told = (finish, result.logprobs, cached, seq.num_drafted, seq.num_accepted)
+        return TokenEvent(seq.request.id, seq.choice, index, result.token_id, *told)
 
     def _publish(self, seq: Seq) -> None:
         """Name the blocks that this step filled, so that others with the same beginning find them."""
-        if self._config.prefix_reuse:
+        num_full = seq.num_computed // self._config.block_tokens
+        if num_full > seq.num_published:
             keys = extend_keys(seq, seq.num_computed, self._config.block_tokens, self._model)
-            for i in range(seq.num_published, seq.num_computed // self._config.block_tokens):
+            for i in range(seq.num_published, num_full):
                 self.pool.publish(seq.table[i], keys[i])
-            seq.num_published = seq.num_computed // self._config.block_tokens
+            seq.num_published = num_full
 
     def _grow(self, seq: Seq, stop: int, tasks: dict[int, Task]) -> int:
         """Blocks for positions up to `stop`, or for as many as there is room; nobody is preempted in vain."""
+        if stop <= len(seq.table) * self._config.block_tokens:
+            return stop
         need = -(-stop // self._config.block_tokens) - len(seq.table)
         if not self.pool.can_allocate(need):
             younger = [s.table for s in self.holders() if s.order > seq.order]

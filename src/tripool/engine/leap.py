@@ -22,7 +22,7 @@ def quiet_steps(scheduler: Scheduler, config: SchedulerConfig) -> int:
     running = scheduler.decode.running
     if not running or scheduler.prefill.waiting or scheduler.prefill.running:
         return 0
-    count = min(seq.max_new_tokens - len(seq.tokens) + len(seq.request.prompt_ids) for seq in running) - 1
+    count = min([seq.max_new_tokens - len(seq.tokens) + seq.prompt_len for seq in running]) - 1
     # A sequence needs at most one block more than the full ones that so many tokens fill.
     while count > 0 and len(running) * (count // config.block_tokens + 1) > scheduler.pool.num_free:
         count //= 2

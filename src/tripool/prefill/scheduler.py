@@ -43,14 +43,14 @@ class PrefillScheduler:
         tasks: list[Task] = []
         self.started = []
         short_of_blocks = False
-        for seq in list(self.running):
+        for seq in list(self.running) if self.running else ():
             if budget > 0 and seq in self.running:  # growing an older one may have preempted this one
                 wanted = seq.work(budget).stop
                 granted = grow(seq, wanted)
                 short_of_blocks |= granted < wanted
                 budget -= _chunk(seq, granted, tasks)
         self.held_by = ""
-        for seq in list(self.waiting):
+        for seq in list(self.waiting) if self.waiting else ():
             if budget <= 0 or slots <= 0 or short_of_blocks:
                 # Short of blocks: a newcomer would only take those that the ones under way are waiting for.
                 self.held_by = "tokens per step" if budget <= 0 else "batch slots" if slots <= 0 else "KV memory"

@@ -43,10 +43,11 @@ from tripool.router.view import Member
 
 
 class Coordinator:
-    def __init__(self, config: RouterConfig, *, gateway_epoch: int) -> None:
+    def __init__(self, config: RouterConfig, *, gateway_epoch: int, stories: bool = True) -> None:
+        """`stories`: whether each request keeps why it went where it went; nothing is decided by it."""
         self._config = config
         self._welcome = Welcome(gateway_epoch, config.pulse_s)
-        self._placing = Placing(config)
+        self._placing = Placing(config, stories=stories)
         self.ledger = self._placing.ledger
         self.view = self._placing.view
         self._alarms: list[tuple[float, str, int]] = []
@@ -74,14 +75,14 @@ class Coordinator:
         else:
             entry = self.ledger.open(request, now_s)
             self._placing.enqueue(entry, entry.choices, now_s)
-        return self._settle(now_s)
+        return self._placing.settle(now_s)
 
     def cancel(self, request_id: str, now_s: float) -> list[Output]:
         """The client is gone or has enough. Unknown and finished requests are fine."""
         entry = self.ledger.get(request_id)
         if entry is not None:
             self._placing.drop(entry)
-        return self._settle(now_s)
+        return self._placing.settle(now_s)
 
     def receive(self, message: AnyMessage, now_s: float) -> list[Output]:
         """From a worker or the supervisor, in the order in which each sent them."""
@@ -104,14 +105,14 @@ class Coordinator:
                 self._lose(life, now_s)
             case _:
                 raise AssertionError(f"a gateway is not sent {type(message).__name__}")
-        return self._settle(now_s)
+        return self._placing.settle(now_s)
 
     def advance(self, life: Life, runs: Iterable[tuple[Stamped, Sequence[int]]], now_s: float) -> list[Output]:
         """Tokens of many steps in one go, by choice: the newest, and those that came right before it. The ledger takes
         them as it takes single ones; clients get the newest alone. For a simulation that leaps over quiet steps."""
         for stamped, before in runs:
             self._token(life, stamped, before, now_s)
-        return self._settle(now_s)
+        return self._placing.settle(now_s)
 
     def drain(self, life: Life, now_s: float) -> list[Output]:
         """No new work for this worker. Its streams go on elsewhere if there is another; else it finishes them."""
@@ -119,7 +120,7 @@ class Coordinator:
         if member is not None and not member.draining:
             self._drain(member, now_s)
             self._placing.out.append(Send(life, Drain()))
-        return self._settle(now_s)
+        return self._placing.settle(now_s)
 
     def tick(self, now_s: float) -> list[Output]:
         """Look at the clock: deadlines of requests, silence of workers."""
@@ -138,7 +139,7 @@ class Coordinator:
                 self._suspected[life] = now_s
                 self._placing.lose(life, now_s)
                 self._placing.out.append(ToSupervisor(Suspect(life)))
-        return self._settle(now_s)
+        return self._placing.settle(now_s)
 
     def check(self, now_s: float | None = None) -> None:
         """The invariants, at length. With the time: nothing is past its deadline (after a tick)."""
@@ -148,11 +149,6 @@ class Coordinator:
             assert member.life.epoch > self._over.get(member.life.worker, 0), "a life that is over is trusted"
             assert member.life not in self._suspected, "a suspected life is trusted"
             assert (member.life.worker, member.life.epoch) in watched, "nobody watches a worker"
-
-    def _settle(self, now_s: float) -> list[Output]:
-        self._placing.pump(now_s)
-        out, self._placing.out = self._placing.out, []
-        return out
 
     # ---- workers come and go ----------------------------------------------------------------------------------------
 

@@ -142,8 +142,9 @@ class Door:
 
     def _settle(self, now_s: float) -> list[Decision]:
         decisions: list[Decision] = []
-        while len(self.shares) and self._has_room(now_s):
-            request_id = self.shares.pop(self._is_allowed(now_s))
+        shares = self.shares
+        while (waiting := len(shares)) and self._has_room(now_s):
+            request_id = shares.pop(self._is_allowed(now_s))
             if request_id is None:
                 break
             guest = self._guests[request_id]
@@ -154,12 +155,12 @@ class Door:
             self._slots_held += guest.arrival.choices
             guest.account.slots_held += guest.arrival.choices
             decisions.append(Admit(request_id))
-        if not self._num_inside and not len(self.shares):
-            self.shares.rest()
-        self.shares.credit_tokens = (self.pace.tokens_per_s() or 0.0) * self._config.credit_s
-        self.pace.full(self._num_inside >= self.room.lanes or len(self.shares) > 0, now_s)
-        if len(self._deadlines) > 64 + 4 * len(self.shares):
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self.shares]
+        if not self._num_inside and not waiting:
+            shares.rest()
+        shares.credit_tokens = (self.pace.tokens_per_s() or 0.0) * self._config.credit_s
+        self.pace.full(self._num_inside >= self.room.lanes or waiting > 0, now_s)
+        if len(self._deadlines) > 64 + 4 * waiting:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in shares]
             heapify(self._deadlines)
         return decisions
 

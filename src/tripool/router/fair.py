@@ -144,7 +144,7 @@ class Shares:
             self.active_weight += account.weight
             self._num_active += 1
         entry = self._entries[request_id] = Waiting(account, priority, self._serials, cost)
-        account.num_waiting[priority] += 1
+        account.num_waiting[priority] = account.num_waiting.get(priority, 0) + 1
         account.waiting_tokens[priority] = account.waiting_tokens.get(priority, 0.0) + cost
         heappush(account.queue, (priority, entry.serial, request_id))
         self.waiting_tokens += cost
@@ -204,6 +204,8 @@ class Shares:
 
     def ahead(self, account: Account, priority: int) -> tuple[float, float]:
         """Requests and tokens that will go before a new one, at most; looks at this tenant's priorities alone."""
+        if not self._entries:
+            return 0.0, 0.0
         own_requests = sum(n for p, n in account.num_waiting.items() if p <= priority)
         own_tokens = sum(t for p, t in account.waiting_tokens.items() if p <= priority)
         start = account.given if account.num_waiting else max(account.given, self._level - self.credit_tokens)
@@ -211,7 +213,7 @@ class Shares:
         own_all = sum(account.waiting_tokens.values())
         others_weight = self.active_weight - (account.weight if account.num_waiting else 0.0)
         num_others = self._num_active - bool(account.num_waiting)
-        mean = self.waiting_tokens / len(self._entries) if self._entries else 0.0
+        mean = self.waiting_tokens / len(self._entries)
         # Each of the others is served up to the same level, and may begin one more below it.
         reach = others_weight * max(0.0, start - self._level) + num_others * mean
         others = max(0.0, min(self.waiting_tokens - own_all, reach))
@@ -235,7 +237,8 @@ class Shares:
         account.waiting_tokens[priority] -= entry.cost
         self.waiting_tokens -= entry.cost
         if not account.num_waiting[priority]:
-            del account.num_waiting[priority], account.waiting_tokens[priority]
+            account.num_waiting.pop(priority)
+            account.waiting_tokens.pop(priority)
         account.num_inside += inside
         if not account.num_waiting:
             account.queue.clear()

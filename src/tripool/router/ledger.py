@@ -37,9 +37,10 @@ class Stage(Enum):
     DONE = "done"
 
 
-_WAITING = frozenset({Stage.QUEUED, Stage.RESTING, Stage.PREFILLING, Stage.PACKED, Stage.TRANSFERRING})
-_PLACED = frozenset({Stage.PREFILLING, Stage.TRANSFERRING, Stage.DECODING})
-_LEASED = frozenset({Stage.PACKED, Stage.TRANSFERRING})
+# Tuples: a stage is found in one by what it is; in a set its name would be hashed first, in Python.
+_WAITING = (Stage.QUEUED, Stage.RESTING, Stage.PREFILLING, Stage.PACKED, Stage.TRANSFERRING)
+_PLACED = (Stage.PREFILLING, Stage.TRANSFERRING, Stage.DECODING)
+_LEASED = (Stage.PACKED, Stage.TRANSFERRING)
 
 
 @dataclass(slots=True, eq=False)
@@ -227,7 +228,8 @@ class Ledger:
 
     def find(self, life: Life, request_id: str, attempt: int) -> tuple[Entry, Placement] | None:
         """The placement that a message is about, if it is still anyone's."""
-        placement = self._at.get(life, {}).get((request_id, attempt))
+        there = self._at.get(life)
+        placement = there.get((request_id, attempt)) if there is not None else None
         if placement is None:
             self.num_dropped += 1
             return None

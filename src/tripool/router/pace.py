@@ -143,5 +143,9 @@ class Pace:
 
     def tokens_per_s(self) -> float | None:
         """At which what is inside is worked off; None before anything is known."""
-        line = self.turn if self.turn.known else self.alone
-        return line.tokens / line.seconds if line.known and line.seconds > 0 else None
+        line = self.turn
+        if not line.known:
+            line = self.alone
+            if not line.known:
+                return None
+        return line.tokens / line.seconds if line.seconds > 0 else None

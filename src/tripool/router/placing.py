@@ -24,8 +24,8 @@ _GROWTH_TOKENS = 256
 
 
 class Placing:
-    def __init__(self, config: RouterConfig) -> None:
-        self._config = config
+    def __init__(self, config: RouterConfig, *, stories: bool = True) -> None:
+        self._config, self._stories = config, stories
         self.ledger = Ledger()
         self.view = FleetView()
         self.out: list[Output] = []
@@ -53,10 +53,14 @@ class Placing:
 
     # ---- onto workers -----------------------------------------------------------------------------------------------
 
+    def settle(self, now_s: float) -> list[Output]:
+        """Place whatever there is room for; returns all that is to be done since the last time."""
+        if self._tried != (self.view.num_changes, self._num_changes):
+            self.pump(now_s)
+        out, self.out = self.out, []
+        return out
+
     def pump(self, now_s: float) -> None:
-        """Place whatever there is room for."""
-        if self._tried == (self.view.num_changes, self._num_changes):
-            return
         # Head first, until one finds no room: nobody overtakes it, so nothing starves.
         while self._to_prefill and self._begin(*self._to_prefill[0], now_s):
             heappop(self._to_prefill)
@@ -110,6 +114,8 @@ class Placing:
         return True
 
     def _note(self, role: Role, entry: Entry, choices: list[ChoiceState], member: Member, now_s: float) -> None:
+        if not self._stories:
+            return
         waited_s = now_s - choices[0].since_s
         held_by, entry.held_by = entry.held_by, ""
         if not held_by and waited_s > 0:

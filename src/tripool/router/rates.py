@@ -51,6 +51,8 @@ class Rates:
     def wait_s(self, tenant: Tenant, tokens: float, now_s: float) -> tuple[float, Limit]:
         """How long one more request of so many tokens has to wait, and for which limit."""
         waits: list[tuple[float, Limit]] = [(0.0, "requests")]
+        if self._is_free(tenant):
+            return waits[0]
         for limit, amount in self._amounts(1, tokens):
             bucket = self._bucket(tenant.name, limit, tenant.limits, now_s)
             if bucket is not None:
@@ -59,6 +61,8 @@ class Rates:
 
     def take(self, tenant: Tenant, requests: float, tokens: float, now_s: float) -> None:
         """Negative amounts give back."""
+        if self._is_free(tenant):
+            return
         for limit, amount in self._amounts(requests, tokens):
             bucket = self._bucket(tenant.name, limit, tenant.limits, now_s)
             if bucket is not None:
@@ -72,6 +76,11 @@ class Rates:
         for (name, limit), bucket in self._buckets.items():
             assert bucket.per_minute > 0, f"{name}: a limit of {limit} that nothing fits"
             assert bucket.level(now_s) <= bucket.per_minute, f"{name}: more than a minute's {limit}"
+
+    def _is_free(self, tenant: Tenant) -> bool:
+        """Where nobody has a limit, there is nothing to look up."""
+        limits = tenant.limits
+        return not self._buckets and limits.requests_per_minute is None and limits.tokens_per_minute is None
 
     @staticmethod
     def _amounts(requests: float, tokens: float) -> tuple[tuple[Limit, float], ...]:

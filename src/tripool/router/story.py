@@ -6,7 +6,7 @@ It decides nothing, and nothing decides by it: a router without stories would pl
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from tripool.core import TokenEvent
 from tripool.messages import Role
@@ -18,9 +18,8 @@ _MAX_STEPS = 16
 Row = dict[str, str | float]
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A worker that was looked at, with its load as it was then."""
+class Candidate(NamedTuple):
+    """A worker that was looked at, with its load as it was then. (A tuple: every placement makes several.)"""
 
     worker: str
     num_placed: int
@@ -28,8 +27,7 @@ class Candidate:
     """To compute (prefill), or of KV memory promised away (decode)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     at_s: float
     """Since the request came."""
     what: str
@@ -68,8 +66,7 @@ class Story:
         now_s: float,
     ) -> None:
         """Before the view counts it, so that loads are those that it was chosen by."""
-        looked_at = {m.life.worker: Candidate(m.life.worker, m.num_placed, _load(m)) for m in considered}
-        candidates = tuple(looked_at.values())
+        candidates = tuple([Candidate(m.life.worker, m.num_placed, _load(m)) for m in considered])
         self._num_placed += 1
         if held_by:
             self._waited_s[held_by] = self._waited_s.get(held_by, 0.0) + waited_s
@@ -139,6 +136,7 @@ def _row(step: Step) -> Row:
     row["choices"] = ", ".join(map(str, step.choices))
     row["waited ms"] = round(1e3 * step.waited_s, 1)
     row["held by"] = step.held_by
-    told = (f"{one.worker}: {one.num_placed} requests, {one.load_tokens} tokens" for one in step.candidates)
+    looked_at = {one.worker: one for one in step.candidates}
+    told = (f"{one.worker}: {one.num_placed} requests, {one.load_tokens} tokens" for one in looked_at.values())
     row["candidates"] = "; ".join(told)
     return row

@@ -31,8 +31,6 @@ _SCARCE = 0.5
 _ALIKE = 0.1
 """Closer than this, in load, two workers are equally good."""
 
-_Entry = tuple[float, int, int, Life]
-
 
 @dataclass(slots=True, eq=False)
 class Member:
@@ -64,28 +62,29 @@ class Member:
     turn: int = 0
     """Of equally loaded workers, the one whose turn is longest ago is next."""
     version: int = 0
-    """Of its newest heap entry."""
+    """Of its newest heap entry; -1 once it is gone."""
+    cost: float = 0.0
+    """By which it was last sorted in."""
+    life: Life = field(init=False)
+    bearable: int = field(init=False)
+    """Most that may be placed on it at once; what runs there already does, whatever it says of its promises."""
 
-    @property
-    def life(self) -> Life:
-        return self.hello.life
+    def __post_init__(self) -> None:
+        self.life, self.bearable = self.hello.life, self.hello.max_running
 
     @property
     def load_tokens(self) -> int:
         """Tokens to compute before it is idle: never more than the ledger knows of."""
         return min(self.placed_tokens, self.reported_tokens + self.crossing_tokens + self.recent_tokens)
 
-    @property
-    def cost(self) -> float:
+    def weigh(self) -> float:
         if self.hello.role == "prefill":
             return self.load_tokens
         return max(self.placed_tokens / self.hello.kv_tokens, self.num_placed / self.bearable)
 
-    @property
-    def bearable(self) -> int:
-        """Most that may be placed on it at once; what runs there already does, whatever it says of its promises."""
-        limit = self.hello.max_running
-        return limit if self.ceiling is None else min(limit, max(self.ceiling, self.running) + _IN_WAIT)
+
+_Entry = tuple[float, int, int, Member]
+"""Cost, turn and version: no two entries agree in those, so members are never compared."""
 
 
 class FleetView:
@@ -132,6 +131,7 @@ class FleetView:
         member = self._members.pop(life)
         assert member.num_placed == 0 and member.placed_tokens == 0, "a member left with work placed on it"
         self._ready[member.hello.role] -= not member.draining
+        member.version = -1
 
     def drain(self, life: Life) -> None:
         member = self._members[life]
@@ -152,7 +152,8 @@ class FleetView:
             pulse.running,
             pulse.blocks_held,
         )
-        member.ceiling = pulse.ceiling
+        member.ceiling, limit = pulse.ceiling, member.hello.max_running
+        member.bearable = limit if pulse.ceiling is None else min(limit, max(pulse.ceiling, pulse.running) + _IN_WAIT)
         member.crossing_tokens, member.recent_tokens = member.recent_tokens, 0
         if before != (member.load_tokens, member.bearable):  # most pulses say nothing new
             self._sort_in(member)
@@ -171,7 +172,7 @@ class FleetView:
         member.placed_tokens += tokens
         member.recent_tokens += tokens
         if source is not None:
-            self._transfers[source, life] += 1
+            self._transfers[source, life] = self._transfers.get((source, life), 0) + 1
         self._sort_in(member)
 
     def take_off(self, life: Life, tokens: int, tpot_ms: float | None = None) -> None:
@@ -186,16 +187,18 @@ class FleetView:
         """A prefill worker's answers are promised nothing by it."""
         if tpot_ms is not None and member.hello.role == "decode":
             self._num_promised += change
-            member.classes[tpot_ms] += change
-            if not member.classes[tpot_ms]:
-                del member.classes[tpot_ms]
+            count = member.classes.get(tpot_ms, 0) + change
+            if count:
+                member.classes[tpot_ms] = count
+            else:
+                member.classes.pop(tpot_ms)
             member.strictest_ms = min(member.classes, default=inf)
 
     def transferred(self, source: Life, life: Life) -> None:
         """A parcel is no longer under way: copied, refused or void."""
-        self._transfers[source, life] -= 1
-        if self._transfers[source, life] <= 0:
-            del self._transfers[source, life]
+        left = self._transfers.pop((source, life)) - 1
+        if left > 0:
+            self._transfers[source, life] = left
 
     # ---- decisions --------------------------------------------------------------------------------------------------
 
@@ -227,39 +230,38 @@ class FleetView:
             costs = [m.cost + _mismatch(m, own_ms) for m in fitting]
             best = min(costs)
             fitting = [m for m, cost in zip(fitting, costs, strict=True) if cost < best + _ALIKE]
-        return min(fitting, key=lambda m: self._transfers[source, m.life], default=None)
+        if len(fitting) < 2 or not self._transfers:
+            return fitting[0] if fitting else None
+        return min(fitting, key=lambda m: self._transfers.get((source, m.life), 0))
 
     def _lightest(self, heap: list[_Entry], avoid: Life | None) -> list[Member]:
         """A few of the least loaded, least loaded first. `avoid` only counts when there is another."""
-        found: list[Member] = []
-        entries = []
-        while heap and len(found) < _CANDIDATES:
+        entries: list[_Entry] = []
+        while heap and len(entries) < _CANDIDATES:
             entry = heappop(heap)
-            member = self._members.get(entry[3])
-            if member is not None and member.version == entry[2] and not member.draining:
+            if entry[3].version == entry[2] and not entry[3].draining:
                 entries.append(entry)
-                found.append(member)
         for entry in entries:
             heappush(heap, entry)
-        return [m for m in found if m.life != avoid] or found
+        found = [entry[3] for entry in entries]
+        return found if avoid is None else [m for m in found if m.life != avoid] or found
 
     def _sort_in(self, member: Member) -> None:
         if member.draining:
             return
         self.num_changes += 1
         member.version = self.num_changes
-        heaps = [self._heaps[member.hello.role]]
-        if member.hello.role == "decode" and member.num_placed:
+        role = member.hello.role
+        heaps = [self._heaps[role]]
+        if role == "decode" and member.num_placed:
             heaps.append(self._by_class.setdefault(_class_of(member.strictest_ms), []))
+        member.cost = member.weigh()
+        entry = (member.cost, member.turn, member.version, member)
         for heap in heaps:
-            heappush(heap, (member.cost, member.turn, member.version, member.life))
-            if len(heap) > 64 + 4 * self._ready[member.hello.role]:
-                heap[:] = [entry for entry in heap if self._is_current(entry)]
+            heappush(heap, entry)
+            if len(heap) > 64 + 4 * self._ready[role]:
+                heap[:] = filter(_is_current, heap)
                 heapify(heap)
-
-    def _is_current(self, entry: _Entry) -> bool:
-        member = self._members.get(entry[3])
-        return member is not None and member.version == entry[2] and not member.draining
 
     # ---- invariants -------------------------------------------------------------------------------------------------
 
@@ -274,9 +276,10 @@ class FleetView:
         for role, heap in self._heaps.items():
             ready = [m for m in self._members.values() if m.hello.role == role and not m.draining]
             assert self._ready[role] == len(ready), "ready workers are miscounted"
-            current = [entry for entry in heap if self._is_current(entry)]
-            assert Counter(entry[3] for entry in current) == Counter(m.life for m in ready), "a worker cannot be picked"
-            assert all(entry[0] == self._members[entry[3]].cost for entry in current), "sorted by an old load"
+            current = list(filter(_is_current, heap))
+            lives = Counter(entry[3].life for entry in current)
+            assert lives == Counter(m.life for m in ready), "a worker cannot be picked"
+            assert all(entry[0] == entry[3].weigh() for entry in current), "sorted by an old load"
         assert self._num_promised == sum(m.classes.total() for m in self), "promises are miscounted"
         busy = [m for m in self if m.hello.role == "decode" and m.num_placed and not m.draining]
         for member in self._members.values():
@@ -284,8 +287,13 @@ class FleetView:
             assert member.classes.total() <= member.num_placed, "promises that are placed nowhere"
         for number, heap in self._by_class.items():
             alike = [m.life for m in busy if _class_of(m.strictest_ms) == number]
-            current = [entry for entry in heap if self._is_current(entry)]
-            assert Counter(entry[3] for entry in current) == Counter(alike), "a worker is not among its like"
+            lives = Counter(entry[3].life for entry in filter(_is_current, heap))
+            assert lives == Counter(alike), "a worker is not among its like"
+
+
+def _is_current(entry: _Entry) -> bool:
+    member = entry[3]
+    return member.version == entry[2] and not member.draining
 
 
 def _has_room(member: Member, tokens: int) -> bool:

@@ -22,8 +22,10 @@ class Dice:
         self._state = mix(seed & _MASK)
 
     def bits(self) -> int:
-        self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
-        return mix(self._state)
+        self._state = value = (self._state + 0x9E3779B97F4A7C15) & _MASK
+        value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK  # `mix`, without a call
+        value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+        return value ^ (value >> 31)
 
     def chance(self, probability: float) -> bool:
         return self.bits() < probability * 2.0**64

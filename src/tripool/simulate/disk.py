@@ -116,4 +116,4 @@ class SimDisk:
     def keeps(self, copy: Copy) -> bool:
         """Whether an acknowledged copy can be read, or was taken by a fault."""
         found = (self._segments[copy.segment].blocks or {}).get(copy.offset)
-        return copy.number in self._damaged or (found is not None and found[0] == copy)
+        return copy.number in self._damaged or (found is not None and (found[0] is copy or found[0] == copy))

@@ -77,14 +77,13 @@ class Judge:
         assert client is not None, f"{event.request_id}: a token for a request that is over"
         tokens, finish = client.answers[event.choice]
         seen = client.num_seen[event.choice]
-        where = f"{event.request_id} choice {event.choice} index {event.index}"
-        assert event.index == seen, f"{where}: token {seen} was due: one is lost or comes twice"
-        assert event.token_id == tokens[seen], f"{where}: {event.token_id} instead of {tokens[seen]}"
+        assert event.index == seen, f"{_where(event)}: token {seen} was due: one is lost or comes twice"
+        assert event.token_id == tokens[seen], f"{_where(event)}: {event.token_id} instead of {tokens[seen]}"
         last = seen + 1 == len(tokens)
-        assert event.finish_reason == (finish if last else None), f"{where}: finish {event.finish_reason}"
+        assert event.finish_reason == (finish if last else None), f"{_where(event)}: finish {event.finish_reason}"
         cached = event.num_cached_tokens
-        assert client.num_cached_tokens in (None, cached), f"{where}: the count of cached tokens has changed"
-        assert 0 <= cached < len(client.request.prompt_ids), f"{where}: {cached} cached tokens"
+        assert client.num_cached_tokens in (None, cached), f"{_where(event)}: the count of cached tokens has changed"
+        assert 0 <= cached < len(client.request.prompt_ids), f"{_where(event)}: {cached} cached tokens"
         client.num_cached_tokens = cached
         client.num_seen[event.choice] += 1
         client.num_open -= last
@@ -130,3 +129,7 @@ class Judge:
         for choice in range(self._open.pop(request_id).request.params.n):
             self._placed.pop((request_id, choice), None)
         self.outcomes[outcome] += 1
+
+
+def _where(event: TokenEvent) -> str:
+    return f"{event.request_id} choice {event.choice} index {event.index}"

@@ -47,9 +47,9 @@ def sample(value: int, request: Request, choice: int, position: int) -> int:
 
 def answer(request: Request, choice: int) -> tuple[list[int], FinishReason]:
     """What an undisturbed run gives."""
-    value = root_value(request)
+    value, stop_ids = root_value(request), request.stop_ids
     for position, token_id in enumerate(request.prompt_ids):
-        value = next_value(salted(value, request, position), token_id)
+        value = next_value(salted(value, request, position) if request.public_tokens else value, token_id)
     tokens: list[int] = []
     limit = request.params.max_tokens
     assert limit is not None
@@ -57,11 +57,11 @@ def answer(request: Request, choice: int) -> tuple[list[int], FinishReason]:
         position = len(request.prompt_ids) + len(tokens)
         token_id = sample(value, request, choice, position)
         tokens.append(token_id)
-        if token_id in request.stop_ids:
+        if token_id in stop_ids:
             return tokens, "stop"
         if len(tokens) == limit:
             return tokens, "length"
-        value = next_value(salted(value, request, position), token_id)
+        value = next_value(salted(value, request, position) if request.public_tokens else value, token_id)
 
 
 class Memory:
@@ -73,13 +73,13 @@ class Memory:
 
     def run(self, task: Task) -> int:
         """Compute a task's rows: read the KV before them, write theirs. Returns the last one's."""
-        work, values, size = task.work, self._values, self._size
+        work, values, size, request = task.work, self._values, self._size, task.seq.request
         table = work.table
         at = work.start - 1
-        value = values[table[at // size] * size + at % size] if at >= 0 else root_value(task.seq.request)
+        value = values[table[at // size] * size + at % size] if at >= 0 else root_value(request)
         for token_id in work.tokens:
             at += 1
-            value = next_value(salted(value, task.seq.request, at), token_id)
+            value = next_value(salted(value, request, at) if request.public_tokens else value, token_id)
             values[table[at // size] * size + at % size] = value
         return value
 

@@ -149,10 +149,8 @@ class SimWorker:
         silent = self._gateway_epoch is not None and now_s - self._heard_s > GATEWAY_SILENCE_S
         if silent or self.disconnected:
             self._reset()
-        for name in [name for name, (_, fetch) in self._fetches.items() if self.pool.is_ready(fetch, now_s)]:
-            begin, fetch = self._fetches.pop(name)
-            self._take_prefix(begin, fetch)
-            self._add(begin)
+        if self._fetches:
+            self._take_fetched(now_s)
         if self._to_pack:
             self._pack(now_s)
         if self._arrivals:
@@ -168,7 +166,7 @@ class SimWorker:
             return now_s
         if self.scheduler.busy and (tasks := self.scheduler.schedule()):
             self._tasks, self._began_s = tasks, now_s
-            rows = sum(task.num_rows for task in tasks)
+            rows = sum([task.num_rows for task in tasks])
             return now_s + self.spec.token_s * (1 + rows) * self.slowness
         # What waits for room waits for a message; what is under way goes on by itself.
         under_way = self._fetches or self.pool.writes or any(arrival.seq is not None for arrival in self._arrivals)
@@ -225,7 +223,9 @@ class SimWorker:
 
     def _stamp(self, event: TokenEvent) -> Stamped:
         job = self._jobs[event.request_id]
-        return Stamped(job.attempt, replace(event, request_id=job.request_id))
+        told = (event.finish_reason, event.logprobs, event.num_cached_tokens, event.num_draft_tokens)
+        own = (event.choice, event.index, event.token_id, *told, event.num_accepted_draft_tokens, event.stages)
+        return Stamped(job.attempt, TokenEvent(job.request_id, *own))
 
     # ---- messages ---------------------------------------------------------------------------------------------------
 
@@ -346,6 +346,12 @@ class SimWorker:
         if not keys or len(self.scheduler.pool.match(keys)) == len(keys):
             return None
         return self.pool.find(keys, request, now_s)
+
+    def _take_fetched(self, now_s: float) -> None:
+        for name in [name for name, (_, fetch) in self._fetches.items() if self.pool.is_ready(fetch, now_s)]:
+            begin, fetch = self._fetches.pop(name)
+            self._take_prefix(begin, fetch)
+            self._add(begin)
 
     def _take_prefix(self, begin: Begin, fetch: Fetch) -> None:
         """Copy found blocks into free ones, where the scheduler finds them by their keys."""

@@ -99,7 +99,7 @@ class World:
             self.clock.at(0.0, self._expire, member)
         for arrival in self.scenario.arrivals:
             self.clock.expect(arrival.time_s, self._arrive, arrival)
-        while not self._is_over():
+        while self.clock.num_pending or not self._is_over():
             self._step()
         return self._report()
 
@@ -109,7 +109,7 @@ class World:
 
     def _step(self) -> None:
         self.clock.step()
-        assert self.now_s < _DEADLINE_S, f"hangs: {self.judge.open_ids}, {self._holders()}"
+        assert self.clock.now_s < _DEADLINE_S, f"hangs: {self.judge.open_ids}, {self._holders()}"
         self.num_events += 1
         if self.coordinator is not None:
             known = len(self.coordinator.ledger) + len(self.entrance)
@@ -260,8 +260,9 @@ class World:
             return
         self.clock.note(f"{type(message).__name__} reaches {life.worker}.{life.epoch}")
         process.inbox.append(message)
-        if not process.stepping and place.wake_s > self.now_s + _POLL_S:
-            self._wake_at(place, self.now_s + _POLL_S)
+        soon_s = self.clock.now_s + _POLL_S
+        if not process.stepping and place.wake_s > soon_s:
+            self._wake_at(place, soon_s)
 
     def _reach_gateway(self, life: Life, message: AnyMessage) -> None:
         if self.coordinator is None:
@@ -269,7 +270,7 @@ class World:
         self.clock.note(f"{type(message).__name__} from {life.worker}.{life.epoch}")
         if isinstance(message, Tokens) and life not in self.coordinator.view:
             self.seen["tokens of an untrusted life"] += 1
-        outputs = self.coordinator.receive(message, self.now_s)
+        outputs = self.coordinator.receive(message, self.clock.now_s)
         if isinstance(message, Tokens):
             brought = {(s.event.request_id, s.event.choice, s.event.index): s.attempt for s in message.events}
             for output in outputs:
@@ -303,7 +304,7 @@ class World:
         process = place.process
         if process is None or version != place.version or place.stopped:
             return
-        next_s = process.turn(self.now_s)
+        next_s = process.turn(self.clock.now_s)
         if process.exited:
             self.clock.note(f"{place.name}.{place.epoch} leaves")
             self._end(place, place.life)
@@ -348,11 +349,12 @@ class World:
         self.clock.expect(self.now_s + self.dice.uniform(0.05, 0.4), self._start, place)
 
     def _expire(self, member: CacheMember) -> None:
+        now_s = self.clock.now_s
         if member.up:
-            member.index.expire(self.now_s)
+            member.index.expire(now_s)
             member.settle()
-            member.turn(self.now_s)
-        self.clock.at(self.now_s + 0.1, self._expire, member)
+            member.turn(now_s)
+        self.clock.at(now_s + 0.1, self._expire, member)
 
     # ---- for faults -------------------------------------------------------------------------------------------------
 

@@ -150,8 +150,8 @@ def test_after_a_run_nothing_is_held() -> None:
     layout = small_layout(blocks=12)
     world = World(layout, alike(60, 0.01, answer=60))
     world.run()
-    for _ in range(2000):
-        world.timeline.step()
+    world.timeline.over = False
+    assert world.timeline.run(2000)
     world.coordinator.check()
     world.pool.check()
     assert not len(world.coordinator.ledger) and world.door.idle

@@ -163,8 +163,9 @@ def hardware_names() -> list[str]:
 
 
 def named_hardware(name: str) -> Hardware:
-    if name not in hardware_names():
+    known = name.lower()
+    if known not in hardware_names():
         hint = f"known: {', '.join(hardware_names())}, this; or the path of a TOML file"
         raise BadDescription(f"no hardware called '{name}'", hint=hint)
-    text = files("tripool.planner.hardware").joinpath(f"{name}.toml").read_text("utf-8")
-    return parse_hardware(text, f"{name}.toml")
+    text = files("tripool.planner.hardware").joinpath(f"{known}.toml").read_text("utf-8")
+    return parse_hardware(text, f"{known}.toml")

@@ -108,7 +108,9 @@ def model_names() -> list[str]:
 
 
 def named_model(name: str) -> ModelShape:
-    if name not in model_names():
+    """As it is called here or on Hugging Face: `deepseek-r1` is `deepseek-ai/DeepSeek-R1`."""
+    known = name.rpartition("/")[2].lower()
+    if known not in model_names():
         hint = f"known: {', '.join(model_names())}; or the path of a config.json"
         raise BadModelConfig(f"no model called '{name}'", hint=hint)
-    return read_config(json.loads(files("tripool.planner.models").joinpath(f"{name}.json").read_text("utf-8")), name)
+    return read_config(json.loads(files("tripool.planner.models").joinpath(f"{known}.json").read_text("utf-8")), known)

@@ -38,8 +38,10 @@ def _families() -> tuple[tuple[str, str], ...]:
 
 
 def hardware_of(row: Row) -> Hardware | None:
+    """However it is written: `H100`, `8xH100`, `NVIDIA H100-80GB`, `Ascend910C`; neither `GH100` nor `H1000`."""
     for family, name in _families():
-        if re.search(rf"(?<![A-Za-z0-9]){re.escape(family)}(?![0-9])", row.hardware, re.IGNORECASE):
+        begin = r"(?<![0-9])" if family[0].isdigit() else r"(?:(?<![A-Za-z0-9])|(?<=[0-9]x))"
+        if re.search(rf"{begin}{re.escape(family)}(?![0-9])", row.hardware, re.IGNORECASE):
             return named_hardware(name)
     return None
 

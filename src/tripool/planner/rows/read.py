@@ -16,7 +16,10 @@ COLUMNS = (
     "tok_s_per_device", "source",
 )  # fmt: skip
 _LENGTHS = re.compile(r"prompt\s*(\d+)\s*/\s*out\s*(\d+)", re.IGNORECASE)
-_NUMBER = re.compile(r"[~≈]?\s*(\d+(?:\.\d+)?)\s*(k(?![a-z]))?", re.IGNORECASE)
+_NUMBER = re.compile(r"[~≈]?\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([km](?![a-z]))?", re.IGNORECASE)
+_TIMES = {"": 1.0, "k": 1e3, "m": 1e6}
+_MOST = 1e9
+"""No device has more of anything that a row counts."""
 _RATE = re.compile(r"(?<![\d.])(0?\.\d+)")
 _EVEN = re.compile(r"perfect|balanced routing", re.IGNORECASE)
 _UNEVEN = re.compile(r"(?:\bno|without|w/o) (?:eplb|load balanc|balanc)", re.IGNORECASE)
@@ -51,8 +54,9 @@ def bundled_rows(name: str = "published") -> list[Row]:
 
 
 def parse_rows(text: str, origin: str) -> list[Row]:
-    reader = csv.DictReader(text.splitlines())
-    missing = [column for column in COLUMNS if column not in (reader.fieldnames or ())]
+    reader = csv.DictReader(text.removeprefix("\ufeff").splitlines())
+    reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or ()]
+    missing = [column for column in COLUMNS if column not in reader.fieldnames]
     if missing:
         hint = f"a header with {', '.join(COLUMNS)}"
         raise BadRows(f"{origin} has no column {', '.join(missing)}", hint=hint)
@@ -76,11 +80,10 @@ def _row(cells: Mapping[str, str | None], where: str) -> Row:
     if lengths and phase == "decode":
         context = int(lengths[1]) + int(lengths[2]) / 2
     drafts, accept = _drafts(told["mtp"])
-    ep = _number(told, "ep", where)
     return Row(
         system=told["system"], hardware=told["hardware"], phase=phase,
-        chips=int(_number(told, "n_devices", where) or 1),
-        precision=_precision(told["precision"]), ep=int(ep) if ep else None, context=context, drafts=drafts,
+        chips=_whole(told, "n_devices", where) or 1,
+        precision=_precision(told["precision"]), ep=_whole(told, "ep", where), context=context, drafts=drafts,
         batch=_number(told, "batch_per_device", where), accept=accept, published=published, source=told["source"],
         balance="perfect" if _EVEN.search(words) else "none" if _UNEVEN.search(words) else "balanced",
     )  # fmt: skip
@@ -102,7 +105,18 @@ def _number(told: Mapping[str, str], column: str, where: str) -> float | None:
     found = _NUMBER.match(text)
     if found is None:
         raise BadRows(f"{where}: {column} is {told[column]!r}", hint="a number, or empty where it is not known")
-    return float(found[1]) * (1000.0 if found[2] else 1.0)
+    value = float(found[1]) * _TIMES[(found[2] or "").lower()]
+    if value > _MOST:
+        raise BadRows(f"{where}: {column} is {told[column]!r}", hint=f"at most {_MOST:g}")
+    return value
+
+
+def _whole(told: Mapping[str, str], column: str, where: str) -> int | None:
+    """None where it is not known; 0 says as little."""
+    value = _number(told, column, where)
+    if value is not None and value != int(value):
+        raise BadRows(f"{where}: {column} is {told[column]!r}", hint="a whole number, or empty where it is not known")
+    return int(value) if value else None
 
 
 def _precision(told: str) -> str:

@@ -58,7 +58,7 @@ class ColocatedWorld:
         self.timeline.at(to_fs(_TICK_S), TICK, 0, self._tick)
 
     def run(self) -> Books:
-        while self._num_left and self.timeline.step():
+        while self._num_left and self.timeline.run(1):
             pass
         return self.books
 

@@ -15,13 +15,13 @@ from tripool.simulate.supernode.rank import DecodeRank, Job
 from tripool.simulate.supernode.site import Site
 from tripool.simulate.supernode.timeline import FS, STEP, TICK, to_fs
 
-PULSE_S = 1.5
+_PULSE_FS = to_fs(1.5)
 """Between two pulses of a worker that has nothing new to say; the gateway bears two seconds of silence."""
-_TELL_S = 5.0
-_NEWS_S = 0.5
+_TELL_FS = to_fs(5.0)
+_NEWS_FS = to_fs(0.5)
 """Between two pulses of one that has."""
-_RECENT_S = 0.4
-"""Whoever has just sent one for another reason is passed over: PULSE_S and this are less than what is borne."""
+_RECENT_FS = to_fs(0.4)
+"""Whoever has just sent one for another reason is passed over: two pulses and this are less than what is borne."""
 
 
 class DecodeInstance:
@@ -49,8 +49,8 @@ class DecodeInstance:
         self._extra_fs = 0
         for life in lives:
             self.ranks.append(self._new(life, len(self.ranks)))
-        site.timeline.at(to_fs(PULSE_S), TICK, first, self._pulse)
-        site.timeline.at(to_fs(_TELL_S), TICK, first, self._tell)
+        site.timeline.at(_PULSE_FS, TICK, first, self._pulse)
+        site.timeline.at(_TELL_FS, TICK, first, self._tell)
 
     def _new(self, life: Life, index: int) -> DecodeRank:
         rank: DecodeRank = DecodeRank(
@@ -161,13 +161,13 @@ class DecodeInstance:
         self._site.slices.span("decode busy", 1, self._origin_fs, now_fs)
         self._wake(step)
         self._origin_fs, self._origin = now_fs, step
+        settled = []
         for index in sorted(self._live):
             rank = self.ranks[index]
             assert rank is not None
             rank.settle(step, last_fs / FS)
-        for index in sorted(self._live):
-            rank = self.ranks[index]
-            assert rank is not None
+            settled.append((index, rank))
+        for index, rank in settled:
             self._go_on(rank, index)
         self._plan()
 
@@ -188,7 +188,7 @@ class DecodeInstance:
         self._live.discard(index)
         rank.synced = self._origin
         if rank.has_news:
-            rank.pulse(self._origin, after_s=_NEWS_S)
+            rank.pulse(self._origin, after_fs=_NEWS_FS)
         self._register_now(rank, index)
         if not rank.scheduler.busy:
             return
@@ -241,12 +241,12 @@ class DecodeInstance:
         done = self._steps_done()
         for rank in self.ranks:
             if rank is not None:
-                rank.pulse(done, after_s=_RECENT_S)
-        self._site.timeline.at(self._site.timeline.now_fs + to_fs(PULSE_S), TICK, self._first, self._pulse)
+                rank.pulse(done, after_fs=_RECENT_FS)
+        self._site.timeline.at(self._site.timeline.now_fs + _PULSE_FS, TICK, self._first, self._pulse)
 
     def _tell(self) -> None:
         for index, rank in enumerate(self.ranks):
             if rank is not None and rank.has_untold():
                 self._catch_up(rank, index)
                 rank.flush()
-        self._site.timeline.at(self._site.timeline.now_fs + to_fs(_TELL_S), TICK, self._first, self._tell)
+        self._site.timeline.at(self._site.timeline.now_fs + _TELL_FS, TICK, self._first, self._tell)

@@ -44,7 +44,8 @@ class DecodeTimes:
 
     def __init__(self, step: Callable[[float, float], tuple[float, float]], tokens_per_step: float = 1.0) -> None:
         self._step, self._tokens_per_step = step, tokens_per_step
-        self._lines: dict[tuple[int, Trouble], list[Line]] = {}
+        self._lines: dict[tuple[int, Trouble], tuple[list[Line], list[int]]] = {}
+        """With their limits."""
 
     @classmethod
     def of(cls, model: DecodeModel) -> DecodeTimes:
@@ -59,10 +60,12 @@ class DecodeTimes:
     def line(self, requests: int, context: int, trouble: Trouble = NO_TROUBLE) -> Line:
         """Of a step of so many requests whose contexts sum to `context`."""
         about = _rounded(requests)
-        lines = self._lines.get((about, trouble))
-        if lines is None:
-            lines = self._lines[about, trouble] = self._draw(about, trouble)
-        return lines[bisect_right(lines, context, key=lambda line: line.limit)]
+        known = self._lines.get((about, trouble))
+        if known is None:
+            drawn = self._draw(about, trouble)
+            known = self._lines[about, trouble] = drawn, [line.limit for line in drawn]
+        lines, limits = known
+        return lines[bisect_right(limits, context)]
 
     def _draw(self, requests: int, trouble: Trouble) -> list[Line]:
         slow, hot = trouble

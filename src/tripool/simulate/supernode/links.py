@@ -20,10 +20,13 @@ class Link:
 
 def carry(links: tuple[Link, ...], num_bytes: int, now_fs: int, first_fs: int) -> int:
     """Over all these at once, as fast as the slowest; returns when it is there. The others go on with other things."""
-    start = max(now_fs, *(link.free_fs for link in links))
+    start = end = now_fs
+    for link in links:
+        start = max(start, link.free_fs)
     for link in links:
         link.free_fs = start + link.span_fs(num_bytes)
-    return first_fs + max(link.free_fs for link in links)
+        end = max(end, link.free_fs)
+    return first_fs + end
 
 
 class Slices:
@@ -34,7 +37,9 @@ class Slices:
         self._sums: dict[str, list[int]] = {}
 
     def count(self, name: str, amount: int, at_fs: int) -> None:
-        sums, number = self._sums.setdefault(name, []), at_fs // self.slice_fs
+        sums, number = self._sums.get(name), at_fs // self.slice_fs
+        if sums is None:
+            sums = self._sums[name] = []
         if number >= len(sums):
             sums.extend([0] * (number + 1 - len(sums)))
         sums[number] += amount

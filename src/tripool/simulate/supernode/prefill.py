@@ -6,10 +6,10 @@ What is computed stays in the instance's memory until the decode worker has it: 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tripool.cache import namespace_tag
-from tripool.core import Stages
+from tripool.core import Stages, TokenEvent
 from tripool.decode import StepFacts
 from tripool.engine.colocated import Scheduler
 from tripool.errors import TripoolError
@@ -28,15 +28,14 @@ from tripool.messages import (
     Stamped,
     Tokens,
 )
-from tripool.sequence import Sampled, Seq, Task
+from tripool.sequence import Seq, Task
 from tripool.simulate.supernode.links import Link, carry
 from tripool.simulate.supernode.pool import CachePool, Found, Writing
-from tripool.simulate.supernode.rank import MODEL, renamed, token_of
+from tripool.simulate.supernode.rank import MODEL, renamed, sampled_of
 from tripool.simulate.supernode.site import Site
 from tripool.simulate.supernode.timeline import ARRIVAL, STEP, TICK, to_fs
 
-PULSE_S = 1.5
-_NEWS_S, _RECENT_S = 0.5, 0.4
+_PULSE_FS, _NEWS_FS, _RECENT_FS = to_fs(1.5), to_fs(0.5), to_fs(0.4)
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +59,7 @@ class PrefillInstance:
         layout = site.layout
         self._config = layout.prefill.config
         self._scheduler = Scheduler(self._config, model=MODEL, context_tokens=layout.context_tokens)
-        self._cache_link = Link(layout.links.cache_bytes_per_s)
+        self._cache_link, self._cache_fs = Link(layout.links.cache_bytes_per_s), to_fs(layout.links.cache_s)
         self.send_link = Link(layout.links.send_bytes_per_s)
         self._jobs: dict[str, _Job] = {}
         self._leases: dict[int, tuple[Begin, Seq]] = {}
@@ -100,9 +99,8 @@ class PrefillInstance:
         """What the pool has of the prompt beyond what is here; its last token is always computed."""
         size, now_s = self._config.block_tokens, self._site.timeline.now_s
         keys = self._keys_of(begin.request.id)[: (len(begin.request.prompt_ids) - 1) // size]
-        job = self._jobs[f"{begin.request.id}/{begin.attempt}"] = _Job(
-            f"{begin.request.id}/{begin.attempt}", begin, keys
-        )
+        name = f"{begin.request.id}/{begin.attempt}"
+        job = self._jobs[name] = _Job(name, begin, keys)
         here = len(self._scheduler.pool.match(keys))
         if here < len(keys):
             found = self._pool.find(keys, here, self.life, namespace_tag(begin.request.namespace), now_s)
@@ -117,7 +115,7 @@ class PrefillInstance:
         """To or from the pool; returns when it is there."""
         num_bytes, now_fs = num_blocks * self._site.layout.block_bytes, self._site.timeline.now_fs
         self._site.slices.count(name, num_bytes, now_fs)
-        return carry((self._cache_link,), num_bytes, now_fs, to_fs(self._site.layout.links.cache_s))
+        return carry((self._cache_link,), num_bytes, now_fs, self._cache_fs)
 
     def _fetched(self, job: _Job, here: int) -> None:
         if self.dead or self._jobs.get(job.name) is not job or job.found is None:
@@ -178,24 +176,29 @@ class PrefillInstance:
         self._num_steps += 1
         timeline = self._site.timeline
         self._site.slices.span("prefill busy", 1, self._began_fs, timeline.now_fs)
-        events = self._scheduler.settle(
-            tasks, [Sampled(token_of(task.seq)) if task.samples else None for task in tasks]
-        )
-        self._scheduler.timed(tasks, self._began_fs / 1e15, timeline.now_s)
+        events = self._scheduler.settle(tasks, [sampled_of(task.seq) if task.samples else None for task in tasks])
+        if not self._hands_over:  # once it does, no promise binds its steps, and nobody asks how long they take
+            self._scheduler.timed(tasks, self._began_fs / 1e15, timeline.now_s)
         stamped: list[Stamped] = []
         packed: list[AnyMessage] = []
         for event in events:
             job = self._jobs.pop(event.request_id)
             begin = job.begin
             spent = Stages(fetched_tokens=job.fetched_tokens)
-            stamped.append(Stamped(begin.attempt, replace(event, request_id=begin.request.id, stages=spent)))
+            told = (event.finish_reason, None, event.num_cached_tokens, 0, 0, spent)
+            own = TokenEvent(begin.request.id, event.choice, event.index, event.token_id, *told)
+            stamped.append(Stamped(begin.attempt, own))
             if event.finish_reason is None:
                 packed.append(self._pack(job, self._scheduler.detach(event.request_id, event.choice)))
             self._store(job)
         if stamped:
             self._site.tell(self._number, self.life, [Tokens(self.life, tuple(stamped)), *packed])
-        self._pulse(_NEWS_S)
+        self._pulse(_NEWS_FS)
         self._go()
+
+    @property
+    def _hands_over(self) -> bool:
+        return self._next_lease > 1
 
     def _pack(self, job: _Job, seq: Seq) -> Packed:
         lease = self._next_lease
@@ -224,12 +227,12 @@ class PrefillInstance:
     def _keep_alive(self) -> None:
         if not self.dead:
             timeline = self._site.timeline
-            self._pulse(_RECENT_S)
-            timeline.at(timeline.now_fs + to_fs(PULSE_S), TICK, self._number, self._keep_alive)
+            self._pulse(_RECENT_FS)
+            timeline.at(timeline.now_fs + _PULSE_FS, TICK, self._number, self._keep_alive)
 
-    def _pulse(self, after_s: float) -> None:
+    def _pulse(self, after_fs: int) -> None:
         now_fs = self._site.timeline.now_fs
-        if now_fs - self._pulsed_fs < to_fs(after_s):
+        if now_fs - self._pulsed_fs < after_fs:
             return
         self._pulsed_fs = now_fs
         scheduler = self._scheduler

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tripool.core import Request, TokenEvent
 from tripool.decode import StepFacts
@@ -21,6 +22,7 @@ from tripool.simulate.supernode.site import Run, Site
 from tripool.simulate.supernode.timeline import ARRIVAL, FS, to_fs
 
 MODEL = "simulated"
+_NOTHING = StepFacts()
 _TOLD_FS = 10 * FS
 """Longest that the gateway hears nothing of an answer that goes on."""
 
@@ -41,6 +43,14 @@ def token_of(seq: Seq) -> int:
     return seq.request.seed
 
 
+def sampled_of(seq: Seq) -> Sampled:
+    return _sampled(seq.request.seed)
+
+
+_sampled = lru_cache(maxsize=2**14)(Sampled)
+"""The same every time: a request has one token."""
+
+
 class DecodeRank:
     """`catch_up` is called before the scheduler is asked anything, `arrived` when an answer's bytes are here."""
 
@@ -53,6 +63,8 @@ class DecodeRank:
         self.scheduler = Scheduler(self.config, model=MODEL, context_tokens=site.layout.context_tokens)
         self.tasks: list[Task] | None = None
         """The step that runs, unless it is leapt over."""
+        self._facts = _NOTHING
+        """Of a step in which something happens."""
         self.synced = 0
         """Step of the instance up to which the scheduler has come."""
         self.noisy = False
@@ -77,7 +89,7 @@ class DecodeRank:
 
     @property
     def context(self) -> int:
-        return sum(len(seq.tokens) for seq in self.scheduler.decode.running)
+        return sum([len(seq.tokens) for seq in self.scheduler.decode.running])
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
@@ -93,22 +105,22 @@ class DecodeRank:
         """The step after `synced` runs from now on, or has been running since that one ended."""
         self.noisy = self.quiet() == 0
         self.tasks = self.scheduler.schedule() if self.scheduler.busy else []
+        self._facts = StepFacts.of(self.tasks) if self.noisy else _NOTHING
 
     @property
     def prompt_work(self) -> tuple[int, int]:
         """Tokens that the step computes again after a preemption, and the context that they read."""
-        facts = StepFacts.of(self.tasks or ()) if self.noisy else StepFacts()
-        return facts.prompt_tokens, int(facts.prompt_reads)
+        return self._facts.prompt_tokens, int(self._facts.prompt_reads)
 
     def settle(self, step: int, step_s: float) -> None:
         """The step that ran is over, and took so long; what has arrived meanwhile joins the batch."""
         tasks, self.tasks = self.tasks or [], None
         self.synced, self.has_news = step, self.touched or self.noisy
         noisy, self.touched, self.noisy, self.fresh = self.noisy, False, False, False
-        facts = StepFacts.of(tasks) if noisy else None
-        events = self.scheduler.settle(tasks, [Sampled(token_of(task.seq)) if task.samples else None for task in tasks])
+        facts, self._facts = self._facts, _NOTHING
+        events = self.scheduler.settle(tasks, [sampled_of(task.seq) if task.samples else None for task in tasks])
         begun = self.start()
-        if facts is not None and tasks:
+        if noisy and tasks:
             seqs = (*(task.seq for task in tasks), *begun)
             self.scheduler.slo.settled(self.site.timeline.now_s, step_s, facts, 0, seqs)
         elif begun:
@@ -131,10 +143,10 @@ class DecodeRank:
         self.starting = []
         return begun
 
-    def pulse(self, num_steps: int, *, after_s: float) -> None:
+    def pulse(self, num_steps: int, *, after_fs: int) -> None:
         """Unless the last one is not so long ago."""
         now_fs = self.site.timeline.now_fs
-        if now_fs - self._pulsed_fs >= to_fs(after_s):
+        if now_fs - self._pulsed_fs >= after_fs:
             self._pulsed_fs = now_fs
             waiting = sum(job.adopt.parcel.num_tokens for job in self._queue)
             scheduler = self.scheduler
@@ -234,14 +246,11 @@ class DecodeRank:
         """What is new since the gateway was last told."""
         seq, adopt = job.seq, job.adopt
         assert seq is not None
-        before, job.num_told = job.num_told, seq.num_generated
-        job.told_fs = self.site.timeline.now_fs
-        token = token_of(seq)
-        event = TokenEvent(
-            adopt.request.id, 0, seq.num_generated - 1, token, last.finish_reason if last else None,
-            num_cached_tokens=adopt.num_cached_tokens,
-        )  # fmt: skip
-        return Stamped(adopt.attempt, event), (token,) * (seq.num_generated - before - 1)
+        before, generated = job.num_told, seq.num_generated
+        job.num_told, job.told_fs = generated, self.site.timeline.now_fs
+        token, finish = token_of(seq), last.finish_reason if last else None
+        event = TokenEvent(adopt.request.id, 0, generated - 1, token, finish, None, adopt.num_cached_tokens)
+        return Stamped(adopt.attempt, event), (token,) * (generated - before - 1)
 
 
 def renamed(request: Request, name: str) -> Request:

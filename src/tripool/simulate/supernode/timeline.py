@@ -26,6 +26,8 @@ class Timeline:
         self.now_fs = 0
         self.now_s = 0.0
         self.num_events = 0
+        self.over = False
+        """Whoever planned the events may say that the rest is of no interest."""
         self._events: list[tuple[int, int, int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0
 
@@ -33,13 +35,15 @@ class Timeline:
         self._serial += 1
         heappush(self._events, (time_fs, kind, owner, self._serial, action, args))
 
-    def step(self) -> bool:
-        """The next event; False when there is none."""
-        if not self._events:
-            return False
-        time_fs, _, _, _, action, args = heappop(self._events)
-        if time_fs != self.now_fs:
-            self.now_fs, self.now_s = time_fs, time_fs / FS
-        self.num_events += 1
-        action(*args)
+    def run(self, most: int) -> bool:
+        """The next events, at most so many; False when there is none left, or someone said that it is over."""
+        events = self._events
+        for _ in range(most):
+            if self.over or not events:
+                return False
+            time_fs, _, _, _, action, args = heappop(events)
+            if time_fs != self.now_fs:
+                self.now_fs, self.now_s = time_fs, time_fs / FS
+            self.num_events += 1
+            action(*args)
         return True

@@ -24,7 +24,7 @@ from tripool.simulate.supernode.timeline import ARRIVAL, TICK, Timeline, to_fs
 from tripool.simulate.traces import Ask, chain_keys
 from tripool.tenants import Tenant
 
-_TICK_S = 0.05
+_TICK_FS = to_fs(0.05)
 _EXPIRE_TICKS = 20
 _GATEWAY = -1
 _ZEROS = (0,) * 2**18
@@ -43,7 +43,7 @@ class World:
         """`most_blocks`: of all prompts together, where that is known; a cache member need not be larger."""
         self.layout, self.leaps = layout, leaps
         self.timeline, self.slices, self.books = Timeline(), Slices(slice_s), Books()
-        self.coordinator = Coordinator(layout.router, gateway_epoch=1)
+        self.coordinator = Coordinator(layout.router, gateway_epoch=1, stories=False)
         self.door = Door(layout.door)
         self.pool = CachePool(layout.num_members, min(layout.member_slots, most_blocks or layout.member_slots))
         self.open: dict[str, Open] = {}
@@ -57,7 +57,7 @@ class World:
         self._asks = iter(asks)
         self._num_asked = 0
         self._all_came = False
-        self._hop_fs = to_fs(layout.links.hop_s)
+        self._hop_fs, self._transfer_fs = to_fs(layout.links.hop_s), to_fs(layout.links.transfer_s)
         self._num_ticks = 0
         self.epochs: dict[str, int] = {}
         self.numbers: dict[str, int] = {}
@@ -81,7 +81,8 @@ class World:
                 self.in_links[first + index] = Link(self.layout.links.transfer_bytes_per_s)
             self.decodes.append(DecodeInstance(self, first, [self.new_life(name) for name in names], first))
         self._next_ask()
-        self.timeline.at(to_fs(_TICK_S), TICK, _GATEWAY, self._tick)
+        self.timeline.over = self._all_came
+        self.timeline.at(_TICK_FS, TICK, _GATEWAY, self._tick)
 
     def new_life(self, worker: str) -> Life:
         self.epochs[worker] = self.epochs.get(worker, 0) + 1
@@ -93,10 +94,9 @@ class World:
 
     def run(self, progress: Callable[[int], None] | None = None) -> None:
         """Until every request has come and ended."""
-        while self.open or not self._all_came:
-            for _ in range(1000):
-                if not (self.open or not self._all_came) or not self.timeline.step():
-                    break
+        more = True
+        while more:
+            more = self.timeline.run(1000)
             if progress is not None:
                 progress(len(self.books))
 
@@ -151,6 +151,7 @@ class World:
         if self.on_end is not None and outcome != DONE:
             self.on_end(request_id)
         self.books.close(self.open.pop(request_id), outcome, self.timeline.now_s, error)
+        self.timeline.over = self._all_came and not self.open
 
     # ---- the gateway ------------------------------------------------------------------------------------------------
 
@@ -161,7 +162,7 @@ class World:
         self._num_ticks += 1
         if self._num_ticks % _EXPIRE_TICKS == 0:
             self.pool.expire(now_s)
-        self.timeline.at(self.timeline.now_fs + to_fs(_TICK_S), TICK, _GATEWAY, self._tick)
+        self.timeline.at(self.timeline.now_fs + _TICK_FS, TICK, _GATEWAY, self._tick)
 
     def _do(self, outputs: list[Output]) -> None:
         timeline = self.timeline
@@ -221,12 +222,11 @@ class World:
         return keeper is not None and keeper.life == life and not keeper.dead
 
     def transfer(self, source: Life, number: int, num_bytes: int) -> int:
-        keeper = self.prefills[self.numbers[source.worker]]
-        links = [self.in_links[number]]
-        if keeper is not None:
-            links.append(keeper.send_link)
-        self.slices.count("transfer", num_bytes, self.timeline.now_fs)
-        return carry(tuple(links), num_bytes, self.timeline.now_fs, to_fs(self.layout.links.transfer_s))
+        keeper, link = self.prefills[self.numbers[source.worker]], self.in_links[number]
+        links = (link,) if keeper is None else (link, keeper.send_link)
+        now_fs = self.timeline.now_fs
+        self.slices.count("transfer", num_bytes, now_fs)
+        return carry(links, num_bytes, now_fs, self._transfer_fs)
 
     def _deliver(self, number: int, life: Life, message: AnyMessage) -> None:
         """To this life and no other."""
