@@ -11,7 +11,7 @@ TORCH := $(shell sed -n 's/^ *"\(torch[^"]*\)",$$/\1/p' pyproject.toml)
 ARGS ?=
 
 # Tests that load torch; they run beside the others, and tell at the end.
-SLOW := $(wildcard tests/kernels tests/models tests/checkpoints tests/engine tests/grammar tests/quant tests/test_structured.py tests/test_tiny.py tests/test_walk.py)
+SLOW := $(wildcard tests/kernels tests/models tests/checkpoints tests/engine tests/grammar tests/quant tests/train tests/test_structured.py tests/test_tiny.py tests/test_walk.py)
 
 .PHONY: serve test prove peers bench clean
 

@@ -25,6 +25,7 @@ from tripool.cli import (
     serve,
     simulate,
     status,
+    train,
     usage,
     version,
     worker,
@@ -62,6 +63,7 @@ def create_cli(load: Load = load_model) -> typer.Typer:
         cache_member,
         quantize,
         evaluate,
+        train,
     ):
         plain.register(app)
     version.register(app)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from tripool.checkpoints.gguf.kinds import BLOCKS, Kind
 from tripool.checkpoints.mapped import MappedFile
 from tripool.errors import CheckpointCorrupt, CheckpointTruncated, WrongDtype
 
@@ -46,7 +46,7 @@ REFETCH = "the download broke off; fetch the file again"
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     name: str
-    kind: GGMLQuantizationType
+    kind: Kind
     shape: tuple[int, ...]
     """Outermost first; the file lists them innermost first."""
     start: int
@@ -157,11 +157,11 @@ def _entry(cursor: _Cursor) -> TensorEntry:
     shape = tuple(reversed(cursor.numbers("Q", num_dimensions)))
     number, offset = cursor.number("I"), cursor.number("Q")
     try:
-        kind = GGMLQuantizationType(number)
+        kind = Kind(number)
     except ValueError as error:
-        hint = "a newer converter made this file; update the gguf package or use another quantisation"
+        hint = "a newer converter made this file; use another quantisation"
         raise WrongDtype(f"stored as GGML type {number}", hint=hint, file=cursor.path, tensor=name) from error
-    block_values, block_bytes = GGML_QUANT_SIZES[kind]
+    block_values, block_bytes = BLOCKS[kind]
     if shape[-1] % block_values:
         raise cursor.corrupt(f"rows of {shape[-1]} values are not whole {kind.name} blocks", tensor=name)
     return TensorEntry(name, kind, shape, offset, offset + math.prod(shape) // block_values * block_bytes)

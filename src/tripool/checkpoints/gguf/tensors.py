@@ -7,17 +7,16 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 
 from tripool.checkpoints.gguf.header import TensorEntry
+from tripool.checkpoints.gguf.kinds import BLOCKS, Kind, unpack
 from tripool.checkpoints.mapped import MappedFile, row_pieces
 from tripool.errors import WrongDtype
 
 PLAIN = {
-    GGMLQuantizationType.F32: torch.float32,
-    GGMLQuantizationType.F16: torch.float16,
-    GGMLQuantizationType.BF16: torch.bfloat16,
+    Kind.F32: torch.float32,
+    Kind.F16: torch.float16,
+    Kind.BF16: torch.bfloat16,
 }
 
 QUANTISED = frozenset(
@@ -26,7 +25,7 @@ QUANTISED = frozenset(
         *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
     }
 )
-"""What the gguf package dequantises."""
+"""What is unpacked, here or by the gguf package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class GgufTensor:
 
     @property
     def row_bytes(self) -> int:
-        block_values, block_bytes = GGML_QUANT_SIZES[self.entry.kind]
+        block_values, block_bytes = BLOCKS[self.entry.kind]
         return int(self.num_columns // block_values * block_bytes)
 
     def values(self, first: int, last: int) -> torch.Tensor:
@@ -62,7 +61,7 @@ class GgufTensor:
         if kind in PLAIN:
             return self.file.tensor(start, stop, PLAIN[kind]).view(last - first, self.num_columns)
         packed = np.frombuffer(self.file.view(start, stop), dtype=np.uint8).reshape(last - first, self.row_bytes)
-        return torch.from_numpy(dequantize(packed, kind))
+        return torch.from_numpy(unpack(packed, kind))
 
     def drop(self, first: int, last: int) -> None:
         start = self.entry.start

@@ -1,0 +1,192 @@
+"""Whether a model answers like a small but sane assistant: 200 prompts outside the training mix, drafts, held-out text.
+
+    python bench/assistant.py [--quick] [--model tiny] [--bootstrap FOLDER --heldout FILE.jsonl] [--json FILE]
+
+| row                | ours                                                     | bound   |
+|--------------------|----------------------------------------------------------|---------|
+| repeated 6-grams   | share of six-word runs said before in the same answer    | ≤ 3 %   |
+| answer length      | mean tokens                                              | ≥ 40    |
+| distinct answers   | share of the answers                                     | ≥ 90 %  |
+| ended by itself    | share within 300 tokens                                  | ≥ 95 %  |
+| draft acceptance   | MTP drafts that came true, at the sampling temperature   | ≥ 0.72  |
+| held-out           | perplexity over the bootstrap model's on the same tokens | ≤ 0.99  |
+
+The 200 prompts lie in `assistant_prompts.txt`: subjects and wordings that the prompt maker of `train/distil` does not
+have. Answers to a fixed list of questions are printed to be read, at temperature 0 and 0.7.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from harness import Origin, Row, print_table, write_json
+from tripool import LLM, SamplingParams, Structure
+from tripool.checkpoints import open_checkpoint
+from tripool.core import Conversation, Generation
+from tripool.quant import Side
+from tripool.text import Tokenizer
+from tripool.train.distil.clean import WORD, normalised, repeated_share
+
+PROMPTS = Path(__file__).with_name("assistant_prompts.txt")
+MAX_TOKENS, TEMPERATURE, WINDOW = 300, 0.7, 512
+READ = (
+    "Hello!", "Who are you?", "Why is the sky blue?", "Why do we sleep?", "How do plants drink water?",
+    "How is bread made?", "Why do cats purr?", "Tell me a story about a fox named Mira.",
+    "Write a short story about a robot called Otto.",
+    "Tell me a story about Clara, a shy baker who finds a golden key.",
+)  # fmt: skip
+FOLLOW_UP = ("My name is Elena and I live in Porto.", "Nice to meet you! How can I help you today?", "What is my name?")
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+JSON_PROMPT = "Jonas is 31 years old. Answer in JSON with name, age."
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of one set of answers."""
+
+    repeated: float
+    mean_tokens: float
+    distinct: float
+    ended: float
+    acceptance: float | None
+
+    @classmethod
+    def of(cls, answers: Sequence[Generation]) -> Scores:
+        texts = [answer.text for answer in answers]
+        drafted = sum(answer.usage.draft_tokens for answer in answers)
+        accepted = sum(answer.usage.accepted_draft_tokens for answer in answers)
+        return cls(
+            repeated=mean_repeated(texts),
+            mean_tokens=sum(len(answer.token_ids) for answer in answers) / len(answers),
+            distinct=len({normalised(text) for text in texts}) / len(texts),
+            ended=sum(answer.finish_reason == "stop" for answer in answers) / len(answers),
+            acceptance=accepted / drafted if drafted else None,
+        )
+
+
+def mean_repeated(texts: Sequence[str]) -> float:
+    """Of all six-word runs of all answers, the share that came before in its own answer."""
+    runs = repeats = 0.0
+    for text in texts:
+        words = WORD.findall(text.lower())
+        count = max(0, len(words) - 5)
+        runs += count
+        repeats += repeated_share(words) * count
+    return repeats / runs if runs else 0.0
+
+
+def sample(llm: LLM, prompts: Sequence[str], temperature: float) -> list[Generation]:
+    params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=MAX_TOKENS) for seed in range(len(prompts))]
+    return llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
+
+
+def score_rows(name: str, scores: Scores, count: int) -> Iterator[Row]:
+    note = f"{count} prompts outside the training mix, temperature {TEMPERATURE:g}, at most {MAX_TOKENS} tokens"
+    yield Row(name=f"{name}: repeated 6-grams", ours=scores.repeated, peer=0.03, unit="share", target=1.0,
+              lower_is_better=True, note=note)  # fmt: skip
+    yield Row(name=f"{name}: answer length", ours=scores.mean_tokens, peer=40.0, unit="tokens", target=1.0, note=note)
+    yield Row(name=f"{name}: distinct answers", ours=scores.distinct, peer=0.9, unit="share", target=1.0, note=note)
+    yield Row(name=f"{name}: ended by itself", ours=scores.ended, peer=0.95, unit="share", target=1.0, note=note)
+    yield Row(name=f"{name}: draft acceptance", ours=scores.acceptance, peer=0.72, unit="share", target=1.0, note=note)
+
+
+@torch.inference_mode()
+def perplexity(side: Side, windows: Sequence[Sequence[int]]) -> float:
+    """Of every token but each window's first."""
+    loss, count = 0.0, 0
+    for window in windows:
+        said, wanted = side.logits(window)[:-1].log_softmax(-1), torch.tensor(window[1:])[:, None]
+        loss -= float(said.gather(1, wanted).double().sum())
+        count += len(wanted)
+    return math.exp(loss / count)
+
+
+def held_out_row(name: str, model: str, bootstrap: str, file: Path, count: int) -> Row:
+    """Both models on the same documents, cut into the same tokens: only their numbers may differ."""
+    talks = [json.loads(line)["messages"] for line in file.read_text("utf-8").splitlines()[:count]]
+    perplexities, lengths = [], []
+    for path in (model, bootstrap):
+        with open_checkpoint(path) as checkpoint:
+            tokenizer = Tokenizer(checkpoint.text)
+            windows = [tokenizer.encode_chat(talk, add_generation_prompt=False)[:WINDOW] for talk in talks]
+            side = Side(checkpoint, "int8", window=WINDOW, num_answers=1)
+            perplexities.append(perplexity(side, windows))
+            lengths.append([len(window) for window in windows])
+    assert lengths[0] == lengths[1], "perplexities of different tokens say nothing"
+    return Row(
+        name=f"{name}: held-out perplexity / bootstrap's",
+        ours=perplexities[0],
+        peer=perplexities[1],
+        unit="perplexity",
+        target=0.99,
+        lower_is_better=True,
+        note=f"{len(talks)} documents, {sum(lengths[0])} tokens",
+    )
+
+
+def read_aloud(llm: LLM) -> dict[str, list[str]]:
+    """The answers that the note prints, at temperature 0 and 0.7."""
+    follow: Conversation = [
+        {"role": role, "content": said} for role, said in zip(("user", "assistant", "user"), FOLLOW_UP, strict=True)
+    ]
+    talks: list[Conversation] = [[{"role": "user", "content": question}] for question in (*READ, JSON_PROMPT)]
+    titles = [*READ, f"{JSON_PROMPT} (plain)", " / ".join(FOLLOW_UP), f"{JSON_PROMPT} (held to a schema)"]
+    said: dict[str, list[str]] = {title: [] for title in titles}
+    for temperature in (0.0, TEMPERATURE):
+        plain = SamplingParams(temperature=temperature, seed=1, max_tokens=MAX_TOKENS)
+        held = SamplingParams(
+            temperature=temperature, seed=1, max_tokens=MAX_TOKENS, structure=Structure("json_schema", SCHEMA)
+        )
+        every = [*talks, follow, talks[-1]]
+        params = [plain] * (len(every) - 1) + [held]
+        for title, answer in zip(titles, llm.chat(every, params), strict=True):
+            said[title].append(answer.text)
+    return said
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="every fifth prompt, fewer held-out documents")
+    parser.add_argument("--model", default="tiny", help="a name or a path")
+    parser.add_argument("--bootstrap", help="the model to compare held-out perplexity with")
+    parser.add_argument("--heldout", type=Path, metavar="FILE.jsonl", help="documents that were never trained")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="default: every core")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    if (options.bootstrap is None) != (options.heldout is None):
+        parser.error("--bootstrap and --heldout go together")
+    origin = Origin.now()
+    prompts = PROMPTS.read_text("utf-8").splitlines()[:: 5 if options.quick else 1]
+    with LLM(options.model, threads=options.threads) as llm:
+        name, answers = llm.name, sample(llm, prompts, TEMPERATURE)
+        read = read_aloud(llm)
+    rows = list(score_rows(name, Scores.of(answers), len(prompts)))
+    if options.heldout:
+        count = 50 if options.quick else 400
+        rows.append(held_out_row(name, options.model, options.bootstrap, options.heldout, count))
+    for question, (cold, warm) in read.items():
+        print(f"> {question}\n  0.0: {cold}\n  {TEMPERATURE:g}: {warm}")
+    print_table(rows, origin, f"An assistant worth talking to: {name}")
+    if options.json:
+        said = dict(zip(prompts, (answer.text for answer in answers), strict=True))
+        rows[0] = replace(rows[0], details={"read": read, "answers": said})
+        write_json(rows, origin, options.json)
+    return 0 if all(row.ok for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""How GGUF stores numbers: the type numbers, their block sizes, and the common 8- and 4-bit blocks unpacked.
+
+Types that are rare here are unpacked by the gguf package, which is asked for on their first use alone: machines that
+hold little but torch read ordinary files without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+
+
+class Kind(IntEnum):
+    F32, F16, Q4_0, Q4_1 = 0, 1, 2, 3
+    Q5_0, Q5_1, Q8_0, Q8_1 = 6, 7, 8, 9
+    Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, Q8_K = 10, 11, 12, 13, 14, 15
+    IQ2_XXS, IQ2_XS, IQ3_XXS, IQ1_S, IQ4_NL, IQ3_S, IQ2_S, IQ4_XS = 16, 17, 18, 19, 20, 21, 22, 23
+    I8, I16, I32, I64, F64 = 24, 25, 26, 27, 28
+    IQ1_M, BF16, TQ1_0, TQ2_0, MXFP4, NVFP4, Q1_0 = 29, 30, 34, 35, 39, 40, 41
+
+
+BLOCKS: Mapping[Kind, tuple[int, int]] = {
+    Kind.F32: (1, 4),
+    Kind.F16: (1, 2),
+    Kind.BF16: (1, 2),
+    Kind.F64: (1, 8),
+    Kind.I8: (1, 1),
+    Kind.I16: (1, 2),
+    Kind.I32: (1, 4),
+    Kind.I64: (1, 8),
+    Kind.Q4_0: (32, 18),
+    Kind.Q4_1: (32, 20),
+    Kind.Q5_0: (32, 22),
+    Kind.Q5_1: (32, 24),
+    Kind.Q8_0: (32, 34),
+    Kind.Q8_1: (32, 40),
+    Kind.IQ4_NL: (32, 18),
+    Kind.MXFP4: (32, 17),
+    Kind.Q2_K: (256, 84),
+    Kind.Q3_K: (256, 110),
+    Kind.Q4_K: (256, 144),
+    Kind.Q5_K: (256, 176),
+    Kind.Q6_K: (256, 210),
+    Kind.Q8_K: (256, 292),
+    Kind.TQ1_0: (256, 54),
+    Kind.TQ2_0: (256, 66),
+    Kind.IQ2_XXS: (256, 66),
+    Kind.IQ2_XS: (256, 74),
+    Kind.IQ2_S: (256, 82),
+    Kind.IQ1_S: (256, 50),
+    Kind.IQ3_XXS: (256, 98),
+    Kind.IQ3_S: (256, 110),
+    Kind.IQ4_XS: (256, 136),
+    Kind.IQ1_M: (256, 56),
+    Kind.NVFP4: (64, 36),
+    Kind.Q1_0: (128, 18),
+}
+"""Values and bytes of one block."""
+
+
+def unpack(packed: Bytes, kind: Kind) -> Floats:
+    """Rows of whole blocks, [rows, bytes] -> float32 [rows, values]."""
+    own = {Kind.Q8_0: _q8_0, Kind.Q4_0: _q4_0, Kind.Q4_1: _q4_1}
+    if kind in own:
+        return own[kind](packed.reshape(-1, BLOCKS[kind][1])).reshape(packed.shape[0], -1)
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    unpacked: Floats = dequantize(packed, GGMLQuantizationType(kind))
+    return unpacked
+
+
+def _halves(blocks: Bytes) -> Floats:
+    return np.ascontiguousarray(blocks).view(np.float16).astype(np.float32)
+
+
+def _nibbles(blocks: Bytes) -> Bytes:
+    """Sixteen bytes hold a block's first half in their low bits and its second half in their high bits."""
+    return np.concatenate((blocks & 15, blocks >> 4), axis=1)
+
+
+def _q8_0(blocks: Bytes) -> Floats:
+    return _halves(blocks[:, :2]) * np.ascontiguousarray(blocks[:, 2:]).view(np.int8).astype(np.float32)
+
+
+def _q4_0(blocks: Bytes) -> Floats:
+    return _halves(blocks[:, :2]) * (_nibbles(blocks[:, 2:]).astype(np.float32) - np.float32(8))
+
+
+def _q4_1(blocks: Bytes) -> Floats:
+    return _halves(blocks[:, :2]) * _nibbles(blocks[:, 4:]).astype(np.float32) + _halves(blocks[:, 2:4])
