@@ -38,6 +38,25 @@ def test_perplexity_and_agreement_are_those_of_transformers(made_of) -> None:
     assert one.greedy([window[:32] for window in made.windows[:2]], 6) == greedy
 
 
+def test_only_what_comes_from_the_start_on_counts(made_of) -> None:
+    """A window's first part is read and not scored: its places are those of the whole window, less the first ones."""
+    made = made_of(BY_NAME["llama-wide-heads"])
+    with open_checkpoint(made.source) as a, open_checkpoint(made.target) as b:
+        one, other = Side(a, "float32", window=130, num_answers=1), Side(b, "float32", window=130, num_answers=1)
+    starts = [1, 40, 129]
+    found = compare(one, other, made.windows, starts=starts, num_answers=0)
+    loss, divergence, count = 0.0, 0.0, 0
+    for window, start in zip(made.windows, starts, strict=True):
+        said, theirs = (side.logits(window).log_softmax(-1) for side in (one, other))
+        for place in range(start, len(window)):
+            loss -= float(said[place - 1, window[place]])
+            divergence += float((said[place - 1].exp() * (said[place - 1] - theirs[place - 1])).sum())
+            count += 1
+    assert found.num_tokens == count == 129 + 90 + 1
+    assert found.perplexity_a == pytest.approx(math.exp(loss / count), rel=1e-5)
+    assert found.mean_kl == pytest.approx(divergence / count, rel=1e-3, abs=1e-7)
+
+
 def test_greedy_agreement_ends_at_the_first_difference(made_of, monkeypatch) -> None:
     made = made_of(BY_NAME["llama-wide-heads"])
     with open_checkpoint(made.source) as a:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -145,3 +146,22 @@ def test_a_folder_that_is_used_is_left_alone(folder_of, tmp_path) -> None:
     ):
         quantize(checkpoint, tmp_path, techniques=PLAIN, windows=[])
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_embedding_and_head_are_rounded_when_asked(made_of, tmp_path) -> None:
+    made = made_of(BY_NAME["v3-groups"])
+    with open_checkpoint(made.source) as checkpoint:
+        quantize(checkpoint, tmp_path, techniques=replace(PLAIN, vocabulary=True), windows=[])
+        before = {name: torch.empty(info.shape) for name, info in checkpoint.infos().items()}
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            checkpoint.read(name, before[name])
+    after = stored(tmp_path)
+    group = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert "lm_head" not in group["ignore"] and group["config_groups"]["group_0"]["targets"] == ["Linear", "Embedding"]
+    with open_checkpoint(tmp_path) as rounded:
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            scale, values = after[f"{name}_scale"], torch.empty(before[name].shape)
+            assert after[name].dtype == torch.int8
+            rounded.read(name, values)
+            assert ((values - before[name]).abs() <= scale / 2 + 1e-6).all()
+        load_model(rounded, kernels=CPU)

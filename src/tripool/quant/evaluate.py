@@ -90,16 +90,19 @@ def compare(
     b: Side,
     windows: Sequence[Sequence[int]],
     *,
+    starts: Sequence[int] | None = None,
     num_answers: int = 16,
     answer_tokens: int = 32,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Comparison:
+    """`starts`: of each window, the first token that counts; those before it are read only. None: all but the first."""
     assert a.vocab == b.vocab, "told apart before this"
     loss_a = loss_b = kl = 0.0
     same = count = 0
     for i, window in enumerate(windows):
-        said_a, said_b = (side.logits(window)[:-1].log_softmax(-1) for side in (a, b))
-        wanted = torch.tensor(window[1:])[:, None]
+        start = max(starts[i], 1) if starts else 1
+        said_a, said_b = (side.logits(window)[start - 1 : -1].log_softmax(-1) for side in (a, b))
+        wanted = torch.tensor(window[start:])[:, None]
         loss_a -= float(said_a.gather(1, wanted).double().sum())
         loss_b -= float(said_b.gather(1, wanted).double().sum())
         same += int((said_a.argmax(-1) == said_b.argmax(-1)).sum())
@@ -121,6 +124,8 @@ def compare(
 def _greedy(a: Side, b: Side, windows: Sequence[Sequence[int]], count: int) -> tuple[int, int]:
     """Tokens of A that B wrote as well before it wrote another, and tokens of A in all."""
     prompts = [window[:PROMPT_TOKENS] for window in windows]
+    if not prompts:
+        return 0, 0
     equal = 0
     for one, other in zip(a.greedy(prompts, count), b.greedy(prompts, count), strict=True):
         equal += next((i for i, (x, y) in enumerate(zip(one, other, strict=True)) if x != y), count)

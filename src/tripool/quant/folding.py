@@ -15,11 +15,12 @@ from tripool.quant.parts import Fold, LayerParts
 from tripool.quant.rounding import Seen, largest_scales, to_integers
 from tripool.quant.watched import round_tokens
 
-STRENGTHS = (0.3, 0.5, 0.65, 0.8)
+STRENGTHS = (0.3, 0.5, 0.65, 0.8, 0.9, 1.0)
 """How much of an outlier goes from the activations (0) into the weights (1); none at all is tried as well."""
 _LEAST_ROWS = 16
 _MOST_OUTPUTS = 8192
 """A choice is tried on no more of the readers' outputs than this: of many experts, some speak for all."""
+_TRIED_ROWS = 96
 _FURTHEST = 12
 
 ReadWeight = Callable[[str], torch.Tensor]
@@ -76,7 +77,10 @@ def choose_factors(parts: LayerParts, seen: Mapping[str, Seen], read: ReadWeight
 
 
 def _choose(fold: Fold, stats: Seen, readers: Sequence[str], read: ReadWeight) -> torch.Tensor | None:
-    """Of the strengths, and none, the one that leaves the least error in what the readers make of the sample."""
+    """Of the strengths, and none, the one that leaves the least error in what the readers make of the sample.
+
+    What an activation's column is worth is its largest value or its usual one; either may serve better.
+    """
     weights, outputs = [], 0
     for name in readers:
         weights.append(read(name))
@@ -84,20 +88,24 @@ def _choose(fold: Fold, stats: Seen, readers: Sequence[str], read: ReadWeight) -
         if outputs >= _MOST_OUTPUTS:
             break
     together = torch.cat(weights)
-    wanted = stats.rows @ together.T
     weight_largest = together.abs().amax(0)
-    best, least = None, _error(stats.rows, together, wanted)
-    for strength in STRENGTHS:
-        factor = _power_of_two(_tied(fold, stats.largest, weight_largest, strength))
-        error = _error(stats.rows / factor, together * factor, wanted)
-        if error < least:
-            best, least = factor, error
+    rows = stats.rows[:: -(-len(stats.rows) // _TRIED_ROWS)]
+    best, least = None, _error(rows, together)
+    for size in (stats.largest, stats.usual()):
+        for strength in STRENGTHS:
+            factor = _power_of_two(_tied(fold, size, weight_largest, strength))
+            error = _error(rows / factor, together * factor)
+            if error < least:
+                best, least = factor, error
     return best
 
 
-def _error(rows: torch.Tensor, weight: torch.Tensor, wanted: torch.Tensor) -> float:
+def _error(rows: torch.Tensor, weight: torch.Tensor) -> float:
+    """Squared, of the outputs: what rounding the rows does to them, and what rounding the weights does."""
     scale = largest_scales(weight)
-    return float((round_tokens(rows) @ to_integers(weight, scale).mul_(scale).T - wanted).square().sum())
+    by_rows = (round_tokens(rows) - rows) @ weight.T
+    by_weights = rows @ to_integers(weight, scale).mul_(scale).sub_(weight).T
+    return float(by_rows.square().sum() + by_weights.square().sum())
 
 
 def _tied(fold: Fold, largest: torch.Tensor, weight_largest: torch.Tensor, strength: float) -> torch.Tensor:

@@ -23,9 +23,11 @@ class Techniques:
     """Each channel's scale is the one, of several, with the least output error; else the largest weight decides."""
     compensate: bool = True
     """What rounding and clipping took from one column is given to those after it."""
-    keep: float = 0.02
+    keep: float = 0.2
     """Mixed precision: the most sensitive parts stay in 16-bit floats, as long as the linears' bytes grow by no more
     than this share. 0: none stays."""
+    vocabulary: bool = False
+    """Embedding and head are rounded too, a scale for each token: in small models they are much of the file."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.keep < 1:

@@ -12,7 +12,10 @@ import torch
 RATIOS = (1.0, 0.98, 0.96, 0.94, 0.91, 0.88, 0.84, 0.8)
 """Of the largest weight in a row: where its range may end. What lies outside is clipped."""
 _BLOCK = 128
-_DAMPING = 0.01
+_DAMPING = 1.0
+"""Of the mean square. Calibration sees a few thousand tokens: with little damping (0.01 is usual at four bits) what is
+learned from them harms other text. On tokens not seen, over five of SmolLM2's layers, 1 beat 0.1 and 0.01 nearly
+everywhere; more was not tried."""
 _LEAST = torch.finfo(torch.float32).tiny
 
 
@@ -31,6 +34,10 @@ class Seen:
     def errors(self, difference: torch.Tensor) -> torch.Tensor:
         """[out]: squared error that a difference of weights makes in each output, over all rows."""
         return (difference @ self.second).mul_(difference).sum(1)
+
+    def usual(self) -> torch.Tensor:
+        """float32 [width]: each column's root mean square."""
+        return (self.second.diagonal() / max(self.count, 1)).sqrt()
 
     def divided(self, by: torch.Tensor) -> Seen:
         """As if each column had been divided, by powers of two: exact."""

@@ -14,7 +14,14 @@ from xxhash import xxh3_128_hexdigest
 
 from tripool.checkpoints import Checkpoint, TensorInfo
 from tripool.checkpoints.safetensors import TORCH_DTYPES, SafetensorsFile
-from tripool.checkpoints.write import SafetensorsWriter, int8_layout, with_end_ids, write_json, write_text_files
+from tripool.checkpoints.write import (
+    SafetensorsWriter,
+    int8_layout,
+    quantise_rows,
+    with_end_ids,
+    write_json,
+    write_text_files,
+)
 from tripool.errors import CheckpointMissing
 from tripool.models import read_arch
 from tripool.quant.folding import Factors, choose_factors
@@ -32,7 +39,7 @@ OnProgress = Callable[[int, int, str], None]
 REPORT = "quantize_report.json"
 _TEXT_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "generation_config.json", "vocab*", "merges*")
 _SENSITIVITY_WINDOWS = 2
-_ALWAYS_IN_FLOATS = ("lm_head", "re:.*mlp\\.gate$")
+_ROUTERS = ["re:.*mlp\\.gate$"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +118,18 @@ class _Run:
         """All that belongs to no layer: embedding, final norm, head."""
         layers = tuple(f"{parts.prefix}." for parts in self._layers)
         infos = {name: info for name, info in self._source.infos().items() if not name.startswith(layers)}
-        plan = stored_infos(infos, ())
+        rounded = [name for name, info in infos.items() if self._techniques.vocabulary and len(info.shape) == 2]
+        plan = stored_infos(infos, rounded)
         writer = SafetensorsWriter(self._shard(0), plan)
-        for name, info in plan.items():
-            values = torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype])
+        for name, info in infos.items():
+            values = torch.empty(info.shape, dtype=torch.float32 if name in rounded else TORCH_DTYPES[plan[name].dtype])
             self._source.read(name, values)
-            writer.put(name, values)
+            if name not in rounded:
+                writer.put(name, values)
+                continue
+            integers, scales = quantise_rows(values)
+            writer.put(name, integers)
+            writer.put(f"{name}_scale", scales)
         writer.finish()
         return {}
 
@@ -128,7 +141,8 @@ class _Run:
             before = Stream(self._arch, self._windows[: len(states)], states) if states else None
             seen = self._observe(stream, parts)
             if self._techniques.suppress:
-                factors = choose_factors(parts, seen, FoldedSource(self._source, parts, Factors()).linear)
+                read = FoldedSource(self._source, parts, Factors()).linear
+                factors = choose_factors(parts, seen, read)
         shard = self._shard(index + 1)
         reports = write_layer(shard, self._source, parts, factors, seen, self._techniques)
         _write_tensors(self._journal.folder / f"factors-{index}.safetensors", factors.tensors())
@@ -198,7 +212,9 @@ class _Run:
         )
         write_json(self._target / REPORT, self._report(linears, kept), indent=1)
         config = dict(self._source.config)
-        config["quantization_config"] = int8_layout(["Linear"], [*_ALWAYS_IN_FLOATS, *sorted(in_floats)])
+        whole = self._techniques.vocabulary
+        targets, always = (["Linear", "Embedding"], _ROUTERS) if whole else (["Linear"], ["lm_head", *_ROUTERS])
+        config["quantization_config"] = int8_layout(targets, [*always, *sorted(in_floats)])
         config.setdefault("torch_dtype", "bfloat16")
         write_json(self._target / "config.json", self._copy_text(config), indent=1)
         self._journal.remove()

@@ -28,7 +28,8 @@ def sensitivities(
     """Unit -> squared error of the stream after its half of the layer, relative to the stream, all else in floats.
 
     `stream` is as it was before the layer, and is used up. What a unit does is measured through what comes after it in
-    its half: an error in keys, for example, counts as far as attention passes it on.
+    its half: an error in keys, for example, counts as far as attention passes it on. Each token's error is relative to
+    that token, as the next norm sees it, so that one very long token does not hide what happens to the others.
     """
     shard = SafetensorsFile(shard_path)
     source = FoldedSource(checkpoint, parts, factors, shard)
@@ -49,11 +50,9 @@ def sensitivities(
             if one.label.startswith(start):
                 units[one.unit] = units.get(one.unit, ()) + one.linears
         wanted = _run(stream, half_of((), attention))
-        energy = sum(float(x.square().sum()) for x in wanted)
         for unit, linears in units.items():
             got = _run(stream, half_of(linears, attention))
-            error = sum(float((a - b).square().sum()) for a, b in zip(got, wanted, strict=True))
-            found[f"{parts.prefix}.{unit}"] = error / max(energy, 1e-30)
+            found[f"{parts.prefix}.{unit}"] = _relative_error(got, wanted)
         stream.states = wanted
     shard.close()
     return found
@@ -66,3 +65,8 @@ def _run(stream: Stream, half: Half) -> list[torch.Tensor]:
         half(x, *stream.batch(i))
         after.append(x)
     return after
+
+
+def _relative_error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+    shares = [(a - b).square().sum(1) / b.square().sum(1).clamp_min(1e-30) for a, b in zip(found, wanted, strict=True)]
+    return float(torch.cat(shares).mean())

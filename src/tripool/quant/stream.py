@@ -98,27 +98,39 @@ def _embedding(arch: Arch, checkpoint: Checkpoint) -> torch.Tensor:
 
 
 class Recorder:
-    """Sums up what inputs look like, without keeping them."""
+    """Sums up what inputs look like, without keeping them.
+
+    A row longer than the usual one counts as if it had the usual length. Some networks make the first token of a text
+    hundreds of times as long as any other; unshortened it alone would decide every factor, range and integer, for a
+    stream that is normalised afterwards anyway.
+    """
 
     def __init__(self, wanted: set[str], num_windows: int) -> None:
         self._wanted = wanted
         self._rows_each = -(-_SAMPLE_ROWS // num_windows)
         self._seen: dict[str, Seen] = {}
+        self._usual: dict[str, torch.Tensor] = {}
         self._samples: dict[str, list[torch.Tensor]] = {}
 
     def __call__(self, label: str, x: torch.Tensor, integers: bool) -> torch.Tensor:
         if label in self._wanted and len(x):
-            largest = x.abs().amax(0)
-            known = self._seen.get(label)
-            if known is None:
-                known = Seen(torch.zeros(x.shape[1], x.shape[1]), largest, x[:0], 0)
-                self._seen[label], self._samples[label] = known, []
-            known.second.addmm_(x.T, x)
-            known.largest = torch.maximum(known.largest, largest)
-            known.count += len(x)
-            step = max(len(x) // self._rows_each, 1)
-            self._samples[label].append(x[::step][: self._rows_each].clone())
+            self._note(label, x)
         return x
+
+    def _note(self, label: str, x: torch.Tensor) -> None:
+        lengths = x.norm(dim=1, keepdim=True)
+        usual = self._usual.setdefault(label, lengths.median())
+        rows = x * (usual / lengths.clamp_min(1e-30)).clamp_max_(1)
+        largest = rows.abs().amax(0)
+        known = self._seen.get(label)
+        if known is None:
+            known = Seen(torch.zeros(x.shape[1], x.shape[1]), largest, x[:0], 0)
+            self._seen[label], self._samples[label] = known, []
+        known.second.addmm_(rows.T, rows)
+        known.largest = torch.maximum(known.largest, largest)
+        known.count += len(rows)
+        step = max(len(rows) // self._rows_each, 1)
+        self._samples[label].append(rows[::step][: self._rows_each].clone())
 
     def seen(self) -> dict[str, Seen]:
         for label, known in self._seen.items():

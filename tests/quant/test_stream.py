@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import torch
+
+from tripool.quant.sensitivity import _relative_error
+from tripool.quant.stream import Recorder
+
+
+def seen_of(*windows: torch.Tensor):
+    recorder = Recorder({"one"}, len(windows))
+    for x in windows:
+        assert recorder("one", x, False) is x
+        recorder("other", x, False)
+    (known,) = recorder.seen().values()
+    return known
+
+
+def test_a_very_long_token_decides_no_more_than_a_usual_one() -> None:
+    """As the first token of a text in many networks: hundreds of times as long as the others, in one column."""
+    dice = torch.Generator().manual_seed(3)
+    x = torch.nn.functional.normalize(torch.randn(64, 12, generator=dice))
+    x[0] = 0
+    x[0, 7] = 1
+    sane = seen_of(x)
+    x[0, 7] = 500
+    found = seen_of(x)
+    assert found.count == sane.count == 64
+    torch.testing.assert_close(found.second, sane.second)
+    torch.testing.assert_close(found.largest, sane.largest)
+    torch.testing.assert_close(found.rows, sane.rows)
+
+
+def test_short_tokens_count_as_they_are() -> None:
+    x = torch.diag(torch.tensor([1.0, 1.0, 1.0, 0.25, 0.0]))
+    known = seen_of(x, x)
+    assert known.second.diagonal().tolist() == [2.0, 2.0, 2.0, 0.125, 0.0]
+    assert known.largest.tolist() == [1.0, 1.0, 1.0, 0.25, 0.0]
+    assert known.count == 10
+
+
+def test_each_token_is_disturbed_relative_to_itself() -> None:
+    """Otherwise a part that spoils every token but one very long one would look harmless."""
+    dice = torch.Generator().manual_seed(4)
+    wanted = torch.randn(10, 6, generator=dice)
+    wanted[0] *= 1000
+    spoilt = wanted * 1.1
+    spoilt[0] = wanted[0]
+    assert abs(_relative_error([spoilt], [wanted]) - 0.9 * 0.01) < 1e-4
+    assert _relative_error([wanted, wanted], [wanted, wanted]) == 0
