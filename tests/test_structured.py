@@ -20,6 +20,7 @@ from tripool.errors import InvalidRequest
 from tripool.grammar.tools import tool_structure
 
 ASK: Any = [{"role": "user", "content": "Describe a small town."}]
+ASK_JSON: Any = [{"role": "user", "content": "Ana is 30 years old. Answer in JSON with name, age."}]
 MAX_TOKENS = 1500
 """Of a context of 2048. The longest answer that any of the schemas below calls for has about half as many."""
 
@@ -69,8 +70,10 @@ def test_two_hundred_random_schemas(llm, temperature):
     check_schemas(llm, 200, (temperature,))
 
 
-def ask(llm: LLM, structure: Structure, temperature: float, count: int = 2, **options: Any) -> list[Generation]:
-    answers = llm.chat([ASK] * count, [params(structure, seed, temperature, **options) for seed in range(count)])
+def ask(
+    llm: LLM, structure: Structure, temperature: float, count: int = 2, said: Any = ASK, **options: Any
+) -> list[Generation]:
+    answers = llm.chat([said] * count, [params(structure, seed, temperature, **options) for seed in range(count)])
     assert {answer.finish_reason for answer in answers} == {"stop"}
     return answers
 
@@ -86,7 +89,7 @@ def test_other_structures(llm, temperature):
     sums = 'root ::= term ([-+*] term){0,5}\nterm ::= [1-9] | "(" [1-9] [-+*] [1-9] ")"'
     for answer in ask(llm, Structure("ebnf", sums), temperature):
         assert isinstance(eval(answer.text, {"__builtins__": {}}), int)  # digits and operators only, says the grammar
-    for answer in ask(llm, Structure("json_object"), temperature):
+    for answer in ask(llm, Structure("json_object"), temperature, said=ASK_JSON):  # nothing else would ever end it
         assert isinstance(json.loads(answer.text), dict)
     parameters = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}}}
     calls = tool_structure([{"name": "count", "parameters": parameters}], required=True, parallel=False)

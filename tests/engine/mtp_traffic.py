@@ -22,7 +22,7 @@ from tripool.kernels import KernelTable
 from tripool.models import Model, load_model
 from tripool.text import TextFiles, Tokenizer
 
-BLOCK_GB = 8 * 64 * 160 * 4 / 2**30
+BLOCK_GB = 9 * 64 * 160 * 4 / 2**30
 """KV memory of one block of the bundled model, MTP layer included."""
 
 TOPICS = ("a fox", "the sea at night", "why leaves fall", "bread", "two friends", "a clock", "rain", "an old map")

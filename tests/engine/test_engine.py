@@ -13,7 +13,7 @@ from tripool.errors import ContextOverflow, InvalidRequest
 from tripool.models import Model, load_model
 from tripool.text import TextFiles, Tokenizer
 
-BLOCK_GB = 7 * 64 * 160 * 4 / 2**30
+BLOCK_GB = 8 * 64 * 160 * 4 / 2**30
 """KV memory of one block of the bundled model."""
 
 
