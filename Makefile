@@ -1,4 +1,5 @@
 # serve: install and serve the bundled model; ARGS="smollm2 --port 9000" passes flags.
+# tiny:  make the bundled model anew in RUN (about 20 minutes of a large GPU): sample, train, quantise.
 # test:  lint, types and tests.   prove: the long evidence.   bench: speed against peers on this machine.
 #
 # TORCH_INDEX: an index to take torch from first, for machines whose usual index serves large CUDA builds.
@@ -13,7 +14,7 @@ ARGS ?=
 # Tests that load torch; they run beside the others, and tell at the end.
 SLOW := $(wildcard tests/kernels tests/models tests/checkpoints tests/engine tests/grammar tests/quant tests/train tests/test_structured.py tests/test_tiny.py tests/test_walk.py)
 
-.PHONY: serve test prove peers bench clean
+.PHONY: serve test prove peers bench tiny clean
 
 serve: $(VENV)/installed
 	$(BIN)/tripool serve $(ARGS)
@@ -34,6 +35,13 @@ peers: $(VENV)/installed-dev
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python bench/engine_cpu.py $(ARGS)
+
+RUN ?= tiny-run
+TEACHER ?= smollm2
+tiny: $(VENV)/installed
+	$(BIN)/python -m tripool.train.distil --teacher $(TEACHER) --out $(RUN)/corpus --minutes 9.3 --seed 8
+	$(BIN)/tripool train tripool-tiny --data $(RUN)/corpus --out $(RUN)/train --minutes 9.3
+	$(BIN)/tripool quantize $(RUN)/train/model $(RUN)/int8 --keep 0 --vocabulary
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

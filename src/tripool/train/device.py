@@ -69,7 +69,7 @@ def _difference(way: Way, shape: MlaShape, device: torch.device) -> float:
         q, k, v = (part.clone().requires_grad_() for part in parts[:3])
         out = one.attend(q, k, v, one.sight(documents), shape.scale)
         out.backward(parts[3])
-        found.append([out, q.grad, k.grad, v.grad])
+        found.append([out.detach(), q.grad, k.grad, v.grad])
     pairs = zip(*found, strict=True)
     return max(float((a.float() - b.float()).abs().max() / b.float().abs().max()) for a, b in pairs)
 
