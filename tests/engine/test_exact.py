@@ -24,6 +24,20 @@ lonely. One winter a storm broke the bell, and the keeper walked down to the vil
 at the crack and shook her head. It would take a week, she said, and there were no two ways about it. So for a week the
 children of the village took turns beating an old iron pot at the end of the pier, and not one boat was lost."""
 
+TALKS = (
+    ("Hello!", "Hi there! It's nice to meet you. How can I help you today?"),
+    ("Why do birds sing?", "Birds sing to find a mate and to tell other birds that a place is theirs. Many of them "
+     "sing most in the morning, when the air is still and their songs can be heard from far away."),
+    ("Tell me a story about a fox named Mira.", "Once upon a time there was a brave fox named Mira who lived in a "
+     "green forest. One day Mira heard someone call for help. A duck had fallen into a hole. Mira was a little afraid, "
+     "but she wanted to help. It took a long time, but in the end the duck was safe. \"Thank you,\" said the duck."),
+    ("How do I make tea?", "1. Boil some water in a kettle.\n2. Put a tea bag into a cup.\n3. Pour the hot water over "
+     "it.\n4. Wait for three minutes and take the bag out."),
+    ("I feel sad today.", "I'm sorry to hear that. It is fine to feel sad sometimes. Would you like to talk about it?"),
+    ("What is 12 plus 30?", "12 plus 30 is 42."),
+)  # fmt: skip
+"""What the bundled model can read: of other text its perplexity is near a thousand, and says nothing of rounding."""
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -90,8 +104,15 @@ def perplexity(model: Model, ids: list[int]) -> float:
 
 
 def test_eight_bits_cost_less_than_a_percent_of_perplexity(tiny):
-    eight, full, ids = tiny
-    assert perplexity(eight, ids) == pytest.approx(perplexity(full, ids), rel=0.01)
+    eight, full, _ = tiny
+    with open_checkpoint("tiny") as checkpoint:
+        tokenizer = Tokenizer(checkpoint.text)
+    roles = ("user", "assistant")
+    talk = [{"role": role, "content": said} for pair in TALKS for role, said in zip(roles, pair, strict=True)]
+    ids = tokenizer.encode_chat(talk, add_generation_prompt=False)
+    exact = perplexity(full, ids)
+    assert exact < 30 and len(ids) > 250
+    assert perplexity(eight, ids) == pytest.approx(exact, rel=0.01)
 
 
 @pytest.mark.prove

@@ -121,7 +121,7 @@ class DeviceRunner(Runner):
     def draft_logits(self, work: Sequence[Work], hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         assert self.model.mtp is not None
         final = self.mtp_hidden(work, hidden)
-        return self.model.mtp.head(final[torch.tensor(list(rows)).to(self.device)])
+        return self.model.mtp.head(final[torch.tensor(list(rows), dtype=torch.int64).to(self.device)])
 
     def _batch(self, work: Sequence[Work], first: int) -> tuple[Batch, torch.Tensor | None]:
         batch, order = batch_of(work, first=first)

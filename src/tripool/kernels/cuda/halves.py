@@ -150,5 +150,5 @@ class Draft:
     def logits(self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         final = self.hidden(batch, hidden, kv)
         if len(rows) < len(final):  # choosing rows copies their numbers to the device, which no graph can hold
-            final = final[torch.tensor(list(rows)).to(final.device)]
+            final = final[torch.tensor(list(rows), dtype=torch.int64).to(final.device)]
         return self._parts.head(final)
