@@ -324,6 +324,26 @@ def test_what_is_left_of_a_visit_goes_through() -> None:
     asyncio.run(go())
 
 
+def test_who_waits_when_the_door_is_closed_is_still_served_and_who_comes_later_is_not() -> None:
+    """A server that loses its supervisor ends what it has begun, and a request that waits has begun for its client."""
+
+    async def go() -> None:
+        slow = Slow()
+        doored = Doored(slow, NARROW)
+        inside = asyncio.ensure_future(collect(doored, request("inside")))
+        waiting = asyncio.ensure_future(collect(doored, request("waiting")))
+        await asyncio.sleep(0)
+        doored.refuse("going home")
+        assert doored.num_open == 2 and not doored.alive
+        with pytest.raises(EngineStopped, match="going home"):
+            await collect(doored, request("late"))
+        slow.let_go.set()
+        assert await inside == ["inside"] and await waiting == ["waiting"]
+        assert doored.num_open == 0 and slow.seen == ["inside", "waiting"]
+
+    asyncio.run(go())
+
+
 def test_a_task_cancelled_at_any_moment_leaves_the_door_empty() -> None:
     async def go(turns: int) -> None:
         slow = Slow()

@@ -17,6 +17,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from tripool.config import DoorConfig
 from tripool.core import Request, ServingStats, TokenEvent
+from tripool.errors import EngineStopped
 from tripool.gateway.backend import Backend, Facts
 from tripool.gateway.metrics import Histogram
 from tripool.router.door import Door
@@ -76,18 +77,21 @@ class Doored:
         self._refused: OrderedDict[str, Facts] = OrderedDict()
         self._timer: asyncio.TimerHandle | None = None
         self._errors = Histogram(_ERRORS_S)
+        self._refusing: str | None = None
 
     # ---- what the gateway needs of a backend ------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
-        return self._backend.alive
+        return self._backend.alive and self._refusing is None
 
     @property
     def context_tokens(self) -> int:
         return self._backend.context_tokens
 
     async def stream(self, *requests: Request) -> AsyncGenerator[TokenEvent, None]:
+        if self._refusing is not None:
+            raise EngineStopped(self._refusing)
         loop = asyncio.get_running_loop()
         visit = _Visit(requests, loop.create_future(), self._clock())
         self._visits |= dict.fromkeys(visit.requests, visit)
@@ -112,6 +116,15 @@ class Doored:
                 self._visits.pop(request.id, None)
             uncharged = visit.num_tokens % _CHARGE_TOKENS
             self._do(self._door.finished(visit.id, uncharged, self._clock()), loop)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that are inside, those included that wait to be let through."""
+        return len(self._visits)
+
+    def refuse(self, why: str) -> None:
+        """Take no new request; those that are inside go on."""
+        self._refusing = self._refusing or why
 
     def cancel(self, request_id: str) -> None:
         visit = self._visits.get(request_id)

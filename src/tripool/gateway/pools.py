@@ -95,29 +95,22 @@ class Pools:
         self._stories: OrderedDict[str, Story] = OrderedDict()
         """Of the last requests; those that are over are asked about too."""
         self._ended: str | None = None
-        self.refusing: str | None = None
-        """Why new requests are refused, while those that are open go on."""
 
     # ---- what the gateway needs of a backend ------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
-        return self._ended is None and self.refusing is None
+        return self._ended is None
 
     @property
     def context_tokens(self) -> int:
         """What every worker that was seen can take; 0 before the first."""
         return self._context_tokens
 
-    @property
-    def num_open(self) -> int:
-        return len(self._streams)
-
     async def stream(self, *requests: Request) -> AsyncGenerator[TokenEvent, None]:
         """Events of one or several requests until all are over. Leaving early, in any way, cancels the rest."""
-        why = self._ended or self.refusing
-        if why is not None:
-            raise EngineStopped(why)
+        if self._ended is not None:
+            raise EngineStopped(self._ended)
         self.start()
         now_s = self._now_s
         stream = _Stream(requests, now_s)
@@ -213,10 +206,6 @@ class Pools:
         self._opened = _Opened(loop, context, Switchboard(context, *self._addresses))
         loop.add_reader(self._opened.switchboard.fileno, self._receive)
         self._tick()
-
-    def refuse(self, why: str) -> None:
-        """Take no new request; those that are open go on."""
-        self.refusing = self.refusing or why
 
     def close(self, why: str = "the gateway is shut down") -> None:
         """End every stream with an error and let go of all workers."""

@@ -50,7 +50,7 @@ class GatewayProcess:
         self._pools = Pools(router, addresses=addresses, epoch=life.epoch, suspect=leash.send)
         self._access = access
         self._keeper = CacheKeeper(keeper, access)
-        doored = Doored(self._pools, room=self._pools.room, tenant_of=access.tenant_named)
+        self._door = doored = Doored(self._pools, room=self._pools.room, tenant_of=access.tenant_named)
         app = create_app(doored, Tokenizer(text), name, config, access=access)
         app.include_router(pools_routes(self._pools, cache))
         app.include_router(cache_routes(self._keeper))
@@ -82,16 +82,16 @@ class GatewayProcess:
             if isinstance(message, Reaped):
                 self._pools.reaped(message)
             elif isinstance(message, Drain):
-                self._pools.refuse("the server is shutting down")
+                self._door.refuse("the server is shutting down")
                 self._server.should_exit = True
         if self._leash.ended:
             loop.remove_reader(self._leash.fileno())
-            self._pools.refuse("the server has lost its supervisor and is shutting down")
+            self._door.refuse("the server has lost its supervisor and is shutting down")
             self._leave(loop, loop.time() + _ORPHAN_S)
 
     def _leave(self, loop: asyncio.AbstractEventLoop, deadline_s: float) -> None:
         """Once nothing is open."""
-        if self._pools.num_open == 0 or loop.time() >= deadline_s:
+        if self._door.num_open == 0 or loop.time() >= deadline_s:
             self._server.should_exit = True
         else:
             loop.call_later(_LOOK_S, self._leave, loop, deadline_s)
