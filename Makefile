@@ -36,12 +36,15 @@ peers: $(VENV)/installed-dev
 bench: $(VENV)/installed-dev
 	$(BIN)/python bench/engine_cpu.py $(ARGS)
 
+# PY: a Python that has torch already, for GPU machines where nothing can be installed.
 RUN ?= tiny-run
 TEACHER ?= smollm2
-tiny: $(VENV)/installed
-	$(BIN)/python -m tripool.train.distil --teacher $(TEACHER) --out $(RUN)/corpus --minutes 9.3 --seed 8
-	$(BIN)/tripool train tripool-tiny --data $(RUN)/corpus --out $(RUN)/train --minutes 9.3
-	$(BIN)/tripool quantize $(RUN)/train/model $(RUN)/int8 --keep 0 --vocabulary
+MINUTES ?= 9.3
+TRAIN := PYTHONPATH=src $(or $(PY),$(BIN)/python) -m
+tiny: $(if $(PY),,$(VENV)/installed)
+	$(TRAIN) tripool.train.distil --teacher $(TEACHER) --out $(RUN)/corpus --minutes $(MINUTES) --seed 8
+	$(TRAIN) tripool.train tripool-tiny --data $(RUN)/corpus --out $(RUN)/train --minutes $(MINUTES)
+	$(TRAIN) tripool.quant $(RUN)/train/model $(RUN)/int8 --keep 0 --vocabulary
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -6,11 +6,11 @@ import json
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
-from xxhash import xxh3_128_hexdigest
 
 from tripool.checkpoints import Checkpoint, TensorInfo
 from tripool.checkpoints.safetensors import TORCH_DTYPES, SafetensorsFile
@@ -99,8 +99,8 @@ class _Run:
         stamps = [f"{one.name} {one.stat().st_size} {one.stat().st_mtime_ns}" for one in files]
         return {
             "source": str(path.resolve()),
-            "files": xxh3_128_hexdigest("\0".join(stamps).encode()),
-            "windows": xxh3_128_hexdigest(json.dumps(self._windows).encode()),
+            "files": _digest("\0".join(stamps).encode()),
+            "windows": _digest(json.dumps(self._windows).encode()),
             "techniques": self._techniques.as_dict(),
         }
 
@@ -238,6 +238,10 @@ class _Run:
             return config
         write_text_files(self._target, text)
         return with_end_ids(config, text)
+
+
+def _digest(data: bytes) -> str:
+    return blake2b(data, digest_size=16).hexdigest()
 
 
 def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
