@@ -20,7 +20,7 @@ from pathlib import Path
 
 import gemm_streams
 import torch
-from gemm_check import Operands, Tiling, Wrong, check, check_experts, grouped_check, works
+from gemm_check import Operands, Wrong, check, check_experts, grouped_check, works
 from timing import (
     Ceilings,
     Row,
@@ -41,9 +41,10 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from tripool.kernels.ref.route import RoutePlan
 from tripool.kernels.triton.gate import route
 from tripool.kernels.triton.grouped_gemm import choose_grouped, grouped_gemm, make_plan
-from tripool.kernels.triton.int8_gemm import Narrow, Stream, Wide, arrivals, choose
+from tripool.kernels.triton.int8_gemm import arrivals
 from tripool.kernels.triton.norm_quant import rms_norm_quant, swiglu_quant
 from tripool.kernels.triton.permute import permute, sort_by_expert, unpermute
+from tripool.kernels.triton.tilings import Narrow, Resident, Stream, Tiling, Wide, choose
 
 SHAPES = [
     (7168, 2112), (1536, 24576), (512, 32768), (16384, 7168), (7168, 4096), (2048, 7168), (7168, 36864), (18432, 7168),
@@ -105,7 +106,9 @@ def compile_one(tiling: Tiling, by_expert: bool) -> str:
         if by_expert:
             grouped_check([130, 0, 257, 64], 528, 272, tiling)
         else:
-            Operands.draw(512, 512, 4096).run(tiling=tiling)
+            deep = 4096 if not isinstance(tiling, Resident) else tiling.splits * (tiling.stages + tiling.held) * 256
+            rows = 512 if not isinstance(tiling, Resident) else tiling.block_m
+            Operands.draw(rows, 512, deep).run(tiling=tiling)
         torch.cuda.synchronize()
     except CANNOT as refusal:
         return f"{tiling}: {type(refusal).__name__}"
@@ -125,7 +128,11 @@ def compile_ahead(dense: Iterable[Tiling], by_expert: Iterable[Tiling]) -> None:
 
 def one_of_a_kind(tiling: Tiling) -> Tiling:
     """The same code serves any number of splits, and of programs."""
-    return replace(tiling, splits=min(tiling.splits, 2)) if isinstance(tiling, Narrow) else replace(tiling, per_sm=1)
+    if isinstance(tiling, Narrow):
+        return replace(tiling, splits=min(tiling.splits, 2))
+    if isinstance(tiling, Resident):
+        return tiling
+    return replace(tiling, per_sm=1, programs=0)
 
 
 # ---- timing --------------------------------------------------------------------------------------------------------

@@ -17,10 +17,10 @@ import timing  # noqa: F401  (puts `src/` on the import path)
 import torch
 
 from tripool.kernels.triton.grouped_gemm import grouped_gemm, make_plan
-from tripool.kernels.triton.int8_gemm import Narrow, Stream, Wide, arrivals, int8_gemm
+from tripool.kernels.triton.int8_gemm import arrivals, int8_gemm
+from tripool.kernels.triton.tilings import Narrow, Resident, Stream, Tiling, Wide
 
 ANSWER_WITHIN_S = 90
-Tiling = Narrow | Wide | Stream
 
 
 class Wrong(AssertionError):
@@ -105,14 +105,21 @@ def check_stream() -> None:
     """Shared tiles at ugly sizes, twice with the same counters, and products that begin before their rows are there."""
     arrived = arrivals("cuda")
     for tiling in (
-        Stream(16), Stream(32, 128, 128, 5, per_sm=2), Stream(128, 128, 128, 3, whole=True), Stream(256, 128, 128, 4, 8)
+        Stream(16), Stream(32, 128, 128, 5, per_sm=2), Stream(128, 128, 128, 3, whole=True), Stream(128, 64, 128, 8),
+        Stream(256, 128, 128, 4, 8, whole=True), Stream(16, 64, 256, 7, programs=66),
     ):  # fmt: skip
         for m, n, k in ((1, 8, 16), (16, 2112, 7168), (31, 72, 4112), (200, 520, 1040), (256, 7168, 2048)):
             for _ in range(2):
                 dense_check(m, n, k, tiling, arrived)
                 assert not arrived.any(), (tiling, m, n, k)
         print(f"ok {tiling}", flush=True)
-    check_early((Stream(16), Stream(16, 64, 256, 5, whole=True), Stream(16, 64, 256, 10, early=1)))
+    for tiling in (Resident(16, 2, 5, 2), Resident(32, 3, 4, 2)):
+        for m, n in ((1, 8), (16, 2112), (15, 72)):
+            dense_check(m, n, 3584, tiling, arrived)
+            assert not arrived.any(), (tiling, m, n)
+        print(f"ok {tiling}", flush=True)
+    streams = Stream(16), Stream(16, 64, 256, 5, whole=True, before=3), Stream(16, 64, 256, 10, early=1)
+    check_early((*streams, Resident(16, 2, 2, 2), Resident(16, 3, 1, 2, early=1)))
 
 
 def check_early(

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tripool.kernels.ref import w8a8
-from tripool.kernels.triton.int8_gemm import Narrow, Stream, Wide, arrivals, choose, int8_gemm
+from tripool.kernels.triton.int8_gemm import arrivals, int8_gemm
+from tripool.kernels.triton.tilings import Narrow, Resident, Stream, Wide, choose
 
 on_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="Gluon has no interpreter")
 TINY = Narrow(block_m=16, block_n=64, block_k=64)
@@ -107,13 +108,16 @@ STREAMS = [
     Stream(16, 64, 256, 5, whole=True),
     Stream(128, 128, 128, 3, per_sm=2),
     Stream(128, 256, 128, 4, 8),
-    Stream(256, 128, 128, 4, 8, early=0),
+    Stream(256, 128, 128, 4, 8, whole=True, early=0),
+    Stream(32, 64, 256, 7, programs=66, before=3),
 ]
 
 
 @on_card
 @pytest.mark.parametrize("tiling", STREAMS)
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 8, 16), (16, 2112, 7168), (31, 72, 4112), (200, 520, 1040)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 8, 16), (16, 2112, 7168), (31, 72, 4112), (200, 520, 1040), (3, 136, 16400)]
+)
 def test_streamed_product_is_the_exact_one_and_leaves_its_counters_at_zero(device, m, n, k, tiling):
     arrived = arrivals(device)
     for _ in range(2):
@@ -124,7 +128,9 @@ def test_streamed_product_is_the_exact_one_and_leaves_its_counters_at_zero(devic
 
 
 @on_card
-@pytest.mark.parametrize("tiling", [Stream(16), Stream(16, 64, 256, 5, whole=True), Stream(16, early=1)])
+@pytest.mark.parametrize(
+    "tiling", [Stream(16), Stream(16, 64, 256, 5, whole=True, before=2), Stream(16, early=1), Resident(16, 2, 2, 2)]
+)
 def test_streamed_product_waits_for_the_rows_it_reads(device, tiling):
     first, second = operands(16, 1024, 2048, device), operands(16, 512, 2048, device)
     for _ in range(10):
@@ -134,7 +140,23 @@ def test_streamed_product_waits_for_the_rows_it_reads(device, tiling):
         assert torch.equal(ours, int8_gemm(middle.view(torch.int8), *second[1:], tiling=Narrow(16)))
 
 
-@pytest.mark.parametrize("tiling", [Stream(16), Stream(32, 128)])
+@on_card
+@pytest.mark.parametrize(
+    "tiling", [Resident(32, 2, 5, 2), Resident(16, 3, 4, 2, early=1), Resident(32, 7, 0, 2, early=0)]
+)
+@pytest.mark.parametrize(("m", "n"), [(1, 8), (16, 2112), (11, 72)])
+def test_resident_product_is_the_exact_one_and_leaves_its_sums_at_zero(device, m, n, tiling):
+    arrived = arrivals(device)
+    for largest in (False, True, False):
+        given = operands(m, n, 3584, device)
+        if largest:  # as deep as it is, no sum leaves its bits
+            given[0].fill_(-128), given[2].fill_(-128)
+        out = poisoned(m, n, device)
+        assert_same(int8_gemm(*given, out=out, arrived=arrived, tiling=tiling), w8a8.int8_gemm(*given))
+        assert not arrived.any()
+
+
+@pytest.mark.parametrize("tiling", [Stream(16), Stream(32, 128), Resident(32, 2, 1)])
 def test_streamed_product_has_a_stand_in_without_a_card(device, tiling):
-    given = operands(20, 72, 144, device)
+    given = operands(20, 72, 768, device)
     assert_same(int8_gemm(*given, out=poisoned(20, 72, device), tiling=tiling), w8a8.int8_gemm(*given))

@@ -5,7 +5,7 @@ import torch
 
 from tripool.kernels.ref import w8a8
 from tripool.kernels.triton.grouped_gemm import choose_grouped, grouped_gemm, make_plan
-from tripool.kernels.triton.int8_gemm import Narrow, Wide
+from tripool.kernels.triton.tilings import Narrow, Wide
 
 TINY = Narrow(block_m=16, block_n=64, block_k=64)
 SPLIT = Narrow(block_m=16, block_n=64, block_k=64, splits=2)

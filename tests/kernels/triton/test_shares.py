@@ -3,20 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tripool.kernels.triton.int8_gemm import Stream
-from tripool.kernels.triton.stream import _owner, num_shares
+from tripool.kernels.triton.stream import num_shares
+from tripool.kernels.triton.tilings import Stream
 
 TILINGS = [Stream(16), Stream(32, 128, per_sm=2), Stream(16, 64, 256, whole=True), Stream(256, 128, 128, 4, 8)]
-
-
-@given(st.integers(1, 400), st.integers(1, 200), st.integers(1, 300))
-def test_every_step_of_every_tile_is_in_the_share_of_its_owner(tiles, steps, programs):
-    units = tiles * steps
-    programs = min(programs, units)
-    cuts = [p * units // programs for p in range(programs + 1)]
-    for p in range(programs):
-        assert cuts[p] < cuts[p + 1]
-        assert _owner.fn(cuts[p], units, programs) == _owner.fn(cuts[p + 1] - 1, units, programs) == p
 
 
 @given(

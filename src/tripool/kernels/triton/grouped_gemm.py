@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tripool.kernels.triton.int8_gemm import NUM_SMS, Narrow, Wide, launch_narrow
+from tripool.kernels.triton.int8_gemm import launch_narrow
+from tripool.kernels.triton.tilings import NUM_SMS, Narrow, Wide
 
 
 @triton.jit

@@ -1,18 +1,16 @@
 """int8 [rows, in] x int8 [out, in]^T -> bfloat16 [rows, out], scaled by row and by channel, on CUDA.
 
-Three kernels. Narrow, here: weights are the tall side of each product and tokens its narrow side, so a batch of 16
+Four kernels. Narrow, here: weights are the tall side of each product and tokens its narrow side, so a batch of 16
 costs no padding and the weights are read once; the depth is cut into splits until every multiprocessor has work. Splits
 leave integer parts, and whoever comes last adds them: sums of integers, so the result does not depend on who that was.
 Wide (`wide.py`), in Gluon, for 128 rows and more, where the matrix units are the limit. Stream (`stream.py`), in Gluon
-too, for up to 256 rows: as Narrow, but with even shares instead of splits, and weights loaded before their turn.
+too, for up to 256 rows: as Narrow, but with even shares instead of splits, and weights loaded before their turn. And
+Resident (`resident.py`) for few rows and small weights, which it fetches while the product before still computes.
 
-`choose` says which runs, from shapes alone: nothing is tuned or synchronised at run time, and calls can be captured in
-a graph. Which tilings win was measured; see `bench/gpu/gemm.py`.
+Which of them runs is said in `tilings.py`.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,66 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-NUM_SMS = 132
-"""Of the card the table was measured on; another count costs speed, never correctness."""
-
-
-@dataclass(frozen=True, slots=True)
-class Narrow:
-    """Tokens, channels and depth of a tile, and into how many parts the depth is cut."""
-
-    block_m: int
-    block_n: int = 64
-    block_k: int = 256
-    splits: int = 1
-    num_warps: int = 4
-    num_stages: int = 4
-    band: int = 0
-    """Blocks of tokens that go together through all channels, so that both operands stay in the L2; 0: all."""
-    early: int = 0
-    """1: starts while the kernel before it ends; 2: and asks for its weights before that one's results are there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wide:
-    """Tokens, channels and depth of a tile; `band` as in `Narrow`; `per_sm` programs share a multiprocessor."""
-
-    block_m: int = 128
-    block_n: int = 256
-    block_k: int = 128
-    num_stages: int = 4
-    num_warps: int = 8
-    band: int = 8
-    per_sm: int = 1
-    early: int = 0
-    """1: starts while the kernel before it ends."""
-    programs: int = 0
-    """Multiprocessors to use, where others hold some; 0: all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """Tokens, channels and depth of a tile; `per_sm` programs share a multiprocessor, and all the steps evenly."""
-
-    block_m: int
-    block_n: int = 64
-    block_k: int = 128
-    num_stages: int = 9
-    num_warps: int = 4
-    per_sm: int = 1
-    whole: bool = False
-    """Only whole tiles: fewer programs, and nothing to add up."""
-    early: int = 2
-    """1: starts while the kernel before it ends; 2: and loads weights before that one's results are there."""
-    programs: int = 0
-    """Multiprocessors to use, where others hold some; 0: all."""
-
-
-EARLY = 1
-"""How products of few rows start (see `Narrow.early`): half a microsecond sooner, of seven to fourteen."""
-
-MANY_ROWS = Wide(block_m=256, block_n=128)
-"""For more rows than a batch in decoding has."""
+from tripool.kernels.triton.tilings import Narrow, Resident, Stream, Tiling, Wide, choose
 
 
 @triton.jit
@@ -152,76 +91,15 @@ def narrow_kernel(
             tl.store(arrived + tile, 0)  # as it was found: the next call counts from zero
 
 
-def arrivals(device: torch.device | str, count: int = 1 << 16) -> torch.Tensor:
-    """Counters for splits: zeros, and zeros again after every call. One per stream; big enough for any shape here."""
+def arrivals(device: torch.device | str, count: int = 1 << 21) -> torch.Tensor:
+    """Counters and sums: zeros, and zeros again after every call. One per stream; big enough for any shape here."""
     return torch.zeros(count, dtype=torch.int32, device=device)
-
-
-MEASURED: dict[tuple[int, int, int], Narrow | Wide | Stream] = {
-    (16, 2112, 7168): Stream(block_m=16, block_k=256, num_stages=10),  # 7.4 µs
-    (16, 24576, 1536): Stream(block_m=16, block_k=256, num_stages=5, per_sm=2, whole=True),  # 11.3 µs
-    (16, 32768, 512): Stream(block_m=16, block_k=256, num_stages=5, per_sm=2, whole=True),  # 6.5 µs
-    (16, 7168, 16384): Stream(block_m=16, block_k=256, num_stages=10, whole=True),  # 30.8 µs
-    (16, 4096, 7168): Stream(block_m=16, block_k=256, num_stages=10),  # 10.3 µs
-    (16, 7168, 2048): Stream(block_m=16, block_k=256, num_stages=5, per_sm=2, whole=True),  # 5.6 µs
-    (16, 36864, 7168): Stream(block_m=16, block_k=256, num_stages=5, whole=True),  # 66.9 µs
-    (32, 2112, 7168): Stream(block_m=32, block_k=256, num_stages=4),  # 7.8 µs
-    (32, 24576, 1536): Stream(block_m=32, block_k=256, whole=True),  # 11.7 µs
-    (32, 32768, 512): Stream(block_m=32, block_k=256, num_stages=4, per_sm=2, whole=True),  # 6.7 µs
-    (32, 7168, 16384): Stream(block_m=32, block_k=256, whole=True),  # 31.2 µs
-    (32, 4096, 7168): Stream(block_m=32, block_k=256),  # 11.2 µs
-    (32, 7168, 2048): Stream(block_m=32, block_k=256, num_stages=4, per_sm=2, whole=True),  # 6.0 µs
-    (32, 7168, 18432): Stream(block_m=32, block_k=256, whole=True),  # 34.7 µs
-    (128, 2112, 7168): Stream(block_m=128, num_stages=8, whole=True),  # 12.7 µs
-    (128, 24576, 1536): Stream(block_m=128, block_n=128, num_stages=3, per_sm=2, whole=True),  # 15.3 µs
-    (128, 32768, 512): Stream(block_m=128, block_n=128, num_stages=3, per_sm=2, whole=True, early=1),  # 9.7 µs
-    (128, 7168, 16384): Stream(block_m=128, num_stages=8, whole=True),  # 37.7 µs
-    (128, 4096, 7168): Stream(block_m=128, num_stages=8, whole=True),  # 14.0 µs
-    (128, 7168, 2048): Stream(block_m=128, num_stages=8, whole=True),  # 7.3 µs
-    (128, 36864, 7168): Stream(block_m=128, num_stages=8, whole=True),  # 79.7 µs
-    (128, 7168, 18432): Stream(block_m=128, num_stages=8, whole=True),  # 39.3 µs
-    (256, 2112, 7168): Stream(block_m=128, num_stages=8),  # 13.0 µs
-    (256, 24576, 1536): Stream(block_m=256, num_stages=5, whole=True),  # 22.7 µs
-    (256, 7168, 16384): Stream(block_m=256, num_stages=5, whole=True),  # 49.2 µs
-    (256, 4096, 7168): Stream(block_m=128, num_stages=8, whole=True),  # 14.7 µs
-    (256, 7168, 2048): Stream(block_m=128, num_stages=4, per_sm=2, whole=True),  # 9.5 µs
-    (256, 7168, 18432): Stream(block_m=256, num_stages=5, whole=True),  # 54.8 µs
-}
-"""(rows at most, channels, depth) of a model's own products -> what won; `gemm.py --only stream` prints such lines."""
-
-
-def choose(m: int, n: int, k: int) -> Narrow | Wide | Stream:
-    """By shape alone: what won on an H200, see the sweep of `bench/gpu/gemm.py`."""
-    if m > 256:
-        return MANY_ROWS
-    known = MEASURED.get((max(16, 1 << (m - 1).bit_length()), n, k))
-    if known is not None:
-        return known
-    block_m = 16
-    while block_m < min(m, 128):
-        block_m *= 2
-    if block_m <= 32:
-        tiles = -(-n // 64)
-        if k <= 1536 and block_m == 16:  # shallow: few steps to hide a load behind, so more of them at once
-            return Narrow(16, 128, 128, 1, 4, 6, early=EARLY)
-        if tiles < NUM_SMS // 2:
-            return Narrow(block_m, 64, 256, max(1, min(NUM_SMS // tiles, k // 1024)), 4, 4, early=EARLY)
-        return Narrow(block_m, 64, 256, 1, 4, 4 if tiles > 2 * NUM_SMS else 6, early=EARLY)
-    tiles = -(-m // block_m) * -(-n // 64)
-    if tiles > 2 * NUM_SMS and block_m == 64:
-        return Narrow(64, 128, 128, 1, 4, 3, early=EARLY)
-    if tiles > 2 * NUM_SMS:  # two programs on each multiprocessor: one loads while the other computes
-        if k <= 1536 or m > 128:
-            return Wide(128, 128, num_stages=3, num_warps=4, per_sm=2, early=EARLY if k <= 1536 else 0)
-        return Wide(128, 64, per_sm=2)
-    splits = max(1, min(2 * NUM_SMS // tiles, k // 1536, 4))
-    return Narrow(block_m, 64, 128, splits, 4, 4, early=EARLY)
 
 
 def int8_gemm(
     x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor,
     out: torch.Tensor | None = None, arrived: torch.Tensor | None = None,
-    tiling: Narrow | Wide | Stream | None = None,
+    tiling: Tiling | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """x int8 [m, k], w int8 [n, k], scales float32 [m] and [n] -> bfloat16 [m, n]. k is a multiple of 16.
 
@@ -239,7 +117,11 @@ def int8_gemm(
         from tripool.kernels.triton.wide import launch_wide
 
         return launch_wide(x, x_scale, w, w_scale, out, tiling)
-    if isinstance(tiling, Stream) and x.is_cuda:
+    if isinstance(tiling, Resident) and x.is_cuda and n % 8 == 0:
+        from tripool.kernels.triton.resident import launch_resident
+
+        return launch_resident(x, x_scale, w, w_scale, out, arrived, tiling)
+    if isinstance(tiling, Stream) and x.is_cuda and n % 8 == 0:
         from tripool.kernels.triton.stream import launch_stream
 
         return launch_stream(x, x_scale, w, w_scale, out, arrived, tiling)

@@ -2,7 +2,8 @@
 
 Weights are the tall side of each product and tokens its narrow side. The steps of all tiles lie one behind the other
 and are cut into as many even shares as there are programs, wherever the cuts fall: no last wave with idle
-multiprocessors. Who has a piece of a tile leaves integers, and whoever comes last adds them: nobody waits for anybody.
+multiprocessors. Who has a piece of a tile adds its integers to what lies there, together with how deep the piece is;
+whoever finds that an element is as deep as the product now, writes it: nobody waits for anybody.
 Weights, unlike rows, do not come from the kernel before this one: with `early` the ring is filled with them while that
 one still runs, so nobody may write weights right before a product that reads them. As in `wide.py`, all warps do the
 same things, and on a CPU the narrow kernel stands in.
@@ -10,6 +11,7 @@ same things, and on a CPU the narrow kernel stands in.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,13 +28,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 if TYPE_CHECKING:
-    from tripool.kernels.triton.int8_gemm import Stream
+    from tripool.kernels.triton.tilings import Stream
 
-
-@gluon.jit
-def _rows_and_channels(tile, tiles_m, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """First row and first channel of a tile: tiles of the same weights are neighbours."""
-    return tile % tiles_m * BLOCK_M, tile // tiles_m * BLOCK_N
+DEEPEST, MOST_STEPS = 16384, 64
+STAGING_BYTES = 16384
+"""Of shared memory, for turning tiles round on their way out; larger ones go in parts."""
 
 
 @gluon.jit
@@ -41,136 +41,210 @@ def _next(slot, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _owner(unit, units, programs):
-    """Whose share a step is in: shares are [p * units // programs, (p + 1) * units // programs)."""
-    return ((unit + 1) * programs - 1) // units
+def _place(tile, tiles_m, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ONE: gl.constexpr):
+    """First row and first channel of a tile: tiles of the same weights are neighbours."""
+    if ONE:
+        return tile * 0, tile * BLOCK_N
+    else:  # noqa: RET505  (both returns are compiled otherwise)
+        return tile % tiles_m * BLOCK_M, tile // tiles_m * BLOCK_N
 
 
 @gluon.jit
-def _write(y, out, row, col, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Channels x tokens -> tokens x channels, neighbouring channels by the same thread."""
-    WARPS: gl.constexpr = gl.num_warps()
-    ALONG: gl.constexpr = 8
-    flat: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ALONG, ALONG], [WARPS, 1], [1, 0])
-    y = gl.convert_layout(gl.permute(y, (1, 0)), flat)
-    rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, flat))
-    cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, flat))
-    at = out + gl.expand_dims(rows.to(gl.int64) * N, 1) + gl.expand_dims(cols, 0)
-    gl.store(at, y, mask=gl.expand_dims(rows < M, 1) & gl.expand_dims(cols < N, 0))
+def _after(tile, step, steps):
+    """The step after this one. Dividing each time would take longer than a load does."""
+    last = step == steps - 1
+    return gl.where(last, tile + 1, tile), gl.where(last, 0, step + 1)
 
 
 @gluon.jit
-def _finish(total, by_row, by_col, out, row, col, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    y = (total.to(gl.float32) * gl.expand_dims(by_row, 0) * gl.expand_dims(by_col, 1)).to(gl.bfloat16)
-    if BLOCK_M * BLOCK_N > 16384:  # in two halves: what turns a tile around takes shared memory from the ring
-        HALF: gl.constexpr = BLOCK_M // 2
-        first, second = gl.split(gl.permute(gl.reshape(y, (BLOCK_N, 2, HALF)), (0, 2, 1)))
-        _write(first, out, row, col, M, N, HALF, BLOCK_N)
-        _write(second, out, row + HALF, col, M, N, HALF, BLOCK_N)
+def get_ready(KERNEL: gl.constexpr, NUM: gl.constexpr):
+    """Fetches the kernel's first descriptors, or the first use of each would wait for it."""
+    for i in gl.static_range(NUM):
+        gl.inline_asm_elementwise(
+            f"prefetch.param.tensormap [{KERNEL}_param_{5 * i}]; // $0",
+            "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )  # fmt: skip
+
+
+@gluon.jit
+def _put(out_desc, staging, y, row, col):
+    """Channels x tokens -> tokens x channels, on its way out while the next tile is computed."""
+    tma.store_wait(0)  # the staging tile may still be on its way
+    staging.store(gl.permute(y, (1, 0)))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(out_desc, [row, col], staging)
+
+
+@gluon.jit
+def put_all(out_desc, staging, y, row, col):
+    """In as many parts as the staging tile is smaller: it takes its room from the ring."""
+    CHANNELS: gl.constexpr = y.shape[0]
+    HALF: gl.constexpr = y.shape[1] // 2
+    if staging.shape[0] > HALF:
+        _put(out_desc, staging, y, row, col)
     else:
-        _write(y, out, row, col, M, N, BLOCK_M, BLOCK_N)
+        first, second = gl.split(gl.permute(gl.reshape(y, (CHANNELS, 2, HALF)), (0, 2, 1)))
+        put_all(out_desc, staging, first, row, col)
+        put_all(out_desc, staging, second, row + HALF, col)
 
 
 @gluon.jit
-def _add_up(total, parts, arrived, tile, begin, steps, units, programs, inside, SIZE: gl.constexpr):
-    """Leaves this program's piece of a tile; true, and the sum, for the one that finds all the others' there.
+def _lanes_together(n, pair, BLOCK_N: gl.constexpr):
+    """Where a pair lies among the sums of its tile: any order would do; in this one a warp's are neighbours."""
+    by_lane = (pair & 3) + (n & 7) * 4 + (n >> 4) * 32
+    return by_lane + ((n >> 3 & 1) + (pair >> 2) * 2) * (2 * BLOCK_N)
 
-    A program has two places: one for the tile its share begins in, one for the tile its share ends in.
+
+@gluon.jit
+def _low(both):
+    """The signed number in the lower 29 bits."""
+    return both << 35 >> 35
+
+
+@gluon.jit
+def pairs_of(total):
+    """Channels x rows -> even and odd rows."""
+    return gl.split(gl.reshape(total, (total.shape[0], total.shape[1] // 2, 2)))
+
+
+@gluon.jit
+def scales_of_pairs(x_scale, w_scale, row, col, M, N, like):
+    """By even row, by odd row and by channel, for tensors that lie as this one: asked for before they are needed."""
+    n = col + gl.expand_dims(gl.arange(0, like.shape[0], gl.SliceLayout(1, like.type.layout)), 1)
+    m = row + 2 * gl.expand_dims(gl.arange(0, like.shape[1], gl.SliceLayout(0, like.type.layout)), 0)
+    by_even = gl.load(x_scale + m, mask=m < M, other=0.0)
+    by_odd = gl.load(x_scale + m + 1, mask=m + 1 < M, other=0.0)
+    return by_even, by_odd, gl.load(w_scale + n, mask=n < N, other=0.0)
+
+
+@gluon.jit
+def add_piece(total, scales, sums, out, row, col, depth, steps, M, N):
+    """Adds a piece of a tile to the tile's sums, and writes the elements that are whole by that.
+
+    Two rows are one 64-bit number: 6 bits count the steps that were added, 29 and 29 are sums, which products less than
+    16,384 deep cannot leave. Two in one, because the L2 adds so many numbers in a second, however long they are. Whole
+    pairs are left as they were found, zeros, for the next call.
     """
-    me, one = gl.program_id(0), _owner(tile * steps, units, programs)
-    others = _owner((tile + 1) * steps - 1, units, programs) - one
-    gl.store(parts + (2 * me + (begin == 0).to(gl.int32)).to(gl.int64) * SIZE + inside, total)
-    gl.thread_barrier()  # every thread's part is written before one thread says so
-    last = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == others
-    if last:
-        total = gl.load(parts + (2 * one + 1).to(gl.int64) * SIZE + inside, cache_modifier=".cg")
-        for other in range(one + 1, one + others + 1):
-            total += gl.load(parts + 2 * other * SIZE + inside, cache_modifier=".cg")
-        gl.store(arrived + tile, 0)  # as it was found: the next call counts from zero
-    return last, total
+    even, odd = pairs_of(total.to(gl.int64))
+    by_even, by_odd, by_channel = scales
+    n = gl.expand_dims(gl.arange(0, even.shape[0], gl.SliceLayout(1, even.type.layout)), 1)
+    pair = gl.expand_dims(gl.arange(0, even.shape[1], gl.SliceLayout(0, even.type.layout)), 0)
+    at = sums + _lanes_together(n, pair, even.shape[0])
+    mine = (gl.to_tensor(depth).to(gl.int64) << 58) + (odd << 29) + even
+    now = gl.atomic_add(at, mine, sem="relaxed") + mine
+    even = _low(now)
+    rest = (now - even) >> 29
+    odd = _low(rest)
+    whole = ((rest - odd) >> 29 & 63) == (steps & 63)
+    gl.store(at, gl.zeros_like(now), mask=whole)
+    n, m = col + n, row + 2 * pair
+    to = out + m.to(gl.int64) * N + n
+    gl.store(to, (even.to(gl.float32) * by_even * by_channel).to(gl.bfloat16), mask=whole & (n < N) & (m < M))
+    gl.store(to + N, (odd.to(gl.float32) * by_odd * by_channel).to(gl.bfloat16), mask=whole & (n < N) & (m + 1 < M))
 
 
-@gluon.jit(do_not_specialize=["M", "programs"])
-def stream_kernel(
-    x_desc, w_desc, out, x_scale, w_scale, parts, arrived, M, N, K, programs,
-    STAGES: gl.constexpr, WHOLE: gl.constexpr, EARLY: gl.constexpr,
+@gluon.jit
+def _fill(
+    x_desc, w_desc, tiles, full, tile, step, num, steps, tiles_m,
+    ONE: gl.constexpr, WEIGHTS: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, TOLD: gl.constexpr,
 ):  # fmt: skip
+    """Sends for one operand of stages from FIRST to LAST; tells what stages from TOLD on will hold. The step after."""
+    for stage in gl.static_range(FIRST, LAST):
+        if stage >= TOLD:
+            mbarrier.expect(full.index(stage), x_desc.block_type.nbytes + w_desc.block_type.nbytes, pred=stage < num)
+        row, col = _place(tile, tiles_m, x_desc.block_type.shape[0], w_desc.block_type.shape[0], ONE)
+        depth = step * w_desc.block_type.shape[1]
+        if WEIGHTS:
+            tma.async_copy_global_to_shared(
+                w_desc, [col, depth], full.index(stage), tiles.index(stage), pred=stage < num
+            )
+        else:
+            tma.async_copy_global_to_shared(
+                x_desc, [row, depth], full.index(stage), tiles.index(stage), pred=stage < num
+            )
+        tile, step = _after(tile, step, steps)
+    return tile, step
+
+
+@gluon.jit(do_not_specialize=["M", "share", "longer"])
+def stream_kernel(
+    x_desc, w_desc, out_desc, out, x_scale, w_scale, sums, M, N, K, share, longer,
+    STAGES: gl.constexpr, WHOLE: gl.constexpr, EARLY: gl.constexpr, ONE: gl.constexpr, BEFORE: gl.constexpr,
+):  # fmt: skip
+    """Each program has `share` steps (of whole tiles: so many tiles), the first `longer` of them one more."""
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = w_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
+    PAIRS: gl.constexpr = BLOCK_M * BLOCK_N // 2
     BOTH: gl.constexpr = x_desc.block_type.nbytes + w_desc.block_type.nbytes
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, min(BLOCK_M, 128), 32]
     )
     x_tiles = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     w_tiles = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
+    staging = gl.allocate_shared_memory(gl.bfloat16, out_desc.block_type.shape, out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    get_ready("stream_kernel", 3)
+    if EARLY > 0:
+        gdc_launch_dependents()
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
     fence_async_shared()
+    me = gl.program_id(0)
     tiles_m, steps = gl.cdiv(M, BLOCK_M), gl.cdiv(K, BLOCK_K)
-    units = tiles_m * gl.cdiv(N, BLOCK_N) * steps
-    even = gl.cdiv(N, BLOCK_N) * tiles_m if WHOLE else units
-    first, stop = gl.program_id(0) * even // programs, (gl.program_id(0) + 1) * even // programs
+    first, num = me * share + gl.minimum(me, longer), share + (me < longer).to(gl.int32)
     if WHOLE:
-        first, stop = first * steps, stop * steps
-    if EARLY > 0:
-        gdc_launch_dependents()
-        if EARLY == 1:
-            gdc_wait()
-    for stage in gl.static_range(STAGES - 1):
-        unit = first + stage
-        _, col = _rows_and_channels(unit // steps, tiles_m, BLOCK_M, BLOCK_N)
-        mbarrier.expect(full.index(stage), BOTH, pred=unit < stop)
-        depth = unit % steps * BLOCK_K
-        tma.async_copy_global_to_shared(w_desc, [col, depth], full.index(stage), w_tiles.index(stage), pred=unit < stop)
+        tile, step, num = first, first * 0, num * steps
+    else:
+        tile = first // steps
+        step = first - tile * steps
+    if EARLY == 1:
+        gdc_wait()
+    ahead, deep = _fill(x_desc, w_desc, w_tiles, full, tile, step, num, steps, tiles_m, ONE, True, 0, BEFORE, 0)
     if EARLY == 2:
         gdc_wait()
-    for stage in gl.static_range(STAGES - 1):
-        unit = first + stage
-        row, _ = _rows_and_channels(unit // steps, tiles_m, BLOCK_M, BLOCK_N)
-        depth = unit % steps * BLOCK_K
-        tma.async_copy_global_to_shared(x_desc, [row, depth], full.index(stage), x_tiles.index(stage), pred=unit < stop)
-    ahead = first + STAGES - 1  # the step whose operands are loaded next, and where they lie
-    step = ahead % steps
-    row, w_row = _rows_and_channels(ahead // steps, tiles_m, BLOCK_M, BLOCK_N)
-    into, slot, phase = STAGES - 1, 0, 0
+    _fill(x_desc, w_desc, x_tiles, full, tile, step, num, steps, tiles_m, ONE, False, 0, STAGES, BEFORE)
+    ahead, deep = _fill(  # the step whose operands are loaded next
+        x_desc, w_desc, w_tiles, full, ahead, deep, num, steps, tiles_m, ONE, True, BEFORE, STAGES, STAGES
+    )
+    into, slot, phase, done = STAGES - 1, 0, 0, 0
     inside_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
-    inside_m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))
-    inside = gl.expand_dims(inside_n * BLOCK_M, 1) + gl.expand_dims(inside_m, 0)
-    for tile in range(first // steps, gl.cdiv(stop, steps)):
-        begin, end = gl.maximum(first - tile * steps, 0), gl.minimum(stop - tile * steps, steps)
-        top, left = _rows_and_channels(tile, tiles_m, BLOCK_M, BLOCK_N)
-        # Asked for now, needed at the end: it comes from memory while the tile is computed.
+    lanes = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    while done < num:
+        top, left = _place(tile, tiles_m, BLOCK_M, BLOCK_N, ONE)
+        # Asked for now, needed at the end: they come from memory while the tile is computed.
         by_col = gl.load(w_scale + left + inside_n, mask=left + inside_n < N, other=0.0)
+        by_row = gl.load(x_scale + top + lanes, mask=top + lanes < M, other=0.0)
         total = gl.zeros((BLOCK_N, BLOCK_M), gl.int32, layout)
-        for k in range(begin, end):
+        piece = gl.minimum(steps - step, num - done)
+        for k in range(piece):
             mbarrier.wait(full.index(slot), phase)
-            x_tile = x_tiles.index(slot).permute((1, 0))
-            total = warpgroup_mma(w_tiles.index(slot), x_tile, total, use_acc=k > begin, is_async=True)
+            turned = x_tiles.index(slot).permute((1, 0))
+            total = warpgroup_mma(w_tiles.index(slot), turned, total, use_acc=k > 0, is_async=True)
             total = warpgroup_mma_wait(1, deps=(total,))  # the step before this one is done with its operands
-            arrival = full.index(into)
-            mbarrier.expect(arrival, BOTH, pred=ahead < stop)
-            depth = step * BLOCK_K
-            tma.async_copy_global_to_shared(w_desc, [w_row, depth], arrival, w_tiles.index(into), pred=ahead < stop)
-            tma.async_copy_global_to_shared(x_desc, [row, depth], arrival, x_tiles.index(into), pred=ahead < stop)
+            if (done + k > 0) & (done + k + STAGES - 1 < num):
+                row, col = _place(ahead, tiles_m, BLOCK_M, BLOCK_N, ONE)
+                arrival, depth = full.index(into), deep * BLOCK_K
+                mbarrier.expect(arrival, BOTH)
+                tma.async_copy_global_to_shared(w_desc, [col, depth], arrival, w_tiles.index(into))
+                tma.async_copy_global_to_shared(x_desc, [row, depth], arrival, x_tiles.index(into))
+                ahead, deep = _after(ahead, deep, steps)
             phase = gl.where(slot == STAGES - 1, phase ^ 1, phase)
             slot = _next(slot, STAGES)
             into = _next(into, STAGES)
-            ahead += 1
-            step += 1
-            if step == steps:
-                step = 0
-                row, w_row = _rows_and_channels(ahead // steps, tiles_m, BLOCK_M, BLOCK_N)
         total = warpgroup_mma_wait(0, deps=(total,))
-        last = end > begin
-        if not WHOLE:  # noqa: SIM102  (this one is decided when it is compiled)
-            if end - begin < steps:
-                last, total = _add_up(
-                    total, parts, arrived, tile, begin, steps, units, programs, inside, BLOCK_M * BLOCK_N)  # fmt: skip
-        if last:
-            by_row = gl.load(x_scale + top + inside_m, mask=top + inside_m < M, other=0.0)
-            _finish(total, by_row, by_col, out, top, left, M, N, BLOCK_M, BLOCK_N)
+        if WHOLE or piece == steps:
+            here = gl.convert_layout(by_row, gl.SliceLayout(0, layout))
+            scaled = total.to(gl.float32) * gl.expand_dims(here, 0) * gl.expand_dims(by_col, 1)
+            put_all(out_desc, staging, scaled.to(gl.bfloat16), top, left)
+        else:
+            even = pairs_of(total)[0]
+            scales = scales_of_pairs(x_scale, w_scale, top, left, M, N, even)
+            add_piece(total, scales, sums + tile.to(gl.int64) * PAIRS, out, top, left, piece, steps, M, N)
+        done += piece
+        step = 0
+        tile += 1
+    tma.store_wait(0)
 
 
 def num_shares(t: Stream, m: int, n: int, k: int, num_sms: int) -> int:
@@ -187,20 +261,26 @@ def launch_stream(
     arrived: torch.Tensor | None, t: Stream,
 ) -> torch.Tensor:  # fmt: skip
     (m, k), n = x.shape, len(w)
+    if not t.whole and (k >= DEEPEST or k > MOST_STEPS * t.block_k):  # pieces' sums and steps have so many bits
+        t = replace(t, whole=True)
     tiles = -(-m // t.block_m) * -(-n // t.block_n)
     sms = t.programs or torch.cuda.get_device_properties(x.device).multi_processor_count
     programs = num_shares(t, m, n, k, sms)
-    shared = 1 if t.whole else programs * t.block_m * t.block_n * 2
-    parts = torch.empty(shared, dtype=torch.int32, device=x.device)
+    share, longer = divmod(tiles if t.whole else tiles * -(-k // t.block_k), programs)
+    size = tiles * t.block_m * t.block_n  # two 32-bit numbers for each pair of rows
     if t.whole:
-        arrived = parts
-    elif arrived is None or len(arrived) < tiles:
-        arrived = torch.zeros(tiles, dtype=torch.int32, device=x.device)
+        arrived = torch.empty(2, dtype=torch.int32, device=x.device)  # nobody looks at it
+    elif arrived is None or len(arrived) < size:
+        arrived = torch.zeros(size, dtype=torch.int32, device=x.device)
+    turned = [min(t.block_m, STAGING_BYTES // (2 * t.block_n)), t.block_n]
     bytes_8 = gl.NVMMASharedLayout.get_default_for([t.block_n, t.block_k], gl.int8)
+    bytes_16 = gl.NVMMASharedLayout.get_default_for(turned, gl.bfloat16)
     stream_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [t.block_m, t.block_k], bytes_8),
         TensorDescriptor.from_tensor(w, [t.block_n, t.block_k], bytes_8),
-        out, x_scale, w_scale, parts, arrived, m, n, k, programs, STAGES=t.num_stages, WHOLE=t.whole,
-        EARLY=t.early, num_warps=t.num_warps, **({"launch_pdl": True} if t.early else {}),
+        TensorDescriptor.from_tensor(out, turned, bytes_16),
+        out, x_scale, w_scale, arrived.view(torch.int64), m, n, k, share, longer,
+        STAGES=t.num_stages, WHOLE=t.whole, EARLY=t.early, ONE=m <= t.block_m, BEFORE=t.before or t.num_stages,
+        num_warps=t.num_warps, **({"launch_pdl": True} if t.early else {}),
     )  # fmt: skip
     return out

@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 if TYPE_CHECKING:
-    from tripool.kernels.triton.int8_gemm import Wide
+    from tripool.kernels.triton.tilings import Wide
 
 
 @gluon.jit
