@@ -8,11 +8,13 @@
 | answer length      | mean tokens                                              | ≥ 40    |
 | distinct answers   | share of the answers                                     | ≥ 90 %  |
 | ended by itself    | share within 300 tokens                                  | ≥ 95 %  |
-| draft acceptance   | MTP drafts that came true, at temperature 0              | ≥ 0.72  |
+| draft acceptance   | MTP drafts that came true; also told for temperature 0   | ≥ 0.72  |
 | held-out           | perplexity over the bootstrap model's on the same tokens | ≤ 0.99  |
 
 The 200 prompts lie in `assistant_prompts.txt`: subjects and wordings that the prompt maker of `train/distil` does not
-have. Answers to a fixed list of questions are printed to be read, at temperature 0 and 0.7.
+have. They are answered at temperature 0.7. Acceptance moves by 0.01 from one set of random draws to another, so it is
+the mean of ten sets, with its standard error beside it; the other rows are of the first set. Answers to a fixed list of
+questions are printed to be read, at temperature 0 and 0.7.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import argparse
 import json
 import math
 import os
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +40,7 @@ from tripool.text import Tokenizer
 from tripool.train.distil.clean import WORD, normalised, repeated_share
 
 PROMPTS = Path(__file__).with_name("assistant_prompts.txt")
-MAX_TOKENS, TEMPERATURE, WINDOW = 300, 0.7, 512
+MAX_TOKENS, TEMPERATURE, WINDOW, NUM_SETS = 300, 0.7, 512, 10
 READ = (
     "Hello!", "Who are you?", "Why is the sky blue?", "Why do we sleep?", "How do plants drink water?",
     "How is bread made?", "Why do cats purr?", "Tell me a story about a fox named Mira.",
@@ -89,8 +92,10 @@ def mean_repeated(texts: Sequence[str]) -> float:
     return repeats / runs if runs else 0.0
 
 
-def sample(llm: LLM, prompts: Sequence[str], temperature: float) -> list[Generation]:
-    params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=MAX_TOKENS) for seed in range(len(prompts))]
+def sample(llm: LLM, prompts: Sequence[str], temperature: float, number: int = 0) -> list[Generation]:
+    """Every set, by its number, has seeds of its own."""
+    seeds = range(1000 * number, 1000 * number + len(prompts))
+    params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=MAX_TOKENS) for seed in seeds]
     return llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
 
 
@@ -101,13 +106,21 @@ def score_rows(name: str, scores: Scores, count: int) -> Iterator[Row]:
     yield Row(name=f"{name}: answer length", ours=scores.mean_tokens, peer=40.0, unit="tokens", target=1.0, note=note)
     yield Row(name=f"{name}: distinct answers", ours=scores.distinct, peer=0.9, unit="share", target=1.0, note=note)
     yield Row(name=f"{name}: ended by itself", ours=scores.ended, peer=0.95, unit="share", target=1.0, note=note)
-    yield Row(name=f"{name}: draft acceptance, sampled", ours=scores.acceptance, peer=0.72, unit="share", target=None,
-              note=f"{note}; for information")  # fmt: skip
 
 
-def acceptance_row(name: str, scores: Scores, count: int) -> Row:
-    note = f"{count} prompts outside the training mix, temperature 0"
-    return Row(name=f"{name}: draft acceptance", ours=scores.acceptance, peer=0.72, unit="share", target=1.0, note=note)
+def acceptance_rows(name: str, sets: Sequence[Scores], likeliest: Scores, count: int) -> Iterator[Row]:
+    """`sets`: of several sets of random draws; `likeliest`: at temperature 0, where nothing is drawn."""
+    title = f"{name}: draft acceptance"
+    shares = [scores.acceptance for scores in sets if scores.acceptance is not None]
+    if len(shares) < 2:
+        yield Row(name=title, ours=None, peer=0.72, unit="share", target=1.0, note="this model does not draft")
+        return
+    error = statistics.stdev(shares) / math.sqrt(len(shares))
+    yield Row(name=title, ours=statistics.mean(shares), peer=0.72, unit="share", target=1.0,
+              note=f"temperature {TEMPERATURE:g}, {len(shares)} sets of {count} answers from {min(shares):.3f} to "
+                   f"{max(shares):.3f}, standard error {error:.4f}", details={"sets": shares})  # fmt: skip
+    yield Row(name=f"{title}, temperature 0", ours=likeliest.acceptance, peer=0.72, unit="share", target=None,
+              note=f"{count} answers; for information")  # fmt: skip
 
 
 @torch.inference_mode()
@@ -178,10 +191,12 @@ def main() -> int:
     origin = Origin.now()
     prompts = PROMPTS.read_text("utf-8").splitlines()[:: 5 if options.quick else 1]
     with LLM(options.model, threads=options.threads) as llm:
-        name, answers, likeliest = llm.name, sample(llm, prompts, TEMPERATURE), sample(llm, prompts, 0.0)
+        name, answers = llm.name, sample(llm, prompts, TEMPERATURE)
+        sets = [Scores.of(answers)]
+        sets += [Scores.of(sample(llm, prompts, TEMPERATURE, number)) for number in range(1, NUM_SETS)]
+        likeliest = Scores.of(sample(llm, prompts, 0.0))
         read = read_aloud(llm)
-    rows = list(score_rows(name, Scores.of(answers), len(prompts)))
-    rows.append(acceptance_row(name, Scores.of(likeliest), len(prompts)))
+    rows = [*score_rows(name, sets[0], len(prompts)), *acceptance_rows(name, sets, likeliest, len(prompts))]
     if options.heldout:
         count = 50 if options.quick else 400
         rows.append(held_out_row(name, options.model, options.bootstrap, options.heldout, count))
@@ -190,7 +205,8 @@ def main() -> int:
     print_table(rows, origin, f"An assistant worth talking to: {name}")
     if options.json:
         said = dict(zip(prompts, (answer.text for answer in answers), strict=True))
-        rows[0] = replace(rows[0], details={"read": read, "answers": said})
+        repeated = [scores.repeated for scores in sets]
+        rows[0] = replace(rows[0], details={"read": read, "answers": said, "sets": repeated})
         write_json(rows, origin, options.json)
     return 0 if all(row.ok is not False for row in rows) else 1
 

@@ -67,6 +67,26 @@ def test_the_fast_draw_is_the_plain_one(variant: str) -> None:
 
 @pytest.mark.skipif(not variants(), reason="no compiled kernels")
 @pytest.mark.parametrize("variant", variants())
+def test_the_fast_draw_leaves_nobody_out_who_could_win(variant: str) -> None:
+    """Tokens of much noise, up to the most there is, just over and just under the likeliest one, which may have little.
+    All others are far below and need no noise at all."""
+    hashes, outcomes = token_hashes(8192), set()
+    for position in (*range(40), 576, 1072, 6615):
+        key = noise_key(1, 0, position)
+        noise = gumbel(key, hashes)
+        for challenger in noise.topk(5).indices.tolist():
+            for likeliest, gap in ((0, -1e-4), (int(noise.argmin()), 1e-4), (8191, -1e-4), (4000, 1e-4)):
+                logits = torch.full((8192,), -60.0)
+                logits[challenger] = -20.0
+                logits[likeliest] = -20.0 + noise[challenger] - noise[likeliest] + gap
+                chosen = library(variant).tripool_draw(logits.data_ptr(), 8192, 1.0, key)
+                assert chosen == draw(logits, 1.0, key, hashes)
+                outcomes.add(chosen == challenger)
+    assert outcomes == {False, True}
+
+
+@pytest.mark.skipif(not variants(), reason="no compiled kernels")
+@pytest.mark.parametrize("variant", variants())
 def test_the_fast_largest_is_the_first_of_the_largest(variant: str) -> None:
     for count in (1, 2, 15, 16, 17, 1000, 8192):
         rows = torch.randn(5, count, generator=torch.Generator().manual_seed(count))

@@ -114,22 +114,27 @@ def test_a_row_does_not_depend_on_its_neighbours():
     assert len({s.token_id for s in together}) > 5
 
 
+@pytest.mark.parametrize("known", [VOCAB, VOCAB // 4], ids=["all", "first"])
 @pytest.mark.parametrize(
     "params",
     [
         {"temperature": 0},
         {"temperature": 0, "logprobs": 2},
+        {"temperature": 0.7},
         {"temperature": 0.7, "top_p": 0.9, "logprobs": 2},
         {"temperature": 1.0, "repetition_penalty": 1.5, "frequency_penalty": 0.4, "min_tokens": 9, "end_ids": [4]},
-        {"temperature": 0.8, "top_k": 5, "min_p": 0.1, "logit_bias": {3: 4.0}},
+        {"temperature": 0.8, "top_k": 5, "min_p": 0.1, "logit_bias": {3: 4.0, VOCAB - 1: 9.0}},
     ],
 )
-def test_a_guess_is_what_would_be_sampled_from_the_same_logits(params):
+def test_a_guess_is_what_would_be_sampled_from_the_same_logits(params, known):
+    """Of which a guess may have those of the first ids only: the others are then out of the question."""
     torch.manual_seed(2)
     logits = torch.randn(12, VOCAB) * 2
+    logits[:, known:] = float("-inf")
     seqs = [seq(seed=i, generated=[i, i, 4], **params) for i in range(12)]
     sampler = Sampler(VOCAB)
-    assert sampler.guess(logits.clone(), seqs) == [s.token_id for s in sampler.sample(logits.clone(), seqs)]
+    sampled = [s.token_id for s in sampler.sample(logits.clone(), seqs)]
+    assert sampler.guess(logits[:, :known].clone(), seqs) == sampled
 
 
 def test_temperature_flattens_and_top_p_cuts():

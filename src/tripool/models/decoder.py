@@ -17,8 +17,8 @@ from tripool.models.mla import latent_attention
 from tripool.models.mlp import dense_mlp, expert_mlp
 from tripool.models.rope import turn_table
 
-_DRAFT_TOKENS = 3072
-"""Least number of tokens a draft chooses from. Ids follow the order in which a vocabulary was learned: common first."""
+_DRAFT_TOKENS = 8192
+"""Least number of tokens a draft chooses from, of a larger vocabulary its first quarter: common ids come first."""
 
 
 def attention_half(loader: Loader, prefix: str, arch: Arch) -> AttentionHalf:

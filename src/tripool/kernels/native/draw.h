@@ -46,11 +46,22 @@ INLINE vf log_of(vf x) {
     return (m + y) + times(e, splat(0.693359375f));
 }
 
-INLINE vf gumbel_of(vq tokens, uint64_t key) {
-    const vq bits = mix(mix((tokens + 1) * 0x9E3779B97F4A7C15u) + key) >> 41;
-    const vf uniform = (__builtin_convertvector(__builtin_convertvector(bits, vi), vf) + splat(0.5f)) * splat(0x1p-23f);
+/* 23 random bits for each token. */
+INLINE vi bits_of(vq tokens, uint64_t key) {
+    return __builtin_convertvector(mix(mix((tokens + 1) * 0x9E3779B97F4A7C15u) + key) >> 41, vi);
+}
+
+INLINE vf gumbel_of(vi bits) {
+    const vf uniform = (__builtin_convertvector(bits, vf) + splat(0.5f)) * splat(0x1p-23f);
     return -log_of(-log_of(uniform));
 }
+
+/* What `gumbel_of` stays below: -log(-log(1 - w)) < -log(w), and w is at least the power of two in its exponent. */
+INLINE vf noise_below(vi bits) {
+    const vf w = (__builtin_convertvector(splat_int(0x7fffff) - bits, vf) + splat(0.5f)) * splat(0x1p-23f);
+    return __builtin_convertvector(splat_int(127) - ((vi)w >> 23), vf) * splat(0.6932f); /* a little over log(2) */
+}
+#define MOST_NOISE 16.7f /* of any token: w is 2^-24 or more */
 
 /* The first of the largest, of which each lane has its own first. */
 INLINE int first_of_largest(vf best, vi best_at) {
@@ -74,13 +85,22 @@ static int largest(const float *values, int count) {
     return first_of_largest(best, best_at);
 }
 
+/* The likeliest token with its noise is a mark that most others cannot reach: whatever theirs may be, or by a bound on
+ * it. Only the few that are left need theirs, whose logarithms are most of the work. Sums are rounded in order: who is
+ * below the mark with more noise is below it with its own. */
 static int draw(const float *logits, int count, float temperature, uint64_t key) {
+    const int likeliest = largest(logits, count);
+    const vf divisor = splat(temperature);
+    const vf mark = splat(logits[likeliest]) / divisor + gumbel_of(bits_of((uint64_t)likeliest - (vq){0}, key));
     vf best = splat(-INFINITY);
     vi best_at = {0}, at = LANE_NUMBERS;
     vq tokens = LANE_NUMBERS;
-    const vf divisor = splat(temperature);
     for (int i = 0; i < count; i += LANES, at += LANES, tokens += LANES) {
-        const vf value = load_upto(logits + i, count - i) / divisor + gumbel_of(tokens, key);
+        vf value = load_upto(logits + i, count - i) / divisor;
+        if (!total_of(value + splat(MOST_NOISE) >= mark)) continue;
+        const vi bits = bits_of(tokens, key);
+        if (!total_of(value + noise_below(bits) >= mark)) continue;
+        value += gumbel_of(bits);
         const vi better = (value > best) & (at < splat_int(count));
         best = choose(better, value, best);
         best_at = (at & better) | (best_at & ~better);
