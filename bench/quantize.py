@@ -7,27 +7,31 @@
 |--------------|--------------------------------------|--------------|-----------------------------------------|
 | served       | our 8-bit kernels on the INT8 folder | float32      | the model's own answers to 20 questions |
 | layout       | integers, inputs rounded by token    | float32      | the same                                |
+| … greedy     | both                                 | float32      | its own greedy answers to 36 questions  |
 | served prose | our 8-bit kernels on the INT8 folder | float32      | this project's README and decisions     |
 | layout prose | integers, inputs rounded by token    | float32      | the same                                |
+| bf16         | transformers computing in bfloat16   | float32      | each of the three; nothing is quantised |
 | ablation     | KL with one technique, or all        | KL with none | both texts, layout arithmetic           |
-| 16 B         | most memory of `tripool quantize`    | 6 GB         | none: without calibration data          |
+| 16 B         | most memory of `tripool quantize`    | 6 GB         | none, and what is built in              |
+
+Own answers are drawn at temperature 0.7. Greedy ones are float32's likeliest tokens, so the next-token agreement there
+is the share of float32's greedy decisions that are also ours, each after what float32 wrote. Small models soon repeat
+themselves when greedy, and a loop is easily agreed with: each greedy answer ends where the first run of six tokens
+comes again.
 
 Of an answer's window only the answer counts: the question and the template around it are read and not scored, or one
 template would be scored twenty times.
 
 `--tiny` names the bundled model's original in BF16; without it the bundled integers, multiplied out, are quantised
 again, which loses little. `--large FOLDER` makes a random checkpoint shaped like DeepSeek-V2-Lite in there (47 GB with
-its result), quantises and removes it. `--keep` measures the bars alone, with another share of growth by parts in floats
-than the quantiser's own.
+its result), quantises it without data and with everything, and removes it. `--keep` measures the bars alone, with
+another share of growth by parts in floats than the quantiser's own.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -38,9 +42,9 @@ from pathlib import Path
 import torch
 
 from harness import REPO, Origin, Row, print_table, write_json
+from quantize_large import NUM_LAYERS, large_rows
 from tripool import LLM, SamplingParams
-from tripool.checkpoints import Checkpoint, TensorInfo, open_checkpoint
-from tripool.checkpoints.write import SafetensorsWriter
+from tripool.checkpoints import Checkpoint, open_checkpoint
 from tripool.kernels.cpu8.library import set_threads
 from tripool.quant import PLAIN, Comparison, Side, Techniques, compare, quantize, read_windows
 from tripool.quant.evaluate import PROMPT_TOKENS
@@ -55,11 +59,22 @@ QUESTIONS = (
     "Is a tomato a fruit or a vegetable?", "Say something kind to a tired teacher.",
     "What should I see in an old town near the sea?", "Explain what a prime number is, with an example.",
 )  # fmt: skip
+MORE_QUESTIONS = (
+    "How does a refrigerator keep food cold?", "Write a letter to a friend who has moved away.",
+    "What is the difference between weather and climate?", "Give me three ideas for a rainy afternoon.",
+    "Why do leaves change colour in autumn?", "How do I remove a coffee stain from a shirt?",
+    "Tell me about the history of the telephone.", "What makes bread rise?", "Describe a busy market in the morning.",
+    "How do whales breathe?", "Explain what a loop is in a computer program.", "Why is it important to drink water?",
+    "What should I pack for a week in the mountains?", "How can I learn to play the guitar?",
+    "Write a short dialogue between a cat and a mouse.", "What is a budget, and why would I need one?",
+)  # fmt: skip
 PROSE = (REPO / "README.md", REPO / "docs" / "decisions.md")
 CALIBRATION_TOKENS, WINDOW, ANSWER_TOKENS = 4096, 512, 160
+RUN_TOKENS = 6
+"""A run of this many tokens that comes again is a loop."""
 PERPLEXITY_TARGET, AGREEMENT_TARGET = 1.01, 0.97
-SIZE_TARGET = 0.61
-LARGE_GB = 6.0
+SCALES_SHARE = 0.01
+"""Of BF16's bytes: what scales may add to the integers and the parts in floats."""
 NONE = {"suppress": False, "search": False, "compensate": False, "keep": 0.0}
 ABLATION = {
     "all": Techniques(),
@@ -75,6 +90,7 @@ class Text:
     windows: list[list[int]]
     starts: list[int]
     """Of each window, the first token that counts."""
+    note: str = ""
 
     def __add__(self, other: Text) -> Text:
         return Text(self.windows + other.windows, self.starts + other.starts)
@@ -89,16 +105,21 @@ class Bench:
         self._tokenizer = Tokenizer(self.checkpoint.text)
         self._calibration = self._windows(None, CALIBRATION_TOKENS)
         self.own = own_answers(model, QUESTIONS[: 6 if quick else None], threads)
+        greedy = QUESTIONS[:6] if quick else QUESTIONS + MORE_QUESTIONS
+        self.greedy = own_answers(model, greedy, threads, greedy=True)
         prose_tokens = 512 if quick else 1536
         windows = [window for path in PROSE for window in self._windows(path, prose_tokens)]
         self.prose = Text(windows, [1] * len(windows))
-        self._float = self._side(self.checkpoint, "float32")
+        self.float_side = self._side(self.checkpoint, "float32")
 
     def _windows(self, path: Path | None, num_tokens: int) -> list[list[int]]:
         return read_windows(path, self._tokenizer, num_tokens=num_tokens, window=WINDOW)
 
     def _side(self, checkpoint: Checkpoint, arithmetic: str) -> Side:
         return Side(checkpoint, arithmetic, window=WINDOW, num_answers=len(QUESTIONS))
+
+    def texts(self) -> list[tuple[str, Text]]:
+        return [("", self.own), (" greedy", self.greedy), (" prose", self.prose)]
 
     def quantize(self, label: str, techniques: Techniques) -> tuple[Path, dict[str, float]]:
         target = self._scratch / f"{self.name} {label}"
@@ -114,30 +135,89 @@ class Bench:
     def compare(self, target: Path, arithmetic: str, text: Text, *, num_answers: int = 0) -> Comparison:
         with open_checkpoint(target) as checkpoint:
             side = self._side(checkpoint, arithmetic)
-        found = compare(self._float, side, text.windows, starts=text.starts, num_answers=num_answers)
+        found = compare(self.float_side, side, text.windows, starts=text.starts, num_answers=num_answers)
         tell(f"{self.name}: {arithmetic}: {found}")
         return found
 
 
-def own_answers(model: str, questions: Sequence[str], threads: int) -> Text:
+def own_answers(model: str, questions: Sequence[str], threads: int, *, greedy: bool = False) -> Text:
     """Prompt and answer of each question, as tokens: text of the kind that the model was made for."""
+    temperature = 0.0 if greedy else 0.7
     with LLM(model, precision="float32", threads=threads) as llm:
-        params = [SamplingParams(temperature=0.7, seed=i, max_tokens=ANSWER_TOKENS) for i in range(len(questions))]
+        seeds = range(len(questions))
+        params = [SamplingParams(temperature=temperature, seed=i, max_tokens=ANSWER_TOKENS) for i in seeds]
         talks = [[{"role": "user", "content": question}] for question in questions]
-        answers = llm.chat(talks, params)
+        answers = [answer.choices[0].token_ids for answer in llm.chat(talks, params)]
         prompts = [llm.tokenizer.encode_chat(talk) for talk in talks]
-    pairs = [(p, answer.choices[0].token_ids) for p, answer in zip(prompts, answers, strict=True)]
+    repeated = sum(map(num_repeated, answers)) / max(sum(len(a) - RUN_TOKENS + 1 for a in answers), 1)
+    if greedy:
+        answers = [before_loop(answer) for answer in answers]
+    pairs = list(zip(prompts, answers, strict=True))
     long_enough = [(p, a) for p, a in pairs if a and len(p) + len(a) > PROMPT_TOKENS]
-    return Text([[*p, *a][:WINDOW] for p, a in long_enough], [len(p) for p, _ in long_enough])
+    note = f"{repeated:.1%} of runs of {RUN_TOKENS} were repeated{', and are cut away' if greedy else ''}"
+    return Text([[*p, *a][:WINDOW] for p, a in long_enough], [len(p) for p, _ in long_enough], note)
+
+
+def repeats(answer: Sequence[int]) -> Iterator[int]:
+    """Where a run of tokens begins that was there before."""
+    seen: set[tuple[int, ...]] = set()
+    for start in range(len(answer) - RUN_TOKENS + 1):
+        run = tuple(answer[start : start + RUN_TOKENS])
+        if run in seen:
+            yield start
+        seen.add(run)
+
+
+def num_repeated(answer: Sequence[int]) -> int:
+    return sum(1 for _ in repeats(answer))
+
+
+def before_loop(answer: Sequence[int]) -> Sequence[int]:
+    return answer[: next(repeats(answer), len(answer))]
+
+
+class BfloatSide:
+    """transformers, computing in bfloat16: what is lost where nothing is quantised."""
+
+    def __init__(self, checkpoint: Checkpoint, vocab: int) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.vocab = vocab
+        if checkpoint.path.is_dir():
+            self._model = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.bfloat16)
+            return
+        config = AutoConfig.for_model(**checkpoint.config)
+        self._model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        weights = {name: torch.empty(info.shape) for name, info in checkpoint.infos().items()}
+        for name, values in weights.items():
+            checkpoint.read(name, values)
+        self._model.load_state_dict(weights, strict=checkpoint.config.get("tie_word_embeddings") is False)
+
+    def logits(self, window: Sequence[int]) -> torch.Tensor:
+        found: torch.Tensor = self._model(torch.tensor([window])).logits[0].float()
+        return found
+
+
+def bfloat_rows(bench: Bench) -> Iterator[Row]:
+    """No target: it is what 16 bits give, beside which 97 % is to be read."""
+    side = BfloatSide(bench.checkpoint, bench.float_side.vocab)
+    for label, text in bench.texts():
+        found = compare(bench.float_side, side, text.windows, starts=text.starts, num_answers=0)
+        tell(f"{bench.name}: bf16 {label}: {found}")
+        yield Row(
+            name=f"{bench.name} bf16{label}: next token as float32's",
+            ours=found.next_token_agreement,
+            peer=1.0,
+            unit="share of tokens",
+            target=None,
+            note=f"nothing quantised; KL {found.mean_kl:.2g} nats, perplexity {found.perplexity_change:+.2%}",
+            details=found.as_dict(),
+        )
 
 
 def quality_rows(bench: Bench, target: Path, said: dict[str, float], how: str = "") -> Iterator[Row]:
-    for label, arithmetic, text in (
-        ("served", "int8", bench.own),
-        ("layout", "w8a8", bench.own),
-        ("served prose", "int8", bench.prose),
-        ("layout prose", "w8a8", bench.prose),
-    ):
+    both = (("served", "int8"), ("layout", "w8a8"))
+    for label, arithmetic, text in [(f"{a}{b}", how, text) for b, text in bench.texts() for a, how in both]:
         found = bench.compare(target, arithmetic, text, num_answers=len(QUESTIONS))
         details = found.as_dict() | {"quantiser": said, "arithmetic": arithmetic}
         note = f"KL {found.mean_kl:.2g} nats, greedy {found.greedy_agreement:.1%} before the first difference"
@@ -157,13 +237,15 @@ def quality_rows(bench: Bench, target: Path, said: dict[str, float], how: str = 
             peer=1.0,
             unit="share of tokens",
             target=AGREEMENT_TARGET,
-            note=f"{found.num_tokens} tokens",
+            note=", ".join(filter(None, (f"{found.num_tokens} tokens", text.note))),
         )
 
 
 def model_rows(bench: Bench, quick: bool) -> Iterator[Row]:
     """All techniques first: if time runs out, the bars are there and some of the ablation is not."""
     text = bench.own + bench.prose
+    if not quick and "quantization_config" not in bench.checkpoint.config:  # of floats: tiny only with `--tiny`
+        yield from bfloat_rows(bench)
     folder, said = bench.quantize("none", PLAIN)
     plain = bench.compare(folder, "w8a8", text)
     yield size_row(bench, "plain rounding", said)
@@ -193,11 +275,11 @@ def model_rows(bench: Bench, quick: bool) -> Iterator[Row]:
 
 def kept_rows(bench: Bench, keep: float) -> Iterator[Row]:
     folder, said = bench.quantize(f"keep {keep}", Techniques(keep=keep))
-    yield size_row(bench, f"keep {keep}", said)
+    yield size_row(bench, f"keep {keep}", said, keep)
     yield from quality_rows(bench, folder, said, f" keep {keep}")
 
 
-def size_row(bench: Bench, label: str, said: dict[str, float]) -> Row:
+def size_row(bench: Bench, label: str, said: dict[str, float], keep: float = Techniques().keep) -> Row:
     """Linears alone: the embedding stays as it is, and is most of a small model and little of a large one."""
     infos = bench.checkpoint.infos().values()
     whole = 2 * sum(int(torch.Size(info.shape).numel()) for info in infos)
@@ -207,85 +289,9 @@ def size_row(bench: Bench, label: str, said: dict[str, float]) -> Row:
         ours=(said["stored_bytes"] - (whole - linears)) / 1e6,
         peer=linears / 1e6,
         unit="MB",
-        target=SIZE_TARGET,
+        target=(1 + keep) / 2 + SCALES_SHARE,
         lower_is_better=True,
         note=f"the whole model is {said['stored_bytes'] / whole:.1%} of BF16",
-    )
-
-
-V2_LITE = {
-    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_act": "silu",
-    "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27,
-    "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "q_lora_rank": None,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64, "n_shared_experts": 2,
-    "num_experts_per_tok": 6, "first_k_dense_replace": 1, "moe_layer_freq": 1, "vocab_size": 102400,
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000, "routed_scaling_factor": 1.0,
-    "scoring_func": "softmax", "topk_method": "greedy", "norm_topk_prob": False, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}  # fmt: skip
-
-
-def v2_lite_shapes(layer: int) -> dict[str, tuple[int, ...]]:
-    hidden, prefix = 2048, f"model.layers.{layer}"
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (16 * 192, hidden), "self_attn.kv_a_proj_with_mqa": (576, hidden),
-        "self_attn.kv_a_layernorm": (512,), "self_attn.kv_b_proj": (16 * 256, 512),
-        "self_attn.o_proj": (hidden, 16 * 128),
-    }  # fmt: skip
-    mlps = {"mlp": 10944} if layer == 0 else {"mlp.shared_experts": 2816}
-    if layer:
-        shapes["mlp.gate"] = (64, hidden)
-        mlps |= {f"mlp.experts.{i}": 1408 for i in range(64)}
-    for name, width in mlps.items():
-        shapes |= {f"{name}.gate_proj": (width, hidden), f"{name}.up_proj": (width, hidden)}
-        shapes[f"{name}.down_proj"] = (hidden, width)
-    return {f"{prefix}.{name}.weight": shape for name, shape in shapes.items()}
-
-
-def write_large(folder: Path) -> int:
-    """Random BF16 weights, a shard for each layer. One pool of random numbers, read from other places each time."""
-    dice = torch.Generator().manual_seed(0)
-    pool = torch.randn(2**28, generator=dice).mul_(0.02).bfloat16()
-    weight_map, total = {}, 0
-    rest = {"model.embed_tokens.weight": (102400, 2048), "lm_head.weight": (102400, 2048), "model.norm.weight": (2048,)}
-    for i, shapes in enumerate([rest, *(v2_lite_shapes(layer) for layer in range(27))]):
-        shard = f"model-{i + 1:05}-of-00028.safetensors"
-        writer = SafetensorsWriter(folder / shard, {name: TensorInfo(shape, "BF16") for name, shape in shapes.items()})
-        for name, shape in shapes.items():
-            size = int(torch.Size(shape).numel())
-            start = int(torch.randint(0, len(pool) - size, (1,), generator=dice))
-            writer.put(name, pool[start : start + size].view(shape))
-            total += size
-        writer.finish()
-        weight_map |= dict.fromkeys(shapes, shard)
-        tell(f"16 B: shard {i + 1} of 28 written")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    (folder / "config.json").write_text(json.dumps(V2_LITE))
-    return total
-
-
-def large_row(scratch: Path) -> Row:
-    with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        source, target = Path(folder) / "v2-lite", Path(folder) / "int8"
-        source.mkdir()
-        num_weights = write_large(source)
-        began_s = time.monotonic()
-        command = [sys.executable, "-m", "tripool", "quantize", str(source), str(target), "--tokens", "0"]
-        done = subprocess.run([*command, "--no-search"], stdout=subprocess.DEVNULL)
-        most_gb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
-        wall_s = time.monotonic() - began_s
-        finished = done.returncode == 0 and (target / "config.json").exists()
-        stored = sum(file.stat().st_size for file in target.glob("*.safetensors"))
-    return Row(
-        name=f"16 B synthetic ({num_weights / 1e9:.1f} B weights): most memory of quantize",
-        ours=most_gb if finished else None,
-        peer=LARGE_GB,
-        unit="GB resident",
-        target=1.0,
-        lower_is_better=True,
-        note=f"plain rounding without data; {wall_s:.0f} s, {stored / 1e9:.1f} GB written" if finished else "it failed",
-        details={"wall_s": wall_s, "stored_bytes": stored},
     )
 
 
@@ -300,16 +306,23 @@ def main() -> int:
     parser.add_argument("--tiny", default="tiny", metavar="FOLDER", help="the bundled model's original")
     parser.add_argument("--keep", type=float, metavar="SHARE", help="the bars alone, with this growth allowed")
     parser.add_argument("--large", type=Path, metavar="FOLDER", help="also the 16 B checkpoint, made in this folder")
+    parser.add_argument(
+        "--large-layers",
+        type=int,
+        default=NUM_LAYERS,
+        help="of it, for a quicker look: one layer is in memory at a time",
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     origin, rows = Origin.now(), []
-    # First: the most memory of any child so far is what is read, and this is to be the first child.
     if options.large:
-        rows.append(large_row(options.large))
-        if options.json:
-            write_json(rows, origin, options.json)
+        for row in large_rows(options.large, num_layers=options.large_layers):
+            rows.append(row)
+            tell(f"  {row}")
+            if options.json:
+                write_json(rows, origin, options.json)
     default = "tiny" if options.quick else "tiny,smollm2"
     names = [name for name in (default if options.models is None else options.models).split(",") if name]
     for name in names:

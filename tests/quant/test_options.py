@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tripool.cli.quantize import register
 from tripool.errors import InvalidRequest
 from tripool.quant.options import Candidate, Techniques, choose_kept
 
@@ -43,3 +45,11 @@ def test_the_most_error_per_byte_stays_first() -> None:
 def test_a_budget_is_a_share(keep: float) -> None:
     with pytest.raises(InvalidRequest, match="keep"):
         Techniques(keep=keep)
+
+
+def test_the_command_has_the_defaults_of_the_library() -> None:
+    """They are written twice, because the command must not import torch before it is called."""
+    app = typer.Typer()
+    register(app)
+    said = {one.name: one.default for one in typer.main.get_command(app).params}
+    assert {name: said[name] for name in Techniques().as_dict()} == Techniques().as_dict()

@@ -44,6 +44,18 @@ def test_a_searched_scale_is_never_worse_on_what_was_seen(seed: int, out: int, w
     assert found.isfinite().all()
 
 
+@pytest.mark.parametrize("count", [5, 40, 90])
+def test_errors_of_few_rows_are_those_of_their_second_moments(count: int) -> None:
+    """Few rows are multiplied themselves, which is cheaper; many are not, and then a sample of them is no more."""
+    dice = torch.Generator().manual_seed(count)
+    rows, difference = torch.randn(count, 40, generator=dice), torch.randn(6, 40, generator=dice)
+    known = seen_of(rows)
+    torch.testing.assert_close(known.errors(difference), output_errors(difference, rows), rtol=1e-4, atol=1e-4)
+    known.rows = known.sample(3)
+    assert len(known.rows) <= 3
+    torch.testing.assert_close(known.errors(difference), output_errors(difference, rows), rtol=1e-4, atol=1e-4)
+
+
 def test_heavy_tails_are_clipped() -> None:
     """One large weight, read by a column that is hardly ever there: the rest gains more than it loses."""
     dice = torch.Generator().manual_seed(5)

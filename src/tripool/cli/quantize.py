@@ -32,7 +32,7 @@ def register(app: typer.Typer) -> None:
         suppress: Annotated[bool, typer.Option(help="Scale outliers out of activations and into weights.")] = True,
         search: Annotated[bool, typer.Option(help="Search each channel's clipping by output error.")] = True,
         compensate: Annotated[bool, typer.Option(help="Feed a column's rounding error to the next ones.")] = True,
-        keep: Annotated[float, typer.Option(help="Most growth by parts that stay in floats, as a share.")] = 0.2,
+        keep: Annotated[float, typer.Option(help="Most growth by parts that stay in floats, as a share.")] = 0.4,
         vocabulary: Annotated[bool, typer.Option(help="Round embedding and head too.")] = False,
         threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores when not given.")] = None,
     ) -> None:

@@ -1,13 +1,15 @@
 """Outlier suppression by scalings that change nothing: a factor out of an input's columns and into their weights.
 
-All factors are powers of two, so the network computes the same bits as before, in any float format: what is lost is
-lost in rounding alone. How far to go is tried out on calibration rows.
+Where something that stays in 16-bit floats takes part (a router, a bias) factors are powers of two, and it stays the
+same bits. Elsewhere any number does: what is multiplied becomes integers of a per-row scale anyway, and a norm's gain,
+divided, is made to be a bfloat16. How far to go is tried out on calibration rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -22,14 +24,25 @@ _MOST_OUTPUTS = 8192
 """A choice is tried on no more of the readers' outputs than this: of many experts, some speak for all."""
 _TRIED_ROWS = 96
 _FURTHEST = 12
+_STEPS, _STEP = 8, 0.03
+"""Descent from the best strength: how many steps, and how far each factor goes in one, as a logarithm. A longer way
+learns the sample by heart: of six of SmolLM2's down projections, on text not seen, 8 steps leave 84 % of the error of
+powers of two, 32 steps 89 %."""
 
-ReadWeight = Callable[[str], torch.Tensor]
-"""Weight of a linear, by its name in the layer, float32."""
+
+class Weights(Protocol):
+    """A layer's, by relative names."""
+
+    def linear(self, name: str) -> torch.Tensor:
+        """Weight of a linear or gain of a norm, float32."""
+        ...
+
+    def has_bias(self, name: str) -> bool: ...
 
 
 @dataclass(slots=True)
 class Factors:
-    """Powers of two for a layer's tensors, by relative name; what is not named stays."""
+    """For a layer's tensors, by relative name; what is not named stays."""
 
     norms: dict[str, torch.Tensor] = field(default_factory=dict)
     """Gains are divided by it."""
@@ -63,41 +76,48 @@ class Factors:
         return found
 
 
-def choose_factors(parts: LayerParts, seen: Mapping[str, Seen], read: ReadWeight) -> Factors:
+def choose_factors(parts: LayerParts, seen: Mapping[str, Seen], weights: Weights) -> Factors:
     factors = Factors()
     for fold in parts.folds:
         stats = seen.get(parts.input(fold.inputs[0]).observed)
         if stats is None or stats.count < _LEAST_ROWS:
             continue
         readers = [name for label in fold.inputs for name in parts.input(label).linears]
-        factor = _choose(fold, stats, readers, read)
+        factor = _choose(fold, stats, readers, weights)
         if factor is not None:
-            _note(factors, fold, factor, readers, read)
+            _note(factors, fold, factor, readers, weights)
     return factors
 
 
-def _choose(fold: Fold, stats: Seen, readers: Sequence[str], read: ReadWeight) -> torch.Tensor | None:
+def _choose(fold: Fold, stats: Seen, readers: Sequence[str], weights: Weights) -> torch.Tensor | None:
     """Of the strengths, and none, the one that leaves the least error in what the readers make of the sample.
 
-    What an activation's column is worth is its largest value or its usual one; either may serve better.
+    What an activation's column is worth is its largest value or its usual one; either may serve better. From there it
+    goes on column by column, where factors need not be powers of two.
     """
-    weights, outputs = [], 0
+    some, outputs = [], 0
     for name in readers:
-        weights.append(read(name))
-        outputs += len(weights[-1])
+        some.append(weights.linear(name))
+        outputs += len(some[-1])
         if outputs >= _MOST_OUTPUTS:
             break
-    together = torch.cat(weights)
+    together = torch.cat(some)
     weight_largest = together.abs().amax(0)
-    rows = stats.rows[:: -(-len(stats.rows) // _TRIED_ROWS)]
+    rows = stats.sample(_TRIED_ROWS)
+    in_powers = bool(fold.readers_in_floats) or weights.has_bias(fold.rows_of)
     best, least = None, _error(rows, together)
     for size in (stats.largest, stats.usual()):
         for strength in STRENGTHS:
-            factor = _power_of_two(_tied(fold, size, weight_largest, strength))
+            factor = _settled(_tied(fold, size, weight_largest, strength), in_powers)
             error = _error(rows / factor, together * factor)
             if error < least:
                 best, least = factor, error
-    return best
+    if in_powers:
+        return best
+    factor = _descend(torch.ones(len(stats.largest)) if best is None else best, stats.rows, together, fold)
+    if _error(rows / factor, together * factor) < least:
+        best = factor
+    return best if best is None or not fold.norms else _for_gains(best, fold.norms, weights)
 
 
 def _error(rows: torch.Tensor, weight: torch.Tensor) -> float:
@@ -106,6 +126,32 @@ def _error(rows: torch.Tensor, weight: torch.Tensor) -> float:
     by_rows = (round_tokens(rows) - rows) @ weight.T
     by_weights = rows @ to_integers(weight, scale).mul_(scale).sub_(weight).T
     return float(by_rows.square().sum() + by_weights.square().sum())
+
+
+def _descend(factor: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, fold: Fold) -> torch.Tensor:
+    """Down the expected error of the outputs.
+
+    A step of rounding is a token's largest column, or a row's largest weight, so that error is, but for a constant,
+    sum_t max_c (x_tc / f_c)^2 · sum_c f_c^2 |w_c|^2 + sum_r max_c (w_rc f_c)^2 · sum_c |x_c|^2 / f_c^2: convex in the
+    logarithms of f. Columns that make steps large are pressed down, all others give way.
+    """
+    rows, weight, logs = rows.abs(), weight.abs(), factor.log()
+    row_energy, weight_energy = rows.square().sum(0), weight.square().sum(0)
+    for _ in range(_STEPS):
+        f = logs.exp()
+        slope = _slope(rows / f, weight_energy * f * f) - _slope(weight * f, row_energy / f / f)
+        if fold.source_rows:
+            ties = torch.tensor(fold.source_rows)
+            slope = torch.zeros(int(ties.max()) + 1).index_add_(0, ties, slope)[ties]
+        logs = logs - _STEP * slope.sign()
+    return logs.exp()
+
+
+def _slope(values: torch.Tensor, energy: torch.Tensor) -> torch.Tensor:
+    """[width]: of sum_t max_c values^2 · sum_c energy, by log f, where values go with 1 / f and energy with f^2."""
+    largest, where = values.max(1)
+    steps = largest.square()
+    return energy * steps.sum() - torch.zeros_like(energy).index_add_(0, where, steps) * energy.sum()
 
 
 def _tied(fold: Fold, largest: torch.Tensor, weight_largest: torch.Tensor, strength: float) -> torch.Tensor:
@@ -122,17 +168,25 @@ def _tied(fold: Fold, largest: torch.Tensor, weight_largest: torch.Tensor, stren
     return torch.where(usable, wanted / centre, 1.0)
 
 
-def _power_of_two(wanted: torch.Tensor) -> torch.Tensor:
-    return wanted.log2().round().clamp(-_FURTHEST, _FURTHEST).exp2()
+def _settled(wanted: torch.Tensor, in_powers: bool) -> torch.Tensor:
+    logs = wanted.log2().clamp(-_FURTHEST, _FURTHEST)
+    return (logs.round() if in_powers else logs).exp2()
 
 
-def _note(factors: Factors, fold: Fold, factor: torch.Tensor, readers: Sequence[str], read: ReadWeight) -> None:
+def _for_gains(factor: torch.Tensor, norms: Sequence[str], weights: Weights) -> torch.Tensor:
+    """The nearest factor by which the norms' gains, divided, are bfloat16: so nothing is lost when they are stored."""
+    gain = torch.cat([weights.linear(name) for name in norms])
+    stored = (gain / factor).bfloat16().float()
+    return torch.where(stored != 0, gain / stored, 1.0)
+
+
+def _note(factors: Factors, fold: Fold, factor: torch.Tensor, readers: Sequence[str], weights: Weights) -> None:
     for name in (*readers, *fold.readers_in_floats):
         factors.columns[name] = factor
     if fold.norms:
         for name, part in zip(fold.norms, factor.chunk(len(fold.norms)), strict=True):
             factors.norms[name] = part.clone()
         return
-    rows = torch.ones(len(read(fold.rows_of)))
+    rows = torch.ones(len(weights.linear(fold.rows_of)))
     rows[torch.tensor(fold.source_rows)] = factor
     factors.rows[fold.rows_of] = rows

@@ -16,7 +16,7 @@ from tripool.errors import CheckpointCorrupt, TensorMissing
 from tripool.quant.folding import Factors
 from tripool.quant.options import Techniques
 from tripool.quant.parts import Input, LayerParts
-from tripool.quant.rounding import Feedback, Rounded, Seen, largest_scales, round_linear
+from tripool.quant.rounding import TRIED_ROWS, Feedback, Rounded, Seen, largest_scales, round_linear
 from tripool.quant.watched import round_tokens
 
 _FEW_ROWS = 16
@@ -84,8 +84,11 @@ class FoldedSource:
         return out
 
     def linear(self, name: str) -> torch.Tensor:
-        """A linear's weight, by its name in the layer."""
+        """A linear's weight, or a norm's gain, by its name in the layer."""
         return self.floats(f"{self._prefix}{name}.weight")
+
+    def has_bias(self, name: str) -> bool:
+        return self.has(f"{self._prefix}{name}.bias")
 
     def _is_rounded(self, relative: str) -> bool:
         return relative.removesuffix(".weight") in self.rounded
@@ -171,7 +174,8 @@ def _report(name: str, unit: str, weight: torch.Tensor, rounded: Rounded, known:
     floats = rounded.floats()
     weight_error = output_error = _relative(floats, weight)
     if known is not None:
-        output_error = _relative(round_tokens(known.rows) @ floats.T, known.rows @ weight.T)
+        rows = known.sample(TRIED_ROWS)
+        output_error = _relative(round_tokens(rows) @ floats.T, rows @ weight.T)
     clip = float((rounded.scale / largest_scales(weight)).mean())
     seen = 0 if known is None else known.count
     return LinearReport(name, unit, weight.numel(), seen, weight_error, output_error, clip)

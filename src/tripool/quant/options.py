@@ -23,7 +23,7 @@ class Techniques:
     """Each channel's scale is the one, of several, with the least output error; else the largest weight decides."""
     compensate: bool = True
     """What rounding and clipping took from one column is given to those after it."""
-    keep: float = 0.2
+    keep: float = 0.4
     """Mixed precision: the most sensitive parts stay in 16-bit floats, as long as the linears' bytes grow by no more
     than this share. 0: none stays."""
     vocabulary: bool = False

@@ -11,6 +11,7 @@ import torch
 
 RATIOS = (1.0, 0.98, 0.96, 0.94, 0.91, 0.88, 0.84, 0.8)
 """Of the largest weight in a row: where its range may end. What lies outside is clipped."""
+TRIED_ROWS = 256
 _BLOCK = 128
 _DAMPING = 1.0
 """Of the mean square. Calibration sees a few thousand tokens: with little damping (0.01 is usual at four bits) what is
@@ -31,8 +32,14 @@ class Seen:
     """float32 [some, width]: a sample."""
     count: int
 
+    def sample(self, count: int) -> torch.Tensor:
+        """No more of the rows than this, evenly."""
+        return self.rows[:: max(-(-len(self.rows) // count), 1)]
+
     def errors(self, difference: torch.Tensor) -> torch.Tensor:
         """[out]: squared error that a difference of weights makes in each output, over all rows."""
+        if self.count == len(self.rows) < len(self.second):  # an expert that few tokens reached: they are all there
+            return output_errors(difference, self.rows)
         return (difference @ self.second).mul_(difference).sum(1)
 
     def usual(self) -> torch.Tensor:
@@ -40,7 +47,7 @@ class Seen:
         return (self.second.diagonal() / max(self.count, 1)).sqrt()
 
     def divided(self, by: torch.Tensor) -> Seen:
-        """As if each column had been divided, by powers of two: exact."""
+        """As if each column had been divided."""
         return Seen(self.second / by / by[:, None], self.largest / by, self.rows / by, self.count)
 
 
@@ -124,7 +131,8 @@ class Feedback:
 
 def round_linear(weight: torch.Tensor, seen: Seen | None, *, search: bool, feedback: Feedback | None) -> Rounded:
     """A row takes the compensated integers only where they are better over all that was seen."""
-    scale = searched_scales(weight, None if seen is None else seen.rows) if search else largest_scales(weight)
+    rows = None if seen is None else seen.sample(TRIED_ROWS)
+    scale = searched_scales(weight, rows) if search else largest_scales(weight)
     integers = to_integers(weight, scale)
     if feedback is not None:
         assert seen is not None, "nothing was seen that an error could be fed back by"

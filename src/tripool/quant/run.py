@@ -30,7 +30,7 @@ from tripool.quant.layer import FoldedSource, keep_in_floats, stored_infos, writ
 from tripool.quant.options import Candidate, Techniques, choose_kept
 from tripool.quant.parts import LayerParts, layer_parts
 from tripool.quant.rounding import Seen
-from tripool.quant.sensitivity import sensitivities
+from tripool.quant.sensitivity import FOLLOWED_LAYERS, disturbance, echoes_of, follow
 from tripool.quant.stream import Stream
 
 OnProgress = Callable[[int, int, str], None]
@@ -38,7 +38,8 @@ OnProgress = Callable[[int, int, str], None]
 
 REPORT = "quantize_report.json"
 _TEXT_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "generation_config.json", "vocab*", "merges*")
-_SENSITIVITY_WINDOWS = 2
+_FOLLOWED = (2, 256)
+"""Of the calibration text, to measure sensitivity: windows, and tokens of each."""
 _ROUTERS = ["re:.*mlp\\.gate$"]
 
 
@@ -137,22 +138,31 @@ class _Run:
         factors, seen, before = Factors(), {}, None
         stream = self._stream(index)
         if stream is not None:
-            states = [] if parts.mtp else [state.clone() for state in stream.states[:_SENSITIVITY_WINDOWS]]
-            before = Stream(self._arch, self._windows[: len(states)], states) if states else None
+            before = None if parts.mtp or not self._techniques.keep else stream.start(*_FOLLOWED)
             seen = self._observe(stream, parts)
             if self._techniques.suppress:
-                read = FoldedSource(self._source, parts, Factors()).linear
-                factors = choose_factors(parts, seen, read)
+                factors = choose_factors(parts, seen, FoldedSource(self._source, parts, Factors()))
         shard = self._shard(index + 1)
         reports = write_layer(shard, self._source, parts, factors, seen, self._techniques)
         _write_tensors(self._journal.folder / f"factors-{index}.safetensors", factors.tensors())
-        found: dict[str, float] = {}
-        if before is not None and self._techniques.keep:
-            found = sensitivities(self._source, parts, factors, shard, before)
+        del seen  # second moments of many experts are as large as the layer, which is read again now
+        found = {} if before is None else self._follow(index, parts, factors, before)
         if stream is not None:
             stream.write(self._stream_file(index + 1))
             self._stream_file(index - 1).unlink(missing_ok=True)
         return {"linears": [one.as_dict() for one in reports], "sensitivity": found}
+
+    def _follow(self, index: int, parts: LayerParts, factors: Factors, stream: Stream) -> dict[str, float]:
+        """Carry the echoes of earlier layers through this one; unit -> disturbance, of those now old enough."""
+        here, after = (self._journal.folder / f"echoes-{i}.safetensors" for i in (index, index + 1))
+        echoes = echoes_of(_read_tensors(here)) if index else []
+        echoes = follow(self._source, parts, factors, self._shard(index + 1), stream, echoes)
+        last = index == self._arch.layers - 1
+        old = [echo for echo in echoes if last or echo.age == FOLLOWED_LAYERS]
+        young = [echo for echo in echoes if not last and echo.age < FOLLOWED_LAYERS]
+        _write_tensors(after, {name: values for echo in young for name, values in echo.tensors().items()})
+        (self._journal.folder / f"echoes-{index - 1}.safetensors").unlink(missing_ok=True)
+        return {echo.unit: disturbance(echo, stream) for echo in old}
 
     def _stream_file(self, index: int) -> Path:
         return self._journal.folder / f"stream-{index}.safetensors"

@@ -1,8 +1,15 @@
-"""How much the rounding of each part of a layer disturbs the residual stream, part by part."""
+"""How much the rounding of each part disturbs the residual stream, part by part, some layers later.
+
+Right behind a part its error says little. A layer may make one token that all later ones look at: an error there is one
+token's, until the next attention spreads it over all. So each disturbed stream, an echo, is carried along beside the
+undisturbed one, through layers in floats, and measured after a few of them. That costs the same for each layer, and
+memory for a few streams.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,18 +25,47 @@ from tripool.quant.parts import LayerParts
 from tripool.quant.stream import Stream
 from tripool.quant.watched import W8A8
 
+FOLLOWED_LAYERS = 4
+"""On SmolLM2, with a fifth kept, choosing by what is seen after 0, 1, 2, 4 and 6 layers leaves 0.0039, 0.0030, 0.0030,
+0.0029 and 0.0029 nats of the network's KL; choosing by that KL itself, at a cost squared in layers, 0.0028."""
+
 Half = Callable[[torch.Tensor, Batch, torch.Tensor], None]
 
 
-@torch.inference_mode()
-def sensitivities(
-    checkpoint: Checkpoint, parts: LayerParts, factors: Factors, shard_path: Path, stream: Stream
-) -> dict[str, float]:
-    """Unit -> squared error of the stream after its half of the layer, relative to the stream, all else in floats.
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A stream that the rounding of one unit disturbed."""
 
-    `stream` is as it was before the layer, and is used up. What a unit does is measured through what comes after it in
-    its half: an error in keys, for example, counts as far as attention passes it on. Each token's error is relative to
-    that token, as the next norm sees it, so that one very long token does not hide what happens to the others.
+    unit: str
+    age: int
+    """Layers that it has gone through."""
+    states: list[torch.Tensor]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """To be kept, and read again with `echoes_of`."""
+        return {f"{self.unit}/{self.age}/{i}": state for i, state in enumerate(self.states)}
+
+
+def echoes_of(tensors: Mapping[str, torch.Tensor]) -> list[Echo]:
+    found: dict[tuple[str, int], dict[int, torch.Tensor]] = {}
+    for name, state in tensors.items():
+        unit, age, window = name.rsplit("/", 2)
+        found.setdefault((unit, int(age)), {})[int(window)] = state
+    return [Echo(unit, age, [states[i] for i in range(len(states))]) for (unit, age), states in found.items()]
+
+
+@torch.inference_mode()
+def follow(
+    checkpoint: Checkpoint,
+    parts: LayerParts,
+    factors: Factors,
+    shard_path: Path,
+    stream: Stream,
+    echoes: list[Echo],
+) -> list[Echo]:
+    """All echoes after the layer: those from before, carried through it, and one for each of its own units.
+
+    `stream` is as it was before the layer, and is moved on. One half of the layer is in memory at a time.
     """
     shard = SafetensorsFile(shard_path)
     source = FoldedSource(checkpoint, parts, factors, shard)
@@ -42,31 +78,36 @@ def sensitivities(
         mlp = mlp_half(loader, parts.prefix, stream.arch, moe=parts.moe)
         return lambda x, batch, kv: mlp(x)
 
-    found: dict[str, float] = {}
     for attention in (True, False):
         start = "self_attn." if attention else "mlp."
         units: dict[str, tuple[str, ...]] = {}
         for one in parts.inputs:
             if one.label.startswith(start):
                 units[one.unit] = units.get(one.unit, ()) + one.linears
-        wanted = _run(stream, half_of((), attention))
+        floats = half_of((), attention)
+        echoes = [replace(echo, states=_run(stream, echo.states, floats)) for echo in echoes]
+        wanted = _run(stream, stream.states, floats)
+        del floats
         for unit, linears in units.items():
-            got = _run(stream, half_of(linears, attention))
-            found[f"{parts.prefix}.{unit}"] = _relative_error(got, wanted)
+            got = _run(stream, stream.states, half_of(linears, attention))
+            echoes.append(Echo(f"{parts.prefix}.{unit}", -1, got))
         stream.states = wanted
     shard.close()
-    return found
+    return [replace(echo, age=echo.age + 1) for echo in echoes]
 
 
-def _run(stream: Stream, half: Half) -> list[torch.Tensor]:
+def _run(stream: Stream, states: list[torch.Tensor], half: Half) -> list[torch.Tensor]:
     after = []
-    for i, state in enumerate(stream.states):
+    for i, state in enumerate(states):
         x = state.clone()
         half(x, *stream.batch(i))
         after.append(x)
     return after
 
 
-def _relative_error(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    shares = [(a - b).square().sum(1) / b.square().sum(1).clamp_min(1e-30) for a, b in zip(found, wanted, strict=True)]
+def disturbance(echo: Echo, stream: Stream) -> float:
+    """Squared error, relative to the stream. Each token's is relative to that token, as the next norm sees it, so that
+    one very long token does not hide what happens to the others."""
+    pairs = zip(echo.states, stream.states, strict=True)
+    shares = [(a - b).square().sum(1) / b.square().sum(1).clamp_min(1e-30) for a, b in pairs]
     return float(torch.cat(shares).mean())

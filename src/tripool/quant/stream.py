@@ -25,7 +25,7 @@ from tripool.quant.parts import LayerParts
 from tripool.quant.rounding import Seen
 from tripool.quant.watched import watched_table
 
-_SAMPLE_ROWS = 256
+_SAMPLE_ROWS = 2048
 
 
 class Stream:
@@ -54,6 +54,12 @@ class Stream:
         for i, state in enumerate(self.states):
             writer.put(str(i), state)
         writer.finish()
+
+    def start(self, num_windows: int, num_tokens: int) -> Stream:
+        """The first tokens of the first windows, as another stream: nothing after them has a part in them."""
+        windows = [window[:num_tokens] for window in self.windows[:num_windows]]
+        states = [state[:num_tokens].clone() for state in self.states[:num_windows]]
+        return Stream(self.arch, windows, states)
 
     def batch(self, window: int, *, first: int = 0) -> tuple[Batch, torch.Tensor]:
         """One window's rows, from position `first` on, and room for their KV."""
