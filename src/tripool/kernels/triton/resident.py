@@ -120,7 +120,7 @@ def launch_resident(
 ) -> torch.Tensor:  # fmt: skip
     (m, k), n = x.shape, len(w)
     tiles, steps = -(-n // t.block_n), t.splits * (t.stages + t.held)
-    assert m <= t.block_m and k == steps * t.block_k
+    assert m <= t.block_m and k == steps * t.block_k and t.stages >= AT_ONCE.value
     assert k < DEEPEST and steps <= MOST_STEPS
     size = tiles * t.block_m * t.block_n
     if arrived is None or len(arrived) < size:
