@@ -34,17 +34,19 @@ from tripool.kernels.cuda.shelf import OnDevice  # noqa: E402
 from tripool.kernels.cuda.table import cuda_table  # noqa: E402
 from tripool.models import Model, load_model  # noqa: E402
 from tripool.sequence import Work  # noqa: E402
+from tripool.text import TextFiles, Tokenizer  # noqa: E402
 
-SENTENCES = (
-    "Once upon a time there was",
-    "The little dog ran to the",
-    "In the morning the sun",
-    "Tom and Anna went to the park.",
-    "A",
-    "She opened the old box and found",
-    "Why is the sky blue? Because",
-    "One day a big bear and a small bird",
+QUESTIONS = (
+    "Tell me a story about a fox named Mira.",
+    "Write a short story about a robot called Otto.",
+    "Tell me a story about Ben, a brave boy who lost a kite.",
+    "Tell me a story about a bear and a small bird.",
+    "Write a story about a girl named Anna and her dog.",
+    "Please tell me a story about a boat.",
+    "Tell me a short story about a kind owl named Tom.",
+    "Write a story about Clara, a shy baker who finds a golden key.",
 )
+"""Their answers are longer than what is compared: past its end, an answer is nothing that was ever trained."""
 BLOCKS_EACH = 6
 ODD_SIZES = [(64, 6, 64, 2048, 1408), (1, 6, 64, 2048, 1408), (33, 3, 7, 200, 72), (128, 8, 16, 512, 256)]
 """Rows, choices, experts, hidden, width."""
@@ -53,11 +55,9 @@ HALF = torch.float16 if TOY else torch.bfloat16
 """Triton 3.6's interpreter cannot multiply bfloat16."""
 
 
-def encoded(folder: Path) -> list[list[int]]:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return [tokenizer.encode(text).ids for text in SENTENCES]
+def encoded(text: TextFiles) -> list[list[int]]:
+    tokenizer = Tokenizer(text)
+    return [tokenizer.encode_chat([{"role": "user", "content": asked}]) for asked in QUESTIONS]
 
 
 def tables(count: int) -> list[list[int]]:
@@ -108,7 +108,7 @@ def agreed(ours: Sequence[list[int]], reference: Sequence[list[int]]) -> float:
 
 def model_rows(name: str, folder: Path | None, count: int) -> list[Row]:
     with open_checkpoint("tiny") if folder is None else FolderCheckpoint(folder) as checkpoint:
-        prompts = encoded(checkpoint.path)
+        prompts = encoded(checkpoint.text)
         plain = load_model(checkpoint)
         on_device = {
             dtype: load_model(checkpoint, dtype, kernels=cuda_table(dtype, fused=not TOY), shelf=OnDevice(DEVICE))
@@ -193,7 +193,7 @@ def main() -> int:
         from toy import patch_interpreter
 
         patch_interpreter()
-    began, count = time.monotonic(), 6 if TOY else 128
+    began, count = time.monotonic(), 6 if TOY else 96
     with torch.inference_mode():
         rows = kernel_rows() + model_rows("bundled tiny", None, count)
         if asked.model is not None:

@@ -50,9 +50,12 @@ class DecodeLoop:
 
     def sample_with(self, temperature: Sequence[float], bases: Sequence[int]) -> None:
         """Noise of these streams (`noise.stream_base`) from now on; without it, always the likeliest."""
-        device = self._runner.device
-        self._temperature = torch.tensor(temperature, dtype=torch.float32).to(device)
+        device, told = self._runner.device, torch.tensor(temperature, dtype=torch.float32)
         self._bases.copy_(torch.tensor(bases))
+        if self._temperature is not None:
+            self._temperature.copy_(told)
+            return
+        self._temperature = told.to(device)
         self._replay = captured(self._step) if device.type == "cuda" else self._step
 
     @torch.inference_mode()

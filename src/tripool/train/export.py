@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tripool.checkpoints import TensorInfo
+from tripool.checkpoints import Checkpoint, TensorInfo
 from tripool.checkpoints.folder import INDEX_FILE
 from tripool.checkpoints.write import SafetensorsWriter, with_end_ids, write_json, write_text_files
 from tripool.text import TextFiles
@@ -73,6 +73,13 @@ def export(
 
 def published_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return {"architectures": ["DeepseekV3ForCausalLM"], **config, "torch_dtype": dtype, "use_cache": True}
+
+
+@torch.no_grad()
+def fill(network: Network, checkpoint: Checkpoint) -> None:
+    """The way back: every tensor of a checkpoint into a network of its shape."""
+    for name, values in published(network):
+        checkpoint.read(name, values)
 
 
 def published(network: Network) -> Named:

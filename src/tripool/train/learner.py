@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from tripool.train.attention import Way
 from tripool.train.batch import Batch, make_batch
@@ -12,6 +13,7 @@ from tripool.train.config import TrainConfig
 from tripool.train.device import Tell, autocast, line_of
 from tripool.train.loss import Each, Losses, losses, token_losses
 from tripool.train.network import Layer, Network
+from tripool.train.plan import Optimise
 from tripool.train.rows import Rows, rows_of_step
 
 
@@ -51,7 +53,7 @@ class Learner:
         self._plan, self._prompt_loss = config.optimise, config.data.prompt_loss
         self.network, self.way, self._rows = network, way, rows
         self.device = network.embed.device
-        self.optimiser = _adamw(config, network)
+        self.optimiser = adamw(config.optimise, network, network)
         self._each: Each = token_losses
 
     def compile(self, tell: Tell) -> None:
@@ -109,11 +111,11 @@ class Learner:
         return Losses(found.next.detach(), found.after_next.detach(), found.loads)
 
 
-def _adamw(config: TrainConfig, network: Network) -> torch.optim.AdamW:
-    plan = config.optimise
+def adamw(plan: Optimise, network: Network, learning: nn.Module) -> torch.optim.AdamW:
+    """Of `learning`: the network itself, or a part of it."""
     decayed: list[torch.Tensor] = []
     others: list[torch.Tensor] = []
-    for weight in network.parameters():
+    for weight in learning.parameters():
         (decayed if weight.ndim > 1 and weight is not network.embed else others).append(weight)
     groups = [{"params": decayed, "weight_decay": plan.weight_decay}, {"params": others, "weight_decay": 0.0}]
     fused = network.embed.device.type == "cuda"

@@ -104,20 +104,32 @@ class Network(nn.Module):
 
     def forward(self, tokens: torch.Tensor, sight: torch.Tensor, real: torch.Tensor) -> States:
         """tokens int64 [rows, row_tokens]."""
+        hidden, loads = self.trunk(tokens, sight, real)
+        mtp = None
+        if self.mtp is not None:
+            mtp, load = self.ahead(self.mtp, hidden, tokens, sight, real)
+            loads.append(load)
+        return States(hidden, mtp, [load for load in loads if load.numel()])
+
+    def trunk(
+        self, tokens: torch.Tensor, sight: torch.Tensor, real: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """`States.hidden`, and the load of each layer."""
         loads = []
         x = F.embedding(tokens, self.embed)
         for layer in self.layers:
             x, load = layer(x, sight, self.cos, self.sin, real)
             loads.append(load)
-        hidden = self.norm(x)
-        mtp = None
-        if self.mtp is not None:
-            successors = F.embedding(tokens.roll(-1, 1), self.embed)
-            joined = torch.cat((self.mtp.enorm(successors), self.mtp.hnorm(hidden)), -1)
-            x, load = self.mtp.layer(self.mtp.eh_proj(joined).float(), sight, self.cos, self.sin, real)
-            mtp = self.mtp.norm(x)
-            loads.append(load)
-        return States(hidden, mtp, [load for load in loads if load.numel()])
+        return self.norm(x), loads
+
+    def ahead(
+        self, mtp: Mtp, hidden: torch.Tensor, tokens: torch.Tensor, sight: torch.Tensor, real: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`States.mtp` of final states, and the load of its experts."""
+        successors = F.embedding(tokens.roll(-1, 1), self.embed)
+        joined = torch.cat((mtp.enorm(successors), mtp.hnorm(hidden)), -1)
+        x, load = mtp.layer(mtp.eh_proj(joined).float(), sight, self.cos, self.sin, real)
+        return mtp.norm(x), load
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden, self.head)

@@ -1,0 +1,155 @@
+"""The draft layer's own lesson: what it is judged by, what it is asked, and that nothing but it changes."""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from train.small import small_config, small_network
+from tripool.checkpoints import open_checkpoint
+from tripool.engine.device import Place
+from tripool.engine.noise import gumbel, token_hashes
+from tripool.train.config import TrainError
+from tripool.train.drafts.__main__ import main
+from tripool.train.drafts.learn import Amount, learn_drafts
+from tripool.train.drafts.loss import TEMPERATURE, acceptance, compare
+from tripool.train.drafts.questions import questions
+from tripool.train.drafts.speaker import ANSWER_TOKENS, Speaker
+from tripool.train.encode import ANSWER, PROMPT, SKIPPED
+from tripool.train.export import export
+
+AMOUNT = Amount(answers=8, steps=24)
+WORDS = slice(40, 100)
+
+
+def test_acceptance_is_how_often_the_same_noise_chooses_the_same() -> None:
+    dice = torch.Generator().manual_seed(4)
+    network = 2 * torch.randn(3, 40, generator=dice)
+    draft = network + 1.5 * torch.randn(3, 40, generator=dice)
+    hashes, same, num_draws = token_hashes(40), torch.zeros(3), 4000
+    for key in range(num_draws):
+        noise = gumbel(key * 7919, hashes)
+        chosen = [(one / TEMPERATURE + noise).argmax(-1) for one in (network, draft)]
+        same += chosen[0] == chosen[1]
+    seen, told = same / num_draws, acceptance(network, draft)
+    assert bool((told > 0.05).all()) and bool((told < 0.95).all())
+    # Four standard errors, and what the tokens beyond the likeliest would add.
+    assert bool(((seen - told).abs() < 4 * 0.5 / num_draws**0.5 + 0.02).all())
+
+
+def test_a_draft_that_says_the_same_is_perfect() -> None:
+    logits = 9 * torch.randn(50, 300, generator=torch.Generator().manual_seed(1))
+    scores = compare(logits, logits + 3.0).scores()
+    assert scores.divergence == pytest.approx(0, abs=1e-5)
+    assert scores.acceptance == pytest.approx(1, abs=1e-3)
+    assert scores.agreement == 1
+
+
+def test_questions_are_the_seeds_and_no_two_alike() -> None:
+    some = list(islice(questions(3), 300))
+    assert some == list(islice(questions(3), 300))
+    assert some != list(islice(questions(4), 300))
+    assert len(set(some)) > 285
+
+
+@pytest.fixture(scope="module")
+def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights that know few words and are sure of them, with the bundled model's text."""
+    folder, config = tmp_path_factory.mktemp("student"), small_config()
+    network = small_network(config)
+    with open_checkpoint("tiny") as checkpoint, torch.no_grad():
+        network.head[WORDS] *= 2
+        network.head[: WORDS.start] = network.head[WORDS.stop :] = 0
+        export(network, config.model, checkpoint.text, folder)
+    return folder
+
+
+def test_an_answer_stops_where_the_model_ends_it(student: Path) -> None:
+    with open_checkpoint("tiny") as checkpoint:
+        ends = checkpoint.text.end_ids
+    speaker = Speaker(Place(torch.device("cpu"), torch.float32), "tiny", rows=4, seed=1)
+    first, second = speaker.answers(questions(1)), speaker.answers(questions(1))
+    for one in first:
+        prompt, answer = one.tokens[one.kinds != ANSWER], one.tokens[one.kinds == ANSWER]
+        assert one.kinds[0] == SKIPPED and bool((one.kinds[1 : len(prompt)] == PROMPT).all())
+        assert bool((one.kinds[len(prompt) :] == ANSWER).all())
+        assert not ends & set(answer[:-1].tolist())
+        assert answer[-1] in ends or len(answer) == ANSWER_TOKENS
+    assert any(one.tokens[-1] in ends for one in first)
+    pairs = list(zip(first, second, strict=True))
+    assert all(np.array_equal(a.tokens[a.kinds != ANSWER], b.tokens[b.kinds != ANSWER]) for a, b in pairs)
+    assert not all(np.array_equal(a.tokens, b.tokens) for a, b in pairs), "the same questions, drawn anew"
+
+
+def tensors(folder: Path) -> dict[str, str]:
+    with open_checkpoint(str(folder)) as checkpoint:
+        found = {}
+        for name, info in checkpoint.infos().items():
+            values = torch.empty(info.shape)
+            checkpoint.read(name, values)
+            found[name] = hashlib.sha256(values.numpy().tobytes()).hexdigest()
+    return found
+
+
+def test_only_the_draft_layer_learns(student: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+    before, after = learn_drafts(str(student), tmp_path, AMOUNT, seed=2, tell=told.append)
+    assert after.divergence < 0.98 * before.divergence
+    assert any("tokens/s" in line for line in told) and any("exported" in line for line in told)
+    old, new = tensors(student), tensors(tmp_path / "model")
+    changed = {name for name in old if old[name] != new[name]}
+    assert old.keys() == new.keys() and "model.layers.2.eh_proj.weight" in changed
+    assert all(name.startswith("model.layers.2.") for name in changed), "the layer after the last"
+    with open_checkpoint(str(student)) as source, open_checkpoint(str(tmp_path / "model")) as result:
+        assert source.text == result.text and dict(source.config) == dict(result.config)
+
+
+def test_the_same_seed_gives_the_same_bytes(student: Path, tmp_path: Path) -> None:
+    found = []
+    for folder, seed in (("a", 1), ("b", 1), ("c", 2)):
+        learn_drafts(str(student), tmp_path / folder, Amount(answers=3, steps=2), seed=seed, tell=lambda line: None)
+        found.append(tensors(tmp_path / folder / "model"))
+    assert found[0] == found[1] != found[2]
+
+
+def test_minutes_are_kept_by_the_clock(student: Path, tmp_path: Path) -> None:
+    """Every look at the clock is six seconds later: speaking stops, learning stops, and the model is there."""
+    now_s = iter(range(0, 10_000, 6))
+    told: list[str] = []
+    learn_drafts(str(student), tmp_path, Amount(minutes=1.5), tell=told.append, clock=lambda: float(next(now_s)))
+    assert next(now_s) < 60 * 1.5 + 12
+    assert (tmp_path / "model" / "config.json").exists()
+    assert any(" left" in line for line in told)
+
+
+@pytest.mark.parametrize("options", [{"minutes": 0.0}, {"answers": 0}, {"steps": 0}])
+def test_nothing_to_do_is_refused(options: dict[str, float]) -> None:
+    with pytest.raises(TrainError, match=next(iter(options))):
+        Amount(**options)  # type: ignore[arg-type]
+
+
+def test_a_model_in_integers_is_refused_with_what_to_give(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tiny", "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "is quantised" in said and "before quantising" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_a_draft_layer_is_refused(tmp_path: Path) -> None:
+    config = small_config()
+    bare = {**config.model, "num_nextn_predict_layers": 0}
+    from tripool.models.load import arch_of
+    from tripool.train.attention import MASKED
+    from tripool.train.network import Network
+
+    network = Network(arch_of(bare, "bare"), MASKED.attend, 96)
+    network.begin(0.02, seed=1)
+    with open_checkpoint("tiny") as checkpoint:
+        export(network, bare, checkpoint.text, tmp_path / "bare")
+    with pytest.raises(TrainError, match="no MTP layer"):
+        learn_drafts(str(tmp_path / "bare"), tmp_path / "out", AMOUNT)
