@@ -15,6 +15,7 @@ from tripool.checkpoints import open_checkpoint
 from tripool.engine.device import Place
 from tripool.engine.noise import gumbel, token_hashes
 from tripool.train.config import TrainError
+from tripool.train.distil.prompts import make_script
 from tripool.train.drafts.__main__ import main
 from tripool.train.drafts.learn import Amount, learn_drafts
 from tripool.train.drafts.loss import TEMPERATURE, acceptance, compare
@@ -50,11 +51,17 @@ def test_a_draft_that_says_the_same_is_perfect() -> None:
     assert scores.agreement == 1
 
 
-def test_questions_are_the_seeds_and_no_two_alike() -> None:
-    some = list(islice(questions(3), 300))
-    assert some == list(islice(questions(3), 300))
-    assert some != list(islice(questions(4), 300))
-    assert len(set(some)) > 285
+def test_questions_are_the_seeds_some_strange_and_some_of_the_corpus() -> None:
+    some = list(islice(questions(3), 600))
+    assert some == list(islice(questions(3), 600))
+    assert some != list(islice(questions(4), 600))
+    assert all(one[-1]["role"] == "user" and one[-1]["content"] for one in some)
+    corpus = {script.turns[0].user for script in (make_script(3, number) for number in range(4000))}
+    first = [next(message for message in one if message["role"] == "user")["content"] for one in some]
+    of_corpus = sum(content in corpus for content in first) / len(first)
+    assert 0.35 < of_corpus < 0.75, "words exchanged in some, others as they are"
+    assert any(len(one) > 2 and one[-2]["role"] == "assistant" for one in some), "a second turn"
+    assert any("story" in content for content in first) and any("JSON" in content for content in first)
 
 
 @pytest.fixture(scope="module")

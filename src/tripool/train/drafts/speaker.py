@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from tripool.core import BLOCK_TOKENS
+from tripool.core import BLOCK_TOKENS, Conversation
 from tripool.engine.device import Place, load_on
 from tripool.engine.device_loop import DecodeLoop
 from tripool.engine.noise import stream_base
 from tripool.text import Tokenizer
 from tripool.train.encode import ANSWER, PROMPT, SKIPPED, Encoded
 
-PROMPT_TOKENS, ANSWER_TOKENS = 64, 192
+PROMPT_TOKENS, ANSWER_TOKENS = 128, 192
 """Most of each. A longer question is passed over, a longer answer is cut."""
 TEMPERATURES = (0.7, 0.7, 0.7, 1.0)
 """In turn: mostly as the model is asked, some of it wider."""
@@ -33,11 +33,11 @@ class Speaker:
         self._asked = 0
 
     @torch.inference_mode()
-    def answers(self, questions: Iterator[str]) -> list[Encoded]:
+    def answers(self, questions: Iterator[Conversation]) -> list[Encoded]:
         """Of the next questions, one for each row."""
         prompts: list[list[int]] = []
         while len(prompts) < self._rows:
-            ids = self._tokenizer.encode_chat([{"role": "user", "content": next(questions)}])
+            ids = self._tokenizer.encode_chat(next(questions))
             if len(ids) <= PROMPT_TOKENS:
                 prompts.append(ids)
         bases = [stream_base(self._seed, self._asked + row) for row in range(self._rows)]
