@@ -45,7 +45,7 @@ TRAIN := PYTHONPATH=src $(or $(PY),$(BIN)/python) -m
 tiny: $(if $(PY),,$(VENV)/installed)
 	$(TRAIN) tripool.train.distil --teacher $(TEACHER) --out $(RUN)/corpus --minutes $(MINUTES) --seed 8
 	$(TRAIN) tripool.train tripool-tiny --data $(RUN)/corpus --out $(RUN)/train --minutes $(MINUTES)
-	$(TRAIN) tripool.train.drafts $(RUN)/train/model --out $(RUN)/drafts --minutes $(DRAFT_MINUTES) --seed 8
+	$(TRAIN) tripool.train.drafts $(RUN)/train/model --out $(RUN)/drafts --minutes $(DRAFT_MINUTES) --seed 9
 	$(TRAIN) tripool.quant $(RUN)/drafts/model $(RUN)/int8 --keep 0 --vocabulary
 
 clean:

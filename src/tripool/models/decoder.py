@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tripool.kernels import Batch, KernelTable
+from tripool.kernels.heap import give_back
 from tripool.kernels.ops import LinearOp
 from tripool.kernels.table import AttentionHalf, ChoosingDraftOp, DraftParts, JoinOp, MlpHalf, StackOp, StackParts
 from tripool.kernels.weights import JoinWeights, Norm
@@ -81,12 +82,14 @@ class Model:
         self.arch = arch
         self._k: KernelTable = loader.kernels
         self._embed = loader.tensor("model.embed_tokens.weight", arch.vocab, arch.hidden)
-        self._layers = [Layer(loader, f"model.layers.{i}", arch, moe=i in arch.moe_layers) for i in range(arch.layers)]
-        self._norm = loader.tensor("model.norm.weight", arch.hidden)
+        # Before the layers: what is largest takes most on the way, and nothing else is there yet.
         if arch.tied_head:
             self._head = loader.pack(self._embed, loader.scales(["model.embed_tokens"], [arch.vocab]))
         else:
             self._head = loader.linear(["lm_head"], [arch.vocab], arch.hidden)
+        give_back()
+        self._layers = [Layer(loader, f"model.layers.{i}", arch, moe=i in arch.moe_layers) for i in range(arch.layers)]
+        self._norm = loader.tensor("model.norm.weight", arch.hidden)
         has_mtp = arch.mtp_layers > 0 and loader.has(f"model.layers.{arch.layers}.eh_proj.weight")
         self._turns = loader.derived("turns", lambda: turn_table(arch.rope, arch.context_tokens))
         self.mtp = Mtp(loader, arch, self._embed, self._turns, self._head) if has_mtp else None

@@ -10,6 +10,7 @@ import torch
 from tripool.checkpoints import Checkpoint
 from tripool.errors import WrongArchitecture
 from tripool.kernels import CPU, KernelTable
+from tripool.kernels.heap import give_back
 from tripool.kernels.shelf import FRESH, Shelf
 from tripool.models import deepseek, llama, qwen
 from tripool.models.arch import Arch, ConfigReader
@@ -42,4 +43,6 @@ def load_model(
     kernels: KernelTable = CPU,
     shelf: Shelf = FRESH,
 ) -> Model:
-    return Model(read_arch(checkpoint), Loader(FromCheckpoint(checkpoint), kernels, dtype, shelf))
+    model = Model(read_arch(checkpoint), Loader(FromCheckpoint(checkpoint), kernels, dtype, shelf))
+    give_back()
+    return model

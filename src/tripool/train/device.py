@@ -44,12 +44,12 @@ def choose_way(device: torch.device, shape: MlaShape, some: Sequence[Rows], rows
 
 
 def _sizes(rows: Rows, rows_per_pass: int) -> tuple[int, int]:
-    """Most documents that the rows of one pass can hold, with what fills rows up, and the longest one's tokens."""
+    """Most documents that the rows of one pass can hold, with what fills rows up, and the longest one's tokens. Where
+    one epoch goes over into the next, or there are few rows, a pass may hold a row twice."""
     begins = torch.ones_like(rows.documents, dtype=torch.bool)
     begins[:, 1:] = rows.documents[:, 1:] != rows.documents[:, :-1]
-    counts = begins.sum(1).sort(descending=True).values
     places = torch.cat((begins.flatten().nonzero().flatten(), torch.tensor([begins.numel()])))
-    return int(counts[:rows_per_pass].sum()), int(places.diff().max())
+    return rows_per_pass * int(begins.sum(1).max()), int(places.diff().max())
 
 
 def _difference(way: Way, shape: MlaShape, device: torch.device) -> float:

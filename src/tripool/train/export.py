@@ -23,6 +23,8 @@ SHARD_BYTES = 14_500_000
 VOCABULARY = {"model.embed_tokens.weight", "lm_head.weight"}
 """Tensors with a row for each token."""
 
+STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
 Named = Iterator[tuple[str, torch.Tensor]]
 
 
@@ -36,39 +38,51 @@ def export(
 ) -> int:
     """Number of parameters. config.json comes last: a folder that has it is whole. `counts`: how often each token was
     used in training; tokens are numbered by it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stored = {"F32": torch.float32, "BF16": torch.bfloat16}
-    label = next(name for name, kind in stored.items() if kind is dtype)
+    label = next(name for name, kind in STORED.items() if kind is dtype)
     tensors = dict(published(network))
     if counts is not None:
         order = order_by_use(text, counts)
         text = renumbered(text, order)
         for name in tensors.keys() & VOCABULARY:
             tensors[name] = tensors[name][torch.tensor(order, device=tensors[name].device)]
+    labels = {name: _label(name, label) for name in tensors}
+    kind = str(dtype).removeprefix("torch.")
+    write_model(folder, tensors, labels, with_end_ids(published_config(config, kind), text), text)
+    return sum(values.numel() for values in tensors.values())
+
+
+def write_model(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    labels: Mapping[str, str],
+    config: Mapping[str, Any],
+    text: TextFiles,
+) -> None:
+    """`labels`: the type each tensor is stored in, as safetensors calls it."""
+    folder.mkdir(parents=True, exist_ok=True)
     shards: list[dict[str, torch.Tensor]] = [{}]
     room = SHARD_BYTES
+    total = 0
     for name, values in tensors.items():
-        size = values.numel() * dtype.itemsize
+        size = values.numel() * STORED[labels[name]].itemsize
         if shards[-1] and size > room:
             shards.append({})
             room = SHARD_BYTES
         shards[-1][name] = values
         room -= size
+        total += size
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         path = folder / f"model-{number:05}-of-{len(shards):05}.safetensors"
-        writer = SafetensorsWriter(path, {name: _info(name, values, label) for name, values in shard.items()})
+        infos = {name: TensorInfo(tuple(values.shape), labels[name]) for name, values in shard.items()}
+        writer = SafetensorsWriter(path, infos)
         for name, values in shard.items():
-            writer.put(name, values.detach().to("cpu", stored[_label(name, label)]))
+            writer.put(name, values.detach().to("cpu", STORED[labels[name]]))
             weight_map[name] = path.name
         writer.finish()
-    count = sum(values.numel() for values in tensors.values())
-    total = sum(values.numel() * stored[_label(name, label)].itemsize for name, values in tensors.items())
     write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
     write_text_files(folder, text)
-    kind = str(dtype).removeprefix("torch.")
-    write_json(folder / "config.json", with_end_ids(published_config(config, kind), text), indent=1)
-    return count
+    write_json(folder / "config.json", config, indent=1)
 
 
 def published_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -77,7 +91,7 @@ def published_config(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def fill(network: Network, checkpoint: Checkpoint) -> None:
-    """The way back: every tensor of a checkpoint into a network of its shape."""
+    """The way back: a network's tensors from a checkpoint of its shape. What else that has stays there."""
     for name, values in published(network):
         checkpoint.read(name, values)
 
@@ -147,7 +161,3 @@ def _swiglu(prefix: str, gate: torch.Tensor, up: torch.Tensor, down: torch.Tenso
 def _label(name: str, label: str) -> str:
     """The bias decides who is chosen by differences that bfloat16 would round away."""
     return "F32" if name.endswith("e_score_correction_bias") else label
-
-
-def _info(name: str, values: torch.Tensor, label: str) -> TensorInfo:
-    return TensorInfo(tuple(values.shape), _label(name, label))

@@ -107,7 +107,7 @@ class Network(nn.Module):
         hidden, loads = self.trunk(tokens, sight, real)
         mtp = None
         if self.mtp is not None:
-            mtp, load = self.ahead(self.mtp, hidden, tokens, sight, real)
+            mtp, load = self.ahead(hidden, tokens, sight, real)
             loads.append(load)
         return States(hidden, mtp, [load for load in loads if load.numel()])
 
@@ -123,9 +123,11 @@ class Network(nn.Module):
         return self.norm(x), loads
 
     def ahead(
-        self, mtp: Mtp, hidden: torch.Tensor, tokens: torch.Tensor, sight: torch.Tensor, real: torch.Tensor
+        self, hidden: torch.Tensor, tokens: torch.Tensor, sight: torch.Tensor, real: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`States.mtp` of final states, and the load of its experts."""
+        mtp = self.mtp
+        assert mtp is not None
         successors = F.embedding(tokens.roll(-1, 1), self.embed)
         joined = torch.cat((mtp.enorm(successors), mtp.hnorm(hidden)), -1)
         x, load = mtp.layer(mtp.eh_proj(joined).float(), sight, self.cos, self.sin, real)

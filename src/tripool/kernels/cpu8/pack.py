@@ -10,6 +10,8 @@ from tripool.kernels.shelf import FRESH, Shelf
 GROUP = 64
 PANEL = 32
 _LANES = 16
+_ROWS_AT_ONCE = 128 * PANEL
+"""A vocabulary's head is packed in pieces: on the way it would take six times what it takes in the end."""
 _SMALLEST = 1e-30
 """Stands in for the largest value of an all-zero group."""
 
@@ -75,6 +77,16 @@ def packed_gate_up(
 
 
 def _panels(weight: torch.Tensor, row_scales: torch.Tensor | None = None) -> torch.Tensor:
+    out, groups = len(weight), -(-weight.shape[1] // GROUP)
+    panels = torch.empty(-(-out // PANEL), groups, (GROUP + 4) * PANEL, dtype=torch.uint8)
+    for start in range(0, out, _ROWS_AT_ONCE):
+        rows = slice(start, start + _ROWS_AT_ONCE)
+        piece = _piece(weight[rows], None if row_scales is None else row_scales[rows])
+        panels[start // PANEL : start // PANEL + len(piece)] = piece
+    return panels
+
+
+def _piece(weight: torch.Tensor, row_scales: torch.Tensor | None) -> torch.Tensor:
     out = len(weight)
     panels = -(-out // PANEL)
     steps, scales = quantise(weight, row_scales)
@@ -86,7 +98,7 @@ def _panels(weight: torch.Tensor, row_scales: torch.Tensor | None = None) -> tor
     padded_scales = torch.zeros(panels * PANEL, groups)
     padded_scales[:out] = scales
     tail = padded_scales.view(panels, PANEL, groups).transpose(1, 2).contiguous().view(torch.uint8)
-    return torch.cat((body.reshape(panels, groups, GROUP * PANEL), tail), dim=2).contiguous()
+    return torch.cat((body.reshape(panels, groups, GROUP * PANEL), tail), dim=2)
 
 
 def _padded(bias: torch.Tensor) -> torch.Tensor:

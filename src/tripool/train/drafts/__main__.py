@@ -29,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TripoolError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped; there is no model", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -6,8 +6,9 @@ there. Final states of the frozen part are computed once and kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import reduce
+from math import isfinite
 from operator import add
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 
 from tripool.train.attention import Way
 from tripool.train.batch import wanted
+from tripool.train.config import TrainError
 from tripool.train.device import Tell, autocast
 from tripool.train.drafts.loss import Found, Scores, compare
 from tripool.train.encode import ANSWER
@@ -26,11 +28,11 @@ from tripool.train.rows import NO_DOCUMENT, Rows, rows_of_step
 from tripool.train.schedule import learning_rate, progress_by_time
 
 ROW_TOKENS = 512
-_HELD_OUT = 32
-"""One row in so many, the last ones, is not learned from."""
+_HELD_OUT, _FEW = 32, 16
+"""One row in so many, the last ones, is not learned from; of few rows more, up to a quarter."""
 _NOTED_STEPS = 10
-"""Steps between lines of metrics: reading what a step found waits for the device."""
-_LINE_S = 10.0
+LINE_S = 10.0
+"""Between printed lines."""
 
 
 class Lesson:
@@ -39,7 +41,7 @@ class Lesson:
         assert network.mtp is not None and len(rows) > 1
         self._network, self._mtp, self._way, self._rows, self._plan = network, network.mtp, way, rows, plan
         self._device, self._out = network.embed.device, out
-        self._num_learned = len(rows) - max(1, len(rows) // _HELD_OUT)
+        self._num_learned = len(rows) - max(1, min(len(rows) // 4, _FEW), len(rows) // _HELD_OUT)
         network.requires_grad_(False)
         self._mtp.requires_grad_(True)
         self._optimiser = adamw(plan, network, self._mtp)
@@ -56,10 +58,12 @@ class Lesson:
                 found = self._step(step, lr)
                 step, now_s = step + 1, clock()
                 progress = step / self._plan.steps if ends_s is None else progress_by_time(now_s, began_s, ends_s)
-                if step % _NOTED_STEPS == 0 or now_s - told_s >= _LINE_S:
+                if step % _NOTED_STEPS == 0 or now_s - told_s >= LINE_S:
                     scores = found.scores()
+                    if not isfinite(scores.divergence):
+                        raise TrainError(f"the loss is not a number at step {step}", file=self._out)
                     metrics.put({"step": step, "progress": round(progress, 6), "lr": lr, **scores.as_dict()})
-                    if now_s - told_s >= _LINE_S:
+                    if now_s - told_s >= LINE_S:
                         told_s = now_s
                         left_s = (now_s - began_s) * (1 - progress) / max(progress, 1e-9)
                         tell(f"step {step}  {progress:.1%}  {scores}  lr {lr:.1e}  {said(left_s)} left")
@@ -71,6 +75,13 @@ class Lesson:
     def held_out(self) -> Scores:
         numbers = torch.arange(self._num_learned, len(self._rows), device=self._device)
         return reduce(add, map(self._pass, numbers.split(self._plan.rows_per_pass))).scores()
+
+    def layer(self) -> dict[str, torch.Tensor]:
+        """The MTP layer's weights, a copy."""
+        return {name: values.clone() for name, values in self._mtp.state_dict().items()}
+
+    def put_back(self, layer: Mapping[str, torch.Tensor]) -> None:
+        self._mtp.load_state_dict(dict(layer))
 
     def _step(self, step: int, lr: float) -> Found:
         for group in self._optimiser.param_groups:
@@ -92,7 +103,7 @@ class Lesson:
         where = said_next & foretold
         with autocast(self._device):
             sight, real = self._way.sight(documents), documents != NO_DOCUMENT
-            ahead, _ = network.ahead(self._mtp, states.float(), tokens, sight, real)
+            ahead, _ = network.ahead(states.float(), tokens, sight, real)
             with torch.no_grad():
                 says = network.logits(states.roll(-1, 1)[where].float())
             return compare(says, network.logits(ahead[where]))

@@ -12,10 +12,12 @@ from tripool.engine.device import Place, load_on
 from tripool.engine.device_loop import DecodeLoop
 from tripool.engine.noise import stream_base
 from tripool.text import Tokenizer
+from tripool.train.config import TrainError
 from tripool.train.encode import ANSWER, PROMPT, SKIPPED, Encoded
 
 PROMPT_TOKENS, ANSWER_TOKENS = 128, 192
 """Most of each. A longer question is passed over, a longer answer is cut."""
+_MOST_PASSED_OVER = 1000
 TEMPERATURES = (0.7, 0.7, 0.7, 1.0)
 """In turn: mostly as the model is asked, some of it wider."""
 
@@ -36,10 +38,15 @@ class Speaker:
     def answers(self, questions: Iterator[Conversation]) -> list[Encoded]:
         """Of the next questions, one for each row."""
         prompts: list[list[int]] = []
+        passed_over = 0
         while len(prompts) < self._rows:
             ids = self._tokenizer.encode_chat(next(questions))
             if len(ids) <= PROMPT_TOKENS:
                 prompts.append(ids)
+                passed_over = 0
+            elif (passed_over := passed_over + 1) > _MOST_PASSED_OVER:
+                hint = f"what the chat template adds must fit into {PROMPT_TOKENS} tokens with the question"
+                raise TrainError("every question is too long", hint=hint)
         bases = [stream_base(self._seed, self._asked + row) for row in range(self._rows)]
         self._asked += self._rows
         self._loop.sample_with(self._temperatures, bases)
