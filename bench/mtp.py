@@ -86,7 +86,8 @@ def main() -> int:
     }
     repetitions = 6 if options.quick else 40
     rows = [compare(llms, temperature, repetitions) for temperature in (0.0, 0.7)]
-    print_table(rows, origin, f"MTP drafts on {options.model}: {options.threads} threads, medians of {repetitions * len(QUESTIONS)}")
+    answers = repetitions * len(QUESTIONS)
+    print_table(rows, origin, f"MTP drafts on {options.model}: {options.threads} threads, medians of {answers}")
     if options.json:
         write_json(rows, origin, options.json)
     return 0 if all(row.ok for row in rows) else 1

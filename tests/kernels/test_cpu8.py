@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from tripool.kernels import CPU8, Batch
+from tripool.kernels.cpu8 import pack
 from tripool.kernels.cpu8.halves import Linear8, Mla8, Mlp8, Moe8
 from tripool.kernels.cpu8.library import library, set_threads, variants
+from tripool.kernels.cpu8.pack import PANEL, _panels
 from tripool.kernels.ref import int8
 from tripool.kernels.ref.mla import MlaWeights
 from tripool.kernels.ref.route import RoutePlan
@@ -311,6 +313,15 @@ def test_join(width):
     together = ours(left, right)
     assert torch.equal(torch.cat([ours(left[i : i + 1], right[i : i + 1]) for i in range(19)]), together)
     assert relative_error(together, PLAIN8.join(weights)(left, right)) < 1e-3
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_weights_packed_in_pieces_are_those_packed_at_once(monkeypatch, scaled):
+    weight = torch.randn(5 * PANEL + 3, 100)
+    scales = torch.rand(len(weight)) * (torch.arange(len(weight)) % 3 > 0) if scaled else None
+    at_once = _panels(weight, scales)
+    monkeypatch.setattr(pack, "_ROWS_AT_ONCE", 2 * PANEL)
+    assert torch.equal(_panels(weight, scales), at_once)
 
 
 @pytest.mark.parametrize("count", [1, 31, 64, 100])
