@@ -88,7 +88,10 @@ class Model:
         else:
             self._head = loader.linear(["lm_head"], [arch.vocab], arch.hidden)
         give_back()
-        self._layers = [Layer(loader, f"model.layers.{i}", arch, moe=i in arch.moe_layers) for i in range(arch.layers)]
+        self._layers: list[Layer] = []
+        for i in range(arch.layers):
+            self._layers.append(Layer(loader, f"model.layers.{i}", arch, moe=i in arch.moe_layers))
+            give_back()
         self._norm = loader.tensor("model.norm.weight", arch.hidden)
         has_mtp = arch.mtp_layers > 0 and loader.has(f"model.layers.{arch.layers}.eh_proj.weight")
         self._turns = loader.derived("turns", lambda: turn_table(arch.rope, arch.context_tokens))
