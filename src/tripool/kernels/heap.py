@@ -1,5 +1,5 @@
 """Freed memory, back to the system. glibc keeps what lies between things that are still used; loading a model leaves
-much of that behind (170 MB for one of 135 M weights), and nothing that comes after needs it."""
+much of that behind (160 to 310 MB for one of 135 M weights), and nothing that comes after needs it."""
 
 from __future__ import annotations
 
