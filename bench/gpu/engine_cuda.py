@@ -3,7 +3,9 @@
     python3 bench/gpu/engine_cuda.py [--json FILE] [--commit ID] [--toy]
 
 Agreement is the share of greedy tokens up to each answer's first difference, over all answers. In float32 (the bar:
-99 %) and, for information, in bfloat16 with Triton kernels. Drafts on must equal drafts off, greedy and sampled. The
+99 %) and, for information, in bfloat16 with Triton kernels; with the checkpoint's own integers through our INT8
+kernels; and with the same model written in e4m3 by blocks through torch's FP8 products. For these also the share of
+next tokens that are float32's along float32's own answers. Drafts on must equal drafts off, greedy and sampled. The
 runner's captured steps are walked with a batch that shrinks by one request at a time, and the kernels of
 `kernels/cuda` are compared with their plain forms on odd sizes, outputs poisoned.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,16 +25,17 @@ if TOY:
 
 import timing  # noqa: E402
 import torch  # noqa: E402
+from fp8_folder import write_fp8  # noqa: E402
 from timing import Row  # noqa: E402
 
-from tripool.checkpoints import FolderCheckpoint, open_checkpoint  # noqa: E402
+from tripool.checkpoints import Checkpoint, FolderCheckpoint, open_checkpoint  # noqa: E402
+from tripool.engine.device import Place, table_of  # noqa: E402
 from tripool.engine.device_loop import DecodeLoop  # noqa: E402
 from tripool.engine.device_runner import DeviceRunner  # noqa: E402
 from tripool.engine.noise import stream_base  # noqa: E402
 from tripool.engine.runner import Runner  # noqa: E402
 from tripool.kernels.cuda.experts import all_rows, sorted_rows  # noqa: E402
 from tripool.kernels.cuda.shelf import OnDevice  # noqa: E402
-from tripool.kernels.cuda.table import cuda_table  # noqa: E402
 from tripool.models import Model, load_model  # noqa: E402
 from tripool.sequence import Work  # noqa: E402
 from tripool.text import TextFiles, Tokenizer  # noqa: E402
@@ -47,6 +51,12 @@ QUESTIONS = (
     "Write a story about Clara, a shy baker who finds a golden key.",
 )
 """Their answers are longer than what is compared: past its end, an answer is nothing that was ever trained."""
+KINDS = {
+    "cuda-float32": "float32",
+    "cuda-bfloat16": "bfloat16",
+    "cuda-bfloat16-I8": "own int8",
+    "cuda-bfloat16-F8_E4M3": "fp8 by blocks",
+}
 BLOCKS_EACH = 6
 ODD_SIZES = [(64, 6, 64, 2048, 1408), (1, 6, 64, 2048, 1408), (33, 3, 7, 200, 72), (128, 8, 16, 512, 256)]
 """Rows, choices, experts, hidden, width."""
@@ -94,7 +104,7 @@ def looped(
 
 
 def runner_of(model: Model, requests: int) -> DeviceRunner:
-    dtype = model.logits(torch.zeros(1, model.arch.hidden, device=DEVICE)).dtype
+    dtype = model.logits(torch.zeros(1, model.arch.hidden, device=DEVICE)).dtype  # 8 bits come out in 16
     return DeviceRunner(model, num_blocks=requests * BLOCKS_EACH, device=DEVICE, dtype=dtype, mtp=True)
 
 
@@ -106,19 +116,53 @@ def agreed(ours: Sequence[list[int]], reference: Sequence[list[int]]) -> float:
     return same / sum(map(len, ours))
 
 
+def alike_along(runner: Runner, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> float:
+    """Share of the answers' tokens that this says too, each after the answer's own ones before it."""
+    same = 0
+    for prompt, answer, table in zip(prompts, answers, tables(len(prompts)), strict=True):
+        hidden = runner.hidden([Work(list(prompt) + answer[:-1], 0, table, False)])[len(prompt) - 1 :]
+        same += sum(a == b for a, b in zip(runner.logits(hidden).float().argmax(-1).tolist(), answer, strict=True))
+    return same / sum(map(len, answers))
+
+
+WAYS = {
+    "float32": Place(torch.device(DEVICE), torch.float32),
+    "bfloat16": Place(torch.device(DEVICE), torch.bfloat16),
+    "8 bits": Place(torch.device(DEVICE), torch.bfloat16, eight_bits=True),
+}
+
+
+def on_device(checkpoint: Checkpoint, way: str) -> tuple[str, Model]:
+    """And what its table is called."""
+    place = WAYS[way]
+    table = table_of(place, checkpoint)
+    return table.name, load_model(checkpoint, place.dtype, kernels=table, shelf=OnDevice(DEVICE))
+
+
 def model_rows(name: str, folder: Path | None, count: int) -> list[Row]:
-    with open_checkpoint("tiny") if folder is None else FolderCheckpoint(folder) as checkpoint:
+    with (
+        open_checkpoint("tiny") if folder is None else FolderCheckpoint(folder) as checkpoint,
+        tempfile.TemporaryDirectory() as scratch,
+    ):
         prompts = encoded(checkpoint.text)
         plain = load_model(checkpoint)
-        on_device = {
-            dtype: load_model(checkpoint, dtype, kernels=cuda_table(dtype, fused=not TOY), shelf=OnDevice(DEVICE))
-            for dtype in (torch.float32, torch.bfloat16)
-        }
+        models = dict(on_device(checkpoint, way) for way in WAYS)
+        with FolderCheckpoint(write_fp8(checkpoint, Path(scratch))) as fp8:
+            models |= [on_device(fp8, "8 bits")]
     reference = stepwise(Runner(plain, num_blocks=len(prompts) * BLOCKS_EACH), prompts, count)
     rows = []
-    for dtype, model in on_device.items():
-        kind = str(dtype).removeprefix("torch.")
-        bar = 1.0 if dtype == torch.float32 else None
+    for table, model in models.items():
+        kind = KINDS[table]
+        bar = 1.0 if kind == "float32" else None
+        rows.append(
+            _share(
+                f"{name}, {kind}: next token as the CPU's float32's",
+                alike_along(runner_of(model, len(prompts)), prompts, reference),
+                0.99,
+                bar,
+                f"{model.num_bytes / 1e6:.1f} MB of weights",
+            )
+        )
         off, _ = looped(model, prompts, count, mtp=False)
         on, steps = looped(model, prompts, count, mtp=True)
         shrinking = stepwise(runner_of(model, len(prompts)), prompts, count, leave=True)

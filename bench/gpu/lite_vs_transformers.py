@@ -5,6 +5,7 @@
 64 sequences of equal length, greedy, no stops: both sides have the same weights and make as many tokens. Ours is
 `DecodeLoop` over the CUDA table: grouped experts, paged latent attention, one graph for each step. Also told: the
 share of greedy tokens on which both agree before they part (bf16 rounds differently on each side), and time per step.
+Then the same weights in eight bits, integers (our kernels) and e4m3 (torch's products), beside ours in bf16.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import timing
@@ -20,8 +23,11 @@ import torch
 from tripool.core import BLOCK_TOKENS
 from tripool.engine.device_loop import DecodeLoop
 from tripool.engine.device_runner import DeviceRunner
+from tripool.kernels.cuda.arithmetic import eight_of
+from tripool.kernels.cuda.eight import Eight
 from tripool.kernels.cuda.shelf import OnDevice
 from tripool.kernels.cuda.table import cuda_table
+from tripool.kernels.weights import E4M3, INT8
 from tripool.models import Model
 from tripool.models.load import arch_of
 from tripool.models.loader import Loader
@@ -42,30 +48,40 @@ MINIATURE = {
     "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
 }  # fmt: skip
 TARGET = 4.0
+LARGEST = {INT8: 127.0, E4M3: 448.0}
 
 
 class FromModule:
-    """A source (see `models.loader`) over the other side's own tensors: nothing is drawn twice."""
+    """A source (see `models.loader`) over the other side's own tensors: nothing is drawn twice.
 
-    def __init__(self, state: Mapping[str, torch.Tensor], device: str) -> None:
-        self._state, self.device = state, device
+    With an `eight`, its linears are as if they had been stored in those eight bits, by row.
+    """
+
+    def __init__(self, state: Mapping[str, torch.Tensor], device: str, eight: Eight | None) -> None:
+        self._state, self.device, self._eight = state, device, eight
 
     def has(self, name: str) -> bool:
         return name in self._state
 
-    def scales(self, name: str) -> torch.Tensor | None:
-        return None
+    def scales(self, name: str, kind: str) -> torch.Tensor | None:
+        if self._eight is None or "_proj" not in name:
+            return None
+        return self._stored(name).float().abs().amax(1) / LARGEST[self._eight.stored]
 
     def read(self, name: str, out: torch.Tensor) -> None:
+        stored, scales = self._stored(name), self.scales(name, "")
+        if self._eight is not None and scales is not None:
+            stored = self._eight.pack(stored.float() / scales[:, None]).float() * scales[:, None]
+        out.copy_(stored)
+
+    def _stored(self, name: str) -> torch.Tensor:
         if name in self._state:
-            out.copy_(self._state[name])
-            return
+            return self._state[name]
         # transformers keeps a layer's experts in two tensors
         prefix, expert, projection, _ = name.rsplit(".", 3)
         both = projection in ("gate_proj", "up_proj")
         stored = self._state[f"{prefix}.{'gate_up_proj' if both else 'down_proj'}"][int(expert)]
-        half = stored.chunk(2)[projection == "up_proj"] if both else stored
-        out.copy_(half)
+        return stored.chunk(2)[projection == "up_proj"] if both else stored
 
 
 def peer_model(settings: dict[str, Any], device: str, dtype: torch.dtype) -> Any:
@@ -96,10 +112,10 @@ def randomise(model: Any) -> None:
 
 
 @torch.inference_mode()
-def our_model(settings: dict[str, Any], peer: Any, device: str, dtype: torch.dtype) -> Model:
-    table = cuda_table(dtype, fused=device == "cuda")
+def our_model(settings: dict[str, Any], peer: Any, device: str, dtype: torch.dtype, eight: Eight | None) -> Model:
+    table = cuda_table(dtype, fused=device == "cuda", eight=eight)
     arch = arch_of(settings | {"model_type": "deepseek_v2"}, "made up")
-    return Model(arch, Loader(FromModule(peer.state_dict(), device), table, dtype, OnDevice(device)))
+    return Model(arch, Loader(FromModule(peer.state_dict(), device, eight), table, dtype, OnDevice(device)))
 
 
 def peer_answers(peer: Any, prompts: torch.Tensor, count: int) -> torch.Tensor:
@@ -133,6 +149,40 @@ def before_parting(ours: list[list[int]], theirs: list[list[int]]) -> float:
     return sum(same) / sum(map(len, ours))
 
 
+@dataclass(frozen=True)
+class OurRun:
+    answers: list[list[int]]
+    whole_s: float
+    first_s: float
+    step_ms: float
+    num_bytes: int
+
+
+def our_run(
+    settings: dict[str, Any],
+    peer: Any,
+    device: str,
+    dtype: torch.dtype,
+    prompts: torch.Tensor,
+    count: int,
+    eight: Eight | None,
+) -> OurRun:
+    (sequences, length), asking = prompts.shape, prompts.tolist()
+    dtype = dtype if eight is None else torch.bfloat16
+    model = our_model(settings, peer, device, dtype, eight)
+    blocks = -(-(length + count + 3) // BLOCK_TOKENS)
+    runner = DeviceRunner(model, num_blocks=sequences * blocks, device=device, dtype=dtype)
+    tables = [list(range(i * blocks, (i + 1) * blocks)) for i in range(sequences)]
+    loop = DecodeLoop(runner, tables, count=count)
+    answers = loop.run(asking)  # warms up
+    whole_s = min(seconds(lambda: loop.run(asking), device)[0] for _ in range(3))
+    first_s = min(seconds(lambda: loop._start(asking, 32768), device)[0] for _ in range(2))
+    step_ms = (whole_s - first_s) / (count - 1) * 1e3
+    kind = "bf16" if eight is None else eight.stored
+    print(f"ours, {kind}: {whole_s:.2f} s, first token {first_s:.2f} s, step {step_ms:.2f} ms", flush=True)
+    return OurRun(answers, whole_s, first_s, step_ms, model.num_bytes)
+
+
 def main() -> int:
     parser = timing.arguments(__doc__)
     parser.add_argument("--toy", action="store_true", help="miniature on a CPU, without Triton and graphs")
@@ -158,42 +208,46 @@ def main() -> int:
     peer_step_ms = (peer_s - prefill_s) / (count - 1) * 1e3
     print(f"transformers: {peer_s:.2f} s, first token {prefill_s:.2f} s, step {peer_step_ms:.2f} ms", flush=True)
 
-    model = our_model(settings, peer, device, dtype)
-    if not TOY:
-        del peer
-        torch.cuda.empty_cache()
-    blocks = -(-(length + count + 3) // BLOCK_TOKENS)
-    runner = DeviceRunner(model, num_blocks=sequences * blocks, device=device, dtype=dtype)
-    tables = [list(range(i * blocks, (i + 1) * blocks)) for i in range(sequences)]
-    asking = prompts.tolist()
-    loop = DecodeLoop(runner, tables, count=count)
-    answers = loop.run(asking)  # warms up
-    our_s = min(seconds(lambda: loop.run(asking), device)[0] for _ in range(3))
-    first_s = min(seconds(lambda: loop._start(asking, 32768), device)[0] for _ in range(2))
-    step_ms = (our_s - first_s) / (count - 1) * 1e3
-    agreed = before_parting(answers, theirs)
-    print(
-        f"ours: {our_s:.2f} s, first token {first_s:.2f} s, step {step_ms:.2f} ms; {agreed:.1%} agreed before parting",
-        flush=True,
-    )
+    run = partial(our_run, settings, peer, device, dtype, prompts, count)
+    ours = run(None)
+    agreed = before_parting(ours.answers, theirs)
+    print(f"{agreed:.1%} agreed before parting", flush=True)
     total = sequences * count
     details = {
-        "our_s": our_s, "peer_s": peer_s, "our_first_s": first_s, "peer_first_s": prefill_s, "our_step_ms": step_ms,
-        "peer_step_ms": peer_step_ms, "agreed_before_parting": agreed,
-        "floor_step_ms": model.num_bytes / 4.2e12 * 1e3, "prompt": length, "count": count, "sequences": sequences,
+        "our_s": ours.whole_s, "peer_s": peer_s, "our_first_s": ours.first_s, "peer_first_s": prefill_s,
+        "our_step_ms": ours.step_ms, "peer_step_ms": peer_step_ms, "agreed_before_parting": agreed,
+        "floor_step_ms": ours.num_bytes / 4.2e12 * 1e3, "prompt": length, "count": count, "sequences": sequences,
     }  # fmt: skip
-    note = (
-        f"{length} in, {count} out; step {step_ms:.1f} against {peer_step_ms:.1f} ms; {agreed:.0%} alike before parting"
-    )
-    row = timing.Row(
-        name=f"V2-Lite shape, {sequences} sequences, bf16, whole batch", ours=total / our_s, peer=total / peer_s,
-        unit="tok/s", target=TARGET, note=note, details=details,
-    )  # fmt: skip
+    steps = f"step {ours.step_ms:.1f} against {peer_step_ms:.1f} ms"
+    name = f"V2-Lite shape, {sequences} sequences"
+    rows = [
+        timing.Row(
+            name=f"{name}, bf16, whole batch", ours=total / ours.whole_s, peer=total / peer_s, unit="tok/s",
+            target=TARGET, note=f"{length} in, {count} out; {steps}; {agreed:.0%} alike before parting",
+            details=details,
+        )
+    ]  # fmt: skip
+    for kind, label, target in ((INT8, "int8, our kernels", 1.0), (E4M3, "fp8, torch's products", None)):
+        eight = run(eight_of(kind, fused=device == "cuda", device=device))
+        note = (
+            f"step {eight.step_ms:.1f} against {ours.step_ms:.1f} ms, first token {eight.first_s:.2f} against "
+            f"{ours.first_s:.2f} s, weights {eight.num_bytes / 1e9:.1f} against {ours.num_bytes / 1e9:.1f} GB"
+        )
+        details = {
+            "step_ms": eight.step_ms, "first_s": eight.first_s, "num_bytes": eight.num_bytes,
+            "floor_step_ms": eight.num_bytes / 4.2e12 * 1e3,
+        }  # fmt: skip
+        rows.append(
+            timing.Row(
+                name=f"{name}, {label} beside ours in bf16", ours=total / eight.whole_s, peer=total / ours.whole_s,
+                unit="tok/s", target=target, note=note, details=details,
+            )
+        )  # fmt: skip
     origin = timing.Origin("a toy on a CPU", "none") if TOY else timing.gpu_origin(asked.commit)
-    timing.print_rows([row], origin)
+    timing.print_rows(rows, origin)
     if asked.json:
-        timing.write_json([row], origin, asked.json)
-    return int(row.ok is False and not TOY)
+        timing.write_json(rows, origin, asked.json)
+    return int(any(row.ok is False for row in rows) and not TOY)
 
 
 if __name__ == "__main__":

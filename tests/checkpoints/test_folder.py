@@ -53,7 +53,7 @@ def test_an_unknown_name_and_a_wrong_shape_name_the_tensor(folder):
         with pytest.raises(TensorMissing) as missing:
             checkpoint.read("lm_head.weight", torch.empty(3, 4))
         with pytest.raises(TensorMissing):
-            checkpoint.quantised("lm_head.weight")
+            checkpoint.row_scales("lm_head.weight")
         with pytest.raises(TensorShape, match=r"\[3, 4\].*\[4, 3\]") as shape:
             checkpoint.read("model.embed_tokens.weight", torch.empty(4, 3))
     assert missing.value.tensor == "lm_head.weight"

@@ -24,8 +24,8 @@ def test_tiny_is_in_the_package_and_small():
         checkpoint.read("model.embed_tokens.weight", embedding)
         assert embedding.isfinite().all()
         assert embedding.std() > 0
-        assert checkpoint.quantised("model.embed_tokens.weight") is not None
-        assert checkpoint.quantised("model.layers.1.mlp.gate.weight") is None
+        assert checkpoint.row_scales("model.embed_tokens.weight") is not None
+        assert checkpoint.row_scales("model.layers.1.mlp.gate.weight") is None
         tokenizer = Tokenizer.from_str(checkpoint.text.tokenizer_json)
         assert tokenizer.decode(tokenizer.encode("Once upon a time").ids) == "Once upon a time"
         assert checkpoint.text.end_ids == {tokenizer.token_to_id("<|end|>")}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tripool.config import EngineConfig
+from tripool.checkpoints import open_checkpoint
+from tripool.config import EngineConfig, Precision
 from tripool.core import Request, SamplingParams
-from tripool.engine.device import DeviceMissing, Place, load_on
+from tripool.engine.device import DeviceMissing, Place, cuda_place, load_on, table_of
 from tripool.engine.engine import Engine
 from tripool.engine.load import load_engine
 from tripool.errors import InvalidRequest
@@ -47,6 +48,22 @@ def test_the_same_text_through_a_device(expected: list[list[int]], mtp: bool) ->
     assert answers(engine) == expected
     assert engine.num_held_blocks == 0
     assert bool(engine.num_accepted) == mtp
+
+
+@pytest.mark.parametrize(
+    ("precision", "major", "eight_bits"), [("int8", 9, True), ("int8", 8, False), ("float32", 9, False)]
+)
+def test_eight_bits_are_for_devices_that_have_them_and_users_that_want_them(
+    monkeypatch: pytest.MonkeyPatch, precision: Precision, major: int, eight_bits: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    place = cuda_place(precision)
+    assert place.eight_bits is eight_bits
+    assert place.dtype == (torch.float32 if precision == "float32" else torch.bfloat16)
+    with open_checkpoint("tiny") as checkpoint:
+        here = Place(torch.device("cpu"), place.dtype, place.eight_bits)
+        assert table_of(here, checkpoint).name.endswith("-I8") is eight_bits
 
 
 def test_a_device_that_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

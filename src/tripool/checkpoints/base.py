@@ -50,11 +50,9 @@ class Checkpoint(Protocol):
     def read(self, name: str, out: torch.Tensor) -> None:
         """Fill `out` (any strides, float32/bfloat16/float16) in small pieces; the pages touched are given back."""
 
-    def quantised(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(int8 weight [out, in] as a mapped view, float32 scales [out]) where it is stored so, else None.
-
-        The view stays valid after `close`: the file stays mapped until the last view is gone.
-        """
+    def row_scales(self, name: str) -> torch.Tensor | None:
+        """Of a weight in eight bits: what one of them is worth, float32 [out]; where a row has several scales, the
+        largest. None for anything else."""
 
     def stored_bytes(self) -> int:
         """Size of the weight files."""

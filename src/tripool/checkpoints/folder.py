@@ -14,7 +14,7 @@ from tripool.checkpoints.base import TensorInfo, check_out
 from tripool.checkpoints.folder_text import read_text_files
 from tripool.checkpoints.json_files import read_object
 from tripool.checkpoints.safetensors import MappedTensor, SafetensorsFile
-from tripool.checkpoints.stored import Int8Rows, Stored, logical_tensors
+from tripool.checkpoints.stored import Stored, logical_tensors
 from tripool.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing, TensorMissing, WrongDtype
 from tripool.text.files import TextFiles
 
@@ -52,9 +52,8 @@ class FolderCheckpoint:
         check_out(stored.weight.file.path, name, stored.weight.info.shape, out)
         stored.read(out)
 
-    def quantised(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        stored = self._stored(name)
-        return (stored.weight.whole(), stored.scales()) if isinstance(stored, Int8Rows) else None
+    def row_scales(self, name: str) -> torch.Tensor | None:
+        return self._stored(name).row_scales()
 
     def stored_bytes(self) -> int:
         return sum(file.num_bytes for file in self._files)

@@ -69,7 +69,7 @@ class MappedTensor:
         self.file.drop(self.start + first * self.row_bytes, self.start + last * self.row_bytes)
 
     def whole(self) -> torch.Tensor:
-        """All of it as a view; for the small ones (scales) and for those who want the mapping itself."""
+        """All of it as a view, for the small ones."""
         return self.file.tensor(self.start, self.stop, self.dtype).view(self.info.shape)
 
     def read(self, out: torch.Tensor) -> None:

@@ -22,6 +22,10 @@ class Stored(Protocol):
 
     def read(self, out: torch.Tensor) -> None: ...
 
+    def row_scales(self) -> torch.Tensor | None:
+        """See `Checkpoint`."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Plain:
@@ -37,6 +41,9 @@ class Plain:
             )
         self.weight.read(out)
 
+    def row_scales(self) -> None:
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class Int8Rows:
@@ -49,13 +56,13 @@ class Int8Rows:
         num_rows = self.weight.info.shape[0]
         _check_scale(self.weight, self.scale, {(num_rows, 1), (num_rows,)})
 
-    def scales(self) -> torch.Tensor:
+    def row_scales(self) -> torch.Tensor:
         scales = torch.empty(self.weight.info.shape[0], dtype=torch.float32)
         self.scale.read(scales.view(self.scale.info.shape))
         return scales
 
     def read(self, out: torch.Tensor) -> None:
-        scales = self.scales().unsqueeze(1)
+        scales = self.row_scales().unsqueeze(1)
         num_rows, num_columns = self.weight.info.shape
         for first, last in row_pieces(num_rows, 4 * num_columns):
             values = self.weight.rows(first, last).to(torch.float32)
@@ -76,9 +83,17 @@ class Float8Blocks:
         grid = (-(-num_rows // self.block[0]), -(-num_columns // self.block[1]))
         _check_scale(self.weight, self.scale, {grid})
 
-    def read(self, out: torch.Tensor) -> None:
+    def row_scales(self) -> torch.Tensor:
+        """The largest of the blocks that a row goes through."""
+        return self._grid().amax(1).repeat_interleave(self.block[0])[: self.weight.info.shape[0]]
+
+    def _grid(self) -> torch.Tensor:
         scales = torch.empty(self.scale.info.shape, dtype=torch.float32)
         self.scale.read(scales)
+        return scales
+
+    def read(self, out: torch.Tensor) -> None:
+        scales = self._grid()
         block_rows, block_columns = self.block
         num_rows, num_columns = self.weight.info.shape
         for first, last in row_pieces(num_rows, 4 * num_columns, multiple=block_rows):

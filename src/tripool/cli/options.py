@@ -27,7 +27,8 @@ MaxRunning = Annotated[int, typer.Option("--max-running", min=1, max=256, help="
 Mtp = Annotated[bool, typer.Option("--mtp/--no-mtp", help="Draft tokens with the model's MTP layer, if it has one.")]
 PrecisionOf = Annotated[Precision, typer.Option("--precision", help="int8: fast and exact; or float32.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help=_THREADS)]
-DeviceOf = Annotated[Device, typer.Option("--device", help="cpu, or cuda: bfloat16, or float32 if asked for.")]
+_DEVICE = "cpu, or cuda: bfloat16, and 8 bits where the checkpoint has them; or float32."
+DeviceOf = Annotated[Device, typer.Option("--device", help=_DEVICE)]
 
 Temperature = Annotated[float | None, typer.Option(help="0 picks the most likely token.")]
 TopP = Annotated[float | None, typer.Option("--top-p", help="Keep the likeliest tokens up to this probability.")]

@@ -7,15 +7,21 @@ from dataclasses import dataclass
 
 import torch
 
-from tripool.checkpoints import open_checkpoint
+from tripool.checkpoints import Checkpoint, open_checkpoint
 from tripool.config import Precision
 from tripool.engine.device_runner import DeviceRunner
 from tripool.engine.device_sampler import DeviceSampler
 from tripool.errors import TripoolError
+from tripool.kernels import KernelTable
+from tripool.kernels.cuda.arithmetic import eight_of
 from tripool.kernels.cuda.shelf import OnDevice
 from tripool.kernels.cuda.table import cuda_table
+from tripool.kernels.weights import E4M3, INT8
 from tripool.models import Model, load_model
 from tripool.text.files import TextFiles
+
+HOPPER = 9
+"""The major compute capability whose 8-bit products were measured; on others they are multiplied out."""
 
 
 class DeviceMissing(TripoolError):
@@ -28,6 +34,8 @@ class DeviceMissing(TripoolError):
 class Place:
     device: torch.device
     dtype: torch.dtype
+    eight_bits: bool = False
+    """Whether what a checkpoint holds in eight bits is multiplied in them."""
 
     def runner(self, model: Model, num_blocks: int, *, mtp: bool) -> DeviceRunner:
         return DeviceRunner(model, num_blocks=num_blocks, device=self.device, dtype=self.dtype, mtp=mtp)
@@ -40,7 +48,16 @@ def cuda_place(precision: Precision) -> Place:
     if not torch.cuda.is_available():
         hint = "run with --device cpu, or install a torch that was built for CUDA and check the driver"
         raise DeviceMissing("torch finds no CUDA device", hint=hint)
-    return Place(torch.device("cuda"), torch.float32 if precision == "float32" else torch.bfloat16)
+    if precision == "float32":
+        return Place(torch.device("cuda"), torch.float32)
+    return Place(torch.device("cuda"), torch.bfloat16, eight_bits=torch.cuda.get_device_capability()[0] == HOPPER)
+
+
+def table_of(place: Place, checkpoint: Checkpoint) -> KernelTable:
+    fused = place.device.type == "cuda"
+    kinds = {info.dtype for info in checkpoint.infos().values()} & {INT8, E4M3} if place.eight_bits else ()
+    eight = next((eight_of(kind, fused=fused, device=place.device) for kind in kinds), None)
+    return cuda_table(place.dtype, fused=fused, eight=eight)
 
 
 def load_on(place: Place, model: str, progress: Callable[[str], None] | None = None) -> tuple[str, TextFiles, Model]:
@@ -48,6 +65,6 @@ def load_on(place: Place, model: str, progress: Callable[[str], None] | None = N
         text = checkpoint.text
         if progress:
             progress(f"loading {checkpoint.name}")
-        table = cuda_table(place.dtype, fused=place.device.type == "cuda")
+        table = table_of(place, checkpoint)
         network = load_model(checkpoint, place.dtype, kernels=table, shelf=OnDevice(place.device))
         return checkpoint.name, text, network

@@ -1,7 +1,8 @@
 """A layer's weights, half by half, as the checkpoint has them: what a table packs into its own form.
 
-Where the checkpoint holds integers, a field that ends in `scales` says what one of them is worth in each row (0: a row
-that is held in floats). The floats beside it are the very products, so a table that computes in floats need not look.
+Where the checkpoint holds eight bits of the kind that the table takes, a field that ends in `scales` says what one is
+worth in each row (0: a row that is held in floats). The floats beside it are the very products, so a table that
+computes in floats need not look.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import torch
 
 from tripool.kernels.ref.mla import MlaWeights
 from tripool.kernels.ref.route import RoutePlan
+
+INT8, E4M3 = "I8", "F8_E4M3"
+"""The two kinds, as checkpoints call them. Of e4m3 in blocks, a row's scale is that of its largest block."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,7 +121,7 @@ class _Nobody:
     def read(self, name: str, out: torch.Tensor) -> None:
         pass
 
-    def scales(self, name: str) -> torch.Tensor | None:
+    def scales(self, name: str, kind: str) -> torch.Tensor | None:
         return None
 
 

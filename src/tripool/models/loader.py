@@ -33,8 +33,8 @@ class Source(Protocol):
 
     def has(self, name: str) -> bool: ...
     def read(self, name: str, out: torch.Tensor) -> None: ...
-    def scales(self, name: str) -> torch.Tensor | None:
-        """Where rows are stored as integers: what one is worth, float32 [rows]."""
+    def scales(self, name: str, kind: str) -> torch.Tensor | None:
+        """Where it is stored in this kind of eight bits: what one is worth, float32 [rows]."""
         ...
 
 
@@ -54,9 +54,9 @@ class FromCheckpoint:
             raise TensorMissing(problem, hint=hint, tensor=name, file=file)
         self._checkpoint.read(name, out)
 
-    def scales(self, name: str) -> torch.Tensor | None:
-        stored = self._checkpoint.quantised(name) if name in self._infos else None
-        return None if stored is None else stored[1]
+    def scales(self, name: str, kind: str) -> torch.Tensor | None:
+        stored = name in self._infos and self._infos[name].dtype == kind
+        return self._checkpoint.row_scales(name) if stored else None
 
 
 class Loader:
@@ -98,7 +98,7 @@ class Loader:
 
     def scales(self, names: Sequence[str], outs: Sequence[int]) -> torch.Tensor | None:
         """Of what `fused` gives for the same names, in the sense of `kernels/weights.py`."""
-        found = [self._source.scales(f"{name}.weight") for name in names]
+        found = [self._source.scales(f"{name}.weight", self.kernels.stored) for name in names]
         if all(one is None for one in found):
             return None
         return torch.cat([torch.zeros(out) if one is None else one for one, out in zip(found, outs, strict=True)])
@@ -113,8 +113,8 @@ class Loader:
         return self.pack(self.fused(names, outs, width), self.scales(names, outs))
 
     def pack(self, weight: torch.Tensor, scales: torch.Tensor | None = None) -> LinearOp:
-        if scales is not None and self.kernels.linear_of_integers is not None:
-            return self.counted(self.kernels.linear_of_integers(weight, scales))
+        if scales is not None and self.kernels.linear_of_scales is not None:
+            return self.counted(self.kernels.linear_of_scales(weight, scales))
         return self.counted(self.kernels.linear(weight, None))
 
     def experts(self, prefix: str, experts: int, width: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:

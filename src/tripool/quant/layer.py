@@ -70,7 +70,7 @@ class FoldedSource:
         if name.startswith(self._prefix):
             self._factors.apply(relative, out)
 
-    def scales(self, name: str) -> torch.Tensor | None:
+    def scales(self, name: str, kind: str) -> torch.Tensor | None:
         if not self._is_rounded(name.removeprefix(self._prefix)):
             return None
         return self._stored(f"{name}_scale").view(-1).clone()

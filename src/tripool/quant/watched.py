@@ -92,7 +92,7 @@ def watched_table(see: See) -> KernelTable:
         mlp=mlp,
         moe=moe,
         draft=partial(Draft, CPU_OPS),
-        linear_of_integers=lambda weight, scales: linear(weight, None, scales),
+        linear_of_scales=lambda weight, scales: linear(weight, None, scales),
     )
 
 

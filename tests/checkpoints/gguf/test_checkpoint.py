@@ -261,7 +261,7 @@ def test_deepseek_comes_back_under_its_own_names(tmp_path, write_gguf, read_all,
 
 def test_errors_name_the_tensor(gguf_file):
     with GgufCheckpoint(gguf_file) as checkpoint:
-        assert checkpoint.quantised("model.norm.weight") is None
+        assert checkpoint.row_scales("model.norm.weight") is None
         with pytest.raises(TensorMissing) as missing:
             checkpoint.read("lm_head.weight", torch.empty(1))
         with pytest.raises(TensorShape) as shape:

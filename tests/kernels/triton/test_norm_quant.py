@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tripool.kernels.ref import w8a8
-from tripool.kernels.triton.norm_quant import rms_norm_quant, swiglu_quant
+from tripool.kernels.ref import fp8, w8a8
+from tripool.kernels.triton.norm_quant import quantise_rows, rms_norm_quant, swiglu_quant
 
 ON_CARD = pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter cuts float32 to bfloat16 unrounded")
 
@@ -66,6 +66,40 @@ def test_swiglu_leaves_rows_that_nobody_has(device):
     plain = w8a8.swiglu_quant(gate_up)
     assert_same((q[mine], scale[mine]), (plain[0][mine], plain[1][mine]))
     assert int(scale.isnan().sum()) == 6 and (q[2:8] == -128).all()
+
+
+def gain(x: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(0.5, 2, x.shape[1], device=x.device)
+
+
+E4M3_FORMS = {
+    "as they are": (lambda x: quantise_rows(x, fp8.E4M3), fp8.quantise_rows),
+    "norm": (
+        lambda x: rms_norm_quant(x, gain(x), 1e-6, dtype=fp8.E4M3),
+        lambda x: fp8.rms_norm_quant(x, gain(x), 1e-6),
+    ),
+    "swiglu": (lambda x: swiglu_quant(x, dtype=fp8.E4M3), fp8.swiglu_quant),
+}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter loses a carry on the way to e4m3")
+@pytest.mark.parametrize("form", E4M3_FORMS)
+def test_e4m3(device, form):
+    """A value on the edge between two numbers may fall either way, which is an eighth of it at most."""
+    ours, plain = E4M3_FORMS[form]
+    x = ugly_rows(9, 192, device).clamp(-80, 80)
+    (q, scale), (wanted, wanted_scale) = ours(x), plain(x)
+    assert q.dtype == fp8.E4M3
+    torch.testing.assert_close(scale, wanted_scale, rtol=1e-5, atol=0)
+    torch.testing.assert_close(q.float(), wanted.float(), rtol=0.13, atol=2**-9)
+    assert (q.float() != wanted.float()).float().mean() <= 0.002
+
+
+def test_e4m3_of_what_it_can_say_is_that(device):
+    x = torch.randint(0, 127, (5, 100), dtype=torch.uint8, device=device).view(fp8.E4M3).float()  # 127 is no number
+    x[:, 0] = -448.0
+    q, scale = quantise_rows(x, fp8.E4M3)
+    assert torch.equal(q.float(), x) and torch.equal(scale, torch.ones(5, device=device))
 
 
 def test_no_rows_is_no_work(device):

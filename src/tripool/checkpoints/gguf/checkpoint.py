@@ -58,7 +58,7 @@ class GgufCheckpoint:
         check_out(self.path, name, source.shape, out)
         source.read(out)
 
-    def quantised(self, name: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def row_scales(self, name: str) -> torch.Tensor | None:
         return None  # no GGUF type has one scale per row
 
     def stored_bytes(self) -> int:

@@ -22,7 +22,7 @@ def cpu8_table(shelf: Shelf) -> KernelTable:
         draft=Draft8,
         stack=Stack8,
         over=cpu8_table,
-        linear_of_integers=lambda weight, scales: halves.Linear8(weight, None, scales, shelf),
+        linear_of_scales=lambda weight, scales: halves.Linear8(weight, None, scales, shelf),
     )
 
 

@@ -58,7 +58,8 @@ def sorted_rows(
     """Rows stand together by expert, and a grouped product is told where each expert's end."""
     rows, top_k = experts.shape
     flat, order = experts.flatten().sort(stable=True)
-    ends = torch.searchsorted(flat, torch.arange(len(gate_up), device=x.device), right=True, out_int32=True)
+    every = torch.arange(len(gate_up), dtype=flat.dtype, device=x.device)
+    ends = torch.searchsorted(flat, every, right=True, out_int32=True)
     grouped = x.to(gate_up.dtype).index_select(0, order // top_k)
     out = torch._grouped_mm(swiglu(torch._grouped_mm(grouped, gate_up.mT, offs=ends)), down.mT, offs=ends)
     back = torch.empty_like(out).index_copy_(0, order, out).view(rows, top_k, -1)

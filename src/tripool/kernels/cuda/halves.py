@@ -1,34 +1,21 @@
-"""The attention halves and the draft over rows described on the device; the other halves are the plain ones."""
+"""The attention halves and the draft over rows described on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from tripool.core import BLOCK_TOKENS
 from tripool.kernels.batch import Batch
 from tripool.kernels.cuda import attention
+from tripool.kernels.cuda.eight import Linear8
 from tripool.kernels.cuda.elementwise import rms_norm, rope_
-from tripool.kernels.cuda.linear import Linear
+from tripool.kernels.cuda.make import AnyRows, Make, norm_for
 from tripool.kernels.cuda.rows import PagedRows, device_rows
-from tripool.kernels.shelf import Shelf
 from tripool.kernels.table import DraftParts
-from tripool.kernels.weights import GqaWeights, LatentWeights, Norm
-
-
-@dataclass(frozen=True, slots=True)
-class Make:
-    """How a table makes its parts."""
-
-    shelf: Shelf
-    dtype: torch.dtype
-    fused: bool
-    """Whether Triton kernels may be used: on CUDA, in bfloat16."""
-
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        return Linear(weight, bias, shelf=self.shelf, dtype=self.dtype)
+from tripool.kernels.weights import INT8, GqaWeights, LatentWeights, Norm
 
 
 def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -38,15 +25,16 @@ def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 class GroupedAttention:
     def __init__(self, make: Make, weights: GqaWeights) -> None:
         self._w = weights
-        self._qkv = make.linear(weights.qkv, weights.qkv_bias)
-        self._out = make.linear(weights.out, weights.out_bias)
+        self._qkv = make.linear(weights.qkv, weights.qkv_bias, weights.qkv_scales)
+        self._out = make.linear(weights.out, weights.out_bias, weights.out_scales)
+        self._norm = norm_for(weights.norm, self._qkv)
         self.num_bytes = self._qkv.num_bytes + self._out.num_bytes
 
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
         w, rows, n = self._w, device_rows(batch), batch.num_prompt_rows
         assert batch.turns is not None
         turned = w.heads + w.kv_heads
-        qkv = self._qkv(_normed(x, w.norm)).unflatten(1, (turned + w.kv_heads, w.head_dim))
+        qkv = self._qkv(self._norm(x)).unflatten(1, (turned + w.kv_heads, w.head_dim))
         if w.q_norm is not None and w.k_norm is not None:
             qkv[:, : w.heads] = _normed(qkv[:, : w.heads], w.q_norm)
             qkv[:, w.heads : turned] = _normed(qkv[:, w.heads : turned], w.k_norm)
@@ -75,16 +63,21 @@ def prologue(w: LatentWeights, down: torch.Tensor, batch: Batch, kv: torch.Tenso
     return queries
 
 
-def prologue_fused(w: LatentWeights, down: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor | None:
+def prologue_fused(
+    w: LatentWeights, down: torch.Tensor, batch: Batch, kv: torch.Tensor, *, int8: bool = False
+) -> AnyRows | None:
+    """`int8`: the queries' part comes back in integers."""
     from tripool.kernels.triton.mla_prologue import mla_prologue
 
     assert batch.turns is not None
     q_gain, q_eps = (None, 0.0) if w.q_norm is None else (w.q_norm.gain, w.q_norm.eps)
-    queries, _ = mla_prologue(
+    queries, scales = mla_prologue(
         down, q_gain, w.kv_norm.gain, batch.turns, device_rows(batch).order, batch.slots,
-        kv.view(-1, BLOCK_TOKENS, kv.shape[1]), q_eps=q_eps, kv_eps=w.kv_norm.eps, int8=False,
+        kv.view(-1, BLOCK_TOKENS, kv.shape[1]), q_eps=q_eps, kv_eps=w.kv_norm.eps, int8=int8,
     )  # fmt: skip
-    return None if w.q_norm is None else queries
+    if w.q_norm is None:
+        return None
+    return (queries, scales) if int8 else queries
 
 
 def turn_(q_rope: torch.Tensor, batch: Batch) -> None:
@@ -102,18 +95,22 @@ def turn_fused_(q_rope: torch.Tensor, batch: Batch) -> None:
 class LatentAttention:
     def __init__(self, make: Make, weights: LatentWeights) -> None:
         self._w, core = weights, weights.core
-        self._down = make.linear(weights.down, weights.down_bias)
-        self._query = make.linear(core.query)
-        self._out = make.linear(core.out, core.out_bias)
+        self._down = make.linear(weights.down, weights.down_bias, weights.down_scales)
+        self._query = make.linear(core.query, None, core.query_scales)
+        self._out = make.linear(core.out, core.out_bias, core.out_scales)
         self._up = make.shelf.keep("up", lambda: core.up.to(make.dtype))
-        self._prologue, self._turn_ = (prologue_fused, turn_fused_) if make.fused else (prologue, turn_)
+        self._norm = norm_for(weights.norm, self._down, *([] if weights.q_norm else [self._query]))
+        integers = isinstance(self._query, Linear8) and self._query.eight.stored == INT8
+        self._prologue: Callable[[LatentWeights, torch.Tensor, Batch, torch.Tensor], AnyRows | None]
+        self._prologue = partial(prologue_fused, int8=integers) if make.fused else prologue
+        self._turn_ = turn_fused_ if make.fused else turn_
         self._latent_decode = attention.latent_decode_fused if make.fused else attention.latent_decode
         self.num_bytes = self._down.num_bytes + self._query.num_bytes + self._out.num_bytes + self._up.nbytes
 
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
         w, rows, n = self._w, device_rows(batch), batch.num_prompt_rows
         assert batch.turns is not None
-        normed = _normed(x, w.norm)
+        normed = self._norm(x)
         inner = self._prologue(w, self._down(normed), batch, kv)
         q = self._query(normed if inner is None else inner).unflatten(1, (self._up.shape[0], -1))
         self._turn_(q[..., w.core.nope :], batch)

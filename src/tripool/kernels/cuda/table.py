@@ -1,4 +1,8 @@
-"""The CUDA table, by the type it computes in. `fused`: with Triton kernels, for which a CUDA device is needed."""
+"""The CUDA table, by the type it computes in.
+
+`fused`: with Triton kernels, for which a CUDA device is needed. `eight`: what a checkpoint holds in these eight bits is
+multiplied in them (see `eight.py`); without it it is multiplied out when it is loaded.
+"""
 
 from __future__ import annotations
 
@@ -6,39 +10,27 @@ from functools import partial
 
 import torch
 
-from tripool.kernels.cuda import elementwise, halves
-from tripool.kernels.cuda.experts import Experts
-from tripool.kernels.cuda.linear import Linear
-from tripool.kernels.ops import Ops
-from tripool.kernels.ref import attention, mla, route
-from tripool.kernels.ref.halves import Join, Mlp, MoeMlp
+from tripool.kernels.cuda import elementwise, halves, mlp
+from tripool.kernels.cuda.eight import Eight
+from tripool.kernels.cuda.make import Make
 from tripool.kernels.shelf import FRESH, Shelf
 from tripool.kernels.table import KernelTable
+from tripool.kernels.weights import INT8
 
 
-def cuda_table(dtype: torch.dtype, *, fused: bool, shelf: Shelf = FRESH) -> KernelTable:
-    make = halves.Make(shelf, dtype, fused and dtype == torch.bfloat16)
-    ops = Ops(
-        rms_norm=elementwise.rms_norm,
-        rope_=elementwise.rope_,
-        swiglu=elementwise.swiglu,
-        linear=make.linear,
-        router=partial(Linear, shelf=shelf, dtype=torch.float32),
-        experts=partial(Experts, shelf=shelf, dtype=dtype, fused=make.fused),
-        route=route.route,
-        attend_prompt=attention.attend_prompt,  # these three belong to halves of their own
-        attend_decode=attention.attend_decode,
-        mla=mla.Mla,
-    )
+def cuda_table(dtype: torch.dtype, *, fused: bool, eight: Eight | None = None, shelf: Shelf = FRESH) -> KernelTable:
+    make = Make(shelf, dtype, fused and dtype == torch.bfloat16, eight)
     return KernelTable(
-        name=f"cuda-{str(dtype).removeprefix('torch.')}",
+        name=f"cuda-{str(dtype).removeprefix('torch.')}{f'-{eight.stored}' if eight else ''}",
         rms_norm=elementwise.rms_norm,
         linear=make.linear,
-        join=partial(Join, ops),
+        join=partial(mlp.Join, make),
         gqa=partial(halves.GroupedAttention, make),
         mla=partial(halves.LatentAttention, make),
-        mlp=partial(Mlp, ops),
-        moe=partial(MoeMlp, ops),
+        mlp=partial(mlp.Mlp, make),
+        moe=partial(mlp.MoeMlp, make),
         draft=halves.Draft,
-        over=lambda other: cuda_table(dtype, fused=fused, shelf=other),
+        over=lambda other: cuda_table(dtype, fused=fused, eight=eight, shelf=other),
+        linear_of_scales=None if eight is None else lambda weight, scales: make.linear(weight, None, scales),
+        stored=eight.stored if eight else INT8,
     )

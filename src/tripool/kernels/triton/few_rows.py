@@ -82,7 +82,7 @@ def _down(
 def few_rows(
     x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """As `experts.all_rows`: x [rows, hidden], experts int64 and weights float32 [rows, top_k]; bfloat16 weights."""
+    """As `experts.all_rows`: x [rows, hidden], experts int32 or int64, weights float32 [rows, top_k]; bfloat16."""
     rows, top_k = experts.shape
     num_experts, hidden, width = down.shape
     x, num_pairs = x.to(gate_up.dtype).contiguous(), rows * top_k

@@ -1,7 +1,7 @@
-"""Rows that become int8: as they are, or on their way out of RMS norm (with or without a residual sum) or SwiGLU. One
-pass each, on CUDA.
+"""Rows that become int8 or e4m3: as they are, or on their way out of RMS norm (with or without a residual sum) or
+SwiGLU. One pass each, on CUDA.
 
-A program holds one row in registers: it is read once and written once, as integers with one scale. The arithmetic is
+A program holds one row in registers: it is read once and written once, in eight bits with one scale. The arithmetic is
 float32 whatever the input's type. Rows may be a slice of wider ones.
 """
 
@@ -16,13 +16,15 @@ from tripool.kernels.ref.w8a8 import LEAST, Rows8
 
 @triton.jit
 def _put_quantised(y, row, width, q, scale, LEAST: tl.constexpr, BLOCK: tl.constexpr):
+    most = 127.0 if q.dtype.element_ty == tl.int8 else 448.0
     largest = tl.maximum(tl.max(tl.abs(y), axis=0), LEAST)
-    steps = y * (127.0 / largest)
-    steps = (steps + 12582912.0) - 12582912.0  # 1.5 * 2^23: leaves an integer, halves to even
-    steps = tl.minimum(tl.maximum(steps, -127.0), 127.0)
+    steps = y * (most / largest)
+    if q.dtype.element_ty == tl.int8:
+        steps = (steps + 12582912.0) - 12582912.0  # 1.5 * 2^23: leaves an integer, halves to even
+    steps = tl.minimum(tl.maximum(steps, -most), most)
     cols = tl.arange(0, BLOCK)
-    tl.store(q + row * width + cols, steps.to(tl.int8), mask=cols < width)
-    tl.store(scale + row, largest / 127.0)
+    tl.store(q + row * width + cols, steps.to(q.dtype.element_ty), mask=cols < width)
+    tl.store(scale + row, largest / most)
 
 
 @triton.jit
@@ -67,8 +69,8 @@ def swiglu_quant_kernel(
     _put_quantised(gate * tl.sigmoid(gate) * up, row, width, q, scale, LEAST, BLOCK)
 
 
-def _rows8(rows: int, width: int, device: torch.device) -> Rows8:
-    q = torch.empty(rows, width, dtype=torch.int8, device=device)
+def _rows8(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> Rows8:
+    q = torch.empty(rows, width, dtype=dtype, device=device)
     return q, torch.empty(rows, dtype=torch.float32, device=device)
 
 
@@ -77,24 +79,25 @@ def _shape(width: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": max(1, min(16, block // 1024))}
 
 
-def quantise_rows(x: torch.Tensor) -> Rows8:
+def quantise_rows(x: torch.Tensor, dtype: torch.dtype = torch.int8) -> Rows8:
     """x [rows, width]: attention's result on its way to the output product has no norm before it."""
     rows, width = x.shape
     assert x.stride(1) == 1
-    q, scale = _rows8(rows, width, x.device)
+    q, scale = _rows8(rows, width, x.device, dtype)
     if rows:
         quantise_kernel[(rows,)](x, q, scale, width, x.stride(0), LEAST=LEAST, **_shape(width))
     return q, scale
 
 
 def rms_norm_quant(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, out: Rows8 | None = None
-) -> Rows8:
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, out: Rows8 | None = None,
+    dtype: torch.dtype = torch.int8,
+) -> Rows8:  # fmt: skip
     """x [rows, width]; with `residual`, the norm of x + residual, and that sum is left in `residual`."""
     rows, width = x.shape
     assert x.stride(1) == 1 and weight.shape == (width,)
     assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1)
-    q, scale = out or _rows8(rows, width, x.device)
+    q, scale = out or _rows8(rows, width, x.device, dtype)
     if rows:
         other = x if residual is None else residual
         rms_norm_quant_kernel[(rows,)](
@@ -104,7 +107,9 @@ def rms_norm_quant(
     return q, scale
 
 
-def swiglu_quant(gate_up: torch.Tensor, counts: torch.Tensor | None = None, out: Rows8 | None = None) -> Rows8:
+def swiglu_quant(
+    gate_up: torch.Tensor, counts: torch.Tensor | None = None, out: Rows8 | None = None, dtype: torch.dtype = torch.int8
+) -> Rows8:
     """gate_up [rows, 2 * width] -> silu(first half) * second half.
 
     With counts int32 [parts] the rows lie in parts of equal height, and of each only the first counts[part] are
@@ -112,7 +117,7 @@ def swiglu_quant(gate_up: torch.Tensor, counts: torch.Tensor | None = None, out:
     """
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1 and (counts is None or rows % len(counts) == 0)
-    q, scale = out or _rows8(rows, width, gate_up.device)
+    q, scale = out or _rows8(rows, width, gate_up.device, dtype)
     if rows:
         height = rows if counts is None else rows // len(counts)
         swiglu_quant_kernel[(rows,)](

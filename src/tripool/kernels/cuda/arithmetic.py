@@ -1,0 +1,142 @@
+"""Eight bits as integers, which our kernels multiply, and as e4m3, which torch's own products do.
+
+`fused`: with Triton kernels, for which a CUDA device (or Triton's interpreter) is needed; without, the same arithmetic
+in small steps on any device.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch.nn.functional import ScalingType
+
+from tripool.kernels.cuda.eight import Eight
+from tripool.kernels.ref import fp8, permute, w8a8
+from tripool.kernels.ref.w8a8 import Rows8
+from tripool.kernels.weights import E4M3, INT8
+
+Product = Callable[[Rows8, Rows8], torch.Tensor]
+
+
+def eight_of(stored: str, *, fused: bool, device: torch.device | str = "cpu") -> Eight:
+    """`stored`: as a checkpoint calls it, one of INT8 and E4M3."""
+    if stored == INT8:
+        return _integers_fused(torch.device(device)) if fused else INTEGERS
+    return _e4m3_fused() if fused else FLOATS
+
+
+def _packed_integers(steps: torch.Tensor) -> torch.Tensor:
+    return steps.round().to(torch.int8)
+
+
+def _packed_floats(steps: torch.Tensor) -> torch.Tensor:
+    return steps.clamp(-fp8.LARGEST, fp8.LARGEST).to(fp8.E4M3)
+
+
+def _one_by_one(product: Product, rows: Rows8, weights: Rows8, starts: torch.Tensor) -> torch.Tensor:
+    """Experts in turn: asks the device where each one's rows begin."""
+    out = torch.empty(len(rows[0]), weights[0].shape[1], dtype=torch.bfloat16, device=rows[0].device)
+    bounds = starts.tolist()
+    for expert, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        if start < stop:
+            mine = rows[0][start:stop], rows[1][start:stop]
+            out[start:stop] = product(mine, (weights[0][expert], weights[1][expert]))
+    return out
+
+
+def _scaled_mm(rows: Rows8, weights: Rows8) -> torch.Tensor:
+    by_row, by_channel = rows[1][:, None], weights[1][None, :]
+    return F.scaled_mm(rows[0], weights[0].T, by_row, ScalingType.RowWise, by_channel, ScalingType.RowWise)
+
+
+def _scaled_grouped_mm(rows: Rows8, weights: Rows8, starts: torch.Tensor) -> torch.Tensor:
+    (x, by_row), (w, by_channel), ends = rows, weights, starts[1:]
+    return F.scaled_grouped_mm(  # type: ignore[attr-defined]  # torch's stubs have forgotten it
+        x, w.mT, by_row, ScalingType.RowWise, by_channel, ScalingType.RowWise, offs=ends
+    )
+
+
+def _integer_product(rows: Rows8, weights: Rows8) -> torch.Tensor:
+    return w8a8.int8_gemm(*rows, *weights)
+
+
+def _float_product(rows: Rows8, weights: Rows8) -> torch.Tensor:
+    return fp8.gemm(*rows, *weights)
+
+
+INTEGERS = Eight(
+    stored=INT8,
+    outs_multiple=8,
+    pack=_packed_integers,
+    quantise=w8a8.quantise_rows,
+    norm=w8a8.rms_norm_quant,
+    swiglu=w8a8.swiglu_quant,
+    product=_integer_product,
+    grouped=partial(_one_by_one, _integer_product),
+    sort=permute.sort_by_expert,
+    permute=permute.permute,
+    unpermute=permute.unpermute,
+)
+FLOATS = Eight(
+    stored=E4M3,
+    outs_multiple=16,
+    pack=_packed_floats,
+    quantise=fp8.quantise_rows,
+    norm=fp8.rms_norm_quant,
+    swiglu=fp8.swiglu_quant,
+    product=_float_product,
+    grouped=partial(_one_by_one, _float_product),
+    sort=permute.sort_by_expert,
+    permute=permute.permute,
+    unpermute=permute.unpermute,
+)
+
+
+def _integers_fused(device: torch.device) -> Eight:
+    from tripool.kernels.triton import norm_quant, permute
+    from tripool.kernels.triton.grouped_gemm import choose_grouped, grouped_gemm, make_plan
+    from tripool.kernels.triton.int8_gemm import arrivals, int8_gemm
+
+    arrived = arrivals(device)
+
+    def grouped(rows: Rows8, weights: Rows8, starts: torch.Tensor) -> torch.Tensor:
+        experts, out, width = weights[0].shape
+        tiling = choose_grouped(-(-len(rows[0]) // experts), out, width, experts)
+        plan = make_plan(starts, starts.diff(), len(rows[0]), tiling)
+        return grouped_gemm(*rows, *weights, plan, arrived=arrived)
+
+    return Eight(
+        stored=INT8,
+        outs_multiple=INTEGERS.outs_multiple,
+        pack=INTEGERS.pack,
+        quantise=norm_quant.quantise_rows,
+        norm=norm_quant.rms_norm_quant,
+        swiglu=norm_quant.swiglu_quant,
+        product=lambda rows, weights: int8_gemm(*rows, *weights, arrived=arrived),
+        grouped=grouped,
+        sort=permute.sort_by_expert,
+        permute=permute.permute,
+        unpermute=permute.unpermute,
+    )
+
+
+def _e4m3_fused() -> Eight:
+    from tripool.kernels.triton import norm_quant, permute
+
+    return Eight(
+        stored=E4M3,
+        outs_multiple=FLOATS.outs_multiple,
+        pack=FLOATS.pack,
+        quantise=partial(norm_quant.quantise_rows, dtype=fp8.E4M3),
+        norm=partial(norm_quant.rms_norm_quant, dtype=fp8.E4M3),
+        swiglu=partial(norm_quant.swiglu_quant, dtype=fp8.E4M3),
+        product=_scaled_mm,
+        grouped=_scaled_grouped_mm,
+        sort=permute.sort_by_expert,
+        permute=permute.permute,
+        unpermute=permute.unpermute,
+    )

@@ -1,0 +1,97 @@
+"""Products with a checkpoint's own eight bits: rows rounded by token, weights as they are stored, results in 16 bits.
+
+Parts that the checkpoint holds in floats stay in floats. Which eight bits, integers or e4m3, and who multiplies them is
+an `Eight` (see `arithmetic.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tripool.kernels.ref.permute import Places
+from tripool.kernels.ref.w8a8 import Rows8
+from tripool.kernels.shelf import FRESH, Shelf
+
+Held = tuple[torch.Tensor, torch.Tensor]
+"""A weight in floats and its scales, which are above 0 in every row (`kernels/weights.py`)."""
+_WIDTH_MULTIPLE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eight:
+    """One arithmetic. Weights: eight bits, and float32 scales by channel."""
+
+    stored: str
+    """INT8 or E4M3 (`kernels/weights.py`)."""
+    outs_multiple: int
+    """What the kernels want of the number of channels."""
+    pack: Callable[[torch.Tensor], torch.Tensor]
+    """Weights that were divided by their scales -> eight bits."""
+    quantise: Callable[[torch.Tensor], Rows8]
+    norm: Callable[[torch.Tensor, torch.Tensor, float], Rows8]
+    swiglu: Callable[[torch.Tensor], Rows8]
+    product: Callable[[Rows8, Rows8], torch.Tensor]
+    """Rows, and weights [out, in] with scales [out] -> bfloat16 [rows, out]."""
+    grouped: Callable[[Rows8, Rows8, torch.Tensor], torch.Tensor]
+    """Rows sorted by expert, weights [experts, out, in] with scales [experts, out], and int32 [experts + 1]: where each
+    expert's rows begin -> bfloat16 [rows, out]."""
+    sort: Callable[[torch.Tensor, int], Places]
+    permute: Callable[[torch.Tensor, torch.Tensor, Places], Rows8]
+    unpermute: Callable[[torch.Tensor, torch.Tensor, Places], torch.Tensor]
+
+    def held(self, weight: torch.Tensor, scales: torch.Tensor | None) -> Held | None:
+        """If every row is held in these eight bits, in a shape that the kernels take."""
+        if scales is None or weight.shape[-1] % _WIDTH_MULTIPLE or weight.shape[-2] % self.outs_multiple:
+            return None
+        return (weight, scales) if bool((scales > 0).all()) else None
+
+    def kept(self, held: Held, name: str, shelf: Shelf) -> Rows8:
+        """For integers the very ones that are stored: the floats are their products with the scales."""
+        weight, scales = held
+        eight = shelf.keep(f"{name}eight bits", lambda: self.pack(weight.float() / scales[..., None]))
+        return eight, shelf.keep(f"{name}scales", scales.float)
+
+
+class Linear8:
+    def __init__(self, held: Held, bias: torch.Tensor | None = None, *, eight: Eight, shelf: Shelf = FRESH) -> None:
+        kept = eight.kept(held, "", shelf)
+        self._see(kept, None if bias is None else shelf.keep("bias", lambda: bias.to(torch.bfloat16)), eight)
+
+    def _see(self, weights: Rows8, bias: torch.Tensor | None, eight: Eight, count: int | None = None) -> None:
+        self._weights, self._bias, self.eight = weights, bias, eight
+        self._count = count
+        """Channels that are asked for, where the kernels want more."""
+        self.num_bytes = weights[0].nbytes + weights[1].nbytes + (0 if bias is None else bias.nbytes)
+
+    def __call__(self, x: torch.Tensor | Rows8) -> torch.Tensor:
+        """Of rows that are in eight bits already, or that become so here."""
+        rows = self.eight.quantise(x) if isinstance(x, torch.Tensor) else x
+        out = self.eight.product(rows, self._weights)[:, : self._count]
+        return out if self._bias is None else out + self._bias
+
+    def first(self, count: int) -> Linear8:
+        part, whole = object.__new__(Linear8), -(-count // self.eight.outs_multiple) * self.eight.outs_multiple
+        (weight, scales), bias = self._weights, self._bias
+        part._see((weight[:whole], scales[:whole]), None if bias is None else bias[:count], self.eight, count)
+        return part
+
+
+class Experts8:
+    """Rows stand together by expert; the host never learns how many each one got."""
+
+    def __init__(self, gate_up: Held, down: Held, *, eight: Eight, shelf: Shelf = FRESH) -> None:
+        self.eight = eight
+        self._gate_up, self._down = eight.kept(gate_up, "gate_up ", shelf), eight.kept(down, "down ", shelf)
+        self.num_bytes = sum(one.nbytes for part in (self._gate_up, self._down) for one in part)
+
+    def __call__(self, x: torch.Tensor | Rows8, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        eight = self.eight
+        rows, scales = eight.quantise(x) if isinstance(x, torch.Tensor) else x
+        places = eight.sort(experts, len(self._gate_up[0]))
+        # Moved as bytes: not every device copies e4m3.
+        moved, moved_scales = eight.permute(rows.view(torch.int8), scales, places)
+        inner = eight.grouped((moved.view(rows.dtype), moved_scales), self._gate_up, places.starts)
+        return eight.unpermute(eight.grouped(eight.swiglu(inner), self._down, places.starts), weights, places)

@@ -1,0 +1,72 @@
+"""Feed-forward halves and the draft's joint, of parts that are each in 16 or in 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from tripool.kernels.cuda.eight import Linear8
+from tripool.kernels.cuda.elementwise import rms_norm, swiglu
+from tripool.kernels.cuda.make import AnyRows, Make, norm_for, rounding_for
+from tripool.kernels.weights import JoinWeights, MlpWeights, MoeWeights, Norm
+
+
+def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    return rms_norm(x, norm.gain, norm.eps)
+
+
+class Join:
+    """Two rows into one."""
+
+    def __init__(self, make: Make, weights: JoinWeights) -> None:
+        self._w = weights
+        self._linear = make.linear(weights.weight, None, weights.scales)
+        self.num_bytes = self._linear.num_bytes
+
+    def __call__(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return self._linear(torch.cat((_normed(left, self._w.left), _normed(right, self._w.right)), dim=1))
+
+
+class Swiglu:
+    def __init__(self, make: Make, weights: MlpWeights) -> None:
+        self.gate_up = make.linear(weights.gate_up, weights.gate_up_bias, weights.gate_up_scales)
+        self._down = make.linear(weights.down, weights.down_bias, weights.down_scales)
+        self._gate: Callable[[torch.Tensor], AnyRows]
+        self._gate = self._down.eight.swiglu if isinstance(self._down, Linear8) else swiglu
+        self.num_bytes = self.gate_up.num_bytes + self._down.num_bytes
+
+    def __call__(self, normed: AnyRows) -> torch.Tensor:
+        return self._down(self._gate(self.gate_up(normed)))
+
+
+class Mlp:
+    """One dense SwiGLU."""
+
+    def __init__(self, make: Make, weights: MlpWeights) -> None:
+        self._swiglu = Swiglu(make, weights)
+        self._norm = norm_for(weights.norm, self._swiglu.gate_up)
+        self.num_bytes = self._swiglu.num_bytes
+
+    def __call__(self, x: torch.Tensor) -> None:
+        x += self._swiglu(self._norm(x))
+
+
+class MoeMlp:
+    """Routed experts, and a shared one beside them."""
+
+    def __init__(self, make: Make, weights: MoeWeights) -> None:
+        self._w = weights
+        self._gate, self._route = make.router(weights.gate), make.route()
+        self._experts = make.experts(weights)
+        self._shared = None if weights.shared is None else Swiglu(make, weights.shared)
+        self._rounded = rounding_for(self._experts, *([] if self._shared is None else [self._shared.gate_up]))
+        self.num_bytes = self._gate.num_bytes + self._experts.num_bytes
+        self.num_bytes += 0 if self._shared is None else self._shared.num_bytes
+
+    def __call__(self, x: torch.Tensor) -> None:
+        normed = _normed(x, self._w.norm)
+        experts, weights = self._route(self._gate(normed), self._w.gate_bias, self._w.plan)
+        rows = self._rounded(normed)
+        routed = self._experts(rows, experts, weights)
+        x += routed if self._shared is None else routed + self._shared(rows)

@@ -1,0 +1,131 @@
+"""The CUDA table with a checkpoint's eight bits, integers and e4m3: kernels against plain steps, and whole networks
+against arithmetic that is written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tripool.checkpoints import open_checkpoint
+from tripool.engine.device import Place, table_of
+from tripool.engine.device_runner import DeviceRunner
+from tripool.engine.runner import Runner
+from tripool.kernels.cuda.arithmetic import FLOATS, INTEGERS, eight_of
+from tripool.kernels.cuda.eight import Eight, Experts8, Linear8
+from tripool.kernels.cuda.make import Make, norm_for, rounding_for
+from tripool.kernels.cuda.shelf import OnDevice
+from tripool.kernels.ref.swiglu import swiglu
+from tripool.kernels.shelf import FRESH
+from tripool.kernels.weights import E4M3, INT8, Norm
+from tripool.models import load_model
+from tripool.quant.watched import W8A8
+from tripool.sequence import Work
+
+HERE = torch.cuda.is_available()
+KINDS = [INT8, pytest.param(E4M3, marks=pytest.mark.skipif(not HERE, reason="torch has its grouped product on CUDA"))]
+PLAIN = {INT8: INTEGERS, E4M3: FLOATS}
+
+
+def held(eight: Eight, *shape: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Floats that are eight bits times scales."""
+    steps, scales = eight.pack(torch.randn(shape) * 40), torch.rand(shape[:-1]) * 1e-2 + 1e-3
+    return (steps.float() * scales[..., None]).to(device), scales.to(device)
+
+
+def relative_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    """A tie in rounding may fall either way: not the same bits, but never far."""
+    return float((ours.float() - exact.float()).norm() / exact.float().norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "out", "width"), [(1, 16, 16), (3, 48, 48), (17, 272, 272), (40, 96, 320)])
+def test_a_linear_is_its_plain_version(device: str, kind: str, rows: int, out: int, width: int) -> None:
+    eight, plain_eight = eight_of(kind, fused=True, device=device), PLAIN[kind]
+    weight, bias = held(eight, out, width, device=device), torch.randn(out, device=device)
+    x = torch.randn(rows, width, device=device).to(torch.bfloat16)
+    x[1:2] = 0
+    ours, plain = (Linear8(weight, eight=one) for one in (eight, plain_eight))
+    given = plain_eight.quantise(x)
+    # The interpreter cuts bits off where a device rounds to bfloat16.
+    torch.testing.assert_close(ours(given), plain(given), rtol=2**-7, atol=2**-7)
+    assert ours.first(11)(given).shape == (rows, 11)
+    assert torch.equal(ours.first(16)(given), ours(given)[:, :16])
+    assert torch.equal(ours.first(11)(given), ours(given)[:, :11])
+    assert relative_error(ours(x), plain(x)) < 0.01
+    biased = Linear8(weight, bias, eight=eight)
+    assert torch.equal(biased(given), ours(given) + bias.to(torch.bfloat16))
+    assert torch.equal(biased.first(11)(given), biased(given)[:, :11])
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_torchs_fp8_product_is_the_plain_one(device: str, rows: int) -> None:
+    """On a CPU too, where torch has it as well."""
+    weight, given = held(FLOATS, 48, 96, device=device), FLOATS.quantise(torch.randn(rows, 96, device=device))
+    ours, plain = (Linear8(weight, eight=one)(given) for one in (eight_of(E4M3, fused=True), FLOATS))
+    torch.testing.assert_close(ours, plain, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "top_k", "experts"), [(1, 2, 4), (5, 3, 7), (33, 2, 3)])
+def test_experts_are_their_plain_version(device: str, kind: str, rows: int, top_k: int, experts: int) -> None:
+    eight = eight_of(kind, fused=True, device=device)
+    gate_up, down = held(eight, experts, 2 * 48, 64, device=device), held(eight, experts, 64, 48, device=device)
+    x = torch.randn(rows, 64, device=device).to(torch.bfloat16)
+    chosen = torch.rand(rows, experts, device=device).topk(top_k).indices
+    weights = torch.rand(rows, top_k, device=device)
+    ours, plain = (Experts8(gate_up, down, eight=one)(x, chosen, weights) for one in (eight, PLAIN[kind]))
+    assert relative_error(ours, plain) < 0.02
+
+
+@pytest.mark.parametrize("kind", [INT8, E4M3])
+def test_plain_experts_are_experts(kind: str) -> None:
+    """Against floats throughout: what rounding the rows to eight bits costs, and nothing else."""
+    eight = PLAIN[kind]
+    (gate_up, up_scales), (down, down_scales) = (held(eight, 4, *s, device="cpu") for s in ((96, 64), (64, 48)))
+    x, weights = torch.randn(9, 64), torch.rand(9, 2)
+    chosen = torch.rand(9, 4).topk(2).indices
+    ours = Experts8((gate_up, up_scales), (down, down_scales), eight=eight)(x.bfloat16(), chosen, weights)
+    wanted = torch.stack([
+        sum(weights[row, i] * (down[e] @ swiglu((gate_up[e] @ x[row])[None])[0]) for i, e in enumerate(chosen[row]))
+        for row in range(9)
+    ])  # fmt: skip
+    assert relative_error(ours, wanted) < (0.02 if kind == INT8 else 0.06)
+
+
+def test_what_is_not_all_in_eight_bits_stays_in_floats() -> None:
+    weight, scales = held(INTEGERS, 16, 32, device="cpu")
+    assert INTEGERS.held(weight, scales) is not None
+    assert INTEGERS.held(weight, None) is None
+    assert INTEGERS.held(weight, scales * (torch.arange(16) > 0)) is None, "a row in floats"
+    assert INTEGERS.held(weight[:, :30], scales) is None, "not a multiple of 16"
+    assert FLOATS.held(weight[:8], scales[:8]) is None, "torch wants 16 channels"
+
+
+def test_rows_are_rounded_once_if_all_who_multiply_them_round() -> None:
+    make = Make(FRESH, torch.bfloat16, False, INTEGERS)
+    weight, scales = held(INTEGERS, 16, 32, device="cpu")
+    rounding, floats = make.linear(weight, None, scales), make.linear(weight)
+    norm, x = Norm(torch.rand(32), 1e-6), torch.randn(3, 32).bfloat16()
+    assert isinstance(norm_for(norm, floats, rounding)(x), torch.Tensor)
+    assert isinstance(rounding_for(floats, rounding)(x), torch.Tensor)
+    for rows in (norm_for(norm, rounding)(x), rounding_for(rounding, rounding)(x)):
+        assert not isinstance(rows, torch.Tensor) and rows[0].dtype == torch.int8
+    once, apart = rounding(norm_for(norm, rounding)(x)), rounding(norm_for(norm, floats)(x))
+    assert relative_error(once, apart) < 0.01
+
+
+def test_the_whole_network_is_what_the_layout_means(device: str) -> None:
+    """The bundled model, whose every linear is held in integers."""
+    prompt = [7, 900, 41, 3000, 12, 5, 77, 1024, 6, 15]
+    work = [Work(prompt, 0, [0], False)]
+    place = Place(torch.device(device), torch.bfloat16, eight_bits=True)
+    with open_checkpoint("tiny") as checkpoint:
+        table = table_of(place, checkpoint)
+        ours = load_model(checkpoint, torch.bfloat16, kernels=table, shelf=OnDevice(device))
+        plain = load_model(checkpoint, kernels=W8A8)
+    assert table.name == "cuda-bfloat16-I8"
+    runner = DeviceRunner(ours, num_blocks=2, device=device, dtype=torch.bfloat16, mtp=True)
+    said = runner.logits(runner.hidden(work)).float().cpu()
+    reference = Runner(plain, num_blocks=2)
+    wanted = reference.logits(reference.hidden(work))
+    assert relative_error(said, wanted) < 0.08, "bfloat16 between the products"
