@@ -47,7 +47,7 @@ class EngineConfig:
     threads: int | None = None
     """CPU threads of one step. None: every core this process may use."""
     device: Device = "cpu"
-    """cuda: bfloat16, and 8 bits where the checkpoint has them (int8, fp8); or all in float32, if that is asked for."""
+    """cuda: bfloat16, and on Hopper 8 bits where the checkpoint has them; or all in float32, if that is asked for."""
 
     def __post_init__(self) -> None:
         for name in ("kv_gb", "max_running", "step_tokens", "threads"):

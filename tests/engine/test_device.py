@@ -44,7 +44,8 @@ def expected() -> list[list[int]]:
 def test_the_same_text_through_a_device(expected: list[list[int]], mtp: bool) -> None:
     place = Place(torch.device("cpu"), torch.float32)
     name, text, network = load_on(place, "tiny")
-    engine = Engine(name, network, text, EngineConfig(mtp=mtp), place)
+    engine = Engine(name, network, text, EngineConfig(mtp=mtp, max_running=4), place)
+    engine.warm()
     assert answers(engine) == expected
     assert engine.num_held_blocks == 0
     assert bool(engine.num_accepted) == mtp

@@ -15,7 +15,7 @@ from oracle.folders import save_case
 from tripool.checkpoints import open_checkpoint
 from tripool.engine.device import Place, table_of
 from tripool.engine.runner import Runner, Work
-from tripool.kernels import CPU
+from tripool.kernels import CPU, CPU8
 from tripool.kernels.cuda.shelf import OnDevice
 from tripool.models import load_model
 from tripool.quant import Techniques, quantize
@@ -100,6 +100,16 @@ def test_a_network_computes_with_exactly_these(folders) -> None:
         with open_checkpoint(folder) as checkpoint:
             runner = Runner(load_model(checkpoint, kernels=CPU), num_blocks=2)
         logits.append(runner.logits(runner.hidden([Work(tokens, 0, [0, 1], False)])))
+    assert torch.equal(*logits)
+
+
+def test_eight_bit_kernels_of_a_cpu_round_it_for_themselves(folders) -> None:
+    """Scales of blocks are no steps of integers."""
+    logits = []
+    for folder in folders:
+        with open_checkpoint(folder) as checkpoint:
+            runner = Runner(load_model(checkpoint, kernels=CPU8), num_blocks=2)
+        logits.append(runner.logits(runner.hidden([Work(list(range(3, 90)), 0, [0, 1], False)])))
     assert torch.equal(*logits)
 
 

@@ -25,9 +25,9 @@ ModelNames = Annotated[
 KvGb = Annotated[float | None, typer.Option("--kv-gb", min=0.001, help=_KV)]
 MaxRunning = Annotated[int, typer.Option("--max-running", min=1, max=256, help="Sequences computed at once.")]
 Mtp = Annotated[bool, typer.Option("--mtp/--no-mtp", help="Draft tokens with the model's MTP layer, if it has one.")]
-PrecisionOf = Annotated[Precision, typer.Option("--precision", help="int8: fast and exact; or float32.")]
+PrecisionOf = Annotated[Precision, typer.Option("--precision", help="int8: fast, and exact on a CPU; or float32.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help=_THREADS)]
-_DEVICE = "cpu, or cuda: bfloat16, and 8 bits where the checkpoint has them; or float32."
+_DEVICE = "cpu, or cuda: bfloat16, and on Hopper 8 bits where the checkpoint has them; or float32."
 DeviceOf = Annotated[Device, typer.Option("--device", help=_DEVICE)]
 
 Temperature = Annotated[float | None, typer.Option(help="0 picks the most likely token.")]

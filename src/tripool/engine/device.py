@@ -35,7 +35,10 @@ class Place:
     device: torch.device
     dtype: torch.dtype
     eight_bits: bool = False
-    """Whether what a checkpoint holds in eight bits is multiplied in them."""
+    """Whether what a checkpoint holds in eight bits is multiplied in them. Results are in bfloat16."""
+
+    def __post_init__(self) -> None:
+        assert not self.eight_bits or self.dtype == torch.bfloat16
 
     def runner(self, model: Model, num_blocks: int, *, mtp: bool) -> DeviceRunner:
         return DeviceRunner(model, num_blocks=num_blocks, device=self.device, dtype=self.dtype, mtp=mtp)

@@ -91,7 +91,7 @@ class DeviceRunner(Runner):
     def __init__(
         self, model: Model, *, num_blocks: int, device: torch.device | str, dtype: torch.dtype, mtp: bool = False
     ) -> None:
-        self.device, self._dtype = torch.device(device), dtype
+        self.device, self._dtype, self._mtp = torch.device(device), dtype, mtp
         self._steps: dict[tuple[Size, int], Step] = {}
         self._nowhere = num_blocks
         super().__init__(model, num_blocks=num_blocks, mtp=mtp)
@@ -99,6 +99,28 @@ class DeviceRunner(Runner):
     def _memory(self, layers: int, num_blocks: int, width: int) -> torch.Tensor:
         """One more block than the scheduler knows of, for rows that are nobody's."""
         return torch.zeros(layers, (num_blocks + 1) * BLOCK_TOKENS, width, dtype=self._dtype, device=self.device)
+
+    @torch.inference_mode()
+    def warm(self, max_running: int, step_tokens: int, progress: Callable[[str], None] | None = None) -> None:
+        """Kernels are compiled for the sizes of their inputs: every decode step of a short context is captured, and
+        prompts up to a step run once, in the block that belongs to nobody. Graphs for longer contexts come with them:
+        they need no new kernels."""
+        decodes = [
+            [Work([0] * queries, 0, [self._nowhere], True)] * requests
+            for requests in sorted({_round_up(count) for count in range(1, max_running + 1)})
+            for queries in range(1, (MAX_QUERIES if self._mtp else 1) + 1)
+        ]
+        longest = min(step_tokens, self.model.arch.context_tokens - 1)
+        lengths = (min(longest, 1 << power) for power in range(4, longest.bit_length() + 1))
+        prompts = [[Work([0] * count, 0, [self._nowhere] * -(-count // BLOCK_TOKENS), False)] for count in lengths]
+        for i, work in enumerate(decodes + prompts, 1):
+            if progress:
+                progress(f"warming up, {i} of {len(decodes) + len(prompts)}")
+            hidden = self.hidden(work)
+            self.logits(hidden[: len(work)])
+            if self._mtp:
+                after = [Work(piece.tokens, 1, piece.table + piece.table[:1], piece.decode) for piece in work]
+                self.draft_logits(after, hidden, range(len(work)))
 
     @torch.inference_mode()
     def hidden(self, work: Sequence[Work]) -> torch.Tensor:

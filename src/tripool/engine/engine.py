@@ -38,13 +38,13 @@ class Engine(Paged):
         """`place`: the device that the model was loaded on; None: this machine's own memory and cores."""
         mtp = config.mtp and model.mtp is not None
         num_blocks = kv_blocks(model.arch, config, mtp=mtp)
-        scheduling = SchedulerConfig(
+        self._bounds = SchedulerConfig(
             num_blocks=num_blocks,
             max_running=config.max_running,
             step_tokens=max(config.step_tokens, config.max_running * (1 + mtp) + BLOCK_TOKENS),
             prefix_reuse=config.prefix_reuse,
         )
-        scheduler = Scheduler(scheduling, model=name, context_tokens=model.arch.context_tokens)
+        scheduler = Scheduler(self._bounds, model=name, context_tokens=model.arch.context_tokens)
         super().__init__(scheduler, text, name=name, vocab=model.arch.vocab, max_running=config.max_running)
         if place is None:
             self._runner, self._sampler = Runner(model, num_blocks=num_blocks, mtp=mtp), Sampler(model.arch.vocab)
@@ -55,6 +55,10 @@ class Engine(Paged):
         """The last step's tasks and final hidden states, until drafts are made from them."""
         self.weight_bytes = model.num_bytes
         self.kv_bytes = self._runner.kv_bytes
+
+    def warm(self, progress: Callable[[str], None] | None = None) -> None:
+        """See `Runner.warm`."""
+        self._runner.warm(self._bounds.max_running, self._bounds.step_tokens, progress)
 
     @property
     def num_drafted(self) -> int:

@@ -46,7 +46,9 @@ def load_told(
 
         place = cuda_place(config.precision)
         name, text, network = load_on(place, model, progress)
-        return Engine(name, network, text, config, place), False
+        engine = Engine(name, network, text, config, place)
+        engine.warm(progress)
+        return engine, False
     eight_bits = config.precision == "int8" and bool(variants())
     if config.precision == "int8" and not eight_bits:
         _LOG.warning(_MISSING)  # on stderr, also where nobody has set up any logging

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -50,6 +50,9 @@ class Runner:
 
     def _as_block(self, data: memoryview) -> torch.Tensor:
         return torch.frombuffer(data, dtype=self.kv.dtype).view(len(self.kv), BLOCK_TOKENS, -1)
+
+    def warm(self, max_running: int, step_tokens: int, progress: Callable[[str], None] | None = None) -> None:
+        """Take what is slow the first time now, before somebody waits for it. Here nothing is."""
 
     @torch.inference_mode()
     def hidden(self, work: Sequence[Work]) -> torch.Tensor:

@@ -18,7 +18,7 @@ from tripool.kernels.cpu.ops import cpu_ops
 from tripool.kernels.ops import REFERENCE_OPS, LinearOp, Ops
 from tripool.kernels.ref.halves import Draft, GroupedAttention, Join, LatentAttention, Mlp, MoeMlp
 from tripool.kernels.shelf import FRESH, Shelf
-from tripool.kernels.weights import INT8, GqaWeights, JoinWeights, LatentWeights, MlpWeights, MoeWeights, Norm
+from tripool.kernels.weights import GqaWeights, JoinWeights, LatentWeights, MlpWeights, MoeWeights, Norm
 
 
 class AttentionHalf(Protocol):
@@ -137,9 +137,9 @@ class KernelTable:
     over: Callable[[Shelf], KernelTable] | None = None
     """The same table with what it packs kept on a shelf; None: it packs nothing worth keeping."""
     linear_of_scales: Callable[[torch.Tensor, torch.Tensor], LinearOp] | None = None
-    """As `linear`, of a weight and its scales (see `kernels/weights.py`); None: it computes with the floats."""
-    stored: str = INT8
-    """The kind of eight bits whose scales it is told."""
+    """As `linear`, of a weight and its scales."""
+    stored: str | None = None
+    """The kind of eight bits whose scales it is told (`kernels/weights.py`); None: it computes with the floats."""
     stack: Callable[[StackParts], StackOp] | None = None
     """A whole step in one call, the same to the bit as half after half; None: there is no such call."""
 

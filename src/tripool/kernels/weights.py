@@ -1,8 +1,8 @@
 """A layer's weights, half by half, as the checkpoint has them: what a table packs into its own form.
 
 Where the checkpoint holds eight bits of the kind that the table takes, a field that ends in `scales` says what one is
-worth in each row (0: a row that is held in floats). The floats beside it are the very products, so a table that
-computes in floats need not look.
+worth in each row (0: a row that is held in floats). The floats beside it are the products, in the type that the network
+was loaded in, so a table that computes in floats need not look.
 """
 
 from __future__ import annotations

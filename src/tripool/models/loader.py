@@ -68,11 +68,17 @@ class Loader:
     def has(self, name: str) -> bool:
         return self._source.has(name)
 
-    def tensor(self, name: str, *shape: int, then: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
-        """One that is used as it is stored, but for what `then` does to it."""
+    def tensor(
+        self,
+        name: str,
+        *shape: int,
+        then: Callable[[torch.Tensor], None] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """One that is used as it is stored, but for what `then` does to it. `dtype`: if not the network's."""
 
         def read() -> torch.Tensor:
-            out = self._blank(*shape)
+            out = self._blank(*shape, dtype=dtype)
             self.into(name, out)
             if then is not None:
                 then(out)
@@ -98,7 +104,10 @@ class Loader:
 
     def scales(self, names: Sequence[str], outs: Sequence[int]) -> torch.Tensor | None:
         """Of what `fused` gives for the same names, in the sense of `kernels/weights.py`."""
-        found = [self._source.scales(f"{name}.weight", self.kernels.stored) for name in names]
+        kind = self.kernels.stored
+        if kind is None:
+            return None
+        found = [self._source.scales(f"{name}.weight", kind) for name in names]
         if all(one is None for one in found):
             return None
         return torch.cat([torch.zeros(out) if one is None else one for one, out in zip(found, outs, strict=True)])
@@ -143,5 +152,5 @@ class Loader:
         self.num_bytes += op.num_bytes
         return op
 
-    def _blank(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._source.device)
+    def _blank(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype or self._dtype, device=self._source.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from tripool.kernels.table import MlpHalf
 from tripool.kernels.weights import MlpWeights, MoeWeights, Norm
 from tripool.models.arch import Arch, MoeShape
@@ -16,7 +18,8 @@ def dense_mlp(loader: Loader, prefix: str, norm: Norm, arch: Arch) -> MlpHalf:
 def expert_mlp(loader: Loader, prefix: str, norm: Norm, arch: Arch, shape: MoeShape) -> MlpHalf:
     gate_bias = None
     if shape.correction_bias:
-        gate_bias = loader.tensor(f"{prefix}.gate.e_score_correction_bias", shape.experts)
+        # Part of a decision, and often large beside its differences: in bfloat16 many of them would be one.
+        gate_bias = loader.tensor(f"{prefix}.gate.e_score_correction_bias", shape.experts, dtype=torch.float32)
     shared = None
     if shape.shared_width:
         name = f"{prefix}.shared_experts"

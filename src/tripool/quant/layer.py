@@ -13,6 +13,7 @@ from tripool.checkpoints import Checkpoint, TensorInfo
 from tripool.checkpoints.safetensors import TORCH_DTYPES, SafetensorsFile
 from tripool.checkpoints.write import KEPT_AS_STORED, SafetensorsWriter
 from tripool.errors import CheckpointCorrupt, TensorMissing
+from tripool.kernels.weights import INT8
 from tripool.quant.folding import Factors
 from tripool.quant.options import Techniques
 from tripool.quant.parts import Input, LayerParts
@@ -71,7 +72,7 @@ class FoldedSource:
             self._factors.apply(relative, out)
 
     def scales(self, name: str, kind: str) -> torch.Tensor | None:
-        if not self._is_rounded(name.removeprefix(self._prefix)):
+        if kind != INT8 or not self._is_rounded(name.removeprefix(self._prefix)):
             return None
         return self._stored(f"{name}_scale").view(-1).clone()
 

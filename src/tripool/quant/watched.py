@@ -21,7 +21,7 @@ from tripool.kernels.ref.mla import Mla, MlaWeights
 from tripool.kernels.ref.swiglu import swiglu
 from tripool.kernels.spans import Span, context
 from tripool.kernels.table import AttentionHalf, JoinOp, KernelTable, MlpHalf
-from tripool.kernels.weights import GqaWeights, JoinWeights, LatentWeights, MlpWeights, MoeWeights
+from tripool.kernels.weights import INT8, GqaWeights, JoinWeights, LatentWeights, MlpWeights, MoeWeights
 
 See = Callable[[str, torch.Tensor, bool], torch.Tensor]
 """(label, input, whether the weights that follow are integers) -> what is multiplied instead."""
@@ -93,6 +93,7 @@ def watched_table(see: See) -> KernelTable:
         moe=moe,
         draft=partial(Draft, CPU_OPS),
         linear_of_scales=lambda weight, scales: linear(weight, None, scales),
+        stored=INT8,
     )
 
 

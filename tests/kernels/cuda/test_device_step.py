@@ -135,3 +135,20 @@ def test_experts_in_sorted_rows_equal_every_expert_over_every_row() -> None:
     ours, plain = sorted_rows(x, chosen, weights, gate_up, down), all_rows(x, chosen, weights, gate_up, down)
     error = (ours - plain).float().norm() / plain.float().norm()
     assert error < 1e-2
+
+
+def test_warming_up_takes_every_size_and_touches_nobodys_block(models: tuple[Model, Model]) -> None:
+    runner = device_runner(models[1])
+    runner.kv[:, : NUM_BLOCKS * 64] = 7.0
+    told: list[str] = []
+    runner.warm(20, 100, told.append)
+    assert (runner.kv[:, : NUM_BLOCKS * 64] == 7.0).all()
+    sizes = {(size.requests, size.queries, mtp) for size, mtp in runner._steps}
+    assert sizes == {(n, q, mtp) for n in (1, 2, 4, 8, 16, 32) for q in (1, 2) for mtp in (0, 1)}
+    assert told[-1] == "warming up, 16 of 16"  # and prompts of 16, 32, 64 and 100 tokens
+    places = tables(random.Random(2))
+    before = len(runner._steps)
+    runner.kv.zero_()
+    runner.hidden([Work(p, 0, t, False) for p, t in zip(PROMPTS[:2], places, strict=False)])
+    runner.hidden([Work([5], len(p), t, True) for p, t in zip(PROMPTS[:2], places, strict=False)])
+    assert len(runner._steps) == before, "a short context finds its step"

@@ -1,25 +1,17 @@
-"""The CUDA table with a checkpoint's eight bits, integers and e4m3: kernels against plain steps, and whole networks
-against arithmetic that is written out."""
+"""Parts of the CUDA table in eight bits, integers and e4m3: kernels against plain steps."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tripool.checkpoints import open_checkpoint
-from tripool.engine.device import Place, table_of
-from tripool.engine.device_runner import DeviceRunner
-from tripool.engine.runner import Runner
 from tripool.kernels.cuda.arithmetic import FLOATS, INTEGERS, eight_of
 from tripool.kernels.cuda.eight import Eight, Experts8, Linear8
 from tripool.kernels.cuda.make import Make, norm_for, rounding_for
-from tripool.kernels.cuda.shelf import OnDevice
+from tripool.kernels.ref import fp8
 from tripool.kernels.ref.swiglu import swiglu
 from tripool.kernels.shelf import FRESH
 from tripool.kernels.weights import E4M3, INT8, Norm
-from tripool.models import load_model
-from tripool.quant.watched import W8A8
-from tripool.sequence import Work
 
 HERE = torch.cuda.is_available()
 KINDS = [INT8, pytest.param(E4M3, marks=pytest.mark.skipif(not HERE, reason="torch has its grouped product on CUDA"))]
@@ -75,6 +67,8 @@ def test_experts_are_their_plain_version(device: str, kind: str, rows: int, top_
     weights = torch.rand(rows, top_k, device=device)
     ours, plain = (Experts8(gate_up, down, eight=one)(x, chosen, weights) for one in (eight, PLAIN[kind]))
     assert relative_error(ours, plain) < 0.02
+    nobody = Experts8(gate_up, down, eight=eight)(x[:0], chosen[:0], weights[:0])
+    assert nobody.shape == (0, 64)
 
 
 @pytest.mark.parametrize("kind", [INT8, E4M3])
@@ -92,9 +86,26 @@ def test_plain_experts_are_experts(kind: str) -> None:
     assert relative_error(ours, wanted) < (0.02 if kind == INT8 else 0.06)
 
 
+def test_what_is_packed_is_what_is_stored() -> None:
+    """From bfloat16, in which a network is loaded."""
+    every = torch.arange(-127, 128).repeat(64, 2)[:, :496].float()
+    scales = torch.rand(64) * 1e-2 + 1e-5
+    steps, kept = INTEGERS.kept(((every * scales[:, None]).bfloat16(), scales), "", FRESH)
+    assert torch.equal(steps.float(), every) and torch.equal(kept, scales)
+    every = torch.arange(256, dtype=torch.uint8)[(torch.arange(256) & 127) < 127].view(fp8.E4M3).float()  # no NaN
+    every = every.repeat(64, 2)[:, :496]
+    steps, _ = FLOATS.kept(((every * scales[:, None]).bfloat16(), scales), "", FRESH)
+    assert torch.equal(steps.float(), every)
+    many = held(INTEGERS, 3, 2**11, 2**10, device="cpu")  # more than a piece
+    assert torch.equal(INTEGERS.kept(many, "", FRESH)[0].float() * many[1][..., None], many[0])
+
+
 def test_what_is_not_all_in_eight_bits_stays_in_floats() -> None:
     weight, scales = held(INTEGERS, 16, 32, device="cpu")
     assert INTEGERS.held(weight, scales) is not None
+    dead = weight * (torch.arange(16) > 0)[:, None]
+    found = INTEGERS.held(dead, scales * (torch.arange(16) > 0))
+    assert found is not None and (found[1] > 0).all(), "zeros need no scale"
     assert INTEGERS.held(weight, None) is None
     assert INTEGERS.held(weight, scales * (torch.arange(16) > 0)) is None, "a row in floats"
     assert INTEGERS.held(weight[:, :30], scales) is None, "not a multiple of 16"
@@ -112,20 +123,3 @@ def test_rows_are_rounded_once_if_all_who_multiply_them_round() -> None:
         assert not isinstance(rows, torch.Tensor) and rows[0].dtype == torch.int8
     once, apart = rounding(norm_for(norm, rounding)(x)), rounding(norm_for(norm, floats)(x))
     assert relative_error(once, apart) < 0.01
-
-
-def test_the_whole_network_is_what_the_layout_means(device: str) -> None:
-    """The bundled model, whose every linear is held in integers."""
-    prompt = [7, 900, 41, 3000, 12, 5, 77, 1024, 6, 15]
-    work = [Work(prompt, 0, [0], False)]
-    place = Place(torch.device(device), torch.bfloat16, eight_bits=True)
-    with open_checkpoint("tiny") as checkpoint:
-        table = table_of(place, checkpoint)
-        ours = load_model(checkpoint, torch.bfloat16, kernels=table, shelf=OnDevice(device))
-        plain = load_model(checkpoint, kernels=W8A8)
-    assert table.name == "cuda-bfloat16-I8"
-    runner = DeviceRunner(ours, num_blocks=2, device=device, dtype=torch.bfloat16, mtp=True)
-    said = runner.logits(runner.hidden(work)).float().cpu()
-    reference = Runner(plain, num_blocks=2)
-    wanted = reference.logits(reference.hidden(work))
-    assert relative_error(said, wanted) < 0.08, "bfloat16 between the products"

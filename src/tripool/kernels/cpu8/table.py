@@ -7,6 +7,7 @@ from tripool.kernels.cpu8.draft import Draft8
 from tripool.kernels.cpu8.stack import Stack8
 from tripool.kernels.shelf import FRESH, Shelf
 from tripool.kernels.table import KernelTable
+from tripool.kernels.weights import INT8
 
 
 def cpu8_table(shelf: Shelf) -> KernelTable:
@@ -23,6 +24,7 @@ def cpu8_table(shelf: Shelf) -> KernelTable:
         stack=Stack8,
         over=cpu8_table,
         linear_of_scales=lambda weight, scales: halves.Linear8(weight, None, scales, shelf),
+        stored=INT8,
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -23,7 +24,7 @@ Product = Callable[[Rows8, Rows8], torch.Tensor]
 
 
 def eight_of(stored: str, *, fused: bool, device: torch.device | str = "cpu") -> Eight:
-    """`stored`: as a checkpoint calls it, one of INT8 and E4M3."""
+    assert stored in (INT8, E4M3), stored
     if stored == INT8:
         return _integers_fused(torch.device(device)) if fused else INTEGERS
     return _e4m3_fused() if fused else FLOATS
@@ -70,6 +71,7 @@ def _float_product(rows: Rows8, weights: Rows8) -> torch.Tensor:
 
 INTEGERS = Eight(
     stored=INT8,
+    dtype=torch.int8,
     outs_multiple=8,
     pack=_packed_integers,
     quantise=w8a8.quantise_rows,
@@ -83,6 +85,7 @@ INTEGERS = Eight(
 )
 FLOATS = Eight(
     stored=E4M3,
+    dtype=fp8.E4M3,
     outs_multiple=16,
     pack=_packed_floats,
     quantise=fp8.quantise_rows,
@@ -105,14 +108,12 @@ def _integers_fused(device: torch.device) -> Eight:
 
     def grouped(rows: Rows8, weights: Rows8, starts: torch.Tensor) -> torch.Tensor:
         experts, out, width = weights[0].shape
-        tiling = choose_grouped(-(-len(rows[0]) // experts), out, width, experts)
+        tiling = choose_grouped(max(1, -(-len(rows[0]) // experts)), out, width, experts)
         plan = make_plan(starts, starts.diff(), len(rows[0]), tiling)
         return grouped_gemm(*rows, *weights, plan, arrived=arrived)
 
-    return Eight(
-        stored=INT8,
-        outs_multiple=INTEGERS.outs_multiple,
-        pack=INTEGERS.pack,
+    return replace(
+        INTEGERS,
         quantise=norm_quant.quantise_rows,
         norm=norm_quant.rms_norm_quant,
         swiglu=norm_quant.swiglu_quant,
@@ -127,10 +128,8 @@ def _integers_fused(device: torch.device) -> Eight:
 def _e4m3_fused() -> Eight:
     from tripool.kernels.triton import norm_quant, permute
 
-    return Eight(
-        stored=E4M3,
-        outs_multiple=FLOATS.outs_multiple,
-        pack=FLOATS.pack,
+    return replace(
+        FLOATS,
         quantise=partial(norm_quant.quantise_rows, dtype=fp8.E4M3),
         norm=partial(norm_quant.rms_norm_quant, dtype=fp8.E4M3),
         swiglu=partial(norm_quant.swiglu_quant, dtype=fp8.E4M3),

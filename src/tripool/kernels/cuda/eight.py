@@ -16,8 +16,9 @@ from tripool.kernels.ref.w8a8 import Rows8
 from tripool.kernels.shelf import FRESH, Shelf
 
 Held = tuple[torch.Tensor, torch.Tensor]
-"""A weight in floats and its scales, which are above 0 in every row (`kernels/weights.py`)."""
+"""A weight in floats and its scales, beside it and above 0 in every row (`kernels/weights.py`)."""
 _WIDTH_MULTIPLE = 16
+_PIECE_WEIGHTS = 2**22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class Eight:
 
     stored: str
     """INT8 or E4M3 (`kernels/weights.py`)."""
+    dtype: torch.dtype
     outs_multiple: int
     """What the kernels want of the number of channels."""
     pack: Callable[[torch.Tensor], torch.Tensor]
@@ -46,13 +48,26 @@ class Eight:
         """If every row is held in these eight bits, in a shape that the kernels take."""
         if scales is None or weight.shape[-1] % _WIDTH_MULTIPLE or weight.shape[-2] % self.outs_multiple:
             return None
-        return (weight, scales) if bool((scales > 0).all()) else None
+        without = scales <= 0  # in floats, or all zeros, which any scale gives
+        if bool(without.any()) and bool(weight[without.to(weight.device)].any()):
+            return None
+        return weight, scales.float().masked_fill(without, 1.0).to(weight.device)
 
     def kept(self, held: Held, name: str, shelf: Shelf) -> Rows8:
-        """For integers the very ones that are stored: the floats are their products with the scales."""
+        """Of integers the very ones that are stored: the floats are their products with the scales, rounded to bfloat16
+        at worst, whose 2^-9 of 127 is just less than half a step."""
         weight, scales = held
-        eight = shelf.keep(f"{name}eight bits", lambda: self.pack(weight.float() / scales[..., None]))
-        return eight, shelf.keep(f"{name}scales", scales.float)
+        eight = shelf.keep(f"{name}eight bits", lambda: self._packed(weight.flatten(0, -2), scales.flatten(), weight))
+        return eight, shelf.keep(f"{name}scales", lambda: scales)
+
+    def _packed(self, rows: torch.Tensor, scales: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Piece by piece: a layer's experts in float32 would be four times what was read."""
+        out = torch.empty(rows.shape, dtype=self.dtype, device=rows.device)
+        step = max(1, _PIECE_WEIGHTS // rows.shape[1])
+        for first in range(0, len(rows), step):
+            piece = slice(first, first + step)
+            out[piece] = self.pack(rows[piece] / scales[piece, None])
+        return out.view(like.shape)
 
 
 class Linear8:

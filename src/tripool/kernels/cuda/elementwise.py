@@ -5,9 +5,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tripool.kernels.weights import Norm
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    return rms_norm(x, norm.gain, norm.eps)
 
 
 def rope_(x: torch.Tensor, turns: torch.Tensor) -> None:

@@ -11,15 +11,11 @@ from tripool.core import BLOCK_TOKENS
 from tripool.kernels.batch import Batch
 from tripool.kernels.cuda import attention
 from tripool.kernels.cuda.eight import Linear8
-from tripool.kernels.cuda.elementwise import rms_norm, rope_
+from tripool.kernels.cuda.elementwise import normed, rope_
 from tripool.kernels.cuda.make import AnyRows, Make, norm_for
 from tripool.kernels.cuda.rows import PagedRows, device_rows
 from tripool.kernels.table import DraftParts
-from tripool.kernels.weights import INT8, GqaWeights, LatentWeights, Norm
-
-
-def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    return rms_norm(x, norm.gain, norm.eps)
+from tripool.kernels.weights import INT8, GqaWeights, LatentWeights
 
 
 class GroupedAttention:
@@ -36,8 +32,8 @@ class GroupedAttention:
         turned = w.heads + w.kv_heads
         qkv = self._qkv(self._norm(x)).unflatten(1, (turned + w.kv_heads, w.head_dim))
         if w.q_norm is not None and w.k_norm is not None:
-            qkv[:, : w.heads] = _normed(qkv[:, : w.heads], w.q_norm)
-            qkv[:, w.heads : turned] = _normed(qkv[:, w.heads : turned], w.k_norm)
+            qkv[:, : w.heads] = normed(qkv[:, : w.heads], w.q_norm)
+            qkv[:, w.heads : turned] = normed(qkv[:, w.heads : turned], w.k_norm)
         rope_(qkv[:, :turned], batch.turns)
         kv.index_copy_(0, batch.slots, qkv[:, w.heads :].flatten(1))
         q, parts = qkv[:, : w.heads], []
@@ -55,10 +51,10 @@ def prologue(w: LatentWeights, down: torch.Tensor, batch: Batch, kv: torch.Tenso
     queries = None
     if w.q_norm is not None:
         q_rank = len(w.q_norm.gain)
-        queries, down = _normed(down[:, :q_rank], w.q_norm), down[:, q_rank:]
+        queries, down = normed(down[:, :q_rank], w.q_norm), down[:, q_rank:]
     rank = len(w.kv_norm.gain)
     rope_(down[:, None, rank:], batch.turns)
-    down[:, :rank] = _normed(down[:, :rank], w.kv_norm)
+    down[:, :rank] = normed(down[:, :rank], w.kv_norm)
     kv.index_copy_(0, batch.slots, down)
     return queries
 
@@ -110,9 +106,9 @@ class LatentAttention:
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
         w, rows, n = self._w, device_rows(batch), batch.num_prompt_rows
         assert batch.turns is not None
-        normed = self._norm(x)
-        inner = self._prologue(w, self._down(normed), batch, kv)
-        q = self._query(normed if inner is None else inner).unflatten(1, (self._up.shape[0], -1))
+        outer = self._norm(x)
+        inner = self._prologue(w, self._down(outer), batch, kv)
+        q = self._query(outer if inner is None else inner).unflatten(1, (self._up.shape[0], -1))
         self._turn_(q[..., w.core.nope :], batch)
         parts = []
         if rows.prompts:
@@ -142,7 +138,7 @@ class Draft:
         x = parts.join(parts.embed.index_select(0, batch.tokens), hidden)
         parts.attention(x, batch, kv)
         parts.mlp(x)
-        return _normed(x, parts.norm)
+        return normed(x, parts.norm)
 
     def logits(self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         final = self.hidden(batch, hidden, kv)

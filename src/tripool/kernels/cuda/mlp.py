@@ -7,13 +7,9 @@ from collections.abc import Callable
 import torch
 
 from tripool.kernels.cuda.eight import Linear8
-from tripool.kernels.cuda.elementwise import rms_norm, swiglu
+from tripool.kernels.cuda.elementwise import normed, swiglu
 from tripool.kernels.cuda.make import AnyRows, Make, norm_for, rounding_for
-from tripool.kernels.weights import JoinWeights, MlpWeights, MoeWeights, Norm
-
-
-def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    return rms_norm(x, norm.gain, norm.eps)
+from tripool.kernels.weights import JoinWeights, MlpWeights, MoeWeights
 
 
 class Join:
@@ -25,7 +21,7 @@ class Join:
         self.num_bytes = self._linear.num_bytes
 
     def __call__(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return self._linear(torch.cat((_normed(left, self._w.left), _normed(right, self._w.right)), dim=1))
+        return self._linear(torch.cat((normed(left, self._w.left), normed(right, self._w.right)), dim=1))
 
 
 class Swiglu:
@@ -36,8 +32,8 @@ class Swiglu:
         self._gate = self._down.eight.swiglu if isinstance(self._down, Linear8) else swiglu
         self.num_bytes = self.gate_up.num_bytes + self._down.num_bytes
 
-    def __call__(self, normed: AnyRows) -> torch.Tensor:
-        return self._down(self._gate(self.gate_up(normed)))
+    def __call__(self, rows: AnyRows) -> torch.Tensor:
+        return self._down(self._gate(self.gate_up(rows)))
 
 
 class Mlp:
@@ -65,8 +61,8 @@ class MoeMlp:
         self.num_bytes += 0 if self._shared is None else self._shared.num_bytes
 
     def __call__(self, x: torch.Tensor) -> None:
-        normed = _normed(x, self._w.norm)
-        experts, weights = self._route(self._gate(normed), self._w.gate_bias, self._w.plan)
-        rows = self._rounded(normed)
+        floats = normed(x, self._w.norm)
+        experts, weights = self._route(self._gate(floats), self._w.gate_bias, self._w.plan)
+        rows = self._rounded(floats)
         routed = self._experts(rows, experts, weights)
         x += routed if self._shared is None else routed + self._shared(rows)

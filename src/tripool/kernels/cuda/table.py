@@ -1,7 +1,8 @@
 """The CUDA table, by the type it computes in.
 
 `fused`: with Triton kernels, for which a CUDA device is needed. `eight`: what a checkpoint holds in these eight bits is
-multiplied in them (see `eight.py`); without it it is multiplied out when it is loaded.
+multiplied in them (see `eight.py`); without it it is multiplied out when it is loaded. `over` is for shelves that send
+things to a device: what is kept depends on the scales, which the model cache does not remember.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from tripool.kernels.cuda.eight import Eight
 from tripool.kernels.cuda.make import Make
 from tripool.kernels.shelf import FRESH, Shelf
 from tripool.kernels.table import KernelTable
-from tripool.kernels.weights import INT8
 
 
 def cuda_table(dtype: torch.dtype, *, fused: bool, eight: Eight | None = None, shelf: Shelf = FRESH) -> KernelTable:
@@ -32,5 +32,5 @@ def cuda_table(dtype: torch.dtype, *, fused: bool, eight: Eight | None = None, s
         draft=halves.Draft,
         over=lambda other: cuda_table(dtype, fused=fused, eight=eight, shelf=other),
         linear_of_scales=None if eight is None else lambda weight, scales: make.linear(weight, None, scales),
-        stored=eight.stored if eight else INT8,
+        stored=eight.stored if eight else None,
     )

@@ -15,7 +15,7 @@ LEAST = 1e-10
 """Below this a row counts as zeros: it must not become infinite on the way back."""
 
 Rows8 = tuple[torch.Tensor, torch.Tensor]
-"""int8 [rows, width] and its float32 scales [rows]: value = integer * scale."""
+"""int8 [rows, width] and its float32 scales [rows]: value = integer * scale. In `ref/fp8` e4m3 instead."""
 
 
 def quantise_rows(x: torch.Tensor) -> Rows8:
