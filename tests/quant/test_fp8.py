@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from oracle.case import make_case, rope
 from oracle.folders import save_case
+from oracle.fp8 import to_fp8
 from tripool.checkpoints import open_checkpoint
 from tripool.engine.device import Place, table_of
 from tripool.engine.runner import Runner, Work
@@ -20,7 +20,6 @@ from tripool.kernels.cuda.shelf import OnDevice
 from tripool.models import load_model
 from tripool.quant import Techniques, quantize
 
-BLOCK = 128
 CASE = make_case(
     "v3-wide",
     "deepseek_v3",
@@ -34,48 +33,11 @@ CASE = make_case(
 )
 
 
-def to_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float8 values and the float32 factor of each block, as DeepSeek publishes them."""
-    rows, columns = weight.shape
-    grid = torch.zeros(-(-rows // BLOCK), -(-columns // BLOCK))
-    values = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
-    for i in range(grid.shape[0]):
-        for j in range(grid.shape[1]):
-            block = (slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK))
-            grid[i, j] = weight[block].abs().max() / 448
-            values[block] = (weight[block] / grid[i, j]).to(torch.float8_e4m3fn)
-    return values, grid
-
-
-def multiplied_out(values: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
-    rows, columns = values.shape
-    wide = torch.kron(grid, torch.ones(BLOCK, BLOCK))[:rows, :columns]
-    return values.float() * wide
-
-
-def is_rounded(name: str, values: torch.Tensor) -> bool:
-    return (values.ndim == 2 and name.endswith("_proj.weight")) or name.endswith("with_mqa.weight")
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The FP8 checkpoint, and one that holds its very values in float32."""
     fp8, plain = save_case(CASE, tmp_path_factory.mktemp("fp8")), tmp_path_factory.mktemp("plain")
-    shutil.copytree(fp8, plain, dirs_exist_ok=True)
-    stored, floats = {}, {}
-    for name, values in load_file(fp8 / "model.safetensors").items():
-        if is_rounded(name, values):
-            stored[name], stored[f"{name}_scale_inv"] = to_blocks(values)
-            floats[name] = multiplied_out(stored[name], stored[f"{name}_scale_inv"])
-        else:
-            stored[name] = floats[name] = values.bfloat16()
-    save_file(stored, fp8 / "model.safetensors")
-    save_file(floats, plain / "model.safetensors")
-    config = json.loads((fp8 / "config.json").read_text())
-    config["quantization_config"] = {
-        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK],
-    }  # fmt: skip
-    (fp8 / "config.json").write_text(json.dumps(config))
+    to_fp8(fp8, plain)
     return fp8, plain
 
 
