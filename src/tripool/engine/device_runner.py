@@ -111,7 +111,9 @@ class DeviceRunner(Runner):
             for queries in range(1, (MAX_QUERIES if self._mtp else 1) + 1)
         ]
         longest = min(step_tokens, self.model.arch.context_tokens - 1)
-        lengths = (min(longest, 1 << power) for power in range(4, longest.bit_length() + 1))
+        # Triton compiles for multiples of 16 and for other numbers.
+        powers = [min(longest, 1 << power) for power in range(4, longest.bit_length() + 1)]
+        lengths = sorted({length - odd for length in powers for odd in (0, 1)})
         prompts = [[Work([0] * count, 0, [self._nowhere] * -(-count // BLOCK_TOKENS), False)] for count in lengths]
         for i, work in enumerate(decodes + prompts, 1):
             if progress:
