@@ -17,6 +17,7 @@ from torch.nn.functional import ScalingType
 
 from tripool.kernels.cuda.eight import Eight
 from tripool.kernels.ref import fp8, permute, w8a8
+from tripool.kernels.ref.permute import Places
 from tripool.kernels.ref.w8a8 import Rows8
 from tripool.kernels.weights import E4M3, INT8
 
@@ -78,12 +79,14 @@ INTEGERS = Eight(
     norm=w8a8.rms_norm_quant,
     swiglu=w8a8.swiglu_quant,
     product=_integer_product,
+    groups=lambda places: places.starts,
     grouped=partial(_one_by_one, _integer_product),
     sort=permute.sort_by_expert,
     permute=permute.permute,
     unpermute=permute.unpermute,
 )
-FLOATS = Eight(
+FLOATS = replace(
+    INTEGERS,
     stored=E4M3,
     dtype=fp8.E4M3,
     outs_multiple=16,
@@ -93,24 +96,30 @@ FLOATS = Eight(
     swiglu=fp8.swiglu_quant,
     product=_float_product,
     grouped=partial(_one_by_one, _float_product),
-    sort=permute.sort_by_expert,
-    permute=permute.permute,
-    unpermute=permute.unpermute,
 )
 
 
 def _integers_fused(device: torch.device) -> Eight:
     from tripool.kernels.triton import norm_quant, permute
-    from tripool.kernels.triton.grouped_gemm import choose_grouped, grouped_gemm, make_plan
+    from tripool.kernels.triton.grouped_gemm import Plan, choose_grouped, grouped_gemm, make_plan
     from tripool.kernels.triton.int8_gemm import arrivals, int8_gemm
+    from tripool.kernels.triton.tilings import Narrow, Wide
 
     arrived = arrivals(device)
 
-    def grouped(rows: Rows8, weights: Rows8, starts: torch.Tensor) -> torch.Tensor:
+    def groups(places: Places) -> Plan:
+        """Of the height of its blocks alone, which follows from how many rows there are for how many experts."""
+        experts, rows = len(places.starts) - 1, places.slots.numel()
+        return make_plan(places.starts, places.starts.diff(), rows, _tiling(rows, 1, 1, experts))
+
+    def grouped(rows: Rows8, weights: Rows8, plan: Plan) -> torch.Tensor:
         experts, out, width = weights[0].shape
-        tiling = choose_grouped(max(1, -(-len(rows[0]) // experts)), out, width, experts)
-        plan = make_plan(starts, starts.diff(), len(rows[0]), tiling)
-        return grouped_gemm(*rows, *weights, plan, arrived=arrived)
+        tiling = _tiling(len(rows[0]), out, width, experts)
+        assert tiling.block_m == plan.tiling.block_m
+        return grouped_gemm(*rows, *weights, replace(plan, tiling=tiling), arrived=arrived)
+
+    def _tiling(rows: int, out: int, width: int, experts: int) -> Narrow | Wide:
+        return choose_grouped(max(1, -(-rows // experts)), out, width, experts)
 
     return replace(
         INTEGERS,
@@ -118,6 +127,7 @@ def _integers_fused(device: torch.device) -> Eight:
         norm=norm_quant.rms_norm_quant,
         swiglu=norm_quant.swiglu_quant,
         product=lambda rows, weights: int8_gemm(*rows, *weights, arrived=arrived),
+        groups=groups,
         grouped=grouped,
         sort=permute.sort_by_expert,
         permute=permute.permute,

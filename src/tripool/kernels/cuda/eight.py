@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,9 +38,11 @@ class Eight:
     swiglu: Callable[[torch.Tensor], Rows8]
     product: Callable[[Rows8, Rows8], torch.Tensor]
     """Rows, and weights [out, in] with scales [out] -> bfloat16 [rows, out]."""
-    grouped: Callable[[Rows8, Rows8, torch.Tensor], torch.Tensor]
-    """Rows sorted by expert, weights [experts, out, in] with scales [experts, out], and int32 [experts + 1]: where each
-    expert's rows begin -> bfloat16 [rows, out]."""
+    groups: Callable[[Places], Any]
+    """What `grouped` wants to know of where each expert's rows are, for all products over the same rows."""
+    grouped: Callable[[Rows8, Rows8, Any], torch.Tensor]
+    """Rows sorted by expert, weights [experts, out, in] with scales [experts, out], and the groups -> bfloat16 [rows,
+    out]."""
     sort: Callable[[torch.Tensor, int], Places]
     permute: Callable[[torch.Tensor, torch.Tensor, Places], Rows8]
     unpermute: Callable[[torch.Tensor, torch.Tensor, Places], torch.Tensor]
@@ -108,5 +111,6 @@ class Experts8:
         places = eight.sort(experts, len(self._gate_up[0]))
         # Moved as bytes: not every device copies e4m3.
         moved, moved_scales = eight.permute(rows.view(torch.int8), scales, places)
-        inner = eight.grouped((moved.view(rows.dtype), moved_scales), self._gate_up, places.starts)
-        return eight.unpermute(eight.grouped(eight.swiglu(inner), self._down, places.starts), weights, places)
+        groups = eight.groups(places)
+        inner = eight.grouped((moved.view(rows.dtype), moved_scales), self._gate_up, groups)
+        return eight.unpermute(eight.grouped(eight.swiglu(inner), self._down, groups), weights, places)
