@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -16,6 +17,25 @@ def pytest_configure(config: pytest.Config) -> None:
         "suite", deadline=None, suppress_health_check=slow, derandomize=config.option.markexpr == "not prove"
     )
     settings.load_profile("suite")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files in random order, and the tests of each: a file's tests stay together, as they share servers and models."""
+    seed = config.getoption("--shuffle")
+    if seed is None:
+        return
+    rng, files = random.Random(seed), dict[object, list[pytest.Item]]()
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    order = list(files.values())
+    rng.shuffle(order)
+    for tests in order:
+        rng.shuffle(tests)
+    items[:] = [item for tests in order for item in tests]
 
 
 @pytest.fixture(scope="session", autouse=True)

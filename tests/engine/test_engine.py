@@ -1,4 +1,7 @@
-"""The whole step on the bundled model: what a request gets does not depend on its company."""
+"""The whole step on the bundled model, in 8 bits: what a request gets does not depend on its company.
+
+In float32 that would hold on some BLAS libraries and not on others: they sum a row in another order in a larger batch.
+"""
 
 from collections.abc import Iterator
 
@@ -10,6 +13,8 @@ from tripool.config import EngineConfig
 from tripool.core import Request, SamplingParams, TokenEvent
 from tripool.engine.engine import Engine
 from tripool.errors import ContextOverflow, InvalidRequest
+from tripool.kernels import CPU8
+from tripool.kernels.cpu8.library import set_threads
 from tripool.models import Model, load_model
 from tripool.text import TextFiles, Tokenizer
 
@@ -21,8 +26,9 @@ BLOCK_GB = 8 * 64 * 160 * 4 / 2**30
 def parts() -> Iterator[tuple[Model, TextFiles]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    set_threads(1)
     with open_checkpoint("tiny") as checkpoint:
-        yield load_model(checkpoint), checkpoint.text
+        yield load_model(checkpoint, kernels=CPU8), checkpoint.text
     torch.set_num_threads(threads)
 
 

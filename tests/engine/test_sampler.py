@@ -91,10 +91,10 @@ def test_logprobs_are_those_of_the_untouched_logits():
     (sampled,) = Sampler(VOCAB).sample(row[None].clone(), [seq(**params)])
     assert sampled.token_id == 5
     assert sampled.logprobs is not None
-    assert sampled.logprobs.chosen == pytest.approx(expected[5].item(), abs=1e-5)
+    assert sampled.logprobs.chosen == pytest.approx(expected[5].item(), rel=1e-5)
     best = expected.topk(3)
     assert [t for t, _ in sampled.logprobs.top] == best.indices.tolist()
-    assert [p for _, p in sampled.logprobs.top] == pytest.approx(best.values.tolist(), abs=1e-5)
+    assert [p for _, p in sampled.logprobs.top] == pytest.approx(best.values.tolist(), rel=1e-5)
 
 
 def test_zero_top_logprobs_still_reports_the_chosen_one():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from oracle.close import assert_close
 from tripool.core import BLOCK_TOKENS
 from tripool.kernels.cpu.ops import CPU_OPS as CPU
 from tripool.kernels.ops import REFERENCE_OPS as REFERENCE
@@ -19,12 +20,6 @@ SPANS = [
     [(130, 7), (0, 3), (5, 1)],
     [(1, 200), (199, 1), (3, 64)],
 ]
-
-
-def close(ours: torch.Tensor, plain: torch.Tensor) -> None:
-    assert ours.shape == plain.shape
-    assert not ours.isnan().any()
-    torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
 
 
 def make_spans(shape: list[tuple[int, int]], width: int, first: int) -> tuple[list[Span], torch.Tensor, int]:
@@ -56,7 +51,7 @@ def _seed():
 def test_grouped_attention(form, shape, heads, kv_heads, dim, first):
     spans, kv, rows = make_spans(shape, 2 * kv_heads * dim, first)
     q = torch.randn(rows, heads, dim)
-    close(getattr(CPU, form)(q, kv, spans, kv_heads, 0.3), getattr(REFERENCE, form)(q, kv, spans, kv_heads, 0.3))
+    assert_close(getattr(CPU, form)(q, kv, spans, kv_heads, 0.3), getattr(REFERENCE, form)(q, kv, spans, kv_heads, 0.3))
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -76,17 +71,17 @@ def test_latent_attention(shape, heads, rank, nope, rope, v, first):
         scale=0.2,
     )
     plain = REFERENCE.mla(weights).prompt(x, kv, spans, turns)
-    close(REFERENCE.mla(weights).decode(x, kv, spans, turns), plain)
-    close(CPU.mla(weights).prompt(x, kv, spans, turns), plain)
-    close(CPU.mla(weights).decode(x, kv, spans, turns), plain)
+    assert_close(REFERENCE.mla(weights).decode(x, kv, spans, turns), plain)
+    assert_close(CPU.mla(weights).prompt(x, kv, spans, turns), plain)
+    assert_close(CPU.mla(weights).decode(x, kv, spans, turns), plain)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 65])
 @pytest.mark.parametrize("width", [2, 20, 576])
 def test_elementwise(rows, width):
     x, weight = torch.randn(rows, width), torch.randn(width)
-    close(CPU.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
-    close(CPU.swiglu(x), REFERENCE.swiglu(x))
+    assert_close(CPU.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
+    assert_close(CPU.swiglu(x), REFERENCE.swiglu(x))
 
 
 @pytest.mark.parametrize(("heads", "dim", "offset"), [(1, 2, 0), (12, 64, 0), (3, 10, 4), (2, 6, 5), (5, 8, 3)])
@@ -99,7 +94,7 @@ def test_rope_turns_in_place_wherever_the_slice_starts(heads, dim, offset):
     for table in (CPU, REFERENCE):
         ours = whole.clone()
         table.rope_(ours[..., offset:], turns)
-        close(ours, expected)
+        assert_close(ours, expected)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 37])
@@ -107,7 +102,7 @@ def test_rope_turns_in_place_wherever_the_slice_starts(heads, dim, offset):
 def test_linear(rows, bias):
     weight, x = torch.randn(13, 36), torch.randn(rows, 36)
     b = torch.randn(13) if bias else None
-    close(CPU.linear(weight, b)(x), REFERENCE.linear(weight, b)(x))
+    assert_close(CPU.linear(weight, b)(x), REFERENCE.linear(weight, b)(x))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 37])
@@ -116,7 +111,7 @@ def test_experts(rows, experts, top_k):
     gate_up, down, x = torch.randn(experts, 22, 36) * 0.3, torch.randn(experts, 36, 11) * 0.3, torch.randn(rows, 36)
     chosen = torch.stack([torch.randperm(experts)[:top_k] for _ in range(rows)])
     weights = torch.rand(rows, top_k)
-    close(CPU.experts(gate_up, down)(x, chosen, weights), REFERENCE.experts(gate_up, down)(x, chosen, weights))
+    assert_close(CPU.experts(gate_up, down)(x, chosen, weights), REFERENCE.experts(gate_up, down)(x, chosen, weights))
 
 
 def test_route_keeps_to_the_best_groups_and_weighs_without_the_bias():

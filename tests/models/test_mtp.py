@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from oracle.case import Case
+from oracle.close import assert_close
 from oracle.deepseek_cases import V3
 from oracle.drafts import DraftReference
 from oracle.driving import deal_tables, greedy
 from oracle.named import QUESTIONS
 from oracle.pairs import PairOf
-from oracle.reference import assert_close
 from tripool.checkpoints import open_checkpoint
 from tripool.engine.runner import Runner, Work
 from tripool.models import load_model

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from oracle.named import QUESTIONS, ChatReference, dequantise
+from oracle.reference import differences
 from tripool import LLM, SamplingParams
 from tripool.checkpoints import open_checkpoint
 
@@ -19,7 +20,8 @@ def _compare(name: str, theirs: ChatReference) -> None:
     assert [list(a.prompt_ids) for a in answers] == [theirs.prompt(q) for q in QUESTIONS]
     tokens = [list(a.token_ids) for a in answers]
     assert all(len(t) == GREEDY.max_tokens for t in tokens)
-    assert tokens == theirs.answers(QUESTIONS, 64)
+    ties, wrong = differences(tokens, theirs.answers(QUESTIONS, 64))
+    assert len(ties) <= 1 and wrong == []
     assert [a.text for a in answers] == [theirs.text(t) for t in tokens]
     assert len({tuple(t) for t in tokens}) > 15, "a model that says the same to everything would be easy to match"
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from oracle.quiet import quiet
-from oracle.reference import Reference
+from oracle.reference import Greedy, Reference
 
 QUESTIONS = [
     "Tell me a story about a fox.",
@@ -71,8 +71,8 @@ class ChatReference:
         messages = [{"role": "user", "content": question}]
         return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
 
-    def answers(self, questions: Sequence[str], count: int) -> list[list[int]]:
-        return [greedy.tokens for greedy in self._reference.greedy([self.prompt(q) for q in questions], count)]
+    def answers(self, questions: Sequence[str], count: int) -> list[Greedy]:
+        return self._reference.greedy([self.prompt(q) for q in questions], count)
 
     def text(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from oracle.cases import CASES
+from oracle.close import assert_close
 from tripool.checkpoints import open_checkpoint
 from tripool.models import read_arch
 from tripool.models.loader import FromCheckpoint
@@ -36,7 +37,7 @@ def test_an_echo_goes_through_later_layers_as_the_stream_does(folder_of, made_of
     assert [echo.age for echo in later] == [1] + [0] * (len(later) - 1)
     assert later[0].unit == born[0].unit
     for found, wanted in zip(later[0].states, alone.states, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        assert_close(found, wanted)
     assert all(0 < disturbance(echo, stream) < 0.2 for echo in later)
 
 

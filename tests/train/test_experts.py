@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oracle.close import assert_close
 from train.small import small_config
 from tripool.kernels.ref.experts import Experts as RoutedExperts
 from tripool.kernels.ref.route import RoutePlan, route
@@ -63,7 +64,7 @@ def test_wide_experts_are_routed_experts() -> None:
     out, load = experts(x, real)
     expected = _routed(experts, x.flatten(0, 1))
     assert expected.std() > 0.1
-    torch.testing.assert_close(out.detach().flatten(0, 1), expected, rtol=1e-4, atol=1e-4)
+    assert_close(out.detach().flatten(0, 1), expected)
     chosen, _ = route(x.flatten(0, 1) @ experts.router.weight.detach().T, experts.bias, experts.shape.route)
     assert load.tolist() == torch.bincount(chosen.flatten(), minlength=experts.shape.experts).tolist()
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from oracle.close import assert_close
 from oracle.drafts import DraftReference
 from oracle.driving import deal_tables
-from oracle.reference import Reference, assert_close
+from oracle.reference import Reference
 from train.small import ROW_TOKENS, small_config, small_network
 from tripool.checkpoints import open_checkpoint
 from tripool.engine.runner import Runner, Work

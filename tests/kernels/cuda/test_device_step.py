@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from oracle.close import assert_close
 from tripool.checkpoints import open_checkpoint
 from tripool.engine.device_loop import DecodeLoop
 from tripool.engine.device_runner import DeviceRunner
@@ -100,7 +101,7 @@ def test_a_captured_size_is_used_for_smaller_batches_too(models: tuple[Model, Mo
     own = {places[i][len(PROMPTS[i]) // 64] * 64 + len(PROMPTS[i]) % 64 for i in range(3)}
     assert own <= set(written) <= own | set(range(NUM_BLOCKS * 64, (NUM_BLOCKS + 1) * 64))
     alone = torch.cat([runner.hidden([piece]) for piece in three])
-    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-4)
+    assert_close(together, alone)
 
 
 def answers_of(model: Model, count: int, *, mtp: bool, temperature: float = 0.0) -> tuple[list[list[int]], int]:

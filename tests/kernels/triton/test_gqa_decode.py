@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from oracle.close import assert_close
 from tripool.kernels.triton import draw, gqa_decode
 from tripool.train.distil import plain
 
@@ -26,11 +27,11 @@ def test_turned_stored_and_attended_as_in_plain_torch(device, heads, kv_heads, d
     for ours, expected in zip((qkv, keys, values), theirs, strict=True):
         # Keys within `qkv` are spent once they are stored.
         width = heads * dim if ours is qkv else None
-        torch.testing.assert_close(ours[..., :width], expected[..., :width], rtol=1e-5, atol=1e-5)
+        assert_close(ours[..., :width], expected[..., :width])
     counts = lengths + 1
     counts[0] = 0
     ours, expected = gqa_decode.attend(qkv, keys, values, counts), plain.attend(*theirs, counts)
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    assert_close(ours, expected)
     assert not ours[0].any()
 
 
