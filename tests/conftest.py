@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -36,6 +37,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for tests in order:
         rng.shuffle(tests)
     items[:] = [item for tests in order for item in tests]
+
+
+def pytest_collection_finish() -> None:
+    """Networks in tests are small: a second thread of torch would only wait, and wait busily. Who wants two asks."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from oracle.case import Case
 from oracle.folders import save_case
@@ -27,14 +26,6 @@ class Made:
 
 
 MadeOf = Callable[[Case], Made]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def windows_of(case: Case, count: int = 3, length: int = 130) -> list[list[int]]:

@@ -20,12 +20,14 @@ from tripool.train.attention import MASKED, document_starts
 from tripool.train.config import TrainError
 from tripool.train.device import _sizes
 from tripool.train.distil.prompts import make_script
+from tripool.train.drafts import learn as learning
+from tripool.train.drafts import speaker as speakers
 from tripool.train.drafts.__main__ import main
 from tripool.train.drafts.learn import Amount, learn_drafts
 from tripool.train.drafts.lesson import Lesson
 from tripool.train.drafts.loss import TEMPERATURE, Found, acceptance, compare
 from tripool.train.drafts.questions import questions
-from tripool.train.drafts.speaker import ANSWER_TOKENS, Speaker
+from tripool.train.drafts.speaker import Speaker
 from tripool.train.encode import ANSWER, PROMPT, SKIPPED, Encoded
 from tripool.train.export import export
 from tripool.train.metrics import read_metrics
@@ -35,6 +37,14 @@ from tripool.train.rows import pack
 
 AMOUNT = Amount(answers=8, steps=24)
 WORDS = slice(40, 100)
+ANSWER_TOKENS = 48
+
+
+@pytest.fixture(autouse=True)
+def _short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And rows that are filled by few of them: full ones take a GPU a moment and a CPU a minute."""
+    monkeypatch.setattr(speakers, "ANSWER_TOKENS", ANSWER_TOKENS)
+    monkeypatch.setattr(learning, "ROW_TOKENS", 160)
 
 
 def test_acceptance_is_how_often_the_same_noise_chooses_the_same() -> None:
