@@ -10,7 +10,7 @@ from tripool.errors import TripoolError
 if TYPE_CHECKING:
     from tripool.llm import LLM
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["LLM", "SamplingParams", "Structure", "Generation", "Choice", "Usage", "TripoolError", "__version__"]
 
