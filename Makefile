@@ -1,6 +1,7 @@
 # serve: install and serve the bundled model; ARGS="smollm2 --port 9000" passes flags.
 # tiny:  make the bundled model anew in RUN (about 23 minutes of a large GPU): sample, train, teach drafts, quantise.
 # test:  lint, types and tests.   prove: the long evidence.   bench: speed against peers on this machine.
+# dist:  a wheel and a source archive in dist/.
 #
 # TORCH_INDEX: an index to take torch from first, for machines whose usual index serves large CUDA builds.
 
@@ -8,13 +9,17 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Byte-compiling all of PyTorch takes half a minute. Python does it for what is imported, when it is first imported; where
+# the environment forbids that, every start would take twice as long.
+INSTALL := $(PIP) install --quiet --no-compile
+export PYTHONDONTWRITEBYTECODE :=
 TORCH := $(shell sed -n 's/^ *"\(torch[^"]*\)",$$/\1/p' pyproject.toml)
 ARGS ?=
 
 # Tests that load torch; they run beside the others, and tell at the end.
 SLOW := $(wildcard tests/kernels tests/models tests/checkpoints tests/engine tests/grammar tests/quant tests/train tests/test_structured.py tests/test_tiny.py tests/test_walk.py)
 
-.PHONY: serve test prove peers bench tiny clean
+.PHONY: serve test prove peers bench dist tiny clean
 
 serve: $(VENV)/installed
 	$(BIN)/tripool serve $(ARGS)
@@ -35,6 +40,11 @@ peers: $(VENV)/installed-dev
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python bench/engine_cpu.py $(ARGS)
+
+# Built from a clean tree: setuptools would also pack what an earlier build left in build/.
+dist: $(VENV)/installed-dev
+	rm -rf build dist
+	$(BIN)/python -c 'import build_backend as backend; backend.build_sdist("dist"); backend.build_wheel("dist")'
 
 # PY: a Python that has torch already, for GPU machines where nothing can be installed.
 RUN ?= tiny-run
@@ -57,11 +67,7 @@ $(BIN)/python:
 
 KERNELS := setup.py build_backend.py $(wildcard src/tripool/*/native/*.[ch])
 
-$(VENV)/installed: pyproject.toml $(KERNELS) | $(BIN)/python
-	$(if $(TORCH_INDEX),$(PIP) install --quiet --index-url "$(TORCH_INDEX)" "$(TORCH)")
-	$(PIP) install --quiet --editable .
-	@touch $@
-
-$(VENV)/installed-dev: $(VENV)/installed
-	$(PIP) install --quiet --editable '.[dev]'
-	@touch $@
+$(VENV)/installed $(VENV)/installed-dev: pyproject.toml $(KERNELS) | $(BIN)/python
+	$(if $(TORCH_INDEX),$(INSTALL) --index-url "$(TORCH_INDEX)" "$(TORCH)")
+	$(INSTALL) --editable '.$(if $(filter %-dev,$@),[dev])'
+	@touch $(VENV)/installed $@
