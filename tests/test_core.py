@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tripool.core import (
+    GREEDY_BELOW,
     MAX_CHOICES,
     MAX_LOGPROBS,
     MAX_STRUCTURE_BYTES,
@@ -66,6 +67,8 @@ def test_documented_values_are_kept(options: dict[str, Any]) -> None:
             value = tuple(value)
         elif name == "top_k":
             value = max(value, 0)
+        elif name == "temperature" and value < GREEDY_BELOW:
+            value = 0
         assert getattr(params, name) == value
     assert params == SamplingParams(**options)
     assert dataclasses.replace(params) == params

@@ -17,6 +17,10 @@ SALT_MARK = "\x1f"
 
 MAX_LOGPROBS = 20
 
+GREEDY_BELOW = 1e-5
+"""Temperatures below this one are 0. Noise could no longer change a choice, and logits divided by them would leave what
+a float holds."""
+
 FinishReason = Literal["stop", "length", "abort"]
 
 StructureKind = Literal["json_schema", "json_object", "regex", "ebnf", "choice", "tool_calls"]
@@ -117,7 +121,7 @@ class SamplingParams:
     """How tokens are chosen and when to stop. Defaults sample plainly until the model ends or the context is full."""
 
     temperature: float = 1.0
-    """0 picks the most likely token."""
+    """0 picks the most likely token, and so does anything below `GREEDY_BELOW`, which becomes 0 here."""
     top_p: float = 1.0
     top_k: int = 0
     """0 (or -1) considers every token."""
@@ -154,6 +158,8 @@ class SamplingParams:
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
         self._check()
+        if self.temperature < GREEDY_BELOW:
+            object.__setattr__(self, "temperature", 0.0)
 
     def _check(self) -> None:
         _in_range("temperature", self.temperature, 0.0, 100.0)

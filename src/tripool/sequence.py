@@ -28,7 +28,7 @@ class Guide(Protocol):
 
     @property
     def spent(self) -> bool:
-        """No token at all may come next: done without a token that says so, or lost in a limit of the grammar's."""
+        """Nothing may come next: done without a token that says so, or lost in a limit of the grammar's."""
         ...
 
 

@@ -154,3 +154,28 @@ def test_nothing_to_generate(guide_of):
         guide_of(only_empty, frozenset())
     with pytest.raises(InvalidRequest, match="no text can satisfy it"):
         guide_of(Structure("regex", r"[^\s\S]"))
+
+
+TOO_LARGE = Structure(
+    "json_schema",
+    {"anyOf": [{"type": "string"}, {"properties": {f"p{i}": {"type": "integer"} for i in range(505)}}]},
+)
+"""More ways on than llguidance bears, once an object is begun."""
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["with an end", "without"])
+def test_a_grammar_that_gives_up_leaves_an_answer_that_was_cut_off(guide_of, tokenizer, ends):
+    guide = guide_of(TOO_LARGE, tokenizer.end_ids if ends else frozenset())
+    (brace,) = text_ids(tokenizer, "{")
+    assert guide.mask()[brace] and not guide.spent
+    guide.accept(brace)
+    assert guide.spent and not guide.done and "2000" in guide.error
+    # Replayed from here, or asked once more: it takes anything, and what it offers is an end.
+    offered = guide.mask().nonzero()[0].tolist()
+    assert offered == sorted(tokenizer.end_ids) if ends else len(offered) == len(guide.mask())
+    for token in (offered[0], brace):
+        guide.accept(token)
+        assert guide.spent and not guide.done
+    for count in (1, 2, 0):
+        guide.rollback(count)
+        assert guide.spent and not guide.done

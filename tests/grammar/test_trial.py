@@ -56,6 +56,12 @@ def test_dangerous_ones_are_refused(trial, structure):
     assert caught.value.param == "guided_grammar"
 
 
+def test_one_that_gives_up_behind_what_every_answer_begins_with_is_refused(trial):
+    many = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(505)}}
+    with pytest.raises(InvalidRequest, match="max is 2000"):
+        trial.check(Structure("json_schema", many))
+
+
 def test_bad_ones_are_refused_with_the_reason(trial):
     with pytest.raises(InvalidRequest, match="unclosed character class"):
         trial.check(Structure("regex", "["))

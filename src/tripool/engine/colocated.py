@@ -386,9 +386,9 @@ class Scheduler:
 
 def _finish_reason(seq: Seq) -> FinishReason | None:
     """Judged on the newest token. Before `min_tokens` the sampler picks no end, unless a grammar leaves no choice."""
+    if seq.guide is not None and seq.guide.spent:
+        # Complete; or cut off by a limit, which is what "length" tells a client.
+        return "stop" if seq.guide.done else "length"
     if seq.tokens[-1] in seq.stop_ids:
         return "stop"
-    if seq.guide is not None and seq.guide.spent:
-        # Complete, in a model without an end token; or cut off by a limit, which is what "length" tells a client.
-        return "stop" if seq.guide.done else "length"
     return "length" if seq.num_generated >= seq.max_new_tokens else None

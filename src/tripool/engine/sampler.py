@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from math import log
 
 import torch
 
@@ -22,6 +23,9 @@ from tripool.sequence import Sampled, Seq
 
 _FIRST_CANDIDATES = 256
 """How many of the likeliest tokens are sorted first for top-p; nearly always enough, and much cheaper than all."""
+
+_LARGEST = 1e30
+"""No logit is further from 0 than this when it is chosen from: divided by any temperature it is still finite."""
 
 
 class Sampler:
@@ -74,12 +78,14 @@ class Sampler:
 
     def _widened(self, row: torch.Tensor, seq: Seq) -> torch.Tensor:
         """Of the whole vocabulary, where ids of it are to be penalised, banned or allowed."""
+        row = _bounded(row)
         if not _adjusts(seq) or len(row) == len(self._hashes):
             return row
         return torch.cat((row, row.new_full((len(self._hashes) - len(row),), float("-inf"))))
 
     def _sample_row(self, row: torch.Tensor, seq: Seq) -> Sampled:
         params = seq.request.params
+        row = _bounded(row)
         logprobs = None if params.logprobs is None else row.log_softmax(-1)
         token = self._choose(row, seq)
         return Sampled(token, None if logprobs is None else _report(logprobs, token, params.logprobs or 0))
@@ -106,13 +112,20 @@ class Sampler:
         return int(kept[(row[kept] + gumbel(key, self._hashes[kept])).argmax()])
 
 
+def _bounded(row: torch.Tensor) -> torch.Tensor:
+    """In place: finite. What is not a number is never chosen while there is another."""
+    return row.nan_to_num_(nan=-_LARGEST).clamp_(-_LARGEST, _LARGEST)
+
+
 def adjust(row: torch.Tensor, seq: Seq) -> None:
-    """Penalties, bias and bans, in place."""
+    """Penalties, bias and bans, in place. Finite logits stay so, but for those of banned tokens: -inf."""
     params = seq.request.params
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted(set(seq.tokens)))
         values = row[seen]
-        row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        # Bounded again: a tiny penalty divides beyond what a float holds.
+        penalty = params.repetition_penalty
+        row[seen] = _bounded(torch.where(values > 0, values / penalty, values * penalty))
     if (params.frequency_penalty or params.presence_penalty) and seq.num_generated:
         counts = Counter(seq.tokens[seq.prompt_len :])
         tokens = torch.tensor(list(counts))
@@ -144,8 +157,9 @@ def keep(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         # Without top_k the mass is of the whole vocabulary, of which `order` may be only the head.
         total = torch.logsumexp(values if params.top_k else row, -1)
         before = (values - total).exp().cumsum(-1).roll(1)
-        before[0] = 0.0
-        order, values = order[before < params.top_p], values[before < params.top_p]
+        inside = before < params.top_p
+        inside[0] = True  # the likeliest, however small top_p is: in float32 it may be 0
+        order, values = order[inside], values[inside]
     if params.min_p > 0.0:
         order = order[values >= values[0] + _log(params.min_p)]
     return order
@@ -205,4 +219,4 @@ def _is_plain_draw(seq: Seq) -> bool:
 
 
 def _log(p: float) -> float:
-    return float(torch.log(torch.tensor(p)))
+    return log(p) if p > 0 else float("-inf")

@@ -12,6 +12,10 @@ from numpy.typing import NDArray
 class Guide:
     """`ends` are the tokens that end this answer. They are allowed exactly when the text so far is complete.
 
+    llguidance may give up in the middle of an answer: its limits are on what a state costs, and no trial sees them all.
+    Then the guide is spent and not done: the answer ends where it is. Whoever asks for one more token all the same (a
+    replay that gave up where the first run did not) is given an end, if there is one.
+
     A token that ends the answer and could also be text (a stop token the caller chose) is an end, so that what was cut
     off by it is complete; only where it is the one way on does it stay.
     """
@@ -23,6 +27,8 @@ class Guide:
         self._ends = frozenset(end for end in ends if end < num_ids)
         self._end_index = np.array(sorted(self._ends), dtype=np.int64)
         self._ended = False
+        self._num_unseen = 0
+        """The last tokens that were accepted, if the matcher gave up at the first of them or before."""
         self._allowed: NDArray[np.bool_] | None = None
         """The mask after the tokens so far, once it was asked for."""
         self._may_end = False
@@ -36,21 +42,26 @@ class Guide:
 
     def accept(self, token_id: int) -> None:
         allowed = self.mask()
-        assert allowed[token_id], f"token {token_id} is not allowed here"
-        if self._may_end and token_id in self._ends:
-            self._ended = True
+        if self._gave_up:
+            self._num_unseen += 1
         else:
-            taken = self._matcher.consume_token(token_id)
-            assert taken, self._matcher.get_error()
+            assert allowed[token_id], f"token {token_id} is not allowed here"
+            if self._may_end and token_id in self._ends:
+                self._ended = True
+            elif not self._matcher.consume_token(token_id):
+                self._num_unseen += 1
         self._allowed = None
 
     def rollback(self, count: int) -> None:
-        """Take back the last `count` tokens that were accepted, an end among them or not."""
+        """Take back the last `count` tokens that were accepted, an end among them or not. What gave up stays so."""
         assert count >= 0
+        unseen = min(count, self._num_unseen)
+        self._num_unseen -= unseen
+        count -= unseen
         if count and self._ended:
             self._ended = False
             count -= 1
-        if count:
+        if count and not self._gave_up:
             undone = self._matcher.rollback(count)
             assert undone, self._matcher.get_error()
         self._allowed = None
@@ -63,22 +74,31 @@ class Guide:
 
     @property
     def spent(self) -> bool:
-        """No token may come next: done without an end to say so, or lost in one of llguidance's limits."""
-        return not self.mask().any()
+        """Nothing may follow: done without an end to say so, or lost in one of llguidance's limits."""
+        allowed = self.mask()
+        return self._gave_up or not allowed.any()
 
     @property
     def error(self) -> str:
         """Why the grammar gave up; empty when it did not."""
         return self._matcher.get_error()
 
+    @property
+    def _gave_up(self) -> bool:
+        return self._matcher.is_error()
+
     def _compute(self) -> NDArray[np.bool_]:
         if self._ended:
             self._may_end, self._done = True, True
             return np.zeros(self._num_ids, dtype=np.bool_)
         packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._gave_up:
+            self._may_end, self._done = False, False
+            ends = np.full(self._num_ids, not self._ends, dtype=np.bool_)
+            ends[self._end_index] = True
+            return ends
         bits = np.unpackbits(packed, count=self._num_ids + 1, bitorder="little").view(np.bool_)
-        # In its error state the matcher allows its end, and nothing else.
-        self._may_end = bool(bits[-1]) and not self._matcher.is_error()
+        self._may_end = bool(bits[-1])
         allowed = bits[:-1]
         text = allowed.copy() if self._ends else allowed
         allowed[self._end_index] = self._may_end

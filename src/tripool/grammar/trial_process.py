@@ -56,7 +56,10 @@ def _wrong_with(task: dict[str, Any]) -> str:
     limits = LLParserLimits(verbose_errors=False, **task["limits"])
     vocabulary = LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=_END)
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+    # The first mask, and the one behind what every answer begins with: there most grammars that are too large give up.
     if not matcher.is_error():
+        matcher.compute_bitmask()
+    if not matcher.is_error() and matcher.consume_tokens(list(matcher.compute_ff_bytes())):
         matcher.compute_bitmask()
     return matcher.get_error()
 
