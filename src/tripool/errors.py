@@ -52,6 +52,18 @@ class EngineStopped(TripoolError):
     code = "engine_stopped"
 
 
+class RequestFailed(TripoolError):
+    """Something went wrong with this request alone, and not by its own fault. Others are served on."""
+
+    def __init__(self, message: str, *, hint: str = "the server's log says more under this id") -> None:
+        super().__init__(message, hint=hint)
+
+    @classmethod
+    def of(cls, request_id: str) -> RequestFailed:
+        """Says which one it was, and nothing of what went wrong: that is for the log."""
+        return cls(f"request {request_id} failed inside the server")
+
+
 class Overloaded(TripoolError):
     """More waits already than may wait. Nothing of this request was begun."""
 

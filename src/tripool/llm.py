@@ -16,7 +16,7 @@ from tripool.answer import Answer
 from tripool.config import EngineConfig, Precision
 from tripool.core import Conversation, Generation, Request, SamplingParams, TokenEvent
 from tripool.engine.protocol import StepEngine
-from tripool.errors import InvalidRequest, TripoolError
+from tripool.errors import InvalidRequest, RequestFailed, TripoolError
 from tripool.text import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -53,7 +53,7 @@ class LLM:
         self.name = model.name
         self.context_tokens = model.context_tokens
         self.tokenizer = Tokenizer(model.text)
-        self._inboxes: dict[str, deque[TokenEvent]] = {}
+        self._inboxes: dict[str, deque[TokenEvent | RequestFailed]] = {}
         """Events not yet read, per open request: a step made for one reader serves them all."""
 
     def generate(
@@ -154,14 +154,14 @@ class LLM:
                 if not inbox:
                     self._step()
                 while inbox and not answer.done:
-                    delta = answer.take(inbox.popleft())
+                    delta = answer.take(_event(inbox.popleft()))
                     if delta is not None and delta.text:
                         yield delta.text
         finally:
             self._forget(request.id)
         return answer.generation()
 
-    def _add(self, request: Request) -> deque[TokenEvent]:
+    def _add(self, request: Request) -> deque[TokenEvent | RequestFailed]:
         try:
             self._running_engine().add(request)
         except TripoolError as refused:
@@ -174,12 +174,15 @@ class LLM:
             inbox = self._inboxes.get(event.request_id)
             if inbox is not None:
                 inbox.append(event)
+        for request_id in self._running_engine().take_failed():
+            if request_id in self._inboxes:
+                self._inboxes[request_id].append(RequestFailed.of(request_id))
 
     def _feed(self, answer: Answer) -> bool:
         """Give an answer what has come for it; True when it is done."""
         inbox = self._inboxes[answer.request.id]
         while inbox:
-            answer.take(inbox.popleft())
+            answer.take(_event(inbox.popleft()))
         return answer.done
 
     def _forget(self, request_id: str) -> None:
@@ -211,6 +214,12 @@ class TextStream(Iterator[str]):
 
     def close(self) -> None:
         self._pieces.close()
+
+
+def _event(item: TokenEvent | RequestFailed) -> TokenEvent:
+    if isinstance(item, RequestFailed):
+        raise item
+    return item
 
 
 def _is_prompt(prompts: object) -> bool:

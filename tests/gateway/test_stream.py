@@ -9,6 +9,8 @@ from typing import Any
 import openai
 import pytest
 
+from gateway.serving import WatchedEngine
+
 HELLO: Any = [{"role": "user", "content": "hello"}]
 ENDLESS = {"messages": HELLO, "ignore_eos": True}
 
@@ -64,3 +66,21 @@ def test_engine_failure_before_an_answer_is_a_503(serve):
             assert caught.value.status_code == 503
             assert caught.value.code == "engine_stopped"
         assert served.http.get("/health").status_code == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_in_one_request_is_a_500_with_its_id_and_the_server_goes_on(serve, stream):
+    class Poisoned(WatchedEngine):
+        def _advance(self, running, choice):
+            assert running.request.seed != 13, "a secret"
+            return super()._advance(running, choice)
+
+    with serve(engine=Poisoned()) as served:
+        body = {"messages": HELLO, "seed": 13, "stream": stream}
+        response = served.http.post("/v1/chat/completions", json=body)
+        error = response.json()["error"]
+        assert response.status_code == 500
+        assert (error["code"], error["type"]) == ("internal_error", "server_error")
+        assert served.engine.added[0].id in error["message"] and "secret" not in response.text
+        assert served.http.post("/v1/chat/completions", json=body | {"seed": 1}).status_code == 200
+        assert served.http.get("/health/ready").status_code == 200

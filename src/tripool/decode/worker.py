@@ -5,17 +5,20 @@ When its memory is full, parcels wait where they are, leased. A sequence that is
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tripool.core import BLOCK_TOKENS, Stages, TokenEvent
-from tripool.errors import TripoolError
+from tripool.errors import RequestFailed, TripoolError
 from tripool.fabric.prefixes import Prefixes
 from tripool.fabric.seam import PoolEngine, Transfer, local_id
 from tripool.messages import Adopt, Adopted, AnyMessage, Cancel, Life, Pulse, Refused, Stamped, Tokens
 from tripool.sequence import Seq
+
+_logger = logging.getLogger("tripool.engine")
 
 _COPY_BYTES = 8 * 2**20
 """Fetched before a step at most, so that the running batch hardly notices."""
@@ -80,7 +83,10 @@ class DecodeWorker:
         if self._engine.busy:
             events = self._engine.step()
             self._num_steps += 1
-            self._tell(events)
+            for name in self._engine.take_failed():
+                if name in self._jobs:
+                    self._fail(self._jobs[name])
+            self._tell([event for event in events if event.request_id in self._jobs])
         if self._prefixes is not None:
             self._prefixes.work(_COPY_BYTES)
 
@@ -117,19 +123,22 @@ class DecodeWorker:
         """Blocks of the oldest that waits, then of the next: nothing overtakes it, so a long one gets its room."""
         while self._queue and budget > 0:
             job = self._queue[0]
-            if job.seq is None:
-                try:
-                    job.seq = self._adopt(job)
-                except TripoolError as error:
-                    self._refuse(job, error.code, error.message, error.hint, final=True)
-                    continue
-                if job.seq is None:
-                    return
             num_blocks = len(job.adopt.parcel.offsets)
             intact = True
-            while intact and job.num_filled < num_blocks and budget > 0:
-                intact = self._fill(job, job.seq)
-                budget -= self._engine.block_bytes
+            try:
+                job.seq = job.seq or self._adopt(job)
+                if job.seq is None:
+                    return
+                while intact and job.num_filled < num_blocks and budget > 0:
+                    intact = self._fill(job, job.seq)
+                    budget -= self._engine.block_bytes
+            except TripoolError as error:
+                self._refuse(job, error.code, error.message, error.hint, final=True)
+                continue
+            except Exception:
+                _logger.exception("request %s could not be adopted", job.adopt.request.id)
+                self._fail(job)
+                continue
             if not intact:
                 self._refuse(job, "bad_parcel", "its bytes are not those that were packed")
             elif job.num_filled == num_blocks:
@@ -189,6 +198,11 @@ class DecodeWorker:
                 seq = self._jobs.pop(event.request_id).seq
                 if self._prefixes is not None and seq is not None:
                     self._prefixes.publish_later(seq.request, seq.keys)
+
+    def _fail(self, job: _Job) -> None:
+        """By a fault of ours, not for want of anything: no other worker is asked."""
+        error = RequestFailed.of(job.adopt.request.id)
+        self._refuse(job, error.code, error.message, error.hint, final=True)
 
     def _refuse(self, job: _Job, code: str, message: str, hint: str = "", *, final: bool = False) -> None:
         request_id, attempt = job.adopt.request.id, job.adopt.attempt

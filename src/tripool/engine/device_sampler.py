@@ -7,11 +7,12 @@ row whose request wants more (penalties, a grammar, top-k, log-probabilities) is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from tripool.engine.noise import gumbel, keys_at, stream_base
-from tripool.engine.sampler import Sampler, is_simple
+from tripool.engine.sampler import Guard, Sampler, is_simple, unguarded
 from tripool.sequence import Sampled, Seq
 
 
@@ -20,10 +21,10 @@ class DeviceSampler(Sampler):
         super().__init__(vocab)
         self._device_hashes = self._hashes.to(device)
 
-    def sample(self, logits: torch.Tensor, seqs: Sequence[Seq]) -> list[Sampled]:
+    def sample(self, logits: torch.Tensor, seqs: Sequence[Seq], guard: Guard = unguarded) -> Sequence[Sampled | None]:
         chosen = self._on_device(logits, seqs)
         return [
-            Sampled(token) if is_simple(seq) else self._sample_row(row.float().cpu(), seq)
+            Sampled(token) if is_simple(seq) else guard(seq, partial(self._sample_row, row.float().cpu(), seq))
             for token, row, seq in zip(chosen, logits, seqs, strict=True)
         ]
 

@@ -59,7 +59,8 @@ class Drafter:
         """Follow up a step that is settled. `hidden`: final hidden states of all its rows, drafts included."""
         rows, row = _Rows(), 0
         for task in tasks:
-            self._follow(task, row, hidden, rows)
+            if task.seq.num_computed >= task.work.stop:  # else it failed, and nothing of this step counts
+                self._follow(task, row, hidden, rows)
             row += task.num_rows
         if not rows.work:
             return []

@@ -6,7 +6,7 @@ step does, so that this one's tokens need not wait for it.
 
 from __future__ import annotations
 
-import time
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,8 @@ from tripool.text.files import TextFiles
 
 _DEFAULT_CONTEXTS = 8
 _DEFAULT_KV_BYTES = 2 * 2**30
+
+_logger = logging.getLogger("tripool.engine")
 
 
 class Engine(Paged):
@@ -53,6 +55,8 @@ class Engine(Paged):
         self._drafter = Drafter(self._runner, self._sampler) if mtp else None
         self._to_draft: tuple[list[Task], torch.Tensor] | None = None
         """The last step's tasks and final hidden states, until drafts are made from them."""
+        self._draft_failed = False
+        """The last time; what fails again and again is logged once."""
         self.weight_bytes = model.num_bytes
         self.kv_bytes = self._runner.kv_bytes
 
@@ -96,34 +100,36 @@ class Engine(Paged):
                 )
 
     @torch.inference_mode()
-    def step(self) -> list[TokenEvent]:
-        began_s = time.monotonic()
-        self._catch_up()
-        tasks = self.scheduler.schedule()
-        if not tasks:
-            return []
+    def compute(self, tasks: list[Task]) -> list[TokenEvent]:
         events = self._alone(tasks[0]) if len(tasks) == 1 else None
         if events is None:
             asked = _Asked.of(tasks)
             hidden, sample = self._run(tasks, asked)
             events = self._settle(tasks, asked, sample)
             self._to_draft = None if self._drafter is None else (tasks, hidden)
-        self.scheduler.timed(tasks, began_s, time.monotonic())
         return events
 
     @torch.inference_mode()
     def draft(self) -> None:
         """Catch up with the last step: fill the MTP layer's KV and propose drafts.
 
-        Must come before the next `schedule`: until then no block changes hands, not even one that was given back.
+        Must come before the next `schedule`: until then no block changes hands, not even one that was given back. When
+        it fails there are no drafts, which nobody needs, and the layer goes on as after a prefix hit.
         """
-        self._catch_up()
-
-    def _catch_up(self) -> None:
-        if self._drafter is not None and self._to_draft is not None:
-            for seq, draft in self._drafter.draft(*self._to_draft):
+        if self._drafter is None or self._to_draft is None:
+            return
+        (tasks, hidden), self._to_draft = self._to_draft, None
+        try:
+            for seq, draft in self._drafter.draft(tasks, hidden):
                 self.scheduler.propose(seq, draft)
-            self._to_draft = None
+        except Exception:
+            if not self._draft_failed:
+                _logger.exception("drafting failed; answers go on without")
+            self._draft_failed = True
+            for task in tasks:
+                task.seq.carry = task.seq.draft = None
+        else:
+            self._draft_failed = False
 
     def _alone(self, task: Task) -> list[TokenEvent] | None:
         """A step of one sequence with its draft in one call; None, and nothing done, where there is none for it.
@@ -134,10 +140,10 @@ class Engine(Paged):
         if at_once is None:
             return None
         tokens, guess = at_once
-        events = self.scheduler.settle([task], [Sampled(tokens[0])])
+        events = self.settle_each([task], [Sampled(tokens[0])])
         more = self.scheduler.verify(task)
         if more is not None:
-            events += self.scheduler.settle([more], [Sampled(tokens[1])])
+            events += self.settle_each([more], [Sampled(tokens[1])])
         if task.seq.wants_draft:
             self.scheduler.propose(task.seq, guess)
         return events
@@ -157,7 +163,7 @@ class Engine(Paged):
         sampled = self._sampler.sample_at_once(logits, asked.seqs)
         if sampled is not None:
             return hidden, partial(_take, sampled)
-        return hidden, lambda places, seqs: self._sampler.sample(rows_of(logits, places), seqs)
+        return hidden, lambda places, seqs: self._sampler.sample(rows_of(logits, places), seqs, self.guarded)
 
     def _settle(self, tasks: list[Task], asked: _Asked, sample: _Sample) -> list[TokenEvent]:
         """Sample where the known tokens end, and then, where that is what the draft said, after the draft as well.
@@ -165,19 +171,19 @@ class Engine(Paged):
         A second choice that the first may change (penalties, grammars) is made when that is settled.
         """
         if not asked.rows:
-            return self.scheduler.settle(tasks, [None] * len(tasks))
+            return self.settle_each(tasks, [None] * len(tasks))
         sampled = iter(sample(range(len(asked.rows)), asked.seqs))
-        events = self.scheduler.settle(tasks, [next(sampled) if task.samples else None for task in tasks])
+        events = self.settle_each(tasks, [next(sampled) if task.samples else None for task in tasks])
         followers = [self.scheduler.verify(task) for task in asked.drafted]
         more = [task for task in followers if task is not None]
         if more:
             right = [i for i, task in enumerate(followers, len(asked.rows)) if task is not None]
-            events += self.scheduler.settle(more, sample(right, [task.seq for task in more]))
+            events += self.settle_each(more, sample(right, [task.seq for task in more]))
         return events
 
 
-_Sample = Callable[[Sequence[int], Sequence[Seq]], Sequence[Sampled]]
-"""The tokens at these places among all that a step was asked for, each for its sequence as it is now."""
+_Sample = Callable[[Sequence[int], Sequence[Seq]], Sequence[Sampled | None]]
+"""Tokens at these places among all that a step was asked for, for their sequences as they are now. None: it failed."""
 
 
 def _take(sampled: Sequence[Sampled], places: Sequence[int], seqs: Sequence[Seq]) -> list[Sampled]:

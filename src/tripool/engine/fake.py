@@ -7,6 +7,7 @@ walk from HTTP to text runs in milliseconds. It knows token ids only; what they 
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -18,6 +19,8 @@ from tripool.sequence import Guide, Sampled
 from tripool.text.files import TextFiles
 
 _WORDS = ("pool", "peer", "token", "cache", "block", "decode", "prefill", "expert", "route", "lease", "step", "batch")
+
+_logger = logging.getLogger("tripool.engine")
 
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
@@ -147,6 +150,7 @@ class FakeEngine:
         self._open: dict[str, _Running] = {}
         self._known_blocks: set[tuple[str, int, tuple[int, ...]]] = set()
         self.started: list[str] = []
+        self._failed: list[str] = []
 
     @property
     def busy(self) -> bool:
@@ -192,10 +196,19 @@ class FakeEngine:
                 running.num_tokens = choices
                 self.started.append(running.request.id)
                 running.num_cached_tokens = self._reuse_prefix(running.request)
-            events += [self._advance(running, choice) for choice in list(choices)]
+            try:
+                events += [self._advance(running, choice) for choice in list(choices)]
+            except Exception:
+                _logger.exception("request %s failed", running.request.id)
+                self._failed.append(running.request.id)
+                running.num_tokens.clear()
             if not running.num_tokens:
                 del self._open[running.request.id]
         return events
+
+    def take_failed(self) -> list[str]:
+        failed, self._failed = self._failed, []
+        return failed
 
     def _advance(self, running: _Running, choice: int) -> TokenEvent:
         request, index = running.request, running.num_tokens[choice]

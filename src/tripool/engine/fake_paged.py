@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from tripool.config import SchedulerConfig
 from tripool.core import BLOCK_TOKENS, Request, TokenEvent
@@ -59,17 +60,15 @@ class PagedFake(Paged):
     def draft(self) -> None:
         """It drafts nothing."""
 
-    def step(self) -> list[TokenEvent]:
-        began_s = time.monotonic()
-        tasks = self.scheduler.schedule()
+    def compute(self, tasks: list[Task]) -> list[TokenEvent]:
         facts = StepFacts.of(tasks)
         step_s = self._step_s + self._row_s * facts.rows + self._prompt_token_s * facts.prompt_tokens
         if step_s:
             time.sleep(step_s)
         for task in tasks:
             self._compute(task)
-        events = self.scheduler.settle(tasks, [self._sample(task) if task.samples else None for task in tasks])
-        self.scheduler.timed(tasks, began_s, time.monotonic())
+        sampled = [self.guarded(task.seq, partial(self._sample, task)) if task.samples else None for task in tasks]
+        events = self.settle_each(tasks, sampled)
         if len(self._expected) > 4 * self.num_blocks:
             live = {seq.order for seq in self.scheduler.holders()}
             self._expected = {order: known for order, known in self._expected.items() if order in live}

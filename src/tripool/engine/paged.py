@@ -1,21 +1,33 @@
 """What every engine with paged memory does alike: it hands requests, and blocks that come or go, to the scheduler.
 
-It does not know how a batch is computed. Whoever does says what it can check (`check`), what is still to be written
-before blocks change hands (`draft`), and how bytes get into a block and out of it.
+It does not know how a batch is computed. Whoever does computes it (`compute`), says what it can check (`check`), what
+is still to be written before blocks change hands (`draft`), and how bytes get into a block and out of it.
+
+A fault stays with whom it concerns. What goes wrong with one sequence (`guarded`) ends its request; what goes wrong
+with a batch ends the requests of that batch; only when steps fail one after another is the engine of no use any more.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
 
 from tripool.core import Request, ServingStats, TokenEvent
 from tripool.engine.colocated import Scheduler
 from tripool.grammar import GrammarCompiler
-from tripool.sequence import Guide, Seq
+from tripool.sequence import Guide, Sampled, Seq, Task
 from tripool.text.files import TextFiles
 
 _PROMISES = "promised times per token"
+_MAX_FAILED_STEPS = 3
+"""So many steps that fail in a row are the engine's own fault."""
+
+_Result = TypeVar("_Result")
+_logger = logging.getLogger("tripool.engine")
 
 
 class Paged(ABC):
@@ -23,9 +35,13 @@ class Paged(ABC):
         self.scheduler, self.text, self.name, self.vocab, self.max_running = scheduler, text, name, vocab, max_running
         self.context_tokens = scheduler.context_tokens
         self._grammars = GrammarCompiler(text, vocab)
+        self._failed: list[str] = []
+        self._num_failed_steps = 0
+        """In a row, up to now."""
 
     @abstractmethod
-    def step(self) -> list[TokenEvent]: ...
+    def compute(self, tasks: list[Task]) -> list[TokenEvent]:
+        """Run what was scheduled, choose the next tokens, and settle: see `settle_each`."""
 
     @abstractmethod
     def check(self, request: Request) -> None:
@@ -44,6 +60,52 @@ class Paged(ABC):
     @abstractmethod
     def draft(self) -> None:
         """Write what the last step still owes its blocks; they change hands after this."""
+
+    def step(self) -> list[TokenEvent]:
+        began_s = time.monotonic()
+        self.draft()
+        tasks = self.scheduler.schedule()
+        if not tasks:
+            return []
+        try:
+            events = self.compute(tasks)
+        except Exception:
+            self._num_failed_steps += 1
+            if self._num_failed_steps >= _MAX_FAILED_STEPS:
+                raise
+            _logger.exception("a step failed, and with it the %d sequences in it", len(tasks))
+            # Those that were settled already too: their tokens are lost with the step.
+            self._fail(task.seq.request.id for task in tasks)
+            return []
+        self._num_failed_steps = 0
+        self.scheduler.timed(tasks, began_s, time.monotonic())
+        return events
+
+    def guarded(self, seq: Seq, do: Callable[[], _Result]) -> _Result | None:
+        """What goes wrong with one sequence ends its request, and no other. None: it did."""
+        try:
+            return do()
+        except Exception:
+            _logger.exception("request %s failed", seq.request.id)
+            self._fail([seq.request.id])
+            return None
+
+    def settle_each(self, tasks: Sequence[Task], sampled: Iterable[Sampled | None]) -> list[TokenEvent]:
+        """As `Scheduler.settle`, each guarded."""
+        events: list[TokenEvent] = []
+        for task, result in zip(tasks, sampled, strict=True):
+            events += self.guarded(task.seq, partial(self.scheduler.settle, (task,), (result,))) or ()
+        return events
+
+    def take_failed(self) -> list[str]:
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _fail(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.scheduler.cancel(request_id)
+            if request_id not in self._failed:
+                self._failed.append(request_id)
 
     @property
     def busy(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from tripool.core import Request, ServingStats, TokenEvent
@@ -45,7 +45,13 @@ class StepEngine(Protocol):
         """Forget a request and free what it held, at once. Unknown and finished ids are fine."""
         ...
 
-    def step(self) -> list[TokenEvent]: ...
+    def step(self) -> list[TokenEvent]:
+        """Raises only what leaves the engine of no use."""
+        ...
+
+    def take_failed(self) -> Sequence[str]:
+        """Requests that a fault of the engine's has ended since this was last asked; nothing of them is held."""
+        ...
 
     @property
     def started(self) -> Collection[str]:

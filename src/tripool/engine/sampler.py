@@ -8,7 +8,8 @@ are those of the untouched logits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import log
 
 import torch
@@ -27,18 +28,25 @@ _FIRST_CANDIDATES = 256
 _LARGEST = 1e30
 """No logit is further from 0 than this when it is chosen from: divided by any temperature it is still finite."""
 
+Guard = Callable[[Seq, Callable[[], Sampled]], Sampled | None]
+"""How a choice for one sequence is made, so that what goes wrong with it is its own: then there is None."""
+
+
+def unguarded(seq: Seq, choose: Callable[[], Sampled]) -> Sampled | None:
+    return choose()
+
 
 class Sampler:
     def __init__(self, vocab: int) -> None:
         self._hashes = token_hashes(vocab)
         self._fast = bool(variants())
 
-    def sample(self, logits: torch.Tensor, seqs: Sequence[Seq]) -> list[Sampled]:
+    def sample(self, logits: torch.Tensor, seqs: Sequence[Seq], guard: Guard = unguarded) -> Sequence[Sampled | None]:
         """logits float32 [rows, vocab], a row per sequence. Rows may be changed in place."""
         at_once = self.sample_at_once(logits, seqs)
         if at_once is not None:
             return at_once
-        return [self._sample_row(row, seq) for row, seq in zip(logits, seqs, strict=True)]
+        return [guard(seq, partial(self._sample_row, row, seq)) for row, seq in zip(logits, seqs, strict=True)]
 
     def sample_at_once(self, logits: torch.Tensor, seqs: Sequence[Seq]) -> list[Sampled] | None:
         """As `sample`, where no token changes the choice after it: so for all rows of these sequences, in any number.

@@ -5,12 +5,14 @@
 | any event loop | puts commands (add, cancel, stop), awaits its own queue |
 | the engine thread | takes commands, steps, posts events: one wake-up per loop and step, not per token |
 
-Whatever ends the thread also ends every open stream with EngineStopped, so nobody waits for tokens that cannot come.
+What goes wrong with one request ends its stream with RequestFailed, and no other. Whatever ends the thread also ends
+every open stream with EngineStopped, so nobody waits for tokens that cannot come.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import threading
 import time
@@ -21,13 +23,15 @@ from queue import Empty, SimpleQueue
 
 from tripool.core import Request, ServingStats, Stages, TokenEvent
 from tripool.engine.protocol import StepEngine
-from tripool.errors import EngineStopped, TripoolError
+from tripool.errors import EngineStopped, RequestFailed, TripoolError
 
 _Item = TokenEvent | TripoolError | None
 """None only wakes the consumer: one of its requests was cancelled."""
 
 _MAX_TOLD = 1000
 _SHUT_DOWN = "the engine is shut down"
+
+_logger = logging.getLogger("tripool.engine")
 
 
 class _Stream:
@@ -193,10 +197,17 @@ class EngineThread:
             try:
                 self._engine.add(request)
             except TripoolError as refused:
-                for added in stream.requests[:position]:
-                    self._engine.cancel(added.id)
-                self._post(stream.loop, [(stream, refused)])
+                self._refuse(stream, position, refused)
                 return
+            except Exception:
+                _logger.exception("request %s could not be added", request.id)
+                self._refuse(stream, position + 1, RequestFailed.of(request.id))
+                return
+
+    def _refuse(self, stream: _Stream, num_added: int, error: TripoolError) -> None:
+        for added in stream.requests[:num_added]:
+            self._engine.cancel(added.id)
+        self._post(stream.loop, [(stream, error)])
 
     def _tell(self, request_id: str, found: ServingStats) -> None:
         with self._lock:
@@ -230,6 +241,11 @@ class EngineThread:
                         self._tell_wait(request_id, begun_s - stream.added_s)
         self._held_by = self._engine.stats().held_by
         self._deliver(events)
+        for request_id in self._engine.take_failed():
+            with self._lock:
+                failed = self._streams.get(request_id)
+            if failed is not None:
+                self._post(failed.loop, [(failed, RequestFailed.of(request_id))])
 
     def _deliver(self, events: Iterable[TokenEvent]) -> None:
         by_loop: defaultdict[asyncio.AbstractEventLoop, list[tuple[_Stream, _Item]]] = defaultdict(list)

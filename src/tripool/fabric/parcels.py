@@ -89,9 +89,9 @@ class Outbox:
         slot = self._slots[lease.slots[lease.num_filled]]
         written = 0
         if slot.checksum is None:
-            view = self.arena.view(lease.slots[lease.num_filled])
-            write(view)
-            slot.checksum = checksum(view)
+            with self.arena.view(lease.slots[lease.num_filled]) as view:
+                write(view)
+                slot.checksum = checksum(view)
             written = self.arena.slot_bytes
         lease.num_filled += 1
         return written

@@ -61,7 +61,13 @@ class PoolEngine(Protocol):
         """Forget every choice of it, those that arrive or leave included."""
         ...
 
-    def step(self) -> list[TokenEvent]: ...
+    def step(self) -> list[TokenEvent]:
+        """Raises only what leaves the engine of no use."""
+        ...
+
+    def take_failed(self) -> Sequence[str]:
+        """Requests that a fault of the engine's has ended since this was last asked; nothing of them is held."""
+        ...
 
     def detach(self, request_id: str, choice: int) -> Seq:
         """Out of the batch, right after its token; its blocks are held until `release`."""

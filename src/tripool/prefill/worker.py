@@ -6,6 +6,7 @@ copies its blocks into the outbox a few at a time: computing never waits for pac
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,12 +14,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tripool.core import BLOCK_TOKENS, Request, Stages, TokenEvent
-from tripool.errors import TripoolError
+from tripool.errors import RequestFailed, TripoolError
 from tripool.fabric.parcels import Lease, Outbox
 from tripool.fabric.prefixes import Prefixes
 from tripool.fabric.seam import PoolEngine, local_id
 from tripool.messages import AnyMessage, Begin, Cancel, Life, Packed, Pulse, Refused, Release, Stamped, Tokens
 from tripool.sequence import Seq
+
+_logger = logging.getLogger("tripool.engine")
 
 _COPY_BYTES = 32 * 2**20
 """Packed between two steps at most: a few milliseconds."""
@@ -98,6 +101,10 @@ class PrefillWorker:
             self._num_steps += 1
             for name in self._engine.started:
                 self._jobs[name].started_s = now_s
+            for name in self._engine.take_failed():
+                if name in self._jobs:
+                    self._fail(self._jobs[name])
+            events = [event for event in events if event.request_id in self._jobs]
             self._tell(events)
             for event in events:
                 if event.finish_reason is None:
@@ -136,6 +143,10 @@ class PrefillWorker:
             self._engine.add(replace(request, id=name), answered)
         except TripoolError as error:
             self._refuse(job, error.code, error.message, error.hint, final=True)
+        except Exception:
+            _logger.exception("request %s could not be begun", request.id)
+            self._engine.cancel(name)
+            self._fail(job)
         else:
             self._jobs[name] = job
 
@@ -175,9 +186,14 @@ class PrefillWorker:
                     reason = f"the KV of {seq.num_computed} tokens does not fit into the shared memory"
                     self._refuse(job, "no_shared_memory", reason, "give the machine more of it", final=False)
                 return
-            while lease.num_filled < len(lease.slots) and budget > 0:
-                block = seq.table[lease.num_filled]
-                budget -= self._outbox.fill(lease, partial(self._engine.export_block, block))
+            try:
+                while lease.num_filled < len(lease.slots) and budget > 0:
+                    block = seq.table[lease.num_filled]
+                    budget -= self._outbox.fill(lease, partial(self._engine.export_block, block))
+            except Exception:
+                _logger.exception("request %s could not be packed", job.request_id)
+                self._fail(job)
+                continue
             if lease.packed:
                 self._leaving.popleft()
                 self._engine.release(seq)
@@ -231,6 +247,12 @@ class PrefillWorker:
             self._engine.cancel(name)
             self._leaving = deque(leaving for leaving in self._leaving if leaving.seq.request.id != name)
         self._outbox.drop(lambda lease: (lease.request_id, lease.attempt) == (request_id, attempt))
+
+    def _fail(self, job: _Job) -> None:
+        """By a fault of ours, not for want of anything: no other worker is asked."""
+        self._forget(job.request_id, job.attempt)
+        error = RequestFailed.of(job.request_id)
+        self._refuse(job, error.code, error.message, error.hint, final=True)
 
     def _refuse(self, job: _Job, code: str, message: str, hint: str, *, final: bool) -> None:
         self._send(Refused(self._life, job.request_id, job.attempt, code, message, hint, final))
