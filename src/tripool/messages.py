@@ -9,10 +9,10 @@
 | supervisor | gateway | Drain |
 | any child | supervisor | Ready |
 
-A worker is named once per life: `worker` is its place ("decode-0"), `epoch` its life. Whoever restarts has a new epoch,
-and messages of an old one are dropped. An attempt numbers the placements of one request: every Begin and every Adopt
-has its own, so a worker may hold several of one request at once and knows each by (request, attempt). Events of old
-attempts are dropped by the ledger, so a client sees each token once.
+A worker is named once per life: `worker` is its place ("decode-0"), `epoch` its life. Whoever restarts has a larger
+epoch, whatever the wall clock says, and messages of an old one are dropped. An attempt numbers the placements of one
+request: every Begin and every Adopt has its own, so a worker may hold several of one request at once and knows each by
+(request, attempt). Events of old attempts are dropped by the ledger, so a client sees each token once.
 
 A Hello begins a session and says that its sender holds nothing; a worker that has heard nothing from the gateway for
 some seconds, or whose connection broke, drops everything and says Hello until it is welcomed. Messages of an earlier

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,19 @@ def test_who_falls_is_reaped_told_of_and_replaced(start: Callable[..., Run]) -> 
     assert not (run.folder / f"decode-0.{epoch}.arena").exists(), "what a dead life left is removed"
     assert run.fell == ["decode-0 was ended by signal 9; starting another in 0.1 s"]
     assert len(run.lives(GATEWAY)) == 1
+
+
+def test_a_clock_that_is_set_back_makes_no_life_older(start: Callable[..., Run], monkeypatch) -> None:
+    """The gateway takes a life that is older than the last for one that is over: it would never be welcome."""
+    clock = count(10**18, -(10**9))
+    monkeypatch.setattr(time, "time_ns", lambda: next(clock))
+    monkeypatch.setattr(time, "time", lambda: next(clock) / 1e9)
+    run = start(GATEWAY, "decode-0")
+    for number in (1, 2):
+        os.kill(run.lives("decode-0")[-1][1], signal.SIGKILL)
+        until(lambda number=number: len(run.lives("decode-0")) == number + 1)
+    epochs = [epoch for epoch, _ in run.lives("decode-0")]
+    assert epochs == sorted(set(epochs)) and epochs[0] > 0
 
 
 def test_what_cannot_be_started_now_is_tried_again_and_the_others_go_on(start: Callable[..., Run]) -> None:

@@ -59,8 +59,9 @@ class Member:
             lease_s=config.lease_s,
             write_s=config.write_s,
             namespace_slots=config.namespace_slots,
-            # Above every number of every earlier life, so that what was meant for those does nothing here.
-            first_number=time.time_ns(),
+            # Above every number of every earlier life, so that what was meant for those does nothing here. Its memory
+            # does not outlive the machine's run, and neither need this clock, which is never set back.
+            first_number=time.monotonic_ns(),
             onlookers=self.arena,
         )
         if left is not None:

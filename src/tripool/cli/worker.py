@@ -48,7 +48,9 @@ def register(app: typer.Typer) -> None:
             kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads, device=device
         )
         tied = Leash.inherited(leash) if leash is not None else None
-        life = Life(name or f"{role}-{os.getpid()}", epoch or time.time_ns())
+        # Nobody counts the lives of a worker that joins by itself. Its name may come again with its process number, but
+        # later by a clock that is never set back.
+        life = Life(name or f"{role}-{os.getpid()}", epoch or time.monotonic_ns())
         plan = read_plan(folder_of(join))
         images = ModelImages(Path(plan.model_cache), plan.model_cache_bytes) if plan.model_cache else None
         run_worker(load_pool_engine(model, config, images), role, life, join, tied)

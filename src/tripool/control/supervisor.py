@@ -9,6 +9,7 @@ from __future__ import annotations
 import selectors
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 
 from tripool.cache.client import PoolClient
@@ -55,7 +56,9 @@ class Supervisor:
         self._cache, self._cache_spec = tuple(cache), cache_spec
         self._untold: list[Reaped] = []
         """Lives of which not every cache member knows yet that they are over."""
-        self._pool = PoolClient(folder, self._cache, Life("supervisor", time.time_ns()))
+        # Lives are counted, not timed: a clock that is set back must not make the next one older than the last.
+        self._epochs = count(1)
+        self._pool = PoolClient(folder, self._cache, Life("supervisor", next(self._epochs)))
         self._was_ready = False
         self.stopping = False
         """Set it, from a signal handler too: `run` ends the children in order and returns."""
@@ -80,7 +83,7 @@ class Supervisor:
             if due_s <= now_s:
                 del self._due[name]
                 try:
-                    child = self._start(spec, time.time_ns(), now_s)
+                    child = self._start(spec, next(self._epochs), now_s)
                 except OSError as error:  # no process or memory to spare now; what runs goes on
                     self._again(spec, 0.0, f"could not be started: {error.strerror}")
                     continue
