@@ -107,11 +107,21 @@ INLINE vi dot4(vi sum, const uint8_t *w, const int8_t *x) {
 }
 #else
 #define TILE_ROWS 2
+typedef int16_t vh __attribute__((vector_size(64)));
+/* In 16 bits, as above: each holds two neighbouring bytes, the first in its low half (all our CPUs are little-endian). */
 INLINE vi dot4(vi sum, const uint8_t *w, const int8_t *x) {
-    for (int lane = 0; lane < LANES; lane++)
-        for (int i = 0; i < 4; i++) sum[lane] += ((int)w[4 * lane + i] - 128) * x[i];
-    return sum;
+    vh weight;
+    memcpy(&weight, w, sizeof weight);
+    weight = (vh)((vi)weight ^ splat_int((int32_t)0x80808080u));
+    const vh first = (vh)splat_int((int32_t)((uint16_t)x[0] | (uint32_t)x[2] << 16));
+    const vh second = (vh)splat_int((int32_t)((uint16_t)x[1] | (uint32_t)x[3] << 16));
+    const vh pairs = (weight << 8 >> 8) * first + (weight >> 8) * second;
+    return sum + ((vi)pairs << 16 >> 16) + ((vi)pairs >> 16);
 }
+/* Few and narrow registers: one sum per output, and a short loop, which is faster here and compiles in a third of the
+ * time. */
+#define CHAINS(sums) 1
+#define UNROLL_GROUP _Pragma("GCC unroll 1")
 #endif
 #if defined(__AVX512VNNI__)
 #define FIX(rows, at) splat_int((rows)->fix[at])
@@ -121,7 +131,10 @@ INLINE vi dot4(vi sum, const uint8_t *w, const int8_t *x) {
 
 /* Integers may be added in any order: where there are few, several sums per output keep the CPU from waiting for
  * itself. */
+#ifndef CHAINS
 #define CHAINS(sums) ((sums) == 1 ? 4 : (sums) == 2 ? 2 : 1)
+#define UNROLL_GROUP UNROLL
+#endif
 #define MOST_OUT (TILE_ROWS > 4 ? TILE_ROWS : 4) /* rows times panels */
 
 /* `count` rows times `panels` panels that lie `apart` bytes from each other; both numbers are constants after inlining.
@@ -143,7 +156,7 @@ INLINE void tile(const int count, const int panels, const uint8_t *panel, size_t
                 UNROLL for (int c = 1; c < chains; c++) sum[i][0][c] = sum[i][1][c] = (vi){0};
             }
         }
-        UNROLL for (int k = 0; k < GROUP / 4; k++)
+        UNROLL_GROUP for (int k = 0; k < GROUP / 4; k++)
             UNROLL for (int p = 0; p < panels; p++) {
                 const uint8_t *w = panel + p * apart + 128 * k;
                 if (count <= AHEAD_ROWS) {
