@@ -101,6 +101,12 @@ class WorkersFailed(TripoolError):
     code = "workers_failed"
 
 
+class WorkersCrashed(TripoolError):
+    """Workers crash of this request, or while they compute it; it is not tried again."""
+
+    code = "workers_crashed"
+
+
 class CheckpointError(TripoolError):
     """A checkpoint cannot be used. Names the file and, where there is one, the tensor."""
 

@@ -164,6 +164,8 @@ class Begin(Message, frozen=True):
     """The choices still open. At the first attempt: all of them, without tokens."""
     deadline_s: float
     """From receipt; then the worker refuses it as not final."""
+    parcel_s: float = 60.0
+    """How long a packed choice is kept, if nobody says anything about it."""
 
 
 class Adopt(Message, frozen=True):
@@ -208,6 +210,8 @@ class Reaped(Message, frozen=True):
     """This life is over for certain: it will never write anywhere again."""
 
     life: Life
+    crashed: bool = False
+    """It ended by its own fault, not because somebody ended it."""
 
 
 class Ready(Message, frozen=True):

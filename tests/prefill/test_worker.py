@@ -32,7 +32,7 @@ class Bench:
         prompt = tuple(4 + (i + len(name) + ord(name[0])) % 240 for i in range(num_prompt))
         request = Request(id=name, prompt_ids=prompt, params=SamplingParams.from_options(options), seed=1)
         open_choices = tuple(Answered(choice, ()) for choice in range(request.params.n))
-        self.worker.receive(Begin(request, attempt, open_choices, deadline_s), self.now_s)
+        self.worker.receive(Begin(request, attempt, open_choices, deadline_s, deadline_s), self.now_s)
 
     def work(self, turns: int = 6) -> list[AnyMessage]:
         """What was sent meanwhile."""

@@ -21,7 +21,10 @@ TURN_S = 0.001
 class Fleet:
     """`turn` lets everybody do a little; `run` serves requests to their end."""
 
-    def __init__(self, folder: Path, prefill: Sequence[PoolEngine], decode: Sequence[PoolEngine]) -> None:
+    def __init__(
+        self, folder: Path, prefill: Sequence[PoolEngine], decode: Sequence[PoolEngine], *, turn_s: float = TURN_S
+    ) -> None:
+        self._turn_s = turn_s
         self.coordinator = Coordinator(RouterConfig(), gateway_epoch=1)
         self.now_s = 0.0
         self.events: dict[tuple[str, int], list[TokenEvent]] = {}
@@ -63,7 +66,7 @@ class Fleet:
         del self.workers[life]
 
     def turn(self) -> None:
-        self.now_s += TURN_S
+        self.now_s += self._turn_s
         for worker in list(self.workers.values()):
             worker.work(self.now_s)
             self._receive(worker.pulse())

@@ -92,11 +92,12 @@ def split_server(
     decode: int = 1,
     options: tuple[str, ...] = (),
     headers: dict[str, str] | None = None,
+    start: str = START,
 ) -> Iterator[SplitServer]:
-    """`headers`: of every request, such as an admin's key."""
+    """`headers`: of every request, such as an admin's key. `start`: the program that is the supervisor."""
     argv = ["serve", model, "--port", "0", "--prefill", str(prefill), "--decode", str(decode), *options]
     with subprocess.Popen(
-        [sys.executable, "-c", START, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", start, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         watchdog = threading.Timer(DEADLINE_S, process.kill)  # so that the read below cannot last for ever
         watchdog.start()

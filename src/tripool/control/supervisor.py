@@ -7,6 +7,7 @@ it could still have written, it has written. Killed itself, it leaves leashes th
 from __future__ import annotations
 
 import selectors
+import signal
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -27,6 +28,7 @@ _SILENCE_S = 5.0
 _DRAIN_S = 9.0
 """For the gateway to end its streams, and longer than its own bounds for that."""
 _END_S = 3.0
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS)
 
 
 class Supervisor:
@@ -153,11 +155,12 @@ class Supervisor:
             left.unlink(missing_ok=True)
         if child.spec.name in self._cache or child.spec.name == GATEWAY:
             return code  # neither writes into another's memory
+        reaped = Reaped(child.life, crashed=_crashed(code))
         gateway = self._children.get(GATEWAY)
         if gateway is not None:
-            gateway.leash.send(Reaped(child.life))
+            gateway.leash.send(reaped)
         if self._cache:
-            self._untold.append(Reaped(child.life))
+            self._untold.append(reaped)
         return code
 
     def _stop(self) -> None:
@@ -183,6 +186,11 @@ class Supervisor:
                 if child.process.poll() is not None:
                     waiting.remove(child)
                     self._reap(child)
+
+
+def _crashed(code: int) -> bool:
+    """Whether a process with this exit status ended by its own fault. A killed one did not, nor one that was told."""
+    return code > 0 or -code in _CRASHES
 
 
 def _how(code: int) -> str:

@@ -34,7 +34,7 @@ class _Job:
     request: Request
     attempt: int
     deadline_s: float
-    wait_s: float
+    parcel_s: float
     """How long a parcel may wait to be fetched."""
     choices: set[int]
     lookup_s: float = 0.0
@@ -137,7 +137,7 @@ class PrefillWorker:
         if name in self._jobs:
             return  # said twice
         answered = {known.choice: known.tokens for known in begin.answered}
-        job = _Job(request, attempt, now_s + begin.deadline_s, begin.deadline_s, set(answered))
+        job = _Job(request, attempt, now_s + begin.deadline_s, begin.parcel_s, set(answered))
         try:
             self._look_up(job, request)
             self._engine.add(replace(request, id=name), answered)
@@ -225,7 +225,7 @@ class PrefillWorker:
             seq.choice,
             keys,
             num_tokens=seq.num_computed,
-            deadline_s=now_s + job.wait_s,
+            deadline_s=now_s + job.parcel_s,
         )
 
     def _expire(self, now_s: float) -> None:

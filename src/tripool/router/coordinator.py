@@ -53,6 +53,8 @@ class Coordinator:
         self._alarms: list[tuple[float, str, int]] = []
         """When to look at a life (worker, epoch) again."""
         self._suspected: dict[Life, float] = {}
+        self._computed: dict[Life, dict[str, set[int]]] = {}
+        """What lives that are suspected were working on, until it is known how they ended."""
         self._newest: dict[str, int] = {}
         """Epoch of the newest life that each worker has had."""
         self._over: dict[str, int] = {}
@@ -99,10 +101,10 @@ class Coordinator:
                 self._refused(message, now_s)
             case Hello():
                 self._hello(message, now_s)
-            case Left() | Reaped():
-                life = message.life
-                self._over[life.worker] = max(self._over.get(life.worker, 0), life.epoch)
-                self._lose(life, now_s)
+            case Left():
+                self._ended(message.life, now_s, crashed=False)
+            case Reaped():
+                self._ended(message.life, now_s, crashed=message.crashed)
             case _:
                 raise AssertionError(f"a gateway is not sent {type(message).__name__}")
         return self._placing.settle(now_s)
@@ -137,6 +139,7 @@ class Coordinator:
                 heappush(self._alarms, (due_s, worker, epoch))
             else:
                 self._suspected[life] = now_s
+                self._computed[life] = self._placing.computed_at(life)
                 self._placing.lose(life, now_s)
                 self._placing.out.append(ToSupervisor(Suspect(life)))
         return self._placing.settle(now_s)
@@ -164,7 +167,6 @@ class Coordinator:
             return
         # The same life again holds nothing. Nobody starts a worker's next life before the last one is over.
         self._lose(Life(worker, newest), now_s)
-        self._suspected.pop(life, None)
         self._newest[worker] = life.epoch
         self.view.add(hello, now_s)
         heappush(self._alarms, (now_s + self._config.silence_s, worker, life.epoch))
@@ -184,10 +186,19 @@ class Coordinator:
             for request_id, placement in self.ledger.placements_at(life):
                 self._placing.cancel_placement(request_id, placement, now_s, lost=True)
 
-    def _lose(self, life: Life, now_s: float) -> None:
+    def _ended(self, life: Life, now_s: float, *, crashed: bool) -> None:
+        """Over for certain."""
+        self._over[life.worker] = max(self._over.get(life.worker, 0), life.epoch)
+        computed = self._computed.get(life)
+        if crashed and computed is not None:  # it was silent first: all that was there is elsewhere already
+            self._placing.accuse(computed)
+        self._lose(life, now_s, crashed=crashed)
+
+    def _lose(self, life: Life, now_s: float, *, crashed: bool = False) -> None:
         self._suspected.pop(life, None)
+        self._computed.pop(life, None)
         if life in self.view:
-            self._placing.lose(life, now_s)
+            self._placing.lose(life, now_s, crashed=crashed)
 
     def _drain(self, member: Member, now_s: float) -> None:
         self.view.drain(member.life)
@@ -215,6 +226,8 @@ class Coordinator:
             self._placing.out.append(Emit(taken))
             if choice.stage is Stage.TRANSFERRING:  # Adopted was lost
                 self._placing.adopted(entry, choice, now_s)
+            if choice.stage is Stage.DECODING:
+                self._placing.decoded(entry, choice, done=False)
             if taken.finish_reason is not None:
                 self._placing.done(entry, choice, now_s)
 
@@ -232,7 +245,8 @@ class Coordinator:
             return
         self._rate.count(placement.weight_tokens / len(entry.choices), now_s)
         self._placing.lift(entry, choice)
-        self.ledger.hold(entry, choice, Lease(message.life, message.attempt, message.parcel))
+        lease = Lease(message.life, message.attempt, message.parcel, now_s + self._config.queue_s)
+        self.ledger.hold(entry, choice, lease)
         self._placing.pack(entry, choice, now_s)
 
     def _adopted(self, message: Adopted, now_s: float) -> None:
@@ -253,13 +267,17 @@ class Coordinator:
         if message.final:
             self._placing.fail(entry, error_of(message.code, message.message, message.hint))
             return
+        full = message.code == "overloaded"
+        if full and self._stands_still(entry, now_s):
+            self._placing.fail(entry, self._waited_for("prefill" if placement.source is None else "decode"))
+            return
         choices = self._placing.choices_under(entry, placement)
         for choice in choices:
             choice.avoid = message.life
         # A decode worker without room says nothing against the parcel; any other reason does.
-        keeps_parcel = message.code in ("overloaded", "draining")
+        keeps_parcel = full or message.code == "draining"
         void = message.life if placement.source is None else None if keeps_parcel else placement.source
-        lost, why = message.code != "draining", f"refused ({message.code})"
+        lost, why = not keeps_parcel, f"refused ({message.code})"
         self._placing.again(entry, choices, now_s, lost=lost, void=void, rest=True, why=why)
 
     def _stray(self, life: Life, request_id: str, attempt: int) -> None:
@@ -272,13 +290,31 @@ class Coordinator:
     def _overdue(self, entry: Entry, choice: ChoiceState, now_s: float) -> None:
         if choice.stage is Stage.RESTING:
             self._placing.rested(entry, choice, now_s)
-        elif choice.stage is Stage.QUEUED:
-            self._placing.fail(entry, self._waited_for("prefill"))
-        elif choice.stage is Stage.PACKED:
-            self._placing.fail(entry, self._waited_for("decode"))
+        elif choice.stage in (Stage.QUEUED, Stage.PACKED):
+            self._found_no_room(entry, choice, now_s)
         else:
+            # Its worker is there and has no room for it, or no time; elsewhere there may be some.
             placement = entry.placements[choice.attempt]
-            self._placing.cancel_placement(entry.request.id, placement, now_s, lost=True)
+            if self._stands_still(entry, now_s):
+                self._placing.fail(entry, self._waited_for("prefill" if placement.source is None else "decode"))
+                return
+            for other in self._placing.choices_under(entry, placement):
+                other.avoid = placement.life
+            self._placing.cancel_placement(entry.request.id, placement, now_s, lost=False)
+
+    def _found_no_room(self, entry: Entry, choice: ChoiceState, now_s: float) -> None:
+        """Given up, unless it is its own other choices that it waits for: they go on, and will make room."""
+        packed = choice.stage is Stage.PACKED
+        if now_s - entry.moved_s >= self._config.queue_s:
+            self._placing.fail(entry, self._waited_for("decode" if packed else "prefill"))
+        elif choice.lease is not None:  # which its worker will soon give up: it is computed again
+            self._placing.again(entry, [choice], now_s, lost=False, void=choice.lease.life, why="waited too long")
+        else:
+            self.ledger.move(entry, choice, Stage.QUEUED, now_s, self._config.queue_s)
+
+    def _stands_still(self, entry: Entry, now_s: float) -> bool:
+        """Whether its client has got nothing for as long as waiting and computing may take together."""
+        return now_s - entry.moved_s >= self._config.queue_s + self._config.prefill_s
 
     def _waited_for(self, role: Role) -> TripoolError:
         waited = f"waited {self._config.queue_s:g} s for a {role} worker"

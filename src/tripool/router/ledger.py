@@ -63,6 +63,8 @@ class Lease:
     attempt: int
     """Of the Begin that packed it: cancelling that frees the parcel too."""
     parcel: Parcel
+    until_s: float
+    """It is kept longer than this, long enough to be copied."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +82,10 @@ class ChoiceState:
     """When the heap of deadlines will next look at it."""
     avoid: Life | None = None
     """Who gave it back last."""
+    num_refused: int = 0
+    """Times that it was given back since it was last adopted."""
+    proof_tokens: int | None = None
+    """It was on a worker that crashed: how many tokens clear it of that. See `router.suspects`."""
     num_drafted: int = 0
     num_accepted: int = 0
     drafted_before: int = 0
@@ -99,6 +105,11 @@ class Entry:
     placements: dict[int, Placement] = field(default_factory=dict)
     num_attempts: int = 0
     num_losses: int = 0
+    """Workers that fell, or messages that were lost, with it. Waiting for room is no loss, however it is told."""
+    num_crashes: int = 0
+    """Of those workers, the ones that crashed."""
+    moved_s: float = 0.0
+    """When its client last got something, or asked."""
     num_waiting: int = 0
     """Choices that do not decode yet."""
     num_open: int = 0
@@ -147,7 +158,10 @@ class Ledger:
         """Queued; the caller says for how long."""
         assert request.id not in self._entries
         choices = [ChoiceState(index, Stage.QUEUED, now_s, now_s) for index in range(request.params.n)]
-        entry = Entry(request, self._next_order, choices, Story(now_s), num_waiting=len(choices), num_open=len(choices))
+        count = len(choices)
+        entry = Entry(
+            request, self._next_order, choices, Story(now_s), moved_s=now_s, num_waiting=count, num_open=count
+        )
         self._next_order += 1
         self._entries[request.id] = entry
         self.waiting_tokens += entry.size_tokens
@@ -261,6 +275,7 @@ class Ledger:
             return Gap() if index > len(choice.tokens) else None
         choice.tokens.extend(before)
         choice.tokens.append(event.token_id)
+        entry.moved_s = now_s
         if entry.num_cached_tokens is None:
             entry.num_cached_tokens = event.num_cached_tokens
             entry.story.begun(event)

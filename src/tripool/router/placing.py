@@ -7,20 +7,22 @@ pools at once: prefill starts without a decode worker in mind, and one is chosen
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
 from math import exp
 
 from tripool.config import RouterConfig
-from tripool.errors import TripoolError, WorkersFailed
+from tripool.errors import TripoolError, WorkersCrashed, WorkersFailed
 from tripool.messages import Adopt, Begin, Cancel, Life, Release, Role
 from tripool.router.ledger import ChoiceState, Entry, Lease, Ledger, Placement, Stage
 from tripool.router.outputs import Fail, Output, Send
 from tripool.router.story import why_full
+from tripool.router.suspects import Suspects
 from tripool.router.view import FleetView, Member
 
 _GROWTH_TOKENS = 256
 """Longest answer that a decode worker's memory is promised to; what gets longer may be preempted there."""
+_APART = "a request from a crashed worker is tried alone"
 
 
 class Placing:
@@ -28,6 +30,7 @@ class Placing:
         self._config, self._stories = config, stories
         self.ledger = Ledger()
         self.view = FleetView()
+        self.suspects = Suspects()
         self.out: list[Output] = []
         self._to_prefill: list[tuple[int, str]] = []
         """(order, request). Both heaps may hold what has moved on meanwhile."""
@@ -47,7 +50,9 @@ class Placing:
 
     def pack(self, entry: Entry, choice: ChoiceState, now_s: float) -> None:
         """A parcel that needs a decode worker."""
-        self.ledger.move(entry, choice, Stage.PACKED, now_s, self._config.queue_s)
+        assert choice.lease is not None
+        wait_s = max(0.0, min(self._config.queue_s, choice.lease.until_s - now_s))
+        self.ledger.move(entry, choice, Stage.PACKED, now_s, wait_s)
         self._num_changes += 1
         heappush(self._to_decode, (entry.order, entry.request.id, choice.index))
 
@@ -77,16 +82,19 @@ class Placing:
         if not choices:
             return True
         tokens = len(entry.request.prompt_ids) + sum(len(choice.tokens) + 1 for choice in choices)
-        member = self.view.pick_prefill(tokens, self._config.prefill_ahead_tokens, choices[0].avoid)
+        closed = self.suspects.closed_to(entry, self.ledger)
+        member = self.view.pick_prefill(tokens, self._config.prefill_ahead_tokens, choices[0].avoid, closed)
         if member is None:
-            entry.held_by = why_full("prefill", self.view.considered, tokens)
+            entry.held_by = _APART if closed else why_full("prefill", self.view.considered, tokens)
             return False
         self._note("prefill", entry, choices, member, now_s)
         wait_s = self._config.prefill_s
         placement = self.ledger.place(entry, choices, Stage.PREFILLING, member.life, tokens, now_s, wait_s)
         self.view.place(member.life, tokens, now_s)
         answered = tuple(entry.answered(choice) for choice in choices)
-        self.out.append(Send(member.life, Begin(entry.request, placement.attempt, answered, wait_s)))
+        # A parcel waits for a decode worker, and then to be copied; what is told about it is a little late.
+        parcel_s = self._config.queue_s + 2 * self._config.transfer_s
+        self.out.append(Send(member.life, Begin(entry.request, placement.attempt, answered, wait_s, parcel_s)))
         return True
 
     def _adopt(self, order: int, request_id: str, index: int, now_s: float) -> bool:
@@ -99,9 +107,10 @@ class Placing:
         assert lease is not None
         rest = (entry.request.params.max_tokens or _GROWTH_TOKENS) - len(choice.tokens)
         tokens = len(entry.request.prompt_ids) + len(choice.tokens) + max(0, min(rest, _GROWTH_TOKENS))
-        member = self.view.pick_decode(tokens, lease.life, choice.avoid, entry.request.promise.tpot_ms)
+        closed = self.suspects.closed_to(entry, self.ledger)
+        member = self.view.pick_decode(tokens, lease.life, choice.avoid, entry.request.promise.tpot_ms, closed)
         if member is None:
-            entry.held_by = why_full("decode", self.view.considered, tokens)
+            entry.held_by = _APART if closed else why_full("decode", self.view.considered, tokens)
             return False
         self._note("decode", entry, [choice], member, now_s)
         wait_s = self._config.transfer_s
@@ -136,11 +145,18 @@ class Placing:
     def adopted(self, entry: Entry, choice: ChoiceState, now_s: float) -> None:
         self._end_transfer(entry.placements[choice.attempt])
         self._let_go(choice)
+        choice.num_refused = 0
         self.ledger.move(entry, choice, Stage.DECODING, now_s, self._config.token_s)
+
+    def decoded(self, entry: Entry, choice: ChoiceState, *, done: bool) -> None:
+        """A decode worker has given a token."""
+        if self.suspects.came_further(entry, choice, done=done):
+            self._num_changes += 1
 
     def done(self, entry: Entry, choice: ChoiceState, now_s: float) -> None:
         self.lift(entry, choice)
         self.ledger.move(entry, choice, Stage.DONE, now_s, 0.0)
+        self.decoded(entry, choice, done=True)
         if not entry.num_open:
             self.ledger.close(entry)
 
@@ -153,6 +169,7 @@ class Placing:
                 self.lift(entry, choice)
             self._let_go(choice)
         self._num_changes += 1  # it may have been the head that found no room
+        self.suspects.forget(entry)
         self.ledger.close(entry)
 
     def fail(self, entry: Entry, error: TripoolError) -> None:
@@ -168,15 +185,30 @@ class Placing:
         void = placement.life if placement.source is None else None
         self.again(entry, self.choices_under(entry, placement), now_s, lost=lost, void=void)
 
-    def lose(self, life: Life, now_s: float) -> None:
-        """Nothing this life holds counts any more: it is forgotten, and its choices are placed again."""
-        touched: dict[str, set[int]] = {}
-        for request_id, index in self.ledger.leases_at(life):
-            touched.setdefault(request_id, set()).add(index)
+    def computed_at(self, life: Life) -> dict[str, set[int]]:
+        """By request, the choices that this life works on."""
+        computed: dict[str, set[int]] = {}
         for request_id, placement in self.ledger.placements_at(life):
-            touched.setdefault(request_id, set()).update(placement.choices)
+            computed.setdefault(request_id, set()).update(placement.choices)
+        return computed
+
+    def accuse(self, computed: Mapping[str, Iterable[int]]) -> None:
+        """A life that worked on these has crashed. Whoever is guilty of it fails."""
+        found = {name: (entry, computed[name]) for name in computed if (entry := self.ledger.get(name)) is not None}
+        for entry in self.suspects.accuse(found):
+            message = f"{entry.num_crashes} workers crashed while they computed request {entry.request.id}"
+            self.fail(entry, WorkersCrashed(message, hint="it is not tried again; see the server's log"))
+        self._num_changes += 1
+
+    def lose(self, life: Life, now_s: float, *, crashed: bool = False) -> None:
+        """Nothing this life holds counts any more: it is forgotten, and its choices are placed again."""
         self.view.drain(life)  # or it would be picked for its own work
         start = len(self.out)
+        if crashed:
+            self.accuse(self.computed_at(life))
+        touched = self.computed_at(life)
+        for request_id, index in self.ledger.leases_at(life):
+            touched.setdefault(request_id, set()).add(index)
         for request_id, indices in touched.items():
             entry = self.ledger.get(request_id)
             assert entry is not None
@@ -227,7 +259,8 @@ class Placing:
             if not good:
                 self._let_go(choice)
             if rest:
-                rest_s = self._config.rest_s * 2.0 ** min(entry.num_losses, 6)
+                choice.num_refused += 1
+                rest_s = self._config.rest_s * 2.0 ** min(choice.num_refused, 6)
                 self.ledger.move(entry, choice, Stage.RESTING, now_s, rest_s)
             elif good:
                 self.pack(entry, choice, now_s)
@@ -256,6 +289,7 @@ class Placing:
     def check(self, now_s: float | None) -> None:
         """With the time: nothing is past its deadline (after a tick)."""
         self.ledger.check()
+        self.suspects.check(self.ledger)
         placed: dict[Life, tuple[int, int]] = {}
         transfers: list[tuple[Life, Life]] = []
         to_prefill, to_decode = set(self._to_prefill), set(self._to_decode)

@@ -15,7 +15,7 @@ class that they have, each twice as fast as the next.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import frexp, inf
@@ -202,27 +202,35 @@ class FleetView:
 
     # ---- decisions --------------------------------------------------------------------------------------------------
 
-    def pick_prefill(self, tokens: int, ahead_tokens: int, avoid: Life | None = None) -> Member | None:
-        """The least loaded that has room for so many tokens; one that has nothing always has."""
-        self.considered = self._lightest(self._heaps["prefill"], avoid)
+    def pick_prefill(
+        self, tokens: int, ahead_tokens: int, avoid: Life | None = None, closed: Collection[Life] = ()
+    ) -> Member | None:
+        """The least loaded that has room for so many tokens; one that has nothing always has. None of `closed`."""
+        self.considered = self._lightest(self._heaps["prefill"], avoid, closed)
         for member in self.considered:
             if member.num_placed == 0 or member.load_tokens + tokens <= ahead_tokens:
                 return member
         return None
 
     def pick_decode(
-        self, tokens: int, source: Life, avoid: Life | None = None, tpot_ms: float | None = None
+        self,
+        tokens: int,
+        source: Life,
+        avoid: Life | None = None,
+        tpot_ms: float | None = None,
+        closed: Collection[Life] = (),
     ) -> Member | None:
-        """Of the few least loaded that have room, the one with the fewest parcels under way from `source`.
+        """Of the few least loaded that have room, the one with the fewest parcels under way from `source`. None of
+        `closed`.
 
         Where times per token are promised: of those, and of the least loaded of its own class, the ones that suit it
         best come first.
         """
         promised = self._num_promised > 0 or tpot_ms is not None
         own_ms = inf if tpot_ms is None else tpot_ms
-        lightest = self._lightest(self._heaps["decode"], avoid)
+        lightest = self._lightest(self._heaps["decode"], avoid, closed)
         if promised:
-            alike = self._lightest(self._by_class.get(_class_of(own_ms), []), avoid)
+            alike = self._lightest(self._by_class.get(_class_of(own_ms), []), avoid, closed)
             lightest += [m for m in alike if m not in lightest]
         self.considered = lightest
         fitting = [m for m in lightest if _has_room(m, tokens)]
@@ -234,14 +242,15 @@ class FleetView:
             return fitting[0] if fitting else None
         return min(fitting, key=lambda m: self._transfers.get((source, m.life), 0))
 
-    def _lightest(self, heap: list[_Entry], avoid: Life | None) -> list[Member]:
+    def _lightest(self, heap: list[_Entry], avoid: Life | None, closed: Collection[Life]) -> list[Member]:
         """A few of the least loaded, least loaded first. `avoid` only counts when there is another."""
         entries: list[_Entry] = []
+        skipped: list[_Entry] = []
         while heap and len(entries) < _CANDIDATES:
             entry = heappop(heap)
             if entry[3].version == entry[2] and not entry[3].draining:
-                entries.append(entry)
-        for entry in entries:
+                (skipped if entry[3].life in closed else entries).append(entry)
+        for entry in (*entries, *skipped):
             heappush(heap, entry)
         found = [entry[3] for entry in entries]
         return found if avoid is None else [m for m in found if m.life != avoid] or found
