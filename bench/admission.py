@@ -143,7 +143,7 @@ async def overload(url: str, span_s: float) -> tuple[float, list[Sample], float]
 
 def overload_rows(span_s: float) -> list[Row]:
     with TemporaryDirectory() as folder:
-        book = ["--keys", f"{folder}/keys.db"]
+        book = ["--keys", f"{folder}/keys.db", "--open"]
         with serving(FAKE_SERVER, FAKE, "serve", "fake", "--port", "0", "--max-running", "32", *book) as server:
             capacity, samples, lag_s = uvloop.run(overload(server.url, span_s))
     answered = fine(samples)
@@ -186,7 +186,7 @@ def fairness_rows(span_s: float, model: str) -> list[Row]:
     names = [*(f"other-{n}" for n in range(NUM_OTHERS)), "flood"]
     with TemporaryDirectory() as folder:
         path = Path(folder) / "keys.db"
-        with Book(path) as book:
+        with Book(path, create=True) as book:
             keys = [book.add_key(name, now_s=time.time(), settings={}) for name in names]
         with serving(REAL_SERVER, "serve", model, "--port", "0", "--keys", str(path)) as server:
             capacity, alone, flooded = uvloop.run(flood(server.url, keys, span_s))

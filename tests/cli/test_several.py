@@ -65,7 +65,9 @@ def start(*arguments: str, command: list[str] | None = None) -> Iterator[Running
 @pytest.fixture
 def tight(other, tmp_path) -> Iterator[Running]:
     """Room for one of the two at a time."""
-    yield from start("tiny", str(other), "--kv-gb", "0.02", "--memory-gb", "0.1", "--keys", str(tmp_path / "keys"))
+    yield from start(
+        "tiny", str(other), "--kv-gb", "0.02", "--memory-gb", "0.1", "--keys", str(tmp_path / "keys"), "--open"
+    )
 
 
 def test_models_take_turns_within_the_budget_and_come_back_from_memory(tight, tripool):
@@ -92,7 +94,7 @@ def test_models_take_turns_within_the_budget_and_come_back_from_memory(tight, tr
 
 
 def test_two_at_once_answer_as_each_does_alone(other, tmp_path):
-    for running in start("tiny", str(other), "--kv-gb", "0.02", "--keys", str(tmp_path / "keys")):
+    for running in start("tiny", str(other), "--kv-gb", "0.02", "--keys", str(tmp_path / "keys"), "--open"):
         running.http.post("/v1/models/load", json={"model": "other"})
         alone = [running.say(name, max_tokens=40)["choices"][0]["text"] for name in ("tiny", "other")]
         together: dict[str, list[str]] = {"tiny": [], "other": []}
@@ -117,12 +119,12 @@ def test_a_split_server_says_that_it_serves_one_model(tripool):
 
 
 def test_two_of_one_name_are_refused(tripool, tmp_path):
-    ran = tripool("serve", "tiny", "tiny", "--port", "0", "--keys", str(tmp_path / "keys"))
+    ran = tripool("serve", "tiny", "tiny", "--port", "0", "--keys", str(tmp_path / "keys"), "--open")
     assert ran.code == 2 and "two models are named 'tiny'" in ran.err
 
 
 def test_what_cannot_fit_is_said_before_it_is_loaded(tripool, tmp_path):
-    ran = tripool("serve", "tiny", "--port", "0", "--memory-gb", "0.01", "--keys", str(tmp_path / "keys"))
+    ran = tripool("serve", "tiny", "--port", "0", "--memory-gb", "0.01", "--keys", str(tmp_path / "keys"), "--open")
     assert ran.code == 2 and "'tiny' needs" in ran.err
 
 
@@ -135,7 +137,7 @@ def test_kept_models_are_there_at_the_next_start(tmp_path):
     kept = []
     for _ in range(2):
         arguments = ["serve", "tiny", "--keep-models", "--port", "0", "--kv-gb", "0.02", "--memory-gb", "1"]
-        command = [sys.executable, "-c", code, str(tmp_path), *arguments, "--keys", str(tmp_path / "keys")]
+        command = [sys.executable, "-c", code, str(tmp_path), *arguments, "--keys", str(tmp_path / "keys"), "--open"]
         for running in start(command=command):
             kept.append(running.models()["tiny"]["from_model_cache"])
     assert kept == [False, True]

@@ -43,6 +43,7 @@ class Clock:
 class Guarded:
     engine: StepEngine
     meter: Meter
+    access: Access
     url: str
     http: httpx.Client
 
@@ -59,7 +60,7 @@ def bearer(key: str) -> dict[str, str]:
 
 def make_keys(path: Path, *names: str, settings: dict[str, Any] | None = None) -> dict[str, str]:
     """One key per name; `admin` is an admin."""
-    with Book(path) as book:
+    with Book(path, create=True) as book:
         return {
             name: book.add_key(name, now_s=time.time(), settings=settings or {}, admin=name == "admin")
             for name in names
@@ -80,7 +81,7 @@ def guarded_server(
 ) -> Iterator[Guarded]:
     engine = engine or paged()
     meter = Meter(path, clock=wall_clock)
-    access = Access(Watch(path, clock=watch_clock), meter, clock=wall_clock)
+    access = Access(Watch(path, may_be_open=True, clock=watch_clock), meter, clock=wall_clock)
     listener = listen("127.0.0.1", 0)
     thread, ready = EngineThread(engine), threading.Event()
     app = create_app(thread, Tokenizer(engine.text), engine.name, GatewayConfig(), access=access)
@@ -93,7 +94,7 @@ def guarded_server(
         # An idle connection may be closed by the server just as it is used again.
         fresh = httpx.Limits(max_keepalive_connections=0)
         with httpx.Client(base_url=url, timeout=DEADLINE_S, limits=fresh) as http:
-            yield Guarded(engine, meter, url, http)
+            yield Guarded(engine, meter, access, url, http)
     finally:
         server.should_exit = True
         server_thread.join(DEADLINE_S)

@@ -135,7 +135,7 @@ def test_keys_come_and_go_while_it_runs(tmp_path: Path) -> None:
     with guarded_server(path, watch_clock=watch, wall_clock=wall) as server:
         assert server.http.post("/v1/chat/completions", json=CHAT).status_code == 200, "no keys: open"
         assert server.http.get("/metrics").status_code == 200
-        with Book(path) as book:
+        with Book(path, create=True) as book:
             key = book.add_key("alice", now_s=wall.now_s, expires_s=wall.now_s + 60)
             other = book.add_key("alice", now_s=wall.now_s)
             watch.now_s += LOOK_S
@@ -153,6 +153,7 @@ def test_keys_come_and_go_while_it_runs(tmp_path: Path) -> None:
         assert server.http.post("/v1/chat/completions", json=CHAT).status_code == 503, "a lost book is no open door"
         assert server.http.get("/health").status_code == 200
         assert server.http.get("/metrics").status_code == 503
+        Book(path, create=True).close()  # or its end would complain of usage that it cannot write
 
 
 def test_a_refused_body_is_not_read(server: Guarded) -> None:

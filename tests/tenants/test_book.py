@@ -11,7 +11,7 @@ import pytest
 
 from tripool.errors import InvalidRequest
 from tripool.tenants import Roll
-from tripool.tenants.book import Book, BookError, KeyUnknown, TenantUnknown, default_path
+from tripool.tenants.book import Book, BookError, BookMissing, KeyUnknown, TenantUnknown, default_path
 
 NOW_S = 1_800_000_000.0
 
@@ -26,7 +26,7 @@ def files(path: Path) -> list[Path]:
 
 
 def test_only_the_owner_can_read_it_and_no_key_is_in_it(path: Path) -> None:
-    with Book(path) as book:
+    with Book(path, create=True) as book:
         key = book.add_key("alice", now_s=NOW_S)
         assert key.startswith("tp-") and len(key) >= 3 + 43
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -38,14 +38,29 @@ def test_only_the_owner_can_read_it_and_no_key_is_in_it(path: Path) -> None:
 
 
 def test_a_file_that_others_can_read_is_not_used(path: Path) -> None:
-    Book(path).close()
+    Book(path, create=True).close()
     path.chmod(0o640)
     with pytest.raises(BookError, match="chmod 600"):
+        Book(path, create=True)
+
+
+def test_only_who_makes_a_key_makes_a_book(path: Path) -> None:
+    with pytest.raises(BookMissing, match="tripool keys add"):
+        Book(path)
+    assert not path.parent.exists()
+    path.parent.mkdir()
+    path.touch(0o600)
+    with pytest.raises(BookError, match="empty"):
+        Book(path)
+    assert path.read_bytes() == b"" and files(path) == [path], "nothing was written into what is no book"
+    path.unlink()
+    path.mkdir(0o700)
+    with pytest.raises(BookError, match="no file"):
         Book(path)
 
 
 def test_a_key_is_its_tenants_until_it_is_revoked_or_expires(path: Path) -> None:
-    with Book(path) as book:
+    with Book(path, create=True) as book:
         first, second = book.add_key("alice", now_s=NOW_S), book.add_key("alice", now_s=NOW_S, expires_s=NOW_S + 60)
         other = book.add_key("bob", now_s=NOW_S, admin=True)
         roll = book.roll()
@@ -69,16 +84,16 @@ def test_a_key_is_its_tenants_until_it_is_revoked_or_expires(path: Path) -> None
             book.revoke("tp-", now_s=NOW_S)
 
 
-def test_revoking_the_last_key_does_not_open_the_door(path: Path) -> None:
-    with Book(path) as book:
-        assert book.roll().is_open
+def test_revoked_keys_stay_in_the_book(path: Path) -> None:
+    with Book(path, create=True) as book:
+        assert not book.roll().keys
         book.add_key("alice", now_s=NOW_S)
         book.revoke("alice", now_s=NOW_S)
-        assert not book.roll().is_open
+        assert book.roll().keys
 
 
 def test_namespaces_are_drawn_once_and_anew_by_a_purge(path: Path) -> None:
-    with Book(path) as book:
+    with Book(path, create=True) as book:
         book.add_key("alice", now_s=NOW_S)
         book.add_key("bob", now_s=NOW_S)
         before = book.roll().tenants
@@ -95,7 +110,7 @@ def test_namespaces_are_drawn_once_and_anew_by_a_purge(path: Path) -> None:
 
 
 def test_settings_given_replace_and_others_stay(path: Path) -> None:
-    with Book(path) as book:
+    with Book(path, create=True) as book:
         book.add_key("alice", now_s=NOW_S, settings={"rpm": 5, "tpot_ms": 30, "public_prefix": True})
         book.add_key("alice", now_s=NOW_S, settings={"rpm": 7, "cache_bytes": 0})
         tenant = book.roll().tenants["alice"]
@@ -114,7 +129,7 @@ def test_many_writers_at_once_lose_nothing(path: Path) -> None:
     made: list[str] = []
 
     def write(name: str) -> None:
-        with Book(path, busy_s=60.0) as book:
+        with Book(path, create=True, busy_s=60.0) as book:
             for _ in range(10):
                 made.append(book.add_key(name, now_s=NOW_S))
 
@@ -123,7 +138,7 @@ def test_many_writers_at_once_lose_nothing(path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    with Book(path) as book:
+    with Book(path, create=True) as book:
         roll = book.roll()
     assert len(set(made)) == len(roll.keys) == 60
     assert len(roll.tenants) == 3
@@ -131,7 +146,7 @@ def test_many_writers_at_once_lose_nothing(path: Path) -> None:
 
 
 def test_a_wait_for_another_writer_is_bounded(path: Path) -> None:
-    with Book(path) as book, Book(path, busy_s=0.01) as other:
+    with Book(path, create=True) as book, Book(path, busy_s=0.01) as other:
         key = book.add_key("alice", now_s=NOW_S)
         with book.writing():
             with pytest.raises(BookError, match="locked"):
@@ -146,18 +161,18 @@ def test_what_is_no_key_book_is_said(path: Path, tmp_path: Path) -> None:
     wrong.chmod(0o600)
     with pytest.raises(BookError, match="damaged"):
         Book(wrong)
-    Book(path).close()
+    Book(path, create=True).close()
     with sqlite3.connect(path) as db:
         db.execute("PRAGMA user_version = 99")
     db.close()
     with pytest.raises(BookError, match="schema 99"):
-        Book(path)
+        Book(path, create=True)
     with pytest.raises(BookError):
         Book(path / "below" / "a" / "file")
 
 
 def test_a_reading_is_kept_while_nothing_changes(path: Path) -> None:
-    with Book(path) as book:
+    with Book(path, create=True) as book:
         book.add_key("alice", now_s=NOW_S)
         roll = book.roll()
         assert book.roll(roll) is roll
@@ -166,7 +181,7 @@ def test_a_reading_is_kept_while_nothing_changes(path: Path) -> None:
 
 
 def test_digests_of_two_books_cannot_be_compared(path: Path, tmp_path: Path) -> None:
-    with Book(path) as book, Book(tmp_path / "other.db") as other:
+    with Book(path, create=True) as book, Book(tmp_path / "other.db", create=True) as other:
         key = book.add_key("alice", now_s=NOW_S)
         theirs = Roll(book.roll().tenants.values(), book.roll().keys, pepper=other._pepper())
         assert theirs.find(key, NOW_S) is None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tripool.cli.access import OpenToAll, check_door
+from tripool.cli.access import OpenToAll, starts_open
 from tripool.cli.main import main
 from tripool.cli.when import ago_s, later_s
 from tripool.core import Usage
@@ -18,7 +18,7 @@ from tripool.engine.fake import FakeEngine, fake_text
 from tripool.errors import InvalidRequest
 from tripool.gateway.server import listen
 from tripool.tenants import Caller, Tenant
-from tripool.tenants.book import Book
+from tripool.tenants.book import Book, BookError
 from tripool.tenants.meter import Meter
 
 
@@ -84,7 +84,7 @@ def test_mistakes_are_said_in_one_line(tripool: Run) -> None:
 
 
 def test_usage_is_shown_in_groups(tripool: Run, path: Path) -> None:
-    Book(path).close()
+    Book(path, create=True).close()
     meter = Meter(path, clock=lambda: 1_800_000_000.0)
     for model in ("m1", "m2", "m1"):
         meter.add(Caller(tenant=Tenant(name="alice", namespace="x"), key="tp-12345678"), model, [Usage(1000, 20, 64)])
@@ -118,17 +118,37 @@ def test_a_server_does_not_serve_other_machines_without_keys(tripool: Run, path:
     assert not path.exists()
 
 
-def test_it_does_with_keys_or_when_it_is_told_to_or_for_this_machine_alone(path: Path) -> None:
+def test_a_server_starts_open_only_where_that_was_chosen(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(path.parent))
     with listen("0.0.0.0", 0) as world, listen("127.0.0.1", 0) as here:
-        check_door(here, path, may_be_open=False)
-        check_door(world, path, may_be_open=True)
-        with pytest.raises(OpenToAll):
-            check_door(world, path, may_be_open=False)
-        with Book(path) as book:
+        assert starts_open(here, None, may_be_open=False)
+        assert starts_open(world, None, may_be_open=True)
+        assert starts_open(here, path, may_be_open=True)
+        with pytest.raises(OpenToAll, match="other machines"):
+            starts_open(world, None, may_be_open=False)
+        with pytest.raises(OpenToAll, match="there is no key book"):
+            starts_open(here, path, may_be_open=False)
+        assert not path.exists()
+        with Book(path, create=True) as book:
+            assert starts_open(here, path, may_be_open=False), "a book without keys"
             book.add_key("alice", now_s=0.0)
-            check_door(world, path, may_be_open=False)
+            for may_be_open in (False, True):
+                assert not starts_open(world, path, may_be_open=may_be_open), "keys count, --open or not"
             book.revoke("alice", now_s=0.0)
-            check_door(world, path, may_be_open=False)
+            assert not starts_open(world, path, may_be_open=True)
+        for wrong in (b"", b"x" * 5000):
+            path.write_bytes(wrong)
+            with pytest.raises(BookError):
+                starts_open(here, path, may_be_open=True)
+
+
+def test_only_adding_a_key_makes_a_book(tripool: Run, path: Path) -> None:
+    verbs = [("keys", "list"), ("keys", "revoke", "alice"), ("usage",), ("cache", "purge", "alice")]
+    for argv in [*verbs, ("cache", "quota", "alice", "1")]:
+        ran = tripool(*argv)
+        assert ran.code == 2 and "there is no key book" in ran.err and "tripool keys add" in ran.err, argv
+    tripool("keys", "add", "a b")
+    assert not path.exists()
 
 
 def test_a_server_that_does_not_answer_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tripool.core import Usage
 from tripool.tenants import Caller, Tenant
-from tripool.tenants.book import Book, BookError
+from tripool.tenants.book import Book, BookError, BookMissing
 from tripool.tenants.meter import Meter, read_usage
 
 from .serving import NOW_S, Clock
@@ -20,7 +20,7 @@ HOUR_S = 3600
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    Book(tmp_path / "keys.db").close()
+    Book(tmp_path / "keys.db", create=True).close()
     return tmp_path / "keys.db"
 
 
@@ -75,6 +75,32 @@ def test_what_cannot_be_written_is_kept_and_written_later(path: Path) -> None:
     row = {"tenant": "a", "requests": 2, "prompt_tokens": 11, "cached_tokens": 3, "completion_tokens": 6}
     assert sums(path, by="tenant") == [row]
     meter.close()
+
+
+def test_a_book_that_is_gone_is_not_made_anew(path: Path) -> None:
+    meter = Meter(path, clock=lambda: NOW_S)
+    saved = path.rename(path.parent / "saved.db")
+    meter.add(caller("a"), "m", [Usage(10, 5, 2)])
+    with pytest.raises(BookMissing):
+        meter.flush()
+    assert not path.exists()
+    saved.rename(path)
+    meter.close()
+    assert [row["requests"] for row in sums(path, by="tenant")] == [1]
+
+
+def test_a_batch_that_waits_for_years_stays_small_and_exact(path: Path) -> None:
+    clock = Clock(NOW_S)
+    meter = Meter(path, clock=clock)
+    path.chmod(0o644)
+    for hour in range(25_000):
+        clock.now_s = NOW_S + hour * HOUR_S
+        meter.add(caller("ab"[hour % 2]), "m", [Usage(3, 2, 1)])
+        assert len(meter._waiting) <= 10_000
+    path.chmod(0o600)
+    meter.close()
+    found = [(row["tenant"], row["requests"], row["prompt_tokens"]) for row in sums(path, by="tenant")]
+    assert found == [("a", 12_500, 37_500), ("b", 12_500, 37_500)]
 
 
 def test_the_end_writes_the_rest(path: Path) -> None:

@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
         import socket
 
         from tripool.cache.client import PoolClient
-        from tripool.cli.access import open_access
+        from tripool.cli.access import gateway_access
         from tripool.config import GatewayConfig, RouterConfig
         from tripool.control.plan import read_plan
         from tripool.fabric.folder import gateway_address
@@ -41,7 +41,7 @@ def register(app: typer.Typer) -> None:
             life=Life("gateway", epoch),
             cache=PoolClient(folder, plan.cache, Life("gateway", epoch)),
             keeper=PoolClient(folder, plan.cache, Life("keeper", epoch)),
-            access=open_access(keys),
+            access=gateway_access(folder, keys),
             leash=tied,
         )
         with socket.socket(fileno=http_fd) as listener:

@@ -27,6 +27,7 @@ _GB = 2**30
 
 
 def open_book(path: Path | None) -> Book:
+    """One that is there; only `keys add` makes one."""
     from tripool.tenants.book import Book, default_path
 
     return Book(path or default_path())
@@ -87,12 +88,15 @@ def _register_add(keys: typer.Typer) -> None:
         as_json: AsJson = False,
     ) -> None:
         """Make a key for NAME and show it, once. Limits are the tenant's; those given replace what it had."""
+        from tripool.tenants.book import Book, check_tenant, default_path
+
         now_s = time.time()
         cache_bytes = None if cache_gb is None else int(cache_gb * _GB)
         settings = given(rpm=rpm, tpm=tpm, cache_bytes=cache_bytes, weight=weight, tpot_ms=tpot_ms, ttft_ms=ttft_ms)
         settings |= given(public_prefix=public_prefix)
         expires_s = None if expires is None else later_s(expires, now_s=now_s, param="expires")
-        with open_book(keys) as book:
+        check_tenant(name, settings)  # before a book is made for it
+        with Book(keys or default_path(), create=True) as book:
             key = book.add_key(name, now_s=now_s, settings=settings, admin=admin, expires_s=expires_s)
             path = book.path
         if as_json:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tripool.cli.access import Open, check_door, open_access
+from tripool.cli.access import Open, open_access, starts_open
 from tripool.cli.disk import Disk, DiskDir, DiskGb, disk_of
 from tripool.cli.keys import KeysFile
 from tripool.cli.model_cache import KeepModels, ModelCacheGb, model_images
@@ -29,8 +29,15 @@ _ENGINE, _GATEWAY = EngineConfig(), GatewayConfig()
 
 @dataclass(frozen=True, slots=True)
 class _Door:
-    book: Path
+    named: Path | None
+    """The key book that `--keys` names."""
     may_be_open: bool
+
+    @property
+    def book(self) -> Path:
+        from tripool.tenants.book import default_path
+
+        return self.named or default_path()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +88,7 @@ def register(app: typer.Typer, load: Load) -> None:
         open: Open = False,
     ) -> None:
         """Serve MODELS over HTTP: one, in one process or split, or several in one process."""
-        from tripool.tenants.book import default_path
-
-        door = _Door(keys or default_path(), open)
+        door = _Door(keys, open)
         gateway = GatewayConfig(host=host, port=port)
         config = EngineConfig(
             kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads, device=device
@@ -121,10 +126,10 @@ def _serve(load: Load, model: str, config: EngineConfig, gateway: GatewayConfig,
 
     cache = model_images(warm.gb, keep=warm.keep) if warm.asked_for else nullcontext()
     with listen(gateway.host, gateway.port) as listener, cache as images:
-        check_door(listener, door.book, may_be_open=door.may_be_open)
+        is_open = starts_open(listener, door.named, may_be_open=door.may_be_open)
         engine = load(model, config) if images is None else load_model(model, config, images)
         thread = EngineThread(engine)
-        access = open_access(door.book)
+        access = open_access(door.book, may_be_open=is_open)
         try:
             room = Room(slots=config.max_running)
             doored = Doored(thread, room=lambda: room, tenant_of=access.tenant_named)
@@ -154,7 +159,7 @@ def _serve_several(
     from tripool.gateway.server import listen
 
     with listen(gateway.host, gateway.port) as listener, model_images(warm.gb, keep=warm.keep) as images:
-        check_door(listener, door.book, may_be_open=door.may_be_open)
+        is_open = starts_open(listener, door.named, may_be_open=door.may_be_open)
 
         def open_(model: str) -> Loaded:
             if load is not load_model:
@@ -163,7 +168,7 @@ def _serve_several(
 
             return Loaded(*load_told(model, config, images=images))
 
-        access = open_access(door.book)
+        access = open_access(door.book, may_be_open=is_open)
         try:
             serve_several(models, config, gateway, listener, budget=budget, access=access, open_=open_)
         finally:
@@ -192,12 +197,13 @@ def _serve_split(
         return _banner(url_of(listener), plan.name, plan.text, workers)
 
     with listen(gateway.host, gateway.port) as listener:
-        check_door(listener, door.book, may_be_open=door.may_be_open)
+        is_open = starts_open(listener, door.named, may_be_open=door.may_be_open)
         serve_split(
             model,
             config,
             listener,
             keys=door.book,
+            is_open=is_open,
             num_prefill=num_prefill,
             num_decode=num_decode,
             cache_gb=cache_gb,

@@ -13,6 +13,7 @@ from types import FrameType
 import msgspec
 import typer
 
+from tripool.cli.access import mark_open
 from tripool.cli.disk import Disk, disk_argv
 from tripool.cli.model_cache import images_folder, quota_bytes
 from tripool.cli.terminal import stderr
@@ -84,6 +85,7 @@ def serve_split(
     listener: socket.socket,
     *,
     keys: Path,
+    is_open: bool,
     num_prefill: int,
     num_decode: int,
     cache_gb: float,
@@ -100,6 +102,8 @@ def serve_split(
     plan = msgspec.structs.replace(plan, model_cache=images, model_cache_bytes=quota)
     try:
         plan.write(folder.path)
+        if is_open:
+            mark_open(folder.path)
         fd = listener.fileno()
         argv = ("gateway", "--folder", str(folder.path), "--http-fd", str(fd), "--keys", str(keys.absolute()))
         gateway = Spec(GATEWAY, argv, (fd, folder.lock))

@@ -6,15 +6,14 @@
 | generation, token counts, `GET /v1/models`, `explain` of one's own requests | every key |
 | all else: metrics, load, drain, pools, cache, loading models | keys made with `--admin` |
 
-What is not named here is the operator's: a new route is closed until someone opens it. A server whose book has no key
-is open, and everyone is its operator.
+What is not named here is the operator's: a new route is closed until someone opens it. A server that was started open
+is so until its book has a key, and until then everyone is its operator.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
@@ -41,6 +40,9 @@ _FOR_TENANTS = frozenset(
     }
 )
 _CALLER = "tripool.caller"
+_ASK = "ask the operator for another"
+_STRANGER = Caller(tenant=ANONYMOUS)
+"""Who asks for what everybody may see."""
 
 
 class KeyRefused(TripoolError):
@@ -67,14 +69,25 @@ class Access:
     def roll(self) -> Roll:
         return self._watch.roll()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether no key is asked for. Raises BookError as `caller` does."""
+        self._watch.roll()
+        return self._watch.is_open
+
     def tenant_named(self, name: str) -> Tenant:
-        """One who was let in, with the limits of now; without any, if its name is gone from the book."""
-        return self.roll.tenants.get(name) or replace(ANONYMOUS, name=name)
+        """One who was let in, with the limits of now. Raises KeyRefused for one who is gone from the book since."""
+        if name == ANONYMOUS.name:
+            return ANONYMOUS
+        tenant = self.roll.tenants.get(name)
+        if tenant is None:
+            raise KeyRefused("this API key's tenant is not in the key book any more", hint=_ASK)
+        return tenant
 
     def caller(self, scope: Scope) -> Caller:
         """Raises KeyRefused, or BookError when the book has been unreadable for too long."""
         roll = self._watch.roll()
-        if roll.is_open:
+        if self._watch.is_open:
             return NOBODY
         presented = _presented(scope)
         if presented is None:
@@ -82,7 +95,7 @@ class Access:
             raise KeyRefused("this server wants an API key", hint=hint)
         caller = roll.find(presented, self._clock())
         if caller is None:
-            raise KeyRefused("this API key is unknown, revoked or expired", hint="ask the operator for another")
+            raise KeyRefused("this API key is unknown, revoked or expired", hint=_ASK)
         return caller
 
     def ended(self, record: Record, caller: Caller, model: str) -> None:
@@ -106,7 +119,12 @@ class Guard:
         self._app, self._access, self._on_refused = app, access, on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _OPEN:
+        if scope["type"] == "websocket":  # there are none, and nobody asks one for its key
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] == "http" and scope["path"] in _OPEN:
+            scope[_CALLER] = _STRANGER
+        elif scope["type"] == "http":
             try:
                 caller = self._access.caller(scope)
                 if not caller.admin and not _for_tenants(scope["method"], scope["path"]):

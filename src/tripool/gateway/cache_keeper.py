@@ -38,7 +38,7 @@ class CacheKeeper:
         while True:
             try:
                 roll = self._access.roll
-                if not roll.is_open:
+                if not self._access.is_open:
                     async with self._asking:  # members answer within bounds, but not on the event loop
                         await asyncio.to_thread(self.round, roll)
             except BookError:

@@ -13,7 +13,7 @@ import sqlite3
 import stat
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,12 @@ class BookError(TripoolError):
     code = "bad_key_book"
 
 
+class BookMissing(BookError):
+    """There is no key book where one was looked for."""
+
+    code = "no_key_book"
+
+
 class TenantUnknown(TripoolError):
     status = 404
     code = "tenant_unknown"
@@ -75,13 +81,17 @@ def default_path() -> Path:
 class Book:
     """One connection. For one thread at a time, any thread."""
 
-    def __init__(self, path: Path, *, busy_s: float = BUSY_S) -> None:
-        """Makes the file where there is none."""
+    def __init__(self, path: Path, *, create: bool = False, busy_s: float = BUSY_S) -> None:
+        """Without `create` the book must be there: who reads it or writes usage into it never makes an empty one."""
         self.path = path
         with _told(path):
-            _make_private(path)
-            self._db = sqlite3.connect(path, timeout=busy_s, isolation_level=None, check_same_thread=False)
+            if create:
+                _make_private(path)
+            _check_private(path)
+            uri = f"{path.absolute().as_uri()}?mode=rw"
+            self._db = sqlite3.connect(uri, uri=True, timeout=busy_s, isolation_level=None, check_same_thread=False)
             try:
+                self._check_schema(may_be_empty=create)
                 self._write_ahead(busy_s)
                 self._prepare()
             except (sqlite3.Error, BookError):
@@ -157,9 +167,7 @@ class Book:
 
         A tenant's namespace is drawn here, at random: nothing that a client sends has a part in it.
         """
-        if not _NAME.fullmatch(name) or name.startswith(KEY_MARK):
-            hint = f"1 to 64 letters, digits and . _ @ -, not beginning with '{KEY_MARK}'"
-            raise InvalidRequest(f"'{name[:100]}' cannot be a tenant's name", hint=hint, param="name")
+        check_tenant(name, settings or {})
         key = KEY_MARK + secrets.token_urlsafe(32)
         prefix = key[: len(KEY_MARK) + _SHOWN_CHARS]
         with self._changing() as db:
@@ -215,33 +223,55 @@ class Book:
                     raise
                 time.sleep(_LOOK_S)
 
+    def _check_schema(self, *, may_be_empty: bool) -> int:
+        schema: int = self._db.execute("PRAGMA user_version").fetchone()[0]
+        if schema == 0 and not may_be_empty:
+            raise BookError(f"{self.path} is no key book: it is empty", hint="restore it, or use another")
+        if schema not in (0, SCHEMA):
+            hint = "it was made by another version of Tripool: use that one, or another file"
+            raise BookError(f"{self.path} is a key book of schema {schema}, not {SCHEMA}", hint=hint)
+        return schema
+
     def _prepare(self) -> None:
         self._db.execute("PRAGMA synchronous = FULL")  # a key that was revoked stays so after a power cut
         self._db.execute("PRAGMA foreign_keys = ON")
         if self._db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA:
             return
         with self.writing() as db:
-            schema = db.execute("PRAGMA user_version").fetchone()[0]  # somebody else may have made it meanwhile
-            if schema == 0:
+            if self._check_schema(may_be_empty=True) == 0:  # else somebody has made it meanwhile
                 for statement in _TABLES.split(";"):
                     db.execute(statement)
                 db.execute("INSERT INTO book VALUES (?, 1)", (secrets.token_bytes(32),))
                 db.execute(f"PRAGMA user_version = {SCHEMA}")
-            elif schema != SCHEMA:
-                hint = "it was made by another version of Tripool: use that one, or another file"
-                raise BookError(f"{self.path} is a key book of schema {schema}, not {SCHEMA}", hint=hint)
+
+
+def check_tenant(name: str, settings: Mapping[str, float | int | bool | None]) -> None:
+    """Raises InvalidRequest for what no book would take."""
+    if not _NAME.fullmatch(name) or name.startswith(KEY_MARK):
+        hint = f"1 to 64 letters, digits and . _ @ -, not beginning with '{KEY_MARK}'"
+        raise InvalidRequest(f"'{name[:100]}' cannot be a tenant's name", hint=hint, param="name")
+    _check_settings(settings)
 
 
 def _make_private(path: Path) -> None:
     """Readable for its owner alone, before anything is in it. SQLite gives its side files the same mode."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    try:
+    with suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
-    except FileExistsError:
-        mode = stat.S_IMODE(path.stat().st_mode)
-        if mode & 0o077:
-            hint = f"chmod 600 {path}"
-            raise BookError(f"{path} can be read or written by others (mode {mode:o})", hint=hint) from None
+
+
+def _check_private(path: Path) -> None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        raise BookMissing(f"there is no key book {path}", hint="`tripool keys add NAME` makes one") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise BookError(f"{path} is no key book: it is no file", hint="restore it, or use another")
+    if found.st_uid not in (os.geteuid(), 0):
+        raise BookError(f"{path} belongs to another user (uid {found.st_uid})", hint="who owns it could add keys to it")
+    mode = stat.S_IMODE(found.st_mode)
+    if mode & 0o077:
+        raise BookError(f"{path} can be read or written by others (mode {mode:o})", hint=f"chmod 600 {path}")
 
 
 @contextmanager
@@ -267,11 +297,16 @@ def _must_exist(db: sqlite3.Connection, name: str) -> None:
         raise TenantUnknown(f"there is no tenant '{name[:100]}'", hint="`tripool keys list` shows them")
 
 
-def _set(db: sqlite3.Connection, name: str, settings: Mapping[str, float | int | bool | None]) -> None:
+def _check_settings(settings: Mapping[str, float | int | bool | None]) -> None:
     for column, value in settings.items():
         assert column in _SETTINGS, column
         if isinstance(value, float | int) and not (value > 0 or (value == 0 and column in _MAY_BE_ZERO)):
             raise InvalidRequest(f"{column} is {value!r}", hint="must be above 0", param=column)
+
+
+def _set(db: sqlite3.Connection, name: str, settings: Mapping[str, float | int | bool | None]) -> None:
+    _check_settings(settings)
+    for column, value in settings.items():
         db.execute(f"UPDATE tenants SET {column} = ? WHERE name = ?", (value, name))
 
 

@@ -1,7 +1,8 @@
 """What tenants have used, by hour, key and model: gathered in memory, written to the key book in batches.
 
 A batch is written within a second of its first request. A server that is killed loses at most that second; one that
-ends in order loses nothing. While the book cannot be written the batch waits and grows by a few numbers per key.
+ends in order loses nothing. While the book is gone or cannot be written the batch waits; the book is never made anew
+here. When too many hours have come together they are summed: a batch has at most a few numbers per key and model.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from tripool.tenants.roll import Caller
 
 HOUR_S = 3600
 _BATCH_S = 0.5
+_MAX_LINES = 10_000
+"""Of a batch that cannot be written: with more than these, usage goes to the earliest hour of its key and model."""
 _WRITE = """
 INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET
     requests = requests + excluded.requests, prompt_tokens = prompt_tokens + excluded.prompt_tokens,
@@ -46,6 +49,12 @@ class Used:
     """Of the prompt tokens: those that did not have to be computed."""
     completion_tokens: int = 0
 
+    def add(self, other: Used) -> None:
+        self.requests += other.requests
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        self.completion_tokens += other.completion_tokens
+
 
 class Meter:
     """`add` from any thread, and never waits for the disk: a thread of its own writes."""
@@ -67,6 +76,8 @@ class Meter:
         now_s = self._clock()
         line = (int(now_s) // HOUR_S * HOUR_S, caller.tenant.name, caller.key, model)
         with self._lock:
+            if line not in self._waiting and len(self._waiting) >= _MAX_LINES:
+                self._sum_hours()
             used = self._waiting.setdefault(line, Used())
             used.requests += 1
             used.prompt_tokens += sum(usage.prompt_tokens for usage in usages)
@@ -109,13 +120,17 @@ class Meter:
     def _keep(self, waiting: dict[tuple[int, str, str, str], Used], last_used_s: dict[str, float]) -> None:
         with self._lock:
             for line, used in waiting.items():
-                newer = self._waiting.setdefault(line, Used())
-                newer.requests += used.requests
-                newer.prompt_tokens += used.prompt_tokens
-                newer.cached_tokens += used.cached_tokens
-                newer.completion_tokens += used.completion_tokens
+                self._waiting.setdefault(line, Used()).add(used)
             self._last_used_s = last_used_s | self._last_used_s
         self._some.set()
+
+    def _sum_hours(self) -> None:
+        """Sums stay exact; only the hour is less so."""
+        summed: dict[tuple[str, str, str], tuple[int, Used]] = {}
+        for (hour_s, *rest), used in sorted(self._waiting.items(), key=lambda item: item[0]):
+            tenant, key, model = rest
+            summed.setdefault((tenant, key, model), (hour_s, Used()))[1].add(used)
+        self._waiting = {(hour_s, *line): used for line, (hour_s, used) in summed.items()}
 
     def _main(self) -> None:
         while not self._ending.is_set():

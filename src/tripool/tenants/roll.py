@@ -66,15 +66,11 @@ class Roll:
         self.generation = generation
         self.tenants = {tenant.name: tenant for tenant in tenants}
         self.keys = tuple(keys)
+        """All that were ever made, revoked ones too."""
         self._pepper = pepper
         self._by_head: dict[bytes, list[Key]] = {}
         for key in self.keys:
             self._by_head.setdefault(key.digest[:_HEAD_BYTES], []).append(key)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether no key was ever made. Revoking the last one does not open the door."""
-        return not self.keys
 
     def find(self, presented: str, now_s: float) -> Caller | None:
         """Whose key this is; None for one that is unknown, revoked or expired.

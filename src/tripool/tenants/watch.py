@@ -1,7 +1,14 @@
 """The key book as a running server sees it: read again when another process has changed it.
 
-A look costs microseconds and happens at most twice a second, when somebody asks. A book that cannot be read is not an
-open door: the last reading counts for a while, then nobody comes in.
+| the server | becomes | when |
+|---|---|---|
+| open, as it was started | keyed | the book has a key |
+| keyed | | never anything else |
+
+Open is what a server was started as, never what it finds later. A keyed server whose book is gone, damaged, empty or
+without keys goes on with the last reading for a while; then nobody comes in until a book with keys is back.
+
+A look costs microseconds and happens at most twice a second, when somebody asks.
 """
 
 from __future__ import annotations
@@ -10,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tripool.tenants.book import Book, BookError
+from tripool.tenants.book import Book, BookError, BookMissing
 from tripool.tenants.roll import Roll
 
 LOOK_S = 0.5
@@ -19,31 +26,44 @@ STALE_S = 30.0
 """How long the last reading of a book counts when it cannot be read any more."""
 _BUSY_S = 0.1
 """Readers do not wait for writers; this is for the rare moment when the file itself is being made."""
+_SIDE_FILES = ("-wal", "-shm")
+
+
+def _nothing() -> None:
+    pass
 
 
 class Watch:
-    """For one thread. A book that is not there (yet) has no keys."""
+    """For one thread. `on_keyed` is called once, before the first key of a server that was open counts."""
 
-    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        may_be_open: bool,
+        on_keyed: Callable[[], None] = _nothing,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.path = path
-        self._clock = clock
+        self.is_open = may_be_open
+        """As of the last `roll`."""
+        self._on_keyed, self._clock = on_keyed, clock
         self._book: Book | None = None
-        self._inode = 0
+        self._files: tuple[object, ...] = ()
+        """Which files `_book` has open."""
         self._version: int | None = None
         self._roll = Roll()
         self._error: BookError | None = None
-        self._read_s = self._looked_s = clock()
+        self._looked_s = clock()
+        self._read_s = float("-inf")
         self._look()
-        if self._error is not None:
-            raise self._error  # at the start there is no last reading to go on with
 
     def roll(self) -> Roll:
+        """Raises BookError when there is no reading that still counts."""
         now_s = self._clock()
         if now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
             self._look()
-            if self._error is None:
-                self._read_s = now_s
         if self._error is not None and now_s - self._read_s >= STALE_S:
             raise self._error
         return self._roll
@@ -55,30 +75,52 @@ class Watch:
 
     def _look(self) -> None:
         try:
-            self._error = None
             self._read()
         except BookError as error:
+            self.close()
             self._error = error
+        else:
+            self._error, self._read_s = None, self._looked_s
 
     def _read(self) -> None:
-        inode = self._inode_now()
-        if inode != self._inode or self._book is None:
-            self.close()  # another file in the same place
-            if not inode:
-                if self._inode:
-                    raise BookError(f"the key book {self.path} is gone", hint="put it back, or restart the server")
-                return
-            self._book, self._version = Book(self.path, busy_s=_BUSY_S), None
-            self._inode = inode
+        files = self._files_now()
+        if self._book is None or files != self._files:
+            # Other files in the same place: SQLite would go on with those that it has open, and see no change.
+            self.close()
+            self._files = self._files_now()
+            try:
+                self._book, self._version = Book(self.path, busy_s=_BUSY_S), None
+            except BookMissing:
+                if self.is_open:
+                    return
+                raise
         version = self._book.version()
         if version != self._version:
-            self._roll = self._book.roll(None if self._version is None else self._roll)
+            self._take(self._book.roll(None if self._version is None else self._roll))
+            if self._version is None:  # the side files may have come with the first reading
+                self._files = (self._files[0], *self._files_now()[1:])
             self._version = version
 
-    def _inode_now(self) -> int:
-        try:
-            return self.path.stat().st_ino
-        except FileNotFoundError:
-            return 0
-        except OSError as error:
-            raise BookError(f"the key book {self.path} cannot be reached: {error.strerror}") from error
+    def _take(self, roll: Roll) -> None:
+        if not roll.keys and not self.is_open:
+            hint = "put the one with the keys back; a server that had keys does not become open"
+            raise BookError(f"the key book {self.path} has no keys any more", hint=hint)
+        if roll.keys and self.is_open:
+            self._on_keyed()
+            self.is_open = False
+        self._roll = roll
+
+    def _files_now(self) -> tuple[object, ...]:
+        """Other values when the book or one of its side files is another file, or the book was overwritten in place."""
+        found: list[object] = []
+        for suffix in ("", *_SIDE_FILES):
+            try:
+                there = Path(f"{self.path}{suffix}").stat()
+            except FileNotFoundError:
+                found.append(None)
+            except OSError as error:
+                raise BookError(f"the key book {self.path} cannot be reached: {error.strerror}") from error
+            else:
+                written = () if suffix else (there.st_size, there.st_mtime_ns)
+                found.append((there.st_dev, there.st_ino, there.st_mode, *written))
+        return tuple(found)
