@@ -63,6 +63,9 @@ class FromModule:
     def has(self, name: str) -> bool:
         return name in self._state
 
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        assert self._state[name].shape == shape, name
+
     def scales(self, name: str, kind: str) -> torch.Tensor | None:
         if self._eight is None or "_proj" not in name:
             return None

@@ -67,11 +67,15 @@ class Checkpoint(Protocol):
 
 
 def check_out(path: Path, name: str, stored: tuple[int, ...], out: torch.Tensor) -> None:
-    """The caller's shape comes from the config, so a difference is the checkpoint contradicting itself."""
     assert out.dtype in FLOAT_OUT, f"read() fills float tensors, not {out.dtype}"
-    if tuple(out.shape) != stored:
+    check_shape(path, name, stored, tuple(out.shape))
+
+
+def check_shape(path: Path, name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    """The caller's shape comes from the config, so a difference is the checkpoint contradicting itself."""
+    if wanted != stored:
         raise TensorShape(
-            f"stored as {list(stored)}, the config asks for {list(out.shape)}",
+            f"stored as {list(stored)}, the config asks for {list(wanted)}",
             hint="config.json and the weights are of different models; fetch both again from one place",
             file=path,
             tensor=name,

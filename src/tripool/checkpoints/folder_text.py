@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tripool.checkpoints.json_files import parse_object, read_object_if_there, read_text
+from tripool.checkpoints.json_files import MAX_TOKENIZER_BYTES, parse_object, read_object_if_there, read_text
 from tripool.errors import CheckpointCorrupt, CheckpointMissing
 from tripool.text.files import TextFiles
 
+_MAX_ID_CHARS = 10
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
@@ -22,7 +23,7 @@ def read_text_files(folder: Path, config: Mapping[str, Any]) -> TextFiles:
     settings = read_object_if_there(folder / "tokenizer_config.json")
     generation = read_object_if_there(folder / "generation_config.json")
     special = _special_tokens(read_object_if_there(folder / "special_tokens_map.json")) | _special_tokens(settings)
-    source = read_text(tokenizer_path)
+    source = read_text(tokenizer_path, most_bytes=MAX_TOKENIZER_BYTES)
     tokenizer = parse_object(source, tokenizer_path)
     if _add_missing_tokens(tokenizer, settings.get("added_tokens_decoder"), tokenizer_path):
         source = json.dumps(tokenizer, ensure_ascii=False)
@@ -54,9 +55,15 @@ def _ids(value: Any) -> set[int]:
 
 def _added_tokens(tokenizer: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
     added = tokenizer.get("added_tokens") or []
-    if not isinstance(added, list) or not all(isinstance(t, dict) and "id" in t and "content" in t for t in added):
+    if not isinstance(added, list) or not all(_is_token(token) for token in added):
         raise CheckpointCorrupt("added_tokens is malformed", hint="fetch the file again", file=path)
     return added
+
+
+def _is_token(token: Any) -> bool:
+    if not isinstance(token, dict):
+        return False
+    return type(token.get("id")) is int and token["id"] >= 0 and isinstance(token.get("content"), str)
 
 
 def _token_id(tokenizer: Mapping[str, Any], content: str, path: Path) -> Any:
@@ -78,7 +85,10 @@ def _add_missing_tokens(tokenizer: dict[str, Any], decoder: Any, path: Path) -> 
     missing = [
         {"id": int(key), "content": token["content"]} | {flag: bool(token.get(flag, False)) for flag in TOKEN_FLAGS}
         for key, token in decoder.items()
-        if key.isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str)
+        if key.isdecimal()
+        and len(key) < _MAX_ID_CHARS
+        and isinstance(token, dict)
+        and isinstance(token.get("content"), str)
     ]
     missing = [token for token in missing if token["id"] not in known_ids and token["content"] not in known_contents]
     # The library numbers tokens in the order it meets them, so they must come in the order of their ids.

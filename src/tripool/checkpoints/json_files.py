@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tripool.errors import CheckpointCorrupt, CheckpointError, CheckpointMissing
+from tripool.checkpoints.inside import open_inside
+from tripool.errors import CheckpointCorrupt, CheckpointError
+
+MAX_BYTES = 2**24
+"""Of a file with settings; the largest that are published have a tenth of this."""
+MAX_TOKENIZER_BYTES = 2**26
 
 
-def read_text(path: Path, *, hint: str = "fetch the file again") -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise CheckpointMissing("no such file", hint=hint, file=path) from error
-    except UnicodeDecodeError as error:
-        raise CheckpointCorrupt(f"not UTF-8 text: {error.reason}", hint="fetch the file again", file=path) from error
-    except OSError as error:
-        hint = "check that it is a file and that you may read it"
-        raise CheckpointError(f"cannot be opened: {error.strerror}", hint=hint, file=path) from error
+def read_text(path: Path, *, most_bytes: int = MAX_BYTES, hint: str = "fetch the file again") -> str:
+    with os.fdopen(open_inside(path, hint=hint), "rb") as file:
+        try:
+            data = file.read(most_bytes + 1)
+            if len(data) > most_bytes:
+                raise CheckpointCorrupt(f"is longer than {most_bytes} bytes", hint="fetch the file again", file=path)
+            return data.decode().replace("\r\n", "\n").replace("\r", "\n")
+        except UnicodeDecodeError as error:
+            problem = f"not UTF-8 text: {error.reason}"
+            raise CheckpointCorrupt(problem, hint="fetch the file again", file=path) from error
+        except OSError as error:
+            raise CheckpointError(f"cannot be read: {error.strerror}", hint="check the disk", file=path) from error
 
 
 def parse_object(text: str | bytes, path: Path, *, what: str = "the file") -> dict[str, Any]:
@@ -27,8 +36,7 @@ def parse_object(text: str | bytes, path: Path, *, what: str = "the file") -> di
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
+            ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
             hint = "the file was written wrongly; fetch it again"
             raise CheckpointCorrupt(f"{what} names '{twice}' twice", hint=hint, file=path, tensor=twice)
         return found

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from tripool.errors import CheckpointError, CheckpointMissing, CheckpointTruncated
+from tripool.checkpoints.inside import open_inside
+from tripool.errors import CheckpointError, CheckpointTruncated
 
 PIECE_BYTES = 4 * 2**20
 """Work on this much at a time: temporaries and resident pages stay this small however large a tensor is."""
@@ -20,22 +22,23 @@ class MappedFile:
     No swap is reserved for it: a file may be larger than the machine's memory.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, anywhere: bool = False) -> None:
+        """`anywhere`: as of `open_inside`."""
         self.path = path
         self._map: mmap.mmap | None = None
+        hint = "check the name; a checkpoint must have every file that it names"
+        file = open_inside(path, anywhere=anywhere, hint=hint)
         try:
-            with path.open("rb") as file:
-                self.num_bytes = file.seek(0, 2)
-                if self.num_bytes == 0:
-                    raise CheckpointTruncated("the file is empty", hint="fetch it again", file=path)
-                flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)  # macOS overcommits anyway
-                self._map = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        except FileNotFoundError as error:
-            hint = "check the name; a checkpoint must have every file that it names"
-            raise CheckpointMissing("no such file", hint=hint, file=path) from error
+            self.num_bytes = os.fstat(file).st_size
+            if self.num_bytes == 0:
+                raise CheckpointTruncated("the file is empty", hint="fetch it again", file=path)
+            flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)  # macOS overcommits anyway
+            self._map = mmap.mmap(file, self.num_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError as error:
-            hint = "check that it is a file and that you may read it"
-            raise CheckpointError(f"cannot be opened: {error.strerror}", hint=hint, file=path) from error
+            hint = "check that it is on a disk that can be mapped"
+            raise CheckpointError(f"cannot be mapped: {error.strerror}", hint=hint, file=path) from error
+        finally:
+            os.close(file)
 
     def view(self, start: int, stop: int) -> memoryview:
         assert self._map is not None, "used after close"

@@ -32,7 +32,10 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 
-MAX_HEADER_BYTES = 100_000_000
+MAX_HEADER_BYTES = 2**25
+"""Room for some hundred thousand tensors. As objects a header takes many times its size, so this bounds memory too."""
+_MAX_DIMENSIONS = 8
+_MAX_SIZE = 2**62
 LFS_MARK = b"version https://git-lfs"
 
 
@@ -169,7 +172,9 @@ def _fields(entry: Any) -> tuple[tuple[int, ...] | None, Any, tuple[int, int] | 
 
 
 def _sizes(value: Any) -> tuple[int, ...] | None:
-    """Non-negative integers; JSON's true and 1.0 are neither."""
-    if isinstance(value, list) and all(type(item) is int and item >= 0 for item in value):
+    """A few non-negative integers; JSON's true and 1.0 are neither."""
+    if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
+        return None
+    if all(type(item) is int and 0 <= item <= _MAX_SIZE for item in value):
         return tuple(value)
     return None

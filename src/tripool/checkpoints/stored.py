@@ -104,6 +104,12 @@ class Float8Blocks:
             self.weight.drop(first, last)
 
 
+def _float8(weight: MappedTensor, scale: MappedTensor, block: tuple[int, int]) -> Float8Blocks:
+    """A block larger than the weight is all of it: scales are spread over no more than there is."""
+    num_rows, num_columns = weight.info.shape
+    return Float8Blocks(weight, scale, (min(block[0], max(num_rows, 1)), min(block[1], max(num_columns, 1))))
+
+
 def _check_scale(weight: MappedTensor, scale: MappedTensor, allowed: set[tuple[int, ...]]) -> None:
     if scale.info.shape not in allowed:
         raise TensorShape(
@@ -130,7 +136,7 @@ def logical_tensors(
         return _paired(tensors, "I8", "_scale", Int8Rows)
     if method == "fp8":
         block = _block(quantisation, config_path)
-        return _paired(tensors, "F8_E4M3", "_scale_inv", lambda weight, scale: Float8Blocks(weight, scale, block))
+        return _paired(tensors, "F8_E4M3", "_scale_inv", lambda weight, scale: _float8(weight, scale, block))
     raise WrongDtype(
         f"quantised with '{method}', which is not read",
         hint="readable: compressed-tensors (int8 per channel), fp8 (block scales), or an unquantised checkpoint",
@@ -166,7 +172,8 @@ def _check_int8(quantisation: Mapping[str, Any], config_path: Path) -> None:
     wanted = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
     layout = quantisation.get("format")
     groups = quantisation.get("config_groups")
-    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
+    named = groups.values() if isinstance(groups, dict) else ()
+    weights = [group.get("weights") if isinstance(group, dict) else None for group in named]
     differing = [w for w in weights if not isinstance(w, dict) or any(w.get(k) != v for k, v in wanted.items())]
     if layout != "int-quantized" or not weights or differing:
         detail = f"format '{layout}'" + (f", weights {differing[0]}" if differing else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,19 @@ class Arch:
         return a.kv_rank + a.rope if isinstance(a, MlaShape) else 2 * a.kv_heads * a.head_dim
 
 
+_MOST = {
+    "num_hidden_layers": 2**10,
+    "vocab_size": 2**22,
+    "max_position_embeddings": 2**22,
+    "n_routed_experts": 2**14,
+    "num_experts": 2**14,
+    "num_local_experts": 2**14,
+}
+_MOST_OTHERWISE = 2**20
+_MOST_FLOAT = 1e30
+"""Far above every published network. Sizes are multiplied, and walked through, before any tensor is looked at."""
+
+
 class ConfigReader:
     """Typed access to a config dict; a missing or odd entry is the checkpoint's fault and says so."""
 
@@ -91,15 +105,27 @@ class ConfigReader:
         value = self._config.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self.error(f"'{key}' is {value!r}, not a whole number")
+            raise self.error(f"'{key}' is {_shown(value)}, not a whole number")
+        if value > _MOST.get(key, _MOST_OTHERWISE):
+            raise self.error(f"'{key}' is {_shown(value)}, which no model has")
         return value
 
     def float(self, key: str, default: float | None = None) -> float:
         value = self._config.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.error(f"'{key}' is {value!r}, not a number")
-        return float(value)
+            raise self.error(f"'{key}' is {_shown(value)}, not a number")
+        return self.finite(key, value)
+
+    def finite(self, key: str, value: Any) -> builtins.float:
+        """Of any entry, also of one that lies deeper."""
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (builtins.int, builtins.float))
+            or not abs(value) < _MOST_FLOAT
+        ):
+            raise self.error(f"'{key}' is {_shown(value)}, not a number that can be used")
+        return builtins.float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._config.get(key)
@@ -112,7 +138,7 @@ class ConfigReader:
     def demand(self, key: str, allowed: tuple[Any, ...], default: Any) -> Any:
         value = self.get(key, default)
         if value not in allowed:
-            raise self.error(f"'{key}' is {value!r}; this version runs {', '.join(map(repr, allowed))}")
+            raise self.error(f"'{key}' is {_shown(value)}; this version runs {', '.join(map(repr, allowed))}")
         return value
 
     def positive(self, *keys: str) -> None:
@@ -122,3 +148,11 @@ class ConfigReader:
 
     def error(self, message: str) -> WrongArchitecture:
         return WrongArchitecture(message, hint="check config.json against the model's own page", file=self._source)
+
+
+def _shown(value: object) -> str:
+    """A stranger's value may be of any length."""
+    if isinstance(value, int) and abs(value) >= 2**64:
+        return "a number of more than 64 bits"
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}…"

@@ -12,12 +12,14 @@ MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 def read_arch(config: ConfigReader) -> Arch:
     config.demand("hidden_act", ("silu", "swish"), "silu")
     config.positive("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "kv_lora_rank")
+    config.positive("max_position_embeddings", "v_head_dim", "intermediate_size", "qk_nope_head_dim")
     v2 = config.get("model_type") == "deepseek_v2"
     rope_dim, nope = config.int("qk_rope_head_dim"), config.int("qk_nope_head_dim")
     rope = read_rope(config, rope_dim, paired=v2 or config.flag("rope_interleave", True))
     scale = (rope_dim + nope) ** -0.5
     if rope.kind != "default" and rope.extra.get("mscale_all_dim"):
-        scale *= yarn_sharpness(rope.extra["factor"], rope.extra["mscale_all_dim"]) ** 2
+        sharpness = config.finite("mscale_all_dim", rope.extra["mscale_all_dim"])
+        scale *= yarn_sharpness(rope.extra["factor"], sharpness) ** 2
     attention = MlaShape(
         heads=config.int("num_attention_heads"),
         q_rank=config.int("q_lora_rank") if config.get("q_lora_rank") else None,
@@ -31,6 +33,8 @@ def read_arch(config: ConfigReader) -> Arch:
     layers = config.int("num_hidden_layers")
     first, every = config.int("first_k_dense_replace", 0), config.int("moe_layer_freq", 1)
     experts = config.int("n_routed_experts", 0)
+    if experts and every == 0:
+        raise config.error("'moe_layer_freq' is 0")
     moe_layers = [i for i in range(layers) if experts and i >= first and i % every == 0]
     return Arch(
         family="deepseek",
@@ -62,7 +66,15 @@ def _experts(config: ConfigReader, experts: int, *, v2: bool) -> MoeShape:
     groups = config.int("n_group") if grouped else 1
     top_groups = config.int("topk_group") if grouped else 1
     top_k = config.int("num_experts_per_tok")
-    if experts % groups or top_groups > groups or top_k > experts // groups * top_groups:
+    config.positive("moe_intermediate_size")
+    if (
+        groups == 0
+        or top_groups == 0
+        or top_k == 0
+        or experts % groups
+        or top_groups > groups
+        or top_k > experts // groups * top_groups
+    ):
         raise config.error(f"{top_k} of {experts} experts cannot come from {top_groups} of {groups} groups")
     route = RoutePlan(
         top_k=top_k,

@@ -99,7 +99,8 @@ class _Asked:
     """A source, and what it was asked."""
 
     def __init__(self, source: Source) -> None:
-        self._source, self.device, self.read, self.scales = source, source.device, source.read, source.scales
+        self._source, self.device = source, source.device
+        self.expect, self.read, self.scales = source.expect, source.read, source.scales
         self.answers: dict[str, bool] = {}
 
     def has(self, name: str) -> bool:
@@ -117,6 +118,9 @@ class _Nobody:
 
     def has(self, name: str) -> bool:
         return self._has.get(name, False)
+
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        pass
 
     def read(self, name: str, out: torch.Tensor) -> None:
         pass

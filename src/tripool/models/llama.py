@@ -26,6 +26,7 @@ def read_arch(config: ConfigReader) -> Arch:
 def dense_arch(family: str, config: ConfigReader, shape: GqaShape) -> Arch:
     """A network of this shape with a dense feed-forward in every layer."""
     config.positive("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
+    config.positive("max_position_embeddings")
     if shape.kv_heads == 0 or shape.heads % shape.kv_heads:
         raise config.error(f"{shape.heads} attention heads cannot share {shape.kv_heads} key heads evenly")
     return Arch(

@@ -29,9 +29,9 @@ def read_arch(checkpoint: Checkpoint) -> Arch:
 def arch_of(config: Mapping[str, Any], file: str) -> Arch:
     """`file`: to be named if the config cannot be used."""
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         hint = f"this version runs {', '.join(sorted(FAMILIES))}"
-        raise WrongArchitecture(f"model_type is {kind!r}", hint=hint, file=file)
+        raise WrongArchitecture(f"model_type is {str(kind)[:100]!r}", hint=hint, file=file)
     return FAMILIES[kind](ConfigReader(config, file))
 
 

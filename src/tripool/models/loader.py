@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from tripool.checkpoints import Checkpoint
+from tripool.checkpoints.base import check_shape
 from tripool.errors import TensorMissing
 from tripool.kernels import KernelTable
 from tripool.kernels.ops import LinearOp
@@ -32,6 +33,10 @@ class Source(Protocol):
     device: str
 
     def has(self, name: str) -> bool: ...
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises if it is not there in this shape. Asked before memory is taken for it: shapes come from the config."""
+        ...
+
     def read(self, name: str, out: torch.Tensor) -> None: ...
     def scales(self, name: str, kind: str) -> torch.Tensor | None:
         """Where it is stored in this kind of eight bits: what one is worth, float32 [rows]."""
@@ -47,11 +52,14 @@ class FromCheckpoint:
     def has(self, name: str) -> bool:
         return name in self._infos
 
-    def read(self, name: str, out: torch.Tensor) -> None:
+    def expect(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self._infos:
             hint = "the checkpoint is incomplete or of another architecture; fetch it again"
             problem, file = "the config promises a tensor that is not there", self._checkpoint.path
             raise TensorMissing(problem, hint=hint, tensor=name, file=file)
+        check_shape(self._checkpoint.path, name, self._infos[name].shape, shape)
+
+    def read(self, name: str, out: torch.Tensor) -> None:
         self._checkpoint.read(name, out)
 
     def scales(self, name: str, kind: str) -> torch.Tensor | None:
@@ -78,6 +86,7 @@ class Loader:
         """One that is used as it is stored, but for what `then` does to it. `dtype`: if not the network's."""
 
         def read() -> torch.Tensor:
+            self._source.expect(name, shape)
             out = self._blank(*shape, dtype=dtype)
             self.into(name, out)
             if then is not None:
@@ -97,6 +106,8 @@ class Loader:
 
     def fused(self, names: Sequence[str], outs: Sequence[int], width: int) -> torch.Tensor:
         """Weights of layers that read the same input, stacked: one wide product instead of several narrow ones."""
+        for name, rows in zip(names, outs, strict=True):
+            self._source.expect(f"{name}.weight", (rows, width))
         weight = self._blank(sum(outs), width)
         for name, part in zip(names, weight.split(list(outs)), strict=True):
             self.into(f"{name}.weight", part)
@@ -113,6 +124,8 @@ class Loader:
         return torch.cat([torch.zeros(out) if one is None else one for one, out in zip(found, outs, strict=True)])
 
     def bias(self, names: Sequence[str], outs: Sequence[int]) -> torch.Tensor:
+        for name, rows in zip(names, outs, strict=True):
+            self._source.expect(f"{name}.bias", (rows,))
         bias = self._blank(sum(outs))
         for name, part in zip(names, bias.split(list(outs)), strict=True):
             self.into(f"{name}.bias", part)
@@ -128,6 +141,10 @@ class Loader:
 
     def experts(self, prefix: str, experts: int, width: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Every expert's gate and up projections, stacked, and its down projection."""
+        for i in range(experts):
+            for part in ("gate_proj", "up_proj"):
+                self._source.expect(f"{prefix}.{i}.{part}.weight", (width, hidden))
+            self._source.expect(f"{prefix}.{i}.down_proj.weight", (hidden, width))
         gate_up = self._blank(experts, 2 * width, hidden)
         down = self._blank(experts, hidden, width)
         for i in range(experts):

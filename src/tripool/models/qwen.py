@@ -32,9 +32,10 @@ def read_arch(config: ConfigReader) -> Arch:
 
 def _with_experts(config: ConfigReader, arch: Arch) -> Arch:
     experts = config.int("num_experts", config.int("num_local_experts", 0))
-    route = RoutePlan(
-        top_k=config.int("num_experts_per_tok"), score="softmax", normalise=config.flag("norm_topk_prob", False)
-    )
+    top_k = config.int("num_experts_per_tok")
+    if experts and not 1 <= top_k <= experts:
+        raise config.error(f"{top_k} of {experts} experts cannot be used")
+    route = RoutePlan(top_k=top_k, score="softmax", normalise=config.flag("norm_topk_prob", False))
     shape = MoeShape(
         experts=experts,
         width=config.int("moe_intermediate_size"),
@@ -42,7 +43,13 @@ def _with_experts(config: ConfigReader, arch: Arch) -> Arch:
         route=route,
         correction_bias=False,
     )
-    dense = set(config.get("mlp_only_layers", ()))
+    dense = config.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise config.error("'mlp_only_layers' is no list of layers")
     every = config.int("decoder_sparse_step", 1)
+    if experts and every == 0:
+        raise config.error("'decoder_sparse_step' is 0")
+    if experts:
+        config.positive("moe_intermediate_size")
     moe = {i for i in range(arch.layers) if i not in dense and experts > 0 and (i + 1) % every == 0}
     return replace(arch, moe=shape, moe_layers=frozenset(moe))

@@ -12,26 +12,48 @@ import torch
 from tripool.models.arch import ConfigReader, RopeShape
 
 KINDS = ("default", "linear", "llama3", "yarn")
+MAX_TABLE_BYTES = 2**29
+"""A million positions of the usual width. The table is made whole, whatever fits into the KV cache."""
+_PAIR_BYTES = 8
+_NOT_NEGATIVE = (
+    "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+    "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
+)  # fmt: skip
 _NUMBERS = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
 
 
 def read_rope(config: ConfigReader, dim: int, *, paired: bool = False) -> RopeShape:
     """From `rope_parameters` (recent configs), or `rope_theta` with `rope_scaling` (all published ones)."""
-    extra = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    extra = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(extra, dict):
+        raise config.error("the rope parameters are no object")
+    extra = dict(extra)
     kind = extra.get("rope_type", extra.get("type", "default"))
     if kind not in KINDS:
-        raise config.error(f"rope type {kind!r}; this version runs {', '.join(KINDS)}")
-    theta = float(extra.get("rope_theta") or config.float("rope_theta", 10000.0))
+        raise config.error(f"rope type {str(kind)[:100]!r}; this version runs {', '.join(KINDS)}")
+    theta = config.finite("rope_theta", extra.get("rope_theta") or config.float("rope_theta", 10000.0))
     context = config.int("max_position_embeddings")
-    original = extra.get("original_max_position_embeddings") or context
     for key in _NUMBERS.get(kind, ()):
         if isinstance(extra.get(key), bool) or not isinstance(extra.get(key), (int, float)):
             raise config.error(f"rope type {kind!r} needs a number for '{key}'")
+    for key in _NOT_NEGATIVE:
+        if extra.get(key) is not None:
+            extra[key] = config.finite(key, extra[key])
+        if extra.get(key) is not None and extra[key] < 0:
+            raise config.error(f"'{key}' is below 0")
+    original = extra.get("original_max_position_embeddings") or context
     if kind != "default":
         extra["factor"] = float(extra.get("factor") or context / original)
+    if kind == "llama3" and extra["high_freq_factor"] <= extra["low_freq_factor"]:
+        raise config.error("'high_freq_factor' is not above 'low_freq_factor'")
     extra["original_max_position_embeddings"] = original
     if dim % 2 or dim == 0:
         raise config.error(f"rotary width {dim} is not even")
+    if theta <= 1:
+        raise config.error(f"'rope_theta' is {theta:g}, not above 1")
+    if context * dim * _PAIR_BYTES // 2 > MAX_TABLE_BYTES:
+        needs = f"{context * dim * _PAIR_BYTES / 2**31:.1f} GB"
+        raise config.error(f"{context} positions need {needs} of rotary tables; lower 'max_position_embeddings'")
     return RopeShape(dim=dim, theta=theta, kind=kind, extra=extra, paired=paired)
 
 

@@ -12,8 +12,9 @@ import torch
 from tripool.checkpoints import Checkpoint, TensorInfo
 from tripool.checkpoints.safetensors import TORCH_DTYPES, SafetensorsFile
 from tripool.checkpoints.write import KEPT_AS_STORED, SafetensorsWriter
-from tripool.errors import CheckpointCorrupt, TensorMissing
+from tripool.errors import CheckpointCorrupt
 from tripool.kernels.weights import INT8
+from tripool.models.loader import FromCheckpoint
 from tripool.quant.folding import Factors
 from tripool.quant.options import Techniques
 from tripool.quant.parts import Input, LayerParts
@@ -51,7 +52,7 @@ class FoldedSource:
         self, checkpoint: Checkpoint, parts: LayerParts, factors: Factors, shard: SafetensorsFile | None = None
     ) -> None:
         self._checkpoint, self._prefix, self._factors = checkpoint, f"{parts.prefix}.", factors
-        self._shard = shard
+        self._shard, self.expect = shard, FromCheckpoint(checkpoint).expect
         self.rounded: Collection[str] = ()
         """Linears, by relative name, that are taken from the shard."""
 
@@ -63,10 +64,6 @@ class FoldedSource:
         if self._is_rounded(relative):
             out.copy_(self._stored(name).float().mul_(self._stored(f"{name}_scale")))
             return
-        if name not in self._checkpoint.infos():
-            hint = "the checkpoint is incomplete or of another architecture; fetch it again"
-            problem = "the config promises a tensor that is not there"
-            raise TensorMissing(problem, hint=hint, tensor=name, file=self._checkpoint.path)
         self._checkpoint.read(name, out)
         if name.startswith(self._prefix):
             self._factors.apply(relative, out)

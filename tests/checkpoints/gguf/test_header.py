@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import struct
 from contextlib import suppress
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from tripool.checkpoints import GgufCheckpoint
 from tripool.checkpoints.gguf.header import read_header, shortest_float32
 from tripool.checkpoints.mapped import MappedFile
-from tripool.errors import CheckpointCorrupt, CheckpointError, CheckpointTruncated
+from tripool.errors import CheckpointCorrupt, CheckpointError, CheckpointTruncated, TensorShape
 
 
 def test_reads_what_the_gguf_package_reads(gguf_file):
@@ -87,6 +88,7 @@ def tensor(name: str, dims: list[int], kind: int, offset: int) -> bytes:
         (raw_header(tensors=tensor("t", [1] * 9, 0, 0), num_tensors=1), CheckpointCorrupt, "9 dimensions"),
         (raw_header(tensors=tensor("t", [33], 8, 0), num_tensors=1), CheckpointCorrupt, "Q8_0 blocks"),
         (raw_header(tensors=tensor("t", [2**60, 2**60], 0, 0), num_tensors=1), CheckpointTruncated, "ends at byte"),
+        (raw_header(tensors=tensor("t", [32, 0, 2**40], 0, 0), num_tensors=1), CheckpointCorrupt, "is empty"),
         (
             raw_header(tensors=tensor("t", [4], 0, 0) + tensor("t", [4], 0, 32), num_tensors=2),
             CheckpointCorrupt,
@@ -106,6 +108,33 @@ def test_a_wrong_header_is_refused(tmp_path, content, error, says):
         read_header(MappedFile(path))
     assert caught.value.file == str(path)
     assert caught.value.hint
+
+
+@pytest.mark.parametrize("kind", [0, 8])
+def test_a_long_list_in_a_file_that_takes_no_room_is_not_made(tmp_path, kind):
+    path = tmp_path / "sparse.gguf"
+    path.write_bytes(raw_header(string("a") + struct.pack("<IIQ", 9, kind, 2**25), 1))
+    os.truncate(path, 2**26)
+    with pytest.raises(CheckpointError, match="lists of more than"):
+        read_header(MappedFile(path))
+
+
+def test_a_stack_of_countless_experts_is_not_made(tmp_path):
+    path = tmp_path / "sparse.gguf"
+    named = string("general.architecture") + struct.pack("<I", 8) + string("deepseek2")
+    number = struct.pack("<I", 4)
+    keys = {
+        "embedding_length": 32, "feed_forward_length": 32, "block_count": 1, "attention.head_count": 1,
+        "context_length": 64, "rope.dimension_count": 4, "attention.key_length": 8, "attention.value_length": 8,
+        "attention.kv_lora_rank": 8, "expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 8,
+        "attention.layer_norm_rms_epsilon": 1,
+    }  # fmt: skip
+    values = named + b"".join(string(f"deepseek2.{key}") + number + struct.pack("<I", v) for key, v in keys.items())
+    tensors = tensor("token_embd.weight", [32, 2], 0, 0) + tensor("blk.0.ffn_up_exps.weight", [32, 1, 2**17], 0, 256)
+    path.write_bytes(raw_header(values, 1 + len(keys), tensors, 2))
+    os.truncate(path, 2**25)
+    with pytest.raises(TensorShape, match="experts"):
+        GgufCheckpoint(path)
 
 
 @settings(max_examples=150, deadline=None)

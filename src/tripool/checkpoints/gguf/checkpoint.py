@@ -27,7 +27,7 @@ class GgufCheckpoint:
     def __init__(self, path: Path, *, name: str | None = None) -> None:
         self.path = path
         self.name = name or path.stem
-        self._file = MappedFile(path)
+        self._file = MappedFile(path, anywhere=True)  # the very file that the user named
         try:
             self._header = read_header(self._file)
             self.config: Mapping[str, Any] = read_config(self._file, self._header)

@@ -23,6 +23,9 @@ MAGIC = b"GGUF"
 READABLE_VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
+MAX_HEADER_BYTES = 2**26
+MAX_ITEMS = 2**23
+"""Of all lists of a header together: a byte of the file becomes an object. Vocabularies have half a million at most."""
 
 SCALARS: Mapping[int, str] = {
     0: "B",
@@ -66,7 +69,8 @@ class _Cursor:
     def __init__(self, file: MappedFile) -> None:
         self.path = file.path
         self.position = 0
-        self._bytes = file.view(0, file.num_bytes)
+        self._bytes = file.view(0, min(file.num_bytes, MAX_HEADER_BYTES))
+        self._items_left = MAX_ITEMS
 
     def take(self, num_bytes: int) -> memoryview:
         end = self.position + num_bytes
@@ -101,6 +105,11 @@ class _Cursor:
         if kind != ARRAY:
             raise self.corrupt(f"the header holds a value of unknown type {kind}")
         item_kind, count = self.number("I"), self.number("Q")
+        if count > len(self._bytes) - self.position:
+            self.take(count)  # raises: each of them takes a byte at least
+        self._items_left -= count
+        if self._items_left < 0:
+            raise self.corrupt(f"the header claims lists of more than {MAX_ITEMS} values")
         if item_kind == STRING:
             return [self.string() for _ in range(count)]
         if item_kind not in SCALARS:
@@ -155,6 +164,8 @@ def _entry(cursor: _Cursor) -> TensorEntry:
     if not 1 <= num_dimensions <= MAX_DIMENSIONS:
         raise cursor.corrupt(f"has {num_dimensions} dimensions", tensor=name)
     shape = tuple(reversed(cursor.numbers("Q", num_dimensions)))
+    if 0 in shape:  # it takes no bytes, so that the file would not bound its other dimensions
+        raise cursor.corrupt(f"is empty: {list(shape)}", tensor=name)
     number, offset = cursor.number("I"), cursor.number("Q")
     try:
         kind = Kind(number)

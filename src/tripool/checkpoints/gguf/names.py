@@ -60,6 +60,9 @@ BLOCK_NAMES: Mapping[str, Mapping[str, str]] = {
 IGNORED = ("rope_freqs.weight",)
 """Not weights: the config carries what they say."""
 
+MAX_EXPERTS = 2**16
+"""Each becomes a tensor with a name of its own, and a file may be larger than what is written in it."""
+
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 EXPERTS = re.compile(r"ffn_(gate|up|down)_exps")
 
@@ -115,6 +118,9 @@ def _experts(tensor: GgufTensor, prefix: str, suffix: str, header: Header) -> di
         problem = f"stored as {list(shape)}, a stack of experts has three dimensions"
         raise TensorShape(problem, hint=hint, file=header.path, tensor=tensor.entry.name)
     num_experts, num_rows, num_columns = shape
+    if num_experts > MAX_EXPERTS:
+        hint = "the file was converted wrongly; fetch it again or convert it again"
+        raise TensorShape(f"holds {num_experts} experts", hint=hint, file=header.path, tensor=tensor.entry.name)
     return {
         f"{prefix}.{expert}.{suffix}": Rows(tensor, (num_rows, num_columns), first_row=expert * num_rows)
         for expert in range(num_experts)
