@@ -1,12 +1,13 @@
 """A model's chat template: untrusted Jinja from the checkpoint, compiled once and rendered in a sandbox.
 
-Names, filters and tags are those that templates on the Hugging Face hub rely on. The sandbox keeps a template away from
-Python and bounds what it writes, its ranges, products and powers. It does not bound time: nested loops can be slow.
+Names, filters and tags are those that templates on the Hugging Face hub rely on. `text/sandbox.py` keeps a template
+away from Python and bounds what it does.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -16,17 +17,19 @@ import jinja2.exceptions
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.runtime
-import jinja2.sandbox
 
 from tripool.core import Conversation
 from tripool.errors import CheckpointCorrupt, InvalidRequest
+from tripool.text.budget import TooMuchWork
 from tripool.text.conversation import plain_data, plain_messages, plain_tools
+from tripool.text.sandbox import Sandbox
 
-MAX_SOURCE_CHARS = 2**18
-"""Real templates stay below 2**15."""
+MAX_SOURCE_CHARS = 2**16
+"""Real templates stay below 2**15. As many characters again take a second to compile."""
 MAX_RENDERED_CHARS = 2**24
-MAX_NUMBER_BITS = 2**12
+_MAX_SAID_CHARS = 1000
+"""Of what a template says when it refuses, or fails."""
+_MAX_TIME_FORM_CHARS = 100
 
 _OURS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 """Names that `extra` may not set: they are arguments of their own."""
@@ -40,7 +43,7 @@ class Template:
 
     def __init__(self, source: str, *, special_tokens: Mapping[str, str], now: Callable[[], datetime]) -> None:
         self._special_tokens = dict(special_tokens)
-        self._compiled = _compile(source, now)
+        self._sandbox, self._compiled = _compile(source, now)
         self.knows_tools = "tools" in source and "tool_calls" in source
         """Whether it shows a model its tools, and the calls it made. One that does not says nothing about it."""
 
@@ -78,16 +81,22 @@ class Template:
 
     def _render(self, messages: list[dict[str, Any]], **names: Any) -> str:
         try:
-            return _joined(self._compiled.generate({**names, "messages": messages}))
+            given = self._sandbox.names(messages, names)
+            return _joined(self._compiled.generate(given))
         except _Refusal as error:
             hint = "the model's chat template refuses this conversation"
             raise InvalidRequest(str(error), hint=hint, param="messages") from error
+        except TooMuchWork as error:
+            hint = "send a shorter conversation; if that does not help, do not trust this checkpoint"
+            problem = "the model's chat template does too much work for this conversation"
+            raise InvalidRequest(problem, hint=hint, param="messages") from error
         except (jinja2.exceptions.SecurityError, RecursionError) as error:
             hint = "do not trust this checkpoint: chat templates only need to write text"
             raise CheckpointCorrupt(f"the chat template left its sandbox: {error}", hint=hint) from error
         except _RENDER_ERRORS as error:
             hint = "the model's chat template expects messages of another shape"
-            raise InvalidRequest(f"cannot render the conversation: {error}", hint=hint, param="messages") from error
+            problem = f"cannot render the conversation: {str(error)[:_MAX_SAID_CHARS]}"
+            raise InvalidRequest(problem, hint=hint, param="messages") from error
 
 
 def _joined(parts: Iterator[str]) -> str:
@@ -139,38 +148,15 @@ class _GenerationTag(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, made to raise at once, and to check products before they fill the memory."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
-        """Jinja would print nothing here and only raise on further use: a prompt with holes."""
-        raise jinja2.exceptions.SecurityError(f"'{attribute}' of a {type(obj).__name__} is out of bounds")
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
-            too_large = bits > MAX_NUMBER_BITS
-        else:
-            text, times = (left, right) if isinstance(right, int) else (right, left)
-            repeats = isinstance(text, (str, list, tuple)) and isinstance(times, int)
-            too_large = repeats and len(text) * times > MAX_RENDERED_CHARS
-        if too_large:
-            raise jinja2.exceptions.SecurityError(f"the result of '{operator}' would be too large")
-        return super().call_binop(context, operator, left, right)
-
-
-def _compile(source: str, now: Callable[[], datetime]) -> jinja2.Template:
+def _compile(source: str, now: Callable[[], datetime]) -> tuple[Sandbox, jinja2.Template]:
     if len(source) > MAX_SOURCE_CHARS:
         raise CheckpointCorrupt(f"the chat template is longer than {MAX_SOURCE_CHARS} characters")
-    sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])
+    sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])
     sandbox.filters["tojson"] = _to_json
     sandbox.globals["raise_exception"] = _refuse
-    sandbox.globals["strftime_now"] = lambda form: now().strftime(form)
-    del sandbox.globals["lipsum"]  # random text of any length
+    sandbox.globals["strftime_now"] = lambda form: _time(form, now)
     try:
-        return sandbox.from_string(source)
+        return sandbox, sandbox.compile_template(source)
     except jinja2.TemplateSyntaxError as error:
         hint = "compare the checkpoint's chat template with the published one"
         raise CheckpointCorrupt(f"line {error.lineno} of the chat template: {error.message}", hint=hint) from error
@@ -179,7 +165,13 @@ def _compile(source: str, now: Callable[[], datetime]) -> jinja2.Template:
 
 
 def _refuse(message: object) -> None:
-    raise _Refusal(str(message))
+    raise _Refusal(str(message)[:_MAX_SAID_CHARS])
+
+
+def _time(form: str, now: Callable[[], datetime]) -> str:
+    if len(form) > _MAX_TIME_FORM_CHARS or re.search(r"%[^a-zA-Z%]*\d", form):
+        raise jinja2.exceptions.SecurityError("a date in such a form would be too long")  # some systems pad: %999999d
+    return now().strftime(form)
 
 
 def _to_json(
