@@ -16,6 +16,7 @@ SALT_MARK = "\x1f"
 """Between a namespace's owner and what a client adds to it. No owner's own namespace contains it."""
 
 MAX_LOGPROBS = 20
+MAX_PROMISE_MS = 1e12
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this one are 0. Noise could no longer change a choice, and logits divided by them would leave what
@@ -238,6 +239,11 @@ class Promise:
     """Lower goes first among the requests of one tenant."""
     tenant: str = ""
     """Name of the key's owner; empty where the server has no keys."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("tpot_ms", self.tpot_ms), ("ttft_ms", self.ttft_ms)):
+            if value is not None and not 0 <= value <= MAX_PROMISE_MS:  # NaN is in no range
+                raise InvalidRequest(f"{name} is no time that can be promised", param=name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

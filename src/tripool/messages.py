@@ -21,14 +21,24 @@ session reach nobody, either way. The gateway answers every Pulse of a worker th
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
 from tripool.core import Request, TokenEvent
+from tripool.errors import TripoolError
 
 PROTOCOL = 1
+SUPERVISOR = "supervisor"
 Role = Literal["prefill", "decode", "cache"]
+
+Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+Checksum = Annotated[int, msgspec.Meta(ge=0)]
+"""64 bits, all that the wire has."""
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+FileName = Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=r"^[^/\x00]+$")]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -38,29 +48,29 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Life(msgspec.Struct, frozen=True, array_like=True):
     """One run of one worker."""
 
-    worker: str
-    epoch: int
+    worker: Name
+    epoch: Natural
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True):
     """What a client already has of one choice: replayed through the decode form, never sampled again."""
 
-    choice: int
-    tokens: tuple[int, ...]
+    choice: Natural
+    tokens: tuple[Natural, ...]
 
 
 class Parcel(msgspec.Struct, frozen=True, array_like=True):
     """A choice's KV, packed for another worker: blocks in an arena, readable until the lease ends."""
 
-    arena: str
-    """File name below the run folder."""
-    lease: int
+    arena: FileName
+    """Below the run folder."""
+    lease: Natural
     """Unique within the worker's life."""
-    offsets: tuple[int, ...]
+    offsets: tuple[Natural, ...]
     """Byte offset of each block, in order of position; the last may be partly filled."""
-    checksums: tuple[int, ...]
-    block_bytes: int
-    num_tokens: int
+    checksums: tuple[Checksum, ...]
+    block_bytes: Positive
+    num_tokens: Natural
     """Leading tokens (prompt and answer) whose KV is here."""
 
 
@@ -73,30 +83,30 @@ class Hello(Message, frozen=True):
     protocol: int
     role: Role
     life: Life
-    pid: int
+    pid: Natural
     model: str
-    kv_tokens: int
+    kv_tokens: Natural
     """Tokens whose KV fits."""
-    max_running: int
-    context_tokens: int
-    vocab: int
+    max_running: Positive
+    context_tokens: Positive
+    vocab: Positive
 
 
 class Pulse(Message, frozen=True):
     """Still here, and how far: sent at least every `pulse_s` while the process lives. Work but no step is a stall."""
 
     life: Life
-    num_steps: int
-    waiting_tokens: int
-    running: int
-    blocks_held: int
+    num_steps: Natural
+    waiting_tokens: Natural
+    running: Natural
+    blocks_held: Natural
     """KV blocks that some sequence or parcel holds; 0 when idle, or something leaks."""
-    ceiling: int | None = None
+    ceiling: Natural | None = None
     """Sequences that may run there at once so that promised times per token are kept. None: nothing was promised."""
 
 
 class Stamped(msgspec.Struct, frozen=True, array_like=True):
-    attempt: int
+    attempt: Natural
     event: TokenEvent
 
 
@@ -112,8 +122,8 @@ class Packed(Message, frozen=True):
 
     life: Life
     request_id: str
-    attempt: int
-    choice: int
+    attempt: Natural
+    choice: Natural
     parcel: Parcel
 
 
@@ -122,8 +132,8 @@ class Adopted(Message, frozen=True):
 
     life: Life
     request_id: str
-    attempt: int
-    choice: int
+    attempt: Natural
+    choice: Natural
 
 
 class Refused(Message, frozen=True):
@@ -131,7 +141,7 @@ class Refused(Message, frozen=True):
 
     life: Life
     request_id: str
-    attempt: int
+    attempt: Natural
     code: str
     """`code` of the error tree."""
     message: str
@@ -150,8 +160,8 @@ class Left(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    gateway_epoch: int
-    pulse_s: float
+    gateway_epoch: Natural
+    pulse_s: Annotated[float, msgspec.Meta(ge=0.001, le=60)]
     """Longest silence between two pulses."""
 
 
@@ -159,10 +169,10 @@ class Begin(Message, frozen=True):
     """To prefill: compute prompt and answers so far, sample each choice's next token, pack what goes on."""
 
     request: Request
-    attempt: int
+    attempt: Natural
     answered: tuple[Answered, ...]
     """The choices still open. At the first attempt: all of them, without tokens."""
-    deadline_s: float
+    deadline_s: Seconds
     """From receipt; then the worker refuses it as not final."""
     parcel_s: float = 60.0
     """How long a packed choice is kept, if nobody says anything about it."""
@@ -172,25 +182,25 @@ class Adopt(Message, frozen=True):
     """To decode: take a parcel over and go on from there."""
 
     request: Request
-    attempt: int
+    attempt: Natural
     answered: Answered
     """Tokens so far, the newest of which has no KV yet."""
     parcel: Parcel
-    num_cached_tokens: int
-    deadline_s: float
+    num_cached_tokens: Natural
+    deadline_s: Seconds
 
 
 class Release(Message, frozen=True):
     """To prefill: this parcel is copied, or nobody will come for it."""
 
-    lease: int
+    lease: Natural
 
 
 class Cancel(Message, frozen=True):
     """Forget every choice of this attempt, parcels included. Unknown and finished ones are fine."""
 
     request_id: str
-    attempt: int
+    attempt: Natural
 
 
 class Drain(Message, frozen=True):
@@ -218,18 +228,23 @@ class Ready(Message, frozen=True):
     """From a child to the supervisor: it serves. A gateway says so again and again, because nobody else watches it."""
 
     life: Life
-    block_bytes: int = 0
+    block_bytes: Natural = 0
     """Of a worker that has KV blocks: what the cache pool's slots must hold."""
 
 
-AnyMessage = (
-    Hello | Pulse | Tokens | Packed | Adopted | Refused | Left
-    | Welcome | Begin | Adopt | Release | Cancel | Drain
-    | Suspect | Reaped | Ready
-)  # fmt: skip
+FromWorker = Hello | Pulse | Tokens | Packed | Adopted | Refused | Left
+ToWorker = Welcome | Begin | Adopt | Release | Cancel | Drain
+AnyMessage = FromWorker | ToWorker | Suspect | Reaped | Ready
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(AnyMessage)
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+
+# Besides DecodeError: bad UTF-8, nesting without end, and a request that its own class refuses.
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError, TripoolError)
+
+T = TypeVar("T")
 
 
 def encode(message: AnyMessage) -> bytes:
@@ -237,6 +252,20 @@ def encode(message: AnyMessage) -> bytes:
 
 
 def decode(data: bytes) -> AnyMessage:
-    """Raises msgspec.DecodeError (ValidationError included) on anything that is not one of these messages."""
-    message: AnyMessage = _decoder.decode(data)
-    return message
+    """Raises msgspec.DecodeError, and nothing else, on anything that is not one of these messages."""
+    return strictly(_decoder, data)
+
+
+def decode_from_worker(data: bytes) -> FromWorker:
+    return strictly(_from_worker, data)
+
+
+def decode_to_worker(data: bytes) -> ToWorker:
+    return strictly(_to_worker, data)
+
+
+def strictly(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
+    try:
+        return decoder.decode(data)
+    except _UNREADABLE as error:
+        raise msgspec.DecodeError(f"no message of ours: {error}") from error

@@ -11,7 +11,7 @@ import pytest
 
 from tripool.cache import namespace_tag
 from tripool.cache.wire import Granted
-from tripool.messages import Life, Reaped, Suspect
+from tripool.messages import SUPERVISOR, Life, Reaped, Suspect
 
 from .conftest import WITHIN_S, Pool, chain, content, told, until
 from .test_pool import fetched
@@ -70,7 +70,7 @@ def test_a_writer_that_wakes_up_late_harms_nobody(pool: Pool, stopped: subproces
 def test_a_dead_writers_slot_is_free_when_it_is_reaped_and_not_before(
     pool: Pool, stopped: subprocess.Popen[str]
 ) -> None:
-    client = pool.client()
+    client = pool.client(SUPERVISOR)
     assert client.report(Suspect(Life("w-0", 1))) == []
     until(lambda: told(client).fenced == 1)
     stopped.kill()
@@ -92,7 +92,7 @@ def test_a_killed_writers_line_ends_its_reservation(pool: Pool) -> None:
 
 
 def test_fences_stand_when_the_member_restarts(pool: Pool, stopped: subprocess.Popen[str]) -> None:
-    client = pool.client()
+    client = pool.client(SUPERVISOR)
     pool.kill()
     pool.start()
     assert client.wait(WITHIN_S) == []

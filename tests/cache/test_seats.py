@@ -17,7 +17,7 @@ from tripool.cache.index import PoolIndex
 from tripool.cache.link import Seated
 from tripool.cache.records import State, Written
 from tripool.cache.wire import Granted
-from tripool.messages import Life, Reaped, Suspect
+from tripool.messages import SUPERVISOR, Life, Reaped, Suspect
 
 from .conftest import BLOCK_BYTES, WITHIN_S, Pool, buffers, chain, content, told, until
 from .test_pool import fetched
@@ -104,10 +104,12 @@ def test_a_suspect_reads_under_no_lease(pool: Pool) -> None:
     client = filled(pool, KEYS, num_slots=1, lease_s=1000.0)
     reader = pool.client("d-0")
     prefix = seated(reader, KEYS)
-    assert client.report(Suspect(Life("d-0", 1))) == []
+    supervisor = pool.client(SUPERVISOR)
+    assert supervisor.report(Suspect(Life("d-0", 1))) == []
+    assert told(supervisor).strange_messages == 0  # it has heard it, and minds it
     assert stored(client, OTHERS[:1]) == 1
     assert prefix.read(buffers(1)) == 0
-    assert client.report(Reaped(Life("d-0", 1))) == []
+    assert supervisor.report(Reaped(Life("d-0", 1))) == []
 
 
 SITS = """

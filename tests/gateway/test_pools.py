@@ -69,6 +69,7 @@ def test_without_workers_it_says_what_is_missing(tmp_path: Path) -> None:
             missing = [pools.stats().missing]
             for life, role in ((LIFE, "prefill"), (Life("decode-0", 1), "decode")):
                 with zmq.Context() as context, context.socket(zmq.DEALER) as worker:
+                    worker.setsockopt(zmq.ROUTING_ID, f"{life.worker}.{life.epoch}.1".encode())
                     worker.connect(f"ipc://{tmp_path}/g")
                     worker.send(encode(Hello(PROTOCOL, role, life, 1, "m", 4096, 8, 4096, 100)))
                     async with asyncio.timeout(DEADLINE_S):

@@ -53,6 +53,8 @@ _WAYS = 8
 """Entries of the directory under one hash. An entry that is out of date shows by its slot's header."""
 _BUCKET = struct.Struct(f"<{_WAYS}I")
 _EMPTY = bytes(SEATS)
+_MAX_TICKET = 2**62
+"""Numbers begin with the time in nanoseconds: a header with a higher one was not written by a member."""
 
 
 class Arena:
@@ -192,6 +194,8 @@ class Arena:
         return _BUCKET.unpack_from(self._map, self._directory + bucket * _BUCKET.size)
 
     def _belongs(self, slot: int, bucket: int) -> bool:
+        if slot >= self.num_slots:
+            return False
         record = self._record(PAGE + slot * _HEADER_BYTES)
         return record.state is State.COMMITTED and self._bucket(record.key) == bucket
 
@@ -260,7 +264,12 @@ class Arena:
         if state not in (State.RESERVED, State.COMMITTED) or digest != xxhash.xxh3_64_intdigest(body):
             return Record()
         key, namespace, ticket, position, checksum, num_bytes, form, epoch, name_bytes, name = _BODY.unpack(body)
-        writer = Life(name[:name_bytes].decode(), epoch) if state == State.RESERVED else None
+        if ticket > _MAX_TICKET or num_bytes > self.slot_bytes:
+            return Record()
+        try:
+            writer = Life(name[:name_bytes].decode(), epoch) if state == State.RESERVED else None
+        except UnicodeDecodeError:
+            return Record()
         return Record(State(state), key, namespace, ticket, position, writer, checksum, num_bytes, form)
 
 

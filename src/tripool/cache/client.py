@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from tripool.cache import wire
-from tripool.cache.arena import MAX_WORKER_NAME_BYTES, as_bytes
+from tripool.cache.arena import MAX_WORKER_NAME_BYTES, Arena, as_bytes
 from tripool.cache.copying import soon
 from tripool.cache.link import Link, Seated
 from tripool.cache.records import Block, namespace_tag
@@ -187,8 +187,13 @@ class PoolClient:
         answer = link.answer(number, wire.Found)
         if answer is None or not answer.lease or link.arena is None:
             return None
-        columns = zip(answer.slots, answer.checksums, answer.sizes, answer.forms, strict=True)
-        blocks = (Block(*column, place in answer.from_disk) for place, column in enumerate(columns))
+        columns = (answer.slots, answer.checksums, answer.sizes, answer.forms)
+        if {len(column) for column in columns} != {len(answer.slots)} or len(answer.slots) > len(positions):
+            return None  # no answer to what was asked
+        if max(answer.slots, default=0) >= link.arena.num_slots or max(answer.sizes, default=0) > link.arena.slot_bytes:
+            return None
+        rows = zip(answer.slots, answer.checksums, answer.sizes, answer.forms, strict=True)
+        blocks = (Block(*row, place in answer.from_disk) for place, row in enumerate(rows))
         return _Held(link, answer.lease, Found.told(link.arena, [keys[position] for position in positions], blocks))
 
     def store(
@@ -208,7 +213,7 @@ class PoolClient:
         granted = [(link, positions, link.answer(number, wire.Granted)) for link, positions, number in asked]
         num_written = 0
         for link, positions, grant in granted:
-            if grant is None or not grant.ticket:
+            if grant is None or not grant.ticket or not _fits(grant, len(positions), link.arena):
                 continue
             until_s = began_s + _STOP_WRITING * link.write_s
             written = self._write(link, grant, [blocks[position - first] for position in positions], until_s)
@@ -270,3 +275,10 @@ class PoolClient:
         """
         asked = [(link, link.limit(dict(slots[name])) if link.ready() else None) for name, link in self._links.items()]
         return [link.member for link, number in asked if link.answer(number, wire.Purged) is None]
+
+
+def _fits(grant: wire.Granted, num_asked: int, arena: Arena | None) -> bool:
+    """Whether it grants what was asked for, and slots that there are."""
+    if arena is None or len(grant.positions) != len(grant.slots) or len(set(grant.slots)) != len(grant.slots):
+        return False
+    return max(grant.positions, default=0) < num_asked and max(grant.slots, default=0) < arena.num_slots

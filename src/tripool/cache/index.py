@@ -245,12 +245,15 @@ class PoolIndex:
         """
         assert len(records) == self.num_slots == self._slots.num_free
         reserved: dict[tuple[int, Life], list[int]] = {}
+        writers: dict[int, Life] = {}
         chain: list[int] = []
         # As they were committed: the tail of a chain is to go first.
         for slot in sorted(range(self.num_slots), key=lambda slot: (records[slot].ticket, -records[slot].position)):
             record = records[slot]
             assert record.ticket < self._next_number, "numbers must begin above all earlier ones"
             if record.state is State.RESERVED and record.writer is not None:
+                if writers.setdefault(record.ticket, record.writer) != record.writer:
+                    continue  # damaged: a ticket is one writer's
                 self._slots.fill(slot, record)
                 reserved.setdefault((record.ticket, record.writer), []).insert(0, slot)
             elif record.state is State.COMMITTED and record.key not in self._slot_of:

@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from tripool.cache import wire
-from tripool.cache.arena import Arena
+from tripool.cache.arena import SEATS, Arena
 from tripool.cache.seats import Found
 from tripool.errors import ArenaError
 from tripool.messages import Life
@@ -110,7 +110,7 @@ class Link:
         return True
 
     def _attach(self, opened: wire.Opened) -> None:
-        if opened.protocol != wire.PROTOCOL or Path(opened.arena).name != opened.arena:
+        if opened.protocol != wire.PROTOCOL or opened.seat >= SEATS:
             return
         if self.arena is None or self.arena.nonce != opened.nonce:
             try:
@@ -118,6 +118,8 @@ class Link:
             except (OSError, ArenaError):  # gone again, or not ours: as good as absent
                 self.arena = None
                 return
+        if self.arena.nonce != opened.nonce:  # made anew since
+            return
         self.write_s, self._seat = opened.write_s, opened.seat
         self._is_there, self._is_late = True, False
 
@@ -137,8 +139,7 @@ class Link:
             return  # the member has cleared the seats of a line that is closed
         found.rise(seated.seat)
         if found.bad:
-            slots, tickets = zip(*found.uses, strict=True)
-            self._send(wire.Used(self._life, slots, tickets, tuple(found.bad)))
+            self._tell_used(found.uses, tuple(found.bad))
             return
         self._used += found.uses
         if len(self._used) >= _UNSENT_USES:
@@ -178,8 +179,12 @@ class Link:
             self._send(wire.Release(self._life, self._take_done()))
         if self._used:
             used, self._used = self._used, []
-            slots, tickets = zip(*used, strict=True)
-            self._send(wire.Used(self._life, slots, tickets))
+            self._tell_used(used)
+
+    def _tell_used(self, used: Sequence[tuple[int, int]], bad: tuple[int, ...] = ()) -> None:
+        for start in range(0, len(used), wire.MAX_KEYS):
+            slots, tickets = zip(*used[start : start + wire.MAX_KEYS], strict=True)
+            self._send(wire.Used(self._life, slots, tickets, bad))
 
     def _take_done(self) -> tuple[int, ...]:
         done, self._done = tuple(self._done), []

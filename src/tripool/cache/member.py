@@ -28,7 +28,7 @@ from tripool.cache.promotion import Tiers
 from tripool.cache.records import Hit, State, Written
 from tripool.cache.spool import Spool
 from tripool.config import CacheConfig
-from tripool.messages import Life, Reaped, Suspect
+from tripool.messages import SUPERVISOR, Life, Reaped, Suspect
 
 LOOK_AROUND_S = 0.5
 """How often an idle member looks whether its parent is still there."""
@@ -36,6 +36,9 @@ _LINGER_S = 500e-6
 """After a question look for the next one for so long before sleeping: being woken takes longer than a look-up. There
 are a few questions per request, so this costs a few per cent of a core at tens of requests a second."""
 _WAITING_PEERS = 128
+_MAX_WAIT_S = 10.0
+"""For blocks from disk, whatever a peer asks for."""
+_REMEMBERED_WRITERS = 4096
 _TOLD_NAMESPACES = 1000
 """The largest ones: an answer must fit into one message."""
 _CREDENTIALS = struct.Struct("3i")
@@ -54,6 +57,7 @@ class Member:
         self.arena = left or Arena.create(path, config.slot_bytes, config.num_slots)
         self.arena.clear(slice(None))
         self._seats: dict[Life, int] = {}
+        records = left.records() if left is not None else []
         self.index = PoolIndex(
             config.num_slots,
             lease_s=config.lease_s,
@@ -61,12 +65,12 @@ class Member:
             namespace_slots=config.namespace_slots,
             # Above every number of every earlier life, so that what was meant for those does nothing here. Its memory
             # does not outlive the machine's run, and neither need this clock, which is never set back.
-            first_number=time.monotonic_ns(),
+            first_number=max([time.monotonic_ns(), *(record.ticket + 1 for record in records)]),
             onlookers=self.arena,
         )
         if left is not None:
-            self.index.restore(left.records())
-            for record in left.records():
+            self.index.restore(records)
+            for record in records:
                 # Read from disk by an earlier life of this member, whose threads are as dead as it is.
                 if record.state is State.RESERVED and record.writer and record.writer.worker == life.worker:
                     self.index.at_rest(record.writer)
@@ -84,9 +88,10 @@ class Member:
     def answer(
         self, data: bytes | memoryview, now_s: float, lives: set[Life], send: Send | None = None
     ) -> bytes | None:
-        """The reply to one message, if it wants one. What cannot be read is counted and dropped.
+        """The reply to one message, if it wants one. What cannot be read, or is not the sender's to say, is counted and
+        dropped.
 
-        `lives` collects those in whose name something was asked: they are lost when their line is. `send` takes answers
+        `lives` takes whoever speaks on this line, one life at most: it is lost when its line is. `send` takes answers
         that must wait for the disk; without it nothing waits.
         """
         try:
@@ -94,11 +99,28 @@ class Member:
         except msgspec.DecodeError:
             self._num_strange += 1
             return None
-        if isinstance(question, (wire.Open, wire.Lookup, wire.Reserve)):
-            lives.add(question.life)
+        if not self._may_say(question, lives):
+            self._num_strange += 1
+            return None
         reply = self._reply(question, now_s, send)
         self._write_headers()
         return None if reply is None else wire.encode(reply)
+
+    def _may_say(self, question: wire.Question, lives: set[Life]) -> bool:
+        """A line speaks for one life, never for ours, and of others' ends only the supervisor's does."""
+        match question:
+            case Suspect() | Reaped():
+                return any(life.worker == SUPERVISOR for life in lives)
+            case wire.Ask() | wire.Purge() | wire.Quotas():
+                return True
+        life = question.life
+        if life in lives:
+            return True
+        # A longer name does not fit into a header, which could not say whose the slot is.
+        if lives or life.worker == self._life.worker or len(life.worker.encode()) > MAX_WORKER_NAME_BYTES:
+            return False
+        lives.add(life)
+        return True
 
     def expire(self, now_s: float) -> None:
         self.index.expire(now_s)
@@ -188,7 +210,7 @@ class Member:
     def _look_up(self, question: wire.Lookup, now_s: float, send: Send | None) -> wire.Found | None:
         for lease in question.done:
             self.index.release(lease, question.life)
-        wait_s = question.wait_ms / 1e3 if send is not None else 0.0
+        wait_s = min(question.wait_ms / 1e3, _MAX_WAIT_S) if send is not None else 0.0
         hit = self.tiers.lookup(question.keys, question.life, question.namespace, now_s, wait_s)
         if isinstance(hit, Hit):
             return self._found(question.number, hit)
@@ -217,11 +239,11 @@ class Member:
             tuple(place for place, block in enumerate(hit.blocks) if block.from_disk),
         )
 
-    def _reserve(self, question: wire.Reserve, now_s: float) -> wire.Granted | None:
-        if len(question.life.worker.encode()) > MAX_WORKER_NAME_BYTES:  # its header could not say whose the slot is
-            self._num_strange += 1
-            return None
+    def _reserve(self, question: wire.Reserve, now_s: float) -> wire.Granted:
+        self._last_reserve.pop(question.life, None)
         self._last_reserve[question.life] = question.number
+        if len(self._last_reserve) > _REMEMBERED_WRITERS:
+            del self._last_reserve[next(iter(self._last_reserve))]
         grant = self.index.reserve(question.keys, question.life, question.namespace, now_s, question.depths)
         return wire.Granted(question.number, self.arena.nonce, grant.ticket, grant.positions, grant.slots)
 

@@ -21,7 +21,7 @@ from typing import Annotated
 
 import msgspec
 
-from tripool.messages import Life, Reaped, Suspect
+from tripool.messages import Checksum, FileName, Life, Natural, Positive, Reaped, Suspect, strictly
 
 PROTOCOL = 2
 KEY_BYTES = 16
@@ -30,8 +30,13 @@ MAX_KEYS = 4096
 MAX_MESSAGE_BYTES = 2**18
 
 Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-Natural = Annotated[int, msgspec.Meta(ge=0)]
 Small = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+_FEW = msgspec.Meta(max_length=MAX_KEYS)
+Keys = Annotated[tuple[Key, ...], _FEW]
+Slots = Annotated[tuple[Small, ...], _FEW]
+Numbers = Annotated[tuple[Natural, ...], _FEW]
+"""Leases and tickets."""
+Checksums = Annotated[tuple[Checksum, ...], _FEW]
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -47,17 +52,17 @@ class Open(_Message, frozen=True):
     Who asks is writing nothing: what it had reserved, perhaps in answers that were lost, is free.
     """
 
-    number: int
-    protocol: int
+    number: Natural
+    protocol: Natural
     life: Life
 
 
 class Lookup(_Message, frozen=True):
-    number: int
+    number: Natural
     life: Life
     namespace: Key
-    keys: tuple[Key, ...]
-    done: tuple[int, ...] = ()
+    keys: Keys
+    done: Numbers = ()
     """Leases that are not needed any more."""
     wait_ms: Small = 0
     """How long the answer may wait for blocks that come from disk."""
@@ -65,8 +70,8 @@ class Lookup(_Message, frozen=True):
 
 class Release(_Message, frozen=True):
     life: Life
-    leases: tuple[int, ...]
-    bad: tuple[int, ...] = ()
+    leases: Numbers
+    bad: Slots = ()
     """Slots of theirs whose bytes did not fit their checksums."""
 
 
@@ -74,18 +79,18 @@ class Used(_Message, frozen=True):
     """Blocks that were read without asking."""
 
     life: Life
-    slots: tuple[Small, ...]
-    tickets: tuple[int, ...]
-    bad: tuple[int, ...] = ()
+    slots: Slots
+    tickets: Numbers
+    bad: Slots = ()
     """Slots whose bytes did not fit their checksums."""
 
 
 class Reserve(_Message, frozen=True):
-    number: int
+    number: Natural
     life: Life
     namespace: Key
-    keys: tuple[Key, ...]
-    depths: tuple[Small, ...] = ()
+    keys: Keys
+    depths: Slots = ()
     """Where each of them is in its chain: later blocks cost more to compute again."""
 
 
@@ -93,26 +98,26 @@ class Commit(_Message, frozen=True):
     """Done with all slots of a ticket; those not listed were not written."""
 
     life: Life
-    ticket: int
-    slots: tuple[int, ...] = ()
-    checksums: tuple[Natural, ...] = ()
-    sizes: tuple[Small, ...] = ()
+    ticket: Natural
+    slots: Slots = ()
+    checksums: Checksums = ()
+    sizes: Slots = ()
     form: Small = 0
 
 
 class Ask(_Message, frozen=True):
-    number: int
+    number: Natural
 
 
 class Purge(_Message, frozen=True):
-    number: int
+    number: Natural
     namespace: Key
 
 
 class Quotas(_Message, frozen=True):
     """Most slots of these namespaces, instead of all that was said before. Answered by Purged."""
 
-    number: int
+    number: Natural
     slots: dict[Key, Natural]
 
 
@@ -120,38 +125,38 @@ class Quotas(_Message, frozen=True):
 
 
 class Opened(_Message, frozen=True):
-    number: int
-    protocol: int
+    number: Natural
+    protocol: Natural
     member: Life
-    arena: str
-    """File name in the folder that pool and peers share."""
-    nonce: int
-    write_s: float
+    arena: FileName
+    """In the folder that pool and peers share."""
+    nonce: Natural
+    write_s: Annotated[float, msgspec.Meta(gt=0, le=3600)]
     """How long a writer has from reservation to commit."""
-    seat: int = -1
+    seat: Annotated[int, msgspec.Meta(ge=-1, le=255)] = -1
     """Where this peer may sit in the arena to read without asking; -1: all seats are taken."""
 
 
 class Found(_Message, frozen=True):
     """Columns: one entry per block of the prefix."""
 
-    number: int
-    nonce: int
-    lease: int
-    slots: tuple[int, ...]
-    checksums: tuple[int, ...]
-    sizes: tuple[int, ...]
-    forms: tuple[int, ...]
-    from_disk: tuple[int, ...] = ()
+    number: Natural
+    nonce: Natural
+    lease: Natural
+    slots: Slots
+    checksums: Checksums
+    sizes: Slots
+    forms: Slots
+    from_disk: Slots = ()
     """Places in these columns of blocks that were on disk alone when this was asked."""
 
 
 class Granted(_Message, frozen=True):
-    number: int
-    nonce: int
-    ticket: int
-    positions: tuple[int, ...]
-    slots: tuple[int, ...]
+    number: Natural
+    nonce: Natural
+    ticket: Natural
+    positions: Slots
+    slots: Slots
 
 
 class Disk(msgspec.Struct, frozen=True, array_like=True):
@@ -159,44 +164,44 @@ class Disk(msgspec.Struct, frozen=True, array_like=True):
 
     state: str
     """opening, on, or why it is off."""
-    num_bytes: int
-    used_bytes: int = 0
-    blocks: int = 0
-    pending: int = 0
+    num_bytes: Natural
+    used_bytes: Natural = 0
+    blocks: Natural = 0
+    pending: Natural = 0
     """Blocks of memory that have no copy yet."""
-    written: int = 0
-    promoted: int = 0
+    written: Natural = 0
+    promoted: Natural = 0
     """Blocks that came back to memory."""
-    lost: int = 0
+    lost: Natural = 0
     """Forgotten by memory before they could be written."""
-    forgotten: int = 0
-    bad: int = 0
+    forgotten: Natural = 0
+    bad: Natural = 0
 
 
 class Told(_Message, frozen=True):
-    number: int
-    slot_bytes: int
-    num_slots: int
-    free: int
-    reserved: int
-    fenced: int
+    number: Natural
+    slot_bytes: Positive
+    num_slots: Positive
+    free: Natural
+    reserved: Natural
+    fenced: Natural
     """Of the reserved ones: those of late or lost writers."""
-    committed: int
-    leases: int
-    hits: int
-    misses: int
-    evicted: int
-    bad: int
-    expired_leases: int
-    strange_messages: int
-    held: dict[bytes, int]
+    committed: Natural
+    leases: Natural
+    hits: Natural
+    misses: Natural
+    evicted: Natural
+    bad: Natural
+    expired_leases: Natural
+    strange_messages: Natural
+    held: dict[Key, Natural]
     """Slots in use by `namespace_tag`, of the largest namespaces."""
     disk: Disk | None = None
 
 
 class Purged(_Message, frozen=True):
-    number: int
-    num_blocks: int
+    number: Natural
+    num_blocks: Natural
 
 
 Question = Open | Lookup | Release | Used | Reserve | Commit | Ask | Purge | Quotas | Suspect | Reaped
@@ -217,9 +222,9 @@ def encode(message: Question | Answer) -> bytes:
 
 
 def decode_question(data: bytes | memoryview) -> Question:
-    """Raises msgspec.DecodeError (ValidationError included) on anything else."""
-    return _questions.decode(data)
+    """Raises msgspec.DecodeError, and nothing else, on anything else."""
+    return strictly(_questions, data)
 
 
 def decode_answer(data: bytes | memoryview) -> Answer:
-    return _answers.decode(data)
+    return strictly(_answers, data)

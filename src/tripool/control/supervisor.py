@@ -16,7 +16,7 @@ from pathlib import Path
 from tripool.cache.client import PoolClient
 from tripool.control.backoff import Backoff
 from tripool.control.launch import Child, Spec, launch
-from tripool.messages import Drain, Life, Ready, Reaped, Suspect
+from tripool.messages import SUPERVISOR, Drain, Life, Ready, Reaped, Suspect
 
 GATEWAY = "gateway"
 _LOOK_S = 0.2
@@ -60,7 +60,7 @@ class Supervisor:
         """Lives of which not every cache member knows yet that they are over."""
         # Lives are counted, not timed: a clock that is set back must not make the next one older than the last.
         self._epochs = count(1)
-        self._pool = PoolClient(folder, self._cache, Life("supervisor", next(self._epochs)))
+        self._pool = PoolClient(folder, self._cache, Life(SUPERVISOR, next(self._epochs)))
         self._was_ready = False
         self.stopping = False
         """Set it, from a signal handler too: `run` ends the children in order and returns."""

@@ -116,8 +116,22 @@ class DecodeWorker:
             self._refuse(job, "overloaded", "too many wait here already")
         elif adopt.parcel.block_bytes != self._engine.block_bytes:
             self._refuse(job, "bad_parcel", "it was packed by a worker with another kind of KV memory")
+        elif not self._fits(adopt):
+            self._refuse(job, "bad_parcel", "it is not of what its request and answer say")
         else:
             self._queue.append(job)
+
+    def _fits(self, adopt: Adopt) -> bool:
+        """Whether parcel, answer and request are of one sequence: everything here is counted by them."""
+        request, parcel, tokens = adopt.request, adopt.parcel, adopt.answered.tokens
+        num_blocks = -(-parcel.num_tokens // BLOCK_TOKENS)
+        return (
+            len(parcel.offsets) == len(parcel.checksums) == num_blocks > 0
+            and parcel.num_tokens == len(request.prompt_ids) + len(tokens) - 1
+            and adopt.num_cached_tokens <= len(request.prompt_ids)
+            and adopt.answered.choice < request.params.n
+            and all(token < self._engine.vocab for token in tokens)
+        )
 
     def _fetch(self, budget: int) -> None:
         """Blocks of the oldest that waits, then of the next: nothing overtakes it, so a long one gets its room."""

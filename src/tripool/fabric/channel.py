@@ -11,15 +11,22 @@ from collections.abc import Iterator
 import msgspec
 import zmq
 
-from tripool.messages import AnyMessage, decode, encode
+from tripool.messages import AnyMessage, FromWorker, Life, ToWorker, decode_from_worker, decode_to_worker, encode
 
 _RECONNECT_MS = 50
+
+
+def identity_of(life: Life) -> str:
+    """How the names of all lines of a life begin. A line speaks for its own alone."""
+    return f"{life.worker}.{life.epoch}."
 
 
 class Line:
     """From a worker to the gateway. One connection's worth: after `broken`, close it and make another."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, identity: str) -> None:
+        self.num_strange = 0
+        """Messages that could not be read."""
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, 0)
@@ -33,13 +40,16 @@ class Line:
         """Never waits. What cannot be delivered is lost when the line breaks."""
         self.socket.send(encode(message), zmq.DONTWAIT)
 
-    def receive(self) -> Iterator[AnyMessage]:
+    def receive(self) -> Iterator[ToWorker]:
         """All that is there. What is no message of ours is passed over: it cannot have come from our gateway."""
         while _readable(self.socket):
+            data = b"".join(self.socket.recv_multipart(zmq.DONTWAIT))
             try:
-                yield decode(self.socket.recv(zmq.DONTWAIT))
+                message = decode_to_worker(data)
             except msgspec.DecodeError:
+                self.num_strange += 1
                 continue
+            yield message
 
     @property
     def broken(self) -> bool:
@@ -55,6 +65,8 @@ class Switchboard:
     """The gateway's end of all lines. `fileno` becomes readable when there may be something to `receive`."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *addresses: str) -> None:
+        self.num_strange = 0
+        """Messages that could not be read, or whose sender spoke for somebody else."""
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -75,13 +87,18 @@ class Switchboard:
         """Never waits; to a line that is gone it goes nowhere."""
         self._socket.send_multipart((identity, encode(message)), zmq.DONTWAIT)
 
-    def receive(self) -> Iterator[tuple[bytes, AnyMessage]]:
+    def receive(self) -> Iterator[tuple[bytes, FromWorker]]:
         while self.waiting:
             identity, *parts = self._socket.recv_multipart(zmq.DONTWAIT)
             try:
-                yield identity, decode(b"".join(parts))
+                message = decode_from_worker(b"".join(parts))
             except msgspec.DecodeError:
-                continue  # not one of ours, or of another version
+                self.num_strange += 1  # not one of ours, or of another version
+                continue
+            if not identity.startswith(identity_of(message.life).encode()):
+                self.num_strange += 1
+                continue
+            yield identity, message
 
     def close(self) -> None:
         self._socket.close(0)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 
 import zmq
 
-from tripool.fabric.channel import Line
+from tripool.fabric.channel import Line, identity_of
 from tripool.messages import AnyMessage, Hello, Pulse, Welcome
 
 SILENCE_S = 3.0
@@ -104,7 +104,7 @@ class Link:
     @property
     def _identity(self) -> str:
         """Another one for every line: what is sent to an old one goes nowhere."""
-        return f"{self._hello.life.worker}.{self._hello.life.epoch}.{self._num_lines}"
+        return f"{identity_of(self._hello.life)}{self._num_lines}"
 
     def _say_hello(self) -> None:
         now_s = self._clock()

@@ -156,8 +156,10 @@ class Inbox:
 
     def read(self, parcel: Parcel, index: int, into: memoryview) -> bool:
         mapped = self._map(parcel.arena)
+        if mapped is None or not 0 <= index < min(len(parcel.offsets), len(parcel.checksums)):
+            return False
         start = parcel.offsets[index]
-        if mapped is None or start + len(into) > len(mapped):
+        if not 0 <= start <= len(mapped) - len(into):
             return False
         # Copied first, then summed up: what is checked is what will be used.
         into[:] = memoryview(mapped)[start : start + len(into)]
@@ -166,14 +168,16 @@ class Inbox:
     def _map(self, name: str) -> mmap.mmap | None:
         if name not in self._maps:
             self._forget_removed()
-            if name != Path(name).name:
+            if name != Path(name).name or "\0" in name:
                 return None  # a name, never a path: it came from outside
             try:
-                file = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                file = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             except OSError:
                 return None  # its owner is gone, and with it the parcel
             try:
                 self._maps[name] = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
+            except (OSError, ValueError):
+                return None  # a folder, or an empty file: nobody's parcel
             finally:
                 os.close(file)
         return self._maps[name]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tripool.core import BLOCK_TOKENS, Request, Stages, TokenEvent
-from tripool.errors import RequestFailed, TripoolError
+from tripool.errors import InvalidRequest, RequestFailed, TripoolError
 from tripool.fabric.parcels import Lease, Outbox
 from tripool.fabric.prefixes import Prefixes
 from tripool.fabric.seam import PoolEngine, local_id
@@ -139,6 +139,7 @@ class PrefillWorker:
         answered = {known.choice: known.tokens for known in begin.answered}
         job = _Job(request, attempt, now_s + begin.deadline_s, begin.parcel_s, set(answered))
         try:
+            self._check(begin)
             self._look_up(job, request)
             self._engine.add(replace(request, id=name), answered)
         except TripoolError as error:
@@ -149,6 +150,15 @@ class PrefillWorker:
             self._fail(job)
         else:
             self._jobs[name] = job
+
+    def _check(self, begin: Begin) -> None:
+        """What is known of the answers must be of this request and of this model."""
+        choices = [known.choice for known in begin.answered]
+        tokens = [token for known in begin.answered for token in known.tokens]
+        if not choices or len(set(choices)) < len(choices) or max(choices) >= begin.request.params.n:
+            raise InvalidRequest("the choices to go on with are not those of the request")
+        if tokens and max(tokens) >= self._engine.vocab:
+            raise InvalidRequest("the answer so far has tokens that this model does not have")
 
     def _look_up(self, job: _Job, request: Request) -> None:
         if self._prefixes is not None and all(0 <= token_id < self._engine.vocab for token_id in request.prompt_ids):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 from tripool.config import RouterConfig
-from tripool.core import Request
+from tripool.core import Request, TokenEvent
 from tripool.errors import InvalidRequest, NoWorkers, Overloaded, TripoolError, error_of
 from tripool.messages import (
     PROTOCOL,
@@ -209,8 +209,18 @@ class Coordinator:
     # ---- what workers say about requests ----------------------------------------------------------------------------
 
     def _tokens(self, message: Tokens, now_s: float) -> None:
+        member = self.view.get(message.life)
         for stamped in message.events:
-            self._token(message.life, stamped, (), now_s)
+            if member is None or self._is_token(stamped.event, member):  # else a gap, which is noticed
+                self._token(message.life, stamped, (), now_s)
+
+    def _is_token(self, event: TokenEvent, member: Member) -> bool:
+        """Whether it can be one of this model and request. What a worker says goes on to clients and into sums."""
+        entry = self.ledger.get(event.request_id)
+        num_prompt = len(entry.request.prompt_ids) if entry is not None else 0
+        known = entry is None or 0 <= event.num_cached_tokens <= num_prompt
+        drafts = 0 <= event.num_accepted_draft_tokens <= event.num_draft_tokens
+        return known and drafts and 0 <= event.token_id < member.hello.vocab
 
     def _token(self, life: Life, stamped: Stamped, before: Sequence[int], now_s: float) -> None:
         event, attempt = stamped.event, stamped.attempt
