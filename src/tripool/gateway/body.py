@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect
@@ -35,11 +37,21 @@ class BodyCutOff(InvalidRequest):
     code = "request_cut_off"
 
 
+MIN_INTEGER, MAX_INTEGER = -(2**63), 2**64 - 1
+_MAX_DIGITS = 20
+"""Of the largest, and of the smallest with its sign."""
 _WITHIN_S = 60.0
 """For a whole body. Whoever sends half of one and waits would otherwise be inside for ever."""
 
 
-async def read_body(http: HttpRequest, max_bytes: int, *, within_s: float = _WITHIN_S) -> bytes:
+async def read_body(
+    http: HttpRequest,
+    max_bytes: int,
+    *,
+    hold: Callable[[int], object] = lambda size: None,
+    within_s: float = _WITHIN_S,
+) -> bytes:
+    """`hold` is told how much there is so far, and may refuse more."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise NotJson(f"the content type is '{kind}'", hint="send 'Content-Type: application/json'")
@@ -54,6 +66,7 @@ async def read_body(http: HttpRequest, max_bytes: int, *, within_s: float = _WIT
                 size += len(part)
                 if size > max_bytes:  # a chunked body promises no length
                     raise _too_large(max_bytes)
+                hold(size)
                 parts.append(part)
     except TimeoutError as error:
         raise BodyTooSlow(f"the body was not there after {within_s:g} s", hint="send it faster, or less") from error
@@ -72,10 +85,10 @@ def body_docs(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode_json(raw: bytes) -> dict[str, Any]:
-    """A JSON object; refuses NaN and Infinity, half surrogates and nesting without end."""
+    """A JSON object; refuses NaN, Infinity and what would become it, half surrogates and nesting without end."""
     try:
         # Given bytes, the library would let half surrogates through and guess at UTF-16.
-        body = json.loads(raw.decode(), parse_constant=_refuse_constant)
+        body = _DECODER.decode(raw.decode())
         if b"\\ud" in raw.lower():  # only an escape can smuggle in half of a surrogate pair
             json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # ValueError: bad JSON, bad UTF-8, half surrogates, endless digits
@@ -87,3 +100,22 @@ def decode_json(raw: bytes) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def _integer(digits: str) -> int | float:
+    """Of 64 bits, with a sign or without: nothing behind this can hold more. What is larger is a number, no integer."""
+    if len(digits) < _MAX_DIGITS - 1:  # nearly all, and token ids come by the hundred thousand
+        return int(digits)
+    if len(digits) <= _MAX_DIGITS and MIN_INTEGER <= (value := int(digits)) <= MAX_INTEGER:
+        return value
+    return _finite(digits)
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"{digits[:_MAX_DIGITS]} is too large for a number")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_int=_integer, parse_float=_finite)

@@ -1,10 +1,15 @@
-"""JSON types that a field of a body may have: how each is recognised, named in an error and written in a schema."""
+"""JSON types that a field of a body may have: how each is recognised, named in an error and written in a schema.
+
+Integers have at most 64 bits and numbers are finite: `decode_json` lets no others in.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from tripool.gateway.body import MAX_INTEGER, MIN_INTEGER
 
 MAX_STOPS = 16
 
@@ -71,9 +76,10 @@ def _list_schema(items: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _TEXT_SCHEMA = {"type": "string"}
-_IDS_SCHEMA = _list_schema({"type": "integer"})
+_INTEGER_SCHEMA = {"type": "integer", "minimum": MIN_INTEGER, "maximum": MAX_INTEGER}
+_IDS_SCHEMA = _list_schema(_INTEGER_SCHEMA)
 
-INTEGER = Kind("an integer", {"type": "integer"}, _is_integer)
+INTEGER = Kind("an integer", _INTEGER_SCHEMA, _is_integer)
 NUMBER = Kind("a number", {"type": "number"}, _is_number)
 BOOLEAN = Kind("true or false", {"type": "boolean"}, lambda value: isinstance(value, bool))
 TEXT = Kind("a string", _TEXT_SCHEMA, _is_text)

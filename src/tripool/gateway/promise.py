@@ -49,8 +49,8 @@ def read_promise(fields: Mapping[str, Any], tenant: Tenant, wishes: Wishes) -> P
 
 
 def _check(name: str, value: object) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not 0 < float(value) <= _MAX_MS:  # type: ignore[arg-type]
+    # Compared as it is: a whole number may be too large to become a float.
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= _MAX_MS:
         raise _wrong(name, value)
 
 
