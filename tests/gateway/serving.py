@@ -18,6 +18,7 @@ from tripool.core import Request, TokenEvent
 from tripool.engine.fake import FakeEngine, fake_text
 from tripool.engine.thread import EngineThread
 from tripool.gateway import create_app
+from tripool.gateway.connection_limits import ConnectionLimits
 from tripool.gateway.doored import Doored
 from tripool.gateway.server import Server, listen, url_of
 from tripool.tenants import Tenant
@@ -132,6 +133,7 @@ def running_server(
     clock: Callable[[], float] = time.monotonic,
     door: DoorConfig | None = None,
     tenants: Callable[[str], Tenant] | None = None,
+    limits: ConnectionLimits | None = None,
 ) -> Iterator[Served]:
     engine = engine or WatchedEngine(context_tokens=context_tokens)
     config = GatewayConfig(max_body_bytes=max_body_bytes)
@@ -141,7 +143,7 @@ def running_server(
     ready = threading.Event()
     backend = Doored(engine_thread, door, tenant_of=tenants)
     app = create_app(backend, Tokenizer(engine.text), engine.name, config, clock=clock)
-    server = Server(app, on_ready=ready.set, end_answers=lambda: engine_thread.close(0))
+    server = Server(app, on_ready=ready.set, end_answers=lambda: engine_thread.close(0), limits=limits)
     server_thread = threading.Thread(target=server.run, args=([listener],))
     server_thread.start()
     try:

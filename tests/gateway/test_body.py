@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 from starlette.requests import Request as HttpRequest
 
+from tripool.errors import Overloaded
+from tripool.gateway.bodies import Bodies
 from tripool.gateway.body import BodyTooSlow, read_body
+from tripool.tenants import ANONYMOUS, Caller
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -65,3 +69,40 @@ def test_half_a_body_is_waited_for_only_so_long():
     with pytest.raises(BodyTooSlow) as refused:
         asyncio.run(read())
     assert refused.value.status == 408
+
+
+def test_large_bodies_that_arrive_at_once_are_bounded_for_each_tenant_and_together():
+    """Slow senders of large bodies would otherwise hold gigabytes; short bodies are never refused."""
+    bodies, large, short = Bodies(2**20, max_held_bytes=4 * 2**20), b"a" * (2**19 + 2**16), b"a" * 2**16
+
+    def request(tenant: str, content: bytes, end: asyncio.Event) -> HttpRequest:
+        async def receive():
+            nonlocal content
+            if content:
+                part, content = content, b""
+                return {"type": "http.request", "body": part, "more_body": True}
+            await end.wait()
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        caller = Caller(tenant=replace(ANONYMOUS, name=tenant))
+        headers = [(b"content-type", b"application/json")]
+        return HttpRequest({"type": "http", "headers": headers, "tripool.caller": caller}, receive)
+
+    async def fill() -> None:
+        end = asyncio.Event()
+        ended = asyncio.Event()
+        ended.set()
+        held = []
+        for tenant in "abcd":
+            held += [asyncio.create_task(bodies.read(request(tenant, large, end))) for _ in range(2)]
+            await asyncio.sleep(0)
+            with pytest.raises(Overloaded):
+                await bodies.read(request(tenant, large, ended))
+        with pytest.raises(Overloaded):
+            await bodies.read(request("e", large, ended))
+        assert await bodies.read(request("a", short, ended)) == short
+        end.set()
+        assert await asyncio.gather(*held) == [large] * 8
+        assert await bodies.read(request("a", large, ended)) == large
+
+    asyncio.run(fill())

@@ -23,7 +23,8 @@ from tripool.gateway.admin import admin_routes
 from tripool.gateway.anthropic.respond import MessageShapes
 from tripool.gateway.auth import Access, Guard, caller_of
 from tripool.gateway.backend import Backend
-from tripool.gateway.body import body_docs, read_body
+from tripool.gateway.bodies import Bodies
+from tripool.gateway.body import body_docs
 from tripool.gateway.gate import Gate
 from tripool.gateway.job import Api, Job
 from tripool.gateway.model_routes import model_routes
@@ -67,9 +68,11 @@ def create_models_app(
     app = FastAPI(title="Tripool", version=__version__)
     gate, journal = Gate(), Journal()
     app.include_router(admin_routes(models, gate, journal, stall_s=config.stall_s))
-    app.include_router(token_routes(lambda raw: models.meant_by(raw).tokens, config.max_body_bytes))
-    app.include_router(model_routes(models, config.max_body_bytes))
-    answering = Answering(models, gate, journal, config, clock, access)
+    bodies = Bodies(config.max_body_bytes)
+    app.include_router(token_routes(lambda raw: models.meant_by(raw).tokens, bodies))
+    app.include_router(model_routes(models, bodies))
+    app.state.on_connection_ended = models.default.metrics.connection_ended
+    answering = Answering(models, gate, journal, bodies, clock, access)
     if access is not None:
         app.add_middleware(Guard, access=access, on_refused=models.default.metrics.refused)
 
@@ -97,11 +100,11 @@ class Answering:
         models: Models,
         gate: Gate,
         journal: Journal,
-        config: GatewayConfig,
+        bodies: Bodies,
         clock: Callable[[], float],
         access: Access | None,
     ) -> None:
-        self._models, self._gate, self._journal, self._config, self._clock = models, gate, journal, config, clock
+        self._models, self._gate, self._journal, self._bodies, self._clock = models, gate, journal, bodies, clock
         self._access = access
 
     async def answer(self, http: HttpRequest, api: Api) -> Response:
@@ -130,7 +133,7 @@ class Answering:
             self._access.ended(record, caller, served.name)
 
     async def _read(self, http: HttpRequest, api: Api) -> tuple[Served, Job]:
-        raw = await read_body(http, self._config.max_body_bytes)
+        raw = await self._bodies.read(http)
         request_id = header_id(http.headers.get("x-request-id"))
         tenant, wishes = caller_of(http).tenant, header_wishes(http.headers)
         if len(raw) <= _SHORT_BYTES:

@@ -83,10 +83,15 @@ class Metrics(Collector):
         self._finished: Counter[str] = Counter()
         self._requests: Counter[tuple[str, str]] = Counter()
         self._refused: Counter[str] = Counter()
+        self._connections_ended: Counter[str] = Counter()
 
     def refused(self, code: str) -> None:
         """Before any token came: by an error of this code."""
         self._refused[code] += 1
+
+    def connection_ended(self, code: str) -> None:
+        """By the server, before or beside any request."""
+        self._connections_ended[code] += 1
 
     def ended(self, record: Record) -> None:
         self._requests[(record.api, record.state)] += 1
@@ -136,8 +141,10 @@ class Metrics(Collector):
         by_state = list(self._requests.items())
         ended = [((reason,), count) for reason, count in self._finished.items()]
         refused = [((code,), count) for code, count in self._refused.items()]
+        cut = [((code,), count) for code, count in self._connections_ended.items()]
         yield self._family(CounterMetricFamily, "tripool_requests", "By how they ended.", by_state, ("api", "state"))
         yield self._family(CounterMetricFamily, "tripool_requests_refused", "By error code.", refused, ("code",))
+        yield self._family(CounterMetricFamily, "tripool_connections_ended", "By the server.", cut, ("code",))
         for name, label in (("tripool_choices_finished", "reason"), ("vllm:request_success", "finished_reason")):
             yield self._family(CounterMetricFamily, name, "Choices that came to an end.", ended, (label,))
         yield self._family(GaugeMetricFamily, "tripool_requests_open", "Being answered.", [((), self._num_open())])

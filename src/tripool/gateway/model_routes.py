@@ -9,12 +9,13 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 
 from tripool.gateway.admin import refuse_other_sites
-from tripool.gateway.body import body_docs, decode_json, read_body
+from tripool.gateway.bodies import Bodies
+from tripool.gateway.body import body_docs, decode_json
 from tripool.gateway.models import Models, Served
 from tripool.gateway.options import ONE_MODEL
 
 
-def model_routes(models: Models, max_body_bytes: int) -> APIRouter:
+def model_routes(models: Models, bodies: Bodies) -> APIRouter:
     routes = APIRouter()
     started_s = int(time.time())
 
@@ -25,7 +26,7 @@ def model_routes(models: Models, max_body_bytes: int) -> APIRouter:
 
     async def named(http: HttpRequest) -> Served:
         refuse_other_sites(http)
-        return models.find(ONE_MODEL.checked(decode_json(await read_body(http, max_body_bytes)))["model"])
+        return models.find(ONE_MODEL.checked(decode_json(await bodies.read(http)))["model"])
 
     @routes.get("/v1/models")
     async def all_models() -> dict[str, Any]:

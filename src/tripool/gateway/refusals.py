@@ -42,6 +42,31 @@ class RequestUnknown(TripoolError):
     code = "request_unknown"
 
 
+class NotHttp(TripoolError):
+    """Bytes that are no HTTP/1 request: TLS or HTTP/2 on the plain port, or nonsense."""
+
+    status = 400
+    code = "not_http"
+
+
+class HeadTooLarge(TripoolError):
+    """Request line and headers, or what surrounds the chunks of a body."""
+
+    status = 431
+    code = "head_too_large"
+
+
+class HeadTooSlow(TripoolError):
+    status = 408
+    code = "head_too_slow"
+
+
+class TooManyConnections(TripoolError):
+    status = 503
+    code = "too_many_connections"
+    retry_after_s = 1
+
+
 class OtherSite(TripoolError):
     """A web page of another site may not steer a server that happens to run on its reader's machine."""
 

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from tripool.errors import TripoolError
+from tripool.gateway.connection import Connection
+from tripool.gateway.connection_limits import ConnectionLimits
+from tripool.gateway.connection_table import ConnectionTable
 
 _DRAIN_S = 3
 """How long open answers may go on after a signal to stop; then they are told that the engine has stopped."""
 _CUT_S = 3
 """How much longer before connections that are still open are cut."""
+_SPARE_FILES = 1024
+"""Descriptors for all that is not a connection: pools, disks, models, and connections that are accepted before others
+are closed for them."""
+_SEND_BYTES = 2**16
+"""Of an answer, in the system's hands. Left to itself it would hold megabytes for a client that reads nothing."""
 
 
 class CannotListen(TripoolError):
@@ -29,6 +40,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)  # connections inherit it
         listener.bind(address)
     except OSError as error:
         if listener is not None:
@@ -43,6 +55,17 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def allow_connections(max_open: int) -> int:
+    """Let this process have enough files for so many. Returns how many there may be: an `accept` without a file left
+    would stop the listening."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max_open + _SPARE_FILES
+    if soft < wanted and soft != hard:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max_open if soft >= wanted else max(1, soft - min(_SPARE_FILES, soft // 2))
+
+
 class Server(uvicorn.Server):
     """Serves until `should_exit` or a signal.
 
@@ -50,13 +73,29 @@ class Server(uvicorn.Server):
     still open some seconds after the end was asked for: it makes the backend end them with an error.
     """
 
-    def __init__(self, app: FastAPI, *, on_ready: Callable[[], object], end_answers: Callable[[], object]) -> None:
-        bound_s = _DRAIN_S + _CUT_S
-        super().__init__(
-            uvicorn.Config(
-                app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=bound_s
-            )
+    def __init__(
+        self,
+        app: FastAPI,
+        *,
+        on_ready: Callable[[], object],
+        end_answers: Callable[[], object],
+        limits: ConnectionLimits | None = None,
+    ) -> None:
+        limits = limits or ConnectionLimits()
+        self.connections: ConnectionTable[Connection] = ConnectionTable(allow_connections(limits.max_open))
+        connection: Any = partial(
+            Connection, table=self.connections, limits=limits, on_ended=app.state.on_connection_ended
         )
+        config = uvicorn.Config(
+            app,
+            http=connection,
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=_DRAIN_S + _CUT_S,
+        )
+        super().__init__(config)
         self._on_ready, self._end_answers = on_ready, end_answers
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -15,6 +15,7 @@ from tripool.answer import Answer, Delta
 from tripool.core import TokenEvent
 from tripool.errors import TripoolError
 from tripool.gateway.backend import Backend, Facts
+from tripool.gateway.connection_limits import cut_off_because
 from tripool.gateway.job import Job
 from tripool.gateway.record import Record, State
 from tripool.gateway.respond import Voice
@@ -57,7 +58,8 @@ class AnswerResponse(Response):
             raise
         finally:  # a hang-up and a shutdown come here without an error
             self._explain_all()
-            self._end_record("failed" if isinstance(sys.exception(), Exception) else "cancelled")
+            failed = isinstance(sys.exception(), Exception)
+            self._end_record("failed" if failed else "cancelled", None if failed else cut_off_because(scope))
             self._on_end(self._record)
 
     async def _whole(self, send: Send) -> None:

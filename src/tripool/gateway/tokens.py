@@ -10,7 +10,8 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 
 from tripool.errors import InvalidRequest
-from tripool.gateway.body import body_docs, read_body
+from tripool.gateway.bodies import Bodies
+from tripool.gateway.body import body_docs
 from tripool.gateway.messages import to_message
 from tripool.gateway.options import ANTHROPIC_COUNT, DETOKENIZE, TOKENIZE
 from tripool.gateway.parse import Parser
@@ -48,12 +49,12 @@ class TokenService:
         return {"input_tokens": self._parser.count(raw)}
 
 
-def token_routes(service_of: Callable[[bytes], TokenService], max_body_bytes: int) -> APIRouter:
+def token_routes(service_of: Callable[[bytes], TokenService], bodies: Bodies) -> APIRouter:
     """`service_of` a body: that of the model which the body names."""
     routes = APIRouter()
 
     async def answer(http: HttpRequest, read: Callable[[TokenService, bytes], dict[str, Any]]) -> dict[str, Any]:
-        raw = await read_body(http, max_body_bytes)
+        raw = await bodies.read(http)
         return await asyncio.to_thread(lambda: read(service_of(raw), raw))
 
     @routes.post("/tokenize", openapi_extra=body_docs(TOKENIZE.schema()))

@@ -1,0 +1,336 @@
+"""One HTTP connection, bounded in bytes and in time: uvicorn's own waits and reads for as long as its client likes.
+
+| phase | we wait for | bound |
+|---|---|---|
+| head | the request line and all headers | 64 KiB, 100 headers, 10 s; then 431 or 408 |
+| body | the rest of the request | the application's own; little may surround the chunks, trailers are dropped |
+| working | nothing: the client waits for us | the write deadline |
+| leftover | the rest of a body that was answered already | 8 MiB, 5 s |
+| idle | another request | 5 s |
+| refused | the client to see why | 8 MiB, 2 s |
+
+In every phase a client that has to take bytes from us must take 16 KiB, or all there are, within 30 s. Requests that
+are sent before the last one was answered are dropped, and the connection is closed after that answer: clients must be
+prepared for that (RFC 9112, 9.3.2), and an end of the connection is then always seen at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from tripool.errors import TripoolError
+from tripool.gateway.connection_limits import CONNECTION_END, SLOW_READER, ConnectionEnd, ConnectionLimits
+from tripool.gateway.connection_table import ConnectionTable
+from tripool.gateway.refusals import (
+    HeadTooLarge,
+    HeadTooSlow,
+    NotHttp,
+    TooManyConnections,
+    dialect_of,
+    error_headers,
+    error_shape,
+)
+
+
+class _Phase(Enum):
+    HEAD = auto()
+    BODY = auto()
+    WORKING = auto()
+    LEFTOVER = auto()
+    IDLE = auto()
+    REFUSED = auto()
+
+
+_BOUNDED = {_Phase.HEAD: "head_s", _Phase.LEFTOVER: "leftover_s", _Phase.IDLE: "idle_s", _Phase.REFUSED: "refused_s"}
+
+
+class _StopParsing(Exception):
+    """Raised inside the parser: it goes no further, and says so."""
+
+
+class Connection(HttpToolsProtocol):
+    """`on_ended` is told the code of every refusal and cut that happens here, below the application."""
+
+    def __init__(
+        self,
+        *args: Any,
+        table: ConnectionTable[Connection],
+        limits: ConnectionLimits,
+        on_ended: Callable[[str], object],
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.url = b""
+        self._table, self._limits, self._on_ended = table, limits, on_ended
+        self._end = ConnectionEnd()
+        self._phase = _Phase.HEAD
+        self._deadline: asyncio.TimerHandle | None = None
+        self._take_deadline: asyncio.TimerHandle | None = None
+        self._known = False
+        """Whether a complete head has ever come."""
+        self._begun = False
+        self._head_complete = False
+        self._message_complete = False
+        self._num_headers = 0
+        self._head_bytes = 0
+        """As parsed. What the parser holds back of an unfinished header is in `_raw_bytes` only."""
+        self._raw_bytes = 0
+        """Of this message's present part (head or body), but for the piece in which it began."""
+        self._body_bytes = 0
+        self._unwanted_bytes = 0
+        self._deaf = False
+        """Nothing that comes is looked at any more."""
+        self._refusal: TripoolError | None = None
+
+    # ---- what the event loop tells -----------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=self._limits.buffered_bytes)
+        self._table.waits(self, known=False)
+        self._set_deadline(self._limits.head_s)
+        victim = self._table.superfluous()
+        if victim is self:
+            self._refuse(TooManyConnections("all connections are in use", hint="try again in a moment"))
+        elif victim is not None:
+            victim.make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._table.closed(self)
+        for timer in (self._deadline, self._take_deadline):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            self._drop(len(data))
+            return
+        if self._working():
+            self._stop_listening()
+            return
+        before = self._phase
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:  # offered, not accepted: it was answered as what it is besides
+            self._stop_listening()
+        except httptools.HttpParserError:
+            if self._working():  # the request was fine; what follows it is not
+                self._stop_listening()
+            else:
+                hint = "this is an HTTP/1.1 port, without TLS"
+                self._refuse(self._refusal or NotHttp("this is not an HTTP request", hint=hint))
+        else:
+            self._enter(self._phase_now())
+            if self._phase is before:
+                self._check_size(len(data))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._stop_watching()
+
+    # ---- what the parser finds ---------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self._working():
+            raise _StopParsing
+        super().on_message_begin()
+        self._begun, self._head_complete, self._message_complete = True, False, False
+        self._num_headers = self._head_bytes = self._raw_bytes = self._body_bytes = self._unwanted_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count_head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head_complete:
+            return  # a trailer; nothing here wants one, and it must not pass for a header
+        self._num_headers += 1
+        self._count_head(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._known = self._head_complete = True
+        self._raw_bytes = 0
+        self.scope[CONNECTION_END] = self._end  # type: ignore[literal-required]
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._message_complete = True
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        # In place of the base class's: no request ever waits behind another, and the idle time is one of our phases.
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            self._watch_reader()
+            return
+        self.flow.resume_reading()
+        self._enter(self._phase_now())
+
+    # ---- phases ------------------------------------------------------------------------------------------------------
+
+    def _working(self) -> bool:
+        """Whether a complete request waits for its answer."""
+        return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+
+    def _phase_now(self) -> _Phase:
+        if not self._head_complete:
+            return _Phase.HEAD
+        if self.cycle.response_complete:
+            return _Phase.IDLE if self._message_complete else _Phase.LEFTOVER
+        return _Phase.WORKING if self._message_complete else _Phase.BODY
+
+    def _enter(self, phase: _Phase) -> None:
+        """A phase's time runs from its beginning, however much arrives in the meantime."""
+        if phase is self._phase:
+            return
+        self._phase = phase
+        if phase is _Phase.WORKING:
+            self._table.works(self)
+        else:
+            self._table.waits(self, known=self._known and phase is not _Phase.REFUSED)
+        bound = _BOUNDED.get(phase)
+        self._set_deadline(None if bound is None else getattr(self._limits, bound))
+
+    def _set_deadline(self, seconds: float | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None if seconds is None else self.loop.call_later(seconds, self._too_late)
+
+    def _too_late(self) -> None:
+        self._deadline = None
+        if self._phase is _Phase.HEAD and self._begun:
+            seconds = self._limits.head_s
+            self._refuse(HeadTooSlow(f"the headers were not there after {seconds:g} s", hint="send them at once"))
+        elif self._phase in (_Phase.HEAD, _Phase.IDLE):
+            self._close()
+        else:
+            self._abort()
+
+    # ---- sizes -------------------------------------------------------------------------------------------------------
+
+    def _count_head(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        if self._head_bytes > self._limits.head_bytes or self._num_headers > self._limits.num_headers:
+            self._refusal = self._head_too_large()
+            raise _StopParsing
+
+    def _check_size(self, num_bytes: int) -> None:
+        """After a piece that lay within one phase."""
+        self._raw_bytes += num_bytes
+        limits = self._limits
+        if self._phase is _Phase.HEAD and self._raw_bytes > limits.head_bytes:
+            self._refuse(self._head_too_large())
+        elif self._phase is _Phase.BODY:
+            around = self._raw_bytes - self._body_bytes
+            if around > limits.head_bytes + limits.frame_bytes * self._body_bytes:
+                self._refuse(HeadTooLarge("there is more around this body than in it", hint="send larger chunks"))
+        elif self._phase is _Phase.LEFTOVER:
+            self._drop(num_bytes)
+
+    def _head_too_large(self) -> HeadTooLarge:
+        hint = f"at most {self._limits.head_bytes} bytes and {self._limits.num_headers} headers"
+        return HeadTooLarge("the request line and headers are too large", hint=hint)
+
+    def _drop(self, num_bytes: int) -> None:
+        self._unwanted_bytes += num_bytes
+        if self._unwanted_bytes > self._limits.unwanted_bytes:
+            self._abort()
+
+    # ---- ends --------------------------------------------------------------------------------------------------------
+
+    def make_room(self) -> None:
+        """Ended in favour of a connection that came later."""
+        self._table.closed(self)
+        self._end_for(TooManyConnections.code)
+        if self._phase is _Phase.IDLE:
+            self._close()
+        else:
+            self._abort()
+
+    def _stop_listening(self) -> None:
+        """After the answer under way, which is what was asked for, the connection ends."""
+        self._deaf = True
+        if self.cycle.response_complete:
+            self._close()
+        else:
+            self._enter(_Phase.WORKING)
+            self.cycle.keep_alive = False
+
+    def _refuse(self, error: TripoolError) -> None:
+        """Say why, below the application, and end."""
+        if self.transport.is_closing():
+            return
+        self._end_for(error.code)
+        cycle, self._deaf = self.cycle, True
+        if cycle is not None and not cycle.response_complete:
+            # To the application the client has hung up; whatever it still sends is dropped.
+            cycle.disconnected = True
+            cycle.message_event.set()
+            if cycle.response_started:
+                self._abort()
+                return
+        path = self.url.decode("latin-1").partition("?")[0]
+        body = json.dumps(error_shape(error, dialect_of(path))).encode()
+        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        lines = [f"{name}: {value}\r\n" for name, value in (headers | error_headers(error)).items()]
+        self.transport.write(STATUS_LINE[error.status] + "".join(lines).encode() + b"\r\n" + body)
+        self.transport.write_eof()
+        self.flow.resume_reading()  # what it still sends is dropped, and its end is seen
+        self._enter(_Phase.REFUSED)
+
+    def _abort(self) -> None:
+        """At once, with a reset: the system would otherwise keep what the client did not take, and the connection."""
+        line = self.transport.get_extra_info("socket")
+        if line is not None:
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.transport.abort()
+
+    def _close(self) -> None:
+        self.transport.close()
+        self._watch_reader()
+
+    def _end_for(self, reason: str) -> None:
+        self._end.reason = reason
+        self._on_ended(reason)
+
+    # ---- clients that do not take what was sent ----------------------------------------------------------------------
+
+    def _watch_reader(self) -> None:
+        if self._take_deadline is None:
+            size = self.transport.get_write_buffer_size()
+            self._take_deadline = self.loop.call_later(self._limits.take_s, self._look_at_reader, size)
+
+    def _stop_watching(self) -> None:
+        if self._take_deadline is not None:
+            self._take_deadline.cancel()
+            self._take_deadline = None
+
+    def _look_at_reader(self, size_before: int) -> None:
+        """Nothing is written while this is watched, so that what is missing was taken."""
+        self._take_deadline = None
+        size = self.transport.get_write_buffer_size()
+        if size and size_before - size < self._limits.taken_bytes:
+            self._end_for(SLOW_READER)
+            self._abort()
+        else:
+            self._watch_reader()

@@ -1,0 +1,44 @@
+"""Bounds of one HTTP connection, and how those who answer on it learn that it was cut off. No uvicorn in here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SLOW_READER = "slow_reader"
+"""Why a request was cancelled whose client does not take its answer."""
+CONNECTION_END = "tripool.connection_end"
+"""In the scope of every request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    max_open: int = 4096
+    head_bytes: int = 2**16
+    num_headers: int = 100
+    head_s: float = 10.0
+    idle_s: float = 5.0
+    unwanted_bytes: int = 8 * 2**20
+    """Read and dropped: hanging up on a client that still sends would take the answer from it."""
+    leftover_s: float = 5.0
+    refused_s: float = 2.0
+    frame_bytes: int = 16
+    """Around each byte of a chunked body, besides `head_bytes`."""
+    buffered_bytes: int = 2**16
+    """Written and not yet taken by the system: the application waits when there is more."""
+    taken_bytes: int = 2**14
+    take_s: float = 30.0
+
+
+class ConnectionEnd:
+    """Why the server cut a connection off, for those who still answer on it. Empty: it did not."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+
+
+def cut_off_because(scope: Mapping[str, Any]) -> str | None:
+    """None when the client went away by itself, or all went well."""
+    end: ConnectionEnd | None = scope.get(CONNECTION_END)
+    return end.reason or None if end is not None else None
