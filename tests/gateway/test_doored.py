@@ -192,7 +192,7 @@ def test_a_client_that_hangs_up_while_waiting_leaves_nothing(serve: Serve, strea
     with blocked(serve, NARROW) as (served, pool):
         enter(served, pool)
         body = json.dumps({"prompt": "gone", "max_tokens": 2, "stream": stream}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
         with socket.create_connection(served.address, timeout=DEADLINE_S) as connection:
             connection.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
             wait_for(lambda: num_waiting(served) == 1)

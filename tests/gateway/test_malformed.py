@@ -44,7 +44,7 @@ def connected(served: Served) -> Iterator[socket.socket]:
 
 def head(path: str, *lines: str) -> bytes:
     kind = "content-type: application/json"
-    return "\r\n".join([f"POST {path} HTTP/1.1", "host: x", "connection: close", kind, *lines, "", ""]).encode()
+    return "\r\n".join([f"POST {path} HTTP/1.1", "host: localhost", "connection: close", kind, *lines, "", ""]).encode()
 
 
 def status_of(connection: socket.socket) -> int:

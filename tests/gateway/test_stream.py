@@ -28,7 +28,7 @@ def test_hanging_up_before_an_answer_cancels_it(serve):
     """No byte has been sent when the client goes: only the closed connection can tell."""
     with serve(context_tokens=10**9) as served:
         body = json.dumps(ENDLESS).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
         with socket.create_connection(served.address, timeout=20) as connection:
             connection.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
             assert served.engine.wait_busy()

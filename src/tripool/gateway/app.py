@@ -26,6 +26,7 @@ from tripool.gateway.backend import Backend
 from tripool.gateway.bodies import Bodies
 from tripool.gateway.body import body_docs
 from tripool.gateway.gate import Gate
+from tripool.gateway.host_check import HostCheck
 from tripool.gateway.job import Api, Job
 from tripool.gateway.model_routes import model_routes
 from tripool.gateway.models import Models, Served
@@ -73,6 +74,7 @@ def create_models_app(
     app.include_router(model_routes(models, bodies))
     app.state.on_connection_ended = models.default.metrics.connection_ended
     answering = Answering(models, gate, journal, bodies, clock, access)
+    app.add_middleware(HostCheck, guarded=access is not None, on_refused=models.default.metrics.refused)
     if access is not None:
         app.add_middleware(Guard, access=access, on_refused=models.default.metrics.refused)
 

@@ -144,6 +144,12 @@ def caller_of(http: HttpRequest) -> Caller:
     return caller
 
 
+def needed_no_key(scope: Scope, *, guarded: bool) -> bool:
+    """Whether whoever sends this is the operator without a key. What everybody may see is not meant."""
+    caller: Caller | None = scope.get(_CALLER, None if guarded else NOBODY)
+    return caller == NOBODY
+
+
 def _presented(scope: Scope) -> str | None:
     headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of two with one name, the first
     kind, _, bearer = headers.get(b"authorization", b"").partition(b" ")

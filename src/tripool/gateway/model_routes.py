@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 
-from tripool.gateway.admin import refuse_other_sites
 from tripool.gateway.bodies import Bodies
 from tripool.gateway.body import body_docs, decode_json
 from tripool.gateway.models import Models, Served
@@ -25,7 +24,6 @@ def model_routes(models: Models, bodies: Bodies) -> APIRouter:
         return head | facts | models.keeper.describe(served.name)
 
     async def named(http: HttpRequest) -> Served:
-        refuse_other_sites(http)
         return models.find(ONE_MODEL.checked(decode_json(await bodies.read(http)))["model"])
 
     @routes.get("/v1/models")

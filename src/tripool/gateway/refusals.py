@@ -67,6 +67,13 @@ class TooManyConnections(TripoolError):
     retry_after_s = 1
 
 
+class HostRefused(TripoolError):
+    """A name that a web page may have given this server, to pass for a part of itself."""
+
+    status = 403
+    code = "host_refused"
+
+
 class OtherSite(TripoolError):
     """A web page of another site may not steer a server that happens to run on its reader's machine."""
 

@@ -1,0 +1,114 @@
+"""Keeps web pages away from a server without keys, where everyone who reaches it is its operator.
+
+A page in the browser of someone who reaches the server has two ways to it. A name of the page's own site that resolves
+to the server's address (DNS rebinding) makes the server part of that site: so `Host` must be a name that no other site
+can have. And a form or a script may post to any address without reading the answer: so what changes something may not
+come from a page of another site. Programs send neither `Origin` nor foreign hosts. Where keys are asked for they are
+the defence, and nothing is checked here.
+
+| connection | `Host` may be |
+|---|---|
+| to a loopback address | localhost, a loopback address, this machine's name, the address itself; missing |
+| to any other address | also every IP address, names without a dot, and those that end in .local or .internal |
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from urllib.parse import urlsplit
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tripool.errors import TripoolError
+from tripool.gateway.auth import needed_no_key
+from tripool.gateway.refusals import HostRefused, OtherSite, dialect_of, error_shape
+
+_SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+_OWN_SITES = frozenset({"same-origin", "none"})
+_PRIVATE_ENDS = (".local", ".internal")
+"""Reserved: nobody can register such a name."""
+_MAX_HOST_CHARS = 300
+"""No name is longer, with its port."""
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+class HostCheck:
+    """`guarded`: whether a guard in front of this says who needed no key. `on_refused` is told the code."""
+
+    def __init__(self, app: ASGIApp, *, guarded: bool, on_refused: Callable[[str], object]) -> None:
+        self._app, self._guarded, self._on_refused = app, guarded, on_refused
+        self._own_name = socket.gethostname().lower()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and needed_no_key(scope, guarded=self._guarded):
+            try:
+                check_host(scope["headers"], (scope.get("server") or ("",))[0], self._own_name)
+                if scope["method"] not in _SAFE_METHODS:
+                    check_site(scope["headers"])
+            except TripoolError as error:
+                self._on_refused(error.code)
+                body = error_shape(error, dialect_of(scope["path"]))
+                await JSONResponse(body, status_code=error.status)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def check_host(headers: Headers, reached_at: str, own_name: str) -> None:
+    """`reached_at`: the server's address of this connection; a connection that has none is not made by a browser."""
+    hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
+    if not hosts:  # browsers never leave it out
+        return
+    if len(hosts) > 1 or len(hosts[0]) > _MAX_HOST_CHARS or not _may_be_called(hosts[0], reached_at, own_name):
+        hint = (
+            "call it localhost, or by its address; a server with API keys (`tripool keys add NAME`) may have any name"
+        )
+        raise HostRefused(f"this server without keys is not called '{hosts[0][:100]}'", hint=hint)
+
+
+def check_site(headers: Headers) -> None:
+    """Browsers name the page's origin whenever it posts; pages of apps and extensions (`app://...`) are no sites."""
+    given = {name: value.decode("latin-1") for name, value in headers}
+    origin = given.get(b"origin")
+    if origin is None:
+        foreign = given.get(b"sec-fetch-site", "none") not in _OWN_SITES
+    else:
+        scheme, _, host = origin.partition("://")
+        same = host.lower() == given.get(b"host", "").lower()
+        foreign = origin == "null" or (scheme.lower() in ("http", "https") and not same)
+    if foreign:
+        raise OtherSite("a page of another site may not do this", hint="call it from a program, or from this server")
+
+
+@lru_cache(maxsize=64)  # asked for every request, and nearly always the same
+def _may_be_called(host: str, reached_at: str, own_name: str) -> bool:
+    name, address = _name(host), _address(reached_at)
+    literal = _address(name)
+    if address is None:
+        return True
+    if literal is not None:
+        return literal.is_loopback or literal.is_unspecified or literal == address or not address.is_loopback
+    if name == "localhost" or name.endswith(".localhost") or name in (own_name, f"{own_name}.local"):
+        return True
+    return name != "" and not address.is_loopback and ("." not in name or name.endswith(_PRIVATE_ENDS))
+
+
+def _name(host: str) -> str:
+    """Without its port."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").rstrip(".").lower()
+    except ValueError:  # brackets that hold no address
+        return "?.?"
+
+
+def _address(text: str) -> IPv4Address | IPv6Address | None:
+    try:
+        address = ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return mapped or address
