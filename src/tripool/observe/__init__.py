@@ -1,4 +1,4 @@
-"""Is this machine fit to serve? Facts are collected in one place and judged in another; nothing here serves."""
+"""Is this machine fit to serve, and what happened while it did: doctor's facts and findings, and the log."""
 
 from tripool.observe.checks import Finding, judge
 from tripool.observe.machine import Machine

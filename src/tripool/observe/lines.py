@@ -1,0 +1,130 @@
+"""One line of the log from one record, as text or as JSON. Pure: the time is the record's.
+
+A line is safe whatever a client has sent: everything outside of printable ASCII is escaped, so that no field can end a
+line or begin another; what looks like an API key is masked; objects are named by their type alone. What an exception
+says is left out once requests are served, because it may quote one: its type and its place tell where to look.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import re
+import traceback
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+Style = Literal["text", "json"]
+
+MAX_LINE_BYTES = 4096
+"""A pipe takes so much at once: lines of several processes that share one are not mixed."""
+_MAX_CHARS = (1000, 200, 40)
+"""Of one text in a line; less and less until the line is short enough."""
+_MAX_ITEMS = 32
+_BIG = 2**63
+_MAX_FRAMES, _MAX_CAUSE_FRAMES = 20, 4
+_MAX_CAUSES = 4
+_OWN = {"time", "level", "process", "pid", "logger", "message"}
+_NO_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | _OWN | {"asctime", "taskName", "color_message"}
+"""What every record has, what every line says of itself, and a text of uvicorn's for terminals."""
+_WORD = re.compile(r"[A-Za-z0-9_.:/@+~*,%-]+")
+_PLAIN = re.compile(r"[ !#-<>-~]+")
+"""A message that needs no quotes: printable, without `"` and `=`."""
+_KEY = re.compile(r"(?<![0-9A-Za-z])tp-[0-9A-Za-z_-]{20,}")
+
+
+class LineFormatter(logging.Formatter):
+    """`process` and `pid` say who writes."""
+
+    def __init__(self, style: Style, process: str, pid: int) -> None:
+        super().__init__()
+        self._as, self._process, self._pid = style, process, pid
+        self.serving = False
+        """Set when the first request may come: from then on no line says what an exception said."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        for max_chars in _MAX_CHARS:
+            line = self._line(record, self._fields(record, max_chars), max_chars)
+            if len(line) < MAX_LINE_BYTES:  # all of it is ASCII
+                return line
+        return self._line(record, {"left_out": "too many fields"}, _MAX_CHARS[-1])
+
+    def _line(self, record: logging.LogRecord, fields: dict[str, Any], max_chars: int) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        level, message = record.levelname.lower(), _cut(_message(record), max_chars)
+        if self._as == "json":
+            head = {"time": time, "level": level, "process": self._process, "pid": self._pid, "logger": record.name}
+            line = json.dumps({**head, "message": message, **fields})
+        else:
+            said = message if _PLAIN.fullmatch(message) else json.dumps(message)
+            told = "".join([f" {name}={_text(value)}" for name, value in fields.items()])
+            line = f"{time} {level.upper()} {self._process}[{self._pid}] {said}{told}"
+        return _KEY.sub("tp-***", line) if "tp-" in line else line
+
+    def _fields(self, record: logging.LogRecord, max_chars: int) -> dict[str, Any]:
+        given = record.__dict__
+        fields = {
+            name: _clean(value, max_chars)
+            for name, value in given.items()
+            if name not in _NO_FIELDS and value is not None
+        }
+        if record.exc_info and record.exc_info[1] is not None:
+            fields |= _raised(record.exc_info[1], max_chars, says=not self.serving)
+        return fields
+
+
+def _message(record: logging.LogRecord) -> str:
+    text = record.getMessage()
+    if record.name.partition(".")[0] == "tripool":
+        return text
+    first = text.strip().partition("\n")[0]
+    # asyncio goes on with the arguments of callbacks and the messages of exceptions.
+    return first.partition("(")[0] if record.name == "asyncio" else first
+
+
+def _clean(value: Any, max_chars: int) -> Any:
+    if isinstance(value, str):
+        return _cut(value, max_chars)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, int):  # so are True and False
+        return value if -_BIG < value < _BIG else f"<{value.bit_length()} bits>"
+    if value is None:
+        return None
+    if isinstance(value, (list, tuple)):
+        return [_clean(item, max_chars) for item in value[:_MAX_ITEMS]]
+    return f"<{type(value).__name__}>"
+
+
+def _cut(text: str, max_chars: int) -> str:
+    """Not longer, and without halves of surrogate pairs, which are no JSON."""
+    text = text if len(text) <= max_chars else f"{text[:max_chars]}..."
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value if _WORD.fullmatch(value) else json.dumps(value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return repr(value)
+    return json.dumps(value)
+
+
+def _raised(error: BaseException, max_chars: int, *, says: bool) -> dict[str, Any]:
+    """What was raised where, the cause of it last."""
+    kinds: list[str] = []
+    places: list[str] = []
+    at: BaseException | None = error
+    while at is not None and len(kinds) < _MAX_CAUSES:
+        frames = [*traceback.walk_tb(at.__traceback__)][-(_MAX_CAUSE_FRAMES if kinds else _MAX_FRAMES) :]
+        places += [_place(frame.f_code.co_filename, number, frame.f_code.co_name) for frame, number in frames]
+        number = f"({errno.errorcode.get(at.errno, at.errno)})" if isinstance(at, OSError) and at.errno else ""
+        kinds.append(_cut(f"{type(at).__name__}{number}{f': {at}' if says else ''}", max_chars))
+        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+    return {"exception": " from ".join(kinds), "traceback": [_cut(place, max_chars) for place in places[:_MAX_ITEMS]]}
+
+
+def _place(file: str, line: int, function: str) -> str:
+    return f"{'/'.join(file.split('/')[-3:])}:{line} {function}"
