@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -17,6 +18,8 @@ from tripool.gateway.metrics import scrape
 from tripool.gateway.models import Models
 from tripool.gateway.record import MAX_KEPT, Journal
 from tripool.gateway.refusals import NotReady, RequestUnknown
+
+_LOG = logging.getLogger("tripool.gateway")
 
 
 def admin_routes(models: Models, gate: Gate, journal: Journal, *, stall_s: float) -> APIRouter:
@@ -46,7 +49,7 @@ def _add_health(routes: APIRouter, models: Models, gate: Gate, stall_s: float) -
             raise NotReady("draining", hint="send requests elsewhere")
         stats = models.stats()
         if stats.missing:
-            raise NotReady(stats.missing, hint="wait for one, or see what the supervisor says on stderr")
+            raise NotReady(stats.missing, hint="wait for one, or see what the log says")
         stalled_s = stats.stalled_s
         if stalled_s > stall_s:
             raise NotReady(
@@ -78,6 +81,8 @@ def _add_load(routes: APIRouter, models: Models, gate: Gate) -> None:
 
 def _add_drain(routes: APIRouter, gate: Gate) -> None:
     def drained(draining: bool) -> dict[str, Any]:
+        if gate.draining != draining:
+            _LOG.info("draining" if draining else "no longer draining", extra={"open": gate.num_inside})
         gate.draining = draining
         return {"draining": draining, "open_requests": gate.num_inside}
 

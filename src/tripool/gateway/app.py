@@ -35,6 +35,7 @@ from tripool.gateway.parse import header_id
 from tripool.gateway.promise import Wishes, header_wishes
 from tripool.gateway.record import Journal, Record
 from tripool.gateway.refusals import dialect_of, error_body, error_headers, error_shape
+from tripool.gateway.request_log import RequestLog, note_error, note_record, request_id_of
 from tripool.gateway.respond import Shapes, Voice
 from tripool.gateway.stream import AnswerResponse
 from tripool.gateway.tokens import token_routes
@@ -77,6 +78,7 @@ def create_models_app(
     app.add_middleware(HostCheck, guarded=access is not None, on_refused=models.default.metrics.refused)
     if access is not None:
         app.add_middleware(Guard, access=access, on_refused=models.default.metrics.refused)
+    app.add_middleware(RequestLog)  # the last one added is the outermost
 
     @app.post("/v1/chat/completions", openapi_extra=body_docs(CHAT.schema()))
     async def chat_completions(http: HttpRequest) -> Response:
@@ -125,6 +127,7 @@ class Answering:
         metrics = served.metrics
         record = Record(job, self._clock, received_s=received_s, created_s=created_s, on_gaps=metrics.gaps)
         self._journal.keep(record)
+        note_record(http.scope, record, served.name)
         inside = partial(self._inside, served)
         on_end = partial(self._ended, caller_of(http), served)
         return AnswerResponse(job, served.backend, answers, voice, record, inside=inside, on_end=on_end)
@@ -162,19 +165,21 @@ class Answering:
 
 def _shape_errors(app: FastAPI, models: Models) -> None:
     def shaped(http: HttpRequest, status: int, body: dict[str, Any], headers: Any = None) -> Response:
-        asked = header_id(http.headers.get("x-request-id"))
-        named = {} if asked is None else {"x-request-id": asked}
+        request_id = request_id_of(http.scope)
+        named = {} if request_id is None else {"x-request-id": request_id}
         return JSONResponse(body, status_code=status, headers={**(headers or {}), **named})
 
     @app.exception_handler(TripoolError)
     async def refused(http: HttpRequest, error: TripoolError) -> Response:
         models.default.metrics.refused(error.code)
+        note_error(http.scope, error.code)
         return shaped(http, error.status, error_shape(error, dialect_of(http.url.path)), error_headers(error))
 
     @app.exception_handler(RequestValidationError)
     async def wrong_query(http: HttpRequest, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         param = str(first["loc"][-1])[:100]
+        note_error(http.scope, "invalid_request")
         return shaped(http, 400, error_body(400, f"'{param}': {first['msg']}", code="invalid_request", param=param))
 
     @app.exception_handler(HTTPException)
@@ -184,6 +189,6 @@ def _shape_errors(app: FastAPI, models: Models) -> None:
 
     @app.exception_handler(Exception)
     async def our_mistake(http: HttpRequest, error: Exception) -> Response:
-        # Starlette raises it again after this answer, so the server's log has the whole story.
+        # Starlette raises it again after this answer; the log has its type and its place, under the request's id.
         message, dialect = "the server made a mistake; its log says more", dialect_of(http.url.path)
         return shaped(http, 500, error_body(500, message, code=TripoolError.code, dialect=dialect))

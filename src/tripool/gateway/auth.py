@@ -24,6 +24,8 @@ from tripool.errors import TripoolError
 from tripool.gateway.parse import header_id
 from tripool.gateway.record import Record
 from tripool.gateway.refusals import dialect_of, error_headers, error_shape
+from tripool.gateway.request_log import CALLER as _CALLER
+from tripool.gateway.request_log import note_error
 from tripool.tenants import ANONYMOUS, NOBODY, Caller, Roll, Tenant
 from tripool.tenants.meter import Meter
 from tripool.tenants.watch import Watch
@@ -39,7 +41,6 @@ _FOR_TENANTS = frozenset(
         "/detokenize",
     }
 )
-_CALLER = "tripool.caller"
 _ASK = "ask the operator for another"
 _STRANGER = Caller(tenant=ANONYMOUS)
 """Who asks for what everybody may see."""
@@ -74,6 +75,11 @@ class Access:
         """Whether no key is asked for. Raises BookError as `caller` does."""
         self._watch.roll()
         return self._watch.is_open
+
+    @property
+    def keys(self) -> str:
+        """For the log."""
+        return "none" if self.is_open else "needed"
 
     def tenant_named(self, name: str) -> Tenant:
         """One who was let in, with the limits of now. Raises KeyRefused for one who is gone from the book since."""
@@ -126,15 +132,15 @@ class Guard:
             scope[_CALLER] = _STRANGER
         elif scope["type"] == "http":
             try:
-                caller = self._access.caller(scope)
+                scope[_CALLER] = caller = self._access.caller(scope)
                 if not caller.admin and not _for_tenants(scope["method"], scope["path"]):
                     hint = "if it exists at all: make one with `tripool keys add NAME --admin`"
                     raise NotOperator(f"{scope['method']} {scope['path'][:200]} needs an admin key", hint=hint)
             except TripoolError as error:
                 self._on_refused(error.code)
+                note_error(scope, error.code)
                 await _refusal(scope, error)(scope, receive, send)
                 return
-            scope[_CALLER] = caller
         await self._app(scope, receive, send)
 
 

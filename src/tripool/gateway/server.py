@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
+import signal
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +18,9 @@ from tripool.errors import TripoolError
 from tripool.gateway.connection import Connection
 from tripool.gateway.connection_limits import ConnectionLimits
 from tripool.gateway.connection_table import ConnectionTable
+from tripool.gateway.request_log import is_news
 
+_LOG = logging.getLogger("tripool.gateway")
 _DRAIN_S = 3
 """How long open answers may go on after a signal to stop; then they are told that the engine has stopped."""
 _CUT_S = 3
@@ -81,6 +85,8 @@ class Server(uvicorn.Server):
         end_answers: Callable[[], object],
         limits: ConnectionLimits | None = None,
     ) -> None:
+        # No handlers of its own: what it says goes where everything goes. Below a warning it quotes paths and queries.
+        logging.getLogger("uvicorn.error").addFilter(is_news)
         limits = limits or ConnectionLimits()
         self.connections: ConnectionTable[Connection] = ConnectionTable(allow_connections(limits.max_open))
         connection: Any = partial(
@@ -90,6 +96,7 @@ class Server(uvicorn.Server):
             app,
             http=connection,
             ws="none",
+            log_config=None,
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -104,6 +111,8 @@ class Server(uvicorn.Server):
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        signals = [signal.Signals(number).name for number in self._captured_signals]
+        _LOG.info("stopping", extra={"signal": signals[0] if signals else None, "open": len(self.server_state.tasks)})
         drained = asyncio.get_running_loop().call_later(_DRAIN_S, self._end_answers)
         await super().shutdown(sockets)
         drained.cancel()

@@ -1,0 +1,156 @@
+"""One line in the log for every HTTP request, however it ends: who, what, how it went, where the time was.
+
+| who | leaves in the request's scope |
+|---|---|
+| this middleware | the request's id, until the body names another |
+| whoever refuses | the error's code: its message may quote what was sent |
+| the guard | the caller, of which the tenant's name is told |
+| a generation endpoint | the record |
+
+Of paths, those words are shown that a route has; everything else is a star, and queries are not looked at.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import sys
+import time
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tripool.errors import TripoolError
+from tripool.gateway.parse import header_id
+from tripool.gateway.record import Record
+from tripool.tenants import NOBODY, Caller
+
+LOG = logging.getLogger("tripool.gateway")
+CALLER = "tripool.caller"
+_ID, _ERROR, _RECORD, _MODEL = "tripool.request_id", "tripool.error", "tripool.record", "tripool.model"
+_HUNG_UP = 499
+"""As nginx says it: the client went before it had a status."""
+_WORDS = frozenset(
+    {
+        "", "v1", "chat", "completions", "messages", "count_tokens", "tokenize", "detokenize", "models", "load",
+        "unload", "requests", "explain", "health", "ready", "ping", "version", "metrics", "drain", "pools", "cache",
+        "docs", "oauth2-redirect", "redoc", "openapi.json",
+    }
+)  # fmt: skip
+"""Of all routes; whatever else stands in a path is somebody's own."""
+_MAX_WORDS = 8
+_QUIET = frozenset({"/health", "/ping", "/health/ready", "/load", "/metrics", "/version"})
+"""Asked for every few seconds by machines."""
+_IN_THE_LOG = "this is in the log already"
+
+
+def note_error(scope: Scope, code: str | None) -> None:
+    """Why the request is refused."""
+    scope[_ERROR] = code
+
+
+def note_record(scope: Scope, record: Record, model: str) -> None:
+    scope[_RECORD], scope[_MODEL] = record, model
+
+
+def request_id_of(scope: Scope) -> str | None:
+    """What the client calls it, or we; None where nothing is logged."""
+    found: str | None = scope.get(_ID)
+    return found
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """A filter of what uvicorn says: not the exceptions of which a request's line has told, and no advice."""
+    error = record.exc_info[1] if record.exc_info else None
+    advice = str(record.msg).startswith("No supported WebSocket library")  # there is to be none
+    return not advice and _IN_THE_LOG not in getattr(error, "__notes__", ())
+
+
+class RequestLog:
+    """Around all other middleware."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began_s = time.perf_counter()
+        asked = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        scope[_ID] = request_id = header_id(asked.decode("latin-1")) or secrets.token_hex(12)
+        status = _HUNG_UP
+
+        def noted(message: Message) -> Any:  # not a coroutine of its own: every token comes through here
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if not any(name == b"x-request-id" for name, _ in message["headers"]):
+                    message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            return send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            error = sys.exception()
+            if isinstance(error, Exception):
+                status = 500 if status == _HUNG_UP else status  # what the application answers around us
+                error.add_note(_IN_THE_LOG)
+            _tell(scope, status, time.perf_counter() - began_s, error if isinstance(error, Exception) else None)
+
+
+def _tell(scope: Scope, status: int, took_s: float, error: Exception | None) -> None:
+    record: Record | None = scope.get(_RECORD)
+    route, code = shown_path(scope["path"]), scope.get(_ERROR) or (record and record.error_code)
+    level = logging.INFO
+    if error is not None:
+        level, code = logging.ERROR, TripoolError.code
+    elif route in _QUIET:
+        level = logging.DEBUG
+    elif status >= 500:
+        level = logging.WARNING
+    if not LOG.isEnabledFor(level):
+        return
+    caller: Caller = scope.get(CALLER, NOBODY)
+    fields: dict[str, Any] = {
+        "request_id": scope[_ID] if record is None else record.request_id,
+        "tenant": caller.tenant.name or None,
+        "method": _method(scope["method"]),
+        "route": route,
+        "status": status,
+        "error": code,
+    }
+    if record is not None:
+        fields |= {"model": scope[_MODEL], **_of(record)}
+    fields["total_ms"] = round(took_s * 1e3, 3)
+    LOG.log(level, "request", extra=fields, exc_info=error)
+
+
+def shown_path(path: str) -> str:
+    """Without what a client made up."""
+    words = path.split("/")
+    shown = "/".join([word if word in _WORDS else "*" for word in words[:_MAX_WORDS]])
+    return f"{shown}/*" if len(words) > _MAX_WORDS else shown
+
+
+def _method(method: str) -> str:
+    """Clients may make up others."""
+    return method if method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS") else "*"
+
+
+def _of(record: Record) -> dict[str, Any]:
+    """Counts and times of a request for tokens: all stages, also those that took no time."""
+    told: dict[str, Any] = {
+        "key": record.key if record.key != record.request_id else None,
+        "stream": record.stream,
+        "ended": record.state,
+        "prompts": record.num_prompts,
+        "n": record.n,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": sum(usage.cached_tokens for usage in record.usages),
+        "completion_tokens": sum(usage.completion_tokens for usage in record.usages),
+        "finish": ",".join(f"{reason}:{number}" for reason, number in sorted(record.finish_reasons.items())) or None,
+    }
+    stages = {f"{name}_ms": us / 1e3 for name, us in record.stages_us().items()}
+    first = {"first_token_ms": record.first_token_us / 1e3} if record.tokens_came else {}
+    return told | stages | first

@@ -1,0 +1,171 @@
+"""One line in the log for each request, whatever became of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.serving import DEADLINE_S, GatedEngine, Serve, Served, WatchedEngine
+from tripool.config import GatewayConfig
+from tripool.engine.thread import EngineThread
+from tripool.gateway import create_app
+from tripool.gateway.request_log import _WORDS, shown_path
+from tripool.gateway.tokens import TokenService
+from tripool.text import Tokenizer
+
+BODY = {"prompt": "hello there", "max_tokens": 4}
+Requests = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def requests(caplog: pytest.LogCaptureFixture) -> Requests:
+    """The first lines about requests: a line comes after the last byte of its answer."""
+    caplog.set_level(logging.DEBUG, "tripool")
+
+    def lines(number: int = 1) -> list[dict[str, Any]]:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while True:
+            found = [vars(record) for record in list(caplog.records) if record.msg == "request"]
+            if len(found) >= number:
+                return found[:number]
+            assert time.monotonic() < deadline_s, found
+            threading.Event().wait(0.002)
+
+    return lines
+
+
+def documented() -> set[str]:
+    """Fields that docs/operate.md explains."""
+    page = (Path(__file__).parents[2] / "docs" / "operate.md").read_text("utf-8")
+    rows = page[page.index("| field | |") :].split("\n\n")[0].splitlines()[2:]
+    return {name.strip() for row in rows for name in row.split("|")[1].split(",")}
+
+
+def raw(served: Served, data: bytes) -> bytes:
+    with socket.create_connection(served.address, DEADLINE_S) as client:
+        client.sendall(data)
+        return client.recv(4096)
+
+
+def test_an_answer_has_one_line_with_its_counts_and_stages(server: Served, requests: Requests) -> None:
+    body = BODY | {"n": 2, "max_tokens": 4, "ignore_eos": True}
+    answer = server.http.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
+    (line,) = requests()
+    usage = answer.json()["usage"]
+    assert (line["request_id"], line["method"], line["status"], line["error"]) == ("mine", "POST", 200, None)
+    assert (line["model"], line["stream"], line["ended"], line["n"]) == ("fake", False, "finished", 2)
+    assert (line["prompt_tokens"], line["completion_tokens"]) == (usage["prompt_tokens"], usage["completion_tokens"])
+    stages = [line[f"{name}_ms"] for name in ("gateway", "queue", "lookup", "prefill", "transfer", "decode")]
+    assert line["total_ms"] >= line["first_token_ms"] > 0 and all(ms >= 0 for ms in stages)
+    assert sum(stages) <= line["total_ms"]
+    assert line["finish"] == "length:2" and line["levelname"] == "INFO"
+    fields = line.keys() - vars(logging.makeLogRecord({})).keys() - {"message"}
+    assert fields | {"exception", "traceback"} == documented()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "body", "status", "error"),
+    [
+        ("POST", "/v1/completions", {}, b"{", 400, "invalid_request"),
+        ("POST", "/v1/completions", {"content-type": "text/plain"}, b"{}", 415, "unsupported_media_type"),
+        ("POST", "/v1/completions", {"content-length": "9999999"}, b"", 413, "request_too_large"),
+        ("GET", "/v1/completions", {}, b"", 405, None),
+        ("POST", "/drain?resume=perhaps", {}, b"", 400, "invalid_request"),
+        ("GET", "/v1/requests/nobodys/explain", {}, b"", 404, "request_unknown"),
+        ("GET", "/v1/models/nobodys", {}, b"", 404, "model_not_found"),
+        ("GET", "/health", {}, b"", 200, None),
+    ],
+)
+def test_refusals_have_one_line_and_its_id_is_told(
+    server: Served,
+    requests: Requests,
+    method: str,
+    path: str,
+    headers: dict[str, str],
+    body: bytes,
+    status: int,
+    error: str | None,
+) -> None:
+    told = {"content-type": "application/json", "host": "x", "content-length": str(len(body)), **headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in told.items())
+    answer = raw(server, f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body).decode()
+    (line,) = requests()
+    assert (line["method"], line["status"], line["error"]) == (method, status, error)
+    assert f"x-request-id: {line['request_id']}\r\n" in answer and answer.startswith(f"HTTP/1.1 {status} ")
+    assert line["levelname"] == ("DEBUG" if path == "/health" else "INFO")
+
+
+def test_a_client_that_hangs_up_has_one_line(serve: Serve, requests: Requests) -> None:
+    endless = {"prompt": "hello", "ignore_eos": True}
+    with serve(context_tokens=10**9) as served:
+        with served.http.stream("POST", "/v1/completions", json=endless | {"stream": True}) as answer:
+            next(answer.iter_lines())
+        lines = requests(1)
+        with socket.create_connection(served.address, DEADLINE_S) as client:
+            body = json.dumps(endless)
+            head = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+            client.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n{body}".encode())
+            assert served.engine.wait_busy()
+        lines = requests(2)
+    assert [(line["status"], line["ended"], line["levelname"]) for line in lines] == [
+        (200, "cancelled", "INFO"),
+        (499, "cancelled", "INFO"),
+    ]
+
+
+def test_our_mistake_has_one_line_with_its_place_and_the_id_that_the_client_is_told(
+    server: Served, requests: Requests, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: TokenService, body: bytes) -> dict[str, Any]:
+        raise ValueError(body)
+
+    monkeypatch.setattr(TokenService, "detokenize", fail)
+    answer = server.http.post("/detokenize", json={"tokens": [1]})
+    (line,) = requests()
+    assert answer.status_code == line["status"] == 500
+    assert answer.headers["x-request-id"] == line["request_id"]
+    assert (line["levelname"], line["error"], line["exc_info"][0]) == ("ERROR", "internal_error", ValueError)
+    assert [record.name for record in caplog.records if record.levelno >= logging.ERROR] == ["tripool.gateway"]
+
+
+def test_an_answer_that_fails_on_its_way_says_so(serve: Serve, requests: Requests) -> None:
+    with serve(engine=GatedEngine(free_steps=1)) as served:
+        with served.http.stream("POST", "/v1/completions", json=BODY | {"stream": True, "ignore_eos": True}) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            served.thread.close(0)
+            served.engine.gate.set()
+            assert "engine_stopped" in "".join(lines)
+        refused = served.http.post("/v1/completions", json=BODY)
+    said = [(line["status"], line["error"], line["levelname"]) for line in requests(2)]
+    assert said == [(200, "engine_stopped", "INFO"), (refused.status_code, "engine_stopped", "WARNING")]
+    assert requests()[0]["ended"] == "failed"
+
+
+def test_paths_are_shown_by_the_words_of_routes_alone() -> None:
+    assert shown_path("/v1/requests/tp-secret/explain") == "/v1/requests/*/explain"
+    assert shown_path("/v1/v1/chat/completions") == "/v1/v1/chat/completions"
+    assert shown_path("/v1/\nforged/a line") == "/v1/*/*"
+    assert shown_path("/a" * 1000) == "/*" * 7 + "/*"
+
+
+def test_every_word_of_a_route_is_shown() -> None:
+    engine = WatchedEngine()
+    thread = EngineThread(engine)
+    app = create_app(thread, Tokenizer(engine.text), "fake", GatewayConfig())
+    thread.close(DEADLINE_S)
+    words = {word for path in app.openapi()["paths"] for word in path.split("/") if "{" not in word}
+    assert words <= _WORDS
+
+
+def test_a_client_cannot_choose_the_method_that_is_shown(server: Served, requests: Requests) -> None:
+    server.http.request("PROPFIND", "/v1/models")
+    assert [(line["method"], line["status"]) for line in requests()] == [("*", 405)]
