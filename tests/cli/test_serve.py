@@ -48,6 +48,11 @@ def read_banner(process: subprocess.Popen[str]) -> str:
     return banner
 
 
+def said(err: str) -> list[str]:
+    """The first word of each line of the log: nothing else is on stderr."""
+    return [re.fullmatch(r"\S+Z (?:INFO|WARNING) server\[\d+\] (\w+) .*", line)[1] for line in err.splitlines()]
+
+
 def test_serves_and_stops(process):
     banner = read_banner(process)
     found = re.search(r"curl (\S+) .*\n\s+-d '(.*)'", banner)
@@ -58,7 +63,8 @@ def test_serves_and_stops(process):
     assert answer["choices"][0]["message"]["content"]
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=DEADLINE_S)
-    assert (process.returncode, out, err) == (130, "", "")
+    assert (process.returncode, out) == (130, "")
+    assert said(err) == ["start", "ready", "request", "stopping", "stopped"]
 
 
 def test_stops_within_its_bound_while_an_answer_goes_on(process):
@@ -71,7 +77,17 @@ def test_stops_within_its_bound_while_an_answer_goes_on(process):
         *_, last, empty = lines
     assert (json.loads(last.removeprefix("data: "))["error"]["code"], empty) == ("engine_stopped", "")
     out, err = process.communicate(timeout=DEADLINE_S)
-    assert (process.returncode, out, err) == (130, "", "")
+    assert (process.returncode, out) == (130, "")
+    assert said(err) == ["start", "ready", "stopping", "request", "stopped"]
+
+
+def test_a_signal_to_end_closes_everything_on_the_way(process):
+    """The last usage is written and the last line is logged: the signal alone would end the process before that."""
+    read_banner(process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, out) == (0, "")
+    assert said(err) == ["start", "ready", "stopping", "stopped"]
 
 
 def test_a_taken_port_is_said_before_loading(tripool, models):

@@ -51,18 +51,16 @@ class Run:
     def __init__(self, folder: Path, *names: str, command: Callable[[str], str] = lambda name: sys.executable) -> None:
         self.folder = folder
         self.ready = threading.Event()
-        self.fell: list[str] = []
         specs = [Spec(name, (str(folder), name)) for name in names]
         self.supervisor = Supervisor(
             specs,
             folder,
             on_ready=self.ready.set,
-            on_fall=self.fell.append,
             start=lambda spec, *life: launch(spec, *life, command=(command(spec.name), "-c", CHILD)),
         )
         self.thread = threading.Thread(target=self.supervisor.run)
         self.thread.start()
-        assert self.ready.wait(DEADLINE_S), self.fell
+        assert self.ready.wait(DEADLINE_S)
 
     def lives(self, name: str) -> list[tuple[int, int]]:
         """(epoch, pid) of all that ever were in this place."""
@@ -97,7 +95,12 @@ def until(what: Callable[[], object]) -> None:
         threading.Event().wait(0.01)
 
 
-def test_who_falls_is_reaped_told_of_and_replaced(start: Callable[..., Run]) -> None:
+def ends(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """What the log says of processes that were not to end."""
+    return [vars(record) for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_who_falls_is_reaped_told_of_and_replaced(start: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
     run = start(GATEWAY, "decode-0")
     epoch, pid = run.lives("decode-0")[0]
     os.kill(pid, signal.SIGKILL)
@@ -105,7 +108,9 @@ def test_who_falls_is_reaped_told_of_and_replaced(start: Callable[..., Run]) -> 
     until(lambda: run.told() == [f"decode-0 {epoch}"])
     assert run.lives("decode-0")[1][0] > epoch
     assert not (run.folder / f"decode-0.{epoch}.arena").exists(), "what a dead life left is removed"
-    assert run.fell == ["decode-0 was ended by signal 9; starting another in 0.1 s"]
+    (said,) = ends(caplog)
+    assert (said["msg"], said["child"], said["child_pid"], said["epoch"]) == ("process ended", "decode-0", pid, epoch)
+    assert (said["signal"], said["again_in_s"]) == ("SIGKILL", 0.1)
     assert len(run.lives(GATEWAY)) == 1
 
 
@@ -122,7 +127,9 @@ def test_a_clock_that_is_set_back_makes_no_life_older(start: Callable[..., Run],
     assert epochs == sorted(set(epochs)) and epochs[0] > 0
 
 
-def test_what_cannot_be_started_now_is_tried_again_and_the_others_go_on(start: Callable[..., Run]) -> None:
+def test_what_cannot_be_started_now_is_tried_again_and_the_others_go_on(
+    start: Callable[..., Run], caplog: pytest.LogCaptureFixture
+) -> None:
     tries: list[str] = []
 
     def command(name: str) -> str:
@@ -134,7 +141,7 @@ def test_what_cannot_be_started_now_is_tried_again_and_the_others_go_on(start: C
     os.kill(run.lives("decode-0")[0][1], signal.SIGKILL)
     until(lambda: len(run.lives("decode-0")) == 2)
     assert tries.count("decode-0") == 3
-    assert "could not be started" in run.fell[1]
+    assert [said["msg"] for said in ends(caplog)] == ["process ended", "process not started"]
     assert len(run.lives(GATEWAY)) == 1
 
 
@@ -159,7 +166,9 @@ def test_a_silent_gateway_is_replaced(start: Callable[..., Run], monkeypatch: py
     until(lambda: len(run.lives(GATEWAY)) >= 2)
 
 
-def test_in_the_end_nobody_is_left(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_the_end_nobody_is_left(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("tripool.control.supervisor._END_S", 0.5)
     run = start(GATEWAY, "decode-0", "stubborn")
     pids = [run.lives(name)[0][1] for name in (GATEWAY, "decode-0", "stubborn")]
@@ -167,4 +176,4 @@ def test_in_the_end_nobody_is_left(start: Callable[..., Run], monkeypatch: pytes
     run.thread.join(DEADLINE_S)
     assert not run.thread.is_alive()
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    assert run.fell == []
+    assert not ends(caplog)

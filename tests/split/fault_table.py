@@ -101,7 +101,7 @@ async def _run(server: SplitServer, asked: list[Asked], fault: Fault, hop: Hop, 
         before = {(worker["worker"], worker["epoch"]) for worker in pools["workers"]}
         seen.folder = Path(pools["join"].removeprefix("ipc://")).parent
         seen.pids = tuple(server.children())
-        pid, num_fell = _target(server, pools, hop), len(server.fell)
+        pid, num_lines = _target(server, pools, hop), len(server.log)
         began_s = time.monotonic()
         await _inject(server, clients, fault, hop, pid, pools)
         if (fault in ("kill -9", "SIGSTOP, SIGCONT") and hop in ("prefill", "decode")) or (
@@ -115,7 +115,7 @@ async def _run(server: SplitServer, asked: list[Asked], fault: Fault, hop: Hop, 
             await _until_cache_is_replaced(http, server, pid)
             seen.capacity_s = time.monotonic() - began_s
         waits = [
-            float(said[1]) for line in server.fell[num_fell:] if (said := re.search(r"another in ([\d.]+) s", line))
+            float(said[1]) for line in server.log[num_lines:] if (said := re.search(r" again_in_s=([\d.]+)", line))
         ]
         seen.backoff_s = max(waits) if waits and seen.capacity_s is not None else None
     await asyncio.wait({running}, timeout=STREAMS_S)

@@ -28,15 +28,15 @@ class SplitServer:
         # An idle connection may be closed by the server just as it is used again.
         fresh = httpx.Limits(max_keepalive_connections=0)
         self.http = httpx.Client(base_url=url, timeout=DEADLINE_S, headers=headers, limits=fresh)
-        self.fell: list[str] = []
-        """What the supervisor said about processes that ended."""
+        self.log: list[str] = []
+        """Of all its processes."""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            self.fell.append(line.rstrip())
+            self.log.append(line.rstrip())
 
     def pools(self) -> dict[str, Any]:
         return self.http.get("/v1/pools").raise_for_status().json()
@@ -70,7 +70,7 @@ class SplitServer:
         """Until the pools are so; returns how long that took."""
         began_s = time.monotonic()
         while not what(pools := self.pools()):
-            assert time.monotonic() - began_s < within_s, (pools, self.fell)
+            assert time.monotonic() - began_s < within_s, (pools, self.log)
             threading.Event().wait(LOOK_S)
         return time.monotonic() - began_s
 

@@ -33,4 +33,4 @@ def test_without_room_the_server_serves_and_says_why(tmp_path: Path) -> None:
     with split_server("fake", prefill=1, decode=1, options=options) as server:
         server.wait(lambda pools: all((m.get("disk") or {}).get("state", "").startswith("off") for m in pools["cache"]))
         assert cached(ask(server, PROMPT)) == 0
-        assert any("the disk tier is off" in line for line in server.fell)
+        assert any("the disk tier is off" in line for line in server.log)

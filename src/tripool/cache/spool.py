@@ -9,12 +9,11 @@ leaves memory alone: what was to be read is a miss, what was to be written is no
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from tripool.cache.tiers import DiskTier
 from tripool.config import DiskConfig
 from tripool.errors import DiskError
 
+_LOG = logging.getLogger("tripool.cache")
 _MOST_SEGMENTS = 64
 _SEGMENT_BLOCKS = 4
 _CLOSE_S = 2.0
@@ -188,6 +188,7 @@ class Spool:
 
     def _opened(self, store: DiskStore, tier: DiskTier, segments: Sequence[Segment], purges: Sequence[Purge]) -> None:
         self._store, self.state = store, "on"
+        _LOG.info("the disk tier is on", extra={"folder": str(self._folder), "bytes": self._config.num_bytes})
         self._tiers.open_disk(tier, segments, purges)
         asked, self._purges = self._purges, []
         for namespace, then in asked:
@@ -214,5 +215,4 @@ class Spool:
         asked, self._purges = self._purges, []
         for namespace, then in asked:
             self.purge(namespace, None, then)
-        with suppress(OSError):  # it may go to the same full disk
-            print(f"{self._name}: the disk tier is off: {error}; memory goes on", file=sys.stderr, flush=True)
+        _LOG.warning("the disk tier is off; memory goes on", extra={"error": error.code, "reason": str(error)})

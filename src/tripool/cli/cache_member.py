@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -11,8 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tripool.cli.logs import LogFormat, LogLevel, LogOptions, logged
+
 if TYPE_CHECKING:
     from tripool.fabric.leash import Leash
+
+_LOG, _LOGS = logging.getLogger("tripool.cache"), LogOptions()
 
 
 def register(app: typer.Typer) -> None:
@@ -27,6 +32,8 @@ def register(app: typer.Typer) -> None:
         disk_bytes: Annotated[int, typer.Option()] = 0,
         disk_dir: Annotated[Path | None, typer.Option()] = None,
         disk_fingerprint: Annotated[str, typer.Option()] = "",
+        log_level: LogLevel = _LOGS.level,
+        log_format: LogFormat = _LOGS.style,
     ) -> None:
         """Keep blocks for prefill and decode workers of this machine."""
         from tripool.cache.member import run_member
@@ -42,7 +49,11 @@ def register(app: typer.Typer) -> None:
         disk = None
         if disk_bytes:
             disk = DiskConfig(folder=str(disk_dir), num_bytes=disk_bytes, fingerprint=disk_fingerprint)
-        run_member(folder, life, CacheConfig(slot_bytes=slot_bytes, num_slots=num_slots, disk=disk))
+        with logged(name, LogOptions(log_level, log_format)) as log:
+            log.serving()
+            _LOG.info("start", extra={"epoch": epoch, "slots": num_slots, "slot_bytes": slot_bytes})
+            run_member(folder, life, CacheConfig(slot_bytes=slot_bytes, num_slots=num_slots, disk=disk))
+            _LOG.info("stopped")
         tied.close()  # not before: without it, the supervisor would take this process for dead
 
 

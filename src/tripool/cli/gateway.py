@@ -7,6 +7,10 @@ from typing import Annotated
 
 import typer
 
+from tripool.cli.logs import LogFormat, LogLevel, LogOptions, logged
+
+_LOGS = LogOptions()
+
 
 def register(app: typer.Typer) -> None:
     @app.command(hidden=True)
@@ -16,6 +20,8 @@ def register(app: typer.Typer) -> None:
         epoch: Annotated[int, typer.Option()],
         leash: Annotated[int, typer.Option()],
         keys: Annotated[Path, typer.Option(help="The key book.")],
+        log_level: LogLevel = _LOGS.level,
+        log_format: LogFormat = _LOGS.style,
     ) -> None:
         """Serve HTTP for workers in other processes."""
         import shutil
@@ -30,21 +36,23 @@ def register(app: typer.Typer) -> None:
         from tripool.gateway.process import GatewayProcess
         from tripool.messages import Life
 
-        plan = read_plan(folder)
-        tied = Leash.inherited(leash)
-        process = GatewayProcess(
-            plan.text,
-            plan.name,
-            GatewayConfig(),
-            router=RouterConfig(),
-            addresses=[gateway_address(folder)],
-            life=Life("gateway", epoch),
-            cache=PoolClient(folder, plan.cache, Life("gateway", epoch)),
-            keeper=PoolClient(folder, plan.cache, Life("keeper", epoch)),
-            access=gateway_access(folder, keys),
-            leash=tied,
-        )
-        with socket.socket(fileno=http_fd) as listener:
-            process.run(listener)
-        if tied.ended:  # nobody else is left to do it
-            shutil.rmtree(folder, ignore_errors=True)
+        with logged("gateway", LogOptions(log_level, log_format)) as log:
+            plan = read_plan(folder)
+            tied = Leash.inherited(leash)
+            process = GatewayProcess(
+                plan.text,
+                plan.name,
+                GatewayConfig(),
+                router=RouterConfig(),
+                addresses=[gateway_address(folder)],
+                life=Life("gateway", epoch),
+                cache=PoolClient(folder, plan.cache, Life("gateway", epoch)),
+                keeper=PoolClient(folder, plan.cache, Life("keeper", epoch)),
+                access=gateway_access(folder, keys),
+                leash=tied,
+            )
+            with socket.socket(fileno=http_fd) as listener:
+                log.serving()
+                process.run(listener)
+            if tied.ended:  # nobody else is left to do it
+                shutil.rmtree(folder, ignore_errors=True)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tripool import __version__
 from tripool.cli.access import Open, open_access, starts_open
 from tripool.cli.disk import Disk, DiskDir, DiskGb, disk_of
 from tripool.cli.keys import KeysFile
+from tripool.cli.logs import LogFormat, LogLevel, LogOptions, ended_by_sigterm, logged
 from tripool.cli.model_cache import KeepModels, ModelCacheGb, model_images
 from tripool.cli.options import DeviceOf, KvGb, Load, MaxRunning, ModelNames, Mtp, PrecisionOf, Threads
 from tripool.cli.terminal import load_model
@@ -20,11 +25,13 @@ from tripool.engine.protocol import StepEngine
 from tripool.errors import TripoolError
 
 if TYPE_CHECKING:
+    from tripool.observe.log import Log
     from tripool.text.files import TextFiles
 
+_LOG = logging.getLogger("tripool.serve")
 _CLOSE_S = 10.0
 _CACHE_GB = 0.25
-_ENGINE, _GATEWAY = EngineConfig(), GatewayConfig()
+_ENGINE, _GATEWAY, _LOGS = EngineConfig(), GatewayConfig(), LogOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,8 @@ def register(app: typer.Typer, load: Load) -> None:
         keep_models: KeepModels = False,
         keys: KeysFile = None,
         open: Open = False,
+        log_level: LogLevel = _LOGS.level,
+        log_format: LogFormat = _LOGS.style,
     ) -> None:
         """Serve MODELS over HTTP: one, in one process or split, or several in one process."""
         door = _Door(keys, open)
@@ -94,16 +103,36 @@ def register(app: typer.Typer, load: Load) -> None:
             kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads, device=device
         )
         models, warm = models or ["tiny"], _Warm(model_cache_gb, keep_models)
-        if split or (prefill, decode, cache_gb, disk_gb) != (None, None, None, None):
-            cache_gb = _CACHE_GB if cache_gb is None else cache_gb
-            sizes = {"num_prefill": prefill or 1, "num_decode": decode or 1}
-            disk = disk_of(disk_gb, disk_dir, _only(models), config) if disk_gb and cache_gb else None
-            _serve_split(_only(models), config, gateway, door, warm, **sizes, cache_gb=cache_gb, disk=disk)
-        elif len(models) == 1 and memory_gb is None:
-            _serve(load, models[0], config, gateway, door, warm)
-        else:
-            budget = None if memory_gb is None else int(memory_gb * 2**30)
-            _serve_several(load, models, config, gateway, door, warm, budget=budget)
+        logs = LogOptions(log_level, log_format)
+        split |= (prefill, decode, cache_gb, disk_gb) != (None, None, None, None)
+        with logged("supervisor" if split else "server", logs) as log, ended_by_sigterm(), _lifetime(models, config):
+            if split:
+                cache_gb = _CACHE_GB if cache_gb is None else cache_gb
+                sizes = {"num_prefill": prefill or 1, "num_decode": decode or 1}
+                disk = disk_of(disk_gb, disk_dir, _only(models), config) if disk_gb and cache_gb else None
+                _serve_split(_only(models), config, gateway, door, warm, logs, **sizes, cache_gb=cache_gb, disk=disk)
+            elif len(models) == 1 and memory_gb is None:
+                _serve(load, models[0], config, gateway, door, warm, log)
+            else:
+                budget = None if memory_gb is None else int(memory_gb * 2**30)
+                _serve_several(load, models, config, gateway, door, warm, log, budget=budget)
+
+
+@contextmanager
+def _lifetime(models: list[str], config: EngineConfig) -> Iterator[None]:
+    """The first line of a server's log and the last."""
+    facts = {"version": __version__, "models": models, "device": config.device, "precision": config.precision}
+    _LOG.info("start", extra=facts)
+    began_s = time.monotonic()
+    try:
+        yield
+    finally:
+        _LOG.info("stopped", extra={"ran_s": round(time.monotonic() - began_s, 3)})
+
+
+def _ready(url: str, banner: str, **facts: object) -> None:
+    typer.echo(banner)
+    _LOG.info("ready", extra={"url": url, **facts})
 
 
 def _only(models: list[str]) -> str:
@@ -115,7 +144,9 @@ def _only(models: list[str]) -> str:
     return models[0]
 
 
-def _serve(load: Load, model: str, config: EngineConfig, gateway: GatewayConfig, door: _Door, warm: _Warm) -> None:
+def _serve(
+    load: Load, model: str, config: EngineConfig, gateway: GatewayConfig, door: _Door, warm: _Warm, log: Log
+) -> None:
     # Here, so that `tripool --help` does not import a web server.
     from tripool.engine.thread import EngineThread
     from tripool.gateway import create_app
@@ -136,9 +167,10 @@ def _serve(load: Load, model: str, config: EngineConfig, gateway: GatewayConfig,
             application = create_app(doored, Tokenizer(engine.text), engine.name, gateway, access=access)
             server = Server(
                 application,
-                on_ready=lambda: typer.echo(_banner_of(url_of(listener), engine)),
+                on_ready=lambda: _ready(url_of(listener), _banner_of(url_of(listener), engine), keys=access.keys),
                 end_answers=lambda: thread.close(0),
             )
+            log.serving()
             server.run([listener])
         finally:
             thread.close(_CLOSE_S)
@@ -152,6 +184,7 @@ def _serve_several(
     gateway: GatewayConfig,
     door: _Door,
     warm: _Warm,
+    log: Log,
     *,
     budget: int | None,
 ) -> None:
@@ -170,7 +203,7 @@ def _serve_several(
 
         access = open_access(door.book, may_be_open=is_open)
         try:
-            serve_several(models, config, gateway, listener, budget=budget, access=access, open_=open_)
+            serve_several(models, config, gateway, listener, log, budget=budget, access=access, open_=open_)
         finally:
             access.close()
 
@@ -181,6 +214,7 @@ def _serve_split(
     gateway: GatewayConfig,
     door: _Door,
     warm: _Warm,
+    logs: LogOptions,
     *,
     num_prefill: int,
     num_decode: int,
@@ -210,7 +244,8 @@ def _serve_split(
             model_cache_gb=warm.gb,
             keep_models=warm.keep,
             disk=disk,
-            banner=banner,
+            logs=logs,
+            on_ready=lambda plan: _ready(url_of(listener), banner(plan), prefill=num_prefill, decode=num_decode),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
     from tripool.gateway.auth import Access
     from tripool.gateway.models import Models
     from tripool.gateway.residents import Residents
+    from tripool.observe.log import Log
     from tripool.text.files import TextFiles
 
+_LOG = logging.getLogger("tripool.serve")
 _CLOSE_S = 10.0
 
 
@@ -115,6 +118,7 @@ def serve_several(
     config: EngineConfig,
     gateway: GatewayConfig,
     listener: socket.socket,
+    log: Log,
     *,
     budget: int | None,
     access: Access,
@@ -129,11 +133,13 @@ def serve_several(
     check_names([one.name for one in known])
     paths = {one.name: model for one, model in zip(known, models, strict=True)}
     residents = residents_of(paths, known, budget, open_)
+    log.serving()
 
     def ready() -> None:
         for one in known[1:]:
             residents.prefer(one.name)
         typer.echo(_banner(url_of(listener), known, residents))
+        _LOG.info("ready", extra={"url": url_of(listener), "keys": access.keys})
 
     try:
         application = create_models_app(models_of(residents, known, config, access), gateway, access=access)

@@ -7,16 +7,16 @@ import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
 import msgspec
-import typer
 
 from tripool.cli.access import mark_open
 from tripool.cli.disk import Disk, disk_argv
+from tripool.cli.logs import LogOptions
 from tripool.cli.model_cache import images_folder, quota_bytes
-from tripool.cli.terminal import stderr
 from tripool.config import EngineConfig
 from tripool.control.launch import Spec
 from tripool.control.plan import Plan
@@ -92,7 +92,8 @@ def serve_split(
     model_cache_gb: float | None,
     keep_models: bool,
     disk: Disk | None = None,
-    banner: Callable[[Plan], str],
+    logs: LogOptions,
+    on_ready: Callable[[Plan], object],
 ) -> None:
     members = [f"cache-{i}" for i in range(_CACHE_MEMBERS)] if cache_gb else []
     plan = make_plan(model, members)
@@ -108,13 +109,17 @@ def serve_split(
         argv = ("gateway", "--folder", str(folder.path), "--http-fd", str(fd), "--keys", str(keys.absolute()))
         gateway = Spec(GATEWAY, argv, (fd, folder.lock))
         workers = worker_specs(model, config, num_prefill=num_prefill, num_decode=num_decode, folder=folder)
+        member_gb = cache_gb / _CACHE_MEMBERS
+
+        def logging(spec: Spec) -> Spec:
+            return replace(spec, argv=(*spec.argv, *logs.argv()))
+
         supervisor = Supervisor(
-            [gateway, *workers],
+            [logging(spec) for spec in (gateway, *workers)],
             folder.path,
             cache=members,
-            cache_spec=lambda name, block_bytes: cache_spec(name, block_bytes, cache_gb / _CACHE_MEMBERS, folder, disk),
-            on_ready=lambda: typer.echo(banner(plan)),
-            on_fall=lambda line: stderr().print(line, style="yellow", soft_wrap=True),
+            cache_spec=lambda name, block_bytes: logging(cache_spec(name, block_bytes, member_gb, folder, disk)),
+            on_ready=lambda: on_ready(plan),
         )
         with _stopped_by(supervisor, (signal.SIGINT, signal.SIGTERM)) as got:
             supervisor.run()

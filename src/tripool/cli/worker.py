@@ -9,11 +9,12 @@ from typing import Annotated, Literal
 
 import typer
 
+from tripool.cli.logs import LogFormat, LogLevel, LogOptions, logged
 from tripool.cli.options import DeviceOf, KvGb, MaxRunning, Model, Mtp, PrecisionOf, Threads
 from tripool.config import EngineConfig
 from tripool.errors import InvalidRequest
 
-_DEFAULT = EngineConfig()
+_DEFAULT, _LOGS = EngineConfig(), LogOptions()
 
 
 def register(app: typer.Typer) -> None:
@@ -31,6 +32,8 @@ def register(app: typer.Typer) -> None:
         precision: PrecisionOf = _DEFAULT.precision,
         threads: Threads = None,
         device: DeviceOf = _DEFAULT.device,
+        log_level: LogLevel = _LOGS.level,
+        log_format: LogFormat = _LOGS.style,
     ) -> None:
         """Compute for a server that runs on this machine."""
         from tripool.cache.images import ModelImages
@@ -51,6 +54,9 @@ def register(app: typer.Typer) -> None:
         # Nobody counts the lives of a worker that joins by itself. Its name may come again with its process number, but
         # later by a clock that is never set back.
         life = Life(name or f"{role}-{os.getpid()}", epoch or time.monotonic_ns())
-        plan = read_plan(folder_of(join))
-        images = ModelImages(Path(plan.model_cache), plan.model_cache_bytes) if plan.model_cache else None
-        run_worker(load_pool_engine(model, config, images), role, life, join, tied)
+        with logged(life.worker, LogOptions(log_level, log_format)) as log:
+            plan = read_plan(folder_of(join))
+            images = ModelImages(Path(plan.model_cache), plan.model_cache_bytes) if plan.model_cache else None
+            engine = load_pool_engine(model, config, images)
+            log.serving()
+            run_worker(engine, role, life, join, tied)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from pathlib import Path
@@ -19,6 +20,7 @@ from tripool.fabric.prefixes import Prefixes
 from tripool.messages import PROTOCOL, Hello, Life, Ready
 from tripool.prefill.worker import PrefillWorker
 
+_LOG = logging.getLogger("tripool.worker")
 _ARENA_BYTES = 256 * 2**20
 """Room for parcels, if that is more than one of the longest needs; taken only as far as it is used."""
 
@@ -44,6 +46,8 @@ def run_worker(
         signal.signal(number, lambda *_: loop.stop())
     if leash is not None:
         leash.send(Ready(life, engine.block_bytes))
+    facts = {"role": role, "model": engine.name, "epoch": life.epoch, "kv_tokens": kv_tokens}
+    _LOG.info("ready", extra=facts | {"max_running": engine.max_running})
     try:
         loop.run()
     finally:

@@ -6,6 +6,7 @@ it could still have written, it has written. Killed itself, it leaves leashes th
 
 from __future__ import annotations
 
+import logging
 import selectors
 import signal
 import time
@@ -18,6 +19,7 @@ from tripool.control.backoff import Backoff
 from tripool.control.launch import Child, Spec, launch
 from tripool.messages import SUPERVISOR, Drain, Life, Ready, Reaped, Suspect
 
+_LOG = logging.getLogger("tripool.supervisor")
 GATEWAY = "gateway"
 _LOOK_S = 0.2
 """How often processes are looked at, even if nothing is heard: a leash may outlive its process."""
@@ -32,9 +34,8 @@ _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal
 
 
 class Supervisor:
-    """`specs`: one for the gateway and for every worker. `on_ready` is called when all of them are, for the first time;
-    `on_fall` with a line for people whenever one falls. `cache`: names of cache members, whose `cache_spec` is asked
-    for once a worker has said how large a block is."""
+    """`specs`: one for the gateway and for every worker. `on_ready` is called when all of them are, for the first time.
+    `cache`: names of cache members, whose `cache_spec` is asked for once a worker has said how large a block is."""
 
     def __init__(
         self,
@@ -42,13 +43,12 @@ class Supervisor:
         folder: Path,
         *,
         on_ready: Callable[[], object],
-        on_fall: Callable[[str], object],
         cache: Sequence[str] = (),
         cache_spec: Callable[[str, int], Spec] | None = None,
         start: Callable[[Spec, int, float], Child] = launch,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder, self._on_ready, self._on_fall = folder, on_ready, on_fall
+        self._folder, self._on_ready = folder, on_ready
         self._start, self._clock = start, clock
         self._selector = selectors.DefaultSelector()
         self._children: dict[str, Child] = {}
@@ -87,8 +87,9 @@ class Supervisor:
                 try:
                     child = self._start(spec, next(self._epochs), now_s)
                 except OSError as error:  # no process or memory to spare now; what runs goes on
-                    self._again(spec, 0.0, f"could not be started: {error.strerror}")
+                    self._again(spec, 0.0, "process not started", {"child": name, "reason": error.strerror})
                     continue
+                _LOG.info("process started", extra=_facts(child))
                 self._children[name] = child
                 self._selector.register(child.leash, selectors.EVENT_READ, child)
 
@@ -100,6 +101,9 @@ class Supervisor:
             for message in child.leash.receive():
                 child.heard_s = self._clock()
                 if isinstance(message, Ready):
+                    if not child.ready:
+                        took_s = round(self._clock() - child.started_s, 3)
+                        _LOG.info("process ready", extra=_facts(child) | {"took_s": took_s})
                     child.ready = True
                     self._start_cache(message.block_bytes)
                 elif isinstance(message, Suspect):
@@ -126,23 +130,26 @@ class Supervisor:
             late = not child.ready and now_s - child.started_s > _START_S
             silent = child.ready and child.spec.name == GATEWAY and now_s - child.heard_s > _SILENCE_S
             if late or silent:
-                child.kill()
-            if late or silent or child.leash.ended or child.process.poll() is not None:
-                self._fell(child)
+                self._fell(child, f"not ready after {_START_S:g} s" if late else f"silent for {_SILENCE_S:g} s")
+            elif child.leash.ended or child.process.poll() is not None:
+                self._fell(child, None)
 
     def _end(self, life: Life) -> None:
         child = self._children.get(life.worker)
         if child is not None and child.life == life:  # else it is over already, and another lives in its place
-            child.kill()
-            self._fell(child)
+            self._fell(child, "suspected by the gateway")
 
-    def _fell(self, child: Child) -> None:
-        self._again(child.spec, self._clock() - child.started_s, _how(self._reap(child)))
+    def _fell(self, child: Child, reason: str | None) -> None:
+        """`reason`: of ours, if it is not over by itself."""
+        signals = {number.value: number.name for number in signal.Signals}
+        ran_s, code = self._clock() - child.started_s, self._reap(child)
+        how = {"signal": signals.get(-code, str(-code))} if code < 0 else {"exit_code": code}
+        self._again(child.spec, ran_s, "process ended", _facts(child) | how | {"reason": reason})
 
-    def _again(self, spec: Spec, ran_s: float, how: str) -> None:
+    def _again(self, spec: Spec, ran_s: float, what: str, facts: dict[str, str | int | None]) -> None:
         wait_s = self._backoffs[spec.name].fell(ran_s)
         self._due[spec.name] = (self._clock() + wait_s, spec)
-        self._on_fall(f"{spec.name} {how}; starting another in {wait_s:.1f} s")
+        _LOG.warning(what, extra=facts | {"ran_s": round(ran_s, 3), "again_in_s": round(wait_s, 3)})
 
     def _reap(self, child: Child) -> int:
         """Over for certain; then, and not before, others are told and its memory is given back."""
@@ -165,6 +172,7 @@ class Supervisor:
 
     def _stop(self) -> None:
         """The gateway first, which lets open answers end for a while; then all others."""
+        _LOG.info("stopping", extra={"processes": len(self._children)})
         gateway = self._children.get(GATEWAY)
         if gateway is not None:
             gateway.leash.send(Drain())
@@ -193,5 +201,5 @@ def _crashed(code: int) -> bool:
     return code > 0 or -code in _CRASHES
 
 
-def _how(code: int) -> str:
-    return f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
+def _facts(child: Child) -> dict[str, str | int | None]:
+    return {"child": child.spec.name, "child_pid": child.process.pid, "epoch": child.life.epoch}

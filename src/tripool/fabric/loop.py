@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -10,6 +11,7 @@ from tripool.fabric.leash import Leash
 from tripool.fabric.link import SILENCE_S, Link
 from tripool.messages import AnyMessage, Drain, Left, Life, Pulse
 
+_LOG = logging.getLogger("tripool.worker")
 _IDLE_S = 0.1
 """Longest nap while there is nothing to do: deadlines are looked at this often."""
 _MOVING_S = 0.001
@@ -58,6 +60,7 @@ class Loop:
         self._leash, self._clock = leash, clock
         self._draining = False
         self._stopped = False
+        self._why = "signal"
 
     def stop(self) -> None:
         """May be called by a signal handler: the loop says goodbye and ends."""
@@ -68,13 +71,17 @@ class Loop:
             self._turn()
         self._worker.drop()
         self._link.send(Left(self._life))
+        _LOG.info("stopped", extra={"reason": self._why})
 
     def _turn(self) -> None:
         worker, link = self._worker, self._link
         nap_s = 0.0 if worker.busy else _MOVING_S if worker.moving else _IDLE_S
+        welcome = link.welcome
         messages = link.poll(nap_s)
         now_s = self._clock()
         if messages is None:
+            if welcome:
+                _LOG.info("gateway lost", extra={"blocks_dropped": worker.pulse().blocks_held})
             worker.drop()
             messages = []
         for message in messages:
@@ -93,6 +100,7 @@ class Loop:
             for _ in self._leash.receive():
                 pass
             alone = self._leash.ended and not self._link.welcome and self._link.silent_s > SILENCE_S
-            self._stopped |= alone
+            if alone:
+                self._stopped, self._why = True, "neither supervisor nor gateway is there"
         if self._draining and self._worker.pulse().blocks_held == 0 and not self._worker.busy:
-            self._stopped = True
+            self._stopped, self._why = True, "drained"

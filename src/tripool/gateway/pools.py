@@ -7,6 +7,7 @@ decides goes to workers, clients or the supervisor. Decides nothing itself.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -27,9 +28,10 @@ from tripool.gateway.record import MAX_KEPT
 from tripool.messages import Adopted, Hello, Left, Life, Packed, Pulse, Reaped, Refused, Role, Suspect, Tokens
 from tripool.router import Coordinator
 from tripool.router.guests import Room
-from tripool.router.outputs import Emit, Fail, Output, Send
+from tripool.router.outputs import Emit, Fail, Lost, Output, Send
 from tripool.router.story import Story
 
+_LOG = logging.getLogger("tripool.gateway")
 _TICK_S = 0.05
 
 _FROM_WORKERS = (Pulse, Tokens, Packed, Adopted, Refused, Left)
@@ -258,6 +260,9 @@ class Pools:
             self._carry_out(self._coordinator.receive(message, self._now_s))
             if isinstance(message, Left):
                 del opened.routes[message.life]
+            elif isinstance(message, Hello) and message.life in self._coordinator.view:
+                facts = {"role": message.role, "worker_pid": message.pid, "kv_tokens": message.kv_tokens}
+                _LOG.info("worker joined", extra=_of(message.life) | facts)
 
     def _carry_out(self, outputs: list[Output]) -> None:
         opened = self._opened
@@ -276,7 +281,11 @@ class Pools:
                 if stream is not None:
                     stream.choices_left.pop(output.request_id, None)
                     stream.put(output.error)
+            elif isinstance(output, Lost):
+                level = logging.WARNING if output.num_requests else logging.INFO
+                _LOG.log(level, "worker lost", extra=_of(output.life) | {"placed_again": output.num_requests})
             else:
+                _LOG.warning("worker suspected", extra=_of(output.message.life))
                 self._suspect(output.message)
         if outputs and opened.switchboard.waiting:  # sending may have used up the sign that something is there
             opened.loop.call_soon(self._receive)
@@ -324,6 +333,10 @@ class Pools:
             "dropped_events": coordinator.ledger.num_dropped,
             "workers": sorted(workers, key=lambda worker: str(worker["worker"])),
         }
+
+
+def _of(life: Life) -> dict[str, Any]:
+    return {"worker": life.worker, "epoch": life.epoch}
 
 
 def pools_routes(pools: Pools, cache: PoolClient) -> APIRouter:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Sequence
 
@@ -24,6 +25,7 @@ from tripool.gateway.server import Server
 from tripool.messages import Drain, Life, Ready, Reaped
 from tripool.text import TextFiles, Tokenizer
 
+_LOG = logging.getLogger("tripool.gateway")
 _READY_S = 0.5
 """How often the supervisor hears that all is well."""
 _ORPHAN_S = 300.0
@@ -71,6 +73,7 @@ class GatewayProcess:
         loop.add_reader(self._leash.fileno(), self._listen, loop)
         self._say_ready(loop)
         self._keeping = loop.create_task(self._keeper.keep())
+        _LOG.info("ready", extra={"epoch": self._life.epoch, "keys": self._access.keys})
 
     def _say_ready(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self._leash.ended:
@@ -86,6 +89,7 @@ class GatewayProcess:
                 self._server.should_exit = True
         if self._leash.ended:
             loop.remove_reader(self._leash.fileno())
+            _LOG.warning("supervisor lost", extra={"open": self._door.num_open})
             self._door.refuse("the server has lost its supervisor and is shutting down")
             self._leave(loop, loop.time() + _ORPHAN_S)
 

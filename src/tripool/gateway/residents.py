@@ -7,6 +7,7 @@ for a model that is not ready waits here, within a bound. How a model is opened 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -21,6 +22,8 @@ from tripool.errors import EngineStopped, TripoolError
 from tripool.gateway.backend import Backend, Facts
 
 T = TypeVar("T")
+
+_LOG = logging.getLogger("tripool.models")
 
 WAIT_S = 60.0
 """How long a request waits for its model."""
@@ -238,7 +241,9 @@ class Residents:
             if told is None:
                 self._errors.pop(name, None)
                 self._policy.loaded(name, self._held[name].resident.num_bytes)
+                _LOG.info("model loaded", extra={"model": name} | self.describe(name))
             else:
+                _LOG.warning("model not loaded", extra={"model": name, "error": told.code, "reason": str(told)})
                 self._errors[name] = told
                 self._policy.failed(name, self._clock())
             self._act()
@@ -252,6 +257,7 @@ class Residents:
         self._past[name] = _counted(ServingStats(), self.past(name), resident.backend.stats())
         resident = None  # with it goes the last of its memory
         self._policy.left(name)
+        _LOG.info("model unloaded", extra={"model": name})
         self._act()
         self._tell()
 

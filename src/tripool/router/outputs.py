@@ -36,4 +36,12 @@ class ToSupervisor:
     message: Suspect
 
 
-Output = Send | Emit | Fail | ToSupervisor
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """For the log: a worker counts no more, and what it had of so many requests is placed again or given up."""
+
+    life: Life
+    num_requests: int
+
+
+Output = Send | Emit | Fail | ToSupervisor | Lost

@@ -15,7 +15,7 @@ from tripool.config import RouterConfig
 from tripool.errors import TripoolError, WorkersCrashed, WorkersFailed
 from tripool.messages import Adopt, Begin, Cancel, Life, Release, Role
 from tripool.router.ledger import ChoiceState, Entry, Lease, Ledger, Placement, Stage
-from tripool.router.outputs import Fail, Output, Send
+from tripool.router.outputs import Fail, Lost, Output, Send
 from tripool.router.story import why_full
 from tripool.router.suspects import Suspects
 from tripool.router.view import FleetView, Member
@@ -214,6 +214,7 @@ class Placing:
             assert entry is not None
             self.again(entry, [entry.choices[index] for index in sorted(indices)], now_s, lost=True, void=life)
         self.view.remove(life)
+        self.out.append(Lost(life, len(touched)))
         # It is told nothing: it must hear silence.
         self.out[start:] = [o for o in self.out[start:] if not (isinstance(o, Send) and o.life == life)]
 

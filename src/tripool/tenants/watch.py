@@ -13,6 +13,7 @@ A look costs microseconds and happens at most twice a second, when somebody asks
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from pathlib import Path
 from tripool.tenants.book import Book, BookError, BookMissing
 from tripool.tenants.roll import Roll
 
+_LOG = logging.getLogger("tripool.tenants")
 LOOK_S = 0.5
 """How long a change, such as a revoked key, may go unnoticed."""
 STALE_S = 30.0
@@ -78,8 +80,12 @@ class Watch:
             self._read()
         except BookError as error:
             self.close()
+            if self._error is None:
+                _LOG.warning("the key book cannot be read", extra={"path": str(self.path), "reason": str(error)})
             self._error = error
         else:
+            if self._error is not None:
+                _LOG.info("the key book is read again", extra={"path": str(self.path)})
             self._error, self._read_s = None, self._looked_s
 
     def _read(self) -> None:

@@ -1,0 +1,65 @@
+"""The log of a verb that serves: its options, and what becomes of errors that end it."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from tripool.errors import TripoolError
+from tripool.observe.lines import Style
+from tripool.observe.log import Level, Log
+
+LogLevel = Annotated[Level, typer.Option("--log-level", help="Least serious lines of the log, which is on stderr.")]
+LogFormat = Annotated[Style, typer.Option("--log-format", help="One line of text, or one JSON object, for each.")]
+
+_LOG = logging.getLogger("tripool.serve")
+
+
+@dataclass(frozen=True, slots=True)
+class LogOptions:
+    level: Level = "info"
+    style: Style = "text"
+
+    def argv(self) -> tuple[str, ...]:
+        """For a process that logs alike."""
+        return "--log-level", self.level, "--log-format", self.style
+
+
+@contextmanager
+def logged(process: str, options: LogOptions) -> Iterator[Log]:
+    """`process` names it in every line. Whatever ends the block is in the log, and nothing of it beside the log.
+
+    But an error that a user can mend is one plain line where lines are plain: `main` says it.
+    """
+    with Log(process, options.level, options.style) as log:
+        try:
+            yield log
+        except TripoolError as error:
+            if options.style == "text":
+                raise
+            _LOG.error("ended by an error", extra={"error": error.code, "reason": str(error)})
+            raise SystemExit(2) from error
+        except Exception as error:  # (told here: the interpreter would print what it says, which may quote a request)
+            _LOG.error("ended by an exception", exc_info=True)
+            raise SystemExit(1) from error
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Leave by an exception, so that everything is closed on the way: the signal itself ends a process at once."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(0)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
