@@ -239,6 +239,10 @@ class Promise:
     """Lower goes first among the requests of one tenant."""
     tenant: str = ""
     """Name of the key's owner; empty where the server has no keys."""
+    weight: float = 1.0
+    """Of the tenant's share, where tenants compete."""
+    job: str = ""
+    """The client's request that it is a part of, where several prompts may be one; within a tenant, these share."""
 
     def __post_init__(self) -> None:
         for name, value in (("tpot_ms", self.tpot_ms), ("ttft_ms", self.ttft_ms)):

@@ -81,6 +81,12 @@ class RateLimited(Overloaded):
     code = "rate_limited"
 
 
+class AboveRateLimit(InvalidRequest):
+    """One request asks for more than its tenant's limit holds: waiting does not help."""
+
+    code = "above_rate_limit"
+
+
 class TtftUnreachable(Overloaded):
     """The first token would come later than the request says it may."""
 

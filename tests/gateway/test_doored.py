@@ -23,6 +23,7 @@ from tripool.core import Promise, Request, SamplingParams, ServingStats, TokenEv
 from tripool.errors import EngineStopped, Overloaded
 from tripool.gateway.backend import Facts
 from tripool.gateway.doored import Doored
+from tripool.grammar import Trial
 from tripool.tenants import Limits, Tenant
 
 NARROW = DoorConfig(window_s=1e-9, wide_tokens=1, max_wait_s=3600.0)
@@ -110,21 +111,60 @@ def test_a_refused_request_gets_429_and_never_reaches_the_engine(serve: Serve) -
 
 
 def test_explain_names_the_limit_that_refused(serve: Serve) -> None:
-    with serve(tenants=limited(tokens_per_minute=10)) as served:
-        ask(served, "some words here")
-        refused = ask(served, headers={"x-request-id": "refused-one"})
+    with serve(tenants=limited(tokens_per_minute=20)) as served:
+        assert ask(served, "some words").status_code == 200
+        refused = ask(served, "some words here", headers={"x-request-id": "refused-one"})
         assert refused.status_code == 429
         told = served.http.get("/v1/requests/refused-one/explain").json()
         assert (told["state"], told["error"]) == ("failed", "rate_limited")
-        assert "10 tokens per minute" in told["placement"][0]["refused by the door"]
+        assert "20 tokens per minute" in told["placement"][0]["refused by the door"]
 
 
 def test_answers_are_charged_to_the_rate_of_tokens(serve: Serve) -> None:
-    with serve(tenants=limited(tokens_per_minute=100)) as served:
-        assert ask(served, "a", max_tokens=1000).status_code == 200
+    """One without `max_tokens` is reckoned with 256; what it has beyond those is a debt."""
+    with serve(tenants=limited(tokens_per_minute=300)) as served:
+        assert ask(served, "a", max_tokens=None).status_code == 200
         refused = ask(served, "a")
         assert refused.status_code == 429
-        assert 300 <= int(refused.headers["retry-after"]) <= 560, "about 900 tokens too many, at 100 a minute"
+        assert 250 <= int(refused.headers["retry-after"]) <= 360, "2,047 tokens less 300, at 300 a minute"
+
+
+@pytest.mark.parametrize(
+    "more", [{"prompt": ["some words here"] * 256}, {"n": 128}, {"max_tokens": 2000}], ids=["prompts", "n", "length"]
+)
+def test_a_request_above_its_tenants_rate_is_refused_whole(serve: Serve, more: dict[str, Any]) -> None:
+    with serve(tenants=limited(tokens_per_minute=1000)) as served:
+        body = {"prompt": "a", "max_tokens": 10, **more}
+        refused = served.http.post("/v1/completions", json=body)
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert error["code"] == "above_rate_limit" and "1000 per minute" in error["message"]
+        assert served.engine.added == []
+        assert ask(served, "a").status_code == 200
+
+
+def test_every_request_counts_also_those_that_are_refused_or_generate_nothing(serve: Serve) -> None:
+    with serve(tenants=limited(requests_per_minute=4)) as served:
+        http = served.http
+        assert http.post("/tokenize", json={"prompt": "a"}).status_code == 200
+        assert http.post("/detokenize", json={"tokens": [5]}).status_code == 200
+        assert http.post("/v1/completions", json={"prompt": 7}).status_code == 400
+        assert http.post("/v1/completions", json={"prompt": "a", "guided_regex": "("}).status_code == 400
+        assert ask(served).status_code == 429
+        for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
+            refused = http.post(path, json=body)
+            assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        count = {"messages": [{"role": "user", "content": "a"}]}
+        assert http.post("/v1/messages/count_tokens", json=count).status_code == 429
+        assert served.engine.added == []
+
+
+def test_grammars_of_a_tenant_above_its_rate_are_not_tried(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(Trial, "check", lambda self, structure, namespace: tried.append(structure.value))
+    with serve(tenants=limited(requests_per_minute=1)) as served:
+        statuses = [ask(served, guided_regex=f"a{number}").status_code for number in range(5)]
+        assert statuses == [200, 429, 429, 429, 429] and tried == ["a0"]
 
 
 def test_a_full_queue_refuses(serve: Serve) -> None:
@@ -225,7 +265,8 @@ def test_an_engine_that_fails_ends_those_who_wait(serve: Serve) -> None:
 def test_promises_reach_the_engine(server: Served) -> None:
     headers = {"X-Tripool-TPOT-Ms": "30", "x-tripool-ttft-ms": "60000"}
     assert ask(server, headers=headers, slo={"ttft_ms": 5000}, priority=3).status_code == 200
-    assert server.engine.added[-1].promise == Promise(tpot_ms=30, ttft_ms=5000, priority=3)
+    promise = server.engine.added[-1].promise
+    assert promise == Promise(tpot_ms=30, ttft_ms=5000, priority=3, job=promise.job)
     server.http.post(
         "/v1/messages",
         json={"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "slo": {"tpot_ms": 15}, "priority": -1},
@@ -300,7 +341,7 @@ def test_cancelled_while_waiting_the_stream_ends_without_the_backend() -> None:
         await asyncio.sleep(0)
         assert doored.stats().waiting == 2
         doored.cancel("a")
-        assert doored.stats().waiting == 2 and slow.seen == ["inside"], "of a visit, one is left"
+        assert doored.stats().waiting == 1 and slow.seen == ["inside"], "of two, one is left"
         doored.cancel("b")
         assert await waiting == []
         assert doored.explain("a") == {} and doored.stats().waiting == 0
@@ -382,7 +423,7 @@ def test_a_pace_is_learned_from_prompts_of_less_than_a_millisecond() -> None:
 def test_a_refusal_is_remembered_for_a_while_and_not_for_ever() -> None:
     async def go() -> None:
         slow = Slow()
-        doored = Doored(slow, tenant_of=limited(requests_per_minute=1))
+        doored = Doored(slow, tenant_of=limited(tokens_per_minute=300))
         inside = asyncio.ensure_future(collect(doored, request("inside")))
         await asyncio.sleep(0)
         for number in range(1000):

@@ -207,6 +207,8 @@ def test_equal_structures_are_compiled_once(text, monkeypatch):
         compiler.guide(Structure("choice", [str(number)]), text.end_ids)
     compiler.guide(Structure("json_schema", {"type": "null"}), text.end_ids)
     assert len(compiled) == compiler_module.MAX_KEPT + 2
+    compiler.guide(Structure("json_schema", {"type": "null"}), text.end_ids, "another tenant")
+    assert len(compiled) == compiler_module.MAX_KEPT + 3, "nobody learns what others have had compiled"
 
 
 def test_a_vocabulary_without_end_and_words():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from tripool.core import Structure
 from tripool.errors import InvalidRequest
-from tripool.grammar import Trial
+from tripool.grammar import Trial, trial_process
 from tripool.grammar import trial as trial_module
 
 CHAIN = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)) + 'r4000: "a"'
@@ -88,3 +90,32 @@ def test_a_verdict_is_remembered_also_when_many_ask(monkeypatch):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(trial.check, [Structure("regex", f"{letter}+") for letter in "abcd"]))
     assert len(runs) == 5
+
+
+def test_verdicts_are_a_tenants_own(monkeypatch):
+    """How long an answer takes must not tell whether another tenant sent the same grammar."""
+    runs = []
+    run = subprocess.run
+    monkeypatch.setattr(trial_module.subprocess, "run", lambda *args, **more: runs.append(1) or run(*args, **more))
+    trial = Trial()
+    structure = Structure("regex", "[a-z]+")
+    for namespace in ("one", "two", "two\x1fsalt"):
+        assert not trial.is_known(structure, namespace)
+        trial.check(structure, namespace)
+        trial.check(structure, namespace)
+        assert trial.is_known(structure, namespace)
+    assert len(runs) == 3
+    for number in range(trial_module.MAX_KEPT + 1):
+        trial._verdicts.put("one", Structure("regex", f"a{number}"), "")
+    assert not trial.is_known(structure, "one")
+    assert trial.is_known(structure, "two"), "nobody displaces what is another's"
+
+
+def test_it_runs_at_a_lower_priority_than_the_server(monkeypatch, tmp_path):
+    program, told = tmp_path / "process.py", tmp_path / "nice"
+    source = Path(trial_process.__file__).read_text()
+    tell = f"    main()\n    open({str(told)!r}, 'w').write(str(os.nice(0)))\n"
+    program.write_text(source.removesuffix("    main()\n") + tell)
+    monkeypatch.setattr(trial_process, "__file__", str(program))
+    Trial().check(Structure("regex", "b+"))
+    assert int(told.read_text()) >= min(19, os.nice(0) + 5)

@@ -19,7 +19,7 @@ from router.door_model import (
     tenant,
 )
 from tripool.core import Promise
-from tripool.errors import Overloaded, RateLimited, TtftUnreachable
+from tripool.errors import AboveRateLimit, Overloaded, RateLimited, TtftUnreachable
 from tripool.router.door import Door
 from tripool.router.fairness import jain, max_min
 from tripool.router.guests import Arrival, Room
@@ -175,27 +175,130 @@ def test_a_flood_does_not_fill_the_queue_for_others() -> None:
 def test_rates_are_refused_with_the_time_until_it_fits() -> None:
     door, owner = new_door(), tenant("a", requests_per_minute=2, tokens_per_minute=1000)
     for number in range(2):
+        assert door.enter(owner, 0.0) is None
         door.arrive(arrival(str(number), 100, owner), 0.0)
-    (refusal,) = refusals(door.arrive(arrival("third", 100, owner), 0.0))
-    assert isinstance(refusal.error, RateLimited) and refusal.error.retry_after_s == pytest.approx(30)
-    assert refusal.error.code == "rate_limited" and "2 requests per minute" in refusal.error.message
-    assert not refusals(door.arrive(arrival("other", 100, tenant("b")), 0.0))
+    error = door.enter(owner, 0.0)
+    assert isinstance(error, RateLimited) and error.retry_after_s == pytest.approx(30)
+    assert error.code == "rate_limited" and "2 requests per minute" in error.message
+    assert door.enter(tenant("b"), 0.0) is None
     door.answered("0", 500, 30.0)
     door.finished("0", 300, 30.0)
     (refusal,) = refusals(door.arrive(arrival("fourth", 600, owner), 30.0))
     assert "tokens" in refusal.error.message
 
 
-def test_a_refused_or_cancelled_wait_costs_no_rate() -> None:
+def test_a_tenant_in_debt_is_refused_before_anything_is_read() -> None:
+    door, owner = new_door(), tenant("a", tokens_per_minute=100)
+    door.arrive(arrival("long answer", 50, owner), 0.0)
+    door.finished("long answer", 110, 0.0)
+    error = door.enter(owner, 0.0)
+    assert isinstance(error, RateLimited) and error.retry_after_s == pytest.approx(36)
+
+
+def test_a_refused_or_cancelled_wait_costs_no_tokens_but_its_request() -> None:
     rates, owner = Rates(), tenant("a", requests_per_minute=3, tokens_per_minute=300)
     door = new_door(rates=rates, wide_tokens=50, max_wait_s=1.0)
     for request_id in ("inside", "cancelled", "late"):
+        assert door.enter(owner, 0.0) is None
         door.arrive(arrival(request_id, 100, owner), 0.0)
     assert rates.level("a", "tokens", 0.0) == 0
     door.cancelled("cancelled", 0.0)
     assert [r.id for r in refusals(door.tick(1.0))] == ["late"]
     assert rates.level("a", "tokens", 1.0) == pytest.approx(205)
-    assert rates.level("a", "requests", 1.0) == pytest.approx(2.05)
+    assert rates.level("a", "requests", 1.0) == pytest.approx(0.05), "they were read and tried for it"
+
+
+@pytest.mark.parametrize(("prompts", "answer_tokens"), [(256, 0), (1, 256_000), (4, 200)])
+def test_a_request_that_asks_for_more_than_a_minute_holds_is_refused_for_good(prompts: int, answer_tokens: int) -> None:
+    rates, owner = Rates(), tenant("a", tokens_per_minute=1000)
+    door = new_door(rates=rates)
+    first, *rest = (
+        Arrival(id=str(n), prompt_tokens=100, answer_tokens=answer_tokens, tenant=owner) for n in range(prompts)
+    )
+    (refusal,) = refusals(door.arrive(first, 0.0, rest))
+    assert type(refusal.error) is AboveRateLimit and refusal.error.status == 400 and refusal.error.hint
+    assert rates.level("a", "tokens", 0.0) == 1000 and door.idle
+    door.check(0.0)
+
+
+def test_what_an_answer_may_take_is_reserved_and_the_rest_given_back() -> None:
+    rates, owner = Rates(), tenant("a", tokens_per_minute=6000)
+    door = new_door(rates=rates)
+    door.arrive(Arrival(id="r", prompt_tokens=1000, answer_tokens=3000, tenant=owner), 0.0)
+    assert rates.level("a", "tokens", 0.0) == 2000
+    door.first_token("r", 100, 0.0)
+    assert rates.level("a", "tokens", 0.0) == 2900, "cached tokens are not counted"
+    door.answered("r", 500, 0.0)
+    assert rates.level("a", "tokens", 0.0) == 2900
+    door.finished("r", 20, 0.0)
+    assert rates.level("a", "tokens", 0.0) == 6000 - 100 - 520
+
+
+def test_cached_prompts_earlier_buy_no_room_now() -> None:
+    """Else a tenant would first send what is cached, and then far more than it may."""
+    door, owner = new_door(), tenant("a", tokens_per_minute=1000)
+    for number in range(50):
+        door.arrive(arrival(f"cached-{number}", 900, owner), 0.0)
+        door.first_token(f"cached-{number}", 1, 0.0)
+        door.finished(f"cached-{number}", 1, 0.0)
+    (refusal,) = refusals(door.arrive(arrival("new", 2000, owner), 0.0))
+    assert type(refusal.error) is AboveRateLimit
+
+
+# ---- several prompts in one request ---------------------------------------------------------------------------------
+
+
+def several(request_id: str, count: int, tokens: int, owner: Tenant = ANONYMOUS) -> list[Arrival]:
+    return [arrival(f"{request_id}-{n}", tokens, owner) for n in range(count)]
+
+
+def test_others_have_their_turn_between_the_prompts_of_one_request() -> None:
+    door = taught(new_door(slots=64))
+    first, *rest = several("many", 64, 1000, tenant("many"))
+    now_s = 100.0
+    order = admitted(door.arrive(first, now_s, rest))
+    assert not refusals(door.arrive(arrival("other", 100, tenant("other")), now_s)), "it is not refused"
+    for _ in range(3):
+        now_s += 1.0
+        order += admitted(door.first_token(order[-1], 1000, now_s))
+        door.check(now_s)
+    assert order.index("other") == 1
+
+
+def test_alone_all_prompts_of_a_request_go_in_as_fast_as_ever() -> None:
+    door = new_door(wide_tokens=1000)
+    first, *rest = several("many", 20, 100)
+    assert admitted(door.arrive(first, 0.0, rest)) == [f"many-{n}" for n in range(10)]
+    door.check(0.0)
+    assert admitted(door.first_token("many-0", 100, 1.0)) == ["many-10"]
+
+
+def test_prompts_that_have_not_arrived_can_be_cancelled_and_hold_nothing() -> None:
+    rates, owner = Rates(), tenant("a", tokens_per_minute=1000)
+    door = new_door(wide_tokens=100, rates=rates)
+    first, *rest = several("many", 5, 100, owner)
+    assert admitted(door.arrive(first, 0.0, rest)) == ["many-0"]
+    assert rates.level("a", "tokens", 0.0) == 500
+    for gone in ("many-3", "many-1"):
+        door.cancelled(gone, 0.0)
+        door.check(0.0)
+    assert "behind earlier prompts" in str(door.explain("many-4", 0.0))
+    assert admitted(door.first_token("many-0", 100, 1.0)) == ["many-2"]
+    for gone in ("many-0", "many-2", "many-4"):
+        door.cancelled(gone, 1.0)
+        door.check(1.0)
+    assert door.idle
+
+
+def test_one_request_cannot_shut_others_out_of_the_slots() -> None:
+    """128 choices in 64 slots: the backend shares them, and the door does not wait for an end."""
+    door = taught(new_door(slots=64))
+    door.arrive(Arrival(id="many", prompt_tokens=10, choices=128, tenant=tenant("many")), 100.0)
+    door.first_token("many", 10, 100.1)
+    for number in range(20):
+        assert admitted(door.arrive(arrival(f"o{number}", 10, tenant("other")), 101.0 + number)) == [f"o{number}"]
+        door.first_token(f"o{number}", 10, 101.1 + number)
+        door.check(101.1 + number)
 
 
 def test_cancelled_guests_hold_nothing_wherever_they_were() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from router.door_model import new_door, tenant
 from tripool.core import Promise
-from tripool.router.guests import Admit, Arrival, Decision, Room
+from tripool.errors import AboveRateLimit
+from tripool.router.guests import Admit, Arrival, Decision, Refuse, Room
 from tripool.router.rates import Rates
 
 OWNERS = [
@@ -30,6 +33,8 @@ class DoorMachine(RuleBasedStateMachine):
         self.inside: list[str] = []
         self.answering: list[str] = []
         self.prompts: dict[str, int] = {}
+        self.later: dict[str, str] = {}
+        """Prompts that have not arrived: behind another one of the same request."""
 
     @initialize(
         lanes=st.integers(1, 3),
@@ -50,13 +55,26 @@ class DoorMachine(RuleBasedStateMachine):
         )
 
     def do(self, decisions: list[Decision]) -> None:
+        self.follow()
         for decision in decisions:
-            del self.waiting[decision.id]  # each is decided once
+            if decision.id not in self.waiting:  # it arrived behind another one that was let through
+                del self.later[decision.id]
+            else:
+                del self.waiting[decision.id]  # each is decided once
             if isinstance(decision, Admit):
                 self.inside.append(decision.id)
+            elif isinstance(decision.error, AboveRateLimit):
+                assert decision.error.status == 400 and decision.error.hint
             else:
                 assert decision.error.status == 429 and decision.error.hint
                 assert decision.error.retry_after_s > 0  # type: ignore[attr-defined]
+        self.follow()
+
+    def follow(self) -> None:
+        """Prompts that arrived behind another one of their request wait now."""
+        for request_id in [i for i in self.later if i in self.door]:
+            del self.later[request_id]
+            self.waiting[request_id] = self.now_s
 
     @rule(
         owner=st.sampled_from(OWNERS),
@@ -64,14 +82,22 @@ class DoorMachine(RuleBasedStateMachine):
         choices=st.integers(1, 3),
         priority=st.integers(-1, 1),
         ttft_ms=st.sampled_from([None, None, 50.0, 2000.0]),
+        more=st.sampled_from([0, 0, 0, 1, 4]),
     )
-    def arrive(self, owner: object, tokens: int, choices: int, priority: int, ttft_ms: float | None) -> None:
+    def arrive(self, owner: object, tokens: int, choices: int, priority: int, ttft_ms: float | None, more: int) -> None:
         self.number += 1
         request_id = f"r{self.number}"
         promise = Promise(priority=priority, ttft_ms=ttft_ms)
         self.waiting[request_id], self.prompts[request_id] = self.now_s, tokens
+        if self.door.enter(owner, self.now_s) is not None:  # type: ignore[arg-type]
+            del self.waiting[request_id]
+            return
         came = Arrival(id=request_id, prompt_tokens=tokens, tenant=owner, choices=choices, promise=promise)  # type: ignore[arg-type]
-        self.do(self.door.arrive(came, self.now_s))
+        later = [replace(came, id=f"{request_id}.{n}") for n in range(more)]
+        self.prompts |= {one.id: tokens for one in later}
+        decisions = self.door.arrive(came, self.now_s, later)
+        self.later |= {} if _refuses(decisions, came) else {one.id: request_id for one in later}
+        self.do(decisions)
 
     @precondition(lambda self: self.inside)
     @rule(which=st.integers(0, 10**6), cached=st.floats(0, 1))
@@ -93,9 +119,10 @@ class DoorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting or self.inside or self.answering)
     @rule(which=st.integers(0, 10**6))
     def cancel(self, which: int) -> None:
-        everyone = [*self.waiting, *self.inside, *self.answering]
+        everyone = [*self.waiting, *self.inside, *self.answering, *self.later]
         request_id = everyone[which % len(everyone)]
         self.waiting.pop(request_id, None)
+        self.later.pop(request_id, None)
         for group in (self.inside, self.answering):
             if request_id in group:
                 group.remove(request_id)
@@ -127,7 +154,11 @@ class DoorMachine(RuleBasedStateMachine):
                 self.first_token(0, 0.5)
             self.finish(0, 1)
             self.door.check(self.now_s)
-        assert not self.waiting and self.door.idle, "someone was forgotten"
+        assert not self.waiting and not self.later and self.door.idle, "someone was forgotten"
+
+
+def _refuses(decisions: list[Decision], came: Arrival) -> bool:
+    return any(isinstance(decision, Refuse) and decision.id == came.id for decision in decisions)
 
 
 DoorMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,11 +33,17 @@ def test_the_answer_is_charged_and_the_cached_prompt_given_back() -> None:
     assert rates.wait_s(owner, 1, 0.0)[0] == pytest.approx(30.1)
 
 
-def test_more_than_a_minute_holds_goes_when_the_bucket_is_full() -> None:
+def test_more_than_a_minute_holds_never_fits() -> None:
     rates, owner = Rates(), tenant("a", tokens_per_minute=60)
-    assert rates.wait_s(owner, 1000, 0.0)[0] == 0
-    rates.take(owner, 1, 1000, 0.0)
-    assert rates.wait_s(owner, 1, 0.0)[0] == pytest.approx(941.0)
+    assert rates.wait_s(owner, 61, 0.0) == (inf, "tokens")
+    assert rates.wait_s(owner, 60, 0.0)[0] == 0
+
+
+def test_less_than_one_request_a_minute_is_one_now_and_then() -> None:
+    rates, owner = Rates(), tenant("a", requests_per_minute=0.5)
+    assert rates.wait_s(owner, 0, 0.0)[0] == 0
+    rates.take(owner, 1, 0, 0.0)
+    assert rates.wait_s(owner, 0, 0.0)[0] == pytest.approx(120)
 
 
 def test_tenants_do_not_share_and_without_limits_there_is_no_waiting() -> None:
@@ -71,6 +79,9 @@ def test_no_stretch_of_time_brings_more_than_the_rate_and_a_minute(
     for pause_s, prompt, cached, answer in steps:
         now_s += pause_s
         wait_s = bucket.wait_s(prompt, now_s)
+        assert (wait_s == inf) == (prompt > per_minute)
+        if wait_s == inf:
+            continue
         if wait_s > 0:
             # What it says is true: a little earlier is too early, and then it fits.
             assert bucket.wait_s(prompt, now_s + wait_s * 0.9) > 0

@@ -171,7 +171,8 @@ class FakeEngine:
         guides: list[Guide] | None = None
         structure = request.params.structure
         if structure is not None:
-            guides = [self._grammars.guide(structure, request.stop_ids) for _ in range(request.params.n)]
+            ends, namespace = request.stop_ids, request.namespace
+            guides = [self._grammars.guide(structure, ends, namespace) for _ in range(request.params.n)]
         self._open[request.id] = _Running(request, self._tokens.digest(request), guides=guides)
 
     def cancel(self, request_id: str) -> None:

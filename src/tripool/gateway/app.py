@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from tripool import __version__
 from tripool.answer import Answer
 from tripool.config import GatewayConfig
+from tripool.core import Request
 from tripool.errors import TripoolError
 from tripool.gateway.admin import admin_routes
 from tripool.gateway.anthropic.respond import MessageShapes
@@ -25,6 +25,7 @@ from tripool.gateway.auth import Access, Guard, caller_of
 from tripool.gateway.backend import Backend
 from tripool.gateway.bodies import Bodies
 from tripool.gateway.body import body_docs
+from tripool.gateway.fair_pool import FairPool
 from tripool.gateway.gate import Gate
 from tripool.gateway.host_check import HostCheck
 from tripool.gateway.job import Api, Job
@@ -39,11 +40,17 @@ from tripool.gateway.request_log import RequestLog, note_error, note_record, req
 from tripool.gateway.respond import Shapes, Voice
 from tripool.gateway.stream import AnswerResponse
 from tripool.gateway.tokens import token_routes
+from tripool.grammar import Trial
 from tripool.tenants import Caller, Tenant
 from tripool.text import Tokenizer
 
 _SHORT_BYTES = 4096
 """Parsed in well under a millisecond: handing it to another thread and back would take longer."""
+_READING_THREADS = 2
+_MAX_READING_BYTES = 64 * 2**20
+"""Of bodies that wait to be read."""
+_TRIALS = 2
+_MAX_TRIALS_WAITING = 64
 
 
 def create_app(
@@ -71,10 +78,12 @@ def create_models_app(
     gate, journal = Gate(), Journal()
     app.include_router(admin_routes(models, gate, journal, stall_s=config.stall_s))
     bodies = Bodies(config.max_body_bytes)
-    app.include_router(token_routes(lambda raw: models.meant_by(raw).tokens, bodies))
+    reading = FairPool("reading", num_threads=_READING_THREADS, max_waiting=_MAX_READING_BYTES)
+    tokens = token_routes(lambda raw: models.meant_by(raw).tokens, bodies, enter=models.enter, pool=reading)
+    app.include_router(tokens)
     app.include_router(model_routes(models, bodies))
     app.state.on_connection_ended = models.default.metrics.connection_ended
-    answering = Answering(models, gate, journal, bodies, clock, access)
+    answering = Answering(models, gate, journal, bodies, clock, access, reading)
     app.add_middleware(HostCheck, guarded=access is not None, on_refused=models.default.metrics.refused)
     if access is not None:
         app.add_middleware(Guard, access=access, on_refused=models.default.metrics.refused)
@@ -107,9 +116,13 @@ class Answering:
         bodies: Bodies,
         clock: Callable[[], float],
         access: Access | None,
+        reading: FairPool,
     ) -> None:
         self._models, self._gate, self._journal, self._bodies, self._clock = models, gate, journal, bodies, clock
         self._access = access
+        self._reading = reading
+        """For long bodies, which take a while to encode."""
+        self._trial, self._trying = Trial(), FairPool("trials", num_threads=_TRIALS, max_waiting=_MAX_TRIALS_WAITING)
 
     async def answer(self, http: HttpRequest, api: Api) -> Response:
         received_s = self._clock()
@@ -138,17 +151,25 @@ class Answering:
             self._access.ended(record, caller, served.name)
 
     async def _read(self, http: HttpRequest, api: Api) -> tuple[Served, Job]:
+        tenant, wishes = caller_of(http).tenant, header_wishes(http.headers)
+        self._models.enter(tenant)
         raw = await self._bodies.read(http)
         request_id = header_id(http.headers.get("x-request-id"))
-        tenant, wishes = caller_of(http).tenant, header_wishes(http.headers)
-        if len(raw) <= _SHORT_BYTES:
-            served, job = self._parse(raw, request_id, api, tenant, wishes)
-        else:
-            served, job = await asyncio.to_thread(self._parse, raw, request_id, api, tenant, wishes)
-        structure = job.requests[0].params.structure
-        if structure is not None:
-            await asyncio.to_thread(served.parser.check, structure)
+        parse = partial(self._parse, raw, request_id, api, tenant, wishes)
+        short = len(raw) <= _SHORT_BYTES
+        served, job = parse() if short else await self._reading.run(tenant.name, parse, size=len(raw))
+        await self._try(job.requests[0], tenant)
         return served, job
+
+    async def _try(self, request: Request, tenant: Tenant) -> None:
+        """A grammar is tried before an engine meets it."""
+        structure, namespace = request.params.structure, request.namespace
+        if structure is None:
+            return
+        if self._trial.is_known(structure, namespace):
+            self._trial.check(structure, namespace)
+        else:
+            await self._trying.run(tenant.name, partial(self._trial.check, structure, namespace))
 
     def _parse(
         self, raw: bytes, request_id: str | None, api: Api, tenant: Tenant, wishes: Wishes

@@ -9,15 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from tripool.config import DoorConfig
 from tripool.core import Request, ServingStats, TokenEvent
-from tripool.errors import EngineStopped
+from tripool.errors import ContextOverflow, EngineStopped
 from tripool.gateway.backend import Backend, Facts
 from tripool.gateway.metrics import Histogram
 from tripool.router.door import Door
@@ -32,22 +32,35 @@ _CHARGE_TOKENS = 32
 _MAX_LABELS = 20
 """Tenants that metrics name; the others are counted together."""
 _MAX_REFUSED = 256
+_MERGED_AHEAD = 64
+"""Events of several prompts that wait for their reader."""
+_USUAL_ANSWER_TOKENS = 256
+"""What an answer without `max_tokens` is reckoned with by its tenant's rate before it begins."""
 _ERRORS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
 class _Visit:
-    """One stream's requests at the door, decided about together."""
+    """One request at the door; a stream of several has one for each."""
 
-    def __init__(self, requests: tuple[Request, ...], opened: asyncio.Future[None], now_s: float) -> None:
-        self.id = requests[0].id
-        self.requests = {request.id: request for request in requests}
+    def __init__(self, request: Request, opened: asyncio.Future[None], now_s: float) -> None:
+        self.id = request.id
+        self.request = request
         self.opened = opened
         """Done when it is let through, or fails with the refusal."""
         self.arrived_s = now_s
         self.waited_s = 0.0
-        self.unbegun = {request.id for request in requests}
-        self.uncached_tokens = 0
+        self.begun = False
+        self.cancelled = False
+        """Before it was let through."""
+        self.left = False
         self.num_tokens = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """Of one of several merged streams."""
+
+    error: Exception | None
 
 
 class Doored:
@@ -89,33 +102,86 @@ class Doored:
     def context_tokens(self) -> int:
         return self._backend.context_tokens
 
+    def enter(self, tenant: Tenant) -> None:
+        """Count a request before anything of it is read. Raises RateLimited."""
+        error = self._door.enter(self._tenant_of(tenant.name), self._clock())
+        if error is not None:
+            raise error
+
     async def stream(self, *requests: Request) -> AsyncGenerator[TokenEvent, None]:
         if self._refusing is not None:
             raise EngineStopped(self._refusing)
-        loop = asyncio.get_running_loop()
-        visit = _Visit(requests, loop.create_future(), self._clock())
-        self._visits |= dict.fromkeys(visit.requests, visit)
+        self._check_lengths(requests)
+        loop, now_s = asyncio.get_running_loop(), self._clock()
+        visits = [_Visit(request, loop.create_future(), now_s) for request in requests]
+        self._visits |= {visit.id: visit for visit in visits}
         try:
             if self._door.idle:
                 self._door.room = self._room()
-            self._do(self._door.arrive(self._arrival(visit), self._clock()), loop)
+            first, *rest = self._arrivals(requests)
+            self._do(self._door.arrive(first, now_s, rest), loop)
+            events = self._one(visits[0]) if len(visits) == 1 else self._merged(visits)
+            async with aclosing(events):
+                async for event in events:
+                    yield event
+        finally:
+            for visit in visits:
+                self._leave(visit)
+
+    async def _one(self, visit: _Visit) -> AsyncGenerator[TokenEvent, None]:
+        """Once it is let through; leaves when it is over."""
+        try:
             if not visit.opened.done():
                 await visit.opened
                 visit.waited_s = self._clock() - visit.arrived_s
             visit.opened.result()
-            left = tuple(visit.requests.values())
-            if left:
-                async with aclosing(self._backend.stream(*left)) as events:
-                    async for event in events:
-                        visit.num_tokens += 1
-                        if visit.num_tokens % _CHARGE_TOKENS == 0:
-                            self._door.answered(visit.id, _CHARGE_TOKENS, self._clock())
-                        yield self._noted(visit, event) if visit.unbegun else event
+            if visit.cancelled:
+                return
+            async with aclosing(self._backend.stream(visit.request)) as events:
+                async for event in events:
+                    visit.num_tokens += 1
+                    if visit.num_tokens % _CHARGE_TOKENS == 0:
+                        self._door.answered(visit.id, _CHARGE_TOKENS, self._clock())
+                    yield self._noted(visit, event) if not visit.begun or event.stages is not None else event
         finally:
-            for request in requests:
-                self._visits.pop(request.id, None)
+            self._leave(visit)
+
+    async def _merged(self, visits: Sequence[_Visit]) -> AsyncGenerator[TokenEvent, None]:
+        """Several in one: each begins when it is let through, and the first that fails ends all."""
+        events: asyncio.Queue[TokenEvent | _End] = asyncio.Queue(_MERGED_AHEAD)
+
+        async def pump(visit: _Visit) -> None:
+            error: Exception | None = None
+            try:
+                async with aclosing(self._one(visit)) as own:
+                    async for event in own:
+                        await events.put(event)
+            except Exception as raised:  # noqa: BLE001 (not swallowed: raised again where the events are read)
+                error = raised
+            await events.put(_End(error))
+
+        tasks = [asyncio.ensure_future(pump(visit)) for visit in visits]
+        try:
+            num_open = len(tasks)
+            while num_open:
+                item = await events.get()
+                if not isinstance(item, _End):
+                    yield item
+                elif item.error is not None:
+                    raise item.error
+                else:
+                    num_open -= 1
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _leave(self, visit: _Visit) -> None:
+        if not visit.left:
+            visit.left = True
+            del self._visits[visit.id]
             uncharged = visit.num_tokens % _CHARGE_TOKENS
-            self._do(self._door.finished(visit.id, uncharged, self._clock()), loop)
+            self._do(self._door.finished(visit.id, uncharged, self._clock()), asyncio.get_running_loop())
 
     @property
     def num_open(self) -> int:
@@ -129,16 +195,10 @@ class Doored:
     def cancel(self, request_id: str) -> None:
         visit = self._visits.get(request_id)
         if visit is not None and not visit.opened.done():
-            visit.requests.pop(request_id, None)
-            visit.unbegun.discard(request_id)
-            if not visit.requests:
-                visit.opened.set_result(None)  # nothing is left to be let through; the stream ends
+            visit.cancelled = True
+            visit.opened.set_result(None)  # nothing is left to be let through; its stream ends
             return
         self._backend.cancel(request_id)
-        if visit is not None and request_id in visit.unbegun:
-            visit.unbegun.remove(request_id)
-            if visit.num_tokens:
-                self._maybe_begun(visit)
 
     def stats(self) -> ServingStats:
         stats = self._backend.stats()
@@ -154,16 +214,29 @@ class Doored:
 
     # ---- the door ---------------------------------------------------------------------------------------------------
 
-    def _arrival(self, visit: _Visit) -> Arrival:
-        requests = visit.requests.values()
-        promise = next(iter(requests)).promise
-        return Arrival(
-            id=visit.id,
-            prompt_tokens=sum(len(request.prompt_ids) for request in requests),
-            tenant=self._tenant_of(promise.tenant),
-            choices=sum(request.params.n for request in requests),
-            promise=promise,
-        )
+    def _check_lengths(self, requests: Sequence[Request]) -> None:
+        """All of them before the first begins: a prompt that cannot be answered fails the request as a whole."""
+        longest = max(len(request.prompt_ids) for request in requests)
+        if 0 < self.context_tokens <= longest:
+            hint = f"at most {self.context_tokens - 1} prompt tokens fit; shorten the prompt or give more KV memory"
+            raise ContextOverflow(f"the prompt has {longest} tokens", hint=hint, param="prompt")
+
+    def _arrivals(self, requests: Sequence[Request]) -> Iterator[Arrival]:
+        promise = requests[0].promise
+        tenant = self._tenant_of(promise.tenant)
+        for request in requests:
+            prompt, params = len(request.prompt_ids), request.params
+            room = max(1, self.context_tokens - prompt)
+            answer_tokens = params.n * min(params.max_tokens or _USUAL_ANSWER_TOKENS, room)
+            yield Arrival(
+                id=request.id,
+                prompt_tokens=prompt,
+                answer_tokens=answer_tokens,
+                tenant=tenant,
+                choices=params.n,
+                promise=promise,
+            )
+            promise = replace(promise, ttft_ms=None)  # the first prompt's first token is the request's
 
     def _do(self, decisions: list[Decision], loop: asyncio.AbstractEventLoop) -> None:
         for decision in decisions:
@@ -174,8 +247,7 @@ class Doored:
                 visit.opened.set_result(None)
             else:
                 facts = {"refused by the door": str(decision.error)}
-                for request_id in visit.requests:
-                    self._refused[request_id] = facts
+                self._refused[visit.id] = facts
                 while len(self._refused) > _MAX_REFUSED:
                     self._refused.popitem(last=False)
                 visit.opened.set_exception(decision.error)
@@ -187,25 +259,19 @@ class Doored:
         self._do(self._door.tick(self._clock(), self._room()), loop)
 
     def _noted(self, visit: _Visit, event: TokenEvent) -> TokenEvent:
-        """An event of a visit whose requests have not all begun; a request's first tells how much was cached."""
-        if event.request_id in visit.unbegun:
-            visit.unbegun.remove(event.request_id)
-            visit.uncached_tokens += len(visit.requests[event.request_id].prompt_ids) - event.num_cached_tokens
-            self._maybe_begun(visit)
+        """A request's first event tells how much was cached; that of each choice, how long it took."""
+        if not visit.begun:
+            visit.begun = True
+            uncached_tokens = len(visit.request.prompt_ids) - event.num_cached_tokens
+            loop = asyncio.get_running_loop()
+            self._do(self._door.first_token(visit.id, uncached_tokens, self._clock()), loop)
+            for predicted_s, actual_s in self._door.predictions:
+                self._errors.observe(abs(actual_s - predicted_s))
+            self._door.predictions.clear()
         if event.stages is not None:
             stages = replace(event.stages, queue_s=event.stages.queue_s + visit.waited_s)
             event = replace(event, stages=stages)
         return event
-
-    def _maybe_begun(self, visit: _Visit) -> None:
-        """Once all requests of a visit have a token."""
-        if visit.unbegun:
-            return
-        loop = asyncio.get_running_loop()
-        self._do(self._door.first_token(visit.id, visit.uncached_tokens, self._clock()), loop)
-        for predicted_s, actual_s in self._door.predictions:
-            self._errors.observe(abs(actual_s - predicted_s))
-        self._door.predictions.clear()
 
     # ---- for people -------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from tripool.gateway.doored import Doored
 from tripool.gateway.metrics import Metrics
 from tripool.gateway.parse import Parser
 from tripool.gateway.tokens import TokenService
+from tripool.tenants import Tenant
 from tripool.text import Tokenizer
 
 
@@ -49,7 +50,7 @@ class Served:
 
     def __init__(self, name: str, backend: Backend, tokenizer: Tokenizer) -> None:
         self.name, self.backend, self.tokenizer = name, backend, tokenizer
-        self.parser = Parser(tokenizer, name)
+        self.parser = Parser(tokenizer, name, lambda: backend.context_tokens)
         self.tokens = TokenService(self.parser, tokenizer, lambda: backend.context_tokens)
         more = backend.families if isinstance(backend, Doored) else None
         self.metrics = Metrics(name, backend.stats, lambda: self.num_open, more)
@@ -123,6 +124,12 @@ class Models:
         except msgspec.DecodeError:  # also raised for a `model` that is no text
             return self.default
         return self.default if name is None else self.find(name)
+
+    def enter(self, tenant: Tenant) -> None:
+        """Count a request of whoever sent it, before anything of it is read. Raises RateLimited."""
+        backend = self.default.backend  # a tenant's rates hold over all models
+        if isinstance(backend, Doored):
+            backend.enter(tenant)
 
     # ---- all of them together, for whoever asks how the server is ---------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from tripool.core import SALT_MARK, Conversation, Promise, Request, SamplingPara
 from tripool.errors import InvalidRequest, ModelNotFound
 from tripool.gateway.anthropic.parse import to_chat
 from tripool.gateway.body import decode_json
+from tripool.gateway.encoding import Encoder
 from tripool.gateway.job import Api, Job
 from tripool.gateway.messages import to_message
 from tripool.gateway.options import (
@@ -28,7 +29,6 @@ from tripool.gateway.public_prefix import public_tokens
 from tripool.gateway.reasoning import OPENING
 from tripool.gateway.structure import read_structure
 from tripool.gateway.tools import Tools, as_text, read_tools
-from tripool.grammar import Trial
 from tripool.tenants import ANONYMOUS, Tenant
 from tripool.text import Tokenizer
 
@@ -60,10 +60,10 @@ class _Whose:
 class Parser:
     """Tokenising takes milliseconds for long prompts: call these outside the event loop then."""
 
-    def __init__(self, tokenizer: Tokenizer, name: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, name: str, context_tokens: Callable[[], int] = lambda: 0) -> None:
         self._tokenizer = tokenizer
         self._name = name
-        self._trial = Trial()
+        self.encoder = Encoder(tokenizer, context_tokens)
 
     def chat(
         self, raw: bytes, request_id: str | None = None, tenant: Tenant = ANONYMOUS, wishes: Wishes = _NO_WISHES
@@ -96,10 +96,6 @@ class Parser:
         structure = self._structure(fields)
         return self._job(fields, prompts, fields.get("logprobs"), structure, "completion", request_id, tenant, wishes)
 
-    def check(self, structure: Structure) -> None:
-        """Try a job's grammar before an engine meets it. Takes some 50 ms: call it outside the event loop."""
-        self._trial.check(structure)
-
     def fields(self, raw: bytes, known: Fields) -> dict[str, Any]:
         fields = known.checked(decode_json(raw))
         if fields.get("model", self._name) != self._name:
@@ -116,13 +112,14 @@ class Parser:
         if "reasoning_effort" in fields:
             extra.setdefault("reasoning_effort", fields["reasoning_effort"])
         knows = self._tokenizer.knows_tools
-        return self._tokenizer.encode_chat(
+        text = self._tokenizer.render_chat(
             conversation if knows else as_text(conversation, tools.shown),
             tools=tools.shown if knows else None,
             add_generation_prompt=fields.get("add_generation_prompt", True),
             continue_final_message=go_on,
             extra=extra,
         )
+        return self.encoder.encode(text, special=False, param="messages")
 
     def _chat_job(
         self,
@@ -155,7 +152,7 @@ class Parser:
     def _completion_prompts(self, fields: Mapping[str, Any]) -> _Prompts:
         special = fields.get("add_special_tokens", True)
         given = _prompts(fields["prompt"])
-        prompts = [self._tokenizer.encode(p, special=special) if isinstance(p, str) else p for p in given]
+        prompts = [self.encoder.encode(p, special=special) if isinstance(p, str) else p for p in given]
         prompts = [_truncated(prompt, fields) for prompt in prompts]
         if not fields.get("echo"):
             return _Prompts(prompts)
@@ -196,7 +193,7 @@ class Parser:
         params = SamplingParams.from_options(options | {"logprobs": logprobs, "structure": structure})
         key = secrets.token_hex(12)
         request_id = _request_id(fields) or request_id or key
-        promise = read_promise(fields, tenant, wishes)
+        promise = read_promise(fields, tenant, wishes, key)
         whose = _Whose(_namespace(fields, tenant), prompts.public_tokens, promise)
         requests = tuple(self._request(f"{key}-{i}", prompt, params, whose) for i, prompt in enumerate(prompts.ids))
         stream, shown = fields.get("stream", False), fields.get("stream_options", {})

@@ -31,7 +31,7 @@ def header_wishes(headers: Mapping[str, str]) -> Wishes:
     return wishes
 
 
-def read_promise(fields: Mapping[str, Any], tenant: Tenant, wishes: Wishes) -> Promise:
+def read_promise(fields: Mapping[str, Any], tenant: Tenant, wishes: Wishes, job: str = "") -> Promise:
     slo: Mapping[str, Any] = fields.get("slo", {})
     for name in slo:
         if name not in ("tpot_ms", "ttft_ms"):
@@ -45,7 +45,14 @@ def read_promise(fields: Mapping[str, Any], tenant: Tenant, wishes: Wishes) -> P
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         hint = f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}; lower goes first"
         raise InvalidRequest(f"'priority' is {priority}", hint=hint, param="priority")
-    return Promise(tpot_ms=chosen["tpot_ms"], ttft_ms=chosen["ttft_ms"], priority=priority, tenant=tenant.name)
+    return Promise(
+        tpot_ms=chosen["tpot_ms"],
+        ttft_ms=chosen["ttft_ms"],
+        priority=priority,
+        tenant=tenant.name,
+        weight=tenant.limits.weight,
+        job=job,
+    )
 
 
 def _check(name: str, value: object) -> None:

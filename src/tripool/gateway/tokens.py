@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
 from tripool.errors import InvalidRequest
+from tripool.gateway.auth import caller_of
 from tripool.gateway.bodies import Bodies
 from tripool.gateway.body import body_docs
+from tripool.gateway.fair_pool import FairPool
 from tripool.gateway.messages import to_message
 from tripool.gateway.options import ANTHROPIC_COUNT, DETOKENIZE, TOKENIZE
 from tripool.gateway.parse import Parser
 from tripool.gateway.tools import Tools
+from tripool.tenants import Tenant
 from tripool.text import Tokenizer
+
+_LEAST_SIZE = 1024
+"""What a body counts for besides its bytes, so that many small ones are bounded too."""
 
 
 class TokenService:
-    """Takes bodies, gives answers. Long texts take milliseconds: call it outside the event loop."""
+    """Takes bodies, gives answers as JSON. Long texts take a while: call it outside the event loop."""
 
     def __init__(self, parser: Parser, tokenizer: Tokenizer, context_tokens: Callable[[], int]) -> None:
         self._parser, self._tokenizer, self._context_tokens = parser, tokenizer, context_tokens
+        self._encoder = parser.encoder
 
     def tokenize(self, raw: bytes) -> dict[str, Any]:
+        self._encoder.check_body(len(raw), "prompt")
         fields = self._parser.fields(raw, TOKENIZE)
         if ("prompt" in fields) == ("messages" in fields):
             raise InvalidRequest("needs either 'prompt' or 'messages'", param="prompt")
         if "prompt" in fields:
-            ids = self._tokenizer.encode(fields["prompt"], special=fields.get("add_special_tokens", True))
+            ids = self._encoder.encode(fields["prompt"], special=fields.get("add_special_tokens", True))
         else:
             conversation = [to_message(message, f"messages[{i}]") for i, message in enumerate(fields["messages"])]
             ids = self._parser.chat_ids(fields, conversation, Tools(shown=fields.get("tools", ())))
@@ -38,7 +47,9 @@ class TokenService:
         return {"count": len(ids), "max_model_len": self._context_tokens(), "tokens": ids, "token_strs": strings}
 
     def detokenize(self, raw: bytes) -> dict[str, Any]:
+        self._encoder.check_body(len(raw), "tokens")
         tokens = self._parser.fields(raw, DETOKENIZE)["tokens"]
+        self._encoder.check_ids(len(tokens), "tokens")
         bad = next((i for i in tokens if not 0 <= i < self._tokenizer.vocab_size), None)
         if bad is not None:
             hint = f"ids run from 0 to {self._tokenizer.vocab_size - 1}"
@@ -46,27 +57,40 @@ class TokenService:
         return {"prompt": self._tokenizer.decode(tokens, skip_special=False)}
 
     def count(self, raw: bytes) -> dict[str, Any]:
+        self._encoder.check_body(len(raw), "messages")
         return {"input_tokens": self._parser.count(raw)}
 
 
-def token_routes(service_of: Callable[[bytes], TokenService], bodies: Bodies) -> APIRouter:
-    """`service_of` a body: that of the model which the body names."""
+def token_routes(
+    service_of: Callable[[bytes], TokenService],
+    bodies: Bodies,
+    *,
+    enter: Callable[[Tenant], object],
+    pool: FairPool,
+) -> APIRouter:
+    """`service_of` a body: that of the model which the body names. `enter` counts a request, or refuses it; the work is
+    done in `pool`, the rendering of long answers included."""
     routes = APIRouter()
 
-    async def answer(http: HttpRequest, read: Callable[[TokenService, bytes], dict[str, Any]]) -> dict[str, Any]:
+    async def answer(http: HttpRequest, read: Callable[[TokenService, bytes], dict[str, Any]]) -> Response:
+        tenant = caller_of(http).tenant
+        enter(tenant)
         raw = await bodies.read(http)
-        return await asyncio.to_thread(lambda: read(service_of(raw), raw))
+        body = await pool.run(
+            tenant.name, lambda: msgspec.json.encode(read(service_of(raw), raw)), size=len(raw) + _LEAST_SIZE
+        )
+        return Response(body, media_type="application/json")
 
     @routes.post("/tokenize", openapi_extra=body_docs(TOKENIZE.schema()))
-    async def tokenize(http: HttpRequest) -> dict[str, Any]:
+    async def tokenize(http: HttpRequest) -> Response:
         return await answer(http, TokenService.tokenize)
 
     @routes.post("/detokenize", openapi_extra=body_docs(DETOKENIZE.schema()))
-    async def detokenize(http: HttpRequest) -> dict[str, Any]:
+    async def detokenize(http: HttpRequest) -> Response:
         return await answer(http, TokenService.detokenize)
 
     @routes.post("/v1/messages/count_tokens", openapi_extra=body_docs(ANTHROPIC_COUNT.schema()))
-    async def count_tokens(http: HttpRequest) -> dict[str, Any]:
+    async def count_tokens(http: HttpRequest) -> Response:
         return await answer(http, TokenService.count)
 
     return routes

@@ -10,21 +10,22 @@ import json
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
 from pathlib import Path
 
 from tripool.core import Structure
 from tripool.errors import InvalidRequest, TripoolError
 from tripool.grammar import trial_process
+from tripool.grammar.owned import OwnedCache
 from tripool.grammar.translate import LIMITS, grammar_text
 
 CPU_S = 0.5
 MEMORY_BYTES = 2**30
-MAX_KEPT = 256
+MAX_KEPT = 64
+"""Of each tenant."""
+_MAX_TENANTS = 256
 _HARMLESS = ("json_object", "choice")
 """Their size is all that a caller decides about."""
 _WALL_S = 30.0
-_AT_ONCE = 2
 
 
 class TrialFailed(TripoolError):
@@ -35,26 +36,30 @@ class TrialFailed(TripoolError):
 
 
 class Trial:
-    """Thread-safe. Takes some 50 ms, once for each of the last structures; do not call it in an event loop."""
+    """Thread-safe. Takes some 100 ms, once for each of a tenant's last structures; do not call it in an event loop."""
 
     def __init__(self, *, cpu_s: float = CPU_S) -> None:
         self._cpu_s = cpu_s
         self._lock = threading.Lock()
-        self._slots = threading.BoundedSemaphore(_AT_ONCE)
-        self._verdicts: OrderedDict[Structure, str] = OrderedDict()
+        self._verdicts: OwnedCache[str] = OwnedCache(per_tenant=MAX_KEPT, max_tenants=_MAX_TENANTS)
 
-    def check(self, structure: Structure) -> None:
-        """Raises InvalidRequest when the grammar is bad, or dangerous."""
+    def is_known(self, structure: Structure, namespace: str = "") -> bool:
+        """Whether `check` will answer at once."""
+        if structure.kind in _HARMLESS:
+            return True
+        with self._lock:
+            return self._verdicts.get(namespace, structure) is not None
+
+    def check(self, structure: Structure, namespace: str = "") -> None:
+        """Raises InvalidRequest when the grammar is bad, or dangerous. `namespace`: whose it is."""
         if structure.kind in _HARMLESS:
             return
         with self._lock:
-            verdict = self._verdicts.get(structure)
+            verdict = self._verdicts.get(namespace, structure)
         if verdict is None:
             verdict = self._try(structure)
             with self._lock:
-                self._verdicts[structure] = verdict
-                if len(self._verdicts) > MAX_KEPT:
-                    self._verdicts.popitem(last=False)
+                self._verdicts.put(namespace, structure, verdict)
         if verdict:
             raise InvalidRequest(f"the {structure.kind} cannot be used: {verdict}", param=structure.param)
 
@@ -66,15 +71,14 @@ class Trial:
         bounds = {"limits": LIMITS, "cpu_s": self._cpu_s, "memory_bytes": MEMORY_BYTES}
         task = {"grammar": grammar, "ebnf": ebnf, **bounds}
         command = [sys.executable, "-I", str(Path(trial_process.__file__))]
-        with self._slots:
-            try:
-                done = subprocess.run(
-                    command, input=json.dumps(task).encode(), capture_output=True, timeout=_WALL_S, check=False
-                )
-            except subprocess.TimeoutExpired as error:
-                raise TrialFailed("the machine is too busy to try the grammar", hint="try again later") from error
-            except OSError as error:
-                raise TrialFailed(f"cannot start a process to try the grammar: {error.strerror}") from error
+        try:
+            done = subprocess.run(
+                command, input=json.dumps(task).encode(), capture_output=True, timeout=_WALL_S, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise TrialFailed("the machine is too busy to try the grammar", hint="try again later") from error
+        except OSError as error:
+            raise TrialFailed(f"cannot start a process to try the grammar: {error.strerror}") from error
         if done.returncode == 0:
             return done.stdout.decode()
         if done.returncode < 0:  # killed: by the timer, for its memory, or by a stack that overflowed

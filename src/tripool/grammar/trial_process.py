@@ -1,22 +1,24 @@
 """The process in which `Trial` compiles: run as a file, so that it starts without loading the package.
 
 Reads one task from standard input and writes what is wrong with its grammar to standard output. Takes no more than its
-share of processor time and memory: the kernel ends it.
+share of processor time and memory: the kernel ends it. Runs at a lower priority than the server, which must not notice
+it, but not at the lowest: whoever sent the grammar waits for it, also while the processors are busy.
 """
 
 import json
+import os
 import resource
 import signal
 import sys
 import threading
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
-
 MAX_MESSAGE_CHARS = 500
 _STACK_BYTES = 2**20
 """Less than any thread that compiles in earnest: what fits here has room to spare there."""
 _END = 256
+_NICE = 10
+"""A tenth of what the server gets where they compete."""
 
 
 class _Bytes:
@@ -32,6 +34,9 @@ class _Bytes:
 
 
 def main() -> None:
+    os.nice(_NICE)
+    import llguidance  # noqa: F401 (most of the time that this takes: at the lower priority, before the limits count)
+
     task = json.load(sys.stdin.buffer)
     resource.setrlimit(resource.RLIMIT_AS, (task["memory_bytes"], task["memory_bytes"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -47,6 +52,8 @@ def _compile(task: dict[str, Any]) -> None:
 
 
 def _wrong_with(task: dict[str, Any]) -> str:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+
     grammar = task["grammar"]
     if task["ebnf"]:
         try:

@@ -2,28 +2,36 @@
 
 | fact | what follows |
 |---|---|
+| `enter` | a request has come and is not read yet: refused, or counted against its tenant's rate |
 | `arrive` | refused at once (rate, queue, a promise that cannot be kept), let through, or kept waiting |
 | `first_token` | its work is known now: its tenant's account, the pace and the window are corrected |
 | `finished`, `cancelled` | whatever it held is free |
 | `tick` | whoever has waited too long is refused; call it every few tens of milliseconds |
 
-Each returns what is to be done. Only a small window of prompts is inside the backend without a first token: enough to
-keep it busy, so little that the order is decided here. While all requests are alike (one tenant, one priority) there is
-no order to decide, and the window is wide. Knows nothing of workers, blocks or text; the same object stands before an
-engine of this process, before pools, and in the simulation.
+Each returns what is to be done. A request of several prompts arrives whole, and is let through one prompt at a time:
+between two of them others have their turn.
+
+Only a small window of prompts is inside the backend without a first token: enough to keep it busy, so little that the
+order is decided here. While all requests are alike (one tenant, one priority) there is no order to decide, and the
+window is wide. Decode slots are shared by the backend itself, which takes them from whoever has more than its share;
+here a tenant that has its share of them waits when few are left. Knows nothing of workers, blocks or text; the same
+object stands before an engine of this process, before pools, and in the simulation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
+from math import inf
 
 from tripool.config import DoorConfig
-from tripool.errors import Overloaded, RateLimited, TripoolError, TtftUnreachable
+from tripool.errors import AboveRateLimit, Overloaded, RateLimited, TripoolError, TtftUnreachable
 from tripool.router.fair import Account, Shares
 from tripool.router.guests import Admit, Arrival, Decision, Guest, Refuse, Room, Stage
 from tripool.router.pace import Pace
-from tripool.router.rates import Rates
+from tripool.router.rates import Limit, Rates
+from tripool.tenants import Tenant
 
 _FIRST_WINDOW_TOKENS = 512
 """Before the backend's pace is known."""
@@ -41,6 +49,9 @@ class Door:
         self._guests: dict[str, Guest] = {}
         self._deadlines: list[tuple[float, str, float]] = []
         """(when, id, its arrival): of those who wait, and of some who do not any more."""
+        self._later: dict[str, deque[Arrival]] = {}
+        """Prompts that have not arrived yet, by their ids: those behind another one of the same request."""
+        self._later_tokens = 0
         self._inside_tokens = 0.0
         self._num_inside = 0
         self._slots_held = 0
@@ -63,31 +74,57 @@ class Door:
 
     # ---- facts ------------------------------------------------------------------------------------------------------
 
-    def arrive(self, arrival: Arrival, now_s: float) -> list[Decision]:
-        assert arrival.id not in self._guests, f"{arrival.id} is at the door already"
-        tenant, promise = arrival.tenant, arrival.promise
-        account = self.shares.account(tenant)
-        cost = account.cost_of(arrival.prompt_tokens)
-        account.count(now_s, asked=cost)
-        self._notice((tenant.name, promise.priority), now_s)
-        wait_s, limit = self.rates.wait_s(tenant, cost, now_s)
+    def enter(self, tenant: Tenant, now_s: float) -> TripoolError | None:
+        """Before anything of a request is read. What comes of it later does not give this back."""
+        wait_s, limit = self.rates.wait_s(tenant, 0, now_s)
         if wait_s > 0:
-            per_minute = tenant.limits.requests_per_minute if limit == "requests" else tenant.limits.tokens_per_minute
-            message = f"'{tenant.name}' may use {per_minute:g} {limit} per minute"
-            return [Refuse(arrival.id, RateLimited(message, hint=_again(wait_s), retry_after_s=wait_s))]
-        ahead = self.shares.ahead(account, promise.priority)
-        guest = Guest(arrival, account, cost, now_s, ahead[1], self._predict_s(ahead, cost, now_s))
-        error = self._full(guest) or self._too_slow(guest)
+            return _rate_limited(tenant, limit, wait_s)
+        self.rates.take(tenant, 1, 0, now_s)
+        return None
+
+    def arrive(self, arrival: Arrival, now_s: float, rest: Sequence[Arrival] = ()) -> list[Decision]:
+        """`rest`: further prompts of the same request. It is refused whole or not at all."""
+        everything = (arrival, *rest)
+        assert not any(one.id in self._guests or one.id in self._later for one in everything), "is here already"
+        tenant = arrival.tenant
+        self._notice((tenant.name, arrival.promise.priority), now_s)
+        amount = sum(one.prompt_tokens + one.answer_tokens for one in everything)
+        guest = self._guest(arrival, deque(rest), now_s)
+        error = self._too_much(tenant, amount, now_s) or self._full(guest) or self._too_slow(guest)
         if error is not None:
             return [Refuse(arrival.id, error)]
-        self.rates.take(tenant, 1, cost, now_s)
-        self._guests[arrival.id] = guest
-        self.shares.push(arrival.id, account, promise.priority, cost)
+        self.rates.take(tenant, 0, amount, now_s)
+        for one in rest:
+            self._later[one.id] = guest.rest
+            self._later_tokens += one.prompt_tokens
+        self._queue_up(guest)
         decisions = self._settle(now_s)
         if guest.stage is Stage.WAITING:
             guest.why = self._why(guest, now_s)
-            heappush(self._deadlines, (self._latest_start_s(guest), arrival.id, now_s))
         return decisions
+
+    def _guest(self, arrival: Arrival, rest: deque[Arrival], now_s: float) -> Guest:
+        account = self.shares.account(arrival.tenant)
+        cost = account.cost_of(arrival.prompt_tokens)
+        account.count(now_s, asked=cost)
+        ahead = self.shares.ahead(account, arrival.promise.priority)
+        predicted_s = self._predict_s(ahead, cost, now_s)
+        return Guest(arrival, account, cost, arrival.answer_tokens, rest, now_s, ahead[1], predicted_s)
+
+    def _queue_up(self, guest: Guest) -> None:
+        arrival = guest.arrival
+        self._guests[arrival.id] = guest
+        self.shares.push(arrival.id, guest.account, arrival.promise.priority, guest.cost)
+        heappush(self._deadlines, (self._latest_start_s(guest), arrival.id, guest.arrived_s))
+
+    def _next_prompt(self, guest: Guest, now_s: float) -> None:
+        """The one behind it arrives now."""
+        if guest.rest:
+            arrival, rest = guest.rest.popleft(), guest.rest
+            del self._later[arrival.id]
+            self._later_tokens -= arrival.prompt_tokens
+            guest.rest = deque()
+            self._queue_up(self._guest(arrival, rest, now_s))
 
     def first_token(self, request_id: str, uncached_tokens: int, now_s: float) -> list[Decision]:
         """Of any of its choices; a second one changes nothing."""
@@ -96,9 +133,9 @@ class Door:
             return []
         guest.stage = Stage.ANSWERING
         self._begun(guest)
-        account, more = guest.account, uncached_tokens - guest.cost
-        self.shares.correct(account, more)
-        self.rates.take(guest.arrival.tenant, 0, more, now_s)
+        account = guest.account
+        self.shares.correct(account, uncached_tokens - guest.cost)
+        self.rates.take(guest.arrival.tenant, 0, uncached_tokens - guest.arrival.prompt_tokens, now_s)
         account.learn_hits(guest.arrival.prompt_tokens, uncached_tokens)
         account.count(now_s, served=uncached_tokens)
         inside_s = now_s - guest.admitted_s
@@ -112,7 +149,9 @@ class Door:
         """So many tokens more have been made for it: they count against its tenant's rate."""
         guest = self._guests.get(request_id)
         if guest is not None and num_tokens:
-            self.rates.take(guest.arrival.tenant, 0, num_tokens, now_s)
+            reserved = min(guest.reserved_tokens, num_tokens)
+            guest.reserved_tokens -= reserved
+            self.rates.take(guest.arrival.tenant, 0, num_tokens - reserved, now_s)
 
     def finished(self, request_id: str, num_tokens: int, now_s: float) -> list[Decision]:
         """`num_tokens`: those that `answered` was not told of."""
@@ -124,6 +163,8 @@ class Door:
         guest = self._guests.pop(request_id, None)
         if guest is not None:
             self._drop(request_id, guest, now_s)
+        elif request_id in self._later:
+            self._drop_later(request_id, now_s)
         return self._settle(now_s)
 
     def tick(self, now_s: float, room: Room | None = None) -> list[Decision]:
@@ -155,6 +196,7 @@ class Door:
             self._slots_held += guest.arrival.choices
             guest.account.slots_held += guest.arrival.choices
             decisions.append(Admit(request_id))
+            self._next_prompt(guest, now_s)
         if not self._num_inside and not waiting:
             shares.rest()
         shares.credit_tokens = (self.pace.tokens_per_s() or 0.0) * self._config.credit_s
@@ -165,9 +207,6 @@ class Door:
         return decisions
 
     def _has_room(self, now_s: float) -> bool:
-        slots = self.room.slots
-        if self._competes(now_s) and slots is not None and 0 < self._slots_held >= slots:
-            return False
         return self._num_inside < self.room.lanes or self._inside_tokens < self.window_tokens(now_s)
 
     def window_tokens(self, now_s: float) -> float:
@@ -184,7 +223,8 @@ class Door:
         if slots is None or not self._competes(now_s) or slots - self._slots_held > slots * self._config.reserve:
             return lambda account: True
         per_weight = slots / (self.shares.present_weight + 1.0)
-        return lambda account: account.slots_held < max(1.0, per_weight * account.weight)
+        # Without keys all are one tenant: then it is the backend that shares between requests.
+        return lambda account: not account.name or account.slots_held < max(1.0, per_weight * account.weight)
 
     def _notice(self, kind: tuple[str, int], now_s: float) -> None:
         if self._last_kind not in (None, kind):
@@ -202,15 +242,29 @@ class Door:
             return self.pace.predict_s(0, 0, cost, now_s)
         return self.pace.predict_s(self._num_inside + requests, self._inside_tokens + tokens, cost, now_s)
 
+    def _too_much(self, tenant: Tenant, amount: float, now_s: float) -> TripoolError | None:
+        """What a request asks for, prompts and answers, must fit into what its tenant may still use."""
+        wait_s, limit = self.rates.wait_s(tenant, amount, now_s, requests=0)
+        if wait_s == inf:
+            message = f"it asks for up to {amount:.0f} tokens, and '{tenant.name}' may use "
+            message += f"{tenant.limits.tokens_per_minute:g} per minute"
+            return AboveRateLimit(message, hint="send fewer prompts or choices, or a smaller max_tokens")
+        return _rate_limited(tenant, limit, wait_s) if wait_s > 0 else None
+
     def _full(self, guest: Guest) -> TripoolError | None:
         there = self.shares.waiting_tokens + self._inside_tokens
-        free = self._config.queue_tokens - there
+        free, cost = self._config.queue_tokens - there, guest.cost
+        if guest.rest:
+            # What waits behind an earlier prompt is nobody else's hindrance, but takes memory.
+            cost += sum(one.prompt_tokens for one in guest.rest)
+            free -= self._later_tokens
+            there += self._later_tokens
         if guest.arrival.tenant.name:
             own = sum(guest.account.waiting_tokens.values())
             free = min(free, _QUEUE_GREED * max(0.0, free) * max(1.0, guest.account.weight) - own)
-        if not there or guest.cost <= free:
+        if not there or cost <= free:
             return None
-        wait_s = self.pace.turn.seconds_for(1, guest.cost - free) or 1.0
+        wait_s = self.pace.turn.seconds_for(1, cost - free) or 1.0
         return Overloaded(f"{there:.0f} tokens are waiting already", hint=_again(wait_s), retry_after_s=wait_s)
 
     def _too_slow(self, guest: Guest) -> TripoolError | None:
@@ -246,15 +300,24 @@ class Door:
     # ---- letting go -------------------------------------------------------------------------------------------------
 
     def _drop(self, request_id: str, guest: Guest, now_s: float) -> None:
+        self.rates.take(guest.arrival.tenant, 0, -guest.reserved_tokens, now_s)
         if guest.stage is Stage.WAITING:
             self.shares.remove(request_id)
-            self.rates.take(guest.arrival.tenant, -1, -guest.cost, now_s)
+            self.rates.take(guest.arrival.tenant, 0, -guest.arrival.prompt_tokens, now_s)
+            self._next_prompt(guest, now_s)
             return
         if guest.stage is Stage.INSIDE:
             self._begun(guest)
         self._slots_held -= guest.arrival.choices
         guest.account.slots_held -= guest.arrival.choices
         self.shares.left(guest.account)
+
+    def _drop_later(self, request_id: str, now_s: float) -> None:
+        line = self._later.pop(request_id)
+        arrival = next(one for one in line if one.id == request_id)
+        line.remove(arrival)
+        self._later_tokens -= arrival.prompt_tokens
+        self.rates.take(arrival.tenant, 0, -(arrival.prompt_tokens + arrival.answer_tokens), now_s)
 
     def _begun(self, guest: Guest) -> None:
         self._num_inside -= 1
@@ -264,11 +327,8 @@ class Door:
 
     def _why(self, guest: Guest, now_s: float) -> str:
         slots, account = self.room.slots, guest.account
-        if self._competes(now_s) and slots is not None:
-            if 0 < self._slots_held >= slots:
-                return f"all {slots} decode slots were taken"
-            if not self._is_allowed(now_s)(account):
-                return f"its tenant had {account.slots_held} of {slots} decode slots, and the rest is kept for others"
+        if slots is not None and not self._is_allowed(now_s)(account):
+            return f"its tenant had {account.slots_held} of {slots} decode slots, and the rest is kept for others"
         window = self.window_tokens(now_s)
         return (
             f"{self._inside_tokens:.0f} tokens were inside without a first token (at most {window:.0f} at once), "
@@ -277,6 +337,8 @@ class Door:
 
     def explain(self, request_id: str, now_s: float) -> dict[str, str | int | float | bool | None]:
         guest = self._guests.get(request_id)
+        if request_id in self._later:
+            return {"waited in the door": "waits behind earlier prompts of the same request"}
         if guest is None:
             return {}
         until_s = now_s if guest.stage is Stage.WAITING else guest.admitted_s
@@ -307,10 +369,20 @@ class Door:
         for account in self.shares:
             own = [g for g in held if g.account is account]
             assert account.slots_held == sum(g.arrival.choices for g in own) and account.num_inside == len(own)
+        later = {one.id: one for guest in waiting for one in guest.rest}
+        assert self._later.keys() == later.keys(), "a prompt that never arrives"
+        assert self._later_tokens == sum(one.prompt_tokens for one in later.values())
         watched = {(i, arrived_s) for _, i, arrived_s in self._deadlines}
         assert all((g.arrival.id, g.arrived_s) in watched for g in waiting), "someone waits without a bound"
         if waiting:
             assert held, "requests wait before a backend that has nothing to do"
+
+
+def _rate_limited(tenant: Tenant, limit: Limit, wait_s: float) -> RateLimited:
+    limits = tenant.limits
+    per_minute = limits.requests_per_minute if limit == "requests" else limits.tokens_per_minute
+    message = f"'{tenant.name}' may use {per_minute:g} {limit} per minute"
+    return RateLimited(message, hint=_again(wait_s), retry_after_s=wait_s)
 
 
 def _again(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -15,6 +16,8 @@ from tripool.tenants import ANONYMOUS, Tenant
 class Arrival:
     id: str
     prompt_tokens: int
+    answer_tokens: int = 0
+    """That it asks for, all choices together: its tenant's rate must have room for them too."""
     tenant: Tenant = ANONYMOUS
     choices: int = 1
     promise: Promise = field(default_factory=Promise)
@@ -59,6 +62,10 @@ class Guest:
     account: Account
     cost: float
     """Tokens that it was charged: what will probably have to be computed."""
+    reserved_tokens: float
+    """Of its answers, taken from its tenant's rate and not come yet."""
+    rest: deque[Arrival]
+    """Further prompts of the same request, each of which arrives when the one before it is let through."""
     arrived_s: float
     ahead_tokens: float
     """That were to go before it when it came."""

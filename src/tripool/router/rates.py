@@ -1,12 +1,14 @@
 """How fast a tenant may ask: token buckets for requests and tokens, one minute deep. Pure; time is an argument.
 
-A bucket fills at its rate up to one minute's worth. What is asked for is taken at once; what is learned later (the
-tokens of an answer, a prompt that turned out to be cached) is taken or given back then, so a bucket may be in debt.
-Nothing more is let through until the debt is paid: over any time, a tenant gets its rate and at most one minute more.
+A bucket fills at its rate up to one minute's worth. What is asked for is taken at once: a request that asks for more
+than a full bucket holds never fits. What is learned later (tokens of an answer beyond those that were asked for, a
+prompt that turned out to be cached) is taken or given back then, so a bucket may be in debt. Nothing more is let
+through until the debt is paid: over any time, a tenant gets its rate and at most one minute more.
 """
 
 from __future__ import annotations
 
+from math import inf
 from typing import Literal
 
 from tripool.tenants import Limits, Tenant
@@ -17,28 +19,35 @@ Limit = Literal["requests", "tokens"]
 class Bucket:
     def __init__(self, per_minute: float, now_s: float) -> None:
         self.per_minute = per_minute
-        self._level = per_minute
+        self._level = self.capacity
         self._updated_s = now_s
+
+    @property
+    def capacity(self) -> float:
+        """One minute's worth; a rate of less than one a minute still lets one through."""
+        return max(1.0, self.per_minute)
 
     def level(self, now_s: float) -> float:
         """What is there; below zero when more was used than had been there."""
         passed_s = max(0.0, now_s - self._updated_s)
-        return min(self.per_minute, self._level + passed_s * self.per_minute / 60.0)
+        return min(self.capacity, self._level + passed_s * self.per_minute / 60.0)
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """Until so much can be taken. More than the bucket holds is let through when it is full, and leaves a debt."""
-        missing = min(amount, self.per_minute) - self.level(now_s)
-        return max(0.0, missing * 60.0 / self.per_minute)
+        """Until so much can be taken; for ever, if it is more than the bucket holds."""
+        if amount > self.capacity:
+            return inf
+        return max(0.0, (amount - self.level(now_s)) * 60.0 / self.per_minute)
 
     def take(self, amount: float, now_s: float) -> None:
         """A negative amount gives back; the bucket never holds more than a minute's worth."""
-        self._level = min(self.per_minute, self.level(now_s) - amount)
+        self._level = min(self.capacity, self.level(now_s) - amount)
         self._updated_s = max(self._updated_s, now_s)
 
     def change(self, per_minute: float, now_s: float) -> None:
         """The limit was set anew; what was used stays used."""
-        used = self.per_minute - self.level(now_s)
-        self._level, self.per_minute = per_minute - used, per_minute
+        used = self.capacity - self.level(now_s)
+        self.per_minute = per_minute
+        self._level = self.capacity - used
         self._updated_s = max(self._updated_s, now_s)
 
 
@@ -48,12 +57,12 @@ class Rates:
     def __init__(self) -> None:
         self._buckets: dict[tuple[str, Limit], Bucket] = {}
 
-    def wait_s(self, tenant: Tenant, tokens: float, now_s: float) -> tuple[float, Limit]:
-        """How long one more request of so many tokens has to wait, and for which limit."""
+    def wait_s(self, tenant: Tenant, tokens: float, now_s: float, *, requests: float = 1) -> tuple[float, Limit]:
+        """How long so many tokens and requests more have to wait, and for which limit."""
         waits: list[tuple[float, Limit]] = [(0.0, "requests")]
         if self._is_free(tenant):
             return waits[0]
-        for limit, amount in self._amounts(1, tokens):
+        for limit, amount in self._amounts(requests, tokens):
             bucket = self._bucket(tenant.name, limit, tenant.limits, now_s)
             if bucket is not None:
                 waits.append((bucket.wait_s(amount, now_s), limit))
@@ -75,7 +84,7 @@ class Rates:
     def check(self, now_s: float) -> None:
         for (name, limit), bucket in self._buckets.items():
             assert bucket.per_minute > 0, f"{name}: a limit of {limit} that nothing fits"
-            assert bucket.level(now_s) <= bucket.per_minute, f"{name}: more than a minute's {limit}"
+            assert bucket.level(now_s) <= bucket.capacity, f"{name}: more than a minute's {limit}"
 
     def _is_free(self, tenant: Tenant) -> bool:
         """Where nobody has a limit, there is nothing to look up."""

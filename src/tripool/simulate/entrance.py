@@ -41,7 +41,7 @@ class Entrance:
         self._lines: dict[tuple[str, int], deque[str]] = {}
         """Who waits, by tenant and priority, in order of arrival."""
         self._num_taken: Counter[str] = Counter()
-        """Requests of each tenant that were not refused, nor cancelled before they were let through."""
+        """Requests of each tenant that were let in to be read."""
         self.num_waited = 0
 
     def __len__(self) -> int:
@@ -49,6 +49,10 @@ class Entrance:
 
     def arrive(self, request: Request, now_s: float) -> None:
         promise = request.promise
+        refused = self.door.enter(self._tenants[promise.tenant], now_s)
+        if refused is not None:
+            self._refuse(request, refused)
+            return
         self._waiting[request.id] = request
         self._lines.setdefault((promise.tenant, promise.priority), deque()).append(request.id)
         self._num_taken[promise.tenant] += 1
@@ -78,7 +82,6 @@ class Entrance:
         waited = self._waiting.pop(request_id, None)
         if waited is not None:
             self._lines[waited.promise.tenant, waited.promise.priority].remove(request_id)
-            self._num_taken[waited.promise.tenant] -= 1
         self._inside.pop(request_id, None)
         self._do(self.door.cancelled(request_id, now_s))
         return waited is not None
@@ -113,6 +116,5 @@ class Entrance:
                 self._admit(request)
             else:
                 line.remove(decision.id)
-                self._num_taken[request.promise.tenant] -= 1
                 assert decision.id not in self.door, "refused, and still at the door"
                 self._refuse(request, decision.error)

@@ -42,6 +42,11 @@ class Tokenizer:
         """One past the largest token id; ids below it that name no token decode to nothing."""
         return max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """What one token can stand for at most. Looks at the whole vocabulary once: not on an event loop."""
+        return max((len(self.token_bytes(i)) for i in range(self.vocab_size)), default=1) or 1
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """`special` adds what the tokenizer puts around a plain text, such as the begin token."""
         if not isinstance(text, str):
@@ -52,14 +57,17 @@ class Tokenizer:
             hint = "send text that UTF-8 can write; half of a \\ud83d\\ude00 pair is not a character"
             raise InvalidRequest(f"character {error.start} is a lone surrogate", hint=hint, param="prompt") from error
         try:
-            return self._library.encode(text, add_special_tokens=special).ids
+            # Of the library's ways to encode, those for a batch let other threads run meanwhile; the fast one also
+            # keeps no offsets, which nobody asks for and which take most of the memory.
+            return self._library.encode_batch_fast([text], add_special_tokens=special)[0].ids
         except Exception as error:  # the library raises nothing narrower, e.g. for a text its vocabulary cannot write
             raise InvalidRequest(f"this model cannot tokenize the text: {error}", param="prompt") from error
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Ids that name no token are passed over, as by transformers."""
         try:
-            return self._library.decode(list(ids), skip_special_tokens=skip_special)
+            # As above: the one for a batch lets other threads run.
+            return self._library.decode_batch([list(ids)], skip_special_tokens=skip_special)[0]
         except OverflowError as error:
             raise InvalidRequest("a token id is negative or above 32 bits", param="prompt") from error
 

@@ -1,0 +1,60 @@
+"""Encodes prompts within bounds: a text that cannot fit into the model's context is refused before any work on it.
+
+Encoding takes about a second and some hundred megabytes for each megabyte of text. No token stands for more bytes than
+the vocabulary's longest one, so a text of more bytes than all tokens of a context could spell needs no encoding to be
+known as too long. Short contexts leave room for texts of some pages, so that a client can ask how long its text is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tripool.errors import ContextOverflow
+from tripool.text import Tokenizer
+
+MIN_TEXT_BYTES = 2**16
+"""As much may be encoded whatever the context; takes tens of milliseconds."""
+MIN_IDS = 2**14
+_ESCAPED = 6
+"""Bytes of JSON that one byte of text may take: `\\u0041`."""
+_AROUND_BYTES = 2**16
+"""Of a body besides its text: names, roles, options."""
+
+
+class Encoder:
+    """`context_tokens` is asked each time; it says 0 before it is known, and then only bodies are bounded."""
+
+    def __init__(self, tokenizer: Tokenizer, context_tokens: Callable[[], int]) -> None:
+        self._tokenizer, self._context_tokens = tokenizer, context_tokens
+
+    def encode(self, text: str, *, special: bool, param: str = "prompt") -> list[int]:
+        if isinstance(text, str) and len(text) > MIN_TEXT_BYTES // 4:
+            self._check(len(text.encode(errors="replace")), param)
+        return self._tokenizer.encode(text, special=special)
+
+    def check_body(self, num_bytes: int, param: str) -> None:
+        """Before its JSON is read: whether its text can be short enough, however it is written."""
+        most = self._max_bytes(num_bytes)
+        if most is not None and num_bytes > _ESCAPED * most + _AROUND_BYTES:
+            raise self._too_long(f"the body has {num_bytes} bytes", most, param)
+
+    def check_ids(self, count: int, param: str) -> None:
+        most = max(MIN_IDS, 2 * self._context_tokens())
+        if count > most:
+            hint = f"send at most {most} at once"
+            raise ContextOverflow(f"{count} tokens are more than this model can have", hint=hint, param=param)
+
+    def _check(self, num_bytes: int, param: str) -> None:
+        most = self._max_bytes(num_bytes)
+        if most is not None and num_bytes > most:
+            raise self._too_long(f"the text has {num_bytes} bytes", most, param)
+
+    def _max_bytes(self, num_bytes: int) -> int | None:
+        context_tokens = self._context_tokens()
+        if num_bytes <= MIN_TEXT_BYTES or not context_tokens:
+            return None
+        return max(MIN_TEXT_BYTES, context_tokens * self._tokenizer.longest_token_bytes)
+
+    def _too_long(self, what: str, most: int, param: str) -> ContextOverflow:
+        hint = f"no text of more than {most} bytes can fit into {self._context_tokens()} tokens; send less"
+        return ContextOverflow(what, hint=hint, param=param)

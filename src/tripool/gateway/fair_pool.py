@@ -1,0 +1,113 @@
+"""A few threads for blocking work of requests before admission: fair between tenants, bounded in what may wait.
+
+Of the tenants that wait, the one with the fewest pieces of work running is next, then the one whose last piece started
+longest ago. So a tenant's second piece waits behind everybody else's first, however many it has waiting; and a named
+tenant never has all threads, so that others need not wait for the end of what it began.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from tripool.errors import Overloaded
+
+T = TypeVar("T")
+
+_SHARE = 0.25
+"""Of what may wait, a named tenant gets so much at most. Everybody on a server without keys is one tenant, unnamed."""
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    work: Callable[[], Any]
+    size: int
+    started: asyncio.Future[Future[Any]]
+
+
+class FairPool:
+    """Used from one event loop. `max_waiting` is in the units of the pieces' sizes."""
+
+    def __init__(self, name: str, *, num_threads: int, max_waiting: int, max_wait_s: float = 30.0) -> None:
+        self._name, self._num_threads, self._max_waiting, self._max_wait_s = name, num_threads, max_waiting, max_wait_s
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"tripool-{name}")
+        self._waiting: dict[str, deque[_Piece]] = {}
+        """By tenant; no entry where nothing waits."""
+        self._waiting_size: Counter[str] = Counter()
+        self._running: Counter[str] = Counter()
+        self._num_started = 0
+        self._last_started: dict[str, int] = {}
+
+    async def run(self, tenant: str, work: Callable[[], T], *, size: int = 1) -> T:
+        """What `work` returns or raises. Raises Overloaded when too much waits, or it waited for too long."""
+        self._check_room(tenant, size)
+        loop = asyncio.get_running_loop()
+        piece = _Piece(work, size, loop.create_future())
+        self._waiting.setdefault(tenant, deque()).append(piece)
+        self._waiting_size[tenant] += size
+        self._start(loop)
+        try:
+            async with asyncio.timeout(self._max_wait_s):
+                running = await piece.started
+        except TimeoutError as error:
+            message = f"waited {self._max_wait_s:g} s for a thread ({self._name})"
+            raise Overloaded(message, hint="try again later", retry_after_s=self._max_wait_s) from error
+        finally:
+            self._take_out(tenant, piece)
+        result: T = await asyncio.wrap_future(running)
+        return result
+
+    def _check_room(self, tenant: str, size: int) -> None:
+        """Whoever has nothing waiting may wait, whatever its size: bodies are bounded elsewhere."""
+        own, total = self._waiting_size[tenant], self._waiting_size.total()
+        most = self._max_waiting * _SHARE if tenant else self._max_waiting
+        if own and (own + size > most or total + size > self._max_waiting):
+            raise Overloaded(f"too much is waiting already ({self._name})", hint="try again in a moment")
+
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        while self._running.total() < self._num_threads:
+            may = [name for name in self._waiting if self._running[name] < self._most_running(name)]
+            if not may:
+                return
+            tenant = min(may, key=lambda name: (self._running[name], self._last_started.get(name, 0)))
+            piece = self._waiting[tenant][0]
+            self._take_out(tenant, piece)
+            if piece.started.done():  # cancelled a moment ago
+                continue
+            self._running[tenant] += 1
+            self._num_started += 1
+            self._last_started[tenant] = self._num_started
+            running = self._threads.submit(piece.work)
+            running.add_done_callback(partial(self._done, loop, tenant))
+            piece.started.set_result(running)
+
+    def _most_running(self, tenant: str) -> int:
+        return max(1, self._num_threads - bool(tenant))
+
+    def _done(self, loop: asyncio.AbstractEventLoop, tenant: str, _: Future[Any]) -> None:
+        """In the thread that did it."""
+        with suppress(RuntimeError):  # the loop has ended, and nothing waits any more
+            loop.call_soon_threadsafe(self._ended, loop, tenant)
+
+    def _ended(self, loop: asyncio.AbstractEventLoop, tenant: str) -> None:
+        self._running[tenant] -= 1
+        self._running += Counter()  # only those that are above zero stay
+        if len(self._last_started) > 1024:
+            self._last_started = {name: n for name, n in self._last_started.items() if name in self._waiting}
+        self._start(loop)
+
+    def _take_out(self, tenant: str, piece: _Piece) -> None:
+        """From what waits, if it does."""
+        queue = self._waiting.get(tenant)
+        if queue is None or piece not in queue:
+            return
+        queue.remove(piece)
+        self._waiting_size[tenant] -= piece.size
+        if not queue:
+            del self._waiting[tenant], self._waiting_size[tenant]
