@@ -11,6 +11,7 @@ from collections import Counter
 from tripool.config import SchedulerConfig
 from tripool.core import Request, TokenEvent
 from tripool.engine.colocated import Scheduler
+from tripool.engine.shares import group_of
 from tripool.prefill.scheduler import Grow
 from tripool.sequence import Sampled, Seq, Task
 
@@ -42,20 +43,23 @@ class Simulation:
         self._enough_before_victim = -1
         """After a preemption: blocks that were free before it. Whoever preempted must now take more than those."""
         self._names_at_admission: list[dict[int, int]] = []
+        self._admitted: list[Seq] = []
         self._oldest: Shadow | None = None
         self._oldest_deadline = 0
         self.promised = False
         """Whether any request was promised a pace; then some wait that otherwise would not."""
+        self.shared = False
+        """Whether requests are of different clients; then shares decide before age does."""
         self._observe()
 
     def _observe(self) -> None:
         """Watch the public verbs that happen inside one call, where order matters."""
         pool, prefill = self.scheduler.pool, self.scheduler.prefill
         pool_allocate, pool_acquire, pool_release = pool.allocate, pool.acquire, pool.release
-        prefill_add, prefill_plan = prefill.add, prefill.plan
+        prefill_add, prefill_plan, prefill_admit = prefill.add, prefill.plan, prefill._admit
 
         def allocate(count: int, *, after: int | None = None) -> list[int]:
-            assert count > self._enough_before_victim, "preempted in vain"
+            assert self.shared or count > self._enough_before_victim, "preempted in vain"
             self._enough_before_victim = -1
             blocks = pool_allocate(count, after=after)
             owned = {block for seq in self.scheduler.holders() for block in seq.table}
@@ -67,6 +71,11 @@ class Simulation:
         def acquire(blocks: list[int]) -> None:
             self._names_at_admission.append(dict(self.names))
             pool_acquire(blocks)
+
+        def admit(seq: Seq) -> bool:
+            admitted = prefill_admit(seq)
+            self._admitted.extend([seq] if admitted else [])
+            return admitted
 
         def release(blocks: list[int]) -> None:
             self._free_before_release = pool.num_free
@@ -85,12 +94,14 @@ class Simulation:
             return tasks
 
         pool.allocate, pool.acquire, pool.release, prefill.add, prefill.plan = allocate, acquire, release, add, plan
+        prefill._admit = admit
 
     # ---- events -------------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
         self.promised |= request.promise.tpot_ms is not None
+        self.shared |= bool(request.promise.tenant or request.promise.job)
         room = self.scheduler.context_tokens - len(request.prompt_ids)
         limit = min(request.params.max_tokens or room, room)
         leader: Shadow | None = None
@@ -116,6 +127,7 @@ class Simulation:
         self.preempted.clear()
         self._prompts_planned = False
         self._names_at_admission.clear()
+        self._admitted.clear()
         preemptions = self.scheduler.num_preemptions
         before = set(self.scheduler.holders())
         tasks = self.in_flight = self.scheduler.schedule()
@@ -175,7 +187,10 @@ class Simulation:
         """Run until idle; then every answer must be there in full and every block back."""
         if self.in_flight is not None:
             self.end()
+        # Each in turn from nothing to its end, beside a full house: nobody takes longer than that, whoever goes first.
+        last_step = self.num_steps + 10 * (self._patience() + 100)
         while self.scheduler.busy:
+            assert self.promised or self.num_steps < last_step, "work without an end"
             self.begin()
             self.end()
         assert self.scheduler.schedule() == [], "an idle scheduler found work"
@@ -196,11 +211,15 @@ class Simulation:
     def _check_preemptions(self, before: set[Seq], count: int) -> None:
         """Victims are the youngest holders, as many as counted, and an older one got their blocks."""
         assert count == len(self.preempted) == len(set(self.preempted)), "preemptions miscounted"
-        oldest_victim = min((seq.order for seq in self.preempted), default=0)
-        for seq in before:
-            spared = seq not in self.preempted
-            assert not (self.preempted and spared and seq.order > oldest_victim), "an older one was preempted"
-        assert self._enough_before_victim == -1, "preempted in vain"
+        if self.shared:
+            self._check_exchanges(before)
+        else:
+            oldest_victim = min((seq.order for seq in self.preempted), default=0)
+            for seq in before:
+                spared = seq not in self.preempted
+                assert not (self.preempted and spared and seq.order > oldest_victim), "an older one was preempted"
+            assert self._enough_before_victim == -1, "preempted in vain"
+        self._enough_before_victim = -1
         for victim in self.preempted:
             self.shadows[victim].num_computed = 0
             self.shadows[victim].answering = False
@@ -209,12 +228,25 @@ class Simulation:
             self.seen["preempted"] += 1
             self.seen["preempted with an answer"] += self.shadows[victim].num_events > 0
 
+    def _check_exchanges(self, before: set[Seq]) -> None:
+        """Whatever is shared how: the oldest holder goes on, and no older one makes room for its own group."""
+        assert not before or min(before, key=lambda s: s.order) not in self.preempted, "the oldest was preempted"
+        groups = {group_of(seq.request.promise) for seq in self.preempted}
+        for group in groups:
+            victims = [seq.order for seq in self.preempted if group_of(seq.request.promise) == group]
+            spared = [s for s in before if group_of(s.request.promise) == group and s not in self.preempted]
+            assert all(seq.order < min(victims) for seq in spared), "an older one of its group was preempted"
+        self.seen["exchanged"] += len(self.preempted)
+
     def _check_admissions(self, before: set[Seq], tasks: list[Task]) -> None:
         """In order of age, nobody overtaken, exactly the known prefix taken, and nobody refused without a reason."""
         size = self.config.block_tokens
         fresh = [task for task in tasks if task.seq not in before or task.seq in self.preempted]
         assert len(fresh) == len(self._names_at_admission), "admitted without work, or worked without admission"
-        assert [t.seq.order for t in fresh] == sorted(t.seq.order for t in fresh), "admitted out of order"
+        in_order = [t.seq.order for t in fresh] == sorted(t.seq.order for t in fresh)
+        assert self.shared or in_order, "admitted out of order"
+        if self.shared:  # whoever was admitted and preempted in one step has no task; here, nobody is
+            fresh.sort(key=lambda task: self._admitted.index(task.seq))
         for task, names in zip(fresh, self._names_at_admission, strict=True):
             shadow = self.shadows[task.seq]
             assert shadow.may_start, "started before its leader had computed the prompt"
@@ -229,7 +261,7 @@ class Simulation:
         ready = [seq for seq in self.scheduler.prefill.waiting if self.shadows[seq].may_start]
         self.seen["waited for its leader"] += len(self.scheduler.prefill.waiting) - len(ready)
         self.seen["held back"] += len(list(self.scheduler.holders())) - len(tasks)
-        if not ready:
+        if not ready or self.shared:
             return
         head = min(ready, key=lambda s: s.order)
         assert all(task.seq.order < head.order for task in fresh), "a younger one overtook the head of the queue"
@@ -287,8 +319,8 @@ class Simulation:
         self.scheduler.check()
         live = self._live()
         assert self.scheduler.busy == bool(live)
-        if self.promised:
-            return  # how long they wait is told in seconds, not in steps
+        if self.promised or self.shared:
+            return  # how long they wait is told in seconds, or depends on what others have
         for shadow in live:
             assert self.num_steps < shadow.deadline, "starved"
         oldest = next(iter(live), None)

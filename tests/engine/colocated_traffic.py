@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from tripool.config import SchedulerConfig
-from tripool.core import Request, SamplingParams
+from tripool.core import Promise, Request, SamplingParams
 
 from .colocated_model import VOCAB
 from .colocated_sim import Simulation
@@ -59,8 +60,18 @@ def random_request(random: Random, number: int, sim: Simulation) -> Request:
     )
 
 
-def explore(seed: int, num_events: int = 60) -> Simulation:
-    """One random life of a scheduler, from empty to idle. Raises AssertionError at the first thing that is wrong."""
+def random_owner(random: Random, number: int) -> Promise:
+    """Whose request it is: few tenants, and often another prompt of a request that is there."""
+    tenant = random.choice(("", "", "t", "u"))
+    weight = {"t": 1.0, "u": 3.0}.get(tenant, 1.0)
+    return Promise(tenant=tenant, weight=weight, job=f"j{number - random.choice((0, 0, 0, 1, 2))}")
+
+
+def explore(seed: int, num_events: int = 60, *, shared: bool = False) -> Simulation:
+    """One random life of a scheduler, from empty to idle. Raises AssertionError at the first thing that is wrong.
+
+    `shared`: its requests are of different clients.
+    """
     random = Random(seed)
     quality = Random(f"drafts {seed}").choice((None, 0.0, 0.5, 0.9, 1.0))
     sim = Simulation(*random_config(random), quality)
@@ -68,7 +79,8 @@ def explore(seed: int, num_events: int = 60) -> Simulation:
     for number in range(num_events):
         roll = random.random()
         if roll < arrival:
-            sim.add(random_request(random, number, sim))
+            request = random_request(random, number, sim)
+            sim.add(replace(request, promise=random_owner(random, number)) if shared else request)
         elif roll < arrival + 0.06 and sim.shadows:
             sim.cancel(random.choice(list(sim.shadows.values())).request.id)
         elif sim.in_flight is None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 import tripool.prefill.scheduler as prefill_scheduler
 from tripool.config import SchedulerConfig
 from tripool.core import FinishReason, Request, SamplingParams, TokenEvent
-from tripool.decode import DecodeScheduler
 from tripool.engine import colocated
 from tripool.engine.colocated import Scheduler
 from tripool.prefill import PrefillScheduler
@@ -179,20 +176,6 @@ def nobody_is_handed_over_to_decode(patch: pytest.MonkeyPatch) -> None:
         return event
 
     patch.setattr(Scheduler, "_take", and_back)
-
-
-@bug("shows foreign KV|admitted without work")
-def the_youngest_decodes_first(patch: pytest.MonkeyPatch) -> None:
-    """Harmless to look at, but then a grown younger one is preempted by an older one after it got its task."""
-
-    def backwards(self: DecodeScheduler, grow: Callable[[Seq, int], int]) -> list[Task]:
-        tasks = []
-        for seq in reversed(list(self.running)):
-            if seq in self.running and grow(seq, seq.num_computed + 1) > seq.num_computed:
-                tasks.append(Task(seq, seq.work(1)))
-        return tasks
-
-    patch.setattr(DecodeScheduler, "plan", backwards)
 
 
 @bug("an event is missing or too many")

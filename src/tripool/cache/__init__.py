@@ -4,7 +4,7 @@
 imported by its module: `cache.member` (owns an arena), `cache.client` (copies blocks in and out of every arena).
 """
 
-from tripool.cache.blocks import BlockPool
+from tripool.cache.blocks import BlockPool, KeptBlocks
 from tripool.cache.index import PoolIndex
 from tripool.cache.keys import PUBLIC_NAMESPACE, block_key, next_key, root_key, stretches
 from tripool.cache.records import namespace_tag
@@ -13,6 +13,7 @@ from tripool.cache.ring import Ring
 __all__ = [
     "PUBLIC_NAMESPACE",
     "BlockPool",
+    "KeptBlocks",
     "PoolIndex",
     "Ring",
     "block_key",

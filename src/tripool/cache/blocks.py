@@ -171,3 +171,29 @@ class BlockPool:
             assert not self._is_blank[block], f"blank block {block} has a key"
         assert owners.count(0) == self.num_free, "a block is neither held nor free"
         assert {key: block for block, key in self._key_of.items()} == self._block_of, "index is not one to one"
+
+
+class KeptBlocks:
+    """Blocks that no sequence holds, while they are copied from or to the cache pool."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self.lists: list[list[int]] = []
+
+    def keep(self, keys: Sequence[bytes]) -> list[int]:
+        """Hold the blocks of the longest known prefix until `let_go`."""
+        blocks = self._pool.match(keys)
+        self._pool.acquire(blocks)
+        self.lists.append(blocks)
+        return blocks
+
+    def keep_more(self, blocks: list[int], count: int) -> None:
+        """Append blocks to be filled, as many of `count` as are free."""
+        blocks.extend(self._pool.allocate(min(count, self._pool.num_free), after=blocks[-1] if blocks else None))
+
+    def let_go(self, blocks: list[int], keys: Sequence[bytes]) -> None:
+        """Those that have a key are full, and stay findable under it."""
+        self.lists = [kept for kept in self.lists if kept is not blocks]
+        for block, key in zip(blocks, keys, strict=False):
+            self._pool.publish(block, key)
+        self._pool.release(blocks)

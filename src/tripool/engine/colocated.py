@@ -1,7 +1,9 @@
 """Prefill and decode in one process over one block pool: the pure half of an engine.
 
-`schedule` says what the next step computes, `settle` takes what it sampled. Preemption is by recomputation and by age:
-whoever needs a block may take those of the youngest holder, unless that is itself; then it steps back and waits.
+`schedule` says what the next step computes, `settle` takes what it sampled. Preemption is by recomputation: whoever
+needs a block may take those of the youngest holder, unless that is itself; then it steps back and waits. Between
+requests of different clients, `engine/shares.py` decides: places and blocks are taken from whoever has more than its
+share, also for a newcomer, one in each step.
 
 A sequence may have a draft, a guess at its next token (`propose`). It runs as a second row if there is room that nobody
 has to give up. After `settle`, `verify` says whether it came true: then its row is settled like any other.
@@ -17,12 +19,14 @@ Where a time per token was promised, `slo` bounds who starts and how much of a p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 
-from tripool.cache import BlockPool
+from tripool.cache import BlockPool, KeptBlocks
 from tripool.config import SchedulerConfig
 from tripool.core import FinishReason, Request, TokenEvent
 from tripool.decode import DecodeScheduler, Slo, StepFacts
+from tripool.engine.invariants import check_invariants
+from tripool.engine.shares import Sharing
 from tripool.errors import ContextOverflow, InvalidRequest
 from tripool.prefill import PrefillScheduler
 from tripool.prefill.scheduler import extend_keys
@@ -39,6 +43,7 @@ class Scheduler:
         self.prefill = PrefillScheduler(config, self.pool, model)
         self.decode = DecodeScheduler()
         self.slo = Slo()
+        self.sharing = Sharing(config, self.pool, self._running, self.holders)
         self._hands_over = False
         """Answers go on in another process: here nobody decodes, and no promise on that binds."""
         self._ended_s: float | None = None
@@ -47,8 +52,7 @@ class Scheduler:
         """Adopted, their blocks being filled."""
         self.detached: list[Seq] = []
         """On their way to another process, their blocks being copied."""
-        self.kept: list[list[int]] = []
-        """Blocks that no sequence holds, while they are copied from or to the cache pool."""
+        self.kept = KeptBlocks(self.pool)
         self._requests: dict[str, list[Seq]] = {}
         self._next_order = 0
         self.num_preemptions = 0
@@ -90,6 +94,7 @@ class Scheduler:
             leader = leader or seq
             self._requests.setdefault(request.id, []).append(seq)
             self.slo.joined(seq)
+            self.sharing.joined(seq)
             self.prefill.add(seq)
 
     def detach(self, request_id: str, choice: int) -> Seq:
@@ -106,16 +111,21 @@ class Scheduler:
         assert seq in self.detached
         self._drop(seq)
         self.slo.left(seq)
+        self.sharing.left(seq)
         self._forget(seq)
 
     def can_adopt(self, request: Request, choice: int, num_tokens: int, num_shared: int = 0) -> bool:
-        """Whether there is room for a sequence of so many tokens. Whoever was preempted is older and goes first."""
-        running = self._running()
-        need = num_tokens // self._config.block_tokens + 1 - num_shared
-        if len(running) >= self._config.max_running or self.prefill.waiting or not self.pool.can_allocate(need):
-            return False
+        """Whether there is room for a sequence of so many tokens, or those who must make it."""
+        return self._making_room(request, choice, num_tokens, num_shared) is not None
+
+    def _making_room(self, request: Request, choice: int, num_tokens: int, num_shared: int) -> list[Seq] | None:
+        """Who is preempted if it is adopted; None: it has to wait. Whoever was preempted is older and goes first."""
+        victims = self.sharing.room_for(request.promise, num_tokens, num_shared, self.prefill.waiting)
         promised = self.slo.active or request.promise.tpot_ms is not None
-        return not promised or self.slo.may_arrive(running, request, choice, num_tokens)
+        if victims is None or not promised:
+            return victims
+        running = [seq for seq in self._running() if seq not in victims]
+        return victims if self.slo.may_arrive(running, request, choice, num_tokens) else None
 
     def adopt(
         self,
@@ -135,12 +145,16 @@ class Scheduler:
         """
         assert num_computed == len(request.prompt_ids) + len(answer) - 1 >= len(request.prompt_ids)
         assert len(shared) <= num_computed // self._config.block_tokens
-        if not self.can_adopt(request, choice, num_computed + 1, len(shared)):
+        victims = self._making_room(request, choice, num_computed + 1, len(shared))
+        if victims is None:
             return None
         seq = self._new(request, choice, answer)
         self.slo.computes_prompts = False
         self.slo.joined(seq)
+        self.sharing.joined(seq)
         self.pool.acquire(shared)
+        for victim in victims:
+            self._preempt(victim)
         seq.table.extend(shared)
         need = len(seq.tokens) // self._config.block_tokens + 1 - len(shared)
         seq.table.extend(self.pool.allocate(need, after=shared[-1] if shared else None))
@@ -162,32 +176,16 @@ class Scheduler:
             if seq.finish is None:
                 self._retire(seq, "abort")
 
-    def keep(self, keys: Sequence[bytes]) -> list[int]:
-        """Hold the blocks of the longest known prefix until `let_go`."""
-        blocks = self.pool.match(keys)
-        self.pool.acquire(blocks)
-        self.kept.append(blocks)
-        return blocks
-
-    def keep_more(self, blocks: list[int], count: int) -> None:
-        """Append blocks to be filled, as many of `count` as are free."""
-        blocks.extend(self.pool.allocate(min(count, self.pool.num_free), after=blocks[-1] if blocks else None))
-
-    def let_go(self, blocks: list[int], keys: Sequence[bytes]) -> None:
-        """Those that have a key are full, and stay findable under it."""
-        self.kept = [kept for kept in self.kept if kept is not blocks]
-        for block, key in zip(blocks, keys, strict=False):
-            self.pool.publish(block, key)
-        self.pool.release(blocks)
-
     def schedule(self) -> list[Task]:
         tasks: dict[int, Task] = {}
 
         def grow(seq: Seq, stop: int) -> int:
             return self._grow(seq, stop, tasks)
 
+        self.prefill.queue = self._queue()
         for task in self.decode.plan(grow):
-            tasks[task.seq.order] = task
+            if task.work.table is task.seq.table:  # else it was preempted after its turn
+                tasks[task.seq.order] = task
         running = len(self.decode.running) + len(self.prefill.running) + len(self.arriving)
         slots = self._config.max_running - running
         budget = self._config.step_tokens - len(tasks)
@@ -197,15 +195,34 @@ class Scheduler:
         if self.slo.active and not self._hands_over:
             slots, budget = self._keep_promises(tasks, slots, budget, len(drafting))
         for task in self.prefill.plan(budget, slots, grow):
-            tasks[task.seq.order] = task
+            if task.work.table is task.seq.table:
+                tasks[task.seq.order] = task
         for task in drafting:
-            if task.seq.order in tasks:
+            if tasks.get(task.seq.order) is task:
                 self._add_draft(task)
         return list(tasks.values())
 
+    def _queue(self) -> Sequence[Seq]:
+        """Those that wait, in the order in which they may start. Room is made for the first, if it is due to it."""
+        waiting, prefill = self.prefill.waiting, self.prefill
+        if not waiting or not self.sharing.active:
+            return waiting
+        ready = [seq for seq in waiting if not seq.waits_for_leader]
+        under_way = sum(len(seq.tokens) - seq.num_computed for seq in prefill.running) + len(self.decode.running)
+        head = next(self.sharing.order(ready), None)
+        if head is not None and under_way < self._config.step_tokens:  # else the next step has no token left for it
+            victims = self.sharing.victims(self.sharing.claim(head), prefill.blocks_needed(head)) or []
+            held_back = self.slo.active and not self._hands_over and victims and not self._keeps_promises(head, victims)
+            for victim in victims if not held_back else ():
+                self._preempt(victim)
+        return list(islice(self.sharing.order(ready), self._config.max_running - len(self._running()) + 1))
+
+    def _keeps_promises(self, head: Seq, victims: Sequence[Seq]) -> bool:
+        return self.slo.slots([seq for seq in self._running() if seq not in victims], [head], 1) > 0
+
     def _keep_promises(self, tasks: Mapping[int, Task], slots: int, budget: int, num_drafts: int) -> tuple[int, int]:
         """Newcomers and prompt tokens of this step, so that promised answers keep their pace."""
-        ready = (seq for seq in self.prefill.waiting if not seq.waits_for_leader)
+        ready = (seq for seq in self.prefill.queue if not seq.waits_for_leader)
         slots = self.slo.slots(self._running(), ready, slots)
         if tasks and (self.prefill.running or slots > 0):  # without a row that waits for it, nothing bounds a prompt
             start = self.prefill.running[0].num_computed if self.prefill.running else 0
@@ -271,24 +288,7 @@ class Scheduler:
         return sum(len(seq.tokens) - seq.num_computed for seq in chain(self.prefill.waiting, self.prefill.running))
 
     def check(self) -> None:
-        """The invariants: every block has its owner, every open sequence is in one place, nothing else is held."""
-        moving = [*self.arriving, *self.detached]
-        self.pool.check(chain((seq.table for seq in chain(self.holders(), moving)), self.kept))
-        placed = [seq.order for seq in chain(self.holders(), moving, self.prefill.waiting)]
-        live = [s.order for seqs in self._requests.values() for s in seqs if s.finish is None]
-        assert sorted(placed) == sorted(live), "a sequence is lost or in two places"
-        assert len(self._running()) <= self._config.max_running
-        self.slo.check(s for seqs in self._requests.values() for s in seqs if s.finish is None)
-        for seq in chain(self.holders(), moving):
-            assert len(seq.table) * self._config.block_tokens >= seq.num_computed, "computed beyond its blocks"
-            assert seq.num_computed < len(seq.tokens), "computed beyond what is known"
-            assert seq.num_published * self._config.block_tokens <= seq.num_computed, "published what is not computed"
-            assert seq.draft is None or seq.wants_draft, "a draft that no step can verify"
-        for seq in self.prefill.waiting:
-            assert not seq.table and seq.num_computed == 0, "a waiting sequence holds blocks"
-            assert seq.draft is None and seq.carry is None, "a draft outlived its sequence's blocks"
-        for seq in self.decode.running:
-            assert seq.num_computed == len(seq.tokens) - 1
+        check_invariants(self, self._config, [s for seqs in self._requests.values() for s in seqs if s.finish is None])
 
     def _take(self, seq: Seq, result: Sampled) -> TokenEvent:
         seq.tokens.append(result.token_id)
@@ -321,13 +321,13 @@ class Scheduler:
             return stop
         need = -(-stop // self._config.block_tokens) - len(seq.table)
         if not self.pool.can_allocate(need):
-            younger = [s.table for s in self.holders() if s.order > seq.order]
-            need = min(need, self.pool.num_free + self.pool.num_freed_by(younger))
-        while not self.pool.can_allocate(need):
-            youngest = max(self.holders(), key=lambda s: s.order)
-            assert youngest is not seq
-            tasks.pop(youngest.order, None)
-            self._preempt(youngest)
+            takeable = self.sharing.takeable(seq, need)
+            need = min(need, self.pool.num_free + self.pool.num_freed_by([s.table for s in takeable]))
+            for victim in takeable:
+                if self.pool.can_allocate(need):
+                    break
+                tasks.pop(victim.order, None)
+                self._preempt(victim)
         seq.table.extend(self.pool.allocate(max(need, 0), after=seq.table[-1] if seq.table else None))
         return min(stop, len(seq.table) * self._config.block_tokens)
 
@@ -362,6 +362,7 @@ class Scheduler:
         self._drop(seq)
         seq.finish = finish
         self.slo.left(seq)
+        self.sharing.left(seq)
 
     def _forget(self, seq: Seq) -> None:
         """One choice less; with the last one the request."""

@@ -190,17 +190,17 @@ class Paged(ABC):
 
     def keep(self, keys: Sequence[bytes]) -> list[int]:
         self.draft()
-        return self.scheduler.keep(keys)
+        return self.scheduler.kept.keep(keys)
 
     def keep_more(self, blocks: list[int], count: int) -> None:
-        self.scheduler.keep_more(blocks, count)
+        self.scheduler.kept.keep_more(blocks, count)
 
     def let_go(self, blocks: list[int], keys: Sequence[bytes] = ()) -> None:
-        self.scheduler.let_go(blocks, keys)
+        self.scheduler.kept.let_go(blocks, keys)
 
     def _guide(self, request: Request, answer: Sequence[int]) -> Guide:
         assert request.params.structure is not None
-        guide = self._grammars.guide(request.params.structure, request.stop_ids)
+        guide = self._grammars.guide(request.params.structure, request.stop_ids, request.namespace)
         for token_id in answer:
             guide.accept(token_id)
         return guide

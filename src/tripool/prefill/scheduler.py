@@ -1,13 +1,14 @@
 """Prompts, and replays after a preemption: admission by age, prefix reuse, chunks within a token budget. Pure.
 
-Who may be admitted is decided by age alone: the oldest waiting sequence goes first and nobody overtakes it, so nothing
-starves. Further choices of a request are the exception: they step aside until its first one has computed the prompt.
+Who may be admitted is decided by age alone, unless the caller says otherwise: the oldest waiting sequence goes first
+and nobody overtakes it, so nothing starves. Further choices of a request are the exception: they step aside until its
+first one has computed the prompt.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tripool.cache import BlockPool, next_key
 from tripool.config import SchedulerConfig
@@ -26,6 +27,8 @@ class PrefillScheduler:
         self.running: list[Seq] = []
         self.started: list[Seq] = []
         """Those that the last `plan` admitted for the first time."""
+        self.queue: Sequence[Seq] = self.waiting
+        """Those that wait in the order in which the next `plan` may admit them, if that is not by age."""
         self.held_by = ""
         """Which limit kept the last `plan` from admitting the oldest that waits; empty when nobody does."""
 
@@ -50,7 +53,7 @@ class PrefillScheduler:
                 short_of_blocks |= granted < wanted
                 budget -= _chunk(seq, granted, tasks)
         self.held_by = ""
-        for seq in list(self.waiting) if self.waiting else ():
+        for seq in list(self.queue) if self.queue else ():
             if budget <= 0 or slots <= 0 or short_of_blocks:
                 # Short of blocks: a newcomer would only take those that the ones under way are waiting for.
                 self.held_by = "tokens per step" if budget <= 0 else "batch slots" if slots <= 0 else "KV memory"
@@ -64,15 +67,22 @@ class PrefillScheduler:
             budget -= _chunk(seq, grow(seq, seq.work(budget).stop), tasks)
         return tasks
 
-    def _admit(self, seq: Seq) -> bool:
-        """Take the known prefix and start, if everything known plus one token fits into free blocks.
+    def blocks_needed(self, seq: Seq) -> int:
+        """That must be free for it to start: everything known plus one token, less what others hold of its prefix."""
+        return self._needs(seq, self._prefix(seq))
 
-        A newcomer never preempts. The last token is always computed: its logits are what the request is here for.
-        """
+    def _prefix(self, seq: Seq) -> list[int]:
+        """The last token is always computed: its logits are what the request is here for."""
         found = self._pool.match(self._keys(seq)) if self._config.prefix_reuse else []
-        found = found[: (len(seq.tokens) - 1) // self._config.block_tokens]
-        total = len(seq.tokens) // self._config.block_tokens + 1
-        if not self._pool.can_allocate(total - len(found) + self._pool.num_idle(found)):
+        return found[: (len(seq.tokens) - 1) // self._config.block_tokens]
+
+    def _needs(self, seq: Seq, found: list[int]) -> int:
+        return len(seq.tokens) // self._config.block_tokens + 1 - len(found) + self._pool.num_idle(found)
+
+    def _admit(self, seq: Seq) -> bool:
+        """Take the known prefix and start, if it fits into free blocks. A newcomer does not preempt here."""
+        found = self._prefix(seq)
+        if not self._pool.can_allocate(self._needs(seq, found)):
             return False
         self._pool.acquire(found)
         seq.table.extend(found)

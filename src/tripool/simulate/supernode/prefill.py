@@ -120,10 +120,10 @@ class PrefillInstance:
     def _fetched(self, job: _Job, here: int) -> None:
         if self.dead or self._jobs.get(job.name) is not job or job.found is None:
             return
-        blocks = self._scheduler.keep(job.keys)
+        blocks = self._scheduler.kept.keep(job.keys)
         wanted = here + job.found.num_blocks
-        self._scheduler.keep_more(blocks, wanted - len(blocks))
-        self._scheduler.let_go(blocks, job.keys[:wanted])
+        self._scheduler.kept.keep_more(blocks, wanted - len(blocks))
+        self._scheduler.kept.let_go(blocks, job.keys[:wanted])
         self._pool.release(job.found, self.life)
         job.found = None
         self._add(job)

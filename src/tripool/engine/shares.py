@@ -1,0 +1,252 @@
+"""Who has more than its share of a batch, and who less: by tenant and weight, within a tenant by request. Pure.
+
+What a group uses is the larger of two shares: of the places in the batch, and of the KV blocks. Whoever waits and uses
+less may take the place of the youngest of whoever uses most, as long as that one still uses no less afterwards. Each
+such exchange makes uses more equal, so they end by themselves, and two of them never undo each other. A single
+sequence is never exchanged for another: its group would be left with nothing. Nothing is reserved: who is alone may use
+everything.
+
+All choices and prompts of one client's request are one group (`Promise.job`). Requests that name none are one group
+too, and then age alone decides, as it does inside every group.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+from tripool.cache import BlockPool
+from tripool.config import SchedulerConfig
+from tripool.core import Promise
+from tripool.sequence import Seq
+
+Group = tuple[str, str]
+"""Tenant, and one of its requests."""
+
+
+def group_of(promise: Promise) -> Group:
+    return promise.tenant, promise.job
+
+
+@dataclass(slots=True)
+class _Use:
+    rows: int = 0
+    blocks: int = 0
+    weight: float = 1.0
+
+    def share(self, size: tuple[int, int], rows: int = 0, blocks: int = 0) -> float:
+        """Of the batch, per weight; with so much more or less."""
+        return max((self.rows + rows) / size[0], (self.blocks + blocks) / size[1]) / self.weight
+
+
+@dataclass(slots=True)
+class Claim:
+    """What wants a place in the batch, or, with no row, more blocks for one that it has."""
+
+    promise: Promise
+    blocks: int
+    rows: int = 1
+    order: float = float("inf")
+
+
+@dataclass(slots=True)
+class _Tenant:
+    use: _Use
+    jobs: dict[str, _Use] = field(default_factory=dict)
+
+
+class Shares:
+    """As they are now: made for one question, from all that hold a place. `size`: most rows, most blocks."""
+
+    def __init__(self, running: Iterable[Seq], size: tuple[int, int]) -> None:
+        self._size = size
+        self._tenants: dict[str, _Tenant] = {}
+        for seq in running:
+            self._count(seq.request.promise, 1, len(seq.table))
+
+    def _count(self, promise: Promise, rows: int, blocks: int) -> None:
+        tenant = self._tenants.get(promise.tenant)
+        if tenant is None:
+            tenant = self._tenants[promise.tenant] = _Tenant(_Use(weight=promise.weight))
+        for use in (tenant.use, tenant.jobs.setdefault(promise.job, _Use())):
+            use.rows += rows
+            use.blocks += blocks
+
+    def order(self, claims: Sequence[Claim]) -> Iterator[int]:
+        """Positions of `claims`, in the order in which they should have places: who uses least first, then the oldest.
+
+        Each counts as having its place before the next is chosen.
+        """
+        queues: dict[Group, list[int]] = {}
+        for i in sorted(range(len(claims)), key=lambda i: claims[i].order, reverse=True):
+            queues.setdefault(group_of(claims[i].promise), []).append(i)
+        jobs: dict[str, list[tuple[float, float, str]]] = {}
+        for (tenant, job), waiting in queues.items():
+            rank = self._use(tenant, job).share(self._size), claims[waiting[-1]].order, job
+            heappush(jobs.setdefault(tenant, []), rank)
+        # Only the use of whoever was chosen changes, and it is sorted in anew: the heads are always right.
+        tenants = [(self._tenant_share(name), min(entry[1] for entry in own), name) for name, own in jobs.items()]
+        heapify(tenants)
+        while tenants:
+            _, _, tenant = heappop(tenants)
+            _, _, job = heappop(jobs[tenant])
+            chosen = queues[tenant, job].pop()
+            yield chosen
+            self._count(claims[chosen].promise, claims[chosen].rows, claims[chosen].blocks)
+            if queues[tenant, job]:
+                rank = self._use(tenant, job).share(self._size), claims[queues[tenant, job][-1]].order, job
+                heappush(jobs[tenant], rank)
+            if jobs[tenant]:
+                heappush(tenants, (self._tenant_share(tenant), jobs[tenant][0][1], tenant))
+
+    def _tenant_share(self, name: str) -> float:
+        tenant = self._tenants.get(name)
+        return 0.0 if tenant is None else tenant.use.share(self._size)
+
+    def _use(self, tenant: str, job: str) -> _Use:
+        found = self._tenants.get(tenant)
+        return _Use() if found is None else found.jobs.get(job, _Use())
+
+    def victims(self, claim: Claim, holders: Iterable[Seq]) -> Iterator[Seq]:
+        """Those whose places the claim may have, one after the other, each as if those before it were gone."""
+        left = sorted(holders, key=lambda seq: seq.order)
+        while (found := self._victim(claim, left)) is not None:
+            left.remove(found)
+            self._count(found.request.promise, -1, -len(found.table))
+            yield found
+
+    def _victim(self, claim: Claim, holders: list[Seq]) -> Seq | None:
+        """The one that uses most of all tenants, or else of this tenant's requests."""
+        owner, size = claim.promise, self._size
+        here = {seq.request.promise.tenant for seq in holders}
+        most = max(here, key=lambda name: self._tenants[name].use.share(size), default=owner.tenant)
+        if most != owner.tenant:
+            found = self._youngest(holders, most)
+            rest = self._tenants[most].use.share(size, -1, -len(found.table))
+            own = self._tenants.get(owner.tenant)
+            use = own.use if own is not None else _Use(weight=owner.weight)
+            if rest >= use.share(size, claim.rows, claim.blocks):
+                return found
+        jobs = {seq.request.promise.job for seq in holders if seq.request.promise.tenant == owner.tenant}
+        if not jobs:
+            return None
+        largest = max(jobs, key=lambda name: self._use(owner.tenant, name).share(size))
+        if largest == owner.job:
+            return None
+        found = _last(holders, (owner.tenant, largest))
+        rest = self._use(owner.tenant, largest).share(size, -1, -len(found.table))
+        fair = rest >= self._use(owner.tenant, owner.job).share(size, claim.rows, claim.blocks)
+        return found if fair else None
+
+    def _youngest(self, holders: list[Seq], tenant: str) -> Seq:
+        """Of the request that has most of the tenant's places; where each has one, of the tenant."""
+        own = [seq for seq in holders if seq.request.promise.tenant == tenant]
+        jobs = {seq.request.promise.job for seq in own}
+        largest = max(jobs, key=lambda name: self._use(tenant, name).share(self._size))
+        of_largest = [seq for seq in own if seq.request.promise.job == largest]
+        return of_largest[-1] if len(of_largest) > 1 else own[-1]
+
+
+def _last(holders: list[Seq], group: Group) -> Seq:
+    return next(seq for seq in reversed(holders) if group_of(seq.request.promise) == group)
+
+
+def younger_in_scope(seq: Seq, holders: Iterable[Seq]) -> list[Seq]:
+    """Those that must make room for `seq` by their age, youngest first.
+
+    Of its own request; of its tenant, if it is the only one of its request; of all, if it is the only one of its
+    tenant. So the oldest of all always gets its blocks.
+    """
+    others = sorted((s for s in holders if s is not seq), key=lambda s: s.order, reverse=True)
+    promise = seq.request.promise
+    tenant = [s for s in others if s.request.promise.tenant == promise.tenant]
+    job = [s for s in tenant if s.request.promise.job == promise.job]
+    return [s for s in job or tenant or others if s.order > seq.order]
+
+
+class Sharing:
+    """Of one batch: the order in which those that wait may start, and who makes room for whom.
+
+    `running` hold a place or soon will; of them, `holders` can be preempted.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        running: Callable[[], list[Seq]],
+        holders: Callable[[], Iterator[Seq]],
+    ) -> None:
+        self._config, self._pool, self._running, self._holders = config, pool, running, holders
+        self._groups: Counter[Group] = Counter()
+        """Open sequences."""
+
+    def joined(self, seq: Seq) -> None:
+        self._groups[group_of(seq.request.promise)] += 1
+
+    def left(self, seq: Seq) -> None:
+        group = group_of(seq.request.promise)
+        self._groups[group] -= 1
+        if not self._groups[group]:
+            del self._groups[group]
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anybody to share with."""
+        return len(self._groups) > 1
+
+    def claim(self, seq: Seq) -> Claim:
+        return Claim(seq.request.promise, len(seq.tokens) // self._config.block_tokens + 1, order=seq.order)
+
+    def order(self, waiting: Sequence[Seq]) -> Iterator[Seq]:
+        return (waiting[i] for i in self._shares().order([self.claim(seq) for seq in waiting]))
+
+    def room_for(self, promise: Promise, num_tokens: int, num_shared: int, waiting: Sequence[Seq]) -> list[Seq] | None:
+        """Whom to preempt for one that comes computed; None: it has to wait. Of equals, those that wait go first."""
+        claim = Claim(promise, num_tokens // self._config.block_tokens + 1 - num_shared)
+        if waiting and not self._goes_first(claim, waiting):
+            return None
+        return self.victims(claim, claim.blocks)
+
+    def _goes_first(self, claim: Claim, waiting: Sequence[Seq]) -> bool:
+        if not self.active and group_of(claim.promise) in self._groups:
+            return False
+        claims = [*map(self.claim, waiting), claim]
+        return next(self._shares().order(claims)) == len(waiting)
+
+    def victims(self, claim: Claim, need: int) -> list[Seq] | None:
+        """Whom to preempt for a place and so many blocks; None: there is no room, and too few who owe it."""
+        victims: list[Seq] = []
+        excess = len(self._running()) + 1 - self._config.max_running
+        if excess <= 0 and self._pool.can_allocate(need):
+            return victims
+        if not self.active and group_of(claim.promise) in self._groups:
+            return None
+        for victim in self._shares().victims(claim, self._holders()):
+            victims.append(victim)
+            if len(victims) >= excess and self._is_enough(victims, need):
+                return victims
+        return None
+
+    def takeable(self, seq: Seq, need: int) -> list[Seq]:
+        """Those whose blocks a holder that needs so many more may have, in the order in which they lose them."""
+        others = [holder for holder in self._holders() if holder is not seq]
+        if not self.active:
+            return younger_in_scope(seq, others)
+        fair: list[Seq] = []
+        for victim in self._shares().victims(Claim(seq.request.promise, need, rows=0), others):
+            fair.append(victim)
+            if self._is_enough(fair, need):
+                return fair
+        return fair + [s for s in younger_in_scope(seq, others) if s not in fair]
+
+    def _is_enough(self, victims: list[Seq], need: int) -> bool:
+        return need <= self._pool.num_free + self._pool.num_freed_by([seq.table for seq in victims])
+
+    def _shares(self) -> Shares:
+        return Shares(self._running(), (self._config.max_running, self._config.num_blocks))
+
+    def check(self, open_seqs: Iterable[Seq]) -> None:
+        assert self._groups == Counter(group_of(seq.request.promise) for seq in open_seqs), "groups are miscounted"
