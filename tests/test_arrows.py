@@ -34,7 +34,7 @@ PURE += ("control.backoff", "control.residency")
 PURE += ("observe.checks", "observe.machine")
 PURE += ("train.plan", "train.schedule", "train.distil.clean", "train.distil.script")
 WORLDLY = {f"cache.{name}" for name in ("arena", "client", "copying", "image", "images", "link", "member", "wire")}
-WORLDLY |= {"cache.disk", "cache.seats", "cache.spool"}
+WORLDLY |= {"cache.disk", "cache.private", "cache.seats", "cache.spool"}
 WORLDLY |= {"prefill.worker", "decode.worker", "planner.probe"}
 WORLDLY |= {"tenants.book", "tenants.meter", "tenants.watch"}
 """The other halves of rooms that are split: they touch the world, and nothing pure may import them."""

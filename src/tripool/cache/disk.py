@@ -35,6 +35,7 @@ from pathlib import Path
 import xxhash
 
 from tripool.cache.copies import PAGE, Copy, Purge, Segment, Write, footprint
+from tripool.cache.private import NotPrivate, make_private
 from tripool.errors import DiskError
 
 FINGERPRINT_BYTES = 16
@@ -70,7 +71,7 @@ class DiskStore:
         """Blocks of another fingerprint, size or version are as good as none: their room is used again."""
         store = cls(folder, fingerprint, num_segments, segment_bytes, block_bytes)
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(folder)
             store._take()
             found = [store._open_segment(number) for number in range(num_segments)]
             for other in folder.glob("segment-*.blocks"):
@@ -81,6 +82,9 @@ class DiskStore:
         except OSError as error:
             store.close()
             raise explain(error, folder, num_segments * segment_bytes) from error
+        except NotPrivate as error:
+            store.close()
+            raise DiskError(error.message, hint=f"choose another --disk-dir: {error.hint}") from error
         except DiskError:
             store.close()
             raise

@@ -16,6 +16,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import stat
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,12 +73,16 @@ class Image:
 def open_image(path: Path, key: str) -> Image | None:
     """None: there is none (any more). Every byte is checked: an image is read by many, for long, and from memory."""
     try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise ImageDamaged(f"it cannot be opened: {error.strerror}") from error
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise ImageDamaged("it is no file of this user alone")
         if found.st_nlink == 0:
             return None  # removed between the two
         if found.st_size < _HEAD.size:
@@ -99,13 +104,15 @@ def _checked(map_: mmap.mmap, key: str) -> _Table:
         raise ImageDamaged("the checksum of its table is wrong")
     try:
         table = msgspec.msgpack.decode(data[start:], type=_Table)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ImageDamaged(f"its table cannot be read: {error}") from error
     if table.key != key:
         raise ImageDamaged("it is of another model")
     for tensor in table.tensors:
         stop = tensor.offset + tensor.num_bytes
-        if stop > start or xxh3_64_intdigest(data[tensor.offset : stop]) != tensor.checksum:
+        if tensor.offset < ALIGN or tensor.num_bytes < 0 or stop > start:
+            raise ImageDamaged(f"'{tensor.label}' is not in it")
+        if xxh3_64_intdigest(data[tensor.offset : stop]) != tensor.checksum:
             raise ImageDamaged(f"the checksum of '{tensor.label}' is wrong")
     return table
 

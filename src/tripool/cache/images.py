@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tripool.cache.image import Image, ImageDamaged, ImageWriter, open_image
+from tripool.cache.private import NotPrivate, make_private
 from tripool.errors import ArenaError
 
 WAIT_S = 120.0
@@ -54,10 +55,11 @@ class ModelImages:
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            hint = "name a folder of your own with --model-cache"
-            raise ArenaError(f"the folder {folder} belongs to another user", hint=hint)
+        try:
+            make_private(folder)
+        except NotPrivate as error:  # others may have made it first, where its name is known
+            hint = "remove it, or serve without --keep-models"
+            raise ArenaError(f"no place for packed weights: {error.message}", hint=hint) from error
         self._folder, self.quota_bytes = folder, quota_bytes
         self._wait_s, self._clock, self._pause = wait_s, clock, pause
         self.counters = ImageCounters()
@@ -87,7 +89,7 @@ class ModelImages:
 
         False when it took others too long.
         """
-        lock = os.open(self._folder / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(self._folder / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             yield self._locked(lock)
         finally:

@@ -22,13 +22,13 @@ from pathlib import Path
 import msgspec
 
 from tripool.cache import wire
-from tripool.cache.arena import MAX_WORKER_NAME_BYTES, SEATS, Arena
+from tripool.cache.arena import SEATS, Arena
 from tripool.cache.index import PoolIndex
 from tripool.cache.promotion import Tiers
 from tripool.cache.records import Hit, State, Written
 from tripool.cache.spool import Spool
 from tripool.config import CacheConfig
-from tripool.messages import SUPERVISOR, Life, Reaped, Suspect
+from tripool.messages import Life, Reaped, Suspect
 
 LOOK_AROUND_S = 0.5
 """How often an idle member looks whether its parent is still there."""
@@ -99,28 +99,12 @@ class Member:
         except msgspec.DecodeError:
             self._num_strange += 1
             return None
-        if not self._may_say(question, lives):
+        if not wire.may_say(question, lives, self._life):
             self._num_strange += 1
             return None
         reply = self._reply(question, now_s, send)
         self._write_headers()
         return None if reply is None else wire.encode(reply)
-
-    def _may_say(self, question: wire.Question, lives: set[Life]) -> bool:
-        """A line speaks for one life, never for ours, and of others' ends only the supervisor's does."""
-        match question:
-            case Suspect() | Reaped():
-                return any(life.worker == SUPERVISOR for life in lives)
-            case wire.Ask() | wire.Purge() | wire.Quotas():
-                return True
-        life = question.life
-        if life in lives:
-            return True
-        # A longer name does not fit into a header, which could not say whose the slot is.
-        if lives or life.worker == self._life.worker or len(life.worker.encode()) > MAX_WORKER_NAME_BYTES:
-            return False
-        lives.add(life)
-        return True
 
     def expire(self, now_s: float) -> None:
         self.index.expire(now_s)

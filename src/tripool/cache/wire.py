@@ -21,7 +21,8 @@ from typing import Annotated
 
 import msgspec
 
-from tripool.messages import Checksum, FileName, Life, Natural, Positive, Reaped, Suspect, strictly
+from tripool.cache.arena import MAX_WORKER_NAME_BYTES
+from tripool.messages import SUPERVISOR, Checksum, FileName, Life, Natural, Positive, Reaped, Suspect, strictly
 
 PROTOCOL = 2
 KEY_BYTES = 16
@@ -228,3 +229,17 @@ def decode_question(data: bytes | memoryview) -> Question:
 
 def decode_answer(data: bytes | memoryview) -> Answer:
     return strictly(_answers, data)
+
+
+def may_say(question: Question, lives: set[Life], member: Life) -> bool:
+    """Whether it is the sender's to say. A line speaks for one life, which is then in `lives`, and never for the member
+    itself; of others' ends only the supervisor's line tells."""
+    if isinstance(question, (Suspect, Reaped)):
+        return any(life.worker == SUPERVISOR for life in lives)
+    if isinstance(question, (Ask, Purge, Quotas)) or question.life in lives:
+        return True
+    name = question.life.worker  # a longer one does not fit into a header, which could not say whose the slot is
+    if lives or name == member.worker or len(name.encode()) > MAX_WORKER_NAME_BYTES:
+        return False
+    lives.add(question.life)
+    return True

@@ -12,8 +12,11 @@ from typing import Annotated
 import typer
 
 import tripool
+from tripool.cache.disk import explain
+from tripool.cache.private import NotPrivate, make_private
 from tripool.config import EngineConfig
 from tripool.core import BLOCK_TOKENS
+from tripool.errors import DiskError
 
 DiskGb = Annotated[
     float | None, typer.Option("--disk-gb", min=0.001, help="Disk behind the cache pool; none by default.")
@@ -41,8 +44,15 @@ def default_folder() -> Path:
 
 
 def disk_of(gb: float, folder: Path | None, model: str, config: EngineConfig) -> Disk:
-    """Raises, like anything that opens it, if there is no such model."""
-    return Disk(gb, (folder or default_folder()).absolute(), fingerprint(model, config))
+    """Raises, like anything that opens it, if there is no such model; and if others could replace the folder."""
+    folder = (folder or default_folder()).absolute()
+    try:
+        make_private(folder)
+    except NotPrivate as error:
+        raise DiskError(error.message, hint=f"choose another --disk-dir: {error.hint}") from error
+    except OSError as error:
+        raise explain(error, folder, int(gb * 2**30)) from error
+    return Disk(gb, folder, fingerprint(model, config))
 
 
 def fingerprint(model: str, config: EngineConfig) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,6 +66,11 @@ def model_images(gb: float | None, *, keep: bool) -> Iterator[ModelImages | None
 def forget_kept() -> bool:
     """Give back what earlier servers kept. False when there was nothing; what is mapped stays with who maps it."""
     folder = kept_folder()
-    there = folder.is_dir()
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        return False  # somebody else's: servers of this user keep nothing there
     shutil.rmtree(folder, ignore_errors=True)
-    return there
+    return True

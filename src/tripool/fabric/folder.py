@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
@@ -80,7 +81,8 @@ def _sweep(parent: Path) -> None:
 def _open_lock(folder: Path) -> int | None:
     """None: not one of ours, or going away by itself."""
     try:
-        if folder.stat().st_uid != os.getuid():
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             return None
         return os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

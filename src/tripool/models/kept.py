@@ -6,6 +6,7 @@ What comes out of an image is what went in, byte for byte, at another address: t
 from __future__ import annotations
 
 import errno
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -85,7 +86,10 @@ class Kept:
         if kept is None or kept.label != label or kept.dtype not in _DTYPES:
             found = "nothing" if kept is None else f"'{kept.label}' ({kept.dtype})"
             raise ImageDamaged(f"the network asks for '{label}', the image has {found}")
-        return _over(self._image.view(kept), _DTYPES[kept.dtype], kept.shape)
+        dtype = _DTYPES[kept.dtype]
+        if min(kept.shape, default=0) < 0 or math.prod(kept.shape) * dtype.itemsize != kept.num_bytes:
+            raise ImageDamaged(f"'{label}' has another size than its shape says")
+        return _over(self._image.view(kept), dtype, kept.shape)
 
 
 def _over(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -143,7 +147,7 @@ def model_of_image(image: Image, kernels: KernelTable) -> tuple[Model, Facts]:
     """The network over the image's memory: no file is opened, nothing is packed or copied."""
     try:
         facts = msgspec.msgpack.decode(image.facts, type=Facts)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ImageDamaged(f"its facts cannot be read: {error}") from error
     loader = Loader(_Nobody(facts.has), kernels, torch.float32, Kept(image))
     return Model(arch_of(facts.config, facts.name), loader), facts
