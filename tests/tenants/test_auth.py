@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -13,6 +15,7 @@ from anthropic import Anthropic, AuthenticationError
 from openai import AuthenticationError as OpenAIAuthenticationError
 from openai import OpenAI
 
+from tripool.gateway.auth import Guard
 from tripool.tenants.book import Book
 from tripool.tenants.watch import LOOK_S, STALE_S
 
@@ -162,3 +165,20 @@ def test_a_refused_body_is_not_read(server: Guarded) -> None:
     with socket.create_connection((host, int(port)), timeout=DEADLINE_S) as line:
         line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4000000\r\n\r\n{")
         assert line.recv(100).startswith(b"HTTP/1.1 401")
+
+
+def test_nothing_but_http_reaches_the_application(server: Guarded) -> None:
+    """There are no websockets; one that somebody adds is not open by oversight."""
+    reached, sent = list[str](), list[dict[str, Any]]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        reached.append(scope["type"])
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    guard = Guard(app, server.access, lambda code: None)
+    asyncio.run(guard({"type": "websocket", "path": "/health", "headers": []}, None, send))  # type: ignore[arg-type]
+    assert not reached and sent == [{"type": "websocket.close", "code": 1008}]
+    asyncio.run(guard({"type": "lifespan"}, None, send))  # type: ignore[arg-type]
+    assert reached == ["lifespan"]
