@@ -183,7 +183,7 @@ def check(server: Server, log: str, lines: list[dict[str, Any]]) -> dict[str, li
     assert (mine["tenant"], int(mine["prompt_tokens"]), mine["ended"]) == ("alice", len(BIRD), "finished")
     errors = {line["error"] for line in requests if int(line["status"]) in (401, 403, 429)}
     assert errors == {"invalid_api_key", "admin_key_needed", "rate_limited"}
-    assert "Invalid HTTP request received." in by_message
+    assert [line["error"] for line in by_message["connection ended"]] == ["not_http"]
     return by_message
 
 

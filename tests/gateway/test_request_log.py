@@ -81,6 +81,7 @@ def test_an_answer_has_one_line_with_its_counts_and_stages(server: Served, reque
         ("POST", "/drain?resume=perhaps", {}, b"", 400, "invalid_request"),
         ("GET", "/v1/requests/nobodys/explain", {}, b"", 404, "request_unknown"),
         ("GET", "/v1/models/nobodys", {}, b"", 404, "model_not_found"),
+        ("GET", "/v1/models", {"host": "rebound.example"}, b"", 403, "host_refused"),
         ("GET", "/health", {}, b"", 200, None),
     ],
 )
@@ -94,7 +95,7 @@ def test_refusals_have_one_line_and_its_id_is_told(
     status: int,
     error: str | None,
 ) -> None:
-    told = {"content-type": "application/json", "host": "x", "content-length": str(len(body)), **headers}
+    told = {"content-type": "application/json", "host": "localhost", "content-length": str(len(body)), **headers}
     head = "".join(f"{name}: {value}\r\n" for name, value in told.items())
     answer = raw(server, f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body).decode()
     (line,) = requests()
@@ -111,7 +112,7 @@ def test_a_client_that_hangs_up_has_one_line(serve: Serve, requests: Requests) -
         lines = requests(1)
         with socket.create_connection(served.address, DEADLINE_S) as client:
             body = json.dumps(endless)
-            head = f"host: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+            head = f"host: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
             client.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n{body}".encode())
             assert served.engine.wait_busy()
         lines = requests(2)

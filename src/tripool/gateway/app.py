@@ -36,7 +36,7 @@ from tripool.gateway.parse import header_id
 from tripool.gateway.promise import Wishes, header_wishes
 from tripool.gateway.record import Journal, Record
 from tripool.gateway.refusals import dialect_of, error_body, error_headers, error_shape
-from tripool.gateway.request_log import RequestLog, note_error, note_record, request_id_of
+from tripool.gateway.request_log import RequestLog, note_error, note_record, request_id_of, tell_connection
 from tripool.gateway.respond import Shapes, Voice
 from tripool.gateway.stream import AnswerResponse
 from tripool.gateway.tokens import token_routes
@@ -82,7 +82,12 @@ def create_models_app(
     tokens = token_routes(lambda raw: models.meant_by(raw).tokens, bodies, enter=models.enter, pool=reading)
     app.include_router(tokens)
     app.include_router(model_routes(models, bodies))
-    app.state.on_connection_ended = models.default.metrics.connection_ended
+
+    def connection_ended(code: str) -> None:
+        models.default.metrics.connection_ended(code)
+        tell_connection(code)
+
+    app.state.on_connection_ended = connection_ended
     answering = Answering(models, gate, journal, bodies, clock, access, reading)
     app.add_middleware(HostCheck, guarded=access is not None, on_refused=models.default.metrics.refused)
     if access is not None:

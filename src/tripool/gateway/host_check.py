@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tripool.errors import TripoolError
 from tripool.gateway.auth import needed_no_key
 from tripool.gateway.refusals import HostRefused, OtherSite, dialect_of, error_shape
+from tripool.gateway.request_log import note_error
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _OWN_SITES = frozenset({"same-origin", "none"})
@@ -52,6 +53,7 @@ class HostCheck:
                     check_site(scope["headers"])
             except TripoolError as error:
                 self._on_refused(error.code)
+                note_error(scope, error.code)
                 body = error_shape(error, dialect_of(scope["path"]))
                 await JSONResponse(body, status_code=error.status)(scope, receive, send)
                 return

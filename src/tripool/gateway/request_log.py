@@ -53,6 +53,11 @@ def note_record(scope: Scope, record: Record, model: str) -> None:
     scope[_RECORD], scope[_MODEL] = record, model
 
 
+def tell_connection(code: str) -> None:
+    """One that was refused or cut below the application; a logger of its own, because clients cause this at will."""
+    logging.getLogger("tripool.connections").info("connection ended", extra={"error": code})
+
+
 def request_id_of(scope: Scope) -> str | None:
     """What the client calls it, or we; None where nothing is logged."""
     found: str | None = scope.get(_ID)

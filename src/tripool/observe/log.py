@@ -29,6 +29,7 @@ _MAX_WAITING = 10_000
 _END_S = 1.0
 """How long the end of the process waits for its last lines to be taken."""
 _RETRY_S = 1.0
+_AT_WILL = "tripool.connections"
 _WINDOW_S, _PER_WINDOW, _MAX_KINDS = 10.0, 5, 100
 
 
@@ -95,7 +96,8 @@ class LogHandler(logging.Handler):
 
 
 class Bounded:
-    """A filter: of each kind of line that is not our own, a few in ten seconds. Clients can cause some at will."""
+    """A filter: of lines that clients can cause at will, and of those that are not our own, a few of a kind in ten
+    seconds. Requests are not among them: each has its line."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -103,9 +105,9 @@ class Bounded:
         """When the window began, how many there were in it."""
 
     def __call__(self, record: logging.LogRecord) -> bool:
-        if record.name.partition(".")[0] == "tripool":
+        if record.name.partition(".")[0] == "tripool" and record.name != _AT_WILL:
             return True
-        now_s, kind = self._clock(), (record.name, str(record.msg)[:100])
+        now_s, kind = self._clock(), (record.name, str(record.msg)[:100] + str(getattr(record, "error", "")))
         if kind not in self._kinds and len(self._kinds) >= _MAX_KINDS:
             self._kinds.clear()
         seen = self._kinds.setdefault(kind, [now_s, 0])
