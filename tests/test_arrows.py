@@ -22,7 +22,7 @@ MAX_FUNCTION_LINES = 80
 
 PURE = (
     "core", "errors", "config", "messages", "sequence", "cache", "prefill", "decode", "engine.colocated", "engine.leap",
-    "engine.shares", "engine.invariants",
+    "engine.shares", "engine.turns", "engine.invariants",
     "text", "grammar", "router", "simulate", "tenants", "planner", "page",
 )  # fmt: skip
 """Run without torch: the planner and the simulator stand on these, and a gateway needs text and grammars."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from tripool.sequence import Seq, Task
 
@@ -11,6 +11,8 @@ from tripool.sequence import Seq, Task
 class DecodeScheduler:
     def __init__(self) -> None:
         self.running: list[Seq] = []
+        self.left_out: Collection[Seq] = ()
+        """Those that have no row in the next `plan`."""
 
     def admit(self, seq: Seq) -> None:
         """From prefill, blocks included: the hand-over is a move of the block table."""
@@ -34,6 +36,8 @@ class DecodeScheduler:
         for seq in batch:
             if len(running) < len(batch) and seq not in running:
                 continue  # preempted for an older one
+            if seq in self.left_out:
+                continue
             if grow(seq, seq.num_computed + 1) > seq.num_computed:
                 tasks.append(Task(seq, seq.work(1)))
         return tasks

@@ -150,11 +150,16 @@ class Slo:
         if not self._accounts:
             self.ceiling, self.held_back, self._head = None, False, None
 
-    def settled(self, now_s: float, step_s: float, facts: StepFacts, accepted: int, seqs: Iterable[Seq]) -> None:
-        """A step of `seqs` ended now. `step_s`: since the last one ended, if there was work all the time."""
+    def settled(
+        self, now_s: float, step_s: float, facts: StepFacts, accepted: int, seqs: Iterable[Seq], *, learn: bool = False
+    ) -> None:
+        """A step of `seqs` ended now. `step_s`: since the last one ended, if there was work all the time.
+
+        `learn`: somebody else wants to know how long steps take.
+        """
         self._now_s = now_s
         self._num_steps += 1
-        if not self._accounts and self._num_steps % _IDLE_LEARNING:
+        if not self._accounts and not learn and self._num_steps % _IDLE_LEARNING:
             return
         self.predicted_s = self.step_time.learn(facts, step_s)
         if facts.rows:

@@ -27,6 +27,7 @@ from tripool.core import FinishReason, Request, TokenEvent
 from tripool.decode import DecodeScheduler, Slo, StepFacts
 from tripool.engine.invariants import check_invariants
 from tripool.engine.shares import Sharing
+from tripool.engine.turns import Turns
 from tripool.errors import ContextOverflow, InvalidRequest
 from tripool.prefill import PrefillScheduler
 from tripool.prefill.scheduler import extend_keys
@@ -43,6 +44,7 @@ class Scheduler:
         self.prefill = PrefillScheduler(config, self.pool, model)
         self.decode = DecodeScheduler()
         self.slo = Slo()
+        self.turns = Turns(self.slo.step_time)
         self.sharing = Sharing(config, self.pool, self._running, self.holders)
         self._hands_over = False
         """Answers go on in another process: here nobody decodes, and no promise on that binds."""
@@ -56,8 +58,7 @@ class Scheduler:
         self._requests: dict[str, list[Seq]] = {}
         self._next_order = 0
         self.num_preemptions = 0
-        self.num_drafted = 0
-        self.num_accepted = 0
+        self.num_drafted = self.num_accepted = 0
         self._num_accepted_before = 0
         """At the end of the last step but this."""
 
@@ -183,6 +184,8 @@ class Scheduler:
             return self._grow(seq, stop, tasks)
 
         self.prefill.queue = self._queue()
+        turn = self.turns.next(self.decode.running, chain(self.prefill.running, self.prefill.queue))
+        self.prefill.limit, self.decode.left_out = turn, self.turns.left_out(turn, self.decode.running)
         for task in self.decode.plan(grow):
             if task.work.table is task.seq.table:  # else it was preempted after its turn
                 tasks[task.seq.order] = task
@@ -236,7 +239,9 @@ class Scheduler:
         self._ended_s = ended_s if self.busy else None
         accepted = self.num_accepted - self._num_accepted_before
         self._num_accepted_before = self.num_accepted
-        self.slo.settled(ended_s, step_s, StepFacts.of(tasks), accepted, (task.seq for task in tasks))
+        facts, seqs = StepFacts.of(tasks), (task.seq for task in tasks)
+        self.slo.settled(ended_s, step_s, facts, accepted, seqs, learn=self.turns.active)
+        self.turns.settled(ended_s, step_s, tasks)
 
     def settle(self, tasks: Sequence[Task], sampled: Sequence[Sampled | None]) -> list[TokenEvent]:
         """Account for a step that ran: `sampled` holds a token for each task that samples, None for the others."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from tripool.cache import BlockPool, next_key
 from tripool.config import SchedulerConfig
@@ -16,6 +17,23 @@ from tripool.sequence import Seq, Task
 
 Grow = Callable[[Seq, int], int]
 """grow(seq, stop): give seq blocks for positions below `stop`, or below as much of it as it returns."""
+
+
+class Limit(Protocol):
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    def is_heavy(self, seq: Seq) -> bool: ...
+
+
+class _NoLimit:
+    prompt_tokens = 0
+
+    def is_heavy(self, seq: Seq) -> bool:
+        return False
+
+
+NO_LIMIT: Limit = _NoLimit()
 
 
 class PrefillScheduler:
@@ -29,6 +47,8 @@ class PrefillScheduler:
         """Those that the last `plan` admitted for the first time."""
         self.queue: Sequence[Seq] = self.waiting
         """Those that wait in the order in which the next `plan` may admit them, if that is not by age."""
+        self.limit: Limit = NO_LIMIT
+        """Whose prompts come last in the next `plan`, and how much of them it computes."""
         self.held_by = ""
         """Which limit kept the last `plan` from admitting the oldest that waits; empty when nobody does."""
 
@@ -46,25 +66,31 @@ class PrefillScheduler:
         tasks: list[Task] = []
         self.started = []
         short_of_blocks = False
-        for seq in list(self.running) if self.running else ():
-            if budget > 0 and seq in self.running:  # growing an older one may have preempted this one
-                wanted = seq.work(budget).stop
+        limit = self.limit
+        left = limit.prompt_tokens
+        for seq in sorted(self.running, key=limit.is_heavy) if self.running else ():
+            most = min(budget, left) if limit.is_heavy(seq) else budget
+            if most > 0 and seq in self.running:  # growing an older one may have preempted this one
+                wanted = seq.work(most).stop
                 granted = grow(seq, wanted)
                 short_of_blocks |= granted < wanted
-                budget -= _chunk(seq, granted, tasks)
+                count = _chunk(seq, granted, tasks)
+                budget, left = budget - count, left - count * limit.is_heavy(seq)
         self.held_by = ""
         for seq in list(self.queue) if self.queue else ():
             if budget <= 0 or slots <= 0 or short_of_blocks:
                 # Short of blocks: a newcomer would only take those that the ones under way are waiting for.
                 self.held_by = "tokens per step" if budget <= 0 else "batch slots" if slots <= 0 else "KV memory"
                 break
-            if seq.waits_for_leader:
+            most = min(budget, left) if limit.is_heavy(seq) else budget
+            if seq.waits_for_leader or most <= 0:
                 continue
             if not self._admit(seq):
                 self.held_by = "KV memory"
                 break
             slots -= 1
-            budget -= _chunk(seq, grow(seq, seq.work(budget).stop), tasks)
+            count = _chunk(seq, grow(seq, seq.work(most).stop), tasks)
+            budget, left = budget - count, left - count * limit.is_heavy(seq)
         return tasks
 
     def blocks_needed(self, seq: Seq) -> int:

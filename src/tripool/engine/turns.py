@@ -1,0 +1,163 @@
+"""Short steps while tenants compete: how much of a step those may have who take more than their share of time. Pure.
+
+A first token waits for the step under way, and then for its own. Both are as long as all that is computed in them. A
+tenant is *heavy* while more than its share of the time goes into its rows and prompts and another one was here lately:
+
+| the next step | has of heavy tenants |
+|---|---|
+| computes a prompt of somebody else | nothing, but never in two steps that follow each other |
+| does not | what takes half as long as others' first tokens take; rows and prompts take turns |
+
+Alone nobody is heavy, and of two who take as much each neither is. Where more rows hardly make a step longer, as on a
+GPU, this changes nothing. Who runs and what it says is not decided here, only which rows have to wait for a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import exp
+
+from tripool.decode import StepTime
+from tripool.sequence import Seq, Task
+
+_FADE_S = 0.5
+"""Over which the time of each tenant is counted."""
+_LATELY_S = 5.0
+_MORE = 1.2
+"""Times its share: where all take as much, none is heavy by chance."""
+_PART = 0.5
+"""Of what others' first tokens take, so much may a step of heavy tenants last."""
+_RATE = 0.1
+_FIRST_PROMPT_TOKENS = 32
+_LEAST_PROMPT_TOKENS = 16
+_LEAST_ROWS = 4
+"""Fewer are not worth a step: what it costs however little it does would be lost on them."""
+_ROW_TOKENS = 4.0
+"""What a row costs in prompt tokens, before anything is known."""
+
+
+@dataclass(slots=True)
+class _Tenant:
+    weight: float
+    seen_s: float
+    used_s: float = 0.0
+    """Faded: divided by `_FADE_S` it is the share of the time that went into its work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Of heavy tenants in one step."""
+
+    tenants: frozenset[str] = frozenset()
+    rows: int = 0
+    prompt_tokens: int = 0
+
+    def is_heavy(self, seq: Seq) -> bool:
+        return seq.request.promise.tenant in self.tenants
+
+
+NOBODY = Turn()
+
+
+class Turns:
+    def __init__(self, times: StepTime) -> None:
+        self._times = times
+        self._tenants: dict[str, _Tenant] = {}
+        self._now_s = 0.0
+        self._first_s: float | None = None
+        """How long steps with somebody else's first token take."""
+        self._stood_still = False
+        """Whether heavy tenants had nothing of the last step."""
+        self._last_run: dict[int, int] = {}
+        """By a sequence's order: the step in which it had its row last."""
+        self._num_steps = 0
+
+    def settled(self, now_s: float, step_s: float, tasks: Sequence[Task]) -> None:
+        """A step ended now; `step_s` long."""
+        fade = exp(-max(0.0, now_s - self._now_s) / _FADE_S)
+        self._now_s = now_s
+        for tenant in self._tenants.values():
+            tenant.used_s *= fade
+        costs: dict[str, float] = {}
+        for task in tasks:
+            promise = task.seq.request.promise
+            tenant = self._tenants.setdefault(promise.tenant, _Tenant(promise.weight, now_s))
+            tenant.seen_s, tenant.weight = now_s, promise.weight
+            costs[promise.tenant] = costs.get(promise.tenant, 0.0) + self._cost(task)
+        total = sum(costs.values())
+        for name, cost in costs.items():
+            self._tenants[name].used_s += min(step_s, _FADE_S) * cost / total
+        if len(costs) == 1 and any(task.work.stop == task.seq.prompt_len for task in tasks):
+            self._first_s = step_s if self._first_s is None else self._first_s + _RATE * (step_s - self._first_s)
+        for name in [name for name, tenant in self._tenants.items() if tenant.seen_s < now_s - _LATELY_S]:
+            del self._tenants[name]
+
+    def _cost(self, task: Task) -> float:
+        times, work, count = self._times, task.work, len(task.work.tokens)
+        if not (times.row_s > 0 and times.prompt_token_s > 0):
+            return count * (_ROW_TOKENS if work.decode else 1.0)
+        if work.decode:
+            drafts = times.draft_s if task.draft is not None else 0.0
+            return 1e-9 + drafts + count * (times.row_s + times.context_token_s * work.stop)
+        return 1e-9 + count * (times.prompt_token_s + times.prompt_read_s * (work.start + work.stop) / 2)
+
+    @property
+    def active(self) -> bool:
+        """Whether several tenants were here lately."""
+        return len(self._tenants) > 1
+
+    def heavy(self) -> frozenset[str]:
+        if not self.active:
+            return frozenset()
+        per_weight = _MORE * _FADE_S / sum(tenant.weight for tenant in self._tenants.values())
+        return frozenset(name for name, t in self._tenants.items() if t.used_s > per_weight * t.weight)
+
+    def next(self, decoding: Sequence[Seq], prompts: Iterable[Seq]) -> Turn:
+        """`prompts`: those under way, and those that may start in this step."""
+        tenants = self.heavy()
+        if not tenants:
+            self._stood_still = False
+            return NOBODY
+        prompts = list(prompts)
+        own = [seq for seq in prompts if seq.request.promise.tenant in tenants]
+        rows = [seq for seq in decoding if seq.request.promise.tenant in tenants]
+        others_wait = any(seq.num_generated == 0 for seq in prompts if seq.request.promise.tenant not in tenants)
+        self._stood_still = others_wait and not self._stood_still
+        if self._stood_still:
+            return Turn(tenants)
+        times = self._times
+        first_s = self._first_s
+        if first_s is None:
+            first_s = times.fixed_s + times.row_s + _FIRST_PROMPT_TOKENS * times.prompt_token_s
+        room_s = (_PART * first_s - times.fixed_s) / (2 if own and rows else 1)
+        start = own[0].num_computed if own else 0
+        token_s = times.prompt_token_s + times.prompt_read_s * start
+        prompt_tokens = (
+            _fit(room_s, token_s, _LEAST_PROMPT_TOKENS) if times.most_prompt_tokens else _LEAST_PROMPT_TOKENS
+        )
+        context = sum(len(seq.tokens) for seq in rows) / max(1, len(rows))
+        drafts = sum(seq.draft is not None for seq in rows) / max(1, len(rows))
+        row_s = times.row_s + drafts * times.draft_s + context * times.context_token_s
+        return Turn(tenants, _fit(room_s, row_s, _LEAST_ROWS), prompt_tokens)
+
+    def left_out(self, turn: Turn, decoding: Sequence[Seq]) -> set[Seq]:
+        """Rows of heavy tenants that have to wait for another step: those that had theirs last."""
+        if not turn.tenants:
+            return set()
+        rows = [seq for seq in decoding if turn.is_heavy(seq)]
+        self._num_steps += 1
+        if len(rows) > turn.rows:
+            rows.sort(key=lambda seq: self._last_run.get(seq.order, 0))
+        for seq in rows[: turn.rows]:
+            self._last_run[seq.order] = self._num_steps
+        if len(self._last_run) > 64 + 4 * len(rows):
+            live = {seq.order for seq in rows}
+            self._last_run = {order: step for order, step in self._last_run.items() if order in live}
+        return set(rows[turn.rows :])
+
+
+def _fit(room_s: float, each_s: float, least: int) -> int:
+    if each_s <= 0:
+        return 2**30
+    return max(least, int(room_s / each_s))
