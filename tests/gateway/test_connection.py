@@ -297,7 +297,8 @@ def test_a_stream_that_nobody_reads_ends(serve):
 
 def test_an_answer_that_nobody_reads_ends(serve):
     """Computed and written, it takes no slot any more: but memory and a connection."""
-    with serve(limits=SHORT_TAKE, max_body_bytes=2**20) as served:
+    long = ScriptedEngine(" pool", context_tokens=10**9)  # whose context has room for the text
+    with serve(engine=long, limits=SHORT_TAKE, max_body_bytes=2**20) as served:
         for connection in ("close", "keep-alive"):
             with connected(served, receive_bytes=2048) as line:
                 line.sendall(post("/tokenize", {"prompt": "pool " * 40_000}, f"connection: {connection}"))
@@ -307,7 +308,8 @@ def test_an_answer_that_nobody_reads_ends(serve):
 
 def test_a_slow_reader_that_goes_on_reading_gets_everything(serve):
     """What it must take within the deadline is little: here it always does, since the deadline is long."""
-    with serve(limits=ConnectionLimits(idle_s=0.05)) as served, connected(served, receive_bytes=2048) as line:
+    long, limits = ScriptedEngine(" pool", context_tokens=10**9), ConnectionLimits(idle_s=0.05)
+    with serve(engine=long, limits=limits) as served, connected(served, receive_bytes=2048) as line:
         line.sendall(post("/tokenize", {"prompt": "pool " * 30_000}))
         received = bytearray()
         until_s = time.monotonic() + DEADLINE_S
