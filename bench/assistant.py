@@ -39,8 +39,9 @@ import torch
 
 from harness import Origin, Row, print_table, write_json
 from tripool import LLM, SamplingParams, Structure
+from tripool.answer import Generation
 from tripool.checkpoints import open_checkpoint
-from tripool.core import Conversation, Generation
+from tripool.core import Conversation
 from tripool.quant import Side
 from tripool.text import Tokenizer
 from tripool.train.distil.clean import WORD, normalised, repeated_share

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from harness import Origin, Row, print_table, write_json
 from tripool import LLM, SamplingParams
-from tripool.core import Generation
+from tripool.answer import Generation
 
 QUESTIONS = (
     "Tell me a story about a fox.",

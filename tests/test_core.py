@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tripool.answer import Choice, Generation
 from tripool.core import (
     GREEDY_BELOW,
     MAX_CHOICES,
     MAX_LOGPROBS,
     MAX_STRUCTURE_BYTES,
     MAX_STRUCTURE_DEPTH,
-    Choice,
-    Generation,
     SamplingParams,
     Structure,
     Usage,

@@ -367,42 +367,5 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One of a request's `n` answers. `token_ids` includes the token that ended it."""
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """The answer to one prompt; with `n` = 1 its `text` and kin are those of the only choice."""
-
-    request_id: str
-    prompt_ids: tuple[int, ...]
-    choices: tuple[Choice, ...]
-    usage: Usage
-
-    @property
-    def text(self) -> str:
-        return self.choices[0].text
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return self.choices[0].token_ids
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        return self.choices[0].finish_reason
-
-    @property
-    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
-        return self.choices[0].logprobs
-
-
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]

@@ -12,9 +12,9 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self, cast
 
-from tripool.answer import Answer
+from tripool.answer import Answer, Generation
 from tripool.config import EngineConfig, Precision
-from tripool.core import Conversation, Generation, Request, SamplingParams, TokenEvent
+from tripool.core import Conversation, Request, SamplingParams, TokenEvent
 from tripool.engine.protocol import StepEngine
 from tripool.errors import InvalidRequest, RequestFailed, TripoolError
 from tripool.text import Tokenizer

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tripool.answer import Choice, Generation
 from tripool.cli import options
 from tripool.cli.options import DeviceOf, KvGb, Load, MaxRunning, Model, Mtp, PrecisionOf, Threads
 from tripool.cli.terminal import stderr
 from tripool.config import EngineConfig
-from tripool.core import Choice, Generation
 from tripool.errors import TripoolError
 
 _DEFAULT = EngineConfig()

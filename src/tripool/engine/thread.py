@@ -173,7 +173,8 @@ class EngineThread:
             for request_id in self._end(_SHUT_DOWN):
                 self._engine.cancel(request_id)
         finally:  # not an except: a failure goes on to the thread's own hook, which prints it
-            self._end(f"the engine failed: {sys.exception()!r}")
+            # Clients are told no more than what kind of failure it was: its text may hold another's words.
+            self._end(f"the engine failed: {type(sys.exception()).__name__}")
 
     def _obey(self) -> bool:
         """Carry out the commands that are there, waiting for one when the engine has nothing to do."""

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tripool.answer import Answer, Delta
-from tripool.core import Choice, TokenLogprobs, Usage
+from tripool.answer import Answer, Choice, Delta
+from tripool.core import TokenLogprobs, Usage
 from tripool.errors import TripoolError
 from tripool.gateway.calls import CallBegins, Content, Piece, Said, Thought
 from tripool.gateway.job import Job
