@@ -128,13 +128,13 @@ async def ask(http: httpx.AsyncClient, asked: Asked, report: Report) -> None:
     where = asked.kind or asked.path
     try:
         async with http.stream("POST", asked.path, json=asked.body) as response:
-            lines: list[str] = []
-            async for line in response.aiter_lines():
-                if asked.leaves_after is not None and len(lines) >= asked.leaves_after:
+            pieces: list[bytes] = []
+            async for piece in response.aiter_bytes():
+                if asked.leaves_after is not None and len(pieces) >= asked.leaves_after:
                     report.counts[f"{where}: left"] += 1
                     return
-                lines.append(line)
-            text = "\n".join(lines)
+                pieces.append(piece)
+            text = b"".join(pieces).decode()
             wrong = judge(asked, response.status_code, text)
             report.counts[f"{where}: {response.status_code}"] += 1
             if not wrong and response.status_code != 200:
@@ -149,7 +149,7 @@ async def ask(http: httpx.AsyncClient, asked: Asked, report: Report) -> None:
 def judge(asked: Asked, status: int, text: str) -> str:
     """What is wrong with an answer; empty when nothing is."""
     streamed = status == 200 and asked.body.get("stream", False)
-    said = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    said = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
     try:
         parts = [json.loads(part) for part in said if part != "[DONE]"] if streamed else [json.loads(text)]
     except ValueError:

@@ -15,13 +15,13 @@ from .in_process import Fleet
 TEXT = fake_text()
 
 
-@pytest.mark.parametrize(("n", "num_tokens", "num_blocks"), [(16, 300, 16), (8, 1500, 36)], ids=["wait", "preempted"])
+@pytest.mark.parametrize(("n", "num_tokens", "num_blocks"), [(12, 200, 16), (8, 440, 36)], ids=["wait", "preempted"])
 def test_far_more_choices_than_there_is_memory_for_come_to_their_end(
     tmp_path: Path, n: int, num_tokens: int, num_blocks: int
 ) -> None:
     """All of one request: those that wait for minutes behind the others are neither lost nor given up."""
     prefill, decode = PagedFake(TEXT, max_running=8), PagedFake(TEXT, num_blocks=num_blocks, max_running=8)
-    fleet = Fleet(tmp_path, [prefill], [decode], turn_s=0.1)
+    fleet = Fleet(tmp_path, [prefill], [decode], turn_s=0.5)
     params = SamplingParams(n=n, max_tokens=num_tokens, ignore_eos=True)
     fleet.run([Request(id="r", prompt_ids=(9, 9), params=params, seed=1, end_ids=TEXT.end_ids)])
     fleet.close()
