@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 TORCH := $(shell sed -n 's/^ *"\(torch[^"]*\)",$$/\1/p' pyproject.toml)
 ARGS ?=
 
-# Tests that load torch; they run beside the others, and tell at the end.
+# Tests that load torch; they run beside the others, after the types are checked, and tell at the end.
 SLOW := $(wildcard tests/kernels tests/models tests/checkpoints tests/engine tests/grammar tests/quant tests/train tests/test_structured.py tests/test_tiny.py tests/test_walk.py)
 
 .PHONY: serve test prove peers bench dist tiny clean
@@ -27,8 +27,7 @@ serve: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	@$(BIN)/pytest $(SLOW) > $(VENV)/slow-tests.log 2>&1 & slow=$$!; \
+	@($(BIN)/mypy && $(BIN)/pytest $(SLOW)) > $(VENV)/slow-tests.log 2>&1 & slow=$$!; \
 	$(BIN)/pytest $(addprefix --ignore=,$(SLOW)); fast=$$?; \
 	wait $$slow; slow=$$?; cat $(VENV)/slow-tests.log; exit $$((fast | slow))
 
