@@ -271,7 +271,8 @@ def test_promises_reach_the_engine(server: Served) -> None:
         "/v1/messages",
         json={"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "slo": {"tpot_ms": 15}, "priority": -1},
     ).raise_for_status()
-    assert server.engine.added[-1].promise == Promise(tpot_ms=15, priority=-1)
+    promise = server.engine.added[-1].promise
+    assert promise == Promise(tpot_ms=15, priority=-1, job=promise.job)
 
 
 @pytest.mark.parametrize(
