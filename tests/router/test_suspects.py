@@ -134,7 +134,7 @@ class Fleet:
 
     def _token(self, life: Life, request_id: str, attempt: int, index: int) -> list[Output]:
         finish = "length" if index + 1 == 12 else None
-        event = TokenEvent(request_id, 0, index, 100 + index, finish)
+        event = TokenEvent(request_id, 0, index, 50 + index, finish)  # of the hundred that the model has
         return self.stage.receive(Tokens(life, (Stamped(attempt, event),)))
 
     def _crash(self, life: Life, role: Role) -> list[Output]:
