@@ -238,3 +238,11 @@ def test_settle_wants_one_result_per_task_of_the_right_kind() -> None:
         scheduler.settle(tasks, [])
     with pytest.raises(AssertionError):
         scheduler.settle(tasks, [Sampled(1)])
+
+
+def test_of_a_replay_the_answer_is_not_counted_as_cached_prompt() -> None:
+    scheduler = make_scheduler()
+    for name in ("first", "again"):
+        scheduler.add(make_request(name, [1, 2], max_tokens=12), answered={0: [7] * 9})
+        events = run(scheduler)
+    assert {event.num_cached_tokens for event in events} == {2}, "two blocks were found, and are mostly answer"

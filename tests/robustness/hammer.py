@@ -218,7 +218,7 @@ def hammer(model: str, mode: Mode, *, requests: int, grammars: int, seed: int) -
             if answer.status_code != 200:
                 report.harm.append(f"a plain question got {answer.status_code}: {answer.text[:500]}")
         report.harm += [
-            f"the server said: {line}" for line in server.said if "Traceback" in line or "starting another" in line
+            f"the server said: {line}" for line in server.said if "Traceback" in line or "process ended" in line
         ]
     return report
 

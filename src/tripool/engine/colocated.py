@@ -306,7 +306,7 @@ class Scheduler:
         elif seq in self.prefill.running:
             self.prefill.remove(seq)
             self.decode.admit(seq)
-        cached = (seq.leader or seq).num_cached or 0
+        cached = min((seq.leader or seq).num_cached or 0, seq.prompt_len)  # of a replay more may be found, its answer
         index = seq.num_generated - 1
         told = (finish, result.logprobs, cached, seq.num_drafted, seq.num_accepted)
         return TokenEvent(seq.request.id, seq.choice, index, result.token_id, *told)
