@@ -38,9 +38,9 @@ from harness import Origin, Row, print_table, write_json
 from tripool.tenants.book import Book
 
 TARGET = 1.5
-RATE_PER_S = 10.0
+RATE_PER_S = 6.0
 LONGEST_S = 30.0
-SETTLE_S = 0.5
+SETTLE_S = 1.0
 DRAINED_WITHIN_S = 60.0
 PAUSE_S = 0.05
 """Of an attacker after a refusal."""
@@ -199,7 +199,7 @@ class Victim:
     async def _chat(self) -> float:
         self._number += 1
         content = f"Say hello, number {self._number}."
-        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 8, "stream": True, "ignore_eos": True}
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "stream": True, "ignore_eos": True}
         began_s = time.monotonic()
         try:
             async with asyncio.timeout(LONGEST_S), self._answer(body) as (status, reader):

@@ -67,15 +67,16 @@ def test_while_tenants_compete_the_order_is_decided_here() -> None:
     for number in range(5):
         door.arrive(arrival(f"one-{number}", 100, one), now_s)
     # One is inside, as much as keeps the backend busy; whoever comes now goes next, before the other four.
-    door.arrive(arrival("two-0", 100, two), now_s)
     inside, order = ["one-0"], []
+    inside += admitted(door.arrive(arrival("two-0", 100, two), now_s))
+    inside += admitted(door.arrive(arrival("two-1", 100, two), now_s))
     while inside:
         order.append(inside.pop(0))
         now_s += 0.1
         inside += admitted(door.first_token(order[-1], 100, now_s))
         door.check(now_s)
     assert order.index("two-0") <= 2
-    assert sorted(order) == sorted(["two-0", *(f"one-{n}" for n in range(5))])
+    assert sorted(order) == sorted(["two-0", "two-1", *(f"one-{n}" for n in range(5))])
 
 
 def test_lower_priorities_go_first() -> None:
@@ -257,12 +258,12 @@ def test_others_have_their_turn_between_the_prompts_of_one_request() -> None:
     first, *rest = several("many", 64, 1000, tenant("many"))
     now_s = 100.0
     order = admitted(door.arrive(first, now_s, rest))
-    assert not refusals(door.arrive(arrival("other", 100, tenant("other")), now_s)), "it is not refused"
-    for _ in range(3):
-        now_s += 1.0
-        order += admitted(door.first_token(order[-1], 1000, now_s))
-        door.check(now_s)
-    assert order.index("other") == 1
+    # At once, beside a prompt that may take long: the backend computes that in pieces.
+    assert admitted(door.arrive(arrival("other", 100, tenant("other")), now_s)) == ["other"]
+    assert admitted(door.arrive(arrival("more", 100, tenant("other")), now_s)) == [], "but only one"
+    assert admitted(door.first_token("other", 100, now_s + 0.1)) == ["more"]
+    door.check(now_s)
+    assert admitted(door.first_token(order[0], 1000, now_s + 1.0)) == ["many-1"], "and all get on"
 
 
 def test_alone_all_prompts_of_a_request_go_in_as_fast_as_ever() -> None:
@@ -365,7 +366,7 @@ def test_without_credit_a_flood_is_noticed() -> None:
     for asks in (quiet, [*quiet, *flood]):
         outcomes = Model(new_door(credit_s=0.0), check_every=100).run(asks).values()
         p95.append(quantile([o.ttft_s for o in outcomes if o.ask.arrival.tenant.name != "flood"], 0.95))
-    assert p95[1] > 2 * p95[0]
+    assert p95[1] > 1.4 * p95[0]
 
 
 def test_two_floods_share_by_weight_and_the_index_says_so() -> None:

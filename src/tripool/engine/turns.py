@@ -21,7 +21,7 @@ from math import exp
 from tripool.decode import StepTime
 from tripool.sequence import Seq, Task
 
-_FADE_S = 0.5
+_FADE_S = 0.25
 """Over which the time of each tenant is counted."""
 _LATELY_S = 5.0
 _MORE = 1.2
@@ -33,6 +33,7 @@ _FIRST_PROMPT_TOKENS = 32
 _LEAST_PROMPT_TOKENS = 16
 _LEAST_ROWS = 4
 """Fewer are not worth a step: what it costs however little it does would be lost on them."""
+_MANY_TOKENS, _MANY_ROWS = 64, 8
 _ROW_TOKENS = 4.0
 """What a row costs in prompt tokens, before anything is known."""
 
@@ -65,10 +66,12 @@ class Turns:
         self._times = times
         self._tenants: dict[str, _Tenant] = {}
         self._now_s = 0.0
-        self._first_s: float | None = None
+        self._first_s = 0.0
         """How long steps with somebody else's first token take."""
         self._stood_still = False
         """Whether heavy tenants had nothing of the last step."""
+        self._prompt_token_s = self._row_s = 0.0
+        """On average, in steps of many: more than one alone costs, but never nothing, as a learned cost may seem."""
         self._last_run: dict[int, int] = {}
         """By a sequence's order: the step in which it had its row last."""
         self._num_steps = 0
@@ -89,9 +92,18 @@ class Turns:
         for name, cost in costs.items():
             self._tenants[name].used_s += min(step_s, _FADE_S) * cost / total
         if len(costs) == 1 and any(task.work.stop == task.seq.prompt_len for task in tasks):
-            self._first_s = step_s if self._first_s is None else self._first_s + _RATE * (step_s - self._first_s)
+            self._first_s = _nearer(self._first_s, step_s)
+        self._learn(step_s, tasks)
         for name in [name for name, tenant in self._tenants.items() if tenant.seen_s < now_s - _LATELY_S]:
             del self._tenants[name]
+
+    def _learn(self, step_s: float, tasks: Sequence[Task]) -> None:
+        prompt = sum(len(task.work.tokens) for task in tasks if not task.work.decode)
+        rows = sum(task.num_rows for task in tasks if task.work.decode)
+        if prompt >= _MANY_TOKENS:
+            self._prompt_token_s = _nearer(self._prompt_token_s, step_s / (prompt + _ROW_TOKENS * rows))
+        elif rows >= _MANY_ROWS and not prompt:
+            self._row_s = _nearer(self._row_s, step_s / rows)
 
     def _cost(self, task: Task) -> float:
         times, work, count = self._times, task.work, len(task.work.tokens)
@@ -99,8 +111,8 @@ class Turns:
             return count * (_ROW_TOKENS if work.decode else 1.0)
         if work.decode:
             drafts = times.draft_s if task.draft is not None else 0.0
-            return 1e-9 + drafts + count * (times.row_s + times.context_token_s * work.stop)
-        return 1e-9 + count * (times.prompt_token_s + times.prompt_read_s * (work.start + work.stop) / 2)
+            return drafts + count * (times.row_s + times.context_token_s * work.stop)
+        return count * (times.prompt_token_s + times.prompt_read_s * (work.start + work.stop) / 2)
 
     @property
     def active(self) -> bool:
@@ -127,19 +139,14 @@ class Turns:
         if self._stood_still:
             return Turn(tenants)
         times = self._times
-        first_s = self._first_s
-        if first_s is None:
-            first_s = times.fixed_s + times.row_s + _FIRST_PROMPT_TOKENS * times.prompt_token_s
+        first_s = self._first_s or times.fixed_s + times.row_s + _FIRST_PROMPT_TOKENS * times.prompt_token_s
         room_s = (_PART * first_s - times.fixed_s) / (2 if own and rows else 1)
         start = own[0].num_computed if own else 0
-        token_s = times.prompt_token_s + times.prompt_read_s * start
-        prompt_tokens = (
-            _fit(room_s, token_s, _LEAST_PROMPT_TOKENS) if times.most_prompt_tokens else _LEAST_PROMPT_TOKENS
-        )
+        token_s = (times.prompt_token_s or self._prompt_token_s) + times.prompt_read_s * start
         context = sum(len(seq.tokens) for seq in rows) / max(1, len(rows))
         drafts = sum(seq.draft is not None for seq in rows) / max(1, len(rows))
-        row_s = times.row_s + drafts * times.draft_s + context * times.context_token_s
-        return Turn(tenants, _fit(room_s, row_s, _LEAST_ROWS), prompt_tokens)
+        row_s = (times.row_s or self._row_s) + drafts * times.draft_s + context * times.context_token_s
+        return Turn(tenants, _fit(room_s, row_s, _LEAST_ROWS), _fit(room_s, token_s, _LEAST_PROMPT_TOKENS))
 
     def left_out(self, turn: Turn, decoding: Sequence[Seq]) -> set[Seq]:
         """Rows of heavy tenants that have to wait for another step: those that had theirs last."""
@@ -158,6 +165,8 @@ class Turns:
 
 
 def _fit(room_s: float, each_s: float, least: int) -> int:
-    if each_s <= 0:
-        return 2**30
-    return max(least, int(room_s / each_s))
+    return max(least, int(room_s / each_s)) if each_s > 0 else least
+
+
+def _nearer(mean: float, value: float) -> float:
+    return mean + _RATE * (value - mean) if mean else value

@@ -184,11 +184,12 @@ class Door:
     def _settle(self, now_s: float) -> list[Decision]:
         decisions: list[Decision] = []
         shares = self.shares
-        while (waiting := len(shares)) and self._has_room(now_s):
+        while waiting := len(shares):
             request_id = shares.pop(self._is_allowed(now_s))
             if request_id is None:
                 break
             guest = self._guests[request_id]
+            guest.account.num_unbegun += 1
             guest.unhindered = self._num_inside < self.room.lanes
             guest.stage, guest.admitted_s = Stage.INSIDE, now_s
             self._num_inside += 1
@@ -218,13 +219,25 @@ class Door:
         return pace * self._config.window_s
 
     def _is_allowed(self, now_s: float) -> Callable[[Account], bool]:
-        """The last slots are kept for tenants that have less than their share of them, present or still to come."""
-        slots = self.room.slots
-        if slots is None or not self._competes(now_s) or slots - self._slots_held > slots * self._config.reserve:
-            return lambda account: True
-        per_weight = slots / (self.shares.present_weight + 1.0)
-        # Without keys all are one tenant: then it is the backend that shares between requests.
-        return lambda account: not account.name or account.slots_held < max(1.0, per_weight * account.weight)
+        """Whose next request may go in, by the window and by the decode slots.
+
+        A tenant that asks for less than its share may have a prompt inside whatever others have there: the backend
+        computes it between the pieces of longer ones. The last slots are kept for tenants that have less than their
+        share of them, present or still to come. Without keys all are one tenant: then it is the backend that shares
+        between requests.
+        """
+        slots, room, weight = self.room.slots, self._has_room(now_s), self.shares.present_weight
+        plenty = slots is None or not self._competes(now_s) or slots - self._slots_held > slots * self._config.reserve
+        slots_each, tokens_each = (slots or 0) / (weight + 1.0), self.pace.most_tokens_per_s() / max(1.0, weight)
+
+        def allowed(account: Account) -> bool:
+            if not account.name:
+                return room
+            fair = plenty or account.slots_held < max(1.0, slots_each * account.weight)
+            light = not account.num_unbegun and account.asked_per_s(now_s) < tokens_each * account.weight
+            return fair and (room or light)
+
+        return allowed
 
     def _notice(self, kind: tuple[str, int], now_s: float) -> None:
         if self._last_kind not in (None, kind):
@@ -320,6 +333,7 @@ class Door:
         self.rates.take(arrival.tenant, 0, -(arrival.prompt_tokens + arrival.answer_tokens), now_s)
 
     def _begun(self, guest: Guest) -> None:
+        guest.account.num_unbegun -= 1
         self._num_inside -= 1
         self._inside_tokens = self._inside_tokens - guest.cost if self._num_inside else 0.0
 
@@ -369,6 +383,7 @@ class Door:
         for account in self.shares:
             own = [g for g in held if g.account is account]
             assert account.slots_held == sum(g.arrival.choices for g in own) and account.num_inside == len(own)
+            assert account.num_unbegun == sum(g.stage is Stage.INSIDE for g in own)
         later = {one.id: one for guest in waiting for one in guest.rest}
         assert self._later.keys() == later.keys(), "a prompt that never arrives"
         assert self._later_tokens == sum(one.prompt_tokens for one in later.values())

@@ -19,11 +19,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from math import exp
 
 from tripool.tenants import Tenant
 
 _MEMORY_S = 60.0
 """Over which asked and served tokens are compared."""
+_RECENT_S = 5.0
+"""Over which it is seen whether a tenant asks for more than its share."""
 _HIT_WEIGHT = 0.1
 _IDLE_ACCOUNTS = 1024
 
@@ -44,6 +47,8 @@ class Account:
     queue: list[tuple[int, int, str]] = field(default_factory=list)
     """(priority, serial, id), some of them gone already."""
     num_inside: int = 0
+    num_unbegun: int = 0
+    """Of those inside, the ones without a first token."""
     slots_held: int = 0
     """Choices that were let through and have not ended."""
     hit_ratio: float = 0.0
@@ -52,6 +57,8 @@ class Account:
     served_tokens: float = 0.0
     """Uncached, of the last minute or so."""
     counted_s: float = 0.0
+    recent_tokens: float = 0.0
+    """Asked for, of the last seconds."""
 
     @property
     def total_waiting(self) -> int:
@@ -65,7 +72,11 @@ class Account:
         """What will probably have to be computed; at least one token always is."""
         return max(1.0, prompt_tokens * (1.0 - self.hit_ratio))
 
+    def asked_per_s(self, now_s: float) -> float:
+        return self.recent_tokens * exp(-max(0.0, now_s - self.counted_s) / _RECENT_S) / _RECENT_S
+
     def count(self, now_s: float, *, asked: float = 0.0, served: float = 0.0) -> None:
+        self.recent_tokens = self.asked_per_s(now_s) * _RECENT_S + asked
         left = max(0.0, 1.0 - max(0.0, now_s - self.counted_s) / _MEMORY_S)
         self.asked_tokens = self.asked_tokens * left + asked
         self.served_tokens = self.served_tokens * left + served
