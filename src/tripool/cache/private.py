@@ -7,6 +7,7 @@ else; a sticky one such as /tmp is fine, because there only owners rename.
 
 from __future__ import annotations
 
+import errno
 import grp
 import os
 import pwd
@@ -68,7 +69,7 @@ def check_private(folder: Path, *, is_last: bool = True) -> None:
 def _check_folder(at: Path, trusted: set[int]) -> None:
     found = os.lstat(at)
     if not stat.S_ISDIR(found.st_mode):
-        raise _refusal(at, "is no folder")
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(at))
     if found.st_uid not in trusted:
         raise _refusal(at, f"belongs to another user (uid {found.st_uid}), who could replace what is in it")
     if _others_write(found) and not found.st_mode & stat.S_ISVTX:

@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 
 import tripool
-from tripool.cache.disk import explain
 from tripool.cache.private import NotPrivate, make_private
 from tripool.config import EngineConfig
 from tripool.core import BLOCK_TOKENS
@@ -50,8 +49,8 @@ def disk_of(gb: float, folder: Path | None, model: str, config: EngineConfig) ->
         make_private(folder)
     except NotPrivate as error:
         raise DiskError(error.message, hint=f"choose another --disk-dir: {error.hint}") from error
-    except OSError as error:
-        raise explain(error, folder, int(gb * 2**30)) from error
+    except OSError:
+        pass  # members say what is wrong with it, and memory goes on without
     return Disk(gb, folder, fingerprint(model, config))
 
 
