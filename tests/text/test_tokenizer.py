@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 import tripool.text
+from tripool.engine.fake import fake_text
 from tripool.errors import CheckpointCorrupt, InvalidRequest, WrongArchitecture
 from tripool.text import TextFiles, Tokenizer
 
@@ -181,3 +182,23 @@ def test_the_room_imports_only_what_it_may() -> None:
             for name in names:
                 assert name.split(".")[0] in allowed, (file.name, name)
                 assert not name.startswith("tripool") or name.startswith(inside), (file.name, name)
+
+
+class PanicException(BaseException):
+    """As PyO3 makes of a panic in Rust: no Exception, so that most code lets it through."""
+
+
+class _Panicking:
+    def encode_batch_fast(self, *_: object, **__: object) -> None:
+        raise PanicException("index out of bounds")
+
+    decode_batch = encode_batch_fast
+
+
+def test_a_panic_of_the_library_is_a_refusal(monkeypatch):
+    tokenizer = Tokenizer(fake_text())
+    monkeypatch.setattr(tokenizer, "_library", _Panicking())
+    with pytest.raises(InvalidRequest, match="tokenize"):
+        tokenizer.encode("a")
+    with pytest.raises(InvalidRequest, match="as text"):
+        tokenizer.decode([1])

@@ -60,7 +60,8 @@ class Tokenizer:
             # Of the library's ways to encode, those for a batch let other threads run meanwhile; the fast one also
             # keeps no offsets, which nobody asks for and which take most of the memory.
             return self._library.encode_batch_fast([text], add_special_tokens=special)[0].ids
-        except Exception as error:  # the library raises nothing narrower, e.g. for a text its vocabulary cannot write
+        except BaseException as error:  # the library raises nothing narrower, e.g. for what its vocabulary cannot write
+            _raise_what_is_not_its_own(error)
             raise InvalidRequest(f"this model cannot tokenize the text: {error}", param="prompt") from error
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -70,6 +71,9 @@ class Tokenizer:
             return self._library.decode_batch([list(ids)], skip_special_tokens=skip_special)[0]
         except OverflowError as error:
             raise InvalidRequest("a token id is negative or above 32 bits", param="prompt") from error
+        except BaseException as error:
+            _raise_what_is_not_its_own(error)
+            raise InvalidRequest(f"this model cannot write the tokens as text: {error}", param="prompt") from error
 
     def token(self, token_id: int) -> str | None:
         """As the vocabulary spells it (`Ġthe`, `▁the`, `<0x0A>`); None when no token has this id."""
@@ -132,10 +136,17 @@ class Tokenizer:
 def _load(tokenizer_json: str) -> tokenizers.Tokenizer:
     try:
         library = tokenizers.Tokenizer.from_str(tokenizer_json)
-    except Exception as error:  # the library raises nothing narrower for bad JSON and bad contents
+    except BaseException as error:  # the library raises nothing narrower for bad JSON and bad contents
+        _raise_what_is_not_its_own(error)
         hint = "fetch the file again, or write it with tokenizers' own save()"
         raise CheckpointCorrupt(f"cannot read the tokenizer: {error}", hint=hint, file="tokenizer.json") from error
     # Some files carry the truncation and padding of their training run; a prompt must come through whole.
     library.no_truncation()
     library.no_padding()
     return library
+
+
+def _raise_what_is_not_its_own(error: BaseException) -> None:
+    """Panics of the library's Rust are no Exceptions, and would end whatever thread they come up in."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error

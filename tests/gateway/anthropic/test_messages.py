@@ -228,4 +228,4 @@ def test_failure_inside_a_stream_is_an_error_event(serve):
             served.engine.fails.set()
             rest = list(lines)
         assert rest[-3] == "event: error"
-        assert "on fire" in rest[-2]
+        assert "RuntimeError" in rest[-2] and "on fire" not in rest[-2]
