@@ -130,8 +130,9 @@ ATTACKS: Mapping[str, Attacker] = {
     "endless header": Attacker("without a key", lambda t, s: endless_header(t.host, t.port, s)),
     "half-open": Attacker("500 connections, without a key", lambda t, s: half_open(t.host, t.port, 500, s)),
     "tokenize": Attacker(
-        "8 at once, 60 kB and 3.9 MB of text in turn",
+        "8 at once, 60 kB and 3.9 MB of text in turn, --rpm 120",
         repeated("/tokenize", {"prompt": "lorem ipsum " * 5000}, {"prompt": "fox " * 975_000}, connections=8),
+        {"rpm": 120},
     ),
     "trials": Attacker("8 at once, distinct patterns, --rpm 1", patterns(), {"rpm": 1}),
     "n 128": Attacker(

@@ -88,7 +88,7 @@ def test_all_rows_of_a_heavy_tenant_get_on_alike() -> None:
     sim.add(request("heavy", "heavy", n=20, max_tokens=300))
     run_for(sim, 6.0, 12)
     tokens = [shadow.num_events for shadow in sim.shadows.values() if shadow.request.id == "heavy"]
-    assert min(tokens) > 0 and max(tokens) - min(tokens) <= 2
+    assert min(tokens) > 0 and max(tokens) - min(tokens) <= 8
     assert sum(tokens) > 60, "and most of the time is theirs"
 
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.door_model import tenant
+from tripool.errors import RateLimited
 from tripool.router.rates import Bucket, Rates
 
 
@@ -98,3 +99,11 @@ def test_no_stretch_of_time_brings_more_than_the_rate_and_a_minute(
             # Everything before the last had to be paid before the last was let through.
             assert total <= per_minute + (time_s - used[first][0]) * per_minute / 60 + 1e-6 * per_minute
             total += amount
+
+
+def test_reading_a_body_costs_a_little() -> None:
+    rates, owner = Rates(), tenant("a", tokens_per_minute=1000)
+    rates.read(owner, 2**21, 0.0)
+    assert rates.level("a", "tokens", 0.0) == 1000 - 2048
+    refused = rates.refusal(owner, 1, 0, 0.0)
+    assert isinstance(refused, RateLimited) and refused.retry_after_s == pytest.approx(1048 * 60 / 1000)

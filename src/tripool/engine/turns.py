@@ -6,7 +6,7 @@ tenant is *heavy* while more than its share of the time goes into its rows and p
 | the next step | has of heavy tenants |
 |---|---|
 | computes a prompt of somebody else | nothing, but never in two steps that follow each other |
-| does not | what takes half as long as others' first tokens take; rows and prompts take turns |
+| does not | rows or prompts, in turns: what takes half as long as others' first tokens take |
 
 Alone nobody is heavy, and of two who take as much each neither is. Where more rows hardly make a step longer, as on a
 GPU, this changes nothing. Who runs and what it says is not decided here, only which rows have to wait for a step.
@@ -30,8 +30,8 @@ _PART = 0.5
 """Of what others' first tokens take, so much may a step of heavy tenants last."""
 _RATE = 0.1
 _FIRST_PROMPT_TOKENS = 32
-_LEAST_PROMPT_TOKENS = 16
-_LEAST_ROWS = 4
+_LEAST_PROMPT_TOKENS = 12
+_LEAST_ROWS = 3
 """Fewer are not worth a step: what it costs however little it does would be lost on them."""
 _MANY_TOKENS, _MANY_ROWS = 64, 8
 _ROW_TOKENS = 4.0
@@ -70,6 +70,8 @@ class Turns:
         """How long steps with somebody else's first token take."""
         self._stood_still = False
         """Whether heavy tenants had nothing of the last step."""
+        self._had_rows = False
+        """Whether they had rows in their last one, and not prompts."""
         self._prompt_token_s = self._row_s = 0.0
         """On average, in steps of many: more than one alone costs, but never nothing, as a learned cost may seem."""
         self._last_run: dict[int, int] = {}
@@ -140,13 +142,16 @@ class Turns:
             return Turn(tenants)
         times = self._times
         first_s = self._first_s or times.fixed_s + times.row_s + _FIRST_PROMPT_TOKENS * times.prompt_token_s
-        room_s = (_PART * first_s - times.fixed_s) / (2 if own and rows else 1)
-        start = own[0].num_computed if own else 0
-        token_s = (times.prompt_token_s or self._prompt_token_s) + times.prompt_read_s * start
-        context = sum(len(seq.tokens) for seq in rows) / max(1, len(rows))
-        drafts = sum(seq.draft is not None for seq in rows) / max(1, len(rows))
+        room_s = _PART * first_s - times.fixed_s
+        self._had_rows = bool(rows) and not (own and self._had_rows)
+        if not self._had_rows:
+            start = own[0].num_computed if own else 0
+            token_s = (times.prompt_token_s or self._prompt_token_s) + times.prompt_read_s * start
+            return Turn(tenants, prompt_tokens=_fit(room_s, token_s, _LEAST_PROMPT_TOKENS))
+        context = sum(len(seq.tokens) for seq in rows) / len(rows)
+        drafts = sum(seq.draft is not None for seq in rows) / len(rows)
         row_s = (times.row_s or self._row_s) + drafts * times.draft_s + context * times.context_token_s
-        return Turn(tenants, _fit(room_s, row_s, _LEAST_ROWS), _fit(room_s, token_s, _LEAST_PROMPT_TOKENS))
+        return Turn(tenants, rows=_fit(room_s, row_s, _LEAST_ROWS))
 
     def left_out(self, turn: Turn, decoding: Sequence[Seq]) -> set[Seq]:
         """Rows of heavy tenants that have to wait for another step: those that had theirs last."""

@@ -79,7 +79,7 @@ def create_models_app(
     app.include_router(admin_routes(models, gate, journal, stall_s=config.stall_s))
     bodies = Bodies(config.max_body_bytes)
     reading = FairPool("reading", num_threads=_READING_THREADS, max_waiting=_MAX_READING_BYTES)
-    tokens = token_routes(lambda raw: models.meant_by(raw).tokens, bodies, enter=models.enter, pool=reading)
+    tokens = token_routes(lambda raw: models.meant_by(raw).tokens, bodies, rates=models, pool=reading)
     app.include_router(tokens)
     app.include_router(model_routes(models, bodies))
 
@@ -159,10 +159,12 @@ class Answering:
         tenant, wishes = caller_of(http).tenant, header_wishes(http.headers)
         self._models.enter(tenant)
         raw = await self._bodies.read(http)
+        self._models.read(tenant, len(raw))
         request_id = header_id(http.headers.get("x-request-id"))
         parse = partial(self._parse, raw, request_id, api, tenant, wishes)
         short = len(raw) <= _SHORT_BYTES
         served, job = parse() if short else await self._reading.run(tenant.name, parse, size=len(raw))
+        served.check(job.requests)
         await self._try(job.requests[0], tenant)
         return served, job
 

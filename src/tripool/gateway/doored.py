@@ -17,7 +17,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from tripool.config import DoorConfig
 from tripool.core import Request, ServingStats, TokenEvent
-from tripool.errors import ContextOverflow, EngineStopped
+from tripool.errors import AboveRateLimit, ContextOverflow, EngineStopped
 from tripool.gateway.backend import Backend, Facts
 from tripool.gateway.metrics import Histogram
 from tripool.router.door import Door
@@ -108,6 +108,19 @@ class Doored:
         if error is not None:
             raise error
 
+    def read(self, tenant: Tenant, num_bytes: int) -> None:
+        """A request's body was read."""
+        self._door.rates.read(self._tenant_of(tenant.name), num_bytes, self._clock())
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raises what can be known of requests before anything is prepared for them."""
+        self._check_lengths(requests)
+        arrivals = list(self._arrivals(requests))
+        amount = sum(arrival.prompt_tokens + arrival.answer_tokens for arrival in arrivals)
+        error = self._door.rates.refusal(arrivals[0].tenant, 0, amount, self._clock())
+        if isinstance(error, AboveRateLimit):
+            raise error
+
     async def stream(self, *requests: Request) -> AsyncGenerator[TokenEvent, None]:
         if self._refusing is not None:
             raise EngineStopped(self._refusing)
@@ -120,6 +133,8 @@ class Doored:
                 self._door.room = self._room()
             first, *rest = self._arrivals(requests)
             self._do(self._door.arrive(first, now_s, rest), loop)
+            if visits[0].opened.done():
+                visits[0].opened.result()  # refused at once, as a whole
             events = self._one(visits[0]) if len(visits) == 1 else self._merged(visits)
             async with aclosing(events):
                 async for event in events:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tripool.core import ServingStats
+from tripool.core import Request, ServingStats
 from tripool.errors import InvalidRequest, ModelNotFound, TripoolError
 from tripool.gateway.backend import Backend
 from tripool.gateway.doored import Doored
@@ -55,6 +55,11 @@ class Served:
         more = backend.families if isinstance(backend, Doored) else None
         self.metrics = Metrics(name, backend.stats, lambda: self.num_open, more)
         self.num_open = 0
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raises what can be known of requests before anything is prepared for them."""
+        if isinstance(self.backend, Doored):
+            self.backend.check(requests)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -130,6 +135,11 @@ class Models:
         backend = self.default.backend  # a tenant's rates hold over all models
         if isinstance(backend, Doored):
             backend.enter(tenant)
+
+    def read(self, tenant: Tenant, num_bytes: int) -> None:
+        """Its body was read, and costs its sender that."""
+        if isinstance(self.default.backend, Doored):
+            self.default.backend.read(tenant, num_bytes)
 
     # ---- all of them together, for whoever asks how the server is ---------------------------------------------------
 

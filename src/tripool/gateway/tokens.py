@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from fastapi import APIRouter
@@ -61,21 +61,32 @@ class TokenService:
         return {"input_tokens": self._parser.count(raw)}
 
 
+class Rates(Protocol):
+    def enter(self, tenant: Tenant) -> None:
+        """Count a request, or refuse it."""
+        ...
+
+    def read(self, tenant: Tenant, num_bytes: int) -> None:
+        """Its body was read."""
+        ...
+
+
 def token_routes(
     service_of: Callable[[bytes], TokenService],
     bodies: Bodies,
     *,
-    enter: Callable[[Tenant], object],
+    rates: Rates,
     pool: FairPool,
 ) -> APIRouter:
-    """`service_of` a body: that of the model which the body names. `enter` counts a request, or refuses it; the work is
-    done in `pool`, the rendering of long answers included."""
+    """`service_of` a body: that of the model which the body names. The work is done in `pool`, the rendering of long
+    answers included."""
     routes = APIRouter()
 
     async def answer(http: HttpRequest, read: Callable[[TokenService, bytes], dict[str, Any]]) -> Response:
         tenant = caller_of(http).tenant
-        enter(tenant)
+        rates.enter(tenant)
         raw = await bodies.read(http)
+        rates.read(tenant, len(raw))
         body = await pool.run(
             tenant.name, lambda: msgspec.json.encode(read(service_of(raw), raw)), size=len(raw) + _LEAST_SIZE
         )

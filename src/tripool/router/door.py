@@ -23,14 +23,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
-from math import inf
 
 from tripool.config import DoorConfig
-from tripool.errors import AboveRateLimit, Overloaded, RateLimited, TripoolError, TtftUnreachable
+from tripool.errors import Overloaded, TripoolError, TtftUnreachable
 from tripool.router.fair import Account, Shares
 from tripool.router.guests import Admit, Arrival, Decision, Guest, Refuse, Room, Stage
 from tripool.router.pace import Pace
-from tripool.router.rates import Limit, Rates
+from tripool.router.rates import Rates
 from tripool.tenants import Tenant
 
 _FIRST_WINDOW_TOKENS = 512
@@ -76,11 +75,10 @@ class Door:
 
     def enter(self, tenant: Tenant, now_s: float) -> TripoolError | None:
         """Before anything of a request is read. What comes of it later does not give this back."""
-        wait_s, limit = self.rates.wait_s(tenant, 0, now_s)
-        if wait_s > 0:
-            return _rate_limited(tenant, limit, wait_s)
-        self.rates.take(tenant, 1, 0, now_s)
-        return None
+        refused = self.rates.refusal(tenant, 1, 0, now_s)
+        if refused is None:
+            self.rates.take(tenant, 1, 0, now_s)
+        return refused
 
     def arrive(self, arrival: Arrival, now_s: float, rest: Sequence[Arrival] = ()) -> list[Decision]:
         """`rest`: further prompts of the same request. It is refused whole or not at all."""
@@ -90,7 +88,7 @@ class Door:
         self._notice((tenant.name, arrival.promise.priority), now_s)
         amount = sum(one.prompt_tokens + one.answer_tokens for one in everything)
         guest = self._guest(arrival, deque(rest), now_s)
-        error = self._too_much(tenant, amount, now_s) or self._full(guest) or self._too_slow(guest)
+        error = self.rates.refusal(tenant, 0, amount, now_s) or self._full(guest) or self._too_slow(guest)
         if error is not None:
             return [Refuse(arrival.id, error)]
         self.rates.take(tenant, 0, amount, now_s)
@@ -255,15 +253,6 @@ class Door:
             return self.pace.predict_s(0, 0, cost, now_s)
         return self.pace.predict_s(self._num_inside + requests, self._inside_tokens + tokens, cost, now_s)
 
-    def _too_much(self, tenant: Tenant, amount: float, now_s: float) -> TripoolError | None:
-        """What a request asks for, prompts and answers, must fit into what its tenant may still use."""
-        wait_s, limit = self.rates.wait_s(tenant, amount, now_s, requests=0)
-        if wait_s == inf:
-            message = f"it asks for up to {amount:.0f} tokens, and '{tenant.name}' may use "
-            message += f"{tenant.limits.tokens_per_minute:g} per minute"
-            return AboveRateLimit(message, hint="send fewer prompts or choices, or a smaller max_tokens")
-        return _rate_limited(tenant, limit, wait_s) if wait_s > 0 else None
-
     def _full(self, guest: Guest) -> TripoolError | None:
         there = self.shares.waiting_tokens + self._inside_tokens
         free, cost = self._config.queue_tokens - there, guest.cost
@@ -391,13 +380,6 @@ class Door:
         assert all((g.arrival.id, g.arrived_s) in watched for g in waiting), "someone waits without a bound"
         if waiting:
             assert held, "requests wait before a backend that has nothing to do"
-
-
-def _rate_limited(tenant: Tenant, limit: Limit, wait_s: float) -> RateLimited:
-    limits = tenant.limits
-    per_minute = limits.requests_per_minute if limit == "requests" else limits.tokens_per_minute
-    message = f"'{tenant.name}' may use {per_minute:g} {limit} per minute"
-    return RateLimited(message, hint=_again(wait_s), retry_after_s=wait_s)
 
 
 def _again(seconds: float) -> str:

@@ -11,9 +11,12 @@ from __future__ import annotations
 from math import inf
 from typing import Literal
 
+from tripool.errors import AboveRateLimit, RateLimited, TripoolError
 from tripool.tenants import Limits, Tenant
 
 Limit = Literal["requests", "tokens"]
+_BYTES_PER_TOKEN = 1024
+"""Of a body: reading so many costs its tenant a token."""
 
 
 class Bucket:
@@ -67,6 +70,24 @@ class Rates:
             if bucket is not None:
                 waits.append((bucket.wait_s(amount, now_s), limit))
         return max(waits)
+
+    def refusal(self, tenant: Tenant, requests: float, tokens: float, now_s: float) -> TripoolError | None:
+        """Why so many may not be let through now, or ever."""
+        wait_s, limit = self.wait_s(tenant, tokens, now_s, requests=requests)
+        limits = tenant.limits
+        if wait_s == inf:
+            message = f"it asks for up to {tokens:.0f} tokens, and '{tenant.name}' may use "
+            message += f"{limits.tokens_per_minute:g} per minute"
+            return AboveRateLimit(message, hint="send fewer prompts or choices, or a smaller max_tokens")
+        if wait_s <= 0:
+            return None
+        per_minute = limits.requests_per_minute if limit == "requests" else limits.tokens_per_minute
+        message, hint = f"'{tenant.name}' may use {per_minute:g} {limit} per minute", f"{max(1.0, wait_s):.0f} s"
+        return RateLimited(message, hint=f"try again in about {hint}", retry_after_s=wait_s)
+
+    def read(self, tenant: Tenant, num_bytes: int, now_s: float) -> None:
+        """A body was read, whatever comes of it. Reading it takes time as well, and costs a few tokens."""
+        self.take(tenant, 0, num_bytes / _BYTES_PER_TOKEN, now_s)
 
     def take(self, tenant: Tenant, requests: float, tokens: float, now_s: float) -> None:
         """Negative amounts give back."""
