@@ -99,8 +99,8 @@ def wheel(archive: Path, path_with_cc: str, tmp_path_factory: pytest.TempPathFac
 
 
 def served_answer(environment: Path, folder: Path) -> str:
-    """Of `tripool serve` with its defaults, in a place where there is nothing but it: no compiler, no repository."""
-    command = [environment / "bin" / "tripool", "serve", "--port", "0"]
+    """Of `tripool serve`, in a place where there is nothing but it: no compiler, no repository."""
+    command = [environment / "bin" / "tripool", "serve", "--port", "0", "--log-level", "warning"]
     alone = os.environ | {"PATH": str(environment / "bin")}
     with (
         (folder / "stderr").open("w+") as stderr,
