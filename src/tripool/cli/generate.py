@@ -7,17 +7,19 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tripool.answer import Choice, Generation
 from tripool.cli import options
 from tripool.cli.options import DeviceOf, KvGb, Load, MaxRunning, Model, Mtp, PrecisionOf, Threads
 from tripool.cli.terminal import stderr
 from tripool.config import EngineConfig
 from tripool.errors import TripoolError
+
+if TYPE_CHECKING:
+    from tripool.answer import Choice, Generation
 
 _DEFAULT = EngineConfig()
 
