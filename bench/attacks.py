@@ -42,9 +42,11 @@ RATE_PER_S = 6.0
 LONGEST_S = 30.0
 SETTLE_S = 1.0
 DRAINED_WITHIN_S = 60.0
+QUESTION = "There was a small fox who lived beside a pool, and one morning it found a letter. " * 3 + "What did it say?"
 PAUSE_S = 0.05
 """Of an attacker after a refusal."""
 SERVER = "import sys; from tripool.cli.main import main; main(sys.argv[1:])"
+QUIET = ("--log-level", "error")
 MODES: Mapping[str, tuple[str, ...]] = {"one": (), "split": ("--split",)}
 
 
@@ -199,7 +201,7 @@ class Victim:
 
     async def _chat(self) -> float:
         self._number += 1
-        content = f"Say hello, number {self._number}."
+        content = f"This is question number {self._number}. {QUESTION}"
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "stream": True, "ignore_eos": True}
         began_s = time.monotonic()
         try:
@@ -271,11 +273,11 @@ def rows_of(mode: str, attacks: Sequence[str], span_s: float, rounds: int) -> li
     rows = []
     with TemporaryDirectory() as folder:
         path = Path(folder) / "keys.db"
-        with Book(path) as book:
+        with Book(path, create=True) as book:
             names = {name: name.replace(" ", "-") for name in ATTACKS}
             keys = {n: book.add_key(names[n], now_s=time.time(), settings=ATTACKS[n].limits) for n in ATTACKS}
             own = book.add_key("victim", now_s=time.time(), admin=True)
-        with serving(SERVER, "serve", "tiny", "--port", "0", "--keys", str(path), *MODES[mode]) as server:
+        with serving(SERVER, "serve", "tiny", "--port", "0", "--keys", str(path), *QUIET, *MODES[mode]) as server:
             address = urlsplit(server.url)
             victim = Victim(address.hostname, address.port, own)
             asyncio.run(victim.ttfts_s(2.0))  # the first answers after a start are slower

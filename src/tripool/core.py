@@ -249,6 +249,11 @@ class Promise:
             if value is not None and not 0 <= value <= MAX_PROMISE_MS:  # NaN is in no range
                 raise InvalidRequest(f"{name} is no time that can be promised", param=name)
 
+    @property
+    def group(self) -> tuple[str, str]:
+        """With whom it shares a place among others: its tenant's and its client's request's."""
+        return self.tenant, self.job
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tripool.core import Request, SamplingParams
+from tripool.core import Promise, Request, SamplingParams
 from tripool.decode.worker import DecodeWorker
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
@@ -50,10 +50,14 @@ class Bench:
             self.engine, Life("decode-0", 1), Inbox(self._folder), self.sent.append, clock=lambda: self.now_s
         )
 
-    def parcels(self, name: str, num_prompt: int, **params: object) -> list[Adopt]:
+    def parcels(self, name: str, num_prompt: int, *, tenant: str = "", **params: object) -> list[Adopt]:
         options = {"max_tokens": 20, "ignore_eos": True} | params
         request = Request(
-            id=name, prompt_ids=tuple(range(4, 4 + num_prompt)), params=SamplingParams.from_options(options), seed=1
+            id=name,
+            prompt_ids=tuple(range(4, 4 + num_prompt)),
+            params=SamplingParams.from_options(options),
+            seed=1,
+            promise=Promise(tenant=tenant, job=name if tenant else ""),
         )
         self._made.clear()
         self._prefill.receive(Begin(request, 1, tuple(Answered(c, ()) for c in range(request.params.n)), 60), 0.0)
@@ -180,3 +184,35 @@ def test_cancel_and_drop_free_at_any_point(bench: Bench, monkeypatch: pytest.Mon
     bench.engine.scheduler.check()
     assert bench.held == 0
     assert bench.work() == []
+
+
+def test_a_full_batch_makes_room_for_another_tenant(bench: Bench) -> None:
+    bench.set_up(max_running=4)
+    many = bench.parcels("many", 10, tenant="a", n=8, max_tokens=60)
+    bench.adopt(*many)
+    bench.work(3)
+    one = bench.parcels("one", 10, tenant="b", max_tokens=4)
+    bench.adopt(*one)  # behind four more of the first tenant that have no room
+    told = bench.work(3)
+    assert any(isinstance(message, Adopted) and message.request_id == "one" for message in told)
+    events = [stamped.event for m in told if isinstance(m, Tokens) for stamped in m.events]
+    assert any(event.request_id == "one" for event in events)
+    assert bench.engine.scheduler.num_preemptions == 1
+
+
+def test_whoever_made_room_goes_on_with_the_same_tokens(bench: Bench) -> None:
+    answers: list[dict[int, list[int]]] = []
+    for disturbed in (False, True):
+        bench.set_up(max_running=4)
+        bench.adopt(*bench.parcels("many", 10, tenant="a", n=4, max_tokens=30))
+        told = bench.work(3)
+        if disturbed:
+            bench.adopt(*bench.parcels("one", 10, tenant="b", max_tokens=4))
+        told += bench.work(80)
+        events = [stamped.event for m in told if isinstance(m, Tokens) for stamped in m.events]
+        found: dict[int, list[int]] = {}
+        for event in events:
+            if event.request_id == "many":
+                found.setdefault(event.choice, []).append(event.token_id)
+        answers.append(found)
+    assert answers[0] == answers[1] and all(len(tokens) == 29 for tokens in answers[0].values())

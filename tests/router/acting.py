@@ -77,18 +77,22 @@ class Stage:
         *ids: int,
         choice: int = 0,
         finish: FinishReason | None = None,
+        request_id: str = "r",
         **more: int,
     ) -> list[Output]:
-        """Tokens of request "r" from index `first` on; the last of them may finish it."""
+        """Tokens of a request from index `first` on; the last of them may finish it."""
         last = len(ids) - 1
         events = [
-            TokenEvent("r", choice, first + i, token, finish if i == last else None, **more)
+            TokenEvent(request_id, choice, first + i, token, finish if i == last else None, **more)
             for i, token in enumerate(ids)
         ]
         return self.receive(Tokens(life, tuple(Stamped(attempt, event) for event in events)))
 
-    def packed(self, life: Life, attempt: int, lease: int, num_tokens: int, *, choice: int = 0) -> list[Output]:
-        return self.receive(Packed(life, "r", attempt, choice, Parcel(life.worker, lease, (0,), (0,), 1, num_tokens)))
+    def packed(
+        self, life: Life, attempt: int, lease: int, num_tokens: int, *, choice: int = 0, request_id: str = "r"
+    ) -> list[Output]:
+        parcel = Parcel(life.worker, lease, (0,), (0,), 1, num_tokens)
+        return self.receive(Packed(life, request_id, attempt, choice, parcel))
 
     def adopted(self, life: Life, attempt: int, *, choice: int = 0) -> list[Output]:
         return self.receive(Adopted(life, "r", attempt, choice))

@@ -134,15 +134,17 @@ class DecodeWorker:
         )
 
     def _fetch(self, budget: int) -> None:
-        """Blocks of the oldest that waits, then of the next: nothing overtakes it, so a long one gets its room."""
-        while self._queue and budget > 0:
-            job = self._queue[0]
+        """Blocks of the oldest that waits, then of the next: nothing of its own client's overtakes it, so a long one
+        gets its room, and others need not wait for that."""
+        full: set[tuple[str, str]] = set()
+        while budget > 0 and (job := self._next(full)) is not None:
             num_blocks = len(job.adopt.parcel.offsets)
             intact = True
             try:
                 job.seq = job.seq or self._adopt(job)
                 if job.seq is None:
-                    return
+                    full.add(job.adopt.request.promise.group)
+                    continue
                 while intact and job.num_filled < num_blocks and budget > 0:
                     intact = self._fill(job, job.seq)
                     budget -= self._engine.block_bytes
@@ -156,11 +158,16 @@ class DecodeWorker:
             if not intact:
                 self._refuse(job, "bad_parcel", "its bytes are not those that were packed")
             elif job.num_filled == num_blocks:
-                self._queue.popleft()
+                self._queue.remove(job)
                 self._engine.start(job.seq)
                 job.started_s = self._clock()
                 adopt = job.adopt
                 self._send(Adopted(self._life, adopt.request.id, adopt.attempt, adopt.answered.choice))
+
+    def _next(self, full: set[tuple[str, str]]) -> _Job | None:
+        """One whose blocks are on their way, or else the oldest of a client for whom there may be room."""
+        under_way = next((job for job in self._queue if job.seq is not None), None)
+        return under_way or next((job for job in self._queue if job.adopt.request.promise.group not in full), None)
 
     def _adopt(self, job: _Job) -> Seq | None:
         adopt = job.adopt

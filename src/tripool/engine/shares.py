@@ -27,7 +27,7 @@ Group = tuple[str, str]
 
 
 def group_of(promise: Promise) -> Group:
-    return promise.tenant, promise.job
+    return promise.group
 
 
 @dataclass(slots=True)

@@ -3,25 +3,35 @@
 Two queues, oldest request first: choices that need a prefill worker, and parcels that need a decode worker. A request
 that comes back after a loss is older than what has arrived since, so it is placed first. Nothing waits for the two
 pools at once: prefill starts without a decode worker in mind, and one is chosen when the parcel is there.
+
+A choice goes as if its request had come as many requests later as it has choices before it: one with many lets others
+in between. Where a parcel finds no room, those of other clients may: a full worker takes what it owes (`places.py`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
 from math import exp
 
 from tripool.config import RouterConfig
+from tripool.core import Promise
 from tripool.errors import TripoolError, WorkersCrashed, WorkersFailed
 from tripool.messages import Adopt, Begin, Cancel, Life, Release, Role
 from tripool.router.ledger import ChoiceState, Entry, Lease, Ledger, Placement, Stage
 from tripool.router.outputs import Fail, Lost, Output, Send
+from tripool.router.places import Places
 from tripool.router.story import why_full
 from tripool.router.suspects import Suspects
 from tripool.router.view import FleetView, Member
 
 _GROWTH_TOKENS = 256
 """Longest answer that a decode worker's memory is promised to; what gets longer may be preempted there."""
+_LOOK_AHEAD = 32
+"""Parcels behind one without room that are looked at for a place of their own."""
+_MOST_OVER = 8
+"""Given to a full decode worker at once; it makes room for one in a step."""
 _APART = "a request from a crashed worker is tried alone"
 
 
@@ -31,11 +41,12 @@ class Placing:
         self.ledger = Ledger()
         self.view = FleetView()
         self.suspects = Suspects()
+        self.places = Places()
         self.out: list[Output] = []
         self._to_prefill: list[tuple[int, str]] = []
         """(order, request). Both heaps may hold what has moved on meanwhile."""
         self._to_decode: list[tuple[int, str, int]] = []
-        """(order, request, choice)"""
+        """(turn, request, choice)"""
         self._num_changes = 0
         self._tried = (-1, -1)
         """Of view and queues when all was placed that could be: nothing has room that had none, until one changes."""
@@ -54,7 +65,7 @@ class Placing:
         wait_s = max(0.0, min(self._config.queue_s, choice.lease.until_s - now_s))
         self.ledger.move(entry, choice, Stage.PACKED, now_s, wait_s)
         self._num_changes += 1
-        heappush(self._to_decode, (entry.order, entry.request.id, choice.index))
+        heappush(self._to_decode, (entry.order + choice.index, entry.request.id, choice.index))
 
     # ---- onto workers -----------------------------------------------------------------------------------------------
 
@@ -71,7 +82,19 @@ class Placing:
             heappop(self._to_prefill)
         while self._to_decode and self._adopt(*self._to_decode[0], now_s):
             heappop(self._to_decode)
+        if self._to_decode:
+            self._pass_by(now_s)
         self._tried = (self.view.num_changes, self._num_changes)
+
+    def _pass_by(self, now_s: float) -> None:
+        """The head has no room: the next of other clients, a few of them, need not wait for it. They stay in the heap,
+        and are passed over there."""
+        tried = set()
+        for turn, request_id, index in sorted(self._to_decode[:_LOOK_AHEAD]):
+            entry = self.ledger.get(request_id)
+            group = None if entry is None else entry.request.promise.group
+            if group is not None and group not in tried and not self._adopt(turn, request_id, index, now_s):
+                tried.add(group)
 
     def _begin(self, order: int, request_id: str, now_s: float) -> bool:
         """False: no room."""
@@ -97,10 +120,10 @@ class Placing:
         self.out.append(Send(member.life, Begin(entry.request, placement.attempt, answered, wait_s, parcel_s)))
         return True
 
-    def _adopt(self, order: int, request_id: str, index: int, now_s: float) -> bool:
+    def _adopt(self, turn: int, request_id: str, index: int, now_s: float) -> bool:
         """False: no room."""
         entry = self.ledger.get(request_id)
-        if entry is None or entry.order != order or entry.choices[index].stage is not Stage.PACKED:
+        if entry is None or entry.order + index != turn or entry.choices[index].stage is not Stage.PACKED:
             return True
         choice = entry.choices[index]
         lease = choice.lease
@@ -108,19 +131,30 @@ class Placing:
         rest = (entry.request.params.max_tokens or _GROWTH_TOKENS) - len(choice.tokens)
         tokens = len(entry.request.prompt_ids) + len(choice.tokens) + max(0, min(rest, _GROWTH_TOKENS))
         closed = self.suspects.closed_to(entry, self.ledger)
-        member = self.view.pick_decode(tokens, lease.life, choice.avoid, entry.request.promise.tpot_ms, closed)
+        promise = entry.request.promise
+        member = self.view.pick_decode(tokens, lease.life, choice.avoid, promise.tpot_ms, closed)
+        member = member or self._owing(promise)
         if member is None:
             entry.held_by = _APART if closed else why_full("decode", self.view.considered, tokens)
             return False
         self._note("decode", entry, [choice], member, now_s)
         wait_s = self._config.transfer_s
         placement = self.ledger.place(entry, [choice], Stage.TRANSFERRING, member.life, tokens, now_s, wait_s)
-        self.view.place(member.life, tokens, now_s, lease.life, entry.request.promise.tpot_ms)
+        self.view.place(member.life, tokens, now_s, lease.life, promise.tpot_ms)
+        self.places.place(member.life, promise)
         cached = entry.num_cached_tokens or 0
         answered = entry.answered(choice)
         adopt = Adopt(entry.request, placement.attempt, answered, lease.parcel, cached, wait_s)
         self.out.append(Send(member.life, adopt))
         return True
+
+    def _owing(self, promise: Promise) -> Member | None:
+        """Of those that were looked at and are full, one where somebody has more than its share of the places."""
+        for member in self.view.considered:
+            over = member.num_placed - member.bearable
+            if member.ceiling is None and over < _MOST_OVER and self.places.owes(member.life, promise, over):
+                return member
+        return None
 
     def _note(self, role: Role, entry: Entry, choices: list[ChoiceState], member: Member, now_s: float) -> None:
         if not self._stories:
@@ -141,6 +175,8 @@ class Placing:
             self._end_transfer(placement)
         if self.ledger.lift(entry, choice) is not None:
             self.view.take_off(placement.life, placement.weight_tokens, entry.request.promise.tpot_ms)
+            if placement.source is not None:
+                self.places.take_off(placement.life, entry.request.promise)
 
     def adopted(self, entry: Entry, choice: ChoiceState, now_s: float) -> None:
         self._end_transfer(entry.placements[choice.attempt])
@@ -293,17 +329,21 @@ class Placing:
         self.suspects.check(self.ledger)
         placed: dict[Life, tuple[int, int]] = {}
         transfers: list[tuple[Life, Life]] = []
+        at_decode: Counter[tuple[Life, tuple[str, str]]] = Counter()
         to_prefill, to_decode = set(self._to_prefill), set(self._to_decode)
         for entry in self.ledger:
             name = entry.request.id
             for placement in entry.placements.values():
                 number, tokens = placed.get(placement.life, (0, 0))
                 placed[placement.life] = (number + 1, tokens + placement.weight_tokens)
+                if placement.source is not None:
+                    at_decode[placement.life, entry.request.promise.group] += 1
             for choice in entry.choices:
                 if choice.stage is Stage.QUEUED:
                     assert (entry.order, name) in to_prefill, f"{name} is queued in no queue"
                 elif choice.stage is Stage.PACKED:
-                    assert (entry.order, name, choice.index) in to_decode, f"{name} is packed in no queue"
+                    turn = entry.order + choice.index
+                    assert (turn, name, choice.index) in to_decode, f"{name} is packed in no queue"
                 elif choice.stage is Stage.TRANSFERRING and choice.lease is not None:
                     transfers.append((choice.lease.life, entry.placements[choice.attempt].life))
                 if choice.lease is not None:
@@ -311,6 +351,7 @@ class Placing:
                 late = now_s is not None and choice.stage is not Stage.DONE and choice.deadline_s <= now_s
                 assert not late, f"{name} is {choice.stage.value} past its deadline"
         self.view.check(placed, transfers)
+        self.places.check(at_decode)
 
 
 class Rate:

@@ -1,0 +1,52 @@
+"""Whose choices each decode worker has, and who may have one there though it is full. Pure.
+
+A decode worker shares its batch by tenant and by client's request (`engine/shares.py`): whoever has less takes the
+place of whoever has most. So one that has less is sent there also when all places are given; the worker makes room.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tripool.core import Promise
+from tripool.messages import Life
+
+
+class Places:
+    def __init__(self) -> None:
+        self._held: dict[Life, Counter[tuple[str, str]]] = {}
+        self._weights: dict[str, float] = {}
+
+    def place(self, life: Life, promise: Promise) -> None:
+        self._held.setdefault(life, Counter())[promise.group] += 1
+        self._weights[promise.tenant] = promise.weight
+
+    def take_off(self, life: Life, promise: Promise) -> None:
+        held = self._held[life]
+        held[promise.group] -= 1
+        if not held[promise.group]:
+            del held[promise.group]
+        if not held:
+            del self._held[life]
+        if len(self._weights) > 1024 and not self._held:
+            self._weights.clear()
+
+    def owes(self, life: Life, promise: Promise, over: int = 0) -> bool:
+        """Whether another tenant, or another request of its own, would have no less there after giving up a place.
+
+        `over`: so many are there beyond its places, for which it has to give some up already.
+        """
+        given = 1 + max(0, over)
+        held = self._held.get(life, Counter())
+        tenants: Counter[str] = Counter()
+        for (tenant, _), count in held.items():
+            tenants[tenant] += count
+        own = (tenants[promise.tenant] + 1) / promise.weight
+        if any((n - given) / self._weights[name] >= own for name, n in tenants.items() if name != promise.tenant):
+            return True
+        mine = {job: count for (tenant, job), count in held.items() if tenant == promise.tenant}
+        return any(count - given >= mine.get(promise.job, 0) + 1 for job, count in mine.items() if job != promise.job)
+
+    def check(self, placed: Counter[tuple[Life, tuple[str, str]]]) -> None:
+        held = Counter({(life, group): n for life, groups in self._held.items() for group, n in groups.items()})
+        assert held == placed, "whose choices are where is miscounted"

@@ -1,0 +1,70 @@
+"""A full decode worker is sent what it owes: one request with many choices shuts nobody out of a split server."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tripool.core import Promise, Request
+from tripool.messages import Adopt, Begin
+from tripool.router.places import Places
+
+from .acting import D0, P0, Stage, ask, hello, sent
+
+
+def owned(request: Request, tenant: str, job: str) -> Request:
+    return replace(request, promise=Promise(tenant=tenant, job=job))
+
+
+def full_stage(tenant: str) -> Stage:
+    """A decode worker of four places, all of one request of twelve choices."""
+    stage = Stage(P0)
+    stage.receive(hello(D0, "decode", max_running=4))
+    stage.submit(owned(ask("many", n=12, max_tokens=500), tenant, "many"))
+    for choice in range(12):
+        stage.tokens(P0, 1, 0, 11, choice=choice, request_id="many")
+        stage.packed(P0, 1, lease=choice, num_tokens=5, choice=choice, request_id="many")
+    assert len(sent(stage.outputs, Adopt)) == 4
+    return stage
+
+
+def arrive(stage: Stage, request_id: str, tenant: str) -> list[Adopt]:
+    attempt = sent(stage.submit(owned(ask(request_id), tenant, request_id)), Begin)[0].message.attempt
+    stage.tokens(P0, attempt, 0, 11, request_id=request_id)
+    outputs = stage.packed(P0, attempt, lease=hash(request_id) % 1000 + 100, num_tokens=5, request_id=request_id)
+    return [send.message for send in sent(outputs, Adopt)]
+
+
+def test_another_tenants_parcel_goes_to_a_full_worker() -> None:
+    stage = full_stage("a")
+    (adopt,) = arrive(stage, "one", "b")
+    assert adopt.request.id == "one"
+
+
+def test_another_request_of_the_same_tenant_does_too() -> None:
+    stage = full_stage("")
+    (adopt,) = arrive(stage, "one", "")
+    assert adopt.request.id == "one"
+
+
+def test_but_only_up_to_its_share() -> None:
+    stage = full_stage("a")
+    sent_at_once = [arrive(stage, f"one-{number}", "b") for number in range(6)]
+    assert [len(adopts) for adopts in sent_at_once] == [1, 1, 0, 0, 0, 0], "then both have half of four, or nearly"
+
+
+def test_of_single_requests_none_is_owed_anothers_place() -> None:
+    stage = Stage(P0)
+    stage.receive(hello(D0, "decode", max_running=4))
+    assert [len(arrive(stage, f"r{number}", "")) for number in range(6)] == [1, 1, 1, 1, 0, 0]
+
+
+def test_owing_counts_tenants_by_weight() -> None:
+    places = Places()
+    for _ in range(4):
+        places.place(D0, Promise(tenant="a", weight=2.0, job="x"))
+    assert places.owes(D0, Promise(tenant="b", job="y"))
+    places.place(D0, Promise(tenant="b", job="y"))
+    assert not places.owes(D0, Promise(tenant="b", job="y")), "3 of weight 2 are less than 2 of weight 1"
+    for _ in range(4):
+        places.take_off(D0, Promise(tenant="a", weight=2.0, job="x"))
+    assert not places.owes(D0, Promise(tenant="c", job="z"))
