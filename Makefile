@@ -16,8 +16,9 @@ export PYTHONDONTWRITEBYTECODE :=
 TORCH := $(shell sed -n 's/^ *"\(torch[^"]*\)",$$/\1/p' pyproject.toml)
 ARGS ?=
 
-# Tests that load torch; they run beside the others, after the types are checked, and tell at the end.
-SLOW := $(wildcard tests/kernels tests/models tests/checkpoints tests/engine tests/grammar tests/quant tests/train tests/test_structured.py tests/test_tiny.py tests/test_walk.py)
+# Half of the tests: those that load torch, and some more, so that both halves take about as long. They run beside the
+# others, after the types are checked, and tell at the end.
+BESIDE := $(wildcard tests/kernels tests/models tests/checkpoints tests/engine tests/grammar tests/quant tests/train tests/test_structured.py tests/test_tiny.py tests/test_walk.py tests/cache tests/text tests/simulate)
 
 .PHONY: serve test prove peers bench dist tiny clean
 
@@ -27,9 +28,9 @@ serve: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	@($(BIN)/mypy && $(BIN)/pytest $(SLOW)) > $(VENV)/slow-tests.log 2>&1 & slow=$$!; \
-	$(BIN)/pytest $(addprefix --ignore=,$(SLOW)); fast=$$?; \
-	wait $$slow; slow=$$?; cat $(VENV)/slow-tests.log; exit $$((fast | slow))
+	@($(BIN)/mypy && $(BIN)/pytest $(BESIDE)) > $(VENV)/tests-beside.log 2>&1 & beside=$$!; \
+	$(BIN)/pytest $(addprefix --ignore=,$(BESIDE)); here=$$?; \
+	wait $$beside; beside=$$?; cat $(VENV)/tests-beside.log; exit $$((here | beside))
 
 prove: $(VENV)/installed-dev
 	$(BIN)/pytest -m prove

@@ -67,13 +67,13 @@ def run(row: Row, streams: list[list[str]]) -> list[str]:
 
 
 def main() -> int:
-    listed = re.search(r"^SLOW := \$\(wildcard (.*)\)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
+    listed = re.search(r"^BESIDE := \$\(wildcard (.*)\)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
     assert listed is not None
-    slow = listed[1].split()
+    beside = listed[1].split()
     failed = False
     for name in sys.argv[1:] or ROWS:
         began_s = time.monotonic()
-        said = run(ROWS[name], [slow, [f"--ignore={path}" for path in slow]])
+        said = run(ROWS[name], [beside, [f"--ignore={path}" for path in beside]])
         failed |= any(line.startswith(("FAILED", "ERROR")) or "failed" in line or "error" in line for line in said)
         print(f"{name}: {time.monotonic() - began_s:.0f} s", *said, sep="\n    ", flush=True)
     return int(failed)
