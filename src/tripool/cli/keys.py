@@ -75,7 +75,7 @@ def _register_add(keys: typer.Typer) -> None:
         rpm: Annotated[float | None, typer.Option(help="Most requests per minute.")] = None,
         tpm: Annotated[float | None, typer.Option(help="Most tokens per minute, cached ones not counted.")] = None,
         cache_gb: Annotated[float | None, typer.Option("--cache-gb", min=0, help="Most of the cache pool.")] = None,
-        weight: Annotated[float | None, typer.Option(help="Share of the prefill work, 1 when not given.")] = None,
+        weight: Annotated[float | None, typer.Option(help="Share of work and places, 1 when not given.")] = None,
         tpot_ms: Annotated[float | None, typer.Option("--tpot-ms", help="Promised time per token.")] = None,
         ttft_ms: Annotated[float | None, typer.Option("--ttft-ms", help="Promised time to the first token.")] = None,
         public_prefix: Annotated[

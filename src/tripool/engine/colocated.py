@@ -237,11 +237,11 @@ class Scheduler:
         """A step was settled, and took so long. What comes between two steps that follow each other counts as well."""
         step_s = ended_s - (began_s if self._ended_s is None else self._ended_s)
         self._ended_s = ended_s if self.busy else None
-        accepted = self.num_accepted - self._num_accepted_before
-        self._num_accepted_before = self.num_accepted
+        accepted, self._num_accepted_before = self.num_accepted - self._num_accepted_before, self.num_accepted
         facts, seqs = StepFacts.of(tasks), (task.seq for task in tasks)
         self.slo.settled(ended_s, step_s, facts, accepted, seqs, learn=self.turns.active)
-        self.turns.settled(ended_s, step_s, tasks)
+        if self.slo.computes_prompts:  # else nobody waits here for a first token
+            self.turns.settled(ended_s, step_s, tasks)
 
     def settle(self, tasks: Sequence[Task], sampled: Sequence[Sampled | None]) -> list[TokenEvent]:
         """Account for a step that ran: `sampled` holds a token for each task that samples, None for the others."""

@@ -15,7 +15,7 @@ class Limits:
     cache_bytes: int | None = None
     """In the cache pool, all members together."""
     weight: float = 1.0
-    """Share of the prefill work when tenants compete for it."""
+    """Share of the work and of the places in a batch, when tenants compete for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
