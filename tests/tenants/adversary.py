@@ -77,7 +77,7 @@ class Adversary:
     def __init__(self, seed: int, tenants: Mapping[str, Tenant], keys: Mapping[str, str]) -> None:
         self._rng = random.Random(seed)
         self._tenants, self._keys = tenants, keys
-        self._names = [name for name in tenants if name != "admin"]
+        self._names = [name for name in tenants if name in keys and name != "admin"]
         self._shared = [[4 + self._rng.randrange(240) for _ in range(64 * 5)] for _ in range(4)]
         spaces = [tenant.namespace for tenant in tenants.values()]
         self._guesses = [
