@@ -263,7 +263,28 @@ def test_others_have_their_turn_between_the_prompts_of_one_request() -> None:
     assert admitted(door.arrive(arrival("more", 100, tenant("other")), now_s)) == [], "but only one"
     assert admitted(door.first_token("other", 100, now_s + 0.1)) == ["more"]
     door.check(now_s)
-    assert admitted(door.first_token(order[0], 1000, now_s + 1.0)) == ["many-1"], "and all get on"
+    assert admitted(door.first_token(order[0], 1000, now_s + 1.0)) == []
+    assert admitted(door.first_token("more", 100, now_s + 1.1)) == ["many-1"], "and all get on"
+
+
+@pytest.mark.parametrize(("prompt_tokens", "answer_tokens"), [(1000, 0), (5, 100)])
+def test_a_backend_made_slow_by_one_tenant_keeps_nobody_else_waiting(prompt_tokens: int, answer_tokens: int) -> None:
+    """Whoever makes it slow must not thereby make others look as if they asked for more than their share."""
+    door, now_s = taught(new_door(slots=64)), 100.0
+    door.arrive(arrival("long", 5, tenant("many")), now_s)
+    door.first_token("long", 5, now_s)
+    first, *rest = several("many", 64, prompt_tokens, tenant("many"))
+    inside = admitted(door.arrive(first, now_s, rest))
+    for number in range(60):
+        now_s += 0.1
+        door.answered("long", answer_tokens, now_s)
+        asked = arrival(f"other-{number}", 72, tenant("other"))
+        assert admitted(door.arrive(asked, now_s)) == [asked.id], number
+        inside += admitted(door.first_token(asked.id, 72, now_s)) + admitted(door.finished(asked.id, 4, now_s))
+        if number % 5 == 4:  # a prompt in half a second
+            inside += admitted(door.first_token(inside[0], prompt_tokens, now_s))
+            inside += admitted(door.finished(inside.pop(0), 1, now_s))
+        door.check(now_s)
 
 
 def test_alone_all_prompts_of_a_request_go_in_as_fast_as_ever() -> None:

@@ -51,8 +51,9 @@ class Door:
         self._later: dict[str, deque[Arrival]] = {}
         """Prompts that have not arrived yet, by their ids: those behind another one of the same request."""
         self._later_tokens = 0
+        self._inside: dict[str, Guest] = {}
+        """Let through, without a first token."""
         self._inside_tokens = 0.0
-        self._num_inside = 0
         self._slots_held = 0
         self._last_kind: tuple[str, int] | None = None
         self._compete_until_s = float("-inf")
@@ -144,9 +145,10 @@ class Door:
         return self._settle(now_s)
 
     def answered(self, request_id: str, num_tokens: int, now_s: float) -> None:
-        """So many tokens more have been made for it: they count against its tenant's rate."""
+        """So many tokens more have been made for it: they count against its tenant's rate and its turn."""
         guest = self._guests.get(request_id)
         if guest is not None and num_tokens:
+            self.shares.correct(guest.account, num_tokens)
             reserved = min(guest.reserved_tokens, num_tokens)
             guest.reserved_tokens -= reserved
             self.rates.take(guest.arrival.tenant, 0, num_tokens - reserved, now_s)
@@ -188,25 +190,25 @@ class Door:
                 break
             guest = self._guests[request_id]
             guest.account.num_unbegun += 1
-            guest.unhindered = self._num_inside < self.room.lanes
+            guest.unhindered = len(self._inside) < self.room.lanes
             guest.stage, guest.admitted_s = Stage.INSIDE, now_s
-            self._num_inside += 1
+            self._inside[request_id] = guest
             self._inside_tokens += guest.cost
             self._slots_held += guest.arrival.choices
             guest.account.slots_held += guest.arrival.choices
             decisions.append(Admit(request_id))
             self._next_prompt(guest, now_s)
-        if not self._num_inside and not waiting:
+        if not self._inside and not waiting:
             shares.rest()
         shares.credit_tokens = (self.pace.tokens_per_s() or 0.0) * self._config.credit_s
-        self.pace.full(self._num_inside >= self.room.lanes or waiting > 0, now_s)
+        self.pace.full(len(self._inside) >= self.room.lanes or waiting > 0, now_s)
         if len(self._deadlines) > 64 + 4 * waiting:
             self._deadlines = [entry for entry in self._deadlines if entry[1] in shares]
             heapify(self._deadlines)
         return decisions
 
     def _has_room(self, now_s: float) -> bool:
-        return self._num_inside < self.room.lanes or self._inside_tokens < self.window_tokens(now_s)
+        return len(self._inside) < self.room.lanes or self._inside_tokens < self.window_tokens(now_s)
 
     def window_tokens(self, now_s: float) -> float:
         if not self._competes(now_s):
@@ -219,21 +221,22 @@ class Door:
     def _is_allowed(self, now_s: float) -> Callable[[Account], bool]:
         """Whose next request may go in, by the window and by the decode slots.
 
-        A tenant that asks for less than its share may have a prompt inside whatever others have there: the backend
-        computes it between the pieces of longer ones. The last slots are kept for tenants that have less than their
-        share of them, present or still to come. Without keys all are one tenant: then it is the backend that shares
-        between requests.
+        A tenant that was given less than another that is inside may have a prompt there as well, whatever that one has:
+        the backend computes it between the pieces of longer ones. The last slots are kept for tenants that have less
+        than their share of them, present or still to come. Without keys all are one tenant: then it is the backend that
+        shares between requests.
         """
         slots, room, weight = self.room.slots, self._has_room(now_s), self.shares.present_weight
         plenty = slots is None or not self._competes(now_s) or slots - self._slots_held > slots * self._config.reserve
-        slots_each, tokens_each = (slots or 0) / (weight + 1.0), self.pace.most_tokens_per_s() / max(1.0, weight)
+        slots_each = (slots or 0) / (weight + 1.0)
+        most_given = 0.0 if room else max((guest.account.given for guest in self._inside.values()), default=0.0)
 
         def allowed(account: Account) -> bool:
             if not account.name:
                 return room
             fair = plenty or account.slots_held < max(1.0, slots_each * account.weight)
-            light = not account.num_unbegun and account.asked_per_s(now_s) < tokens_each * account.weight
-            return fair and (room or light)
+            behind = not account.num_unbegun and account.given < most_given
+            return fair and (room or behind)
 
         return allowed
 
@@ -249,9 +252,9 @@ class Door:
 
     def _predict_s(self, ahead: tuple[float, float], cost: float, now_s: float) -> float | None:
         requests, tokens = ahead
-        if self._num_inside + requests < self.room.lanes:
+        if len(self._inside) + requests < self.room.lanes:
             return self.pace.predict_s(0, 0, cost, now_s)
-        return self.pace.predict_s(self._num_inside + requests, self._inside_tokens + tokens, cost, now_s)
+        return self.pace.predict_s(len(self._inside) + requests, self._inside_tokens + tokens, cost, now_s)
 
     def _full(self, guest: Guest) -> TripoolError | None:
         there = self.shares.waiting_tokens + self._inside_tokens
@@ -272,7 +275,7 @@ class Door:
     def _too_slow(self, guest: Guest) -> TripoolError | None:
         """An idle backend takes anything: it may be faster than is remembered."""
         predicted_s, ttft_ms = guest.predicted_s, guest.arrival.promise.ttft_ms
-        if predicted_s is None or (not self._num_inside and not len(self.shares)):
+        if predicted_s is None or (not self._inside and not len(self.shares)):
             return None
         safe_s = self.pace.safe_s(predicted_s)
         bound_s = self._config.max_wait_s if ttft_ms is None else ttft_ms / 1e3
@@ -323,8 +326,8 @@ class Door:
 
     def _begun(self, guest: Guest) -> None:
         guest.account.num_unbegun -= 1
-        self._num_inside -= 1
-        self._inside_tokens = self._inside_tokens - guest.cost if self._num_inside else 0.0
+        del self._inside[guest.arrival.id]
+        self._inside_tokens = self._inside_tokens - guest.cost if self._inside else 0.0
 
     # ---- for people -------------------------------------------------------------------------------------------------
 
@@ -365,7 +368,7 @@ class Door:
         waiting, inside = by_stage[Stage.WAITING], by_stage[Stage.INSIDE]
         assert all((i in self.shares) == (g.stage is Stage.WAITING) for i, g in self._guests.items())
         assert len(self.shares) == len(waiting), "someone waits who is not here"
-        assert self._num_inside == len(inside), "requests inside are miscounted"
+        assert len(self._inside) == len(inside), "requests inside are miscounted"
         assert abs(self._inside_tokens - sum(g.cost for g in inside)) <= 1e-3, "tokens inside are miscounted"
         held = inside + by_stage[Stage.ANSWERING]
         assert self._slots_held == sum(g.arrival.choices for g in held), "slots are miscounted"

@@ -1,4 +1,4 @@
-"""Whose request is next: deficit round robin over tenants, on uncached tokens, weighted. Pure and incremental.
+"""Whose request is next: deficit round robin over tenants, on computed tokens, weighted. Pure and incremental.
 
 A ring that gives every waiting tenant a small quantum per round and lets whoever's deficit is paid off go next needs no
 walk: the quantum may as well be nothing, and the order is then that of one number per tenant, the tokens it has been
@@ -7,7 +7,7 @@ given divided by its weight. The least is next (`Account.given`). Two rules keep
 - Whoever comes back starts level with the ring (`_level`), but for a bounded credit (`credit_tokens`) from what it did
   not use meanwhile: two requests at once after a quiet time are no flood. What it owes stays.
 - A prompt is charged by what will probably have to be computed, and corrected once its first token says what was found
-  in the cache.
+  in the cache. An answer is charged as it is made: who has long ones of short prompts takes as much from others.
 
 So a tenant that asks for less than its share is served before one that asks for more, however much that has waiting,
 and of two that ask for more each gets its share. Within a tenant, lower priorities go first, then who came first.
@@ -19,14 +19,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from math import exp
 
 from tripool.tenants import Tenant
 
 _MEMORY_S = 60.0
 """Over which asked and served tokens are compared."""
-_RECENT_S = 5.0
-"""Over which it is seen whether a tenant asks for more than its share."""
 _HIT_WEIGHT = 0.1
 _IDLE_ACCOUNTS = 1024
 
@@ -57,8 +54,6 @@ class Account:
     served_tokens: float = 0.0
     """Uncached, of the last minute or so."""
     counted_s: float = 0.0
-    recent_tokens: float = 0.0
-    """Asked for, of the last seconds."""
 
     @property
     def total_waiting(self) -> int:
@@ -72,11 +67,7 @@ class Account:
         """What will probably have to be computed; at least one token always is."""
         return max(1.0, prompt_tokens * (1.0 - self.hit_ratio))
 
-    def asked_per_s(self, now_s: float) -> float:
-        return self.recent_tokens * exp(-max(0.0, now_s - self.counted_s) / _RECENT_S) / _RECENT_S
-
     def count(self, now_s: float, *, asked: float = 0.0, served: float = 0.0) -> None:
-        self.recent_tokens = self.asked_per_s(now_s) * _RECENT_S + asked
         left = max(0.0, 1.0 - max(0.0, now_s - self.counted_s) / _MEMORY_S)
         self.asked_tokens = self.asked_tokens * left + asked
         self.served_tokens = self.served_tokens * left + served

@@ -149,7 +149,3 @@ class Pace:
             if not line.known:
                 return None
         return line.tokens / line.seconds if line.seconds > 0 else None
-
-    def most_tokens_per_s(self) -> float:
-        """The faster of what is known of prompts one by one and of many; 0 before anything is."""
-        return max((line.tokens / line.seconds for line in (self.turn, self.alone) if line.seconds > 0), default=0.0)
