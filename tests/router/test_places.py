@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import count
 
 from tripool.core import Promise, Request
 from tripool.messages import Adopt, Begin
 from tripool.router.places import Places
 
 from .acting import D0, P0, Stage, ask, hello, sent
+
+LEASES = count(100)
 
 
 def owned(request: Request, tenant: str, job: str) -> Request:
@@ -30,7 +33,7 @@ def full_stage(tenant: str) -> Stage:
 def arrive(stage: Stage, request_id: str, tenant: str) -> list[Adopt]:
     attempt = sent(stage.submit(owned(ask(request_id), tenant, request_id)), Begin)[0].message.attempt
     stage.tokens(P0, attempt, 0, 11, request_id=request_id)
-    outputs = stage.packed(P0, attempt, lease=hash(request_id) % 1000 + 100, num_tokens=5, request_id=request_id)
+    outputs = stage.packed(P0, attempt, lease=next(LEASES), num_tokens=5, request_id=request_id)
     return [send.message for send in sent(outputs, Adopt)]
 
 
