@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -271,7 +272,7 @@ def test_others_have_their_turn_between_the_prompts_of_one_request() -> None:
 def test_a_backend_made_slow_by_one_tenant_keeps_nobody_else_waiting(prompt_tokens: int, answer_tokens: int) -> None:
     """Whoever makes it slow must not thereby make others look as if they asked for more than their share."""
     door, now_s = taught(new_door(slots=64)), 100.0
-    door.arrive(arrival("long", 5, tenant("many")), now_s)
+    door.arrive(replace(arrival("long", 5, tenant("many")), answer_tokens=60 * answer_tokens), now_s)
     door.first_token("long", 5, now_s)
     first, *rest = several("many", 64, prompt_tokens, tenant("many"))
     inside = admitted(door.arrive(first, now_s, rest))

@@ -34,6 +34,8 @@ from tripool.tenants import Tenant
 
 _FIRST_WINDOW_TOKENS = 512
 """Before the backend's pace is known."""
+_LIGHT = 0.5
+"""Of what another asks for: less does not have to wait for it."""
 _QUEUE_GREED = 4.0
 """A named tenant's queue may be so many times what is free: one that floods leaves a fifth to the others."""
 
@@ -87,12 +89,13 @@ class Door:
         assert not any(one.id in self._guests or one.id in self._later for one in everything), "is here already"
         tenant = arrival.tenant
         self._notice((tenant.name, arrival.promise.priority), now_s)
-        amount = sum(one.prompt_tokens + one.answer_tokens for one in everything)
+        amount = sum(one.tokens for one in everything)
         guest = self._guest(arrival, deque(rest), now_s)
         error = self.rates.refusal(tenant, 0, amount, now_s) or self._full(guest) or self._too_slow(guest)
         if error is not None:
             return [Refuse(arrival.id, error)]
         self.rates.take(tenant, 0, amount, now_s)
+        guest.account.open_tokens += amount
         for one in rest:
             self._later[one.id] = guest.rest
             self._later_tokens += one.prompt_tokens
@@ -145,10 +148,9 @@ class Door:
         return self._settle(now_s)
 
     def answered(self, request_id: str, num_tokens: int, now_s: float) -> None:
-        """So many tokens more have been made for it: they count against its tenant's rate and its turn."""
+        """So many tokens more have been made for it: they count against its tenant's rate."""
         guest = self._guests.get(request_id)
         if guest is not None and num_tokens:
-            self.shares.correct(guest.account, num_tokens)
             reserved = min(guest.reserved_tokens, num_tokens)
             guest.reserved_tokens -= reserved
             self.rates.take(guest.arrival.tenant, 0, num_tokens - reserved, now_s)
@@ -221,22 +223,23 @@ class Door:
     def _is_allowed(self, now_s: float) -> Callable[[Account], bool]:
         """Whose next request may go in, by the window and by the decode slots.
 
-        A tenant that was given less than another that is inside may have a prompt there as well, whatever that one has:
-        the backend computes it between the pieces of longer ones. The last slots are kept for tenants that have less
-        than their share of them, present or still to come. Without keys all are one tenant: then it is the backend that
-        shares between requests.
+        A tenant that asks for much less than another that is inside may have a prompt there as well, whatever that one
+        has: the backend computes it between the pieces of longer ones. What was computed for them, and how fast, says
+        little of who is in whose way: one may make the backend slow, or ask for what is cached. The last slots are kept
+        for tenants that have less than their share of them, present or still to come. Without keys all are one tenant:
+        then it is the backend that shares between requests.
         """
         slots, room, weight = self.room.slots, self._has_room(now_s), self.shares.present_weight
         plenty = slots is None or not self._competes(now_s) or slots - self._slots_held > slots * self._config.reserve
         slots_each = (slots or 0) / (weight + 1.0)
-        most_given = 0.0 if room else max((guest.account.given for guest in self._inside.values()), default=0.0)
+        most_asked = 0.0 if room else max((guest.account.asks for guest in self._inside.values()), default=0.0)
 
         def allowed(account: Account) -> bool:
             if not account.name:
                 return room
             fair = plenty or account.slots_held < max(1.0, slots_each * account.weight)
-            behind = not account.num_unbegun and account.given < most_given
-            return fair and (room or behind)
+            light = not account.num_unbegun and account.asks < _LIGHT * most_asked
+            return fair and (room or light)
 
         return allowed
 
@@ -306,6 +309,7 @@ class Door:
 
     def _drop(self, request_id: str, guest: Guest, now_s: float) -> None:
         self.rates.take(guest.arrival.tenant, 0, -guest.reserved_tokens, now_s)
+        guest.account.open_tokens -= guest.arrival.tokens
         if guest.stage is Stage.WAITING:
             self.shares.remove(request_id)
             self.rates.take(guest.arrival.tenant, 0, -guest.arrival.prompt_tokens, now_s)
@@ -322,7 +326,8 @@ class Door:
         arrival = next(one for one in line if one.id == request_id)
         line.remove(arrival)
         self._later_tokens -= arrival.prompt_tokens
-        self.rates.take(arrival.tenant, 0, -(arrival.prompt_tokens + arrival.answer_tokens), now_s)
+        self.rates.take(arrival.tenant, 0, -arrival.tokens, now_s)
+        self.shares.account(arrival.tenant).open_tokens -= arrival.tokens
 
     def _begun(self, guest: Guest) -> None:
         guest.account.num_unbegun -= 1
@@ -376,6 +381,8 @@ class Door:
             own = [g for g in held if g.account is account]
             assert account.slots_held == sum(g.arrival.choices for g in own) and account.num_inside == len(own)
             assert account.num_unbegun == sum(g.stage is Stage.INSIDE for g in own)
+            asked = [one for g in self._guests.values() if g.account is account for one in (g.arrival, *g.rest)]
+            assert account.open_tokens == sum(one.tokens for one in asked), "what is asked for is miscounted"
         later = {one.id: one for guest in waiting for one in guest.rest}
         assert self._later.keys() == later.keys(), "a prompt that never arrives"
         assert self._later_tokens == sum(one.prompt_tokens for one in later.values())

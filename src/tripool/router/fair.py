@@ -1,4 +1,4 @@
-"""Whose request is next: deficit round robin over tenants, on computed tokens, weighted. Pure and incremental.
+"""Whose request is next: deficit round robin over tenants, on uncached tokens, weighted. Pure and incremental.
 
 A ring that gives every waiting tenant a small quantum per round and lets whoever's deficit is paid off go next needs no
 walk: the quantum may as well be nothing, and the order is then that of one number per tenant, the tokens it has been
@@ -7,7 +7,7 @@ given divided by its weight. The least is next (`Account.given`). Two rules keep
 - Whoever comes back starts level with the ring (`_level`), but for a bounded credit (`credit_tokens`) from what it did
   not use meanwhile: two requests at once after a quiet time are no flood. What it owes stays.
 - A prompt is charged by what will probably have to be computed, and corrected once its first token says what was found
-  in the cache. An answer is charged as it is made: who has long ones of short prompts takes as much from others.
+  in the cache.
 
 So a tenant that asks for less than its share is served before one that asks for more, however much that has waiting,
 and of two that ask for more each gets its share. Within a tenant, lower priorities go first, then who came first.
@@ -54,6 +54,8 @@ class Account:
     served_tokens: float = 0.0
     """Uncached, of the last minute or so."""
     counted_s: float = 0.0
+    open_tokens: int = 0
+    """Of prompts and answers, cached or not, of all its requests that are not over."""
 
     @property
     def total_waiting(self) -> int:
@@ -62,6 +64,11 @@ class Account:
     @property
     def present(self) -> bool:
         return bool(self.num_waiting or self.num_inside)
+
+    @property
+    def asks(self) -> float:
+        """How much it wants of the backend just now, by its weight."""
+        return self.open_tokens / self.weight
 
     def cost_of(self, prompt_tokens: int) -> float:
         """What will probably have to be computed; at least one token always is."""

@@ -22,6 +22,10 @@ class Arrival:
     choices: int = 1
     promise: Promise = field(default_factory=Promise)
 
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.answer_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Room:
