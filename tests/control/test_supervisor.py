@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tripool.control.evidence import _cpu_s
 from tripool.control.launch import Spec, launch
 from tripool.control.supervisor import GATEWAY, Supervisor
 
@@ -38,11 +39,13 @@ while not leash.ended:
         if isinstance(message, Drain):
             sys.exit()
         with open(folder / "told", "a") as told:
-            told.write(f"{message.life.worker} {message.life.epoch}\\n")
+            told.write(f"{message.life.worker} {message.life.epoch}" + " crashed" * message.crashed + "\\n")
     if name == "gateway" and (folder / "suspect").exists():
         worker, number = (folder / "suspect").read_text().split()
         (folder / "suspect").unlink()
         leash.send(Suspect(Life(worker, int(number))))
+    while name == "busy":
+        pass
     time.sleep(0.02)
 """
 
@@ -157,6 +160,15 @@ def test_a_suspect_is_ended_even_when_it_is_stopped(start: Callable[..., Run]) -
     until(lambda: run.told() == [f"decode-0 {epoch}"])
     assert not Path(f"/proc/{pid}").exists()
     assert len(run.lives("decode-0")) == 2
+
+
+def test_a_suspect_that_computes_instead_of_answering_has_crashed(start: Callable[..., Run]) -> None:
+    """Unlike one that was stopped or killed: what it computes may do the same to the next one."""
+    run = start(GATEWAY, "busy")
+    epoch, pid = run.lives("busy")[0]
+    until(lambda: (used_s := _cpu_s(pid)) is not None and used_s > 1.5)
+    (run.folder / "suspect").write_text(f"busy {epoch}", "ascii")
+    until(lambda: f"busy {epoch} crashed" in run.told())
 
 
 def test_a_silent_gateway_is_replaced(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tripool.control.evidence import CpuUse
 from tripool.fabric.leash import Leash
 from tripool.messages import Life
 
@@ -32,6 +33,7 @@ class Child:
     leash: Leash
     started_s: float
     heard_s: float
+    cpu: CpuUse
     ready: bool = False
 
     def kill(self) -> None:
@@ -61,4 +63,4 @@ def launch(
         except OSError:
             leash.close()
             raise
-    return Child(spec, Life(spec.name, epoch), process, leash, now_s, now_s)
+    return Child(spec, Life(spec.name, epoch), process, leash, now_s, now_s, CpuUse(process.pid))

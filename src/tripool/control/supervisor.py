@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tripool.cache.client import PoolClient
 from tripool.control.backoff import Backoff
+from tripool.control.evidence import num_oom_kills
 from tripool.control.launch import Child, Spec, launch
 from tripool.messages import SUPERVISOR, Drain, Life, Ready, Reaped, Suspect
 
@@ -62,6 +63,7 @@ class Supervisor:
         self._epochs = count(1)
         self._pool = PoolClient(folder, self._cache, Life(SUPERVISOR, next(self._epochs)))
         self._was_ready = False
+        self._num_oom_kills = num_oom_kills()
         self.stopping = False
         """Set it, from a signal handler too: `run` ends the children in order and returns."""
 
@@ -133,16 +135,20 @@ class Supervisor:
                 self._fell(child, f"not ready after {_START_S:g} s" if late else f"silent for {_SILENCE_S:g} s")
             elif child.leash.ended or child.process.poll() is not None:
                 self._fell(child, None)
+            else:
+                child.cpu.look(now_s)
+        self._num_oom_kills = num_oom_kills()
 
     def _end(self, life: Life) -> None:
         child = self._children.get(life.worker)
         if child is not None and child.life == life:  # else it is over already, and another lives in its place
-            self._fell(child, "suspected by the gateway")
+            busy = child.cpu.is_busy(self._clock())
+            self._fell(child, f"suspected by the gateway{', and busy' if busy else ''}", busy=busy)
 
-    def _fell(self, child: Child, reason: str | None) -> None:
-        """`reason`: of ours, if it is not over by itself."""
+    def _fell(self, child: Child, reason: str | None, *, busy: bool = False) -> None:
+        """`reason`: of ours, if it is not over by itself. `busy`: computing instead of answering."""
         signals = {number.value: number.name for number in signal.Signals}
-        ran_s, code = self._clock() - child.started_s, self._reap(child)
+        ran_s, code = self._clock() - child.started_s, self._reap(child, busy=busy)
         how = {"signal": signals.get(-code, str(-code))} if code < 0 else {"exit_code": code}
         self._again(child.spec, ran_s, "process ended", _facts(child) | how | {"reason": reason})
 
@@ -151,8 +157,9 @@ class Supervisor:
         self._due[spec.name] = (self._clock() + wait_s, spec)
         _LOG.warning(what, extra=facts | {"ran_s": round(ran_s, 3), "again_in_s": round(wait_s, 3)})
 
-    def _reap(self, child: Child) -> int:
+    def _reap(self, child: Child, *, busy: bool = False) -> int:
         """Over for certain; then, and not before, others are told and its memory is given back."""
+        short_of_memory = num_oom_kills() > self._num_oom_kills and child.process.poll() == -signal.SIGKILL
         child.kill()
         code = child.process.wait()
         self._selector.unregister(child.leash)
@@ -162,7 +169,7 @@ class Supervisor:
             left.unlink(missing_ok=True)
         if child.spec.name in self._cache or child.spec.name == GATEWAY:
             return code  # neither writes into another's memory
-        reaped = Reaped(child.life, crashed=_crashed(code))
+        reaped = Reaped(child.life, crashed=busy or short_of_memory or _crashed(code))
         gateway = self._children.get(GATEWAY)
         if gateway is not None:
             gateway.leash.send(reaped)

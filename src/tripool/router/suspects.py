@@ -6,8 +6,8 @@ Who has not when a second worker crashes is guilty and not placed a third time; 
 first crash go on. A guilty one therefore costs two workers, and costs no other request its answer.
 
 It is evidence, not proof: where two requests are guilty at once and one of them strikes late in its answer, a suspect
-beside it may be taken for it. And only crashes count: a worker that was killed from outside, or fell silent, says
-nothing about its requests.
+beside it may be taken for it. Who computed instead of answering, or ran out of memory, has crashed as well (see
+`control.evidence`); a worker that was killed from outside, or was stopped, says nothing about its requests.
 """
 
 from __future__ import annotations
