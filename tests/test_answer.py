@@ -7,7 +7,7 @@ import pytest
 from tripool.answer import Answer
 from tripool.core import Request, SamplingParams, TokenEvent, TokenLogprobs
 from tripool.engine.fake import fake_text
-from tripool.text import Tokenizer
+from tripool.text import StopFinder, Tokenizer
 
 TOKENIZER = Tokenizer(fake_text())
 (END,) = TOKENIZER.end_ids
@@ -27,6 +27,18 @@ def feed(it: Answer, text: str, choice: int = 0, finish: str | None = None) -> l
         delta = it.take(TokenEvent("r", choice, index, token_id, finish_reason, None, 2))
         texts.append("" if delta is None else delta.text)
     return texts
+
+
+def test_stop_strings_are_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for every choice: long ones take milliseconds and megabytes each time."""
+    prepared = []
+    prepare = StopFinder.__init__
+    monkeypatch.setattr(StopFinder, "__init__", lambda self, stops: prepared.append(stops) or prepare(self, stops))
+    it = answer(n=128, stop=["b" * 1000, "."])
+    assert prepared == [("b" * 1000, ".")]
+    feed(it, "one.two", choice=0)
+    feed(it, "b" * 500, choice=1, finish="length")
+    assert it.stop_string(0) == "." and it.stop_string(1) is None, "and yet each has its own"
 
 
 def test_characters_come_whole():

@@ -17,6 +17,7 @@ from tripool.core import (
     MAX_LOGPROBS,
     MAX_STRUCTURE_BYTES,
     MAX_STRUCTURE_DEPTH,
+    Promise,
     SamplingParams,
     Structure,
     Usage,
@@ -104,8 +105,8 @@ BAD_VALUES: dict[str, list[Any]] = {
     "logprobs": [-1, MAX_LOGPROBS + 1, 0.5, True, "all"],
     "n": [0, 129, 1.5, None, True, "2"],
     "seed": [2**64, -(2**63) - 1, 1.5, "x", True, math.nan],
-    "stop": [[""], "", [1], 5, None, [None], b"ab"],
-    "stop_token_ids": [[-1], ["a"], "12", 5, None, [1.5], [True]],
+    "stop": [[""], "", [1], 5, None, [None], b"ab", ["a"] * 65, ["a" * 512] * 9],
+    "stop_token_ids": [[-1], ["a"], "12", 5, None, [1.5], [True], [1] * 1025],
     "min_tokens": [-1, 0.5, None],
     "max_tokens": [0, -1, 2.5, "8", True],
     "ignore_eos": ["false", 0, None],
@@ -113,7 +114,9 @@ BAD_VALUES: dict[str, list[Any]] = {
     "skip_special_tokens": ["no", 0],
     "structure": ["regex", 5, [], True, {}, {"regex": "a", "ebnf": "b"}, {"xml": "a"}],
 }
-CASES = [pytest.param(name, value, id=f"{name}={value!r}") for name, values in BAD_VALUES.items() for value in values]
+CASES = [
+    pytest.param(name, value, id=f"{name}={value!r:.40}") for name, values in BAD_VALUES.items() for value in values
+]
 
 
 @pytest.mark.parametrize(("name", "value"), CASES)
@@ -173,6 +176,12 @@ def test_params_cannot_be_changed_under_a_running_request() -> None:
     params = SamplingParams()
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.temperature = 0.0
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
+def test_a_share_is_above_nothing(weight: float) -> None:
+    with pytest.raises(InvalidRequest):
+        Promise(weight=weight)
 
 
 def test_a_generation_shows_its_first_choice() -> None:

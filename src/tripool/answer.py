@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tripool.core import FinishReason, Request, TokenEvent, TokenLogprobs, Usage
-from tripool.text import Detokenizer, Tokenizer
+from tripool.text import Detokenizer, StopFinder, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,11 @@ class _Draft:
 class Answer:
     """Feed it every event of its request; once `done`, whoever feeds it cancels the request if the engine goes on."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer, finder: StopFinder | None = None) -> None:
+        """`finder`: of its stop strings, where several requests have the same."""
         self.request = request
-        self._drafts = [_Draft(Detokenizer(tokenizer, request.params)) for _ in range(request.params.n)]
+        finder = StopFinder(request.params.stop) if finder is None else finder
+        self._drafts = [_Draft(Detokenizer(tokenizer, request.params, finder)) for _ in range(request.params.n)]
         self._num_cached_tokens = 0
 
     @property

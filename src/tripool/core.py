@@ -16,6 +16,9 @@ SALT_MARK = "\x1f"
 """Between a namespace's owner and what a client adds to it. No owner's own namespace contains it."""
 
 MAX_LOGPROBS = 20
+MAX_STOPS, MAX_STOP_CHARS = 64, 4096
+MAX_STOP_IDS = 1024
+"""Each costs something in every choice, and travels with every prompt."""
 MAX_PROMISE_MS = 1e12
 
 GREEDY_BELOW = 1e-5
@@ -185,14 +188,18 @@ class SamplingParams:
                 raise InvalidRequest(f"{flag} is {getattr(self, flag)!r}", hint="must be true or false", param=flag)
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise InvalidRequest("stop must hold non-empty strings", param="stop")
-        if len(self.stop) > 64 or any(len(s) > 1024 for s in self.stop):
-            raise InvalidRequest("stop is too long", hint="at most 64 strings of 1024 characters", param="stop")
+        if len(self.stop) > MAX_STOPS or sum(map(len, self.stop)) > MAX_STOP_CHARS:
+            hint = f"at most {MAX_STOPS} strings of {MAX_STOP_CHARS} characters in all"
+            raise InvalidRequest("stop is too long", hint=hint, param="stop")
         if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > 1024:
             hint = "must map at most 1024 token ids to numbers"
             raise InvalidRequest("logit_bias is of the wrong shape", hint=hint, param="logit_bias")
         for token, value in self.logit_bias.items():
             _whole("logit_bias", token, 0, 2**31)
             _in_range("logit_bias", value, -100.0, 100.0)
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            hint = f"at most {MAX_STOP_IDS}"
+            raise InvalidRequest(f"stop_token_ids holds {len(self.stop_token_ids)}", hint=hint, param="stop_token_ids")
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, 2**31)
         if self.structure is not None and not isinstance(self.structure, Structure):
@@ -248,6 +255,8 @@ class Promise:
         for name, value in (("tpot_ms", self.tpot_ms), ("ttft_ms", self.ttft_ms)):
             if value is not None and not 0 <= value <= MAX_PROMISE_MS:  # NaN is in no range
                 raise InvalidRequest(f"{name} is no time that can be promised", param=name)
+        if not 0 < self.weight < float("inf"):
+            raise InvalidRequest(f"weight is {self.weight!r}", hint="must be above 0", param="weight")
 
     @property
     def group(self) -> tuple[str, str]:

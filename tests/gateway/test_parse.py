@@ -32,6 +32,14 @@ def test_context_overflow_has_a_status_also_when_streaming(server, stream):
     assert caught.value.code == "context_length_exceeded"
 
 
+def test_prompts_times_choices_are_bounded(server):
+    """Each of them takes memory and time before the first token."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.openai.completions.create(model="fake", prompt=["a"] * 65, n=16, max_tokens=1)
+    assert caught.value.param == "n" and "65 prompts with 16 choices" in str(caught.value)
+    assert len(server.openai.completions.create(model="fake", prompt=["a"] * 64, n=16, max_tokens=1).choices) == 1024
+
+
 BAD_CHAT: list[tuple[Any, str | None]] = [
     ({}, "messages"),
     ({"messages": None}, "messages"),

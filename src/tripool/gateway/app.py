@@ -42,7 +42,7 @@ from tripool.gateway.stream import AnswerResponse
 from tripool.gateway.tokens import token_routes
 from tripool.grammar import Trial
 from tripool.tenants import Caller, Tenant
-from tripool.text import Tokenizer
+from tripool.text import StopFinder, Tokenizer
 
 _SHORT_BYTES = 4096
 """Parsed in well under a millisecond: handing it to another thread and back would take longer."""
@@ -136,7 +136,8 @@ class Answering:
             served, job = await self._read(http, api)
         created_s = int(time.time())
         tokenizer = served.tokenizer
-        answers = [Answer(request, tokenizer) for request in job.requests]
+        finder = StopFinder(job.requests[0].params.stop)  # all prompts have the same
+        answers = [Answer(request, tokenizer, finder) for request in job.requests]
         voice: Voice = (
             MessageShapes(job, model=served.name)
             if job.api == "messages"

@@ -32,6 +32,8 @@ from tripool.gateway.kinds import (
 )
 
 MAX_PROMPTS = 256
+MAX_ANSWERS = 1024
+"""Of one request: its prompts times its choices."""
 
 SAMPLING: Mapping[str, Kind] = {
     "temperature": NUMBER,

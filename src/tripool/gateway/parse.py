@@ -20,6 +20,7 @@ from tripool.gateway.options import (
     ANTHROPIC_COUNT,
     CHAT,
     COMPLETION,
+    MAX_ANSWERS,
     MAX_PROMPTS,
     SAMPLING,
     Fields,
@@ -191,6 +192,9 @@ class Parser:
         options = {name: fields[name] for name in SAMPLING if name in fields}
         options["logit_bias"] = {int(token_id): bias for token_id, bias in fields.get("logit_bias", {}).items()}
         params = SamplingParams.from_options(options | {"logprobs": logprobs, "structure": structure})
+        if len(prompts.ids) * params.n > MAX_ANSWERS:
+            hint = f"prompts times choices must be at most {MAX_ANSWERS}; use several requests"
+            raise InvalidRequest(f"{len(prompts.ids)} prompts with {params.n} choices each", hint=hint, param="n")
         key = secrets.token_hex(12)
         request_id = _request_id(fields) or request_id or key
         promise = read_promise(fields, tenant, wishes, key)

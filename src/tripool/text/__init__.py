@@ -2,6 +2,7 @@
 
 from tripool.text.detokenizer import Detokenizer
 from tripool.text.files import TextFiles
+from tripool.text.stops import StopFinder
 from tripool.text.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer", "TextFiles", "Tokenizer"]
+__all__ = ["Detokenizer", "StopFinder", "TextFiles", "Tokenizer"]

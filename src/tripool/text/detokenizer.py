@@ -19,14 +19,16 @@ class Detokenizer:
     a token before the `min_tokens`-th are ordinary text, so an answer cut by a stop has at least `min_tokens` tokens.
 
     The token that ends an answer (the model's end token, a stop token) is not text: the caller does not push it.
+
+    `finder`: of the same stop strings. It holds nothing of one answer, so all that have the same ones may share it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, finder: StopFinder | None = None) -> None:
         self._tokenizer = tokenizer
         self._skipped_ids = tokenizer.special_ids if params.skip_special_tokens else frozenset()
         self._min_tokens = params.min_tokens
         self._include_stop = params.include_stop_str_in_output
-        self._finder = StopFinder(params.stop)
+        self._finder = StopFinder(params.stop) if finder is None else finder
         self._stream = tokenizer.stream()
         self._num_tokens = 0
         # Text in order: given out | _held (certain, may begin a stop string) | _open (may still be taken back).
