@@ -32,11 +32,19 @@ def arrival(request_id: str, tokens: int = 100, owner: Tenant = ANONYMOUS, **pro
     return Arrival(id=request_id, prompt_tokens=tokens, tenant=owner, promise=Promise(tenant=owner.name, **promise))
 
 
-def taught(door: Door, *, tokens: int = 100, seconds: float = 0.1, until_s: float = 100.0, times: int = 10) -> Door:
+def taught(
+    door: Door,
+    *,
+    tokens: int = 100,
+    seconds: float = 0.1,
+    until_s: float = 100.0,
+    times: int = 10,
+    owner: Tenant = ANONYMOUS,
+) -> Door:
     """A door that has seen a backend which takes so long for each prompt; idle at `until_s`."""
     now_s = until_s - times * seconds
     for number in range(times):
-        assert admitted(door.arrive(arrival(f"taught-{number}", tokens), now_s))
+        assert admitted(door.arrive(arrival(f"taught-{number}", tokens, owner), now_s))
         now_s += seconds
         door.first_token(f"taught-{number}", tokens, now_s)
         door.finished(f"taught-{number}", 1, now_s)
@@ -286,6 +294,18 @@ def test_a_backend_made_slow_by_one_tenant_keeps_nobody_else_waiting(prompt_toke
             inside += admitted(door.first_token(inside[0], prompt_tokens, now_s))
             inside += admitted(door.finished(inside.pop(0), 1, now_s))
         door.check(now_s)
+
+
+def test_hundreds_of_one_tenants_requests_refuse_nobody_else() -> None:
+    """They went in before anybody else was there, and are begun one by one; who comes now is next."""
+    many = tenant("many")
+    door = taught(new_door(slots=64), tokens=1, seconds=0.2, owner=many)
+    asked = [replace(arrival(f"many-{number}", 1, many), answer_tokens=2000) for number in range(345)]
+    assert len([one for one in asked if admitted(door.arrive(one, 100.0))]) > 250
+    assert admitted(door.arrive(arrival("other", 1, tenant("other")), 100.0)) == ["other"]
+    assert admitted(door.arrive(arrival("third", 1, tenant("third"), ttft_ms=1000), 100.0)) == ["third"]
+    assert refusals(door.arrive(arrival("again", 1, many, ttft_ms=1000), 100.0)), "but its own are before it"
+    door.check(100.0)
 
 
 def test_alone_all_prompts_of_a_request_go_in_as_fast_as_ever() -> None:

@@ -27,7 +27,7 @@ from heapq import heapify, heappop, heappush
 from tripool.config import DoorConfig
 from tripool.errors import Overloaded, TripoolError, TtftUnreachable
 from tripool.router.fair import Account, Shares
-from tripool.router.guests import Admit, Arrival, Decision, Guest, Refuse, Room, Stage
+from tripool.router.guests import Admit, Arrival, Decision, Guest, Refuse, Room, Stage, check_account
 from tripool.router.pace import Pace
 from tripool.router.rates import Rates
 from tripool.tenants import Tenant
@@ -110,7 +110,8 @@ class Door:
         cost = account.cost_of(arrival.prompt_tokens)
         account.count(now_s, asked=cost)
         ahead = self.shares.ahead(account, arrival.promise.priority)
-        predicted_s = self._predict_s(ahead, cost, now_s)
+        light = self._is_light(account, arrival.tokens + sum(one.tokens for one in rest))
+        predicted_s = self._predict_s(ahead, cost, now_s, light=light)
         return Guest(arrival, account, cost, arrival.answer_tokens, rest, now_s, ahead[1], predicted_s)
 
     def _queue_up(self, guest: Guest) -> None:
@@ -232,16 +233,21 @@ class Door:
         slots, room, weight = self.room.slots, self._has_room(now_s), self.shares.present_weight
         plenty = slots is None or not self._competes(now_s) or slots - self._slots_held > slots * self._config.reserve
         slots_each = (slots or 0) / (weight + 1.0)
-        most_asked = 0.0 if room else max((guest.account.asks for guest in self._inside.values()), default=0.0)
 
         def allowed(account: Account) -> bool:
             if not account.name:
                 return room
             fair = plenty or account.slots_held < max(1.0, slots_each * account.weight)
-            light = not account.num_unbegun and account.asks < _LIGHT * most_asked
-            return fair and (room or light)
+            return fair and (room or self._is_light(account))
 
         return allowed
+
+    def _is_light(self, account: Account, more_tokens: int = 0) -> bool:
+        """Whether it asks for much less than another that is inside, and has nothing to begin there itself."""
+        if not account.name or account.num_unbegun:
+            return False
+        asks = account.asks + more_tokens / account.weight
+        return any(asks < _LIGHT * guest.account.asks for guest in self._inside.values())
 
     def _notice(self, kind: tuple[str, int], now_s: float) -> None:
         if self._last_kind not in (None, kind):
@@ -253,11 +259,12 @@ class Door:
 
     # ---- refusing ---------------------------------------------------------------------------------------------------
 
-    def _predict_s(self, ahead: tuple[float, float], cost: float, now_s: float) -> float | None:
-        requests, tokens = ahead
-        if len(self._inside) + requests < self.room.lanes:
-            return self.pace.predict_s(0, 0, cost, now_s)
-        return self.pace.predict_s(len(self._inside) + requests, self._inside_tokens + tokens, cost, now_s)
+    def _predict_s(self, ahead: tuple[float, float], cost: float, now_s: float, *, light: bool = False) -> float | None:
+        """`light`: it goes in at once, and is next there after what is under way."""
+        lanes, requests, tokens = self.room.lanes, len(self._inside) + ahead[0], self._inside_tokens + ahead[1]
+        if light and self._inside:
+            requests, tokens = lanes, self._inside_tokens * min(1.0, lanes / len(self._inside))
+        return self.pace.predict_s(*((requests, tokens) if requests >= lanes else (0, 0)), cost, now_s)
 
     def _full(self, guest: Guest) -> TripoolError | None:
         there = self.shares.waiting_tokens + self._inside_tokens
@@ -378,11 +385,7 @@ class Door:
         held = inside + by_stage[Stage.ANSWERING]
         assert self._slots_held == sum(g.arrival.choices for g in held), "slots are miscounted"
         for account in self.shares:
-            own = [g for g in held if g.account is account]
-            assert account.slots_held == sum(g.arrival.choices for g in own) and account.num_inside == len(own)
-            assert account.num_unbegun == sum(g.stage is Stage.INSIDE for g in own)
-            asked = [one for g in self._guests.values() if g.account is account for one in (g.arrival, *g.rest)]
-            assert account.open_tokens == sum(one.tokens for one in asked), "what is asked for is miscounted"
+            check_account(account, [g for g in self._guests.values() if g.account is account])
         later = {one.id: one for guest in waiting for one in guest.rest}
         assert self._later.keys() == later.keys(), "a prompt that never arrives"
         assert self._later_tokens == sum(one.prompt_tokens for one in later.values())

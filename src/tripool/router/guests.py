@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -80,3 +81,12 @@ class Guest:
     admitted_s: float = 0.0
     unhindered: bool = False
     """There was a free lane when it was let through."""
+
+
+def check_account(account: Account, guests: Sequence[Guest]) -> None:
+    """The invariants of one tenant. `guests`: all of its own."""
+    held = [guest for guest in guests if guest.stage is not Stage.WAITING]
+    assert account.slots_held == sum(guest.arrival.choices for guest in held) and account.num_inside == len(held)
+    assert account.num_unbegun == sum(guest.stage is Stage.INSIDE for guest in held)
+    asked = [one for guest in guests for one in (guest.arrival, *guest.rest)]
+    assert account.open_tokens == sum(one.tokens for one in asked), "what is asked for is miscounted"
