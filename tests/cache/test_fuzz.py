@@ -6,6 +6,7 @@ import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +18,12 @@ from tripool.cache import arena as module
 from tripool.cache import wire
 from tripool.cache.arena import PAGE
 from tripool.cache.client import PoolClient
-from tripool.cache.member import Member
+from tripool.cache.member import _MAX_PEERS, Member
 from tripool.cache.records import State, namespace_tag
 from tripool.config import CacheConfig
 from tripool.messages import SUPERVISOR, Life, Reaped, Suspect
 
-from .conftest import Pool, chain
+from .conftest import Pool, chain, told
 
 SLOT_BYTES = 64
 NUM_SLOTS = 16
@@ -256,3 +257,17 @@ class Liar:
                             line.send(self._answer(number))
                 except OSError:
                     continue
+
+
+def test_a_member_hears_only_so_many(pool: Pool) -> None:
+    """Else it would run out of files, and look for ever at a listener that it cannot accept from."""
+    pool.start()
+    client = pool.client("p-0")
+    path = str(wire.address(pool.folder, "cache-0"))
+    with ExitStack() as lines:
+        for _ in range(_MAX_PEERS):
+            line = lines.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            line.settimeout(60)
+            line.connect(path)
+        assert line.recv(1) == b"", "the last one is not heard"
+        assert told(client).num_slots == 8, "and who was there before still is"

@@ -35,7 +35,7 @@ LOOK_AROUND_S = 0.5
 _LINGER_S = 500e-6
 """After a question look for the next one for so long before sleeping: being woken takes longer than a look-up. There
 are a few questions per request, so this costs a few per cent of a core at tens of requests a second."""
-_WAITING_PEERS = 128
+_MAX_PEERS = 512
 _MAX_WAIT_S = 10.0
 """For blocks from disk, whatever a peer asks for."""
 _REMEMBERED_WRITERS = 4096
@@ -300,7 +300,7 @@ class Door:
         self._path.unlink(missing_ok=True)  # an earlier life's; the arena's lock says that it is over
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(path))
-        self._listener.listen(_WAITING_PEERS)
+        self._listener.listen(_MAX_PEERS)
         self._listener.setblocking(False)
         self._lines: dict[int, _Line] = {}
         # Kept: a fresh buffer of this size for every message would cost more than the message.
@@ -353,7 +353,7 @@ class Door:
         except OSError:  # it has gone again
             return
         _, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        if uid != os.geteuid():
+        if uid != os.geteuid() or len(self._lines) >= _MAX_PEERS:
             peer.close()
             return
         peer.setblocking(False)
