@@ -5,6 +5,7 @@ Used by everything that shows text (the Python API, the gateway). Knows the toke
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tripool.core import FinishReason, Request, TokenEvent, TokenLogprobs, Usage
@@ -74,6 +75,9 @@ class _Draft:
 class Answer:
     """Feed it every event of its request; once `done`, whoever feeds it cancels the request if the engine goes on."""
 
+    keeps_logprobs = True
+    """For `generation`. Whoever passes them on as they come has no use for them here, and they are large."""
+
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         self.request = request
         self._drafts = [_Draft(Detokenizer(tokenizer, request.params)) for _ in range(request.params.n)]
@@ -82,6 +86,11 @@ class Answer:
     @property
     def done(self) -> bool:
         return all(draft.finish_reason is not None for draft in self._drafts)
+
+    @property
+    def finish_reasons(self) -> list[FinishReason]:
+        """Of every choice; one that is not finished says "abort"."""
+        return [draft.finish_reason or "abort" for draft in self._drafts]
 
     def stop_string(self, choice: int) -> str | None:
         """Which of the request's stop strings has ended the choice, if one has."""
@@ -96,7 +105,7 @@ class Answer:
         self._num_cached_tokens = event.num_cached_tokens
         draft.last_event = event
         draft.token_ids.append(event.token_id)
-        if event.logprobs is not None:
+        if event.logprobs is not None and self.keeps_logprobs:
             draft.logprobs.append(event.logprobs)
         text, draft.finish_reason = self._text_of(event, draft.detokenizer)
         draft.texts.append(text)
@@ -128,15 +137,16 @@ class Answer:
 
     def generation(self) -> Generation:
         """The answer so far; a choice that was not finished says "abort"."""
-        wants_logprobs = self.request.params.logprobs is not None
-        choices = tuple(
-            Choice(
+        return Generation(self.request.id, self.request.prompt_ids, tuple(self.choices()), self.usage)
+
+    def choices(self) -> Iterator[Choice]:
+        """Those of `generation`, one by one."""
+        wants_logprobs = self.request.params.logprobs is not None and self.keeps_logprobs
+        for index, draft in enumerate(self._drafts):
+            yield Choice(
                 index=index,
                 text="".join(draft.texts),
                 token_ids=tuple(draft.token_ids),
                 finish_reason=draft.finish_reason or "abort",
                 logprobs=tuple(draft.logprobs) if wants_logprobs else None,
             )
-            for index, draft in enumerate(self._drafts)
-        )
-        return Generation(self.request.id, self.request.prompt_ids, choices, self.usage)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing
 from typing import Any
 
@@ -21,6 +21,8 @@ from tripool.gateway.record import Record, State
 from tripool.gateway.respond import Voice
 
 Headers = list[tuple[bytes, bytes]]
+_PART_BYTES = 2**16
+"""Of a body, made and sent at once: others have their turn in between."""
 
 
 class AnswerResponse(Response):
@@ -44,6 +46,8 @@ class AnswerResponse(Response):
         self.background = None
         self._job, self._backend, self._voice, self._record = job, backend, voice, record
         self._answers = answers
+        for answer in answers:
+            answer.keeps_logprobs = False  # they are shaped as they come
         self._inside, self._on_end = inside, on_end
         self._places = {answer.request.id: (i, answer) for i, answer in enumerate(answers)}
         self._n = job.requests[0].params.n
@@ -69,9 +73,15 @@ class AnswerResponse(Response):
                 if found is not None:
                     self._voice.take(*found)
         self._end_record("finished")
-        body = self._voice.whole(self._answers, self._record.facts())
-        await _start(send, b"application/json", [*self._own_headers(), (b"content-length", str(len(body)).encode())])
-        await send({"type": "http.response.body", "body": body})
+        body = await _gathered(self._voice.whole(self._answers, self._record.facts()))
+        num_bytes = str(sum(map(len, body))).encode()
+        await _start(send, b"application/json", [*self._own_headers(), (b"content-length", num_bytes)])
+        body.reverse()
+        while body:
+            part = body.pop()
+            await send({"type": "http.response.body", "body": part, "more_body": bool(body)})
+            if body:
+                await asyncio.sleep(0)
 
     async def _stream(self, send: Send) -> None:
         opened: set[int] = set()  # choices that have begun
@@ -144,6 +154,20 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) ->
         await asyncio.wait({working, hung_up})
     if not working.cancelled():
         working.result()
+
+
+async def _gathered(pieces: Iterator[bytes]) -> list[bytes]:
+    """A body in parts of some size."""
+    parts: list[bytes] = []
+    part, size = [], 0
+    for piece in pieces:
+        part.append(piece)
+        size += len(piece)
+        if size >= _PART_BYTES:
+            parts.append(b"".join(part))
+            part, size = [], 0
+            await asyncio.sleep(0)
+    return [*parts, b"".join(part)]
 
 
 async def _hang_up(receive: Receive) -> None:
