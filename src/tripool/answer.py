@@ -69,7 +69,9 @@ class _Draft:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    last_event: TokenEvent | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """As its newest event says."""
 
 
 class Answer:
@@ -82,6 +84,8 @@ class Answer:
         self.request = request
         self._drafts = [_Draft(Detokenizer(tokenizer, request.params)) for _ in range(request.params.n)]
         self._num_cached_tokens = 0
+        # Sums over the choices: a stream may show its usage with every token.
+        self._num_tokens = self._num_drafted = self._num_accepted = 0
 
     @property
     def done(self) -> bool:
@@ -103,7 +107,10 @@ class Answer:
             return None
         assert event.index == len(draft.token_ids), "an event of this choice was lost or came twice"
         self._num_cached_tokens = event.num_cached_tokens
-        draft.last_event = event
+        self._num_tokens += 1
+        self._num_drafted += event.num_draft_tokens - draft.num_drafted
+        self._num_accepted += event.num_accepted_draft_tokens - draft.num_accepted
+        draft.num_drafted, draft.num_accepted = event.num_draft_tokens, event.num_accepted_draft_tokens
         draft.token_ids.append(event.token_id)
         if event.logprobs is not None and self.keeps_logprobs:
             draft.logprobs.append(event.logprobs)
@@ -126,13 +133,12 @@ class Answer:
 
     @property
     def usage(self) -> Usage:
-        last_events = [draft.last_event for draft in self._drafts if draft.last_event is not None]
         return Usage(
             prompt_tokens=len(self.request.prompt_ids),
-            completion_tokens=sum(len(draft.token_ids) for draft in self._drafts),
+            completion_tokens=self._num_tokens,
             cached_tokens=self._num_cached_tokens,
-            draft_tokens=sum(event.num_draft_tokens for event in last_events),
-            accepted_draft_tokens=sum(event.num_accepted_draft_tokens for event in last_events),
+            draft_tokens=self._num_drafted,
+            accepted_draft_tokens=self._num_accepted,
         )
 
     def generation(self) -> Generation:
