@@ -148,7 +148,9 @@ class Answering:
         note_record(http.scope, record, served.name)
         inside = partial(self._inside, served)
         on_end = partial(self._ended, caller_of(http), served)
-        return AnswerResponse(job, served.backend, answers, voice, record, inside=inside, on_end=on_end)
+        return AnswerResponse(
+            job, served.backend, answers, voice, record, clock=self._clock, inside=inside, on_end=on_end
+        )
 
     def _ended(self, caller: Caller, served: Served, record: Record) -> None:
         served.metrics.ended(record)
