@@ -123,13 +123,28 @@ def test_explain_names_the_limit_that_refused(serve: Serve) -> None:
         assert "20 tokens per minute" in told["placement"][0]["refused by the door"]
 
 
-def test_answers_are_charged_to_the_rate_of_tokens(serve: Serve) -> None:
-    """One without `max_tokens` is reckoned with 256; what it has beyond those is a debt."""
-    with serve(tenants=limited(tokens_per_minute=300)) as served:
-        assert ask(served, "a", max_tokens=None).status_code == 200
-        refused = ask(served, "a")
-        assert refused.status_code == 429
-        assert 250 <= int(refused.headers["retry-after"]) <= 360, "2,047 tokens less 300, at 300 a minute"
+@pytest.mark.parametrize(
+    ("per_minute", "more", "num_tokens"),
+    [(300, {}, 256), (1000, {"n": 3}, 768), (2000, {}, 999), (2000, {"min_tokens": 1500}, 1500)],
+)
+def test_an_answer_without_a_length_never_exceeds_its_tenants_rate(
+    serve: Serve, per_minute: int, more: dict[str, Any], num_tokens: int
+) -> None:
+    """It may have half of what is left, 256 at least, what it must have, and no more than the context holds."""
+    with serve(tenants=limited(tokens_per_minute=per_minute)) as served:
+        answer = ask(served, "a", max_tokens=None, **more).json()
+        assert answer["usage"]["completion_tokens"] == num_tokens
+        assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+        left = per_minute - num_tokens - 1
+        assert ask(served, "a", max_tokens=left + per_minute // 4).status_code == 429, "all of it was charged"
+        assert served.engine.wait_idle() and ask(served, "a", max_tokens=max(1, left - 50)).status_code == 200
+
+
+def test_what_it_must_answer_counts_before_it_begins(serve: Serve) -> None:
+    with serve(tenants=limited(tokens_per_minute=1000)) as served:
+        refused = ask(served, "a", max_tokens=None, min_tokens=1500)
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "above_rate_limit"
+        assert served.engine.added == []
 
 
 def hang_up(served: Served, body: dict[str, Any]) -> None:

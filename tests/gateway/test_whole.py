@@ -157,3 +157,29 @@ def test_a_long_answer_arrives_whole(serve: Serve) -> None:
         choices = response.json()["choices"]
         assert [len(choice["logprobs"]["content"]) for choice in choices] == [60] * 16
         assert served.http.get("/v1/models").status_code == 200, "on the same server"
+
+
+# ---- how much may be asked for --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"n": 128, "max_tokens": 2000, "logprobs": 20}, "max_tokens"),
+        ({"n": 128, "max_tokens": None, "min_tokens": 2000, "logprobs": 20}, "max_tokens"),
+        ({"prompt": ["a" * 60_000] * 10, "n": 128, "echo": True, "truncate_prompt_tokens": None}, "echo"),
+    ],
+)
+def test_more_than_any_answer_may_hold_is_refused(serve: Serve, check_refusal: Any, more: Any, param: str) -> None:
+    with serve(context_tokens=100_000) as served:
+        check_refusal(served.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3} | more), param)
+        assert served.engine.added == []
+
+
+def test_an_answer_without_a_length_ends_before_it_holds_too_much(serve: Serve) -> None:
+    with serve(context_tokens=10**9) as served:
+        body = {"prompt": "a", "n": 100, "logprobs": 20, "ignore_eos": True, "stream": True}
+        with served.http.stream("POST", "/v1/completions", json=body) as response:
+            assert next(response.iter_lines()).startswith("data: ")
+        (request,) = served.engine.added
+        assert request.params.max_tokens == 2**22 // 2100

@@ -20,6 +20,7 @@ from tripool.config import GatewayConfig
 from tripool.core import Request
 from tripool.errors import TripoolError
 from tripool.gateway.admin import admin_routes
+from tripool.gateway.answer_limits import check_echoes
 from tripool.gateway.anthropic.respond import MessageShapes
 from tripool.gateway.auth import Access, Guard, caller_of
 from tripool.gateway.backend import Backend
@@ -166,6 +167,7 @@ class Answering:
         parse = partial(self._parse, raw, request_id, api, tenant, wishes)
         short = len(raw) <= _SHORT_BYTES
         served, job = parse() if short else await self._reading.run(tenant.name, parse, size=len(raw))
+        check_echoes(job)
         served.check(job.requests)
         await self._try(job.requests[0], tenant)
         return served, job

@@ -18,6 +18,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from tripool.config import DoorConfig
 from tripool.core import Request, ServingStats, Stages, TokenEvent
 from tripool.errors import AboveRateLimit, ContextOverflow, EngineStopped
+from tripool.gateway.answer_limits import answer_tokens, bounded, check_answers, most_tokens
 from tripool.gateway.backend import Backend, Facts
 from tripool.gateway.metrics import Histogram
 from tripool.mailbox import Watcher
@@ -35,8 +36,6 @@ _MAX_LABELS = 20
 _MAX_REFUSED = 256
 _MERGED_AHEAD = 64
 """Events of several prompts that wait for their reader."""
-_USUAL_ANSWER_TOKENS = 256
-"""What an answer without `max_tokens` is reckoned with by its tenant's rate before it begins."""
 _ERRORS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -135,9 +134,10 @@ class Doored:
     def check(self, requests: Sequence[Request]) -> None:
         """Raises what can be known of requests before anything is prepared for them."""
         self._check_lengths(requests)
-        arrivals = list(self._arrivals(requests))
-        amount = sum(arrival.prompt_tokens + arrival.answer_tokens for arrival in arrivals)
-        error = self._door.rates.refusal(arrivals[0].tenant, 0, amount, self._clock())
+        context_tokens, tenant = self.context_tokens, self._tenant_of(requests[0].promise.tenant)
+        check_answers(requests, context_tokens)
+        amount = sum(len(request.prompt_ids) + answer_tokens(request, context_tokens) for request in requests)
+        error = self._door.rates.refusal(tenant, 0, amount, self._clock())
         if isinstance(error, AboveRateLimit):
             raise error
 
@@ -146,6 +146,9 @@ class Doored:
             raise EngineStopped(self._refusing)
         self._check_lengths(requests)
         loop, now_s = asyncio.get_running_loop(), self._clock()
+        tenant = self._tenant_of(requests[0].promise.tenant)
+        tokens_left = self._door.rates.tokens_left(tenant, now_s)
+        asked, requests = requests, bounded(requests, self.context_tokens, tokens_left)
         visits = [_Visit(self, request, loop.create_future(), now_s) for request in requests]
         for visit in visits:
             visit.watcher, visit.share = watcher or visit.watcher, 1.0 / len(visits)
@@ -153,7 +156,7 @@ class Doored:
         try:
             if self._door.idle:
                 self._door.room = self._room()
-            first, *rest = self._arrivals(requests)
+            first, *rest = self._arrivals(requests, asked, tenant)
             self._do(self._door.arrive(first, now_s, rest), loop)
             if visits[0].opened.done():
                 visits[0].opened.result()  # refused at once, as a whole
@@ -276,19 +279,17 @@ class Doored:
             hint = f"at most {self.context_tokens - 1} prompt tokens fit; shorten the prompt or give more KV memory"
             raise ContextOverflow(f"the prompt has {longest} tokens", hint=hint, param="prompt")
 
-    def _arrivals(self, requests: Sequence[Request]) -> Iterator[Arrival]:
-        promise = requests[0].promise
-        tenant = self._tenant_of(promise.tenant)
-        for request in requests:
-            prompt, params = len(request.prompt_ids), request.params
-            room = max(1, self.context_tokens - prompt)
-            answer_tokens = params.n * min(params.max_tokens or _USUAL_ANSWER_TOKENS, room)
+    def _arrivals(self, requests: Sequence[Request], asked: Sequence[Request], tenant: Tenant) -> Iterator[Arrival]:
+        """`asked`: the same as their client sent them."""
+        promise, context_tokens = requests[0].promise, self.context_tokens
+        for request, original in zip(requests, asked, strict=True):
             yield Arrival(
                 id=request.id,
-                prompt_tokens=prompt,
-                answer_tokens=answer_tokens,
+                prompt_tokens=len(request.prompt_ids),
+                answer_tokens=most_tokens(request, context_tokens),
+                usual_tokens=answer_tokens(original, context_tokens),
                 tenant=tenant,
-                choices=params.n,
+                choices=request.params.n,
                 promise=promise,
             )
             promise = replace(promise, ttft_ms=None)  # the first prompt's first token is the request's

@@ -17,7 +17,9 @@ class Arrival:
     id: str
     prompt_tokens: int
     answer_tokens: int = 0
-    """That it asks for, all choices together: its tenant's rate must have room for them too."""
+    """That it may have, all choices together: its tenant's rate must have room for them too."""
+    usual_tokens: int | None = None
+    """That it probably has, where that is less: what it is compared with others by."""
     tenant: Tenant = ANONYMOUS
     choices: int = 1
     promise: Promise = field(default_factory=Promise)
@@ -25,6 +27,10 @@ class Arrival:
     @property
     def tokens(self) -> int:
         return self.prompt_tokens + self.answer_tokens
+
+    @property
+    def asked_tokens(self) -> int:
+        return self.prompt_tokens + (self.answer_tokens if self.usual_tokens is None else self.usual_tokens)
 
 
 @dataclass(frozen=True, slots=True)
