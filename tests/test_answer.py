@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from tripool.answer import Answer
-from tripool.core import Request, SamplingParams, TokenEvent, TokenLogprobs
+from tripool.core import Request, SamplingParams, TokenEvent, TokenLogprobs, Usage
 from tripool.engine.fake import fake_text
 from tripool.text import StopFinder, Tokenizer
 
@@ -132,3 +134,24 @@ def test_a_lost_event_is_our_mistake():
     it = answer()
     with pytest.raises(AssertionError, match="lost"):
         it.take(TokenEvent("r", 0, 1, 5))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_usage_is_the_sum_over_choices_after_every_token(seed):
+    """Counted as they come; the plain way is to look at every choice's last event. A worker that takes over may count
+    its drafts from the beginning."""
+    rng, it, last = random.Random(seed), answer(n=5), dict[int, TokenEvent]()
+    for _ in range(60):
+        choice = rng.randrange(5)
+        index = last[choice].index + 1 if choice in last else 0
+        drafted = rng.randrange(20)
+        event = TokenEvent("r", choice, index, 9, None, None, 2, drafted, rng.randint(0, drafted))
+        it.take(event)
+        last[choice] = event
+        assert it.usage == Usage(
+            prompt_tokens=3,
+            completion_tokens=sum(one.index + 1 for one in last.values()),
+            cached_tokens=2,
+            draft_tokens=sum(one.num_draft_tokens for one in last.values()),
+            accepted_draft_tokens=sum(one.num_accepted_draft_tokens for one in last.values()),
+        )

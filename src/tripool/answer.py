@@ -5,6 +5,7 @@ Used by everything that shows text (the Python API, the gateway). Knows the toke
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tripool.core import FinishReason, Request, TokenEvent, TokenLogprobs, Usage
@@ -68,11 +69,16 @@ class _Draft:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    last_event: TokenEvent | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """As its newest event says."""
 
 
 class Answer:
     """Feed it every event of its request; once `done`, whoever feeds it cancels the request if the engine goes on."""
+
+    keeps_logprobs = True
+    """For `generation`. Whoever passes them on as they come has no use for them here, and they are large."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer, finder: StopFinder | None = None) -> None:
         """`finder`: of its stop strings, where several requests have the same."""
@@ -80,10 +86,17 @@ class Answer:
         finder = StopFinder(request.params.stop) if finder is None else finder
         self._drafts = [_Draft(Detokenizer(tokenizer, request.params, finder)) for _ in range(request.params.n)]
         self._num_cached_tokens = 0
+        # Sums over the choices: a stream may show its usage with every token.
+        self._num_tokens = self._num_drafted = self._num_accepted = 0
 
     @property
     def done(self) -> bool:
         return all(draft.finish_reason is not None for draft in self._drafts)
+
+    @property
+    def finish_reasons(self) -> list[FinishReason]:
+        """Of every choice; one that is not finished says "abort"."""
+        return [draft.finish_reason or "abort" for draft in self._drafts]
 
     def stop_string(self, choice: int) -> str | None:
         """Which of the request's stop strings has ended the choice, if one has."""
@@ -96,9 +109,12 @@ class Answer:
             return None
         assert event.index == len(draft.token_ids), "an event of this choice was lost or came twice"
         self._num_cached_tokens = event.num_cached_tokens
-        draft.last_event = event
+        self._num_tokens += 1
+        self._num_drafted += event.num_draft_tokens - draft.num_drafted
+        self._num_accepted += event.num_accepted_draft_tokens - draft.num_accepted
+        draft.num_drafted, draft.num_accepted = event.num_draft_tokens, event.num_accepted_draft_tokens
         draft.token_ids.append(event.token_id)
-        if event.logprobs is not None:
+        if event.logprobs is not None and self.keeps_logprobs:
             draft.logprobs.append(event.logprobs)
         text, draft.finish_reason = self._text_of(event, draft.detokenizer)
         draft.texts.append(text)
@@ -119,26 +135,26 @@ class Answer:
 
     @property
     def usage(self) -> Usage:
-        last_events = [draft.last_event for draft in self._drafts if draft.last_event is not None]
         return Usage(
             prompt_tokens=len(self.request.prompt_ids),
-            completion_tokens=sum(len(draft.token_ids) for draft in self._drafts),
+            completion_tokens=self._num_tokens,
             cached_tokens=self._num_cached_tokens,
-            draft_tokens=sum(event.num_draft_tokens for event in last_events),
-            accepted_draft_tokens=sum(event.num_accepted_draft_tokens for event in last_events),
+            draft_tokens=self._num_drafted,
+            accepted_draft_tokens=self._num_accepted,
         )
 
     def generation(self) -> Generation:
         """The answer so far; a choice that was not finished says "abort"."""
-        wants_logprobs = self.request.params.logprobs is not None
-        choices = tuple(
-            Choice(
+        return Generation(self.request.id, self.request.prompt_ids, tuple(self.choices()), self.usage)
+
+    def choices(self) -> Iterator[Choice]:
+        """Those of `generation`, one by one."""
+        wants_logprobs = self.request.params.logprobs is not None and self.keeps_logprobs
+        for index, draft in enumerate(self._drafts):
+            yield Choice(
                 index=index,
                 text="".join(draft.texts),
                 token_ids=tuple(draft.token_ids),
                 finish_reason=draft.finish_reason or "abort",
                 logprobs=tuple(draft.logprobs) if wants_logprobs else None,
             )
-            for index, draft in enumerate(self._drafts)
-        )
-        return Generation(self.request.id, self.request.prompt_ids, choices, self.usage)

@@ -81,6 +81,13 @@ class RateLimited(Overloaded):
     code = "rate_limited"
 
 
+class SlowReader(TripoolError):
+    """A client takes its answer so much more slowly than it is made that nobody keeps the rest for it."""
+
+    status = 408
+    code = "slow_reader"
+
+
 class AboveRateLimit(InvalidRequest):
     """One request asks for more than its tenant's limit holds: waiting does not help."""
 

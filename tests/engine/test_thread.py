@@ -6,13 +6,15 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
+from math import inf
 
 import pytest
 
 from tripool.core import Request, SamplingParams, TokenEvent
 from tripool.engine.fake import FakeEngine, fake_text
 from tripool.engine.thread import EngineThread
-from tripool.errors import ContextOverflow, EngineStopped
+from tripool.errors import ContextOverflow, EngineStopped, SlowReader
+from tripool.mailbox import Tally
 
 DEADLINE_S = 60.0
 TEXT = fake_text()
@@ -289,3 +291,46 @@ def test_close_is_bounded_when_a_step_hangs():
     run(close())
     engine.gate.set()
     assert thread.close(DEADLINE_S)
+
+
+class Counting(Tally):
+    """May have little unread."""
+
+    def __init__(self, max_unread: float = inf) -> None:
+        super().__init__(max_unread)
+        self.over_ids: list[str] = []
+
+    def over(self, request_id: str) -> None:
+        self.over_ids.append(request_id)
+
+
+def test_what_is_not_read_counts_and_the_end_of_computing_is_told_before_the_end_of_reading():
+    engine, tally = GatedEngine(), Counting()
+
+    async def hang_up(thread):
+        async with aclosing(thread.stream(request("r", n=3, max_tokens=50), watcher=tally)) as events:
+            await anext(events)
+            await asyncio.to_thread(engine.idle.wait, DEADLINE_S)
+            while "r" not in tally.over_ids:
+                await asyncio.sleep(0)
+            return thread.stats().running
+
+    with running(engine) as thread:
+        assert run(hang_up(thread)) == 0
+    assert tally.num_made == {"r": 150} and tally.over_ids == ["r"]
+
+
+def test_who_does_not_read_is_computed_for_no_longer():
+    engine, tally = GatedEngine(), Counting(max_unread=100)
+
+    async def trickle(thread):
+        events = thread.stream(request("r"), watcher=tally)
+        with pytest.raises(SlowReader):  # noqa: PT012 (the engine may be so fast that already the first is too late)
+            await anext(events)
+            assert await asyncio.to_thread(engine.idle.wait, DEADLINE_S), "it would go on for ever"
+            await anext(events)
+        return len(await collect(thread, request("next", max_tokens=5)))
+
+    with running(engine) as thread:
+        assert run(trickle(thread)) == 5
+    assert tally.over_ids == ["r"]

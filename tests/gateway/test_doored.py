@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import socket
+import struct
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,8 @@ from tripool.errors import EngineStopped, Overloaded
 from tripool.gateway.backend import Facts
 from tripool.gateway.doored import Doored
 from tripool.grammar import Trial
+from tripool.mailbox import Mailbox, Watcher
+from tripool.router.guests import Room
 from tripool.tenants import Limits, Tenant
 
 NARROW = DoorConfig(window_s=1e-9, wide_tokens=1, max_wait_s=3600.0)
@@ -120,13 +123,52 @@ def test_explain_names_the_limit_that_refused(serve: Serve) -> None:
         assert "20 tokens per minute" in told["placement"][0]["refused by the door"]
 
 
-def test_answers_are_charged_to_the_rate_of_tokens(serve: Serve) -> None:
-    """One without `max_tokens` is reckoned with 256; what it has beyond those is a debt."""
-    with serve(tenants=limited(tokens_per_minute=300)) as served:
-        assert ask(served, "a", max_tokens=None).status_code == 200
-        refused = ask(served, "a")
-        assert refused.status_code == 429
-        assert 250 <= int(refused.headers["retry-after"]) <= 360, "2,047 tokens less 300, at 300 a minute"
+@pytest.mark.parametrize(
+    ("per_minute", "more", "num_tokens"),
+    [(300, {}, 256), (1000, {"n": 3}, 768), (2000, {}, 999), (2000, {"min_tokens": 1500}, 1500)],
+)
+def test_an_answer_without_a_length_never_exceeds_its_tenants_rate(
+    serve: Serve, per_minute: int, more: dict[str, Any], num_tokens: int
+) -> None:
+    """It may have half of what is left, 256 at least, what it must have, and no more than the context holds."""
+    with serve(tenants=limited(tokens_per_minute=per_minute)) as served:
+        answer = ask(served, "a", max_tokens=None, **more).json()
+        assert answer["usage"]["completion_tokens"] == num_tokens
+        assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+        left = per_minute - num_tokens - 1
+        assert ask(served, "a", max_tokens=left + per_minute // 4).status_code == 429, "all of it was charged"
+        assert served.engine.wait_idle() and ask(served, "a", max_tokens=max(1, left - 50)).status_code == 200
+
+
+def test_what_it_must_answer_counts_before_it_begins(serve: Serve) -> None:
+    with serve(tenants=limited(tokens_per_minute=1000)) as served:
+        refused = ask(served, "a", max_tokens=None, min_tokens=1500)
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "above_rate_limit"
+        assert served.engine.added == []
+
+
+def hang_up(served: Served, body: dict[str, Any]) -> None:
+    """Read a little of a stream, wait until all of it is computed, and reset the connection."""
+    raw = json.dumps(body | {"stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(raw)}\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.settimeout(DEADLINE_S)
+        connection.connect(served.address)
+        connection.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + raw)
+        assert connection.recv(300).startswith(b"HTTP/1.1 200")
+        assert served.engine.wait_idle()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    served.wait_empty()
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a", "b"]], ids=["one", "merged"])
+def test_tokens_that_were_computed_are_charged_whether_they_are_read_or_not(serve: Serve, prompt: Any) -> None:
+    with serve(tenants=limited(tokens_per_minute=1000)) as served:
+        n = 8 if prompt == "a" else 4
+        hang_up(served, {"prompt": prompt, "n": n, "max_tokens": 100, "logprobs": 20, "ignore_eos": True})
+        refused = ask(served, "a", max_tokens=400)
+        assert refused.status_code == 429, "800 of 1,000 were used"
 
 
 @pytest.mark.parametrize(
@@ -307,13 +349,16 @@ class Slow:
         self.seen: list[str] = []
         self.cancelled: list[str] = []
 
-    async def stream(self, *requests: Request) -> AsyncGenerator[TokenEvent, None]:
+    async def stream(self, *requests: Request, watcher: Watcher | None = None) -> AsyncGenerator[TokenEvent, None]:
         self.seen += [request.id for request in requests]
         await self.let_go.wait()
         for request in requests:
             if not self.alive:
                 raise EngineStopped("over")
-            yield TokenEvent(request.id, 0, 0, 1, "stop", num_cached_tokens=1)
+            event = TokenEvent(request.id, 0, 0, 1, "stop", num_cached_tokens=1)
+            if watcher is not None:
+                watcher.made(event)
+            yield event
 
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
@@ -436,3 +481,37 @@ def test_a_refusal_is_remembered_for_a_while_and_not_for_ever() -> None:
         await inside
 
     asyncio.run(go())
+
+
+def test_who_only_reads_holds_nothing_at_the_door() -> None:
+    """The engine has long made all of it: its tenant's slots are free, and `explain` still knows how it came in."""
+
+    async def go() -> None:
+        doored = Doored(Ready(), room=lambda: Room(1, 2), tenant_of=limited())
+        first = doored.stream(of("a", "first", n=2))
+        await anext(first)
+        assert await collect(doored, of("b", "other")) == ["other"], "two tenants compete from now on"
+        second = asyncio.ensure_future(collect(doored, of("a", "second", n=2)))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert second.done() and await second == ["second", "second"]
+        assert "waited in the door" in doored.explain("first") and doored.num_open == 1
+        assert [event.request_id async for event in first] == ["first"] and doored._door.idle
+
+    asyncio.run(go())
+
+
+class Ready(Slow):
+    """Has everything at once, and gives it to whoever reads."""
+
+    async def stream(self, *requests: Request, watcher: Watcher | None = None) -> AsyncGenerator[TokenEvent, None]:
+        mailbox = Mailbox(requests, watcher)
+        events = [TokenEvent(one.id, choice, 0, 1, "stop") for one in requests for choice in range(one.params.n)]
+        for event in events:
+            mailbox.put(event)
+        for event in events:
+            yield event
+
+
+def of(tenant: str, request_id: str, **params: Any) -> Request:
+    return replace(request(request_id), params=SamplingParams(**params), promise=Promise(tenant=tenant))

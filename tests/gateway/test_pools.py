@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import zmq
 import zmq.asyncio
 
 from tripool.config import RouterConfig
 from tripool.core import Request, SamplingParams, TokenEvent
+from tripool.errors import SlowReader
 from tripool.gateway.pools import Pools
-from tripool.messages import PROTOCOL, AnyMessage, Begin, Hello, Life, Stamped, Tokens, Welcome, decode, encode
+from tripool.mailbox import Tally
+from tripool.messages import PROTOCOL, AnyMessage, Begin, Cancel, Hello, Life, Stamped, Tokens, Welcome, decode, encode
 
 LIFE = Life("prefill-0", 1)
 HELLO = Hello(PROTOCOL, "prefill", LIFE, 1, "m", 4096, 8, 4096, 100)
@@ -81,3 +85,52 @@ def test_without_workers_it_says_what_is_missing(tmp_path: Path) -> None:
             pools.close()
 
     assert asyncio.run(look()) == ["there is no prefill worker", "there is no decode worker", ""]
+
+
+class Little(Tally):
+    """May have little unread."""
+
+    def __init__(self) -> None:
+        super().__init__(max_unread=3)
+        self.over_ids: list[str] = []
+
+    def over(self, request_id: str) -> None:
+        self.over_ids.append(request_id)
+
+
+def test_who_does_not_read_is_computed_for_no_longer(tmp_path: Path) -> None:
+    """All that comes is counted; beyond its bound the worker is told to stop, and the reader why."""
+
+    async def go() -> Little:
+        address, tally = f"ipc://{tmp_path}/g", Little()
+        pools = Pools(PATIENT, addresses=[address], epoch=1, suspect=lambda message: None)
+        context = zmq.asyncio.Context()
+        worker = context.socket(zmq.DEALER)
+        try:
+            pools.start()
+            stream = pools.stream(replace(REQUEST, params=SamplingParams(n=8, max_tokens=1)), watcher=tally)
+            first = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            worker.setsockopt(zmq.ROUTING_ID, b"prefill-0.1.1")
+            worker.connect(address)
+            await worker.send(encode(HELLO))
+            while not isinstance(begin := decode(await asyncio.wait_for(worker.recv(), DEADLINE_S)), Begin):
+                pass
+            events = tuple(Stamped(begin.attempt, TokenEvent("r", choice, 0, 7, "length")) for choice in range(1))
+            await worker.send(encode(Tokens(LIFE, events)))
+            assert (await asyncio.wait_for(first, DEADLINE_S)).choice == 0
+            events = tuple(Stamped(begin.attempt, TokenEvent("r", choice, 0, 7, "length")) for choice in range(1, 5))
+            await worker.send(encode(Tokens(LIFE, events)))
+            message = decode(await asyncio.wait_for(worker.recv(), DEADLINE_S))
+            while not isinstance(message, Cancel):
+                message = decode(await asyncio.wait_for(worker.recv(), DEADLINE_S))
+            with pytest.raises(SlowReader):
+                await anext(stream)
+            return tally
+        finally:
+            pools.close()
+            worker.close(0)
+            context.term()
+
+    tally = asyncio.run(go())
+    assert tally.num_made == {"r": 5} and tally.over_ids == ["r"]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
+import struct
+import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -134,6 +137,30 @@ def test_who_hangs_up_is_metered_with_what_was_sent(tmp_path: Path) -> None:
     assert found["requests"] == 6 and found["prompt_tokens"] == 6 * len(prompt)
     assert found["completion_tokens"] == sum(one["completion_tokens"] for one in explained) < 6 * 50_000
     assert found["cached_tokens"] == sum(one["cached_tokens"] for one in explained) == 5 * 128
+
+
+def test_who_reads_nothing_is_metered_with_all_that_was_computed(tmp_path: Path) -> None:
+    path = tmp_path / "keys.db"
+    keys = make_keys(path, "alice", "admin")
+    body = {"prompt": [5, 6, 7], "n": 8, "max_tokens": 100, "logprobs": 20, "ignore_eos": True, "stream": True}
+    raw = json.dumps(body | {"request_id": "unread"}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(raw)}\r\nx-api-key: {keys['alice']}\r\n"
+    with guarded_server(path) as server, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.settimeout(DEADLINE_S)
+        connection.connect(("127.0.0.1", httpx.URL(server.url).port))
+        connection.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + raw)
+        assert connection.recv(300).startswith(b"HTTP/1.1 200")
+        deadline_s = time.monotonic() + DEADLINE_S
+        while server.http.get("/load", headers=bearer(keys["admin"])).json()["running"]:
+            assert time.monotonic() < deadline_s
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+        server.wait_empty(keys["admin"])
+        told = server.http.get("/v1/requests/unread/explain", headers=bearer(keys["alice"])).json()
+        found = metered(path, server)[keys["alice"][:11]]
+    assert (told["state"], told["completion_tokens"]) == ("cancelled", 800)
+    assert found == Counter(requests=1, prompt_tokens=3, completion_tokens=800, cached_tokens=0)
 
 
 def test_what_was_refused_costs_nothing(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import logging
 import sys
 import threading
 import time
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import replace
 from queue import Empty, SimpleQueue
@@ -24,9 +24,10 @@ from queue import Empty, SimpleQueue
 from tripool.core import Request, ServingStats, Stages, TokenEvent
 from tripool.engine.protocol import StepEngine
 from tripool.errors import EngineStopped, RequestFailed, TripoolError
+from tripool.mailbox import Mailbox, Watcher
 
-_Item = TokenEvent | TripoolError | None
-"""None only wakes the consumer: one of its requests was cancelled."""
+_Item = TokenEvent | TripoolError | str
+"""A token, how it fails, or the id of a request that was cancelled."""
 
 _MAX_TOLD = 1000
 _SHUT_DOWN = "the engine is shut down"
@@ -34,33 +35,16 @@ _SHUT_DOWN = "the engine is shut down"
 _logger = logging.getLogger("tripool.engine")
 
 
-class _Stream:
-    """One consumer: the loop it lives on, what it has not read yet, and the choices it still waits for.
+class _Stream(Mailbox):
+    """One consumer, and the loop it lives on. The times belong to the engine's thread."""
 
-    `put` and `get` belong to its loop, the times to the engine's thread.
-    """
-
-    def __init__(self, requests: tuple[Request, ...], now_s: float) -> None:
+    def __init__(self, requests: tuple[Request, ...], watcher: Watcher | None, now_s: float) -> None:
+        super().__init__(requests, watcher)
         self.requests = requests
         self.loop = asyncio.get_running_loop()
-        self.items: deque[_Item] = deque()
-        self.choices_left = {request.id: request.params.n for request in requests}
         self.added_s = now_s
         self.started_s: dict[str, float] = {}
         """When the first step with each request began."""
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, item: _Item) -> None:
-        self.items.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def get(self) -> _Item:
-        # One reader, and no more bookkeeping than that needs: every token of every stream comes through here.
-        while not self.items:
-            self._waiter = self.loop.create_future()
-            await self._waiter
-        return self.items.popleft()
 
     def staged(self, event: TokenEvent, now_s: float) -> TokenEvent:
         """A choice's first event, with the time that it took to get here."""
@@ -108,12 +92,12 @@ class EngineThread:
         with self._lock:
             return {"mode": "colocated", "engine": self._engine.name, **self._told.get(request_id, {})}
 
-    async def stream(self, *requests: Request) -> AsyncGenerator[TokenEvent, None]:
+    async def stream(self, *requests: Request, watcher: Watcher | None = None) -> AsyncGenerator[TokenEvent, None]:
         """Events of one or several requests until all are over. Leaving early, in any way, cancels the rest.
 
         Raises what the engine's `add` raises, in which case none of the requests runs.
         """
-        stream = _Stream(requests, self._clock())
+        stream = _Stream(requests, watcher, self._clock())
         left = stream.choices_left
         with self._lock:
             if self._ended is not None:
@@ -124,7 +108,7 @@ class EngineThread:
         self._commands.put(stream)
         try:
             while left:
-                if stream.items:
+                if stream.waiting:
                     # Neither get() nor a fast client's send() would give way: a backlog must not starve other tasks.
                     await asyncio.sleep(0)
                 item = await stream.get()
@@ -146,7 +130,7 @@ class EngineThread:
         if stream is not None:
             stream.choices_left.pop(request_id, None)
             self._commands.put(request_id)
-            self._post(stream.loop, [(stream, None)])
+            self._post(stream.loop, [(stream, request_id)])
 
     def close(self, timeout_s: float) -> bool:
         """Stop after the step in progress and end open streams; False when the engine did not stop in time.
@@ -261,7 +245,7 @@ class EngineThread:
 
     def _post(self, loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, _Item]]) -> None:
         try:
-            loop.call_soon_threadsafe(_put_all, items)
+            loop.call_soon_threadsafe(self._put_all, items)
         except RuntimeError:  # the loop closed under its streams: nobody will ever read them
             with self._lock:
                 orphans = [i for i, stream in self._streams.items() if stream.loop is loop]
@@ -269,6 +253,24 @@ class EngineThread:
                     del self._streams[request_id]
             for request_id in orphans:
                 self._commands.put(request_id)
+
+    def _put_all(self, items: list[tuple[_Stream, _Item]]) -> None:
+        for stream, item in items:
+            if isinstance(item, TokenEvent):
+                if not stream.put(item):
+                    self._give_up(stream)
+            elif isinstance(item, str):
+                stream.cancelled(item)
+            else:
+                # The end overtakes what was not read yet, so that a slow reader cannot delay a shutdown.
+                stream.fail(item, at_once=isinstance(item, EngineStopped))
+
+    def _give_up(self, stream: _Stream) -> None:
+        """Compute nothing more for whoever does not read it; its stream says why when it is read."""
+        with self._lock:
+            given_up = [request_id for request_id in tuple(stream.choices_left) if self._streams.pop(request_id, None)]
+        for request_id in given_up:
+            self._commands.put(request_id)
 
     def _end(self, why: str) -> list[str]:
         """Refuse what comes, end what is open; the first reason stays. Returns the requests that were open."""
@@ -279,11 +281,3 @@ class EngineThread:
         for stream in streams:
             self._post(stream.loop, [(stream, EngineStopped(self._ended))])
         return ended
-
-
-def _put_all(items: list[tuple[_Stream, _Item]]) -> None:
-    for stream, item in items:
-        # The end overtakes what was not read yet, so that a slow reader cannot delay a shutdown.
-        if isinstance(item, EngineStopped):
-            stream.items.clear()
-        stream.put(item)

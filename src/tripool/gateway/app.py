@@ -20,6 +20,7 @@ from tripool.config import GatewayConfig
 from tripool.core import Request
 from tripool.errors import TripoolError
 from tripool.gateway.admin import admin_routes
+from tripool.gateway.answer_limits import check_echoes
 from tripool.gateway.anthropic.respond import MessageShapes
 from tripool.gateway.auth import Access, Guard, caller_of
 from tripool.gateway.backend import Backend
@@ -149,7 +150,9 @@ class Answering:
         note_record(http.scope, record, served.name)
         inside = partial(self._inside, served)
         on_end = partial(self._ended, caller_of(http), served)
-        return AnswerResponse(job, served.backend, answers, voice, record, inside=inside, on_end=on_end)
+        return AnswerResponse(
+            job, served.backend, answers, voice, record, clock=self._clock, inside=inside, on_end=on_end
+        )
 
     def _ended(self, caller: Caller, served: Served, record: Record) -> None:
         served.metrics.ended(record)
@@ -165,6 +168,7 @@ class Answering:
         parse = partial(self._parse, raw, request_id, api, tenant, wishes)
         short = len(raw) <= _SHORT_BYTES
         served, job = parse() if short else await self._reading.run(tenant.name, parse, size=len(raw))
+        check_echoes(job)
         served.check(job.requests)
         await self._try(job.requests[0], tenant)
         return served, job

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
 from tripool.core import Request, ServingStats, TokenEvent
+from tripool.mailbox import Watcher
 
 Scalar = str | int | float | bool | None
 Fact = Scalar | Sequence[Mapping[str, Scalar]]
@@ -25,8 +26,11 @@ class Backend(Protocol):
         """Longest prompt and answer together."""
         ...
 
-    def stream(self, *requests: Request) -> AsyncGenerator[TokenEvent, None]:
-        """Events of all the requests until the last is over; closing it early cancels what is left."""
+    def stream(self, *requests: Request, watcher: Watcher | None = None) -> AsyncGenerator[TokenEvent, None]:
+        """Events of all the requests until the last is over; closing it early cancels what is left.
+
+        `watcher` is told of each when it comes, also of those that are never read.
+        """
         ...
 
     def cancel(self, request_id: str) -> None:

@@ -9,7 +9,8 @@
 | idle | another request | 5 s |
 | refused | the client to see why | 8 MiB, 2 s |
 
-In every phase a client that has to take bytes from us must take 16 KiB, or all there are, within 30 s. Requests that
+In every phase a client that has to take bytes from us must take 16 KiB, or all there are, within 30 s; how long a whole
+answer may take is the application's to say (`gateway/patience.py`). Requests that
 are sent before the last one was answered are dropped, and the connection is closed after that answer: clients must be
 prepared for that (RFC 9112, 9.3.2), and an end of the connection is then always seen at once.
 """
@@ -71,7 +72,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self.url = b""
         self._table, self._limits, self._on_ended = table, limits, on_ended
-        self._end = ConnectionEnd()
+        self._end = ConnectionEnd(self._cut)
         self._phase = _Phase.HEAD
         self._deadline: asyncio.TimerHandle | None = None
         self._take_deadline: asyncio.TimerHandle | None = None
@@ -308,6 +309,12 @@ class Connection(HttpToolsProtocol):
     def _close(self) -> None:
         self.transport.close()
         self._watch_reader()
+
+    def _cut(self, reason: str) -> None:
+        """The application has had enough of its client."""
+        if not self.transport.is_closing():
+            self._end_for(reason)
+            self._abort()
 
     def _end_for(self, reason: str) -> None:
         self._end.reason = reason

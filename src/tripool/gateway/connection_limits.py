@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,13 +32,25 @@ class ConnectionLimits:
 
 
 class ConnectionEnd:
-    """Why the server cut a connection off, for those who still answer on it. Empty: it did not."""
+    """Why the server cut a connection off, for those who still answer on it. Empty: it did not.
 
-    def __init__(self) -> None:
+    `cut` cuts it off for a reason that only those know.
+    """
+
+    def __init__(self, cut: Callable[[str], object] = lambda reason: None) -> None:
         self.reason = ""
+        self.cut = cut
 
 
 def cut_off_because(scope: Mapping[str, Any]) -> str | None:
     """None when the client went away by itself, or all went well."""
     end: ConnectionEnd | None = scope.get(CONNECTION_END)
     return end.reason or None if end is not None else None
+
+
+def cut_off(scope: Mapping[str, Any], reason: str) -> bool:
+    """End the connection at once. False where there is none that could be."""
+    end: ConnectionEnd | None = scope.get(CONNECTION_END)
+    if end is not None:
+        end.cut(reason)
+    return end is not None

@@ -16,10 +16,12 @@ from dataclasses import dataclass, replace
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from tripool.config import DoorConfig
-from tripool.core import Request, ServingStats, TokenEvent
+from tripool.core import Request, ServingStats, Stages, TokenEvent
 from tripool.errors import AboveRateLimit, ContextOverflow, EngineStopped
+from tripool.gateway.answer_limits import answer_tokens, bounded, check_answers, most_tokens
 from tripool.gateway.backend import Backend, Facts
 from tripool.gateway.metrics import Histogram
+from tripool.mailbox import Watcher
 from tripool.router.door import Door
 from tripool.router.fairness import fairness
 from tripool.router.guests import Admit, Arrival, Decision, Room
@@ -34,15 +36,16 @@ _MAX_LABELS = 20
 _MAX_REFUSED = 256
 _MERGED_AHEAD = 64
 """Events of several prompts that wait for their reader."""
-_USUAL_ANSWER_TOKENS = 256
-"""What an answer without `max_tokens` is reckoned with by its tenant's rate before it begins."""
 _ERRORS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
-class _Visit:
-    """One request at the door; a stream of several has one for each."""
+class _Visit(Watcher):
+    """One request at the door; a stream of several has one for each. Sees its tokens as they are made."""
 
-    def __init__(self, request: Request, opened: asyncio.Future[None], now_s: float) -> None:
+    def __init__(self, doored: Doored, request: Request, opened: asyncio.Future[None], now_s: float) -> None:
+        self._doored = doored
+        self.watcher, self.share = Watcher(), 1.0
+        """Of whoever reads it, and which part this is of what that reads."""
         self.id = request.id
         self.request = request
         self.opened = opened
@@ -53,7 +56,23 @@ class _Visit:
         self.cancelled = False
         """Before it was let through."""
         self.left = False
+        self.done = False
+        """At the door: nothing is computed for it any more, whoever still reads it."""
+        self.told: Facts = {}
+        """What the door had to say of it then."""
         self.num_tokens = 0
+
+    @property
+    def max_unread(self) -> float:  # type: ignore[override]
+        return self.watcher.max_unread * self.share
+
+    def made(self, event: TokenEvent) -> None:
+        self._doored.made(self, event)
+        self.watcher.made(event)
+
+    def over(self, request_id: str) -> None:
+        self._doored.over(self)
+        self.watcher.over(request_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,23 +134,29 @@ class Doored:
     def check(self, requests: Sequence[Request]) -> None:
         """Raises what can be known of requests before anything is prepared for them."""
         self._check_lengths(requests)
-        arrivals = list(self._arrivals(requests))
-        amount = sum(arrival.prompt_tokens + arrival.answer_tokens for arrival in arrivals)
-        error = self._door.rates.refusal(arrivals[0].tenant, 0, amount, self._clock())
+        context_tokens, tenant = self.context_tokens, self._tenant_of(requests[0].promise.tenant)
+        check_answers(requests, context_tokens)
+        amount = sum(len(request.prompt_ids) + answer_tokens(request, context_tokens) for request in requests)
+        error = self._door.rates.refusal(tenant, 0, amount, self._clock())
         if isinstance(error, AboveRateLimit):
             raise error
 
-    async def stream(self, *requests: Request) -> AsyncGenerator[TokenEvent, None]:
+    async def stream(self, *requests: Request, watcher: Watcher | None = None) -> AsyncGenerator[TokenEvent, None]:
         if self._refusing is not None:
             raise EngineStopped(self._refusing)
         self._check_lengths(requests)
         loop, now_s = asyncio.get_running_loop(), self._clock()
-        visits = [_Visit(request, loop.create_future(), now_s) for request in requests]
+        tenant = self._tenant_of(requests[0].promise.tenant)
+        tokens_left = self._door.rates.tokens_left(tenant, now_s)
+        asked, requests = requests, bounded(requests, self.context_tokens, tokens_left)
+        visits = [_Visit(self, request, loop.create_future(), now_s) for request in requests]
+        for visit in visits:
+            visit.watcher, visit.share = watcher or visit.watcher, 1.0 / len(visits)
         self._visits |= {visit.id: visit for visit in visits}
         try:
             if self._door.idle:
                 self._door.room = self._room()
-            first, *rest = self._arrivals(requests)
+            first, *rest = self._arrivals(requests, asked, tenant)
             self._do(self._door.arrive(first, now_s, rest), loop)
             if visits[0].opened.done():
                 visits[0].opened.result()  # refused at once, as a whole
@@ -152,12 +177,9 @@ class Doored:
             visit.opened.result()
             if visit.cancelled:
                 return
-            async with aclosing(self._backend.stream(visit.request)) as events:
+            async with aclosing(self._backend.stream(visit.request, watcher=visit)) as events:
                 async for event in events:
-                    visit.num_tokens += 1
-                    if visit.num_tokens % _CHARGE_TOKENS == 0:
-                        self._door.answered(visit.id, _CHARGE_TOKENS, self._clock())
-                    yield self._noted(visit, event) if not visit.begun or event.stages is not None else event
+                    yield event if event.stages is None else _staged(event, visit.waited_s)
         finally:
             self._leave(visit)
 
@@ -195,8 +217,29 @@ class Doored:
         if not visit.left:
             visit.left = True
             del self._visits[visit.id]
-            uncharged = visit.num_tokens % _CHARGE_TOKENS
-            self._do(self._door.finished(visit.id, uncharged, self._clock()), asyncio.get_running_loop())
+            self.over(visit)
+
+    def made(self, visit: _Visit, event: TokenEvent) -> None:
+        """A token came for it, which may never be read. Its first tells how much was cached."""
+        visit.num_tokens += 1
+        if visit.num_tokens % _CHARGE_TOKENS == 0:
+            self._door.answered(visit.id, _CHARGE_TOKENS, self._clock())
+        if not visit.begun:
+            visit.begun = True
+            uncached_tokens = len(visit.request.prompt_ids) - event.num_cached_tokens
+            decisions = self._door.first_token(visit.id, uncached_tokens, self._clock())
+            self._do(decisions, visit.opened.get_loop())
+            for predicted_s, actual_s in self._door.predictions:
+                self._errors.observe(abs(actual_s - predicted_s))
+            self._door.predictions.clear()
+
+    def over(self, visit: _Visit) -> None:
+        """Nothing more is computed for it: what it holds at the door is free, whoever still reads its answer."""
+        if not visit.done:
+            visit.done = True
+            now_s, uncharged = self._clock(), visit.num_tokens % _CHARGE_TOKENS
+            visit.told = self._door.explain(visit.id, now_s)
+            self._do(self._door.finished(visit.id, uncharged, now_s), visit.opened.get_loop())
 
     @property
     def num_open(self) -> int:
@@ -224,7 +267,7 @@ class Doored:
         visit = self._visits.get(request_id)
         if visit is None:
             return self._refused.get(request_id) or self._backend.explain(request_id)
-        door = self._door.explain(visit.id, self._clock())
+        door = visit.told if visit.done else self._door.explain(visit.id, self._clock())
         return {**self._backend.explain(request_id), **door} if visit.opened.done() else door
 
     # ---- the door ---------------------------------------------------------------------------------------------------
@@ -236,19 +279,17 @@ class Doored:
             hint = f"at most {self.context_tokens - 1} prompt tokens fit; shorten the prompt or give more KV memory"
             raise ContextOverflow(f"the prompt has {longest} tokens", hint=hint, param="prompt")
 
-    def _arrivals(self, requests: Sequence[Request]) -> Iterator[Arrival]:
-        promise = requests[0].promise
-        tenant = self._tenant_of(promise.tenant)
-        for request in requests:
-            prompt, params = len(request.prompt_ids), request.params
-            room = max(1, self.context_tokens - prompt)
-            answer_tokens = params.n * min(params.max_tokens or _USUAL_ANSWER_TOKENS, room)
+    def _arrivals(self, requests: Sequence[Request], asked: Sequence[Request], tenant: Tenant) -> Iterator[Arrival]:
+        """`asked`: the same as their client sent them."""
+        promise, context_tokens = requests[0].promise, self.context_tokens
+        for request, original in zip(requests, asked, strict=True):
             yield Arrival(
                 id=request.id,
-                prompt_tokens=prompt,
-                answer_tokens=answer_tokens,
+                prompt_tokens=len(request.prompt_ids),
+                answer_tokens=most_tokens(request, context_tokens),
+                usual_tokens=answer_tokens(original, context_tokens),
                 tenant=tenant,
-                choices=params.n,
+                choices=request.params.n,
                 promise=promise,
             )
             promise = replace(promise, ttft_ms=None)  # the first prompt's first token is the request's
@@ -273,21 +314,6 @@ class Doored:
         self._timer = None
         self._do(self._door.tick(self._clock(), self._room()), loop)
 
-    def _noted(self, visit: _Visit, event: TokenEvent) -> TokenEvent:
-        """A request's first event tells how much was cached; that of each choice, how long it took."""
-        if not visit.begun:
-            visit.begun = True
-            uncached_tokens = len(visit.request.prompt_ids) - event.num_cached_tokens
-            loop = asyncio.get_running_loop()
-            self._do(self._door.first_token(visit.id, uncached_tokens, self._clock()), loop)
-            for predicted_s, actual_s in self._door.predictions:
-                self._errors.observe(abs(actual_s - predicted_s))
-            self._door.predictions.clear()
-        if event.stages is not None:
-            stages = replace(event.stages, queue_s=event.stages.queue_s + visit.waited_s)
-            event = replace(event, stages=stages)
-        return event
-
     # ---- for people -------------------------------------------------------------------------------------------------
 
     def families(self, labels: dict[str, str]) -> Iterator[Metric]:
@@ -309,6 +335,12 @@ class Doored:
 
     def _fairness(self) -> float:
         return fairness(self._door.shares, self._clock())
+
+
+def _staged(event: TokenEvent, waited_s: float) -> TokenEvent:
+    """The first event of a choice tells how long it took; the time at the door belongs to it."""
+    stages = event.stages or Stages()
+    return replace(event, stages=replace(stages, queue_s=stages.queue_s + waited_s))
 
 
 def _unlimited(name: str) -> Tenant:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +25,7 @@ from tripool.errors import EngineStopped, TripoolError
 from tripool.fabric.channel import Switchboard
 from tripool.gateway.backend import Fact, Facts
 from tripool.gateway.record import MAX_KEPT
+from tripool.mailbox import Mailbox, Watcher
 from tripool.messages import Adopted, Hello, Left, Life, Packed, Pulse, Reaped, Refused, Role, Suspect, Tokens
 from tripool.router import Coordinator
 from tripool.router.guests import Room
@@ -36,29 +37,13 @@ _TICK_S = 0.05
 
 _FROM_WORKERS = (Pulse, Tokens, Packed, Adopted, Refused, Left)
 
-_Item = TokenEvent | TripoolError | None
-"""None only wakes the consumer: one of its requests was cancelled."""
 
+class _Stream(Mailbox):
+    """One consumer."""
 
-class _Stream:
-    """One consumer: what it has not read yet, and the choices it still waits for."""
-
-    def __init__(self, requests: tuple[Request, ...], now_s: float) -> None:
-        self.items: deque[_Item] = deque()
-        self.choices_left = {request.id: request.params.n for request in requests}
+    def __init__(self, requests: tuple[Request, ...], watcher: Watcher | None, now_s: float) -> None:
+        super().__init__(requests, watcher)
         self.added_s = now_s
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, item: _Item) -> None:
-        self.items.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def get(self) -> _Item:
-        while not self.items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self.items.popleft()
 
 
 @dataclass(slots=True)
@@ -109,13 +94,13 @@ class Pools:
         """What every worker that was seen can take; 0 before the first."""
         return self._context_tokens
 
-    async def stream(self, *requests: Request) -> AsyncGenerator[TokenEvent, None]:
+    async def stream(self, *requests: Request, watcher: Watcher | None = None) -> AsyncGenerator[TokenEvent, None]:
         """Events of one or several requests until all are over. Leaving early, in any way, cancels the rest."""
         if self._ended is not None:
             raise EngineStopped(self._ended)
         self.start()
         now_s = self._now_s
-        stream = _Stream(requests, now_s)
+        stream = _Stream(requests, watcher, now_s)
         left = stream.choices_left
         try:
             for request in requests:
@@ -124,7 +109,7 @@ class Pools:
                 self._remember(request.id)
                 self._carry_out(outputs)
             while left:
-                if stream.items:
+                if stream.waiting:
                     # Neither get() nor a fast client's send() would give way: a backlog must not starve other tasks.
                     await asyncio.sleep(0)
                 item = await stream.get()
@@ -145,8 +130,7 @@ class Pools:
     def cancel(self, request_id: str) -> None:
         stream = self._streams.pop(request_id, None)
         if stream is not None:
-            stream.choices_left.pop(request_id, None)
-            stream.put(None)
+            stream.cancelled(request_id)
             if self._opened is not None:
                 self._carry_out(self._coordinator.cancel(request_id, self._now_s))
 
@@ -214,8 +198,8 @@ class Pools:
         self._ended = self._ended or why
         streams, self._streams = set(self._streams.values()), {}
         for stream in streams:
-            stream.items.clear()  # the end overtakes what was not read yet: a slow reader must not delay it
-            stream.put(EngineStopped(self._ended))
+            # The end overtakes what was not read yet: a slow reader must not delay it.
+            stream.fail(EngineStopped(self._ended), at_once=True)
         if self._opened is not None:
             opened, self._opened = self._opened, None
             opened.loop.remove_reader(opened.switchboard.fileno)
@@ -280,7 +264,7 @@ class Pools:
                     self._stories[output.request_id].failed(str(output.error))
                 if stream is not None:
                     stream.choices_left.pop(output.request_id, None)
-                    stream.put(output.error)
+                    stream.fail(output.error)
             elif isinstance(output, Lost):
                 level = logging.WARNING if output.num_requests else logging.INFO
                 _LOG.log(level, "worker lost", extra=_of(output.life) | {"placed_again": output.num_requests})
@@ -299,7 +283,14 @@ class Pools:
             stages = event.stages or Stages()
             waited_s = self._now_s - stream.added_s - stages.lookup_s - stages.prefill_s
             event = replace(event, stages=replace(stages, queue_s=max(0.0, waited_s)))
-        stream.put(event)
+        if not stream.put(event) and self._opened is not None:
+            self._opened.loop.call_soon(self._give_up, stream)  # this may be amid what another step of it decided
+
+    def _give_up(self, stream: _Stream) -> None:
+        """Compute nothing more for whoever does not read it; its stream says why when it is read."""
+        for request_id in tuple(stream.choices_left):
+            if self._streams.pop(request_id, None) is not None and self._opened is not None:
+                self._carry_out(self._coordinator.cancel(request_id, self._now_s))
 
     # ---- for people -------------------------------------------------------------------------------------------------
 

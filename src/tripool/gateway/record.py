@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from tripool.answer import Answer
 from tripool.core import Stages, TokenEvent, Usage
 from tripool.gateway.backend import Facts
 from tripool.gateway.job import Job
+from tripool.mailbox import Tally
 
 State = Literal["open", "finished", "cancelled", "failed"]
 MAX_KEPT = 1000
@@ -55,13 +57,15 @@ class Record:
         self._late_transfer_s = 0.0
         self._first_s: float | None = None
         self._ended_s: float | None = None
+        self._num_made = 0
         self._last_s: dict[tuple[str, int], float] = {}
         self._gaps_s: list[float] = []
         self._gap_sum_s, self._num_gaps = 0.0, 0
 
     @property
     def tokens_came(self) -> bool:
-        return self._first_s is not None
+        """Whether or not its client ever saw them."""
+        return self._first_s is not None or self._num_made > 0
 
     def came(self, event: TokenEvent) -> None:
         """Called for every token: no more than a clock, a dict and a list."""
@@ -91,11 +95,16 @@ class Record:
         self._num_gaps += len(self._gaps_s)
         self._gaps_s.clear()
 
-    def ended(self, state: State, answers: Sequence[Answer], error_code: str | None = None) -> None:
+    def ended(
+        self, state: State, answers: Sequence[Answer], error_code: str | None = None, tally: Tally | None = None
+    ) -> None:
+        """An answer that its client did not take to its end counts with all that was made for it."""
+        tally = tally or Tally()
         self._ended_s = self._clock()
         self.state, self.error_code = state, error_code
-        self.usages = [answer.usage for answer in answers]
-        self.finish_reasons = Counter(c.finish_reason for answer in answers for c in answer.generation().choices)
+        self.usages = [answer.usage if state == "finished" else _made(answer, tally) for answer in answers]
+        self._num_made = sum(tally.num_made.values())
+        self.finish_reasons = Counter(reason for answer in answers for reason in answer.finish_reasons)
         self._tell_gaps()
         self._last_s = {}
 
@@ -160,6 +169,14 @@ class Record:
             "timing": self.timing(),
             "placement": [dict(placements[i]) for i in sorted(placements)],
         }
+
+
+def _made(answer: Answer, tally: Tally) -> Usage:
+    usage, request_id = answer.usage, answer.request.id
+    num_made = tally.num_made.get(request_id, 0)
+    if num_made <= usage.completion_tokens:
+        return usage
+    return replace(usage, completion_tokens=num_made, cached_tokens=tally.num_cached[request_id])
 
 
 class Journal:

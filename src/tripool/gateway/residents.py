@@ -20,6 +20,7 @@ from tripool.control.residency import Load, Residency, Shortage
 from tripool.core import Request, ServingStats, TokenEvent
 from tripool.errors import EngineStopped, TripoolError
 from tripool.gateway.backend import Backend, Facts
+from tripool.mailbox import Watcher
 
 T = TypeVar("T")
 
@@ -351,10 +352,10 @@ class ResidentBackend:
         backend = self._residents.current(self._name)
         return self._context_tokens if backend is None else backend.context_tokens
 
-    async def stream(self, *requests: Request) -> AsyncGenerator[TokenEvent, None]:
+    async def stream(self, *requests: Request, watcher: Watcher | None = None) -> AsyncGenerator[TokenEvent, None]:
         backend = await self._residents.enter(self._name)
         try:
-            async with aclosing(backend.stream(*requests)) as events:
+            async with aclosing(backend.stream(*requests, watcher=watcher)) as events:
                 async for event in events:
                     yield event
         finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -12,7 +12,7 @@ from tripool.core import TokenLogprobs, Usage
 from tripool.errors import TripoolError
 from tripool.gateway.calls import CallBegins, Content, Piece, Said, Thought
 from tripool.gateway.job import Job
-from tripool.gateway.logprobs import chat_logprobs, completion_logprobs
+from tripool.gateway.logprobs import ChatScores, CompletionScores, Scores, chat_logprobs, completion_logprobs
 from tripool.gateway.refusals import error_shape
 from tripool.gateway.speech import Speech
 from tripool.text import Tokenizer
@@ -29,7 +29,9 @@ class Voice(Protocol):
 
     def take(self, index: int, delta: Delta) -> None: ...
 
-    def whole(self, answers: Sequence[Answer], facts: Facts) -> bytes: ...
+    def whole(self, answers: Sequence[Answer], facts: Facts) -> Iterator[bytes]:
+        """One body in pieces, none of which takes long to make."""
+        ...
 
     def opening(self, index: int, answer: Answer) -> bytes: ...
 
@@ -54,6 +56,8 @@ class Shapes:
         self._chat = job.api == "chat"
         self._head = {"id": job.id, "object": self._object_name(), "created": created_s, "model": model}
         self._speeches: dict[int, Speech] = {}
+        self._scores: dict[int, Scores] = {}
+        """Of an answer at once, where log-probabilities were asked for."""
         self._token_chars: dict[int, int] = {}
         """Characters of the tokens streamed so far, per choice: completion logprobs say where each token begins."""
         self._plain = not (job.return_token_ids or job.continuous_usage)
@@ -68,20 +72,24 @@ class Shapes:
     def take(self, index: int, delta: Delta) -> None:
         if self._chat:
             self._speech(index).push(delta.text, last=delta.finish_reason is not None)
+        if delta.logprobs is not None and not self._job.stream:
+            self._scores_of(index).add(delta.token_id, delta.logprobs)
 
-    def whole(self, answers: Sequence[Answer], facts: Facts) -> bytes:
+    def whole(self, answers: Sequence[Answer], facts: Facts) -> Iterator[bytes]:
+        yield encode(self._head)[:-1] + b',"choices":['
         n = self._job.requests[0].params.n
-        choices = [
-            self._choice(position * n + choice.index, choice, answer)
-            for position, answer in enumerate(answers)
-            for choice in answer.generation().choices
-        ]
-        prompt_ids = {}
+        for position, answer in enumerate(answers):
+            for choice in answer.choices():
+                index = position * n + choice.index
+                if index:
+                    yield b","
+                yield from self._choice(index, choice, answer)
+        tail: dict[str, Any] = {"usage": self._usage(), "tripool": facts}
         if self._job.return_token_ids and self._chat:
-            prompt_ids = {"prompt_token_ids": answers[0].request.prompt_ids}
-        return encode(self._head | {"choices": choices, "usage": self._usage(), "tripool": facts} | prompt_ids)
+            tail["prompt_token_ids"] = answers[0].request.prompt_ids
+        yield b"]," + encode(tail)[1:]
 
-    def _choice(self, index: int, choice: Choice, answer: Answer) -> dict[str, Any]:
+    def _choice(self, index: int, choice: Choice, answer: Answer) -> Iterator[bytes]:
         finish_reason: str | None = choice.finish_reason
         ids: dict[str, Any] = {"token_ids": choice.token_ids} if self._job.return_token_ids else {}
         if self._chat:
@@ -91,8 +99,19 @@ class Shapes:
         else:
             said = {"text": self._echo(index) + choice.text}
             ids |= {"prompt_token_ids": answer.request.prompt_ids} if ids else {}
-        logprobs = self._logprobs(choice.token_ids, choice.logprobs, 0)
-        return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason, **ids}
+        yield encode({"index": index, **said})[:-1] + b',"logprobs":'
+        if answer.request.params.logprobs is None:
+            yield b"null"
+        else:
+            yield from self._scores_of(index).pieces()
+        yield b"," + encode({"finish_reason": finish_reason, **ids})[1:]
+
+    def _scores_of(self, index: int) -> Scores:
+        scores = self._scores.get(index)
+        if scores is None:
+            kind = ChatScores if self._chat else CompletionScores
+            scores = self._scores[index] = kind(self._tokenizer)
+        return scores
 
     def _message(self, index: int, said: Said) -> dict[str, Any]:
         calls = [self._call(index, number, call.name, call.arguments) for number, call in enumerate(said.calls)]
@@ -126,7 +145,7 @@ class Shapes:
                 return None
         logprobs = None
         if scores is not None:
-            logprobs = self._logprobs([delta.token_id], [scores], self._token_chars.get(index, 0))
+            logprobs = self._logprobs(delta.token_id, scores, self._token_chars.get(index, 0))
             shown = len(self._tokenizer.token_text(delta.token_id))
             self._token_chars[index] = self._token_chars.get(index, 0) + shown
         ids = {"token_ids": [delta.token_id]} if self._job.return_token_ids else {}
@@ -208,12 +227,8 @@ class Shapes:
             return "text_completion"
         return "chat.completion.chunk" if self._job.stream else "chat.completion"
 
-    def _logprobs(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None, text_offset: int
-    ) -> dict[str, Any] | None:
-        if logprobs is None:
-            return None
-        pairs = zip(token_ids, logprobs, strict=True)
+    def _logprobs(self, token_id: int, logprobs: TokenLogprobs, text_offset: int) -> dict[str, Any]:
+        pairs = [(token_id, logprobs)]
         if self._chat:
             return chat_logprobs(self._tokenizer, pairs)
         return completion_logprobs(self._tokenizer, pairs, text_offset)

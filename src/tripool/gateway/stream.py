@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing
+from math import inf
 from typing import Any
 
 from starlette.responses import Response
@@ -13,14 +14,18 @@ from starlette.types import Receive, Scope, Send
 
 from tripool.answer import Answer, Delta
 from tripool.core import TokenEvent
-from tripool.errors import TripoolError
+from tripool.errors import SlowReader, TripoolError
 from tripool.gateway.backend import Backend, Facts
-from tripool.gateway.connection_limits import cut_off_because
+from tripool.gateway.connection_limits import SLOW_READER, cut_off, cut_off_because
 from tripool.gateway.job import Job
+from tripool.gateway.patience import Patience
 from tripool.gateway.record import Record, State
 from tripool.gateway.respond import Voice
+from tripool.mailbox import MAX_UNREAD, Tally
 
 Headers = list[tuple[bytes, bytes]]
+_PART_BYTES = 2**16
+"""Of a body, made and sent at once: others have their turn in between."""
 
 
 class AnswerResponse(Response):
@@ -37,6 +42,7 @@ class AnswerResponse(Response):
         voice: Voice,
         record: Record,
         *,
+        clock: Callable[[], float],
         inside: Callable[[], AbstractContextManager[None]],
         on_end: Callable[[Record], object],
     ) -> None:
@@ -44,11 +50,17 @@ class AnswerResponse(Response):
         self.background = None
         self._job, self._backend, self._voice, self._record = job, backend, voice, record
         self._answers = answers
+        for answer in answers:
+            answer.keeps_logprobs = False  # they are shaped as they come
+        self._tally = Tally(inf)
+        self._clock, self._patience = clock, Patience()
+        self._scope: Scope = {}
         self._inside, self._on_end = inside, on_end
         self._places = {answer.request.id: (i, answer) for i, answer in enumerate(answers)}
         self._n = job.requests[0].params.n
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
         self._record.look = self._explain_now
         try:
             with self._inside():
@@ -63,21 +75,36 @@ class AnswerResponse(Response):
             self._on_end(self._record)
 
     async def _whole(self, send: Send) -> None:
-        async with aclosing(self._backend.stream(*self._job.requests)) as events:
+        async with aclosing(self._backend.stream(*self._job.requests, watcher=self._tally)) as events:
             async for event in events:
                 found = self._take(event)
                 if found is not None:
                     self._voice.take(*found)
         self._end_record("finished")
-        body = self._voice.whole(self._answers, self._record.facts())
-        await _start(send, b"application/json", [*self._own_headers(), (b"content-length", str(len(body)).encode())])
-        await send({"type": "http.response.body", "body": body})
+        body = await _gathered(self._voice.whole(self._answers, self._record.facts()))
+        num_bytes = str(sum(map(len, body))).encode()
+        await _start(send, b"application/json", [*self._own_headers(), (b"content-length", num_bytes)])
+        body.reverse()
+        while body:
+            part = body.pop()
+            await self._send(send, part, more=bool(body))
+            if body:
+                await asyncio.sleep(0)
+
+    async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
+        """Whoever takes a whole answer too slowly is cut off, and what piles up while we wait for it is bounded."""
+        begun_s = self._clock()
+        self._tally.max_unread = MAX_UNREAD
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        self._tally.max_unread = inf
+        if not self._patience.lasts(len(body), self._clock() - begun_s) and not cut_off(self._scope, SLOW_READER):
+            raise SlowReader("its client takes this answer too slowly", hint="read faster")
 
     async def _stream(self, send: Send) -> None:
         opened: set[int] = set()  # choices that have begun
         chunk = self._voice.chunk
         try:
-            async with aclosing(self._backend.stream(*self._job.requests)) as events:
+            async with aclosing(self._backend.stream(*self._job.requests, watcher=self._tally)) as events:
                 async for event in events:
                     found = self._take(event)
                     if found is None:
@@ -91,7 +118,7 @@ class AnswerResponse(Response):
                         opened.add(index)
                         body = self._voice.opening(index, self._places[event.request_id][1]) + (body or b"")
                     if body:
-                        await send({"type": "http.response.body", "body": body, "more_body": True})
+                        await self._send(send, body)
             self._end_record("finished")
             last = self._voice.closing(self._answers, self._record.facts())
         except TripoolError as error:
@@ -126,7 +153,7 @@ class AnswerResponse(Response):
     def _end_record(self, state: State, error_code: str | None = None) -> None:
         """The first word on how it ended is the last."""
         if self._record.state == "open":
-            self._record.ended(state, self._answers, error_code)
+            self._record.ended(state, self._answers, error_code, self._tally)
 
     def _own_headers(self) -> Headers:
         return [(b"x-request-id", self._job.request_id.encode())]
@@ -144,6 +171,20 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) ->
         await asyncio.wait({working, hung_up})
     if not working.cancelled():
         working.result()
+
+
+async def _gathered(pieces: Iterator[bytes]) -> list[bytes]:
+    """A body in parts of some size."""
+    parts: list[bytes] = []
+    part, size = [], 0
+    for piece in pieces:
+        part.append(piece)
+        size += len(piece)
+        if size >= _PART_BYTES:
+            parts.append(b"".join(part))
+            part, size = [], 0
+            await asyncio.sleep(0)
+    return [*parts, b"".join(part)]
 
 
 async def _hang_up(receive: Receive) -> None:

@@ -95,7 +95,7 @@ class Door:
         if error is not None:
             return [Refuse(arrival.id, error)]
         self.rates.take(tenant, 0, amount, now_s)
-        guest.account.open_tokens += amount
+        guest.account.open_tokens += sum(one.asked_tokens for one in everything)
         for one in rest:
             self._later[one.id] = guest.rest
             self._later_tokens += one.prompt_tokens
@@ -316,7 +316,7 @@ class Door:
 
     def _drop(self, request_id: str, guest: Guest, now_s: float) -> None:
         self.rates.take(guest.arrival.tenant, 0, -guest.reserved_tokens, now_s)
-        guest.account.open_tokens -= guest.arrival.tokens
+        guest.account.open_tokens -= guest.arrival.asked_tokens
         if guest.stage is Stage.WAITING:
             self.shares.remove(request_id)
             self.rates.take(guest.arrival.tenant, 0, -guest.arrival.prompt_tokens, now_s)
@@ -334,7 +334,7 @@ class Door:
         line.remove(arrival)
         self._later_tokens -= arrival.prompt_tokens
         self.rates.take(arrival.tenant, 0, -arrival.tokens, now_s)
-        self.shares.account(arrival.tenant).open_tokens -= arrival.tokens
+        self.shares.account(arrival.tenant).open_tokens -= arrival.asked_tokens
 
     def _begun(self, guest: Guest) -> None:
         guest.account.num_unbegun -= 1

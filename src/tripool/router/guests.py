@@ -18,7 +18,9 @@ class Arrival:
     id: str
     prompt_tokens: int
     answer_tokens: int = 0
-    """That it asks for, all choices together: its tenant's rate must have room for them too."""
+    """That it may have, all choices together: its tenant's rate must have room for them too."""
+    usual_tokens: int | None = None
+    """That it probably has, where that is less: what it is compared with others by."""
     tenant: Tenant = ANONYMOUS
     choices: int = 1
     promise: Promise = field(default_factory=Promise)
@@ -26,6 +28,10 @@ class Arrival:
     @property
     def tokens(self) -> int:
         return self.prompt_tokens + self.answer_tokens
+
+    @property
+    def asked_tokens(self) -> int:
+        return self.prompt_tokens + (self.answer_tokens if self.usual_tokens is None else self.usual_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,4 +95,4 @@ def check_account(account: Account, guests: Sequence[Guest]) -> None:
     assert account.slots_held == sum(guest.arrival.choices for guest in held) and account.num_inside == len(held)
     assert account.num_unbegun == sum(guest.stage is Stage.INSIDE for guest in held)
     asked = [one for guest in guests for one in (guest.arrival, *guest.rest)]
-    assert account.open_tokens == sum(one.tokens for one in asked), "what is asked for is miscounted"
+    assert account.open_tokens == sum(one.asked_tokens for one in asked), "what is asked for is miscounted"

@@ -1,9 +1,9 @@
 """How fast a tenant may ask: token buckets for requests and tokens, one minute deep. Pure; time is an argument.
 
-A bucket fills at its rate up to one minute's worth. What is asked for is taken at once: a request that asks for more
-than a full bucket holds never fits. What is learned later (tokens of an answer beyond those that were asked for, a
-prompt that turned out to be cached) is taken or given back then, so a bucket may be in debt. Nothing more is let
-through until the debt is paid: over any time, a tenant gets its rate and at most one minute more.
+A bucket fills at its rate up to one minute's worth. All that a request may use is taken at once: one that asks for more
+than a full bucket holds never fits. What it did not use (of its answers, of a prompt that turned out to be cached) is
+given back. Only what is charged afterwards, the reading of a body, can leave a bucket in debt, and nothing more is let
+through until that is paid: over any time, a tenant gets its rate and at most one minute more.
 """
 
 from __future__ import annotations
@@ -88,6 +88,11 @@ class Rates:
     def read(self, tenant: Tenant, num_bytes: int, now_s: float) -> None:
         """A body was read, whatever comes of it. Reading it takes time as well, and costs a few tokens."""
         self.take(tenant, 0, num_bytes / _BYTES_PER_TOKEN, now_s)
+
+    def tokens_left(self, tenant: Tenant, now_s: float) -> float | None:
+        """What may be used now; None where nothing limits it."""
+        bucket = self._bucket(tenant.name, "tokens", tenant.limits, now_s)
+        return None if bucket is None else bucket.level(now_s)
 
     def take(self, tenant: Tenant, requests: float, tokens: float, now_s: float) -> None:
         """Negative amounts give back."""

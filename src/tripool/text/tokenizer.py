@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import tokenizers
@@ -15,6 +15,8 @@ from tripool.errors import CheckpointCorrupt, InvalidRequest
 from tripool.text.decoding import TextStream, read_decoder
 from tripool.text.files import TextFiles
 from tripool.text.template import Template
+
+_SPELLINGS = 2**15
 
 
 class Tokenizer:
@@ -86,7 +88,17 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """As `token_bytes`, with U+FFFD where the bytes are no whole character."""
-        return self.token_bytes(token_id).decode(errors="replace")
+        return self.spelling(token_id)[0]
+
+    @cached_property
+    def spelling(self) -> Callable[[int], tuple[str, bytes]]:
+        """`token_text` and `token_bytes` of a token. Remembered for many: log-probabilities ask for the same again."""
+
+        def spell(token_id: int) -> tuple[str, bytes]:
+            raw = self.token_bytes(token_id)
+            return raw.decode(errors="replace"), raw
+
+        return lru_cache(maxsize=_SPELLINGS)(spell)
 
     def stream(self) -> TextStream:
         """Decodes one growing sequence of `token`s."""

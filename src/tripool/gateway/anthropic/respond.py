@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tripool.answer import Answer, Delta
@@ -34,7 +34,7 @@ class MessageShapes:
     def take(self, index: int, delta: Delta) -> None:
         self._speech.push(delta.text, last=delta.finish_reason is not None)
 
-    def whole(self, answers: Sequence[Answer], facts: Facts) -> bytes:
+    def whole(self, answers: Sequence[Answer], facts: Facts) -> Iterator[bytes]:
         said = self._speech.said
         content: list[dict[str, Any]] = []
         if said.reasoning:
@@ -43,7 +43,7 @@ class MessageShapes:
             content.append({"type": "text", "text": said.content})
         content += [self._call(number, call.name, _parsed(call.arguments)) for number, call in enumerate(said.calls)]
         ended = self._ended(answers[0])
-        return encode(self._message(content, answers[0].usage) | ended | {"tripool": facts})
+        yield encode(self._message(content, answers[0].usage) | ended | {"tripool": facts})
 
     def opening(self, index: int, answer: Answer) -> bytes:
         # No token is counted before the first is sent.
@@ -107,7 +107,7 @@ class MessageShapes:
 
     def _ended(self, answer: Answer) -> dict[str, Any]:
         """Why it ended, in these clients' words."""
-        stop_string, finish = answer.stop_string(0), answer.generation().finish_reason
+        stop_string, finish = answer.stop_string(0), answer.finish_reasons[0]
         if finish == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if self._speech.called:

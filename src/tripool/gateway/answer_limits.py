@@ -1,0 +1,92 @@
+"""How much one request may be answered with: what its client named, or what there is room for. Pure.
+
+An answer without `max_tokens` ends at the context's end. Where that is too much, it gets a length of its own here and
+ends with `length`, as if its client had named it; what was named and is too much is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+
+from tripool.core import Request
+from tripool.errors import InvalidRequest
+from tripool.gateway.job import Job
+
+USUAL_TOKENS = 256
+"""What an answer without `max_tokens` is expected to have, and may have at least."""
+MAX_SCORES = 2**22
+"""Tokens of all answers to one request, each with the scores beside it: a body of a few hundred megabytes."""
+MAX_ECHOED = 2**26
+"""Characters of prompts that one answer repeats."""
+_SHARE = 0.5
+"""Of the tokens that its tenant has left: the next request needs some too."""
+
+
+def room_for(request: Request, context_tokens: int) -> float:
+    """Longest answer that fits behind its prompt. `context_tokens` of 0: not known yet."""
+    return max(1, context_tokens - len(request.prompt_ids)) if context_tokens else inf
+
+
+def answer_tokens(request: Request, context_tokens: int) -> int:
+    """What its answers have together: at most, or where no length is named probably."""
+    params, room = request.params, room_for(request, context_tokens)
+    return params.n * int(min(params.max_tokens or max(USUAL_TOKENS, params.min_tokens), room))
+
+
+def most_tokens(request: Request, context_tokens: int) -> int:
+    """What its answers may have together. Like `answer_tokens`, but all the room there is where no length is named."""
+    room = room_for(request, context_tokens)
+    if request.params.max_tokens is not None or room == inf:
+        return answer_tokens(request, context_tokens)
+    return request.params.n * int(room)
+
+
+def check_answers(requests: Sequence[Request], context_tokens: int) -> None:
+    """All requests of one client's. Raises InvalidRequest."""
+    params = requests[0].params
+    named = max(1, params.min_tokens, params.max_tokens or 0)
+    num_scores = sum(_row(request) * min(named, room_for(request, context_tokens)) for request in requests)
+    if num_scores > MAX_SCORES:
+        what = "tokens" if params.logprobs is None else "tokens and log-probabilities"
+        hint = f"at most {MAX_SCORES}: send fewer prompts or choices, or smaller numbers for them"
+        raise InvalidRequest(f"it asks for up to {num_scores:.0f} {what}", hint=hint, param="max_tokens")
+
+
+def check_echoes(job: Job) -> None:
+    """Raises InvalidRequest."""
+    num_chars = sum(map(len, job.echoes)) * job.requests[0].params.n
+    if num_chars > MAX_ECHOED:
+        hint = f"at most {MAX_ECHOED} characters: send fewer prompts or choices, or no 'echo'"
+        raise InvalidRequest(f"'echo' would repeat {num_chars} characters", hint=hint, param="echo")
+
+
+def bounded(requests: Sequence[Request], context_tokens: int, tokens_left: float | None) -> tuple[Request, ...]:
+    """The same with a `max_tokens` wherever the room is larger than what may be used of it.
+
+    `tokens_left`: of the tenant's rate, prompts included; None without one. All that its answers may have is taken
+    from it before they begin, so that no rate is exceeded; with half of what is left, a few requests that name no
+    length can run at a time, and an answer that is not longer than usual is never cut.
+    """
+    if not context_tokens and tokens_left is None:
+        return tuple(requests)
+    most = MAX_SCORES / sum(map(_row, requests)) if context_tokens else USUAL_TOKENS
+    if tokens_left is not None:
+        prompts = sum(len(request.prompt_ids) for request in requests)
+        num_choices = sum(request.params.n for request in requests)
+        most = min(most, max(USUAL_TOKENS, _SHARE * (tokens_left - prompts) / num_choices))
+    return tuple(_bounded(request, most, context_tokens) for request in requests)
+
+
+def _bounded(request: Request, most: float, context_tokens: int) -> Request:
+    params = request.params
+    length = max(1, params.min_tokens, int(most))
+    if params.max_tokens is not None or length >= room_for(request, context_tokens):
+        return request
+    return replace(request, params=replace(params, max_tokens=length))
+
+
+def _row(request: Request) -> int:
+    """Scores in one token of each choice."""
+    return request.params.n * (1 + (request.params.logprobs or 0))

@@ -1,0 +1,131 @@
+"""What was made for one consumer and is not read yet: counted when it comes, bounded while it waits.
+
+Whatever computes tokens puts them here. Whoever has to account for them is told when they come (`Watcher`), not when
+they are read: what was computed for a client that never reads it was computed all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable
+
+from tripool.core import Request, TokenEvent
+from tripool.errors import SlowReader, TripoolError
+
+MAX_UNREAD = 2**18
+"""Tokens and scores beside them that may wait for one reader: some tens of megabytes."""
+
+_Item = TokenEvent | TripoolError | None
+"""None only wakes the consumer: one of its requests was cancelled."""
+
+
+class Watcher:
+    """Is told of every token before it is read. On the consumer's event loop; by itself it does nothing."""
+
+    max_unread: float = MAX_UNREAD
+    """More ends the stream with SlowReader. May change: without a bound while it is not the client that is slow."""
+
+    def made(self, event: TokenEvent) -> None:
+        """Whether it will ever be read or not."""
+
+    def over(self, request_id: str) -> None:
+        """Nothing more is made for it, however much is still to be read. May be said again."""
+
+
+class Tally(Watcher):
+    """Counts."""
+
+    def __init__(self, max_unread: float = MAX_UNREAD) -> None:
+        self.max_unread = max_unread
+        self.num_made: dict[str, int] = {}
+        """Tokens, by request."""
+        self.num_cached: dict[str, int] = {}
+        """Prompt tokens that were cached, as the first of them said."""
+
+    def made(self, event: TokenEvent) -> None:
+        request_id = event.request_id
+        if request_id in self.num_made:
+            self.num_made[request_id] += 1
+        else:
+            self.num_made[request_id] = 1
+            self.num_cached[request_id] = event.num_cached_tokens
+
+
+class Mailbox:
+    """Of one or several requests with one consumer. All of it belongs to the consumer's event loop."""
+
+    def __init__(self, requests: Iterable[Request], watcher: Watcher | None = None) -> None:
+        self.choices_left = {request.id: request.params.n for request in requests}
+        """Whose end was not read yet."""
+        self._to_make = dict(self.choices_left)
+        """Whose end has not come yet."""
+        self._watcher = watcher or Watcher()
+        self._items: deque[_Item] = deque()
+        self._num_unread = 0
+        self._failed = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something can be read at once."""
+        return bool(self._items)
+
+    def put(self, event: TokenEvent) -> bool:
+        """False, once, when so much is unread that no more should be made: it ends with SlowReader."""
+        self._watcher.made(event)
+        if event.finish_reason is not None:
+            self._made_last(event.request_id)
+        if self._failed:
+            return True
+        self._num_unread += _size(event)
+        if self._num_unread > self._watcher.max_unread:
+            hint = "read faster, or ask for fewer choices or log-probabilities"
+            self.fail(SlowReader(f"{len(self._items)} tokens of this answer were not read", hint=hint), at_once=True)
+            return False
+        self._append(event)
+        return True
+
+    def fail(self, error: TripoolError, *, at_once: bool = False) -> None:
+        """It ends so, behind what came before, or `at_once`: then what was not read is forgotten."""
+        self._failed = True
+        for request_id in tuple(self._to_make):
+            self._over(request_id)
+        if at_once:
+            self._items.clear()
+        self._append(error)
+
+    def cancelled(self, request_id: str) -> None:
+        self.choices_left.pop(request_id, None)
+        self._over(request_id)
+        self._append(None)
+
+    async def get(self) -> _Item:
+        # One reader, and no more bookkeeping than that needs: every token of every stream comes through here.
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        item = self._items.popleft()
+        if isinstance(item, TokenEvent):
+            self._num_unread -= _size(item)
+        return item
+
+    def _append(self, item: _Item) -> None:
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _made_last(self, request_id: str) -> None:
+        left = self._to_make.get(request_id, 0) - 1
+        if left > 0:
+            self._to_make[request_id] = left
+        else:
+            self._over(request_id)
+
+    def _over(self, request_id: str) -> None:
+        if self._to_make.pop(request_id, None) is not None:
+            self._watcher.over(request_id)
+
+
+def _size(event: TokenEvent) -> int:
+    return 1 if event.logprobs is None else 1 + len(event.logprobs.top)
