@@ -30,6 +30,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from tripool.errors import TripoolError
 from tripool.gateway.connection_limits import CONNECTION_END, SLOW_READER, ConnectionEnd, ConnectionLimits
 from tripool.gateway.connection_table import ConnectionTable
+from tripool.gateway.framing import body_head, check_framing
 from tripool.gateway.refusals import (
     HeadTooLarge,
     HeadTooSlow,
@@ -87,6 +88,8 @@ class Connection(HttpToolsProtocol):
         """Of this message's present part (head or body), but for the piece in which it began."""
         self._body_bytes = 0
         self._unwanted_bytes = 0
+        self._retold = False
+        """The parser hears a head from us that stands for the one it has read."""
         self._deaf = False
         """Nothing that comes is looked at any more."""
         self._refusal: TripoolError | None = None
@@ -120,7 +123,7 @@ class Connection(HttpToolsProtocol):
             return
         before = self._phase
         try:
-            self.parser.feed_data(data)
+            self._feed(data)
         except httptools.HttpParserUpgrade:  # offered, not accepted: it was answered as what it is besides
             self._stop_listening()
         except httptools.HttpParserError:
@@ -143,9 +146,28 @@ class Connection(HttpToolsProtocol):
         if not self.transport.is_closing():
             self._stop_watching()
 
+    def _feed(self, data: bytes) -> None:
+        """The parser takes whatever follows an offer to upgrade for another protocol. Java's client makes such an offer
+        with every request: so the body goes to another parser, which has heard of no offer."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                head, data = body_head(self.headers), data[offer.args[0] :]
+                if head is None:
+                    raise
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as the base class has it
+            self._retold = True
+            self.parser.feed_data(head)
+            self._retold = False
+
     # ---- what the parser finds ---------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
+        if self._retold:
+            return
         if self._working():
             raise _StopParsing
         super().on_message_begin()
@@ -153,6 +175,8 @@ class Connection(HttpToolsProtocol):
         self._num_headers = self._head_bytes = self._raw_bytes = self._body_bytes = self._unwanted_bytes = 0
 
     def on_url(self, url: bytes) -> None:
+        if self._retold:
+            return
         super().on_url(url)
         self._count_head(len(url))
 
@@ -164,6 +188,13 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._retold:
+            return
+        try:
+            check_framing(self.headers, self.parser.get_http_version())
+        except NotHttp as error:
+            self._refusal = error
+            raise _StopParsing from error
         self._known = self._head_complete = True
         self._raw_bytes = 0
         self.scope[CONNECTION_END] = self._end  # type: ignore[literal-required]
@@ -174,6 +205,8 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade() and body_head(self.headers) is not None:
+            return  # so the parser thinks: its body comes
         self._message_complete = True
         super().on_message_complete()
 
