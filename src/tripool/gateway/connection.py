@@ -28,8 +28,8 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tripool.errors import TripoolError
-from tripool.gateway.connection_limits import CONNECTION_END, SLOW_READER, ConnectionEnd, ConnectionLimits
-from tripool.gateway.connection_table import ConnectionTable
+from tripool.gateway.connection_limits import CLAIM, CONNECTION_END, SLOW_READER, ConnectionEnd, ConnectionLimits
+from tripool.gateway.connection_table import Claim, ConnectionTable
 from tripool.gateway.framing import body_head, check_framing
 from tripool.gateway.refusals import (
     HeadTooLarge,
@@ -101,7 +101,7 @@ class Connection(HttpToolsProtocol):
         transport.set_write_buffer_limits(high=self._limits.buffered_bytes)
         self._table.waits(self, known=False)
         self._set_deadline(self._limits.head_s)
-        victim = self._table.superfluous()
+        victim = self._table.superfluous(self)
         if victim is self:
             self._refuse(TooManyConnections("all connections are in use", hint="try again in a moment"))
         elif victim is not None:
@@ -197,7 +197,7 @@ class Connection(HttpToolsProtocol):
             raise _StopParsing from error
         self._known = self._head_complete = True
         self._raw_bytes = 0
-        self.scope[CONNECTION_END] = self._end  # type: ignore[literal-required]
+        self.scope[CONNECTION_END], self.scope[CLAIM] = self._end, self.claim  # type: ignore[literal-required]
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -258,6 +258,17 @@ class Connection(HttpToolsProtocol):
             self._close()
         else:
             self._abort()
+
+    def claim(self, tenant: str, *, shared: bool) -> tuple[Claim, bool]:
+        """`tenant` answers for the request here. Also says whether all of the request has come."""
+        if self._phase is _Phase.REFUSED:
+            return Claim.ALL_FULL, True
+        whole = self._message_complete
+        verdict = self._table.claim(self, tenant, shared=shared, sending=not whole)
+        if verdict is Claim.ALL_FULL and whole and (victim := self._table.sending_longest()) is not None:
+            victim.make_room()
+            verdict = self._table.claim(self, tenant, shared=shared)
+        return verdict, whole
 
     # ---- sizes -------------------------------------------------------------------------------------------------------
 
