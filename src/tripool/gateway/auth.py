@@ -138,7 +138,7 @@ class Guard:
                     raise NotOperator(f"{scope['method']} {scope['path'][:200]} needs an admin key", hint=hint)
             except TripoolError as error:
                 self._on_refused(error.code)
-                note_error(scope, error.code)
+                note_error(scope, error.code, stranger=_CALLER not in scope)
                 await _refusal(scope, error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -59,7 +59,7 @@ class HostCheck:
                     check_site(scope["headers"])
             except TripoolError as error:
                 self._on_refused(error.code)
-                note_error(scope, error.code)
+                note_error(scope, error.code, stranger=True)
                 body = error_shape(error, dialect_of(scope["path"]))
                 await JSONResponse(body, status_code=error.status)(scope, receive, send)
                 return

@@ -144,6 +144,7 @@ class Record:
             "id": self.id,
             "object": "request.explanation",
             "request_id": self.request_id,
+            "key": self.key,
             "created": self._created_s,
             "api": self.api,
             "stream": self.stream,
