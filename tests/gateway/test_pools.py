@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import zmq
@@ -11,6 +12,7 @@ import zmq.asyncio
 from tripool.config import RouterConfig
 from tripool.core import Request, SamplingParams, TokenEvent
 from tripool.gateway.pools import Pools
+from tripool.gateway.record import MAX_KEPT
 from tripool.messages import PROTOCOL, AnyMessage, Begin, Hello, Life, Stamped, Tokens, Welcome, decode, encode
 
 LIFE = Life("prefill-0", 1)
@@ -81,3 +83,26 @@ def test_without_workers_it_says_what_is_missing(tmp_path: Path) -> None:
             pools.close()
 
     assert asyncio.run(look()) == ["there is no prefill worker", "there is no decode worker", ""]
+
+
+def test_what_is_known_of_an_open_request_outlives_a_thousand_others(tmp_path: Path) -> None:
+    """Theirs may be another tenant's."""
+
+    async def look() -> tuple[object, int]:
+        pools = Pools(PATIENT, addresses=[f"ipc://{tmp_path}/g"], epoch=1, suspect=lambda message: None)
+        pools.start()
+        try:
+            waiting = asyncio.ensure_future(anext(pools.stream(REQUEST)))
+            await asyncio.sleep(0)
+            for number in range(MAX_KEPT + 100):
+                other = asyncio.ensure_future(anext(pools.stream(replace(REQUEST, id=f"o{number}"))))
+                await asyncio.sleep(0)
+                pools.cancel(f"o{number}")
+                other.cancel()
+            told = pools.explain("r").get("mode")
+            waiting.cancel()
+            return told, len(pools._stories)
+        finally:
+            pools.close()
+
+    assert asyncio.run(look()) == ("split", MAX_KEPT)
