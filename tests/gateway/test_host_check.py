@@ -19,13 +19,16 @@ EVERYWHERE = (
 NOWHERE = (
     "evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "evil.example.",
     "localhost:8000@evil.example", "[e.vil]", "", "a.b", "xn--evl-zpa.example", "127.0.0.1, evil.example",
+    "evil.example@localhost", "localhost#.evil.example", "localhost?.evil.example", "localhost/.evil.example",
+    "localhost\\.evil.example", "localhost..", "localhost:80:80", "localhost:x", "localhost ", "[::1", "[::1]x",
+    "[localhost]", "[::1%25evil.example]", ":8000", "local\xe9",
 )  # fmt: skip
 OTHER_ADDRESSES = ("10.0.0.7:8000", "8.8.8.8", "[fe80::1]", "tripool:8000", "tripool.svc.cluster.local", "gpu.internal")
 
 
 def refused(host: str, reached_at: str) -> bool:
     try:
-        check_host([(b"host", host.encode())], reached_at, OWN_NAME)
+        check_host([(b"host", host.encode("latin-1"))], reached_at, OWN_NAME)
     except HostRefused:
         return True
     return False
@@ -55,15 +58,25 @@ FOREIGN = (
     {"origin": "http://localhost"},
     {"origin": "http://localhost:3000"},
     {"origin": "null"},
+    {"origin": ""},
+    {"origin": "ftp://evil.example"},
+    {"origin": "file://"},
+    {"origin": "localhost:8000"},
     {"sec-fetch-site": "cross-site"},
     {"sec-fetch-site": "same-site"},
+    {"sec-fetch-site": ""},
+    {"origin": "", "sec-fetch-site": "cross-site"},
+    {"origin": "chrome-extension://abc", "sec-fetch-site": "cross-site"},
+    {"origin": "app://obsidian.md", "sec-fetch-site": "cross-site"},
+    {"origin": "http://localhost:8000", "sec-fetch-site": "cross-site"},
+    {"origin": "http://evil.example", "sec-fetch-site": "same-origin"},
 )
 OWN = (
     {},
     {"origin": "http://localhost:8000"},
     {"origin": "http://LocalHost:8000", "sec-fetch-site": "same-origin"},
-    {"origin": "app://obsidian.md", "sec-fetch-site": "cross-site"},
-    {"origin": "chrome-extension://abc"},
+    {"origin": "app://obsidian.md"},
+    {"origin": "chrome-extension://abc", "sec-fetch-site": "none"},
     {"sec-fetch-site": "none"},
 )
 
@@ -76,6 +89,13 @@ def pairs(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
 def test_pages_of_other_sites(headers):
     with pytest.raises(OtherSite):
         check_site(pairs(headers))
+
+
+def test_of_two_origins_both_count():
+    both = pairs({"origin": "http://evil.example"}) + pairs({"origin": "http://localhost:8000"})[1:]
+    for headers in (both, both[::-1]):
+        with pytest.raises(OtherSite):
+            check_site(headers)
 
 
 @pytest.mark.parametrize("headers", OWN)
@@ -104,6 +124,20 @@ def test_a_form_of_another_site_changes_nothing(server):
             response = server.http.post(path, content=b"{}", headers=headers)
             assert (response.status_code, response.json()["error"]["code"]) == (403, "other_site")
     assert server.http.get("/load").json()["draining"] is False
+
+
+def test_probes_may_use_any_name_and_learn_nothing(tmp_path):
+    """Load balancers call a server what they like. On one without keys the rest stays closed to such names."""
+    with guarded_server(tmp_path / "keys.db") as opened:
+        for path, told in (
+            ("/health", "status"),
+            ("/ping", "status"),
+            ("/health/ready", "status"),
+            ("/version", "version"),
+        ):
+            answer = opened.http.get(path, headers={"host": "evil.example"})
+            assert (answer.status_code, list(answer.json())) == (200, [told])
+        assert opened.http.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
 
 
 def test_keys_are_defence_enough(tmp_path):

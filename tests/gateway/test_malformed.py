@@ -170,3 +170,14 @@ def test_hanging_up_at_any_point_frees(serve, path, stream):
                     received += len(piece)
         assert served.engine.wait_idle()
         served.wait_empty()
+
+
+def test_a_length_may_have_any_number_of_zeros_before_it(server):
+    """Python reads no number of more than 4,300 digits."""
+    path = "/tokenize"
+    body = json.dumps(GOOD[path]).encode()
+    for length, statuses in ((f"{len(body):05000}", (200, 400)), (f"{10**15:05000}", (400, 413)), ("0" * 5000, (400,))):
+        with connected(server) as connection:
+            connection.sendall(head(path, f"content-length: {length}") + body)
+            assert status_of(connection) in statuses, length[-20:]
+    still_serves(server)

@@ -14,6 +14,7 @@ from tripool.config import RouterConfig
 from tripool.core import Request, SamplingParams, TokenEvent
 from tripool.errors import SlowReader
 from tripool.gateway.pools import Pools
+from tripool.gateway.record import MAX_KEPT
 from tripool.mailbox import Tally
 from tripool.messages import PROTOCOL, AnyMessage, Begin, Cancel, Hello, Life, Stamped, Tokens, Welcome, decode, encode
 
@@ -134,3 +135,26 @@ def test_who_does_not_read_is_computed_for_no_longer(tmp_path: Path) -> None:
 
     tally = asyncio.run(go())
     assert tally.num_made == {"r": 5} and tally.over_ids == ["r"]
+
+
+def test_what_is_known_of_an_open_request_outlives_a_thousand_others(tmp_path: Path) -> None:
+    """Theirs may be another tenant's."""
+
+    async def look() -> tuple[object, int]:
+        pools = Pools(PATIENT, addresses=[f"ipc://{tmp_path}/g"], epoch=1, suspect=lambda message: None)
+        pools.start()
+        try:
+            waiting = asyncio.ensure_future(anext(pools.stream(REQUEST)))
+            await asyncio.sleep(0)
+            for number in range(MAX_KEPT + 100):
+                other = asyncio.ensure_future(anext(pools.stream(replace(REQUEST, id=f"o{number}"))))
+                await asyncio.sleep(0)
+                pools.cancel(f"o{number}")
+                other.cancel()
+            told = pools.explain("r").get("mode")
+            waiting.cancel()
+            return told, len(pools._stories)
+        finally:
+            pools.close()
+
+    assert asyncio.run(look()) == ("split", MAX_KEPT)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tripool.answer import Answer
-from tripool.core import Request, SamplingParams, Stages, TokenEvent
+from tripool.core import Promise, Request, SamplingParams, Stages, TokenEvent
 from tripool.engine.fake import fake_text
 from tripool.gateway.job import Job
 from tripool.gateway.record import Journal, Record
@@ -20,8 +20,14 @@ STAGES = ("gateway", "queue", "lookup", "prefill", "transfer", "decode")
 TOKENIZER = Tokenizer(fake_text())
 
 
-def job(key: str = "k", request_id: str = "r") -> Job:
-    request = Request(id=f"{key}-0", prompt_ids=(5, 6), params=SamplingParams(max_tokens=4), seed=0)
+def job(key: str = "k", request_id: str = "r", tenant: str = "") -> Job:
+    request = Request(
+        id=f"{key}-0",
+        prompt_ids=(5, 6),
+        params=SamplingParams(max_tokens=4),
+        seed=0,
+        promise=Promise(tenant=tenant),
+    )
     return Job(
         id=f"chatcmpl-{request_id}", request_id=request_id, key=key, api="chat", requests=(request,), stream=True
     )
@@ -111,3 +117,24 @@ def test_the_journal_forgets_the_oldest():
         assert found is not None and found.key == f"k{number}"
         assert journal.find(f"chatcmpl-{name}") is found
     assert len(journal._names) == 6
+
+
+def test_one_tenants_number_does_not_hide_anothers():
+    journal = Journal(max_kept=10)
+
+    def keep(tenant: str, number: int) -> None:
+        made = job(f"{tenant}{number}", f"r{number}", tenant)
+        journal.keep(Record(made, lambda: 0.0, received_s=0, created_s=0, on_gaps=gaps.extend))
+
+    keep("bob", 0)
+    keep("carol", 0)
+    for number in range(1000):
+        keep("alice", number)
+    assert len(journal) == 10 and len(journal._names) == 20
+    assert journal.find("r0", "bob") and journal.find("r0", "carol")
+    assert [n for n in range(1000) if journal.find(f"r{n}", "alice")] == [*range(992, 1000)]
+    assert journal.find_anyones("r999") and journal.find_anyones("r0") is journal.find("r0", "carol")
+    for number in range(1, 100):
+        keep("bob", number)
+    assert len(journal) == 10
+    assert journal.find("r99", "bob") and journal.find("r999", "alice") and journal.find("r0", "carol")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
 import threading
 import time
@@ -165,6 +166,52 @@ def test_every_word_of_a_route_is_shown() -> None:
     thread.close(DEADLINE_S)
     words = {word for path in app.openapi()["paths"] for word in path.split("/") if "{" not in word}
     assert words <= _WORDS
+
+
+SHOWN = (
+    "mine",
+    "r-1",
+    "a" * 32,
+    "9b2e5f64-1c1d-4b7e-9a53-0d9d1f1f7c11",
+    "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+    "req_011CSHoEeqs5C35K2UUqR7Fy",
+    "chatcmpl-9b2e5f641c1d4b7e9a530d9d1f1f7c11",
+    "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+    "http-4711-and-more",
+)
+KEY = "tp-3q2-7wxY_bZ0kLmN9aTqRstUvWxYz012345678AbCdE"
+HIDDEN = (
+    *(KEY, f"a{KEY}", f"sk{KEY}", f"Bearer={KEY[3:]}", KEY[3:], KEY[:30], f"x{KEY[:30]}", KEY.upper()),
+    *("tell.me.a.tale", "alice@example.com", "my-question-is-whether-the-patient-has-a-fever"),
+)
+
+
+@pytest.mark.parametrize("way", ["header", "body"])
+@pytest.mark.parametrize("given", [*SHOWN, *HIDDEN])
+def test_an_id_is_shown_if_it_can_be_nothing_else(server: Served, requests: Requests, given: str, way: str) -> None:
+    headers, more = ({"x-request-id": given}, {}) if way == "header" else ({}, {"request_id": given})
+    answer = server.http.post("/v1/completions", json=BODY | more, headers=headers)
+    assert answer.headers["x-request-id"] == given, "to its client it is what the client calls it"
+    again = server.http.post("/v1/completions", json=BODY | more | {"temperature": "hot"}, headers=headers)
+    told = server.http.get(f"/v1/requests/{given}/explain").json()
+    lines = {(line["route"], line["status"]): line for line in requests(3)}
+    first, second = lines["/v1/completions", 200], lines["/v1/completions", 400]
+    assert (answer.status_code, again.status_code) == (200, 400)
+    assert first["key"] == told["key"] and re.fullmatch("[0-9a-f]{24}", second["key"])
+    if given in SHOWN:
+        assert first["request_id"] == given
+    else:
+        assert re.fullmatch("~[0-9a-f]{12}", first["request_id"])
+        assert given[3:12].lower() not in str({**first, "msg": ""}).lower()
+    if way == "header":
+        assert second["request_id"] == first["request_id"], "lines of one id belong together"
+
+
+def test_refusals_of_strangers_have_a_logger_of_their_own(server: Served, requests: Requests) -> None:
+    """Of its lines only some are written: tests/observe/test_log.py."""
+    server.http.get("/v1/models", headers={"host": "rebound.example"})
+    server.http.get("/v1/models/nobodys")
+    assert {line["status"]: line["name"] for line in requests(2)} == {403: "tripool.strangers", 404: "tripool.gateway"}
 
 
 def test_a_client_cannot_choose_the_method_that_is_shown(server: Served, requests: Requests) -> None:

@@ -13,6 +13,7 @@ from tripool.core import Structure
 from tripool.errors import InvalidRequest
 from tripool.grammar import Trial, trial_process
 from tripool.grammar import trial as trial_module
+from tripool.grammar.trial import TrialFailed
 
 CHAIN = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)) + 'r4000: "a"'
 """Overflows the stack of whoever compiles it."""
@@ -119,3 +120,16 @@ def test_it_runs_at_a_lower_priority_than_the_server(monkeypatch, tmp_path):
     monkeypatch.setattr(trial_process, "__file__", str(program))
     Trial().check(Structure("regex", "b+"))
     assert int(told.read_text()) >= min(19, os.nice(0) + 5)
+
+
+def test_a_trial_that_fails_in_the_middle_is_no_good_verdict(monkeypatch, tmp_path):
+    """An exception in its thread leaves an exit status of 0 and an empty answer."""
+    program, structure, trial = tmp_path / "process.py", Structure("regex", "c+"), Trial()
+    source = Path(trial_process.__file__).read_text()
+    program.write_text(source.replace('task["limits"]', 'task["no such limits"]'))
+    with monkeypatch.context() as patched:
+        patched.setattr(trial_process, "__file__", str(program))
+        with pytest.raises(TrialFailed, match="KeyError"):
+            trial.check(structure)
+    assert not trial.is_known(structure)
+    trial.check(structure)

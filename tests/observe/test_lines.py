@@ -6,6 +6,8 @@ import json
 import logging
 import re
 import sys
+from base64 import urlsafe_b64encode
+from random import Random
 from typing import Any
 
 import pytest
@@ -103,6 +105,28 @@ def test_objects_are_named_and_keys_are_masked(style: str) -> None:
     assert CANARY not in one and "<InvalidRequest>" in one
     assert key[3:] not in one and one.count("tp-***") == 3
     assert "http-request-of-twenty-and-more" in line(style, request_id="http-request-of-twenty-and-more")
+
+
+@pytest.mark.parametrize("style", ["text", "json"])
+def test_keys_are_masked_wherever_they_stand(style: str) -> None:
+    for seed in range(200):
+        bare = urlsafe_b64encode(Random(seed).randbytes(32)).decode().rstrip("=")
+        for before in ("", "a", "sk", "http", "Bearer=", "_", "9"):
+            for key in (f"tp-{bare}", bare):
+                for filler in (0, 150, 190, 199, 950, 990, 999):  # where long texts are cut
+                    one = line(style, "oh", x="=" * filler + before + key + "=" * 900)
+                    assert bare[:30] not in one and bare[12:30] not in one, (before, key, filler)
+
+
+def test_names_are_no_keys() -> None:
+    for name in (
+        "Meta-Llama-3-70B-Instruct-with-a-long-name-of-its-own-GGUF-Q4_K_M",
+        "test_that_a_function_of_a_very_long_name_is_told_by_its_name_2",
+        "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+        "http-request-of-twenty-and-more-words-that-are-joined-by-dashes",
+        "chatcmpl-00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+    ):
+        assert name in line("text", model=name)
 
 
 def test_of_what_asyncio_says_the_arguments_are_left_out() -> None:

@@ -19,6 +19,7 @@ from tripool.engine.protocol import StepEngine
 from tripool.engine.thread import EngineThread
 from tripool.gateway import create_app
 from tripool.gateway.auth import Access
+from tripool.gateway.connection_limits import ConnectionLimits
 from tripool.gateway.server import Server, listen, url_of
 from tripool.tenants.book import Book
 from tripool.tenants.meter import Meter
@@ -78,6 +79,7 @@ def guarded_server(
     engine: StepEngine | None = None,
     watch_clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
+    limits: ConnectionLimits | None = None,
 ) -> Iterator[Guarded]:
     engine = engine or paged()
     meter = Meter(path, clock=wall_clock)
@@ -85,7 +87,7 @@ def guarded_server(
     listener = listen("127.0.0.1", 0)
     thread, ready = EngineThread(engine), threading.Event()
     app = create_app(thread, Tokenizer(engine.text), engine.name, GatewayConfig(), access=access)
-    server = Server(app, on_ready=ready.set, end_answers=lambda: thread.close(0))
+    server = Server(app, on_ready=ready.set, end_answers=lambda: thread.close(0), limits=limits)
     server_thread = threading.Thread(target=server.run, args=([listener],))
     server_thread.start()
     try:

@@ -39,6 +39,7 @@ from tripool.gateway.record import Journal, Record
 from tripool.gateway.refusals import dialect_of, error_body, error_headers, error_shape
 from tripool.gateway.request_log import RequestLog, note_error, note_record, request_id_of, tell_connection
 from tripool.gateway.respond import Shapes, Voice
+from tripool.gateway.seats import Seats
 from tripool.gateway.stream import AnswerResponse
 from tripool.gateway.tokens import token_routes
 from tripool.grammar import Trial
@@ -90,6 +91,7 @@ def create_models_app(
 
     app.state.on_connection_ended = connection_ended
     answering = Answering(models, gate, journal, bodies, clock, access, reading)
+    app.add_middleware(Seats, on_refused=models.default.metrics.refused)
     app.add_middleware(HostCheck, guarded=access is not None, on_refused=models.default.metrics.refused)
     if access is not None:
         app.add_middleware(Guard, access=access, on_refused=models.default.metrics.refused)

@@ -30,7 +30,7 @@ from tripool.tenants import ANONYMOUS, NOBODY, Caller, Roll, Tenant
 from tripool.tenants.meter import Meter
 from tripool.tenants.watch import Watch
 
-_OPEN = frozenset({"/health", "/ping", "/health/ready", "/version"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/health/ready", "/version"})
 _FOR_TENANTS = frozenset(
     {
         "/v1/chat/completions",
@@ -128,7 +128,7 @@ class Guard:
         if scope["type"] == "websocket":  # there are none, and nobody asks one for its key
             await send({"type": "websocket.close", "code": 1008})
             return
-        if scope["type"] == "http" and scope["path"] in _OPEN:
+        if scope["type"] == "http" and scope["path"] in OPEN_PATHS:
             scope[_CALLER] = _STRANGER
         elif scope["type"] == "http":
             try:
@@ -138,7 +138,7 @@ class Guard:
                     raise NotOperator(f"{scope['method']} {scope['path'][:200]} needs an admin key", hint=hint)
             except TripoolError as error:
                 self._on_refused(error.code)
-                note_error(scope, error.code)
+                note_error(scope, error.code, stranger=_CALLER not in scope)
                 await _refusal(scope, error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

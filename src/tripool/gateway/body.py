@@ -40,6 +40,8 @@ class BodyCutOff(InvalidRequest):
 MIN_INTEGER, MAX_INTEGER = -(2**63), 2**64 - 1
 _MAX_DIGITS = 20
 """Of the largest, and of the smallest with its sign."""
+MAX_DEPTH = 64
+"""Levels of objects and lists in a body; real tool schemas have about ten."""
 _WITHIN_S = 60.0
 """For a whole body. Whoever sends half of one and waits would otherwise be inside for ever."""
 
@@ -55,8 +57,8 @@ async def read_body(
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise NotJson(f"the content type is '{kind}'", hint="send 'Content-Type: application/json'")
-    promised = http.headers.get("content-length", "")
-    if promised.isdecimal() and int(promised) > max_bytes:
+    promised = http.headers.get("content-length", "").lstrip("0")
+    if promised.isdecimal() and (len(promised) > _MAX_DIGITS or int(promised) > max_bytes):
         raise _too_large(max_bytes)
     parts: list[bytes] = []
     size = 0
@@ -85,17 +87,41 @@ def body_docs(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode_json(raw: bytes) -> dict[str, Any]:
-    """A JSON object; refuses NaN, Infinity and what would become it, half surrogates and nesting without end."""
+    """A body. Given bytes, the library would let half surrogates through and guess at UTF-16."""
     try:
-        # Given bytes, the library would let half surrogates through and guess at UTF-16.
-        body = _DECODER.decode(raw.decode())
-        if b"\\ud" in raw.lower():  # only an escape can smuggle in half of a surrogate pair
-            json.dumps(body, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:  # ValueError: bad JSON, bad UTF-8, half surrogates, endless digits
+        text = raw.decode()
+    except UnicodeDecodeError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise InvalidRequest(f"the body is a JSON {type(body).__name__}", hint="send an object")
-    return body
+    return decode_object(text, "the body")
+
+
+def decode_object(text: str, what: str, *, param: str | None = None) -> dict[str, Any]:
+    """A JSON object, wherever a client sends one as text; `what` names it in errors.
+
+    Refuses NaN, Infinity and what would become it, half surrogates, and more levels than anybody needs: what is behind
+    this may walk, print and copy by recursion.
+    """
+    try:
+        value = _DECODER.decode(text)
+        _check_depth(text, value)
+        if "\\ud" in text or "\\uD" in text:  # only an escape can smuggle in half of a surrogate pair
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:  # ValueError: bad JSON, half surrogates, endless digits
+        raise InvalidRequest(f"{what} is not valid JSON: {error}", param=param) from error
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{what} is a JSON {type(value).__name__}", hint="send an object", param=param)
+    return value
+
+
+def _check_depth(text: str, value: object) -> None:
+    if text.count("[") + text.count("{") <= MAX_DEPTH:  # nearly all, also long lists of token ids
+        return
+    level, depth = [value], 0
+    while level := [one for one in level if isinstance(one, (dict, list))]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+        level = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -29,8 +29,9 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tripool.errors import TripoolError
-from tripool.gateway.connection_limits import CONNECTION_END, SLOW_READER, ConnectionEnd, ConnectionLimits
-from tripool.gateway.connection_table import ConnectionTable
+from tripool.gateway.connection_limits import CLAIM, CONNECTION_END, SLOW_READER, ConnectionEnd, ConnectionLimits
+from tripool.gateway.connection_table import Claim, ConnectionTable
+from tripool.gateway.framing import body_head, check_framing
 from tripool.gateway.refusals import (
     HeadTooLarge,
     HeadTooSlow,
@@ -88,6 +89,8 @@ class Connection(HttpToolsProtocol):
         """Of this message's present part (head or body), but for the piece in which it began."""
         self._body_bytes = 0
         self._unwanted_bytes = 0
+        self._retold = False
+        """The parser hears a head from us that stands for the one it has read."""
         self._deaf = False
         """Nothing that comes is looked at any more."""
         self._refusal: TripoolError | None = None
@@ -99,7 +102,7 @@ class Connection(HttpToolsProtocol):
         transport.set_write_buffer_limits(high=self._limits.buffered_bytes)
         self._table.waits(self, known=False)
         self._set_deadline(self._limits.head_s)
-        victim = self._table.superfluous()
+        victim = self._table.superfluous(self)
         if victim is self:
             self._refuse(TooManyConnections("all connections are in use", hint="try again in a moment"))
         elif victim is not None:
@@ -121,7 +124,7 @@ class Connection(HttpToolsProtocol):
             return
         before = self._phase
         try:
-            self.parser.feed_data(data)
+            self._feed(data)
         except httptools.HttpParserUpgrade:  # offered, not accepted: it was answered as what it is besides
             self._stop_listening()
         except httptools.HttpParserError:
@@ -144,9 +147,28 @@ class Connection(HttpToolsProtocol):
         if not self.transport.is_closing():
             self._stop_watching()
 
+    def _feed(self, data: bytes) -> None:
+        """The parser takes whatever follows an offer to upgrade for another protocol. Java's client makes such an offer
+        with every request: so the body goes to another parser, which has heard of no offer."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                head, data = body_head(self.headers), data[offer.args[0] :]
+                if head is None:
+                    raise
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as the base class has it
+            self._retold = True
+            self.parser.feed_data(head)
+            self._retold = False
+
     # ---- what the parser finds ---------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
+        if self._retold:
+            return
         if self._working():
             raise _StopParsing
         super().on_message_begin()
@@ -154,6 +176,8 @@ class Connection(HttpToolsProtocol):
         self._num_headers = self._head_bytes = self._raw_bytes = self._body_bytes = self._unwanted_bytes = 0
 
     def on_url(self, url: bytes) -> None:
+        if self._retold:
+            return
         super().on_url(url)
         self._count_head(len(url))
 
@@ -165,9 +189,16 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._retold:
+            return
+        try:
+            check_framing(self.headers, self.parser.get_http_version())
+        except NotHttp as error:
+            self._refusal = error
+            raise _StopParsing from error
         self._known = self._head_complete = True
         self._raw_bytes = 0
-        self.scope[CONNECTION_END] = self._end  # type: ignore[literal-required]
+        self.scope[CONNECTION_END], self.scope[CLAIM] = self._end, self.claim  # type: ignore[literal-required]
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -175,6 +206,8 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade() and body_head(self.headers) is not None:
+            return  # so the parser thinks: its body comes
         self._message_complete = True
         super().on_message_complete()
 
@@ -226,6 +259,17 @@ class Connection(HttpToolsProtocol):
             self._close()
         else:
             self._abort()
+
+    def claim(self, tenant: str, *, shared: bool) -> tuple[Claim, bool]:
+        """`tenant` answers for the request here. Also says whether all of the request has come."""
+        if self._phase is _Phase.REFUSED:
+            return Claim.ALL_FULL, True
+        whole = self._message_complete
+        verdict = self._table.claim(self, tenant, shared=shared, sending=not whole)
+        if verdict is Claim.ALL_FULL and whole and (victim := self._table.sending_longest()) is not None:
+            victim.make_room()
+            verdict = self._table.claim(self, tenant, shared=shared)
+        return verdict, whole
 
     # ---- sizes -------------------------------------------------------------------------------------------------------
 

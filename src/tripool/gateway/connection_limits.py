@@ -9,7 +9,8 @@ from typing import Any
 SLOW_READER = "slow_reader"
 """Why a request was cancelled whose client does not take its answer."""
 CONNECTION_END = "tripool.connection_end"
-"""In the scope of every request."""
+CLAIM = "tripool.claim"
+"""Both in the scope of every request; the second is `Connection.claim`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,8 @@ A page in the browser of someone who reaches the server has two ways to it. A na
 to the server's address (DNS rebinding) makes the server part of that site: so `Host` must be a name that no other site
 can have. And a form or a script may post to any address without reading the answer: so what changes something may not
 come from a page of another site. Programs send neither `Origin` nor foreign hosts. Where keys are asked for they are
-the defence, and nothing is checked here.
+the defence, and nothing is checked here. Nor is it where everybody may look, with or without keys: load balancers ask
+`/health` under any name, and are told no more than whether the server works, and its version.
 
 | connection | `Host` may be |
 |---|---|
@@ -14,11 +15,11 @@ the defence, and nothing is checked here.
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from urllib.parse import urlsplit
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -32,6 +33,11 @@ _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _OWN_SITES = frozenset({"same-origin", "none"})
 _PRIVATE_ENDS = (".local", ".internal")
 """Reserved: nobody can register such a name."""
+_SITES_HAVE = frozenset({"http", "https", "ws", "wss", "ftp", "ftps", "file", "data", "blob", "about", "javascript"})
+"""Schemes under which somebody else's page may come; apps have made up others."""
+_HOST = re.compile(
+    r"(?:\[(?P<address>[0-9A-Fa-f:.]+(?:%[0-9A-Za-z]+)?)\]|(?P<name>[0-9A-Za-z_-]+(?:\.[0-9A-Za-z_-]+)*)\.?)?(?::[0-9]{0,5})?"
+)
 _MAX_HOST_CHARS = 300
 """No name is longer, with its port."""
 
@@ -53,7 +59,7 @@ class HostCheck:
                     check_site(scope["headers"])
             except TripoolError as error:
                 self._on_refused(error.code)
-                note_error(scope, error.code)
+                note_error(scope, error.code, stranger=True)
                 body = error_shape(error, dialect_of(scope["path"]))
                 await JSONResponse(body, status_code=error.status)(scope, receive, send)
                 return
@@ -73,17 +79,25 @@ def check_host(headers: Headers, reached_at: str, own_name: str) -> None:
 
 
 def check_site(headers: Headers) -> None:
-    """Browsers name the page's origin whenever it posts; pages of apps and extensions (`app://...`) are no sites."""
-    given = {name: value.decode("latin-1") for name, value in headers}
-    origin = given.get(b"origin")
-    if origin is None:
-        foreign = given.get(b"sec-fetch-site", "none") not in _OWN_SITES
-    else:
-        scheme, _, host = origin.partition("://")
-        same = host.lower() == given.get(b"host", "").lower()
-        foreign = origin == "null" or (scheme.lower() in ("http", "https") and not same)
-    if foreign:
+    """Browsers name the page's origin whenever it posts, and newer ones how that relates to us: both must be good.
+
+    Pages of apps and extensions (`app://...`) are no sites: those that a browser trusts with this address say nothing
+    of another site.
+    """
+    given: dict[bytes, list[str]] = {}
+    for name, value in headers:
+        given.setdefault(name, []).append(value.decode("latin-1").strip().lower())
+    host = given.get(b"host", [""])[0]
+    own = all(site in _OWN_SITES for site in given.get(b"sec-fetch-site", []))
+    if not own or not all(_is_own(origin, host) for origin in given.get(b"origin", [])):
         raise OtherSite("a page of another site may not do this", hint="call it from a program, or from this server")
+
+
+def _is_own(origin: str, host: str) -> bool:
+    scheme, mark, where = origin.partition("://")
+    if not mark or not where:  # "null" is what a page says that hides where it is from
+        return False
+    return where == host if scheme in ("http", "https") else scheme not in _SITES_HAVE
 
 
 @lru_cache(maxsize=64)  # asked for every request, and nearly always the same
@@ -100,11 +114,9 @@ def _may_be_called(host: str, reached_at: str, own_name: str) -> bool:
 
 
 def _name(host: str) -> str:
-    """Without its port."""
-    try:
-        return (urlsplit(f"//{host}").hostname or "").rstrip(".").lower()
-    except ValueError:  # brackets that hold no address
-        return "?.?"
+    """Without its port. What holds more than these is nobody's: a lenient reading would find a good name in it."""
+    found = _HOST.fullmatch(host)
+    return "?.?" if found is None else (found["address"] or found["name"] or "").lower()
 
 
 def _address(text: str) -> IPv4Address | IPv6Address | None:

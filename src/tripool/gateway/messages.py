@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from tripool.core import Message
 from tripool.errors import InvalidRequest
+from tripool.gateway.body import decode_object
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Accepted roles and what a chat template calls them."""
@@ -54,11 +54,6 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
     if not isinstance(name, str) or not isinstance(arguments, str) or not isinstance(call.get("id", ""), str):
         hint = "send strings for 'id' and for the function's 'name' and 'arguments'"
         raise InvalidRequest(f"{where} has a tool call of the wrong shape", hint=hint, param="messages")
-    try:
-        parsed = json.loads(arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{where} has arguments that are not JSON: {error}", param="messages") from error
-    if not isinstance(parsed, dict):
-        raise InvalidRequest(f"{where} has arguments that are not a JSON object", param="messages")
+    parsed = decode_object(arguments or "{}", f"the text of arguments in {where}", param="messages")
     identity = {"id": call["id"]} if "id" in call else {}
     return {**identity, "type": "function", "function": {"name": name, "arguments": parsed}}

@@ -126,7 +126,7 @@ class Models:
             return self.default
         try:
             name = msgspec.json.decode(raw, type=_Name).model
-        except msgspec.DecodeError:  # also raised for a `model` that is no text
+        except (msgspec.DecodeError, RecursionError):  # DecodeError: also for a `model` that is no text
             return self.default
         return self.default if name is None else self.find(name)
 

@@ -180,7 +180,11 @@ class Pools:
         entry = self._coordinator.ledger.get(request_id)
         self._stories[request_id] = entry.story if entry is not None else Story(self._now_s)  # refused already
         while len(self._stories) > max(MAX_KEPT, 2 * len(self._streams)):
-            self._stories.popitem(last=False)
+            oldest = next(iter(self._stories))
+            if oldest in self._streams:  # it is still to be told, however many have come and gone since
+                self._stories.move_to_end(oldest)
+            else:
+                del self._stories[oldest]
 
     # ---- its own life -----------------------------------------------------------------------------------------------
 

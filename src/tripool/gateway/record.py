@@ -6,7 +6,7 @@ is what the others leave over, so they add up to the total to the digit.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -153,6 +153,7 @@ class Record:
             "id": self.id,
             "object": "request.explanation",
             "request_id": self.request_id,
+            "key": self.key,
             "created": self._created_s,
             "api": self.api,
             "stream": self.stream,
@@ -182,12 +183,15 @@ def _made(answer: Answer, tally: Tally) -> Usage:
 class Journal:
     """The last requests, found by the id of the request or of its answer. Of two with the same id, the later.
 
-    Tenants choose ids for themselves: one's names neither find nor hide another's requests.
+    Tenants choose ids for themselves: one's names neither find nor hide another's requests. Nor does one's number: when
+    there are too many, the oldest of whoever has most is forgotten.
     """
 
     def __init__(self, max_kept: int = MAX_KEPT) -> None:
         self._max_kept = max_kept
-        self._records: OrderedDict[str, Record] = OrderedDict()
+        self._records: dict[str, Record] = {}
+        """In order of time, as are those of each tenant."""
+        self._by_tenant: dict[str, dict[str, Record]] = {}
         self._names: dict[tuple[str, str], str] = {}
         """By tenant and name."""
 
@@ -196,13 +200,23 @@ class Journal:
 
     def keep(self, record: Record) -> None:
         self._records[record.key] = record
+        self._by_tenant.setdefault(record.tenant, {})[record.key] = record
         for name in (record.id, record.request_id):
             self._names[record.tenant, name] = record.key
         while len(self._records) > self._max_kept:
-            old_key, old = self._records.popitem(last=False)
-            for name in (old.id, old.request_id):
-                if self._names.get((old.tenant, name)) == old_key:
-                    del self._names[old.tenant, name]
+            self._forget_one()
+
+    def _forget_one(self) -> None:
+        tenant = max(self._by_tenant, key=lambda name: len(self._by_tenant[name]))
+        of_tenant = self._by_tenant[tenant]
+        old_key = next(iter(of_tenant))
+        old = of_tenant.pop(old_key)
+        del self._records[old_key]
+        if not of_tenant:
+            del self._by_tenant[tenant]
+        for name in (old.id, old.request_id):
+            if self._names.get((tenant, name)) == old_key:
+                del self._names[tenant, name]
 
     def find(self, name: str, tenant: str = "") -> Record | None:
         key = self._names.get((tenant, name))

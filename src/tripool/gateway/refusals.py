@@ -67,6 +67,14 @@ class TooManyConnections(TripoolError):
     retry_after_s = 1
 
 
+class TenantConnections(TripoolError):
+    """One tenant's share of them. The others are for others."""
+
+    status = 429
+    code = "tenant_connections"
+    retry_after_s = 1
+
+
 class HostRefused(TripoolError):
     """A name that a web page may have given this server, to pass for a part of itself."""
 

@@ -2,12 +2,13 @@
 
 | who | leaves in the request's scope |
 |---|---|
-| this middleware | the request's id, until the body names another |
+| this middleware | the request's id, until the body names another, and our own name of it |
 | whoever refuses | the error's code: its message may quote what was sent |
 | the guard | the caller, of which the tenant's name is told |
 | a generation endpoint | the record |
 
-Of paths, those words are shown that a route has; everything else is a star, and queries are not looked at.
+Of ids that clients choose `gateway/log_id.py` says what is shown. Of paths, those words are shown that a route has;
+everything else is a star, and queries are not looked at.
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tripool.errors import TripoolError
+from tripool.gateway.log_id import shown_id
 from tripool.gateway.parse import header_id
 from tripool.gateway.record import Record
 from tripool.tenants import NOBODY, Caller
 
 LOG = logging.getLogger("tripool.gateway")
+_STRANGERS = logging.getLogger("tripool.strangers")
+"""For requests that anybody can send who reaches the port: of these the log takes only so many."""
 CALLER = "tripool.caller"
-_ID, _ERROR, _RECORD, _MODEL = "tripool.request_id", "tripool.error", "tripool.record", "tripool.model"
+_ID, _KEY, _ERROR = "tripool.request_id", "tripool.key", "tripool.error"
+_RECORD, _MODEL, _STRANGER = "tripool.record", "tripool.model", "tripool.stranger"
 _HUNG_UP = 499
 """As nginx says it: the client went before it had a status."""
 _WORDS = frozenset(
@@ -44,9 +49,9 @@ _QUIET = frozenset({"/health", "/ping", "/health/ready", "/load", "/metrics", "/
 _IN_THE_LOG = "this is in the log already"
 
 
-def note_error(scope: Scope, code: str | None) -> None:
-    """Why the request is refused."""
-    scope[_ERROR] = code
+def note_error(scope: Scope, code: str | None, *, stranger: bool = False) -> None:
+    """Why the request is refused. `stranger`: before anything was known of who sent it."""
+    scope[_ERROR], scope[_STRANGER] = code, stranger
 
 
 def note_record(scope: Scope, record: Record, model: str) -> None:
@@ -76,6 +81,7 @@ class RequestLog:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._secret = secrets.token_bytes(16)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -83,7 +89,8 @@ class RequestLog:
             return
         began_s = time.perf_counter()
         asked = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        scope[_ID] = request_id = header_id(asked.decode("latin-1")) or secrets.token_hex(12)
+        scope[_KEY] = key = secrets.token_hex(12)
+        scope[_ID] = request_id = header_id(asked.decode("latin-1")) or key
         status = _HUNG_UP
 
         def noted(message: Message) -> Any:  # not a coroutine of its own: every token comes through here
@@ -101,10 +108,11 @@ class RequestLog:
             if isinstance(error, Exception):
                 status = 500 if status == _HUNG_UP else status  # what the application answers around us
                 error.add_note(_IN_THE_LOG)
-            _tell(scope, status, time.perf_counter() - began_s, error if isinstance(error, Exception) else None)
+            took_s = time.perf_counter() - began_s
+            _tell(scope, status, took_s, error if isinstance(error, Exception) else None, self._secret)
 
 
-def _tell(scope: Scope, status: int, took_s: float, error: Exception | None) -> None:
+def _tell(scope: Scope, status: int, took_s: float, error: Exception | None, secret: bytes) -> None:
     record: Record | None = scope.get(_RECORD)
     route, code = shown_path(scope["path"]), scope.get(_ERROR) or (record and record.error_code)
     level = logging.INFO
@@ -114,11 +122,13 @@ def _tell(scope: Scope, status: int, took_s: float, error: Exception | None) -> 
         level = logging.DEBUG
     elif status >= 500:
         level = logging.WARNING
-    if not LOG.isEnabledFor(level):
+    log = _STRANGERS if scope.get(_STRANGER) else LOG
+    if not log.isEnabledFor(level):
         return
     caller: Caller = scope.get(CALLER, NOBODY)
     fields: dict[str, Any] = {
-        "request_id": scope[_ID] if record is None else record.request_id,
+        "request_id": shown_id(scope[_ID] if record is None else record.request_id, secret),
+        "key": scope[_KEY] if record is None else record.key,
         "tenant": caller.tenant.name or None,
         "method": _method(scope["method"]),
         "route": route,
@@ -128,7 +138,7 @@ def _tell(scope: Scope, status: int, took_s: float, error: Exception | None) -> 
     if record is not None:
         fields |= {"model": scope[_MODEL], **_of(record)}
     fields["total_ms"] = round(took_s * 1e3, 3)
-    LOG.log(level, "request", extra=fields, exc_info=error)
+    log.log(level, "request", extra=fields, exc_info=error)
 
 
 def shown_path(path: str) -> str:
@@ -146,7 +156,6 @@ def _method(method: str) -> str:
 def _of(record: Record) -> dict[str, Any]:
     """Counts and times of a request for tokens: all stages, also those that took no time."""
     told: dict[str, Any] = {
-        "key": record.key if record.key != record.request_id else None,
         "stream": record.stream,
         "ended": record.state,
         "prompts": record.num_prompts,

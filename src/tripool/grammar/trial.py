@@ -79,8 +79,8 @@ class Trial:
             raise TrialFailed("the machine is too busy to try the grammar", hint="try again later") from error
         except OSError as error:
             raise TrialFailed(f"cannot start a process to try the grammar: {error.strerror}") from error
-        if done.returncode == 0:
-            return done.stdout.decode()
+        if done.returncode == 0 and done.stdout.startswith(trial_process.TRIED):
+            return done.stdout.removeprefix(trial_process.TRIED).decode()
         if done.returncode < 0:  # killed: by the timer, for its memory, or by a stack that overflowed
             return "it is too deep, or takes too long or too much memory to compile"
         raise TrialFailed(f"cannot try the grammar: {done.stderr.decode(errors='replace')[-300:]}")

@@ -1,8 +1,9 @@
 """The process in which `Trial` compiles: run as a file, so that it starts without loading the package.
 
-Reads one task from standard input and writes what is wrong with its grammar to standard output. Takes no more than its
-share of processor time and memory: the kernel ends it. Runs at a lower priority than the server, which must not notice
-it, but not at the lowest: whoever sent the grammar waits for it, also while the processors are busy.
+Reads one task from standard input and writes `TRIED` and what is wrong with its grammar to standard output: without the
+mark nothing was tried, whatever the exit status. Takes no more than its share of processor time and memory: the kernel
+ends it. Runs at a lower priority than the server, which must not notice it, but not at the lowest: whoever sent the
+grammar waits for it, also while the processors are busy.
 """
 
 import json
@@ -14,6 +15,8 @@ import threading
 from typing import Any
 
 MAX_MESSAGE_CHARS = 500
+TRIED = b"tried:"
+"""An exception in the thread that compiles ends the thread alone."""
 _STACK_BYTES = 2**20
 """Less than any thread that compiles in earnest: what fits here has room to spare there."""
 _END = 256
@@ -48,7 +51,7 @@ def main() -> None:
 
 
 def _compile(task: dict[str, Any]) -> None:
-    sys.stdout.buffer.write(_wrong_with(task)[:MAX_MESSAGE_CHARS].encode())
+    sys.stdout.buffer.write(TRIED + _wrong_with(task)[:MAX_MESSAGE_CHARS].encode())
 
 
 def _wrong_with(task: dict[str, Any]) -> str:

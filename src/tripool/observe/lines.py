@@ -32,7 +32,14 @@ _NO_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | _OWN | {"asctime", "ta
 _WORD = re.compile(r"[A-Za-z0-9_.:/@+~*,%-]+")
 _PLAIN = re.compile(r"[ !#-<>-~]+")
 """A message that needs no quotes: printable, without `"` and `=`."""
-_KEY = re.compile(r"(?<![0-9A-Za-z])tp-[0-9A-Za-z_-]{20,}")
+_RUN = re.compile(r"[0-9A-Za-z_-]{20,}")
+"""The least of a text in which there may be a key, or most of one."""
+_KEY = re.compile(r"(?:(?<![0-9A-Za-z])tp-|tp-(?=[a-z_-]{0,19}[0-9A-Z]))[0-9A-Za-z_-]{20,}")
+"""Wherever it stands. Behind other letters it must not be words alone: `http-request-of-alice`."""
+_KEY_CHARS = 43
+_CHANGES = re.compile("[a-z](?=[A-Z0-9])|[A-Z](?=[a-z0-9])|[0-9](?=[A-Za-z])")
+_MIN_CHANGES = 12
+"""Of so many characters drawn at random, 26 are followed by one of another kind; of names a handful."""
 
 
 class LineFormatter(logging.Formatter):
@@ -61,7 +68,7 @@ class LineFormatter(logging.Formatter):
             said = message if _PLAIN.fullmatch(message) else json.dumps(message)
             told = "".join([f" {name}={_text(value)}" for name, value in fields.items()])
             line = f"{time} {level.upper()} {self._process}[{self._pid}] {said}{told}"
-        return _KEY.sub("tp-***", line) if "tp-" in line else line
+        return line
 
     def _fields(self, record: logging.LogRecord, max_chars: int) -> dict[str, Any]:
         given = record.__dict__
@@ -99,9 +106,20 @@ def _clean(value: Any, max_chars: int) -> Any:
 
 
 def _cut(text: str, max_chars: int) -> str:
-    """Not longer, and without halves of surrogate pairs, which are no JSON."""
-    text = text if len(text) <= max_chars else f"{text[:max_chars]}..."
+    """Not longer, without keys, and without halves of surrogate pairs, which are no JSON."""
+    if len(text) <= max_chars:
+        text = _RUN.sub(_masked, text)
+    else:  # what is at the end of the piece may be the beginning of a key
+        piece = _RUN.sub(_masked, text[: max_chars + 2 * _KEY_CHARS])
+        text = f"{piece[: min(max_chars, len(piece) - 2 * _KEY_CHARS)]}..."
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _masked(run: re.Match[str]) -> str:
+    text = _KEY.sub("tp-***", run[0])
+    both_cases = not text.islower() and not text.isupper()  # digests have one
+    is_random = both_cases and len(_CHANGES.findall(re.sub("[_-]", "", text))) >= _MIN_CHANGES
+    return "***" if is_random and len(text) >= _KEY_CHARS else text
 
 
 def _text(value: Any) -> str:

@@ -29,7 +29,7 @@ _MAX_WAITING = 10_000
 _END_S = 1.0
 """How long the end of the process waits for its last lines to be taken."""
 _RETRY_S = 1.0
-_AT_WILL = "tripool.connections"
+_AT_WILL = ("tripool.connections", "tripool.strangers")
 _WINDOW_S, _PER_WINDOW, _MAX_KINDS = 10.0, 5, 100
 
 
@@ -97,7 +97,7 @@ class LogHandler(logging.Handler):
 
 class Bounded:
     """A filter: of lines that clients can cause at will, and of those that are not our own, a few of a kind in ten
-    seconds. Requests are not among them: each has its line."""
+    seconds. Of requests only those are among them that were refused before it was known who sent them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -105,7 +105,7 @@ class Bounded:
         """When the window began, how many there were in it."""
 
     def __call__(self, record: logging.LogRecord) -> bool:
-        if record.name.partition(".")[0] == "tripool" and record.name != _AT_WILL:
+        if record.name.partition(".")[0] == "tripool" and record.name not in _AT_WILL:
             return True
         now_s, kind = self._clock(), (record.name, str(record.msg)[:100] + str(getattr(record, "error", "")))
         if kind not in self._kinds and len(self._kinds) >= _MAX_KINDS:

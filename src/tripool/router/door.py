@@ -110,7 +110,7 @@ class Door:
         cost = account.cost_of(arrival.prompt_tokens)
         account.count(now_s, asked=cost)
         ahead = self.shares.ahead(account, arrival.promise.priority)
-        light = self._is_light(account, arrival.tokens + sum(one.tokens for one in rest))
+        light = self._is_light(account, arrival.asked_tokens + sum(one.asked_tokens for one in rest))
         predicted_s = self._predict_s(ahead, cost, now_s, light=light)
         return Guest(arrival, account, cost, arrival.answer_tokens, rest, now_s, ahead[1], predicted_s)
 

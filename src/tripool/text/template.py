@@ -64,13 +64,13 @@ class Template:
         messages = plain_messages(conversation)
         names = self._names(tools, extra or {})
         if not continue_final_message:
-            return self._render(messages, add_generation_prompt=add_generation_prompt, **names)
+            return self._render(messages, {**names, "add_generation_prompt": add_generation_prompt})
         content = messages[-1].get("content")
         if not isinstance(content, str):
             raise InvalidRequest("the final message has no text to continue", param="messages")
         mark = _unused_mark(content)
         messages[-1]["content"] = content + mark
-        return _cut_at_mark(self._render(messages, add_generation_prompt=False, **names), content, mark)
+        return _cut_at_mark(self._render(messages, {**names, "add_generation_prompt": False}), content, mark)
 
     def _names(self, tools: object, extra: Mapping[str, Any]) -> dict[str, Any]:
         for name in extra:
@@ -79,7 +79,7 @@ class Template:
         options = plain_data(extra, "chat_template_kwargs")
         return {**self._special_tokens, "documents": None, **options, "tools": plain_tools(tools)}
 
-    def _render(self, messages: list[dict[str, Any]], **names: Any) -> str:
+    def _render(self, messages: list[dict[str, Any]], names: dict[str, Any]) -> str:
         try:
             given = self._sandbox.names(messages, names)
             return _joined(self._compiled.generate(given))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tripool.answer import Answer, Delta
 from tripool.core import Usage
-from tripool.errors import TripoolError
+from tripool.errors import InvalidRequest, TripoolError
+from tripool.gateway.body import decode_object
 from tripool.gateway.calls import CallBegins, Content, Piece, Thought
 from tripool.gateway.job import Job
 from tripool.gateway.refusals import error_shape
@@ -118,12 +118,11 @@ class MessageShapes:
 
 
 def _parsed(arguments: str) -> dict[str, Any]:
-    """Arguments that were cut off are none."""
+    """Arguments that were cut off, or go too deep to be written out, are none."""
     try:
-        parsed = json.loads(arguments)
-    except ValueError:
+        return decode_object(arguments, "the model's arguments")
+    except InvalidRequest:
         return {}
-    return parsed if isinstance(parsed, dict) else {}
 
 
 def _usage(usage: Usage) -> dict[str, int]:
