@@ -2,6 +2,7 @@
 
 from tripool.text.detokenizer import Detokenizer
 from tripool.text.files import TextFiles
+from tripool.text.template import NotQuick
 from tripool.text.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer", "TextFiles", "Tokenizer"]
+__all__ = ["Detokenizer", "NotQuick", "TextFiles", "Tokenizer"]

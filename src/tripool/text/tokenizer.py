@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -31,6 +32,13 @@ class Tokenizer:
         self._template: Template | None = None
         if files.chat_template is not None and files.chat_template.strip():
             self._template = Template(files.chat_template, special_tokens=files.special_tokens, now=now)
+
+    @cached_property
+    def quick(self) -> Tokenizer:
+        """The same, whose chats raise NotQuick instead of taking long: for an event loop."""
+        twin = copy.copy(self)
+        twin._template = None if self._template is None else self._template.quick
+        return twin
 
     @property
     def knows_tools(self) -> bool:
