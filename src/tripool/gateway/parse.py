@@ -72,6 +72,7 @@ class Parser:
         """The same for short bodies on the event loop; raises NotQuick where a chat template takes long."""
         twin = copy.copy(self)
         twin._tokenizer = self._tokenizer.quick
+        twin.encoder = self.encoder.quick
         return twin
 
     def chat(
