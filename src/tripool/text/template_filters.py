@@ -133,7 +133,8 @@ def _indented(context: Context, value: Any, width: Any = 4, first: Any = False, 
 
 
 def _replaced(context: Context, value: Any, old: Any, new: Any, count: Any = None) -> Any:
-    replaced(budget_of(context), *(_text(context, part) for part in (value, old, new)), -1 if count is None else count)
+    text, old, new = (_text(context, part) for part in (value, old, new))
+    replaced(budget_of(context), text, old, new, -1 if count is None else count)
     return value
 
 

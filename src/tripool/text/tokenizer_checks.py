@@ -1,8 +1,8 @@
 """A tokenizer.json before the `tokenizers` library has it: its Rust ends the process where memory does not suffice.
 
 So everything that a text may grow by when it is encoded, or tokens when they are decoded, is multiplied here and
-bounded, and so are ids, which others count up to. What the library itself does to a text (Unicode's normal forms) is not
-a checkpoint's choice and not counted.
+bounded, and so are ids, which others count up to. What the library itself does to a text (Unicode's normal forms) is
+not a checkpoint's choice and not counted.
 """
 
 from __future__ import annotations
