@@ -108,7 +108,15 @@ def outside(path: Path) -> Path:
     return index
 
 
+def misnamed(path: Path, name: str) -> Path:
+    shard(path)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {EMBEDDING: name}}))
+    return path
+
+
 FOLDERS = [
+    Damage("a shard's name has a zero byte", CheckpointError, lambda p: misnamed(p, "model\0.safetensors")),
+    Damage("a shard's name is half a character", CheckpointError, lambda p: misnamed(p, "model\ud800.safetensors")),
     Damage("no folder", CheckpointMissing, gone),
     Damage("no config", CheckpointMissing, lambda p: remove(p / "config.json")),
     Damage("config is not JSON", CheckpointCorrupt, lambda p: write(p / "config.json", b'{"model_type": ')),

@@ -40,6 +40,11 @@ def test_end_tokens_are_the_union_of_all_that_is_said(folder, generation, config
     assert read_text_files(folder, config).end_ids == expected
 
 
+def test_ends_that_no_logit_stands_for_are_dropped(folder):
+    put(folder, "generation_config.json", {"eos_token_id": [7, 10**6, 2**63]})
+    assert read_text_files(folder, {"eos_token_id": 300, "vocab_size": 300}).end_ids == {1, 7}
+
+
 def test_an_end_token_of_the_plain_vocabulary_is_found(folder, byte_level):
     put(folder, "tokenizer_config.json", {"eos_token": "q"})
     assert read_text_files(folder, {}).end_ids == {byte_level.token_to_id("q")}

@@ -22,6 +22,7 @@ from tripool.models import load_model
 from tripool.models.decoder import Model
 from tripool.models.load import arch_of
 from tripool.models.loader import Loader
+from tripool.models.rope import inverse_frequencies
 
 MOST_BYTES = 256 * 2**20
 SHARED = {
@@ -157,6 +158,14 @@ def test_what_took_gigabytes_is_refused_by_name(
     finally:
         checkpoint.config = before
     assert sum(taken) < 2**20
+
+
+@pytest.mark.parametrize("key", ["original_max_position_embeddings", "beta_fast", "beta_slow", "factor"])
+def test_numbers_too_small_to_divide_by_are_refused(key: str) -> None:
+    for name in ("rope_scaling", "rope_parameters"):
+        config = {**CONFIGS["deepseek_v3"], "rope_scaling": None, name: {**YARN, key: 5e-324}}
+        with pytest.raises(WrongArchitecture, match=key):
+            inverse_frequencies(arch_of(config, "x").rope)
 
 
 def test_a_rotary_table_is_bounded_by_its_width_too() -> None:

@@ -30,6 +30,9 @@ def read_text_files(folder: Path, config: Mapping[str, Any]) -> TextFiles:
     end_ids = _ids(generation.get("eos_token_id")) | _ids(config.get("eos_token_id"))
     if "eos_token" in special:
         end_ids |= _ids(_token_id(tokenizer, special["eos_token"], tokenizer_path))
+    vocab_size = config.get("vocab_size")
+    if type(vocab_size) is int:  # a network never says what it has no logit for
+        end_ids = {token_id for token_id in end_ids if token_id < vocab_size}
     return TextFiles(
         tokenizer_json=source,
         chat_template=_chat_template(folder, settings),

@@ -26,6 +26,9 @@ def open_inside(path: Path, *, anywhere: bool = False, hint: str = "fetch the fi
         descriptor = os.open(path, _FLAGS)
     except FileNotFoundError as error:
         raise CheckpointMissing("no such file", hint=hint, file=path) from error
+    except ValueError as error:  # a zero byte, or half of a character
+        problem = f"{path.name[:100]!a} is no name that a file can have"
+        raise CheckpointError(problem, hint=hint, file=path.parent) from error
     except OSError as error:
         hint = "check that it is a file and that you may read it"
         raise CheckpointError(f"cannot be opened: {error.strerror}", hint=hint, file=path) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -44,10 +44,11 @@ from tripool.gateway.stream import AnswerResponse
 from tripool.gateway.tokens import token_routes
 from tripool.grammar import Trial
 from tripool.tenants import Caller, Tenant
-from tripool.text import StopFinder, Tokenizer
+from tripool.text import NotQuick, StopFinder, Tokenizer
 
 _SHORT_BYTES = 4096
-"""Parsed in well under a millisecond: handing it to another thread and back would take longer."""
+"""Parsed in well under a millisecond, unless a chat template does more than real ones do: handing it to another thread
+and back would take longer."""
 _READING_THREADS = 2
 _MAX_READING_BYTES = 64 * 2**20
 """Of bodies that wait to be read."""
@@ -129,7 +130,7 @@ class Answering:
         self._models, self._gate, self._journal, self._bodies, self._clock = models, gate, journal, bodies, clock
         self._access = access
         self._reading = reading
-        """For long bodies, which take a while to encode."""
+        """For bodies that take a while to encode: long ones, and those whose chat template does much."""
         self._trial, self._trying = Trial(), FairPool("trials", num_threads=_TRIALS, max_waiting=_MAX_TRIALS_WAITING)
 
     async def answer(self, http: HttpRequest, api: Api) -> Response:
@@ -168,8 +169,7 @@ class Answering:
         self._models.read(tenant, len(raw))
         request_id = header_id(http.headers.get("x-request-id"))
         parse = partial(self._parse, raw, request_id, api, tenant, wishes)
-        short = len(raw) <= _SHORT_BYTES
-        served, job = parse() if short else await self._reading.run(tenant.name, parse, size=len(raw))
+        served, job = await self._parsed(tenant, len(raw), parse)
         check_echoes(job)
         served.check(job.requests)
         await self._try(job.requests[0], tenant)
@@ -185,11 +185,20 @@ class Answering:
         else:
             await self._trying.run(tenant.name, partial(self._trial.check, structure, namespace))
 
+    async def _parsed(
+        self, tenant: Tenant, num_bytes: int, parse: Callable[..., tuple[Served, Job]]
+    ) -> tuple[Served, Job]:
+        if num_bytes <= _SHORT_BYTES:
+            with suppress(NotQuick):
+                return parse(quick=True)
+        return await self._reading.run(tenant.name, parse, size=num_bytes)
+
     def _parse(
-        self, raw: bytes, request_id: str | None, api: Api, tenant: Tenant, wishes: Wishes
+        self, raw: bytes, request_id: str | None, api: Api, tenant: Tenant, wishes: Wishes, *, quick: bool = False
     ) -> tuple[Served, Job]:
         served = self._models.meant_by(raw)
-        parse = {"chat": served.parser.chat, "completion": served.parser.completion, "messages": served.parser.messages}
+        parser = served.parser.quick if quick else served.parser
+        parse = {"chat": parser.chat, "completion": parser.completion, "messages": parser.messages}
         return served, parse[api](raw, request_id, tenant, wishes)
 
     @contextmanager

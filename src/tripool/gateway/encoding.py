@@ -27,6 +27,11 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, context_tokens: Callable[[], int]) -> None:
         self._tokenizer, self._context_tokens = tokenizer, context_tokens
 
+    @property
+    def quick(self) -> Encoder:
+        """The same for an event loop; raises NotQuick for what may take long."""
+        return Encoder(self._tokenizer.quick, self._context_tokens)
+
     def encode(self, text: str, *, special: bool, param: str = "prompt") -> list[int]:
         if isinstance(text, str) and len(text) > MIN_TEXT_BYTES // 4:
             self._check(len(text.encode(errors="replace")), param)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from tripool.core import SALT_MARK, Conversation, Promise, Request, SamplingParams, Structure
@@ -65,6 +67,14 @@ class Parser:
         self._tokenizer = tokenizer
         self._name = name
         self.encoder = Encoder(tokenizer, context_tokens)
+
+    @cached_property
+    def quick(self) -> Parser:
+        """The same for short bodies on the event loop; raises NotQuick where a chat template takes long."""
+        twin = copy.copy(self)
+        twin._tokenizer = self._tokenizer.quick
+        twin.encoder = self.encoder.quick
+        return twin
 
     def chat(
         self, raw: bytes, request_id: str | None = None, tenant: Tenant = ANONYMOUS, wishes: Wishes = _NO_WISHES

@@ -15,6 +15,7 @@ KINDS = ("default", "linear", "llama3", "yarn")
 MAX_TABLE_BYTES = 2**29
 """A million positions of the usual width. The table is made whole, whatever fits into the KV cache."""
 _PAIR_BYTES = 8
+_LEAST = 1e-9
 _NOT_NEGATIVE = (
     "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
     "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
@@ -41,6 +42,8 @@ def read_rope(config: ConfigReader, dim: int, *, paired: bool = False) -> RopeSh
             extra[key] = config.finite(key, extra[key])
         if extra.get(key) is not None and extra[key] < 0:
             raise config.error(f"'{key}' is below 0")
+        if extra.get(key) and extra[key] < _LEAST:  # what is divided by it, or into it, would be no number any more
+            raise config.error(f"'{key}' is {extra[key]:g}, which no model has")
     original = extra.get("original_max_position_embeddings") or context
     if kind != "default":
         extra["factor"] = float(extra.get("factor") or context / original)

@@ -3,6 +3,7 @@
 from tripool.text.detokenizer import Detokenizer
 from tripool.text.files import TextFiles
 from tripool.text.stops import StopFinder
+from tripool.text.template import NotQuick
 from tripool.text.tokenizer import Tokenizer
 
-__all__ = ["Detokenizer", "StopFinder", "TextFiles", "Tokenizer"]
+__all__ = ["Detokenizer", "NotQuick", "StopFinder", "TextFiles", "Tokenizer"]

@@ -3,89 +3,82 @@
 | a template could | and here |
 |---|---|
 | reach Python's own objects | Jinja's sandbox refuses |
+| use what nobody thought of | only filters, tests, methods and functions that have a cost exist |
 | loop for ever: loops, macros, blocks, filters over lists | every pass costs steps, by how much code it runs |
 | make one huge value: `center`, `*`, `~`, `join`, `replace`, `%`, `round` | the size is known, and refused, before |
 | grow a value step by step, or nest one in itself | whatever is compared, printed or joined is measured |
+| let Python do the work: searches, sorts, hashes, large numbers | paid by what the worst case takes |
 | let the compiler do the work: constants folded when it is loaded | nothing is folded |
 
-`text/budget.py` counts, `text/template_checks.py` knows how large results will be.
+`text/budget.py` counts; `template_calls.py`, `template_filters.py` and `template_formats.py` know what things cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jinja2
 import jinja2.nodes as nodes
 from jinja2.exceptions import SecurityError
-from jinja2.runtime import Context, LoopContext
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace, pass_context
 from jinja2.visitor import NodeTransformer
 
-from tripool.text.budget import MAX_CHARS, MAX_ITEMS, MAX_NUMBER_BITS, Budget, TooMuchWork, check, length
-from tripool.text.template_checks import (
-    FILTER_CHECKS,
-    check_joined,
-    check_percent,
-    check_repeated,
-    check_text_method,
-    listed,
-    num_chars,
-    num_items,
+from tripool.text.budget import (
+    BUDGET_NAME,
+    CHARS_PER_STEP,
+    MAX_CHARS,
+    MAX_ITEMS,
+    MAX_NUMBER_BITS,
+    Budget,
+    TooMuchWork,
+    budget_of,
+    check,
+    length,
 )
+from tripool.text.template_calls import pay_call
+from tripool.text.template_filters import guarded_filters, guarded_tests, is_in
+from tripool.text.template_formats import pay_percent
 
 _NODES_PER_STEP = 4
-_BUDGET = " budget"
-"""A name that no template can spell."""
-_SPEND, _WHOLE, _PART, _CONCAT = " spend", " whole", " part", " concat"
-
-_GONE_FILTERS = ("pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr")
-"""Slow, or not the same every time; no published template needs them."""
-_CONSTANT = frozenset({"attr", "count", "d", "default", "first", "items", "last", "length"})
-"""Filters that take no longer for a longer value."""
-_SHALLOW = frozenset({"batch", "list", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice"})
-"""Filters that do not look into the items of a list; what is called for each of them counts by itself."""
-_COMPARING = frozenset(
-    {"in", "eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<=", "gt", "greaterthan", ">", "ge", ">="}
-)
-_NUMBER_METHODS = frozenset({"bit_length", "is_integer"})
-
-
-def _budget(context: Context) -> Budget:
-    return cast(Budget, context.parent[_BUDGET])
+_SPEND, _WHOLE, _PART, _CONCAT, _IN = " spend", " whole", " part", " concat", " in"
+_GLOBALS = ("dict", "namespace", "range")
+"""Of Jinja's own. The others (`cycler`, `joiner`, `lipsum`) keep values where they are not measured, or are random."""
+_NUMBERS = (int, float, complex)
+_JINJAS_OWN = ("_loop_vars", "_block_vars")
+"""Arguments that compiled templates add for `Context.call`."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
     """`compile_template` makes what it runs, and `names` what a rendering is given."""
 
-    intercepted_binops = frozenset({"*", "**", "+", "%"})
+    intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
     def __init__(self, **options: Any) -> None:
         super().__init__(optimized=False, finalize=_shown, **options)
-        del self.globals["lipsum"]  # random text of any length
-        for name in _GONE_FILTERS:
-            del self.filters[name]
+        self.globals = {name: self.globals[name] for name in _GLOBALS}
 
     def compile_template(self, source: str) -> jinja2.Template:
         """After all filters are there."""
-        self.filters = {name: _guarded_filter(name, filter) for name, filter in self.filters.items()}
-        self.filters |= {_SPEND: _spend, _WHOLE: _whole, _PART: _part, _CONCAT: _concat}
-        self.tests = {name: _guarded_test(name, cast(Any, test)) for name, test in self.tests.items()}
+        self.filters = guarded_filters(self.filters)
+        self.filters |= {_SPEND: _spend, _WHOLE: _whole, _PART: _part, _CONCAT: _concat, _IN: _in}
+        self.tests = guarded_tests(self.tests)
         tree = _Metered().visit(self.parse(source))
         return jinja2.Template.from_code(self, self.compile(tree), self.make_globals(None))
 
-    def names(self, messages: Sequence[Mapping[str, Any]], names: Mapping[str, Any]) -> dict[str, Any]:
-        return {**names, "messages": messages, _BUDGET: Budget(messages, names.get("tools"))}
+    def names(
+        self, messages: Sequence[Mapping[str, Any]], names: Mapping[str, Any], most_steps: float = float("inf")
+    ) -> dict[str, Any]:
+        return {**names, "messages": messages, BUDGET_NAME: Budget(messages, names.get("tools"), most_steps)}
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
         """Jinja would print nothing here and only raise on further use: a prompt with holes."""
         raise SecurityError(f"'{attribute[:100]}' of a {type(obj).__name__} is out of bounds")
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        budget = _budget(context)
+        budget = budget_of(context)
         if operator == "+" and type(left) is str and type(right) is str:
             budget.take(extra=len(left) + len(right))
             return left + right
@@ -94,33 +87,31 @@ class Sandbox(ImmutableSandboxedEnvironment):
             check(bits, MAX_NUMBER_BITS)
             budget.spend(1)
         elif operator == "%" and isinstance(left, str):
-            check_percent(budget, left, right)
+            budget.take(right, times=5 if hasattr(left, "__html__") else 1)  # which escapes it
+            pay_percent(budget, left, right)
         elif operator == "*":
-            check_repeated(budget, left, right)
-        else:
+            _pay_repeated(budget, left, right)
+        elif operator == "+":
             budget.glance(left, right)
-            check(num_items(left) + num_items(right), MAX_ITEMS)
-            check(num_chars(left) + num_chars(right), MAX_CHARS)
-        return super().call_binop(context, operator, left, right)
+            check(sum(len(value) for value in (left, right) if isinstance(value, (list, tuple))), MAX_ITEMS)
+            check(sum(len(value) for value in (left, right) if isinstance(value, str)), MAX_CHARS)
+        elif not all(isinstance(value, (*_NUMBERS, jinja2.Undefined)) for value in (left, right)):
+            kinds = f"{type(left).__name__} and {type(right).__name__}"
+            raise TypeError(f"unsupported operand types for {operator}: {kinds}")  # sets of keys have some
+        return budget.settle(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        budget = _budget(__context)
-        budget.glance(*args, *kwargs.values())
-        function = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps `format`
-        owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-        is_dict = function is dict or owner is dict
-        if isinstance(owner, str):
-            check_text_method(budget, owner, name, args, kwargs)
-            if name == "join":
-                args = (listed(args[0]), *args[1:]) if args else args
-                check_joined(budget, owner, args[0] if args else ())
-        elif isinstance(owner, (int, float)):
-            if name not in _NUMBER_METHODS:
-                raise SecurityError(f"'{name}' of a number is out of bounds")
-        elif isinstance(owner, (list, tuple, dict, LoopContext)) or isinstance(function, FunctionType) or is_dict:
-            inside = owner if isinstance(owner, (list, tuple)) else ()  # which `count` and `index` go through
-            budget.take(inside, *args, *kwargs.values())
-        return super().call(__context, __obj, *args, **kwargs)
+        budget = budget_of(__context)
+        own = {name: value for name, value in kwargs.items() if name not in _JINJAS_OWN} if kwargs else kwargs
+        args = pay_call(budget, __obj, args, own)
+        return budget.settle(super().call(__context, __obj, *args, **kwargs))
+
+
+def _pay_repeated(budget: Budget, left: Any, right: Any) -> None:
+    value, times = (left, right) if isinstance(right, int) else (right, left)
+    if isinstance(times, int) and times > 0 and isinstance(value, (str, list, tuple)):
+        check(len(value) * times, MAX_CHARS if isinstance(value, str) else MAX_ITEMS)
+        budget.spend(1 + length(value) * times)
 
 
 # ---- what is written into the template's own code ------------------------------------------------------------------
@@ -143,12 +134,20 @@ class _Metered(NodeTransformer):
 
     visit_Macro = visit_CallBlock = visit_Block = _visit_body
 
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Compare:
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Expr:
         self.generic_visit(node)
+        if any(operand.op in ("in", "notin") for operand in node.ops):
+            if len(node.ops) > 1:
+                raise jinja2.TemplateSyntaxError("'in' within a chain of comparisons", node.lineno)
+            found = _wrapped(nodes.List([node.expr, node.ops[0].expr]), _IN)
+            return found if node.ops[0].op == "in" else nodes.Not(found)
         node.expr = _wrapped(node.expr, _WHOLE)
         for operand in node.ops:
             operand.expr = _wrapped(operand.expr, _WHOLE)
         return node
+
+    def visit_ScopedEvalContextModifier(self, node: nodes.ScopedEvalContextModifier) -> nodes.Node:
+        raise jinja2.TemplateSyntaxError("prompts are not escaped", node.lineno)
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
         self.generic_visit(node)
@@ -181,18 +180,19 @@ def _pay(body: list[nodes.Node]) -> None:
 
 def _weight(body: list[Any]) -> int:
     """What one pass through it costs; loops inside pay for themselves."""
-    total, open_ = 0, list(body)
+    total, chars, open_ = 0, 0, list(body)
     while open_:
         node = open_.pop()
         total += 1
+        chars += len(node.data) if isinstance(node, nodes.TemplateData) else 0
         inner = [node.iter] if isinstance(node, nodes.For) else node.iter_child_nodes()
         open_.extend(inner)
-    return 1 + total // _NODES_PER_STEP
+    return 1 + total // _NODES_PER_STEP + chars // CHARS_PER_STEP
 
 
 @pass_context
 def _spend(context: Context, steps: int) -> bool:
-    budget: Budget = context.parent[_BUDGET]
+    budget: Budget = context.parent[BUDGET_NAME]
     budget.left -= steps
     if budget.left < 0:
         raise TooMuchWork
@@ -204,84 +204,32 @@ def _whole(context: Context, value: Any) -> Any:
     """About to be compared or hashed, with all that is in it."""
     kind = type(value)
     if kind is not int and kind is not bool and kind is not Namespace:  # of which only the identity is
-        budget: Budget = context.parent[_BUDGET]
+        budget: Budget = context.parent[BUDGET_NAME]
         budget.take(value)
     return value
 
 
 @pass_context
 def _part(context: Context, value: Any) -> Any:
-    _budget(context).spend(1 + length(value) / 32)
+    budget_of(context).spend(1 + length(value) / 32)
     return value
 
 
 @pass_context
-def _concat(context: Context, parts: list[Any]) -> str:
-    budget = _budget(context)
+def _concat(context: Context, parts: list[Any]) -> Any:
+    budget = budget_of(context)
     budget.take(*parts)
-    return "".join(map(str, parts))
+    return budget.settle("".join(map(str, parts)))
+
+
+@pass_context
+def _in(context: Context, pair: list[Any]) -> bool:
+    return is_in(context, *pair)
 
 
 @pass_context
 def _shown(context: Context, value: Any) -> Any:
     """About to be printed."""
-    budget: Budget = context.parent[_BUDGET]
+    budget: Budget = context.parent[BUDGET_NAME]
     budget.take(value)
     return value
-
-
-# ---- filters, tests and methods ------------------------------------------------------------------------------------
-
-
-def _guarded_filter(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
-    """With the context as its first argument, which also keeps it from being called when a template is compiled."""
-    before, constant, shallow = FILTER_CHECKS.get(name), name in _CONSTANT, name in _SHALLOW
-
-    @pass_context
-    def guarded(context: Context, value: Any = "", *args: Any, **kwargs: Any) -> Any:
-        budget = _budget(context)
-        if isinstance(value, Namespace):
-            raise SecurityError(f"a namespace has no '{name}'")
-        if name in ("join", "list", "sum"):
-            value = listed(value)
-        if constant:
-            budget.spend(1)
-        elif shallow:
-            budget.glance(value, *args, *kwargs.values())
-        else:
-            budget.take(value, *args, *kwargs.values())
-        if before is not None:
-            before(budget, value, *args, **kwargs)
-        made = filter(*_leading(context, filter), value, *args, **kwargs)
-        return _counted(budget, made) if isinstance(made, Iterator) else made
-
-    return guarded
-
-
-def _counted(budget: Budget, items: Iterator[Any]) -> Iterator[Any]:
-    for item in items:
-        budget.spend(1)
-        yield item
-
-
-def _guarded_test(name: str, test: Callable[..., Any]) -> Callable[..., Any]:
-    comparing = name in _COMPARING
-
-    @pass_context
-    def guarded(context: Context, value: Any, *args: Any) -> Any:
-        budget = _budget(context)
-        if comparing:
-            budget.take(value, *args)
-        else:
-            budget.spend(1)
-        return test(*_leading(context, test), value, *args)
-
-    return guarded
-
-
-def _leading(context: Context, function: Any) -> tuple[Any, ...]:
-    """What Jinja itself would have given the function first."""
-    asked = getattr(function, "jinja_pass_arg", None)
-    if asked is None:
-        return ()
-    return ({"context": context, "eval_context": context.eval_ctx, "environment": context.environment}[asked.name],)

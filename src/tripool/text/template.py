@@ -6,7 +6,9 @@ away from Python and bounds what it does.
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -27,6 +29,8 @@ from tripool.text.sandbox import Sandbox
 MAX_SOURCE_CHARS = 2**16
 """Real templates stay below 2**15. As many characters again take a second to compile."""
 MAX_RENDERED_CHARS = 2**24
+QUICK_STEPS, QUICK_CHARS = 10_000, 2**14
+"""What an event loop has time for: some 20 milliseconds of rendering, and as long for encoding what comes out."""
 _MAX_SAID_CHARS = 1000
 """Of what a template says when it refuses, or fails."""
 _MAX_TIME_FORM_CHARS = 100
@@ -35,7 +39,13 @@ _OURS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final
 """Names that `extra` may not set: they are arguments of their own."""
 
 # What a template's operations raise when a message lacks what they expect, or holds it in another type.
-_RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+_RENDER_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError
+)  # fmt: skip
+
+
+class NotQuick(Exception):
+    """It takes longer than an event loop can wait; whether it can be rendered at all is another question."""
 
 
 class Template:
@@ -46,6 +56,14 @@ class Template:
         self._sandbox, self._compiled = _compile(source, now)
         self.knows_tools = "tools" in source and "tool_calls" in source
         """Whether it shows a model its tools, and the calls it made. One that does not says nothing about it."""
+        self._is_quick = False
+
+    @property
+    def quick(self) -> Template:
+        """The same, which raises NotQuick instead of taking long."""
+        twin = copy.copy(self)
+        twin._is_quick = True
+        return twin
 
     def render(
         self,
@@ -80,33 +98,40 @@ class Template:
         return {**self._special_tokens, "documents": None, **options, "tools": plain_tools(tools)}
 
     def _render(self, messages: list[dict[str, Any]], names: dict[str, Any]) -> str:
+        most_steps, most_chars = (QUICK_STEPS, QUICK_CHARS) if self._is_quick else (math.inf, MAX_RENDERED_CHARS)
         try:
-            given = self._sandbox.names(messages, names)
-            return _joined(self._compiled.generate(given))
+            given = self._sandbox.names(messages, names, most_steps)
+            return _joined(self._compiled.generate(given), most_chars)
         except _Refusal as error:
             hint = "the model's chat template refuses this conversation"
             raise InvalidRequest(str(error), hint=hint, param="messages") from error
         except TooMuchWork as error:
+            if self._is_quick:
+                raise NotQuick from error
             hint = "send a shorter conversation; if that does not help, do not trust this checkpoint"
             problem = "the model's chat template does too much work for this conversation"
             raise InvalidRequest(problem, hint=hint, param="messages") from error
-        except (jinja2.exceptions.SecurityError, RecursionError) as error:
+        except (jinja2.exceptions.SecurityError, RecursionError, MemoryError) as error:
             hint = "do not trust this checkpoint: chat templates only need to write text"
             raise CheckpointCorrupt(f"the chat template left its sandbox: {error}", hint=hint) from error
+        except _TooLong as error:
+            if self._is_quick:
+                raise NotQuick from error
+            problem = f"the prompt exceeds {MAX_RENDERED_CHARS} characters"
+            raise InvalidRequest(problem, hint="send a shorter conversation", param="messages") from error
         except _RENDER_ERRORS as error:
             hint = "the model's chat template expects messages of another shape"
             problem = f"cannot render the conversation: {str(error)[:_MAX_SAID_CHARS]}"
             raise InvalidRequest(problem, hint=hint, param="messages") from error
 
 
-def _joined(parts: Iterator[str]) -> str:
+def _joined(parts: Iterator[str], most_chars: int) -> str:
     kept: list[str] = []
     num_chars = 0
     for part in parts:
         num_chars += len(part)
-        if num_chars > MAX_RENDERED_CHARS:
-            hint = "send a shorter conversation"
-            raise InvalidRequest(f"the prompt exceeds {MAX_RENDERED_CHARS} characters", hint=hint, param="messages")
+        if num_chars > most_chars:
+            raise _TooLong
         kept.append(part)
     return "".join(kept)
 
@@ -129,6 +154,10 @@ def _cut_at_mark(rendered: str, content: str, mark: str) -> str:
     # The template trims: the content's own trailing space would have gone too, had the mark not stood behind it.
     trimmed = content.rstrip()
     return rendered[:at].removesuffix(content[len(trimmed) :]) if trimmed else rendered[:at]
+
+
+class _TooLong(Exception):
+    """The prompt is."""
 
 
 class _Refusal(jinja2.TemplateError):
@@ -160,8 +189,9 @@ def _compile(source: str, now: Callable[[], datetime]) -> tuple[Sandbox, jinja2.
     except jinja2.TemplateSyntaxError as error:
         hint = "compare the checkpoint's chat template with the published one"
         raise CheckpointCorrupt(f"line {error.lineno} of the chat template: {error.message}", hint=hint) from error
-    except (SyntaxError, RecursionError, ValueError, UnicodeError) as error:  # from Python's own compiler
-        raise CheckpointCorrupt(f"the chat template cannot be compiled: {error}") from error
+    except (SyntaxError, RecursionError, MemoryError, ValueError, OverflowError) as error:  # from Python's own compiler
+        why = str(error) or type(error).__name__
+        raise CheckpointCorrupt(f"the chat template cannot be compiled: {why}") from error
 
 
 def _refuse(message: object) -> None:

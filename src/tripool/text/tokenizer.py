@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -14,7 +15,11 @@ from tripool.core import Conversation
 from tripool.errors import CheckpointCorrupt, InvalidRequest
 from tripool.text.decoding import TextStream, read_decoder
 from tripool.text.files import TextFiles
-from tripool.text.template import Template
+from tripool.text.template import NotQuick, Template
+from tripool.text.tokenizer_checks import check_tokenizer
+
+_QUICK_PATTERN_CHARS = 128
+"""What a checkpoint's own regular expressions can do to so few is done soon, whatever they are."""
 
 _SPELLINGS = 2**15
 
@@ -24,7 +29,9 @@ class Tokenizer:
 
     def __init__(self, files: TextFiles, *, now: Callable[[], datetime] = datetime.now) -> None:
         """`now` is what templates that print the date see."""
+        self._has_strange_patterns = check_tokenizer(files.tokenizer_json)
         self._library = _load(files.tokenizer_json)
+        self._is_quick = False
         decoder = self._library.decoder
         self._plan = read_decoder(None if decoder is None else json.loads(decoder.__getstate__()))
         added = self._library.get_added_tokens_decoder()
@@ -33,6 +40,14 @@ class Tokenizer:
         self._template: Template | None = None
         if files.chat_template is not None and files.chat_template.strip():
             self._template = Template(files.chat_template, special_tokens=files.special_tokens, now=now)
+
+    @cached_property
+    def quick(self) -> Tokenizer:
+        """The same, which raises NotQuick instead of taking long: for an event loop."""
+        twin = copy.copy(self)
+        twin._is_quick = True
+        twin._template = None if self._template is None else self._template.quick
+        return twin
 
     @property
     def knows_tools(self) -> bool:
@@ -47,12 +62,15 @@ class Tokenizer:
     @cached_property
     def longest_token_bytes(self) -> int:
         """What one token can stand for at most. Looks at the whole vocabulary once: not on an event loop."""
-        return max((len(self.token_bytes(i)) for i in range(self.vocab_size)), default=1) or 1
+        ids = self._library.get_vocab(with_added_tokens=True).values()
+        return max((len(self.token_bytes(i)) for i in ids), default=1) or 1
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """`special` adds what the tokenizer puts around a plain text, such as the begin token."""
         if not isinstance(text, str):
             raise InvalidRequest(f"a prompt must be text, not {type(text).__name__}", param="prompt")
+        if self._is_quick and self._has_strange_patterns and len(text) > _QUICK_PATTERN_CHARS:
+            raise NotQuick
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -114,6 +114,8 @@ def test_llama_3_factors_are_recognised(config_of, factor):
         ({"embedding_length": "64"}, CheckpointCorrupt, "'64'"),
         ({"embedding_length": 64.5}, CheckpointCorrupt, "64.5"),
         ({"block_count": True}, CheckpointCorrupt, "True"),
+        ({"split__count": [1]}, CheckpointCorrupt, "split.count"),
+        ({"rope__scaling__type": [1]}, CheckpointCorrupt, "rope.scaling.type"),
     ],
 )
 def test_what_cannot_be_run_is_refused(config_of, changes, error, says):
@@ -121,6 +123,13 @@ def test_what_cannot_be_run_is_refused(config_of, changes, error, says):
         config_of(**changes)
     assert caught.value.hint
     assert caught.value.file.endswith("m.gguf")
+
+
+def test_rope_factors_are_compared_with_the_head_before_memory_is_taken(config_of):
+    factors = (np.ones(8), "F32")
+    for width in (2**31, 0, 8):
+        with pytest.raises(WrongArchitecture, match="Llama 3"):
+            config_of(tensors={"rope_freqs.weight": factors}, attention__key_length=width)
 
 
 @pytest.mark.parametrize(

@@ -264,6 +264,12 @@ def broken(**changes):
         (broken(tokens="abc"), CheckpointCorrupt, "tokens"),
         (broken(model="llama", merges=[1]), CheckpointCorrupt, "merges"),
         (lambda metadata: {}, CheckpointMissing, "no tokenizer"),
+        (broken(model=[1, 2]), CheckpointCorrupt, "model"),
+        (broken(pre=[1, 2]), CheckpointCorrupt, "pre"),
+        (broken(add_bos_token=[1]), CheckpointCorrupt, "add_bos_token"),
+        (broken(bos_token_id=True), CheckpointCorrupt, "bos_token_id"),
+        (broken(eos_token_id=[1]), CheckpointCorrupt, "eos_token_id"),
+        (lambda metadata: metadata | {"tokenizer.chat_template": [1]}, CheckpointCorrupt, "chat_template"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_built_is_refused(text_of, vocabulary, byte_level, change, error, says):
@@ -278,3 +284,26 @@ def test_pieces_without_scores_are_refused(text_of):
     del metadata["tokenizer.ggml.scores"]
     with pytest.raises(CheckpointCorrupt, match="score"):
         text_of(metadata)
+
+
+def test_tokens_too_long_to_be_cut_are_refused(text_of):
+    metadata = sentence_pieces()
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"][:-1], "a" * 3_000_000]
+    with pytest.raises(CheckpointCorrupt, match="characters"):
+        text_of(metadata)
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"][:-1], "a" * 1000]
+    with pytest.raises(CheckpointCorrupt, match="too long to be pieces"):
+        text_of(metadata)
+
+
+def test_ends_that_no_logit_stands_for_are_dropped(tmp_path, write_gguf, llama_parts, vocabulary, byte_level):
+    metadata, tensors = llama_parts()
+    spelled = vocabulary(byte_level, pre="gpt-2")
+    tokens = [*spelled["tokenizer.ggml.tokens"], *(f"<{i}>" for i in range(10_000))]
+    types = [*spelled["tokenizer.ggml.token_type"], *[1] * 10_000]
+    more = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    more["tokenizer.ggml.eot_token_id"] = len(tokens) - 1
+    write_gguf(tmp_path / "m.gguf", "llama", metadata | spelled | more, tensors)
+    with GgufCheckpoint(tmp_path / "m.gguf") as checkpoint:
+        assert checkpoint.text.end_ids
+        assert max(checkpoint.text.end_ids) < checkpoint.config["vocab_size"]

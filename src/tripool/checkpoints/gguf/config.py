@@ -11,7 +11,7 @@ import torch
 from tripool.checkpoints.gguf.header import Header
 from tripool.checkpoints.gguf.tensors import GgufTensor
 from tripool.checkpoints.mapped import MappedFile
-from tripool.errors import CheckpointCorrupt, CheckpointError, TensorMissing, WrongArchitecture
+from tripool.errors import CheckpointError, TensorMissing, WrongArchitecture
 
 MODEL_TYPES: Mapping[str, tuple[str, str]] = {
     "llama": ("llama", "LlamaForCausalLM"),
@@ -27,6 +27,7 @@ EXPERT_GROUPS: Mapping[tuple[int, str], tuple[int, int]] = {(160, "softmax"): (8
 
 LLAMA3_LOW_FREQ, LLAMA3_HIGH_FREQ, LLAMA3_ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 """Every published Llama 3.x model; files keep only the resulting factors, which are checked against these."""
+MAX_HEAD_DIM = 2**12
 
 
 class _Keys:
@@ -36,37 +37,35 @@ class _Keys:
         self._header = header
         self._prefix = architecture
 
-    def get(self, name: str, default: Any = None) -> Any:
-        return self._header.metadata.get(f"{self._prefix}.{name}", default)
+    def text(self, name: str, default: str) -> str:
+        return self._header.text(f"{self._prefix}.{name}", default) or default
+
+    def flag(self, name: str, default: bool) -> bool:
+        return self._header.flag(f"{self._prefix}.{name}", default)
 
     def integer(self, name: str, default: int | None = None) -> int:
         value = self.number(name, default)
         if not isinstance(value, int) or value < 0:
-            raise self._wrong(name, value)
+            raise self._header.wrong(f"{self._prefix}.{name}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        value = self.get(name, default)
+        value = self._header.metadata.get(f"{self._prefix}.{name}", default)
         if isinstance(value, list):
             hint = "use the model's Hugging Face folder"
             problem = f"{self._prefix}.{name} differs from layer to layer, which is not run"
             raise WrongArchitecture(problem, hint=hint, file=self._header.path)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self._wrong(name, value)
+            raise self._header.wrong(f"{self._prefix}.{name}")
         return value
-
-    def _wrong(self, name: str, value: object) -> CheckpointCorrupt:
-        hint = "the file was converted wrongly; fetch it again or convert it again"
-        problem = f"{self._prefix}.{name} is " + ("missing" if value is None else repr(value))
-        return CheckpointCorrupt(problem, hint=hint, file=self._header.path)
 
 
 def read_config(file: MappedFile, header: Header) -> dict[str, Any]:
-    architecture = header.metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in MODEL_TYPES:
+    architecture = header.text("general.architecture") or "none"
+    if architecture not in MODEL_TYPES:
         hint = f"readable architectures: {', '.join(MODEL_TYPES)}"
         raise WrongArchitecture(f"GGUF architecture '{architecture}'", hint=hint, file=header.path)
-    if header.metadata.get("split.count", 0) not in (0, 1):
+    if header.integer("split.count", 0) not in (0, 1):
         hint = "join the parts first with llama.cpp's gguf-split --merge"
         raise CheckpointError("one part of a split model", hint=hint, file=header.path)
     keys = _Keys(header, architecture)
@@ -100,8 +99,8 @@ def _shared(header: Header, keys: _Keys, architecture: str) -> dict[str, Any]:
         "hidden_act": "silu",
     }
     for ours, theirs in {"bos": "bos", "eos": "eos", "pad": "padding"}.items():
-        token_id = header.metadata.get(f"tokenizer.ggml.{theirs}_token_id")
-        if isinstance(token_id, int):
+        token_id = header.integer(f"tokenizer.ggml.{theirs}_token_id")
+        if token_id is not None:
             config[f"{ours}_token_id"] = token_id
     return config
 
@@ -122,7 +121,7 @@ def _deepseek(header: Header, keys: _Keys) -> dict[str, Any]:
     # Files made for absorbed attention keep the heads' own widths under `_mla` and call the rest one wide head.
     key_width = keys.integer("attention.key_length_mla", 0) or keys.integer("attention.key_length")
     value_width = keys.integer("attention.value_length_mla", 0) or keys.integer("attention.value_length")
-    scoring = "sigmoid" if keys.get("expert_gating_func") == SIGMOID_GATING else "softmax"
+    scoring = "sigmoid" if keys.integer("expert_gating_func", 0) == SIGMOID_GATING else "softmax"
     num_experts = keys.integer("expert_count")
     groups, groups_used = EXPERT_GROUPS.get((num_experts, scoring), (1, 1))
     groups = keys.integer("expert_group_count", 0) or groups
@@ -141,7 +140,7 @@ def _deepseek(header: Header, keys: _Keys) -> dict[str, Any]:
         "first_k_dense_replace": keys.integer("leading_dense_block_count", 0),
         "moe_layer_freq": 1,
         "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
-        "norm_topk_prob": bool(keys.get("expert_weights_norm", False)),
+        "norm_topk_prob": keys.flag("expert_weights_norm", False),
         "scoring_func": scoring,
         "n_group": groups,
         "topk_group": keys.integer("expert_group_used_count", 0) or groups_used,
@@ -156,7 +155,7 @@ def _deepseek(header: Header, keys: _Keys) -> dict[str, Any]:
 
 
 def _rope_scaling(file: MappedFile, header: Header, keys: _Keys, config: Mapping[str, Any]) -> dict[str, Any] | None:
-    kind = keys.get("rope.scaling.type", "none")
+    kind = keys.text("rope.scaling.type", "none")
     if "rope_freqs.weight" in header.tensors:
         return _llama3_scaling(file, header, config)
     if kind == "none" or (kind == "linear" and keys.number("rope.scaling.factor", 1.0) == 1.0):
@@ -182,22 +181,19 @@ def _rope_scaling(file: MappedFile, header: Header, keys: _Keys, config: Mapping
 
 def _llama3_scaling(file: MappedFile, header: Header, config: Mapping[str, Any]) -> dict[str, Any]:
     """Files keep one divisor per frequency instead of Llama 3's four numbers: find the numbers, check the divisors."""
-    tensor = GgufTensor(file, header.tensors["rope_freqs.weight"])
-    stored = tensor.values(0, 1).view(-1).to(torch.float64)
-    head_dim = config.get("head_dim", 2 * stored.numel())
+    entry = header.tensors["rope_freqs.weight"]
+    head_dim = config.get("head_dim", 2 * math.prod(entry.shape))
+    if 2 * math.prod(entry.shape) != head_dim or head_dim > MAX_HEAD_DIM:
+        raise _not_llama3(header)
+    stored = GgufTensor(file, entry).values(0, 1).view(-1).to(torch.float64)
     factor = float(f"{stored.max().item():.6g}")
     theta = float(config["rope_theta"])
     wave_lengths = 2 * math.pi * theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     smooth = (LLAMA3_ORIGINAL_POSITIONS / wave_lengths - LLAMA3_LOW_FREQ) / (LLAMA3_HIGH_FREQ - LLAMA3_LOW_FREQ)
     smooth = smooth.clamp(0, 1)
     expected = 1 / ((1 - smooth) / factor + smooth)
-    if stored.shape != expected.shape or not torch.allclose(stored, expected, rtol=1e-4, atol=0):
-        raise WrongArchitecture(
-            "rope factors that are not Llama 3's",
-            hint="use the model's Hugging Face folder, whose config says how they were made",
-            file=header.path,
-            tensor="rope_freqs.weight",
-        )
+    if not torch.allclose(stored, expected, rtol=1e-4, atol=0):
+        raise _not_llama3(header)
     return {
         "rope_type": "llama3",
         "factor": factor,
@@ -205,3 +201,12 @@ def _llama3_scaling(file: MappedFile, header: Header, config: Mapping[str, Any])
         "high_freq_factor": LLAMA3_HIGH_FREQ,
         "original_max_position_embeddings": LLAMA3_ORIGINAL_POSITIONS,
     }
+
+
+def _not_llama3(header: Header) -> WrongArchitecture:
+    return WrongArchitecture(
+        "rope factors that are not Llama 3's",
+        hint="use the model's Hugging Face folder, whose config says how they were made",
+        file=header.path,
+        tensor="rope_freqs.weight",
+    )

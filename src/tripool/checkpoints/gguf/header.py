@@ -11,7 +11,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -43,6 +43,9 @@ SCALARS: Mapping[int, str] = {
 """Value types by number, as `struct` letters. 8 is a string, 9 an array."""
 FLOAT32, STRING, ARRAY = 6, 8, 9
 
+Value = TypeVar("Value")
+Item = TypeVar("Item", str, int, float)
+
 REFETCH = "the download broke off; fetch the file again"
 
 
@@ -60,7 +63,40 @@ class TensorEntry:
 class Header:
     path: Path
     metadata: Mapping[str, Any]
+    """As the file has it, of any type: read it with the functions below."""
     tensors: Mapping[str, TensorEntry]
+
+    def text(self, key: str, default: str | None = None) -> str | None:
+        return self._of(key, default, str)
+
+    def flag(self, key: str, default: bool) -> bool:
+        return bool(self._of(key, default, int))
+
+    def integer(self, key: str, default: int | None = None) -> int | None:
+        value = self._of(key, default, int)
+        if isinstance(value, bool):
+            raise self.wrong(key)
+        return value
+
+    def items(self, key: str, kind: type[Item]) -> list[Item]:
+        """Empty when the file has none. Lists in a file are of one type, so the first item tells."""
+        values = self._of(key, [], list)
+        assert values is not None
+        if values and not isinstance(values[0], kind):
+            raise self.wrong(key)
+        return values
+
+    def wrong(self, key: str) -> CheckpointCorrupt:
+        value = self.metadata.get(key)
+        hint = "the file was converted wrongly; fetch it again or convert it again"
+        said = "missing" if value is None else f"{type(value).__name__} {str(value)[:50]!r}"
+        return CheckpointCorrupt(f"{key} is {said}", hint=hint, file=self.path)
+
+    def _of(self, key: str, default: Value | None, kind: type[Value]) -> Value | None:
+        value = self.metadata.get(key, default)
+        if value is not None and not isinstance(value, kind):
+            raise self.wrong(key)
+        return value
 
 
 class _Cursor:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from tripool.checkpoints.gguf.header import Header
+from tripool.checkpoints.gguf.header import Header, Item
 from tripool.checkpoints.gguf.pretokenizers import PRE_TOKENIZERS
 from tripool.errors import CheckpointCorrupt, CheckpointMissing, WrongArchitecture
 from tripool.text.files import TextFiles
+from tripool.text.tokenizer_checks import MAX_TOKEN_CHARS
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 """Token types of the format; the others (unused, byte) need no care here."""
 
 SPECIAL_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 END_NAMES = ("eos", "eot", "eom")
-Item = TypeVar("Item", str, int, float)
+MAX_PIECE_CHARS, MAX_CUTS = 2**9, 2**23
+"""Of one token, and of all together: each is cut at each of its characters. Published ones have a tenth of this."""
 SPACE = "\u2581"
 
 
@@ -29,27 +31,28 @@ class _Vocabulary:
             hint = "convert the model again with its tokenizer, or use its Hugging Face folder"
             raise CheckpointMissing("the file has no tokenizer", hint=hint, file=header.path)
         self.tokens: list[str] = self.list_of("tokens", str)
+        if max(map(len, self.tokens), default=0) > MAX_TOKEN_CHARS:
+            raise self.corrupt(f"a token has more than {MAX_TOKEN_CHARS} characters")
         self.types: list[int] = self.list_of("token_type", int) or [NORMAL] * len(self.tokens)
         self.ids = {token: index for index, token in enumerate(self.tokens)}
         if len(self.types) != len(self.tokens):
             raise self.corrupt(f"{len(self.types)} token types for {len(self.tokens)} tokens")
 
-    def get(self, name: str, default: Any = None) -> Any:
-        return self._header.metadata.get(f"tokenizer.ggml.{name}", default)
+    def text(self, name: str, default: str) -> str:
+        return self._header.text(f"tokenizer.ggml.{name}", default) or default
+
+    def flag(self, name: str, default: bool) -> bool:
+        return self._header.flag(f"tokenizer.ggml.{name}", default)
 
     def list_of(self, name: str, kind: type[Item]) -> list[Item]:
-        """Empty when the file has none. Lists in a file are of one type, so the first item tells."""
-        values = self.get(name, [])
-        if not isinstance(values, list) or not isinstance(next(iter(values), kind()), kind):
-            raise self.corrupt(f"{name} is not a list of {kind.__name__}")
-        return values
+        return self._header.items(f"tokenizer.ggml.{name}", kind)
 
     def token_id(self, name: str) -> int | None:
         """Of a role such as "bos"; None when the file names none."""
-        token_id = self.get(f"{name}_token_id")
+        token_id = self._header.integer(f"tokenizer.ggml.{name}_token_id")
         if token_id is None:
             return None
-        if not isinstance(token_id, int) or not 0 <= token_id < len(self.tokens):
+        if not 0 <= token_id < len(self.tokens):
             raise self.corrupt(f"{name}_token_id is {token_id}, the vocabulary has {len(self.tokens)} tokens")
         return token_id
 
@@ -64,25 +67,27 @@ class _Vocabulary:
 
 def read_text_files(header: Header) -> TextFiles:
     vocabulary = _Vocabulary(header)
-    kind = vocabulary.get("model")
+    kind = vocabulary.text("model", "none")
     builders = {"gpt2": _byte_level, "llama": _sentence_pieces}
     if kind not in builders:
         raise vocabulary.unsupported(f"kind '{kind}'", tuple(builders))
     tokenizer = builders[kind](vocabulary)
-    template = header.metadata.get("tokenizer.chat_template")
     special_ids = {name: vocabulary.token_id(role) for name, role in SPECIAL_NAMES.items()}
     end_ids = {vocabulary.token_id(role) for role in END_NAMES}
+    embedding = header.tensors.get("token_embd.weight")
+    num_logits = len(vocabulary.tokens) if embedding is None else embedding.shape[0]
     return TextFiles(
         tokenizer_json=json.dumps(tokenizer, ensure_ascii=False),
-        chat_template=template if isinstance(template, str) else None,
+        chat_template=header.text("tokenizer.chat_template"),
         special_tokens={name: vocabulary.tokens[i] for name, i in special_ids.items() if i is not None},
-        end_ids=frozenset(token_id for token_id in end_ids if token_id is not None),
+        # A network never says what it has no logit for.
+        end_ids=frozenset(token_id for token_id in end_ids if token_id is not None and token_id < num_logits),
     )
 
 
 def _tokenizer(vocabulary: _Vocabulary, *, adds_begin: bool, **parts: Any) -> dict[str, Any]:
     begin_id = vocabulary.token_id("bos")
-    adds_begin = bool(vocabulary.get("add_bos_token", adds_begin)) and begin_id is not None
+    adds_begin = vocabulary.flag("add_bos_token", adds_begin) and begin_id is not None
     begin = vocabulary.tokens[begin_id] if begin_id is not None else ""
     return {
         "version": "1.0",
@@ -132,7 +137,7 @@ def _model(vocabulary: _Vocabulary, merges: list[list[str]], **options: Any) -> 
 
 
 def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
-    name = vocabulary.get("pre", "default")
+    name = vocabulary.text("pre", "default")
     if name not in PRE_TOKENIZERS:
         raise vocabulary.unsupported(f"pre-tokenizer '{name}'", tuple(PRE_TOKENIZERS))
     cutting = PRE_TOKENIZERS[name]
@@ -157,7 +162,7 @@ def _stored_merges(vocabulary: _Vocabulary) -> list[list[str]]:
 
 def _sentence_pieces(vocabulary: _Vocabulary) -> dict[str, Any]:
     unknown_id = vocabulary.token_id("unknown")
-    prefixed = bool(vocabulary.get("add_space_prefix", True))
+    prefixed = vocabulary.flag("add_space_prefix", True)
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},
@@ -192,6 +197,8 @@ def _merges_from_scores(vocabulary: _Vocabulary) -> list[list[str]]:
     scores = vocabulary.list_of("scores", float)
     if len(scores) != len(vocabulary.tokens):
         raise vocabulary.corrupt("it has neither merges nor a score for each token")
+    if max(map(len, vocabulary.tokens), default=0) > MAX_PIECE_CHARS or sum(map(len, vocabulary.tokens)) > MAX_CUTS:
+        raise vocabulary.corrupt("its tokens are too long to be pieces")
     ranked = []
     for token, kind, score in zip(vocabulary.tokens, vocabulary.types, scores, strict=True):
         if kind not in (NORMAL, USER_DEFINED):

@@ -1,0 +1,393 @@
+"""What a chat template's filters and tests cost: each as if it were the filter, but only paying. No others exist here.
+
+A filter that reads items is given a list of them, so that all it compares or writes is measured before: a generator
+says nothing of what it will give. Those that only hand items on stay lazy, and pay for each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import jinja2
+from jinja2.exceptions import SecurityError
+from jinja2.filters import make_attrgetter
+from jinja2.runtime import Context
+from jinja2.utils import Namespace, pass_context
+
+from tripool.text.budget import (
+    ITEMS_PER_STEP,
+    MAX_ITEMS,
+    SIZED,
+    budget_of,
+    check,
+    length,
+    listed,
+    metered,
+    pay_keys,
+    pay_search,
+)
+from tripool.text.template_calls import SLOW, joined, padded, replaced, stripped, turned
+from tripool.text.template_formats import pay_percent
+
+_VERY_SLOW = 32
+"""As `SLOW`: regular expressions, and code in Python."""
+_ATTRIBUTE_STEPS = 2
+_ESCAPES = 6
+"""Characters of JSON that one character may take: `\\u0000`."""
+_MAX_AROUND = 64
+"""Of indents and separators in JSON."""
+_MAX_DIGITS = 1024
+"""Of numbers in other bases than ten, where Python has no bound."""
+_MAX_PRECISION = 64
+
+Cost = Callable[..., Any]
+"""Takes what the filter takes, after the context; gives the value that the filter is to work on."""
+
+
+def guarded_filters(filters: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that have a cost, with the context as first argument: that also keeps them from being called when a
+    template is compiled."""
+    return {name: _guarded(name, filters[name], cost) for name, cost in _COSTS.items() if name in filters}
+
+
+def _guarded(name: str, filter: Callable[..., Any], cost: Cost) -> Callable[..., Any]:
+    @pass_context
+    def guarded(context: Context, value: Any = "", *args: Any, **kwargs: Any) -> Any:
+        if isinstance(value, Namespace):
+            raise SecurityError(f"a namespace has no '{name}'")
+        budget = budget_of(context)
+        budget.spend(1)
+        value = cost(context, value, *args, **kwargs)
+        made = filter(*_leading(context, filter), value, *args, **kwargs)
+        return metered(budget, made) if isinstance(made, Iterator) else budget.settle(made)
+
+    return guarded
+
+
+def _leading(context: Context, function: Any) -> tuple[Any, ...]:
+    """What Jinja itself would have given the function first."""
+    asked = getattr(function, "jinja_pass_arg", None)
+    if asked is None:
+        return ()
+    return ({"context": context, "eval_context": context.eval_ctx, "environment": context.environment}[asked.name],)
+
+
+def _constant(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+    return value
+
+
+def _attribute(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+    budget_of(context).spend(_ATTRIBUTE_STEPS)
+    return value
+
+
+# ---- texts ---------------------------------------------------------------------------------------------------------
+
+
+def _read(context: Context, value: Any, *args: Any, times: float = 1, **kwargs: Any) -> Any:
+    budget_of(context).take(value, *args, *kwargs.values(), times=times)
+    return value
+
+
+def _text(context: Context, value: Any) -> str:
+    """As filters make a text of it."""
+    budget_of(context).take(value)
+    return value if isinstance(value, str) else str(value)
+
+
+def _turned(context: Context, value: Any) -> Any:
+    turned(budget_of(context), _text(context, value))
+    return value
+
+
+def _escaped(context: Context, value: Any) -> Any:
+    budget_of(context).take(value, extra=4 * budget_of(context).text_size(value))
+    return value
+
+
+def _url(context: Context, value: Any) -> Any:
+    budget_of(context).take(value, extra=11 * budget_of(context).text_size(value), times=SLOW)
+    return value
+
+
+def _centered(context: Context, value: Any, width: Any = 80) -> Any:
+    padded(budget_of(context), _text(context, value), width)
+    return value
+
+
+def _formatted(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+    pay_percent(budget_of(context), _text(context, value), kwargs or args)
+    return value
+
+
+def _indented(context: Context, value: Any, width: Any = 4, first: Any = False, blank: Any = False) -> Any:
+    if not isinstance(value, str):
+        raise TypeError("only a text can be indented")
+    each = len(width) if isinstance(width, str) else max(width, 0)
+    budget_of(context).take(value, times=SLOW)
+    budget_of(context).take(value, extra=each * (len(value.splitlines()) + 1))
+    return value
+
+
+def _replaced(context: Context, value: Any, old: Any, new: Any, count: Any = None) -> Any:
+    text, old, new = (_text(context, part) for part in (value, old, new))
+    replaced(budget_of(context), text, old, new, -1 if count is None else count)
+    return value
+
+
+def _trimmed(context: Context, value: Any, chars: Any = None) -> Any:
+    stripped(budget_of(context), _text(context, value), chars)
+    return value
+
+
+def _json(
+    context: Context,
+    value: Any,
+    ensure_ascii: Any = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: Any = False,
+) -> Any:
+    around = indent if isinstance(indent, int) else len(indent or "")
+    if around > _MAX_AROUND:
+        raise SecurityError("an indent is too large")
+    between = sum(len(part) for part in separators) if separators else 4
+    if between > _MAX_AROUND:
+        raise SecurityError("a separator is too long")
+    budget, size = budget_of(context), budget_of(context).measure(value)
+    if isinstance(value, Namespace):
+        raise SecurityError("a namespace is not data")
+    budget.take(extra=size.chars + size.items * (max(around, 0) * (size.depth + 1) + between))
+    budget.spend(_ESCAPES * size.chars / 64 + size.items * (1 if indent is None else 4) * (2 if sort_keys else 1) / 4)
+    return value
+
+
+# ---- numbers -------------------------------------------------------------------------------------------------------
+
+
+def _integer(context: Context, value: Any, default: Any = 0, base: Any = 10) -> Any:
+    if isinstance(value, str) and base != 10 and len(value) > _MAX_DIGITS:
+        raise SecurityError("a number has too many digits")
+    return _read(context, value, times=SLOW)
+
+
+def _rounded(context: Context, value: Any, precision: Any = 0, method: Any = "common") -> Any:
+    _numbers(value, precision)  # of a text, the filter would make many copies first
+    check(abs(precision), _MAX_PRECISION)
+    return value
+
+
+def _numbers(*values: Any) -> None:
+    for value in values:
+        if isinstance(value, jinja2.Undefined):
+            value._fail_with_undefined_error()
+        if not isinstance(value, (int, float, complex)):
+            raise TypeError(f"a {type(value).__name__} is no number")
+
+
+# ---- lists ---------------------------------------------------------------------------------------------------------
+
+
+def _parts(attribute: Any) -> int:
+    return 1 + attribute.count(".") + attribute.count(",") if isinstance(attribute, str) else 1
+
+
+def _handed_on(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+    return metered(budget_of(context), value)
+
+
+def _mapped(context: Context, value: Any, *args: Any, attribute: Any = None, **kwargs: Any) -> Any:
+    budget_of(context).take(attribute)
+    return metered(budget_of(context), value, 1 + _ATTRIBUTE_STEPS * _parts(attribute))
+
+
+def _selected_by(context: Context, value: Any, attribute: Any = None, *args: Any, **kwargs: Any) -> Any:
+    return _mapped(context, value, attribute=attribute)
+
+
+def _keys(context: Context, value: Any, attribute: Any, default: Any = None) -> tuple[Any, list[Any]]:
+    """The value as a list, and what the filter will look at in each item, which is paid for once."""
+    budget = budget_of(context)
+    if value is not None and not isinstance(value, (str, *SIZED)):
+        value = listed(budget, value)
+    if not isinstance(value, (str, *SIZED)):
+        return value, []
+    check(len(value), MAX_ITEMS)
+    budget.spend(len(value) / ITEMS_PER_STEP)
+    keys = list(value)
+    if attribute is not None:
+        budget.take(attribute)
+        budget.spend(len(keys) * _ATTRIBUTE_STEPS * _parts(attribute))
+        names = attribute.split(",") if isinstance(attribute, str) else [attribute]
+        getters = [make_attrgetter(context.environment, name, default=default) for name in names]
+        keys = [getter(item) for item in keys for getter in getters]
+    budget.take(keys)
+    return value, keys
+
+
+def _sorted(context: Context, value: Any, attribute: Any, default: Any = None) -> Any:
+    value, keys = _keys(context, value, attribute, default)
+    rounds = math.log2(len(keys) + 2)
+    budget_of(context).take(keys, times=rounds)
+    steps = _ATTRIBUTE_STEPS * _parts(attribute) if attribute is not None else 0
+    budget_of(context).spend(len(keys) * (1 + rounds / 8 + 2 * steps))
+    return value
+
+
+def _sort(
+    context: Context, value: Any, reverse: Any = False, case_sensitive: Any = False, attribute: Any = None
+) -> Any:
+    return _sorted(context, value, attribute)
+
+
+def _group(context: Context, value: Any, attribute: Any, default: Any = None, case_sensitive: Any = False) -> Any:
+    value = _sorted(context, value, attribute, default)
+    budget_of(context).glance(value, value)
+    return value
+
+
+def _sort_dict(context: Context, value: Any, case_sensitive: Any = False, by: Any = "key", reverse: Any = False) -> Any:
+    _sorted(context, value.items() if isinstance(value, dict) else (), None)
+    return value
+
+
+def _extreme(context: Context, value: Any, case_sensitive: Any = False, attribute: Any = None) -> Any:
+    value, keys = _keys(context, value, attribute)
+    budget_of(context).take(keys, times=SLOW)
+    budget_of(context).spend(len(keys) * (1 + _ATTRIBUTE_STEPS * _parts(attribute)))
+    return value
+
+
+def _unique(context: Context, value: Any, case_sensitive: Any = False, attribute: Any = None) -> Any:
+    value, keys = _keys(context, value, attribute)
+    pay_keys(budget_of(context), keys)
+    budget_of(context).spend(len(keys) * (1 + _ATTRIBUTE_STEPS * _parts(attribute)))
+    return value
+
+
+def _joined(context: Context, value: Any, d: Any = "", attribute: Any = None) -> Any:
+    value, keys = _keys(context, value, attribute)
+    joined(budget_of(context), _text(context, d), keys)
+    return value
+
+
+def _summed(context: Context, value: Any, attribute: Any = None, start: Any = 0) -> Any:
+    if not isinstance(start, (int, float)):
+        raise SecurityError("only numbers can be summed")
+    value, keys = _keys(context, value, attribute)
+    budget_of(context).glance(keys)
+    return value
+
+
+def _listed(context: Context, value: Any) -> Any:
+    check(len(value) if isinstance(value, (str, *SIZED)) else 0, MAX_ITEMS)
+    budget_of(context).spend(1 + (len(value) if isinstance(value, (str, *SIZED)) else 0) / ITEMS_PER_STEP)
+    return listed(budget_of(context), value)
+
+
+def _cut(context: Context, value: Any, count: Any, fill_with: Any = None) -> Any:
+    _numbers(count)
+    check(count, MAX_ITEMS)
+    budget_of(context).spend(max(count, 0))
+    return metered(budget_of(context), value)
+
+
+def _batched(context: Context, value: Any, linecount: Any, fill_with: Any = None) -> Any:
+    return _cut(context, value, linecount)
+
+
+def _sliced(context: Context, value: Any, slices: Any, fill_with: Any = None) -> Any:
+    return _cut(context, value, slices)
+
+
+def _reversed(context: Context, value: Any) -> Any:
+    value = listed(budget_of(context), value)
+    budget_of(context).spend(1 + length(value) / ITEMS_PER_STEP)
+    return value
+
+
+_COSTS: Mapping[str, Cost] = {
+    "attr": _attribute,
+    **dict.fromkeys(("abs", "count", "d", "default", "filesizeformat", "first", "items"), _constant),
+    **dict.fromkeys(("last", "length"), _constant),
+    **dict.fromkeys(("safe", "string", "truncate"), _read),
+    **dict.fromkeys(("title", "wordcount"), partial(_read, times=_VERY_SLOW)),
+    **dict.fromkeys(("capitalize", "lower", "upper"), _turned),
+    **dict.fromkeys(("e", "escape", "forceescape"), _escaped),
+    **dict.fromkeys(("reject", "select"), _handed_on),
+    **dict.fromkeys(("rejectattr", "selectattr"), _selected_by),
+    **dict.fromkeys(("max", "min"), _extreme),
+    "batch": _batched,
+    "center": _centered,
+    "dictsort": _sort_dict,
+    "float": partial(_read, times=SLOW),
+    "format": _formatted,
+    "groupby": _group,
+    "indent": _indented,
+    "int": _integer,
+    "join": _joined,
+    "list": _listed,
+    "map": _mapped,
+    "replace": _replaced,
+    "reverse": _reversed,
+    "round": _rounded,
+    "slice": _sliced,
+    "sort": _sort,
+    "sum": _summed,
+    "tojson": _json,
+    "trim": _trimmed,
+    "unique": _unique,
+    "urlencode": _url,
+}
+
+
+# ---- tests ---------------------------------------------------------------------------------------------------------
+
+_COMPARING = frozenset(
+    {"eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<=", "gt", "greaterthan", ">", "ge", ">="}
+)
+_WRITING = frozenset({"lower", "upper"})
+_COUNTING = frozenset({"divisibleby", "even", "odd"})
+"""They take the remainder, which of a text is its format."""
+_LOOKING = frozenset(
+    {"boolean", "callable", "defined", "escaped", "false", "filter", "float", "integer", "iterable", "mapping", "none"}
+) | {"number", "sameas", "sequence", "string", "test", "true", "undefined"}
+
+
+def guarded_tests(tests: Mapping[str, Any]) -> dict[str, Any]:
+    known = _COMPARING | _WRITING | _COUNTING | _LOOKING
+    return {name: _guarded_test(name, test) for name, test in tests.items() if name in known} | {"in": is_in}
+
+
+def _guarded_test(name: str, test: Callable[..., Any]) -> Callable[..., Any]:
+    measured, numbers = name in _COMPARING | _WRITING, name in _COUNTING
+
+    @pass_context
+    def guarded(context: Context, value: Any, *args: Any) -> Any:
+        budget = budget_of(context)
+        budget.spend(1)
+        if measured:
+            budget.take(value, *args)
+        if numbers:
+            _numbers(value, *args)
+        return test(*_leading(context, test), value, *args)
+
+    return guarded
+
+
+@pass_context
+def is_in(context: Context, value: Any, container: Any) -> bool:
+    budget = budget_of(context)
+    if isinstance(value, str) and isinstance(container, str):
+        pay_search(budget, len(container), len(value))
+        return value in container
+    container = listed(budget, container)
+    if isinstance(container, dict):
+        budget.take(value)  # hashed, then compared with the few keys that have its hash
+    else:
+        budget.take(value, container)
+        budget.glance(container)
+    return value in container
