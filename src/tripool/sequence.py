@@ -22,6 +22,11 @@ class Guide(Protocol):
     def accept(self, token_id: int) -> None: ...
 
     @property
+    def mask_s(self) -> float:
+        """How long the newest mask took."""
+        ...
+
+    @property
     def done(self) -> bool:
         """Complete: nothing but an end can follow."""
         ...
