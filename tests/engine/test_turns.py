@@ -187,3 +187,19 @@ def test_the_time_of_masks_is_that_of_whoever_asked_for_the_grammar() -> None:
     for number in range(20):
         step(scheduler, number * 0.03, 0.03)
     assert scheduler.turns.heavy() == {"guided"}, "though the other has more rows"
+
+
+def test_newcomers_with_slow_masks_come_a_few_at_a_time_and_others_need_not_wait_for_them() -> None:
+    config = SchedulerConfig(num_blocks=1000, block_tokens=16, max_running=64, step_tokens=256)
+    scheduler = Scheduler(config, model="m", context_tokens=400)
+    for number in range(30):
+        scheduler.add(request(f"guided-{number}", "", max_tokens=1), [Script([{4}] * 9, mask_s=0.014)])
+    scheduler.add(request("plain", "", max_tokens=1))
+    started = []
+    while scheduler.busy:
+        tasks = scheduler.schedule()
+        started.append([task.seq.request.id for task in tasks])
+        scheduler.settle(tasks, [Sampled(4) if task.samples else None for task in tasks])
+        scheduler.check()
+    assert started[0] == ["guided-0", "guided-1", "guided-2", "plain"]
+    assert [len(names) for names in started[1:]] == [3] * 9

@@ -222,9 +222,12 @@ def test_what_is_known_already_costs_no_masks(counts, tokenizer):
     assert (guide.mask() == Guide(compiled, tokenizer.end_ids).mask()).all()
 
 
-def test_a_mask_says_how_long_it_took(guide_of):
-    guide = guide_of(ANYTHING)
-    assert guide.mask_s == 0.0
-    guide.accept(int(guide.mask().argmax()))
+def test_a_mask_says_how_long_it_took_and_before_it_the_grammar_says_it(counts, tokenizer):
+    compiled, _ = counts
+    compiled.mask_s = 7.0
+    guide = Guide(compiled, tokenizer.end_ids)
+    first = guide.mask()
+    assert guide.mask_s == 7.0
+    guide.accept(int(first.argmax()))
     guide.mask()
-    assert guide.mask_s > 0.0
+    assert 0.0 < guide.mask_s != 7.0

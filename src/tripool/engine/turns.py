@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from math import exp
 
 from tripool.decode import StepTime
+from tripool.prefill.scheduler import MASKS_S
 from tripool.sequence import Seq, Task
 
 _FADE_S = 0.25
@@ -36,8 +37,6 @@ _LEAST_PROMPT_TOKENS = 12
 _LEAST_ROWS = 3
 """Fewer are not worth a step: what it costs however little it does would be lost on them."""
 _MANY_TOKENS, _MANY_ROWS = 64, 8
-_MASKS_S = 0.03
-"""Of a step, grammars may have so much, and the last of them a little more. Most need a hundredth of it."""
 _ROW_TOKENS = 4.0
 """What a row costs in prompt tokens, before anything is known."""
 
@@ -96,7 +95,7 @@ class Turns:
             tenant.seen_s, tenant.weight = now_s, promise.weight
             costs[promise.tenant] = costs.get(promise.tenant, 0.0) + self._cost(task)
             if task.work.stop >= task.seq.prompt_len:
-                masks_s[promise.tenant] = masks_s.get(promise.tenant, 0.0) + _mask_s(task.seq)
+                masks_s[promise.tenant] = masks_s.get(promise.tenant, 0.0) + task.seq.mask_s
         total, rest_s = sum(costs.values()), max(0.0, step_s - sum(masks_s.values()))
         part = min(1.0, _FADE_S / step_s) if step_s > 0 else 1.0
         for name, cost in costs.items():
@@ -159,22 +158,22 @@ class Turns:
         context = sum(len(seq.tokens) for seq in rows) / len(rows)
         drafts = sum(seq.draft is not None for seq in rows) / len(rows)
         row_s = (times.row_s or self._row_s) + drafts * times.draft_s + context * times.context_token_s
-        row_s += sum(map(_mask_s, rows)) / len(rows)
+        row_s += sum(seq.mask_s for seq in rows) / len(rows)
         return Turn(tenants, rows=_fit(room_s, row_s, _LEAST_ROWS))
 
     def left_out(self, turn: Turn, decoding: Sequence[Seq]) -> set[Seq]:
         """Rows of heavy tenants, and of slow grammars, that have to wait for another step: those that had theirs
         last."""
-        masks_s = sum(map(_mask_s, decoding))
-        if not turn.tenants and masks_s <= _MASKS_S:
+        masks_s = sum(seq.mask_s for seq in decoding)
+        if not turn.tenants and masks_s <= MASKS_S:
             return set()
         self._num_steps += 1
         heavy = [seq for seq in decoding if turn.is_heavy(seq)]
         if len(heavy) > turn.rows:
             heavy.sort(key=self._ran_last)
         waiting = set(heavy[turn.rows :])
-        if masks_s > _MASKS_S:
-            waiting |= self._slow([seq for seq in decoding if _mask_s(seq) and seq not in waiting])
+        if masks_s > MASKS_S:
+            waiting |= self._slow([seq for seq in decoding if seq.mask_s and seq not in waiting])
         for seq in decoding:
             if seq not in waiting:
                 self._last_run[seq.order] = self._num_steps
@@ -186,19 +185,15 @@ class Turns:
     def _slow(self, guided: list[Seq]) -> set[Seq]:
         """Of these rows, those for whose masks the step has no time; never all."""
         guided.sort(key=self._ran_last)
-        left_s = _MASKS_S
+        left_s = MASKS_S
         for position, seq in enumerate(guided):
             if left_s <= 0:
                 return set(guided[position:])
-            left_s -= _mask_s(seq)
+            left_s -= seq.mask_s
         return set()
 
     def _ran_last(self, seq: Seq) -> int:
         return self._last_run.get(seq.order, 0)
-
-
-def _mask_s(seq: Seq) -> float:
-    return 0.0 if seq.guide is None else seq.guide.mask_s
 
 
 def _fit(room_s: float, each_s: float, least: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,10 @@ class Compiled:
         """Over a vocabulary of `num_ids` ids and an end behind them."""
         self.matcher, self.num_ids = matcher, num_ids
         looking = matcher.deep_copy()  # what a mask makes a matcher remember would be copied with it
+        began_s = time.thread_time()
         self.first = looking.compute_bitmask()
+        self.mask_s = time.thread_time() - began_s
+        """How long that took of the processor."""
         self.error: str = looking.get_error()
 
     @cached_property

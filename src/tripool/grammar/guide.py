@@ -40,15 +40,17 @@ class Guide:
         """The mask after the tokens so far, once it was asked for."""
         self._may_end = False
         self._done = False
-        self.mask_s = 0.0
-        """How long the newest mask kept the processor busy, and what had to be done for it first."""
+        self.mask_s = compiled.mask_s
+        """How long the newest mask kept the processor busy, and what had to be done for it first; before there is one,
+        what the first took when it was compiled."""
 
     def mask(self) -> NDArray[np.bool_]:
         """[num_ids], not to be changed: the tokens that may come next. None may after an end."""
         if self._allowed is None:
             began_s = time.thread_time()
             self._allowed = self._compute()
-            self.mask_s = time.thread_time() - began_s
+            if self._copy is not None:
+                self.mask_s = time.thread_time() - began_s
         return self._allowed
 
     def accept(self, token_id: int) -> None:
