@@ -257,7 +257,7 @@ def test_what_was_prepared_is_compiled_elsewhere_and_there_while_it_is_held(text
 
 def test_what_is_wrong_with_a_prepared_grammar_is_told_by_its_guide(text):
     compiler = GrammarCompiler(text, 8192)
-    for structure in (Structure("regex", "[", "regex"), Structure("choice", ["a" * 5000], "regex")):
+    for structure in (Structure("regex", "[", "regex"), Structure("tool_calls", {"functions": []}, "regex")):
         future = compiler.prepare(structure)
         future.result(60)
         with pytest.raises(InvalidRequest) as caught:

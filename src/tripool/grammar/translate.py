@@ -10,7 +10,6 @@ from llguidance import LLMatcher, grammar_from
 
 from tripool.core import Structure
 from tripool.errors import InvalidRequest
-from tripool.grammar.literals import check_literals
 from tripool.grammar.schema import prepared
 from tripool.grammar.tools import tool_grammar
 
@@ -33,7 +32,6 @@ LIMITS: dict[str, Any] = {
 
 def grammar_text(structure: Structure) -> str:
     """What is wrong with the grammar itself shows when it is compiled."""
-    check_literals(structure)
     try:
         if structure.kind == "json_schema":
             return _json(structure.value, structure.param)

@@ -28,7 +28,7 @@ MEMORY_BYTES = 2**30
 MAX_KEPT = 64
 """Of each tenant."""
 _MAX_TENANTS = 256
-_SMALL_CHARS = 4096
+_SMALL_BYTES = 4096
 """So many in all choices together are harmless, whatever they say."""
 _SLOW_HINT = "shorter texts, fewer alternatives, smaller numbers in repetitions and multiples"
 _WALL_S = 30.0
@@ -74,8 +74,7 @@ class Trial:
         """What is wrong with it; empty when nothing is."""
         # Translating EBNF takes a Python program, which some grammars keep busy for long: that is tried as well.
         ebnf = structure.kind == "ebnf"
-        if ebnf:
-            check_literals(structure)
+        check_literals(structure)
         grammar = structure.value if ebnf else grammar_text(structure)
         bounds = {"limits": LIMITS, "cpu_s": self._cpu_s, "memory_bytes": MEMORY_BYTES, "most": MOST}
         task = {"grammar": grammar, "ebnf": ebnf, **bounds}
@@ -98,5 +97,5 @@ class Trial:
 def _is_harmless(structure: Structure) -> bool:
     """Where its size is all that a caller decides about, and it is small."""
     return structure.kind == "json_object" or (
-        structure.kind == "choice" and sum(map(len, structure.value)) <= _SMALL_CHARS
+        structure.kind == "choice" and sum(len(text.encode()) for text in structure.value) <= _SMALL_BYTES
     )
