@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 from tripool.core import Structure
@@ -21,7 +22,7 @@ from tripool.grammar.owned import OwnedCache
 from tripool.grammar.translate import LIMITS, grammar_text
 
 CPU_S = 0.5
-MOST = {"compile_s": 0.1, "copy_s": 0.002, "follow_s": 0.004}
+MOST: Mapping[str, float] = {"compile_s": 0.1, "copy_s": 0.002, "follow_s": 0.004}
 """Of processor time: to compile it, to copy it, and to follow it over so many bytes as a long token has. What people
 send takes a tenth to a third of it."""
 MEMORY_BYTES = 2**30
@@ -44,8 +45,8 @@ class TrialFailed(TripoolError):
 class Trial:
     """Thread-safe. Takes some 100 ms, once for each of a tenant's last structures; do not call it in an event loop."""
 
-    def __init__(self, *, cpu_s: float = CPU_S) -> None:
-        self._cpu_s = cpu_s
+    def __init__(self, *, cpu_s: float = CPU_S, most: Mapping[str, float] = MOST) -> None:
+        self._cpu_s, self._most = cpu_s, most
         self._lock = threading.Lock()
         self._verdicts: OwnedCache[str] = OwnedCache(per_tenant=MAX_KEPT, max_tenants=_MAX_TENANTS)
 
@@ -76,7 +77,7 @@ class Trial:
         ebnf = structure.kind == "ebnf"
         check_literals(structure)
         grammar = structure.value if ebnf else grammar_text(structure)
-        bounds = {"limits": LIMITS, "cpu_s": self._cpu_s, "memory_bytes": MEMORY_BYTES, "most": MOST}
+        bounds = {"limits": LIMITS, "cpu_s": self._cpu_s, "memory_bytes": MEMORY_BYTES, "most": self._most}
         task = {"grammar": grammar, "ebnf": ebnf, **bounds}
         command = [sys.executable, "-I", str(Path(trial_process.__file__))]
         try:
