@@ -92,15 +92,14 @@ def test_long_literals_are_refused_with_a_hint(trial, structure):
 @pytest.mark.parametrize(
     "structure",
     [
-        Structure("regex", f"({TEXT[:1000]}){{60}}"),
-        Structure("ebnf", f'start: A\nA: {"B " * 30}\nB: "{TEXT[:2000]}"'),
+        Structure("regex", f"({TEXT[:1000]}){{300}}"),
+        Structure("ebnf", f'start: A\nA: {"B " * 150}\nB: "{TEXT[:2000]}"'),
     ],
     ids=["repeated", "joined"],
 )
 def test_long_literals_in_several_parts_are_refused_as_well(trial, structure):
-    with pytest.raises(InvalidRequest, match="too long to follow") as caught:
+    with pytest.raises(InvalidRequest, match="cannot be used"):
         trial.check(structure)
-    assert "shorter texts" in caught.value.hint
 
 
 @pytest.mark.parametrize("what", trial_module.MOST)
@@ -136,6 +135,10 @@ PROPERTIES = {f"p{i}": {"type": ("string", "integer", "boolean")[i % 3], "descri
         Structure("choice", [f"product number {i * 7919}" for i in range(1000)]),
         Structure("json_schema", {"enum": [f"{i:05d}" for i in range(7000)]}),
         Structure("json_schema", {"type": "integer", "multipleOf": 5000}),
+        Structure(
+            "json_schema",
+            {"type": "array", "items": {"properties": {f"p{i}": {"type": "integer"} for i in range(200)}}},
+        ),
         Structure("json_schema", {"type": "object", "properties": {"a": {"type": "string"}}, "description": TEXT}),
         Structure(
             "tool_calls",
@@ -150,7 +153,7 @@ PROPERTIES = {f"p{i}": {"type": ("string", "integer", "boolean")[i % 3], "descri
         Structure("ebnf", 'start: e\ne: e "+" e | e "*" e | "(" e ")" | /[0-9]+/\n'),
         Structure("regex", "|".join(f"word{i}" for i in range(2000))),
     ],
-    ids=["choices", "enum", "multiple", "described", "tools", "ambiguous", "words"],
+    ids=["choices", "enum", "multiple", "wide", "described", "tools", "ambiguous", "words"],
 )
 def test_what_people_send_passes(trial, structure):
     trial.check(structure)
