@@ -22,6 +22,11 @@ class Guide(Protocol):
     def accept(self, token_id: int) -> None: ...
 
     @property
+    def mask_s(self) -> float:
+        """How long the newest mask took: about as long as the next one will."""
+        ...
+
+    @property
     def done(self) -> bool:
         """Complete: nothing but an end can follow."""
         ...
@@ -81,6 +86,11 @@ class Seq:
     @property
     def waits_for_leader(self) -> bool:
         return self.leader is not None and self.leader.finish is None and not self.leader.prompt_done
+
+    @property
+    def mask_s(self) -> float:
+        """How long its grammar will keep the next step."""
+        return 0.0 if self.guide is None else self.guide.mask_s
 
     @property
     def wants_draft(self) -> bool:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tripool.core import Promise, Request, SamplingParams
+from grammar.counted import compiling
+from tripool.core import Promise, Request, SamplingParams, Structure
 from tripool.decode.worker import DecodeWorker
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
@@ -216,3 +217,31 @@ def test_whoever_made_room_goes_on_with_the_same_tokens(bench: Bench) -> None:
                 found.setdefault(event.choice, []).append(event.token_id)
         answers.append(found)
     assert answers[0] == answers[1] and all(len(tokens) == 29 for tokens in answers[0].values())
+
+
+def test_between_much_that_is_adopted_the_batch_gets_its_step(bench: Bench, monkeypatch) -> None:
+    """Choices of one request share their blocks: there is next to nothing to copy, and no limit in that."""
+    bench.set_up(num_blocks=256, max_running=128)
+    adopts = bench.parcels("a", 63, n=100)
+    done: list[str] = []
+    adopt, step = bench.engine.adopt, bench.engine.step
+    monkeypatch.setattr(bench.engine, "adopt", lambda *args, **more: done.append("a") or adopt(*args, **more))
+    monkeypatch.setattr(bench.engine, "step", lambda: done.append("s") or step())
+    bench.adopt(*adopts)
+    bench.work(4)
+    assert done.count("a") == 100 and max(map(len, "".join(done).split("s"))) <= 64
+
+
+def test_a_grammar_that_is_being_compiled_holds_up_its_own_request_only(bench: Bench, monkeypatch) -> None:
+    guided = bench.parcels("guided", 100, structure=Structure("regex", "[a-z ]{50}"), tenant="one")
+    plain = bench.parcels("plain", 100, tenant="another")
+    with compiling(monkeypatch) as (began, go_on):
+        bench.adopt(*guided, *plain)
+        assert began.wait(60)
+        assert [m.request_id for m in bench.work() if isinstance(m, Adopted)] == ["plain"]
+        assert bench.worker.moving
+        go_on.set()
+        adopted: list[Adopted] = []
+        while not adopted:
+            adopted = [m for m in bench.work() if isinstance(m, Adopted)]
+        assert adopted[0].request_id == "guided"

@@ -66,13 +66,13 @@ class PoisonedGuide:
 
 
 def poison_guides(engine: Engine, victim: str, what: str, calls: int) -> None:
-    make = engine._guide
+    make = engine._guides
 
-    def guide(request: Request, answer: Any) -> Any:
-        made = make(request, answer)
-        return PoisonedGuide(made, what, calls) if request.id == victim else made
+    def guides(request: Request, answers: Any) -> Any:
+        made = make(request, answers)
+        return [PoisonedGuide(guide, what, calls) for guide in made] if request.id == victim else made
 
-    engine._guide = guide  # type: ignore[method-assign]
+    engine._guides = guides  # type: ignore[method-assign]
 
 
 def run_with_a_victim(engine: Engine, requests: list[Request], victim: str) -> dict[tuple[str, int], list[int]]:

@@ -24,6 +24,7 @@ class Script:
     steps: list[set[int]]
     end: int | None = END
     breaks: bool = False
+    mask_s: float = 0.0
     seen: list[int] = field(default_factory=list)
 
     def allowed(self) -> set[int]:

@@ -10,10 +10,11 @@ from math import inf
 
 import pytest
 
-from tripool.core import Request, SamplingParams, TokenEvent
+from grammar.counted import compiling
+from tripool.core import Request, SamplingParams, Structure, TokenEvent
 from tripool.engine.fake import FakeEngine, fake_text
 from tripool.engine.thread import EngineThread
-from tripool.errors import ContextOverflow, EngineStopped, SlowReader
+from tripool.errors import ContextOverflow, EngineStopped, InvalidRequest, SlowReader
 from tripool.mailbox import Tally
 
 DEADLINE_S = 60.0
@@ -334,3 +335,100 @@ def test_who_does_not_read_is_computed_for_no_longer():
     with running(engine) as thread:
         assert run(trickle(thread)) == 5
     assert tally.over_ids == ["r"]
+
+
+class Ordered(GatedEngine):
+    """Notes in which order things are done: how many choices were added, and steps between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: list[int] = []
+
+    def add(self, request: Request) -> None:
+        super().add(request)
+        self.done.append(request.params.n)
+
+    def step(self) -> list[TokenEvent]:
+        self.done.append(0)
+        return super().step()
+
+
+def test_between_much_that_is_added_others_get_their_steps():
+    engine = Ordered()
+    engine.gate.clear()
+
+    async def flood(thread):
+        tasks = [asyncio.ensure_future(collect(thread, request("first", max_tokens=3)))]
+        await asyncio.to_thread(engine.stepping.wait, DEADLINE_S)
+        tasks += [asyncio.ensure_future(collect(thread, request(f"r{i}", n=16, max_tokens=1))) for i in range(40)]
+        while thread._commands.qsize() < 40:
+            await asyncio.sleep(0)
+        engine.gate.set()
+        await asyncio.gather(*tasks)
+
+    with running(engine) as thread:
+        run(flood(thread))
+    added, most = 0, 0
+    for count in engine.done:
+        added = added + count if count else 0
+        most = max(most, added)
+    assert sum(engine.done) == 1 + 40 * 16 and most <= 64
+
+
+GUIDED = Structure("regex", "[a-z]{3}")
+
+
+def test_a_grammar_that_takes_long_to_compile_holds_up_its_own_request_only(monkeypatch):
+    engine = GatedEngine()
+
+    async def compete(thread):
+        guided = asyncio.ensure_future(collect(thread, request("guided", structure=GUIDED, n=2)))
+        await asyncio.to_thread(began.wait, DEADLINE_S)
+        assert len(await collect(thread, request("plain", max_tokens=20))) == 20
+        assert not guided.done() and thread.stats().stalled_s == 0.0
+        go_on.set()
+        assert {event.request_id for event in await guided} == {"guided"}
+
+    with compiling(monkeypatch) as (began, go_on), running(engine) as thread:
+        run(compete(thread))
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_what_is_cancelled_while_its_grammar_is_compiled_is_never_added(monkeypatch, left: int):
+    engine = GatedEngine()
+
+    async def cancel(thread):
+        both = [request(f"r{i}", structure=GUIDED) for i in range(2)]
+        task = asyncio.ensure_future(collect(thread, *both))
+        await asyncio.to_thread(began.wait, DEADLINE_S)
+        for each in both[left:]:
+            thread.cancel(each.id)
+        go_on.set()
+        assert {event.request_id for event in await task} == {each.id for each in both[:left]}
+
+    with compiling(monkeypatch) as (began, go_on), running(engine) as thread:
+        run(cancel(thread))
+        assert not thread._streams and not thread._preparing
+    assert not engine.open_requests
+
+
+def test_a_client_that_leaves_while_its_grammar_is_compiled_takes_it_from_nobody(monkeypatch):
+    engine = GatedEngine()
+
+    async def leave(thread):
+        tasks = [asyncio.ensure_future(collect(thread, request(f"r{i}", structure=GUIDED))) for i in range(2)]
+        await asyncio.to_thread(began.wait, DEADLINE_S)
+        tasks[0].cancel()
+        await asyncio.wait(tasks[:1])
+        go_on.set()
+        assert await tasks[1]
+
+    with compiling(monkeypatch) as (began, go_on), running(engine) as thread:
+        run(leave(thread))
+
+
+def test_a_bad_grammar_is_refused_as_before():
+    with running(GatedEngine()) as thread:
+        with pytest.raises(InvalidRequest, match="unclosed"):
+            run(collect(thread, request("bad", structure=Structure("regex", "["))))
+        assert run(collect(thread, request("good", structure=GUIDED)))

@@ -6,8 +6,11 @@ from collections import Counter
 
 from tripool.config import SchedulerConfig
 from tripool.core import Promise, Request, SamplingParams
+from tripool.engine.colocated import Scheduler
+from tripool.sequence import Sampled
 
 from .colocated_sim import Simulation
+from .test_guided import Script
 
 ROW_S, TOKEN_S, FIXED_S = 0.01, 0.002, 0.01
 
@@ -131,3 +134,72 @@ def test_a_heavy_tenant_is_not_starved_by_a_stream_of_short_prompts() -> None:
         sim.step()
     after = sum(s.num_events for s in sim.shadows.values() if s.request.id == "heavy")
     assert after - before >= 60
+
+
+def guided_scheduler(*, mask_s: float, count: int) -> tuple[Scheduler, list[Script]]:
+    config = SchedulerConfig(num_blocks=1000, block_tokens=16, max_running=64, step_tokens=256)
+    scheduler = Scheduler(config, model="m", context_tokens=400)
+    guides = [Script([{4}] * 300, mask_s=mask_s) for _ in range(count)]
+    scheduler.add(request("guided", "", n=count, max_tokens=300, prompt=4), guides)
+    scheduler.add(request("plain", "", max_tokens=300, prompt=4))
+    return scheduler, guides
+
+
+def step(scheduler: Scheduler, now_s: float = 0.0, step_s: float = 0.0) -> Counter[str]:
+    tasks = scheduler.schedule()
+    scheduler.settle(tasks, [Sampled(4) if task.samples else None for task in tasks])
+    scheduler.timed(tasks, now_s, now_s + step_s)
+    return Counter(task.seq.request.id for task in tasks if task.work.decode)
+
+
+def test_slow_masks_take_turns_so_that_a_step_stays_short() -> None:
+    """On a server without keys as well, where everybody is one tenant."""
+    scheduler, guides = guided_scheduler(mask_s=0.014, count=32)
+    for _ in range(6):
+        step(scheduler)
+    before = [len(guide.seen) for guide in guides]
+    steps = [step(scheduler) for _ in range(64)]
+    assert {rows["guided"] for rows in steps} == {3}, "0.03 s and the last of them a little more"
+    assert {rows["plain"] for rows in steps} == {1}, "who has no grammar does not wait for one"
+    gained = [len(guide.seen) - seen for guide, seen in zip(guides, before, strict=True)]
+    assert min(gained) >= 5 and max(gained) - min(gained) <= 2, "all get on alike"
+
+
+def test_quick_masks_do_not() -> None:
+    scheduler, _ = guided_scheduler(mask_s=0.0002, count=32)
+    for _ in range(6):
+        step(scheduler)
+    assert step(scheduler) == {"guided": 32, "plain": 1}
+
+
+def test_a_mask_that_takes_longer_than_a_step_may_still_gets_on() -> None:
+    scheduler, guides = guided_scheduler(mask_s=1.0, count=2)
+    for _ in range(20):
+        step(scheduler)
+    assert min(len(guide.seen) for guide in guides) >= 7
+
+
+def test_the_time_of_masks_is_that_of_whoever_asked_for_the_grammar() -> None:
+    config = SchedulerConfig(num_blocks=1000, block_tokens=16, max_running=64, step_tokens=256)
+    scheduler = Scheduler(config, model="m", context_tokens=400)
+    scheduler.add(request("a", "guided", max_tokens=300), [Script([{4}] * 300, mask_s=0.02)])
+    scheduler.add(request("b", "plain", n=2, max_tokens=300))
+    for number in range(20):
+        step(scheduler, number * 0.03, 0.03)
+    assert scheduler.turns.heavy() == {"guided"}, "though the other has more rows"
+
+
+def test_newcomers_with_slow_masks_come_a_few_at_a_time_and_others_need_not_wait_for_them() -> None:
+    config = SchedulerConfig(num_blocks=1000, block_tokens=16, max_running=64, step_tokens=256)
+    scheduler = Scheduler(config, model="m", context_tokens=400)
+    for number in range(30):
+        scheduler.add(request(f"guided-{number}", "", max_tokens=1), [Script([{4}] * 9, mask_s=0.014)])
+    scheduler.add(request("plain", "", max_tokens=1))
+    started = []
+    while scheduler.busy:
+        tasks = scheduler.schedule()
+        started.append([task.seq.request.id for task in tasks])
+        scheduler.settle(tasks, [Sampled(4) if task.samples else None for task in tasks])
+        scheduler.check()
+    assert started[0] == ["guided-0", "guided-1", "guided-2", "plain"]
+    assert [len(names) for names in started[1:]] == [3] * 9

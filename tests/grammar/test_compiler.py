@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from random import Random
 from typing import Any
 
@@ -217,3 +218,48 @@ def test_a_vocabulary_without_end_and_words():
     compiler = GrammarCompiler(text, 1000)
     guide = compiler.guide(Structure("choice", ["é", "pool"]), frozenset())
     assert guide.mask().sum() == 2
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list[tuple[str, Structure]]:
+    """What was compiled, and in which thread."""
+    seen: list[tuple[str, Structure]] = []
+    original = compiler_module.grammar_text
+
+    def spy(structure: Structure) -> str:
+        seen.append((threading.current_thread().name, structure))
+        return original(structure)
+
+    monkeypatch.setattr(compiler_module, "grammar_text", spy)
+    return seen
+
+
+def test_a_tenants_salts_share_what_was_compiled(text, compiled):
+    """Otherwise a salt for each request would have the same grammar compiled for each."""
+    compiler = GrammarCompiler(text, 8192)
+    for salt in ("", "\x1fone", "\x1fanother"):
+        compiler.guide(Structure("regex", "[a-z]+"), text.end_ids, f"tenant{salt}")
+    assert len(compiled) == 1
+
+
+def test_what_was_prepared_is_compiled_elsewhere_and_there_while_it_is_held(text, compiled):
+    compiler = GrammarCompiler(text, 8192)
+    structures = [Structure("choice", [f"number {i}"]) for i in range(3 * compiler_module.MAX_KEPT)]
+    held = [compiler.prepare(structure) for structure in structures]
+    assert len({id(compiler.prepare(structures[-1])), id(held[-1])}) == 1 or held[-1].done()
+    for future in held:
+        future.result(60)
+    for structure in structures:
+        compiler.guide(structure, text.end_ids).mask()
+    assert len(compiled) == len(structures), "each once, though more than are kept"
+    assert {name for name, _ in compiled}.isdisjoint({threading.current_thread().name})
+
+
+def test_what_is_wrong_with_a_prepared_grammar_is_told_by_its_guide(text):
+    compiler = GrammarCompiler(text, 8192)
+    for structure in (Structure("regex", "[", "regex"), Structure("tool_calls", {"functions": []}, "regex")):
+        future = compiler.prepare(structure)
+        future.result(60)
+        with pytest.raises(InvalidRequest) as caught:
+            compiler.guide(structure, text.end_ids)
+        assert caught.value.param == "regex"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 
 import numpy as np
@@ -9,7 +10,10 @@ import pytest
 
 from tripool.core import Structure
 from tripool.errors import InvalidRequest
+from tripool.grammar import Guide
+from tripool.grammar.compiled import Compiled
 
+from .counted import Counted
 from .schemas import random_schema
 
 ANYTHING = Structure("regex", r"(?s:.*)")
@@ -179,3 +183,51 @@ def test_a_grammar_that_gives_up_leaves_an_answer_that_was_cut_off(guide_of, tok
     for count in (1, 2, 0):
         guide.rollback(count)
         assert guide.spent and not guide.done
+
+
+@pytest.fixture
+def counts(compiler, text) -> tuple[Compiled, Counter[str]]:
+    """Of a grammar that was just compiled."""
+    outcome = compiler.prepare(Structure("regex", "[a-z ]{1,40}")).result(60)
+    counts: Counter[str] = Counter()
+    compiled = Compiled(Counted(outcome.matcher, counts), outcome.num_ids)
+    counts.clear()
+    return compiled, counts
+
+
+def test_a_guide_costs_nothing_until_it_is_followed(counts, tokenizer):
+    compiled, counted = counts
+    guides = [Guide(compiled, tokenizer.end_ids) for _ in range(128)]
+    assert not counted
+    masks = [guide.mask() for guide in guides]
+    assert all((mask == masks[0]).all() for mask in masks)
+    assert not counted, "the first mask is that of the grammar, and computed with it"
+    guides[0].accept(int(masks[0].argmax()))
+    guides[0].mask()
+    assert counted == {"deep_copy": 1, "consume_token": 1, "compute_bitmask": 1}
+    assert guides[1].mask() is not guides[0].mask() and (guides[1].mask() == masks[1]).all()
+
+
+def test_what_is_known_already_costs_no_masks(counts, tokenizer):
+    compiled, counted = counts
+    known = text_ids(tokenizer, "once upon a time")
+    guide = Guide(compiled, tokenizer.end_ids, known)
+    assert not counted
+    mask = guide.mask()
+    assert counted == {"deep_copy": 1, "consume_token": len(known), "compute_bitmask": 1}
+    step_by_step = Guide(compiled, tokenizer.end_ids)
+    follow(step_by_step, known)
+    assert (step_by_step.mask() == mask).all()
+    guide.rollback(len(known))
+    assert (guide.mask() == Guide(compiled, tokenizer.end_ids).mask()).all()
+
+
+def test_a_mask_says_how_long_it_took_and_before_it_the_grammar_says_it(counts, tokenizer):
+    compiled, _ = counts
+    compiled.mask_s = 7.0
+    guide = Guide(compiled, tokenizer.end_ids)
+    first = guide.mask()
+    assert guide.mask_s == 7.0
+    guide.accept(int(first.argmax()))
+    guide.mask()
+    assert 0.0 < guide.mask_s != 7.0

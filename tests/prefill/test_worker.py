@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tripool.core import Request, SamplingParams
+from grammar.counted import compiling
+from tripool.core import Request, SamplingParams, Structure
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
 from tripool.fabric import Outbox
@@ -161,6 +162,7 @@ def test_too_late_is_given_back_and_parcels_do_not_wait_for_ever(bench) -> None:
 def test_what_cannot_work_is_refused_for_good(bench) -> None:
     b = bench()
     b.begin("a", 3000)
+    b.worker.work(0.0)
     (refused,) = b.sent
     assert isinstance(refused, Refused)
     assert (refused.code, refused.final) == ("context_length_exceeded", True)
@@ -178,3 +180,50 @@ def test_drop_holds_nothing(bench) -> None:
     assert b.held == 0
     b.engine.scheduler.check()
     b.outbox.check()
+
+
+def test_between_much_that_is_begun_others_are_computed(bench, monkeypatch) -> None:
+    b = bench(512)
+    done: list[int] = []
+    add, step = b.engine.add, b.engine.step
+    monkeypatch.setattr(b.engine, "add", lambda request, answered: done.append(len(answered)) or add(request, answered))
+    monkeypatch.setattr(b.engine, "step", lambda: done.append(0) or step())
+    for number in range(24):
+        b.begin(f"r{number}", 4, n=16, max_tokens=1)
+    assert b.worker.busy and b.worker.pulse().waiting_tokens >= 24 * 4
+    b.work(40)
+    runs = "".join("s" if not count else "a" for count in done).split("s")
+    assert sum(done) == 24 * 16 and max(map(len, runs)) * 16 <= 64
+
+
+def test_a_grammar_that_is_being_compiled_holds_up_its_own_request_only(bench, monkeypatch) -> None:
+    b = bench()
+    with compiling(monkeypatch) as (began, go_on):
+        b.begin("guided", 100, structure=Structure("regex", "[a-z]+"))
+        b.begin("gone", 100, structure=Structure("regex", "[a-z]+"))
+        b.begin("late", 100, structure=Structure("regex", "[a-z]+"), deadline_s=0.5)
+        assert began.wait(60)
+        b.begin("plain", 100)
+        assert [m.request_id for m in b.work() if isinstance(m, Packed)] == ["plain"]
+        assert b.worker.moving and not b.worker.busy
+        b.worker.receive(Cancel("gone", 1), b.now_s)
+        b.now_s = 0.6
+        (refused,) = b.work(1)
+        assert isinstance(refused, Refused) and refused.request_id == "late"
+        go_on.set()
+        packed: list[Packed] = []
+        while not packed:
+            packed = [m for m in b.work() if isinstance(m, Packed)]
+        assert [m.request_id for m in packed] == ["guided"]
+    b.worker.receive(Release(packed[0].parcel.lease), b.now_s)
+    assert not b.worker.busy and b.worker.pulse().waiting_tokens == 0
+
+
+def test_a_bad_grammar_is_refused_for_good(bench) -> None:
+    b = bench()
+    b.begin("a", 10, structure=Structure("regex", "["))
+    while not b.sent:
+        b.worker.work(b.now_s)
+    (refused,) = b.sent
+    assert isinstance(refused, Refused) and (refused.code, refused.final) == ("invalid_request", True)
+    assert not b.worker.busy and not b.worker.moving

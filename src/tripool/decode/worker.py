@@ -9,7 +9,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tripool.core import BLOCK_TOKENS, Stages, TokenEvent
 from tripool.errors import RequestFailed, TripoolError
@@ -23,6 +25,8 @@ _logger = logging.getLogger("tripool.engine")
 _COPY_BYTES = 8 * 2**20
 """Fetched before a step at most, so that the running batch hardly notices."""
 _IDLE_COPY_BYTES = 64 * 2**20
+_MAX_ADOPTED = 64
+"""Before a step, however little of each is to be copied."""
 _MAX_QUEUED = 4096
 
 
@@ -33,6 +37,8 @@ class _Job:
     adopt: Adopt
     came_s: float
     deadline_s: float
+    grammar: Future[Any] | None = None
+    """Being compiled until it is done; held so that what was compiled is there when it is adopted."""
     started_s: float | None = None
     """When it had all its blocks; None again once that is told."""
     seq: Seq | None = None
@@ -119,6 +125,7 @@ class DecodeWorker:
         elif not self._fits(adopt):
             self._refuse(job, "bad_parcel", "it is not of what its request and answer say")
         else:
+            job.grammar = self._engine.prepare(adopt.request)
             self._queue.append(job)
 
     def _fits(self, adopt: Adopt) -> bool:
@@ -137,10 +144,12 @@ class DecodeWorker:
         """Blocks of the oldest that waits, then of the next: nothing of its own client's overtakes it, so a long one
         gets its room, and others need not wait for that."""
         full: set[tuple[str, str]] = set()
-        while budget > 0 and (job := self._next(full)) is not None:
+        num_adopted = 0
+        while budget > 0 and num_adopted < _MAX_ADOPTED and (job := self._next(full)) is not None:
             num_blocks = len(job.adopt.parcel.offsets)
             intact = True
             try:
+                num_adopted += job.seq is None
                 job.seq = job.seq or self._adopt(job)
                 if job.seq is None:
                     full.add(job.adopt.request.promise.group)
@@ -170,6 +179,8 @@ class DecodeWorker:
         return under_way or next((job for job in self._queue if job.adopt.request.promise.group not in full), None)
 
     def _adopt(self, job: _Job) -> Seq | None:
+        if job.grammar is not None and not job.grammar.done():
+            return None  # not yet, as without room
         adopt = job.adopt
         shared = self._shared(adopt)
         job.num_filled = len(shared)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 from tripool.cache import stretches
 from tripool.core import BLOCK_TOKENS, FinishReason, Request, ServingStats, TokenEvent, TokenLogprobs
@@ -125,7 +128,7 @@ class _Running:
     digest: bytes
     num_cached_tokens: int = 0
     num_tokens: dict[int, int] = field(default_factory=dict)
-    guides: list[Guide] | None = None
+    guides: Sequence[Guide] | None = None
     """One per choice, when the answers must have a structure."""
 
 
@@ -161,6 +164,10 @@ class FakeEngine:
         """What still holds a place: empty once every request is finished or cancelled."""
         return frozenset(self._open)
 
+    def prepare(self, request: Request) -> Future[Any] | None:
+        structure = request.params.structure
+        return None if structure is None else self._grammars.prepare(structure, request.namespace)
+
     def add(self, request: Request) -> None:
         assert request.id not in self._open, f"request id {request.id} is used twice"
         self._tokens.check(request)
@@ -168,11 +175,11 @@ class FakeEngine:
         if asked > self.context_tokens:
             hint = "shorten the prompt or ask for fewer tokens"
             raise ContextOverflow(f"{asked} tokens exceed the context of {self.context_tokens}", hint=hint)
-        guides: list[Guide] | None = None
+        guides: Sequence[Guide] | None = None
         structure = request.params.structure
         if structure is not None:
-            ends, namespace = request.stop_ids, request.namespace
-            guides = [self._grammars.guide(structure, ends, namespace) for _ in range(request.params.n)]
+            known: list[tuple[int, ...]] = [()] * request.params.n
+            guides = self._grammars.guides(structure, request.stop_ids, known, request.namespace)
         self._open[request.id] = _Running(request, self._tokens.digest(request), guides=guides)
 
     def cancel(self, request_id: str) -> None:

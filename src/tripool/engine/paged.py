@@ -13,8 +13,9 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tripool.core import Request, ServingStats, TokenEvent
 from tripool.engine.colocated import Scheduler
@@ -145,14 +146,17 @@ class Paged(ABC):
             num_promises_given_up=scheduler.slo.num_given_up,
         )
 
+    def prepare(self, request: Request) -> Future[Any] | None:
+        """From any thread: have its grammar compiled beside the engine. Hold the future until `add` or `adopt`, which
+        compile by themselves what was not prepared."""
+        structure = request.params.structure
+        return None if structure is None else self._grammars.prepare(structure, request.namespace)
+
     def add(self, request: Request, answered: Mapping[int, Sequence[int]] | None = None) -> None:
         """Accept a request, or refuse it with a typed error before any work. `answered`: see `Scheduler.add`."""
         self.check(request)
-        guides = None
-        if request.params.structure is not None:
-            known = answered or dict.fromkeys(range(request.params.n), ())
-            guides = [self._guide(request, tokens) for tokens in known.values()]
-        self.scheduler.add(request, guides, answered)
+        known = answered or dict.fromkeys(range(request.params.n), ())
+        self.scheduler.add(request, self._guides(request, known.values()), answered)
 
     def cancel(self, request_id: str) -> None:
         self.scheduler.cancel(request_id)
@@ -180,7 +184,8 @@ class Paged(ABC):
             return None
         self.check(request)
         self.draft()
-        guide = self._guide(request, answer) if request.params.structure is not None else None
+        guides = self._guides(request, [answer])
+        guide = None if guides is None else guides[0]
         return self.scheduler.adopt(
             request, choice, answer, num_computed, num_cached=num_cached, guide=guide, shared=shared
         )
@@ -198,9 +203,9 @@ class Paged(ABC):
     def let_go(self, blocks: list[int], keys: Sequence[bytes] = ()) -> None:
         self.scheduler.kept.let_go(blocks, keys)
 
-    def _guide(self, request: Request, answer: Sequence[int]) -> Guide:
-        assert request.params.structure is not None
-        guide = self._grammars.guide(request.params.structure, request.stop_ids, request.namespace)
-        for token_id in answer:
-            guide.accept(token_id)
-        return guide
+    def _guides(self, request: Request, answers: Iterable[Sequence[int]]) -> Sequence[Guide] | None:
+        """One after each of `answers`. They do their work when their sequences are sampled first."""
+        structure = request.params.structure
+        if structure is None:
+            return None
+        return self._grammars.guides(structure, request.stop_ids, answers, request.namespace)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Protocol
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tripool.core import Request, ServingStats, TokenEvent
 
@@ -35,6 +36,11 @@ class StepEngine(Protocol):
     @property
     def busy(self) -> bool:
         """True while a step would have something to do."""
+        ...
+
+    def prepare(self, request: Request) -> Future[Any] | None:
+        """From any thread: begin what `add` would take long for, if there is any. `add` once the future is done,
+        however it ended, and hold it until then."""
         ...
 
     def add(self, request: Request) -> None:

@@ -18,8 +18,10 @@ import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from tripool.core import Request, ServingStats, Stages, TokenEvent
 from tripool.engine.protocol import StepEngine
@@ -30,6 +32,8 @@ _Item = TokenEvent | TripoolError | str
 """A token, how it fails, or the id of a request that was cancelled."""
 
 _MAX_TOLD = 1000
+_MAX_ADDED = 64
+"""Choices that are added between two steps, and those of one request more: whoever runs waits for them."""
 _SHUT_DOWN = "the engine is shut down"
 
 _logger = logging.getLogger("tripool.engine")
@@ -45,6 +49,8 @@ class _Stream(Mailbox):
         self.added_s = now_s
         self.started_s: dict[str, float] = {}
         """When the first step with each request began."""
+        self.grammars: set[Future[Any]] = set()
+        """Held while the stream is open, so that what was compiled for it is there when it is added."""
 
     def staged(self, event: TokenEvent, now_s: float) -> TokenEvent:
         """A choice's first event, with the time that it took to get here."""
@@ -66,6 +72,8 @@ class EngineThread:
         self._lock = threading.Lock()
         """Guards the fields below: close() must be able to end streams while a step hangs."""
         self._streams: dict[str, _Stream] = {}
+        self._preparing: set[str] = set()
+        """Those of them that the engine is not asked to add yet."""
         self._ended: str | None = None
         """Why nothing is served any more."""
         self._told: OrderedDict[str, dict[str, str | int | float]] = OrderedDict()
@@ -84,7 +92,8 @@ class EngineThread:
         return self._engine.context_tokens
 
     def stats(self) -> ServingStats:
-        stalled_s = max(0.0, self._clock() - self._moved_s) if self._streams else 0.0
+        waited_for = len(self._streams) > len(self._preparing)
+        stalled_s = max(0.0, self._clock() - self._moved_s) if waited_for else 0.0
         return replace(self._engine.stats(), num_steps=self._num_steps, stalled_s=stalled_s)
 
     def explain(self, request_id: str) -> Mapping[str, str | int | float]:
@@ -102,11 +111,11 @@ class EngineThread:
         with self._lock:
             if self._ended is not None:
                 raise EngineStopped(self._ended)
-            if not self._streams:
-                self._moved_s = stream.added_s
             self._streams |= dict.fromkeys(left, stream)
-        self._commands.put(stream)
+            self._preparing.update(left)
         try:
+            await self._prepare(stream)
+            self._hand_over(stream)
             while left:
                 if stream.waiting:
                     # Neither get() nor a fast client's send() would give way: a backlog must not starve other tasks.
@@ -123,10 +132,31 @@ class EngineThread:
             for request_id in tuple(left):
                 self.cancel(request_id)
 
+    async def _prepare(self, stream: _Stream) -> None:
+        """The request waits for its grammar, not the engine. What is wrong with it shows when it is added."""
+        stream.grammars = {future for request in stream.requests if (future := self._engine.prepare(request))}
+        under_way = [asyncio.wrap_future(future) for future in stream.grammars if not future.done()]
+        if under_way:
+            await asyncio.wait(under_way)  # which does not cancel them: others may wait for the same
+            for done in under_way:
+                done.exception()  # is met again when it is added
+
+    def _hand_over(self, stream: _Stream) -> None:
+        """What was not cancelled meanwhile. Under the lock: a cancel comes before this, or its command after."""
+        with self._lock:
+            stream.requests = tuple(request for request in stream.requests if request.id in self._streams)
+            if not stream.requests:
+                return
+            if len(self._streams) == len(self._preparing):
+                self._moved_s = self._clock()
+            self._preparing.difference_update(request.id for request in stream.requests)
+            self._commands.put(stream)
+
     def cancel(self, request_id: str) -> None:
         """End one request early: its stream goes on with its others, or ends. Unknown and finished ids are fine."""
         with self._lock:
             stream = self._streams.pop(request_id, None)
+            self._preparing.discard(request_id)
         if stream is not None:
             stream.choices_left.pop(request_id, None)
             self._commands.put(request_id)
@@ -161,14 +191,21 @@ class EngineThread:
             self._end(f"the engine failed: {type(sys.exception()).__name__}")
 
     def _obey(self) -> bool:
-        """Carry out the commands that are there, waiting for one when the engine has nothing to do."""
+        """Carry out the commands that are there, waiting for one when the engine has nothing to do.
+
+        Not all that would add much: those that run get their step in between.
+        """
+        num_added = 0
         try:
             command = self._commands.get(block=not self._engine.busy)
             while command is not None:
                 if isinstance(command, _Stream):
                     self._add(command)
+                    num_added += sum(request.params.n for request in command.requests)
                 else:
                     self._engine.cancel(command)
+                if num_added >= _MAX_ADDED and self._engine.busy:
+                    return True
                 command = self._commands.get_nowait()
         except Empty:
             return True
@@ -251,6 +288,7 @@ class EngineThread:
                 orphans = [i for i, stream in self._streams.items() if stream.loop is loop]
                 for request_id in orphans:
                     del self._streams[request_id]
+                self._preparing.difference_update(orphans)
             for request_id in orphans:
                 self._commands.put(request_id)
 
@@ -278,6 +316,7 @@ class EngineThread:
             self._ended = self._ended or why
             ended, streams = list(self._streams), set(self._streams.values())
             self._streams = {}
+            self._preparing.clear()
         for stream in streams:
             self._post(stream.loop, [(stream, EngineStopped(self._ended))])
         return ended

@@ -8,6 +8,8 @@ tenant is *heavy* while more than its share of the time goes into its rows and p
 | computes a prompt of somebody else | nothing, but never in two steps that follow each other |
 | does not | rows or prompts, in turns: what takes half as long as others' first tokens take |
 
+Whoever runs, grammars whose masks take long have them in turns, so that a step never lasts much longer for them.
+
 Alone nobody is heavy, and of two who take as much each neither is. Where more rows hardly make a step longer, as on a
 GPU, this changes nothing. Who runs and what it says is not decided here, only which rows have to wait for a step.
 """
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from math import exp
 
 from tripool.decode import StepTime
+from tripool.prefill.scheduler import MASKS_S
 from tripool.sequence import Seq, Task
 
 _FADE_S = 0.25
@@ -85,14 +88,18 @@ class Turns:
         for tenant in self._tenants.values():
             tenant.used_s *= fade
         costs: dict[str, float] = {}
+        masks_s: dict[str, float] = {}
         for task in tasks:
             promise = task.seq.request.promise
             tenant = self._tenants.setdefault(promise.tenant, _Tenant(promise.weight, now_s))
             tenant.seen_s, tenant.weight = now_s, promise.weight
             costs[promise.tenant] = costs.get(promise.tenant, 0.0) + self._cost(task)
-        total = sum(costs.values())
+            if task.work.stop >= task.seq.prompt_len:
+                masks_s[promise.tenant] = masks_s.get(promise.tenant, 0.0) + task.seq.mask_s
+        total, rest_s = sum(costs.values()), max(0.0, step_s - sum(masks_s.values()))
+        part = min(1.0, _FADE_S / step_s) if step_s > 0 else 1.0
         for name, cost in costs.items():
-            self._tenants[name].used_s += min(step_s, _FADE_S) * cost / total
+            self._tenants[name].used_s += part * (rest_s * cost / total + masks_s.get(name, 0.0))
         if len(costs) == 1 and any(task.work.stop == task.seq.prompt_len for task in tasks):
             self._first_s = _nearer(self._first_s, step_s)
         self._learn(step_s, tasks)
@@ -151,22 +158,42 @@ class Turns:
         context = sum(len(seq.tokens) for seq in rows) / len(rows)
         drafts = sum(seq.draft is not None for seq in rows) / len(rows)
         row_s = (times.row_s or self._row_s) + drafts * times.draft_s + context * times.context_token_s
+        row_s += sum(seq.mask_s for seq in rows) / len(rows)
         return Turn(tenants, rows=_fit(room_s, row_s, _LEAST_ROWS))
 
     def left_out(self, turn: Turn, decoding: Sequence[Seq]) -> set[Seq]:
-        """Rows of heavy tenants that have to wait for another step: those that had theirs last."""
-        if not turn.tenants:
+        """Rows of heavy tenants, and of slow grammars, that have to wait for another step: those that had theirs
+        last."""
+        masks_s = sum(seq.mask_s for seq in decoding)
+        if not turn.tenants and masks_s <= MASKS_S:
             return set()
-        rows = [seq for seq in decoding if turn.is_heavy(seq)]
         self._num_steps += 1
-        if len(rows) > turn.rows:
-            rows.sort(key=lambda seq: self._last_run.get(seq.order, 0))
-        for seq in rows[: turn.rows]:
-            self._last_run[seq.order] = self._num_steps
-        if len(self._last_run) > 64 + 4 * len(rows):
-            live = {seq.order for seq in rows}
+        heavy = [seq for seq in decoding if turn.is_heavy(seq)]
+        if len(heavy) > turn.rows:
+            heavy.sort(key=self._ran_last)
+        waiting = set(heavy[turn.rows :])
+        if masks_s > MASKS_S:
+            waiting |= self._slow([seq for seq in decoding if seq.mask_s and seq not in waiting])
+        for seq in decoding:
+            if seq not in waiting:
+                self._last_run[seq.order] = self._num_steps
+        if len(self._last_run) > 64 + 4 * len(decoding):
+            live = {seq.order for seq in decoding}
             self._last_run = {order: step for order, step in self._last_run.items() if order in live}
-        return set(rows[turn.rows :])
+        return waiting
+
+    def _slow(self, guided: list[Seq]) -> set[Seq]:
+        """Of these rows, those for whose masks the step has no time; never all."""
+        guided.sort(key=self._ran_last)
+        left_s = MASKS_S
+        for position, seq in enumerate(guided):
+            if left_s <= 0:
+                return set(guided[position:])
+            left_s -= seq.mask_s
+        return set()
+
+    def _ran_last(self, seq: Seq) -> int:
+        return self._last_run.get(seq.order, 0)
 
 
 def _fit(room_s: float, each_s: float, least: int) -> int:

@@ -102,5 +102,6 @@ class Loop:
             alone = self._leash.ended and not self._link.welcome and self._link.silent_s > SILENCE_S
             if alone:
                 self._stopped, self._why = True, "neither supervisor nor gateway is there"
-        if self._draining and self._worker.pulse().blocks_held == 0 and not self._worker.busy:
+        idle = not (self._worker.busy or self._worker.moving)
+        if self._draining and self._worker.pulse().blocks_held == 0 and idle:
             self._stopped, self._why = True, "drained"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 from tripool.core import Request, ServingStats, TokenEvent
 from tripool.messages import Parcel
@@ -52,6 +53,10 @@ class PoolEngine(Protocol):
         ...
 
     def stats(self) -> ServingStats: ...
+
+    def prepare(self, request: Request) -> Future[Any] | None:
+        """Begin what `add` and `adopt` would take long for, if there is any. Hold the future until one of them."""
+        ...
 
     def add(self, request: Request, answered: Mapping[int, Sequence[int]] | None = None) -> None:
         """`answered`: the open choices and what is known of each; it is computed again, never chosen again."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
+
+from tripool.grammar.compiled import Compiled, unpacked
 
 
 class Guide:
@@ -18,14 +22,17 @@ class Guide:
 
     A token that ends the answer and could also be text (a stop token the caller chose) is an end, so that what was cut
     off by it is complete; only where it is the one way on does it stay.
+
+    Making one costs nothing: the matcher is copied, and told what is known already, when it is needed first.
     """
 
-    def __init__(self, matcher: LLMatcher, num_ids: int, ends: Iterable[int]) -> None:
-        """`matcher` is this guide's own, over a vocabulary of `num_ids` ids and an end behind them."""
-        self._matcher = matcher
-        self._num_ids = num_ids
-        self._ends = frozenset(end for end in ends if end < num_ids)
-        self._end_index = np.array(sorted(self._ends), dtype=np.int64)
+    def __init__(self, compiled: Compiled, ends: Iterable[int], known: Sequence[int] = ()) -> None:
+        """`known`: tokens that the answer has already. It did not end with them."""
+        self._compiled = compiled
+        self._all_ends = ends
+        self._known = known
+        self._copy: LLMatcher | None = None
+        """This guide's own, once it was needed."""
         self._ended = False
         self._num_unseen = 0
         """The last tokens that were accepted, if the matcher gave up at the first of them or before."""
@@ -33,11 +40,17 @@ class Guide:
         """The mask after the tokens so far, once it was asked for."""
         self._may_end = False
         self._done = False
+        self.mask_s = compiled.mask_s
+        """How long the newest mask kept the processor busy, and what had to be done for it first; before there is one,
+        what the first took when it was compiled."""
 
     def mask(self) -> NDArray[np.bool_]:
         """[num_ids], not to be changed: the tokens that may come next. None may after an end."""
         if self._allowed is None:
+            began_s = time.thread_time()
             self._allowed = self._compute()
+            if self._copy is not None:
+                self.mask_s = time.thread_time() - began_s
         return self._allowed
 
     def accept(self, token_id: int) -> None:
@@ -55,6 +68,7 @@ class Guide:
     def rollback(self, count: int) -> None:
         """Take back the last `count` tokens that were accepted, an end among them or not. What gave up stays so."""
         assert count >= 0
+        matcher = self._matcher
         unseen = min(count, self._num_unseen)
         self._num_unseen -= unseen
         count -= unseen
@@ -62,8 +76,8 @@ class Guide:
             self._ended = False
             count -= 1
         if count and not self._gave_up:
-            undone = self._matcher.rollback(count)
-            assert undone, self._matcher.get_error()
+            undone = matcher.rollback(count)
+            assert undone, matcher.get_error()
         self._allowed = None
 
     @property
@@ -85,19 +99,39 @@ class Guide:
 
     @property
     def _gave_up(self) -> bool:
-        return self._matcher.is_error()
+        return self._copy is not None and self._copy.is_error()
+
+    @property
+    def _matcher(self) -> LLMatcher:
+        """Without a mask for what is known: nobody chooses there."""
+        if self._copy is None:
+            self._copy = copy = self._compiled.matcher.deep_copy()
+            for token_id in self._known:
+                if copy.is_error() or not copy.consume_token(token_id):
+                    self._num_unseen += 1
+        return self._copy
+
+    @cached_property
+    def _ends(self) -> frozenset[int]:
+        return frozenset(end for end in self._all_ends if end < self._compiled.num_ids)
+
+    @cached_property
+    def _end_index(self) -> NDArray[np.int64]:
+        return np.array(sorted(self._ends), dtype=np.int64)
 
     def _compute(self) -> NDArray[np.bool_]:
+        num_ids = self._compiled.num_ids
         if self._ended:
             self._may_end, self._done = True, True
-            return np.zeros(self._num_ids, dtype=np.bool_)
-        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            return np.zeros(num_ids, dtype=np.bool_)
+        fresh = self._copy is None and not self._known
+        packed = self._compiled.first if fresh else self._matcher.compute_bitmask()
         if self._gave_up:
             self._may_end, self._done = False, False
-            ends = np.full(self._num_ids, not self._ends, dtype=np.bool_)
+            ends = np.full(num_ids, not self._ends, dtype=np.bool_)
             ends[self._end_index] = True
             return ends
-        bits = np.unpackbits(packed, count=self._num_ids + 1, bitorder="little").view(np.bool_)
+        bits = unpacked(packed, num_ids)
         self._may_end = bool(bits[-1])
         allowed = bits[:-1]
         text = allowed.copy() if self._ends else allowed

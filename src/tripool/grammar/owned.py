@@ -1,6 +1,7 @@
-"""A cache whose entries belong to a namespace: found by nobody else, and displaced by nobody but their own tenant.
+"""A cache whose entries belong to a tenant: found by nobody else, and displaced by nobody but their owner.
 
 Whether something was found shows in how long an answer takes. A shared entry would tell one tenant what another sent.
+A tenant's salts share theirs: else a new one for each request would have the same grammar compiled for each.
 """
 
 from __future__ import annotations
@@ -14,29 +15,30 @@ T = TypeVar("T")
 
 
 class OwnedCache(Generic[T]):
-    """The last `per_tenant` entries of each tenant, its salts together, of the last `max_tenants` tenants."""
+    """The last `per_tenant` entries of each tenant, of the last `max_tenants` tenants."""
 
     def __init__(self, *, per_tenant: int, max_tenants: int) -> None:
         self._per_tenant, self._max_tenants = per_tenant, max_tenants
-        self._tenants: OrderedDict[str, OrderedDict[tuple[str, Structure], T]] = OrderedDict()
+        self._tenants: OrderedDict[str, OrderedDict[Structure, T]] = OrderedDict()
 
     def get(self, namespace: str, structure: Structure) -> T | None:
-        own = self._tenants.get(_tenant(namespace))
-        if own is None or (namespace, structure) not in own:
+        own = self._tenants.get(owner(namespace))
+        if own is None or structure not in own:
             return None
-        own.move_to_end((namespace, structure))
-        return own[namespace, structure]
+        own.move_to_end(structure)
+        return own[structure]
 
     def put(self, namespace: str, structure: Structure, value: T) -> None:
-        own = self._tenants.setdefault(_tenant(namespace), OrderedDict())
-        self._tenants.move_to_end(_tenant(namespace))
-        own[namespace, structure] = value
-        own.move_to_end((namespace, structure))
+        own = self._tenants.setdefault(owner(namespace), OrderedDict())
+        self._tenants.move_to_end(owner(namespace))
+        own[structure] = value
+        own.move_to_end(structure)
         if len(own) > self._per_tenant:
             own.popitem(last=False)
         if len(self._tenants) > self._max_tenants:
             self._tenants.popitem(last=False)
 
 
-def _tenant(namespace: str) -> str:
+def owner(namespace: str) -> str:
+    """Whose a namespace is, whatever its salt."""
     return namespace.partition(SALT_MARK)[0]

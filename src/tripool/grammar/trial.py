@@ -1,7 +1,8 @@
 """Compiles a stranger's grammar in a process of its own first, where it can neither crash nor stall a server.
 
 llguidance's limits bound most of what it does, not all: a chain of a few thousand rules overflows the stack, and some
-schemas take minutes. A grammar that came through here compiles in the engine's process in about the same time.
+schemas take minutes. A grammar that came through here compiles in the engine's process in about the same time, and its
+answers hold up nobody else's: what it takes to compile it, to copy it and to follow it is measured here.
 """
 
 from __future__ import annotations
@@ -10,21 +11,27 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 from tripool.core import Structure
 from tripool.errors import InvalidRequest, TripoolError
 from tripool.grammar import trial_process
+from tripool.grammar.literals import check_literals
 from tripool.grammar.owned import OwnedCache
 from tripool.grammar.translate import LIMITS, grammar_text
 
 CPU_S = 0.5
+MOST: Mapping[str, float] = {"compile_s": 0.1, "copy_s": 0.002, "follow_s": 0.03}
+"""Of processor time: to compile it, to copy it, and to follow it over so many bytes as a long token has. What people
+send takes a tenth to a third of it, an object with 400 optional properties two thirds."""
 MEMORY_BYTES = 2**30
 MAX_KEPT = 64
 """Of each tenant."""
 _MAX_TENANTS = 256
-_HARMLESS = ("json_object", "choice")
-"""Their size is all that a caller decides about."""
+_SMALL_BYTES = 4096
+"""So many in all choices together are harmless, whatever they say."""
+_SLOW_HINT = "shorter texts, fewer alternatives, smaller numbers in repetitions and multiples"
 _WALL_S = 30.0
 
 
@@ -38,21 +45,21 @@ class TrialFailed(TripoolError):
 class Trial:
     """Thread-safe. Takes some 100 ms, once for each of a tenant's last structures; do not call it in an event loop."""
 
-    def __init__(self, *, cpu_s: float = CPU_S) -> None:
-        self._cpu_s = cpu_s
+    def __init__(self, *, cpu_s: float = CPU_S, most: Mapping[str, float] = MOST) -> None:
+        self._cpu_s, self._most = cpu_s, most
         self._lock = threading.Lock()
         self._verdicts: OwnedCache[str] = OwnedCache(per_tenant=MAX_KEPT, max_tenants=_MAX_TENANTS)
 
     def is_known(self, structure: Structure, namespace: str = "") -> bool:
         """Whether `check` will answer at once."""
-        if structure.kind in _HARMLESS:
+        if _is_harmless(structure):
             return True
         with self._lock:
             return self._verdicts.get(namespace, structure) is not None
 
     def check(self, structure: Structure, namespace: str = "") -> None:
         """Raises InvalidRequest when the grammar is bad, or dangerous. `namespace`: whose it is."""
-        if structure.kind in _HARMLESS:
+        if _is_harmless(structure):
             return
         with self._lock:
             verdict = self._verdicts.get(namespace, structure)
@@ -61,14 +68,16 @@ class Trial:
             with self._lock:
                 self._verdicts.put(namespace, structure, verdict)
         if verdict:
-            raise InvalidRequest(f"the {structure.kind} cannot be used: {verdict}", param=structure.param)
+            hint = _SLOW_HINT if verdict.startswith(trial_process.SLOW) else ""
+            raise InvalidRequest(f"the {structure.kind} cannot be used: {verdict}", hint=hint, param=structure.param)
 
     def _try(self, structure: Structure) -> str:
         """What is wrong with it; empty when nothing is."""
         # Translating EBNF takes a Python program, which some grammars keep busy for long: that is tried as well.
         ebnf = structure.kind == "ebnf"
+        check_literals(structure)
         grammar = structure.value if ebnf else grammar_text(structure)
-        bounds = {"limits": LIMITS, "cpu_s": self._cpu_s, "memory_bytes": MEMORY_BYTES}
+        bounds = {"limits": LIMITS, "cpu_s": self._cpu_s, "memory_bytes": MEMORY_BYTES, "most": self._most}
         task = {"grammar": grammar, "ebnf": ebnf, **bounds}
         command = [sys.executable, "-I", str(Path(trial_process.__file__))]
         try:
@@ -84,3 +93,10 @@ class Trial:
         if done.returncode < 0:  # killed: by the timer, for its memory, or by a stack that overflowed
             return "it is too deep, or takes too long or too much memory to compile"
         raise TrialFailed(f"cannot try the grammar: {done.stderr.decode(errors='replace')[-300:]}")
+
+
+def _is_harmless(structure: Structure) -> bool:
+    """Where its size is all that a caller decides about, and it is small."""
+    return structure.kind == "json_object" or (
+        structure.kind == "choice" and sum(len(text.encode()) for text in structure.value) <= _SMALL_BYTES
+    )

@@ -1,4 +1,4 @@
-"""The process in which `Trial` compiles: run as a file, so that it starts without loading the package.
+"""The process in which `Trial` compiles and measures: run as a file, so that it starts without loading the package.
 
 Reads one task from standard input and writes `TRIED` and what is wrong with its grammar to standard output: without the
 mark nothing was tried, whatever the exit status. Takes no more than its share of processor time and memory: the kernel
@@ -12,6 +12,10 @@ import resource
 import signal
 import sys
 import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from random import Random
 from typing import Any
 
 MAX_MESSAGE_CHARS = 500
@@ -19,6 +23,12 @@ TRIED = b"tried:"
 """An exception in the thread that compiles ends the thread alone."""
 _STACK_BYTES = 2**20
 """Less than any thread that compiles in earnest: what fits here has room to spare there."""
+SLOW = "it takes too long "
+_TRIES = 2
+"""Of what takes too long: the shorter one counts, so that a busy machine refuses nothing."""
+_LONG_TOKEN_BYTES = 16
+"""A mask goes as far ahead as the longest token that fits: this much of an answer, byte by byte, is one of those."""
+_FOLLOWED_BYTES = 2 * _LONG_TOKEN_BYTES
 _END = 256
 _NICE = 10
 """A tenth of what the server gets where they compete."""
@@ -57,7 +67,7 @@ def _compile(task: dict[str, Any]) -> None:
 def _wrong_with(task: dict[str, Any]) -> str:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
-    grammar = task["grammar"]
+    grammar, most = task["grammar"], task["most"]
     if task["ebnf"]:
         try:
             grammar = grammar_from("ebnf", grammar)
@@ -65,13 +75,54 @@ def _wrong_with(task: dict[str, Any]) -> str:
             return str(error)
     limits = LLParserLimits(verbose_errors=False, **task["limits"])
     vocabulary = LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=_END)
-    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+    compiled, compile_s = _least(partial(LLMatcher, vocabulary, grammar, log_level=0, limits=limits), most["compile_s"])
+    if compiled.is_error():
+        return str(compiled.get_error())
     # The first mask, and the one behind what every answer begins with: there most grammars that are too large give up.
-    if not matcher.is_error():
-        matcher.compute_bitmask()
+    matcher = compiled.deep_copy()
+    matcher.compute_bitmask()
     if not matcher.is_error() and matcher.consume_tokens(list(matcher.compute_ff_bytes())):
         matcher.compute_bitmask()
-    return matcher.get_error()
+    if matcher.is_error():
+        return str(matcher.get_error())
+    if compile_s > most["compile_s"]:
+        return SLOW + "to compile"
+    if _least(compiled.deep_copy, most["copy_s"])[1] > most["copy_s"]:
+        return SLOW + "to copy for every answer"
+    if all(_slowest_s(compiled.deep_copy()) > most["follow_s"] for _ in range(_TRIES)):
+        return SLOW + "to follow in an answer"
+    return ""
+
+
+def _least(make: Callable[[], Any], most_s: float) -> tuple[Any, float]:
+    """What it makes, and the processor time that this takes; tried again when that is too much."""
+    least_s = float("inf")
+    for _ in range(_TRIES):
+        began_s = time.thread_time()
+        made = make()
+        least_s = min(least_s, time.thread_time() - began_s)
+        if least_s <= most_s:
+            break
+    return made, least_s
+
+
+def _slowest_s(matcher: Any) -> float:
+    """What the slowest stretch as long as a token takes, of an answer at random."""
+    rng, slowest_s = Random(0), 0.0
+    for _ in range(0, _FOLLOWED_BYTES, _LONG_TOKEN_BYTES):
+        stretch_s = 0.0
+        for _ in range(_LONG_TOKEN_BYTES):
+            began_s = time.thread_time()
+            mask = matcher.compute_bitmask()
+            stretch_s += time.thread_time() - began_s
+            allowed = [byte for byte in range(256) if mask[byte >> 3] >> (byte & 7) & 1]
+            if matcher.is_error() or not allowed:
+                return max(slowest_s, stretch_s)
+            began_s = time.thread_time()
+            matcher.consume_token(rng.choice(allowed))
+            stretch_s += time.thread_time() - began_s
+        slowest_s = max(slowest_s, stretch_s)
+    return slowest_s
 
 
 if __name__ == "__main__":

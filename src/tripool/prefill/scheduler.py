@@ -15,6 +15,10 @@ from tripool.cache import BlockPool, next_key
 from tripool.config import SchedulerConfig
 from tripool.sequence import Seq, Task
 
+MASKS_S = 0.03
+"""So much of a step do masks of grammars get: those of prompts, and once more those of rows. The last may take a little
+more. Most need a hundredth of it."""
+
 Grow = Callable[[Seq, int], int]
 """grow(seq, stop): give seq blocks for positions below `stop`, or below as much of it as it returns."""
 
@@ -67,10 +71,13 @@ class PrefillScheduler:
         self.started = []
         short_of_blocks = False
         limit = self.limit
-        left = limit.prompt_tokens
+        left, masks_s = limit.prompt_tokens, MASKS_S
         for seq in sorted(self.running, key=limit.is_heavy) if self.running else ():
             most = min(budget, left) if limit.is_heavy(seq) else budget
+            if seq.mask_s and masks_s <= 0:
+                continue
             if most > 0 and seq in self.running:  # growing an older one may have preempted this one
+                masks_s -= seq.mask_s
                 wanted = seq.work(most).stop
                 granted = grow(seq, wanted)
                 short_of_blocks |= granted < wanted
@@ -83,12 +90,13 @@ class PrefillScheduler:
                 self.held_by = "tokens per step" if budget <= 0 else "batch slots" if slots <= 0 else "KV memory"
                 break
             most = min(budget, left) if limit.is_heavy(seq) else budget
-            if seq.waits_for_leader or most <= 0:
-                continue
+            if seq.waits_for_leader or most <= 0 or (seq.mask_s and masks_s <= 0):
+                continue  # for slow masks too: they go on in the next step, and those without need not wait for them
             if not self._admit(seq):
                 self.held_by = "KV memory"
                 break
             slots -= 1
+            masks_s -= seq.mask_s
             count = _chunk(seq, grow(seq, seq.work(most).stop), tasks)
             budget, left = budget - count, left - count * limit.is_heavy(seq)
         return tasks

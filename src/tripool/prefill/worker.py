@@ -10,8 +10,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from tripool.core import BLOCK_TOKENS, Request, Stages, TokenEvent
 from tripool.errors import InvalidRequest, RequestFailed, TripoolError
@@ -25,6 +27,8 @@ _logger = logging.getLogger("tripool.engine")
 
 _COPY_BYTES = 32 * 2**20
 """Packed between two steps at most: a few milliseconds."""
+_MAX_BEGUN = 64
+"""Choices that are begun between two steps, and those of one request more: whoever is computed waits for them."""
 
 
 @dataclass(slots=True)
@@ -51,6 +55,20 @@ class _Job:
 
 
 @dataclass(slots=True, eq=False)
+class _Waiting:
+    """A Begin that the engine has not heard of yet."""
+
+    begin: Begin
+    job: _Job
+    grammar: Future[Any] | None
+    """Being compiled until it is done; held so that what was compiled is there when it is needed."""
+
+    @property
+    def ready(self) -> bool:
+        return self.grammar is None or self.grammar.done()
+
+
+@dataclass(slots=True, eq=False)
 class _Leaving:
     job: _Job
     seq: Seq
@@ -72,21 +90,23 @@ class PrefillWorker:
         self._prefixes = prefixes
         self._jobs: dict[str, _Job] = {}
         """By the name under which the engine knows it."""
+        self._waiting: dict[str, _Waiting] = {}
+        """Of the jobs, by name: those that are not begun yet, oldest first."""
         self._leaving: deque[_Leaving] = deque()
         self._num_steps = 0
 
     @property
     def busy(self) -> bool:
-        return self._engine.busy
+        return self._engine.busy or any(waiting.ready for waiting in self._waiting.values())
 
     @property
     def moving(self) -> bool:
-        return bool(self._leaving) or (self._prefixes is not None and self._prefixes.pending)
+        return bool(self._leaving or self._waiting) or (self._prefixes is not None and self._prefixes.pending)
 
     def receive(self, message: AnyMessage, now_s: float) -> None:
         match message:
             case Begin():
-                self._begin(message, now_s)
+                self._await(message, now_s)
             case Release():
                 self._outbox.release(message.lease)
             case Cancel():
@@ -96,6 +116,7 @@ class PrefillWorker:
 
     def work(self, now_s: float) -> None:
         self._expire(now_s)
+        self._begin_some()
         if self._engine.busy:
             events = self._engine.step()
             self._num_steps += 1
@@ -121,6 +142,7 @@ class PrefillWorker:
         for name in self._jobs:
             self._engine.cancel(name)
         self._jobs.clear()
+        self._waiting.clear()
         self._leaving.clear()
         self._outbox.drop(lambda lease: True)
         if self._prefixes is not None:
@@ -129,27 +151,42 @@ class PrefillWorker:
     def pulse(self) -> Pulse:
         engine = self._engine
         held = engine.num_held_blocks + self._outbox.num_held
-        return Pulse(self._life, self._num_steps, engine.num_waiting_tokens, engine.stats().running, held)
+        waiting = sum(len(waiting.job.request.prompt_ids) for waiting in self._waiting.values())
+        return Pulse(self._life, self._num_steps, engine.num_waiting_tokens + waiting, engine.stats().running, held)
 
-    def _begin(self, begin: Begin, now_s: float) -> None:
+    def _await(self, begin: Begin, now_s: float) -> None:
         request, attempt = begin.request, begin.attempt
         name = local_id(request.id, attempt)
         if name in self._jobs:
             return  # said twice
-        answered = {known.choice: known.tokens for known in begin.answered}
-        job = _Job(request, attempt, now_s + begin.deadline_s, begin.parcel_s, set(answered))
+        choices = {known.choice for known in begin.answered}
+        job = _Job(request, attempt, now_s + begin.deadline_s, begin.parcel_s, choices)
+        self._jobs[name] = job
+        self._waiting[name] = _Waiting(begin, job, self._engine.prepare(request))
+
+    def _begin_some(self) -> None:
+        """Those whose grammar is compiled, oldest first; not so many that the step is long in coming."""
+        num_begun = 0
+        for name in [name for name, waiting in self._waiting.items() if waiting.ready]:
+            if num_begun >= _MAX_BEGUN:
+                return
+            num_begun += len(self._waiting[name].job.choices)
+            self._begin(name, self._waiting[name])
+            self._waiting.pop(name, None)
+
+    def _begin(self, name: str, waiting: _Waiting) -> None:
+        begin, job = waiting.begin, waiting.job
+        request = begin.request
         try:
             self._check(begin)
             self._look_up(job, request)
-            self._engine.add(replace(request, id=name), answered)
+            self._engine.add(replace(request, id=name), {known.choice: known.tokens for known in begin.answered})
         except TripoolError as error:
+            self._forget(request.id, begin.attempt)
             self._refuse(job, error.code, error.message, error.hint, final=True)
         except Exception:
             _logger.exception("request %s could not be begun", request.id)
-            self._engine.cancel(name)
             self._fail(job)
-        else:
-            self._jobs[name] = job
 
     def _check(self, begin: Begin) -> None:
         """What is known of the answers must be of this request and of this model."""
@@ -253,6 +290,7 @@ class PrefillWorker:
 
     def _forget(self, request_id: str, attempt: int) -> None:
         name = local_id(request_id, attempt)
+        self._waiting.pop(name, None)
         if self._jobs.pop(name, None) is not None:
             self._engine.cancel(name)
             self._leaving = deque(leaving for leaving in self._leaving if leaving.seq.request.id != name)
