@@ -264,7 +264,8 @@ class Door:
         lanes, requests, tokens = self.room.lanes, len(self._inside) + ahead[0], self._inside_tokens + ahead[1]
         if light and self._inside:
             requests, tokens = lanes, self._inside_tokens * min(1.0, lanes / len(self._inside))
-        return self.pace.predict_s(*((requests, tokens) if requests >= lanes else (0, 0)), cost, now_s)
+        requests, tokens = (requests, tokens) if requests >= lanes else (0.0, 0.0)
+        return self.pace.predict_s(requests, tokens, cost, now_s)
 
     def _full(self, guest: Guest) -> TripoolError | None:
         there = self.shares.waiting_tokens + self._inside_tokens
