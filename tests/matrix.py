@@ -32,12 +32,12 @@ class Row:
 
 ROWS = {
     "as-it-is": Row(),
-    "default-4": Row({"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "4"}, ("--shuffle", "1")),
+    "plain-4": Row({"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "4"}, ("--shuffle", "1"), kernels=("plain",)),
     "avx2-1": Row(
-        {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "OMP_NUM_THREADS": "1"}, ("--shuffle", "2")
+        {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "OMP_NUM_THREADS": "1"},
+        ("--shuffle", "2"),
+        kernels=("avx2",),
     ),
-    "plain-kernels": Row(kernels=("plain",)),
-    "avx2-kernels": Row(kernels=("avx2",)),
 }
 
 

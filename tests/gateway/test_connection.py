@@ -148,9 +148,11 @@ def test_the_rest_of_a_refused_body_is_not_read_for_ever(serve):
         assert wait_ended(line)
 
 
-def test_a_refused_body_that_ends_leaves_the_connection_usable(server):
+@pytest.mark.parametrize("size", [1, 2 * 10**6])
+def test_a_refused_body_that_ends_leaves_the_connection_usable(server, size):
+    """Also a long one, of which the rest is read a piece at a time."""
     with connected(server) as line:
-        line.sendall(post(CHAT, {"messages": HELLO}).replace(b"application/json", b"text/plain"))
+        line.sendall(post(CHAT, {"messages": "a" * size}).replace(b"application/json", b"text/plain"))
         assert read_answer(line).startswith(b"HTTP/1.1 415 ")
         line.sendall(HEALTH + b"\r\n")
         assert read_answer(line).startswith(b"HTTP/1.1 200 ")

@@ -10,9 +10,9 @@
 | refused | the client to see why | 8 MiB, 2 s |
 
 In every phase a client that has to take bytes from us must take 16 KiB, or all there are, within 30 s; how long a whole
-answer may take is the application's to say (`gateway/patience.py`). Requests that
-are sent before the last one was answered are dropped, and the connection is closed after that answer: clients must be
-prepared for that (RFC 9112, 9.3.2), and an end of the connection is then always seen at once.
+answer may take is the application's to say (`gateway/patience.py`). Requests that are sent before the last one was
+answered are dropped, and the connection is closed after that answer: clients must be prepared for that (RFC 9112,
+9.3.2), and an end of the connection is then always seen at once.
 """
 
 from __future__ import annotations
@@ -53,6 +53,9 @@ class _Phase(Enum):
 
 
 _BOUNDED = {_Phase.HEAD: "head_s", _Phase.LEFTOVER: "leftover_s", _Phase.IDLE: "idle_s", _Phase.REFUSED: "refused_s"}
+
+_AT_ONCE_BYTES, _PAUSE_S = 2**18, 0.02
+"""Of what is dropped; then a piece at a time, with pauses: a few megabytes a second."""
 
 
 class _StopParsing(Exception):
@@ -297,9 +300,17 @@ class Connection(HttpToolsProtocol):
         return HeadTooLarge("the request line and headers are too large", hint=hint)
 
     def _drop(self, num_bytes: int) -> None:
+        """Slowly, if it is much: reading what nobody wants must not delay those whose requests are wanted."""
         self._unwanted_bytes += num_bytes
         if self._unwanted_bytes > self._limits.unwanted_bytes:
             self._abort()
+        elif self._unwanted_bytes > _AT_ONCE_BYTES:
+            self.transport.pause_reading()
+            self.loop.call_later(_PAUSE_S, self._read_on)
+
+    def _read_on(self) -> None:
+        if not self.transport.is_closing() and not self.flow.read_paused:
+            self.transport.resume_reading()
 
     # ---- ends --------------------------------------------------------------------------------------------------------
 
