@@ -203,3 +203,17 @@ def test_newcomers_with_slow_masks_come_a_few_at_a_time_and_others_need_not_wait
         scheduler.check()
     assert started[0] == ["guided-0", "guided-1", "guided-2", "plain"]
     assert [len(names) for names in started[1:]] == [3] * 9
+
+
+def test_time_without_work_is_nobodys() -> None:
+    """A prefill worker hands its sequences over between steps: until the next prompt comes it has nothing to do."""
+    sim, scheduler = timed(), timed().scheduler
+    for number in range(20):
+        tenant = "once" if number == 0 else "steady"
+        scheduler.add(request(f"r{number}", tenant))
+        tasks = scheduler.schedule()
+        scheduler.settle(tasks, [Sampled(7)] * len(tasks))
+        scheduler.timed(tasks, sim.now_s, sim.now_s + 0.01)
+        scheduler.release(scheduler.detach(f"r{number}", 0))
+        assert scheduler.turns.active == (number > 0) and not scheduler.turns.heavy(), number
+        sim.now_s += 0.2

@@ -57,8 +57,7 @@ class Scheduler:
         self.kept = KeptBlocks(self.pool)
         self._requests: dict[str, list[Seq]] = {}
         self._next_order = 0
-        self.num_preemptions = 0
-        self.num_drafted = self.num_accepted = 0
+        self.num_preemptions = self.num_drafted = self.num_accepted = 0
         self._num_accepted_before = 0
         """At the end of the last step but this."""
 
@@ -359,6 +358,9 @@ class Scheduler:
         max_new_tokens = min(request.params.max_tokens or room, room)
         if len(answer) >= max_new_tokens:
             raise InvalidRequest(f"choice {choice} has {len(answer)} of at most {max_new_tokens} tokens already")
+        self._ended_s = (
+            self._ended_s if self.busy else None
+        )  # idle time is no part of a step
         seq = Seq(request, choice, self._next_order, max_new_tokens, [*request.prompt_ids, *answer])
         self._next_order += 1
         return seq
