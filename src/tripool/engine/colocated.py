@@ -358,9 +358,7 @@ class Scheduler:
         max_new_tokens = min(request.params.max_tokens or room, room)
         if len(answer) >= max_new_tokens:
             raise InvalidRequest(f"choice {choice} has {len(answer)} of at most {max_new_tokens} tokens already")
-        self._ended_s = (
-            self._ended_s if self.busy else None
-        )  # idle time is no part of a step
+        self._ended_s = self._ended_s if self.busy else None  # idle time is no part of a step
         seq = Seq(request, choice, self._next_order, max_new_tokens, [*request.prompt_ids, *answer])
         self._next_order += 1
         return seq
