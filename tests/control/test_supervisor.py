@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tripool.control.evidence import _cpu_s
+from tripool.control.evidence import times_of, was_busy
 from tripool.control.launch import Spec, launch
 from tripool.control.supervisor import GATEWAY, Supervisor
 
@@ -166,9 +166,18 @@ def test_a_suspect_that_computes_instead_of_answering_has_crashed(start: Callabl
     """Unlike one that was stopped or killed: what it computes may do the same to the next one."""
     run = start(GATEWAY, "busy")
     epoch, pid = run.lives("busy")[0]
-    until(lambda: (used_s := _cpu_s(pid)) is not None and used_s > 1.5)
+    until(lambda: (times := times_of(pid)) is not None and times[0] > 1.5)
     (run.folder / "suspect").write_text(f"busy {epoch}", "ascii")
     until(lambda: f"busy {epoch} crashed" in run.told())
+
+
+@pytest.mark.parametrize(
+    ("used_s", "waited_s", "busy"),
+    [(2.0, 0.0, True), (0.6, 1.4, True), (0.0, 0.0, False), (0.3, 0.2, False), (0.1, 1.9, False), (6.0, 0.0, True)],
+    ids=["computing", "among others", "stopped", "waiting", "starved", "several threads"],
+)
+def test_busy_is_who_ran_when_it_could(used_s: float, waited_s: float, busy: bool) -> None:
+    assert was_busy(2.0, used_s, waited_s) == busy
 
 
 def test_a_silent_gateway_is_replaced(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:

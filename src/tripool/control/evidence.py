@@ -11,7 +11,9 @@ from collections import deque
 from pathlib import Path
 
 _BUSY = 0.5
-"""Of the time, on a core: a process that was stopped or had no core to run on is not busy."""
+"""Of the time in which it could have run, on a core: one that was stopped, or waited for something, is not busy."""
+_LEAST_BUSY = 0.1
+"""Of all the time: one that had hardly a core to run on says nothing."""
 _SPAN_S = 2.0
 _LEAST_S = 0.5
 """A shorter time says nothing: clock ticks are ten milliseconds."""
@@ -22,12 +24,12 @@ class CpuUse:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._seen: deque[tuple[float, float]] = deque()
+        self._seen: deque[tuple[float, float, float]] = deque()
 
     def look(self, now_s: float) -> None:
-        used_s = _cpu_s(self._pid)
-        if used_s is not None:
-            self._seen.append((now_s, used_s))
+        used = times_of(self._pid)
+        if used is not None:
+            self._seen.append((now_s, *used))
         while len(self._seen) > 2 and self._seen[1][0] <= now_s - _SPAN_S:
             self._seen.popleft()
 
@@ -36,8 +38,13 @@ class CpuUse:
         self.look(now_s)
         if not self._seen:
             return False
-        (first_s, first_used_s), (last_s, last_used_s) = self._seen[0], self._seen[-1]
-        return last_s - first_s >= _LEAST_S and last_used_s - first_used_s >= _BUSY * (last_s - first_s)
+        span_s, used_s, waited_s = (last - first for first, last in zip(self._seen[0], self._seen[-1], strict=True))
+        return span_s >= _LEAST_S and was_busy(span_s, used_s, waited_s)
+
+
+def was_busy(span_s: float, used_s: float, waited_s: float) -> bool:
+    """`waited_s`: for a core, which others had."""
+    return used_s >= _LEAST_BUSY * span_s and used_s >= _BUSY * (span_s - waited_s)
 
 
 def num_oom_kills() -> int:
@@ -49,10 +56,15 @@ def num_oom_kills() -> int:
     return int(counters[counters.index("oom_kill") + 1]) if "oom_kill" in counters else 0
 
 
-def _cpu_s(pid: int) -> float | None:
-    """User and system time of all its threads; None once it is gone."""
+def times_of(pid: int) -> tuple[float, float] | None:
+    """Of all its threads: on a core, and of the first one, waiting for one. None once it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        used_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return None
+    try:
+        waited_s = int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):  # not every kernel counts it
+        waited_s = 0.0
+    return used_s, waited_s
