@@ -271,12 +271,12 @@ class Simulation:
         # Rows were kept for those preempted later, and for drafts that then found no block.
         kept = 2 * len(self.preempted) + sum(self.shadows[t.seq].draft != t.draft for t in tasks)
         budget = sum(t.num_rows for t in tasks) + kept < self.config.step_tokens
-        held = self.promised and self.scheduler.slo.active
+        held = self.promised and self.scheduler.slo_controller.active
         assert held or not (room and budget and need <= self.scheduler.pool.num_free), "refused although it fits"
 
     def _check_tasks(self, before: set[Seq], tasks: list[Task]) -> None:
         assert tasks or not self.scheduler.busy, "a busy scheduler found nothing to do"
-        if before and not (self.promised and self.scheduler.slo.active) and not self.scheduler.turns.heavy():
+        if before and not (self.promised and self.scheduler.slo_controller.active) and not self.scheduler.turns.heavy():
             assert min(before, key=lambda s: s.order) in {task.seq for task in tasks}, "the oldest holder stood still"
         assert sum(task.num_rows for task in tasks) <= self.config.step_tokens, "more rows than a step has"
         assert len({task.seq for task in tasks}) == len(tasks), "a sequence has two tasks"

@@ -10,7 +10,7 @@ import pytest
 
 from tripool.config import SchedulerConfig
 from tripool.core import Promise, Request, SamplingParams, TokenEvent
-from tripool.decode import StepFacts, slo
+from tripool.decode import StepFacts, slo_controller
 from tripool.engine.colocated import Scheduler
 from tripool.sequence import Sampled, Task
 
@@ -55,13 +55,13 @@ class PromisedSimulation(Simulation):
 
     def _check_patience(self) -> None:
         ready = [seq for seq in self.scheduler.prefill.waiting if self.shadows[seq].may_start]
-        if not (ready and self.scheduler.slo.held_back):
+        if not (ready and self.scheduler.slo_controller.held_back):
             self.head = None
             return
         self.seen["held back for a promise"] += 1
         if self.head is None or self.head[0] is not ready[0]:
             self.head = ready[0], self.now_s
-        assert self.now_s - self.head[1] <= slo._PATIENCE_S + self.longest_s, "a promise starves the queue"
+        assert self.now_s - self.head[1] <= slo_controller._PATIENCE_S + self.longest_s, "a promise starves the queue"
 
 
 class PromisedMachine(SchedulerMachine):
@@ -78,9 +78,9 @@ class PromisedMachine(SchedulerMachine):
         super().teardown()
         if hasattr(self, "sim"):
             scheduler = self.sim.scheduler
-            assert not scheduler.slo.active and scheduler.slo.ceiling is None
+            assert not scheduler.slo_controller.active and scheduler.slo_controller.ceiling is None
             type(self).seen += self.sim.seen
-            self.seen["given up"] += scheduler.slo.num_given_up
+            self.seen["given up"] += scheduler.slo_controller.num_given_up
 
 
 def test_any_history_with_promises_keeps_every_other_promise() -> None:
@@ -166,15 +166,15 @@ def test_a_class_is_kept_where_the_plain_scheduler_breaks_it() -> None:
 
 def test_the_ceiling_is_told_while_a_promise_is_there() -> None:
     bench = warmed()
-    assert bench.scheduler.slo.ceiling is None
+    assert bench.scheduler.slo_controller.ceiling is None
     bench.add(*(request(f"r{number}", 6.0) for number in range(40)))
     bench.run(30)
-    ceiling = bench.scheduler.slo.ceiling
+    ceiling = bench.scheduler.slo_controller.ceiling
     assert ceiling is not None and 4 <= ceiling <= 10, "a step of ten rows takes six milliseconds"
-    assert bench.scheduler.slo.held_back
+    assert bench.scheduler.slo_controller.held_back
     assert len(bench.scheduler.decode.running) <= 10
     bench.run()
-    assert bench.scheduler.slo.ceiling is None and not bench.scheduler.slo.held_back
+    assert bench.scheduler.slo_controller.ceiling is None and not bench.scheduler.slo_controller.held_back
 
 
 def test_a_prompt_comes_in_pieces_that_the_tightest_answer_bears() -> None:
@@ -211,7 +211,7 @@ def test_an_impossible_promise_holds_nobody_up(tpot_ms: float) -> None:
         each.run(5)
         each.add(*(request(f"r{number}", None) for number in range(20)))
         each.run()
-    assert bench.scheduler.slo.num_given_up == 1
+    assert bench.scheduler.slo_controller.num_given_up == 1
     assert bench.plans == plain.plans, "it runs as it comes, as if nothing had been promised"
 
 
@@ -220,7 +220,7 @@ def test_an_impossible_promise_starves_nobody_before_anything_was_learned() -> N
     bench.add(*(request(f"r{number}", 0.01, answer=50) for number in range(30)))
     bench.add(request("last", None))
     bench.run()
-    assert len(bench.times) == 31 and bench.scheduler.slo.num_given_up == 30
+    assert len(bench.times) == 31 and bench.scheduler.slo_controller.num_given_up == 30
 
 
 def test_the_first_promise_of_all_starts_small() -> None:
@@ -250,7 +250,7 @@ def test_a_strict_newcomer_waits_until_it_can_be_kept_and_a_patient_time_at_most
     asked_s = endless.now_s
     while "strict" not in endless.times:
         endless.step()
-    assert slo._PATIENCE_S <= endless.now_s - asked_s <= slo._PATIENCE_S + 0.1
+    assert slo_controller._PATIENCE_S <= endless.now_s - asked_s <= slo_controller._PATIENCE_S + 0.1
 
 
 def test_without_promises_times_change_nothing() -> None:
@@ -302,6 +302,6 @@ def test_an_answer_that_comes_from_elsewhere_is_let_in_by_the_same_rule() -> Non
         running.append(seq)
         bench.run(2)
     assert 4 <= len(running) <= 11, "eleven rows take longer than was promised"
-    assert scheduler.slo.held_back
+    assert scheduler.slo_controller.held_back
     bench.run()
     assert all(bench.mean_ms(seq.request.id) <= 6.0 for seq in running)

@@ -1,7 +1,7 @@
 """The decode room: the running batch, and the promises on its pace. Exports pure names only."""
 
 from tripool.decode.scheduler import DecodeScheduler
-from tripool.decode.slo import Slo
+from tripool.decode.slo_controller import SloController
 from tripool.decode.step_time import StepFacts, StepTime
 
-__all__ = ["DecodeScheduler", "Slo", "StepFacts", "StepTime"]
+__all__ = ["DecodeScheduler", "SloController", "StepFacts", "StepTime"]

@@ -12,7 +12,7 @@ Over two processes a sequence changes hands with its blocks' contents. Where it 
 batch with its blocks held, `release` gives them back once they are copied. Where it arrives: `adopt` holds blocks for
 it, `start` puts it into the batch once they are filled. Neither kind can be preempted, and both soon become another.
 
-Where a time per token was promised, `slo` bounds who starts and how much of a prompt a step computes. It learns from
+Where a time per token was promised, `slo_controller` bounds who starts and how much of a prompt a step computes. It learns from
 `timed`, which says after each step how long it took; without a promise it is not asked.
 """
 
@@ -24,7 +24,7 @@ from itertools import chain, islice
 from tripool.cache import BlockPool, KeptBlocks
 from tripool.config import SchedulerConfig
 from tripool.core import FinishReason, Request, TokenEvent
-from tripool.decode import DecodeScheduler, Slo, StepFacts
+from tripool.decode import DecodeScheduler, SloController, StepFacts
 from tripool.engine.invariants import check_invariants
 from tripool.engine.shares import Sharing
 from tripool.engine.turns import Turns
@@ -43,8 +43,8 @@ class Scheduler:
         self.pool = BlockPool(config.num_blocks)
         self.prefill = PrefillScheduler(config, self.pool, model)
         self.decode = DecodeScheduler()
-        self.slo = Slo()
-        self.turns = Turns(self.slo.step_time)
+        self.slo_controller = SloController()
+        self.turns = Turns(self.slo_controller.step_time)
         self.sharing = Sharing(config, self.pool, self._running, self.holders)
         self._hands_over = False
         """Answers go on in another process: here nobody decodes, and no promise on that binds."""
@@ -93,7 +93,7 @@ class Scheduler:
             seq.guide = guides[position] if guides is not None else None
             leader = leader or seq
             self._requests.setdefault(request.id, []).append(seq)
-            self.slo.joined(seq)
+            self.slo_controller.joined(seq)
             self.sharing.joined(seq)
             self.prefill.add(seq)
 
@@ -110,7 +110,7 @@ class Scheduler:
         """A detached sequence is copied, and no longer ours. Its full blocks stay findable until the room is needed."""
         assert seq in self.detached
         self._drop(seq)
-        self.slo.left(seq)
+        self.slo_controller.left(seq)
         self.sharing.left(seq)
         self._forget(seq)
 
@@ -121,11 +121,11 @@ class Scheduler:
     def _making_room(self, request: Request, choice: int, num_tokens: int, num_shared: int) -> list[Seq] | None:
         """Who is preempted if it is adopted; None: it has to wait. Whoever was preempted is older and goes first."""
         victims = self.sharing.room_for(request.promise, num_tokens, num_shared, self.prefill.waiting)
-        promised = self.slo.active or request.promise.tpot_ms is not None
+        promised = self.slo_controller.active or request.promise.tpot_ms is not None
         if victims is None or not promised:
             return victims
         running = [seq for seq in self._running() if seq not in victims]
-        return victims if self.slo.may_arrive(running, request, choice, num_tokens) else None
+        return victims if self.slo_controller.may_arrive(running, request, choice, num_tokens) else None
 
     def adopt(
         self,
@@ -149,8 +149,8 @@ class Scheduler:
         if victims is None:
             return None
         seq = self._new(request, choice, answer)
-        self.slo.computes_prompts = False
-        self.slo.joined(seq)
+        self.slo_controller.computes_prompts = False
+        self.slo_controller.joined(seq)
         self.sharing.joined(seq)
         self.pool.acquire(shared)
         for victim in victims:
@@ -194,7 +194,7 @@ class Scheduler:
         # Drafts have their rows before prompts, but leave them one, and their blocks after everybody else.
         drafting = [task for task in tasks.values() if task.seq.draft is not None][: budget - 1]
         budget -= len(drafting)
-        if self.slo.active and not self._hands_over:
+        if self.slo_controller.active and not self._hands_over:
             slots, budget = self._keep_promises(tasks, slots, budget, len(drafting))
         for task in self.prefill.plan(budget, slots, grow):
             if task.work.table is task.seq.table:
@@ -214,21 +214,21 @@ class Scheduler:
         head = next(self.sharing.order(ready), None)
         if head is not None and under_way < self._config.step_tokens:  # else the next step has no token left for it
             victims = self.sharing.victims(self.sharing.claim(head), prefill.blocks_needed(head)) or []
-            held_back = self.slo.active and not self._hands_over and victims and not self._keeps_promises(head, victims)
+            held_back = self.slo_controller.active and not self._hands_over and victims and not self._keeps_promises(head, victims)
             for victim in victims if not held_back else ():
                 self._preempt(victim)
         return list(islice(self.sharing.order(ready), self._config.max_running - len(self._running()) + 1))
 
     def _keeps_promises(self, head: Seq, victims: Sequence[Seq]) -> bool:
-        return self.slo.slots([seq for seq in self._running() if seq not in victims], [head], 1) > 0
+        return self.slo_controller.slots([seq for seq in self._running() if seq not in victims], [head], 1) > 0
 
     def _keep_promises(self, tasks: Mapping[int, Task], slots: int, budget: int, num_drafts: int) -> tuple[int, int]:
         """Newcomers and prompt tokens of this step, so that promised answers keep their pace."""
         ready = (seq for seq in self.prefill.queue if not seq.waits_for_leader)
-        slots = self.slo.slots(self._running(), ready, slots)
+        slots = self.slo_controller.slots(self._running(), ready, slots)
         if tasks and (self.prefill.running or slots > 0):  # without a row that waits for it, nothing bounds a prompt
             start = self.prefill.running[0].num_computed if self.prefill.running else 0
-            tokens = self.slo.prompt_tokens([task.seq for task in tasks.values()], num_drafts, start)
+            tokens = self.slo_controller.prompt_tokens([task.seq for task in tasks.values()], num_drafts, start)
             budget = budget if tokens is None else min(budget, tokens)
         return slots, budget
 
@@ -238,8 +238,8 @@ class Scheduler:
         self._ended_s = ended_s if self.busy else None
         accepted, self._num_accepted_before = self.num_accepted - self._num_accepted_before, self.num_accepted
         facts, seqs = StepFacts.of(tasks), (task.seq for task in tasks)
-        self.slo.settled(ended_s, step_s, facts, accepted, seqs, learn=self.turns.active)
-        if self.slo.computes_prompts:  # else nobody waits here for a first token
+        self.slo_controller.settled(ended_s, step_s, facts, accepted, seqs, learn=self.turns.active)
+        if self.slo_controller.computes_prompts:  # else nobody waits here for a first token
             self.turns.settled(ended_s, step_s, tasks)
 
     def settle(self, tasks: Sequence[Task], sampled: Sequence[Sampled | None]) -> list[TokenEvent]:
@@ -366,7 +366,7 @@ class Scheduler:
     def _retire(self, seq: Seq, finish: FinishReason) -> None:
         self._drop(seq)
         seq.finish = finish
-        self.slo.left(seq)
+        self.slo_controller.left(seq)
         self.sharing.left(seq)
 
     def _forget(self, seq: Seq) -> None:

@@ -138,12 +138,12 @@ class Paged(ABC):
             num_preemptions=scheduler.num_preemptions,
             num_drafted=scheduler.num_drafted,
             num_accepted=scheduler.num_accepted,
-            held_by=_PROMISES if held_by and scheduler.slo.held_back else held_by,
-            slo_ceiling=scheduler.slo.ceiling,
-            slo_held_back=scheduler.slo.held_back,
-            predicted_step_ms=scheduler.slo.predicted_s * 1000,
-            step_error_ms=scheduler.slo.step_time.error_s * 1000,
-            num_promises_given_up=scheduler.slo.num_given_up,
+            held_by=_PROMISES if held_by and scheduler.slo_controller.held_back else held_by,
+            slo_ceiling=scheduler.slo_controller.ceiling,
+            slo_held_back=scheduler.slo_controller.held_back,
+            predicted_step_ms=scheduler.slo_controller.predicted_s * 1000,
+            step_error_ms=scheduler.slo_controller.step_time.error_s * 1000,
+            num_promises_given_up=scheduler.slo_controller.num_given_up,
         )
 
     def prepare(self, request: Request) -> Future[Any] | None:

@@ -1,6 +1,6 @@
 """Promised classes in virtual time: the real scheduler of one engine, on steps whose time is computed. Pure.
 
-Shows what the controller of `decode/slo.py` is worth, without a clock: the same arrivals through it, and through the
+Shows what the controller of `decode/slo_controller.py` is worth, without a clock: the same arrivals through it, and through the
 plain scheduler with one fixed limit after the other. The step's true costs are known here and nowhere else.
 """
 
@@ -227,7 +227,7 @@ def run(
         num_steps += 1
     served = tuple(_judge(a, life.times[a.request.id]) for a in arrivals if a.request.id not in life.refused)
     refused = tuple(life.refused[a.request.id] - a.at_s for a in arrivals if a.request.id in life.refused)
-    return Run(served, life.now_s, num_steps, refused, life.scheduler.slo.num_given_up)
+    return Run(served, life.now_s, num_steps, refused, life.scheduler.slo_controller.num_given_up)
 
 
 def _judge(arrival: Arrival, came: Sequence[float]) -> Served:

@@ -195,7 +195,7 @@ class SimWorker:
         waiting = scheduler.num_waiting_tokens + sum(len(b.request.prompt_ids) for b, _ in self._fetches.values())
         waiting += sum(a.adopt.parcel.num_tokens for a in self._arrivals)
         running = len(scheduler.decode.running) + len(scheduler.prefill.running) + len(scheduler.detached)
-        ceiling = scheduler.slo.ceiling if self.spec.role == "decode" else None
+        ceiling = scheduler.slo_controller.ceiling if self.spec.role == "decode" else None
         self._send(Pulse(self.life, self._num_steps, waiting, running, self.blocks_held, ceiling))
 
     def _settle_step(self, now_s: float) -> None:

@@ -122,13 +122,13 @@ class DecodeRank:
         begun = self.start()
         if noisy and tasks:
             seqs = (*(task.seq for task in tasks), *begun)
-            self.scheduler.slo.settled(self.site.timeline.now_s, step_s, facts, 0, seqs)
+            self.scheduler.slo_controller.settled(self.site.timeline.now_s, step_s, facts, 0, seqs)
         elif begun:
             self.fresh = True
         if noisy:
             self._tell_finished([event for event in events if event.finish_reason is not None])
         if self.has_news:
-            self._ceiling = self.scheduler.slo.ceiling
+            self._ceiling = self.scheduler.slo_controller.ceiling
             self._admit()
 
     def start(self) -> list[Seq]:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tripool.core import FinishReason, Promise, Request, SamplingParams
-from tripool.decode import Slo, StepFacts, slo
+from tripool.decode import SloController, StepFacts, slo_controller
 from tripool.sequence import Seq
 
 FIXED_S, ROW_S, PROMPT_S = 0.005, 0.0005, 0.00005
@@ -32,7 +32,7 @@ class Desk:
     """A controller, and a batch that takes a token each per step."""
 
     def __init__(self) -> None:
-        self.slo = Slo()
+        self.slo_controller = SloController()
         self.now_s = 0.0
         self.batch: list[Seq] = []
         self.num_seqs = 0
@@ -41,13 +41,13 @@ class Desk:
         for number in range(400):
             rows, prompt = number % 23, (0, 100, 300)[number % 3]
             self.now_s += cost_s(rows, prompt)
-            self.slo.settled(self.now_s, cost_s(rows, prompt), StepFacts(rows, 0, rows * 50, prompt), 0, ())
+            self.slo_controller.settled(self.now_s, cost_s(rows, prompt), StepFacts(rows, 0, rows * 50, prompt), 0, ())
         return self
 
     def new(self, tpot_ms: float | None, max_tokens: int = 200) -> Seq:
         self.num_seqs += 1
         seq = make_seq(self.num_seqs, tpot_ms, max_tokens=max_tokens)
-        self.slo.joined(seq)
+        self.slo_controller.joined(seq)
         return seq
 
     def add(self, tpot_ms: float | None, max_tokens: int = 200) -> Seq:
@@ -61,20 +61,20 @@ class Desk:
         self.now_s += took_s
         for seq in self.batch:
             seq.tokens.append(1)
-        self.slo.settled(self.now_s, took_s, facts, 0, self.batch)
+        self.slo_controller.settled(self.now_s, took_s, facts, 0, self.batch)
         self.check()
 
     def end(self, seq: Seq, finish: FinishReason = "length") -> None:
         self.batch.remove(seq)
         seq.finish = finish
-        self.slo.left(seq)
+        self.slo_controller.left(seq)
         self.check()
 
     def check(self) -> None:
-        self.slo.check(self.batch)
+        self.slo_controller.check(self.batch)
 
     def chunk(self) -> int | None:
-        return self.slo.prompt_tokens(self.batch, 0, 0)
+        return self.slo_controller.prompt_tokens(self.batch, 0, 0)
 
 
 def test_a_piece_of_a_prompt_fits_into_what_the_tightest_promise_leaves() -> None:
@@ -117,9 +117,9 @@ def test_prompts_get_a_piece_now_and_then_whatever_was_promised() -> None:
     for _ in range(100):
         desk.step()
         pieces.append(desk.chunk())
-    assert set(pieces) == {0, slo._LEAST_CHUNK}, "a step of these rows alone takes the whole promise"
-    assert pieces.count(slo._LEAST_CHUNK) == 100 // slo._PATIENT_STEPS
-    assert desk.slo.num_forced == pieces.count(slo._LEAST_CHUNK)
+    assert set(pieces) == {0, slo_controller._LEAST_CHUNK}, "a step of these rows alone takes the whole promise"
+    assert pieces.count(slo_controller._LEAST_CHUNK) == 100 // slo_controller._PATIENT_STEPS
+    assert desk.slo_controller.num_forced == pieces.count(slo_controller._LEAST_CHUNK)
 
 
 def test_late_answers_make_their_class_more_careful_and_no_other() -> None:
@@ -127,10 +127,10 @@ def test_late_answers_make_their_class_more_careful_and_no_other() -> None:
 
     def bears(tpot_ms: float) -> int:
         waiting = [desk.new(tpot_ms) for _ in range(60)]
-        granted = desk.slo.slots([], waiting, 60)
+        granted = desk.slo_controller.slots([], waiting, 60)
         for seq in waiting:
-            desk.slo.left(seq)
-        desk.slo._recent.clear()
+            desk.slo_controller.left(seq)
+        desk.slo_controller._recent.clear()
         return granted
 
     def answer(hiccup_s: float = 0.0) -> None:
@@ -160,20 +160,20 @@ def test_late_answers_make_their_class_more_careful_and_no_other() -> None:
 def test_as_many_may_start_as_a_class_bears(tpot_ms: float, most: int) -> None:
     desk = Desk().learn()
     waiting = [desk.new(tpot_ms) for _ in range(60)]
-    granted = desk.slo.slots([], waiting, 60)
+    granted = desk.slo_controller.slots([], waiting, 60)
     assert 0.75 * most <= granted <= most, "the line through the known steps says so"
-    assert desk.slo.ceiling is not None and abs(desk.slo.ceiling - granted) <= 1
-    assert desk.slo.held_back
-    assert desk.slo.slots([], waiting, 3) == 3, "other bounds stay"
-    assert not desk.slo.held_back
+    assert desk.slo_controller.ceiling is not None and abs(desk.slo_controller.ceiling - granted) <= 1
+    assert desk.slo_controller.held_back
+    assert desk.slo_controller.slots([], waiting, 3) == 3, "other bounds stay"
+    assert not desk.slo_controller.held_back
 
 
 def test_one_strict_request_in_the_queue_bounds_all_who_come_before_it() -> None:
     desk = Desk().learn()
     relaxed = [desk.new(50.0) for _ in range(60)]
-    free = desk.slo.slots([], relaxed, 60)
+    free = desk.slo_controller.slots([], relaxed, 60)
     strict = desk.new(10.0)
-    assert desk.slo.slots([], [*relaxed, strict], 61) < free / 3
+    assert desk.slo_controller.slots([], [*relaxed, strict], 61) < free / 3
 
 
 def test_a_class_counts_for_a_moment_after_it_has_gone() -> None:
@@ -186,13 +186,13 @@ def test_a_class_counts_for_a_moment_after_it_has_gone() -> None:
     desk.end(strict)
     waiting = [desk.new(50.0) for _ in range(60)]
     desk.batch += waiting
-    shortly_after = desk.slo.slots([relaxed], waiting, 60)
+    shortly_after = desk.slo_controller.slots([relaxed], waiting, 60)
     desk.batch = [relaxed]
     for _ in range(60):
         desk.now_s += 0.006
         relaxed.tokens.append(1)
-        desk.slo.settled(desk.now_s, 0.006, StepFacts(1, 0, 100), 0, [relaxed])
-    assert desk.slo.slots([relaxed], waiting, 60) > 3 * shortly_after
+        desk.slo_controller.settled(desk.now_s, 0.006, StepFacts(1, 0, 100), 0, [relaxed])
+    assert desk.slo_controller.slots([relaxed], waiting, 60) > 3 * shortly_after
 
 
 @pytest.mark.parametrize("tpot_ms", [0.0, 0.01, 5.0])
@@ -201,14 +201,14 @@ def test_what_could_not_be_kept_alone_binds_nobody_and_is_counted(tpot_ms: float
     hopeless = desk.add(tpot_ms)
     desk.step()
     desk.step()
-    assert desk.slo.num_given_up == 1
+    assert desk.slo_controller.num_given_up == 1
     assert desk.chunk() is None
     waiting = [desk.new(None) for _ in range(60)]
-    assert desk.slo.slots(desk.batch, waiting, 60) == 60
-    assert desk.slo.ceiling is None
+    assert desk.slo_controller.slots(desk.batch, waiting, 60) == 60
+    assert desk.slo_controller.ceiling is None
     desk.batch += waiting
     desk.end(hopeless)
-    assert not desk.slo.active
+    assert not desk.slo_controller.active
 
 
 def test_the_head_of_the_queue_is_patient_but_not_for_ever() -> None:
@@ -220,11 +220,11 @@ def test_the_head_of_the_queue_is_patient_but_not_for_ever() -> None:
     desk.batch.append(strict)
     running = desk.batch[:-1]
     began_s = desk.now_s
-    while not desk.slo.slots(running, [strict], 5):
+    while not desk.slo_controller.slots(running, [strict], 5):
         desk.now_s += cost_s(30)
-        desk.slo.settled(desk.now_s, cost_s(30), StepFacts(30, 0, 1500), 0, ())
-    assert desk.now_s - began_s == pytest.approx(slo._PATIENCE_S, abs=0.2)
-    assert desk.slo.num_forced == 1
+        desk.slo_controller.settled(desk.now_s, cost_s(30), StepFacts(30, 0, 1500), 0, ())
+    assert desk.now_s - began_s == pytest.approx(slo_controller._PATIENCE_S, abs=0.2)
+    assert desk.slo_controller.num_forced == 1
 
 
 def test_accepted_drafts_make_a_longer_step_bearable() -> None:
@@ -232,16 +232,16 @@ def test_accepted_drafts_make_a_longer_step_bearable() -> None:
     plain, drafting = Desk().learn(), Desk().learn()
     for _ in range(300):
         drafting.now_s += cost_s(10)
-        drafting.slo.settled(drafting.now_s, cost_s(10), StepFacts(10, 0, 500), 10, ())
+        drafting.slo_controller.settled(drafting.now_s, cost_s(10), StepFacts(10, 0, 500), 10, ())
         plain.now_s += cost_s(10)
-        plain.slo.settled(plain.now_s, cost_s(10), StepFacts(10, 0, 500), 0, ())
+        plain.slo_controller.settled(plain.now_s, cost_s(10), StepFacts(10, 0, 500), 0, ())
     for desk in (plain, drafting):
         for _ in range(20):
             desk.now_s += cost_s(10)
             desk.new(10.0)
-            desk.slo.settled(desk.now_s, cost_s(10), StepFacts(10, 0, 500), 10 if desk is drafting else 0, ())
+            desk.slo_controller.settled(desk.now_s, cost_s(10), StepFacts(10, 0, 500), 10 if desk is drafting else 0, ())
     waiting = [make_seq(1000 + number, 10.0) for number in range(60)]
-    assert drafting.slo.slots([], waiting, 60) >= 2 * plain.slo.slots([], waiting, 60)
+    assert drafting.slo_controller.slots([], waiting, 60) >= 2 * plain.slo_controller.slots([], waiting, 60)
 
 
 Event = tuple[str, float | None, float]
@@ -266,17 +266,17 @@ def test_any_history_leaves_it_able_to_go_on(history: list[Event], learned: bool
             desk.end(desk.batch[0], "stop")
         elif kind == "ask":
             waiting = [desk.new(tpot_ms) for _ in range(3)]
-            granted = desk.slo.slots(desk.batch, waiting, 2)
+            granted = desk.slo_controller.slots(desk.batch, waiting, 2)
             assert 0 <= granted <= 2
             assert granted >= 1 or desk.batch, "alone, anybody may run"
             for seq in waiting:
                 seq.finish = "abort"
-                desk.slo.left(seq)
+                desk.slo_controller.left(seq)
         else:
             desk.step(took_s * (20 if kind == "slow" else 1))
         chunk = desk.chunk()
-        assert chunk is None or chunk == 0 or chunk >= slo._LEAST_CHUNK
+        assert chunk is None or chunk == 0 or chunk >= slo_controller._LEAST_CHUNK
         desk.check()
     while desk.batch:
         desk.end(desk.batch[0])
-    assert not desk.slo.active and desk.slo.ceiling is None and desk.slo.slots([], [], 5) == 0
+    assert not desk.slo_controller.active and desk.slo_controller.ceiling is None and desk.slo_controller.slots([], [], 5) == 0

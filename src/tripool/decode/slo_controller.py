@@ -85,7 +85,7 @@ class _Head:
     insisted: bool = False
 
 
-class Slo:
+class SloController:
     def __init__(self) -> None:
         self.step_time = StepTime()
         self._accounts: dict[int, _Account] = {}
