@@ -30,14 +30,14 @@ from pathlib import Path
 from random import Random
 
 from harness import Origin, Row, print_table, write_json
-from tripool.config import DoorConfig, EngineConfig, SchedulerConfig
-from tripool.core import Promise, SamplingParams
+from tripool.config import AdmissionConfig, EngineConfig, SchedulerConfig
+from tripool.core import SamplingParams, Slo
 from tripool.engine.load import load_engine
 from tripool.engine.thread import EngineThread
 from tripool.errors import TripoolError
+from tripool.gateway.admission import AdmissionBackend
 from tripool.gateway.backend import Backend
-from tripool.gateway.doored import Doored
-from tripool.router.door import Door
+from tripool.router.admission import AdmissionController
 from tripool.simulate.classes import (
     KEPT,
     MIXES,
@@ -134,7 +134,9 @@ def virtual_rows(*, quick: bool, overload: bool) -> list[Row]:
         )
         if overload:
             arrivals = draw(phases, count, Dice(3), per_s=OVERLOAD * per_s)
-            rows += overload_rows(name, run(arrivals, scheduling(MOST_RUNNING), cost, door=Door(DoorConfig())))
+            rows += overload_rows(
+                name, run(arrivals, scheduling(MOST_RUNNING), cost, admission=AdmissionController(AdmissionConfig()))
+            )
     return rows
 
 
@@ -160,8 +162,8 @@ async def drive(backend: Backend, arrivals: Sequence[Arrival], *, promised: bool
 
     async def one(arrival: Arrival) -> None:
         await asyncio.sleep(max(0.0, began_s + arrival.at_s - time.perf_counter()))
-        asked_s, times, promise = time.perf_counter(), list[float](), arrival.request.promise
-        request = arrival.request if promised else replace(arrival.request, promise=Promise())
+        asked_s, times, slo = time.perf_counter(), list[float](), arrival.request.slo
+        request = arrival.request if promised else replace(arrival.request, slo=Slo())
         try:
             async for _ in backend.stream(request):
                 times.append(time.perf_counter())
@@ -169,7 +171,7 @@ async def drive(backend: Backend, arrivals: Sequence[Arrival], *, promised: bool
             refused.append(time.perf_counter() - asked_s)
             return
         mean_s = (times[-1] - times[0]) / max(1, len(times) - 1)
-        served.append(Served(promise.tpot_ms, promise.ttft_ms, times[0] - asked_s, mean_s, len(times)))
+        served.append(Served(slo.tpot_ms, slo.ttft_ms, times[0] - asked_s, mean_s, len(times)))
 
     await asyncio.gather(*(one(arrival) for arrival in arrivals))
     return Run(tuple(served), time.perf_counter() - began_s, 0, tuple(refused))
@@ -232,7 +234,7 @@ def real_rows(model: str, threads: int, *, quick: bool, overload: bool) -> tuple
             rows += class_rows(f"{name} at {LOAD:.0%}", asyncio.run(drive(thread, arrivals)), factor)
             if overload:
                 arrivals = filled(draw(kinds, count, Dice(3), per_s=OVERLOAD * per_s), vocab)
-                rows += overload_rows(name, asyncio.run(drive(Doored(thread), arrivals)), factor)
+                rows += overload_rows(name, asyncio.run(drive(AdmissionBackend(thread), arrivals)), factor)
     return rows, factor
 
 

@@ -17,8 +17,8 @@ from tripool.core import (
     MAX_LOGPROBS,
     MAX_STRUCTURE_BYTES,
     MAX_STRUCTURE_DEPTH,
-    Promise,
     SamplingParams,
+    Slo,
     Structure,
     Usage,
 )
@@ -181,7 +181,7 @@ def test_params_cannot_be_changed_under_a_running_request() -> None:
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
 def test_a_share_is_above_nothing(weight: float) -> None:
     with pytest.raises(InvalidRequest):
-        Promise(weight=weight)
+        Slo(weight=weight)
 
 
 def test_a_generation_shows_its_first_choice() -> None:

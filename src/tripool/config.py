@@ -102,7 +102,7 @@ class RouterConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoorConfig:
+class AdmissionConfig:
     """Bounds of the waiting before a backend, where the order is decided."""
 
     queue_tokens: int = 262_144

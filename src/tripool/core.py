@@ -19,7 +19,7 @@ MAX_LOGPROBS = 20
 MAX_STOPS, MAX_STOP_CHARS = 64, 4096
 MAX_STOP_IDS = 1024
 """Each costs something in every choice, and travels with every prompt."""
-MAX_PROMISE_MS = 1e12
+MAX_SLO_MS = 1e12
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this one are 0. Noise could no longer change a choice, and logits divided by them would leave what
@@ -235,7 +235,7 @@ def _whole(name: str, value: int, low: int, high: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promise:
+class Slo:
     """What a request was promised and whom it is for. It decides when and where a request runs, never what it says."""
 
     tpot_ms: float | None = None
@@ -253,7 +253,7 @@ class Promise:
 
     def __post_init__(self) -> None:
         for name, value in (("tpot_ms", self.tpot_ms), ("ttft_ms", self.ttft_ms)):
-            if value is not None and not 0 <= value <= MAX_PROMISE_MS:  # NaN is in no range
+            if value is not None and not 0 <= value <= MAX_SLO_MS:  # NaN is in no range
                 raise InvalidRequest(f"{name} is no time that can be promised", param=name)
         if not 0 < self.weight < float("inf"):
             raise InvalidRequest(f"weight is {self.weight!r}", hint="must be above 0", param="weight")
@@ -280,7 +280,7 @@ class Request:
     and behind a mark what the client added to it."""
     public_tokens: int = 0
     """Leading prompt tokens that anyone may know: their full blocks are shared with all who have the same ones."""
-    promise: Promise = Promise()
+    slo: Slo = Slo()
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -362,7 +362,7 @@ class ServingStats:
     predicted_step_ms: float = 0.0
     """What the last step was expected to take; and by how much such predictions are off, on average:"""
     step_error_ms: float = 0.0
-    num_promises_given_up: int = 0
+    num_slos_given_up: int = 0
     """Promised times per token that could not be kept any more, or never could."""
 
 

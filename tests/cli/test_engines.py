@@ -6,7 +6,7 @@ import pytest
 
 from tripool.cli.engines import load_pool_engine
 from tripool.config import EngineConfig
-from tripool.core import Promise, Request, SamplingParams
+from tripool.core import Request, SamplingParams, Slo
 from tripool.errors import InvalidRequest
 
 
@@ -22,13 +22,13 @@ def test_the_ceiling_is_told_while_a_promise_is_served() -> None:
     engine = load_pool_engine("fake:running=8", EngineConfig())
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     for number in range(4):
-        promise = Promise(tpot_ms=10_000.0)
-        engine.add(Request(id=str(number), prompt_ids=(5, 6, 7), params=params, seed=number, promise=promise))
+        slo = Slo(tpot_ms=10_000.0)
+        engine.add(Request(id=str(number), prompt_ids=(5, 6, 7), params=params, seed=number, slo=slo))
     ceilings = []
     while engine.busy:
         engine.step()
         ceilings.append(engine.stats().slo_ceiling)
     assert any(ceiling is not None and ceiling >= 1 for ceiling in ceilings)
     stats = engine.stats()
-    assert stats.slo_ceiling is None and not stats.slo_held_back and stats.num_promises_given_up == 0
+    assert stats.slo_ceiling is None and not stats.slo_held_back and stats.num_slos_given_up == 0
     assert stats.predicted_step_ms > 0

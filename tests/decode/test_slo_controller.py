@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tripool.core import FinishReason, Promise, Request, SamplingParams
+from tripool.core import FinishReason, Request, SamplingParams, Slo
 from tripool.decode import SloController, StepFacts, slo_controller
 from tripool.sequence import Seq
 
@@ -23,7 +23,7 @@ def make_seq(order: int, tpot_ms: float | None, *, generated: int = 0, max_token
         prompt_ids=tuple(range(50)),
         params=SamplingParams(),
         seed=0,
-        promise=Promise(tpot_ms=tpot_ms),
+        slo=Slo(tpot_ms=tpot_ms),
     )
     return Seq(request, 0, order, max_tokens, list(range(50 + generated)), num_computed=49 + generated)
 
@@ -239,7 +239,9 @@ def test_accepted_drafts_make_a_longer_step_bearable() -> None:
         for _ in range(20):
             desk.now_s += cost_s(10)
             desk.new(10.0)
-            desk.slo_controller.settled(desk.now_s, cost_s(10), StepFacts(10, 0, 500), 10 if desk is drafting else 0, ())
+            desk.slo_controller.settled(
+                desk.now_s, cost_s(10), StepFacts(10, 0, 500), 10 if desk is drafting else 0, ()
+            )
     waiting = [make_seq(1000 + number, 10.0) for number in range(60)]
     assert drafting.slo_controller.slots([], waiting, 60) >= 2 * plain.slo_controller.slots([], waiting, 60)
 
@@ -279,4 +281,8 @@ def test_any_history_leaves_it_able_to_go_on(history: list[Event], learned: bool
         desk.check()
     while desk.batch:
         desk.end(desk.batch[0])
-    assert not desk.slo_controller.active and desk.slo_controller.ceiling is None and desk.slo_controller.slots([], [], 5) == 0
+    assert (
+        not desk.slo_controller.active
+        and desk.slo_controller.ceiling is None
+        and desk.slo_controller.slots([], [], 5) == 0
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from grammar.counted import compiling
-from tripool.core import Promise, Request, SamplingParams, Structure
+from tripool.core import Request, SamplingParams, Slo, Structure
 from tripool.decode.worker import DecodeWorker
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
@@ -58,7 +58,7 @@ class Bench:
             prompt_ids=tuple(range(4, 4 + num_prompt)),
             params=SamplingParams.from_options(options),
             seed=1,
-            promise=Promise(tenant=tenant, job=name if tenant else ""),
+            slo=Slo(tenant=tenant, job=name if tenant else ""),
         )
         self._made.clear()
         self._prefill.receive(Begin(request, 1, tuple(Answered(c, ()) for c in range(request.params.n)), 60), 0.0)

@@ -100,8 +100,8 @@ class Simulation:
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
-        self.promised |= request.promise.tpot_ms is not None
-        self.shared |= bool(request.promise.tenant or request.promise.job)
+        self.promised |= request.slo.tpot_ms is not None
+        self.shared |= bool(request.slo.tenant or request.slo.job)
         room = self.scheduler.context_tokens - len(request.prompt_ids)
         limit = min(request.params.max_tokens or room, room)
         leader: Shadow | None = None
@@ -231,10 +231,10 @@ class Simulation:
     def _check_exchanges(self, before: set[Seq]) -> None:
         """Whatever is shared how: the oldest holder goes on, and no older one makes room for its own group."""
         assert not before or min(before, key=lambda s: s.order) not in self.preempted, "the oldest was preempted"
-        groups = {group_of(seq.request.promise) for seq in self.preempted}
+        groups = {group_of(seq.request.slo) for seq in self.preempted}
         for group in groups:
-            victims = [seq.order for seq in self.preempted if group_of(seq.request.promise) == group]
-            spared = [s for s in before if group_of(s.request.promise) == group and s not in self.preempted]
+            victims = [seq.order for seq in self.preempted if group_of(seq.request.slo) == group]
+            spared = [s for s in before if group_of(s.request.slo) == group and s not in self.preempted]
             assert all(seq.order < min(victims) for seq in spared), "an older one of its group was preempted"
         self.seen["exchanged"] += len(self.preempted)
 

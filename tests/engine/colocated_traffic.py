@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 
 from tripool.config import SchedulerConfig
-from tripool.core import Promise, Request, SamplingParams
+from tripool.core import Request, SamplingParams, Slo
 
 from .colocated_model import VOCAB
 from .colocated_sim import Simulation
@@ -60,11 +60,11 @@ def random_request(random: Random, number: int, sim: Simulation) -> Request:
     )
 
 
-def random_owner(random: Random, number: int) -> Promise:
+def random_owner(random: Random, number: int) -> Slo:
     """Whose request it is: few tenants, and often another prompt of a request that is there."""
     tenant = random.choice(("", "", "t", "u"))
     weight = {"t": 1.0, "u": 3.0}.get(tenant, 1.0)
-    return Promise(tenant=tenant, weight=weight, job=f"j{number - random.choice((0, 0, 0, 1, 2))}")
+    return Slo(tenant=tenant, weight=weight, job=f"j{number - random.choice((0, 0, 0, 1, 2))}")
 
 
 def explore(seed: int, num_events: int = 60, *, shared: bool = False) -> Simulation:
@@ -80,7 +80,7 @@ def explore(seed: int, num_events: int = 60, *, shared: bool = False) -> Simulat
         roll = random.random()
         if roll < arrival:
             request = random_request(random, number, sim)
-            sim.add(replace(request, promise=random_owner(random, number)) if shared else request)
+            sim.add(replace(request, slo=random_owner(random, number)) if shared else request)
         elif roll < arrival + 0.06 and sim.shadows:
             sim.cancel(random.choice(list(sim.shadows.values())).request.id)
         elif sim.in_flight is None:

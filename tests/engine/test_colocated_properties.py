@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from tripool.config import SchedulerConfig
-from tripool.core import Promise, Request, SamplingParams
+from tripool.core import Request, SamplingParams, Slo
 
 from .colocated_model import VOCAB
 from .colocated_sim import Simulation
@@ -65,9 +65,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def new_simulation(self, config: SchedulerConfig, context_tokens: int, draft_quality: float | None) -> Simulation:
         return Simulation(config, context_tokens, draft_quality)
 
-    def promise(self) -> Promise:
+    def slo(self) -> Slo:
         """Of the next request."""
-        return Promise()
+        return Slo()
 
     @rule(
         num_shared=st.sampled_from([0, 4, 7, 12, 24]),
@@ -108,7 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             seed=seed,
             end_ids=frozenset({END_ID}),
             namespace=namespace,
-            promise=self.promise(),
+            slo=self.slo(),
         )
         self.sim.add(request)
 

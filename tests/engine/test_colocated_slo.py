@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 
 from tripool.config import SchedulerConfig
-from tripool.core import Promise, Request, SamplingParams, TokenEvent
+from tripool.core import Request, SamplingParams, Slo, TokenEvent
 from tripool.decode import StepFacts, slo_controller
 from tripool.engine.colocated import Scheduler
 from tripool.sequence import Sampled, Task
@@ -70,9 +70,9 @@ class PromisedMachine(SchedulerMachine):
     def new_simulation(self, config: SchedulerConfig, context_tokens: int, draft_quality: float | None) -> Simulation:
         return PromisedSimulation(config, context_tokens, draft_quality)
 
-    def promise(self) -> Promise:
+    def slo(self) -> Slo:
         tpot_ms = PACES_MS[(self.num_requests * 5 + sum(self.shared)) % len(PACES_MS)]
-        return Promise(tpot_ms=tpot_ms, ttft_ms=50.0 if self.num_requests % 4 == 0 else None)
+        return Slo(tpot_ms=tpot_ms, ttft_ms=50.0 if self.num_requests % 4 == 0 else None)
 
     def teardown(self) -> None:
         super().teardown()
@@ -100,8 +100,8 @@ def test_any_history_with_promises_keeps_every_other_promise_at_length() -> None
 
 def request(name: str, tpot_ms: float | None, *, prompt: int = 40, answer: int = 30) -> Request:
     params = SamplingParams(max_tokens=answer, ignore_eos=True)
-    promise = Promise(tpot_ms=tpot_ms)
-    return Request(id=name, prompt_ids=(len(name), *range(2, prompt + 1)), params=params, seed=0, promise=promise)
+    slo = Slo(tpot_ms=tpot_ms)
+    return Request(id=name, prompt_ids=(len(name), *range(2, prompt + 1)), params=params, seed=0, slo=slo)
 
 
 class Bench:

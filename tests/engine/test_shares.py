@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 
 from tripool.config import SchedulerConfig
-from tripool.core import Promise, Request, SamplingParams
+from tripool.core import Request, SamplingParams, Slo
 
 from .colocated_sim import Simulation
 from .colocated_traffic import explore
 
 
 def request(request_id: str, tenant: str = "", *, n: int = 1, max_tokens: int = 40, **more: Any) -> Request:
-    promise = Promise(tenant=tenant, job=request_id.partition("-")[0], **more)
+    slo = Slo(tenant=tenant, job=request_id.partition("-")[0], **more)
     params = SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=True)
     return Request(
-        id=request_id, prompt_ids=(1, 2, 3), params=params, seed=0, namespace=f"{tenant}{request_id}", promise=promise
+        id=request_id, prompt_ids=(1, 2, 3), params=params, seed=0, namespace=f"{tenant}{request_id}", slo=slo
     )
 
 
@@ -36,7 +36,7 @@ def steps(sim: Simulation, count: int) -> None:
 
 
 def places(sim: Simulation) -> Counter[str]:
-    return Counter(seq.request.promise.job for seq in sim.scheduler.holders())
+    return Counter(seq.request.slo.job for seq in sim.scheduler.holders())
 
 
 def has_token(sim: Simulation, request_id: str) -> bool:

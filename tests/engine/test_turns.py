@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from tripool.config import SchedulerConfig
-from tripool.core import Promise, Request, SamplingParams
+from tripool.core import Request, SamplingParams, Slo
 from tripool.engine.colocated import Scheduler
 from tripool.sequence import Sampled
 
@@ -49,8 +49,8 @@ def timed() -> Timed:
 def request(request_id: str, tenant: str, *, n: int = 1, max_tokens: int = 4, prompt: int = 20) -> Request:
     params = SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=True)
     ids = tuple((len(request_id) * 7 + i * i) % 5 for i in range(prompt))
-    promise = Promise(tenant=tenant, job=request_id)
-    return Request(id=request_id, prompt_ids=ids, params=params, seed=0, namespace=request_id, promise=promise)
+    slo = Slo(tenant=tenant, job=request_id)
+    return Request(id=request_id, prompt_ids=ids, params=params, seed=0, namespace=request_id, slo=slo)
 
 
 def run_for(sim: Timed, seconds: float, count: int) -> None:

@@ -13,7 +13,7 @@ import zmq
 
 from fuzz import mutations
 from split.in_process import Fleet
-from tripool.core import Promise, Request, SamplingParams, Stages, TokenEvent, TokenLogprobs
+from tripool.core import Request, SamplingParams, Slo, Stages, TokenEvent, TokenLogprobs
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
 from tripool.fabric import Inbox
@@ -55,8 +55,8 @@ PREFILL, DECODE = Life("prefill-0", 1), Life("decode-0", 1)
 
 def request(name: str, tokens: int = 70, n: int = 2) -> Request:
     params = SamplingParams(max_tokens=6, n=n, ignore_eos=True)
-    promise = Promise(tpot_ms=50.0, tenant="alice")
-    return Request(id=name, prompt_ids=tuple(range(5, 5 + tokens)), params=params, seed=3, promise=promise)
+    slo = Slo(tpot_ms=50.0, tenant="alice")
+    return Request(id=name, prompt_ids=tuple(range(5, 5 + tokens)), params=params, seed=3, slo=slo)
 
 
 def parcel(tokens: int = 70) -> Parcel:

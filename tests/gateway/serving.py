@@ -13,13 +13,13 @@ import httpx
 from anthropic import Anthropic
 from openai import OpenAI
 
-from tripool.config import DoorConfig, GatewayConfig
+from tripool.config import AdmissionConfig, GatewayConfig
 from tripool.core import Request, TokenEvent
 from tripool.engine.fake import FakeEngine, fake_text
 from tripool.engine.thread import EngineThread
 from tripool.gateway import create_app
+from tripool.gateway.admission import AdmissionBackend
 from tripool.gateway.connection_limits import ConnectionLimits
-from tripool.gateway.doored import Doored
 from tripool.gateway.server import Server, listen, url_of
 from tripool.tenants import Tenant
 from tripool.text import Tokenizer
@@ -95,12 +95,12 @@ class GatedEngine(WatchedEngine):
 
     def __init__(self, free_steps: int = 0) -> None:
         super().__init__(context_tokens=10**9)
-        self.gate = threading.Event()
+        self.in_flight = threading.Event()
         self._free_steps = free_steps
 
     def step(self) -> list[TokenEvent]:
         self._free_steps -= 1
-        assert self._free_steps >= 0 or self.gate.wait(DEADLINE_S)
+        assert self._free_steps >= 0 or self.in_flight.wait(DEADLINE_S)
         return super().step()
 
 
@@ -131,7 +131,7 @@ def running_server(
     context_tokens: int = 2048,
     engine: WatchedEngine | None = None,
     clock: Callable[[], float] = time.monotonic,
-    door: DoorConfig | None = None,
+    admission: AdmissionConfig | None = None,
     tenants: Callable[[str], Tenant] | None = None,
     limits: ConnectionLimits | None = None,
 ) -> Iterator[Served]:
@@ -141,7 +141,7 @@ def running_server(
     url = url_of(listener)
     engine_thread = EngineThread(engine, clock=clock)
     ready = threading.Event()
-    backend = Doored(engine_thread, door, tenant_of=tenants)
+    backend = AdmissionBackend(engine_thread, admission, tenant_of=tenants)
     app = create_app(backend, Tokenizer(engine.text), engine.name, config, clock=clock)
     server = Server(app, on_ready=ready.set, end_answers=lambda: engine_thread.close(0), limits=limits)
     server_thread = threading.Thread(target=server.run, args=([listener],))

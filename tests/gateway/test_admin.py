@@ -52,7 +52,7 @@ def test_ready_means_moving(serve):
         assert response.json()["error"]["code"] == "not_ready"
         assert served.http.get("/health").status_code == 200
         assert served.http.get("/load").json()["server_load"] == 1
-        engine.gate.set()
+        engine.in_flight.set()
         assert ended.wait(DEADLINE_S)
         asking.join(DEADLINE_S)
         assert served.http.get("/health/ready").status_code == 200
@@ -87,7 +87,7 @@ def test_drain_lets_streams_end_and_refuses_new_ones(serve, take_back):
             assert (refused.status_code, refused.json()["error"]["type"]) == (503, "overloaded_error")
             assert served.http.get("/health").status_code == 200
             assert served.http.get("/health/ready").status_code == 503
-            engine.gate.set()
+            engine.in_flight.set()
             assert list(lines)[-2] == "data: [DONE]"
         served.wait_empty()
         assert served.http.get("/drain").json() == {"draining": True, "open_requests": 0}
@@ -121,7 +121,7 @@ def test_explain(server):
     assert told["finish_reasons"] == {"length": 2}
     assert told["timing"] == answer.model_extra["tripool"]["timing"]
     (placement,) = told["placement"]
-    assert placement.items() >= {"mode": "colocated", "engine": "fake", "waited in the door": "0.0 ms"}.items()
+    assert placement.items() >= {"mode": "colocated", "engine": "fake", "waited for admission": "0.0 ms"}.items()
     assert "explained" not in str(told)
 
 
@@ -140,7 +140,7 @@ def test_explain_says_what_became_of_a_request(serve, check_refusal):
             lines = response.iter_lines()  # kept: an iterator that is dropped hangs up
             assert next(lines)
             assert served.http.get("/v1/requests/gone/explain").json()["state"] == "open"
-        engine.gate.set()
+        engine.in_flight.set()
         assert engine.wait_idle()
         served.http.post("/v1/completions", json={"prompt": [10**6], "request_id": "bad"})
         told = served.http.get("/v1/requests/bad/explain").json()

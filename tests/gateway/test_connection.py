@@ -213,7 +213,7 @@ def test_when_all_connections_wait_for_answers_a_newcomer_is_told(serve):
             answer = read_all(second)
         assert answer.startswith(b"HTTP/1.1 503 ") and code_of(answer) == "too_many_connections"
         assert b"retry-after: 1" in answer
-        engine.gate.set()
+        engine.in_flight.set()
         assert read_answer(first).startswith(b"HTTP/1.1 200 ")
 
 

@@ -108,5 +108,5 @@ def test_an_open_request_shows(serve):
             found = scrape(served)
             assert found[("vllm:num_requests_running", "")] == found[("tripool_requests_open", "")] == 1
             assert 0 < found[("vllm:kv_cache_usage_perc", "")] <= 1
-        engine.gate.set()
+        engine.in_flight.set()
         assert engine.wait_idle()

@@ -80,7 +80,7 @@ def test_what_a_client_leaves_unread_does_not_pile_up(serve: Serve) -> None:
 def test_whoever_takes_an_answer_too_slowly_is_cut_off(serve: Serve, stream: bool) -> None:
     """By a clock that makes every part of it wait; the connection itself sees nothing wrong."""
     clock, engine = Ticking(), GatedEngine()
-    engine.gate.set()
+    engine.in_flight.set()
     with serve(engine=engine, clock=clock) as served:
         body: dict[str, Any] = {"prompt": "a", "n": 64, "logprobs": 20, "max_tokens": 80, "ignore_eos": True}
         body |= {"stream": stream, "request_id": "slow"}

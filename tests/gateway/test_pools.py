@@ -153,7 +153,7 @@ def test_what_is_known_of_an_open_request_outlives_a_thousand_others(tmp_path: P
                 other.cancel()
             told = pools.explain("r").get("mode")
             waiting.cancel()
-            return told, len(pools._stories)
+            return told, len(pools._traces)
         finally:
             pools.close()
 

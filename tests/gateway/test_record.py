@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tripool.answer import Answer
-from tripool.core import Promise, Request, SamplingParams, Stages, TokenEvent
+from tripool.core import Request, SamplingParams, Slo, Stages, TokenEvent
 from tripool.engine.fake import fake_text
 from tripool.gateway.job import Job
 from tripool.gateway.record import Journal, Record
@@ -26,7 +26,7 @@ def job(key: str = "k", request_id: str = "r", tenant: str = "") -> Job:
         prompt_ids=(5, 6),
         params=SamplingParams(max_tokens=4),
         seed=0,
-        promise=Promise(tenant=tenant),
+        slo=Slo(tenant=tenant),
     )
     return Job(
         id=f"chatcmpl-{request_id}", request_id=request_id, key=key, api="chat", requests=(request,), stream=True

@@ -144,7 +144,7 @@ def test_an_answer_that_fails_on_its_way_says_so(serve: Serve, requests: Request
             lines = answer.iter_lines()
             next(lines)
             served.thread.close(0)
-            served.engine.gate.set()
+            served.engine.in_flight.set()
             assert "engine_stopped" in "".join(lines)
         refused = served.http.post("/v1/completions", json=BODY)
     said = [(line["status"], line["error"], line["levelname"]) for line in requests(2)]

@@ -171,7 +171,7 @@ def test_a_busy_model_is_never_unloaded_and_the_answer_says_what_is_missing(hous
                 assert "0.003 GB are missing" in refused.json()["error"]["message"]
                 assert int(refused.headers["retry-after"]) >= 1
             assert states(http)["one"] == "ready"
-            house.engines["one"][0].gate.set()
+            house.engines["one"][0].in_flight.set()
             assert list(lines)[-2] == "data: [DONE]"
         until(lambda: load(http, "three") == "ready")
 
@@ -183,7 +183,7 @@ def test_what_would_not_fit_alone_is_refused_at_once(house):
 
 
 def test_requests_wait_for_a_model_that_is_being_loaded(house):
-    gate = house.gates["one"] = threading.Event()
+    in_flight = house.gates["one"] = threading.Event()
     with serving(house, None) as http:
         answers: list[httpx.Response] = []
         threads = [threading.Thread(target=lambda: answers.append(say(http, "one"))) for _ in range(3)]
@@ -191,7 +191,7 @@ def test_requests_wait_for_a_model_that_is_being_loaded(house):
             thread.start()
         assert house.opening.wait(DEADLINE_S)
         assert states(http)["one"] == "loading"
-        gate.set()
+        in_flight.set()
         for thread in threads:
             thread.join(DEADLINE_S)
         assert [answer.status_code for answer in answers] == [200, 200, 200]
@@ -199,12 +199,12 @@ def test_requests_wait_for_a_model_that_is_being_loaded(house):
 
 
 def test_waiting_has_a_bound(house):
-    gate = house.gates["one"] = threading.Event()
+    in_flight = house.gates["one"] = threading.Event()
     with serving(house, None, wait_s=0.05) as http:
         refused = say(http, "one")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_loading")
         assert int(refused.headers["retry-after"]) >= 1
-        gate.set()
+        in_flight.set()
 
 
 def test_a_model_that_cannot_be_loaded_says_why_and_can_be_tried_again(house):
@@ -233,7 +233,7 @@ def test_unloading_lets_open_answers_end_and_nothing_stays_behind(house):
             until(lambda: states(http)["one"] == "draining")
             refused = say(http, "one")
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_unloaded")
-            house.engines["one"][0].gate.set()
+            house.engines["one"][0].in_flight.set()
             chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
         unload.join(DEADLINE_S)
@@ -256,17 +256,17 @@ def test_an_unload_that_takes_long_says_so_and_goes_on(house):
             told = http.post("/v1/models/unload", json={"model": "one"}).json()
             assert (told["state"], told["open"]) == ("draining", 1)
             assert http.post("/v1/models/load", json={"model": "one"}).json()["state"] == "ready"
-            house.engines["one"][0].gate.set()
+            house.engines["one"][0].in_flight.set()
             list(lines)
         assert states(http)["one"] == "ready"
 
 
 def test_a_client_that_hangs_up_while_waiting_is_forgotten(house):
-    gate = house.gates["one"] = threading.Event()
+    in_flight = house.gates["one"] = threading.Event()
     with serving(house, None) as http:
         with pytest.raises(httpx.ReadTimeout):
             http.post("/v1/completions", json={"model": "one", "prompt": "a"}, timeout=0.2)
-        gate.set()
+        in_flight.set()
         assert say(http, "one").status_code == 200
         until(lambda: not http.get("/load").json()["server_load"])
         assert http.get("/v1/models/one").json()["open"] == 0

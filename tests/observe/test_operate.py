@@ -7,7 +7,7 @@ import tripool.engine.thread
 from tripool.engine import paged
 from tripool.observe import checks
 from tripool.prefill import scheduler
-from tripool.router import placing, story
+from tripool.router import placing
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operate.md").read_text()
 
@@ -28,9 +28,11 @@ def test_every_check_is_on_the_page_and_every_name_there_is_a_check():
 
 def test_every_limit_is_on_the_page_and_every_name_there_is_a_limit():
     named = table("| held back by |")
-    code = "".join(source(module) for module in (paged, scheduler, placing, story, tripool.engine.thread))
+    code = "".join(source(module) for module in (paged, scheduler, placing, placement_trace, tripool.engine.thread))
     for limit in named:
         words = limit.replace("there is no ... worker", "there is no {role} worker")
         assert words in code, limit
-    told = re.findall(r'limits\.add\("([^"]+)"\)', source(story)) + re.findall(r'"([^"]+)" if ', source(scheduler))
+    told = re.findall(r'limits\.add\("([^"]+)"\)', source(placement_trace)) + re.findall(
+        r'"([^"]+)" if ', source(scheduler)
+    )
     assert len(told) >= 5 and set(told) <= named

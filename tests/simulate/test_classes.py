@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tripool.config import DoorConfig, SchedulerConfig
-from tripool.router.door import Door
+from tripool.config import AdmissionConfig, SchedulerConfig
+from tripool.router.admission import AdmissionController
 from tripool.simulate.classes import KEPT, MIXES, Kind, StepCost, best_fixed, draw, run
 from tripool.simulate.dice import Dice
 
@@ -41,7 +41,9 @@ def test_at_four_fifths_of_capacity_everyone_is_kept_and_begun_in_time() -> None
 
 def test_at_twice_the_capacity_the_door_refuses_and_the_rest_is_kept() -> None:
     phases = MIXES["shifting"]
-    done = run(draw(phases, COUNT, Dice(3), per_s=14.0), config(), NOISY, door=Door(DoorConfig()))
+    done = run(
+        draw(phases, COUNT, Dice(3), per_s=14.0), config(), NOISY, admission=AdmissionController(AdmissionConfig())
+    )
     assert len(done.refused_s) > COUNT // 5
     assert done.worst >= KEPT, done.attainment()
 

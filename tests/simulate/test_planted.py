@@ -6,21 +6,21 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tripool.router.pending_requests import Admit, Arrival, PendingRequest
+from tripool.router.pending_requests import Stage as GuestStage
+from tripool.router.predictor import TtftPredictor
 
 from tripool.cache import PoolIndex
 from tripool.core import TokenEvent
 from tripool.engine.colocated import Scheduler
 from tripool.messages import Cancel, Hello, Life, Packed, Pulse, Refused, Stamped, Tokens
 from tripool.router import Coordinator
+from tripool.router.admission import AdmissionController
 from tripool.router.coordinator import Emit, Send
-from tripool.router.door import Door
-from tripool.router.fair import Account, Shares
-from tripool.router.guests import Admit, Arrival, Guest
-from tripool.router.guests import Stage as GuestStage
+from tripool.router.fair_queue import Account, Shares
 from tripool.router.ledger import ChoiceState, Entry, Ledger, Placement
-from tripool.router.pace import Pace
 from tripool.router.placing import Placing
-from tripool.router.rates import Rates
+from tripool.router.rate_limiter import RateLimiter
 from tripool.router.view import FleetView
 from tripool.simulate import simulate
 from tripool.simulate.outbox import Outbox
@@ -301,54 +301,54 @@ def the_last_to_come_goes_first(patch: pytest.MonkeyPatch) -> None:
 
 @bug("slots are miscounted")
 def slots_of_cancelled_requests_stay_taken(patch: pytest.MonkeyPatch) -> None:
-    drop = Door._drop
+    drop = AdmissionController._drop
 
-    def sloppy(self: Door, request_id: str, guest: Guest, now_s: float) -> None:
+    def sloppy(self: AdmissionController, request_id: str, pending: PendingRequest, now_s: float) -> None:
         held = self._slots_held
-        drop(self, request_id, guest, now_s)
-        if guest.stage is GuestStage.INSIDE:
+        drop(self, request_id, pending, now_s)
+        if pending.stage is GuestStage.INSIDE:
             self._slots_held = held
 
-    patch.setattr(Door, "_drop", sloppy)
+    patch.setattr(AdmissionController, "_drop", sloppy)
 
 
 @bug("hangs: .*'door'|before a backend that has nothing to do")
 def only_arrivals_open_the_door(patch: pytest.MonkeyPatch) -> None:
     """Who waits when the last one comes waits for ever."""
-    settle, arrive = Door._settle, Door.arrive
+    settle, arrive = AdmissionController._settle, AdmissionController.arrive
     arriving: list[str] = []
 
-    def open_once(self: Door, arrival: Arrival, now_s: float) -> Any:
+    def open_once(self: AdmissionController, arrival: Arrival, now_s: float) -> Any:
         arriving.append(arrival.id)
         decisions = arrive(self, arrival, now_s)
         arriving.clear()
         return decisions
 
-    patch.setattr(Door, "arrive", open_once)
-    patch.setattr(Door, "_settle", lambda self, now_s: settle(self, now_s) if arriving else [])
+    patch.setattr(AdmissionController, "arrive", open_once)
+    patch.setattr(AdmissionController, "_settle", lambda self, now_s: settle(self, now_s) if arriving else [])
 
 
 @bug("got .* requests through, and may")
 def rates_are_looked_at_and_never_charged(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Rates, "take", lambda self, tenant, requests, tokens, now_s: None)
+    patch.setattr(RateLimiter, "take", lambda self, tenant, requests, tokens, now_s: None)
 
 
 @bug("refused although there was room")
 def every_promise_is_thought_impossible(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Pace, "safe_s", lambda self, predicted_s: 1e9)
+    patch.setattr(TtftPredictor, "safe_s", lambda self, predicted_s: 1e9)
 
 
 @bug("decided about twice|the door has forgotten someone|refused, and still at the door")
 def who_waited_too_long_is_refused_and_kept(patch: pytest.MonkeyPatch) -> None:
-    tick = Door.tick
+    tick = AdmissionController.tick
 
-    def forgetful(self: Door, now_s: float, room: Any = None) -> Any:
-        guests = dict(self._guests)
+    def forgetful(self: AdmissionController, now_s: float, room: Any = None) -> Any:
+        pending_requests = dict(self._pending)
         decisions = tick(self, now_s, room)
-        self._guests |= {d.id: guests[d.id] for d in decisions if not isinstance(d, Admit)}
+        self._pending |= {d.id: pending_requests[d.id] for d in decisions if not isinstance(d, Admit)}
         return decisions
 
-    patch.setattr(Door, "tick", forgetful)
+    patch.setattr(AdmissionController, "tick", forgetful)
 
 
 @pytest.mark.parametrize("name", PLANTS)

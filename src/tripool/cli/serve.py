@@ -97,7 +97,7 @@ def register(app: typer.Typer, load: Load) -> None:
         log_format: LogFormat = _LOGS.style,
     ) -> None:
         """Serve MODELS over HTTP: one, in one process or split, or several in one process."""
-        door = _Door(keys, open)
+        admission = _Door(keys, open)
         gateway = GatewayConfig(host=host, port=port)
         config = EngineConfig(
             kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads, device=device
@@ -110,12 +110,14 @@ def register(app: typer.Typer, load: Load) -> None:
                 cache_gb = _CACHE_GB if cache_gb is None else cache_gb
                 sizes = {"num_prefill": prefill or 1, "num_decode": decode or 1}
                 disk = disk_of(disk_gb, disk_dir, _only(models), config) if disk_gb and cache_gb else None
-                _serve_split(_only(models), config, gateway, door, warm, logs, **sizes, cache_gb=cache_gb, disk=disk)
+                _serve_split(
+                    _only(models), config, gateway, admission, warm, logs, **sizes, cache_gb=cache_gb, disk=disk
+                )
             elif len(models) == 1 and memory_gb is None:
-                _serve(load, models[0], config, gateway, door, warm, log)
+                _serve(load, models[0], config, gateway, admission, warm, log)
             else:
                 budget = None if memory_gb is None else int(memory_gb * 2**30)
-                _serve_several(load, models, config, gateway, door, warm, log, budget=budget)
+                _serve_several(load, models, config, gateway, admission, warm, log, budget=budget)
 
 
 @contextmanager
@@ -145,26 +147,26 @@ def _only(models: list[str]) -> str:
 
 
 def _serve(
-    load: Load, model: str, config: EngineConfig, gateway: GatewayConfig, door: _Door, warm: _Warm, log: Log
+    load: Load, model: str, config: EngineConfig, gateway: GatewayConfig, admission: _Door, warm: _Warm, log: Log
 ) -> None:
     # Here, so that `tripool --help` does not import a web server.
     from tripool.engine.thread import EngineThread
     from tripool.gateway import create_app
-    from tripool.gateway.doored import Doored
+    from tripool.gateway.admission import AdmissionBackend
     from tripool.gateway.server import Server, listen, url_of
-    from tripool.router.guests import Room
+    from tripool.router.pending_requests import Capacity
     from tripool.text import Tokenizer
 
     cache = model_images(warm.gb, keep=warm.keep) if warm.asked_for else nullcontext()
     with listen(gateway.host, gateway.port) as listener, cache as images:
-        is_open = starts_open(listener, door.named, may_be_open=door.may_be_open)
+        is_open = starts_open(listener, admission.named, may_be_open=admission.may_be_open)
         engine = load(model, config) if images is None else load_model(model, config, images)
         thread = EngineThread(engine)
-        access = open_access(door.book, may_be_open=is_open)
+        access = open_access(admission.book, may_be_open=is_open)
         try:
-            room = Room(slots=config.max_running)
-            doored = Doored(thread, room=lambda: room, tenant_of=access.tenant_named)
-            application = create_app(doored, Tokenizer(engine.text), engine.name, gateway, access=access)
+            room = Capacity(slots=config.max_running)
+            admission = AdmissionBackend(thread, room=lambda: room, tenant_of=access.tenant_named)
+            application = create_app(admission, Tokenizer(engine.text), engine.name, gateway, access=access)
             server = Server(
                 application,
                 on_ready=lambda: _ready(url_of(listener), _banner_of(url_of(listener), engine), keys=access.keys),
@@ -182,7 +184,7 @@ def _serve_several(
     models: list[str],
     config: EngineConfig,
     gateway: GatewayConfig,
-    door: _Door,
+    admission: _Door,
     warm: _Warm,
     log: Log,
     *,
@@ -192,7 +194,7 @@ def _serve_several(
     from tripool.gateway.server import listen
 
     with listen(gateway.host, gateway.port) as listener, model_images(warm.gb, keep=warm.keep) as images:
-        is_open = starts_open(listener, door.named, may_be_open=door.may_be_open)
+        is_open = starts_open(listener, admission.named, may_be_open=admission.may_be_open)
 
         def open_(model: str) -> Loaded:
             if load is not load_model:
@@ -201,7 +203,7 @@ def _serve_several(
 
             return Loaded(*load_told(model, config, images=images))
 
-        access = open_access(door.book, may_be_open=is_open)
+        access = open_access(admission.book, may_be_open=is_open)
         try:
             serve_several(models, config, gateway, listener, log, budget=budget, access=access, open_=open_)
         finally:
@@ -212,7 +214,7 @@ def _serve_split(
     model: str,
     config: EngineConfig,
     gateway: GatewayConfig,
-    door: _Door,
+    admission: _Door,
     warm: _Warm,
     logs: LogOptions,
     *,
@@ -231,12 +233,12 @@ def _serve_split(
         return _banner(url_of(listener), plan.name, plan.text, workers)
 
     with listen(gateway.host, gateway.port) as listener:
-        is_open = starts_open(listener, door.named, may_be_open=door.may_be_open)
+        is_open = starts_open(listener, admission.named, may_be_open=admission.may_be_open)
         serve_split(
             model,
             config,
             listener,
-            keys=door.book,
+            keys=admission.book,
             is_open=is_open,
             num_prefill=num_prefill,
             num_decode=num_decode,

@@ -97,19 +97,21 @@ def residents_of(paths: dict[str, str], known: Sequence[Described], budget: int 
 
 
 def models_of(residents: Residents, known: Sequence[Described], config: EngineConfig, access: Access) -> Models:
-    from tripool.gateway.doored import Doored
+    from tripool.gateway.admission import AdmissionBackend
     from tripool.gateway.models import Models, Served
     from tripool.gateway.residents import ResidentBackend
-    from tripool.router.guests import Room
-    from tripool.router.rates import Rates
+    from tripool.router.pending_requests import Capacity
+    from tripool.router.rate_limiter import RateLimiter
     from tripool.text import Tokenizer
 
-    rates, room = Rates(), Room(slots=config.max_running)
+    rate_limiter, room = RateLimiter(), Capacity(slots=config.max_running)
     served = []
     for one in known:
         backend = ResidentBackend(residents, one.name, one.context_tokens)
-        doored = Doored(backend, rates=rates, room=lambda: room, tenant_of=access.tenant_named)
-        served.append(Served(one.name, doored, Tokenizer(one.text)))
+        admission = AdmissionBackend(
+            backend, rate_limiter=rate_limiter, room=lambda: room, tenant_of=access.tenant_named
+        )
+        served.append(Served(one.name, admission, Tokenizer(one.text)))
     return Models(served, residents)
 
 

@@ -214,9 +214,9 @@ async def _disturbance_s(shoot: Shooter, when: str) -> float:
     found = []
     for number in range(_ROUNDS):
         (alone,) = await shoot(_alike(f"{when} undisturbed {number}", 1, _PROMPTS[0], _LONG), 1)
-        guests = _alike(f"{when} guest {number}", _GUESTS, _PROMPTS[0], 1)
+        pending_requests = _alike(f"{when} guest {number}", _GUESTS, _PROMPTS[0], 1)
         (disturbed,), _ = await asyncio.gather(
-            shoot(_alike(f"{when} disturbed {number}", 1, _PROMPTS[0], _LONG), 1), shoot(guests, 1)
+            shoot(_alike(f"{when} disturbed {number}", 1, _PROMPTS[0], _LONG), 1), shoot(pending_requests, 1)
         )
         found.append((sum(disturbed.gaps_s()) - sum(alone.gaps_s())) / _GUESTS)
     return median(found)

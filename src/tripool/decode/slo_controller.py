@@ -125,7 +125,7 @@ class SloController:
     # ---- facts ------------------------------------------------------------------------------------------------------
 
     def joined(self, seq: Seq) -> None:
-        tpot_ms = seq.request.promise.tpot_ms
+        tpot_ms = seq.request.slo.tpot_ms
         if tpot_ms is not None:
             tpot_s = tpot_ms / 1000
             self._accounts[seq.order] = _Account(tpot_s, seq.max_new_tokens, seq.num_generated)
@@ -219,7 +219,7 @@ class SloController:
 
     def may_arrive(self, running: Sequence[Seq], request: Request, choice: int, num_tokens: int) -> bool:
         """Whether one may start that comes computed, and has not joined yet."""
-        tpot_ms = request.promise.tpot_ms
+        tpot_ms = request.slo.tpot_ms
         pace_s = self._pace_s(running)
         if tpot_ms is not None:
             pace_s = min(pace_s, self._pace_of(tpot_ms / 1000))
@@ -265,7 +265,7 @@ class SloController:
         """Whether the head of the queue has been held back for long enough."""
         if self._head is None or self._head.name != (request.id, choice):
             self._head = _Head((request.id, choice), self._now_s)
-        ttft_ms = request.promise.ttft_ms
+        ttft_ms = request.slo.ttft_ms
         patience_s = min(_PATIENCE_S, inf if ttft_ms is None else ttft_ms / 1000)
         if self._now_s - self._head.since_s < patience_s:
             return False
@@ -336,7 +336,7 @@ class SloController:
 
     def check(self, live: Iterable[Seq]) -> None:
         """`live`: every sequence that is here."""
-        promised = {s.order: s.request.promise.tpot_ms / 1000 for s in live if s.request.promise.tpot_ms is not None}
+        promised = {s.order: s.request.slo.tpot_ms / 1000 for s in live if s.request.slo.tpot_ms is not None}
         assert promised == {order: account.tpot_s for order, account in self._accounts.items()}, "accounts are off"
         assert self._classes == Counter(promised.values()), "classes are miscounted"
         assert self.active or (self.ceiling is None and not self.held_back)

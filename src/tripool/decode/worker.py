@@ -152,7 +152,7 @@ class DecodeWorker:
                 num_adopted += job.seq is None
                 job.seq = job.seq or self._adopt(job)
                 if job.seq is None:
-                    full.add(job.adopt.request.promise.group)
+                    full.add(job.adopt.request.slo.group)
                     continue
                 while intact and job.num_filled < num_blocks and budget > 0:
                     intact = self._fill(job, job.seq)
@@ -176,7 +176,7 @@ class DecodeWorker:
     def _next(self, full: set[tuple[str, str]]) -> _Job | None:
         """One whose blocks are on their way, or else the oldest of a client for whom there may be room."""
         under_way = next((job for job in self._queue if job.seq is not None), None)
-        return under_way or next((job for job in self._queue if job.adopt.request.promise.group not in full), None)
+        return under_way or next((job for job in self._queue if job.adopt.request.slo.group not in full), None)
 
     def _adopt(self, job: _Job) -> Seq | None:
         if job.grammar is not None and not job.grammar.done():

@@ -12,8 +12,8 @@ Over two processes a sequence changes hands with its blocks' contents. Where it 
 batch with its blocks held, `release` gives them back once they are copied. Where it arrives: `adopt` holds blocks for
 it, `start` puts it into the batch once they are filled. Neither kind can be preempted, and both soon become another.
 
-Where a time per token was promised, `slo_controller` bounds who starts and how much of a prompt a step computes. It learns from
-`timed`, which says after each step how long it took; without a promise it is not asked.
+Where requests have a TPOT objective, `slo_controller` bounds which sequences start and how many prompt tokens a step
+computes. It learns from `timed`, which reports the duration of each step; without an objective it is not consulted.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class Scheduler:
 
     def _making_room(self, request: Request, choice: int, num_tokens: int, num_shared: int) -> list[Seq] | None:
         """Who is preempted if it is adopted; None: it has to wait. Whoever was preempted is older and goes first."""
-        victims = self.sharing.room_for(request.promise, num_tokens, num_shared, self.prefill.waiting)
-        promised = self.slo_controller.active or request.promise.tpot_ms is not None
+        victims = self.sharing.room_for(request.slo, num_tokens, num_shared, self.prefill.waiting)
+        promised = self.slo_controller.active or request.slo.tpot_ms is not None
         if victims is None or not promised:
             return victims
         running = [seq for seq in self._running() if seq not in victims]
@@ -195,7 +195,7 @@ class Scheduler:
         drafting = [task for task in tasks.values() if task.seq.draft is not None][: budget - 1]
         budget -= len(drafting)
         if self.slo_controller.active and not self._hands_over:
-            slots, budget = self._keep_promises(tasks, slots, budget, len(drafting))
+            slots, budget = self._keep_slos(tasks, slots, budget, len(drafting))
         for task in self.prefill.plan(budget, slots, grow):
             if task.work.table is task.seq.table:
                 tasks[task.seq.order] = task
@@ -214,15 +214,17 @@ class Scheduler:
         head = next(self.sharing.order(ready), None)
         if head is not None and under_way < self._config.step_tokens:  # else the next step has no token left for it
             victims = self.sharing.victims(self.sharing.claim(head), prefill.blocks_needed(head)) or []
-            held_back = self.slo_controller.active and not self._hands_over and victims and not self._keeps_promises(head, victims)
+            held_back = (
+                self.slo_controller.active and not self._hands_over and victims and not self._keeps_slos(head, victims)
+            )
             for victim in victims if not held_back else ():
                 self._preempt(victim)
         return list(islice(self.sharing.order(ready), self._config.max_running - len(self._running()) + 1))
 
-    def _keeps_promises(self, head: Seq, victims: Sequence[Seq]) -> bool:
+    def _keeps_slos(self, head: Seq, victims: Sequence[Seq]) -> bool:
         return self.slo_controller.slots([seq for seq in self._running() if seq not in victims], [head], 1) > 0
 
-    def _keep_promises(self, tasks: Mapping[int, Task], slots: int, budget: int, num_drafts: int) -> tuple[int, int]:
+    def _keep_slos(self, tasks: Mapping[int, Task], slots: int, budget: int, num_drafts: int) -> tuple[int, int]:
         """Newcomers and prompt tokens of this step, so that promised answers keep their pace."""
         ready = (seq for seq in self.prefill.queue if not seq.waits_for_leader)
         slots = self.slo_controller.slots(self._running(), ready, slots)

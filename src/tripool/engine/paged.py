@@ -143,7 +143,7 @@ class Paged(ABC):
             slo_held_back=scheduler.slo_controller.held_back,
             predicted_step_ms=scheduler.slo_controller.predicted_s * 1000,
             step_error_ms=scheduler.slo_controller.step_time.error_s * 1000,
-            num_promises_given_up=scheduler.slo_controller.num_given_up,
+            num_slos_given_up=scheduler.slo_controller.num_given_up,
         )
 
     def prepare(self, request: Request) -> Future[Any] | None:

@@ -6,7 +6,7 @@ such exchange makes uses more equal, so they end by themselves, and two of them 
 sequence is never exchanged for another: its group would be left with nothing. Nothing is reserved: who is alone may use
 everything.
 
-All choices and prompts of one client's request are one group (`Promise.job`). Requests that name none are one group
+All choices and prompts of one client's request are one group (`Slo.job`). Requests that name none are one group
 too, and then age alone decides, as it does inside every group.
 """
 
@@ -19,15 +19,15 @@ from heapq import heapify, heappop, heappush
 
 from tripool.cache import BlockPool
 from tripool.config import SchedulerConfig
-from tripool.core import Promise
+from tripool.core import Slo
 from tripool.sequence import Seq
 
 Group = tuple[str, str]
 """Tenant, and one of its requests."""
 
 
-def group_of(promise: Promise) -> Group:
-    return promise.group
+def group_of(slo: Slo) -> Group:
+    return slo.group
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class _Use:
 class Claim:
     """What wants a place in the batch, or, with no row, more blocks for one that it has."""
 
-    promise: Promise
+    slo: Slo
     blocks: int
     rows: int = 1
     order: float = float("inf")
@@ -64,13 +64,13 @@ class Shares:
         self._size = size
         self._tenants: dict[str, _Tenant] = {}
         for seq in running:
-            self._count(seq.request.promise, 1, len(seq.table))
+            self._count(seq.request.slo, 1, len(seq.table))
 
-    def _count(self, promise: Promise, rows: int, blocks: int) -> None:
-        tenant = self._tenants.get(promise.tenant)
+    def _count(self, slo: Slo, rows: int, blocks: int) -> None:
+        tenant = self._tenants.get(slo.tenant)
         if tenant is None:
-            tenant = self._tenants[promise.tenant] = _Tenant(_Use(weight=promise.weight))
-        for use in (tenant.use, tenant.jobs.setdefault(promise.job, _Use())):
+            tenant = self._tenants[slo.tenant] = _Tenant(_Use(weight=slo.weight))
+        for use in (tenant.use, tenant.jobs.setdefault(slo.job, _Use())):
             use.rows += rows
             use.blocks += blocks
 
@@ -81,7 +81,7 @@ class Shares:
         """
         queues: dict[Group, list[int]] = {}
         for i in sorted(range(len(claims)), key=lambda i: claims[i].order, reverse=True):
-            queues.setdefault(group_of(claims[i].promise), []).append(i)
+            queues.setdefault(group_of(claims[i].slo), []).append(i)
         jobs: dict[str, list[tuple[float, float, str]]] = {}
         for (tenant, job), waiting in queues.items():
             rank = self._use(tenant, job).share(self._size), claims[waiting[-1]].order, job
@@ -94,7 +94,7 @@ class Shares:
             _, _, job = heappop(jobs[tenant])
             chosen = queues[tenant, job].pop()
             yield chosen
-            self._count(claims[chosen].promise, claims[chosen].rows, claims[chosen].blocks)
+            self._count(claims[chosen].slo, claims[chosen].rows, claims[chosen].blocks)
             if queues[tenant, job]:
                 rank = self._use(tenant, job).share(self._size), claims[queues[tenant, job][-1]].order, job
                 heappush(jobs[tenant], rank)
@@ -114,13 +114,13 @@ class Shares:
         left = sorted(holders, key=lambda seq: seq.order)
         while (found := self._victim(claim, left)) is not None:
             left.remove(found)
-            self._count(found.request.promise, -1, -len(found.table))
+            self._count(found.request.slo, -1, -len(found.table))
             yield found
 
     def _victim(self, claim: Claim, holders: list[Seq]) -> Seq | None:
         """The one that uses most of all tenants, or else of this tenant's requests."""
-        owner, size = claim.promise, self._size
-        here = {seq.request.promise.tenant for seq in holders}
+        owner, size = claim.slo, self._size
+        here = {seq.request.slo.tenant for seq in holders}
         most = max(here, key=lambda name: self._tenants[name].use.share(size), default=owner.tenant)
         if most != owner.tenant:
             found = self._youngest(holders, most)
@@ -129,7 +129,7 @@ class Shares:
             use = own.use if own is not None else _Use(weight=owner.weight)
             if rest >= use.share(size, claim.rows, claim.blocks):
                 return found
-        jobs = {seq.request.promise.job for seq in holders if seq.request.promise.tenant == owner.tenant}
+        jobs = {seq.request.slo.job for seq in holders if seq.request.slo.tenant == owner.tenant}
         if not jobs:
             return None
         largest = max(jobs, key=lambda name: self._use(owner.tenant, name).share(size))
@@ -142,15 +142,15 @@ class Shares:
 
     def _youngest(self, holders: list[Seq], tenant: str) -> Seq:
         """Of the request that has most of the tenant's places; where each has one, of the tenant."""
-        own = [seq for seq in holders if seq.request.promise.tenant == tenant]
-        jobs = {seq.request.promise.job for seq in own}
+        own = [seq for seq in holders if seq.request.slo.tenant == tenant]
+        jobs = {seq.request.slo.job for seq in own}
         largest = max(jobs, key=lambda name: self._use(tenant, name).share(self._size))
-        of_largest = [seq for seq in own if seq.request.promise.job == largest]
+        of_largest = [seq for seq in own if seq.request.slo.job == largest]
         return of_largest[-1] if len(of_largest) > 1 else own[-1]
 
 
 def _last(holders: list[Seq], group: Group) -> Seq:
-    return next(seq for seq in reversed(holders) if group_of(seq.request.promise) == group)
+    return next(seq for seq in reversed(holders) if group_of(seq.request.slo) == group)
 
 
 def younger_in_scope(seq: Seq, holders: Iterable[Seq]) -> list[Seq]:
@@ -160,9 +160,9 @@ def younger_in_scope(seq: Seq, holders: Iterable[Seq]) -> list[Seq]:
     tenant. So the oldest of all always gets its blocks.
     """
     others = sorted((s for s in holders if s is not seq), key=lambda s: s.order, reverse=True)
-    promise = seq.request.promise
-    tenant = [s for s in others if s.request.promise.tenant == promise.tenant]
-    job = [s for s in tenant if s.request.promise.job == promise.job]
+    slo = seq.request.slo
+    tenant = [s for s in others if s.request.slo.tenant == slo.tenant]
+    job = [s for s in tenant if s.request.slo.job == slo.job]
     return [s for s in job or tenant or others if s.order > seq.order]
 
 
@@ -184,10 +184,10 @@ class Sharing:
         """Open sequences."""
 
     def joined(self, seq: Seq) -> None:
-        self._groups[group_of(seq.request.promise)] += 1
+        self._groups[group_of(seq.request.slo)] += 1
 
     def left(self, seq: Seq) -> None:
-        group = group_of(seq.request.promise)
+        group = group_of(seq.request.slo)
         self._groups[group] -= 1
         if not self._groups[group]:
             del self._groups[group]
@@ -198,20 +198,20 @@ class Sharing:
         return len(self._groups) > 1
 
     def claim(self, seq: Seq) -> Claim:
-        return Claim(seq.request.promise, len(seq.tokens) // self._config.block_tokens + 1, order=seq.order)
+        return Claim(seq.request.slo, len(seq.tokens) // self._config.block_tokens + 1, order=seq.order)
 
     def order(self, waiting: Sequence[Seq]) -> Iterator[Seq]:
         return (waiting[i] for i in self._shares().order([self.claim(seq) for seq in waiting]))
 
-    def room_for(self, promise: Promise, num_tokens: int, num_shared: int, waiting: Sequence[Seq]) -> list[Seq] | None:
+    def room_for(self, slo: Slo, num_tokens: int, num_shared: int, waiting: Sequence[Seq]) -> list[Seq] | None:
         """Whom to preempt for one that comes computed; None: it has to wait. Of equals, those that wait go first."""
-        claim = Claim(promise, num_tokens // self._config.block_tokens + 1 - num_shared)
+        claim = Claim(slo, num_tokens // self._config.block_tokens + 1 - num_shared)
         if waiting and not self._goes_first(claim, waiting):
             return None
         return self.victims(claim, claim.blocks)
 
     def _goes_first(self, claim: Claim, waiting: Sequence[Seq]) -> bool:
-        if not self.active and group_of(claim.promise) in self._groups:
+        if not self.active and group_of(claim.slo) in self._groups:
             return False
         claims = [*map(self.claim, waiting), claim]
         return next(self._shares().order(claims)) == len(waiting)
@@ -222,7 +222,7 @@ class Sharing:
         excess = len(self._running()) + 1 - self._config.max_running
         if excess <= 0 and self._pool.can_allocate(need):
             return victims
-        if not self.active and group_of(claim.promise) in self._groups:
+        if not self.active and group_of(claim.slo) in self._groups:
             return None
         for victim in self._shares().victims(claim, self._holders()):
             victims.append(victim)
@@ -236,7 +236,7 @@ class Sharing:
         if not self.active:
             return younger_in_scope(seq, others)
         fair: list[Seq] = []
-        for victim in self._shares().victims(Claim(seq.request.promise, need, rows=0), others):
+        for victim in self._shares().victims(Claim(seq.request.slo, need, rows=0), others):
             fair.append(victim)
             if self._is_enough(fair, need):
                 return fair
@@ -249,4 +249,4 @@ class Sharing:
         return Shares(self._running(), (self._config.max_running, self._config.num_blocks))
 
     def check(self, open_seqs: Iterable[Seq]) -> None:
-        assert self._groups == Counter(group_of(seq.request.promise) for seq in open_seqs), "groups are miscounted"
+        assert self._groups == Counter(group_of(seq.request.slo) for seq in open_seqs), "groups are miscounted"

@@ -58,7 +58,7 @@ class Turn:
     prompt_tokens: int = 0
 
     def is_heavy(self, seq: Seq) -> bool:
-        return seq.request.promise.tenant in self.tenants
+        return seq.request.slo.tenant in self.tenants
 
 
 NOBODY = Turn()
@@ -90,12 +90,12 @@ class Turns:
         costs: dict[str, float] = {}
         masks_s: dict[str, float] = {}
         for task in tasks:
-            promise = task.seq.request.promise
-            tenant = self._tenants.setdefault(promise.tenant, _Tenant(promise.weight, now_s))
-            tenant.seen_s, tenant.weight = now_s, promise.weight
-            costs[promise.tenant] = costs.get(promise.tenant, 0.0) + self._cost(task)
+            slo = task.seq.request.slo
+            tenant = self._tenants.setdefault(slo.tenant, _Tenant(slo.weight, now_s))
+            tenant.seen_s, tenant.weight = now_s, slo.weight
+            costs[slo.tenant] = costs.get(slo.tenant, 0.0) + self._cost(task)
             if task.work.stop >= task.seq.prompt_len:
-                masks_s[promise.tenant] = masks_s.get(promise.tenant, 0.0) + task.seq.mask_s
+                masks_s[slo.tenant] = masks_s.get(slo.tenant, 0.0) + task.seq.mask_s
         total, rest_s = sum(costs.values()), max(0.0, step_s - sum(masks_s.values()))
         part = min(1.0, _FADE_S / step_s) if step_s > 0 else 1.0
         for name, cost in costs.items():
@@ -141,9 +141,9 @@ class Turns:
             self._stood_still = False
             return NOBODY
         prompts = list(prompts)
-        own = [seq for seq in prompts if seq.request.promise.tenant in tenants]
-        rows = [seq for seq in decoding if seq.request.promise.tenant in tenants]
-        others_wait = any(seq.num_generated == 0 for seq in prompts if seq.request.promise.tenant not in tenants)
+        own = [seq for seq in prompts if seq.request.slo.tenant in tenants]
+        rows = [seq for seq in decoding if seq.request.slo.tenant in tenants]
+        others_wait = any(seq.num_generated == 0 for seq in prompts if seq.request.slo.tenant not in tenants)
         self._stood_still = others_wait and not self._stood_still
         if self._stood_still:
             return Turn(tenants)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from tripool import __version__
 from tripool.errors import EngineStopped
 from tripool.gateway.auth import caller_of
-from tripool.gateway.gate import Gate
+from tripool.gateway.in_flight import InFlight
 from tripool.gateway.metrics import scrape
 from tripool.gateway.models import Models
 from tripool.gateway.record import MAX_KEPT, Journal
@@ -22,17 +22,17 @@ from tripool.gateway.refusals import NotReady, RequestUnknown
 _LOG = logging.getLogger("tripool.gateway")
 
 
-def admin_routes(models: Models, gate: Gate, journal: Journal, *, stall_s: float) -> APIRouter:
+def admin_routes(models: Models, in_flight: InFlight, journal: Journal, *, stall_s: float) -> APIRouter:
     """`stall_s`: how long work may wait without any step before the server stops calling itself ready."""
     routes = APIRouter()
-    _add_health(routes, models, gate, stall_s)
-    _add_load(routes, models, gate)
-    _add_drain(routes, gate)
+    _add_health(routes, models, in_flight, stall_s)
+    _add_load(routes, models, in_flight)
+    _add_drain(routes, in_flight)
     _add_explain(routes, journal)
     return routes
 
 
-def _add_health(routes: APIRouter, models: Models, gate: Gate, stall_s: float) -> None:
+def _add_health(routes: APIRouter, models: Models, in_flight: InFlight, stall_s: float) -> None:
     @routes.get("/health")
     @routes.get("/ping")
     async def health() -> dict[str, str]:
@@ -45,7 +45,7 @@ def _add_health(routes: APIRouter, models: Models, gate: Gate, stall_s: float) -
     async def ready() -> dict[str, str]:
         """Moving: 503 while draining, without workers, and when there is work and nothing is done about it."""
         await health()
-        if gate.draining:
+        if in_flight.draining:
             raise NotReady("draining", hint="send requests elsewhere")
         stats = models.stats()
         if stats.missing:
@@ -62,16 +62,16 @@ def _add_health(routes: APIRouter, models: Models, gate: Gate, stall_s: float) -
         return {"version": __version__}
 
 
-def _add_load(routes: APIRouter, models: Models, gate: Gate) -> None:
+def _add_load(routes: APIRouter, models: Models, in_flight: InFlight) -> None:
     @routes.get("/load")
     async def load() -> dict[str, Any]:
         stats = models.stats()
         return {
-            "server_load": gate.num_inside,
+            "server_load": in_flight.num_inside,
             "running": stats.running,
             "waiting": stats.waiting,
             "kv_usage": stats.kv_usage,
-            "draining": gate.draining,
+            "draining": in_flight.draining,
         }
 
     @routes.get("/metrics")
@@ -79,12 +79,12 @@ def _add_load(routes: APIRouter, models: Models, gate: Gate) -> None:
         return Response(scrape([one.metrics for one in models]), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-def _add_drain(routes: APIRouter, gate: Gate) -> None:
+def _add_drain(routes: APIRouter, in_flight: InFlight) -> None:
     def drained(draining: bool) -> dict[str, Any]:
-        if gate.draining != draining:
-            _LOG.info("draining" if draining else "no longer draining", extra={"open": gate.num_inside})
-        gate.draining = draining
-        return {"draining": draining, "open_requests": gate.num_inside}
+        if in_flight.draining != draining:
+            _LOG.info("draining" if draining else "no longer draining", extra={"open": in_flight.num_inside})
+        in_flight.draining = draining
+        return {"draining": draining, "open_requests": in_flight.num_inside}
 
     @routes.post("/drain")
     async def drain(resume: Annotated[bool, Query()] = False) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _add_drain(routes: APIRouter, gate: Gate) -> None:
 
     @routes.get("/drain")
     async def draining() -> dict[str, Any]:
-        return {"draining": gate.draining, "open_requests": gate.num_inside}
+        return {"draining": in_flight.draining, "open_requests": in_flight.num_inside}
 
 
 def _add_explain(routes: APIRouter, journal: Journal) -> None:

@@ -26,20 +26,20 @@ from tripool.gateway.auth import Access, Guard, caller_of
 from tripool.gateway.backend import Backend
 from tripool.gateway.bodies import Bodies
 from tripool.gateway.body import body_docs
+from tripool.gateway.connection_quota import ConnectionQuota
 from tripool.gateway.fair_pool import FairPool
-from tripool.gateway.gate import Gate
 from tripool.gateway.host_check import HostCheck
+from tripool.gateway.in_flight import InFlight
 from tripool.gateway.job import Api, Job
 from tripool.gateway.model_routes import model_routes
 from tripool.gateway.models import Models, Served
 from tripool.gateway.options import ANTHROPIC, CHAT, COMPLETION
 from tripool.gateway.parse import header_id
-from tripool.gateway.promise import Wishes, header_wishes
 from tripool.gateway.record import Journal, Record
 from tripool.gateway.refusals import dialect_of, error_body, error_headers, error_shape
 from tripool.gateway.request_log import RequestLog, note_error, note_record, request_id_of, tell_connection
 from tripool.gateway.respond import Shapes, Voice
-from tripool.gateway.seats import Seats
+from tripool.gateway.slo import Wishes, header_wishes
 from tripool.gateway.stream import AnswerResponse
 from tripool.gateway.tokens import token_routes
 from tripool.grammar import Trial
@@ -78,11 +78,11 @@ def create_models_app(
 ) -> FastAPI:
     """The same for several models; a request names the one it means. Without `access` it is open to everybody."""
     app = FastAPI(title="Tripool", version=__version__)
-    gate, journal = Gate(), Journal()
-    app.include_router(admin_routes(models, gate, journal, stall_s=config.stall_s))
+    in_flight, journal = InFlight(), Journal()
+    app.include_router(admin_routes(models, in_flight, journal, stall_s=config.stall_s))
     bodies = Bodies(config.max_body_bytes)
     reading = FairPool("reading", num_threads=_READING_THREADS, max_waiting=_MAX_READING_BYTES)
-    tokens = token_routes(lambda raw: models.meant_by(raw).tokens, bodies, rates=models, pool=reading)
+    tokens = token_routes(lambda raw: models.meant_by(raw).tokens, bodies, rate_limiter=models, pool=reading)
     app.include_router(tokens)
     app.include_router(model_routes(models, bodies))
 
@@ -91,8 +91,8 @@ def create_models_app(
         tell_connection(code)
 
     app.state.on_connection_ended = connection_ended
-    answering = Answering(models, gate, journal, bodies, clock, access, reading)
-    app.add_middleware(Seats, on_refused=models.default.metrics.refused)
+    answering = Answering(models, in_flight, journal, bodies, clock, access, reading)
+    app.add_middleware(ConnectionQuota, on_refused=models.default.metrics.refused)
     app.add_middleware(HostCheck, guarded=access is not None, on_refused=models.default.metrics.refused)
     if access is not None:
         app.add_middleware(Guard, access=access, on_refused=models.default.metrics.refused)
@@ -120,14 +120,20 @@ class Answering:
     def __init__(
         self,
         models: Models,
-        gate: Gate,
+        in_flight: InFlight,
         journal: Journal,
         bodies: Bodies,
         clock: Callable[[], float],
         access: Access | None,
         reading: FairPool,
     ) -> None:
-        self._models, self._gate, self._journal, self._bodies, self._clock = models, gate, journal, bodies, clock
+        self._models, self._in_flight, self._journal, self._bodies, self._clock = (
+            models,
+            in_flight,
+            journal,
+            bodies,
+            clock,
+        )
         self._access = access
         self._reading = reading
         """For bodies that take a while to encode: long ones, and those whose chat template does much."""
@@ -135,8 +141,8 @@ class Answering:
 
     async def answer(self, http: HttpRequest, api: Api) -> Response:
         received_s = self._clock()
-        self._gate.check()
-        with self._gate.inside():
+        self._in_flight.check()
+        with self._in_flight.inside():
             served, job = await self._read(http, api)
         created_s = int(time.time())
         tokenizer = served.tokenizer
@@ -203,7 +209,7 @@ class Answering:
 
     @contextmanager
     def _inside(self, served: Served) -> Iterator[None]:
-        with self._gate.inside(), served.inside():
+        with self._in_flight.inside(), served.inside():
             yield
 
 

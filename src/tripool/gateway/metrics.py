@@ -165,7 +165,7 @@ class Metrics(Collector):
             ("preemptions", ("num_preemptions",), stats.num_preemptions),
             ("draft_tokens", ("spec_decode_num_draft_tokens", "spec_decode_num_drafts"), stats.num_drafted),
             ("accepted_draft_tokens", ("spec_decode_num_accepted_tokens",), stats.num_accepted),
-            ("promises_given_up", (), stats.num_promises_given_up),
+            ("promises_given_up", (), stats.num_slos_given_up),
         )
         for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, aliases, value in rows:

@@ -13,8 +13,8 @@ import msgspec
 
 from tripool.core import Request, ServingStats
 from tripool.errors import InvalidRequest, ModelNotFound, TripoolError
+from tripool.gateway.admission import AdmissionBackend
 from tripool.gateway.backend import Backend
-from tripool.gateway.doored import Doored
 from tripool.gateway.metrics import Metrics
 from tripool.gateway.parse import Parser
 from tripool.gateway.tokens import TokenService
@@ -52,13 +52,13 @@ class Served:
         self.name, self.backend, self.tokenizer = name, backend, tokenizer
         self.parser = Parser(tokenizer, name, lambda: backend.context_tokens)
         self.tokens = TokenService(self.parser, tokenizer, lambda: backend.context_tokens)
-        more = backend.families if isinstance(backend, Doored) else None
+        more = backend.families if isinstance(backend, AdmissionBackend) else None
         self.metrics = Metrics(name, backend.stats, lambda: self.num_open, more)
         self.num_open = 0
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raises what can be known of requests before anything is prepared for them."""
-        if isinstance(self.backend, Doored):
+        if isinstance(self.backend, AdmissionBackend):
             self.backend.check(requests)
 
     @contextmanager
@@ -133,12 +133,12 @@ class Models:
     def enter(self, tenant: Tenant) -> None:
         """Count a request of whoever sent it, before anything of it is read. Raises RateLimited."""
         backend = self.default.backend  # a tenant's rates hold over all models
-        if isinstance(backend, Doored):
+        if isinstance(backend, AdmissionBackend):
             backend.enter(tenant)
 
     def read(self, tenant: Tenant, num_bytes: int) -> None:
         """Its body was read, and costs its sender that."""
-        if isinstance(self.default.backend, Doored):
+        if isinstance(self.default.backend, AdmissionBackend):
             self.default.backend.read(tenant, num_bytes)
 
     # ---- all of them together, for whoever asks how the server is ---------------------------------------------------

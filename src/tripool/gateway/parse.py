@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tripool.core import SALT_MARK, Conversation, Promise, Request, SamplingParams, Structure
+from tripool.core import SALT_MARK, Conversation, Request, SamplingParams, Slo, Structure
 from tripool.errors import InvalidRequest, ModelNotFound
 from tripool.gateway.anthropic.parse import to_chat
 from tripool.gateway.body import decode_json
@@ -27,9 +27,9 @@ from tripool.gateway.options import (
     SAMPLING,
     Fields,
 )
-from tripool.gateway.promise import Wishes, read_promise
 from tripool.gateway.public_prefix import public_tokens
 from tripool.gateway.reasoning import OPENING
+from tripool.gateway.slo import Wishes, read_slo
 from tripool.gateway.structure import read_structure
 from tripool.gateway.tools import Tools, as_text, read_tools
 from tripool.tenants import ANONYMOUS, Tenant
@@ -57,7 +57,7 @@ class _Whose:
 
     namespace: str
     public_tokens: int
-    promise: Promise
+    slo: Slo
 
 
 class Parser:
@@ -207,8 +207,8 @@ class Parser:
             raise InvalidRequest(f"{len(prompts.ids)} prompts with {params.n} choices each", hint=hint, param="n")
         key = secrets.token_hex(12)
         request_id = _request_id(fields) or request_id or key
-        promise = read_promise(fields, tenant, wishes, key)
-        whose = _Whose(_namespace(fields, tenant), prompts.public_tokens, promise)
+        slo = read_slo(fields, tenant, wishes, key)
+        whose = _Whose(_namespace(fields, tenant), prompts.public_tokens, slo)
         requests = tuple(self._request(f"{key}-{i}", prompt, params, whose) for i, prompt in enumerate(prompts.ids))
         stream, shown = fields.get("stream", False), fields.get("stream_options", {})
         if "stream_options" in fields and not stream:
@@ -240,7 +240,7 @@ class Parser:
             end_ids=self._tokenizer.end_ids,
             namespace=whose.namespace,
             public_tokens=whose.public_tokens,
-            promise=whose.promise,
+            slo=whose.slo,
         )
 
 

@@ -28,9 +28,9 @@ from tripool.gateway.record import MAX_KEPT
 from tripool.mailbox import Mailbox, Watcher
 from tripool.messages import Adopted, Hello, Left, Life, Packed, Pulse, Reaped, Refused, Role, Suspect, Tokens
 from tripool.router import Coordinator
-from tripool.router.guests import Room
 from tripool.router.outputs import Emit, Fail, Lost, Output, Send
-from tripool.router.story import Story
+from tripool.router.pending_requests import Capacity
+from tripool.router.trace import PlacementTrace
 
 _LOG = logging.getLogger("tripool.gateway")
 _TICK_S = 0.05
@@ -79,7 +79,7 @@ class Pools:
         self._context_tokens = 0
         self._opened: _Opened | None = None
         self._streams: dict[str, _Stream] = {}
-        self._stories: OrderedDict[str, Story] = OrderedDict()
+        self._traces: OrderedDict[str, PlacementTrace] = OrderedDict()
         """Of the last requests; those that are over are asked about too."""
         self._ended: str | None = None
 
@@ -134,11 +134,11 @@ class Pools:
             if self._opened is not None:
                 self._carry_out(self._coordinator.cancel(request_id, self._now_s))
 
-    def room(self) -> Room:
+    def room(self) -> Capacity:
         """For the door: prefill workers, and choices that the decode workers answer at the same time."""
         view = self._coordinator.view
         slots = sum(m.hello.max_running for m in view if m.hello.role == "decode" and not m.draining)
-        return Room(max(1, view.num_ready("prefill")), slots or None)
+        return Capacity(max(1, view.num_ready("prefill")), slots or None)
 
     def stats(self) -> ServingStats:
         members, ledger = list(self._coordinator.view), self._coordinator.ledger
@@ -162,11 +162,11 @@ class Pools:
         return next((f"there is no {role} worker" for role in roles if not self._coordinator.view.num_ready(role)), "")
 
     def explain(self, request_id: str) -> Facts:
-        story = self._stories.get(request_id)
-        if story is None:
+        trace = self._traces.get(request_id)
+        if trace is None:
             return {}
         facts: dict[str, Fact] = {"mode": "split"}
-        facts.update(story.facts())
+        facts.update(trace.facts())
         entry = self._coordinator.ledger.get(request_id)
         if entry is None:
             return facts
@@ -178,13 +178,13 @@ class Pools:
 
     def _remember(self, request_id: str) -> None:
         entry = self._coordinator.ledger.get(request_id)
-        self._stories[request_id] = entry.story if entry is not None else Story(self._now_s)  # refused already
-        while len(self._stories) > max(MAX_KEPT, 2 * len(self._streams)):
-            oldest = next(iter(self._stories))
+        self._traces[request_id] = entry.trace if entry is not None else PlacementTrace(self._now_s)  # refused already
+        while len(self._traces) > max(MAX_KEPT, 2 * len(self._streams)):
+            oldest = next(iter(self._traces))
             if oldest in self._streams:  # it is still to be told, however many have come and gone since
-                self._stories.move_to_end(oldest)
+                self._traces.move_to_end(oldest)
             else:
-                del self._stories[oldest]
+                del self._traces[oldest]
 
     # ---- its own life -----------------------------------------------------------------------------------------------
 
@@ -264,8 +264,8 @@ class Pools:
                     opened.switchboard.send(route, output.message)
             elif isinstance(output, Fail):
                 stream = self._streams.pop(output.request_id, None)
-                if output.request_id in self._stories:
-                    self._stories[output.request_id].failed(str(output.error))
+                if output.request_id in self._traces:
+                    self._traces[output.request_id].failed(str(output.error))
                 if stream is not None:
                     stream.choices_left.pop(output.request_id, None)
                     stream.fail(output.error)

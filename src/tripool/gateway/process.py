@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from tripool.cache.client import PoolClient
 from tripool.config import GatewayConfig, RouterConfig
 from tripool.fabric.leash import Leash
+from tripool.gateway.admission import AdmissionBackend
 from tripool.gateway.app import create_app
 from tripool.gateway.auth import Access
 from tripool.gateway.cache_keeper import CacheKeeper, cache_routes
-from tripool.gateway.doored import Doored
 from tripool.gateway.pools import Pools, pools_routes
 from tripool.gateway.server import Server
 from tripool.messages import Drain, Life, Ready, Reaped
@@ -52,8 +52,10 @@ class GatewayProcess:
         self._pools = Pools(router, addresses=addresses, epoch=life.epoch, suspect=leash.send)
         self._access = access
         self._keeper = CacheKeeper(keeper, access)
-        self._door = doored = Doored(self._pools, room=self._pools.room, tenant_of=access.tenant_named)
-        app = create_app(doored, Tokenizer(text), name, config, access=access)
+        self._admission = admission = AdmissionBackend(
+            self._pools, room=self._pools.room, tenant_of=access.tenant_named
+        )
+        app = create_app(admission, Tokenizer(text), name, config, access=access)
         app.include_router(pools_routes(self._pools, cache))
         app.include_router(cache_routes(self._keeper))
         self._server = Server(app, on_ready=self._on_ready, end_answers=self._pools.close)
@@ -85,17 +87,17 @@ class GatewayProcess:
             if isinstance(message, Reaped):
                 self._pools.reaped(message)
             elif isinstance(message, Drain):
-                self._door.refuse("the server is shutting down")
+                self._admission.refuse("the server is shutting down")
                 self._server.should_exit = True
         if self._leash.ended:
             loop.remove_reader(self._leash.fileno())
-            _LOG.warning("supervisor lost", extra={"open": self._door.num_open})
-            self._door.refuse("the server has lost its supervisor and is shutting down")
+            _LOG.warning("supervisor lost", extra={"open": self._admission.num_open})
+            self._admission.refuse("the server has lost its supervisor and is shutting down")
             self._leave(loop, loop.time() + _ORPHAN_S)
 
     def _leave(self, loop: asyncio.AbstractEventLoop, deadline_s: float) -> None:
         """Once nothing is open."""
-        if self._door.num_open == 0 or loop.time() >= deadline_s:
+        if self._admission.num_open == 0 or loop.time() >= deadline_s:
             self._server.should_exit = True
         else:
             loop.call_later(_LOOK_S, self._leave, loop, deadline_s)

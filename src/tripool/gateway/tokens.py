@@ -61,7 +61,7 @@ class TokenService:
         return {"input_tokens": self._parser.count(raw)}
 
 
-class Rates(Protocol):
+class RateLimiter(Protocol):
     def enter(self, tenant: Tenant) -> None:
         """Count a request, or refuse it."""
         ...
@@ -75,7 +75,7 @@ def token_routes(
     service_of: Callable[[bytes], TokenService],
     bodies: Bodies,
     *,
-    rates: Rates,
+    rate_limiter: RateLimiter,
     pool: FairPool,
 ) -> APIRouter:
     """`service_of` a body: that of the model which the body names. The work is done in `pool`, the rendering of long
@@ -84,9 +84,9 @@ def token_routes(
 
     async def answer(http: HttpRequest, read: Callable[[TokenService, bytes], dict[str, Any]]) -> Response:
         tenant = caller_of(http).tenant
-        rates.enter(tenant)
+        rate_limiter.enter(tenant)
         raw = await bodies.read(http)
-        rates.read(tenant, len(raw))
+        rate_limiter.read(tenant, len(raw))
         body = await pool.run(
             tenant.name, lambda: msgspec.json.encode(read(service_of(raw), raw)), size=len(raw) + _LEAST_SIZE
         )

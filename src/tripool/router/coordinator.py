@@ -43,11 +43,11 @@ from tripool.router.view import Member
 
 
 class Coordinator:
-    def __init__(self, config: RouterConfig, *, gateway_epoch: int, stories: bool = True) -> None:
-        """`stories`: whether each request keeps why it went where it went; nothing is decided by it."""
+    def __init__(self, config: RouterConfig, *, gateway_epoch: int, traces: bool = True) -> None:
+        """`traces`: whether each request keeps why it went where it went; nothing is decided by it."""
         self._config = config
         self._welcome = Welcome(gateway_epoch, config.pulse_s)
-        self._placing = Placing(config, stories=stories)
+        self._placing = Placing(config, traces=traces)
         self.ledger = self._placing.ledger
         self.view = self._placing.view
         self._alarms: list[tuple[float, str, int]] = []

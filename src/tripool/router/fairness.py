@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tripool.router.fair import Account
+from tripool.router.fair_queue import Account
 
 
 def jain(values: Sequence[float]) -> float:

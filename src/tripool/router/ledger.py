@@ -24,7 +24,7 @@ from heapq import heappop, heappush
 
 from tripool.core import Request, TokenEvent
 from tripool.messages import Answered, Life, Parcel
-from tripool.router.story import Story
+from tripool.router.trace import PlacementTrace
 
 
 class Stage(Enum):
@@ -99,7 +99,7 @@ class Entry:
     order: int
     """Arrival number: older ones are placed first."""
     choices: list[ChoiceState]
-    story: Story
+    trace: PlacementTrace
     held_by: str = ""
     """Why it found no room when it was the next to be placed; empty again once it is."""
     placements: dict[int, Placement] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class Ledger:
         choices = [ChoiceState(index, Stage.QUEUED, now_s, now_s) for index in range(request.params.n)]
         count = len(choices)
         entry = Entry(
-            request, self._next_order, choices, Story(now_s), moved_s=now_s, num_waiting=count, num_open=count
+            request, self._next_order, choices, PlacementTrace(now_s), moved_s=now_s, num_waiting=count, num_open=count
         )
         self._next_order += 1
         self._entries[request.id] = entry
@@ -278,7 +278,7 @@ class Ledger:
         entry.moved_s = now_s
         if entry.num_cached_tokens is None:
             entry.num_cached_tokens = event.num_cached_tokens
-            entry.story.begun(event)
+            entry.trace.begun(event)
         choice.num_drafted = choice.drafted_before + event.num_draft_tokens
         choice.num_accepted = choice.accepted_before + event.num_accepted_draft_tokens
         choice.deadline_s = max(choice.deadline_s, now_s + wait_s)

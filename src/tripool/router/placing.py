@@ -16,14 +16,14 @@ from heapq import heappop, heappush
 from math import exp
 
 from tripool.config import RouterConfig
-from tripool.core import Promise
+from tripool.core import Slo
 from tripool.errors import TripoolError, WorkersCrashed, WorkersFailed
 from tripool.messages import Adopt, Begin, Cancel, Life, Release, Role
+from tripool.router.decode_slots import DecodeSlots
 from tripool.router.ledger import ChoiceState, Entry, Lease, Ledger, Placement, Stage
 from tripool.router.outputs import Fail, Lost, Output, Send
-from tripool.router.places import Places
-from tripool.router.story import why_full
 from tripool.router.suspects import Suspects
+from tripool.router.trace import why_full
 from tripool.router.view import FleetView, Member
 
 _GROWTH_TOKENS = 256
@@ -36,12 +36,12 @@ _APART = "a request from a crashed worker is tried alone"
 
 
 class Placing:
-    def __init__(self, config: RouterConfig, *, stories: bool = True) -> None:
-        self._config, self._stories = config, stories
+    def __init__(self, config: RouterConfig, *, traces: bool = True) -> None:
+        self._config, self._traces = config, traces
         self.ledger = Ledger()
         self.view = FleetView()
         self.suspects = Suspects()
-        self.places = Places()
+        self.places = DecodeSlots()
         self.out: list[Output] = []
         self._to_prefill: list[tuple[int, str]] = []
         """(order, request). Both heaps may hold what has moved on meanwhile."""
@@ -92,7 +92,7 @@ class Placing:
         tried = set()
         for turn, request_id, index in sorted(self._to_decode[:_LOOK_AHEAD]):
             entry = self.ledger.get(request_id)
-            group = None if entry is None else entry.request.promise.group
+            group = None if entry is None else entry.request.slo.group
             if group is not None and group not in tried and not self._adopt(turn, request_id, index, now_s):
                 tried.add(group)
 
@@ -131,40 +131,40 @@ class Placing:
         rest = (entry.request.params.max_tokens or _GROWTH_TOKENS) - len(choice.tokens)
         tokens = len(entry.request.prompt_ids) + len(choice.tokens) + max(0, min(rest, _GROWTH_TOKENS))
         closed = self.suspects.closed_to(entry, self.ledger)
-        promise = entry.request.promise
-        member = self.view.pick_decode(tokens, lease.life, choice.avoid, promise.tpot_ms, closed)
-        member = member or self._owing(promise)
+        slo = entry.request.slo
+        member = self.view.pick_decode(tokens, lease.life, choice.avoid, slo.tpot_ms, closed)
+        member = member or self._owing(slo)
         if member is None:
             entry.held_by = _APART if closed else why_full("decode", self.view.considered, tokens)
             return False
         self._note("decode", entry, [choice], member, now_s)
         wait_s = self._config.transfer_s
         placement = self.ledger.place(entry, [choice], Stage.TRANSFERRING, member.life, tokens, now_s, wait_s)
-        self.view.place(member.life, tokens, now_s, lease.life, promise.tpot_ms)
-        self.places.place(member.life, promise)
+        self.view.place(member.life, tokens, now_s, lease.life, slo.tpot_ms)
+        self.places.place(member.life, slo)
         cached = entry.num_cached_tokens or 0
         answered = entry.answered(choice)
         adopt = Adopt(entry.request, placement.attempt, answered, lease.parcel, cached, wait_s)
         self.out.append(Send(member.life, adopt))
         return True
 
-    def _owing(self, promise: Promise) -> Member | None:
+    def _owing(self, slo: Slo) -> Member | None:
         """Of those that were looked at and are full, one where somebody has more than its share of the places."""
         for member in self.view.considered:
             over = member.num_placed - member.bearable
-            if member.ceiling is None and over < _MOST_OVER and self.places.owes(member.life, promise, over):
+            if member.ceiling is None and over < _MOST_OVER and self.places.owes(member.life, slo, over):
                 return member
         return None
 
     def _note(self, role: Role, entry: Entry, choices: list[ChoiceState], member: Member, now_s: float) -> None:
-        if not self._stories:
+        if not self._traces:
             return
         waited_s = now_s - choices[0].since_s
         held_by, entry.held_by = entry.held_by, ""
         if not held_by and waited_s > 0:
             held_by = "older requests go first"
         indices, seen = [choice.index for choice in choices], self.view.considered
-        entry.story.placed(role, member, seen, indices, waited_s=waited_s, held_by=held_by, now_s=now_s)
+        entry.trace.placed(role, member, seen, indices, waited_s=waited_s, held_by=held_by, now_s=now_s)
 
     # ---- off workers ------------------------------------------------------------------------------------------------
 
@@ -174,9 +174,9 @@ class Placing:
         if choice.stage is Stage.TRANSFERRING:
             self._end_transfer(placement)
         if self.ledger.lift(entry, choice) is not None:
-            self.view.take_off(placement.life, placement.weight_tokens, entry.request.promise.tpot_ms)
+            self.view.take_off(placement.life, placement.weight_tokens, entry.request.slo.tpot_ms)
             if placement.source is not None:
-                self.places.take_off(placement.life, entry.request.promise)
+                self.places.take_off(placement.life, entry.request.slo)
 
     def adopted(self, entry: Entry, choice: ChoiceState, now_s: float) -> None:
         self._end_transfer(entry.placements[choice.attempt])
@@ -278,7 +278,7 @@ class Placing:
         Parcels of `void` are not. `rest`: a moment later, longer each time. `why`: for the request's story.
         """
         entry.num_losses += lost
-        entry.story.num_lost = entry.num_losses
+        entry.trace.num_lost = entry.num_losses
         if entry.num_losses >= self._config.max_losses:
             hint = "it may be what they fail on; see their logs"
             self.fail(entry, WorkersFailed(f"{entry.num_losses} workers were lost with this request", hint=hint))
@@ -289,7 +289,7 @@ class Placing:
             if choice.attempt:
                 placement = entry.placements[choice.attempt]
                 how = why or ("lost" if lost else "moved away")
-                entry.story.left(placement.life.worker, f"{how} while {choice.stage.value}", choice.index, now_s)
+                entry.trace.left(placement.life.worker, f"{how} while {choice.stage.value}", choice.index, now_s)
                 if choice.stage is Stage.TRANSFERRING and not good:
                     self.out.append(Send(placement.life, Cancel(entry.request.id, placement.attempt)))
                 self.lift(entry, choice)
@@ -337,7 +337,7 @@ class Placing:
                 number, tokens = placed.get(placement.life, (0, 0))
                 placed[placement.life] = (number + 1, tokens + placement.weight_tokens)
                 if placement.source is not None:
-                    at_decode[placement.life, entry.request.promise.group] += 1
+                    at_decode[placement.life, entry.request.slo.group] += 1
             for choice in entry.choices:
                 if choice.stage is Stage.QUEUED:
                     assert (entry.order, name) in to_prefill, f"{name} is queued in no queue"

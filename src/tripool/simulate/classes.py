@@ -1,7 +1,6 @@
 """Promised classes in virtual time: the real scheduler of one engine, on steps whose time is computed. Pure.
 
-Shows what the controller of `decode/slo_controller.py` is worth, without a clock: the same arrivals through it, and through the
-plain scheduler with one fixed limit after the other. The step's true costs are known here and nowhere else.
+Shows what `decode/slo_controller.py` is worth, without a clock: the same arrivals through it, and through the plain scheduler with one fixed limit after the other. The step's true costs are known here and nowhere else.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from dataclasses import dataclass, replace
 from math import log
 
 from tripool.config import SchedulerConfig
-from tripool.core import Promise, Request, SamplingParams
+from tripool.core import Request, SamplingParams, Slo
 from tripool.decode import StepFacts
 from tripool.engine.colocated import Scheduler
-from tripool.router.door import Door
-from tripool.router.guests import Admit, Refuse
-from tripool.router.guests import Arrival as Guest
+from tripool.router.admission import AdmissionController
+from tripool.router.pending_requests import Admit, Refuse
+from tripool.router.pending_requests import Arrival as PendingRequest
 from tripool.sequence import Sampled
 from tripool.simulate.dice import Dice
 
@@ -151,7 +150,7 @@ def draw(phases: Sequence[Sequence[Kind]], count: int, dice: Dice, *, per_s: flo
             prompt_ids=tuple([number % 1000 + 1] * prompt),
             params=SamplingParams(max_tokens=answer, ignore_eos=True),
             seed=0,
-            promise=Promise(tpot_ms=kind.tpot_ms, ttft_ms=kind.ttft_ms),
+            slo=Slo(tpot_ms=kind.tpot_ms, ttft_ms=kind.ttft_ms),
         )
         arrivals.append(Arrival(now_s, request))
     return arrivals
@@ -160,8 +159,10 @@ def draw(phases: Sequence[Sequence[Kind]], count: int, dice: Dice, *, per_s: flo
 class _Life:
     """One engine from the first arrival to the last token."""
 
-    def __init__(self, arrivals: Sequence[Arrival], config: SchedulerConfig, door: Door | None) -> None:
-        self._arrivals, self._door = deque(arrivals), door
+    def __init__(
+        self, arrivals: Sequence[Arrival], config: SchedulerConfig, admission: AdmissionController | None
+    ) -> None:
+        self._arrivals, self._admission = deque(arrivals), admission
         self._requests = {arrival.request.id: arrival.request for arrival in arrivals}
         self.scheduler = Scheduler(config, model="made-up", context_tokens=config.num_blocks * config.block_tokens)
         self.now_s = 0.0
@@ -179,11 +180,11 @@ class _Life:
         while self._arrivals and self._arrivals[0].at_s <= self.now_s:
             arrival = self._arrivals.popleft()
             request = arrival.request
-            if self._door is None:
+            if self._admission is None:
                 self.scheduler.add(request)
                 continue
-            guest = Guest(id=request.id, prompt_tokens=len(request.prompt_ids), promise=request.promise)
-            self._obey(self._door.arrive(guest, arrival.at_s), arrival.at_s)
+            pending = PendingRequest(id=request.id, prompt_tokens=len(request.prompt_ids), slo=request.slo)
+            self._obey(self._admission.arrive(pending, arrival.at_s), arrival.at_s)
 
     def step(self, cost: StepCost, dice: Dice) -> None:
         tasks = self.scheduler.schedule()
@@ -192,14 +193,14 @@ class _Life:
         self.now_s += cost.step_s(StepFacts.of(tasks), dice)
         for event in self.scheduler.settle(tasks, [Sampled(1) if task.samples else None for task in tasks]):
             self.times[event.request_id].append(self.now_s)
-            if self._door is not None and event.index == 0:
+            if self._admission is not None and event.index == 0:
                 uncached = len(self._requests[event.request_id].prompt_ids)
-                self._obey(self._door.first_token(event.request_id, uncached, self.now_s), self.now_s)
-            if self._door is not None and event.finish_reason is not None:
-                self._obey(self._door.finished(event.request_id, event.index + 1, self.now_s), self.now_s)
+                self._obey(self._admission.first_token(event.request_id, uncached, self.now_s), self.now_s)
+            if self._admission is not None and event.finish_reason is not None:
+                self._obey(self._admission.finished(event.request_id, event.index + 1, self.now_s), self.now_s)
         self.scheduler.timed(tasks, began_s, self.now_s)
-        if self._door is not None:
-            self._obey(self._door.tick(self.now_s), self.now_s)
+        if self._admission is not None:
+            self._obey(self._admission.tick(self.now_s), self.now_s)
 
     def _obey(self, decisions: Iterable[Admit | Refuse], now_s: float) -> None:
         for decision in decisions:
@@ -215,12 +216,12 @@ def run(
     cost: StepCost,
     *,
     promised: bool = True,
-    door: Door | None = None,
+    admission: AdmissionController | None = None,
     seed: int = 0,
 ) -> Run:
-    """`promised`: whether the scheduler is told what each request was promised. `door`: who decides before it."""
-    told = arrivals if promised else [replace(a, request=replace(a.request, promise=Promise())) for a in arrivals]
-    life, dice, num_steps = _Life(told, config, door), Dice(seed), 0
+    """`promised`: whether the scheduler is told what each request was promised. `admission`: who decides before it."""
+    told = arrivals if promised else [replace(a, request=replace(a.request, slo=Slo())) for a in arrivals]
+    life, dice, num_steps = _Life(told, config, admission), Dice(seed), 0
     while life.busy:
         life.arrive()
         life.step(cost, dice)
@@ -232,8 +233,8 @@ def run(
 
 def _judge(arrival: Arrival, came: Sequence[float]) -> Served:
     mean_s = (came[-1] - came[0]) / (len(came) - 1) if len(came) > 1 else 0.0
-    promise = arrival.request.promise
-    return Served(promise.tpot_ms, promise.ttft_ms, came[0] - arrival.at_s, mean_s, len(came))
+    slo = arrival.request.slo
+    return Served(slo.tpot_ms, slo.ttft_ms, came[0] - arrival.at_s, mean_s, len(came))
 
 
 def best_fixed(

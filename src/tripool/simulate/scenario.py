@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from tripool.config import DoorConfig, RouterConfig, SchedulerConfig
-from tripool.core import Promise, Request, SamplingParams
+from tripool.config import AdmissionConfig, RouterConfig, SchedulerConfig
+from tripool.core import Request, SamplingParams, Slo
 from tripool.simulate.dice import Dice
 from tripool.simulate.disk import DiskSpec
 from tripool.simulate.model import BLOCK_TOKENS, END_ID, VOCAB
@@ -47,7 +47,7 @@ class Fault:
 class Entry:
     """How requests come in: the door, and whose they are."""
 
-    door: DoorConfig
+    admission: AdmissionConfig
     tenants: dict[str, Tenant]
     minds_slots: bool
 
@@ -99,7 +99,7 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
                 role="prefill" if role == "prefill" else "decode",
                 config=config,
                 context_tokens=CONTEXT_TOKENS,
-                promise=dice.pick([1.0, 1.0, 2.0]),
+                slo=dice.pick([1.0, 1.0, 2.0]),
                 outbox_slots=dice.pick([18, 30, 60]),
                 token_s=dice.uniform(0.001, 0.003),
             )
@@ -113,8 +113,8 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
             arrivals += [Arrival(fault.time_s, request, None) for request in burst]
     num_members, member_slots = dice.between(1, 2), dice.pick([8, 24, 64])
     # Of its own dice, so that the rest of a life is what it was before there was a door.
-    entry = _entry(door_dice := Dice(seed + 2**33), may_refuse)
-    arrivals = [replace(a, request=_promised(door_dice, a.request, entry, may_refuse)) for a in arrivals]
+    entry = _entry(admission_dice := Dice(seed + 2**33), may_refuse)
+    arrivals = [replace(a, request=_promised(admission_dice, a.request, entry, may_refuse)) for a in arrivals]
     disk, disk_faults = _disk(Dice(seed + 2**34), span_s)
     drawn += disk_faults if faults else []
     return Scenario(seed, router, entry, workers, num_members, member_slots, arrivals, drawn, may_refuse, disk)
@@ -133,7 +133,7 @@ def _disk(dice: Dice, span_s: float) -> tuple[DiskSpec | None, list[Fault]]:
 
 
 def _entry(dice: Dice, may_refuse: bool) -> Entry:
-    door = DoorConfig(
+    admission = AdmissionConfig(
         queue_tokens=dice.pick([300, 600]) if may_refuse else 1_000_000,
         max_wait_s=dice.pick([1.0, 5.0]) if may_refuse else 1e6,
         window_s=dice.pick([0.005, 0.05, 0.5]),
@@ -141,27 +141,27 @@ def _entry(dice: Dice, may_refuse: bool) -> Entry:
         credit_s=dice.pick([0.0, 1.0]),
         compete_s=dice.pick([0.02, 0.5, 60.0]),
     )
-    rates = [None, None, 25.0, 50.0] if may_refuse else [None]
+    rate_limiter = [None, None, 25.0, 50.0] if may_refuse else [None]
     tenants = {
         name: Tenant(
             name=name,
             namespace=name,
             limits=Limits(
-                requests_per_minute=dice.pick(rates),
-                tokens_per_minute=dice.pick([rate and 40 * rate for rate in rates]),
+                requests_per_minute=dice.pick(rate_limiter),
+                tokens_per_minute=dice.pick([rate and 40 * rate for rate in rate_limiter]),
                 weight=dice.pick([0.5, 1.0, 1.0, 4.0]),
             ),
         )
         for name in ["", "one", "two"][: dice.between(2, 3)]
     }
-    return Entry(door, tenants, minds_slots=dice.chance(0.5))
+    return Entry(admission, tenants, minds_slots=dice.chance(0.5))
 
 
 def _promised(dice: Dice, request: Request, entry: Entry, may_refuse: bool) -> Request:
     tenant, priority = dice.pick(list(entry.tenants)), dice.pick([0, 0, 0, 0, -1, 3])
     ttft_ms = dice.pick([None, None, 200.0, 1000.0])
-    promise = Promise(tenant=tenant, priority=priority, ttft_ms=ttft_ms if may_refuse else None)
-    return replace(request, promise=promise)
+    slo = Slo(tenant=tenant, priority=priority, ttft_ms=ttft_ms if may_refuse else None)
+    return replace(request, slo=slo)
 
 
 def _arrivals(dice: Dice, span_s: float, count: int) -> list[Arrival]:

@@ -51,7 +51,7 @@ class WorkerSpec:
     config: SchedulerConfig
     context_tokens: int
     outbox_slots: int
-    promise: float
+    slo: float
     """KV memory that it tells of, as a multiple of what it has: above 1 it will be full."""
     token_s: float
     """Time per row of a step, and of a step without any."""
@@ -187,7 +187,7 @@ class SimWorker:
         self._pulse_due_s = now_s + self._pulse_s
         if self._gateway_epoch is None:
             config = self.spec.config
-            size = int(config.num_blocks * config.block_tokens * self.spec.promise)
+            size = int(config.num_blocks * config.block_tokens * self.spec.slo)
             sizes = (size, config.max_running, self.scheduler.context_tokens, 100)
             self._send(Hello(PROTOCOL, self.spec.role, self.life, 1, MODEL, *sizes))
             return

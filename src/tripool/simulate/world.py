@@ -14,9 +14,9 @@ from tripool.core import Request
 from tripool.errors import TripoolError
 from tripool.messages import AnyMessage, Life, Reaped, Tokens
 from tripool.router import Coordinator, Emit, Fail, Output, Send, ToSupervisor
+from tripool.simulate.admission import SimAdmission
 from tripool.simulate.clock import Clock
 from tripool.simulate.dice import Dice
-from tripool.simulate.entrance import Entrance
 from tripool.simulate.judge import Judge
 from tripool.simulate.network import Network
 from tripool.simulate.outbox import Outbox
@@ -83,7 +83,7 @@ class World:
         self.places = {name: Place(name, spec) for name, spec in scenario.workers.items()}
         self.network = Network(self.clock, self.dice, list(self.places), self._reach_worker, self._reach_gateway)
         self.coordinator: Coordinator | None = None
-        self.entrance = self._new_entrance()
+        self.admission = self._new_admission()
         self._outboxes: dict[str, Outbox] = {}
         self._reaped: list[Life] = []
         self._gateway_epoch = 0
@@ -112,7 +112,7 @@ class World:
         assert self.clock.now_s < _DEADLINE_S, f"hangs: {self.judge.open_ids}, {self._holders()}"
         self.num_events += 1
         if self.coordinator is not None:
-            known = len(self.coordinator.ledger) + len(self.entrance)
+            known = len(self.coordinator.ledger) + len(self.admission)
             assert known == self.judge.num_open, "the ledger and the clients disagree"
         if self.num_events % _FULL_CHECK_EVENTS == 0:
             self.check()
@@ -126,12 +126,12 @@ class World:
     def _holders(self) -> list[str]:
         found = [p.name for p in self.places.values() if p.process is None or not p.process.holds_nothing]
         held = [m for m in self.members if not m.up or m.index.num_leases or m.index.num_reserved]
-        return [*found, *("cache" for _ in held), *([] if self.entrance.idle else ["door"])]
+        return [*found, *("cache" for _ in held), *([] if self.admission.idle else ["door"])]
 
     def check(self) -> None:
         if self.coordinator is not None:
             self.coordinator.check(self.now_s - 2 * _TICK_S)
-            self.entrance.check(self.now_s)
+            self.admission.check(self.now_s)
         for place in self.places.values():
             if place.process is not None:
                 place.process.check()
@@ -152,7 +152,7 @@ class World:
             member.remember()
             self.seen += member.seen
         self.seen["dropped events of old attempts"] += self.coordinator.ledger.num_dropped
-        self.seen["waited at the door"] += self.entrance.num_waited
+        self.seen["waited at the door"] += self.admission.num_waited
         return Report(
             self.scenario.seed,
             self.num_events,
@@ -175,7 +175,7 @@ class World:
             return
         self.clock.note(f"{request.id} arrives")
         self.judge.arrived(request)
-        self.entrance.arrive(request, self.now_s)
+        self.admission.arrive(request, self.now_s)
         if arrival.cancel_s is not None:
             self.clock.expect(self.now_s + arrival.cancel_s, self._cancel, request.id)
 
@@ -189,15 +189,15 @@ class World:
         if self.coordinator is not None:
             self.clock.note(f"{request_id} is cancelled")
             self.judge.cancelled(request_id)
-            if self.entrance.gone(request_id, self.now_s):
+            if self.admission.gone(request_id, self.now_s):
                 self.seen["cancelled at the door"] += 1
             else:
                 self.do(self.coordinator.cancel(request_id, self.now_s))
 
-    def _new_entrance(self) -> Entrance:
+    def _new_admission(self) -> SimAdmission:
         entry = self.scenario.entry
-        return Entrance(
-            entry.door,
+        return SimAdmission(
+            entry.admission,
             entry.tenants,
             self.now_s,
             minds_slots=entry.minds_slots,
@@ -218,7 +218,7 @@ class World:
 
     def start_gateway(self) -> None:
         self._gateway_epoch += 1
-        self.entrance = self._new_entrance()
+        self.admission = self._new_admission()
         self.coordinator = Coordinator(self.scenario.router, gateway_epoch=self._gateway_epoch)
         self.clock.at(self.now_s + _TICK_S, self._tick, self._gateway_epoch)
         for place in self.places.values():
@@ -227,7 +227,7 @@ class World:
     def _tick(self, epoch: int) -> None:
         if self.coordinator is not None and epoch == self._gateway_epoch:
             self.do(self.coordinator.tick(self.now_s))
-            self.entrance.tick(self.coordinator, self.now_s)
+            self.admission.tick(self.coordinator, self.now_s)
             self.clock.at(self.now_s + _TICK_S, self._tick, epoch)
 
     def do(self, outputs: list[Output]) -> None:
@@ -241,11 +241,11 @@ class World:
                     self.clock.note(f"{event.request_id}.{event.choice}[{event.index}] = {event.token_id}")
                     request = self.judge.request(event.request_id)
                     self.judge.token(event)
-                    self.entrance.token(request, event, self.now_s)
+                    self.admission.token(request, event, self.now_s)
                 case Fail():
                     self.clock.note(f"{output.request_id} fails: {output.error.code}")
                     self._ask_again(self.judge.failed(output.request_id, output.error))
-                    self.entrance.gone(output.request_id, self.now_s)
+                    self.admission.gone(output.request_id, self.now_s)
                 case ToSupervisor():
                     life = output.message.life
                     self.clock.note(f"{life.worker}.{life.epoch} is suspected")
@@ -379,8 +379,8 @@ class World:
 
     def kill_gateway(self) -> None:
         self.coordinator = None
-        self.seen["waited at the door"] += self.entrance.num_waited
-        self.entrance = self._new_entrance()
+        self.seen["waited at the door"] += self.admission.num_waited
+        self.admission = self._new_admission()
         self.network.forget_sessions()
         self._gateway_died_s = self.now_s
         for request in self.judge.reset():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tripool.config import DoorConfig, RouterConfig, SchedulerConfig
+from tripool.config import AdmissionConfig, RouterConfig, SchedulerConfig
 from tripool.simulate.supernode.engines import DecodeTimes, PrefillTimes
 from tripool.simulate.supernode.layout import Layout, Links, PoolLayout
 
@@ -35,5 +35,5 @@ def small_layout(
         replay_times=PrefillTimes(lambda tokens, context: tokens * 1e-4),
         links=links, num_members=2, member_slots=member_slots, block_bytes=1024, token_bytes=64,
         context_tokens=blocks * size, ttft_s=0.5, tpot_s=tpot_s,
-        router=RouterConfig(), door=DoorConfig(),
+        router=RouterConfig(), admission=AdmissionConfig(),
     )  # fmt: skip

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.simulate.supernode.small import small_layout
 
 from tripool.config import SchedulerConfig
-from tripool.core import Promise, Request, SamplingParams
+from tripool.core import Request, SamplingParams, Slo
 from tripool.engine.colocated import Scheduler
 from tripool.engine.leap import leap, quiet_steps
 from tripool.sequence import Sampled, Seq
@@ -102,7 +102,7 @@ def batch(config: SchedulerConfig, sizes: list[tuple[int, int]]) -> Scheduler:
     scheduler = Scheduler(config, model="m", context_tokens=10_000)
     for number, (prompt, answer) in enumerate(sizes):
         request = Request(
-            id=str(number), prompt_ids=(7,) * prompt, seed=number % 2, promise=Promise(),
+            id=str(number), prompt_ids=(7,) * prompt, seed=number % 2, slo=Slo(),
             params=SamplingParams(max_tokens=answer, ignore_eos=True),
         )  # fmt: skip
         seq = scheduler.adopt(request, 0, (1,), prompt)

@@ -154,7 +154,7 @@ def test_after_a_run_nothing_is_held() -> None:
     assert world.timeline.run(2000)
     world.coordinator.check()
     world.pool.check()
-    assert not len(world.coordinator.ledger) and world.door.idle
+    assert not len(world.coordinator.ledger) and world.admission.idle
     for instance in world.decodes:
         assert all(rank is not None and not rank.scheduler.pool.num_held and not rank.jobs for rank in instance.ranks)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tripool.config import DoorConfig, SchedulerConfig
+from tripool.config import AdmissionConfig, SchedulerConfig
 from tripool.core import Request, SamplingParams
 from tripool.decode import StepFacts
 from tripool.engine.colocated import Scheduler
-from tripool.router.door import Door
-from tripool.router.guests import Admit, Arrival, Decision, Room
+from tripool.router.admission import AdmissionController
+from tripool.router.pending_requests import Admit, Arrival, Capacity, Decision
 from tripool.sequence import Sampled, Task
 from tripool.simulate.supernode.books import DONE, REFUSED, Books, Open
 from tripool.simulate.supernode.timeline import ARRIVAL, STEP, TICK, Timeline, to_fs
@@ -44,7 +44,7 @@ class ColocatedWorld:
     ) -> None:
         self.timeline, self.books = Timeline(), Books()
         self._scheduler = Scheduler(config, model="simulated", context_tokens=context_tokens)
-        self._door = Door(DoorConfig(), room=Room(1, config.max_running))
+        self._admission = AdmissionController(AdmissionConfig(), room=Capacity(1, config.max_running))
         self._step_s, self._around_s = step_s, around_s
         self._open: dict[str, Open] = {}
         self._requests: dict[str, Request] = {}
@@ -66,7 +66,7 @@ class ColocatedWorld:
         self._open[name] = Open(self.timeline.now_s, len(prompt.ids), prompt.output_tokens, "", ())
         params = SamplingParams(max_tokens=prompt.output_tokens, ignore_eos=True)
         self._requests[name] = Request(id=name, prompt_ids=prompt.ids, params=params, seed=0)
-        self._decide(self._door.arrive(Arrival(id=name, prompt_tokens=len(prompt.ids)), self.timeline.now_s))
+        self._decide(self._admission.arrive(Arrival(id=name, prompt_tokens=len(prompt.ids)), self.timeline.now_s))
 
     def _decide(self, decisions: list[Decision]) -> None:
         for decision in decisions:
@@ -77,7 +77,7 @@ class ColocatedWorld:
         self._go()
 
     def _tick(self) -> None:
-        self._decide(self._door.tick(self.timeline.now_s))
+        self._decide(self._admission.tick(self.timeline.now_s))
         self.timeline.at(self.timeline.now_fs + to_fs(_TICK_S), TICK, 0, self._tick)
 
     def _go(self) -> None:
@@ -107,9 +107,9 @@ class ColocatedWorld:
             if request.first_s is None:
                 request.first_s, request.cached_tokens = now_s + self._around_s, event.num_cached_tokens
                 uncached = request.input_tokens - event.num_cached_tokens
-                decisions += self._door.first_token(event.request_id, uncached, now_s)
+                decisions += self._admission.first_token(event.request_id, uncached, now_s)
             if event.finish_reason is not None:
-                decisions += self._door.finished(event.request_id, event.index + 1, now_s)
+                decisions += self._admission.finished(event.request_id, event.index + 1, now_s)
                 self._close(event.request_id, DONE, self._around_s)
         self._decide(decisions)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil
 
-from tripool.config import DoorConfig, RouterConfig, SchedulerConfig
+from tripool.config import AdmissionConfig, RouterConfig, SchedulerConfig
 from tripool.errors import InvalidRequest
 from tripool.planner.cost import DecodeModel, PrefillModel, Setup, footprint
 from tripool.planner.deployment import DeploymentFile
@@ -70,7 +70,7 @@ class Layout:
     ttft_s: float
     tpot_s: float
     router: RouterConfig
-    door: DoorConfig
+    admission: AdmissionConfig
     promised: bool = True
     """Whether requests carry the time per token as a promise, or are only judged by it."""
 
@@ -97,7 +97,7 @@ def lay_out(file: DeploymentFile, hardware: Hardware, model: ModelShape, *, bloc
         context_tokens=min(p.config.num_blocks * block_tokens for p in (prefill, decode)),
         ttft_s=file.ttft_ms / 1e3, tpot_s=file.tpot_ms / 1e3,
         router=RouterConfig(queue_tokens=queue, prefill_ahead_tokens=max(ahead, RouterConfig().prefill_ahead_tokens)),
-        door=DoorConfig(queue_tokens=queue, wide_tokens=max(ahead, DoorConfig().wide_tokens)),
+        admission=AdmissionConfig(queue_tokens=queue, wide_tokens=max(ahead, AdmissionConfig().wide_tokens)),
     )  # fmt: skip
 
 

@@ -257,7 +257,7 @@ def renamed(request: Request, name: str) -> Request:
     """Attempts of one request are strangers to a scheduler."""
     return Request(
         id=name, prompt_ids=request.prompt_ids, params=request.params, seed=request.seed, namespace=request.namespace,
-        promise=request.promise,
+        slo=request.slo,
     )  # fmt: skip
 
 

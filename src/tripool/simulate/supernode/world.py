@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from tripool.core import Promise, Request, SamplingParams, TokenEvent
+from tripool.core import Request, SamplingParams, Slo, TokenEvent
 from tripool.messages import AnyMessage, Life, Welcome
 from tripool.router import Coordinator, Emit, Fail, Output, Send, ToSupervisor
-from tripool.router.door import Door
-from tripool.router.guests import Admit, Arrival, Decision, Room
+from tripool.router.admission import AdmissionController
+from tripool.router.pending_requests import Admit, Arrival, Capacity, Decision
 from tripool.simulate.supernode.books import DONE, FAILED, REFUSED, Books, Open
 from tripool.simulate.supernode.decode import DecodeInstance
 from tripool.simulate.supernode.layout import Layout
@@ -43,8 +43,8 @@ class World:
         """`most_blocks`: of all prompts together, where that is known; a cache member need not be larger."""
         self.layout, self.leaps = layout, leaps
         self.timeline, self.slices, self.books = Timeline(), Slices(slice_s), Books()
-        self.coordinator = Coordinator(layout.router, gateway_epoch=1, stories=False)
-        self.door = Door(layout.door)
+        self.coordinator = Coordinator(layout.router, gateway_epoch=1, traces=False)
+        self.admission = AdmissionController(layout.admission)
         self.pool = CachePool(layout.num_members, min(layout.member_slots, most_blocks or layout.member_slots))
         self.open: dict[str, Open] = {}
         self.on_token: Callable[[str], None] | None = None
@@ -52,7 +52,7 @@ class World:
         self.on_suspect: Callable[[Life], None] | None = None
         """For those who watch: a request got a token; it ended without its last; a worker is silent."""
         self._waiting: dict[str, Request] = {}
-        self._tenants: dict[str, tuple[Tenant, Promise]] = {}
+        self._tenants: dict[str, tuple[Tenant, Slo]] = {}
         self._params: dict[int, SamplingParams] = {}
         self._asks = iter(asks)
         self._num_asked = 0
@@ -113,7 +113,7 @@ class World:
         serial = self._num_asked
         self._num_asked += 1
         self._next_ask()
-        tenant, promise = self._tenant(ask.tenant)
+        tenant, slo = self._tenant(ask.tenant)
         keys = chain_keys(ask, serial, self.layout.prefill.config.block_tokens, tenant.namespace)
         name = str(serial)
         self.open[name] = Open(self.timeline.now_s, ask.input_tokens, ask.output_tokens, ask.tenant, keys)
@@ -122,17 +122,17 @@ class World:
             params = self._params[ask.output_tokens] = SamplingParams(max_tokens=ask.output_tokens, ignore_eos=True)
         prompt = _ZEROS[: ask.input_tokens] if ask.input_tokens <= len(_ZEROS) else (0,) * ask.input_tokens
         self._waiting[name] = Request(
-            id=name, prompt_ids=prompt, params=params, seed=serial, namespace=tenant.namespace, promise=promise
+            id=name, prompt_ids=prompt, params=params, seed=serial, namespace=tenant.namespace, slo=slo
         )
-        arrival = Arrival(id=name, prompt_tokens=ask.input_tokens, tenant=tenant, promise=promise)
-        self._decide(self.door.arrive(arrival, self.timeline.now_s))
+        arrival = Arrival(id=name, prompt_tokens=ask.input_tokens, tenant=tenant, slo=slo)
+        self._decide(self.admission.arrive(arrival, self.timeline.now_s))
 
-    def _tenant(self, name: str) -> tuple[Tenant, Promise]:
+    def _tenant(self, name: str) -> tuple[Tenant, Slo]:
         found = self._tenants.get(name)
         if found is None:
             tpot_ms = self.layout.tpot_s * 1e3 if self.layout.promised else None
-            promise = Promise(tpot_ms=tpot_ms, tenant=name)
-            found = self._tenants[name] = Tenant(name=name, namespace=name), promise
+            slo = Slo(tpot_ms=tpot_ms, tenant=name)
+            found = self._tenants[name] = Tenant(name=name, namespace=name), slo
         return found
 
     def _keys_of(self, request_id: str) -> Sequence[bytes]:
@@ -158,7 +158,7 @@ class World:
     def _tick(self) -> None:
         now_s = self.timeline.now_s
         self._do(self.coordinator.tick(now_s))
-        self._decide(self.door.tick(now_s, Room(max(1, self.coordinator.view.num_ready("prefill")))))
+        self._decide(self.admission.tick(now_s, Capacity(max(1, self.coordinator.view.num_ready("prefill")))))
         self._num_ticks += 1
         if self._num_ticks % _EXPIRE_TICKS == 0:
             self.pool.expire(now_s)
@@ -176,7 +176,7 @@ class World:
                 case Emit():
                     self._token(output.event)
                 case Fail():
-                    self._decide(self.door.cancelled(output.request_id, timeline.now_s))
+                    self._decide(self.admission.cancelled(output.request_id, timeline.now_s))
                     refused = output.error.code == "overloaded"
                     self._close(output.request_id, REFUSED if refused else FAILED, output.error.code)
                 case ToSupervisor():
@@ -192,9 +192,9 @@ class World:
             fetched = event.stages.fetched_tokens if event.stages is not None else 0
             request.fetched_tokens = min(fetched, event.num_cached_tokens)
             uncached = request.input_tokens - event.num_cached_tokens
-            self._decide(self.door.first_token(event.request_id, uncached, now_s))
+            self._decide(self.admission.first_token(event.request_id, uncached, now_s))
         if event.finish_reason is not None:
-            self._decide(self.door.finished(event.request_id, event.index + 1, now_s))
+            self._decide(self.admission.finished(event.request_id, event.index + 1, now_s))
             self._close(event.request_id, DONE)
 
     def receive(self, message: AnyMessage) -> None:

@@ -17,19 +17,19 @@ from typing import Any
 import httpx
 import pytest
 import uvloop
+from tripool.router.pending_requests import Capacity
 
 from gateway.serving import DEADLINE_S, GatedEngine, Serve, Served
-from tripool.config import DoorConfig
-from tripool.core import Promise, Request, SamplingParams, ServingStats, TokenEvent
+from tripool.config import AdmissionConfig
+from tripool.core import Request, SamplingParams, ServingStats, Slo, TokenEvent
 from tripool.errors import EngineStopped, Overloaded
+from tripool.gateway.admission import AdmissionBackend
 from tripool.gateway.backend import Facts
-from tripool.gateway.doored import Doored
 from tripool.grammar import Trial
 from tripool.mailbox import Mailbox, Watcher
-from tripool.router.guests import Room
 from tripool.tenants import Limits, Tenant
 
-NARROW = DoorConfig(window_s=1e-9, wide_tokens=1, max_wait_s=3600.0)
+NARROW = AdmissionConfig(window_s=1e-9, wide_tokens=1, max_wait_s=3600.0)
 """One prompt inside at a time; patient: a machine that stood still while the door learned its pace predicts much."""
 
 
@@ -44,7 +44,7 @@ def ask(served: Served, prompt: str = "hello", *, headers: dict[str, str] | None
 
 def num_waiting(served: Served) -> int:
     text = served.http.get("/metrics").text
-    return sum(int(float(n)) for n in re.findall(r"^tripool_door_waiting\{.*\} (\S+)$", text, re.MULTILINE))
+    return sum(int(float(n)) for n in re.findall(r"^tripool_admission_waiting\{.*\} (\S+)$", text, re.MULTILINE))
 
 
 def wait_for(what: Callable[[], bool]) -> None:
@@ -55,21 +55,21 @@ def wait_for(what: Callable[[], bool]) -> None:
 
 @contextmanager
 def blocked(
-    serve: Serve, door: DoorConfig, *, num_answered: int = 4, **more: Any
+    serve: Serve, admission: AdmissionConfig, *, num_answered: int = 4, **more: Any
 ) -> Iterator[tuple[Served, ThreadPoolExecutor]]:
     """A server whose engine has answered a few requests and stands still; at the end it goes on, and all must end."""
     engine = GatedEngine()
-    engine.gate.set()
-    with serve(engine=engine, door=door, **more) as served, ThreadPoolExecutor(8) as pool:
+    engine.in_flight.set()
+    with serve(engine=engine, admission=admission, **more) as served, ThreadPoolExecutor(8) as pool:
         for number in range(num_answered):
             assert ask(served, f"warm {number}").status_code == 200
         assert engine.wait_idle()
         engine.added.clear()
-        engine.gate.clear()
+        engine.in_flight.clear()
         try:
             yield served, pool
         finally:
-            engine.gate.set()
+            engine.in_flight.set()
         served.wait_empty()
         assert engine.wait_idle() and num_waiting(served) == 0
 
@@ -120,7 +120,7 @@ def test_explain_names_the_limit_that_refused(serve: Serve) -> None:
         assert refused.status_code == 429
         told = served.http.get("/v1/requests/refused-one/explain").json()
         assert (told["state"], told["error"]) == ("failed", "rate_limited")
-        assert "20 tokens per minute" in told["placement"][0]["refused by the door"]
+        assert "20 tokens per minute" in told["placement"][0]["refused by admission control"]
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_a_full_queue_refuses(serve: Serve) -> None:
         refused = ask(served, "z" * 20)
         assert refused.status_code == 429 and refused.json()["error"]["code"] == "overloaded"
         assert len(served.engine.added) == 1, "who waits is not in the engine"
-        served.engine.gate.set()  # type: ignore[attr-defined]
+        served.engine.in_flight.set()  # type: ignore[attr-defined]
         assert first.result().status_code == second.result().status_code == 200
         assert len(served.engine.added) == 2
 
@@ -230,7 +230,7 @@ def test_a_first_token_that_would_be_late_is_refused_at_once(serve: Serve, wish:
         refused = ask(served, **wish)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["code"] == "ttft_unreachable"
-        served.engine.gate.set()  # type: ignore[attr-defined]
+        served.engine.in_flight.set()  # type: ignore[attr-defined]
         assert first.result().status_code == 200 and len(served.engine.added) == 1
 
 
@@ -250,12 +250,12 @@ def test_who_waited_is_served_and_told_how_long(serve: Serve) -> None:
         first = enter(served, pool)
         second = begin(served, pool, "second", headers={"x-request-id": "waited"})
         assert served.http.get("/load").json()["waiting"] >= 1
-        served.engine.gate.set()  # type: ignore[attr-defined]
+        served.engine.in_flight.set()  # type: ignore[attr-defined]
         assert first.result().status_code == 200
         answer = second.result().json()
         assert answer["tripool"]["timing"]["queue"] > 0
         (told,) = served.http.get("/v1/requests/waited/explain").json()["placement"]
-        assert "because" in told["waited in the door"]
+        assert "because" in told["waited for admission"]
         assert told["predicted first token ms"] >= 0, "a prediction was made; of a fake engine it may round to nothing"
 
 
@@ -264,9 +264,9 @@ def test_lower_priorities_overtake(serve: Serve) -> None:
         waiting = [enter(served, pool, "first")]
         for prompt, priority in (("last", 7), ("middle", 0), ("early", -7)):
             waiting.append(begin(served, pool, prompt, priority=priority))
-        served.engine.gate.set()  # type: ignore[attr-defined]
+        served.engine.in_flight.set()  # type: ignore[attr-defined]
         assert all(future.result().status_code == 200 for future in waiting)
-        assert [request.promise.priority for request in served.engine.added] == [0, -7, 0, 7]
+        assert [request.slo.priority for request in served.engine.added] == [0, -7, 0, 7]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -279,7 +279,7 @@ def test_a_client_that_hangs_up_while_waiting_leaves_nothing(serve: Serve, strea
             connection.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
             wait_for(lambda: num_waiting(served) == 1)
         wait_for(lambda: num_waiting(served) == 0)
-        served.engine.gate.set()  # type: ignore[attr-defined]
+        served.engine.in_flight.set()  # type: ignore[attr-defined]
         served.wait_empty()
         assert len(served.engine.added) == 1
 
@@ -288,17 +288,17 @@ def test_several_prompts_go_through_together(serve: Serve) -> None:
     with blocked(serve, NARROW) as (served, pool):
         enter(served, pool)
         several = begin(served, pool, ["one", "two", "three"], n=2)  # type: ignore[arg-type]
-        served.engine.gate.set()  # type: ignore[attr-defined]
+        served.engine.in_flight.set()  # type: ignore[attr-defined]
         assert len(several.result().json()["choices"]) == 6
 
 
 def test_an_engine_that_fails_ends_those_who_wait(serve: Serve) -> None:
     engine = GatedEngine()
-    with serve(engine=engine, door=NARROW) as served, ThreadPoolExecutor(8) as pool:
+    with serve(engine=engine, admission=NARROW) as served, ThreadPoolExecutor(8) as pool:
         first, second = enter(served, pool), begin(served, pool, "second")
         served.thread.close(0)
         assert first.result().status_code == second.result().status_code == 503
-        engine.gate.set()
+        engine.in_flight.set()
 
 
 # ---- promises -------------------------------------------------------------------------------------------------------
@@ -307,14 +307,14 @@ def test_an_engine_that_fails_ends_those_who_wait(serve: Serve) -> None:
 def test_promises_reach_the_engine(server: Served) -> None:
     headers = {"X-Tripool-TPOT-Ms": "30", "x-tripool-ttft-ms": "60000"}
     assert ask(server, headers=headers, slo={"ttft_ms": 5000}, priority=3).status_code == 200
-    promise = server.engine.added[-1].promise
-    assert promise == Promise(tpot_ms=30, ttft_ms=5000, priority=3, job=promise.job)
+    slo = server.engine.added[-1].slo
+    assert slo == Slo(tpot_ms=30, ttft_ms=5000, priority=3, job=slo.job)
     server.http.post(
         "/v1/messages",
         json={"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "slo": {"tpot_ms": 15}, "priority": -1},
     ).raise_for_status()
-    promise = server.engine.added[-1].promise
-    assert promise == Promise(tpot_ms=15, priority=-1, job=promise.job)
+    slo = server.engine.added[-1].slo
+    assert slo == Slo(tpot_ms=15, priority=-1, job=slo.job)
 
 
 @pytest.mark.parametrize(
@@ -374,23 +374,23 @@ def request(request_id: str) -> Request:
     return Request(id=request_id, prompt_ids=(1, 2, 3), params=SamplingParams(), seed=0)
 
 
-async def collect(doored: Doored, *requests: Request) -> list[str]:
-    return [event.request_id async for event in doored.stream(*requests)]
+async def collect(admission: AdmissionBackend, *requests: Request) -> list[str]:
+    return [event.request_id async for event in admission.stream(*requests)]
 
 
 def test_cancelled_while_waiting_the_stream_ends_without_the_backend() -> None:
     async def go() -> None:
         slow = Slow()
-        doored = Doored(slow, NARROW)
-        inside = asyncio.ensure_future(collect(doored, request("inside")))
-        waiting = asyncio.ensure_future(collect(doored, request("a"), request("b")))
+        admission = AdmissionBackend(slow, NARROW)
+        inside = asyncio.ensure_future(collect(admission, request("inside")))
+        waiting = asyncio.ensure_future(collect(admission, request("a"), request("b")))
         await asyncio.sleep(0)
-        assert doored.stats().waiting == 2
-        doored.cancel("a")
-        assert doored.stats().waiting == 1 and slow.seen == ["inside"], "of two, one is left"
-        doored.cancel("b")
+        assert admission.stats().waiting == 2
+        admission.cancel("a")
+        assert admission.stats().waiting == 1 and slow.seen == ["inside"], "of two, one is left"
+        admission.cancel("b")
         assert await waiting == []
-        assert doored.explain("a") == {} and doored.stats().waiting == 0
+        assert admission.explain("a") == {} and admission.stats().waiting == 0
         slow.let_go.set()
         assert await inside == ["inside"] and slow.seen == ["inside"]
 
@@ -400,11 +400,11 @@ def test_cancelled_while_waiting_the_stream_ends_without_the_backend() -> None:
 def test_what_is_left_of_a_visit_goes_through() -> None:
     async def go() -> None:
         slow = Slow()
-        doored = Doored(slow, NARROW)
-        inside = asyncio.ensure_future(collect(doored, request("inside")))
-        waiting = asyncio.ensure_future(collect(doored, request("a"), request("b")))
+        admission = AdmissionBackend(slow, NARROW)
+        inside = asyncio.ensure_future(collect(admission, request("inside")))
+        waiting = asyncio.ensure_future(collect(admission, request("a"), request("b")))
         await asyncio.sleep(0)
-        doored.cancel("a")
+        admission.cancel("a")
         slow.let_go.set()
         assert await waiting == ["b"] and await inside == ["inside"]
 
@@ -416,17 +416,17 @@ def test_who_waits_when_the_door_is_closed_is_still_served_and_who_comes_later_i
 
     async def go() -> None:
         slow = Slow()
-        doored = Doored(slow, NARROW)
-        inside = asyncio.ensure_future(collect(doored, request("inside")))
-        waiting = asyncio.ensure_future(collect(doored, request("waiting")))
+        admission = AdmissionBackend(slow, NARROW)
+        inside = asyncio.ensure_future(collect(admission, request("inside")))
+        waiting = asyncio.ensure_future(collect(admission, request("waiting")))
         await asyncio.sleep(0)
-        doored.refuse("going home")
-        assert doored.num_open == 2 and not doored.alive
+        admission.refuse("going home")
+        assert admission.num_open == 2 and not admission.alive
         with pytest.raises(EngineStopped, match="going home"):
-            await collect(doored, request("late"))
+            await collect(admission, request("late"))
         slow.let_go.set()
         assert await inside == ["inside"] and await waiting == ["waiting"]
-        assert doored.num_open == 0 and slow.seen == ["inside", "waiting"]
+        assert admission.num_open == 0 and slow.seen == ["inside", "waiting"]
 
     asyncio.run(go())
 
@@ -434,8 +434,8 @@ def test_who_waits_when_the_door_is_closed_is_still_served_and_who_comes_later_i
 def test_a_task_cancelled_at_any_moment_leaves_the_door_empty() -> None:
     async def go(turns: int) -> None:
         slow = Slow()
-        doored = Doored(slow, NARROW)
-        tasks = [asyncio.ensure_future(collect(doored, request(str(n)))) for n in range(3)]
+        admission = AdmissionBackend(slow, NARROW)
+        tasks = [asyncio.ensure_future(collect(admission, request(str(n)))) for n in range(3)]
         for turn in range(turns):
             await asyncio.sleep(0)
             if turn == 2:
@@ -443,9 +443,9 @@ def test_a_task_cancelled_at_any_moment_leaves_the_door_empty() -> None:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        assert doored._door.idle and not doored._visits
+        assert admission._admission.idle and not admission._open
         slow.let_go.set()
-        assert await collect(doored, request("next")) == ["next"]
+        assert await collect(admission, request("next")) == ["next"]
 
     for turns in range(8):
         asyncio.run(go(turns))
@@ -457,10 +457,10 @@ def test_a_pace_is_learned_from_prompts_of_less_than_a_millisecond() -> None:
     async def go() -> float | None:
         fast = Slow()
         fast.let_go.set()
-        doored = Doored(fast)
+        admission = AdmissionBackend(fast)
         for number in range(4):
-            assert await collect(doored, request(str(number))) == [str(number)]
-        return doored._door.pace.tokens_per_s()
+            assert await collect(admission, request(str(number))) == [str(number)]
+        return admission._admission.predictor.tokens_per_s()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(go()) is not None
@@ -469,14 +469,14 @@ def test_a_pace_is_learned_from_prompts_of_less_than_a_millisecond() -> None:
 def test_a_refusal_is_remembered_for_a_while_and_not_for_ever() -> None:
     async def go() -> None:
         slow = Slow()
-        doored = Doored(slow, tenant_of=limited(tokens_per_minute=300))
-        inside = asyncio.ensure_future(collect(doored, request("inside")))
+        admission = AdmissionBackend(slow, tenant_of=limited(tokens_per_minute=300))
+        inside = asyncio.ensure_future(collect(admission, request("inside")))
         await asyncio.sleep(0)
         for number in range(1000):
             with pytest.raises(Overloaded):
-                await collect(doored, request(f"r{number}"))
-        assert "refused by the door" in doored.explain("r999") and doored.explain("r0") == {}
-        assert json.dumps(doored.explain("inside"))
+                await collect(admission, request(f"r{number}"))
+        assert "refused by admission control" in admission.explain("r999") and admission.explain("r0") == {}
+        assert json.dumps(admission.explain("inside"))
         slow.let_go.set()
         await inside
 
@@ -487,16 +487,16 @@ def test_who_only_reads_holds_nothing_at_the_door() -> None:
     """The engine has long made all of it: its tenant's slots are free, and `explain` still knows how it came in."""
 
     async def go() -> None:
-        doored = Doored(Ready(), room=lambda: Room(1, 2), tenant_of=limited())
-        first = doored.stream(of("a", "first", n=2))
+        admission = AdmissionBackend(Ready(), room=lambda: Capacity(1, 2), tenant_of=limited())
+        first = admission.stream(of("a", "first", n=2))
         await anext(first)
-        assert await collect(doored, of("b", "other")) == ["other"], "two tenants compete from now on"
-        second = asyncio.ensure_future(collect(doored, of("a", "second", n=2)))
+        assert await collect(admission, of("b", "other")) == ["other"], "two tenants compete from now on"
+        second = asyncio.ensure_future(collect(admission, of("a", "second", n=2)))
         for _ in range(10):
             await asyncio.sleep(0)
         assert second.done() and await second == ["second", "second"]
-        assert "waited in the door" in doored.explain("first") and doored.num_open == 1
-        assert [event.request_id async for event in first] == ["first"] and doored._door.idle
+        assert "waited for admission" in admission.explain("first") and admission.num_open == 1
+        assert [event.request_id async for event in first] == ["first"] and admission._admission.idle
 
     asyncio.run(go())
 
@@ -514,4 +514,4 @@ class Ready(Slow):
 
 
 def of(tenant: str, request_id: str, **params: Any) -> Request:
-    return replace(request(request_id), params=SamplingParams(**params), promise=Promise(tenant=tenant))
+    return replace(request(request_id), params=SamplingParams(**params), slo=Slo(tenant=tenant))

@@ -15,17 +15,17 @@ from dataclasses import dataclass, replace
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-from tripool.config import DoorConfig
+from tripool.config import AdmissionConfig
 from tripool.core import Request, ServingStats, Stages, TokenEvent
 from tripool.errors import AboveRateLimit, ContextOverflow, EngineStopped
 from tripool.gateway.answer_limits import answer_tokens, bounded, check_answers, most_tokens
 from tripool.gateway.backend import Backend, Facts
 from tripool.gateway.metrics import Histogram
 from tripool.mailbox import Watcher
-from tripool.router.door import Door
+from tripool.router.admission import AdmissionController
 from tripool.router.fairness import fairness
-from tripool.router.guests import Admit, Arrival, Decision, Room
-from tripool.router.rates import Rates
+from tripool.router.pending_requests import Admit, Arrival, Capacity, Decision
+from tripool.router.rate_limiter import RateLimiter
 from tripool.tenants import ANONYMOUS, Tenant
 
 _TICK_S = 0.02
@@ -39,11 +39,13 @@ _MERGED_AHEAD = 64
 _ERRORS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
-class _Visit(Watcher):
+class _OpenRequest(Watcher):
     """One request at the door; a stream of several has one for each. Sees its tokens as they are made."""
 
-    def __init__(self, doored: Doored, request: Request, opened: asyncio.Future[None], now_s: float) -> None:
-        self._doored = doored
+    def __init__(
+        self, admission: AdmissionBackend, request: Request, opened: asyncio.Future[None], now_s: float
+    ) -> None:
+        self._admission = admission
         self.watcher, self.share = Watcher(), 1.0
         """Of whoever reads it, and which part this is of what that reads."""
         self.id = request.id
@@ -67,11 +69,11 @@ class _Visit(Watcher):
         return self.watcher.max_unread * self.share
 
     def made(self, event: TokenEvent) -> None:
-        self._doored.made(self, event)
+        self._admission.made(self, event)
         self.watcher.made(event)
 
     def over(self, request_id: str) -> None:
-        self._doored.over(self)
+        self._admission.over(self)
         self.watcher.over(request_id)
 
 
@@ -82,29 +84,29 @@ class _End:
     error: Exception | None
 
 
-class Doored:
+class AdmissionBackend:
     """`room` says how much the backend works on at a time; `tenant_of` finds a tenant by its name.
 
-    `rates` is shared by the doors of one server: a tenant's rates hold over all its models. `clock` is not the event
-    loop's: uvloop's counts whole milliseconds, in which short prompts take no time and a pace cannot be learned.
+    `rate_limiter` is shared by all models of one server: a tenant's limits hold over all of them. `clock` is not the
+    event loop's: uvloop's has a resolution of one millisecond, too coarse to learn the time of short prompts.
     """
 
     def __init__(
         self,
         backend: Backend,
-        config: DoorConfig | None = None,
+        config: AdmissionConfig | None = None,
         *,
-        rates: Rates | None = None,
-        room: Callable[[], Room] = Room,
+        rate_limiter: RateLimiter | None = None,
+        room: Callable[[], Capacity] = Capacity,
         tenant_of: Callable[[str], Tenant] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = backend
-        self._door = Door(config or DoorConfig(), rates)
+        self._admission = AdmissionController(config or AdmissionConfig(), rate_limiter)
         self._room = room
         self._tenant_of = tenant_of or _unlimited
         self._clock = clock
-        self._visits: dict[str, _Visit] = {}
+        self._open: dict[str, _OpenRequest] = {}
         """By the id of each of their requests."""
         self._refused: OrderedDict[str, Facts] = OrderedDict()
         self._timer: asyncio.TimerHandle | None = None
@@ -123,21 +125,21 @@ class Doored:
 
     def enter(self, tenant: Tenant) -> None:
         """Count a request before anything of it is read. Raises RateLimited."""
-        error = self._door.enter(self._tenant_of(tenant.name), self._clock())
+        error = self._admission.enter(self._tenant_of(tenant.name), self._clock())
         if error is not None:
             raise error
 
     def read(self, tenant: Tenant, num_bytes: int) -> None:
         """A request's body was read."""
-        self._door.rates.read(self._tenant_of(tenant.name), num_bytes, self._clock())
+        self._admission.rate_limiter.read(self._tenant_of(tenant.name), num_bytes, self._clock())
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raises what can be known of requests before anything is prepared for them."""
         self._check_lengths(requests)
-        context_tokens, tenant = self.context_tokens, self._tenant_of(requests[0].promise.tenant)
+        context_tokens, tenant = self.context_tokens, self._tenant_of(requests[0].slo.tenant)
         check_answers(requests, context_tokens)
         amount = sum(len(request.prompt_ids) + answer_tokens(request, context_tokens) for request in requests)
-        error = self._door.rates.refusal(tenant, 0, amount, self._clock())
+        error = self._admission.rate_limiter.refusal(tenant, 0, amount, self._clock())
         if isinstance(error, AboveRateLimit):
             raise error
 
@@ -146,58 +148,58 @@ class Doored:
             raise EngineStopped(self._refusing)
         self._check_lengths(requests)
         loop, now_s = asyncio.get_running_loop(), self._clock()
-        tenant = self._tenant_of(requests[0].promise.tenant)
-        tokens_left = self._door.rates.tokens_left(tenant, now_s)
+        tenant = self._tenant_of(requests[0].slo.tenant)
+        tokens_left = self._admission.rate_limiter.tokens_left(tenant, now_s)
         asked, requests = requests, bounded(requests, self.context_tokens, tokens_left)
-        visits = [_Visit(self, request, loop.create_future(), now_s) for request in requests]
-        for visit in visits:
-            visit.watcher, visit.share = watcher or visit.watcher, 1.0 / len(visits)
-        self._visits |= {visit.id: visit for visit in visits}
+        open_requests = [_OpenRequest(self, request, loop.create_future(), now_s) for request in requests]
+        for open_request in open_requests:
+            open_request.watcher, open_request.share = watcher or open_request.watcher, 1.0 / len(open_requests)
+        self._open |= {open_request.id: open_request for open_request in open_requests}
         try:
-            if self._door.idle:
-                self._door.room = self._room()
+            if self._admission.idle:
+                self._admission.room = self._room()
             first, *rest = self._arrivals(requests, asked, tenant)
-            self._do(self._door.arrive(first, now_s, rest), loop)
-            if visits[0].opened.done():
-                visits[0].opened.result()  # refused at once, as a whole
-            events = self._one(visits[0]) if len(visits) == 1 else self._merged(visits)
+            self._do(self._admission.arrive(first, now_s, rest), loop)
+            if open_requests[0].opened.done():
+                open_requests[0].opened.result()  # refused at once, as a whole
+            events = self._one(open_requests[0]) if len(open_requests) == 1 else self._merged(open_requests)
             async with aclosing(events):
                 async for event in events:
                     yield event
         finally:
-            for visit in visits:
-                self._leave(visit)
+            for open_request in open_requests:
+                self._leave(open_request)
 
-    async def _one(self, visit: _Visit) -> AsyncGenerator[TokenEvent, None]:
+    async def _one(self, open_request: _OpenRequest) -> AsyncGenerator[TokenEvent, None]:
         """Once it is let through; leaves when it is over."""
         try:
-            if not visit.opened.done():
-                await visit.opened
-                visit.waited_s = self._clock() - visit.arrived_s
-            visit.opened.result()
-            if visit.cancelled:
+            if not open_request.opened.done():
+                await open_request.opened
+                open_request.waited_s = self._clock() - open_request.arrived_s
+            open_request.opened.result()
+            if open_request.cancelled:
                 return
-            async with aclosing(self._backend.stream(visit.request, watcher=visit)) as events:
+            async with aclosing(self._backend.stream(open_request.request, watcher=open_request)) as events:
                 async for event in events:
-                    yield event if event.stages is None else _staged(event, visit.waited_s)
+                    yield event if event.stages is None else _staged(event, open_request.waited_s)
         finally:
-            self._leave(visit)
+            self._leave(open_request)
 
-    async def _merged(self, visits: Sequence[_Visit]) -> AsyncGenerator[TokenEvent, None]:
+    async def _merged(self, open_requests: Sequence[_OpenRequest]) -> AsyncGenerator[TokenEvent, None]:
         """Several in one: each begins when it is let through, and the first that fails ends all."""
         events: asyncio.Queue[TokenEvent | _End] = asyncio.Queue(_MERGED_AHEAD)
 
-        async def pump(visit: _Visit) -> None:
+        async def pump(open_request: _OpenRequest) -> None:
             error: Exception | None = None
             try:
-                async with aclosing(self._one(visit)) as own:
+                async with aclosing(self._one(open_request)) as own:
                     async for event in own:
                         await events.put(event)
             except Exception as raised:  # noqa: BLE001 (not swallowed: raised again where the events are read)
                 error = raised
             await events.put(_End(error))
 
-        tasks = [asyncio.ensure_future(pump(visit)) for visit in visits]
+        tasks = [asyncio.ensure_future(pump(open_request)) for open_request in open_requests]
         try:
             num_open = len(tasks)
             while num_open:
@@ -213,62 +215,62 @@ class Doored:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _leave(self, visit: _Visit) -> None:
-        if not visit.left:
-            visit.left = True
-            del self._visits[visit.id]
-            self.over(visit)
+    def _leave(self, open_request: _OpenRequest) -> None:
+        if not open_request.left:
+            open_request.left = True
+            del self._open[open_request.id]
+            self.over(open_request)
 
-    def made(self, visit: _Visit, event: TokenEvent) -> None:
+    def made(self, open_request: _OpenRequest, event: TokenEvent) -> None:
         """A token came for it, which may never be read. Its first tells how much was cached."""
-        visit.num_tokens += 1
-        if visit.num_tokens % _CHARGE_TOKENS == 0:
-            self._door.answered(visit.id, _CHARGE_TOKENS, self._clock())
-        if not visit.begun:
-            visit.begun = True
-            uncached_tokens = len(visit.request.prompt_ids) - event.num_cached_tokens
-            decisions = self._door.first_token(visit.id, uncached_tokens, self._clock())
-            self._do(decisions, visit.opened.get_loop())
-            for predicted_s, actual_s in self._door.predictions:
+        open_request.num_tokens += 1
+        if open_request.num_tokens % _CHARGE_TOKENS == 0:
+            self._admission.answered(open_request.id, _CHARGE_TOKENS, self._clock())
+        if not open_request.begun:
+            open_request.begun = True
+            uncached_tokens = len(open_request.request.prompt_ids) - event.num_cached_tokens
+            decisions = self._admission.first_token(open_request.id, uncached_tokens, self._clock())
+            self._do(decisions, open_request.opened.get_loop())
+            for predicted_s, actual_s in self._admission.predictions:
                 self._errors.observe(abs(actual_s - predicted_s))
-            self._door.predictions.clear()
+            self._admission.predictions.clear()
 
-    def over(self, visit: _Visit) -> None:
+    def over(self, open_request: _OpenRequest) -> None:
         """Nothing more is computed for it: what it holds at the door is free, whoever still reads its answer."""
-        if not visit.done:
-            visit.done = True
-            now_s, uncharged = self._clock(), visit.num_tokens % _CHARGE_TOKENS
-            visit.told = self._door.explain(visit.id, now_s)
-            self._do(self._door.finished(visit.id, uncharged, now_s), visit.opened.get_loop())
+        if not open_request.done:
+            open_request.done = True
+            now_s, uncharged = self._clock(), open_request.num_tokens % _CHARGE_TOKENS
+            open_request.told = self._admission.explain(open_request.id, now_s)
+            self._do(self._admission.finished(open_request.id, uncharged, now_s), open_request.opened.get_loop())
 
     @property
     def num_open(self) -> int:
         """Requests that are inside, those included that wait to be let through."""
-        return len(self._visits)
+        return len(self._open)
 
     def refuse(self, why: str) -> None:
         """Take no new request; those that are inside go on."""
         self._refusing = self._refusing or why
 
     def cancel(self, request_id: str) -> None:
-        visit = self._visits.get(request_id)
-        if visit is not None and not visit.opened.done():
-            visit.cancelled = True
-            visit.opened.set_result(None)  # nothing is left to be let through; its stream ends
+        open_request = self._open.get(request_id)
+        if open_request is not None and not open_request.opened.done():
+            open_request.cancelled = True
+            open_request.opened.set_result(None)  # nothing is left to be let through; its stream ends
             return
         self._backend.cancel(request_id)
 
     def stats(self) -> ServingStats:
         stats = self._backend.stats()
-        waiting = sum(not visit.opened.done() for visit in self._visits.values())
+        waiting = sum(not open_request.opened.done() for open_request in self._open.values())
         return replace(stats, waiting=stats.waiting + waiting)
 
     def explain(self, request_id: str) -> Facts:
-        visit = self._visits.get(request_id)
-        if visit is None:
+        open_request = self._open.get(request_id)
+        if open_request is None:
             return self._refused.get(request_id) or self._backend.explain(request_id)
-        door = visit.told if visit.done else self._door.explain(visit.id, self._clock())
-        return {**self._backend.explain(request_id), **door} if visit.opened.done() else door
+        admission = open_request.told if open_request.done else self._admission.explain(open_request.id, self._clock())
+        return {**self._backend.explain(request_id), **admission} if open_request.opened.done() else admission
 
     # ---- the door ---------------------------------------------------------------------------------------------------
 
@@ -281,7 +283,7 @@ class Doored:
 
     def _arrivals(self, requests: Sequence[Request], asked: Sequence[Request], tenant: Tenant) -> Iterator[Arrival]:
         """`asked`: the same as their client sent them."""
-        promise, context_tokens = requests[0].promise, self.context_tokens
+        slo, context_tokens = requests[0].slo, self.context_tokens
         for request, original in zip(requests, asked, strict=True):
             yield Arrival(
                 id=request.id,
@@ -290,36 +292,36 @@ class Doored:
                 usual_tokens=answer_tokens(original, context_tokens),
                 tenant=tenant,
                 choices=request.params.n,
-                promise=promise,
+                slo=slo,
             )
-            promise = replace(promise, ttft_ms=None)  # the first prompt's first token is the request's
+            slo = replace(slo, ttft_ms=None)  # the first prompt's first token is the request's
 
     def _do(self, decisions: list[Decision], loop: asyncio.AbstractEventLoop) -> None:
         for decision in decisions:
-            visit = self._visits.get(decision.id)
-            if visit is None or visit.opened.done():
+            open_request = self._open.get(decision.id)
+            if open_request is None or open_request.opened.done():
                 continue
             if isinstance(decision, Admit):
-                visit.opened.set_result(None)
+                open_request.opened.set_result(None)
             else:
-                facts = {"refused by the door": str(decision.error)}
-                self._refused[visit.id] = facts
+                facts = {"refused by admission control": str(decision.error)}
+                self._refused[open_request.id] = facts
                 while len(self._refused) > _MAX_REFUSED:
                     self._refused.popitem(last=False)
-                visit.opened.set_exception(decision.error)
-        if self._timer is None and not self._door.idle:
+                open_request.opened.set_exception(decision.error)
+        if self._timer is None and not self._admission.idle:
             self._timer = loop.call_later(_TICK_S, self._tick, loop)
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None
-        self._do(self._door.tick(self._clock(), self._room()), loop)
+        self._do(self._admission.tick(self._clock(), self._room()), loop)
 
     # ---- for people -------------------------------------------------------------------------------------------------
 
     def families(self, labels: dict[str, str]) -> Iterator[Metric]:
         """What the door knows, for Prometheus."""
-        waiting = GaugeMetricFamily("tripool_door_waiting", "Requests at the door.", labels=[*labels, "tenant"])
-        ranked = sorted(((a.total_waiting, a.name) for a in self._door.shares if a.num_waiting), reverse=True)
+        waiting = GaugeMetricFamily("tripool_admission_waiting", "Requests at the door.", labels=[*labels, "tenant"])
+        ranked = sorted(((a.total_waiting, a.name) for a in self._admission.queue if a.num_waiting), reverse=True)
         shown = ranked[:_MAX_LABELS]
         for number, name in shown:
             waiting.add_metric([*labels.values(), name], number)
@@ -334,7 +336,7 @@ class Doored:
         yield self._errors.family("tripool_ttft_prediction_error_seconds", about, labels)
 
     def _fairness(self) -> float:
-        return fairness(self._door.shares, self._clock())
+        return fairness(self._admission.queue, self._clock())
 
 
 def _staged(event: TokenEvent, waited_s: float) -> TokenEvent:

@@ -38,7 +38,7 @@ class Step(NamedTuple):
     choices: tuple[int, ...] = ()
 
 
-class Story:
+class PlacementTrace:
     def __init__(self, came_s: float) -> None:
         self._came_s = came_s
         self._steps: list[Step] = []

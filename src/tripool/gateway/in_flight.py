@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from tripool.gateway.refusals import Draining
 
 
-class Gate:
+class InFlight:
     """For one event loop: it has no lock."""
 
     def __init__(self) -> None:

@@ -93,7 +93,7 @@ class Waiting:
     cost: float
 
 
-class Shares:
+class FairQueue:
     """Requests that wait, by tenant, and the order in which they will go."""
 
     def __init__(self) -> None:

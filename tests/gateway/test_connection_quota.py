@@ -26,7 +26,7 @@ def keyed(path: Path) -> Iterator[tuple[Guarded, dict[str, str], GatedEngine]]:
         try:
             yield served, keys, engine
         finally:
-            engine.gate.set()
+            engine.in_flight.set()
 
 
 def address_of(served: Guarded) -> tuple[str, int]:
@@ -55,7 +55,7 @@ def test_one_tenant_cannot_take_all_connections(tmp_path):
         assert all(b"connection: close" in answer and b"retry-after: 1" in answer for answer in refused)
         with connected_to(served) as line:
             line.sendall(post(CHAT, STREAM, f"authorization: Bearer {keys['bob']}", "connection: close"))
-            engine.gate.set()
+            engine.in_flight.set()
             assert read_all(line).startswith(b"HTTP/1.1 200 ")
             for kept in lines[:7]:
                 assert kept.recv(12) == b"HTTP/1.1 200"
@@ -120,5 +120,5 @@ def test_a_server_without_keys_always_answers_health_checks(serve, whole):
             assert served.http.get(path).status_code == 200
         models = served.http.get("/v1/models")
         assert models.status_code == (503 if whole else 200), json.dumps(models.json())
-        engine.gate.set()
+        engine.in_flight.set()
     assert engine.wait_idle()

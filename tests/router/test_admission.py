@@ -7,8 +7,9 @@ from random import Random
 from typing import Any
 
 import pytest
+from tripool.router.pending_requests import Arrival, Capacity
 
-from router.door_model import (
+from router.admission_model import (
     Ask,
     Model,
     admitted,
@@ -19,239 +20,238 @@ from router.door_model import (
     refusals,
     tenant,
 )
-from tripool.core import Promise
+from tripool.core import Slo
 from tripool.errors import AboveRateLimit, Overloaded, RateLimited, TtftUnreachable
-from tripool.router.door import Door
+from tripool.router.admission import AdmissionController
 from tripool.router.fairness import jain, max_min
-from tripool.router.guests import Arrival, Room
-from tripool.router.rates import Rates
+from tripool.router.rate_limiter import RateLimiter
 from tripool.tenants import ANONYMOUS, Tenant
 
 
-def arrival(request_id: str, tokens: int = 100, owner: Tenant = ANONYMOUS, **promise: Any) -> Arrival:
-    return Arrival(id=request_id, prompt_tokens=tokens, tenant=owner, promise=Promise(tenant=owner.name, **promise))
+def arrival(request_id: str, tokens: int = 100, owner: Tenant = ANONYMOUS, **slo: Any) -> Arrival:
+    return Arrival(id=request_id, prompt_tokens=tokens, tenant=owner, slo=Slo(tenant=owner.name, **slo))
 
 
 def taught(
-    door: Door,
+    admission: AdmissionController,
     *,
     tokens: int = 100,
     seconds: float = 0.1,
     until_s: float = 100.0,
     times: int = 10,
     owner: Tenant = ANONYMOUS,
-) -> Door:
+) -> AdmissionController:
     """A door that has seen a backend which takes so long for each prompt; idle at `until_s`."""
     now_s = until_s - times * seconds
     for number in range(times):
-        assert admitted(door.arrive(arrival(f"taught-{number}", tokens, owner), now_s))
+        assert admitted(admission.arrive(arrival(f"taught-{number}", tokens, owner), now_s))
         now_s += seconds
-        door.first_token(f"taught-{number}", tokens, now_s)
-        door.finished(f"taught-{number}", 1, now_s)
-        door.check(now_s)
-    assert door.idle
-    return door
+        admission.first_token(f"taught-{number}", tokens, now_s)
+        admission.finished(f"taught-{number}", 1, now_s)
+        admission.check(now_s)
+    assert admission.idle
+    return admission
 
 
 # ---- letting through ------------------------------------------------------------------------------------------------
 
 
 def test_an_idle_backend_gets_everything_at_once() -> None:
-    door = new_door()
-    assert admitted(door.arrive(arrival("a", 10**6), 0.0)) == ["a"]
-    door.check(0.0)
+    admission = new_door()
+    assert admitted(admission.arrive(arrival("a", 10**6), 0.0)) == ["a"]
+    admission.check(0.0)
 
 
 def test_alike_requests_go_far_ahead_and_in_order() -> None:
-    door = new_door(wide_tokens=1000)
-    let = [i for number in range(20) for i in admitted(door.arrive(arrival(str(number)), 0.0))]
+    admission = new_door(wide_tokens=1000)
+    let = [i for number in range(20) for i in admitted(admission.arrive(arrival(str(number)), 0.0))]
     assert let == [str(number) for number in range(10)], "the window is wide while nobody competes"
-    assert admitted(door.first_token("0", 100, 1.0)) == ["10"]
+    assert admitted(admission.first_token("0", 100, 1.0)) == ["10"]
 
 
 def test_while_tenants_compete_the_order_is_decided_here() -> None:
-    door = taught(new_door())
+    admission = taught(new_door())
     one, two = tenant("one"), tenant("two")
     now_s = 100.0
     for number in range(5):
-        door.arrive(arrival(f"one-{number}", 100, one), now_s)
+        admission.arrive(arrival(f"one-{number}", 100, one), now_s)
     # One is inside, as much as keeps the backend busy; whoever comes now goes next, before the other four.
     inside, order = ["one-0"], []
-    inside += admitted(door.arrive(arrival("two-0", 100, two), now_s))
-    inside += admitted(door.arrive(arrival("two-1", 100, two), now_s))
+    inside += admitted(admission.arrive(arrival("two-0", 100, two), now_s))
+    inside += admitted(admission.arrive(arrival("two-1", 100, two), now_s))
     while inside:
         order.append(inside.pop(0))
         now_s += 0.1
-        inside += admitted(door.first_token(order[-1], 100, now_s))
-        door.check(now_s)
+        inside += admitted(admission.first_token(order[-1], 100, now_s))
+        admission.check(now_s)
     assert order.index("two-0") <= 2
     assert sorted(order) == sorted(["two-0", "two-1", *(f"one-{n}" for n in range(5))])
 
 
 def test_lower_priorities_go_first() -> None:
-    door = taught(new_door())
+    admission = taught(new_door())
     for number, priority in enumerate([0, 5, 1, -3]):
-        door.arrive(arrival(f"{priority}", priority=priority), 100.0 + number / 1000)
+        admission.arrive(arrival(f"{priority}", priority=priority), 100.0 + number / 1000)
     order, now_s = ["0"], 101.0
-    while let := admitted(door.first_token(order[-1], 100, now_s)):
+    while let := admitted(admission.first_token(order[-1], 100, now_s)):
         order += let
         now_s += 1.0
     assert order == ["0", "-3", "1", "5"]
 
 
 def test_several_lanes_are_kept_busy() -> None:
-    door = new_door(lanes=3)
+    admission = new_door(lanes=3)
     for name in ("a", "b"):
-        door.arrive(arrival(f"{name}0", 1000, tenant(name)), 0.0)
-    assert admitted(door.arrive(arrival("a1", 1000, tenant("a")), 0.0)) == ["a1"]
-    assert admitted(door.tick(0.1, Room(lanes=5))) == []
-    assert admitted(door.arrive(arrival("a2", 1000, tenant("a")), 0.1)) == ["a2"]
+        admission.arrive(arrival(f"{name}0", 1000, tenant(name)), 0.0)
+    assert admitted(admission.arrive(arrival("a1", 1000, tenant("a")), 0.0)) == ["a1"]
+    assert admitted(admission.tick(0.1, Capacity(lanes=5))) == []
+    assert admitted(admission.arrive(arrival("a2", 1000, tenant("a")), 0.1)) == ["a2"]
 
 
 def test_slots_are_kept_for_tenants_below_their_share() -> None:
-    door = taught(new_door(slots=8, reserve=0.25), seconds=0.001)
+    admission = taught(new_door(slots=8, reserve=0.25), seconds=0.001)
     flood, late = tenant("flood"), tenant("late")
-    door.arrive(arrival("late-0", 10, late), 100.0)
-    door.finished("late-0", 1, 100.0)
+    admission.arrive(arrival("late-0", 10, late), 100.0)
+    admission.finished("late-0", 1, 100.0)
     now_s, let = 100.0, []
     for number in range(20):
-        let += admitted(door.arrive(arrival(f"flood-{number}", 10, flood), now_s))
+        let += admitted(admission.arrive(arrival(f"flood-{number}", 10, flood), now_s))
         now_s += 0.01
         for request_id in let:
-            let += admitted(door.first_token(request_id, 10, now_s))
+            let += admitted(admission.first_token(request_id, 10, now_s))
     assert len(let) == 6, "of eight slots, two are kept"
-    assert "decode slots" in str(door.explain("flood-10", now_s)["waited in the door"])
-    assert admitted(door.arrive(arrival("late-1", 10, late), now_s)) == ["late-1"]
-    assert admitted(door.finished(let[0], 1, now_s)) == [], "two are kept again"
-    assert admitted(door.finished(let[1], 1, now_s)) == ["flood-6"]
-    door.check(now_s)
+    assert "decode slots" in str(admission.explain("flood-10", now_s)["waited for admission"])
+    assert admitted(admission.arrive(arrival("late-1", 10, late), now_s)) == ["late-1"]
+    assert admitted(admission.finished(let[0], 1, now_s)) == [], "two are kept again"
+    assert admitted(admission.finished(let[1], 1, now_s)) == ["flood-6"]
+    admission.check(now_s)
 
 
 # ---- refusing -------------------------------------------------------------------------------------------------------
 
 
 def test_a_promise_that_cannot_be_kept_is_refused_at_once_with_the_time_it_takes() -> None:
-    door = taught(new_door())
+    admission = taught(new_door())
     for number in range(10):
-        assert not refusals(door.arrive(arrival(f"r{number}"), 100.0))
-    (refusal,) = refusals(door.arrive(arrival("strict", ttft_ms=500), 100.0))
+        assert not refusals(admission.arrive(arrival(f"r{number}"), 100.0))
+    (refusal,) = refusals(admission.arrive(arrival("strict", ttft_ms=500), 100.0))
     error = refusal.error
     assert isinstance(error, TtftUnreachable) and error.status == 429
     assert error.retry_after_s == pytest.approx(0.6, abs=0.3)
-    assert "strict" not in door
-    assert not refusals(door.arrive(arrival("patient", ttft_ms=5000), 100.0))
-    door.check(100.0)
+    assert "strict" not in admission
+    assert not refusals(admission.arrive(arrival("patient", ttft_ms=5000), 100.0))
+    admission.check(100.0)
 
 
 def test_an_idle_backend_is_tried_even_if_it_was_slow() -> None:
-    door = taught(new_door(), seconds=2.0)
-    assert admitted(door.arrive(arrival("strict", ttft_ms=100), 200.0)) == ["strict"]
-    assert refusals(door.arrive(arrival("stricter", ttft_ms=100), 200.0))
+    admission = taught(new_door(), seconds=2.0)
+    assert admitted(admission.arrive(arrival("strict", ttft_ms=100), 200.0)) == ["strict"]
+    assert refusals(admission.arrive(arrival("stricter", ttft_ms=100), 200.0))
 
 
 def test_who_has_waited_too_long_is_refused_without_being_begun() -> None:
-    door = new_door(wide_tokens=100, max_wait_s=5.0)
+    admission = new_door(wide_tokens=100, max_wait_s=5.0)
     for request_id in ("inside", "waits"):
-        door.arrive(arrival(request_id), 0.0)
-    door.arrive(arrival("strict", ttft_ms=1000), 0.0)
-    assert door.tick(0.9) == []
-    (early,) = refusals(door.tick(1.0))
+        admission.arrive(arrival(request_id), 0.0)
+    admission.arrive(arrival("strict", ttft_ms=1000), 0.0)
+    assert admission.tick(0.9) == []
+    (early,) = refusals(admission.tick(1.0))
     assert early.id == "strict" and isinstance(early.error, TtftUnreachable)
-    (late,) = refusals(door.tick(5.0))
+    (late,) = refusals(admission.tick(5.0))
     assert late.id == "waits" and type(late.error) is Overloaded
-    assert door.first_token("inside", 100, 6.0) == [], "those who were refused are not let through"
-    door.check(6.0)
+    assert admission.first_token("inside", 100, 6.0) == [], "those who were refused are not let through"
+    admission.check(6.0)
 
 
 def test_the_queue_is_bounded_in_tokens() -> None:
-    door = new_door(queue_tokens=1000, wide_tokens=100)
-    refused = [i for i in range(20) if refusals(door.arrive(arrival(str(i)), 0.0))]
+    admission = new_door(queue_tokens=1000, wide_tokens=100)
+    refused = [i for i in range(20) if refusals(admission.arrive(arrival(str(i)), 0.0))]
     assert refused == list(range(10, 20))
-    assert refusals(door.arrive(arrival("long", 10_000), 0.0))
+    assert refusals(admission.arrive(arrival("long", 10_000), 0.0))
     for i in range(10):
-        door.first_token(str(i), 100, 1.0)
-    assert admitted(door.arrive(arrival("long again", 10_000), 1.0)), "alone, anything fits"
+        admission.first_token(str(i), 100, 1.0)
+    assert admitted(admission.arrive(arrival("long again", 10_000), 1.0)), "alone, anything fits"
 
 
 def test_a_flood_does_not_fill_the_queue_for_others() -> None:
-    door = new_door(queue_tokens=10_000, wide_tokens=100)
+    admission = new_door(queue_tokens=10_000, wide_tokens=100)
     flood = tenant("flood")
-    came = [i for i in range(1000) if not refusals(door.arrive(arrival(f"f{i}", 100, flood), 0.0))]
+    came = [i for i in range(1000) if not refusals(admission.arrive(arrival(f"f{i}", 100, flood), 0.0))]
     assert 70 <= len(came) <= 82
-    assert not refusals(door.arrive(arrival("other", 100, tenant("other")), 0.0))
-    assert not refusals(door.arrive(arrival("long", 1000, tenant("third")), 0.0))
+    assert not refusals(admission.arrive(arrival("other", 100, tenant("other")), 0.0))
+    assert not refusals(admission.arrive(arrival("long", 1000, tenant("third")), 0.0))
 
 
 def test_rates_are_refused_with_the_time_until_it_fits() -> None:
-    door, owner = new_door(), tenant("a", requests_per_minute=2, tokens_per_minute=1000)
+    admission, owner = new_door(), tenant("a", requests_per_minute=2, tokens_per_minute=1000)
     for number in range(2):
-        assert door.enter(owner, 0.0) is None
-        door.arrive(arrival(str(number), 100, owner), 0.0)
-    error = door.enter(owner, 0.0)
+        assert admission.enter(owner, 0.0) is None
+        admission.arrive(arrival(str(number), 100, owner), 0.0)
+    error = admission.enter(owner, 0.0)
     assert isinstance(error, RateLimited) and error.retry_after_s == pytest.approx(30)
     assert error.code == "rate_limited" and "2 requests per minute" in error.message
-    assert door.enter(tenant("b"), 0.0) is None
-    door.answered("0", 500, 30.0)
-    door.finished("0", 300, 30.0)
-    (refusal,) = refusals(door.arrive(arrival("fourth", 600, owner), 30.0))
+    assert admission.enter(tenant("b"), 0.0) is None
+    admission.answered("0", 500, 30.0)
+    admission.finished("0", 300, 30.0)
+    (refusal,) = refusals(admission.arrive(arrival("fourth", 600, owner), 30.0))
     assert "tokens" in refusal.error.message
 
 
 def test_a_tenant_in_debt_is_refused_before_anything_is_read() -> None:
-    door, owner = new_door(), tenant("a", tokens_per_minute=100)
-    door.arrive(arrival("long answer", 50, owner), 0.0)
-    door.finished("long answer", 110, 0.0)
-    error = door.enter(owner, 0.0)
+    admission, owner = new_door(), tenant("a", tokens_per_minute=100)
+    admission.arrive(arrival("long answer", 50, owner), 0.0)
+    admission.finished("long answer", 110, 0.0)
+    error = admission.enter(owner, 0.0)
     assert isinstance(error, RateLimited) and error.retry_after_s == pytest.approx(36)
 
 
 def test_a_refused_or_cancelled_wait_costs_no_tokens_but_its_request() -> None:
-    rates, owner = Rates(), tenant("a", requests_per_minute=3, tokens_per_minute=300)
-    door = new_door(rates=rates, wide_tokens=50, max_wait_s=1.0)
+    rate_limiter, owner = RateLimiter(), tenant("a", requests_per_minute=3, tokens_per_minute=300)
+    admission = new_door(rate_limiter=rate_limiter, wide_tokens=50, max_wait_s=1.0)
     for request_id in ("inside", "cancelled", "late"):
-        assert door.enter(owner, 0.0) is None
-        door.arrive(arrival(request_id, 100, owner), 0.0)
-    assert rates.level("a", "tokens", 0.0) == 0
-    door.cancelled("cancelled", 0.0)
-    assert [r.id for r in refusals(door.tick(1.0))] == ["late"]
-    assert rates.level("a", "tokens", 1.0) == pytest.approx(205)
-    assert rates.level("a", "requests", 1.0) == pytest.approx(0.05), "they were read and tried for it"
+        assert admission.enter(owner, 0.0) is None
+        admission.arrive(arrival(request_id, 100, owner), 0.0)
+    assert rate_limiter.level("a", "tokens", 0.0) == 0
+    admission.cancelled("cancelled", 0.0)
+    assert [r.id for r in refusals(admission.tick(1.0))] == ["late"]
+    assert rate_limiter.level("a", "tokens", 1.0) == pytest.approx(205)
+    assert rate_limiter.level("a", "requests", 1.0) == pytest.approx(0.05), "they were read and tried for it"
 
 
 @pytest.mark.parametrize(("prompts", "answer_tokens"), [(256, 0), (1, 256_000), (4, 200)])
 def test_a_request_that_asks_for_more_than_a_minute_holds_is_refused_for_good(prompts: int, answer_tokens: int) -> None:
-    rates, owner = Rates(), tenant("a", tokens_per_minute=1000)
-    door = new_door(rates=rates)
+    rate_limiter, owner = RateLimiter(), tenant("a", tokens_per_minute=1000)
+    admission = new_door(rate_limiter=rate_limiter)
     first, *rest = (
         Arrival(id=str(n), prompt_tokens=100, answer_tokens=answer_tokens, tenant=owner) for n in range(prompts)
     )
-    (refusal,) = refusals(door.arrive(first, 0.0, rest))
+    (refusal,) = refusals(admission.arrive(first, 0.0, rest))
     assert type(refusal.error) is AboveRateLimit and refusal.error.status == 400 and refusal.error.hint
-    assert rates.level("a", "tokens", 0.0) == 1000 and door.idle
-    door.check(0.0)
+    assert rate_limiter.level("a", "tokens", 0.0) == 1000 and admission.idle
+    admission.check(0.0)
 
 
 def test_what_an_answer_may_take_is_reserved_and_the_rest_given_back() -> None:
-    rates, owner = Rates(), tenant("a", tokens_per_minute=6000)
-    door = new_door(rates=rates)
-    door.arrive(Arrival(id="r", prompt_tokens=1000, answer_tokens=3000, tenant=owner), 0.0)
-    assert rates.level("a", "tokens", 0.0) == 2000
-    door.first_token("r", 100, 0.0)
-    assert rates.level("a", "tokens", 0.0) == 2900, "cached tokens are not counted"
-    door.answered("r", 500, 0.0)
-    assert rates.level("a", "tokens", 0.0) == 2900
-    door.finished("r", 20, 0.0)
-    assert rates.level("a", "tokens", 0.0) == 6000 - 100 - 520
+    rate_limiter, owner = RateLimiter(), tenant("a", tokens_per_minute=6000)
+    admission = new_door(rate_limiter=rate_limiter)
+    admission.arrive(Arrival(id="r", prompt_tokens=1000, answer_tokens=3000, tenant=owner), 0.0)
+    assert rate_limiter.level("a", "tokens", 0.0) == 2000
+    admission.first_token("r", 100, 0.0)
+    assert rate_limiter.level("a", "tokens", 0.0) == 2900, "cached tokens are not counted"
+    admission.answered("r", 500, 0.0)
+    assert rate_limiter.level("a", "tokens", 0.0) == 2900
+    admission.finished("r", 20, 0.0)
+    assert rate_limiter.level("a", "tokens", 0.0) == 6000 - 100 - 520
 
 
 def test_cached_prompts_earlier_buy_no_room_now() -> None:
     """Else a tenant would first send what is cached, and then far more than it may."""
-    door, owner = new_door(), tenant("a", tokens_per_minute=1000)
+    admission, owner = new_door(), tenant("a", tokens_per_minute=1000)
     for number in range(50):
-        door.arrive(arrival(f"cached-{number}", 900, owner), 0.0)
-        door.first_token(f"cached-{number}", 1, 0.0)
-        door.finished(f"cached-{number}", 1, 0.0)
-    (refusal,) = refusals(door.arrive(arrival("new", 2000, owner), 0.0))
+        admission.arrive(arrival(f"cached-{number}", 900, owner), 0.0)
+        admission.first_token(f"cached-{number}", 1, 0.0)
+        admission.finished(f"cached-{number}", 1, 0.0)
+    (refusal,) = refusals(admission.arrive(arrival("new", 2000, owner), 0.0))
     assert type(refusal.error) is AboveRateLimit
 
 
@@ -263,109 +263,111 @@ def several(request_id: str, count: int, tokens: int, owner: Tenant = ANONYMOUS)
 
 
 def test_others_have_their_turn_between_the_prompts_of_one_request() -> None:
-    door = taught(new_door(slots=64))
+    admission = taught(new_door(slots=64))
     first, *rest = several("many", 64, 1000, tenant("many"))
     now_s = 100.0
-    order = admitted(door.arrive(first, now_s, rest))
+    order = admitted(admission.arrive(first, now_s, rest))
     # At once, beside a prompt that may take long: the backend computes that in pieces.
-    assert admitted(door.arrive(arrival("other", 100, tenant("other")), now_s)) == ["other"]
-    assert admitted(door.arrive(arrival("more", 100, tenant("other")), now_s)) == [], "but only one"
-    assert admitted(door.first_token("other", 100, now_s + 0.1)) == ["more"]
-    door.check(now_s)
-    assert admitted(door.first_token(order[0], 1000, now_s + 1.0)) == []
-    assert admitted(door.first_token("more", 100, now_s + 1.1)) == ["many-1"], "and all get on"
+    assert admitted(admission.arrive(arrival("other", 100, tenant("other")), now_s)) == ["other"]
+    assert admitted(admission.arrive(arrival("more", 100, tenant("other")), now_s)) == [], "but only one"
+    assert admitted(admission.first_token("other", 100, now_s + 0.1)) == ["more"]
+    admission.check(now_s)
+    assert admitted(admission.first_token(order[0], 1000, now_s + 1.0)) == []
+    assert admitted(admission.first_token("more", 100, now_s + 1.1)) == ["many-1"], "and all get on"
 
 
 @pytest.mark.parametrize(("prompt_tokens", "answer_tokens"), [(1000, 0), (5, 100)])
 def test_a_backend_made_slow_by_one_tenant_keeps_nobody_else_waiting(prompt_tokens: int, answer_tokens: int) -> None:
     """Whoever makes it slow must not thereby make others look as if they asked for more than their share."""
-    door, now_s = taught(new_door(slots=64)), 100.0
-    door.arrive(replace(arrival("long", 5, tenant("many")), answer_tokens=60 * answer_tokens), now_s)
-    door.first_token("long", 5, now_s)
+    admission, now_s = taught(new_door(slots=64)), 100.0
+    admission.arrive(replace(arrival("long", 5, tenant("many")), answer_tokens=60 * answer_tokens), now_s)
+    admission.first_token("long", 5, now_s)
     first, *rest = several("many", 64, prompt_tokens, tenant("many"))
-    inside = admitted(door.arrive(first, now_s, rest))
+    inside = admitted(admission.arrive(first, now_s, rest))
     for number in range(60):
         now_s += 0.1
-        door.answered("long", answer_tokens, now_s)
+        admission.answered("long", answer_tokens, now_s)
         asked = arrival(f"other-{number}", 72, tenant("other"))
-        assert admitted(door.arrive(asked, now_s)) == [asked.id], number
-        inside += admitted(door.first_token(asked.id, 72, now_s)) + admitted(door.finished(asked.id, 4, now_s))
+        assert admitted(admission.arrive(asked, now_s)) == [asked.id], number
+        inside += admitted(admission.first_token(asked.id, 72, now_s)) + admitted(
+            admission.finished(asked.id, 4, now_s)
+        )
         if number % 5 == 4:  # a prompt in half a second
-            inside += admitted(door.first_token(inside[0], prompt_tokens, now_s))
-            inside += admitted(door.finished(inside.pop(0), 1, now_s))
-        door.check(now_s)
+            inside += admitted(admission.first_token(inside[0], prompt_tokens, now_s))
+            inside += admitted(admission.finished(inside.pop(0), 1, now_s))
+        admission.check(now_s)
 
 
 def test_hundreds_of_one_tenants_requests_refuse_nobody_else() -> None:
     """They went in before anybody else was there, and are begun one by one; who comes now is next."""
     many = tenant("many")
-    door = taught(new_door(slots=64), tokens=1, seconds=0.2, owner=many)
+    admission = taught(new_door(slots=64), tokens=1, seconds=0.2, owner=many)
     asked = [replace(arrival(f"many-{number}", 1, many), answer_tokens=2000) for number in range(345)]
-    assert len([one for one in asked if admitted(door.arrive(one, 100.0))]) > 250
-    assert admitted(door.arrive(arrival("other", 1, tenant("other")), 100.0)) == ["other"]
-    assert admitted(door.arrive(arrival("third", 1, tenant("third"), ttft_ms=1000), 100.0)) == ["third"]
-    assert refusals(door.arrive(arrival("again", 1, many, ttft_ms=1000), 100.0)), "but its own are before it"
-    door.check(100.0)
+    assert len([one for one in asked if admitted(admission.arrive(one, 100.0))]) > 250
+    assert admitted(admission.arrive(arrival("other", 1, tenant("other")), 100.0)) == ["other"]
+    assert admitted(admission.arrive(arrival("third", 1, tenant("third"), ttft_ms=1000), 100.0)) == ["third"]
+    assert refusals(admission.arrive(arrival("again", 1, many, ttft_ms=1000), 100.0)), "but its own are before it"
+    admission.check(100.0)
 
 
 def test_alone_all_prompts_of_a_request_go_in_as_fast_as_ever() -> None:
-    door = new_door(wide_tokens=1000)
+    admission = new_door(wide_tokens=1000)
     first, *rest = several("many", 20, 100)
-    assert admitted(door.arrive(first, 0.0, rest)) == [f"many-{n}" for n in range(10)]
-    door.check(0.0)
-    assert admitted(door.first_token("many-0", 100, 1.0)) == ["many-10"]
+    assert admitted(admission.arrive(first, 0.0, rest)) == [f"many-{n}" for n in range(10)]
+    admission.check(0.0)
+    assert admitted(admission.first_token("many-0", 100, 1.0)) == ["many-10"]
 
 
 def test_prompts_that_have_not_arrived_can_be_cancelled_and_hold_nothing() -> None:
-    rates, owner = Rates(), tenant("a", tokens_per_minute=1000)
-    door = new_door(wide_tokens=100, rates=rates)
+    rate_limiter, owner = RateLimiter(), tenant("a", tokens_per_minute=1000)
+    admission = new_door(wide_tokens=100, rate_limiter=rate_limiter)
     first, *rest = several("many", 5, 100, owner)
-    assert admitted(door.arrive(first, 0.0, rest)) == ["many-0"]
-    assert rates.level("a", "tokens", 0.0) == 500
+    assert admitted(admission.arrive(first, 0.0, rest)) == ["many-0"]
+    assert rate_limiter.level("a", "tokens", 0.0) == 500
     for gone in ("many-3", "many-1"):
-        door.cancelled(gone, 0.0)
-        door.check(0.0)
-    assert "behind earlier prompts" in str(door.explain("many-4", 0.0))
-    assert admitted(door.first_token("many-0", 100, 1.0)) == ["many-2"]
+        admission.cancelled(gone, 0.0)
+        admission.check(0.0)
+    assert "behind earlier prompts" in str(admission.explain("many-4", 0.0))
+    assert admitted(admission.first_token("many-0", 100, 1.0)) == ["many-2"]
     for gone in ("many-0", "many-2", "many-4"):
-        door.cancelled(gone, 1.0)
-        door.check(1.0)
-    assert door.idle
+        admission.cancelled(gone, 1.0)
+        admission.check(1.0)
+    assert admission.idle
 
 
 def test_one_request_cannot_shut_others_out_of_the_slots() -> None:
     """128 choices in 64 slots: the backend shares them, and the door does not wait for an end."""
-    door = taught(new_door(slots=64))
-    door.arrive(Arrival(id="many", prompt_tokens=10, choices=128, tenant=tenant("many")), 100.0)
-    door.first_token("many", 10, 100.1)
+    admission = taught(new_door(slots=64))
+    admission.arrive(Arrival(id="many", prompt_tokens=10, choices=128, tenant=tenant("many")), 100.0)
+    admission.first_token("many", 10, 100.1)
     for number in range(20):
-        assert admitted(door.arrive(arrival(f"o{number}", 10, tenant("other")), 101.0 + number)) == [f"o{number}"]
-        door.first_token(f"o{number}", 10, 101.1 + number)
-        door.check(101.1 + number)
+        assert admitted(admission.arrive(arrival(f"o{number}", 10, tenant("other")), 101.0 + number)) == [f"o{number}"]
+        admission.first_token(f"o{number}", 10, 101.1 + number)
+        admission.check(101.1 + number)
 
 
 def test_cancelled_guests_hold_nothing_wherever_they_were() -> None:
-    door = new_door(wide_tokens=150, slots=8)
+    admission = new_door(wide_tokens=150, slots=8)
     for request_id in ("answering", "inside", "waiting"):
-        door.arrive(arrival(request_id, 100, tenant(request_id)), 0.0)
-    door.first_token("answering", 100, 1.0)
+        admission.arrive(arrival(request_id, 100, tenant(request_id)), 0.0)
+    admission.first_token("answering", 100, 1.0)
     for request_id in ("waiting", "inside", "answering", "unknown"):
-        door.cancelled(request_id, 2.0)
-        door.check(2.0)
-    assert door.idle
-    assert admitted(door.arrive(arrival("again"), 3.0)) == ["again"]
+        admission.cancelled(request_id, 2.0)
+        admission.check(2.0)
+    assert admission.idle
+    assert admitted(admission.arrive(arrival("again"), 3.0)) == ["again"]
 
 
 def test_explain_says_what_it_waited_for() -> None:
-    door = taught(new_door(wide_tokens=100))
-    door.arrive(arrival("inside"), 100.0)
-    door.arrive(arrival("waits", ttft_ms=60_000, priority=3), 100.0)
-    facts = door.explain("waits", 100.25)
-    assert str(facts["waited in the door"]).startswith("250.0 ms, because 100 tokens were inside")
+    admission = taught(new_door(wide_tokens=100))
+    admission.arrive(arrival("inside"), 100.0)
+    admission.arrive(arrival("waits", ttft_ms=60_000, priority=3), 100.0)
+    facts = admission.explain("waits", 100.25)
+    assert str(facts["waited for admission"]).startswith("250.0 ms, because 100 tokens were inside")
     assert facts["predicted first token ms"] == pytest.approx(200, abs=1)
-    assert facts["promised first token ms"] == 60_000 and facts["priority"] == 3
-    assert door.explain("inside", 100.0)["waited in the door"] == "0.0 ms"
-    assert door.explain("unknown", 100.0) == {}
+    assert facts["ttft SLO ms"] == 60_000 and facts["priority"] == 3
+    assert admission.explain("inside", 100.0)["waited for admission"] == "0.0 ms"
+    assert admission.explain("unknown", 100.0) == {}
 
 
 # ---- in a life ------------------------------------------------------------------------------------------------------
@@ -436,10 +438,10 @@ def test_at_twice_the_capacity_refusals_come_at_once_and_the_rest_is_kept() -> N
 
 
 def test_predictions_are_close_when_the_backend_is_steady() -> None:
-    door = new_door()
+    admission = new_door()
     asks = [a for n in range(3) for a in poisson(tenant(str(n)), 0.8 / PROMPT_S / 3, 400.0, n)]
-    Model(door, check_every=100).run(asks)
-    steady = door.predictions[50:]
+    Model(admission, check_every=100).run(asks)
+    steady = admission.predictions[50:]
     errors = [abs(actual - predicted) for predicted, actual in steady]
     assert quantile(errors, 0.5) <= 0.06 and quantile(errors, 0.9) <= 0.35
 
@@ -466,17 +468,15 @@ def test_a_random_life_loses_nobody(seed: int) -> None:
     asks = []
     for number in range(300):
         owner = dice.choice(owners)
-        promise = Promise(ttft_ms=dice.choice([None, None, 300, 3000]), priority=dice.choice([0, 0, -1, 2]))
+        slo = Slo(ttft_ms=dice.choice([None, None, 300, 3000]), priority=dice.choice([0, 0, -1, 2]))
         tokens = dice.choice([1, 20, 100, 900])
-        came = Arrival(
-            id=str(number), prompt_tokens=tokens, tenant=owner, choices=dice.choice([1, 1, 3]), promise=promise
-        )
+        came = Arrival(id=str(number), prompt_tokens=tokens, tenant=owner, choices=dice.choice([1, 1, 3]), slo=slo)
         asks.append(Ask(dice.uniform(0, 20), came, dice.randint(1, tokens), dice.choice([0.0, 0.5, 3.0])))
     lanes, slots = dice.choice([1, 2, 4]), dice.choice([None, 2, 8])
-    door = new_door(lanes=lanes, slots=slots, queue_tokens=dice.choice([500, 5000, 10**6]), max_wait_s=10.0)
-    outcomes = Model(door, slots=slots or 10**9).run(asks).values()
+    admission = new_door(lanes=lanes, slots=slots, queue_tokens=dice.choice([500, 5000, 10**6]), max_wait_s=10.0)
+    outcomes = Model(admission, slots=slots or 10**9).run(asks).values()
     for outcome in outcomes:
         assert (outcome.first_s is None) != (outcome.refused_s is None), "answered or refused, and not both"
         if outcome.refused_s is not None:
             assert outcome.refused_s - outcome.ask.time_s <= 10.0 + 0.051, "every wait has a bound"
-    assert door.idle
+    assert admission.idle

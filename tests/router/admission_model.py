@@ -9,11 +9,12 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
-from tripool.config import DoorConfig
-from tripool.core import Promise
-from tripool.router.door import Door
-from tripool.router.guests import Admit, Arrival, Decision, Refuse, Room
-from tripool.router.rates import Rates
+from tripool.router.pending_requests import Admit, Arrival, Capacity, Decision, Refuse
+
+from tripool.config import AdmissionConfig
+from tripool.core import Slo
+from tripool.router.admission import AdmissionController
+from tripool.router.rate_limiter import RateLimiter
 from tripool.tenants import Limits, Tenant
 
 TICK_S = 0.05
@@ -50,7 +51,7 @@ class Outcome:
 class Model:
     """`tokens_per_s` of each lane, `overhead_s` per prompt, `slots` answers at once."""
 
-    door: Door
+    admission: AdmissionController
     tokens_per_s: float = 1000.0
     overhead_s: float = 0.002
     slots: int = 10**9
@@ -75,7 +76,7 @@ class Model:
             getattr(self, f"_{kind}")(request_id)
             num_events += 1
             if num_events % self.check_every == 0:
-                self.door.check(self.now_s)
+                self.admission.check(self.now_s)
         return self.outcomes
 
     def _at(self, time_s: float, kind: str, request_id: str) -> None:
@@ -94,7 +95,7 @@ class Model:
         self._work()
 
     def _work(self) -> None:
-        while self._queue and self._computing < self.door.room.lanes and self._answering < self.slots:
+        while self._queue and self._computing < self.admission.room.lanes and self._answering < self.slots:
             request_id = self._queue.popleft()
             self._computing += 1
             self._answering += 1
@@ -102,27 +103,29 @@ class Model:
             self._at(self.now_s + self.overhead_s + tokens / self.tokens_per_s, "first", request_id)
 
     def _arrive(self, request_id: str) -> None:
-        self._do(self.door.arrive(self.outcomes[request_id].ask.arrival, self.now_s))
+        self._do(self.admission.arrive(self.outcomes[request_id].ask.arrival, self.now_s))
 
     def _first(self, request_id: str) -> None:
         outcome = self.outcomes[request_id]
         self._computing -= 1
         outcome.first_s = self.now_s
         self._at(self.now_s + outcome.ask.answer_s, "end", request_id)
-        self._do(self.door.first_token(request_id, outcome.ask.uncached_tokens, self.now_s))
+        self._do(self.admission.first_token(request_id, outcome.ask.uncached_tokens, self.now_s))
 
     def _end(self, request_id: str) -> None:
         self._answering -= 1
-        self._do(self.door.finished(request_id, 1, self.now_s))
+        self._do(self.admission.finished(request_id, 1, self.now_s))
 
     def _tick(self, _: str) -> None:
-        self._do(self.door.tick(self.now_s))
+        self._do(self.admission.tick(self.now_s))
         if self._events:
             self._at(self.now_s + TICK_S, "tick", "")
 
 
-def new_door(*, lanes: int = 1, slots: int | None = None, rates: Rates | None = None, **config: Any) -> Door:
-    return Door(DoorConfig(**config), rates, Room(lanes, slots))
+def new_door(
+    *, lanes: int = 1, slots: int | None = None, rate_limiter: RateLimiter | None = None, **config: Any
+) -> AdmissionController:
+    return AdmissionController(AdmissionConfig(**config), rate_limiter, Capacity(lanes, slots))
 
 
 def poisson(
@@ -137,8 +140,8 @@ def poisson(
 ) -> list[Ask]:
     dice, asks, now_s = Random(seed), [], 0.0
     while (now_s := now_s + dice.expovariate(rate_per_s)) < until_s:
-        promise = Promise(ttft_ms=ttft_ms, tenant=owner.name)
-        arrival = Arrival(id=f"{owner.name}-{len(asks)}", prompt_tokens=tokens, tenant=owner, promise=promise)
+        slo = Slo(ttft_ms=ttft_ms, tenant=owner.name)
+        arrival = Arrival(id=f"{owner.name}-{len(asks)}", prompt_tokens=tokens, tenant=owner, slo=slo)
         asks.append(Ask(now_s, arrival, tokens, answer_s))
     return asks
 

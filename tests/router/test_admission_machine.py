@@ -7,12 +7,12 @@ from dataclasses import replace
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tripool.router.pending_requests import Admit, Arrival, Capacity, Decision, Refuse
 
-from router.door_model import new_door, tenant
-from tripool.core import Promise
+from router.admission_model import new_door, tenant
+from tripool.core import Slo
 from tripool.errors import AboveRateLimit
-from tripool.router.guests import Admit, Arrival, Decision, Refuse, Room
-from tripool.router.rates import Rates
+from tripool.router.rate_limiter import RateLimiter
 
 OWNERS = [
     tenant("", weight=1.0),
@@ -43,11 +43,11 @@ class DoorMachine(RuleBasedStateMachine):
         wide_tokens=st.sampled_from([1, 200, 10_000]),
     )
     def build(self, lanes: int, slots: int | None, queue_tokens: int, wide_tokens: int) -> None:
-        self.rates = Rates()
-        self.door = new_door(
+        self.rate_limiter = RateLimiter()
+        self.admission = new_door(
             lanes=lanes,
             slots=slots,
-            rates=self.rates,
+            rate_limiter=self.rate_limiter,
             queue_tokens=queue_tokens,
             wide_tokens=wide_tokens,
             max_wait_s=MAX_WAIT_S,
@@ -72,7 +72,7 @@ class DoorMachine(RuleBasedStateMachine):
 
     def follow(self) -> None:
         """Prompts that arrived behind another one of their request wait now."""
-        for request_id in [i for i in self.later if i in self.door]:
+        for request_id in [i for i in self.later if i in self.admission]:
             del self.later[request_id]
             self.waiting[request_id] = self.now_s
 
@@ -87,15 +87,15 @@ class DoorMachine(RuleBasedStateMachine):
     def arrive(self, owner: object, tokens: int, choices: int, priority: int, ttft_ms: float | None, more: int) -> None:
         self.number += 1
         request_id = f"r{self.number}"
-        promise = Promise(priority=priority, ttft_ms=ttft_ms)
+        slo = Slo(priority=priority, ttft_ms=ttft_ms)
         self.waiting[request_id], self.prompts[request_id] = self.now_s, tokens
-        if self.door.enter(owner, self.now_s) is not None:  # type: ignore[arg-type]
+        if self.admission.enter(owner, self.now_s) is not None:  # type: ignore[arg-type]
             del self.waiting[request_id]
             return
-        came = Arrival(id=request_id, prompt_tokens=tokens, tenant=owner, choices=choices, promise=promise)  # type: ignore[arg-type]
+        came = Arrival(id=request_id, prompt_tokens=tokens, tenant=owner, choices=choices, slo=slo)  # type: ignore[arg-type]
         later = [replace(came, id=f"{request_id}.{n}") for n in range(more)]
         self.prompts |= {one.id: tokens for one in later}
-        decisions = self.door.arrive(came, self.now_s, later)
+        decisions = self.admission.arrive(came, self.now_s, later)
         self.later |= {} if _refuses(decisions, came) else {one.id: request_id for one in later}
         self.do(decisions)
 
@@ -105,16 +105,16 @@ class DoorMachine(RuleBasedStateMachine):
         request_id = self.inside.pop(which % len(self.inside))
         self.answering.append(request_id)
         uncached = max(1, round(self.prompts[request_id] * (1 - cached)))
-        self.do(self.door.first_token(request_id, uncached, self.now_s))
-        assert self.door.first_token(request_id, uncached, self.now_s) == []
+        self.do(self.admission.first_token(request_id, uncached, self.now_s))
+        assert self.admission.first_token(request_id, uncached, self.now_s) == []
 
     @precondition(lambda self: self.answering)
     @rule(which=st.integers(0, 10**6), tokens=st.integers(0, 500))
     def finish(self, which: int, tokens: int) -> None:
         request_id = self.answering.pop(which % len(self.answering))
-        self.door.answered(request_id, tokens // 2, self.now_s)
-        self.do(self.door.finished(request_id, tokens - tokens // 2, self.now_s))
-        assert request_id not in self.door
+        self.admission.answered(request_id, tokens // 2, self.now_s)
+        self.do(self.admission.finished(request_id, tokens - tokens // 2, self.now_s))
+        assert request_id not in self.admission
 
     @precondition(lambda self: self.waiting or self.inside or self.answering)
     @rule(which=st.integers(0, 10**6))
@@ -126,23 +126,23 @@ class DoorMachine(RuleBasedStateMachine):
         for group in (self.inside, self.answering):
             if request_id in group:
                 group.remove(request_id)
-        self.do(self.door.cancelled(request_id, self.now_s))
-        assert request_id not in self.door and not self.door.explain(request_id, self.now_s)
+        self.do(self.admission.cancelled(request_id, self.now_s))
+        assert request_id not in self.admission and not self.admission.explain(request_id, self.now_s)
 
     @rule(seconds=st.sampled_from([0.001, 0.1, 1.0, 30.0]))
     def tick(self, seconds: float) -> None:
         self.now_s += seconds
         self.ticked_s = self.now_s
-        self.do(self.door.tick(self.now_s))
+        self.do(self.admission.tick(self.now_s))
 
     @rule(lanes=st.integers(1, 4), slots=st.sampled_from([None, 2, 8]))
     def resize(self, lanes: int, slots: int | None) -> None:
-        self.do(self.door.tick(self.now_s, Room(lanes, slots)))
+        self.do(self.admission.tick(self.now_s, Capacity(lanes, slots)))
 
     @invariant()
     def holds(self) -> None:
-        self.door.check(self.now_s)
-        assert self.door.num_waiting == len(self.waiting)
+        self.admission.check(self.now_s)
+        assert self.admission.num_waiting == len(self.waiting)
         late = [i for i, arrived_s in self.waiting.items() if arrived_s + MAX_WAIT_S <= self.ticked_s]
         assert not late, "a wait without a bound"
 
@@ -153,8 +153,8 @@ class DoorMachine(RuleBasedStateMachine):
             while self.inside:
                 self.first_token(0, 0.5)
             self.finish(0, 1)
-            self.door.check(self.now_s)
-        assert not self.waiting and not self.later and self.door.idle, "someone was forgotten"
+            self.admission.check(self.now_s)
+        assert not self.waiting and not self.later and self.admission.idle, "someone was forgotten"
 
 
 def _refuses(decisions: list[Decision], came: Arrival) -> bool:

@@ -19,7 +19,7 @@ from tripool.tenants import NOBODY, Caller
 _HINT = "close some, or wait until one of your requests has ended"
 
 
-class Seats:
+class ConnectionQuota:
     """Behind the guard, which knows the tenant. `on_refused` is told the code."""
 
     def __init__(self, app: ASGIApp, *, on_refused: Callable[[str], object]) -> None:

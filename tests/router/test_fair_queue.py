@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.door_model import tenant
-from tripool.router.fair import Account, Shares
+from router.admission_model import tenant
+from tripool.router.fair_queue import Account, FairQueue
 from tripool.router.fairness import fairness, jain, max_min
 
 
@@ -17,96 +17,96 @@ def anybody(account: Account) -> bool:
     return True
 
 
-def push(shares: Shares, name: str, number: int, cost: float, *, weight: float = 1.0, priority: int = 0) -> None:
-    shares.push(f"{name}-{number}", shares.account(tenant(name, weight=weight)), priority, cost)
-    shares.check()
+def push(queue: FairQueue, name: str, number: int, cost: float, *, weight: float = 1.0, priority: int = 0) -> None:
+    queue.push(f"{name}-{number}", queue.account(tenant(name, weight=weight)), priority, cost)
+    queue.check()
 
 
-def pop(shares: Shares) -> str:
-    found = shares.pop(anybody)
-    shares.check()
+def pop(queue: FairQueue) -> str:
+    found = queue.pop(anybody)
+    queue.check()
     assert found is not None
     return found
 
 
 def test_tokens_are_shared_by_weight_not_by_requests() -> None:
-    shares = Shares()
+    queue = FairQueue()
     for number in range(300):
-        push(shares, "small", number, 10)
-        push(shares, "large", number, 100)
-        push(shares, "heavy", number, 50, weight=2)
+        push(queue, "small", number, 10)
+        push(queue, "large", number, 100)
+        push(queue, "heavy", number, 50, weight=2)
     costs, got = {"small": 10, "large": 100, "heavy": 50}, Counter[str]()
-    while all(account.num_waiting for account in shares):
-        name = pop(shares).partition("-")[0]
+    while all(account.num_waiting for account in queue):
+        name = pop(queue).partition("-")[0]
         got[name] += costs[name]
     assert got["large"] == pytest.approx(got["small"], abs=200)
     assert got["heavy"] == pytest.approx(2 * got["small"], abs=200)
 
 
 def test_a_late_guest_goes_before_a_flood_but_saves_nothing_up() -> None:
-    shares = Shares()
+    queue = FairQueue()
     for number in range(100):
-        push(shares, "flood", number, 100)
+        push(queue, "flood", number, 100)
     for _ in range(50):
-        pop(shares)
+        pop(queue)
     for number in range(10):
-        push(shares, "late", number, 100)
-    order = [pop(shares).partition("-")[0] for _ in range(20)]
+        push(queue, "late", number, 100)
+    order = [pop(queue).partition("-")[0] for _ in range(20)]
     assert order[0] == "late"
     assert Counter(order) == {"late": 10, "flood": 10}
 
 
 def test_credit_lets_a_quiet_tenant_send_two_at_once() -> None:
-    shares = Shares()
-    shares.credit_tokens = 250
+    queue = FairQueue()
+    queue.credit_tokens = 250
     for number in range(100):
-        push(shares, "flood", number, 100)
+        push(queue, "flood", number, 100)
     for _ in range(50):
-        pop(shares)
+        pop(queue)
     for number in range(6):
-        push(shares, "late", number, 100)
-    order = [pop(shares).partition("-")[0] for _ in range(9)]
+        push(queue, "late", number, 100)
+    order = [pop(queue).partition("-")[0] for _ in range(9)]
     assert order[:3] == ["late"] * 3, "within its credit it goes first"
     assert order.count("late") == 6, "afterwards they take turns"
 
 
 def test_who_paid_too_much_is_given_back() -> None:
-    shares = Shares()
+    queue = FairQueue()
     for number in range(40):
-        push(shares, "cached", number, 100)
-        push(shares, "cold", number, 100)
+        push(queue, "cached", number, 100)
+        push(queue, "cold", number, 100)
     got = Counter[str]()
     for _ in range(44):
-        name = pop(shares).partition("-")[0]
+        name = pop(queue).partition("-")[0]
         got[name] += 1
         if name == "cached":
-            account = shares.get("cached")
+            account = queue.get("cached")
             assert account is not None
-            shares.correct(account, -90)
-            shares.check()
+            queue.correct(account, -90)
+            queue.check()
     assert got["cached"] >= 9 * got["cold"]
 
 
 def test_priorities_order_one_tenant_and_nobody_else() -> None:
-    shares = Shares()
-    push(shares, "a", 0, 10, priority=5)
-    push(shares, "a", 1, 10, priority=-5)
-    push(shares, "b", 0, 10, priority=100)
-    push(shares, "a", 2, 10, priority=5)
-    order = [pop(shares) for _ in range(4)]
+    queue = FairQueue()
+    push(queue, "a", 0, 10, priority=5)
+    push(queue, "a", 1, 10, priority=-5)
+    push(queue, "b", 0, 10, priority=100)
+    push(queue, "a", 2, 10, priority=5)
+    order = [pop(queue) for _ in range(4)]
     assert [name for name in order if name.startswith("a")] == ["a-1", "a-0", "a-2"]
     assert order.index("b-0") <= 1, "another tenant's priorities are no business of b's"
 
 
 def test_passed_over_tenants_keep_their_place() -> None:
-    shares = Shares()
+    queue = FairQueue()
     for number in range(3):
-        push(shares, "a", number, 10)
-        push(shares, "b", number, 10)
-    assert shares.pop(lambda account: account.name == "b") == "b-0"
-    assert shares.pop(lambda account: False) is None
-    shares.check()
-    assert pop(shares) == "a-0"
+        push(queue, "a", number, 10)
+        push(queue, "b", number, 10)
+    assert queue.pop(lambda account: account.name == "b") == "b-0"
+    assert queue.pop(lambda account: False) is None
+    queue.check()
+    assert pop(queue) == "a-0"
 
 
 @given(
@@ -114,16 +114,16 @@ def test_passed_over_tenants_keep_their_place() -> None:
     removed=st.sets(st.integers(0, 59)),
 )
 def test_everything_pushed_comes_out_once_and_in_turn(asked: list[tuple[int, int, int]], removed: set[int]) -> None:
-    shares = Shares()
+    queue = FairQueue()
     for number, (name, cost, priority) in enumerate(asked):
-        push(shares, str(name), number, cost, weight=1.0 + name, priority=priority)
+        push(queue, str(name), number, cost, weight=1.0 + name, priority=priority)
     ids = [f"{name}-{number}" for number, (name, _, _) in enumerate(asked)]
     for number in removed & set(range(len(asked))):
-        shares.remove(ids[number])
-        shares.check()
+        queue.remove(ids[number])
+        queue.check()
     left = {i for number, i in enumerate(ids) if number not in removed}
-    came = [pop(shares) for _ in left]
-    assert set(came) == left and shares.pop(anybody) is None
+    came = [pop(queue) for _ in left]
+    assert set(came) == left and queue.pop(anybody) is None
     for name in range(5):
         own = [int(i.partition("-")[2]) for i in came if i.startswith(f"{name}-")]
         assert own == sorted(own, key=lambda number: (asked[number][2], number))
@@ -136,20 +136,20 @@ def test_everything_pushed_comes_out_once_and_in_turn(asked: list[tuple[int, int
 def test_nobody_waits_for_more_than_its_share_of_the_others(costs: list[tuple[int, int]], newcomers: list[int]) -> None:
     """Starvation: before a request goes, another tenant gets at most as much as its own tenant had before it, and one
     request more; however much comes in behind."""
-    shares = Shares()
+    queue = FairQueue()
     for number, (name, cost) in enumerate(costs):
-        push(shares, str(name), number, cost)
+        push(queue, str(name), number, cost)
     target = f"{costs[-1][0]}-{len(costs) - 1}"
     before = sum(cost for name, cost in costs if name == costs[-1][0])
     served: Counter[str] = Counter()
     known = {f"{name}-{number}": cost for number, (name, cost) in enumerate(costs)}
     flood = iter(newcomers)
-    while (came := pop(shares)) != target:
+    while (came := pop(queue)) != target:
         name = came.partition("-")[0]
         served[name] += known[came]
         extra = next(flood, None)
         if extra is not None:
-            push(shares, "flood", len(known), extra)
+            push(queue, "flood", len(known), extra)
             known[f"flood-{len(known)}"] = extra
     largest = max(known.values())
     for name, tokens in served.items():

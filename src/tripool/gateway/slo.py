@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tripool.core import Promise
+from tripool.core import Slo
 from tripool.errors import InvalidRequest
 from tripool.tenants import Tenant
 
@@ -31,7 +31,7 @@ def header_wishes(headers: Mapping[str, str]) -> Wishes:
     return wishes
 
 
-def read_promise(fields: Mapping[str, Any], tenant: Tenant, wishes: Wishes, job: str = "") -> Promise:
+def read_slo(fields: Mapping[str, Any], tenant: Tenant, wishes: Wishes, job: str = "") -> Slo:
     slo: Mapping[str, Any] = fields.get("slo", {})
     for name in slo:
         if name not in ("tpot_ms", "ttft_ms"):
@@ -45,7 +45,7 @@ def read_promise(fields: Mapping[str, Any], tenant: Tenant, wishes: Wishes, job:
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         hint = f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}; lower goes first"
         raise InvalidRequest(f"'priority' is {priority}", hint=hint, param="priority")
-    return Promise(
+    return Slo(
         tpot_ms=chosen["tpot_ms"],
         ttft_ms=chosen["ttft_ms"],
         priority=priority,

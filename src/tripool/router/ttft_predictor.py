@@ -95,7 +95,7 @@ class Trust:
         return min(high, max(low, 1.0 + self.bias + _CAUTION * self.spread / self.predicted))
 
 
-class Pace:
+class TtftPredictor:
     """Told of every change in what is inside the backend; says how long things will take."""
 
     def __init__(self) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tripool.core import Promise
+from tripool.core import Slo
 from tripool.errors import TripoolError
-from tripool.router.fair import Account
+from tripool.router.fair_queue import Account
 from tripool.tenants import ANONYMOUS, Tenant
 
 
@@ -23,7 +23,7 @@ class Arrival:
     """That it probably has, where that is less: what it is compared with others by."""
     tenant: Tenant = ANONYMOUS
     choices: int = 1
-    promise: Promise = field(default_factory=Promise)
+    slo: Slo = field(default_factory=Slo)
 
     @property
     def tokens(self) -> int:
@@ -35,7 +35,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Capacity:
     """How much a backend works on at a time."""
 
     lanes: int = 1
@@ -68,7 +68,7 @@ class Stage(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Guest:
+class PendingRequest:
     arrival: Arrival
     account: Account
     cost: float
@@ -89,10 +89,10 @@ class Guest:
     """There was a free lane when it was let through."""
 
 
-def check_account(account: Account, guests: Sequence[Guest]) -> None:
-    """The invariants of one tenant. `guests`: all of its own."""
-    held = [guest for guest in guests if guest.stage is not Stage.WAITING]
-    assert account.slots_held == sum(guest.arrival.choices for guest in held) and account.num_inside == len(held)
-    assert account.num_unbegun == sum(guest.stage is Stage.INSIDE for guest in held)
-    asked = [one for guest in guests for one in (guest.arrival, *guest.rest)]
+def check_account(account: Account, pending_requests: Sequence[PendingRequest]) -> None:
+    """The invariants of one tenant. `pending_requests`: all of its own."""
+    held = [pending for pending in pending_requests if pending.stage is not Stage.WAITING]
+    assert account.slots_held == sum(pending.arrival.choices for pending in held) and account.num_inside == len(held)
+    assert account.num_unbegun == sum(pending.stage is Stage.INSIDE for pending in held)
+    asked = [one for pending in pending_requests for one in (pending.arrival, *pending.rest)]
     assert account.open_tokens == sum(one.asked_tokens for one in asked), "what is asked for is miscounted"

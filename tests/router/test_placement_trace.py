@@ -2,18 +2,19 @@
 
 from typing import Any
 
+from tripool.router.trace import PlacementTrace
+
 from router.acting import D0, D1, P0, P1, Stage, ask, hello, sent
 from tripool.config import RouterConfig
 from tripool.core import Stages, TokenEvent
 from tripool.messages import Adopt, Begin, Left, Packed, Parcel, Refused, Stamped, Tokens
 from tripool.router import Coordinator
-from tripool.router.story import Story
 
 
 def facts(stage: Stage, request_id: str = "r") -> dict[str, Any]:
     entry = stage.coordinator.ledger.get(request_id)
     assert entry is not None
-    return entry.story.facts()
+    return entry.trace.facts()
 
 
 def steps(stage: Stage, request_id: str = "r") -> list[dict[str, Any]]:
@@ -99,11 +100,11 @@ def test_losses_and_refusals_are_steps_too():
 
 
 def test_a_story_is_bounded_and_keeps_its_beginning_and_its_end():
-    story = Story(0.0)
+    trace = PlacementTrace(0.0)
     for number in range(100):
-        story.left("w", f"step {number}", 0, float(number))
-    story.failed("too many")
-    told = story.facts()
+        trace.left("w", f"step {number}", 0, float(number))
+    trace.failed("too many")
+    told = trace.facts()
     rows = told["steps"]
     assert isinstance(rows, list)
     assert len(rows) == 16 and told["steps left out"] == 84
@@ -113,13 +114,13 @@ def test_a_story_is_bounded_and_keeps_its_beginning_and_its_end():
 
 def test_without_stories_everything_is_placed_the_same():
     outputs = []
-    for stories in (True, False):
-        coordinator = Coordinator(RouterConfig(prefill_ahead_tokens=60), gateway_epoch=1, stories=stories)
+    for traces in (True, False):
+        coordinator = Coordinator(RouterConfig(prefill_ahead_tokens=60), gateway_epoch=1, traces=traces)
         made = [coordinator.receive(hello(life, role), 0.0) for life, role in ((P0, "prefill"), (P1, "prefill"))]
         made += [coordinator.submit(ask(f"r{number}", prompt=20), 0.1 * number) for number in range(6)]
         made += [coordinator.receive(Left(P0), 1.0), coordinator.tick(2.0)]
         outputs.append(made)
-        placed = len(coordinator.ledger.get("r0").story.facts()["steps"])
-        assert (placed > 1) == stories
+        placed = len(coordinator.ledger.get("r0").trace.facts()["steps"])
+        assert (placed > 1) == traces
     assert outputs[0] == outputs[1]
     assert sent([output for made in outputs[0] for output in made], Begin)

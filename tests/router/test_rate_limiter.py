@@ -8,61 +8,66 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.door_model import tenant
+from router.admission_model import tenant
 from tripool.errors import RateLimited
-from tripool.router.rates import Bucket, Rates
+from tripool.router.rate_limiter import Bucket, RateLimiter
 
 
 def test_a_minute_at_once_and_then_the_rate() -> None:
-    rates, owner = Rates(), tenant("a", requests_per_minute=6)
+    rate_limiter, owner = RateLimiter(), tenant("a", requests_per_minute=6)
     for _ in range(6):
-        assert rates.wait_s(owner, 1, 0.0)[0] == 0
-        rates.take(owner, 1, 1, 0.0)
-    assert rates.wait_s(owner, 1, 0.0) == (pytest.approx(10.0), "requests")
-    assert rates.wait_s(owner, 1, 4.0)[0] == pytest.approx(6.0)
-    assert rates.wait_s(owner, 1, 10.0)[0] == 0
+        assert rate_limiter.wait_s(owner, 1, 0.0)[0] == 0
+        rate_limiter.take(owner, 1, 1, 0.0)
+    assert rate_limiter.wait_s(owner, 1, 0.0) == (pytest.approx(10.0), "requests")
+    assert rate_limiter.wait_s(owner, 1, 4.0)[0] == pytest.approx(6.0)
+    assert rate_limiter.wait_s(owner, 1, 10.0)[0] == 0
 
 
 def test_the_answer_is_charged_and_the_cached_prompt_given_back() -> None:
-    rates, owner = Rates(), tenant("a", tokens_per_minute=600)
-    rates.take(owner, 1, 500, 0.0)
-    assert rates.wait_s(owner, 200, 0.0) == (pytest.approx(10.0), "tokens")
-    rates.take(owner, 0, -400, 0.0)
-    assert rates.wait_s(owner, 200, 0.0)[0] == 0
-    rates.take(owner, 0, 800, 0.0)
-    assert rates.level("a", "tokens", 0.0) == pytest.approx(-300)
-    assert rates.wait_s(owner, 1, 0.0)[0] == pytest.approx(30.1)
+    rate_limiter, owner = RateLimiter(), tenant("a", tokens_per_minute=600)
+    rate_limiter.take(owner, 1, 500, 0.0)
+    assert rate_limiter.wait_s(owner, 200, 0.0) == (pytest.approx(10.0), "tokens")
+    rate_limiter.take(owner, 0, -400, 0.0)
+    assert rate_limiter.wait_s(owner, 200, 0.0)[0] == 0
+    rate_limiter.take(owner, 0, 800, 0.0)
+    assert rate_limiter.level("a", "tokens", 0.0) == pytest.approx(-300)
+    assert rate_limiter.wait_s(owner, 1, 0.0)[0] == pytest.approx(30.1)
 
 
 def test_more_than_a_minute_holds_never_fits() -> None:
-    rates, owner = Rates(), tenant("a", tokens_per_minute=60)
-    assert rates.wait_s(owner, 61, 0.0) == (inf, "tokens")
-    assert rates.wait_s(owner, 60, 0.0)[0] == 0
+    rate_limiter, owner = RateLimiter(), tenant("a", tokens_per_minute=60)
+    assert rate_limiter.wait_s(owner, 61, 0.0) == (inf, "tokens")
+    assert rate_limiter.wait_s(owner, 60, 0.0)[0] == 0
 
 
 def test_less_than_one_request_a_minute_is_one_now_and_then() -> None:
-    rates, owner = Rates(), tenant("a", requests_per_minute=0.5)
-    assert rates.wait_s(owner, 0, 0.0)[0] == 0
-    rates.take(owner, 1, 0, 0.0)
-    assert rates.wait_s(owner, 0, 0.0)[0] == pytest.approx(120)
+    rate_limiter, owner = RateLimiter(), tenant("a", requests_per_minute=0.5)
+    assert rate_limiter.wait_s(owner, 0, 0.0)[0] == 0
+    rate_limiter.take(owner, 1, 0, 0.0)
+    assert rate_limiter.wait_s(owner, 0, 0.0)[0] == pytest.approx(120)
 
 
 def test_tenants_do_not_share_and_without_limits_there_is_no_waiting() -> None:
-    rates, one, two, free = Rates(), tenant("1", requests_per_minute=1), tenant("2", requests_per_minute=1), tenant("3")
-    rates.take(one, 1, 0, 0.0)
-    assert rates.wait_s(one, 1, 0.0)[0] > 0
-    assert rates.wait_s(two, 1, 0.0)[0] == 0
+    rate_limiter, one, two, free = (
+        RateLimiter(),
+        tenant("1", requests_per_minute=1),
+        tenant("2", requests_per_minute=1),
+        tenant("3"),
+    )
+    rate_limiter.take(one, 1, 0, 0.0)
+    assert rate_limiter.wait_s(one, 1, 0.0)[0] > 0
+    assert rate_limiter.wait_s(two, 1, 0.0)[0] == 0
     for _ in range(1000):
-        rates.take(free, 1, 10_000, 0.0)
-    assert rates.wait_s(free, 10_000, 0.0)[0] == 0
+        rate_limiter.take(free, 1, 10_000, 0.0)
+    assert rate_limiter.wait_s(free, 10_000, 0.0)[0] == 0
 
 
 def test_a_new_limit_counts_at_once_and_what_was_used_stays_used() -> None:
-    rates = Rates()
-    rates.take(tenant("a", requests_per_minute=10), 8, 0, 0.0)
-    assert rates.wait_s(tenant("a", requests_per_minute=6), 1, 0.0)[0] == pytest.approx(30.0)
-    assert rates.wait_s(tenant("a", requests_per_minute=60), 1, 0.0)[0] == 0
-    assert rates.wait_s(tenant("a"), 1, 0.0)[0] == 0
+    rate_limiter = RateLimiter()
+    rate_limiter.take(tenant("a", requests_per_minute=10), 8, 0, 0.0)
+    assert rate_limiter.wait_s(tenant("a", requests_per_minute=6), 1, 0.0)[0] == pytest.approx(30.0)
+    assert rate_limiter.wait_s(tenant("a", requests_per_minute=60), 1, 0.0)[0] == 0
+    assert rate_limiter.wait_s(tenant("a"), 1, 0.0)[0] == 0
 
 
 steps = st.lists(
@@ -102,8 +107,8 @@ def test_no_stretch_of_time_brings_more_than_the_rate_and_a_minute(
 
 
 def test_reading_a_body_costs_a_little() -> None:
-    rates, owner = Rates(), tenant("a", tokens_per_minute=1000)
-    rates.read(owner, 2**21, 0.0)
-    assert rates.level("a", "tokens", 0.0) == 1000 - 2048
-    refused = rates.refusal(owner, 1, 0, 0.0)
+    rate_limiter, owner = RateLimiter(), tenant("a", tokens_per_minute=1000)
+    rate_limiter.read(owner, 2**21, 0.0)
+    assert rate_limiter.level("a", "tokens", 0.0) == 1000 - 2048
+    refused = rate_limiter.refusal(owner, 1, 0, 0.0)
     assert isinstance(refused, RateLimited) and refused.retry_after_s == pytest.approx(1048 * 60 / 1000)

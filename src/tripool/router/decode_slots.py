@@ -8,30 +8,30 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tripool.core import Promise
+from tripool.core import Slo
 from tripool.messages import Life
 
 
-class Places:
+class DecodeSlots:
     def __init__(self) -> None:
         self._held: dict[Life, Counter[tuple[str, str]]] = {}
         self._weights: dict[str, float] = {}
 
-    def place(self, life: Life, promise: Promise) -> None:
-        self._held.setdefault(life, Counter())[promise.group] += 1
-        self._weights[promise.tenant] = promise.weight
+    def place(self, life: Life, slo: Slo) -> None:
+        self._held.setdefault(life, Counter())[slo.group] += 1
+        self._weights[slo.tenant] = slo.weight
 
-    def take_off(self, life: Life, promise: Promise) -> None:
+    def take_off(self, life: Life, slo: Slo) -> None:
         held = self._held[life]
-        held[promise.group] -= 1
-        if not held[promise.group]:
-            del held[promise.group]
+        held[slo.group] -= 1
+        if not held[slo.group]:
+            del held[slo.group]
         if not held:
             del self._held[life]
         if len(self._weights) > 1024 and not self._held:
             self._weights.clear()
 
-    def owes(self, life: Life, promise: Promise, over: int = 0) -> bool:
+    def owes(self, life: Life, slo: Slo, over: int = 0) -> bool:
         """Whether another tenant, or another request of its own, would have no less there after giving up a place.
 
         `over`: so many are there beyond its places, for which it has to give some up already.
@@ -41,11 +41,11 @@ class Places:
         tenants: Counter[str] = Counter()
         for (tenant, _), count in held.items():
             tenants[tenant] += count
-        own = (tenants[promise.tenant] + 1) / promise.weight
-        if any((n - given) / self._weights[name] >= own for name, n in tenants.items() if name != promise.tenant):
+        own = (tenants[slo.tenant] + 1) / slo.weight
+        if any((n - given) / self._weights[name] >= own for name, n in tenants.items() if name != slo.tenant):
             return True
-        mine = {job: count for (tenant, job), count in held.items() if tenant == promise.tenant}
-        return any(count - given >= mine.get(promise.job, 0) + 1 for job, count in mine.items() if job != promise.job)
+        mine = {job: count for (tenant, job), count in held.items() if tenant == slo.tenant}
+        return any(count - given >= mine.get(slo.job, 0) + 1 for job, count in mine.items() if job != slo.job)
 
     def check(self, placed: Counter[tuple[Life, tuple[str, str]]]) -> None:
         held = Counter({(life, group): n for life, groups in self._held.items() for group, n in groups.items()})

@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 
-from tripool.config import DoorConfig
+from tripool.config import AdmissionConfig
 from tripool.core import Request, TokenEvent
 from tripool.errors import TripoolError
 from tripool.router import Coordinator
-from tripool.router.door import Door
-from tripool.router.guests import Admit, Arrival, Decision, Room
+from tripool.router.admission import AdmissionController
+from tripool.router.pending_requests import Admit, Arrival, Capacity, Decision
 from tripool.tenants import Tenant
 
 
-class Entrance:
+class SimAdmission:
     """`admit` is called with each request that is let through, `refuse` with each that is not."""
 
     def __init__(
         self,
-        config: DoorConfig,
+        config: AdmissionConfig,
         tenants: dict[str, Tenant],
         now_s: float,
         *,
@@ -31,7 +31,7 @@ class Entrance:
         admit: Callable[[Request], None],
         refuse: Callable[[Request, TripoolError], None],
     ) -> None:
-        self.door = Door(config)
+        self.admission = AdmissionController(config)
         self._tenants, self._opened_s = tenants, now_s
         self._minds_slots = minds_slots
         self._admit, self._refuse = admit, refuse
@@ -48,31 +48,31 @@ class Entrance:
         return len(self._waiting)
 
     def arrive(self, request: Request, now_s: float) -> None:
-        promise = request.promise
-        refused = self.door.enter(self._tenants[promise.tenant], now_s)
+        slo = request.slo
+        refused = self.admission.enter(self._tenants[slo.tenant], now_s)
         if refused is not None:
             self._refuse(request, refused)
             return
         self._waiting[request.id] = request
-        self._lines.setdefault((promise.tenant, promise.priority), deque()).append(request.id)
-        self._num_taken[promise.tenant] += 1
+        self._lines.setdefault((slo.tenant, slo.priority), deque()).append(request.id)
+        self._num_taken[slo.tenant] += 1
         arrival = Arrival(
             id=request.id,
             prompt_tokens=len(request.prompt_ids),
-            tenant=self._tenants[promise.tenant],
+            tenant=self._tenants[slo.tenant],
             choices=request.params.n,
-            promise=promise,
+            slo=slo,
         )
-        self._do(self.door.arrive(arrival, now_s))
+        self._do(self.admission.arrive(arrival, now_s))
         self.num_waited += request.id in self._waiting
 
     def token(self, request: Request, event: TokenEvent, now_s: float) -> None:
         left = self._inside[request.id]
         if event.index == 0:
-            self._do(self.door.first_token(request.id, len(request.prompt_ids) - event.num_cached_tokens, now_s))
+            self._do(self.admission.first_token(request.id, len(request.prompt_ids) - event.num_cached_tokens, now_s))
         left[event.choice] += 1
         if event.finish_reason is not None:
-            self.door.answered(request.id, left[event.choice], now_s)
+            self.admission.answered(request.id, left[event.choice], now_s)
             left[event.choice] = -1
             if all(count < 0 for count in left):
                 self.gone(request.id, now_s)
@@ -81,34 +81,34 @@ class Entrance:
         """Finished, failed or cancelled. True if it had not been let through yet."""
         waited = self._waiting.pop(request_id, None)
         if waited is not None:
-            self._lines[waited.promise.tenant, waited.promise.priority].remove(request_id)
+            self._lines[waited.slo.tenant, waited.slo.priority].remove(request_id)
         self._inside.pop(request_id, None)
-        self._do(self.door.cancelled(request_id, now_s))
+        self._do(self.admission.cancelled(request_id, now_s))
         return waited is not None
 
     def tick(self, coordinator: Coordinator, now_s: float) -> None:
         decode = [m for m in coordinator.view if m.hello.role == "decode" and not m.draining]
         slots = sum(m.hello.max_running for m in decode) if self._minds_slots else 0
-        self._do(self.door.tick(now_s, Room(max(1, coordinator.view.num_ready("prefill")), slots or None)))
+        self._do(self.admission.tick(now_s, Capacity(max(1, coordinator.view.num_ready("prefill")), slots or None)))
 
     def check(self, now_s: float) -> None:
-        self.door.check(now_s)
-        assert self.door.num_waiting == len(self._waiting), "the door has forgotten someone"
+        self.admission.check(now_s)
+        assert self.admission.num_waiting == len(self._waiting), "the door has forgotten someone"
         for name, number in self._num_taken.items():
             per_minute = self._tenants[name].limits.requests_per_minute or float("inf")
             most = per_minute * (1 + (now_s - self._opened_s) / 60)
             assert number <= most + 1e-6, f"'{name}' got {number} requests through, and may {most:.1f}"
-        assert all(request_id in self.door for request_id in (*self._waiting, *self._inside))
+        assert all(request_id in self.admission for request_id in (*self._waiting, *self._inside))
 
     @property
     def idle(self) -> bool:
-        return self.door.idle
+        return self.admission.idle
 
     def _do(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             request = self._waiting.pop(decision.id, None)
             assert request is not None, f"{decision.id}: decided about twice"
-            line = self._lines[request.promise.tenant, request.promise.priority]
+            line = self._lines[request.slo.tenant, request.slo.priority]
             if isinstance(decision, Admit):
                 assert line[0] == decision.id, f"{decision.id} overtakes {line[0]}"
                 line.popleft()
@@ -116,5 +116,5 @@ class Entrance:
                 self._admit(request)
             else:
                 line.remove(decision.id)
-                assert decision.id not in self.door, "refused, and still at the door"
+                assert decision.id not in self.admission, "refused, and still at the door"
                 self._refuse(request, decision.error)

@@ -54,7 +54,7 @@ class Bucket:
         self._updated_s = max(self._updated_s, now_s)
 
 
-class Rates:
+class RateLimiter:
     """All tenants' buckets; shared by every door of a server. A tenant without limits has none."""
 
     def __init__(self) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-from tripool.router.pace import Line, Pace, Trust
+from tripool.router.predictor import Line, Trust, TtftPredictor
 
 
 @given(per_request=st.floats(0, 1), per_token=st.floats(0, 0.1), sizes=st.lists(st.integers(1, 4000), max_size=20))
@@ -27,46 +26,46 @@ def test_overhead_and_tokens_are_told_apart() -> None:
 
 
 def test_nothing_known_predicts_nothing() -> None:
-    pace = Pace()
-    assert pace.predict_s(10, 1000, 10, 0.0) is None and pace.tokens_per_s() is None
+    predictor = TtftPredictor()
+    assert predictor.predict_s(10, 1000, 10, 0.0) is None and predictor.tokens_per_s() is None
     for now_s in range(3):
-        pace.first_token(100, 0.5, float(now_s), unhindered=True)
-    assert pace.predict_s(0, 0, 100, 9.0) == pytest.approx(0.5)
+        predictor.first_token(100, 0.5, float(now_s), unhindered=True)
+    assert predictor.predict_s(0, 0, 100, 9.0) == pytest.approx(0.5)
 
 
 def test_only_full_time_counts_as_a_turn() -> None:
-    pace, now_s = Pace(), 0.0
+    predictor, now_s = TtftPredictor(), 0.0
     for _ in range(20):
-        pace.full(True, now_s)
+        predictor.full(True, now_s)
         now_s += 0.1
-        pace.first_token(100, 0.1, now_s, unhindered=False)
-        pace.full(False, now_s)
+        predictor.first_token(100, 0.1, now_s, unhindered=False)
+        predictor.full(False, now_s)
         now_s += 5.0
-    assert pace.tokens_per_s() == pytest.approx(1000)
-    assert pace.predict_s(4, 400, 100, now_s) == pytest.approx(0.5)
+    assert predictor.tokens_per_s() == pytest.approx(1000)
+    assert predictor.predict_s(4, 400, 100, now_s) == pytest.approx(0.5)
 
 
 def test_what_is_under_way_is_partly_done() -> None:
-    pace = Pace()
-    pace.full(True, 0.0)
+    predictor = TtftPredictor()
+    predictor.full(True, 0.0)
     for number in range(10):
-        pace.first_token(100, 1.0, number + 1.0, unhindered=False)
-    assert pace.predict_s(2, 200, 100, 10.0) == pytest.approx(3.0)
-    assert pace.predict_s(2, 200, 100, 10.4) == pytest.approx(2.6)
-    assert pace.predict_s(2, 200, 100, 99.0) == pytest.approx(2.0), "at most its own turn"
+        predictor.first_token(100, 1.0, number + 1.0, unhindered=False)
+    assert predictor.predict_s(2, 200, 100, 10.0) == pytest.approx(3.0)
+    assert predictor.predict_s(2, 200, 100, 10.4) == pytest.approx(2.6)
+    assert predictor.predict_s(2, 200, 100, 99.0) == pytest.approx(2.0), "at most its own turn"
 
 
 def test_a_slow_time_that_is_over_is_forgotten_by_whoever_comes_alone() -> None:
-    pace = Pace()
-    pace.full(True, 0.0)
+    predictor = TtftPredictor()
+    predictor.full(True, 0.0)
     for number in range(50):
-        pace.first_token(100, 10.0, 10.0 * (number + 1), unhindered=False)
-    pace.full(False, 500.0)
-    slow_s = pace.predict_s(1, 100, 100, 999.0)
+        predictor.first_token(100, 10.0, 10.0 * (number + 1), unhindered=False)
+    predictor.full(False, 500.0)
+    slow_s = predictor.predict_s(1, 100, 100, 999.0)
     assert slow_s == pytest.approx(20.0)
     for number in range(200):
-        pace.first_token(100, 0.1, 501.0 + number, unhindered=True)
-    quick_s = pace.predict_s(1, 100, 100, 999.0)
+        predictor.first_token(100, 0.1, 501.0 + number, unhindered=True)
+    quick_s = predictor.predict_s(1, 100, 100, 999.0)
     assert quick_s is not None and quick_s < 1.0
 
 

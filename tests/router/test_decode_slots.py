@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import count
 
-from tripool.core import Promise, Request
+from tripool.core import Request, Slo
 from tripool.messages import Adopt, Begin
-from tripool.router.places import Places
+from tripool.router.decode_slots import DecodeSlots
 
 from .acting import D0, P0, Stage, ask, hello, sent
 
@@ -15,7 +15,7 @@ LEASES = count(100)
 
 
 def owned(request: Request, tenant: str, job: str) -> Request:
-    return replace(request, promise=Promise(tenant=tenant, job=job))
+    return replace(request, slo=Slo(tenant=tenant, job=job))
 
 
 def full_stage(tenant: str) -> Stage:
@@ -62,12 +62,12 @@ def test_of_single_requests_none_is_owed_anothers_place() -> None:
 
 
 def test_owing_counts_tenants_by_weight() -> None:
-    places = Places()
+    places = DecodeSlots()
     for _ in range(4):
-        places.place(D0, Promise(tenant="a", weight=2.0, job="x"))
-    assert places.owes(D0, Promise(tenant="b", job="y"))
-    places.place(D0, Promise(tenant="b", job="y"))
-    assert not places.owes(D0, Promise(tenant="b", job="y")), "3 of weight 2 are less than 2 of weight 1"
+        places.place(D0, Slo(tenant="a", weight=2.0, job="x"))
+    assert places.owes(D0, Slo(tenant="b", job="y"))
+    places.place(D0, Slo(tenant="b", job="y"))
+    assert not places.owes(D0, Slo(tenant="b", job="y")), "3 of weight 2 are less than 2 of weight 1"
     for _ in range(4):
-        places.take_off(D0, Promise(tenant="a", weight=2.0, job="x"))
-    assert not places.owes(D0, Promise(tenant="c", job="z"))
+        places.take_off(D0, Slo(tenant="a", weight=2.0, job="x"))
+    assert not places.owes(D0, Slo(tenant="c", job="z"))
