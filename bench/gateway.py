@@ -169,7 +169,7 @@ def first_token_rows(repetitions: int) -> list[Row]:
 
 
 def throughput_rows(requests: int, output_tokens: int, repetitions: int) -> list[Row]:
-    rate_limiter, shares, costs_us = [], [], []
+    rates, shares, costs_us = [], [], []
     with serving(SERVER, "0.0") as server:
         for _ in range(repetitions):
             began_s, server_began_s = time.process_time(), server.cpu_s()
@@ -177,13 +177,13 @@ def throughput_rows(requests: int, output_tokens: int, repetitions: int) -> list
                 uvloop.run(load(server.url, concurrency=64, requests=requests, output_tokens=output_tokens))
             )
             assert found.events == found.output_tokens == requests * output_tokens, "one event per token"
-            rate_limiter.append(found.output_tokens_per_s)
+            rates.append(found.output_tokens_per_s)
             shares.append((time.process_time() - began_s) / found.duration_s)
             costs_us.append((server.cpu_s() - server_began_s) / found.output_tokens * 1e6)
-    details = {"runs": rate_limiter, "client_core": shares, "server_us": costs_us, "goal": GOAL_TOKENS_PER_S}
-    rate, share = statistics.median(rate_limiter), statistics.median(shares)
+    details = {"runs": rates, "client_core": shares, "server_us": costs_us, "goal": GOAL_TOKENS_PER_S}
+    rate, share = statistics.median(rates), statistics.median(shares)
     told = "reached" if rate >= GOAL_TOKENS_PER_S else "not reached"
-    note = f"64 streams, one event per token; goal {GOAL_TOKENS_PER_S:,.0f} {told}; runs from {min(rate_limiter):,.0f}"
+    note = f"64 streams, one event per token; goal {GOAL_TOKENS_PER_S:,.0f} {told}; runs from {min(rates):,.0f}"
     return [
         Row(
             name="streamed tokens",

@@ -29,7 +29,7 @@ from tripool.cache.promotion import Tiers
 from tripool.cache.records import Hit, Written
 from tripool.cache.tiers import DiskTier
 from tripool.core import BLOCK_TOKENS
-from tripool.messages import Life
+from tripool.messages import WorkerId
 
 TRACES = ("conversation", "synthetic")
 ATTENTION = ATTENTION_BLOCKS * BLOCK_TOKENS / TRACE_BLOCK_TOKENS
@@ -39,7 +39,7 @@ WITH_DISK = 0.95
 _SEGMENTS = 64
 _STEP_S = 0.25
 _SPACE = bytes(16)
-_WRITER, _READER = Life("writer", 1), Life("reader", 1)
+_WRITER, _READER = WorkerId("writer", 1), WorkerId("reader", 1)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def unlimited(trace: Sequence[TraceRequest]) -> Kept:
 
 def replay(trace: Sequence[TraceRequest], num_slots: int, order: Eviction, disk: DiskTier | None = None) -> Kept:
     """Through the policies, with a disk that answers at once."""
-    tiers = Tiers(PoolIndex(num_slots, lease_s=1e9, write_s=1e9, order=order), Life("member", 1))
+    tiers = Tiers(PoolIndex(num_slots, lease_s=1e9, write_s=1e9, order=order), WorkerId("member", 1))
     if disk is not None:
         tiers.open_disk(disk, [], ())
     tally, written_s = Tally(), 0.0

@@ -23,12 +23,12 @@ from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
 from tripool.engine.load import load_engine
 from tripool.engine.thread import EngineThread
-from tripool.fabric import Inbox, Link, Loop, Outbox
+from tripool.fabric import KvReceiver, KvSender, Link, Loop
 from tripool.fabric.arena import Arena
 from tripool.fabric.prefixes import Prefixes
 from tripool.gateway import create_app
 from tripool.gateway.pools import Pools
-from tripool.messages import PROTOCOL, Hello, Life
+from tripool.messages import PROTOCOL, Hello, WorkerId
 from tripool.prefill.worker import PrefillWorker
 from tripool.text import Tokenizer
 
@@ -124,23 +124,23 @@ class Workers:
         self._member = subprocess.Popen(command)
         self._pools, self._links, self._loops, self._closing = [], [], [], []
         for role, engine in zip(("prefill", "decode"), engines, strict=True):
-            life = Life(f"{role}-0", 1)
+            worker_id = WorkerId(f"{role}-0", 1)
             limits = (engine.num_blocks * 64, engine.max_running, engine.context_tokens, engine.vocab)
-            link = Link(address, Hello(PROTOCOL, role, life, 1, engine.name, *limits))
-            pool = PoolClient(folder, ["cache-0"], life)
+            link = Link(address, Hello(PROTOCOL, role, worker_id, 1, engine.name, *limits))
+            pool = PoolClient(folder, ["cache-0"], worker_id)
             prefixes = Prefixes(engine, pool)
             if role == "prefill":
-                outbox = Outbox(Arena(folder / "parcels", engine.block_bytes, 64))
-                worker = PrefillWorker(engine, life, outbox, link.send, prefixes=prefixes)
-                self._closing.append(outbox)
+                sender = KvSender(Arena(folder / "parcels", engine.block_bytes, 64))
+                worker = PrefillWorker(engine, worker_id, sender, link.send, prefixes=prefixes)
+                self._closing.append(sender)
             else:
-                inbox = Inbox(folder)
-                worker = DecodeWorker(engine, life, inbox, link.send, prefixes=prefixes)
-                self._closing.append(inbox)
+                receiver = KvReceiver(folder)
+                worker = DecodeWorker(engine, worker_id, receiver, link.send, prefixes=prefixes)
+                self._closing.append(receiver)
             self._closing += [pool, link]
             self._pools.append(pool)
             self._links.append(link)
-            self._loops.append(Loop(link, worker, life))
+            self._loops.append(Loop(link, worker, worker_id))
         self._threads = [threading.Thread(target=loop.run) for loop in self._loops]
 
     def start(self) -> None:

@@ -77,7 +77,7 @@ class RouterConfig:
     """Tokens of requests that do not decode yet; more are refused."""
     prefill_ahead_tokens: int = 8192
     """Given to one prefill worker at once; the rest waits here, where any worker can take it."""
-    pulse_s: float = 0.25
+    heartbeat_s: float = 0.25
     """Longest silence that a worker is asked for."""
     silence_s: float = 2.0
     """Longest silence that is borne: then the worker is suspected and its requests are placed again."""
@@ -97,7 +97,7 @@ class RouterConfig:
     """Times that one request may lose its worker before it is given up: it may be what they die of."""
 
     def __post_init__(self) -> None:
-        assert 0 < self.pulse_s < self.silence_s <= self.stall_s
+        assert 0 < self.heartbeat_s < self.silence_s <= self.stall_s
         assert self.queue_tokens > 0 and self.prefill_ahead_tokens > 0 and self.max_losses > 0
 
 

@@ -53,7 +53,7 @@ class LLM:
         self.name = model.name
         self.context_tokens = model.context_tokens
         self.tokenizer = Tokenizer(model.text)
-        self._inboxes: dict[str, deque[TokenEvent | RequestFailed]] = {}
+        self._mapped: dict[str, deque[TokenEvent | RequestFailed]] = {}
         """Events not yet read, per open request: a step made for one reader serves them all."""
 
     def generate(
@@ -109,7 +109,7 @@ class LLM:
                 self._add(request)
             while left:
                 self._step()
-                for request_id in [i for i in left if self._inboxes[i]]:
+                for request_id in [i for i in left if self._mapped[i]]:
                     if self._feed(left[request_id]):
                         self._forget(request_id)
                         del left[request_id]
@@ -122,7 +122,7 @@ class LLM:
 
     def close(self) -> None:
         """Cancel what is open and let go of the engine's memory. Closing twice is fine."""
-        for request_id in list(self._inboxes):
+        for request_id in list(self._mapped):
             self._forget(request_id)
         self._engine = None
 
@@ -149,12 +149,12 @@ class LLM:
             raise InvalidRequest(f"n is {request.params.n}", hint="a stream shows one answer", param="n")
         answer = Answer(request, self.tokenizer)
         try:
-            inbox = self._add(request)
+            receiver = self._add(request)
             while not answer.done:
-                if not inbox:
+                if not receiver:
                     self._step()
-                while inbox and not answer.done:
-                    delta = answer.take(_event(inbox.popleft()))
+                while receiver and not answer.done:
+                    delta = answer.take(_event(receiver.popleft()))
                     if delta is not None and delta.text:
                         yield delta.text
         finally:
@@ -167,27 +167,27 @@ class LLM:
         except TripoolError as refused:
             refused.add_note(f"request {request.id}")
             raise
-        return self._inboxes.setdefault(request.id, deque())
+        return self._mapped.setdefault(request.id, deque())
 
     def _step(self) -> None:
         for event in self._running_engine().step():
-            inbox = self._inboxes.get(event.request_id)
-            if inbox is not None:
-                inbox.append(event)
+            receiver = self._mapped.get(event.request_id)
+            if receiver is not None:
+                receiver.append(event)
         for request_id in self._running_engine().take_failed():
-            if request_id in self._inboxes:
-                self._inboxes[request_id].append(RequestFailed.of(request_id))
+            if request_id in self._mapped:
+                self._mapped[request_id].append(RequestFailed.of(request_id))
 
     def _feed(self, answer: Answer) -> bool:
         """Give an answer what has come for it; True when it is done."""
-        inbox = self._inboxes[answer.request.id]
-        while inbox:
-            answer.take(_event(inbox.popleft()))
+        receiver = self._mapped[answer.request.id]
+        while receiver:
+            answer.take(_event(receiver.popleft()))
         return answer.done
 
     def _forget(self, request_id: str) -> None:
         """Cancelling is idempotent, so this is right for finished requests and for those never added too."""
-        self._inboxes.pop(request_id, None)
+        self._mapped.pop(request_id, None)
         if self._engine is not None:
             self._engine.cancel(request_id)
 

@@ -45,11 +45,14 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     pass
 
 
-class Life(msgspec.Struct, frozen=True, array_like=True):
-    """One run of one worker."""
+class WorkerId(msgspec.Struct, frozen=True, array_like=True):
+    """One run of one worker process: its name, and an epoch that grows with every start."""
 
-    worker: Name
+    name: Name
     epoch: Natural
+
+    def __str__(self) -> str:
+        return f"{self.name}.{self.epoch}"
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True):
@@ -59,7 +62,7 @@ class Answered(msgspec.Struct, frozen=True, array_like=True):
     tokens: tuple[Natural, ...]
 
 
-class Parcel(msgspec.Struct, frozen=True, array_like=True):
+class KvDescriptor(msgspec.Struct, frozen=True, array_like=True):
     """A choice's KV, packed for another worker: blocks in an arena, readable until the lease ends."""
 
     arena: FileName
@@ -82,7 +85,7 @@ class Hello(Message, frozen=True):
 
     protocol: int
     role: Role
-    life: Life
+    worker_id: WorkerId
     pid: Natural
     model: str
     kv_tokens: Natural
@@ -92,10 +95,10 @@ class Hello(Message, frozen=True):
     vocab: Positive
 
 
-class Pulse(Message, frozen=True):
-    """Still here, and how far: sent at least every `pulse_s` while the process lives. Work but no step is a stall."""
+class Heartbeat(Message, frozen=True):
+    """A worker's periodic sign of life and its progress. A worker with work and no new step is stalled."""
 
-    life: Life
+    worker_id: WorkerId
     num_steps: Natural
     waiting_tokens: Natural
     running: Natural
@@ -113,24 +116,24 @@ class Stamped(msgspec.Struct, frozen=True, array_like=True):
 class Tokens(Message, frozen=True):
     """All tokens of one step."""
 
-    life: Life
+    worker_id: WorkerId
     events: tuple[Stamped, ...]
 
 
-class Packed(Message, frozen=True):
+class TransferReady(Message, frozen=True):
     """Prefill is done with a choice: its first tokens are sampled, its KV waits for a decode worker."""
 
-    life: Life
+    worker_id: WorkerId
     request_id: str
     attempt: Natural
     choice: Natural
-    parcel: Parcel
+    descriptor: KvDescriptor
 
 
-class Adopted(Message, frozen=True):
+class TransferDone(Message, frozen=True):
     """A decode worker has copied and checked a parcel; it may be released."""
 
-    life: Life
+    worker_id: WorkerId
     request_id: str
     attempt: Natural
     choice: Natural
@@ -139,7 +142,7 @@ class Adopted(Message, frozen=True):
 class Refused(Message, frozen=True):
     """A worker will not, or could not, do its part of an attempt; it holds nothing of it any more."""
 
-    life: Life
+    worker_id: WorkerId
     request_id: str
     attempt: Natural
     code: str
@@ -153,7 +156,7 @@ class Refused(Message, frozen=True):
 class Left(Message, frozen=True):
     """Drained: nothing is held, the process ends."""
 
-    life: Life
+    worker_id: WorkerId
 
 
 # ---- gateway to worker -------------------------------------------------------------------------------------------
@@ -161,11 +164,11 @@ class Left(Message, frozen=True):
 
 class Welcome(Message, frozen=True):
     gateway_epoch: Natural
-    pulse_s: Annotated[float, msgspec.Meta(ge=0.001, le=60)]
+    heartbeat_s: Annotated[float, msgspec.Meta(ge=0.001, le=60)]
     """Longest silence between two pulses."""
 
 
-class Begin(Message, frozen=True):
+class StartPrefill(Message, frozen=True):
     """To prefill: compute prompt and answers so far, sample each choice's next token, pack what goes on."""
 
     request: Request
@@ -174,18 +177,18 @@ class Begin(Message, frozen=True):
     """The choices still open. At the first attempt: all of them, without tokens."""
     deadline_s: Seconds
     """From receipt; then the worker refuses it as not final."""
-    parcel_s: float = 60.0
+    lease_s: float = 60.0
     """How long a packed choice is kept, if nobody says anything about it."""
 
 
-class Adopt(Message, frozen=True):
+class StartDecode(Message, frozen=True):
     """To decode: take a parcel over and go on from there."""
 
     request: Request
     attempt: Natural
     answered: Answered
     """Tokens so far, the newest of which has no KV yet."""
-    parcel: Parcel
+    descriptor: KvDescriptor
     num_cached_tokens: Natural
     deadline_s: Seconds
 
@@ -213,13 +216,13 @@ class Drain(Message, frozen=True):
 class Suspect(Message, frozen=True):
     """To the supervisor: this life is silent. Kill it, reap it, say so, start another."""
 
-    life: Life
+    worker_id: WorkerId
 
 
 class Reaped(Message, frozen=True):
     """This life is over for certain: it will never write anywhere again."""
 
-    life: Life
+    worker_id: WorkerId
     crashed: bool = False
     """It ended by its own fault, not because somebody ended it."""
 
@@ -227,13 +230,13 @@ class Reaped(Message, frozen=True):
 class Ready(Message, frozen=True):
     """From a child to the supervisor: it serves. A gateway says so again and again, because nobody else watches it."""
 
-    life: Life
+    worker_id: WorkerId
     block_bytes: Natural = 0
     """Of a worker that has KV blocks: what the cache pool's slots must hold."""
 
 
-FromWorker = Hello | Pulse | Tokens | Packed | Adopted | Refused | Left
-ToWorker = Welcome | Begin | Adopt | Release | Cancel | Drain
+FromWorker = Hello | Heartbeat | Tokens | TransferReady | TransferDone | Refused | Left
+ToWorker = Welcome | StartPrefill | StartDecode | Release | Cancel | Drain
 AnyMessage = FromWorker | ToWorker | Suspect | Reaped | Ready
 
 _encoder = msgspec.msgpack.Encoder()

@@ -20,7 +20,7 @@ import pytest
 
 from tripool.cache.client import PoolClient
 from tripool.cache.wire import Told
-from tripool.messages import Life
+from tripool.messages import WorkerId
 
 BLOCK_BYTES = 100_000  # not a whole number of pages, nor of the pieces that are copied at once
 WITHIN_S = 60.0
@@ -76,7 +76,7 @@ class Pool:
         os.kill(self.processes[member].pid, number)
 
     def client(self, worker: str = "p-0", *, epoch: int = 1, wait_s: float = WITHIN_S) -> PoolClient:
-        client = PoolClient(self.folder, self.members, Life(worker, epoch), wait_s=wait_s, retry_s=0.01)
+        client = PoolClient(self.folder, self.members, WorkerId(worker, epoch), wait_s=wait_s, retry_s=0.01)
         self._clients.append(client)
         assert client.wait(WITHIN_S) == []
         return client

@@ -10,11 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tripool.cache.eviction import ATTENTION_BLOCKS, CostAware, LeastRecent
 from tripool.cache.index import PoolIndex
 from tripool.cache.records import Record, State, Written
-from tripool.messages import Life
+from tripool.messages import WorkerId
 
 LEASE_S, WRITE_S = 5.0, 3.0
 SPACES = [b"a" * 16, b"b" * 16]
-LIVES = [Life(worker, epoch) for worker in ("p-0", "d-0") for epoch in (1, 2)]
+LIVES = [WorkerId(worker, epoch) for worker in ("p-0", "d-0") for epoch in (1, 2)]
 # A chain per namespace, few and short so that they meet.
 STARTS = st.sampled_from([0, 0, 0, 1, 3])
 CHAINS = {space: [space[:1] * 15 + bytes([n]) for n in range(5)] for space in SPACES}
@@ -22,7 +22,7 @@ CHAINS = {space: [space[:1] * 15 + bytes([n]) for n in range(5)] for space in SP
 
 @dataclass
 class Reserved:
-    writer: Life
+    writer: WorkerId
     deadline_s: float
     keys: dict[int, bytes]
     fenced: bool = False
@@ -30,7 +30,7 @@ class Reserved:
 
 @dataclass
 class Leased:
-    reader: Life
+    reader: WorkerId
     deadline_s: float
     slots: list[int]
 
@@ -52,7 +52,7 @@ class Model:
     tickets: dict[int, Reserved] = field(default_factory=dict)
     doomed: dict[int, bytes] = field(default_factory=dict)
     """Slots that were forgotten while someone read them, and whose they are."""
-    dead: set[Life] = field(default_factory=set)
+    dead: set[WorkerId] = field(default_factory=set)
 
     def readers(self, slot: int) -> int:
         return sum(lease.slots.count(slot) for lease in self.leases.values())
@@ -75,8 +75,8 @@ class Model:
                 self.used.remove(key)
             self.used.append(key)
             self.uses[key] = self.uses.get(key, 0) + 1
-            lives = 0.1 * self.num_slots * (1 + key[-1] / ATTENTION_BLOCKS) * min(self.uses[key], 16) ** 0.5
-            at_least = self.until[key] = max(self.clock + lives, at_least, self.until.get(key, 0.0))
+            worker_ids = 0.1 * self.num_slots * (1 + key[-1] / ATTENTION_BLOCKS) * min(self.uses[key], 16) ** 0.5
+            at_least = self.until[key] = max(self.clock + worker_ids, at_least, self.until.get(key, 0.0))
 
     def key_at(self, slot: int) -> bytes | None:
         return next((key for key, (at, _) in self.committed.items() if at == slot), None)
@@ -132,24 +132,24 @@ class IndexMachine(RuleBasedStateMachine):
             order=CostAware(self.model.num_slots) if self.by_cost else LeastRecent(),
         )
 
-    @rule(life=st.sampled_from(LIVES), space=st.sampled_from(SPACES), start=STARTS, count=st.integers(1, 5))
-    def lookup(self, life: Life, space: bytes, start: int, count: int) -> None:
+    @rule(worker_id=st.sampled_from(LIVES), space=st.sampled_from(SPACES), start=STARTS, count=st.integers(1, 5))
+    def lookup(self, worker_id: WorkerId, space: bytes, start: int, count: int) -> None:
         keys = CHAINS[space][start : start + count]
         expected = []
-        for key in keys if life not in self.model.dead else []:
+        for key in keys if worker_id not in self.model.dead else []:
             if key not in self.model.committed:
                 break
             expected.append(self.model.committed[key])
-        hit = self.index.lookup(keys, life, space, self.now_s)
+        hit = self.index.lookup(keys, worker_id, space, self.now_s)
         assert [(block.slot, block.checksum) for block in hit.blocks] == expected, "not the longest committed prefix"
         if expected:
             assert hit.lease not in self.model.leases
-            self.model.leases[hit.lease] = Leased(life, self.now_s + LEASE_S, [slot for slot, _ in expected])
+            self.model.leases[hit.lease] = Leased(worker_id, self.now_s + LEASE_S, [slot for slot, _ in expected])
 
-    @rule(life=st.sampled_from(LIVES), start=st.integers(0, 3))
-    def other_tenants_find_nothing(self, life: Life, start: int) -> None:
+    @rule(worker_id=st.sampled_from(LIVES), start=st.integers(0, 3))
+    def other_tenants_find_nothing(self, worker_id: WorkerId, start: int) -> None:
         mine, theirs = SPACES
-        assert not self.index.lookup(CHAINS[mine][start:], life, theirs, self.now_s).blocks
+        assert not self.index.lookup(CHAINS[mine][start:], worker_id, theirs, self.now_s).blocks
 
     @precondition(lambda self: self.model.leases)
     @rule(which=st.integers(0, 100), num_bad=st.sampled_from([0, 0, 1, 2]))
@@ -168,25 +168,25 @@ class IndexMachine(RuleBasedStateMachine):
     def release_of_another(self, which: int) -> None:
         number = list(self.model.leases)[which % len(self.model.leases)]
         lease = self.model.leases[number]
-        stranger = next(life for life in LIVES if life != lease.reader)
+        stranger = next(worker_id for worker_id in LIVES if worker_id != lease.reader)
         self.index.release(number, stranger, lease.slots)
 
-    @rule(slot=st.integers(0, 4), life=st.sampled_from(LIVES))
-    def late_release(self, slot: int, life: Life) -> None:
+    @rule(slot=st.integers(0, 4), worker_id=st.sampled_from(LIVES))
+    def late_release(self, slot: int, worker_id: WorkerId) -> None:
         """Of a lease that has expired: its slots may be others' by now."""
-        self.index.release(999_999_999, life, [slot])
+        self.index.release(999_999_999, worker_id, [slot])
 
-    @rule(life=st.sampled_from(LIVES), space=st.sampled_from(SPACES), start=STARTS, count=st.integers(1, 5))
-    def reserve(self, life: Life, space: bytes, start: int, count: int) -> None:
+    @rule(worker_id=st.sampled_from(LIVES), space=st.sampled_from(SPACES), start=STARTS, count=st.integers(1, 5))
+    def reserve(self, worker_id: WorkerId, space: bytes, start: int, count: int) -> None:
         keys = CHAINS[space][start : start + count]
         model = self.model
         expected = []
-        if life not in model.dead:
+        if worker_id not in model.dead:
             known = [key for key in keys if key in model.committed and not model.readers(model.committed[key][0])]
             model.touch(known)
             untouchable = {slot for held in model.tickets.values() for slot in held.keys}
             untouchable |= {slot for lease in model.leases.values() for slot in lease.slots}
-            pending = Reserved(life, self.now_s + WRITE_S, {})
+            pending = Reserved(worker_id, self.now_s + WRITE_S, {})
             for position, key in enumerate(keys):
                 if key in model.committed or key in model.being_written() or key in pending.keys.values():
                     continue
@@ -197,7 +197,7 @@ class IndexMachine(RuleBasedStateMachine):
                     break
                 pending.keys[-1 - position] = key
                 expected.append(position)
-        grant = self.index.reserve(keys, life, space, self.now_s, range(start, start + len(keys)))
+        grant = self.index.reserve(keys, worker_id, space, self.now_s, range(start, start + len(keys)))
         assert list(grant.positions) == expected, "granted more or less than there is room for"
         if expected:
             assert not set(grant.slots) & untouchable, "gave out a slot that someone reads or may write"
@@ -224,7 +224,7 @@ class IndexMachine(RuleBasedStateMachine):
             self.num_committed += 1
             written.append(Written(slot, self.num_committed, 100))
         if thief:
-            stranger = next(life for life in LIVES if life != held.writer)
+            stranger = next(worker_id for worker_id in LIVES if worker_id != held.writer)
             assert self.index.commit(ticket, stranger, written) == 0
             return
         del self.model.tickets[ticket]
@@ -244,28 +244,28 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.expire(self.now_s)
         assert self.index.next_deadline_s is None or self.index.next_deadline_s > self.now_s
 
-    @rule(life=st.sampled_from(LIVES))
-    def lost(self, life: Life) -> None:
-        self.index.lost(life)
-        self.forget_life(life)
+    @rule(worker_id=st.sampled_from(LIVES))
+    def lost(self, worker_id: WorkerId) -> None:
+        self.index.lost(worker_id)
+        self.forget_life(worker_id)
 
-    def forget_life(self, life: Life) -> None:
-        for number in [n for n, lease in self.model.leases.items() if lease.reader == life]:
+    def forget_life(self, worker_id: WorkerId) -> None:
+        for number in [n for n, lease in self.model.leases.items() if lease.reader == worker_id]:
             self.model.end_lease(number)
         for held in self.model.tickets.values():
-            held.fenced = held.fenced or held.writer == life
+            held.fenced = held.fenced or held.writer == worker_id
 
-    @rule(life=st.sampled_from(LIVES[::2]))
-    def reaped(self, life: Life) -> None:
-        self.index.reaped(life)
-        self.forget_life(life)
-        self.model.dead.add(life)
-        self.model.tickets = {n: held for n, held in self.model.tickets.items() if held.writer != life}
+    @rule(worker_id=st.sampled_from(LIVES[::2]))
+    def reaped(self, worker_id: WorkerId) -> None:
+        self.index.reaped(worker_id)
+        self.forget_life(worker_id)
+        self.model.dead.add(worker_id)
+        self.model.tickets = {n: held for n, held in self.model.tickets.items() if held.writer != worker_id}
 
-    @rule(life=st.sampled_from(LIVES))
-    def at_rest(self, life: Life) -> None:
-        self.index.at_rest(life)
-        self.model.tickets = {n: held for n, held in self.model.tickets.items() if held.writer != life}
+    @rule(worker_id=st.sampled_from(LIVES))
+    def at_rest(self, worker_id: WorkerId) -> None:
+        self.index.at_rest(worker_id)
+        self.model.tickets = {n: held for n, held in self.model.tickets.items() if held.writer != worker_id}
 
     @rule(space=st.sampled_from(SPACES))
     def purge(self, space: bytes) -> None:

@@ -20,10 +20,10 @@ from tripool.cache.copying import plain_copy
 from tripool.cache.records import Block, Record, State
 from tripool.cache.seats import Found
 from tripool.errors import ArenaError
-from tripool.messages import Life
+from tripool.messages import WorkerId
 
 COMMITTED = Record(State.COMMITTED, b"k" * 16, b"n" * 16, 7, 3, None, 2**64 - 1, 99, 5)
-RESERVED = Record(State.RESERVED, b"K" * 16, b"N" * 16, 2**62, 0, Life("é" * (MAX_WORKER_NAME_BYTES // 2), -3))
+RESERVED = Record(State.RESERVED, b"K" * 16, b"N" * 16, 2**62, 0, WorkerId("é" * (MAX_WORKER_NAME_BYTES // 2), -3))
 
 
 @pytest.mark.parametrize("num_bytes", [1, 100, 4096, 2**18, 2**18 + 1, 700_001])

@@ -21,7 +21,7 @@ from tripool.cache.client import PoolClient
 from tripool.cache.member import _MAX_PEERS, Member
 from tripool.cache.records import State, namespace_tag
 from tripool.config import CacheConfig
-from tripool.messages import SUPERVISOR, Life, Reaped, Suspect
+from tripool.messages import SUPERVISOR, Reaped, Suspect, WorkerId
 
 from .conftest import Pool, chain, told
 
@@ -30,24 +30,24 @@ NUM_SLOTS = 16
 CONFIG = CacheConfig(slot_bytes=SLOT_BYTES, num_slots=NUM_SLOTS)
 NAMESPACE = namespace_tag("a")
 KEYS = tuple(chain(1, 6))
-OURS, OTHER = Life("w-0", 1), Life("w-1", 1)
+OURS, OTHER = WorkerId("w-0", 1), WorkerId("w-1", 1)
 
 
 @pytest.fixture
 def member(folder: Path) -> Iterator[Member]:
-    made = Member(folder, Life("cache-0", 1), CONFIG)
+    made = Member(folder, WorkerId("cache-0", 1), CONFIG)
     yield made
     made.close()
 
 
-def questions(life: Life, ticket: int = 1, lease: int = 1) -> list[bytes]:
+def questions(worker_id: WorkerId, ticket: int = 1, lease: int = 1) -> list[bytes]:
     made: list[wire.Question] = [
-        wire.Open(1, wire.PROTOCOL, life),
-        wire.Lookup(2, life, NAMESPACE, KEYS, (lease,), 5),
-        wire.Release(life, (lease,), (0,)),
-        wire.Used(life, (0, 1), (ticket, ticket)),
-        wire.Reserve(3, life, NAMESPACE, KEYS, (0, 1, 2, 3, 4, 5)),
-        wire.Commit(life, ticket, (0, 1), (7, 8), (SLOT_BYTES, SLOT_BYTES), 1),
+        wire.Open(1, wire.PROTOCOL, worker_id),
+        wire.Lookup(2, worker_id, NAMESPACE, KEYS, (lease,), 5),
+        wire.Release(worker_id, (lease,), (0,)),
+        wire.Used(worker_id, (0, 1), (ticket, ticket)),
+        wire.Reserve(3, worker_id, NAMESPACE, KEYS, (0, 1, 2, 3, 4, 5)),
+        wire.Commit(worker_id, ticket, (0, 1), (7, 8), (SLOT_BYTES, SLOT_BYTES), 1),
         wire.Ask(4),
         wire.Purge(5, NAMESPACE),
         wire.Quotas(6, {NAMESPACE: 3}),
@@ -57,8 +57,8 @@ def questions(life: Life, ticket: int = 1, lease: int = 1) -> list[bytes]:
     return [wire.encode(each) for each in made]
 
 
-def granted(member: Member, life: Life, lives: set[Life]) -> wire.Granted:
-    reply = member.answer(wire.encode(wire.Reserve(9, life, NAMESPACE, KEYS)), 0.0, lives)
+def granted(member: Member, worker_id: WorkerId, worker_ids: set[WorkerId]) -> wire.Granted:
+    reply = member.answer(wire.encode(wire.Reserve(9, worker_id, NAMESPACE, KEYS)), 0.0, worker_ids)
     assert reply is not None
     answer = wire.decode_answer(reply)
     assert isinstance(answer, wire.Granted)
@@ -68,31 +68,31 @@ def granted(member: Member, life: Life, lives: set[Life]) -> wire.Granted:
 def test_a_member_outlives_every_message(member: Member) -> None:
     rng, now_s = random.Random(17), 0.0
     for turn in range(20):
-        lives: set[Life] = set()
-        life = Life(rng.choice(("w-0", SUPERVISOR, "p-3")), turn + 1)
-        ticket = granted(member, life, lives).ticket
-        for data in mutations(questions(life, ticket, lease=ticket + 1), 300, rng):
+        worker_ids: set[WorkerId] = set()
+        worker_id = WorkerId(rng.choice(("w-0", SUPERVISOR, "p-3")), turn + 1)
+        ticket = granted(member, worker_id, worker_ids).ticket
+        for data in mutations(questions(worker_id, ticket, lease=ticket + 1), 300, rng):
             now_s += 0.001
-            member.answer(data, now_s, lives, lambda answer: None)
-            assert len(lives) == 1
+            member.answer(data, now_s, worker_ids, lambda answer: None)
+            assert len(worker_ids) == 1
         member.expire(now_s)
         member.index.check()
-        for each in lives:
+        for each in worker_ids:
             member.lost(each)
     told = wire.decode_answer(member.answer(wire.encode(wire.Ask(1)), now_s, set()) or b"")
     assert isinstance(told, wire.Told) and told.strange_messages > 500
     for record in member.index.records:
         if record.writer is not None:
-            member.answer(wire.encode(Reaped(record.writer)), now_s, {Life(SUPERVISOR, 1)})
+            member.answer(wire.encode(Reaped(record.writer)), now_s, {WorkerId(SUPERVISOR, 1)})
     for question in (wire.Quotas(1, {}), wire.Purge(2, NAMESPACE)):
         member.answer(wire.encode(question), now_s, set())
     member.index.check()
-    assert granted(member, Life("new", 1), set()).slots, "and still grants room"
+    assert granted(member, WorkerId("new", 1), set()).slots, "and still grants room"
 
 
 def test_nobody_speaks_for_another(member: Member) -> None:
     """Neither to free what another writes, nor to end its life."""
-    theirs, ours = set[Life](), set[Life]()
+    theirs, ours = set[WorkerId](), set[WorkerId]()
     ticket = granted(member, OTHER, theirs).ticket
     member.answer(wire.encode(wire.Open(1, wire.PROTOCOL, OURS)), 0.0, ours)
     forged: list[wire.Question] = [
@@ -100,14 +100,14 @@ def test_nobody_speaks_for_another(member: Member) -> None:
         wire.Commit(OTHER, ticket, (), (), ()),
         Suspect(OTHER),
         Reaped(OTHER),
-        wire.Open(10, wire.PROTOCOL, Life("cache-0", 1)),
-        wire.Open(10, wire.PROTOCOL, Life("w-0", 2)),
+        wire.Open(10, wire.PROTOCOL, WorkerId("cache-0", 1)),
+        wire.Open(10, wire.PROTOCOL, WorkerId("w-0", 2)),
     ]
     for question in forged:
         assert member.answer(wire.encode(question), 0.0, ours) is None
         assert member.index.num_reserved == len(KEYS) and member.index.num_fenced == 0
     assert ours == {OURS}
-    supervisor = {Life(SUPERVISOR, 1)}
+    supervisor = {WorkerId(SUPERVISOR, 1)}
     member.answer(wire.encode(Reaped(OTHER)), 0.0, supervisor)
     assert member.index.num_reserved == 0
 
@@ -115,19 +115,19 @@ def test_nobody_speaks_for_another(member: Member) -> None:
 def test_a_member_starts_over_whatever_is_in_the_arena(folder: Path) -> None:
     """Headers are memory that others could write to as well, with a right checksum if they mean it."""
     rng = random.Random(5)
-    member = Member(folder, Life("cache-0", 1), CONFIG)
-    lives: set[Life] = set()
-    grant = granted(member, OURS, lives)
+    member = Member(folder, WorkerId("cache-0", 1), CONFIG)
+    worker_ids: set[WorkerId] = set()
+    grant = granted(member, OURS, worker_ids)
     sizes = (SLOT_BYTES,) * len(grant.slots)
-    member.answer(wire.encode(wire.Commit(OURS, grant.ticket, grant.slots, sizes, sizes)), 0.0, lives)
+    member.answer(wire.encode(wire.Commit(OURS, grant.ticket, grant.slots, sizes, sizes)), 0.0, worker_ids)
     record = member.index.records[grant.slots[0]]
     for slot, forged in enumerate(
         (
             replace(record, ticket=2**64 - 1),
             replace(record, ticket=2**62),
             replace(record, num_bytes=2**32 - 1),
-            replace(record, state=State.RESERVED, writer=Life("w" * 43, 2**63 - 1)),
-            replace(record, state=State.RESERVED, writer=Life("cache-0", 1)),
+            replace(record, state=State.RESERVED, writer=WorkerId("w" * 43, 2**63 - 1)),
+            replace(record, state=State.RESERVED, writer=WorkerId("cache-0", 1)),
         )
     ):
         member.arena.write_header(8 + slot, forged)
@@ -140,10 +140,10 @@ def test_a_member_starts_over_whatever_is_in_the_arena(folder: Path) -> None:
             damaged[rng.randrange(PAGE, len(damaged))] = rng.randrange(256)
         path.touch(0o600)
         path.write_bytes(damaged)
-        again = Member(folder, Life("cache-0", 2), CONFIG)
+        again = Member(folder, WorkerId("cache-0", 2), CONFIG)
         again.index.check()
         again.answer(wire.encode(wire.Purge(1, NAMESPACE)), 0.0, set())
-        granted(again, Life("new", 1), set())
+        granted(again, WorkerId("new", 1), set())
         again.index.check()
         again.close()
 
@@ -169,7 +169,7 @@ def test_a_real_member_outlives_its_peers_noise(pool: Pool) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
             line.settimeout(60)
             line.connect(path)
-            for data in mutations(questions(Life(f"n-{number}", 1)), 200, rng):
+            for data in mutations(questions(WorkerId(f"n-{number}", 1)), 200, rng):
                 if not data:
                     continue  # which is how a line ends
                 line.send(data)
@@ -188,7 +188,7 @@ def test_a_real_member_outlives_its_peers_noise(pool: Pool) -> None:
 def answers(number: int, nonce: int, arena: str) -> list[bytes]:
     held = {NAMESPACE: 3}
     made: list[wire.Answer] = [
-        wire.Opened(number, wire.PROTOCOL, Life("cache-0", 1), arena, nonce, 1.0, 0),
+        wire.Opened(number, wire.PROTOCOL, WorkerId("cache-0", 1), arena, nonce, 1.0, 0),
         wire.Found(number, nonce, 5, (0, 1), (7, 8), (SLOT_BYTES, SLOT_BYTES), (0, 0), (1,)),
         wire.Granted(number, nonce, 6, (0, 1), (2, 3)),
         wire.Told(number, SLOT_BYTES, NUM_SLOTS, 1, 0, 0, 2, 0, 1, 1, 0, 0, 0, 0, held, wire.Disk("on", 5)),
@@ -202,7 +202,7 @@ def test_a_client_outlives_every_answer(folder: Path, member: Member) -> None:
     rng = random.Random(11)
     before = member.arena._map[:]
     with Liar(folder, lambda number: _lie(rng, member, number)):
-        client = PoolClient(folder, ["liar"], Life("w-0", 1), wait_s=0.002, retry_s=0.0)
+        client = PoolClient(folder, ["liar"], WorkerId("w-0", 1), wait_s=0.002, retry_s=0.0)
         blocks = [bytearray(SLOT_BYTES) for _ in KEYS]
         for _ in range(400):
             assert 0 <= client.fetch(KEYS, blocks, namespace="a") <= len(KEYS)

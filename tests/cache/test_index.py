@@ -10,7 +10,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from tripool.cache.index import PoolIndex
 from tripool.cache.records import Written
-from tripool.messages import Life
+from tripool.messages import WorkerId
 
 from .index_model import CHAINS, LEASE_S, LIVES, SPACES, WRITE_S, IndexMachine
 
@@ -64,7 +64,7 @@ class ReusesBeforeReaping(PoolIndex):
 
 
 class KeepsLease(PoolIndex):
-    def release(self, lease: int, reader: Life, bad: Iterable[int] = ()) -> None:
+    def release(self, lease: int, reader: WorkerId, bad: Iterable[int] = ()) -> None:
         if list(bad):
             super().release(lease, reader, bad)
 
@@ -72,20 +72,20 @@ class KeepsLease(PoolIndex):
 class ServesTorn(PoolIndex):
     """Believes that a writer who gave up had written everything."""
 
-    def commit(self, ticket: int, writer: Life, written: Sequence[Written]) -> int:
+    def commit(self, ticket: int, writer: WorkerId, written: Sequence[Written]) -> int:
         held = self._reservations.get(ticket)
         return super().commit(ticket, writer, written or [Written(slot, 0, 1) for slot in (held.slots if held else ())])
 
 
 class HearsStrangers(PoolIndex):
-    def release(self, lease: int, reader: Life, bad: Iterable[int] = ()) -> None:
+    def release(self, lease: int, reader: WorkerId, bad: Iterable[int] = ()) -> None:
         known = self._leases.get(lease)
         super().release(lease, known.reader if known else reader, bad)
 
 
 class ForgetsDeath(PoolIndex):
-    def reaped(self, life: Life) -> None:
-        super().reaped(life)
+    def reaped(self, worker_id: WorkerId) -> None:
+        super().reaped(worker_id)
         self._dead.clear()
 
 
@@ -115,7 +115,7 @@ class EvictsYoungest(PoolIndex):
 
 
 class EvictsHeads(PoolIndex):
-    def commit(self, ticket: int, writer: Life, written: Sequence[Written]) -> int:
+    def commit(self, ticket: int, writer: WorkerId, written: Sequence[Written]) -> int:
         num_committed = super().commit(ticket, writer, written)
         slots = [each.slot for each in written if self._slots.is_idle(each.slot)]
         for slot in slots:

@@ -11,7 +11,7 @@ import pytest
 
 from tripool.cache import namespace_tag
 from tripool.cache.wire import Granted
-from tripool.messages import SUPERVISOR, Life, Reaped, Suspect
+from tripool.messages import SUPERVISOR, Reaped, Suspect, WorkerId
 
 from .conftest import WITHIN_S, Pool, chain, content, told, until
 from .test_pool import fetched
@@ -71,13 +71,13 @@ def test_a_dead_writers_slot_is_free_when_it_is_reaped_and_not_before(
     pool: Pool, stopped: subprocess.Popen[str]
 ) -> None:
     client = pool.client(SUPERVISOR)
-    assert client.report(Suspect(Life("w-0", 1))) == []
+    assert client.report(Suspect(WorkerId("w-0", 1))) == []
     until(lambda: told(client).fenced == 1)
     stopped.kill()
     stopped.wait(WITHIN_S)
     assert client.store(OTHERS, [content(key) for key in OTHERS], namespace="a") == 2
-    assert client.report(Reaped(Life("w-0", 2))) == [] and told(client).fenced == 1, "another life of that worker"
-    assert client.report(Reaped(Life("w-0", 1))) == [] and told(client).fenced == 0
+    assert client.report(Reaped(WorkerId("w-0", 2))) == [] and told(client).fenced == 1, "another life of that worker"
+    assert client.report(Reaped(WorkerId("w-0", 1))) == [] and told(client).fenced == 0
     assert client.store(KEYS, [content(key) for key in KEYS], namespace="a") == 1
 
 
@@ -98,7 +98,7 @@ def test_fences_stand_when_the_member_restarts(pool: Pool, stopped: subprocess.P
     assert client.wait(WITHIN_S) == []
     assert told(client).fenced == 1
     assert client.store(OTHERS, [content(key) for key in OTHERS], namespace="a") == 2
-    assert client.report(Reaped(Life("w-0", 1))) == [] and told(client).fenced == 0
+    assert client.report(Reaped(WorkerId("w-0", 1))) == [] and told(client).fenced == 0
 
 
 def test_a_reservation_whose_answer_was_lost_is_free_when_its_writer_is_heard_of_again(pool: Pool) -> None:
@@ -121,7 +121,7 @@ def test_a_killed_member_is_a_miss_and_comes_back_with_its_blocks(pool: Pool) ->
         pool.kill()
         assert fetched(client, keys) == 0
         assert client.store(keys, [content(key) for key in keys], namespace="a") == 0
-        assert client.stats() == {"cache-0": None} and client.report(Reaped(Life("x", 1))) == ["cache-0"]
+        assert client.stats() == {"cache-0": None} and client.report(Reaped(WorkerId("x", 1))) == ["cache-0"]
         pool.start()
         assert client.wait(WITHIN_S) == []
         assert prefix.forms == [3] * 6

@@ -17,13 +17,13 @@ from tripool.cache.index import PoolIndex
 from tripool.cache.link import Seated
 from tripool.cache.records import State, Written
 from tripool.cache.wire import Granted
-from tripool.messages import SUPERVISOR, Life, Reaped, Suspect
+from tripool.messages import SUPERVISOR, Reaped, Suspect, WorkerId
 
 from .conftest import BLOCK_BYTES, WITHIN_S, Pool, buffers, chain, content, told, until
 from .test_pool import fetched
 
 KEYS, OTHERS = chain(1, 1), chain(2, 8)
-READER, WRITER, SPACE = Life("r", 1), Life("w", 1), b"s" * 16
+READER, WRITER, SPACE = WorkerId("r", 1), WorkerId("w", 1), b"s" * 16
 
 
 def filled(pool: Pool, keys: list[bytes], **config: float) -> PoolClient:
@@ -105,11 +105,11 @@ def test_a_suspect_reads_under_no_lease(pool: Pool) -> None:
     reader = pool.client("d-0")
     prefix = seated(reader, KEYS)
     supervisor = pool.client(SUPERVISOR)
-    assert supervisor.report(Suspect(Life("d-0", 1))) == []
+    assert supervisor.report(Suspect(WorkerId("d-0", 1))) == []
     assert told(supervisor).strange_messages == 0  # it has heard it, and minds it
     assert stored(client, OTHERS[:1]) == 1
     assert prefix.read(buffers(1)) == 0
-    assert supervisor.report(Reaped(Life("d-0", 1))) == []
+    assert supervisor.report(Reaped(WorkerId("d-0", 1))) == []
 
 
 SITS = """

@@ -14,14 +14,14 @@ from tripool.cache.index import PoolIndex
 from tripool.cache.promotion import Read, Tiers
 from tripool.cache.records import Hit, Record, State, Written
 from tripool.cache.tiers import DiskTier
-from tripool.messages import Life
+from tripool.messages import WorkerId
 
 from .index_model import CHAINS, SPACES
 from .test_index import HUNT, SUITE
 from .tiers_model import TiersMachine
 
 MINE, THEIRS = SPACES
-WRITER, READER = Life("w-0", 1), Life("r-0", 1)
+WRITER, READER = WorkerId("w-0", 1), WorkerId("r-0", 1)
 BLOCK = footprint(1)
 
 
@@ -256,7 +256,7 @@ def test_a_block_too_large_for_a_segment_is_not_wanted() -> None:
 
 
 def both(num_slots: int = 2) -> Tiers:
-    tiers = Tiers(PoolIndex(num_slots, lease_s=5.0, write_s=3.0), Life("cache-0", 1))
+    tiers = Tiers(PoolIndex(num_slots, lease_s=5.0, write_s=3.0), WorkerId("cache-0", 1))
     tiers.open_disk(new_tier(num_segments=4, blocks=8), [], ())
     return tiers
 

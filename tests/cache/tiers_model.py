@@ -12,12 +12,12 @@ from tripool.cache.index import PoolIndex
 from tripool.cache.promotion import Read, Tiers
 from tripool.cache.records import Hit, Record, State, Written
 from tripool.cache.tiers import DiskTier
-from tripool.messages import Life
+from tripool.messages import WorkerId
 from tripool.simulate.disk import DiskSpec, SimDisk, Values
 
 from .index_model import CHAINS, SPACES, STARTS
 
-READER, WRITER = Life("d-0", 1), Life("p-0", 1)
+READER, WRITER = WorkerId("d-0", 1), WorkerId("p-0", 1)
 WAIT_S = 3.0
 
 
@@ -51,11 +51,11 @@ class TiersMachine(RuleBasedStateMachine):
         self.reads: list[Read] = []
         self.writes: list[Write] = []
         self.waiting: dict[int, list[bytes]] = {}
-        self.own = Life("cache-0", self.epoch)
+        self.own = WorkerId("cache-0", self.epoch)
         index = PoolIndex(self.num_slots, lease_s=5.0, write_s=3.0, first_number=self.epoch * 1_000_000)
         index.restore(self.headers)
         for header in self.headers:
-            if header.state is State.RESERVED and header.writer is not None and header.writer.worker == "cache-0":
+            if header.state is State.RESERVED and header.writer is not None and header.writer.name == "cache-0":
                 index.at_rest(header.writer)
         self.tiers = self.tiers_type(index, self.own)
         self.tiers.set_quotas(self.quotas)

@@ -40,7 +40,7 @@ class Running:
     def models(self) -> dict[str, dict]:
         return {model["id"]: model for model in self.http.get("/v1/models").json()["data"]}
 
-    def resident_bytes(self) -> int:
+    def loaded_bytes(self) -> int:
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -82,7 +82,7 @@ def test_models_take_turns_within_the_budget_and_come_back_from_memory(tight, tr
             name: "ready",
             ({"tiny", "other"} - {name}).pop(): "unloaded",
         }
-        sizes.append(tight.resident_bytes())
+        sizes.append(tight.loaded_bytes())
     assert models["tiny"]["from_model_cache"] and models["tiny"]["bytes"] < 0.1 * 2**30
     assert sizes[-1] < sizes[1] + 20e6, "what was unloaded stays in memory"
     listed = json.loads(tripool("models", "list", "--url", tight.url, "--format", "json").out)

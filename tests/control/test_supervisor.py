@@ -24,7 +24,7 @@ DEADLINE_S = 60.0
 CHILD = """
 import os, signal, sys, time
 from pathlib import Path
-from tripool.fabric.leash import Leash
+from tripool.fabric.supervisor_channel import Leash
 from tripool.messages import Drain, Life, Ready, Reaped, Suspect
 
 folder, name, epoch, leash = Path(sys.argv[1]), sys.argv[2], int(sys.argv[4]), Leash.inherited(int(sys.argv[6]))
@@ -59,13 +59,13 @@ class Run:
             specs,
             folder,
             on_ready=self.ready.set,
-            start=lambda spec, *life: launch(spec, *life, command=(command(spec.name), "-c", CHILD)),
+            start=lambda spec, *worker_id: launch(spec, *worker_id, command=(command(spec.name), "-c", CHILD)),
         )
         self.thread = threading.Thread(target=self.supervisor.run)
         self.thread.start()
         assert self.ready.wait(DEADLINE_S)
 
-    def lives(self, name: str) -> list[tuple[int, int]]:
+    def worker_ids(self, name: str) -> list[tuple[int, int]]:
         """(epoch, pid) of all that ever were in this place."""
         rows = [line.split() for line in (self.folder / "lives").read_text("ascii").splitlines()]
         return [(int(row[1]), int(row[2])) for row in rows if row[0] == name]
@@ -105,16 +105,16 @@ def ends(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 def test_who_falls_is_reaped_told_of_and_replaced(start: Callable[..., Run], caplog: pytest.LogCaptureFixture) -> None:
     run = start(GATEWAY, "decode-0")
-    epoch, pid = run.lives("decode-0")[0]
+    epoch, pid = run.worker_ids("decode-0")[0]
     os.kill(pid, signal.SIGKILL)
-    until(lambda: len(run.lives("decode-0")) == 2)
+    until(lambda: len(run.worker_ids("decode-0")) == 2)
     until(lambda: run.told() == [f"decode-0 {epoch}"])
-    assert run.lives("decode-0")[1][0] > epoch
+    assert run.worker_ids("decode-0")[1][0] > epoch
     assert not (run.folder / f"decode-0.{epoch}.arena").exists(), "what a dead life left is removed"
     (said,) = ends(caplog)
     assert (said["msg"], said["child"], said["child_pid"], said["epoch"]) == ("process ended", "decode-0", pid, epoch)
     assert (said["signal"], said["again_in_s"]) == ("SIGKILL", 0.1)
-    assert len(run.lives(GATEWAY)) == 1
+    assert len(run.worker_ids(GATEWAY)) == 1
 
 
 def test_a_clock_that_is_set_back_makes_no_life_older(start: Callable[..., Run], monkeypatch) -> None:
@@ -124,9 +124,9 @@ def test_a_clock_that_is_set_back_makes_no_life_older(start: Callable[..., Run],
     monkeypatch.setattr(time, "time", lambda: next(clock) / 1e9)
     run = start(GATEWAY, "decode-0")
     for number in (1, 2):
-        os.kill(run.lives("decode-0")[-1][1], signal.SIGKILL)
-        until(lambda number=number: len(run.lives("decode-0")) == number + 1)
-    epochs = [epoch for epoch, _ in run.lives("decode-0")]
+        os.kill(run.worker_ids("decode-0")[-1][1], signal.SIGKILL)
+        until(lambda number=number: len(run.worker_ids("decode-0")) == number + 1)
+    epochs = [epoch for epoch, _ in run.worker_ids("decode-0")]
     assert epochs == sorted(set(epochs)) and epochs[0] > 0
 
 
@@ -141,31 +141,31 @@ def test_what_cannot_be_started_now_is_tried_again_and_the_others_go_on(
         return "/nowhere" if tries.count("decode-0") == 2 and name == "decode-0" else sys.executable
 
     run = start(GATEWAY, "decode-0", command=command)
-    os.kill(run.lives("decode-0")[0][1], signal.SIGKILL)
-    until(lambda: len(run.lives("decode-0")) == 2)
+    os.kill(run.worker_ids("decode-0")[0][1], signal.SIGKILL)
+    until(lambda: len(run.worker_ids("decode-0")) == 2)
     assert tries.count("decode-0") == 3
     assert [said["msg"] for said in ends(caplog)] == ["process ended", "process not started"]
-    assert len(run.lives(GATEWAY)) == 1
+    assert len(run.worker_ids(GATEWAY)) == 1
 
 
 def test_a_suspect_is_ended_even_when_it_is_stopped(start: Callable[..., Run]) -> None:
     run = start(GATEWAY, "decode-0")
-    epoch, pid = run.lives("decode-0")[0]
+    epoch, pid = run.worker_ids("decode-0")[0]
     os.kill(pid, signal.SIGSTOP)
     (run.folder / "suspect").write_text(f"decode-0 {epoch}", "ascii")
-    until(lambda: len(run.lives("decode-0")) == 2)
+    until(lambda: len(run.worker_ids("decode-0")) == 2)
     until(lambda: run.told() == [f"decode-0 {epoch}"])
     (run.folder / "suspect").write_text(f"decode-0 {epoch}", "ascii")  # said again: about a life that is over
     until(lambda: not (run.folder / "suspect").exists())
     until(lambda: run.told() == [f"decode-0 {epoch}"])
     assert not Path(f"/proc/{pid}").exists()
-    assert len(run.lives("decode-0")) == 2
+    assert len(run.worker_ids("decode-0")) == 2
 
 
 def test_a_suspect_that_computes_instead_of_answering_has_crashed(start: Callable[..., Run]) -> None:
     """Unlike one that was stopped or killed: what it computes may do the same to the next one."""
     run = start(GATEWAY, "busy")
-    epoch, pid = run.lives("busy")[0]
+    epoch, pid = run.worker_ids("busy")[0]
     until(lambda: (times := times_of(pid)) is not None and times[0] > 1.5)
     (run.folder / "suspect").write_text(f"busy {epoch}", "ascii")
     until(lambda: f"busy {epoch} crashed" in run.told())
@@ -182,9 +182,9 @@ def test_busy_is_who_ran_when_it_could(used_s: float, waited_s: float, busy: boo
 
 def test_a_silent_gateway_is_replaced(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     run = start(GATEWAY)
-    os.kill(run.lives(GATEWAY)[0][1], signal.SIGSTOP)
+    os.kill(run.worker_ids(GATEWAY)[0][1], signal.SIGSTOP)
     monkeypatch.setattr("tripool.control.supervisor._SILENCE_S", 0.5)  # not before: a busy machine makes others silent
-    until(lambda: len(run.lives(GATEWAY)) >= 2)
+    until(lambda: len(run.worker_ids(GATEWAY)) >= 2)
 
 
 def test_in_the_end_nobody_is_left(
@@ -192,7 +192,7 @@ def test_in_the_end_nobody_is_left(
 ) -> None:
     monkeypatch.setattr("tripool.control.supervisor._END_S", 0.5)
     run = start(GATEWAY, "decode-0", "stubborn")
-    pids = [run.lives(name)[0][1] for name in (GATEWAY, "decode-0", "stubborn")]
+    pids = [run.worker_ids(name)[0][1] for name in (GATEWAY, "decode-0", "stubborn")]
     run.supervisor.stopping = True
     run.thread.join(DEADLINE_S)
     assert not run.thread.is_alive()

@@ -12,20 +12,20 @@ from tripool.core import Request, SamplingParams, Slo, Structure
 from tripool.decode.worker import DecodeWorker
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
-from tripool.fabric import Inbox, Outbox
+from tripool.fabric import KvReceiver, KvSender
 from tripool.fabric.arena import Arena
 from tripool.messages import (
-    Adopt,
-    Adopted,
     Answered,
     AnyMessage,
-    Begin,
     Cancel,
-    Life,
-    Packed,
-    Parcel,
+    KvDescriptor,
     Refused,
+    StartDecode,
+    StartPrefill,
     Tokens,
+    TransferDone,
+    TransferReady,
+    WorkerId,
 )
 from tripool.prefill.worker import PrefillWorker
 
@@ -37,9 +37,9 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         engine = PagedFake(TEXT)
-        self.outbox = Outbox(Arena(folder / "p.parcels", engine.block_bytes, 256))
+        self.sender = KvSender(Arena(folder / "p.kv", engine.block_bytes, 256))
         self._made: list[AnyMessage] = []
-        self._prefill = PrefillWorker(engine, Life("prefill-0", 1), self.outbox, self._made.append)
+        self._prefill = PrefillWorker(engine, WorkerId("prefill-0", 1), self.sender, self._made.append)
         self.sent: list[AnyMessage] = []
         self.now_s = 0.0
         self._folder = folder
@@ -48,10 +48,10 @@ class Bench:
     def set_up(self, *, num_blocks: int = 64, max_running: int = 8) -> None:
         self.engine = PagedFake(TEXT, num_blocks=num_blocks, max_running=max_running)
         self.worker = DecodeWorker(
-            self.engine, Life("decode-0", 1), Inbox(self._folder), self.sent.append, clock=lambda: self.now_s
+            self.engine, WorkerId("decode-0", 1), KvReceiver(self._folder), self.sent.append, clock=lambda: self.now_s
         )
 
-    def parcels(self, name: str, num_prompt: int, *, tenant: str = "", **params: object) -> list[Adopt]:
+    def descriptors(self, name: str, num_prompt: int, *, tenant: str = "", **params: object) -> list[StartDecode]:
         options = {"max_tokens": 20, "ignore_eos": True} | params
         request = Request(
             id=name,
@@ -61,18 +61,20 @@ class Bench:
             slo=Slo(tenant=tenant, job=name if tenant else ""),
         )
         self._made.clear()
-        self._prefill.receive(Begin(request, 1, tuple(Answered(c, ()) for c in range(request.params.n)), 60), 0.0)
+        self._prefill.receive(
+            StartPrefill(request, 1, tuple(Answered(c, ()) for c in range(request.params.n)), 60), 0.0
+        )
         while self._prefill.busy or self._prefill.moving:
             self._prefill.work(0.0)
         events = [stamped.event for m in self._made if isinstance(m, Tokens) for stamped in m.events]
         first = {event.choice: event.token_id for event in events}
-        packed = [message for message in self._made if isinstance(message, Packed)]
+        packed = [message for message in self._made if isinstance(message, TransferReady)]
         return [
-            Adopt(request, 2 + p.choice, Answered(p.choice, (first[p.choice],)), p.parcel, 0, 5.0)
+            StartDecode(request, 2 + p.choice, Answered(p.choice, (first[p.choice],)), p.descriptor, 0, 5.0)
             for p in sorted(packed, key=lambda p: p.choice)
         ]
 
-    def adopt(self, *adopts: Adopt) -> None:
+    def adopt(self, *adopts: StartDecode) -> None:
         for adopt in adopts:
             self.worker.receive(adopt, self.now_s)
 
@@ -86,21 +88,21 @@ class Bench:
 
     @property
     def held(self) -> int:
-        return self.worker.pulse().blocks_held
+        return self.worker.heartbeat().blocks_held
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     made = Bench(tmp_path)
     yield made
-    made.outbox.close()
+    made.sender.close()
 
 
 def test_adopted_and_then_token_by_token_to_the_end(bench: Bench) -> None:
-    (adopt,) = bench.parcels("a", 100)
+    (adopt,) = bench.descriptors("a", 100)
     bench.adopt(adopt)
     adopted, *tokens = bench.work(30)
-    assert isinstance(adopted, Adopted)
+    assert isinstance(adopted, TransferDone)
     assert (adopted.request_id, adopted.attempt, adopted.choice) == ("a", 2, 0)
     events = [stamped.event for message in tokens for stamped in message.events]
     assert [event.index for event in events] == list(range(1, 20))
@@ -111,7 +113,7 @@ def test_adopted_and_then_token_by_token_to_the_end(bench: Bench) -> None:
 
 
 def test_choices_of_a_request_share_what_is_the_same(bench: Bench) -> None:
-    adopts = bench.parcels("a", 200, n=3)
+    adopts = bench.descriptors("a", 200, n=3)
     bench.adopt(*adopts)
     bench.work()
     assert bench.held == 3 + 3
@@ -124,14 +126,14 @@ def test_choices_of_a_request_share_what_is_the_same(bench: Bench) -> None:
 
 @pytest.mark.parametrize("harm", ["bytes", "gone", "shape"])
 def test_a_parcel_that_is_not_what_it_was_is_refused_but_not_for_good(bench: Bench, harm: str) -> None:
-    (adopt,) = bench.parcels("a", 100)
-    p = adopt.parcel
+    (adopt,) = bench.descriptors("a", 100)
+    p = adopt.descriptor
     if harm == "bytes":
-        bench.outbox.arena.view(p.offsets[1] // p.block_bytes)[7] ^= 1
+        bench.sender.arena.view(p.offsets[1] // p.block_bytes)[7] ^= 1
     else:
-        name, size = ("gone.parcels", p.block_bytes) if harm == "gone" else (p.arena, 2 * p.block_bytes)
-        p = Parcel(name, p.lease, p.offsets, p.checksums, size, p.num_tokens)
-    bench.adopt(Adopt(adopt.request, adopt.attempt, adopt.answered, p, 0, 5.0))
+        name, size = ("gone.kv", p.block_bytes) if harm == "gone" else (p.arena, 2 * p.block_bytes)
+        p = KvDescriptor(name, p.lease, p.offsets, p.checksums, size, p.num_tokens)
+    bench.adopt(StartDecode(adopt.request, adopt.attempt, adopt.answered, p, 0, 5.0))
     bench.worker.work(bench.now_s)
     (refused,) = bench.sent
     assert isinstance(refused, Refused)
@@ -141,11 +143,11 @@ def test_a_parcel_that_is_not_what_it_was_is_refused_but_not_for_good(bench: Ben
 
 
 def test_without_room_it_waits_and_then_says_so(bench: Bench) -> None:
-    first, second = *bench.parcels("a", 100, max_tokens=40), *bench.parcels("b", 100)
+    first, second = *bench.descriptors("a", 100, max_tokens=40), *bench.descriptors("b", 100)
     bench.set_up(max_running=1)
     bench.adopt(first, second)
-    assert [type(message) for message in bench.work(3)] == [Adopted, Tokens, Tokens, Tokens]
-    assert bench.worker.pulse().waiting_tokens == 100
+    assert [type(message) for message in bench.work(3)] == [TransferDone, Tokens, Tokens, Tokens]
+    assert bench.worker.heartbeat().waiting_tokens == 100
     bench.now_s = 6.0
     *_, refused = [message for message in bench.work(1) if not isinstance(message, Tokens)]
     assert isinstance(refused, Refused)
@@ -153,29 +155,29 @@ def test_without_room_it_waits_and_then_says_so(bench: Bench) -> None:
 
 
 def test_whoever_waits_gets_its_turn(bench: Bench) -> None:
-    adopts = [*bench.parcels("a", 100), *bench.parcels("b", 300), *bench.parcels("c", 10)]
+    adopts = [*bench.descriptors("a", 100), *bench.descriptors("b", 300), *bench.descriptors("c", 10)]
     bench.set_up(num_blocks=6)
     bench.adopt(*adopts)
     sent = bench.work(80)
-    assert [message.request_id for message in sent if isinstance(message, Adopted)] == ["a", "b", "c"]
+    assert [message.request_id for message in sent if isinstance(message, TransferDone)] == ["a", "b", "c"]
     assert bench.held == 0
 
 
 def test_long_parcels_come_in_pieces_between_steps(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tripool.decode.worker._COPY_BYTES", bench.engine.block_bytes)
-    (short,), (long,) = bench.parcels("a", 10, max_tokens=40), bench.parcels("b", 300)
+    (short,), (long,) = bench.descriptors("a", 10, max_tokens=40), bench.descriptors("b", 300)
     bench.adopt(short)
     bench.work()
     bench.adopt(long)
     sent = bench.work(5)
-    assert [type(message) for message in sent] == [Tokens] * 4 + [Adopted, Tokens]
-    assert len(long.parcel.offsets) == 5
+    assert [type(message) for message in sent] == [Tokens] * 4 + [TransferDone, Tokens]
+    assert len(long.descriptor.offsets) == 5
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])
 def test_cancel_and_drop_free_at_any_point(bench: Bench, monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
     monkeypatch.setattr("tripool.decode.worker._IDLE_COPY_BYTES", bench.engine.block_bytes)
-    adopts = bench.parcels("a", 300, n=2)
+    adopts = bench.descriptors("a", 300, n=2)
     bench.adopt(*adopts)
     bench.work(turns)
     bench.worker.receive(Cancel("a", adopts[0].attempt), bench.now_s)
@@ -189,13 +191,13 @@ def test_cancel_and_drop_free_at_any_point(bench: Bench, monkeypatch: pytest.Mon
 
 def test_a_full_batch_makes_room_for_another_tenant(bench: Bench) -> None:
     bench.set_up(max_running=4)
-    many = bench.parcels("many", 10, tenant="a", n=8, max_tokens=60)
+    many = bench.descriptors("many", 10, tenant="a", n=8, max_tokens=60)
     bench.adopt(*many)
     bench.work(3)
-    one = bench.parcels("one", 10, tenant="b", max_tokens=4)
+    one = bench.descriptors("one", 10, tenant="b", max_tokens=4)
     bench.adopt(*one)  # behind four more of the first tenant that have no room
     told = bench.work(3)
-    assert any(isinstance(message, Adopted) and message.request_id == "one" for message in told)
+    assert any(isinstance(message, TransferDone) and message.request_id == "one" for message in told)
     events = [stamped.event for m in told if isinstance(m, Tokens) for stamped in m.events]
     assert any(event.request_id == "one" for event in events)
     assert bench.engine.scheduler.num_preemptions == 1
@@ -205,10 +207,10 @@ def test_whoever_made_room_goes_on_with_the_same_tokens(bench: Bench) -> None:
     answers: list[dict[int, list[int]]] = []
     for disturbed in (False, True):
         bench.set_up(max_running=4)
-        bench.adopt(*bench.parcels("many", 10, tenant="a", n=4, max_tokens=30))
+        bench.adopt(*bench.descriptors("many", 10, tenant="a", n=4, max_tokens=30))
         told = bench.work(3)
         if disturbed:
-            bench.adopt(*bench.parcels("one", 10, tenant="b", max_tokens=4))
+            bench.adopt(*bench.descriptors("one", 10, tenant="b", max_tokens=4))
         told += bench.work(80)
         events = [stamped.event for m in told if isinstance(m, Tokens) for stamped in m.events]
         found: dict[int, list[int]] = {}
@@ -222,7 +224,7 @@ def test_whoever_made_room_goes_on_with_the_same_tokens(bench: Bench) -> None:
 def test_between_much_that_is_adopted_the_batch_gets_its_step(bench: Bench, monkeypatch) -> None:
     """Choices of one request share their blocks: there is next to nothing to copy, and no limit in that."""
     bench.set_up(num_blocks=256, max_running=128)
-    adopts = bench.parcels("a", 63, n=100)
+    adopts = bench.descriptors("a", 63, n=100)
     done: list[str] = []
     adopt, step = bench.engine.adopt, bench.engine.step
     monkeypatch.setattr(bench.engine, "adopt", lambda *args, **more: done.append("a") or adopt(*args, **more))
@@ -233,15 +235,15 @@ def test_between_much_that_is_adopted_the_batch_gets_its_step(bench: Bench, monk
 
 
 def test_a_grammar_that_is_being_compiled_holds_up_its_own_request_only(bench: Bench, monkeypatch) -> None:
-    guided = bench.parcels("guided", 100, structure=Structure("regex", "[a-z ]{50}"), tenant="one")
-    plain = bench.parcels("plain", 100, tenant="another")
+    guided = bench.descriptors("guided", 100, structure=Structure("regex", "[a-z ]{50}"), tenant="one")
+    plain = bench.descriptors("plain", 100, tenant="another")
     with compiling(monkeypatch) as (began, go_on):
         bench.adopt(*guided, *plain)
         assert began.wait(60)
-        assert [m.request_id for m in bench.work() if isinstance(m, Adopted)] == ["plain"]
+        assert [m.request_id for m in bench.work() if isinstance(m, TransferDone)] == ["plain"]
         assert bench.worker.moving
         go_on.set()
-        adopted: list[Adopted] = []
+        adopted: list[TransferDone] = []
         while not adopted:
-            adopted = [m for m in bench.work() if isinstance(m, Adopted)]
+            adopted = [m for m in bench.work() if isinstance(m, TransferDone)]
         assert adopted[0].request_id == "guided"

@@ -16,33 +16,33 @@ from split.in_process import Fleet
 from tripool.core import Request, SamplingParams, Slo, Stages, TokenEvent, TokenLogprobs
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
-from tripool.fabric import Inbox
+from tripool.fabric import KvReceiver
 from tripool.fabric.arena import Arena, checksum
 from tripool.fabric.channel import Line, Switchboard
-from tripool.fabric.leash import Leash
+from tripool.fabric.supervisor_channel import SupervisorChannel
 from tripool.messages import (
     PROTOCOL,
-    Adopt,
-    Adopted,
     Answered,
     AnyMessage,
-    Begin,
     Cancel,
     Drain,
+    Heartbeat,
     Hello,
+    KvDescriptor,
     Left,
-    Life,
-    Packed,
-    Parcel,
-    Pulse,
     Ready,
     Reaped,
     Refused,
     Release,
     Stamped,
+    StartDecode,
+    StartPrefill,
     Suspect,
     Tokens,
+    TransferDone,
+    TransferReady,
     Welcome,
+    WorkerId,
     decode,
     decode_from_worker,
     decode_to_worker,
@@ -50,7 +50,7 @@ from tripool.messages import (
 )
 from tripool.router import Output, Send
 
-PREFILL, DECODE = Life("prefill-0", 1), Life("decode-0", 1)
+PREFILL, DECODE = WorkerId("prefill-0", 1), WorkerId("decode-0", 1)
 
 
 def request(name: str, tokens: int = 70, n: int = 2) -> Request:
@@ -59,22 +59,22 @@ def request(name: str, tokens: int = 70, n: int = 2) -> Request:
     return Request(id=name, prompt_ids=tuple(range(5, 5 + tokens)), params=params, seed=3, slo=slo)
 
 
-def parcel(tokens: int = 70) -> Parcel:
-    return Parcel("prefill-0.1.parcels", 1, (0, 512), (7, 8), 512, tokens)
+def descriptor(tokens: int = 70) -> KvDescriptor:
+    return KvDescriptor("prefill-0.1.kv", 1, (0, 512), (7, 8), 512, tokens)
 
 
 def from_workers(name: str, attempt: int) -> list[bytes]:
     event = TokenEvent(name, 0, 0, 9, None, TokenLogprobs(-1.0, ((3, -2.0),)), 64, 2, 1, Stages(0.1, 0.1, 0.1))
     made: list[AnyMessage] = []
-    for role, life in (("prefill", PREFILL), ("decode", DECODE)):
+    for role, worker_id in (("prefill", PREFILL), ("decode", DECODE)):
         made += [
-            Hello(PROTOCOL, role, life, 1, "fake", 4096, 16, 4096, 256),  # type: ignore[arg-type]
-            Pulse(life, 3, 10, 1, 2, 4),
-            Tokens(life, (Stamped(attempt, event),)),
-            Packed(life, name, attempt, 0, parcel()),
-            Adopted(life, name, attempt, 0),
-            Refused(life, name, attempt, "overloaded", "no room", "", False),
-            Left(life),
+            Hello(PROTOCOL, role, worker_id, 1, "fake", 4096, 16, 4096, 256),  # type: ignore[arg-type]
+            Heartbeat(worker_id, 3, 10, 1, 2, 4),
+            Tokens(worker_id, (Stamped(attempt, event),)),
+            TransferReady(worker_id, name, attempt, 0, descriptor()),
+            TransferDone(worker_id, name, attempt, 0),
+            Refused(worker_id, name, attempt, "overloaded", "no room", "", False),
+            Left(worker_id),
         ]
     return [encode(message) for message in made]
 
@@ -82,8 +82,8 @@ def from_workers(name: str, attempt: int) -> list[bytes]:
 def to_workers(name: str, attempt: int) -> list[bytes]:
     made: list[AnyMessage] = [
         Welcome(1, 0.5),
-        Begin(request(name), attempt, (Answered(0, ()), Answered(1, (7, 8))), 5.0),
-        Adopt(request(name), attempt, Answered(0, (7,)), parcel(), 64, 5.0),
+        StartPrefill(request(name), attempt, (Answered(0, ()), Answered(1, (7, 8))), 5.0),
+        StartDecode(request(name), attempt, Answered(0, (7,)), descriptor(), 64, 5.0),
         Release(1),
         Cancel(name, attempt),
         Drain(),
@@ -167,18 +167,18 @@ def test_a_gateway_outlives_every_message(fleet: Fleet) -> None:
 def test_a_parcel_names_no_place_outside_its_arena(tmp_path: Path) -> None:
     arena = Arena(tmp_path / "a", 64, 4)
     assert arena.back(3)
-    inbox, into = Inbox(tmp_path), memoryview(bytearray(64))
-    good = Parcel("a", 1, (64,), (checksum(bytes(64)),), 64, 10)
-    assert inbox.read(good, 0, into)
+    receiver, into = KvReceiver(tmp_path), memoryview(bytearray(64))
+    good = KvDescriptor("a", 1, (64,), (checksum(bytes(64)),), 64, 10)
+    assert receiver.read(good, 0, into)
     for offset in (-64, -1, 193, 256, 2**40, -(2**70)):
-        assert not inbox.read(msgspec.structs.replace(good, offsets=(offset,)), 0, into), offset
-    assert not inbox.read(good, 1, into) and not inbox.read(good, -1, into)
-    assert not inbox.read(msgspec.structs.replace(good, checksums=()), 0, into)
+        assert not receiver.read(msgspec.structs.replace(good, offsets=(offset,)), 0, into), offset
+    assert not receiver.read(good, 1, into) and not receiver.read(good, -1, into)
+    assert not receiver.read(msgspec.structs.replace(good, checksums=()), 0, into)
     (tmp_path / "empty").touch()
     (tmp_path / "folder").mkdir()
     for name in ("empty", "folder", "..", ".", "/etc/passwd", "a\0b", "none", ""):
-        assert not inbox.read(msgspec.structs.replace(good, arena=name), 0, into), name
-    inbox.close()
+        assert not receiver.read(msgspec.structs.replace(good, arena=name), 0, into), name
+    receiver.close()
     arena.close()
 
 
@@ -194,9 +194,9 @@ def test_only_what_is_a_message_is_read() -> None:
             except msgspec.DecodeError:
                 continue
             read += 1
-            life = getattr(message, "life", None)
-            assert life is None or (life.epoch >= 0 and 0 < len(life.worker) <= 64)
-            assert not isinstance(message, Packed) or min(message.parcel.offsets, default=0) >= 0
+            worker_id = getattr(message, "life", None)
+            assert worker_id is None or (worker_id.epoch >= 0 and 0 < len(worker_id.name) <= 64)
+            assert not isinstance(message, TransferReady) or min(message.descriptor.offsets, default=0) >= 0
     assert read > 1000
 
 
@@ -207,8 +207,8 @@ def test_lines_drop_and_count_what_they_cannot_read() -> None:
     line = Line(context, address, "prefill-0.1.1")
     noise = [data for data in mutations(from_workers("r", 1), 300, rng) if readable("gateway", data) is None]
     forged = [
-        encode(Left(Life("decode-0", 1))),
-        encode(Left(Life("prefill-0", 2))),
+        encode(Left(WorkerId("decode-0", 1))),
+        encode(Left(WorkerId("prefill-0", 2))),
         encode(Hello(1, "decode", DECODE, *[1] * 1, "x", 1, 1, 1, 1)),
     ]
     for data in [*noise, *forged, *to_workers("r", 1)]:
@@ -228,15 +228,15 @@ def test_lines_drop_and_count_what_they_cannot_read() -> None:
 
 
 def test_a_leash_outlives_noise() -> None:
-    leash, theirs = Leash.pair()
+    supervisor_channel, theirs = SupervisorChannel.pair()
     rng, sent = random.Random(6), [encode(Ready(PREFILL, 512)), encode(Suspect(DECODE))]
     heard: list[AnyMessage] = []
     with theirs:
         for data in mutations(sent, 500, rng):
             if data:
                 theirs.send(data)
-            heard += leash.receive()
-        assert heard[:2] == [Ready(PREFILL, 512), Suspect(DECODE)] and not leash.ended
+            heard += supervisor_channel.receive()
+        assert heard[:2] == [Ready(PREFILL, 512), Suspect(DECODE)] and not supervisor_channel.ended
         theirs.shutdown(socket.SHUT_RDWR)
-        assert list(leash.receive()) == [] and leash.ended
-    leash.close()
+        assert list(supervisor_channel.receive()) == [] and supervisor_channel.ended
+    supervisor_channel.close()

@@ -10,9 +10,9 @@ import pytest
 import zmq
 
 from tripool.fabric import Link, Switchboard
-from tripool.messages import PROTOCOL, AnyMessage, Cancel, Drain, Hello, Life, Pulse, Welcome
+from tripool.messages import PROTOCOL, AnyMessage, Cancel, Drain, Heartbeat, Hello, Welcome, WorkerId
 
-LIFE = Life("decode-0", 5)
+LIFE = WorkerId("decode-0", 5)
 HELLO = Hello(PROTOCOL, "decode", LIFE, 1, "m", 64, 1, 64, 10)
 DEADLINE_S = 60.0
 
@@ -78,9 +78,9 @@ def test_it_is_welcomed_and_then_hears_and_speaks(link: Link, gateway: Gateway) 
     heard: list[AnyMessage] = []
     until(lambda: bool(heard.extend(link.poll(0.01) or []) or heard))
     assert heard == [Cancel("r", 1)]
-    pulse = Pulse(LIFE, 3, 0, 0, 0)
-    link.pulse(pulse)
-    assert hear(board, link, Pulse)[1] == pulse
+    heartbeat = Heartbeat(LIFE, 3, 0, 0, 0)
+    link.heartbeat(heartbeat)
+    assert hear(board, link, Heartbeat)[1] == heartbeat
 
 
 def test_what_comes_before_the_welcome_is_not_heard(link: Link, gateway: Gateway) -> None:

@@ -16,9 +16,21 @@ from tripool.errors import SlowReader
 from tripool.gateway.pools import Pools
 from tripool.gateway.record import MAX_KEPT
 from tripool.mailbox import Tally
-from tripool.messages import PROTOCOL, AnyMessage, Begin, Cancel, Hello, Life, Stamped, Tokens, Welcome, decode, encode
+from tripool.messages import (
+    PROTOCOL,
+    AnyMessage,
+    Cancel,
+    Hello,
+    Stamped,
+    StartPrefill,
+    Tokens,
+    Welcome,
+    WorkerId,
+    decode,
+    encode,
+)
 
-LIFE = Life("prefill-0", 1)
+LIFE = WorkerId("prefill-0", 1)
 HELLO = Hello(PROTOCOL, "prefill", LIFE, 1, "m", 4096, 8, 4096, 100)
 PATIENT = RouterConfig(silence_s=600.0, stall_s=600.0)
 """Workers here say nothing between what the tests make them say."""
@@ -45,7 +57,7 @@ async def serve(address: str, num_hellos: int) -> tuple[list[AnyMessage], list[T
         while not attempt or await worker.poll(300):
             message = decode(await asyncio.wait_for(worker.recv(), DEADLINE_S))
             heard.append(message)
-            attempt = message.attempt if isinstance(message, Begin) else attempt
+            attempt = message.attempt if isinstance(message, StartPrefill) else attempt
         event = TokenEvent("r", 0, 0, 7, "length")
         await worker.send(encode(Tokens(LIFE, (Stamped(attempt, event),))))
         events = [await asyncio.wait_for(first, DEADLINE_S)]
@@ -59,7 +71,7 @@ async def serve(address: str, num_hellos: int) -> tuple[list[AnyMessage], list[T
 
 def test_hellos_that_piled_up_are_one_hello(tmp_path: Path) -> None:
     heard, events = asyncio.run(serve(f"ipc://{tmp_path}/g", num_hellos=12))
-    assert [message.attempt for message in heard if isinstance(message, Begin)] == [1]
+    assert [message.attempt for message in heard if isinstance(message, StartPrefill)] == [1]
     assert any(isinstance(message, Welcome) for message in heard)
     assert [event.token_id for event in events] == [7]
 
@@ -72,13 +84,13 @@ def test_without_workers_it_says_what_is_missing(tmp_path: Path) -> None:
         pools.start()
         try:
             missing = [pools.stats().missing]
-            for life, role in ((LIFE, "prefill"), (Life("decode-0", 1), "decode")):
+            for worker_id, role in ((LIFE, "prefill"), (WorkerId("decode-0", 1), "decode")):
                 with zmq.Context() as context, context.socket(zmq.DEALER) as worker:
-                    worker.setsockopt(zmq.ROUTING_ID, f"{life.worker}.{life.epoch}.1".encode())
+                    worker.setsockopt(zmq.ROUTING_ID, f"{worker_id}.1".encode())
                     worker.connect(f"ipc://{tmp_path}/g")
-                    worker.send(encode(Hello(PROTOCOL, role, life, 1, "m", 4096, 8, 4096, 100)))
+                    worker.send(encode(Hello(PROTOCOL, role, worker_id, 1, "m", 4096, 8, 4096, 100)))
                     async with asyncio.timeout(DEADLINE_S):
-                        while not any(one["worker"] == life.worker for one in pools.describe()["workers"]):
+                        while not any(one["worker"] == worker_id.name for one in pools.describe()["workers"]):
                             await asyncio.sleep(0.01)
                 missing.append(pools.stats().missing)
             return missing
@@ -115,7 +127,7 @@ def test_who_does_not_read_is_computed_for_no_longer(tmp_path: Path) -> None:
             worker.setsockopt(zmq.ROUTING_ID, b"prefill-0.1.1")
             worker.connect(address)
             await worker.send(encode(HELLO))
-            while not isinstance(begin := decode(await asyncio.wait_for(worker.recv(), DEADLINE_S)), Begin):
+            while not isinstance(begin := decode(await asyncio.wait_for(worker.recv(), DEADLINE_S)), StartPrefill):
                 pass
             events = tuple(Stamped(begin.attempt, TokenEvent("r", choice, 0, 7, "length")) for choice in range(1))
             await worker.send(encode(Tokens(LIFE, events)))

@@ -7,7 +7,7 @@ import tripool.engine.thread
 from tripool.engine import paged
 from tripool.observe import checks
 from tripool.prefill import scheduler
-from tripool.router import placing
+from tripool.router import placement_trace, placing
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operate.md").read_text()
 

@@ -11,29 +11,39 @@ from grammar.counted import compiling
 from tripool.core import Request, SamplingParams, Structure
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
-from tripool.fabric import Outbox
+from tripool.fabric import KvSender
 from tripool.fabric.arena import Arena
-from tripool.messages import Answered, AnyMessage, Begin, Cancel, Life, Packed, Refused, Release, Tokens
+from tripool.messages import (
+    Answered,
+    AnyMessage,
+    Cancel,
+    Refused,
+    Release,
+    StartPrefill,
+    Tokens,
+    TransferReady,
+    WorkerId,
+)
 from tripool.prefill.worker import PrefillWorker
 
 TEXT = fake_text()
-LIFE = Life("prefill-0", 3)
+LIFE = WorkerId("prefill-0", 3)
 
 
 class Bench:
     def __init__(self, folder: Path, num_slots: int) -> None:
         self.engine = PagedFake(TEXT, num_blocks=64)
-        self.outbox = Outbox(Arena(folder / "prefill-0.3.parcels", self.engine.block_bytes, num_slots))
+        self.sender = KvSender(Arena(folder / "prefill-0.3.kv", self.engine.block_bytes, num_slots))
         self.sent: list[AnyMessage] = []
         self.now_s = 0.0
-        self.worker = PrefillWorker(self.engine, LIFE, self.outbox, self.sent.append, clock=lambda: self.now_s)
+        self.worker = PrefillWorker(self.engine, LIFE, self.sender, self.sent.append, clock=lambda: self.now_s)
 
     def begin(self, name: str, num_prompt: int, *, attempt: int = 1, deadline_s: float = 9.0, **params: object) -> None:
         options = {"max_tokens": 50, "ignore_eos": True} | params
         prompt = tuple(4 + (i + len(name) + ord(name[0])) % 240 for i in range(num_prompt))
         request = Request(id=name, prompt_ids=prompt, params=SamplingParams.from_options(options), seed=1)
         open_choices = tuple(Answered(choice, ()) for choice in range(request.params.n))
-        self.worker.receive(Begin(request, attempt, open_choices, deadline_s, deadline_s), self.now_s)
+        self.worker.receive(StartPrefill(request, attempt, open_choices, deadline_s, deadline_s), self.now_s)
 
     def work(self, turns: int = 6) -> list[AnyMessage]:
         """What was sent meanwhile."""
@@ -42,12 +52,12 @@ class Bench:
             self.now_s += 0.001
             self.worker.work(self.now_s)
             self.engine.scheduler.check()
-            self.outbox.check()
+            self.sender.check()
         return list(self.sent)
 
     @property
     def held(self) -> int:
-        return self.worker.pulse().blocks_held
+        return self.worker.heartbeat().blocks_held
 
 
 @pytest.fixture
@@ -60,22 +70,22 @@ def bench(tmp_path: Path) -> Iterator[Callable[[int], Bench]]:
 
     yield make
     for each in made:
-        each.outbox.close()
+        each.sender.close()
 
 
 def test_one_token_then_packed_and_gone(bench) -> None:
     b = bench()
     b.begin("a", 100)
     tokens, packed = b.work()
-    assert isinstance(tokens, Tokens) and isinstance(packed, Packed)
+    assert isinstance(tokens, Tokens) and isinstance(packed, TransferReady)
     (stamped,) = tokens.events
     assert (stamped.attempt, stamped.event.request_id, stamped.event.index) == (1, "a", 0)
     assert stamped.event.stages is not None and stamped.event.stages.prefill_s >= 0
-    assert packed.parcel.num_tokens == 100
-    assert len(packed.parcel.offsets) == len(packed.parcel.checksums) == 2
+    assert packed.descriptor.num_tokens == 100
+    assert len(packed.descriptor.offsets) == len(packed.descriptor.checksums) == 2
     assert b.engine.num_held_blocks == 0
     assert b.held == 2
-    b.worker.receive(Release(packed.parcel.lease), b.now_s)
+    b.worker.receive(Release(packed.descriptor.lease), b.now_s)
     assert b.held == 0
     assert not b.worker.busy and not b.worker.moving
 
@@ -91,9 +101,9 @@ def test_an_answer_of_one_token_is_not_packed(bench) -> None:
 def test_choices_share_the_blocks_of_their_prompt(bench) -> None:
     b = bench()
     b.begin("a", 130, n=4)
-    packed = [message for message in b.work() if isinstance(message, Packed)]
+    packed = [message for message in b.work() if isinstance(message, TransferReady)]
     assert sorted(message.choice for message in packed) == [0, 1, 2, 3]
-    assert len({message.parcel.offsets[:2] for message in packed}) == 1
+    assert len({message.descriptor.offsets[:2] for message in packed}) == 1
     assert b.held == 2 + 4
 
 
@@ -103,13 +113,13 @@ def test_when_the_outbox_is_full_parcels_wait_and_computing_goes_on(bench) -> No
         b.begin(name, 100)
     sent = b.work()
     assert {s.event.request_id for m in sent if isinstance(m, Tokens) for s in m.events} == {"a", "b", "c"}
-    packed = [message for message in sent if isinstance(message, Packed)]
+    packed = [message for message in sent if isinstance(message, TransferReady)]
     assert [message.request_id for message in packed] == ["a", "b"]
     assert b.worker.moving
     b.begin("d", 10, max_tokens=1)
     assert any(isinstance(message, Tokens) for message in b.work()), "packing must not hold up computing"
-    b.worker.receive(Release(packed[0].parcel.lease), b.now_s)
-    assert [m.request_id for m in b.work() if isinstance(m, Packed)] == ["c"]
+    b.worker.receive(Release(packed[0].descriptor.lease), b.now_s)
+    assert [m.request_id for m in b.work() if isinstance(m, TransferReady)] == ["c"]
 
 
 def test_what_can_never_be_packed_is_given_back(bench) -> None:
@@ -137,7 +147,7 @@ def test_attempts_do_not_mix(bench) -> None:
     b.work()
     b.begin("a", 100, attempt=3)
     sent = b.work()
-    assert [m.attempt for m in sent if isinstance(m, Packed)] == [3]
+    assert [m.attempt for m in sent if isinstance(m, TransferReady)] == [3]
     b.worker.receive(Cancel("a", 1), b.now_s)
     assert b.held == 2, "the third attempt's parcel stays"
     b.worker.receive(Cancel("a", 3), b.now_s)
@@ -179,7 +189,7 @@ def test_drop_holds_nothing(bench) -> None:
     b.worker.drop()
     assert b.held == 0
     b.engine.scheduler.check()
-    b.outbox.check()
+    b.sender.check()
 
 
 def test_between_much_that_is_begun_others_are_computed(bench, monkeypatch) -> None:
@@ -190,7 +200,7 @@ def test_between_much_that_is_begun_others_are_computed(bench, monkeypatch) -> N
     monkeypatch.setattr(b.engine, "step", lambda: done.append(0) or step())
     for number in range(24):
         b.begin(f"r{number}", 4, n=16, max_tokens=1)
-    assert b.worker.busy and b.worker.pulse().waiting_tokens >= 24 * 4
+    assert b.worker.busy and b.worker.heartbeat().waiting_tokens >= 24 * 4
     b.work(40)
     runs = "".join("s" if not count else "a" for count in done).split("s")
     assert sum(done) == 24 * 16 and max(map(len, runs)) * 16 <= 64
@@ -204,19 +214,19 @@ def test_a_grammar_that_is_being_compiled_holds_up_its_own_request_only(bench, m
         b.begin("late", 100, structure=Structure("regex", "[a-z]+"), deadline_s=0.5)
         assert began.wait(60)
         b.begin("plain", 100)
-        assert [m.request_id for m in b.work() if isinstance(m, Packed)] == ["plain"]
+        assert [m.request_id for m in b.work() if isinstance(m, TransferReady)] == ["plain"]
         assert b.worker.moving and not b.worker.busy
         b.worker.receive(Cancel("gone", 1), b.now_s)
         b.now_s = 0.6
         (refused,) = b.work(1)
         assert isinstance(refused, Refused) and refused.request_id == "late"
         go_on.set()
-        packed: list[Packed] = []
+        packed: list[TransferReady] = []
         while not packed:
-            packed = [m for m in b.work() if isinstance(m, Packed)]
+            packed = [m for m in b.work() if isinstance(m, TransferReady)]
         assert [m.request_id for m in packed] == ["guided"]
-    b.worker.receive(Release(packed[0].parcel.lease), b.now_s)
-    assert not b.worker.busy and b.worker.pulse().waiting_tokens == 0
+    b.worker.receive(Release(packed[0].descriptor.lease), b.now_s)
+    assert not b.worker.busy and b.worker.heartbeat().waiting_tokens == 0
 
 
 def test_a_bad_grammar_is_refused_for_good(bench) -> None:

@@ -71,7 +71,7 @@ class Server:
         for line in self.process.stderr:
             self.said.append(line.rstrip())
 
-    def lives(self) -> list[tuple[str, int, int]]:
+    def worker_ids(self) -> list[tuple[str, int, int]]:
         """Of the workers; those of a server in one process are that process."""
         if self._mode == "colocated":
             return [("server", self.process.pid, 0)]
@@ -203,12 +203,12 @@ async def send_all(url: str, count: int, make: Callable[[Random], Asked], seed: 
 def hammer(model: str, mode: Mode, *, requests: int, grammars: int, seed: int) -> Report:
     report = Report()
     with serving(model, mode) as server:
-        before = server.lives()
+        before = server.worker_ids()
         for name, count, make in (("requests", requests, random_request), ("grammars", grammars, random_grammar)):
             began_s = time.monotonic()
             asyncio.run(send_all(server.url, count, make, seed, report))
             report.counts[f"seconds for {name}"] = round(time.monotonic() - began_s)
-        if server.process.poll() is not None or server.lives() != before:
+        if server.process.poll() is not None or server.worker_ids() != before:
             report.harm.append(f"a process fell: {before} before, {server.said[-5:]}")
             return report
         server.wait_idle()

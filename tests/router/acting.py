@@ -8,27 +8,27 @@ from tripool.config import RouterConfig
 from tripool.core import FinishReason, Request, SamplingParams, TokenEvent
 from tripool.messages import (
     PROTOCOL,
-    Adopt,
-    Adopted,
     AnyMessage,
-    Begin,
+    Heartbeat,
     Hello,
-    Life,
-    Packed,
-    Parcel,
-    Pulse,
+    KvDescriptor,
     Role,
     Stamped,
+    StartDecode,
+    StartPrefill,
     Tokens,
+    TransferDone,
+    TransferReady,
+    WorkerId,
 )
 from tripool.router import Coordinator, Emit, Fail, Output, Send, ToSupervisor
 
-P0, P1 = Life("prefill-0", 1), Life("prefill-1", 1)
-D0, D1 = Life("decode-0", 1), Life("decode-1", 1)
+P0, P1 = WorkerId("prefill-0", 1), WorkerId("prefill-1", 1)
+D0, D1 = WorkerId("decode-0", 1), WorkerId("decode-1", 1)
 
 
-def hello(life: Life, role: Role, *, kv_tokens: int = 10_000, max_running: int = 64) -> Hello:
-    return Hello(PROTOCOL, role, life, 1, "m", kv_tokens, max_running, 4096, 100)
+def hello(worker_id: WorkerId, role: Role, *, kv_tokens: int = 10_000, max_running: int = 64) -> Hello:
+    return Hello(PROTOCOL, role, worker_id, 1, "m", kv_tokens, max_running, 4096, 100)
 
 
 def ask(request_id: str = "r", *, prompt: int = 5, n: int = 1, max_tokens: int = 8) -> Request:
@@ -39,12 +39,12 @@ def ask(request_id: str = "r", *, prompt: int = 5, n: int = 1, max_tokens: int =
 class Stage:
     """A coordinator at a time that moves on when told. Checks its invariants after every call."""
 
-    def __init__(self, *lives: Life, **config: Any) -> None:
+    def __init__(self, *worker_ids: WorkerId, **config: Any) -> None:
         self.now_s = 100.0
         self.coordinator = Coordinator(RouterConfig(**config), gateway_epoch=1)
         self.outputs: list[Output] = []
-        for life in lives:
-            self.receive(hello(life, "prefill" if life.worker.startswith("prefill") else "decode"))
+        for worker_id in worker_ids:
+            self.receive(hello(worker_id, "prefill" if worker_id.name.startswith("prefill") else "decode"))
 
     def submit(self, request: Request) -> list[Output]:
         return self._keep(self.coordinator.submit(request, self.now_s))
@@ -52,8 +52,8 @@ class Stage:
     def cancel(self, request_id: str) -> list[Output]:
         return self._keep(self.coordinator.cancel(request_id, self.now_s))
 
-    def drain(self, life: Life) -> list[Output]:
-        return self._keep(self.coordinator.drain(life, self.now_s))
+    def drain(self, worker_id: WorkerId) -> list[Output]:
+        return self._keep(self.coordinator.drain(worker_id, self.now_s))
 
     def receive(self, message: AnyMessage) -> list[Output]:
         return self._keep(self.coordinator.receive(message, self.now_s))
@@ -64,14 +64,14 @@ class Stage:
         self.coordinator.check(self.now_s)
         return outputs
 
-    def pulse(
-        self, life: Life, *, num_steps: int = 0, waiting: int = 0, running: int = 0, held: int = 0
+    def heartbeat(
+        self, worker_id: WorkerId, *, num_steps: int = 0, waiting: int = 0, running: int = 0, held: int = 0
     ) -> list[Output]:
-        return self.receive(Pulse(life, num_steps, waiting, running, held))
+        return self.receive(Heartbeat(worker_id, num_steps, waiting, running, held))
 
     def tokens(
         self,
-        life: Life,
+        worker_id: WorkerId,
         attempt: int,
         first: int,
         *ids: int,
@@ -86,26 +86,26 @@ class Stage:
             TokenEvent(request_id, choice, first + i, token, finish if i == last else None, **more)
             for i, token in enumerate(ids)
         ]
-        return self.receive(Tokens(life, tuple(Stamped(attempt, event) for event in events)))
+        return self.receive(Tokens(worker_id, tuple(Stamped(attempt, event) for event in events)))
 
     def packed(
-        self, life: Life, attempt: int, lease: int, num_tokens: int, *, choice: int = 0, request_id: str = "r"
+        self, worker_id: WorkerId, attempt: int, lease: int, num_tokens: int, *, choice: int = 0, request_id: str = "r"
     ) -> list[Output]:
-        parcel = Parcel(life.worker, lease, (0,), (0,), 1, num_tokens)
-        return self.receive(Packed(life, request_id, attempt, choice, parcel))
+        descriptor = KvDescriptor(worker_id.name, lease, (0,), (0,), 1, num_tokens)
+        return self.receive(TransferReady(worker_id, request_id, attempt, choice, descriptor))
 
-    def adopted(self, life: Life, attempt: int, *, choice: int = 0) -> list[Output]:
-        return self.receive(Adopted(life, "r", attempt, choice))
+    def adopted(self, worker_id: WorkerId, attempt: int, *, choice: int = 0) -> list[Output]:
+        return self.receive(TransferDone(worker_id, "r", attempt, choice))
 
-    def to_decode(self) -> tuple[Life, int]:
+    def to_decode(self) -> tuple[WorkerId, int]:
         """Submit "r" and bring it to decode with one token, 11. Returns who decodes it, and the attempt."""
-        begin = sent(self.submit(ask()), Begin)[0]
-        assert isinstance(begin.message, Begin)
-        self.tokens(begin.life, begin.message.attempt, 0, 11)
-        adopt = sent(self.packed(begin.life, begin.message.attempt, 1, 5), Adopt)[0]
-        assert isinstance(adopt.message, Adopt)
-        self.adopted(adopt.life, adopt.message.attempt)
-        return adopt.life, adopt.message.attempt
+        begin = sent(self.submit(ask()), StartPrefill)[0]
+        assert isinstance(begin.message, StartPrefill)
+        self.tokens(begin.worker_id, begin.message.attempt, 0, 11)
+        adopt = sent(self.packed(begin.worker_id, begin.message.attempt, 1, 5), StartDecode)[0]
+        assert isinstance(adopt.message, StartDecode)
+        self.adopted(adopt.worker_id, adopt.message.attempt)
+        return adopt.worker_id, adopt.message.attempt
 
     def _keep(self, outputs: list[Output]) -> list[Output]:
         self.outputs += outputs
@@ -125,5 +125,5 @@ def failed(outputs: list[Output]) -> list[Fail]:
     return [output for output in outputs if isinstance(output, Fail)]
 
 
-def suspects(outputs: list[Output]) -> list[Life]:
-    return [output.message.life for output in outputs if isinstance(output, ToSupervisor)]
+def suspects(outputs: list[Output]) -> list[WorkerId]:
+    return [output.message.worker_id for output in outputs if isinstance(output, ToSupervisor)]

@@ -6,23 +6,23 @@ import pytest
 
 from tripool.config import RouterConfig
 from tripool.core import Request, SamplingParams, TokenEvent
-from tripool.messages import PROTOCOL, Adopted, Hello, Life, Packed, Parcel, Stamped, Tokens
+from tripool.messages import PROTOCOL, Hello, KvDescriptor, Stamped, Tokens, TransferDone, TransferReady, WorkerId
 from tripool.router import Coordinator, Emit, Send
 from tripool.router.ledger import Stage
 
-PREFILL, DECODE = Life("prefill-0", 1), Life("decode-0", 1)
+PREFILL, DECODE = WorkerId("prefill-0", 1), WorkerId("decode-0", 1)
 
 
 def decoding(num_tokens: int) -> Coordinator:
     """One request of so many tokens that has its first one, and decodes."""
     coordinator = Coordinator(RouterConfig(), gateway_epoch=1)
-    for life, role in ((PREFILL, "prefill"), (DECODE, "decode")):
-        coordinator.receive(Hello(PROTOCOL, role, life, 1, "m", 10_000, 8, 10_000, 100), 0.0)  # type: ignore[arg-type]
+    for worker_id, role in ((PREFILL, "prefill"), (DECODE, "decode")):
+        coordinator.receive(Hello(PROTOCOL, role, worker_id, 1, "m", 10_000, 8, 10_000, 100), 0.0)  # type: ignore[arg-type]
     params = SamplingParams(max_tokens=num_tokens)
     coordinator.submit(Request(id="r", prompt_ids=(1, 2, 3), params=params, seed=0), 0.0)
     coordinator.receive(Tokens(PREFILL, (token(0, 1),)), 0.1)
-    coordinator.receive(Packed(PREFILL, "r", 1, 0, Parcel("a", 1, (), (), 1, 3)), 0.1)
-    coordinator.receive(Adopted(DECODE, "r", 2, 0), 0.2)
+    coordinator.receive(TransferReady(PREFILL, "r", 1, 0, KvDescriptor("a", 1, (), (), 1, 3)), 0.1)
+    coordinator.receive(TransferDone(DECODE, "r", 2, 0), 0.2)
     return coordinator
 
 

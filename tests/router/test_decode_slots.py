@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import count
 
 from tripool.core import Request, Slo
-from tripool.messages import Adopt, Begin
+from tripool.messages import StartDecode, StartPrefill
 from tripool.router.decode_slots import DecodeSlots
 
 from .acting import D0, P0, Stage, ask, hello, sent
@@ -26,15 +26,15 @@ def full_stage(tenant: str) -> Stage:
     for choice in range(12):
         stage.tokens(P0, 1, 0, 11, choice=choice, request_id="many")
         stage.packed(P0, 1, lease=choice, num_tokens=5, choice=choice, request_id="many")
-    assert len(sent(stage.outputs, Adopt)) == 4
+    assert len(sent(stage.outputs, StartDecode)) == 4
     return stage
 
 
-def arrive(stage: Stage, request_id: str, tenant: str) -> list[Adopt]:
-    attempt = sent(stage.submit(owned(ask(request_id), tenant, request_id)), Begin)[0].message.attempt
+def arrive(stage: Stage, request_id: str, tenant: str) -> list[StartDecode]:
+    attempt = sent(stage.submit(owned(ask(request_id), tenant, request_id)), StartPrefill)[0].message.attempt
     stage.tokens(P0, attempt, 0, 11, request_id=request_id)
     outputs = stage.packed(P0, attempt, lease=next(LEASES), num_tokens=5, request_id=request_id)
-    return [send.message for send in sent(outputs, Adopt)]
+    return [send.message for send in sent(outputs, StartDecode)]
 
 
 def test_another_tenants_parcel_goes_to_a_full_worker() -> None:

@@ -7,7 +7,7 @@ from tripool.router.trace import PlacementTrace
 from router.acting import D0, D1, P0, P1, Stage, ask, hello, sent
 from tripool.config import RouterConfig
 from tripool.core import Stages, TokenEvent
-from tripool.messages import Adopt, Begin, Left, Packed, Parcel, Refused, Stamped, Tokens
+from tripool.messages import KvDescriptor, Left, Refused, Stamped, StartDecode, StartPrefill, Tokens, TransferReady
 from tripool.router import Coordinator
 
 
@@ -61,12 +61,12 @@ def test_a_full_decode_pool_says_what_it_is_full_of():
         stage = Stage(P0)
         stage.receive(hello(D0, "decode", **limits))
         stage.submit(ask("other"))
-        begin = sent(stage.outputs, Begin)[0].message
+        begin = sent(stage.outputs, StartPrefill)[0].message
         first = TokenEvent("other", 0, 0, 11)
         stage.receive(Tokens(P0, (Stamped(begin.attempt, first),)))
-        stage.receive(Packed(P0, "other", begin.attempt, 0, Parcel("p", 7, (0,), (0,), 1, 5)))
-        assert sent(stage.outputs, Adopt)
-        begin = sent(stage.submit(ask("r")), Begin)[0].message
+        stage.receive(TransferReady(P0, "other", begin.attempt, 0, KvDescriptor("p", 7, (0,), (0,), 1, 5)))
+        assert sent(stage.outputs, StartDecode)
+        begin = sent(stage.submit(ask("r")), StartPrefill)[0].message
         stage.tokens(P0, begin.attempt, 0, 11)
         stage.packed(P0, begin.attempt, 8, 5)
         stage.later(1.0)
@@ -77,7 +77,7 @@ def test_a_full_decode_pool_says_what_it_is_full_of():
 
 def test_what_was_cached_and_where_comes_with_the_first_token():
     stage = Stage(P0, D0)
-    begin = sent(stage.submit(ask("r", prompt=200)), Begin)[0].message
+    begin = sent(stage.submit(ask("r", prompt=200)), StartPrefill)[0].message
     event = TokenEvent("r", 0, 0, 11, num_cached_tokens=192, stages=Stages(fetched_tokens=128, disk_tokens=64))
     stage.receive(Tokens(P0, (Stamped(begin.attempt, event),)))
     told = facts(stage)
@@ -87,8 +87,8 @@ def test_what_was_cached_and_where_comes_with_the_first_token():
 
 def test_losses_and_refusals_are_steps_too():
     stage = Stage(P0, P1, D0, D1)
-    life, attempt = stage.to_decode()
-    stage.receive(Refused(life, "r", attempt, "overloaded", "no room", "", False))
+    worker_id, attempt = stage.to_decode()
+    stage.receive(Refused(worker_id, "r", attempt, "overloaded", "no room", "", False))
     assert steps(stage)[-1]["what"] == "refused (overloaded) while decoding"
     stage.later(1.0)
     worker = steps(stage)[-1]["worker"]
@@ -116,11 +116,13 @@ def test_without_stories_everything_is_placed_the_same():
     outputs = []
     for traces in (True, False):
         coordinator = Coordinator(RouterConfig(prefill_ahead_tokens=60), gateway_epoch=1, traces=traces)
-        made = [coordinator.receive(hello(life, role), 0.0) for life, role in ((P0, "prefill"), (P1, "prefill"))]
+        made = [
+            coordinator.receive(hello(worker_id, role), 0.0) for worker_id, role in ((P0, "prefill"), (P1, "prefill"))
+        ]
         made += [coordinator.submit(ask(f"r{number}", prompt=20), 0.1 * number) for number in range(6)]
         made += [coordinator.receive(Left(P0), 1.0), coordinator.tick(2.0)]
         outputs.append(made)
         placed = len(coordinator.ledger.get("r0").trace.facts()["steps"])
         assert (placed > 1) == traces
     assert outputs[0] == outputs[1]
-    assert sent([output for made in outputs[0] for output in made], Begin)
+    assert sent([output for made in outputs[0] for output in made], StartPrefill)

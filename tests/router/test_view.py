@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tripool.messages import Life, Pulse
+from tripool.messages import Heartbeat, WorkerId
 from tripool.router.view import FleetView, _is_current
 
 from .acting import D0, D1, P0, P1, hello
@@ -16,7 +16,7 @@ from .acting import D0, D1, P0, P1, hello
 def fleet(role: str, count: int) -> FleetView:
     view = FleetView()
     for number in range(count):
-        view.add(hello(Life(f"{role}-{number}", 1), "prefill" if role == "prefill" else "decode"), 0.0)
+        view.add(hello(WorkerId(f"{role}-{number}", 1), "prefill" if role == "prefill" else "decode"), 0.0)
     return view
 
 
@@ -26,8 +26,8 @@ def test_equal_loads_take_turns() -> None:
     for _ in range(50):
         member = view.pick_prefill(10, 10_000)
         assert member is not None
-        picked[member.life.worker] += 1
-        view.place(member.life, 10, 0.0)
+        picked[member.worker_id.name] += 1
+        view.place(member.worker_id, 10, 0.0)
     assert set(picked.values()) == {10}
 
 
@@ -35,12 +35,12 @@ def test_a_pulse_says_what_is_left_to_do() -> None:
     view = fleet("prefill", 2)
     view.place(P0, 1000, 0.0)
     view.place(P1, 100, 0.0)
-    assert view.pick_prefill(1, 10_000).life == P1
-    view.heard(Pulse(P0, 5, 20, 1, 3), 1.0)
+    assert view.pick_prefill(1, 10_000).worker_id == P1
+    view.heard(Heartbeat(P0, 5, 20, 1, 3), 1.0)
     assert view.get(P0).load_tokens == 1000, "its last placement may have crossed the pulse"
-    view.heard(Pulse(P0, 6, 20, 1, 3), 2.0)
+    view.heard(Heartbeat(P0, 6, 20, 1, 3), 2.0)
     assert view.get(P0).load_tokens == 20
-    assert view.pick_prefill(1, 10_000).life == P0
+    assert view.pick_prefill(1, 10_000).worker_id == P0
     view.take_off(P0, 1000)
     assert view.get(P0).load_tokens == 0, "never more than the ledger knows of"
 
@@ -59,8 +59,8 @@ def test_decode_fills_by_share_of_memory() -> None:
     view.add(hello(D1, "decode", kv_tokens=3000), 0.0)
     for _ in range(4):
         member = view.pick_decode(500, P0)
-        view.place(member.life, 500, 0.0, source=P0)
-        view.transferred(P0, member.life)
+        view.place(member.worker_id, 500, 0.0, source=P0)
+        view.transferred(P0, member.worker_id)
     assert (view.get(D0).placed_tokens, view.get(D1).placed_tokens) == (500, 1500)
     view.place(D1, 1200, 0.0)
     view.place(D0, 400, 0.0)
@@ -72,15 +72,15 @@ def test_transfers_are_spread_over_pairs() -> None:
     for _ in range(8):
         for source in (P0, P1):
             member = view.pick_decode(1, source)
-            view.place(member.life, 1, 0.0, source=source)
+            view.place(member.worker_id, 1, 0.0, source=source)
     assert set(view._transfers.values()) == {2}
 
 
 def test_avoided_only_while_there_is_another() -> None:
     view = fleet("prefill", 2)
-    assert view.pick_prefill(1, 10, avoid=P0).life == P1
+    assert view.pick_prefill(1, 10, avoid=P0).worker_id == P1
     view.drain(P1)
-    assert view.pick_prefill(1, 10, avoid=P0).life == P0
+    assert view.pick_prefill(1, 10, avoid=P0).worker_id == P0
 
 
 def test_ten_thousand_workers_are_no_more_work_than_ten() -> None:
@@ -92,9 +92,9 @@ def test_ten_thousand_workers_are_no_more_work_than_ten() -> None:
         longest = 0
         for _ in range(200):
             member = view.pick_decode(50, P0)
-            view.place(member.life, 50, 0.0, source=P0)
-            view.take_off(member.life, 50)
-            view.transferred(P0, member.life)
+            view.place(member.worker_id, 50, 0.0, source=P0)
+            view.take_off(member.worker_id, 50)
+            view.transferred(P0, member.worker_id)
             longest = max(longest, len(heap))
         looks.append(longest - count)
         view.check({}, [])
@@ -105,21 +105,21 @@ def test_ten_thousand_workers_are_no_more_work_than_ten() -> None:
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4), st.integers(1, 500)), max_size=60))
 def test_the_lightest_is_found_after_any_history(steps: list[tuple[int, int, int]]) -> None:
     view = fleet("prefill", 5)
-    placed: dict[Life, list[int]] = {member.life: [] for member in view}
-    drained: set[Life] = set()
+    placed: dict[WorkerId, list[int]] = {member.worker_id: [] for member in view}
+    drained: set[WorkerId] = set()
     for kind, number, tokens in steps:
-        life = Life(f"prefill-{number}", 1)
+        worker_id = WorkerId(f"prefill-{number}", 1)
         if kind <= 2:
-            view.place(life, tokens, 0.0)
-            placed[life].append(tokens)
-        elif kind == 3 and placed[life]:
-            view.take_off(life, placed[life].pop())
+            view.place(worker_id, tokens, 0.0)
+            placed[worker_id].append(tokens)
+        elif kind == 3 and placed[worker_id]:
+            view.take_off(worker_id, placed[worker_id].pop())
         elif kind == 4:
-            view.heard(Pulse(life, 1, tokens, 1, 1), 0.0)
+            view.heard(Heartbeat(worker_id, 1, tokens, 1, 1), 0.0)
         elif kind == 5 and len(drained) < 4:
-            view.drain(life)
-            drained.add(life)
-        view.check({life: (len(held), sum(held)) for life, held in placed.items() if held}, [])
+            view.drain(worker_id)
+            drained.add(worker_id)
+        view.check({worker_id: (len(held), sum(held)) for worker_id, held in placed.items() if held}, [])
         ready = [member for member in view if not member.draining]
         picked = view.pick_prefill(0, 10**9)
         assert picked in ready and picked.load_tokens == min(member.load_tokens for member in ready)
@@ -131,16 +131,16 @@ def test_the_lightest_is_found_after_any_history(steps: list[tuple[int, int, int
 def decoders(count: int, max_running: int = 32) -> FleetView:
     view = FleetView()
     for number in range(count):
-        view.add(hello(Life(f"decode-{number}", 1), "decode", kv_tokens=100_000, max_running=max_running), 0.0)
+        view.add(hello(WorkerId(f"decode-{number}", 1), "decode", kv_tokens=100_000, max_running=max_running), 0.0)
     return view
 
 
-def put(view: FleetView, tpot_ms: float | None, tokens: int = 100) -> Life:
+def put(view: FleetView, tpot_ms: float | None, tokens: int = 100) -> WorkerId:
     member = view.pick_decode(tokens, P0, tpot_ms=tpot_ms)
     assert member is not None
-    view.place(member.life, tokens, 0.0, P0, tpot_ms)
-    view.transferred(P0, member.life)
-    return member.life
+    view.place(member.worker_id, tokens, 0.0, P0, tpot_ms)
+    view.transferred(P0, member.worker_id)
+    return member.worker_id
 
 
 def test_a_strict_answer_shrinks_no_large_batch_while_there_is_a_small_one() -> None:
@@ -166,22 +166,22 @@ def test_what_a_worker_can_bear_counts_as_its_size() -> None:
     for _ in range(4):
         view.place(D0, 100, 0.0, P0, 15.0)
         view.place(D1, 100, 0.0, P0, 15.0)
-    view.heard(Pulse(D0, 1, 0, 4, 4, ceiling=3), 0.0)
-    view.heard(Pulse(D1, 1, 0, 4, 4, ceiling=20), 0.0)
+    view.heard(Heartbeat(D0, 1, 0, 4, 4, ceiling=3), 0.0)
+    view.heard(Heartbeat(D1, 1, 0, 4, 4, ceiling=20), 0.0)
     picked = Counter(put(view, 15.0) for _ in range(10))
     assert picked[D0] == 0 and picked[D1] == 10
     for _ in range(8):
         put(view, 15.0)
-    counts = {life: view.get(life).num_placed for life in (D0, D1)}
+    counts = {worker_id: view.get(worker_id).num_placed for worker_id in (D0, D1)}
     assert counts == {D0: 6, D1: 20}, "two more than it runs are at hand; nobody is sent beyond that"
     view.place(D1, 100, 0.0, P0, 15.0)
     view.place(D1, 100, 0.0, P0, 15.0)
     assert view.pick_decode(100, P0, tpot_ms=15.0) is None
-    view.heard(Pulse(D0, 1, 0, 6, 4), 0.0)
-    assert view.pick_decode(100, P0, tpot_ms=15.0).life == D0, "without a promise its size is its own again"
+    view.heard(Heartbeat(D0, 1, 0, 6, 4), 0.0)
+    assert view.pick_decode(100, P0, tpot_ms=15.0).worker_id == D0, "without a promise its size is its own again"
 
 
-def plain_pick(view: FleetView, tokens: int, source: Life) -> set[Life]:
+def plain_pick(view: FleetView, tokens: int, source: WorkerId) -> set[WorkerId]:
     """The rule without classes, by looking at everybody: whom it may pick."""
     ready = sorted((m for m in view if not m.draining), key=lambda m: (m.cost, m.turn))[:4]
     fitting = [
@@ -189,8 +189,8 @@ def plain_pick(view: FleetView, tokens: int, source: Life) -> set[Life]:
         for m in ready
         if not m.num_placed or (m.placed_tokens + tokens <= m.hello.kv_tokens and m.num_placed < m.hello.max_running)
     ]
-    fewest = min((view._transfers[source, m.life] for m in fitting), default=0)
-    return {m.life for m in fitting if view._transfers[source, m.life] == fewest}
+    fewest = min((view._transfers[source, m.worker_id] for m in fitting), default=0)
+    return {m.worker_id for m in fitting if view._transfers[source, m.worker_id] == fewest}
 
 
 Move = tuple[int, int, int, float | None]
@@ -206,32 +206,32 @@ moves = st.lists(
 
 
 def live(view: FleetView, steps: list[Move], *, promised: bool) -> None:
-    placed: dict[Life, list[tuple[int, float | None]]] = {member.life: [] for member in view}
-    drained: set[Life] = set()
+    placed: dict[WorkerId, list[tuple[int, float | None]]] = {member.worker_id: [] for member in view}
+    drained: set[WorkerId] = set()
     for kind, number, tokens, drawn_ms in steps:
         tpot_ms = drawn_ms if promised else None
-        life = Life(f"decode-{number}", 1)
+        worker_id = WorkerId(f"decode-{number}", 1)
         if kind <= 3:
             before = plain_pick(view, tokens, P0)
             member = view.pick_decode(tokens, P0, tpot_ms=tpot_ms)
             if not promised:
-                assert {member.life} <= before if member is not None else not before
+                assert {member.worker_id} <= before if member is not None else not before
             if member is not None:
-                view.place(member.life, tokens, 0.0, P0, tpot_ms)
-                view.transferred(P0, member.life)
-                placed[member.life].append((tokens, tpot_ms))
-        elif kind == 4 and placed[life]:
-            view.take_off(life, *placed[life].pop(tokens % len(placed[life])))
+                view.place(member.worker_id, tokens, 0.0, P0, tpot_ms)
+                view.transferred(P0, member.worker_id)
+                placed[member.worker_id].append((tokens, tpot_ms))
+        elif kind == 4 and placed[worker_id]:
+            view.take_off(worker_id, *placed[worker_id].pop(tokens % len(placed[worker_id])))
         elif kind == 5:
-            running = len(placed[life])
-            view.heard(Pulse(life, 1, 0, running, 0, ceiling=tokens % 40 + 1 if promised else None), 0.0)
+            running = len(placed[worker_id])
+            view.heard(Heartbeat(worker_id, 1, 0, running, 0, ceiling=tokens % 40 + 1 if promised else None), 0.0)
         elif kind == 6 and len(drained) < 4:
-            view.drain(life)
-            drained.add(life)
+            view.drain(worker_id)
+            drained.add(worker_id)
         held = {at: (len(each), sum(t for t, _ in each)) for at, each in placed.items() if each}
         view.check(held, [])
         for member in view:
-            assert member.classes == Counter(ms for _, ms in placed[member.life] if ms is not None)
+            assert member.classes == Counter(ms for _, ms in placed[member.worker_id] if ms is not None)
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)

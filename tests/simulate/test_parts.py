@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tripool.core import Request, SamplingParams
-from tripool.messages import PROTOCOL, AnyMessage, Hello, Life, Pulse, Welcome
+from tripool.messages import PROTOCOL, AnyMessage, Heartbeat, Hello, Welcome, WorkerId
 from tripool.sequence import Seq, Task
 from tripool.simulate.clock import Clock
 from tripool.simulate.dice import Dice
@@ -13,7 +13,7 @@ from tripool.simulate.model import END_ID, Memory, answer, sample
 from tripool.simulate.network import Network
 from tripool.simulate.scenario import draw
 
-LIFE = Life("decode-0", 1)
+LIFE = WorkerId("decode-0", 1)
 HELLO = Hello(PROTOCOL, "decode", LIFE, 1, "m", 1, 1, 1, 1)
 
 
@@ -67,8 +67,8 @@ class Wire:
             self.clock,
             Dice(1),
             ["decode-0"],
-            lambda life, session, message: self.at_worker.append((session, message)),
-            lambda life, message: self.at_gateway.append(message),
+            lambda worker_id, session, message: self.at_worker.append((session, message)),
+            lambda worker_id, message: self.at_gateway.append(message),
         )
 
     def say(self, session: int, message: AnyMessage) -> None:
@@ -81,16 +81,16 @@ class Wire:
             self.clock.step()
 
 
-def pulse(num_steps: int) -> Pulse:
-    return Pulse(LIFE, num_steps, 0, 0, 0)
+def heartbeat(num_steps: int) -> Heartbeat:
+    return Heartbeat(LIFE, num_steps, 0, 0, 0)
 
 
 def test_messages_keep_their_order() -> None:
     wire = Wire()
-    for message in (HELLO, *(pulse(i) for i in range(20))):
+    for message in (HELLO, *(heartbeat(i) for i in range(20))):
         wire.say(1, message)
     wire.settle()
-    assert wire.at_gateway == [HELLO, *(pulse(i) for i in range(20))]
+    assert wire.at_gateway == [HELLO, *(heartbeat(i) for i in range(20))]
 
 
 def test_an_earlier_session_reaches_nobody() -> None:
@@ -98,10 +98,10 @@ def test_an_earlier_session_reaches_nobody() -> None:
     wire.say(1, HELLO)
     wire.settle()
     wire.say(2, HELLO)
-    wire.say(1, pulse(1))
-    wire.say(2, pulse(2))
+    wire.say(1, heartbeat(1))
+    wire.say(2, heartbeat(2))
     wire.settle()
-    assert wire.at_gateway == [HELLO, HELLO, pulse(2)]
+    assert wire.at_gateway == [HELLO, HELLO, heartbeat(2)]
     wire.network.send_to_worker(LIFE, Welcome(1, 0.1))
     wire.settle()
     assert wire.at_worker == [(2, Welcome(1, 0.1))]
@@ -112,13 +112,13 @@ def test_a_break_loses_what_is_on_its_way() -> None:
         wire = Wire()
         wire.say(1, HELLO)
         wire.settle()
-        wire.say(1, pulse(1))
+        wire.say(1, heartbeat(1))
         wire.network.send_to_worker(LIFE, Welcome(1, 0.1))
         wire.network.break_link("decode-0", keeps=keeps)
-        wire.say(1, pulse(2))
+        wire.say(1, heartbeat(2))
         wire.network.mend_link("decode-0")
         wire.settle()
-        assert wire.at_gateway == [HELLO, *([pulse(2)] if keeps else [])] and wire.at_worker == []
+        assert wire.at_gateway == [HELLO, *([heartbeat(2)] if keeps else [])] and wire.at_worker == []
 
 
 def test_scenarios_are_drawn_from_their_seed() -> None:

@@ -9,11 +9,12 @@ import pytest
 from tripool.router.pending_requests import Admit, Arrival, PendingRequest
 from tripool.router.pending_requests import Stage as GuestStage
 from tripool.router.predictor import TtftPredictor
+from tripool.simulate.sender import KvSender
 
 from tripool.cache import PoolIndex
 from tripool.core import TokenEvent
 from tripool.engine.colocated import Scheduler
-from tripool.messages import Cancel, Hello, Life, Packed, Pulse, Refused, Stamped, Tokens
+from tripool.messages import Cancel, Heartbeat, Hello, Refused, Stamped, Tokens, TransferReady, WorkerId
 from tripool.router import Coordinator
 from tripool.router.admission import AdmissionController
 from tripool.router.coordinator import Emit, Send
@@ -23,7 +24,6 @@ from tripool.router.placing import Placing
 from tripool.router.rate_limiter import RateLimiter
 from tripool.router.view import FleetView
 from tripool.simulate import simulate
-from tripool.simulate.outbox import Outbox
 from tripool.simulate.worker import SimWorker
 
 NUM_SEEDS = 200
@@ -54,7 +54,7 @@ def lease_kept_on_cancel(patch: pytest.MonkeyPatch) -> None:
         self.out[start:] = [o for o in self.out[start:] if not (isinstance(o, Send) and hasattr(o.message, "lease"))]
 
     patch.setattr(Placing, "drop", forgetful)
-    patch.setattr(Outbox, "expire", lambda self, now_s: None)
+    patch.setattr(KvSender, "expire", lambda self, now_s: None)
 
 
 @bug("a lease without its owner")
@@ -62,7 +62,7 @@ def lease_kept_in_the_ledger_on_cancel(patch: pytest.MonkeyPatch) -> None:
     let_go = Ledger.let_go
 
     def forgetful(self: Ledger, choice: ChoiceState) -> Any:
-        kept = {life: dict(held) for life, held in self._leases.items()}
+        kept = {worker_id: dict(held) for worker_id, held in self._leases.items()}
         lease = let_go(self, choice)
         if lease is not None:
             self._leases = kept
@@ -78,12 +78,12 @@ def old_attempt_accepted(patch: pytest.MonkeyPatch) -> None:
 
     def gullible(self: Coordinator, message: Tokens, now_s: float) -> None:
         for stamped in message.events:
-            event, life, attempt = stamped.event, message.life, stamped.attempt
+            event, worker_id, attempt = stamped.event, message.worker_id, stamped.attempt
             entry = self.ledger.get(event.request_id)
             if entry is not None and entry.choices[event.choice].attempt:
                 attempt = entry.choices[event.choice].attempt
-                life = entry.placements[attempt].life
-            tokens(self, Tokens(life, (Stamped(attempt, event),)), now_s)
+                worker_id = entry.placements[attempt].worker_id
+            tokens(self, Tokens(worker_id, (Stamped(attempt, event),)), now_s)
 
     patch.setattr(Coordinator, "_tokens", gullible)
 
@@ -145,15 +145,15 @@ def deadlines_are_not_met(patch: pytest.MonkeyPatch) -> None:
 
 @bug("counts on a parcel of nobody")
 def parcels_of_a_lost_worker_still_count(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Ledger, "leases_at", lambda self, life: [])
+    patch.setattr(Ledger, "leases_at", lambda self, worker_id: [])
 
 
 @bug("load is not what was placed")
 def load_is_never_taken_off(patch: pytest.MonkeyPatch) -> None:
     take_off = FleetView.take_off
 
-    def sticky(self: FleetView, life: Life, tokens: int, tpot_ms: float | None = None) -> None:
-        take_off(self, life, tokens - 1, tpot_ms)
+    def sticky(self: FleetView, worker_id: WorkerId, tokens: int, tpot_ms: float | None = None) -> None:
+        take_off(self, worker_id, tokens - 1, tpot_ms)
 
     patch.setattr(FleetView, "take_off", sticky)
 
@@ -161,7 +161,7 @@ def load_is_never_taken_off(patch: pytest.MonkeyPatch) -> None:
 @bug("the ledger and the clients disagree")
 def refused_request_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     def forgetful(self: Coordinator, message: Refused, now_s: float) -> None:
-        found = self.ledger.find(message.life, message.request_id, message.attempt)
+        found = self.ledger.find(message.worker_id, message.request_id, message.attempt)
         if found is not None:
             self._placing.drop(found[0])
 
@@ -171,20 +171,20 @@ def refused_request_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 @bug("is trusted")
 def reaped_life_is_trusted_again(patch: pytest.MonkeyPatch) -> None:
     """Whoever wakes up is taken at its word: a suspected life pulses, and is back without a Hello."""
-    pulse_of, hello_of = Coordinator._pulse, Coordinator._hello
-    hellos: dict[Life, Hello] = {}
+    pulse_of, hello_of = Coordinator._heartbeat, Coordinator._hello
+    hellos: dict[WorkerId, Hello] = {}
 
     def remember(self: Coordinator, hello: Hello, now_s: float) -> None:
-        hellos[hello.life] = hello
+        hellos[hello.worker_id] = hello
         hello_of(self, hello, now_s)
 
-    def credulous(self: Coordinator, pulse: Pulse, now_s: float) -> None:
-        if pulse.life not in self.view and pulse.life in hellos:
-            self.view.add(hellos[pulse.life], now_s)
-        pulse_of(self, pulse, now_s)
+    def credulous(self: Coordinator, heartbeat: Heartbeat, now_s: float) -> None:
+        if heartbeat.worker_id not in self.view and heartbeat.worker_id in hellos:
+            self.view.add(hellos[heartbeat.worker_id], now_s)
+        pulse_of(self, heartbeat, now_s)
 
     patch.setattr(Coordinator, "_hello", remember)
-    patch.setattr(Coordinator, "_pulse", credulous)
+    patch.setattr(Coordinator, "_heartbeat", credulous)
 
 
 @bug(r"hangs: \[\], \['prefill")
@@ -198,15 +198,15 @@ def orphans_are_not_cancelled_on_drain(patch: pytest.MonkeyPatch) -> None:
         self.out[start:] = [o for o in self.out[start:] if not (isinstance(o, Send) and isinstance(o.message, Cancel))]
 
     patch.setattr(Placing, "cancel_placement", quiet)
-    patch.setattr(Coordinator, "_stray", lambda self, life, request_id, attempt: None)
+    patch.setattr(Coordinator, "_stray", lambda self, worker_id, request_id, attempt: None)
 
-    def deaf(self: Coordinator, message: Packed, now_s: float) -> None:
-        if self.ledger.choice_of(message.life, message.request_id, message.attempt, message.choice) is not None:
+    def deaf(self: Coordinator, message: TransferReady, now_s: float) -> None:
+        if self.ledger.choice_of(message.worker_id, message.request_id, message.attempt, message.choice) is not None:
             packed(self, message, now_s)
 
-    packed = Coordinator._packed
-    patch.setattr(Coordinator, "_packed", deaf)
-    patch.setattr(Outbox, "expire", lambda self, now_s: None)
+    packed = Coordinator._transfer_ready
+    patch.setattr(Coordinator, "_transfer_ready", deaf)
+    patch.setattr(KvSender, "expire", lambda self, now_s: None)
 
 
 # ---- cache and hand-over --------------------------------------------------------------------------------------------
@@ -230,23 +230,23 @@ def reaping_is_not_told_to_the_cache(patch: pytest.MonkeyPatch) -> None:
 
 @bug(r"hangs: \[\], \['prefill|after the gateway's death")
 def parcels_survive_the_gateway(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Outbox, "drop_all", lambda self: None)
-    patch.setattr(Outbox, "expire", lambda self, now_s: None)
+    patch.setattr(KvSender, "drop_all", lambda self: None)
+    patch.setattr(KvSender, "expire", lambda self, now_s: None)
 
 
 @bug("instead of")
 def checksums_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
     """Parcels expire as soon as they are packed, and whatever lies in their slots is taken."""
     patch.setattr("tripool.simulate.worker.checksum", lambda values: 0)
-    patch.setattr("tripool.simulate.outbox.checksum", lambda values: 0)
-    pack = Outbox.pack
+    patch.setattr("tripool.simulate.kv_sender.checksum", lambda values: 0)
+    pack = KvSender.pack
 
-    def brief(self: Outbox, *args: Any) -> Any:
-        parcel = pack(self, *args)
-        self.release(parcel.lease)
-        return parcel
+    def brief(self: KvSender, *args: Any) -> Any:
+        descriptor = pack(self, *args)
+        self.release(descriptor.lease)
+        return descriptor
 
-    patch.setattr(Outbox, "pack", brief)
+    patch.setattr(KvSender, "pack", brief)
 
 
 @bug("1 refs, 0 owners")

@@ -45,7 +45,7 @@ def a_reader_is_not_fenced_after_a_restart(patch: pytest.MonkeyPatch) -> None:
     at_rest = PoolIndex.at_rest
 
     def deaf(self: PoolIndex, writer: Any) -> None:
-        if not writer.worker.startswith("cache-"):
+        if not writer.name.startswith("cache-"):
             at_rest(self, writer)
 
     patch.setattr(PoolIndex, "at_rest", deaf)

@@ -143,10 +143,10 @@ async def _until_replaced(http: httpx.AsyncClient, before: set[tuple[str, int]])
     deadline_s = time.monotonic() + STREAMS_S
     while True:
         pools = (await http.get("/v1/pools")).raise_for_status().json()
-        lives = {(worker["worker"], worker["epoch"]) for worker in pools["workers"]}
-        if len(lives) == len(before) and lives != before:
+        worker_ids = {(worker["worker"], worker["epoch"]) for worker in pools["workers"]}
+        if len(worker_ids) == len(before) and worker_ids != before:
             return
-        assert time.monotonic() < deadline_s, (before, lives)
+        assert time.monotonic() < deadline_s, (before, worker_ids)
         await asyncio.sleep(0.01)
 
 

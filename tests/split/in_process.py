@@ -9,9 +9,9 @@ from tripool.config import RouterConfig
 from tripool.core import BLOCK_TOKENS, Request, TokenEvent
 from tripool.decode.worker import DecodeWorker
 from tripool.errors import TripoolError
-from tripool.fabric import Inbox, Outbox, PoolEngine
+from tripool.fabric import KvReceiver, KvSender, PoolEngine
 from tripool.fabric.arena import Arena
-from tripool.messages import PROTOCOL, AnyMessage, Hello, Life, Role, decode, encode
+from tripool.messages import PROTOCOL, AnyMessage, Hello, Role, WorkerId, decode, encode
 from tripool.prefill.worker import PrefillWorker
 from tripool.router import Coordinator, Emit, Fail, Output, Send
 
@@ -29,31 +29,33 @@ class Fleet:
         self.now_s = 0.0
         self.events: dict[tuple[str, int], list[TokenEvent]] = {}
         self.failed: dict[str, TripoolError] = {}
-        self.workers: dict[Life, PrefillWorker | DecodeWorker] = {}
-        self.outboxes: list[Outbox] = []
+        self.workers: dict[WorkerId, PrefillWorker | DecodeWorker] = {}
+        self.senders: list[KvSender] = []
         self.on_send: Callable[[AnyMessage], bool] = lambda message: True
         """Whether a worker's message arrives."""
         self._folder = folder
         for i, engine in enumerate(prefill):
-            self.join("prefill", engine, Life(f"prefill-{i}", 1))
+            self.join("prefill", engine, WorkerId(f"prefill-{i}", 1))
         for i, engine in enumerate(decode):
-            self.join("decode", engine, Life(f"decode-{i}", 1))
+            self.join("decode", engine, WorkerId(f"decode-{i}", 1))
 
-    def join(self, role: Role, engine: PoolEngine, life: Life, *, num_slots: int = 512) -> None:
+    def join(self, role: Role, engine: PoolEngine, worker_id: WorkerId, *, num_slots: int = 512) -> None:
         def send(message: AnyMessage) -> None:
             if self.on_send(message):
                 self._receive(message)
 
         if role == "prefill":
-            name = f"{life.worker}.{life.epoch}.parcels"
-            outbox = Outbox(Arena(self._folder / name, engine.block_bytes, num_slots))
-            self.outboxes.append(outbox)
-            self.workers[life] = PrefillWorker(engine, life, outbox, send, clock=lambda: self.now_s)
+            name = f"{worker_id}.kv"
+            sender = KvSender(Arena(self._folder / name, engine.block_bytes, num_slots))
+            self.senders.append(sender)
+            self.workers[worker_id] = PrefillWorker(engine, worker_id, sender, send, clock=lambda: self.now_s)
         else:
-            self.workers[life] = DecodeWorker(engine, life, Inbox(self._folder), send, clock=lambda: self.now_s)
+            self.workers[worker_id] = DecodeWorker(
+                engine, worker_id, KvReceiver(self._folder), send, clock=lambda: self.now_s
+            )
         kv_tokens = engine.num_blocks * BLOCK_TOKENS
         limits = (kv_tokens, engine.max_running, engine.context_tokens, engine.vocab)
-        self._receive(Hello(PROTOCOL, role, life, 1, engine.name, *limits))
+        self._receive(Hello(PROTOCOL, role, worker_id, 1, engine.name, *limits))
 
     def submit(self, request: Request) -> None:
         self._carry_out(self.coordinator.submit(request, self.now_s))
@@ -61,19 +63,19 @@ class Fleet:
     def cancel(self, request_id: str) -> None:
         self._carry_out(self.coordinator.cancel(request_id, self.now_s))
 
-    def lose(self, life: Life) -> None:
+    def lose(self, worker_id: WorkerId) -> None:
         """Gone without a word; its gateway finds out by silence."""
-        del self.workers[life]
+        del self.workers[worker_id]
 
     def turn(self) -> None:
         self.now_s += self._turn_s
         for worker in list(self.workers.values()):
             worker.work(self.now_s)
-            self._receive(worker.pulse())
+            self._receive(worker.heartbeat())
         self._carry_out(self.coordinator.tick(self.now_s))
         self.coordinator.check(self.now_s)
-        for outbox in self.outboxes:
-            outbox.check()
+        for sender in self.senders:
+            sender.check()
 
     def run(self, requests: Sequence[Request]) -> dict[tuple[str, int], list[TokenEvent]]:
         for request in requests:
@@ -89,7 +91,7 @@ class Fleet:
         else:
             raise AssertionError("requests hang")
         self.turn()
-        held = {life: worker.pulse().blocks_held for life, worker in self.workers.items()}
+        held = {worker_id: worker.heartbeat().blocks_held for worker_id, worker in self.workers.items()}
         assert set(held.values()) <= {0}, held
 
     def _receive(self, message: AnyMessage) -> None:
@@ -102,9 +104,9 @@ class Fleet:
                 self.events.setdefault((event.request_id, event.choice), []).append(event)
             elif isinstance(output, Fail):
                 self.failed[output.request_id] = output.error
-            elif isinstance(output, Send) and output.life in self.workers:
-                self.workers[output.life].receive(decode(encode(output.message)), self.now_s)
+            elif isinstance(output, Send) and output.worker_id in self.workers:
+                self.workers[output.worker_id].receive(decode(encode(output.message)), self.now_s)
 
     def close(self) -> None:
-        for outbox in self.outboxes:
-            outbox.close()
+        for sender in self.senders:
+            sender.close()

@@ -63,7 +63,7 @@ class SplitServer:
         assert pid is not None, word
         return pid
 
-    def lives(self) -> set[tuple[str, int]]:
+    def worker_ids(self) -> set[tuple[str, int]]:
         return {(worker["worker"], worker["epoch"]) for worker in self.pools()["workers"]}
 
     def wait(self, what: Callable[[dict[str, Any]], bool], within_s: float = DEADLINE_S) -> float:

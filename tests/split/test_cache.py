@@ -37,9 +37,9 @@ def committed(pools: dict[str, Any]) -> int:
 
 
 def replace(server: SplitServer, role: str) -> None:
-    before = server.lives()
+    before = server.worker_ids()
     faults.kill(server.pids(role)[0])
-    server.wait(lambda pools: server.lives() != before and len(pools["workers"]) == len(before))
+    server.wait(lambda pools: server.worker_ids() != before and len(pools["workers"]) == len(before))
 
 
 def test_the_next_turn_of_a_chat_finds_question_and_answer(server: SplitServer) -> None:

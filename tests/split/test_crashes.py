@@ -28,9 +28,9 @@ def test_two_workers_abort_and_no_third() -> None:
         "fake:step_ms=5", prefill=1, decode=2, start=CLOCK_IS_SET_BACK + CHILDREN_MAY_ABORT + START
     ) as server:
         # Killed from outside, by a clock that runs backwards: the next one is welcome, and nobody is accused.
-        before = server.lives()
+        before = server.worker_ids()
         kill(server.pids("decode")[0])
-        server.wait(lambda pools: len(pools["workers"]) == 3 and server.lives() != before)
+        server.wait(lambda pools: len(pools["workers"]) == 3 and server.worker_ids() != before)
         bodies = make_bodies(8, prompt_tokens=80, answer_tokens=60)
         killer = bodies[0] | {"seed": aborting.KILLER, "n": 1}
         asked = [Asked(body) for body in (*bodies[:4], killer, *bodies[4:])]

@@ -11,7 +11,7 @@ from engine.mtp_traffic import BLOCK_GB, Bundled, bundled, mixed_request, run
 from tripool.core import TokenEvent
 from tripool.kernels import CPU8
 from tripool.kernels.cpu8.library import set_threads
-from tripool.messages import Life
+from tripool.messages import WorkerId
 
 from .in_process import Fleet
 
@@ -57,7 +57,7 @@ def test_also_when_a_decode_worker_is_lost(tiny: Bundled, tmp_path: Path) -> Non
         fleet.submit(request)
     while sum(map(len, fleet.events.values())) < 60:
         fleet.turn()
-    fleet.lose(Life("decode-0", 1))
+    fleet.lose(WorkerId("decode-0", 1))
     fleet.run_out()
     fleet.close()
     assert not fleet.failed

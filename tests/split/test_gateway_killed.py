@@ -31,7 +31,7 @@ def wait_gone(pids: list[int], within_s: float) -> None:
 def test_a_killed_gateway_is_replaced_and_workers_hold_nothing(bound_s: float) -> None:
     with split_server("fake:step_ms=5", prefill=1, decode=1) as server:
         epoch = server.pools()["gateway_epoch"]
-        lives = server.lives()
+        worker_ids = server.worker_ids()
         with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG, timeout=DEADLINE_S) as response:
             lines = response.iter_lines()
             assert next(lines).startswith("data: ")
@@ -54,7 +54,7 @@ def test_a_killed_gateway_is_replaced_and_workers_hold_nothing(bound_s: float) -
         server.http = httpx.Client(base_url=server.url, timeout=DEADLINE_S)
         server.wait_idle(2, bound_s - (time.monotonic() - killed_s))
         assert server.pools()["gateway_epoch"] > epoch
-        assert server.lives() == lives, "workers outlive their gateway"
+        assert server.worker_ids() == worker_ids, "workers outlive their gateway"
 
 
 @bounded

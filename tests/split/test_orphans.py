@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tripool.fabric.leash import Leash
+from tripool.fabric.supervisor_channel import SupervisorChannel
 
 DEADLINE_S = 60.0
 
@@ -19,7 +19,7 @@ os.kill(os.getpid(), 9)
 
 
 def test_a_cache_member_that_was_born_an_orphan_leaves(tmp_path: Path) -> None:
-    ours, theirs = Leash.pair()
+    ours, theirs = SupervisorChannel.pair()
     sizes = ("--slot-bytes", "512", "--num-slots", "8", "--epoch", "1", "--leash", str(theirs.fileno()))
     member = (sys.executable, "-m", "tripool", "cache-member", "--folder", str(tmp_path), "--name", "cache-0", *sizes)
     with theirs:

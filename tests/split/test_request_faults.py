@@ -11,7 +11,7 @@ from tripool.core import Request, SamplingParams
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
 from tripool.errors import RequestFailed
-from tripool.messages import Adopt, Begin
+from tripool.messages import StartDecode, StartPrefill
 from tripool.router import Send
 from tripool.sequence import Seq
 
@@ -85,7 +85,7 @@ def test_a_fault_in_a_worker_fails_that_request_alone(tmp_path: Path, caplog, ro
 
     def watch(outputs: list[Any]) -> None:
         sends = [o.message for o in outputs if isinstance(o, Send)]
-        placed.extend(m for m in sends if isinstance(m, Begin | Adopt) and m.request.seed == BAD)
+        placed.extend(m for m in sends if isinstance(m, StartPrefill | StartDecode) and m.request.seed == BAD)
         carry_out(outputs)
 
     fleet._carry_out = watch  # type: ignore[method-assign]
@@ -94,7 +94,7 @@ def test_a_fault_in_a_worker_fails_that_request_alone(tmp_path: Path, caplog, ro
     assert isinstance(error, RequestFailed) and (error.status, error.code) == (500, "internal_error")
     assert "bad" in error.message and "secret" not in str(error)
     assert [len(fleet.events[name, 0]) for name in ("a", "b")] == [12, 12]
-    assert sum(isinstance(message, Begin) for message in placed) == 1, "it was placed again"
+    assert sum(isinstance(message, StartPrefill) for message in placed) == 1, "it was placed again"
     fleet.run([ask("later", 3)])
     assert len(fleet.events["later", 0]) == 12
     for engine in (prefill, decode):

@@ -16,13 +16,13 @@ from cache.conftest import BLOCK_BYTES, WITHIN_S, Pool, chain, content, told
 from tripool.cache import PUBLIC_NAMESPACE, PoolIndex, namespace_tag
 from tripool.cache.records import State, Written
 from tripool.core import SALT_MARK
-from tripool.messages import Life
+from tripool.messages import WorkerId
 from tripool.tenants import Limits, Tenant
 from tripool.tenants.quota import PUBLIC_SHARE, spread, tables
 
 NAMES = ("a", "b", "c")
 TAGS = {name: namespace_tag(name) for name in NAMES}
-LIVES = (Life("p-0", 1), Life("p-1", 1))
+LIVES = (WorkerId("p-0", 1), WorkerId("p-1", 1))
 NUM_SLOTS = 12
 
 
@@ -61,34 +61,34 @@ class QuotaMachine(RuleBasedStateMachine):
         self.index = PoolIndex(NUM_SLOTS, lease_s=1.0, write_s=1.0)
         self.quotas: dict[bytes, int] = {}
         self.now_s, self.key = 0.0, 0
-        self.tickets: list[tuple[int, Life, tuple[int, ...]]] = []
+        self.tickets: list[tuple[int, WorkerId, tuple[int, ...]]] = []
         self.stored: list[tuple[str, list[bytes]]] = []
 
-    @rule(name=st.sampled_from(NAMES), count=st.integers(1, 6), life=st.sampled_from(LIVES))
-    def reserve(self, name: str, count: int, life: Life) -> None:
+    @rule(name=st.sampled_from(NAMES), count=st.integers(1, 6), worker_id=st.sampled_from(LIVES))
+    def reserve(self, name: str, count: int, worker_id: WorkerId) -> None:
         tag = TAGS[name]
         before = self.index.held.get(tag, 0)
         keys = [(self.key + i).to_bytes(16, "big") for i in range(count)]
         self.key += count
-        grant = self.index.reserve(keys, life, tag, self.now_s)
+        grant = self.index.reserve(keys, worker_id, tag, self.now_s)
         held = self.index.held.get(tag, 0)
         if grant.slots:
             assert held <= self.quotas.get(tag, NUM_SLOTS), "more than its quota"
-            self.tickets.append((grant.ticket, life, grant.slots))
+            self.tickets.append((grant.ticket, worker_id, grant.slots))
             self.stored.append((name, keys))
         assert held <= max(before, self.quotas.get(tag, NUM_SLOTS))
 
     @rule(written=st.booleans())
     def commit(self, written: bool) -> None:
         if self.tickets:
-            ticket, life, slots = self.tickets.pop(0)
-            self.index.commit(ticket, life, [Written(slot, 1, 1) for slot in slots] if written else [])
+            ticket, worker_id, slots = self.tickets.pop(0)
+            self.index.commit(ticket, worker_id, [Written(slot, 1, 1) for slot in slots] if written else [])
 
-    @rule(which=st.integers(0, 50), life=st.sampled_from(LIVES))
-    def read(self, which: int, life: Life) -> None:
+    @rule(which=st.integers(0, 50), worker_id=st.sampled_from(LIVES))
+    def read(self, which: int, worker_id: WorkerId) -> None:
         if self.stored:
             name, keys = self.stored[which % len(self.stored)]
-            self.index.lookup(keys, life, TAGS[name], self.now_s)
+            self.index.lookup(keys, worker_id, TAGS[name], self.now_s)
 
     @rule(name=st.sampled_from(NAMES), slots=st.none() | st.integers(0, NUM_SLOTS))
     def change(self, name: str, slots: int | None) -> None:

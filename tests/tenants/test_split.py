@@ -72,11 +72,11 @@ def run(*argv: str) -> None:
 
 def new_prefill_workers(server: SplitServer) -> None:
     """So that whatever is found comes from the cache pool."""
-    before = server.lives()
+    before = server.worker_ids()
     for pid in server.pids("prefill"):
         faults.kill(pid)
-    gone = {life for life in before if life[0].startswith("prefill")}
-    server.wait(lambda pools: not gone & server.lives() and len(pools["workers"]) == len(before))
+    gone = {worker_id for worker_id in before if worker_id[0].startswith("prefill")}
+    server.wait(lambda pools: not gone & server.worker_ids() and len(pools["workers"]) == len(before))
 
 
 def attack(server: SplitServer, path: Path, keys: dict[str, str], count: int, seed: int) -> Counter[str]:

@@ -36,7 +36,7 @@ import xxhash
 from tripool.cache.copying import Bytes, address, copy
 from tripool.cache.records import Block, Record, State
 from tripool.errors import ArenaError
-from tripool.messages import Life
+from tripool.messages import WorkerId
 
 PAGE = 4096
 MAX_WORKER_NAME_BYTES = 43
@@ -163,8 +163,8 @@ class Arena:
         _TAIL.pack_into(self._map, at + _BODY.size, 0, State.FREE)
         if record.state not in (State.RESERVED, State.COMMITTED):
             return
-        writer = record.writer or Life("", 0)
-        name = writer.worker.encode()
+        writer = record.writer or WorkerId("", 0)
+        name = writer.name.encode()
         body = _BODY.pack(
             record.key,
             record.namespace,
@@ -267,7 +267,7 @@ class Arena:
         if ticket > _MAX_TICKET or num_bytes > self.slot_bytes:
             return Record()
         try:
-            writer = Life(name[:name_bytes].decode(), epoch) if state == State.RESERVED else None
+            writer = WorkerId(name[:name_bytes].decode(), epoch) if state == State.RESERVED else None
         except UnicodeDecodeError:
             return Record()
         return Record(State(state), key, namespace, ticket, position, writer, checksum, num_bytes, form)

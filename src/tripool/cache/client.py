@@ -28,7 +28,7 @@ from tripool.cache.records import Block, namespace_tag
 from tripool.cache.ring import Ring
 from tripool.cache.seats import Found
 from tripool.errors import InvalidRequest
-from tripool.messages import Life, Reaped, Suspect
+from tripool.messages import Reaped, Suspect, WorkerId
 
 _LOOK_S = 0.01
 _STOP_WRITING = 0.8
@@ -110,16 +110,16 @@ _Asked = tuple[Link, list[int], tuple[Seated, Found] | int | None]
 
 
 class PoolClient:
-    """`life` must be this client's alone, and end with its process: then all it was writing is free again."""
+    """`worker_id` must be this client's alone, and end with its process: then all it was writing is free again."""
 
     def __init__(
-        self, folder: Path, members: Sequence[str], life: Life, *, wait_s: float = 0.25, retry_s: float = 0.5
+        self, folder: Path, members: Sequence[str], worker_id: WorkerId, *, wait_s: float = 0.25, retry_s: float = 0.5
     ) -> None:
-        if len(life.worker.encode()) > MAX_WORKER_NAME_BYTES:
+        if len(worker_id.name.encode()) > MAX_WORKER_NAME_BYTES:
             hint = f"at most {MAX_WORKER_NAME_BYTES} bytes"
-            raise InvalidRequest(f"the worker's name {life.worker!r} is too long", hint=hint)
+            raise InvalidRequest(f"the worker's name {worker_id.name!r} is too long", hint=hint)
         self._ring = Ring(members)
-        self._links = {member: Link(folder, member, life, wait_s, retry_s) for member in self._ring.members}
+        self._links = {member: Link(folder, member, worker_id, wait_s, retry_s) for member in self._ring.members}
 
     def flush(self) -> None:
         """Let go, now, of what was read. Otherwise that goes with the next question, or ends with the lease's time."""

@@ -59,7 +59,7 @@ class DiskStore:
         self._folder, self._fingerprint = folder, fingerprint
         self._segment_bytes, self._block_bytes = segment_bytes, block_bytes
         self._fds: list[int] = []
-        self._lives = [(0, 0)] * num_segments
+        self._worker_ids = [(0, 0)] * num_segments
         """Generation and nonce of each segment, as its header on disk has them."""
         self._lock = self._purges = -1
         self._writing, self._reading = (memoryview(mmap.mmap(-1, footprint(block_bytes))) for _ in range(2))
@@ -140,27 +140,27 @@ class DiskStore:
 
     def remove(self) -> None:
         """All of it: the last resort of a purge that cannot be written down."""
-        for segment in range(len(self._lives)):
+        for segment in range(len(self._worker_ids)):
             self._path(segment).unlink(missing_ok=True)
         with suppress(FileNotFoundError):  # somebody was faster
             _sync_folder(self._folder)
 
     def _begin(self, copy: Copy) -> None:
         """A segment's new life, before its first block; what its earlier lives left is void from here on."""
-        if self._lives[copy.segment][0] == copy.generation:
+        if self._worker_ids[copy.segment][0] == copy.generation:
             return
         nonce = secrets.randbits(63)
         body = _SEGMENT.pack(_MAGIC, self._fingerprint, self._segment_bytes, copy.generation, nonce)
         self._put_page(copy.segment, 0, body + _digest(body, 0))
         os.fdatasync(self._fds[copy.segment])
-        self._lives[copy.segment] = copy.generation, nonce
+        self._worker_ids[copy.segment] = copy.generation, nonce
 
     def _header(self, copy: Copy, kind: int) -> bytes:
         body = _BLOCK.pack(
             _MAGIC, kind, copy.segment, copy.offset, copy.number, copy.key, copy.namespace, copy.position,
             copy.num_bytes, copy.form, copy.checksum,
         )  # fmt: skip
-        return body + _digest(body, self._lives[copy.segment][1])
+        return body + _digest(body, self._worker_ids[copy.segment][1])
 
     def _put_page(self, segment: int, offset: int, head: bytes) -> None:
         self._writing[:PAGE] = head + bytes(PAGE - len(head))
@@ -208,7 +208,7 @@ class DiskStore:
         known = (magic, fingerprint, num_bytes) == (_MAGIC, self._fingerprint, self._segment_bytes)
         if not known or digest != _digest(body, 0):
             return Segment()
-        self._lives[number] = generation, nonce
+        self._worker_ids[number] = generation, nonce
         return self._scan(number, generation)
 
     def _scan(self, segment: int, generation: int) -> Segment:
@@ -241,7 +241,11 @@ class DiskStore:
         """A block's header, if this is one of the segment's present life and of this place."""
         body, digest = head[: _BLOCK.size], head[_BLOCK.size : _BLOCK.size + _DIGEST.size]
         magic, kind, in_segment, at, number, key, namespace, position, num_bytes, form, checksum = _BLOCK.unpack(body)
-        if magic != _MAGIC or digest != _digest(body, self._lives[segment][1]) or (in_segment, at) != (segment, offset):
+        if (
+            magic != _MAGIC
+            or digest != _digest(body, self._worker_ids[segment][1])
+            or (in_segment, at) != (segment, offset)
+        ):
             return None
         copy = Copy(key, namespace, position, checksum, num_bytes, form, number, segment, at, generation)
         return (kind, copy) if copy.end <= self._segment_bytes else None

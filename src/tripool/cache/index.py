@@ -23,7 +23,7 @@ from tripool.cache.eviction import CostAware, Eviction
 from tripool.cache.leases import Leases, Onlookers
 from tripool.cache.records import Block, Counters, Grant, Hit, Record, Reservation, State, Written
 from tripool.cache.slots import SlotTable
-from tripool.messages import Life
+from tripool.messages import WorkerId
 
 _REMEMBERED_DEATHS = 4096
 """Messages of a dead writer can still be on their way when its death is known; not for as long as this many deaths."""
@@ -58,11 +58,11 @@ class PoolIndex:
         self._leases = Leases(lease_s, onlookers)
         self._reservations: dict[int, Reservation] = {}
         self._fenced: dict[int, Reservation] = {}
-        self._dead: OrderedDict[Life, None] = OrderedDict()
+        self._dead: OrderedDict[WorkerId, None] = OrderedDict()
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
-    def lookup(self, keys: Sequence[bytes], reader: Life, namespace: bytes, now_s: float) -> Hit:
+    def lookup(self, keys: Sequence[bytes], reader: WorkerId, namespace: bytes, now_s: float) -> Hit:
         """The longest prefix of `keys` that is here, leased as a whole."""
         self._leases.now_s = now_s
         found: list[tuple[int, Record]] = []
@@ -81,7 +81,7 @@ class PoolIndex:
         self._leases.take(lease, slots, self._slots.records, reader)
         return Hit(lease, tuple(Block(slot, r.checksum, r.num_bytes, r.form) for slot, r in found))
 
-    def used(self, slots: Sequence[int], tickets: Sequence[int], reader: Life, bad: Collection[int] = ()) -> None:
+    def used(self, slots: Sequence[int], tickets: Sequence[int], reader: WorkerId, bad: Collection[int] = ()) -> None:
         """Blocks that someone read without asking; `bad` as in `release`. Those that have gone since are skipped."""
         records, touched = self._slots.records, []
         for slot, ticket in zip(reversed(slots), reversed(tickets), strict=True):
@@ -104,7 +104,7 @@ class PoolIndex:
         self.counters.hits -= len(hit.blocks)
         self.counters.misses -= num_keys - len(hit.blocks)
 
-    def release(self, lease: int, reader: Life, bad: Iterable[int] = ()) -> None:
+    def release(self, lease: int, reader: WorkerId, bad: Iterable[int] = ()) -> None:
         """Reading is over; `bad` are slots whose bytes were not those of their checksum.
 
         Unknown and expired leases are fine. What their readers say of slots is not heard: those may be others' by now.
@@ -121,7 +121,7 @@ class PoolIndex:
     # ---- writing ------------------------------------------------------------------------------------------------
 
     def reserve(
-        self, keys: Sequence[bytes], writer: Life, namespace: bytes, now_s: float, depths: Sequence[int] = ()
+        self, keys: Sequence[bytes], writer: WorkerId, namespace: bytes, now_s: float, depths: Sequence[int] = ()
     ) -> Grant:
         """Slots for those keys that are not here and that nobody is writing; fewer when there is no more room.
 
@@ -154,7 +154,7 @@ class PoolIndex:
         self._reservations[ticket] = Reservation(writer, now_s + self._write_s, tuple(slots))
         return Grant(ticket, tuple(positions), tuple(slots))
 
-    def commit(self, ticket: int, writer: Life, written: Sequence[Written]) -> int:
+    def commit(self, ticket: int, writer: WorkerId, written: Sequence[Written]) -> int:
         """The writer is done with its slots: those written become findable, the others free. Returns how many did.
 
         Late is fine as long as the writer lives: by saying so it shows that it will not write there any more.
@@ -171,11 +171,11 @@ class PoolIndex:
         self.counters.committed += len(committed)
         return len(committed)
 
-    def abort(self, ticket: int, writer: Life) -> None:
+    def abort(self, ticket: int, writer: WorkerId) -> None:
         """Give every slot of a reservation back unwritten."""
         self.commit(ticket, writer, ())
 
-    def at_rest(self, writer: Life) -> None:
+    def at_rest(self, writer: WorkerId) -> None:
         """The writer says that it is writing nowhere: whatever was reserved for it, heard of or not, is free."""
         for table in (self._reservations, self._fenced):
             for ticket in [number for number, held in table.items() if held.writer == writer]:
@@ -202,20 +202,20 @@ class PoolIndex:
         times = (self._leases.next_deadline_s, reservation.deadline_s if reservation is not None else None)
         return min((time_s for time_s in times if time_s is not None), default=None)
 
-    def lost(self, life: Life) -> None:
+    def lost(self, worker_id: WorkerId) -> None:
         """Silent, perhaps only stopped: it reads under no lease any more, and its slots stay untouched."""
-        for lease in self._leases.of(life):
+        for lease in self._leases.of(worker_id):
             self._end_lease(lease)
-        for ticket in [number for number, held in self._reservations.items() if held.writer == life]:
+        for ticket in [number for number, held in self._reservations.items() if held.writer == worker_id]:
             self._fence(ticket)
 
-    def reaped(self, life: Life) -> None:
+    def reaped(self, worker_id: WorkerId) -> None:
         """Dead for certain: all it held is free, and what it may have sent before is not heard."""
-        self.lost(life)
-        self._dead[life] = None
+        self.lost(worker_id)
+        self._dead[worker_id] = None
         if len(self._dead) > _REMEMBERED_DEATHS:
             self._dead.popitem(last=False)
-        self.at_rest(life)
+        self.at_rest(worker_id)
 
     # ---- tenants and restarts -----------------------------------------------------------------------------------
 
@@ -244,8 +244,8 @@ class PoolIndex:
         Reserved slots come back fenced: their writers may still be writing.
         """
         assert len(records) == self.num_slots == self._slots.num_free
-        reserved: dict[tuple[int, Life], list[int]] = {}
-        writers: dict[int, Life] = {}
+        reserved: dict[tuple[int, WorkerId], list[int]] = {}
+        writers: dict[int, WorkerId] = {}
         chain: list[int] = []
         # As they were committed: the tail of a chain is to go first.
         for slot in sorted(range(self.num_slots), key=lambda slot: (records[slot].ticket, -records[slot].position)):
@@ -278,7 +278,7 @@ class PoolIndex:
         """One per slot."""
         return self._slots.records
 
-    def writer_of(self, ticket: int) -> Life | None:
+    def writer_of(self, ticket: int) -> WorkerId | None:
         held = self._reservations.get(ticket) or self._fenced.get(ticket)
         return held.writer if held is not None else None
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tripool.cache.records import Record
-from tripool.messages import Life
+from tripool.messages import WorkerId
 
-_SEEN = Life("", 0)
+_SEEN = WorkerId("", 0)
 """In whose name leases by sight are: who it is cannot be seen."""
 
 
@@ -47,7 +47,7 @@ class Nobody:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    reader: Life
+    reader: WorkerId
     deadline_s: float
     slots: tuple[int, ...]
     tickets: tuple[int, ...]
@@ -72,7 +72,7 @@ class Leases:
     def get(self, number: int) -> Lease | None:
         return self._held.get(number)
 
-    def of(self, reader: Life) -> list[int]:
+    def of(self, reader: WorkerId) -> list[int]:
         return [number for number, held in self._held.items() if held.reader == reader]
 
     @property
@@ -84,7 +84,7 @@ class Leases:
         first = next(iter(self._held.values()), None)
         return None if first is None else first.deadline_s
 
-    def take(self, number: int, slots: Sequence[int], records: Sequence[Record], reader: Life) -> None:
+    def take(self, number: int, slots: Sequence[int], records: Sequence[Record], reader: WorkerId) -> None:
         """`records`: of all slots."""
         for slot in slots:
             self.readers[slot] += 1

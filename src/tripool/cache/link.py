@@ -22,7 +22,7 @@ from tripool.cache import wire
 from tripool.cache.arena import SEATS, Arena
 from tripool.cache.seats import Found
 from tripool.errors import ArenaError
-from tripool.messages import Life
+from tripool.messages import WorkerId
 
 _UNSENT_RELEASES = 16
 _UNSENT_USES = 64
@@ -43,11 +43,11 @@ class Seated:
 
 
 class Link:
-    def __init__(self, folder: Path, member: str, life: Life, wait_s: float, retry_s: float) -> None:
+    def __init__(self, folder: Path, member: str, worker_id: WorkerId, wait_s: float, retry_s: float) -> None:
         self.member = member
         self.arena: Arena | None = None
         self.write_s = 0.0
-        self._folder, self._life = folder, life
+        self._folder, self._worker_id = folder, worker_id
         self._wait_s, self._retry_s = wait_s, retry_s
         self._number = 0
         self._socket: socket.socket | None = None
@@ -90,7 +90,7 @@ class Link:
     def _open(self) -> None:
         if self._socket is None and not self._connect():
             return
-        number = self.ask(wire.Open(self._next(), wire.PROTOCOL, self._life))
+        number = self.ask(wire.Open(self._next(), wire.PROTOCOL, self._worker_id))
         if not self._is_late:
             opened = self.answer(number, wire.Opened)
             if opened is not None:
@@ -150,11 +150,11 @@ class Link:
     def look_up(self, namespace: bytes, keys: tuple[bytes, ...]) -> int | None:
         done = self._take_done()
         wait_ms = int(_FROM_DISK * self._wait_s * 1e3)
-        return self.ask(wire.Lookup(self._next(), self._life, namespace, keys[: wire.MAX_KEYS], done, wait_ms))
+        return self.ask(wire.Lookup(self._next(), self._worker_id, namespace, keys[: wire.MAX_KEYS], done, wait_ms))
 
     def reserve(self, namespace: bytes, keys: tuple[bytes, ...], depths: tuple[int, ...] = ()) -> int | None:
         asked = keys[: wire.MAX_KEYS], depths[: wire.MAX_KEYS]
-        return self.ask(wire.Reserve(self._next(), self._life, namespace, *asked))
+        return self.ask(wire.Reserve(self._next(), self._worker_id, namespace, *asked))
 
     def count(self) -> int | None:
         return self.ask(wire.Ask(self._next()))
@@ -168,7 +168,7 @@ class Link:
     def release(self, lease: int, bad: tuple[int, ...] = ()) -> None:
         """Goes with the next question, or with `flush`: waking the member for it alone would cost as much as asking."""
         if bad:
-            self._send(wire.Release(self._life, (lease,), bad))
+            self._send(wire.Release(self._worker_id, (lease,), bad))
         elif lease:
             self._done.append(lease)
             if len(self._done) >= _UNSENT_RELEASES:
@@ -176,7 +176,7 @@ class Link:
 
     def flush(self) -> None:
         if self._done:
-            self._send(wire.Release(self._life, self._take_done()))
+            self._send(wire.Release(self._worker_id, self._take_done()))
         if self._used:
             used, self._used = self._used, []
             self._tell_used(used)
@@ -184,7 +184,7 @@ class Link:
     def _tell_used(self, used: Sequence[tuple[int, int]], bad: tuple[int, ...] = ()) -> None:
         for start in range(0, len(used), wire.MAX_KEYS):
             slots, tickets = zip(*used[start : start + wire.MAX_KEYS], strict=True)
-            self._send(wire.Used(self._life, slots, tickets, bad))
+            self._send(wire.Used(self._worker_id, slots, tickets, bad))
 
     def _take_done(self) -> tuple[int, ...]:
         done, self._done = tuple(self._done), []
@@ -194,7 +194,7 @@ class Link:
         """`written`: slot, checksum and bytes of each block."""
         if ticket:
             slots, checksums, sizes = zip(*written, strict=True) if written else ((), (), ())
-            self.tell(wire.Commit(self._life, ticket, slots, checksums, sizes, form))
+            self.tell(wire.Commit(self._worker_id, ticket, slots, checksums, sizes, form))
 
     def ask(self, question: wire.Open | wire.Lookup | wire.Reserve | wire.Ask | wire.Purge | wire.Quotas) -> int | None:
         """The question's number, or None when it cannot be sent."""

@@ -28,7 +28,7 @@ from tripool.cache.promotion import Tiers
 from tripool.cache.records import Hit, State, Written
 from tripool.cache.spool import Spool
 from tripool.config import CacheConfig
-from tripool.messages import Life, Reaped, Suspect
+from tripool.messages import Reaped, Suspect, WorkerId
 
 LOOK_AROUND_S = 0.5
 """How often an idle member looks whether its parent is still there."""
@@ -50,13 +50,13 @@ Send = Callable[[bytes], None]
 class Member:
     """Knows nothing of sockets: `answer` takes and gives bytes."""
 
-    def __init__(self, folder: Path, life: Life, config: CacheConfig) -> None:
-        self._life, self._write_s = life, config.write_s
-        path = folder / f"{life.worker}.arena"
+    def __init__(self, folder: Path, worker_id: WorkerId, config: CacheConfig) -> None:
+        self._worker_id, self._write_s = worker_id, config.write_s
+        path = folder / f"{worker_id.name}.arena"
         left = Arena.reopen(path, config.slot_bytes, config.num_slots)
         self.arena = left or Arena.create(path, config.slot_bytes, config.num_slots)
         self.arena.clear(slice(None))
-        self._seats: dict[Life, int] = {}
+        self._seats: dict[WorkerId, int] = {}
         records = left.records() if left is not None else []
         self.index = PoolIndex(
             config.num_slots,
@@ -72,34 +72,34 @@ class Member:
             self.index.restore(records)
             for record in records:
                 # Read from disk by an earlier life of this member, whose threads are as dead as it is.
-                if record.state is State.RESERVED and record.writer and record.writer.worker == life.worker:
+                if record.state is State.RESERVED and record.writer and record.writer.name == worker_id.name:
                     self.index.at_rest(record.writer)
-        self.tiers = Tiers(self.index, life)
+        self.tiers = Tiers(self.index, worker_id)
         share = (config.namespace_slots or config.num_slots) / config.num_slots
-        self.spool = Spool(life.worker, config.disk, self.tiers, self.arena, share) if config.disk else None
+        self.spool = Spool(worker_id.name, config.disk, self.tiers, self.arena, share) if config.disk else None
         self._disk_bytes = config.disk.num_bytes if config.disk else 0
         self._parked: dict[int, tuple[int, Send]] = {}
         """Look-ups that wait for the disk: the question's number, and where its answer goes."""
         self._write_headers()
         self._num_strange = 0
-        self._last_reserve: dict[Life, int] = {}
+        self._last_reserve: dict[WorkerId, int] = {}
         """Number of each writer's latest reservation."""
 
     def answer(
-        self, data: bytes | memoryview, now_s: float, lives: set[Life], send: Send | None = None
+        self, data: bytes | memoryview, now_s: float, worker_ids: set[WorkerId], send: Send | None = None
     ) -> bytes | None:
         """The reply to one message, if it wants one. What cannot be read, or is not the sender's to say, is counted and
         dropped.
 
-        `lives` takes whoever speaks on this line, one life at most: it is lost when its line is. `send` takes answers
-        that must wait for the disk; without it nothing waits.
+        `worker_ids` takes the worker that speaks on this connection, one at most: it is lost when its connection is.
+        `send` takes answers that must wait for the disk; without it nothing waits.
         """
         try:
             question = wire.decode_question(data)
         except msgspec.DecodeError:
             self._num_strange += 1
             return None
-        if not wire.may_say(question, lives, self._life):
+        if not wire.may_say(question, worker_ids, self._worker_id):
             self._num_strange += 1
             return None
         reply = self._reply(question, now_s, send)
@@ -110,23 +110,23 @@ class Member:
         self.index.expire(now_s)
         self._write_headers()
 
-    def lost(self, life: Life) -> None:
+    def lost(self, worker_id: WorkerId) -> None:
         """Its line is closed."""
-        self._unseat(life)
-        self.index.lost(life)
+        self._unseat(worker_id)
+        self.index.lost(worker_id)
         self._write_headers()
 
-    def _seat(self, life: Life) -> int:
+    def _seat(self, worker_id: WorkerId) -> int:
         """Its own for as long as its line is; -1 when there is none left."""
-        if life not in self._seats:
+        if worker_id not in self._seats:
             free = set(range(SEATS)) - set(self._seats.values())
             if not free:
                 return -1
-            self._seats[life] = min(free)
-        return self._seats[life]
+            self._seats[worker_id] = min(free)
+        return self._seats[worker_id]
 
-    def _unseat(self, life: Life) -> None:
-        seat = self._seats.pop(life, None)
+    def _unseat(self, worker_id: WorkerId) -> None:
+        seat = self._seats.pop(worker_id, None)
         if seat is not None:
             self.arena.clear(slice(seat, seat + 1))
 
@@ -159,43 +159,43 @@ class Member:
         match question:
             case wire.Lookup():
                 return self._look_up(question, now_s, send)
-            case wire.Release(life, leases, bad):
+            case wire.Release(worker_id, leases, bad):
                 for lease in leases:
-                    self.index.release(lease, life, bad)
-            case wire.Used(life, slots, tickets, bad):
+                    self.index.release(lease, worker_id, bad)
+            case wire.Used(worker_id, slots, tickets, bad):
                 if len(slots) == len(tickets):
-                    self.index.used(slots, tickets, life, bad)
+                    self.index.used(slots, tickets, worker_id, bad)
             case wire.Reserve():
                 return self._reserve(question, now_s)
             case wire.Commit():
                 self._commit(question)
-            case wire.Open(number, _, life):
+            case wire.Open(number, _, worker_id):
                 # Not if it came by an old line and the same life has reserved by a new one since.
-                if number > self._last_reserve.get(life, 0):
-                    self.index.at_rest(life)
+                if number > self._last_reserve.get(worker_id, 0):
+                    self.index.at_rest(worker_id)
                 place = self.arena.path.name, self.arena.nonce
-                return wire.Opened(number, wire.PROTOCOL, self._life, *place, self._write_s, self._seat(life))
+                return wire.Opened(number, wire.PROTOCOL, self._worker_id, *place, self._write_s, self._seat(worker_id))
             case wire.Ask(number):
                 return self._told(number)
             case wire.Purge(number, namespace):
                 return self._purge(number, namespace, send)
             case wire.Quotas(number, slots):
                 return wire.Purged(number, self.tiers.set_quotas(slots))
-            case Suspect(life):
-                if life in self._seats:
-                    self.arena.clear(slice(self._seats[life], self._seats[life] + 1))
-                self.index.lost(life)
-            case Reaped(life):
-                self._unseat(life)
-                self._last_reserve.pop(life, None)
-                self.index.reaped(life)
+            case Suspect(worker_id):
+                if worker_id in self._seats:
+                    self.arena.clear(slice(self._seats[worker_id], self._seats[worker_id] + 1))
+                self.index.lost(worker_id)
+            case Reaped(worker_id):
+                self._unseat(worker_id)
+                self._last_reserve.pop(worker_id, None)
+                self.index.reaped(worker_id)
         return None
 
     def _look_up(self, question: wire.Lookup, now_s: float, send: Send | None) -> wire.Found | None:
         for lease in question.done:
-            self.index.release(lease, question.life)
+            self.index.release(lease, question.worker_id)
         wait_s = min(question.wait_ms / 1e3, _MAX_WAIT_S) if send is not None else 0.0
-        hit = self.tiers.lookup(question.keys, question.life, question.namespace, now_s, wait_s)
+        hit = self.tiers.lookup(question.keys, question.worker_id, question.namespace, now_s, wait_s)
         if isinstance(hit, Hit):
             return self._found(question.number, hit)
         assert send is not None
@@ -224,18 +224,18 @@ class Member:
         )
 
     def _reserve(self, question: wire.Reserve, now_s: float) -> wire.Granted:
-        self._last_reserve.pop(question.life, None)
-        self._last_reserve[question.life] = question.number
+        self._last_reserve.pop(question.worker_id, None)
+        self._last_reserve[question.worker_id] = question.number
         if len(self._last_reserve) > _REMEMBERED_WRITERS:
             del self._last_reserve[next(iter(self._last_reserve))]
-        grant = self.index.reserve(question.keys, question.life, question.namespace, now_s, question.depths)
+        grant = self.index.reserve(question.keys, question.worker_id, question.namespace, now_s, question.depths)
         return wire.Granted(question.number, self.arena.nonce, grant.ticket, grant.positions, grant.slots)
 
     def _commit(self, told: wire.Commit) -> None:
         columns = zip(told.slots, told.checksums, told.sizes, strict=False)
         limit = self.arena.slot_bytes
         written = [Written(slot, checksum, size, told.form) for slot, checksum, size in columns if size <= limit]
-        self.index.commit(told.ticket, told.life, written)
+        self.index.commit(told.ticket, told.worker_id, written)
 
     def _told(self, number: int) -> wire.Told:
         index, counters = self.index, self.index.counters
@@ -284,7 +284,7 @@ class Member:
 @dataclass(slots=True)
 class _Line:
     socket: socket.socket
-    lives: set[Life] = field(default_factory=set)
+    worker_ids: set[WorkerId] = field(default_factory=set)
 
     def send(self, data: bytes) -> None:
         """What is not read is its own loss, and who has gone is noticed when it is heard."""
@@ -366,7 +366,7 @@ class Door:
         try:
             num_bytes = line.socket.recv_into(self._heard)
             if num_bytes:
-                reply = member.answer(self._heard[:num_bytes], now_s, line.lives, line.send)
+                reply = member.answer(self._heard[:num_bytes], now_s, line.worker_ids, line.send)
                 if reply is not None:
                     line.socket.send(reply)
                 return reply is not None
@@ -375,15 +375,15 @@ class Door:
         except OSError:
             pass
         member.hang_up(line.send)
-        for life in line.lives:
-            member.lost(life)
+        for worker_id in line.worker_ids:
+            member.lost(worker_id)
         del self._lines[line.socket.fileno()]
         self._ready.unregister(line.socket)
         line.socket.close()
         return False
 
 
-def run_member(folder: Path, life: Life, config: CacheConfig) -> None:
+def run_member(folder: Path, worker_id: WorkerId, config: CacheConfig) -> None:
     """The whole process: ends, and takes its arena with it, at SIGTERM, SIGINT or its parent's death."""
     parent = os.getppid()
     wake, waker = socket.socketpair()
@@ -392,8 +392,8 @@ def run_member(folder: Path, life: Life, config: CacheConfig) -> None:
         signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
-        member = Member(folder, life, config)
-        door = Door(wire.address(folder, life.worker))
+        member = Member(folder, worker_id, config)
+        door = Door(wire.address(folder, worker_id.name))
         door.serve(member, wake, lambda: os.getppid() == parent)
         door.close()
         member.close()

@@ -17,7 +17,7 @@ from tripool.cache.copies import Copy, Purge, Segment, Write
 from tripool.cache.index import PoolIndex
 from tripool.cache.records import Hit, Record, Written
 from tripool.cache.tiers import DiskTier
-from tripool.messages import Life
+from tripool.messages import WorkerId
 
 _GROUP_BLOCKS = 8
 """Committed together: a look-up whose time is over gets what is there, in such steps."""
@@ -49,7 +49,7 @@ class _Group:
 @dataclass(slots=True)
 class _Waiting:
     keys: Sequence[bytes]
-    reader: Life
+    reader: WorkerId
     namespace: bytes
     deadline_s: float
     lease: int
@@ -62,7 +62,7 @@ class _Waiting:
 class Tiers:
     """An index and, once `open_disk` was called, a disk behind it. `own` writes what is read; it is this member."""
 
-    def __init__(self, index: PoolIndex, own: Life) -> None:
+    def __init__(self, index: PoolIndex, own: WorkerId) -> None:
         self.index = index
         self.disk: DiskTier | None = None
         self._own = own
@@ -93,7 +93,7 @@ class Tiers:
     # ---- reading ------------------------------------------------------------------------------------------------
 
     def lookup(
-        self, keys: Sequence[bytes], reader: Life, namespace: bytes, now_s: float, wait_s: float = 0.0
+        self, keys: Sequence[bytes], reader: WorkerId, namespace: bytes, now_s: float, wait_s: float = 0.0
     ) -> Hit | int:
         """What memory has; or the number under which `answers` will tell it, after `wait_s` at most."""
         hit = self.index.lookup(keys, reader, namespace, now_s)

@@ -17,7 +17,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from tripool.core import SALT_MARK
-from tripool.messages import Life
+from tripool.messages import WorkerId
 
 NAMESPACE_BYTES = 16
 
@@ -50,7 +50,7 @@ class Record:
     ticket: int = 0
     position: int = 0
     """In its chain, counted from the first block: the later, the more it costs to compute."""
-    writer: Life | None = None
+    writer: WorkerId | None = None
     checksum: int = 0
     num_bytes: int = 0
     form: int = 0
@@ -99,7 +99,7 @@ class Written:
 class Reservation:
     """Slots that someone may write, known by its ticket."""
 
-    writer: Life
+    writer: WorkerId
     deadline_s: float
     slots: tuple[int, ...]
 

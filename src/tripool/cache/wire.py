@@ -22,7 +22,7 @@ from typing import Annotated
 import msgspec
 
 from tripool.cache.arena import MAX_WORKER_NAME_BYTES
-from tripool.messages import SUPERVISOR, Checksum, FileName, Life, Natural, Positive, Reaped, Suspect, strictly
+from tripool.messages import SUPERVISOR, Checksum, FileName, Natural, Positive, Reaped, Suspect, WorkerId, strictly
 
 PROTOCOL = 2
 KEY_BYTES = 16
@@ -55,12 +55,12 @@ class Open(_Message, frozen=True):
 
     number: Natural
     protocol: Natural
-    life: Life
+    worker_id: WorkerId
 
 
 class Lookup(_Message, frozen=True):
     number: Natural
-    life: Life
+    worker_id: WorkerId
     namespace: Key
     keys: Keys
     done: Numbers = ()
@@ -70,7 +70,7 @@ class Lookup(_Message, frozen=True):
 
 
 class Release(_Message, frozen=True):
-    life: Life
+    worker_id: WorkerId
     leases: Numbers
     bad: Slots = ()
     """Slots of theirs whose bytes did not fit their checksums."""
@@ -79,7 +79,7 @@ class Release(_Message, frozen=True):
 class Used(_Message, frozen=True):
     """Blocks that were read without asking."""
 
-    life: Life
+    worker_id: WorkerId
     slots: Slots
     tickets: Numbers
     bad: Slots = ()
@@ -88,7 +88,7 @@ class Used(_Message, frozen=True):
 
 class Reserve(_Message, frozen=True):
     number: Natural
-    life: Life
+    worker_id: WorkerId
     namespace: Key
     keys: Keys
     depths: Slots = ()
@@ -98,7 +98,7 @@ class Reserve(_Message, frozen=True):
 class Commit(_Message, frozen=True):
     """Done with all slots of a ticket; those not listed were not written."""
 
-    life: Life
+    worker_id: WorkerId
     ticket: Natural
     slots: Slots = ()
     checksums: Checksums = ()
@@ -128,7 +128,7 @@ class Quotas(_Message, frozen=True):
 class Opened(_Message, frozen=True):
     number: Natural
     protocol: Natural
-    member: Life
+    member: WorkerId
     arena: FileName
     """In the folder that pool and peers share."""
     nonce: Natural
@@ -231,15 +231,15 @@ def decode_answer(data: bytes | memoryview) -> Answer:
     return strictly(_answers, data)
 
 
-def may_say(question: Question, lives: set[Life], member: Life) -> bool:
-    """Whether it is the sender's to say. A line speaks for one life, which is then in `lives`, and never for the member
-    itself; of others' ends only the supervisor's line tells."""
+def may_say(question: Question, worker_ids: set[WorkerId], member: WorkerId) -> bool:
+    """Whether the sender may send this. A connection speaks for one worker, then in `worker_ids`, and never for
+    the member itself; only the supervisor's connection reports that others have ended."""
     if isinstance(question, (Suspect, Reaped)):
-        return any(life.worker == SUPERVISOR for life in lives)
-    if isinstance(question, (Ask, Purge, Quotas)) or question.life in lives:
+        return any(worker_id.name == SUPERVISOR for worker_id in worker_ids)
+    if isinstance(question, (Ask, Purge, Quotas)) or question.worker_id in worker_ids:
         return True
-    name = question.life.worker  # a longer one does not fit into a header, which could not say whose the slot is
-    if lives or name == member.worker or len(name.encode()) > MAX_WORKER_NAME_BYTES:
+    name = question.worker_id.name  # a longer one does not fit into a header, which could not say whose the slot is
+    if worker_ids or name == member.name or len(name.encode()) > MAX_WORKER_NAME_BYTES:
         return False
-    lives.add(question.life)
+    worker_ids.add(question.worker_id)
     return True

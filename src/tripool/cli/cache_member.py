@@ -15,7 +15,7 @@ import typer
 from tripool.cli.logs import LogFormat, LogLevel, LogOptions, logged
 
 if TYPE_CHECKING:
-    from tripool.fabric.leash import Leash
+    from tripool.fabric.supervisor_channel import SupervisorChannel
 
 _LOG, _LOGS = logging.getLogger("tripool.cache"), LogOptions()
 
@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
         slot_bytes: Annotated[int, typer.Option()],
         num_slots: Annotated[int, typer.Option()],
         epoch: Annotated[int, typer.Option()],
-        leash: Annotated[int, typer.Option()],
+        supervisor_channel: Annotated[int, typer.Option()],
         disk_bytes: Annotated[int, typer.Option()] = 0,
         disk_dir: Annotated[Path | None, typer.Option()] = None,
         disk_fingerprint: Annotated[str, typer.Option()] = "",
@@ -38,12 +38,12 @@ def register(app: typer.Typer) -> None:
         """Keep blocks for prefill and decode workers of this machine."""
         from tripool.cache.member import run_member
         from tripool.config import CacheConfig, DiskConfig
-        from tripool.fabric.leash import Leash
-        from tripool.messages import Life, Ready
+        from tripool.fabric.supervisor_channel import SupervisorChannel
+        from tripool.messages import Ready, WorkerId
 
-        life = Life(name, epoch)
-        tied = Leash.inherited(leash)
-        tied.send(Ready(life))
+        worker_id = WorkerId(name, epoch)
+        tied = SupervisorChannel.inherited(supervisor_channel)
+        tied.send(Ready(worker_id))
         # Who its parent is says nothing if that died before anybody looked; the leash knows also then.
         threading.Thread(target=_end_with, args=(tied,), daemon=True).start()
         disk = None
@@ -52,15 +52,15 @@ def register(app: typer.Typer) -> None:
         with logged(name, LogOptions(log_level, log_format)) as log:
             log.serving()
             _LOG.info("start", extra={"epoch": epoch, "slots": num_slots, "slot_bytes": slot_bytes})
-            run_member(folder, life, CacheConfig(slot_bytes=slot_bytes, num_slots=num_slots, disk=disk))
+            run_member(folder, worker_id, CacheConfig(slot_bytes=slot_bytes, num_slots=num_slots, disk=disk))
             _LOG.info("stopped")
         tied.close()  # not before: without it, the supervisor would take this process for dead
 
 
-def _end_with(leash: Leash) -> None:
+def _end_with(supervisor_channel: SupervisorChannel) -> None:
     """Ask this process to end when its supervisor is gone."""
-    while not leash.ended:
-        select.select([leash], [], [])
-        for _ in leash.receive():
+    while not supervisor_channel.ended:
+        select.select([supervisor_channel], [], [])
+        for _ in supervisor_channel.receive():
             pass
     os.kill(os.getpid(), signal.SIGTERM)

@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
         folder: Annotated[Path, typer.Option(help="The folder of the run.")],
         http_fd: Annotated[int, typer.Option(help="The listening socket.")],
         epoch: Annotated[int, typer.Option()],
-        leash: Annotated[int, typer.Option()],
+        supervisor_channel: Annotated[int, typer.Option()],
         keys: Annotated[Path, typer.Option(help="The key book.")],
         log_level: LogLevel = _LOGS.level,
         log_format: LogFormat = _LOGS.style,
@@ -30,26 +30,26 @@ def register(app: typer.Typer) -> None:
         from tripool.cache.client import PoolClient
         from tripool.cli.access import gateway_access
         from tripool.config import GatewayConfig, RouterConfig
-        from tripool.control.plan import read_plan
+        from tripool.control.manifest import read_manifest
         from tripool.fabric.folder import gateway_address
-        from tripool.fabric.leash import Leash
+        from tripool.fabric.supervisor_channel import SupervisorChannel
         from tripool.gateway.process import GatewayProcess
-        from tripool.messages import Life
+        from tripool.messages import WorkerId
 
         with logged("gateway", LogOptions(log_level, log_format)) as log:
-            plan = read_plan(folder)
-            tied = Leash.inherited(leash)
+            manifest = read_manifest(folder)
+            tied = SupervisorChannel.inherited(supervisor_channel)
             process = GatewayProcess(
-                plan.text,
-                plan.name,
+                manifest.text,
+                manifest.name,
                 GatewayConfig(),
                 router=RouterConfig(),
                 addresses=[gateway_address(folder)],
-                life=Life("gateway", epoch),
-                cache=PoolClient(folder, plan.cache, Life("gateway", epoch)),
-                keeper=PoolClient(folder, plan.cache, Life("keeper", epoch)),
+                worker_id=WorkerId("gateway", epoch),
+                cache=PoolClient(folder, manifest.cache, WorkerId("gateway", epoch)),
+                keeper=PoolClient(folder, manifest.cache, WorkerId("keeper", epoch)),
                 access=gateway_access(folder, keys),
-                leash=tied,
+                supervisor_channel=tied,
             )
             with socket.socket(fileno=http_fd) as listener:
                 log.serving()

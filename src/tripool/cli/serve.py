@@ -224,7 +224,7 @@ def _serve_split(
     disk: Disk | None,
 ) -> None:
     from tripool.cli.split import serve_split
-    from tripool.control.plan import Plan
+    from tripool.control.run_manifest import Plan
     from tripool.gateway.server import listen, url_of
 
     def banner(plan: Plan) -> str:

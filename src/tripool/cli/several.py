@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from tripool.config import EngineConfig, GatewayConfig
-from tripool.control.residency import Residency
+from tripool.control.model_policy import ModelPolicy
 from tripool.engine.protocol import StepEngine
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from tripool.engine.thread import EngineThread
     from tripool.gateway.auth import Access
+    from tripool.gateway.manager import ModelManager
     from tripool.gateway.models import Models
-    from tripool.gateway.residents import Residents
     from tripool.observe.log import Log
     from tripool.text.files import TextFiles
 
@@ -50,7 +50,7 @@ Open = Callable[[str], Loaded]
 
 @dataclass(frozen=True, slots=True)
 class Threaded:
-    """A `Resident`: an engine and the thread that drives it."""
+    """A `LoadedModel`: an engine and the thread that drives it."""
 
     backend: EngineThread
     num_bytes: int
@@ -79,27 +79,27 @@ def describe(model: str, config: EngineConfig) -> Described:
         return Described(checkpoint.name, checkpoint.text, arch.context_tokens, num_bytes)
 
 
-def residents_of(paths: dict[str, str], known: Sequence[Described], budget: int | None, open_: Open) -> Residents:
+def manager_of(paths: dict[str, str], known: Sequence[Described], budget: int | None, open_: Open) -> ModelManager:
     """`paths`: what `open_` is to be given for each name. The first model is opened here and now."""
     from tripool.engine.thread import EngineThread
-    from tripool.gateway.residents import Residents
+    from tripool.gateway.manager import ModelManager
 
     def open_model(name: str) -> Threaded:
         loaded = open_(paths[name])
         num_bytes = loaded.engine.weight_bytes + loaded.engine.kv_bytes
         return Threaded(EngineThread(loaded.engine), num_bytes, loaded.from_memory)
 
-    residents = Residents(Residency({one.name: one.num_bytes for one in known}, budget), open_model)
+    manager = ModelManager(ModelPolicy({one.name: one.num_bytes for one in known}, budget), open_model)
     first, began_s = known[0].name, time.monotonic()
-    residents.check_fits(first)
-    residents.add(first, open_model(first), time.monotonic() - began_s)
-    return residents
+    manager.check_fits(first)
+    manager.add(first, open_model(first), time.monotonic() - began_s)
+    return manager
 
 
-def models_of(residents: Residents, known: Sequence[Described], config: EngineConfig, access: Access) -> Models:
+def models_of(manager: ModelManager, known: Sequence[Described], config: EngineConfig, access: Access) -> Models:
     from tripool.gateway.admission import AdmissionBackend
+    from tripool.gateway.manager import ManagedBackend
     from tripool.gateway.models import Models, Served
-    from tripool.gateway.residents import ResidentBackend
     from tripool.router.pending_requests import Capacity
     from tripool.router.rate_limiter import RateLimiter
     from tripool.text import Tokenizer
@@ -107,12 +107,12 @@ def models_of(residents: Residents, known: Sequence[Described], config: EngineCo
     rate_limiter, room = RateLimiter(), Capacity(slots=config.max_running)
     served = []
     for one in known:
-        backend = ResidentBackend(residents, one.name, one.context_tokens)
+        backend = ManagedBackend(manager, one.name, one.context_tokens)
         admission = AdmissionBackend(
             backend, rate_limiter=rate_limiter, room=lambda: room, tenant_of=access.tenant_named
         )
         served.append(Served(one.name, admission, Tokenizer(one.text)))
-    return Models(served, residents)
+    return Models(served, manager)
 
 
 def serve_several(
@@ -134,27 +134,27 @@ def serve_several(
     known = [describe_(model, config) for model in models]
     check_names([one.name for one in known])
     paths = {one.name: model for one, model in zip(known, models, strict=True)}
-    residents = residents_of(paths, known, budget, open_)
+    manager = manager_of(paths, known, budget, open_)
     log.serving()
 
     def ready() -> None:
         for one in known[1:]:
-            residents.prefer(one.name)
-        typer.echo(_banner(url_of(listener), known, residents))
+            manager.prefer(one.name)
+        typer.echo(_banner(url_of(listener), known, manager))
         _LOG.info("ready", extra={"url": url_of(listener), "keys": access.keys})
 
     try:
-        application = create_models_app(models_of(residents, known, config, access), gateway, access=access)
-        server = Server(application, on_ready=ready, end_answers=residents.end)
+        application = create_models_app(models_of(manager, known, config, access), gateway, access=access)
+        server = Server(application, on_ready=ready, end_answers=manager.end)
         server.run([listener])
     finally:
-        residents.close(_CLOSE_S)
+        manager.close(_CLOSE_S)
 
 
-def _banner(url: str, known: Sequence[Described], residents: Residents) -> str:
+def _banner(url: str, known: Sequence[Described], manager: ModelManager) -> str:
     lines = [f"Tripool serves {len(known)} models at {url}/v1", ""]
     for one in known:
-        told = residents.describe(one.name)
+        told = manager.describe(one.name)
         default = ", default" if one is known[0] else ""
         lines.append(f"  {one.name}: {told['state']}{default}, {told['bytes'] / 1e6:,.0f} MB")
     body = f'{{"model": "{known[0].name}", "prompt": "Once upon a time"}}'

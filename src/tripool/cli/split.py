@@ -19,7 +19,7 @@ from tripool.cli.logs import LogOptions
 from tripool.cli.model_cache import images_folder, quota_bytes
 from tripool.config import EngineConfig
 from tripool.control.launch import Spec
-from tripool.control.plan import Plan
+from tripool.control.manifest import RunManifest
 from tripool.control.supervisor import GATEWAY, Supervisor
 from tripool.fabric.folder import RunFolder, gateway_address
 
@@ -27,16 +27,16 @@ _CACHE_MEMBERS = 2
 """So that one's death loses only its half."""
 
 
-def make_plan(model: str, cache: Sequence[str]) -> Plan:
+def make_manifest(model: str, cache: Sequence[str]) -> RunManifest:
     """The error for a model that is not there comes before any process is started."""
     if model.partition(":")[0] == "fake":
         from tripool.engine.fake import fake_text
 
-        return Plan("fake", fake_text(), tuple(cache))
+        return RunManifest("fake", fake_text(), tuple(cache))
     from tripool.checkpoints import open_checkpoint
 
     with open_checkpoint(model) as checkpoint:
-        return Plan(checkpoint.name, checkpoint.text, tuple(cache))
+        return RunManifest(checkpoint.name, checkpoint.text, tuple(cache))
 
 
 def threads_per_worker(num_workers: int) -> int:
@@ -93,16 +93,16 @@ def serve_split(
     keep_models: bool,
     disk: Disk | None = None,
     logs: LogOptions,
-    on_ready: Callable[[Plan], object],
+    on_ready: Callable[[RunManifest], object],
 ) -> None:
     members = [f"cache-{i}" for i in range(_CACHE_MEMBERS)] if cache_gb else []
-    plan = make_plan(model, members)
+    manifest = make_manifest(model, members)
     folder = RunFolder()
     quota = quota_bytes(model_cache_gb)
     images = str(images_folder(folder.path, keep=keep_models)) if quota else ""
-    plan = msgspec.structs.replace(plan, model_cache=images, model_cache_bytes=quota)
+    manifest = msgspec.structs.replace(manifest, model_cache=images, model_cache_bytes=quota)
     try:
-        plan.write(folder.path)
+        manifest.write(folder.path)
         if is_open:
             mark_open(folder.path)
         fd = listener.fileno()
@@ -119,7 +119,7 @@ def serve_split(
             folder.path,
             cache=members,
             cache_spec=lambda name, block_bytes: logging(cache_spec(name, block_bytes, member_gb, folder, disk)),
-            on_ready=lambda: on_ready(plan),
+            on_ready=lambda: on_ready(manifest),
         )
         with _stopped_by(supervisor, (signal.SIGINT, signal.SIGTERM)) as got:
             supervisor.run()

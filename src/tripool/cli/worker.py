@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
         join: Annotated[str, typer.Option(help="Address of the server; `tripool status` shows it.")] = "",
         name: Annotated[str | None, typer.Option(hidden=True)] = None,
         epoch: Annotated[int | None, typer.Option(hidden=True)] = None,
-        leash: Annotated[int | None, typer.Option(hidden=True)] = None,
+        supervisor_channel: Annotated[int | None, typer.Option(hidden=True)] = None,
         kv_gb: KvGb = None,
         max_running: MaxRunning = _DEFAULT.max_running,
         mtp: Mtp = _DEFAULT.mtp,
@@ -38,11 +38,11 @@ def register(app: typer.Typer) -> None:
         """Compute for a server that runs on this machine."""
         from tripool.cache.images import ModelImages
         from tripool.cli.engines import load_pool_engine
-        from tripool.control.plan import read_plan
+        from tripool.control.manifest import read_manifest
         from tripool.control.run_worker import run_worker
         from tripool.fabric.folder import folder_of
-        from tripool.fabric.leash import Leash
-        from tripool.messages import Life
+        from tripool.fabric.supervisor_channel import SupervisorChannel
+        from tripool.messages import WorkerId
 
         if not join.startswith("ipc://"):
             hint = "`tripool status` shows the address of a server on this machine; it begins with ipc://"
@@ -50,13 +50,15 @@ def register(app: typer.Typer) -> None:
         config = EngineConfig(
             kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads, device=device
         )
-        tied = Leash.inherited(leash) if leash is not None else None
+        tied = SupervisorChannel.inherited(supervisor_channel) if supervisor_channel is not None else None
         # Nobody counts the lives of a worker that joins by itself. Its name may come again with its process number, but
         # later by a clock that is never set back.
-        life = Life(name or f"{role}-{os.getpid()}", epoch or time.monotonic_ns())
-        with logged(life.worker, LogOptions(log_level, log_format)) as log:
-            plan = read_plan(folder_of(join))
-            images = ModelImages(Path(plan.model_cache), plan.model_cache_bytes) if plan.model_cache else None
+        worker_id = WorkerId(name or f"{role}-{os.getpid()}", epoch or time.monotonic_ns())
+        with logged(worker_id.name, LogOptions(log_level, log_format)) as log:
+            manifest = read_manifest(folder_of(join))
+            images = (
+                ModelImages(Path(manifest.model_cache), manifest.model_cache_bytes) if manifest.model_cache else None
+            )
             engine = load_pool_engine(model, config, images)
             log.serving()
-            run_worker(engine, role, life, join, tied)
+            run_worker(engine, role, worker_id, join, tied)

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tripool.control.evidence import CpuUse
-from tripool.fabric.leash import Leash
-from tripool.messages import Life
+from tripool.fabric.supervisor_channel import SupervisorChannel
+from tripool.messages import WorkerId
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Spec:
 @dataclass(slots=True, eq=False)
 class Child:
     spec: Spec
-    life: Life
+    worker_id: WorkerId
     process: subprocess.Popen[bytes]
-    leash: Leash
+    supervisor_channel: SupervisorChannel
     started_s: float
     heard_s: float
     cpu: CpuUse
@@ -50,17 +50,17 @@ def launch(
     spec: Spec, epoch: int, now_s: float, *, command: Sequence[str] = (sys.executable, "-m", "tripool")
 ) -> Child:
     """A process group of its own: Ctrl-C in a terminal reaches the supervisor alone, which then ends its children."""
-    leash, theirs = Leash.pair()
+    supervisor_channel, theirs = SupervisorChannel.pair()
     with theirs:
-        life_options = ("--epoch", str(epoch), "--leash", str(theirs.fileno()))
+        worker_id_options = ("--epoch", str(epoch), "--leash", str(theirs.fileno()))
         try:
             process = subprocess.Popen(
-                [*command, *spec.argv, *life_options],
+                [*command, *spec.argv, *worker_id_options],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), *spec.pass_fds),
                 process_group=0,
             )
         except OSError:
-            leash.close()
+            supervisor_channel.close()
             raise
-    return Child(spec, Life(spec.name, epoch), process, leash, now_s, now_s, CpuUse(process.pid))
+    return Child(spec, WorkerId(spec.name, epoch), process, supervisor_channel, now_s, now_s, CpuUse(process.pid))

@@ -18,7 +18,7 @@ from tripool.cache.client import PoolClient
 from tripool.control.backoff import Backoff
 from tripool.control.evidence import num_oom_kills
 from tripool.control.launch import Child, Spec, launch
-from tripool.messages import SUPERVISOR, Drain, Life, Ready, Reaped, Suspect
+from tripool.messages import SUPERVISOR, Drain, Ready, Reaped, Suspect, WorkerId
 
 _LOG = logging.getLogger("tripool.supervisor")
 GATEWAY = "gateway"
@@ -61,7 +61,7 @@ class Supervisor:
         """Lives of which not every cache member knows yet that they are over."""
         # Lives are counted, not timed: a clock that is set back must not make the next one older than the last.
         self._epochs = count(1)
-        self._pool = PoolClient(folder, self._cache, Life(SUPERVISOR, next(self._epochs)))
+        self._pool = PoolClient(folder, self._cache, WorkerId(SUPERVISOR, next(self._epochs)))
         self._was_ready = False
         self._num_oom_kills = num_oom_kills()
         self.stopping = False
@@ -93,14 +93,14 @@ class Supervisor:
                     continue
                 _LOG.info("process started", extra=_facts(child))
                 self._children[name] = child
-                self._selector.register(child.leash, selectors.EVENT_READ, child)
+                self._selector.register(child.supervisor_channel, selectors.EVENT_READ, child)
 
     def _listen(self, timeout_s: float) -> None:
         next_s = min((due_s for due_s, _ in self._due.values()), default=float("inf"))
         timeout_s = max(0.0, min(timeout_s, next_s - self._clock()))
         for key, _ in self._selector.select(timeout_s):
             child: Child = key.data
-            for message in child.leash.receive():
+            for message in child.supervisor_channel.receive():
                 child.heard_s = self._clock()
                 if isinstance(message, Ready):
                     if not child.ready:
@@ -109,7 +109,7 @@ class Supervisor:
                     child.ready = True
                     self._start_cache(message.block_bytes)
                 elif isinstance(message, Suspect):
-                    self._end(message.life)
+                    self._end(message.worker_id)
         if not self._was_ready and all(name in self._cache or self._is_ready(name) for name in self._backoffs):
             self._was_ready = True
             self._on_ready()
@@ -133,15 +133,17 @@ class Supervisor:
             silent = child.ready and child.spec.name == GATEWAY and now_s - child.heard_s > _SILENCE_S
             if late or silent:
                 self._fell(child, f"not ready after {_START_S:g} s" if late else f"silent for {_SILENCE_S:g} s")
-            elif child.leash.ended or child.process.poll() is not None:
+            elif child.supervisor_channel.ended or child.process.poll() is not None:
                 self._fell(child, None)
             else:
                 child.cpu.look(now_s)
         self._num_oom_kills = num_oom_kills()
 
-    def _end(self, life: Life) -> None:
-        child = self._children.get(life.worker)
-        if child is not None and child.life == life:  # else it is over already, and another lives in its place
+    def _end(self, worker_id: WorkerId) -> None:
+        child = self._children.get(worker_id.name)
+        if (
+            child is not None and child.worker_id == worker_id
+        ):  # else it is over already, and another lives in its place
             busy = child.cpu.is_busy(self._clock())
             self._fell(child, f"suspected by the gateway{', and busy' if busy else ''}", busy=busy)
 
@@ -162,17 +164,17 @@ class Supervisor:
         short_of_memory = num_oom_kills() > self._num_oom_kills and child.process.poll() == -signal.SIGKILL
         child.kill()
         code = child.process.wait()
-        self._selector.unregister(child.leash)
-        child.leash.close()
+        self._selector.unregister(child.supervisor_channel)
+        child.supervisor_channel.close()
         del self._children[child.spec.name]
-        for left in self._folder.glob(f"{child.life.worker}.{child.life.epoch}.*"):
+        for left in self._folder.glob(f"{child.worker_id}.*"):
             left.unlink(missing_ok=True)
         if child.spec.name in self._cache or child.spec.name == GATEWAY:
             return code  # neither writes into another's memory
-        reaped = Reaped(child.life, crashed=busy or short_of_memory or _crashed(code))
+        reaped = Reaped(child.worker_id, crashed=busy or short_of_memory or _crashed(code))
         gateway = self._children.get(GATEWAY)
         if gateway is not None:
-            gateway.leash.send(reaped)
+            gateway.supervisor_channel.send(reaped)
         if self._cache:
             self._untold.append(reaped)
         return code
@@ -182,7 +184,7 @@ class Supervisor:
         _LOG.info("stopping", extra={"processes": len(self._children)})
         gateway = self._children.get(GATEWAY)
         if gateway is not None:
-            gateway.leash.send(Drain())
+            gateway.supervisor_channel.send(Drain())
             self._await([gateway], _DRAIN_S)
         rest = list(self._children.values())
         for child in rest:
@@ -196,7 +198,7 @@ class Supervisor:
         while waiting and self._clock() < deadline_s:
             self._selector.select(min(_LOOK_S, max(0.0, deadline_s - self._clock())))
             for child in list(waiting):
-                for _ in child.leash.receive():
+                for _ in child.supervisor_channel.receive():
                     pass
                 if child.process.poll() is not None:
                     waiting.remove(child)
@@ -209,4 +211,4 @@ def _crashed(code: int) -> bool:
 
 
 def _facts(child: Child) -> dict[str, str | int | None]:
-    return {"child": child.spec.name, "child_pid": child.process.pid, "epoch": child.life.epoch}
+    return {"child": child.spec.name, "child_pid": child.process.pid, "epoch": child.worker_id.epoch}

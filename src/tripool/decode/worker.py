@@ -17,7 +17,17 @@ from tripool.core import BLOCK_TOKENS, Stages, TokenEvent
 from tripool.errors import RequestFailed, TripoolError
 from tripool.fabric.prefixes import Prefixes
 from tripool.fabric.seam import PoolEngine, Transfer, local_id
-from tripool.messages import Adopt, Adopted, AnyMessage, Cancel, Life, Pulse, Refused, Stamped, Tokens
+from tripool.messages import (
+    AnyMessage,
+    Cancel,
+    Heartbeat,
+    Refused,
+    Stamped,
+    StartDecode,
+    Tokens,
+    TransferDone,
+    WorkerId,
+)
 from tripool.sequence import Seq
 
 _logger = logging.getLogger("tripool.engine")
@@ -34,7 +44,7 @@ _MAX_QUEUED = 4096
 class _Job:
     """One Adopt: queued without a sequence, arriving until all blocks are filled, then running."""
 
-    adopt: Adopt
+    adopt: StartDecode
     came_s: float
     deadline_s: float
     grammar: Future[Any] | None = None
@@ -49,14 +59,20 @@ class DecodeWorker:
     def __init__(
         self,
         engine: PoolEngine,
-        life: Life,
+        worker_id: WorkerId,
         transfer: Transfer,
         send: Callable[[AnyMessage], None],
         *,
         prefixes: Prefixes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine, self._life, self._transfer, self._send, self._clock = engine, life, transfer, send, clock
+        self._engine, self._worker_id, self._transfer, self._send, self._clock = (
+            engine,
+            worker_id,
+            transfer,
+            send,
+            clock,
+        )
         self._prefixes = prefixes
         self._jobs: dict[str, _Job] = {}
         """By the name under which the engine knows it."""
@@ -75,7 +91,7 @@ class DecodeWorker:
 
     def receive(self, message: AnyMessage, now_s: float) -> None:
         match message:
-            case Adopt():
+            case StartDecode():
                 self._queue_up(message, now_s)
             case Cancel():
                 self._forget(local_id(message.request_id, message.attempt))
@@ -104,15 +120,15 @@ class DecodeWorker:
         if self._prefixes is not None:
             self._prefixes.drop()
 
-    def pulse(self) -> Pulse:
+    def heartbeat(self) -> Heartbeat:
         engine = self._engine
-        waiting = sum(job.adopt.parcel.num_tokens for job in self._queue) + engine.num_waiting_tokens
+        waiting = sum(job.adopt.descriptor.num_tokens for job in self._queue) + engine.num_waiting_tokens
         stats = engine.stats()
-        return Pulse(
-            self._life, self._num_steps, waiting, stats.running, engine.num_held_blocks, ceiling=stats.slo_ceiling
+        return Heartbeat(
+            self._worker_id, self._num_steps, waiting, stats.running, engine.num_held_blocks, ceiling=stats.slo_ceiling
         )
 
-    def _queue_up(self, adopt: Adopt, now_s: float) -> None:
+    def _queue_up(self, adopt: StartDecode, now_s: float) -> None:
         name = local_id(adopt.request.id, adopt.attempt)
         job = _Job(adopt, now_s, now_s + adopt.deadline_s)
         if name in self._jobs:
@@ -120,7 +136,7 @@ class DecodeWorker:
         self._jobs[name] = job
         if len(self._queue) >= _MAX_QUEUED:
             self._refuse(job, "overloaded", "too many wait here already")
-        elif adopt.parcel.block_bytes != self._engine.block_bytes:
+        elif adopt.descriptor.block_bytes != self._engine.block_bytes:
             self._refuse(job, "bad_parcel", "it was packed by a worker with another kind of KV memory")
         elif not self._fits(adopt):
             self._refuse(job, "bad_parcel", "it is not of what its request and answer say")
@@ -128,13 +144,13 @@ class DecodeWorker:
             job.grammar = self._engine.prepare(adopt.request)
             self._queue.append(job)
 
-    def _fits(self, adopt: Adopt) -> bool:
+    def _fits(self, adopt: StartDecode) -> bool:
         """Whether parcel, answer and request are of one sequence: everything here is counted by them."""
-        request, parcel, tokens = adopt.request, adopt.parcel, adopt.answered.tokens
-        num_blocks = -(-parcel.num_tokens // BLOCK_TOKENS)
+        request, descriptor, tokens = adopt.request, adopt.descriptor, adopt.answered.tokens
+        num_blocks = -(-descriptor.num_tokens // BLOCK_TOKENS)
         return (
-            len(parcel.offsets) == len(parcel.checksums) == num_blocks > 0
-            and parcel.num_tokens == len(request.prompt_ids) + len(tokens) - 1
+            len(descriptor.offsets) == len(descriptor.checksums) == num_blocks > 0
+            and descriptor.num_tokens == len(request.prompt_ids) + len(tokens) - 1
             and adopt.num_cached_tokens <= len(request.prompt_ids)
             and adopt.answered.choice < request.params.n
             and all(token < self._engine.vocab for token in tokens)
@@ -146,7 +162,7 @@ class DecodeWorker:
         full: set[tuple[str, str]] = set()
         num_adopted = 0
         while budget > 0 and num_adopted < _MAX_ADOPTED and (job := self._next(full)) is not None:
-            num_blocks = len(job.adopt.parcel.offsets)
+            num_blocks = len(job.adopt.descriptor.offsets)
             intact = True
             try:
                 num_adopted += job.seq is None
@@ -171,7 +187,7 @@ class DecodeWorker:
                 self._engine.start(job.seq)
                 job.started_s = self._clock()
                 adopt = job.adopt
-                self._send(Adopted(self._life, adopt.request.id, adopt.attempt, adopt.answered.choice))
+                self._send(TransferDone(self._worker_id, adopt.request.id, adopt.attempt, adopt.answered.choice))
 
     def _next(self, full: set[tuple[str, str]]) -> _Job | None:
         """One whose blocks are on their way, or else the oldest of a client for whom there may be room."""
@@ -188,19 +204,19 @@ class DecodeWorker:
             replace(adopt.request, id=local_id(adopt.request.id, adopt.attempt)),
             adopt.answered.choice,
             adopt.answered.tokens,
-            adopt.parcel.num_tokens,
+            adopt.descriptor.num_tokens,
             num_cached=adopt.num_cached_tokens,
             shared=shared,
         )
 
-    def _shared(self, adopt: Adopt) -> list[int]:
+    def _shared(self, adopt: StartDecode) -> list[int]:
         """Leading full blocks that another choice of the same request brought here: the same bytes, by their sums."""
         best: list[int] = []
-        sums = adopt.parcel.checksums[: adopt.parcel.num_tokens // BLOCK_TOKENS]
+        sums = adopt.descriptor.checksums[: adopt.descriptor.num_tokens // BLOCK_TOKENS]
         for other in self._jobs.values():
             if other.seq is None or other in self._queue or other.adopt.request.id != adopt.request.id:
                 continue
-            theirs = other.adopt.parcel.checksums[: other.adopt.parcel.num_tokens // BLOCK_TOKENS]
+            theirs = other.adopt.descriptor.checksums[: other.adopt.descriptor.num_tokens // BLOCK_TOKENS]
             alike = next((i for i, (a, b) in enumerate(zip(sums, theirs, strict=False)) if a != b), None)
             count = min(len(sums), len(theirs)) if alike is None else alike
             if count > len(best) and len(other.seq.table) >= count:  # one that was preempted has none
@@ -209,7 +225,7 @@ class DecodeWorker:
 
     def _fill(self, job: _Job, seq: Seq) -> bool:
         staging = memoryview(self._staging)
-        if not self._transfer.read(job.adopt.parcel, job.num_filled, staging):
+        if not self._transfer.read(job.adopt.descriptor, job.num_filled, staging):
             return False
         self._engine.import_block(seq.table[job.num_filled], staging)
         job.num_filled += 1
@@ -224,7 +240,7 @@ class DecodeWorker:
                 stages, job.started_s = Stages(transfer_s=job.started_s - job.came_s), None
             stamped.append(Stamped(adopt.attempt, replace(event, request_id=adopt.request.id, stages=stages)))
         if stamped:
-            self._send(Tokens(self._life, tuple(stamped)))
+            self._send(Tokens(self._worker_id, tuple(stamped)))
         for event in events:
             if event.finish_reason is not None:
                 seq = self._jobs.pop(event.request_id).seq
@@ -239,7 +255,7 @@ class DecodeWorker:
     def _refuse(self, job: _Job, code: str, message: str, hint: str = "", *, final: bool = False) -> None:
         request_id, attempt = job.adopt.request.id, job.adopt.attempt
         self._forget(local_id(request_id, attempt))
-        self._send(Refused(self._life, request_id, attempt, code, message, hint, final))
+        self._send(Refused(self._worker_id, request_id, attempt, code, message, hint, final))
 
     def _forget(self, name: str) -> None:
         job = self._jobs.pop(name, None)

@@ -1,9 +1,9 @@
 """Between processes: lines for messages, parcels for KV, the folder they live in. Knows no policy and no tensor."""
 
 from tripool.fabric.channel import Line, Switchboard
+from tripool.fabric.descriptors import KvReceiver, KvSender
 from tripool.fabric.link import Link
 from tripool.fabric.loop import Loop
-from tripool.fabric.parcels import Inbox, Outbox
 from tripool.fabric.seam import PoolEngine, Transfer
 
-__all__ = ["Line", "Switchboard", "Link", "Loop", "Inbox", "Outbox", "PoolEngine", "Transfer"]
+__all__ = ["Line", "Switchboard", "Link", "Loop", "KvReceiver", "KvSender", "PoolEngine", "Transfer"]

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 import msgspec
 import zmq
 
-from tripool.messages import AnyMessage, FromWorker, Life, ToWorker, decode_from_worker, decode_to_worker, encode
+from tripool.messages import AnyMessage, FromWorker, ToWorker, WorkerId, decode_from_worker, decode_to_worker, encode
 
 _RECONNECT_MS = 50
 
 
-def identity_of(life: Life) -> str:
+def identity_of(worker_id: WorkerId) -> str:
     """How the names of all lines of a life begin. A line speaks for its own alone."""
-    return f"{life.worker}.{life.epoch}."
+    return f"{worker_id}."
 
 
 class Line:
@@ -95,7 +95,7 @@ class Switchboard:
             except msgspec.DecodeError:
                 self.num_strange += 1  # not one of ours, or of another version
                 continue
-            if not identity.startswith(identity_of(message.life).encode()):
+            if not identity.startswith(identity_of(message.worker_id).encode()):
                 self.num_strange += 1
                 continue
             yield identity, message

@@ -21,7 +21,7 @@ from collections.abc import Callable
 import zmq
 
 from tripool.fabric.channel import Line, identity_of
-from tripool.messages import AnyMessage, Hello, Pulse, Welcome
+from tripool.messages import AnyMessage, Heartbeat, Hello, Welcome
 
 SILENCE_S = 3.0
 _HELLO_S = 0.2
@@ -38,7 +38,7 @@ class Link:
         self._heard_s = clock()
         self._hello_s = float("-inf")
         self._line = self._new_line()
-        self._pulses = _Pulses(self._context, address, f"{self._identity}.pulse")
+        self._heartbeats = _Heartbeats(self._context, address, f"{self._identity}.pulse")
 
     @property
     def welcome(self) -> bool:
@@ -53,9 +53,9 @@ class Link:
         if self.welcome:
             self._line.send(message)
 
-    def pulse(self, pulse: Pulse) -> None:
+    def heartbeat(self, heartbeat: Heartbeat) -> None:
         """What the next pulses say."""
-        self._pulses.latest = pulse if self.welcome else None
+        self._heartbeats.latest = heartbeat if self.welcome else None
 
     def poll(self, timeout_s: float) -> list[AnyMessage] | None:
         """What the gateway sent, waiting up to `timeout_s` for it. None: the gateway is lost."""
@@ -76,7 +76,7 @@ class Link:
                 received += [message] if self.welcome else []  # what comes before is of an earlier session
             elif self._epoch is None:
                 self._epoch = message.gateway_epoch
-                self._pulses.every_s = message.pulse_s
+                self._heartbeats.every_s = message.heartbeat_s
             elif message.gateway_epoch != self._epoch:
                 self._lose()
                 return None
@@ -87,12 +87,12 @@ class Link:
 
     def close(self) -> None:
         """What was sent is given a moment to leave."""
-        self._pulses.stop()
+        self._heartbeats.stop()
         self._line.close(linger_ms=200)
         self._context.term()
 
     def _lose(self) -> None:
-        self._pulses.latest = None
+        self._heartbeats.latest = None
         self._epoch = None
         self._line.close()
         self._line = self._new_line()
@@ -104,7 +104,7 @@ class Link:
     @property
     def _identity(self) -> str:
         """Another one for every line: what is sent to an old one goes nowhere."""
-        return f"{identity_of(self._hello.life)}{self._num_lines}"
+        return f"{identity_of(self._hello.worker_id)}{self._num_lines}"
 
     def _say_hello(self) -> None:
         now_s = self._clock()
@@ -113,10 +113,10 @@ class Link:
             self._line.send(self._hello)
 
 
-class _Pulses:
+class _Heartbeats:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, identity: str) -> None:
         self.every_s = 1.0
-        self.latest: Pulse | None = None
+        self.latest: Heartbeat | None = None
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._main, args=(context, address, identity), daemon=True)
         self._thread.start()
@@ -128,7 +128,7 @@ class _Pulses:
     def _main(self, context: zmq.Context[zmq.Socket[bytes]], address: str, identity: str) -> None:
         line = Line(context, address, identity)
         while not self._stopped.wait(self.every_s / 2 if self.latest is not None else 0.02):
-            pulse = self.latest
-            if pulse is not None:
-                line.send(pulse)
+            heartbeat = self.latest
+            if heartbeat is not None:
+                line.send(heartbeat)
         line.close()

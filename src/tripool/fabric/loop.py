@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from tripool.fabric.leash import Leash
 from tripool.fabric.link import SILENCE_S, Link
-from tripool.messages import AnyMessage, Drain, Left, Life, Pulse
+from tripool.fabric.supervisor_channel import SupervisorChannel
+from tripool.messages import AnyMessage, Drain, Heartbeat, Left, WorkerId
 
 _LOG = logging.getLogger("tripool.worker")
 _IDLE_S = 0.1
@@ -41,23 +41,23 @@ class RoleWorker(Protocol):
         """Forget everything, at once: there is nobody to do it for."""
         ...
 
-    def pulse(self) -> Pulse: ...
+    def heartbeat(self) -> Heartbeat: ...
 
 
 class Loop:
-    """`leash`: ends when the supervisor does. Without one, whoever started the worker ends it."""
+    """`supervisor_channel`: ends when the supervisor does. Without one, whoever started the worker ends it."""
 
     def __init__(
         self,
         link: Link,
         worker: RoleWorker,
-        life: Life,
+        worker_id: WorkerId,
         *,
-        leash: Leash | None = None,
+        supervisor_channel: SupervisorChannel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._link, self._worker, self._life = link, worker, life
-        self._leash, self._clock = leash, clock
+        self._link, self._worker, self._worker_id = link, worker, worker_id
+        self._supervisor_channel, self._clock = supervisor_channel, clock
         self._draining = False
         self._stopped = False
         self._why = "signal"
@@ -70,7 +70,7 @@ class Loop:
         while not self._stopped:
             self._turn()
         self._worker.drop()
-        self._link.send(Left(self._life))
+        self._link.send(Left(self._worker_id))
         _LOG.info("stopped", extra={"reason": self._why})
 
     def _turn(self) -> None:
@@ -81,7 +81,7 @@ class Loop:
         now_s = self._clock()
         if messages is None:
             if welcome:
-                _LOG.info("gateway lost", extra={"blocks_dropped": worker.pulse().blocks_held})
+                _LOG.info("gateway lost", extra={"blocks_dropped": worker.heartbeat().blocks_held})
             worker.drop()
             messages = []
         for message in messages:
@@ -89,19 +89,19 @@ class Loop:
                 self._draining = True
             else:
                 worker.receive(message, now_s)
-        link.pulse(worker.pulse())
+        link.heartbeat(worker.heartbeat())
         worker.work(now_s)
-        link.pulse(worker.pulse())
+        link.heartbeat(worker.heartbeat())
         self._consider_leaving()
 
     def _consider_leaving(self) -> None:
         """When drained; and when neither supervisor nor gateway is there any more."""
-        if self._leash is not None:
-            for _ in self._leash.receive():
+        if self._supervisor_channel is not None:
+            for _ in self._supervisor_channel.receive():
                 pass
-            alone = self._leash.ended and not self._link.welcome and self._link.silent_s > SILENCE_S
+            alone = self._supervisor_channel.ended and not self._link.welcome and self._link.silent_s > SILENCE_S
             if alone:
                 self._stopped, self._why = True, "neither supervisor nor gateway is there"
         idle = not (self._worker.busy or self._worker.moving)
-        if self._draining and self._worker.pulse().blocks_held == 0 and idle:
+        if self._draining and self._worker.heartbeat().blocks_held == 0 and idle:
             self._stopped, self._why = True, "drained"

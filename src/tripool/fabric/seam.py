@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from tripool.core import Request, ServingStats, TokenEvent
-from tripool.messages import Parcel
+from tripool.messages import KvDescriptor
 from tripool.sequence import Seq
 
 
@@ -117,7 +117,7 @@ class PoolEngine(Protocol):
 class Transfer(Protocol):
     """How a parcel's bytes reach the worker that adopts it. Between machines another one stands here."""
 
-    def read(self, parcel: Parcel, index: int, into: memoryview) -> bool:
+    def read(self, descriptor: KvDescriptor, index: int, into: memoryview) -> bool:
         """Fetch one block. False: the bytes are not there, or not those that were packed."""
         ...
 

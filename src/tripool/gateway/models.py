@@ -1,6 +1,6 @@
 """The models behind one gateway, by name. Says which of them a body means; knows nothing of loading or memory.
 
-Loading and unloading is behind the `Keeper` seam: `Fixed` never changes, `gateway/residents.py` keeps to a budget.
+Loading and unloading is behind the `Keeper` seam: `Fixed` never changes, `gateway/model_manager.py` keeps to a budget.
 """
 
 from __future__ import annotations

@@ -26,7 +26,19 @@ from tripool.fabric.channel import Switchboard
 from tripool.gateway.backend import Fact, Facts
 from tripool.gateway.record import MAX_KEPT
 from tripool.mailbox import Mailbox, Watcher
-from tripool.messages import Adopted, Hello, Left, Life, Packed, Pulse, Reaped, Refused, Role, Suspect, Tokens
+from tripool.messages import (
+    Heartbeat,
+    Hello,
+    Left,
+    Reaped,
+    Refused,
+    Role,
+    Suspect,
+    Tokens,
+    TransferDone,
+    TransferReady,
+    WorkerId,
+)
 from tripool.router import Coordinator
 from tripool.router.outputs import Emit, Fail, Lost, Output, Send
 from tripool.router.pending_requests import Capacity
@@ -35,7 +47,7 @@ from tripool.router.trace import PlacementTrace
 _LOG = logging.getLogger("tripool.gateway")
 _TICK_S = 0.05
 
-_FROM_WORKERS = (Pulse, Tokens, Packed, Adopted, Refused, Left)
+_FROM_WORKERS = (Heartbeat, Tokens, TransferReady, TransferDone, Refused, Left)
 
 
 class _Stream(Mailbox):
@@ -54,7 +66,7 @@ class _Opened:
     context: zmq.Context[zmq.Socket[bytes]]
     switchboard: Switchboard
     timer: asyncio.TimerHandle | None = None
-    routes: dict[Life, bytes] = field(default_factory=dict)
+    routes: dict[WorkerId, bytes] = field(default_factory=dict)
     """The line that each life said Hello on last."""
 
 
@@ -172,7 +184,7 @@ class Pools:
             return facts
         for choice in entry.choices:
             placement = entry.placements.get(choice.attempt)
-            where = f" at {placement.life.worker}" if placement is not None else ""
+            where = f" at {placement.worker_id.name}" if placement is not None else ""
             facts[f"choice {choice.index}"] = f"{choice.stage.value}{where}"
         return facts
 
@@ -215,7 +227,7 @@ class Pools:
     def reaped(self, message: Reaped) -> None:
         """The supervisor says that a life is over for certain."""
         if self._opened is not None:
-            self._opened.routes.pop(message.life, None)
+            self._opened.routes.pop(message.worker_id, None)
             self._carry_out(self._coordinator.receive(message, self._now_s))
 
     @property
@@ -234,23 +246,23 @@ class Pools:
             return
         for line, message in opened.switchboard.receive():
             if isinstance(message, Hello):
-                if opened.routes.get(message.life) == line and message.life in self._coordinator.view:
+                if opened.routes.get(message.worker_id) == line and message.worker_id in self._coordinator.view:
                     continue  # said again before our Welcome came: a line is one session, and this one has begun
-                opened.routes[message.life] = line
+                opened.routes[message.worker_id] = line
                 self._context_tokens = min(self._context_tokens or message.context_tokens, message.context_tokens)
             elif not isinstance(message, _FROM_WORKERS):
                 continue  # nothing that a worker may say
-            elif isinstance(message, Pulse):
-                if message.life not in opened.routes:
+            elif isinstance(message, Heartbeat):
+                if message.worker_id not in opened.routes:
                     continue  # of a gateway before us; it will notice, and say Hello
-            elif opened.routes.get(message.life) != line:
+            elif opened.routes.get(message.worker_id) != line:
                 continue  # from a line that was given up
             self._carry_out(self._coordinator.receive(message, self._now_s))
             if isinstance(message, Left):
-                del opened.routes[message.life]
-            elif isinstance(message, Hello) and message.life in self._coordinator.view:
+                del opened.routes[message.worker_id]
+            elif isinstance(message, Hello) and message.worker_id in self._coordinator.view:
                 facts = {"role": message.role, "worker_pid": message.pid, "kv_tokens": message.kv_tokens}
-                _LOG.info("worker joined", extra=_of(message.life) | facts)
+                _LOG.info("worker joined", extra=_of(message.worker_id) | facts)
 
     def _carry_out(self, outputs: list[Output]) -> None:
         opened = self._opened
@@ -259,7 +271,7 @@ class Pools:
             if isinstance(output, Emit):
                 self._emit(output.event)
             elif isinstance(output, Send):
-                route = opened.routes.get(output.life)
+                route = opened.routes.get(output.worker_id)
                 if route is not None:
                     opened.switchboard.send(route, output.message)
             elif isinstance(output, Fail):
@@ -271,9 +283,9 @@ class Pools:
                     stream.fail(output.error)
             elif isinstance(output, Lost):
                 level = logging.WARNING if output.num_requests else logging.INFO
-                _LOG.log(level, "worker lost", extra=_of(output.life) | {"placed_again": output.num_requests})
+                _LOG.log(level, "worker lost", extra=_of(output.worker_id) | {"placed_again": output.num_requests})
             else:
-                _LOG.warning("worker suspected", extra=_of(output.message.life))
+                _LOG.warning("worker suspected", extra=_of(output.message.worker_id))
                 self._suspect(output.message)
         if outputs and opened.switchboard.waiting:  # sending may have used up the sign that something is there
             opened.loop.call_soon(self._receive)
@@ -304,8 +316,8 @@ class Pools:
         stages = Counter(choice.stage.value for entry in coordinator.ledger for choice in entry.choices)
         workers = [
             {
-                "worker": member.life.worker,
-                "epoch": member.life.epoch,
+                "worker": member.worker_id.name,
+                "epoch": member.worker_id.epoch,
                 "pid": member.hello.pid,
                 "role": member.hello.role,
                 "draining": member.draining,
@@ -330,8 +342,8 @@ class Pools:
         }
 
 
-def _of(life: Life) -> dict[str, Any]:
-    return {"worker": life.worker, "epoch": life.epoch}
+def _of(worker_id: WorkerId) -> dict[str, Any]:
+    return {"worker": worker_id.name, "epoch": worker_id.epoch}
 
 
 def pools_routes(pools: Pools, cache: PoolClient) -> APIRouter:

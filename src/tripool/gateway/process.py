@@ -15,14 +15,14 @@ from collections.abc import Sequence
 
 from tripool.cache.client import PoolClient
 from tripool.config import GatewayConfig, RouterConfig
-from tripool.fabric.leash import Leash
+from tripool.fabric.supervisor_channel import SupervisorChannel
 from tripool.gateway.admission import AdmissionBackend
 from tripool.gateway.app import create_app
 from tripool.gateway.auth import Access
 from tripool.gateway.cache_keeper import CacheKeeper, cache_routes
 from tripool.gateway.pools import Pools, pools_routes
 from tripool.gateway.server import Server
-from tripool.messages import Drain, Life, Ready, Reaped
+from tripool.messages import Drain, Ready, Reaped, WorkerId
 from tripool.text import TextFiles, Tokenizer
 
 _LOG = logging.getLogger("tripool.gateway")
@@ -42,14 +42,14 @@ class GatewayProcess:
         *,
         router: RouterConfig,
         addresses: Sequence[str],
-        life: Life,
-        leash: Leash,
+        worker_id: WorkerId,
+        supervisor_channel: SupervisorChannel,
         cache: PoolClient,
         keeper: PoolClient,
         access: Access,
     ) -> None:
-        self._life, self._leash = life, leash
-        self._pools = Pools(router, addresses=addresses, epoch=life.epoch, suspect=leash.send)
+        self._worker_id, self._supervisor_channel = worker_id, supervisor_channel
+        self._pools = Pools(router, addresses=addresses, epoch=worker_id.epoch, suspect=supervisor_channel.send)
         self._access = access
         self._keeper = CacheKeeper(keeper, access)
         self._admission = admission = AdmissionBackend(
@@ -65,32 +65,32 @@ class GatewayProcess:
         try:
             self._server.run([listener])
         finally:
-            self._leash.close()
+            self._supervisor_channel.close()
             self._keeper.close()
             self._access.close()
 
     def _on_ready(self) -> None:
         loop = asyncio.get_running_loop()
         self._pools.start()
-        loop.add_reader(self._leash.fileno(), self._listen, loop)
+        loop.add_reader(self._supervisor_channel.fileno(), self._listen, loop)
         self._say_ready(loop)
         self._keeping = loop.create_task(self._keeper.keep())
-        _LOG.info("ready", extra={"epoch": self._life.epoch, "keys": self._access.keys})
+        _LOG.info("ready", extra={"epoch": self._worker_id.epoch, "keys": self._access.keys})
 
     def _say_ready(self, loop: asyncio.AbstractEventLoop) -> None:
-        if not self._leash.ended:
-            self._leash.send(Ready(self._life))
+        if not self._supervisor_channel.ended:
+            self._supervisor_channel.send(Ready(self._worker_id))
             loop.call_later(_READY_S, self._say_ready, loop)
 
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        for message in self._leash.receive():
+        for message in self._supervisor_channel.receive():
             if isinstance(message, Reaped):
                 self._pools.reaped(message)
             elif isinstance(message, Drain):
                 self._admission.refuse("the server is shutting down")
                 self._server.should_exit = True
-        if self._leash.ended:
-            loop.remove_reader(self._leash.fileno())
+        if self._supervisor_channel.ended:
+            loop.remove_reader(self._supervisor_channel.fileno())
             _LOG.warning("supervisor lost", extra={"open": self._admission.num_open})
             self._admission.refuse("the server has lost its supervisor and is shutting down")
             self._leave(loop, loop.time() + _ORPHAN_S)

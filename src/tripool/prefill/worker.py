@@ -17,10 +17,21 @@ from typing import Any
 
 from tripool.core import BLOCK_TOKENS, Request, Stages, TokenEvent
 from tripool.errors import InvalidRequest, RequestFailed, TripoolError
-from tripool.fabric.parcels import Lease, Outbox
+from tripool.fabric.descriptors import KvSender, Lease
 from tripool.fabric.prefixes import Prefixes
 from tripool.fabric.seam import PoolEngine, local_id
-from tripool.messages import AnyMessage, Begin, Cancel, Life, Packed, Pulse, Refused, Release, Stamped, Tokens
+from tripool.messages import (
+    AnyMessage,
+    Cancel,
+    Heartbeat,
+    Refused,
+    Release,
+    Stamped,
+    StartPrefill,
+    Tokens,
+    TransferReady,
+    WorkerId,
+)
 from tripool.sequence import Seq
 
 _logger = logging.getLogger("tripool.engine")
@@ -38,7 +49,7 @@ class _Job:
     request: Request
     attempt: int
     deadline_s: float
-    parcel_s: float
+    lease_s: float
     """How long a parcel may wait to be fetched."""
     choices: set[int]
     lookup_s: float = 0.0
@@ -58,7 +69,7 @@ class _Job:
 class _Waiting:
     """A Begin that the engine has not heard of yet."""
 
-    begin: Begin
+    begin: StartPrefill
     job: _Job
     grammar: Future[Any] | None
     """Being compiled until it is done; held so that what was compiled is there when it is needed."""
@@ -79,14 +90,14 @@ class PrefillWorker:
     def __init__(
         self,
         engine: PoolEngine,
-        life: Life,
-        outbox: Outbox,
+        worker_id: WorkerId,
+        sender: KvSender,
         send: Callable[[AnyMessage], None],
         *,
         prefixes: Prefixes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine, self._life, self._outbox, self._send, self._clock = engine, life, outbox, send, clock
+        self._engine, self._worker_id, self._sender, self._send, self._clock = engine, worker_id, sender, send, clock
         self._prefixes = prefixes
         self._jobs: dict[str, _Job] = {}
         """By the name under which the engine knows it."""
@@ -105,10 +116,10 @@ class PrefillWorker:
 
     def receive(self, message: AnyMessage, now_s: float) -> None:
         match message:
-            case Begin():
+            case StartPrefill():
                 self._await(message, now_s)
             case Release():
-                self._outbox.release(message.lease)
+                self._sender.release(message.lease)
             case Cancel():
                 self._forget(message.request_id, message.attempt)
             case _:
@@ -144,23 +155,25 @@ class PrefillWorker:
         self._jobs.clear()
         self._waiting.clear()
         self._leaving.clear()
-        self._outbox.drop(lambda lease: True)
+        self._sender.drop(lambda lease: True)
         if self._prefixes is not None:
             self._prefixes.drop()
 
-    def pulse(self) -> Pulse:
+    def heartbeat(self) -> Heartbeat:
         engine = self._engine
-        held = engine.num_held_blocks + self._outbox.num_held
+        held = engine.num_held_blocks + self._sender.num_held
         waiting = sum(len(waiting.job.request.prompt_ids) for waiting in self._waiting.values())
-        return Pulse(self._life, self._num_steps, engine.num_waiting_tokens + waiting, engine.stats().running, held)
+        return Heartbeat(
+            self._worker_id, self._num_steps, engine.num_waiting_tokens + waiting, engine.stats().running, held
+        )
 
-    def _await(self, begin: Begin, now_s: float) -> None:
+    def _await(self, begin: StartPrefill, now_s: float) -> None:
         request, attempt = begin.request, begin.attempt
         name = local_id(request.id, attempt)
         if name in self._jobs:
             return  # said twice
         choices = {known.choice for known in begin.answered}
-        job = _Job(request, attempt, now_s + begin.deadline_s, begin.parcel_s, choices)
+        job = _Job(request, attempt, now_s + begin.deadline_s, begin.lease_s, choices)
         self._jobs[name] = job
         self._waiting[name] = _Waiting(begin, job, self._engine.prepare(request))
 
@@ -188,7 +201,7 @@ class PrefillWorker:
             _logger.exception("request %s could not be begun", request.id)
             self._fail(job)
 
-    def _check(self, begin: Begin) -> None:
+    def _check(self, begin: StartPrefill) -> None:
         """What is known of the answers must be of this request and of this model."""
         choices = [known.choice for known in begin.answered]
         tokens = [token for known in begin.answered for token in known.tokens]
@@ -216,7 +229,7 @@ class PrefillWorker:
             )
             stamped.append(Stamped(job.attempt, replace(event, request_id=job.request_id, stages=spent)))
         if stamped:
-            self._send(Tokens(self._life, tuple(stamped)))
+            self._send(Tokens(self._worker_id, tuple(stamped)))
 
     def _pack(self, now_s: float) -> None:
         """The oldest first: nothing overtakes it, so a long one gets its room."""
@@ -228,7 +241,7 @@ class PrefillWorker:
                 leaving.lease = self._lease(leaving, now_s)
             lease = leaving.lease
             if lease is None:
-                if not self._outbox.leases:  # nothing will become free: it does not fit at all
+                if not self._sender.leases:  # nothing will become free: it does not fit at all
                     self._forget(job.request_id, job.attempt)
                     reason = f"the KV of {seq.num_computed} tokens does not fit into the shared memory"
                     self._refuse(job, "no_shared_memory", reason, "give the machine more of it", final=False)
@@ -236,7 +249,7 @@ class PrefillWorker:
             try:
                 while lease.num_filled < len(lease.slots) and budget > 0:
                     block = seq.table[lease.num_filled]
-                    budget -= self._outbox.fill(lease, partial(self._engine.export_block, block))
+                    budget -= self._sender.fill(lease, partial(self._engine.export_block, block))
             except Exception:
                 _logger.exception("request %s could not be packed", job.request_id)
                 self._fail(job)
@@ -244,8 +257,8 @@ class PrefillWorker:
             if lease.packed:
                 self._leaving.popleft()
                 self._engine.release(seq)
-                parcel = self._outbox.parcel(lease)
-                self._send(Packed(self._life, job.request_id, job.attempt, seq.choice, parcel))
+                descriptor = self._sender.descriptor(lease)
+                self._send(TransferReady(self._worker_id, job.request_id, job.attempt, seq.choice, descriptor))
                 self._publish(seq, lease)
                 self._done(seq.request.id, seq.choice)
 
@@ -258,7 +271,7 @@ class PrefillWorker:
         """The prompt's full blocks, from where they stand packed."""
         if self._prefixes is not None:
             keys = seq.keys[: seq.prompt_len // BLOCK_TOKENS]
-            views = [self._outbox.arena.view(slot) for slot in lease.slots[: len(keys)]]
+            views = [self._sender.arena.view(slot) for slot in lease.slots[: len(keys)]]
             self._prefixes.publish(keys, views, seq.request)
 
     def _lease(self, leaving: _Leaving, now_s: float) -> Lease | None:
@@ -266,20 +279,20 @@ class PrefillWorker:
         keys: list[bytes | None] = [None] * -(-seq.num_computed // BLOCK_TOKENS)
         full = seq.keys[: seq.num_computed // BLOCK_TOKENS]
         keys[: len(full)] = full
-        return self._outbox.lease(
+        return self._sender.lease(
             job.request_id,
             job.attempt,
             seq.choice,
             keys,
             num_tokens=seq.num_computed,
-            deadline_s=now_s + job.parcel_s,
+            deadline_s=now_s + job.lease_s,
         )
 
     def _expire(self, now_s: float) -> None:
         for job in [job for job in self._jobs.values() if job.deadline_s <= now_s]:
             self._forget(job.request_id, job.attempt)
             self._refuse(job, "overloaded", "not computed in time", "", final=False)
-        self._outbox.drop(lambda lease: lease.packed and lease.deadline_s <= now_s)
+        self._sender.drop(lambda lease: lease.packed and lease.deadline_s <= now_s)
 
     def _done(self, name: str, choice: int) -> None:
         """Nothing more to do here for a choice; its parcel, if any, has a lease of its own."""
@@ -294,7 +307,7 @@ class PrefillWorker:
         if self._jobs.pop(name, None) is not None:
             self._engine.cancel(name)
             self._leaving = deque(leaving for leaving in self._leaving if leaving.seq.request.id != name)
-        self._outbox.drop(lambda lease: (lease.request_id, lease.attempt) == (request_id, attempt))
+        self._sender.drop(lambda lease: (lease.request_id, lease.attempt) == (request_id, attempt))
 
     def _fail(self, job: _Job) -> None:
         """By a fault of ours, not for want of anything: no other worker is asked."""
@@ -303,4 +316,4 @@ class PrefillWorker:
         self._refuse(job, error.code, error.message, error.hint, final=True)
 
     def _refuse(self, job: _Job, code: str, message: str, hint: str, *, final: bool) -> None:
-        self._send(Refused(self._life, job.request_id, job.attempt, code, message, hint, final))
+        self._send(Refused(self._worker_id, job.request_id, job.attempt, code, message, hint, final))

@@ -18,15 +18,12 @@ from tripool.core import Request, TokenEvent
 from tripool.errors import InvalidRequest, NoWorkers, Overloaded, TripoolError, error_of
 from tripool.messages import (
     PROTOCOL,
-    Adopted,
     AnyMessage,
     Cancel,
     Drain,
+    Heartbeat,
     Hello,
     Left,
-    Life,
-    Packed,
-    Pulse,
     Reaped,
     Refused,
     Release,
@@ -34,7 +31,10 @@ from tripool.messages import (
     Stamped,
     Suspect,
     Tokens,
+    TransferDone,
+    TransferReady,
     Welcome,
+    WorkerId,
 )
 from tripool.router.ledger import ChoiceState, Entry, Gap, Lease, Stage
 from tripool.router.outputs import Emit, Fail, Output, Send, ToSupervisor
@@ -46,14 +46,14 @@ class Coordinator:
     def __init__(self, config: RouterConfig, *, gateway_epoch: int, traces: bool = True) -> None:
         """`traces`: whether each request keeps why it went where it went; nothing is decided by it."""
         self._config = config
-        self._welcome = Welcome(gateway_epoch, config.pulse_s)
+        self._welcome = Welcome(gateway_epoch, config.heartbeat_s)
         self._placing = Placing(config, traces=traces)
         self.ledger = self._placing.ledger
         self.view = self._placing.view
         self._alarms: list[tuple[float, str, int]] = []
         """When to look at a life (worker, epoch) again."""
-        self._suspected: dict[Life, float] = {}
-        self._computed: dict[Life, dict[str, set[int]]] = {}
+        self._suspected: dict[WorkerId, float] = {}
+        self._computed: dict[WorkerId, dict[str, set[int]]] = {}
         """What lives that are suspected were working on, until it is known how they ended."""
         self._newest: dict[str, int] = {}
         """Epoch of the newest life that each worker has had."""
@@ -91,37 +91,37 @@ class Coordinator:
         match message:
             case Tokens():
                 self._tokens(message, now_s)
-            case Pulse():
-                self._pulse(message, now_s)
-            case Packed():
-                self._packed(message, now_s)
-            case Adopted():
-                self._adopted(message, now_s)
+            case Heartbeat():
+                self._heartbeat(message, now_s)
+            case TransferReady():
+                self._transfer_ready(message, now_s)
+            case TransferDone():
+                self._transfer_done(message, now_s)
             case Refused():
                 self._refused(message, now_s)
             case Hello():
                 self._hello(message, now_s)
             case Left():
-                self._ended(message.life, now_s, crashed=False)
+                self._ended(message.worker_id, now_s, crashed=False)
             case Reaped():
-                self._ended(message.life, now_s, crashed=message.crashed)
+                self._ended(message.worker_id, now_s, crashed=message.crashed)
             case _:
                 raise AssertionError(f"a gateway is not sent {type(message).__name__}")
         return self._placing.settle(now_s)
 
-    def advance(self, life: Life, runs: Iterable[tuple[Stamped, Sequence[int]]], now_s: float) -> list[Output]:
+    def advance(self, worker_id: WorkerId, runs: Iterable[tuple[Stamped, Sequence[int]]], now_s: float) -> list[Output]:
         """Tokens of many steps in one go, by choice: the newest, and those that came right before it. The ledger takes
         them as it takes single ones; clients get the newest alone. For a simulation that leaps over quiet steps."""
         for stamped, before in runs:
-            self._token(life, stamped, before, now_s)
+            self._token(worker_id, stamped, before, now_s)
         return self._placing.settle(now_s)
 
-    def drain(self, life: Life, now_s: float) -> list[Output]:
+    def drain(self, worker_id: WorkerId, now_s: float) -> list[Output]:
         """No new work for this worker. Its streams go on elsewhere if there is another; else it finishes them."""
-        member = self.view.get(life)
+        member = self.view.get(worker_id)
         if member is not None and not member.draining:
             self._drain(member, now_s)
-            self._placing.out.append(Send(life, Drain()))
+            self._placing.out.append(Send(worker_id, Drain()))
         return self._placing.settle(now_s)
 
     def tick(self, now_s: float) -> list[Output]:
@@ -130,18 +130,18 @@ class Coordinator:
             self._overdue(entry, choice, now_s)
         while self._alarms and self._alarms[0][0] <= now_s:
             _, worker, epoch = heappop(self._alarms)
-            life = Life(worker, epoch)
-            member = self.view.get(life)
+            worker_id = WorkerId(worker, epoch)
+            member = self.view.get(worker_id)
             if member is None:
                 continue
             due_s = min(member.heard_s + self._config.silence_s, member.progress_s + self._config.stall_s)
             if due_s > now_s:
                 heappush(self._alarms, (due_s, worker, epoch))
             else:
-                self._suspected[life] = now_s
-                self._computed[life] = self._placing.computed_at(life)
-                self._placing.lose(life, now_s)
-                self._placing.out.append(ToSupervisor(Suspect(life)))
+                self._suspected[worker_id] = now_s
+                self._computed[worker_id] = self._placing.computed_at(worker_id)
+                self._placing.lose(worker_id, now_s)
+                self._placing.out.append(ToSupervisor(Suspect(worker_id)))
         return self._placing.settle(now_s)
 
     def check(self, now_s: float | None = None) -> None:
@@ -149,70 +149,70 @@ class Coordinator:
         self._placing.check(now_s)
         watched = {(worker, epoch) for _, worker, epoch in self._alarms}
         for member in self.view:
-            assert member.life.epoch > self._over.get(member.life.worker, 0), "a life that is over is trusted"
-            assert member.life not in self._suspected, "a suspected life is trusted"
-            assert (member.life.worker, member.life.epoch) in watched, "nobody watches a worker"
+            assert member.worker_id.epoch > self._over.get(member.worker_id.name, 0), "a life that is over is trusted"
+            assert member.worker_id not in self._suspected, "a suspected life is trusted"
+            assert (member.worker_id.name, member.worker_id.epoch) in watched, "nobody watches a worker"
 
     # ---- workers come and go ----------------------------------------------------------------------------------------
 
     def _hello(self, hello: Hello, now_s: float) -> None:
-        life, worker = hello.life, hello.life.worker
-        if hello.protocol != PROTOCOL or hello.role == "cache" or life.epoch <= self._over.get(worker, 0):
+        worker_id, worker = hello.worker_id, hello.worker_id.name
+        if hello.protocol != PROTOCOL or hello.role == "cache" or worker_id.epoch <= self._over.get(worker, 0):
             return
-        suspected_s = self._suspected.get(life)
+        suspected_s = self._suspected.get(worker_id)
         if suspected_s is not None and now_s < suspected_s + self._config.distrust_s:
             return
-        newest = self._newest.get(worker, life.epoch)
-        if life.epoch < newest:
+        newest = self._newest.get(worker, worker_id.epoch)
+        if worker_id.epoch < newest:
             return
         # The same life again holds nothing. Nobody starts a worker's next life before the last one is over.
-        self._lose(Life(worker, newest), now_s)
-        self._newest[worker] = life.epoch
+        self._lose(WorkerId(worker, newest), now_s)
+        self._newest[worker] = worker_id.epoch
         self.view.add(hello, now_s)
-        heappush(self._alarms, (now_s + self._config.silence_s, worker, life.epoch))
-        self._placing.out.append(Send(life, self._welcome))
+        heappush(self._alarms, (now_s + self._config.silence_s, worker, worker_id.epoch))
+        self._placing.out.append(Send(worker_id, self._welcome))
 
-    def _pulse(self, pulse: Pulse, now_s: float) -> None:
-        life = pulse.life
-        if life not in self.view:
+    def _heartbeat(self, heartbeat: Heartbeat, now_s: float) -> None:
+        worker_id = heartbeat.worker_id
+        if worker_id not in self.view:
             return  # it hears silence, and will say Hello
-        member = self.view.heard(pulse, now_s)
-        self._placing.out.append(Send(life, self._welcome))
+        member = self.view.heard(heartbeat, now_s)
+        self._placing.out.append(Send(worker_id, self._welcome))
         if member.draining:
-            self._placing.out.append(Send(life, Drain()))  # again: the first may have been lost
+            self._placing.out.append(Send(worker_id, Drain()))  # again: the first may have been lost
         idle_s = now_s - max(member.idle_s, member.placed_s) if member.idle_s is not None else 0.0
         if member.num_placed and idle_s > self._config.silence_s:
             # It has had nothing for longer than anything can be on its way: what we sent, or its answer, was lost.
-            for request_id, placement in self.ledger.placements_at(life):
+            for request_id, placement in self.ledger.placements_at(worker_id):
                 self._placing.cancel_placement(request_id, placement, now_s, lost=True)
 
-    def _ended(self, life: Life, now_s: float, *, crashed: bool) -> None:
+    def _ended(self, worker_id: WorkerId, now_s: float, *, crashed: bool) -> None:
         """Over for certain."""
-        self._over[life.worker] = max(self._over.get(life.worker, 0), life.epoch)
-        computed = self._computed.get(life)
+        self._over[worker_id.name] = max(self._over.get(worker_id.name, 0), worker_id.epoch)
+        computed = self._computed.get(worker_id)
         if crashed and computed is not None:  # it was silent first: all that was there is elsewhere already
             self._placing.accuse(computed)
-        self._lose(life, now_s, crashed=crashed)
+        self._lose(worker_id, now_s, crashed=crashed)
 
-    def _lose(self, life: Life, now_s: float, *, crashed: bool = False) -> None:
-        self._suspected.pop(life, None)
-        self._computed.pop(life, None)
-        if life in self.view:
-            self._placing.lose(life, now_s, crashed=crashed)
+    def _lose(self, worker_id: WorkerId, now_s: float, *, crashed: bool = False) -> None:
+        self._suspected.pop(worker_id, None)
+        self._computed.pop(worker_id, None)
+        if worker_id in self.view:
+            self._placing.lose(worker_id, now_s, crashed=crashed)
 
     def _drain(self, member: Member, now_s: float) -> None:
-        self.view.drain(member.life)
+        self.view.drain(member.worker_id)
         if member.hello.role == "decode" and self.view.num_ready("decode"):
-            for request_id, placement in self.ledger.placements_at(member.life):
+            for request_id, placement in self.ledger.placements_at(member.worker_id):
                 self._placing.cancel_placement(request_id, placement, now_s, lost=False)
 
     # ---- what workers say about requests ----------------------------------------------------------------------------
 
     def _tokens(self, message: Tokens, now_s: float) -> None:
-        member = self.view.get(message.life)
+        member = self.view.get(message.worker_id)
         for stamped in message.events:
             if member is None or self._is_token(stamped.event, member):  # else a gap, which is noticed
-                self._token(message.life, stamped, (), now_s)
+                self._token(message.worker_id, stamped, (), now_s)
 
     def _is_token(self, event: TokenEvent, member: Member) -> bool:
         """Whether it can be one of this model and request. What a worker says goes on to clients and into sums."""
@@ -222,11 +222,11 @@ class Coordinator:
         drafts = 0 <= event.num_accepted_draft_tokens <= event.num_draft_tokens
         return known and drafts and 0 <= event.token_id < member.hello.vocab
 
-    def _token(self, life: Life, stamped: Stamped, before: Sequence[int], now_s: float) -> None:
+    def _token(self, worker_id: WorkerId, stamped: Stamped, before: Sequence[int], now_s: float) -> None:
         event, attempt = stamped.event, stamped.attempt
-        found = self.ledger.choice_of(life, event.request_id, attempt, event.choice)
+        found = self.ledger.choice_of(worker_id, event.request_id, attempt, event.choice)
         if found is None:
-            self._stray(life, event.request_id, attempt)
+            self._stray(worker_id, event.request_id, attempt)
             return
         entry, choice = found
         taken = self.ledger.take(entry, choice, event, now_s, self._config.token_s, before)
@@ -241,36 +241,36 @@ class Coordinator:
             if taken.finish_reason is not None:
                 self._placing.done(entry, choice, now_s)
 
-    def _packed(self, message: Packed, now_s: float) -> None:
-        found = self.ledger.choice_of(message.life, message.request_id, message.attempt, message.choice)
+    def _transfer_ready(self, message: TransferReady, now_s: float) -> None:
+        found = self.ledger.choice_of(message.worker_id, message.request_id, message.attempt, message.choice)
         if found is None:
-            if message.life in self.view:
-                self._placing.out.append(Send(message.life, Release(message.parcel.lease)))
+            if message.worker_id in self.view:
+                self._placing.out.append(Send(message.worker_id, Release(message.descriptor.lease)))
             return
         entry, choice = found
         placement = entry.placements[message.attempt]
-        if message.parcel.num_tokens != len(entry.request.prompt_ids) + len(choice.tokens) - 1:
+        if message.descriptor.num_tokens != len(entry.request.prompt_ids) + len(choice.tokens) - 1:
             # Its tokens were lost on the way. The parcel goes with the placement.
             self._placing.cancel_placement(message.request_id, placement, now_s, lost=True)
             return
         self._rate.count(placement.weight_tokens / len(entry.choices), now_s)
         self._placing.lift(entry, choice)
-        lease = Lease(message.life, message.attempt, message.parcel, now_s + self._config.queue_s)
+        lease = Lease(message.worker_id, message.attempt, message.descriptor, now_s + self._config.queue_s)
         self.ledger.hold(entry, choice, lease)
         self._placing.pack(entry, choice, now_s)
 
-    def _adopted(self, message: Adopted, now_s: float) -> None:
-        found = self.ledger.choice_of(message.life, message.request_id, message.attempt, message.choice)
+    def _transfer_done(self, message: TransferDone, now_s: float) -> None:
+        found = self.ledger.choice_of(message.worker_id, message.request_id, message.attempt, message.choice)
         if found is None:
-            self._stray(message.life, message.request_id, message.attempt)
+            self._stray(message.worker_id, message.request_id, message.attempt)
         elif found[1].stage is Stage.TRANSFERRING:
             self._placing.adopted(*found, now_s)
 
     def _refused(self, message: Refused, now_s: float) -> None:
-        member = self.view.get(message.life)
+        member = self.view.get(message.worker_id)
         if message.code == "draining" and member is not None and not member.draining:
             self._drain(member, now_s)
-        found = self.ledger.find(message.life, message.request_id, message.attempt)
+        found = self.ledger.find(message.worker_id, message.request_id, message.attempt)
         if found is None:
             return
         entry, placement = found
@@ -283,17 +283,17 @@ class Coordinator:
             return
         choices = self._placing.choices_under(entry, placement)
         for choice in choices:
-            choice.avoid = message.life
+            choice.avoid = message.worker_id
         # A decode worker without room says nothing against the parcel; any other reason does.
-        keeps_parcel = full or message.code == "draining"
-        void = message.life if placement.source is None else None if keeps_parcel else placement.source
-        lost, why = not keeps_parcel, f"refused ({message.code})"
+        keeps_descriptor = full or message.code == "draining"
+        void = message.worker_id if placement.source is None else None if keeps_descriptor else placement.source
+        lost, why = not keeps_descriptor, f"refused ({message.code})"
         self._placing.again(entry, choices, now_s, lost=lost, void=void, rest=True, why=why)
 
-    def _stray(self, life: Life, request_id: str, attempt: int) -> None:
+    def _stray(self, worker_id: WorkerId, request_id: str, attempt: int) -> None:
         """A worker that we trust goes on with something that is nobody's: its Cancel was lost, or crosses this."""
-        if life in self.view:
-            self._placing.out.append(Send(life, Cancel(request_id, attempt)))
+        if worker_id in self.view:
+            self._placing.out.append(Send(worker_id, Cancel(request_id, attempt)))
 
     # ---- deadlines --------------------------------------------------------------------------------------------------
 
@@ -309,7 +309,7 @@ class Coordinator:
                 self._placing.fail(entry, self._waited_for("prefill" if placement.source is None else "decode"))
                 return
             for other in self._placing.choices_under(entry, placement):
-                other.avoid = placement.life
+                other.avoid = placement.worker_id
             self._placing.cancel_placement(entry.request.id, placement, now_s, lost=False)
 
     def _found_no_room(self, entry: Entry, choice: ChoiceState, now_s: float) -> None:
@@ -318,7 +318,7 @@ class Coordinator:
         if now_s - entry.moved_s >= self._config.queue_s:
             self._placing.fail(entry, self._waited_for("decode" if packed else "prefill"))
         elif choice.lease is not None:  # which its worker will soon give up: it is computed again
-            self._placing.again(entry, [choice], now_s, lost=False, void=choice.lease.life, why="waited too long")
+            self._placing.again(entry, [choice], now_s, lost=False, void=choice.lease.worker_id, why="waited too long")
         else:
             self.ledger.move(entry, choice, Stage.QUEUED, now_s, self._config.queue_s)
 

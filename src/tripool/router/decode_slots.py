@@ -9,35 +9,35 @@ from __future__ import annotations
 from collections import Counter
 
 from tripool.core import Slo
-from tripool.messages import Life
+from tripool.messages import WorkerId
 
 
 class DecodeSlots:
     def __init__(self) -> None:
-        self._held: dict[Life, Counter[tuple[str, str]]] = {}
+        self._held: dict[WorkerId, Counter[tuple[str, str]]] = {}
         self._weights: dict[str, float] = {}
 
-    def place(self, life: Life, slo: Slo) -> None:
-        self._held.setdefault(life, Counter())[slo.group] += 1
+    def place(self, worker_id: WorkerId, slo: Slo) -> None:
+        self._held.setdefault(worker_id, Counter())[slo.group] += 1
         self._weights[slo.tenant] = slo.weight
 
-    def take_off(self, life: Life, slo: Slo) -> None:
-        held = self._held[life]
+    def take_off(self, worker_id: WorkerId, slo: Slo) -> None:
+        held = self._held[worker_id]
         held[slo.group] -= 1
         if not held[slo.group]:
             del held[slo.group]
         if not held:
-            del self._held[life]
+            del self._held[worker_id]
         if len(self._weights) > 1024 and not self._held:
             self._weights.clear()
 
-    def owes(self, life: Life, slo: Slo, over: int = 0) -> bool:
+    def owes(self, worker_id: WorkerId, slo: Slo, over: int = 0) -> bool:
         """Whether another tenant, or another request of its own, would have no less there after giving up a place.
 
         `over`: so many are there beyond its places, for which it has to give some up already.
         """
         given = 1 + max(0, over)
-        held = self._held.get(life, Counter())
+        held = self._held.get(worker_id, Counter())
         tenants: Counter[str] = Counter()
         for (tenant, _), count in held.items():
             tenants[tenant] += count
@@ -47,6 +47,8 @@ class DecodeSlots:
         mine = {job: count for (tenant, job), count in held.items() if tenant == slo.tenant}
         return any(count - given >= mine.get(slo.job, 0) + 1 for job, count in mine.items() if job != slo.job)
 
-    def check(self, placed: Counter[tuple[Life, tuple[str, str]]]) -> None:
-        held = Counter({(life, group): n for life, groups in self._held.items() for group, n in groups.items()})
+    def check(self, placed: Counter[tuple[WorkerId, tuple[str, str]]]) -> None:
+        held = Counter(
+            {(worker_id, group): n for worker_id, groups in self._held.items() for group, n in groups.items()}
+        )
         assert held == placed, "whose choices are where is miscounted"

@@ -23,7 +23,7 @@ from enum import Enum
 from heapq import heappop, heappush
 
 from tripool.core import Request, TokenEvent
-from tripool.messages import Answered, Life, Parcel
+from tripool.messages import Answered, KvDescriptor, WorkerId
 from tripool.router.trace import PlacementTrace
 
 
@@ -48,10 +48,10 @@ class Placement:
     """One Begin or Adopt at one life, while any choice of it is still there."""
 
     attempt: int
-    life: Life
+    worker_id: WorkerId
     weight_tokens: int
     choices: set[int]
-    source: Life | None = None
+    source: WorkerId | None = None
     """Whose parcel an Adopt takes over."""
 
 
@@ -59,10 +59,10 @@ class Placement:
 class Lease:
     """A parcel that a prefill life keeps for one choice."""
 
-    life: Life
+    worker_id: WorkerId
     attempt: int
     """Of the Begin that packed it: cancelling that frees the parcel too."""
-    parcel: Parcel
+    descriptor: KvDescriptor
     until_s: float
     """It is kept longer than this, long enough to be copied."""
 
@@ -80,7 +80,7 @@ class ChoiceState:
     lease: Lease | None = None
     alarm_s: float | None = None
     """When the heap of deadlines will next look at it."""
-    avoid: Life | None = None
+    avoid: WorkerId | None = None
     """Who gave it back last."""
     num_refused: int = 0
     """Times that it was given back since it was last adopted."""
@@ -136,9 +136,9 @@ class Ledger:
         self.waiting_tokens = 0
         self.num_dropped = 0
         """Events of placements that are no longer a choice's own."""
-        self._at: dict[Life, dict[tuple[str, int], Placement]] = {}
+        self._at: dict[WorkerId, dict[tuple[str, int], Placement]] = {}
         """Placements by life, then by (request, attempt)."""
-        self._leases: dict[Life, dict[int, tuple[str, int]]] = {}
+        self._leases: dict[WorkerId, dict[int, tuple[str, int]]] = {}
         """Parcels by prefill life, then lease: (request, choice)."""
         self._alarms: list[tuple[float, int, str, int]] = []
         self._num_alarms = 0
@@ -172,7 +172,7 @@ class Ledger:
         entry: Entry,
         choices: list[ChoiceState],
         stage: Stage,
-        life: Life,
+        worker_id: WorkerId,
         weight: int,
         now_s: float,
         wait_s: float,
@@ -181,9 +181,11 @@ class Ledger:
         entry.num_attempts += 1
         attempt = entry.num_attempts
         lease = choices[0].lease
-        placement = Placement(attempt, life, weight, {c.index for c in choices}, source=lease.life if lease else None)
+        placement = Placement(
+            attempt, worker_id, weight, {c.index for c in choices}, source=lease.worker_id if lease else None
+        )
         entry.placements[attempt] = placement
-        self._at.setdefault(life, {})[entry.request.id, attempt] = placement
+        self._at.setdefault(worker_id, {})[entry.request.id, attempt] = placement
         for choice in choices:
             assert choice.attempt == 0
             choice.attempt = attempt
@@ -199,25 +201,25 @@ class Ledger:
         if placement.choices:
             return None
         del entry.placements[placement.attempt]
-        there = self._at[placement.life]
+        there = self._at[placement.worker_id]
         del there[entry.request.id, placement.attempt]
         if not there:
-            del self._at[placement.life]
+            del self._at[placement.worker_id]
         return placement
 
     def hold(self, entry: Entry, choice: ChoiceState, lease: Lease) -> None:
         assert choice.lease is None
         choice.lease = lease
-        self._leases.setdefault(lease.life, {})[lease.parcel.lease] = (entry.request.id, choice.index)
+        self._leases.setdefault(lease.worker_id, {})[lease.descriptor.lease] = (entry.request.id, choice.index)
 
     def let_go(self, choice: ChoiceState) -> Lease | None:
         """Forget a parcel; the caller tells its keeper."""
         lease, choice.lease = choice.lease, None
         if lease is not None:
-            held = self._leases[lease.life]
-            del held[lease.parcel.lease]
+            held = self._leases[lease.worker_id]
+            del held[lease.descriptor.lease]
             if not held:
-                del self._leases[lease.life]
+                del self._leases[lease.worker_id]
         return lease
 
     def move(self, entry: Entry, choice: ChoiceState, stage: Stage, now_s: float, wait_s: float) -> None:
@@ -240,17 +242,19 @@ class Ledger:
 
     # ---- what others say --------------------------------------------------------------------------------------------
 
-    def find(self, life: Life, request_id: str, attempt: int) -> tuple[Entry, Placement] | None:
+    def find(self, worker_id: WorkerId, request_id: str, attempt: int) -> tuple[Entry, Placement] | None:
         """The placement that a message is about, if it is still anyone's."""
-        there = self._at.get(life)
+        there = self._at.get(worker_id)
         placement = there.get((request_id, attempt)) if there is not None else None
         if placement is None:
             self.num_dropped += 1
             return None
         return self._entries[request_id], placement
 
-    def choice_of(self, life: Life, request_id: str, attempt: int, index: int) -> tuple[Entry, ChoiceState] | None:
-        found = self.find(life, request_id, attempt)
+    def choice_of(
+        self, worker_id: WorkerId, request_id: str, attempt: int, index: int
+    ) -> tuple[Entry, ChoiceState] | None:
+        found = self.find(worker_id, request_id, attempt)
         if found is None or index not in found[1].choices:
             self.num_dropped += found is not None
             return None
@@ -295,12 +299,12 @@ class Ledger:
 
     # ---- by life, by time -------------------------------------------------------------------------------------------
 
-    def placements_at(self, life: Life) -> list[tuple[str, Placement]]:
-        return [(request_id, placement) for (request_id, _), placement in self._at.get(life, {}).items()]
+    def placements_at(self, worker_id: WorkerId) -> list[tuple[str, Placement]]:
+        return [(request_id, placement) for (request_id, _), placement in self._at.get(worker_id, {}).items()]
 
-    def leases_at(self, life: Life) -> list[tuple[str, int]]:
+    def leases_at(self, worker_id: WorkerId) -> list[tuple[str, int]]:
         """(request, choice) of the parcels that this life keeps."""
-        return list(self._leases.get(life, {}).values())
+        return list(self._leases.get(worker_id, {}).values())
 
     def overdue(self, now_s: float) -> Iterator[tuple[Entry, ChoiceState]]:
         """Choices past their deadline. Each is looked at again only once its deadline has been moved."""
@@ -329,8 +333,8 @@ class Ledger:
 
     def check(self) -> None:
         """Every open choice is in one stage and holds what that stage says; every placement and lease has an owner."""
-        placements: Counter[tuple[Life, str, int]] = Counter()
-        leases: Counter[tuple[Life, int, str, int]] = Counter()
+        placements: Counter[tuple[WorkerId, str, int]] = Counter()
+        leases: Counter[tuple[WorkerId, int, str, int]] = Counter()
         waiting_tokens = 0
         for request_id, entry in self._entries.items():
             assert entry.request.id == request_id and entry.num_open > 0, "a finished request is kept"
@@ -343,15 +347,17 @@ class Ledger:
                 if choice.attempt:
                     owned.setdefault(choice.attempt, set()).add(choice.index)
                 if choice.lease:
-                    leases[choice.lease.life, choice.lease.parcel.lease, request_id, choice.index] += 1
+                    leases[choice.lease.worker_id, choice.lease.descriptor.lease, request_id, choice.index] += 1
                 assert stage is Stage.DONE or choice.alarm_s is not None, f"{request_id}: nobody watches its deadline"
             assert owned == {a: p.choices for a, p in entry.placements.items()}, f"{request_id}: a choice is misplaced"
-            placements.update((p.life, request_id, p.attempt) for p in entry.placements.values())
+            placements.update((p.worker_id, request_id, p.attempt) for p in entry.placements.values())
             stages = [choice.stage for choice in entry.choices]
             assert entry.num_open == sum(stage is not Stage.DONE for stage in stages)
             assert entry.num_waiting == sum(stage in _WAITING for stage in stages)
             waiting_tokens += entry.size_tokens if entry.num_waiting else 0
         assert waiting_tokens == self.waiting_tokens, "waiting tokens are miscounted"
-        assert placements == Counter((life, *key) for life, there in self._at.items() for key in there)
-        kept = Counter((life, lease, *owner) for life, held in self._leases.items() for lease, owner in held.items())
+        assert placements == Counter((worker_id, *key) for worker_id, there in self._at.items() for key in there)
+        kept = Counter(
+            (worker_id, lease, *owner) for worker_id, held in self._leases.items() for lease, owner in held.items()
+        )
         assert leases == kept, "a lease without its owner"

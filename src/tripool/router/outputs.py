@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from tripool.core import TokenEvent
 from tripool.errors import TripoolError
-from tripool.messages import Adopt, Begin, Cancel, Drain, Life, Release, Suspect, Welcome
+from tripool.messages import Cancel, Drain, Release, StartDecode, StartPrefill, Suspect, Welcome, WorkerId
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    life: Life
+    worker_id: WorkerId
     """This run of the worker and no other: a message for a life that is over must be dropped, not redirected."""
-    message: Welcome | Begin | Adopt | Release | Cancel | Drain
+    message: Welcome | StartPrefill | StartDecode | Release | Cancel | Drain
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class ToSupervisor:
 class Lost:
     """For the log: a worker counts no more, and what it had of so many requests is placed again or given up."""
 
-    life: Life
+    worker_id: WorkerId
     num_requests: int
 
 

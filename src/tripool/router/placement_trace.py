@@ -66,11 +66,13 @@ class PlacementTrace:
         now_s: float,
     ) -> None:
         """Before the view counts it, so that loads are those that it was chosen by."""
-        candidates = tuple([Candidate(m.life.worker, m.num_placed, _load(m)) for m in considered])
+        candidates = tuple([Candidate(m.worker_id.name, m.num_placed, _load(m)) for m in considered])
         self._num_placed += 1
         if held_by:
             self._waited_s[held_by] = self._waited_s.get(held_by, 0.0) + waited_s
-        self._add(Step(now_s - self._came_s, role, member.life.worker, waited_s, held_by, candidates, tuple(choices)))
+        self._add(
+            Step(now_s - self._came_s, role, member.worker_id.name, waited_s, held_by, candidates, tuple(choices))
+        )
 
     def left(self, worker: str, how: str, choice: int, now_s: float) -> None:
         self._add(Step(now_s - self._came_s, how, worker, choices=(choice,)))

@@ -18,7 +18,7 @@ from math import exp
 from tripool.config import RouterConfig
 from tripool.core import Slo
 from tripool.errors import TripoolError, WorkersCrashed, WorkersFailed
-from tripool.messages import Adopt, Begin, Cancel, Life, Release, Role
+from tripool.messages import Cancel, Release, Role, StartDecode, StartPrefill, WorkerId
 from tripool.router.decode_slots import DecodeSlots
 from tripool.router.ledger import ChoiceState, Entry, Lease, Ledger, Placement, Stage
 from tripool.router.outputs import Fail, Lost, Output, Send
@@ -112,12 +112,14 @@ class Placing:
             return False
         self._note("prefill", entry, choices, member, now_s)
         wait_s = self._config.prefill_s
-        placement = self.ledger.place(entry, choices, Stage.PREFILLING, member.life, tokens, now_s, wait_s)
-        self.view.place(member.life, tokens, now_s)
+        placement = self.ledger.place(entry, choices, Stage.PREFILLING, member.worker_id, tokens, now_s, wait_s)
+        self.view.place(member.worker_id, tokens, now_s)
         answered = tuple(entry.answered(choice) for choice in choices)
         # A parcel waits for a decode worker, and then to be copied; what is told about it is a little late.
-        parcel_s = self._config.queue_s + 2 * self._config.transfer_s
-        self.out.append(Send(member.life, Begin(entry.request, placement.attempt, answered, wait_s, parcel_s)))
+        lease_s = self._config.queue_s + 2 * self._config.transfer_s
+        self.out.append(
+            Send(member.worker_id, StartPrefill(entry.request, placement.attempt, answered, wait_s, lease_s))
+        )
         return True
 
     def _adopt(self, turn: int, request_id: str, index: int, now_s: float) -> bool:
@@ -132,27 +134,27 @@ class Placing:
         tokens = len(entry.request.prompt_ids) + len(choice.tokens) + max(0, min(rest, _GROWTH_TOKENS))
         closed = self.suspects.closed_to(entry, self.ledger)
         slo = entry.request.slo
-        member = self.view.pick_decode(tokens, lease.life, choice.avoid, slo.tpot_ms, closed)
+        member = self.view.pick_decode(tokens, lease.worker_id, choice.avoid, slo.tpot_ms, closed)
         member = member or self._owing(slo)
         if member is None:
             entry.held_by = _APART if closed else why_full("decode", self.view.considered, tokens)
             return False
         self._note("decode", entry, [choice], member, now_s)
         wait_s = self._config.transfer_s
-        placement = self.ledger.place(entry, [choice], Stage.TRANSFERRING, member.life, tokens, now_s, wait_s)
-        self.view.place(member.life, tokens, now_s, lease.life, slo.tpot_ms)
-        self.places.place(member.life, slo)
+        placement = self.ledger.place(entry, [choice], Stage.TRANSFERRING, member.worker_id, tokens, now_s, wait_s)
+        self.view.place(member.worker_id, tokens, now_s, lease.worker_id, slo.tpot_ms)
+        self.places.place(member.worker_id, slo)
         cached = entry.num_cached_tokens or 0
         answered = entry.answered(choice)
-        adopt = Adopt(entry.request, placement.attempt, answered, lease.parcel, cached, wait_s)
-        self.out.append(Send(member.life, adopt))
+        adopt = StartDecode(entry.request, placement.attempt, answered, lease.descriptor, cached, wait_s)
+        self.out.append(Send(member.worker_id, adopt))
         return True
 
     def _owing(self, slo: Slo) -> Member | None:
         """Of those that were looked at and are full, one where somebody has more than its share of the places."""
         for member in self.view.considered:
             over = member.num_placed - member.bearable
-            if member.ceiling is None and over < _MOST_OVER and self.places.owes(member.life, slo, over):
+            if member.ceiling is None and over < _MOST_OVER and self.places.owes(member.worker_id, slo, over):
                 return member
         return None
 
@@ -174,9 +176,9 @@ class Placing:
         if choice.stage is Stage.TRANSFERRING:
             self._end_transfer(placement)
         if self.ledger.lift(entry, choice) is not None:
-            self.view.take_off(placement.life, placement.weight_tokens, entry.request.slo.tpot_ms)
+            self.view.take_off(placement.worker_id, placement.weight_tokens, entry.request.slo.tpot_ms)
             if placement.source is not None:
-                self.places.take_off(placement.life, entry.request.slo)
+                self.places.take_off(placement.worker_id, entry.request.slo)
 
     def adopted(self, entry: Entry, choice: ChoiceState, now_s: float) -> None:
         self._end_transfer(entry.placements[choice.attempt])
@@ -198,7 +200,7 @@ class Placing:
 
     def drop(self, entry: Entry) -> None:
         """The request is over: everyone who holds something of it is told."""
-        told = [Send(p.life, Cancel(entry.request.id, p.attempt)) for p in entry.placements.values()]
+        told = [Send(p.worker_id, Cancel(entry.request.id, p.attempt)) for p in entry.placements.values()]
         self.out += told
         for choice in entry.choices:
             if choice.attempt:
@@ -217,14 +219,14 @@ class Placing:
         entry = self.ledger.get(request_id)
         if entry is None or entry.placements.get(placement.attempt) is not placement:
             return  # ended meanwhile, with another of the same request
-        self.out.append(Send(placement.life, Cancel(request_id, placement.attempt)))
-        void = placement.life if placement.source is None else None
+        self.out.append(Send(placement.worker_id, Cancel(request_id, placement.attempt)))
+        void = placement.worker_id if placement.source is None else None
         self.again(entry, self.choices_under(entry, placement), now_s, lost=lost, void=void)
 
-    def computed_at(self, life: Life) -> dict[str, set[int]]:
+    def computed_at(self, worker_id: WorkerId) -> dict[str, set[int]]:
         """By request, the choices that this life works on."""
         computed: dict[str, set[int]] = {}
-        for request_id, placement in self.ledger.placements_at(life):
+        for request_id, placement in self.ledger.placements_at(worker_id):
             computed.setdefault(request_id, set()).update(placement.choices)
         return computed
 
@@ -236,29 +238,29 @@ class Placing:
             self.fail(entry, WorkersCrashed(message, hint="it is not tried again; see the server's log"))
         self._num_changes += 1
 
-    def lose(self, life: Life, now_s: float, *, crashed: bool = False) -> None:
+    def lose(self, worker_id: WorkerId, now_s: float, *, crashed: bool = False) -> None:
         """Nothing this life holds counts any more: it is forgotten, and its choices are placed again."""
-        self.view.drain(life)  # or it would be picked for its own work
+        self.view.drain(worker_id)  # or it would be picked for its own work
         start = len(self.out)
         if crashed:
-            self.accuse(self.computed_at(life))
-        touched = self.computed_at(life)
-        for request_id, index in self.ledger.leases_at(life):
+            self.accuse(self.computed_at(worker_id))
+        touched = self.computed_at(worker_id)
+        for request_id, index in self.ledger.leases_at(worker_id):
             touched.setdefault(request_id, set()).add(index)
         for request_id, indices in touched.items():
             entry = self.ledger.get(request_id)
             assert entry is not None
-            self.again(entry, [entry.choices[index] for index in sorted(indices)], now_s, lost=True, void=life)
-        self.view.remove(life)
-        self.out.append(Lost(life, len(touched)))
+            self.again(entry, [entry.choices[index] for index in sorted(indices)], now_s, lost=True, void=worker_id)
+        self.view.remove(worker_id)
+        self.out.append(Lost(worker_id, len(touched)))
         # It is told nothing: it must hear silence.
-        self.out[start:] = [o for o in self.out[start:] if not (isinstance(o, Send) and o.life == life)]
+        self.out[start:] = [o for o in self.out[start:] if not (isinstance(o, Send) and o.worker_id == worker_id)]
 
     def choices_under(self, entry: Entry, placement: Placement) -> list[ChoiceState]:
         """Those that a Cancel of this placement ends: also the parcels that it has packed."""
 
         def packed_there(lease: Lease | None) -> bool:
-            return lease is not None and (lease.life, lease.attempt) == (placement.life, placement.attempt)
+            return lease is not None and (lease.worker_id, lease.attempt) == (placement.worker_id, placement.attempt)
 
         return [c for c in entry.choices if c.index in placement.choices or packed_there(c.lease)]
 
@@ -269,7 +271,7 @@ class Placing:
         now_s: float,
         *,
         lost: bool,
-        void: Life | None,
+        void: WorkerId | None,
         rest: bool = False,
         why: str = "",
     ) -> None:
@@ -285,13 +287,13 @@ class Placing:
             return
         to_prefill = []
         for choice in choices:
-            good = choice.lease is not None and choice.lease.life != void
+            good = choice.lease is not None and choice.lease.worker_id != void
             if choice.attempt:
                 placement = entry.placements[choice.attempt]
                 how = why or ("lost" if lost else "moved away")
-                entry.trace.left(placement.life.worker, f"{how} while {choice.stage.value}", choice.index, now_s)
+                entry.trace.left(placement.worker_id.name, f"{how} while {choice.stage.value}", choice.index, now_s)
                 if choice.stage is Stage.TRANSFERRING and not good:
-                    self.out.append(Send(placement.life, Cancel(entry.request.id, placement.attempt)))
+                    self.out.append(Send(placement.worker_id, Cancel(entry.request.id, placement.attempt)))
                 self.lift(entry, choice)
             if not good:
                 self._let_go(choice)
@@ -314,12 +316,12 @@ class Placing:
 
     def _end_transfer(self, placement: Placement) -> None:
         assert placement.source is not None
-        self.view.transferred(placement.source, placement.life)
+        self.view.transferred(placement.source, placement.worker_id)
 
     def _let_go(self, choice: ChoiceState) -> None:
         lease = self.ledger.let_go(choice)
         if lease is not None:
-            self.out.append(Send(lease.life, Release(lease.parcel.lease)))
+            self.out.append(Send(lease.worker_id, Release(lease.descriptor.lease)))
 
     # ---- invariants -------------------------------------------------------------------------------------------------
 
@@ -327,17 +329,17 @@ class Placing:
         """With the time: nothing is past its deadline (after a tick)."""
         self.ledger.check()
         self.suspects.check(self.ledger)
-        placed: dict[Life, tuple[int, int]] = {}
-        transfers: list[tuple[Life, Life]] = []
-        at_decode: Counter[tuple[Life, tuple[str, str]]] = Counter()
+        placed: dict[WorkerId, tuple[int, int]] = {}
+        transfers: list[tuple[WorkerId, WorkerId]] = []
+        at_decode: Counter[tuple[WorkerId, tuple[str, str]]] = Counter()
         to_prefill, to_decode = set(self._to_prefill), set(self._to_decode)
         for entry in self.ledger:
             name = entry.request.id
             for placement in entry.placements.values():
-                number, tokens = placed.get(placement.life, (0, 0))
-                placed[placement.life] = (number + 1, tokens + placement.weight_tokens)
+                number, tokens = placed.get(placement.worker_id, (0, 0))
+                placed[placement.worker_id] = (number + 1, tokens + placement.weight_tokens)
                 if placement.source is not None:
-                    at_decode[placement.life, entry.request.slo.group] += 1
+                    at_decode[placement.worker_id, entry.request.slo.group] += 1
             for choice in entry.choices:
                 if choice.stage is Stage.QUEUED:
                     assert (entry.order, name) in to_prefill, f"{name} is queued in no queue"
@@ -345,9 +347,9 @@ class Placing:
                     turn = entry.order + choice.index
                     assert (turn, name, choice.index) in to_decode, f"{name} is packed in no queue"
                 elif choice.stage is Stage.TRANSFERRING and choice.lease is not None:
-                    transfers.append((choice.lease.life, entry.placements[choice.attempt].life))
+                    transfers.append((choice.lease.worker_id, entry.placements[choice.attempt].worker_id))
                 if choice.lease is not None:
-                    assert choice.lease.life in self.view, f"{name} counts on a parcel of nobody"
+                    assert choice.lease.worker_id in self.view, f"{name} counts on a parcel of nobody"
                 late = now_s is not None and choice.stage is not Stage.DONE and choice.deadline_s <= now_s
                 assert not late, f"{name} is {choice.stage.value} past its deadline"
         self.view.check(placed, transfers)

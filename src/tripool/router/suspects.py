@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from tripool.messages import Life
+from tripool.messages import WorkerId
 from tripool.router.ledger import ChoiceState, Entry
 
 MAX_CRASHES = 2
@@ -57,7 +57,7 @@ class Suspects:
     def forget(self, entry: Entry) -> None:
         self._entries.pop(entry.request.id, None)
 
-    def closed_to(self, entry: Entry, everyone: Iterable[Entry]) -> set[Life]:
+    def closed_to(self, entry: Entry, everyone: Iterable[Entry]) -> set[WorkerId]:
         """Workers where another one has yet to show what it does: a suspect, or, for a suspect, whoever has just begun.
 
         Nobody overtakes one that waits for such a worker, so there it is soon the only one."""
@@ -65,7 +65,7 @@ class Suspects:
             return set()
         wary = entry.request.id in self._entries
         return {
-            placement.life
+            placement.worker_id
             for other in (everyone if wary else self._entries.values())
             if other is not entry
             for placement in other.placements.values()

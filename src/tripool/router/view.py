@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from math import frexp, inf
 
-from tripool.messages import Hello, Life, Pulse, Role
+from tripool.messages import Heartbeat, Hello, Role, WorkerId
 
 _CANDIDATES = 4
 """How many of the least loaded workers are compared more closely."""
@@ -65,12 +65,12 @@ class Member:
     """Of its newest heap entry; -1 once it is gone."""
     cost: float = 0.0
     """By which it was last sorted in."""
-    life: Life = field(init=False)
+    worker_id: WorkerId = field(init=False)
     bearable: int = field(init=False)
     """Most that may be placed on it at once; what runs there already does, whatever it says of its promises."""
 
     def __post_init__(self) -> None:
-        self.life, self.bearable = self.hello.life, self.hello.max_running
+        self.worker_id, self.bearable = self.hello.worker_id, self.hello.max_running
 
     @property
     def load_tokens(self) -> int:
@@ -89,7 +89,7 @@ _Entry = tuple[float, int, int, Member]
 
 class FleetView:
     def __init__(self) -> None:
-        self._members: dict[Life, Member] = {}
+        self._members: dict[WorkerId, Member] = {}
         self._ready: Counter[str] = Counter()
         """Members by role that take new work."""
         self._heaps: dict[str, list[_Entry]] = {"prefill": [], "decode": []}
@@ -97,7 +97,7 @@ class FleetView:
         """Decode workers that have something, by the strictest class among it; the same entries as above."""
         self._num_promised = 0
         """Placements at decode workers that carry a promise."""
-        self._transfers: Counter[tuple[Life, Life]] = Counter()
+        self._transfers: Counter[tuple[WorkerId, WorkerId]] = Counter()
         """Parcels under way from a prefill to a decode worker; absent where there are none."""
         self._turns = 0
         self.num_changes = 0
@@ -105,14 +105,14 @@ class FleetView:
         self.considered: list[Member] = []
         """Whom the last pick compared."""
 
-    def __contains__(self, life: Life) -> bool:
-        return life in self._members
+    def __contains__(self, worker_id: WorkerId) -> bool:
+        return worker_id in self._members
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())
 
-    def get(self, life: Life) -> Member | None:
-        return self._members.get(life)
+    def get(self, worker_id: WorkerId) -> Member | None:
+        return self._members.get(worker_id)
 
     def num_ready(self, role: Role) -> int:
         return self._ready[role]
@@ -120,50 +120,57 @@ class FleetView:
     # ---- facts ------------------------------------------------------------------------------------------------------
 
     def add(self, hello: Hello, now_s: float) -> None:
-        assert hello.life not in self._members, "a life joins once"
+        assert hello.worker_id not in self._members, "a life joins once"
         member = Member(hello, heard_s=now_s, progress_s=now_s, placed_s=now_s)
-        self._members[hello.life] = member
+        self._members[hello.worker_id] = member
         self._ready[hello.role] += 1
         self._sort_in(member)
 
-    def remove(self, life: Life) -> None:
+    def remove(self, worker_id: WorkerId) -> None:
         """After its placements are taken off; its heap entries go when they come up."""
-        member = self._members.pop(life)
+        member = self._members.pop(worker_id)
         assert member.num_placed == 0 and member.placed_tokens == 0, "a member left with work placed on it"
         self._ready[member.hello.role] -= not member.draining
         member.version = -1
 
-    def drain(self, life: Life) -> None:
-        member = self._members[life]
+    def drain(self, worker_id: WorkerId) -> None:
+        member = self._members[worker_id]
         self._ready[member.hello.role] -= not member.draining
         member.draining = True
 
-    def heard(self, pulse: Pulse, now_s: float) -> Member:
-        member = self._members[pulse.life]
+    def heard(self, heartbeat: Heartbeat, now_s: float) -> Member:
+        member = self._members[heartbeat.worker_id]
         before = member.load_tokens, member.bearable
-        idle = pulse.waiting_tokens == 0 and pulse.running == 0
-        if idle or pulse.num_steps != member.num_steps:
+        idle = heartbeat.waiting_tokens == 0 and heartbeat.running == 0
+        if idle or heartbeat.num_steps != member.num_steps:
             member.progress_s = now_s
-        nothing = idle and pulse.blocks_held == 0
+        nothing = idle and heartbeat.blocks_held == 0
         member.idle_s = (now_s if member.idle_s is None else member.idle_s) if nothing else None
-        member.heard_s, member.num_steps = now_s, pulse.num_steps
+        member.heard_s, member.num_steps = now_s, heartbeat.num_steps
         member.reported_tokens, member.running, member.blocks_held = (
-            pulse.waiting_tokens,
-            pulse.running,
-            pulse.blocks_held,
+            heartbeat.waiting_tokens,
+            heartbeat.running,
+            heartbeat.blocks_held,
         )
-        member.ceiling, limit = pulse.ceiling, member.hello.max_running
-        member.bearable = limit if pulse.ceiling is None else min(limit, max(pulse.ceiling, pulse.running) + _IN_WAIT)
+        member.ceiling, limit = heartbeat.ceiling, member.hello.max_running
+        member.bearable = (
+            limit if heartbeat.ceiling is None else min(limit, max(heartbeat.ceiling, heartbeat.running) + _IN_WAIT)
+        )
         member.crossing_tokens, member.recent_tokens = member.recent_tokens, 0
         if before != (member.load_tokens, member.bearable):  # most pulses say nothing new
             self._sort_in(member)
         return member
 
     def place(
-        self, life: Life, tokens: int, now_s: float, source: Life | None = None, tpot_ms: float | None = None
+        self,
+        worker_id: WorkerId,
+        tokens: int,
+        now_s: float,
+        source: WorkerId | None = None,
+        tpot_ms: float | None = None,
     ) -> None:
         """`source`: whose parcel it will take over, if any."""
-        member = self._members[life]
+        member = self._members[worker_id]
         self._count_class(member, tpot_ms, 1)
         self._turns += 1
         member.turn = self._turns
@@ -172,11 +179,11 @@ class FleetView:
         member.placed_tokens += tokens
         member.recent_tokens += tokens
         if source is not None:
-            self._transfers[source, life] = self._transfers.get((source, life), 0) + 1
+            self._transfers[source, worker_id] = self._transfers.get((source, worker_id), 0) + 1
         self._sort_in(member)
 
-    def take_off(self, life: Life, tokens: int, tpot_ms: float | None = None) -> None:
-        member = self._members[life]
+    def take_off(self, worker_id: WorkerId, tokens: int, tpot_ms: float | None = None) -> None:
+        member = self._members[worker_id]
         self._count_class(member, tpot_ms, -1)
         member.num_placed -= 1
         member.placed_tokens -= tokens
@@ -194,16 +201,16 @@ class FleetView:
                 member.classes.pop(tpot_ms)
             member.strictest_ms = min(member.classes, default=inf)
 
-    def transferred(self, source: Life, life: Life) -> None:
+    def transferred(self, source: WorkerId, worker_id: WorkerId) -> None:
         """A parcel is no longer under way: copied, refused or void."""
-        left = self._transfers.pop((source, life)) - 1
+        left = self._transfers.pop((source, worker_id)) - 1
         if left > 0:
-            self._transfers[source, life] = left
+            self._transfers[source, worker_id] = left
 
     # ---- decisions --------------------------------------------------------------------------------------------------
 
     def pick_prefill(
-        self, tokens: int, ahead_tokens: int, avoid: Life | None = None, closed: Collection[Life] = ()
+        self, tokens: int, ahead_tokens: int, avoid: WorkerId | None = None, closed: Collection[WorkerId] = ()
     ) -> Member | None:
         """The least loaded that has room for so many tokens; one that has nothing always has. None of `closed`."""
         self.considered = self._lightest(self._heaps["prefill"], avoid, closed)
@@ -215,10 +222,10 @@ class FleetView:
     def pick_decode(
         self,
         tokens: int,
-        source: Life,
-        avoid: Life | None = None,
+        source: WorkerId,
+        avoid: WorkerId | None = None,
         tpot_ms: float | None = None,
-        closed: Collection[Life] = (),
+        closed: Collection[WorkerId] = (),
     ) -> Member | None:
         """Of the few least loaded that have room, the one with the fewest parcels under way from `source`. None of
         `closed`.
@@ -240,20 +247,20 @@ class FleetView:
             fitting = [m for m, cost in zip(fitting, costs, strict=True) if cost < best + _ALIKE]
         if len(fitting) < 2 or not self._transfers:
             return fitting[0] if fitting else None
-        return min(fitting, key=lambda m: self._transfers.get((source, m.life), 0))
+        return min(fitting, key=lambda m: self._transfers.get((source, m.worker_id), 0))
 
-    def _lightest(self, heap: list[_Entry], avoid: Life | None, closed: Collection[Life]) -> list[Member]:
+    def _lightest(self, heap: list[_Entry], avoid: WorkerId | None, closed: Collection[WorkerId]) -> list[Member]:
         """A few of the least loaded, least loaded first. `avoid` only counts when there is another."""
         entries: list[_Entry] = []
         skipped: list[_Entry] = []
         while heap and len(entries) < _CANDIDATES:
             entry = heappop(heap)
             if entry[3].version == entry[2] and not entry[3].draining:
-                (skipped if entry[3].life in closed else entries).append(entry)
+                (skipped if entry[3].worker_id in closed else entries).append(entry)
         for entry in (*entries, *skipped):
             heappush(heap, entry)
         found = [entry[3] for entry in entries]
-        return found if avoid is None else [m for m in found if m.life != avoid] or found
+        return found if avoid is None else [m for m in found if m.worker_id != avoid] or found
 
     def _sort_in(self, member: Member) -> None:
         if member.draining:
@@ -274,11 +281,11 @@ class FleetView:
 
     # ---- invariants -------------------------------------------------------------------------------------------------
 
-    def check(self, placed: dict[Life, tuple[int, int]], transfers: Iterable[tuple[Life, Life]]) -> None:
+    def check(self, placed: dict[WorkerId, tuple[int, int]], transfers: Iterable[tuple[WorkerId, WorkerId]]) -> None:
         """`placed`: number and tokens of the ledger's placements by life; `transfers`: its parcels under way."""
-        for life, member in self._members.items():
-            expected = placed.get(life, (0, 0))
-            assert (member.num_placed, member.placed_tokens) == expected, f"{life}: load is not what was placed"
+        for worker_id, member in self._members.items():
+            expected = placed.get(worker_id, (0, 0))
+            assert (member.num_placed, member.placed_tokens) == expected, f"{worker_id}: load is not what was placed"
             assert 0 <= member.load_tokens <= member.placed_tokens
         assert not placed.keys() - self._members.keys(), "work is placed on a worker that is not there"
         assert Counter(transfers) == self._transfers, "parcels under way are miscounted"
@@ -286,8 +293,8 @@ class FleetView:
             ready = [m for m in self._members.values() if m.hello.role == role and not m.draining]
             assert self._ready[role] == len(ready), "ready workers are miscounted"
             current = list(filter(_is_current, heap))
-            lives = Counter(entry[3].life for entry in current)
-            assert lives == Counter(m.life for m in ready), "a worker cannot be picked"
+            worker_ids = Counter(entry[3].worker_id for entry in current)
+            assert worker_ids == Counter(m.worker_id for m in ready), "a worker cannot be picked"
             assert all(entry[0] == entry[3].weigh() for entry in current), "sorted by an old load"
         assert self._num_promised == sum(m.classes.total() for m in self), "promises are miscounted"
         busy = [m for m in self if m.hello.role == "decode" and m.num_placed and not m.draining]
@@ -295,9 +302,9 @@ class FleetView:
             assert member.strictest_ms == min(member.classes, default=inf), "not its strictest"
             assert member.classes.total() <= member.num_placed, "promises that are placed nowhere"
         for number, heap in self._by_class.items():
-            alike = [m.life for m in busy if _class_of(m.strictest_ms) == number]
-            lives = Counter(entry[3].life for entry in filter(_is_current, heap))
-            assert lives == Counter(alike), "a worker is not among its like"
+            alike = [m.worker_id for m in busy if _class_of(m.strictest_ms) == number]
+            worker_ids = Counter(entry[3].worker_id for entry in filter(_is_current, heap))
+            assert worker_ids == Counter(alike), "a worker is not among its like"
 
 
 def _is_current(entry: _Entry) -> bool:

@@ -221,14 +221,14 @@ def run(
 ) -> Run:
     """`promised`: whether the scheduler is told what each request was promised. `admission`: who decides before it."""
     told = arrivals if promised else [replace(a, request=replace(a.request, slo=Slo())) for a in arrivals]
-    life, dice, num_steps = _Life(told, config, admission), Dice(seed), 0
-    while life.busy:
-        life.arrive()
-        life.step(cost, dice)
+    worker_id, dice, num_steps = _Life(told, config, admission), Dice(seed), 0
+    while worker_id.busy:
+        worker_id.arrive()
+        worker_id.step(cost, dice)
         num_steps += 1
-    served = tuple(_judge(a, life.times[a.request.id]) for a in arrivals if a.request.id not in life.refused)
-    refused = tuple(life.refused[a.request.id] - a.at_s for a in arrivals if a.request.id in life.refused)
-    return Run(served, life.now_s, num_steps, refused, life.scheduler.slo_controller.num_given_up)
+    served = tuple(_judge(a, worker_id.times[a.request.id]) for a in arrivals if a.request.id not in worker_id.refused)
+    refused = tuple(worker_id.refused[a.request.id] - a.at_s for a in arrivals if a.request.id in worker_id.refused)
+    return Run(served, worker_id.now_s, num_steps, refused, worker_id.scheduler.slo_controller.num_given_up)
 
 
 def _judge(arrival: Arrival, came: Sequence[float]) -> Served:

@@ -51,9 +51,9 @@ class SimDisk:
     def found(self) -> tuple[list[Segment], list[Purge]]:
         """What a new life of the member finds."""
         segments = []
-        for life in self._segments:
-            copies = [copy for copy, _ in (life.blocks or {}).values()]
-            segments.append(Segment(life.generation, tuple(copies), max([PAGE, *(copy.end for copy in copies)])))
+        for worker_id in self._segments:
+            copies = [copy for copy, _ in (worker_id.blocks or {}).values()]
+            segments.append(Segment(worker_id.generation, tuple(copies), max([PAGE, *(copy.end for copy in copies)])))
         return segments, list(self._purges)
 
     # ---- in time ------------------------------------------------------------------------------------------------
@@ -75,14 +75,14 @@ class SimDisk:
     # ---- blocks -------------------------------------------------------------------------------------------------
 
     def put(self, copy: Copy, values: Values) -> None:
-        life = self._segments[copy.segment]
-        if life.generation != copy.generation:
-            assert copy.generation > life.generation, "a segment's earlier life is written"
-            self._segments[copy.segment] = life = _Life(copy.generation)
-        life.blocks = {
-            at: each for at, each in (life.blocks or {}).items() if each[0].end <= copy.offset or at >= copy.end
+        worker_id = self._segments[copy.segment]
+        if worker_id.generation != copy.generation:
+            assert copy.generation > worker_id.generation, "a segment's earlier life is written"
+            self._segments[copy.segment] = worker_id = _Life(copy.generation)
+        worker_id.blocks = {
+            at: each for at, each in (worker_id.blocks or {}).items() if each[0].end <= copy.offset or at >= copy.end
         }
-        life.blocks[copy.offset] = copy, values
+        worker_id.blocks[copy.offset] = copy, values
 
     def get(self, copy: Copy) -> Values:
         """Whatever stands there."""
@@ -94,16 +94,16 @@ class SimDisk:
         if purge is not None:
             self._purges.append(purge)
         else:
-            self._segments = [_Life(life.generation) for life in self._segments]
+            self._segments = [_Life(worker_id.generation) for worker_id in self._segments]
 
     def damage(self, salt: int) -> int:
         """Every third block changes its bytes; its header does not. Returns how many."""
         num_damaged = 0
-        for life in self._segments:
-            for offset, (copy, values) in (life.blocks or {}).items():
+        for worker_id in self._segments:
+            for offset, (copy, values) in (worker_id.blocks or {}).items():
                 if (copy.number + salt) % 3 == 0 and values:
-                    assert life.blocks is not None
-                    life.blocks[offset] = copy, (*values[:-1], values[-1] + 1)
+                    assert worker_id.blocks is not None
+                    worker_id.blocks[offset] = copy, (*values[:-1], values[-1] + 1)
                     self._damaged.add(copy.number)
                     num_damaged += 1
         return num_damaged

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tripool.messages import Life
+from tripool.messages import WorkerId
 from tripool.simulate.pool import CacheMember
 from tripool.simulate.scenario import Fault
 from tripool.simulate.world import Place, World
@@ -23,13 +23,13 @@ class Faults:
         heal_s = world.now_s + fault.length_s
         match fault.kind:
             case "kill":
-                world.end_later(place, 0.0, place.life)
+                world.end_later(place, 0.0, place.worker_id)
             case "stop" if place.process is not None and not place.stopped:
                 place.stopped = True
-                world.clock.expect(heal_s, self._continue, place, place.life)
+                world.clock.expect(heal_s, self._continue, place, place.worker_id)
             case "slow" if place.process is not None:
                 place.process.slowness = world.dice.pick([5.0, 20.0])
-                world.clock.expect(heal_s, self._hasten, place, place.life)
+                world.clock.expect(heal_s, self._hasten, place, place.worker_id)
             case "cut" | "loss" if world.network.is_up(place.name) and world.coordinator is not None:
                 noticed = fault.kind == "cut"
                 world.network.break_link(place.name, keeps=False)
@@ -38,7 +38,7 @@ class Faults:
             case "spoil":
                 for other in world.places.values():
                     if other.process is not None and other.spec.role == "prefill":
-                        other.process.outbox.num_to_spoil += 1
+                        other.process.sender.num_to_spoil += 1
             case "cache restart":
                 member = world.dice.pick(world.members)
                 if member.up:
@@ -56,18 +56,18 @@ class Faults:
             case "gateway restart" if world.coordinator is not None:
                 self._kill_gateway(fault.length_s)
             case "drain" if world.coordinator is not None:
-                world.do(world.coordinator.drain(place.life, world.now_s))
+                world.do(world.coordinator.drain(place.worker_id, world.now_s))
 
-    def _continue(self, place: Place, life: Life) -> None:
+    def _continue(self, place: Place, worker_id: WorkerId) -> None:
         """Whoever was stopped wakes up with what it knew."""
         world = self._world
-        if place.life == life and place.process is not None:
-            world.seen["woke up trusted" if world.trusts(life) else "woke up untrusted"] += 1
+        if place.worker_id == worker_id and place.process is not None:
+            world.seen["woke up trusted" if world.trusts(worker_id) else "woke up untrusted"] += 1
             world.seen["woke up in a write"] += bool(place.process.pool.writes)
             world.go_on(place)
 
-    def _hasten(self, place: Place, life: Life) -> None:
-        if place.life == life and place.process is not None:
+    def _hasten(self, place: Place, worker_id: WorkerId) -> None:
+        if place.worker_id == worker_id and place.process is not None:
             place.process.slowness = 1.0
 
     def _mend(self, place: Place, noticed: bool) -> None:

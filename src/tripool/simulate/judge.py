@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tripool.core import FinishReason, Request, TokenEvent
 from tripool.errors import TripoolError
-from tripool.messages import Adopt, AnyMessage, Begin, Cancel, Life
+from tripool.messages import AnyMessage, Cancel, StartDecode, StartPrefill, WorkerId
 from tripool.simulate.model import answer
 
 
@@ -30,7 +30,7 @@ class Judge:
     num_tokens: int = 0
     num_requests: int = 0
     _open: dict[str, _Client] = field(default_factory=dict)
-    _placed: dict[tuple[str, int], tuple[Life, int]] = field(default_factory=dict)
+    _placed: dict[tuple[str, int], tuple[WorkerId, int]] = field(default_factory=dict)
     """Who was told last to answer each (request, choice), and as which attempt."""
 
     @property
@@ -47,29 +47,29 @@ class Judge:
         self._open[request.id] = _Client(request, answers, [0] * count, count)
         self.num_requests += 1
 
-    def told(self, life: Life, message: AnyMessage) -> None:
+    def told(self, worker_id: WorkerId, message: AnyMessage) -> None:
         """The gateway tells a worker something."""
         match message:
-            case Begin():
+            case StartPrefill():
                 for each in message.answered:
-                    self._placed[message.request.id, each.choice] = life, message.attempt
-            case Adopt():
-                self._placed[message.request.id, message.answered.choice] = life, message.attempt
+                    self._placed[message.request.id, each.choice] = worker_id, message.attempt
+            case StartDecode():
+                self._placed[message.request.id, message.answered.choice] = worker_id, message.attempt
             case Cancel():
-                gone = (life, message.attempt)
+                gone = (worker_id, message.attempt)
                 client = self._open.get(message.request_id)
                 for choice in range(client.request.params.n if client is not None else 0):
                     if self._placed.get((message.request_id, choice)) == gone:
                         del self._placed[message.request_id, choice]
 
-    def lost(self, life: Life) -> None:
+    def lost(self, worker_id: WorkerId) -> None:
         """The gateway has given this life up."""
-        for key in [key for key, (holder, _) in self._placed.items() if holder == life]:
+        for key in [key for key, (holder, _) in self._placed.items() if holder == worker_id]:
             del self._placed[key]
 
-    def source(self, event: TokenEvent, life: Life, attempt: int) -> None:
+    def source(self, event: TokenEvent, worker_id: WorkerId, attempt: int) -> None:
         """Before a token that a message brought is counted: whether it comes from whoever was asked for it."""
-        own = self._placed.get((event.request_id, event.choice)) == (life, attempt)
+        own = self._placed.get((event.request_id, event.choice)) == (worker_id, attempt)
         assert own, f"{event.request_id} choice {event.choice}: a token of attempt {attempt}, which is not its own"
 
     def token(self, event: TokenEvent) -> None:

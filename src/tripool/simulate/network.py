@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tripool.messages import AnyMessage, Hello, Life
+from tripool.messages import AnyMessage, Hello, WorkerId
 from tripool.simulate.clock import Clock
 from tripool.simulate.dice import Dice
 
 _LATENCY_S = (0.0002, 0.003)
 
-_Sent = tuple[Life, int, AnyMessage]
+_Sent = tuple[WorkerId, int, AnyMessage]
 """Sender, its session, message."""
 
 
@@ -39,32 +39,32 @@ class Network:
         clock: Clock,
         dice: Dice,
         workers: list[str],
-        to_worker: Callable[[Life, int, AnyMessage], None],
-        to_gateway: Callable[[Life, AnyMessage], None],
+        to_worker: Callable[[WorkerId, int, AnyMessage], None],
+        to_gateway: Callable[[WorkerId, AnyMessage], None],
     ) -> None:
         """`to_worker` and `to_gateway` take what arrives."""
         self._clock, self._dice = clock, dice
         self._to_worker, self._to_gateway = to_worker, to_gateway
         self._links = {worker: _Link() for worker in workers}
-        self._sessions: dict[Life, int] = {}
+        self._sessions: dict[WorkerId, int] = {}
         """The gateway's end: the session in which each life said Hello last."""
         self.seen: Counter[str] = Counter()
 
     def is_up(self, worker: str) -> bool:
         return self._links[worker].up
 
-    def send_to_worker(self, life: Life, message: AnyMessage) -> None:
-        link, session = self._links[life.worker], self._sessions.get(life)
+    def send_to_worker(self, worker_id: WorkerId, message: AnyMessage) -> None:
+        link, session = self._links[worker_id.name], self._sessions.get(worker_id)
         if link.up and session is not None:
             link.to_worker_s = max(link.to_worker_s, self._clock.now_s + self._dice.uniform(*_LATENCY_S))
-            self._clock.at(link.to_worker_s, self._reach_worker, life, session, link.break_count, message)
+            self._clock.at(link.to_worker_s, self._reach_worker, worker_id, session, link.break_count, message)
 
-    def send_to_gateway(self, life: Life, session: int, message: AnyMessage) -> None:
-        link = self._links[life.worker]
+    def send_to_gateway(self, worker_id: WorkerId, session: int, message: AnyMessage) -> None:
+        link = self._links[worker_id.name]
         if link.up:
-            self._post(link, (life, session, message))
+            self._post(link, (worker_id, session, message))
         elif link.keeps:
-            link.kept.append((life, session, message))
+            link.kept.append((worker_id, session, message))
 
     def break_link(self, worker: str, *, keeps: bool) -> None:
         link = self._links[worker]
@@ -91,17 +91,17 @@ class Network:
         link.to_gateway_s = max(link.to_gateway_s, self._clock.now_s + self._dice.uniform(*_LATENCY_S))
         self._clock.at(link.to_gateway_s, self._reach_gateway, link, link.break_count, sent)
 
-    def _reach_worker(self, life: Life, session: int, break_count: int, message: AnyMessage) -> None:
-        if break_count == self._links[life.worker].break_count:
-            self._to_worker(life, session, message)
+    def _reach_worker(self, worker_id: WorkerId, session: int, break_count: int, message: AnyMessage) -> None:
+        if break_count == self._links[worker_id.name].break_count:
+            self._to_worker(worker_id, session, message)
 
     def _reach_gateway(self, link: _Link, break_count: int, sent: _Sent) -> None:
         if break_count != link.break_count:
             return
-        life, session, message = sent
+        worker_id, session, message = sent
         if isinstance(message, Hello):
-            self._sessions[life] = session
-        elif self._sessions.get(life) != session:
+            self._sessions[worker_id] = session
+        elif self._sessions.get(worker_id) != session:
             self.seen["messages of an earlier session"] += 1
             return
-        self._to_gateway(life, message)
+        self._to_gateway(worker_id, message)

@@ -17,7 +17,7 @@ from tripool.cache.copies import Copy, DiskCounters, Write
 from tripool.cache.promotion import Read, Tiers
 from tripool.cache.records import Block, Hit, Record, State, Written
 from tripool.core import Request
-from tripool.messages import Life
+from tripool.messages import WorkerId
 from tripool.simulate.disk import DiskSpec, SimDisk, Values
 from tripool.simulate.model import BLOCK_TOKENS, checksum
 
@@ -43,7 +43,7 @@ class CacheMember:
 
     def _start(self, index: PoolIndex) -> None:
         self.epoch += 1
-        self._own = Life(self._name, self.epoch)
+        self._own = WorkerId(self._name, self.epoch)
         self.index, self.tiers = index, Tiers(index, self._own)
         self.answered = {}
         if self._disk is not None:
@@ -79,7 +79,7 @@ class CacheMember:
         index = PoolIndex(self._num_slots, lease_s=LEASE_S, write_s=WRITE_S, first_number=first)
         index.restore(self._headers)
         for header in self._headers:
-            if header.state is State.RESERVED and header.writer is not None and header.writer.worker == self._name:
+            if header.state is State.RESERVED and header.writer is not None and header.writer.name == self._name:
                 index.at_rest(header.writer)  # what an earlier life was reading from disk
         self._start(index)
         if self.tiers.disk is not None:
@@ -172,7 +172,7 @@ class CacheMember:
 
     # ---- the arena ----------------------------------------------------------------------------------------------
 
-    def write(self, slot: int, ticket: int, writer: Life, values: Sequence[int]) -> None:
+    def write(self, slot: int, ticket: int, writer: WorkerId, values: Sequence[int]) -> None:
         """One piece of a block, by a worker that was given this slot, perhaps long ago."""
         header = self._headers[slot]
         own = (header.state, header.ticket, header.writer) == (State.RESERVED, ticket, writer)
@@ -211,7 +211,7 @@ class _Write:
 class PoolClient:
     """What one life of a worker has under way with the pool."""
 
-    life: Life
+    worker_id: WorkerId
     members: list[CacheMember]
     writes: list[_Write] = field(default_factory=list)
     num_stored: int = 0
@@ -224,7 +224,7 @@ class PoolClient:
         fetch = Fetch(member, [], [], member.epoch)
         for namespace, first, stop in _stretches(request, len(keys)):
             if member.up and not fetch.waits and len(fetch.blocks) == first:
-                hit = member.tiers.lookup(keys[first:stop], self.life, namespace_tag(namespace), now_s, WAIT_S)
+                hit = member.tiers.lookup(keys[first:stop], self.worker_id, namespace_tag(namespace), now_s, WAIT_S)
                 if isinstance(hit, Hit):
                     fetch.leases.append(hit.lease)
                     fetch.blocks.extend(hit.blocks)
@@ -268,7 +268,7 @@ class PoolClient:
             if fetch.waits and fetch.member.epoch == fetch.epoch:
                 fetch.member.tiers.give_up(fetch.waits)
             for lease in fetch.leases:
-                fetch.member.index.release(lease, self.life, bad)
+                fetch.member.index.release(lease, self.worker_id, bad)
             fetch.member.settle()
 
     def store(self, keys: Sequence[bytes], blocks: list[Values], request: Request, now_s: float) -> None:
@@ -277,7 +277,7 @@ class PoolClient:
             if not member.up or len(self.writes) >= 4:
                 return
             grant = member.index.reserve(
-                keys[first:stop], self.life, namespace_tag(namespace), now_s, range(first, stop)
+                keys[first:stop], self.worker_id, namespace_tag(namespace), now_s, range(first, stop)
             )
             member.settle()
             if grant.ticket:
@@ -293,12 +293,12 @@ class PoolClient:
                     if write.num_pieces == 0:
                         write.member.clear(slot)
                     piece = values[half:] if write.num_pieces else values[:half]
-                    write.member.write(slot, write.ticket, self.life, piece)
+                    write.member.write(slot, write.ticket, self.worker_id, piece)
                 write.num_pieces += 1
             if write.num_pieces == 2 and write.member.up:
                 told = zip(write.slots, write.blocks, strict=True)
                 written = [Written(slot, checksum(values), len(values)) for slot, values in told]
-                self.num_stored += write.member.index.commit(write.ticket, self.life, written)
+                self.num_stored += write.member.index.commit(write.ticket, self.worker_id, written)
                 write.member.settle()
                 self.writes.remove(write)
 

@@ -74,7 +74,7 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
     router = RouterConfig(
         queue_tokens=400 if may_refuse else 1_000_000,
         prefill_ahead_tokens=dice.pick([48, 96, 200]),
-        pulse_s=0.2,
+        heartbeat_s=0.2,
         silence_s=0.6,
         stall_s=2.0,
         distrust_s=3.0,
@@ -100,7 +100,7 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
                 config=config,
                 context_tokens=CONTEXT_TOKENS,
                 slo=dice.pick([1.0, 1.0, 2.0]),
-                outbox_slots=dice.pick([18, 30, 60]),
+                sender_slots=dice.pick([18, 30, 60]),
                 token_s=dice.uniform(0.001, 0.003),
             )
     span_s = 3.0

@@ -16,29 +16,29 @@ from tripool.engine.colocated import Scheduler
 from tripool.errors import TripoolError
 from tripool.messages import (
     PROTOCOL,
-    Adopt,
-    Adopted,
     AnyMessage,
-    Begin,
     Cancel,
     Drain,
+    Heartbeat,
     Hello,
     Left,
-    Life,
-    Packed,
-    Pulse,
     Refused,
     Release,
     Role,
     Stamped,
+    StartDecode,
+    StartPrefill,
     Tokens,
+    TransferDone,
+    TransferReady,
     Welcome,
+    WorkerId,
 )
 from tripool.prefill.scheduler import extend_keys
 from tripool.sequence import Sampled, Seq, Task
 from tripool.simulate.model import Memory, checksum, sample
-from tripool.simulate.outbox import Outbox
 from tripool.simulate.pool import CacheMember, Fetch, PoolClient
+from tripool.simulate.sender import KvSender
 
 MODEL = "made-up"
 GATEWAY_SILENCE_S = 1.5
@@ -50,7 +50,7 @@ class WorkerSpec:
     role: Role
     config: SchedulerConfig
     context_tokens: int
-    outbox_slots: int
+    sender_slots: int
     slo: float
     """KV memory that it tells of, as a multiple of what it has: above 1 it will be full."""
     token_s: float
@@ -59,7 +59,7 @@ class WorkerSpec:
 
 @dataclass(slots=True)
 class _Arrival:
-    adopt: Adopt
+    adopt: StartDecode
     deadline_s: float
     seq: Seq | None = None
     """None while there is no room for it."""
@@ -78,21 +78,21 @@ class _Job:
 class SimWorker:
     def __init__(
         self,
-        life: Life,
+        worker_id: WorkerId,
         spec: WorkerSpec,
         members: list[CacheMember],
-        outboxes: dict[str, Outbox],
+        senders: dict[str, KvSender],
         send: Callable[[AnyMessage], None],
     ) -> None:
-        self.life, self.spec = life, spec
-        self.inbox: deque[AnyMessage] = deque()
+        self.worker_id, self.spec = worker_id, spec
+        self.receiver: deque[AnyMessage] = deque()
         self.session = 1
         """A line of its own to the gateway: what was sent on an earlier one reaches nobody."""
         self._send = send
-        self._outboxes = outboxes
-        self.outbox = Outbox(f"{life.worker}.{life.epoch}", spec.outbox_slots)
-        outboxes[self.outbox.name] = self.outbox
-        self.pool = PoolClient(life, members)
+        self._senders = senders
+        self.sender = KvSender(str(worker_id), spec.sender_slots)
+        senders[self.sender.name] = self.sender
+        self.pool = PoolClient(worker_id, members)
         self._memory = Memory(spec.config.num_blocks, spec.config.block_tokens)
         self.scheduler = Scheduler(spec.config, model=MODEL, context_tokens=spec.context_tokens)
         self._tasks: list[Task] | None = None
@@ -100,13 +100,13 @@ class SimWorker:
         self._began_s = 0.0
         self._jobs: dict[str, _Job] = {}
         """By the name that the scheduler knows."""
-        self._fetches: dict[str, tuple[Begin, Fetch]] = {}
+        self._fetches: dict[str, tuple[StartPrefill, Fetch]] = {}
         self._to_pack: list[Seq] = []
         self._arrivals: list[_Arrival] = []
         self._gateway_epoch: int | None = None
-        self._pulse_s = 0.1
+        self._heartbeat_s = 0.1
         self._heard_s = 0.0
-        self._pulse_due_s = 0.0
+        self._heartbeat_due_s = 0.0
         self._num_steps = 0
         self._draining = False
         self.disconnected = False
@@ -124,7 +124,7 @@ class SimWorker:
 
     @property
     def blocks_held(self) -> int:
-        return self.scheduler.pool.num_held + self.outbox.num_held
+        return self.scheduler.pool.num_held + self.sender.num_held
 
     @property
     def holds_nothing(self) -> bool:
@@ -133,7 +133,7 @@ class SimWorker:
 
     def check(self) -> None:
         self.scheduler.check()
-        self.outbox.check()
+        self.sender.check()
         seqs = {s.request.id for s in [*self.scheduler.holders(), *self.scheduler.prefill.waiting]}
         seqs |= {s.request.id for s in [*self.scheduler.arriving, *self.scheduler.detached]}
         known = seqs | set(self._fetches) | {_name(a.adopt.request.id, a.adopt.attempt) for a in self._arrivals}
@@ -144,8 +144,8 @@ class SimWorker:
     def turn(self, now_s: float) -> float:
         """Everything between two steps. Returns when the loop wants to go on, if no message comes before."""
         self._settle_step(now_s)
-        while self.inbox and not self.disconnected:
-            self._receive(self.inbox.popleft(), now_s)
+        while self.receiver and not self.disconnected:
+            self._receive(self.receiver.popleft(), now_s)
         silent = self._gateway_epoch is not None and now_s - self._heard_s > GATEWAY_SILENCE_S
         if silent or self.disconnected:
             self._reset()
@@ -157,11 +157,11 @@ class SimWorker:
             self._arrive(now_s)
         if self.pool.writes:
             self.pool.turn()
-        if now_s >= self._pulse_due_s:
-            self.outbox.expire(now_s)
-            self._pulse(now_s)
+        if now_s >= self._heartbeat_due_s:
+            self.sender.expire(now_s)
+            self._heartbeat(now_s)
         if self._draining and self.holds_nothing:
-            self._send(Left(self.life))
+            self._send(Left(self.worker_id))
             self.exited = True
             return now_s
         if self.scheduler.busy and (tasks := self.scheduler.schedule()):
@@ -170,33 +170,33 @@ class SimWorker:
             return now_s + self.spec.token_s * (1 + rows) * self.slowness
         # What waits for room waits for a message; what is under way goes on by itself.
         under_way = self._fetches or self.pool.writes or any(arrival.seq is not None for arrival in self._arrivals)
-        return min(now_s + 0.02, self._pulse_due_s) if under_way else self._pulse_due_s
+        return min(now_s + 0.02, self._heartbeat_due_s) if under_way else self._heartbeat_due_s
 
     def _reset(self) -> None:
         """The gateway is gone, or a new one: nobody wants what we hold."""
         for name in list(self._jobs):
             self._forget(name)
-        self.outbox.drop_all()
-        self.inbox.clear()
+        self.sender.drop_all()
+        self.receiver.clear()
         self.disconnected = False
         self._gateway_epoch = None
         self.session += 1
-        self._pulse_due_s = 0.0
+        self._heartbeat_due_s = 0.0
 
-    def _pulse(self, now_s: float) -> None:
-        self._pulse_due_s = now_s + self._pulse_s
+    def _heartbeat(self, now_s: float) -> None:
+        self._heartbeat_due_s = now_s + self._heartbeat_s
         if self._gateway_epoch is None:
             config = self.spec.config
             size = int(config.num_blocks * config.block_tokens * self.spec.slo)
             sizes = (size, config.max_running, self.scheduler.context_tokens, 100)
-            self._send(Hello(PROTOCOL, self.spec.role, self.life, 1, MODEL, *sizes))
+            self._send(Hello(PROTOCOL, self.spec.role, self.worker_id, 1, MODEL, *sizes))
             return
         scheduler = self.scheduler
         waiting = scheduler.num_waiting_tokens + sum(len(b.request.prompt_ids) for b, _ in self._fetches.values())
-        waiting += sum(a.adopt.parcel.num_tokens for a in self._arrivals)
+        waiting += sum(a.adopt.descriptor.num_tokens for a in self._arrivals)
         running = len(scheduler.decode.running) + len(scheduler.prefill.running) + len(scheduler.detached)
         ceiling = scheduler.slo_controller.ceiling if self.spec.role == "decode" else None
-        self._send(Pulse(self.life, self._num_steps, waiting, running, self.blocks_held, ceiling))
+        self._send(Heartbeat(self.worker_id, self._num_steps, waiting, running, self.blocks_held, ceiling))
 
     def _settle_step(self, now_s: float) -> None:
         if self._tasks is None:
@@ -212,7 +212,7 @@ class SimWorker:
         events = [self._stamp(event) for event in self.scheduler.settle(tasks, sampled)]
         self.scheduler.timed(tasks, self._began_s, now_s)
         if events:
-            self._send(Tokens(self.life, tuple(events)))
+            self._send(Tokens(self.worker_id, tuple(events)))
         for task in tasks:
             seq = task.seq
             if seq.finish is not None:
@@ -234,24 +234,24 @@ class SimWorker:
         match message:
             case Welcome():
                 assert self._gateway_epoch in (None, message.gateway_epoch), "two gateways in one session"
-                self._gateway_epoch, self._pulse_s = message.gateway_epoch, message.pulse_s
+                self._gateway_epoch, self._heartbeat_s = message.gateway_epoch, message.heartbeat_s
             case Cancel():
                 self._forget(_name(message.request_id, message.attempt))
-                self.outbox.cancel(message.request_id, message.attempt)
+                self.sender.cancel(message.request_id, message.attempt)
             case Release():
-                self.outbox.release(message.lease)
+                self.sender.release(message.lease)
             case Drain():
                 self._draining = True
-            case Begin() | Adopt():
+            case StartPrefill() | StartDecode():
                 name = _name(message.request.id, message.attempt)
                 if self._gateway_epoch is None or name in self._jobs:
                     return
                 if self._draining:
                     self._refuse(message, "draining", "this worker is to leave")
                     return
-                num_open = len(message.answered) if isinstance(message, Begin) else 1
+                num_open = len(message.answered) if isinstance(message, StartPrefill) else 1
                 self._jobs[name] = _Job(message.request.id, message.attempt, num_open)
-                if isinstance(message, Adopt):
+                if isinstance(message, StartDecode):
                     self._arrivals.append(_Arrival(message, now_s + message.deadline_s))
                 elif (fetch := self._find_prefix(message.request, now_s)) is not None:
                     self._fetches[name] = (message, fetch)
@@ -260,7 +260,7 @@ class SimWorker:
             case _:
                 raise AssertionError(f"a worker is not sent {type(message).__name__}")
 
-    def _add(self, begin: Begin) -> None:
+    def _add(self, begin: StartPrefill) -> None:
         request = replace(begin.request, id=_name(begin.request.id, begin.attempt))
         try:
             self.scheduler.add(request, answered={each.choice: each.tokens for each in begin.answered})
@@ -268,8 +268,8 @@ class SimWorker:
             del self._jobs[request.id]
             self._refuse(begin, error.code, error.message, final=True)
 
-    def _refuse(self, message: Begin | Adopt, code: str, why: str, *, final: bool = False) -> None:
-        self._send(Refused(self.life, message.request.id, message.attempt, code, why, "", final))
+    def _refuse(self, message: StartPrefill | StartDecode, code: str, why: str, *, final: bool = False) -> None:
+        self._send(Refused(self.worker_id, message.request.id, message.attempt, code, why, "", final))
 
     def _forget(self, name: str) -> None:
         self._jobs.pop(name, None)
@@ -287,17 +287,17 @@ class SimWorker:
         size = self.spec.config.block_tokens
         for seq in waiting:
             table = seq.table[: -(-seq.num_computed // size)]
-            if not self.outbox.has_room(len(table)):
+            if not self.sender.has_room(len(table)):
                 self._to_pack.append(seq)
                 self.seen["waited for room in an outbox"] += 1
                 continue
             job = self._jobs[seq.request.id]
             blocks = [self._memory.read(block) for block in table]
-            parcel = self.outbox.pack(job.request_id, job.attempt, blocks, seq.num_computed, now_s + 4.0)
+            descriptor = self.sender.pack(job.request_id, job.attempt, blocks, seq.num_computed, now_s + 4.0)
             self._store(seq, now_s)
             self.scheduler.release(seq)
             self._leave(seq)
-            self._send(Packed(self.life, job.request_id, job.attempt, seq.choice, parcel))
+            self._send(TransferReady(self.worker_id, job.request_id, job.attempt, seq.choice, descriptor))
 
     def _arrive(self, now_s: float) -> None:
         """Parcels that got room in an earlier turn are copied; those that wait get room, oldest first."""
@@ -316,16 +316,16 @@ class SimWorker:
                     request,
                     adopt.answered.choice,
                     adopt.answered.tokens,
-                    adopt.parcel.num_tokens,
+                    adopt.descriptor.num_tokens,
                     num_cached=adopt.num_cached_tokens,
                 )
                 self._arrivals.append(arrival)
                 self.seen["waited for room at decode"] += arrival.seq is None
 
-    def _copy(self, seq: Seq, adopt: Adopt) -> None:
-        outbox = self._outboxes.get(adopt.parcel.arena)
-        for block, slot, told in zip(seq.table, adopt.parcel.offsets, adopt.parcel.checksums, strict=False):
-            values = outbox.read(slot) if outbox is not None else ()
+    def _copy(self, seq: Seq, adopt: StartDecode) -> None:
+        sender = self._senders.get(adopt.descriptor.arena)
+        for block, slot, told in zip(seq.table, adopt.descriptor.offsets, adopt.descriptor.checksums, strict=False):
+            values = sender.read(slot) if sender is not None else ()
             if checksum(values) != told:
                 self.scheduler.cancel(seq.request.id)
                 del self._jobs[seq.request.id]
@@ -334,7 +334,7 @@ class SimWorker:
                 return
             self._memory.write(block, values)
         self.scheduler.start(seq)
-        self._send(Adopted(self.life, adopt.request.id, adopt.attempt, adopt.answered.choice))
+        self._send(TransferDone(self.worker_id, adopt.request.id, adopt.attempt, adopt.answered.choice))
 
     # ---- cache pool -------------------------------------------------------------------------------------------------
 
@@ -353,7 +353,7 @@ class SimWorker:
             self._take_prefix(begin, fetch)
             self._add(begin)
 
-    def _take_prefix(self, begin: Begin, fetch: Fetch) -> None:
+    def _take_prefix(self, begin: StartPrefill, fetch: Fetch) -> None:
         """Copy found blocks into free ones, where the scheduler finds them by their keys."""
         pool, config = self.scheduler.pool, self.spec.config
         probe = Seq(begin.request, 0, 0, 1, list(begin.request.prompt_ids))

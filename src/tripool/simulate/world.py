@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 
 from tripool.core import Request
 from tripool.errors import TripoolError
-from tripool.messages import AnyMessage, Life, Reaped, Tokens
+from tripool.messages import AnyMessage, Reaped, Tokens, WorkerId
 from tripool.router import Coordinator, Emit, Fail, Output, Send, ToSupervisor
 from tripool.simulate.admission import SimAdmission
 from tripool.simulate.clock import Clock
 from tripool.simulate.dice import Dice
 from tripool.simulate.judge import Judge
 from tripool.simulate.network import Network
-from tripool.simulate.outbox import Outbox
 from tripool.simulate.pool import CacheMember
 from tripool.simulate.scenario import Arrival, Scenario
+from tripool.simulate.sender import KvSender
 from tripool.simulate.worker import SimWorker, WorkerSpec
 
 _TICK_S = 0.05
@@ -64,8 +64,8 @@ class Place:
     """The supervisor has decided to end this life."""
 
     @property
-    def life(self) -> Life:
-        return Life(self.name, self.epoch)
+    def worker_id(self) -> WorkerId:
+        return WorkerId(self.name, self.epoch)
 
 
 class World:
@@ -84,8 +84,8 @@ class World:
         self.network = Network(self.clock, self.dice, list(self.places), self._reach_worker, self._reach_gateway)
         self.coordinator: Coordinator | None = None
         self.admission = self._new_admission()
-        self._outboxes: dict[str, Outbox] = {}
-        self._reaped: list[Life] = []
+        self._senders: dict[str, KvSender] = {}
+        self._reaped: list[WorkerId] = []
         self._gateway_epoch = 0
         self._gateway_died_s = 0.0
 
@@ -234,8 +234,8 @@ class World:
         for output in outputs:
             match output:
                 case Send():
-                    self.judge.told(output.life, output.message)
-                    self.network.send_to_worker(output.life, output.message)
+                    self.judge.told(output.worker_id, output.message)
+                    self.network.send_to_worker(output.worker_id, output.message)
                 case Emit():
                     event = output.event
                     self.clock.note(f"{event.request_id}.{event.choice}[{event.index}] = {event.token_id}")
@@ -247,28 +247,28 @@ class World:
                     self._ask_again(self.judge.failed(output.request_id, output.error))
                     self.admission.gone(output.request_id, self.now_s)
                 case ToSupervisor():
-                    life = output.message.life
-                    self.clock.note(f"{life.worker}.{life.epoch} is suspected")
+                    worker_id = output.message.worker_id
+                    self.clock.note(f"{worker_id} is suspected")
                     self.seen["suspected"] += 1
-                    self.judge.lost(life)
-                    self.end_later(self.places[life.worker], self.dice.uniform(0.0, 0.5), life)
+                    self.judge.lost(worker_id)
+                    self.end_later(self.places[worker_id.name], self.dice.uniform(0.0, 0.5), worker_id)
 
-    def _reach_worker(self, life: Life, session: int, message: AnyMessage) -> None:
-        place = self.places[life.worker]
+    def _reach_worker(self, worker_id: WorkerId, session: int, message: AnyMessage) -> None:
+        place = self.places[worker_id.name]
         process = place.process
-        if process is None or (process.life, process.session) != (life, session):
+        if process is None or (process.worker_id, process.session) != (worker_id, session):
             return
-        self.clock.note(f"{type(message).__name__} reaches {life.worker}.{life.epoch}")
-        process.inbox.append(message)
+        self.clock.note(f"{type(message).__name__} reaches {worker_id}")
+        process.receiver.append(message)
         soon_s = self.clock.now_s + _POLL_S
         if not process.stepping and place.wake_s > soon_s:
             self._wake_at(place, soon_s)
 
-    def _reach_gateway(self, life: Life, message: AnyMessage) -> None:
+    def _reach_gateway(self, worker_id: WorkerId, message: AnyMessage) -> None:
         if self.coordinator is None:
             return
-        self.clock.note(f"{type(message).__name__} from {life.worker}.{life.epoch}")
-        if isinstance(message, Tokens) and life not in self.coordinator.view:
+        self.clock.note(f"{type(message).__name__} from {worker_id}")
+        if isinstance(message, Tokens) and worker_id not in self.coordinator.view:
             self.seen["tokens of an untrusted life"] += 1
         outputs = self.coordinator.receive(message, self.clock.now_s)
         if isinstance(message, Tokens):
@@ -277,7 +277,7 @@ class World:
                 if isinstance(output, Emit):
                     event = output.event
                     attempt = brought[event.request_id, event.choice, event.index]
-                    self.judge.source(event, life, attempt)
+                    self.judge.source(event, worker_id, attempt)
         self.do(outputs)
 
     # ---- processes --------------------------------------------------------------------------------------------------
@@ -286,11 +286,11 @@ class World:
         place.epoch += 1
         place.stopped = place.ending = False
         process = place.process = SimWorker(
-            place.life,
+            place.worker_id,
             place.spec,
             self.members,
-            self._outboxes,
-            lambda message: self.network.send_to_gateway(process.life, process.session, message),
+            self._senders,
+            lambda message: self.network.send_to_gateway(process.worker_id, process.session, message),
         )
         self.clock.note(f"{place.name}.{place.epoch} starts")
         self._wake_at(place, self.now_s)
@@ -307,25 +307,25 @@ class World:
         next_s = process.turn(self.clock.now_s)
         if process.exited:
             self.clock.note(f"{place.name}.{place.epoch} leaves")
-            self._end(place, place.life)
+            self._end(place, place.worker_id)
         else:
             self._wake_at(place, next_s)
 
-    def end_later(self, place: Place, delay_s: float, life: Life) -> None:
-        if place.life == life and not place.ending:
+    def end_later(self, place: Place, delay_s: float, worker_id: WorkerId) -> None:
+        if place.worker_id == worker_id and not place.ending:
             place.ending = True
-            self.clock.expect(self.now_s + delay_s, self._end, place, life)
+            self.clock.expect(self.now_s + delay_s, self._end, place, worker_id)
 
-    def _end(self, place: Place, life: Life) -> None:
+    def _end(self, place: Place, worker_id: WorkerId) -> None:
         """Killed, or gone by itself; the supervisor reaps it and starts the next life."""
-        if place.life != life or place.process is None:
+        if place.worker_id != worker_id or place.process is None:
             return
         self._remember(place.process)
         place.process = None
         place.ending = True
         if self.dice.chance(0.5):
             self.network.lose_sent(place.name)
-        self.clock.expect(self.now_s + self.dice.uniform(0.002, 0.05), self._reap, place, life)
+        self.clock.expect(self.now_s + self.dice.uniform(0.002, 0.05), self._reap, place, worker_id)
 
     def _remember(self, process: SimWorker) -> None:
         self.seen += process.seen
@@ -335,16 +335,16 @@ class World:
         self.seen["bad blocks in the cache"] += process.pool.num_bad
         self.seen["waited for blocks from disk"] += process.pool.num_waited
 
-    def _reap(self, place: Place, life: Life) -> None:
-        self.clock.note(f"{life.worker}.{life.epoch} is reaped")
-        self._reaped.append(life)
-        self.judge.lost(life)
-        self._outboxes.pop(f"{life.worker}.{life.epoch}")
+    def _reap(self, place: Place, worker_id: WorkerId) -> None:
+        self.clock.note(f"{worker_id} is reaped")
+        self._reaped.append(worker_id)
+        self.judge.lost(worker_id)
+        self._senders.pop(str(worker_id))
         if self.coordinator is not None:
-            self.do(self.coordinator.receive(Reaped(life), self.now_s))
+            self.do(self.coordinator.receive(Reaped(worker_id), self.now_s))
         for member in self.members:
             if member.up:
-                member.index.reaped(life)
+                member.index.reaped(worker_id)
                 member.settle()
         self.clock.expect(self.now_s + self.dice.uniform(0.05, 0.4), self._start, place)
 
@@ -358,8 +358,8 @@ class World:
 
     # ---- for faults -------------------------------------------------------------------------------------------------
 
-    def trusts(self, life: Life) -> bool:
-        return self.coordinator is not None and life in self.coordinator.view
+    def trusts(self, worker_id: WorkerId) -> bool:
+        return self.coordinator is not None and worker_id in self.coordinator.view
 
     def wake(self, place: Place) -> None:
         """At once, unless it is in the middle of a step."""
@@ -373,8 +373,8 @@ class World:
 
     def restart_member(self, member: CacheMember) -> None:
         member.restart()
-        for life in self._reaped:
-            member.index.reaped(life)
+        for worker_id in self._reaped:
+            member.index.reaped(worker_id)
         member.settle()
 
     def kill_gateway(self) -> None:

@@ -48,7 +48,7 @@ class ColocatedWorld:
         self._step_s, self._around_s = step_s, around_s
         self._open: dict[str, Open] = {}
         self._requests: dict[str, Request] = {}
-        self._inbox: list[str] = []
+        self._receiver: list[str] = []
         self._tasks: list[Task] | None = None
         self._before = StepFacts()
         self._began_s = 0.0
@@ -71,7 +71,7 @@ class ColocatedWorld:
     def _decide(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, Admit):
-                self._inbox.append(decision.id)
+                self._receiver.append(decision.id)
             else:
                 self._close(decision.id, REFUSED, 0.0, decision.error.code)
         self._go()
@@ -83,10 +83,10 @@ class ColocatedWorld:
     def _go(self) -> None:
         if self._tasks is not None:
             return
-        newcomers = len(self._inbox)
-        for name in self._inbox:
+        newcomers = len(self._receiver)
+        for name in self._receiver:
             self._scheduler.add(self._requests[name])
-        self._inbox = []
+        self._receiver = []
         tasks = self._scheduler.schedule() if self._scheduler.busy else []
         if tasks:
             self._tasks, self._began_s = tasks, self.timeline.now_s

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from tripool.messages import Adopt, AnyMessage, Cancel, Life
+from tripool.messages import AnyMessage, Cancel, StartDecode, WorkerId
 from tripool.simulate.supernode.engines import NO_TROUBLE, Line, Trouble, span_fs, steps_in, steps_within
 from tripool.simulate.supernode.rank import DecodeRank, Job
 from tripool.simulate.supernode.site import Site
 from tripool.simulate.supernode.timeline import FS, STEP, TICK, to_fs
 
-_PULSE_FS = to_fs(1.5)
+_HEARTBEAT_FS = to_fs(1.5)
 """Between two pulses of a worker that has nothing new to say; the gateway bears two seconds of silence."""
 _TELL_FS = to_fs(5.0)
 _NEWS_FS = to_fs(0.5)
@@ -25,20 +25,20 @@ _RECENT_FS = to_fs(0.4)
 
 
 class DecodeInstance:
-    def __init__(self, site: Site, number: int, lives: list[Life], first: int) -> None:
+    def __init__(self, site: Site, number: int, worker_ids: list[WorkerId], first: int) -> None:
         self._site, self._number = site, number
         self.trouble: Trouble = NO_TROUBLE
         self.ranks: list[DecodeRank | None] = []
         self._first = first
         self._rows, self._base = 0, 0
         """Of all batches together: `context = base + rows x step`."""
-        self._parts: list[tuple[int, int]] = [(0, 0)] * len(lives)
+        self._parts: list[tuple[int, int]] = [(0, 0)] * len(worker_ids)
         """Each rank's share of those."""
         self._live: set[int] = set()
         """Ranks whose current step is being taken by itself."""
         self._news: list[tuple[int, int, int]] = []
         """(step, rank, version): in which step something happens next, for ranks that are leapt over."""
-        self._versions = [0] * len(lives)
+        self._versions = [0] * len(worker_ids)
         self._stepping = False
         self._line = Line(0, 0, 1)
         self._batch, self._context = 0, 0
@@ -47,25 +47,25 @@ class DecodeInstance:
         self._origin_fs, self._origin = 0, 0
         self._target, self._plans = 0, 0
         self._extra_fs = 0
-        for life in lives:
-            self.ranks.append(self._new(life, len(self.ranks)))
-        site.timeline.at(_PULSE_FS, TICK, first, self._pulse)
+        for worker_id in worker_ids:
+            self.ranks.append(self._new(worker_id, len(self.ranks)))
+        site.timeline.at(_HEARTBEAT_FS, TICK, first, self._heartbeat)
         site.timeline.at(_TELL_FS, TICK, first, self._tell)
 
-    def _new(self, life: Life, index: int) -> DecodeRank:
+    def _new(self, worker_id: WorkerId, index: int) -> DecodeRank:
         rank: DecodeRank = DecodeRank(
-            self._site, life, self._first + index,
+            self._site, worker_id, self._first + index,
             catch_up=lambda: self._catch_up(rank, index), arrived=lambda job: self._arrived(rank, index, job),
         )  # fmt: skip
         rank.synced = self._steps_done()
-        self._site.tell(rank.number, life, [rank.hello()])
+        self._site.tell(rank.number, worker_id, [rank.hello()])
         return rank
 
     # ---- from outside -----------------------------------------------------------------------------------------------
 
     def receive(self, index: int, message: AnyMessage) -> None:
         rank = self.ranks[index]
-        if rank is not None and isinstance(message, (Adopt, Cancel)):
+        if rank is not None and isinstance(message, (StartDecode, Cancel)):
             self._catch_up(rank, index)
             rank.receive(message)
 
@@ -91,9 +91,9 @@ class DecodeInstance:
             self._extra_fs += to_fs(stall_s)
             self._cut()
 
-    def revive(self, index: int, life: Life) -> None:
+    def revive(self, index: int, worker_id: WorkerId) -> None:
         if self.ranks[index] is None:
-            self.ranks[index] = self._new(life, index)
+            self.ranks[index] = self._new(worker_id, index)
 
     @property
     def num_running(self) -> int:
@@ -188,7 +188,7 @@ class DecodeInstance:
         self._live.discard(index)
         rank.synced = self._origin
         if rank.has_news:
-            rank.pulse(self._origin, after_fs=_NEWS_FS)
+            rank.heartbeat(self._origin, after_fs=_NEWS_FS)
         self._register_now(rank, index)
         if not rank.scheduler.busy:
             return
@@ -237,12 +237,12 @@ class DecodeInstance:
         self._rows += rows - old_rows
         self._base += base - old_base
 
-    def _pulse(self) -> None:
+    def _heartbeat(self) -> None:
         done = self._steps_done()
         for rank in self.ranks:
             if rank is not None:
-                rank.pulse(done, after_fs=_RECENT_FS)
-        self._site.timeline.at(self._site.timeline.now_fs + _PULSE_FS, TICK, self._first, self._pulse)
+                rank.heartbeat(done, after_fs=_RECENT_FS)
+        self._site.timeline.at(self._site.timeline.now_fs + _HEARTBEAT_FS, TICK, self._first, self._heartbeat)
 
     def _tell(self) -> None:
         for index, rank in enumerate(self.ranks):

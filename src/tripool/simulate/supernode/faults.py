@@ -19,7 +19,7 @@ from math import ceil
 from re import fullmatch
 
 from tripool.errors import InvalidRequest
-from tripool.messages import Life, Reaped
+from tripool.messages import Reaped, WorkerId
 from tripool.simulate.supernode.engines import NO_TROUBLE
 from tripool.simulate.supernode.layout import Layout
 from tripool.simulate.supernode.timeline import FAULT, to_fs
@@ -98,7 +98,7 @@ class Faults:
         self._world = world
         self.struck = [Struck(fault) for fault in faults]
         self._watched: dict[str, list[Struck]] = {}
-        self._dead: set[Life] = set()
+        self._dead: set[WorkerId] = set()
         world.on_token, world.on_end, world.on_suspect = self._token, self._end, self._suspected
         for number, struck in enumerate(self.struck):
             world.timeline.at(to_fs(struck.fault.at_s), FAULT, number, self._strike, number)
@@ -125,7 +125,7 @@ class Faults:
         elif role == "prefill":
             keeper = world.prefills[index]
             if keeper is not None:
-                self._lose(struck, [keeper.life], told=fault.kind == "chip")
+                self._lose(struck, [keeper.worker_id], told=fault.kind == "chip")
                 keeper.dead = True
                 world.prefills[index] = None
                 later(world.start_prefill, index)
@@ -147,20 +147,20 @@ class Faults:
 
     def _lose_ranks(self, struck: Struck, index: int) -> None:
         instance, ranks = self._world.decodes[index], self._ranks(struck.fault)
-        lives = [rank.life for number in ranks if (rank := instance.ranks[number]) is not None]
-        self._lose(struck, lives, told=struck.fault.kind == "chip")
+        worker_ids = [rank.worker_id for number in ranks if (rank := instance.ranks[number]) is not None]
+        self._lose(struck, worker_ids, told=struck.fault.kind == "chip")
         instance.kill(list(ranks), _MASK_S)
 
-    def _lose(self, struck: Struck, lives: list[Life], *, told: bool) -> None:
+    def _lose(self, struck: Struck, worker_ids: list[WorkerId], *, told: bool) -> None:
         world, ledger = self._world, self._world.coordinator.ledger
         touched: set[str] = set()
-        for life in lives:
-            touched.update(request_id for request_id, _ in ledger.placements_at(life))
-            touched.update(request_id for request_id, _ in ledger.leases_at(life))
-            self._dead.add(life)
+        for worker_id in worker_ids:
+            touched.update(request_id for request_id, _ in ledger.placements_at(worker_id))
+            touched.update(request_id for request_id, _ in ledger.leases_at(worker_id))
+            self._dead.add(worker_id)
             if told:
                 reaped_fs = world.timeline.now_fs + to_fs(_REAP_S)
-                world.timeline.at(reaped_fs, FAULT, len(self.struck), self._reap, life)
+                world.timeline.at(reaped_fs, FAULT, len(self.struck), self._reap, worker_id)
         # What was sent before the fault still arrives.
         soon_fs = world.timeline.now_fs + 2 * to_fs(world.layout.links.hop_s)
         world.timeline.at(soon_fs, FAULT, len(self.struck), self._watch, struck, sorted(touched))
@@ -171,20 +171,20 @@ class Faults:
                 struck.num_requests += 1
                 self._watched.setdefault(request_id, []).append(struck)
 
-    def _reap(self, life: Life) -> None:
-        self._world.pool.reaped(life)
-        self._world.receive(Reaped(life))
+    def _reap(self, worker_id: WorkerId) -> None:
+        self._world.pool.reaped(worker_id)
+        self._world.receive(Reaped(worker_id))
 
-    def _suspected(self, life: Life) -> None:
-        assert life in self._dead, f"{life} is suspected and lives"
+    def _suspected(self, worker_id: WorkerId) -> None:
+        assert worker_id in self._dead, f"{worker_id} is suspected and lives"
         look_fs = self._world.timeline.now_fs + to_fs(_ASK_S)
-        self._world.timeline.at(look_fs, FAULT, len(self.struck), self._reap, life)
+        self._world.timeline.at(look_fs, FAULT, len(self.struck), self._reap, worker_id)
 
     def _revive(self, fault: Fault, index: int) -> None:
         for number in self._ranks(fault):
             if self._world.decodes[index].ranks[number] is None:
-                life = self._world.new_life(f"decode-{index}.{number}")
-                self._world.decodes[index].revive(number, life)
+                worker_id = self._world.new_worker_id(f"decode-{index}.{number}")
+                self._world.decodes[index].revive(number, worker_id)
 
     # ---- links and engines ------------------------------------------------------------------------------------------
 

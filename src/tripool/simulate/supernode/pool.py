@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tripool.cache import PoolIndex, Ring
 from tripool.cache.records import Written
-from tripool.messages import Life
+from tripool.messages import WorkerId
 
 _LEASE_S = 30.0
 _WRITE_S = 30.0
@@ -52,7 +52,7 @@ class CachePool:
         self.members = {f"cache-{number}": Member(member_slots) for number in range(num_members)}
         self._ring = Ring(self.members)
 
-    def find(self, keys: Sequence[bytes], first: int, reader: Life, namespace: bytes, now_s: float) -> Found:
+    def find(self, keys: Sequence[bytes], first: int, reader: WorkerId, namespace: bytes, now_s: float) -> Found:
         """From position `first` on, as far as the chain is known without a gap."""
         leases, num_blocks = [], 0
         for stretch in self._ring.stretches(keys, first):
@@ -67,11 +67,11 @@ class CachePool:
                 break
         return Found(num_blocks, tuple(leases))
 
-    def release(self, found: Found, reader: Life) -> None:
+    def release(self, found: Found, reader: WorkerId) -> None:
         for member, lease in found.leases:
             member.index.release(lease, reader)
 
-    def reserve(self, keys: Sequence[bytes], writer: Life, namespace: bytes, now_s: float) -> Writing:
+    def reserve(self, keys: Sequence[bytes], writer: WorkerId, namespace: bytes, now_s: float) -> Writing:
         """Room for those blocks of a chain that the pool does not know."""
         grants, num_blocks = [], 0
         for stretch in self._ring.stretches(keys):
@@ -84,14 +84,14 @@ class CachePool:
                     num_blocks += len(grant.slots)
         return Writing(num_blocks, tuple(grants))
 
-    def commit(self, writing: Writing, writer: Life, block_bytes: int) -> None:
+    def commit(self, writing: Writing, writer: WorkerId, block_bytes: int) -> None:
         for member, ticket, slots in writing.grants:
             member.index.commit(ticket, writer, [Written(slot, 0, block_bytes) for slot in slots])
             member.index.take_changes()
 
-    def reaped(self, life: Life) -> None:
+    def reaped(self, worker_id: WorkerId) -> None:
         for member in self.members.values():
-            member.index.reaped(life)
+            member.index.reaped(worker_id)
 
     def expire(self, now_s: float) -> None:
         for member in self.members.values():

@@ -16,17 +16,17 @@ from tripool.errors import TripoolError
 from tripool.messages import (
     PROTOCOL,
     AnyMessage,
-    Begin,
     Cancel,
+    Heartbeat,
     Hello,
-    Life,
-    Packed,
-    Parcel,
-    Pulse,
+    KvDescriptor,
     Refused,
     Release,
     Stamped,
+    StartPrefill,
     Tokens,
+    TransferReady,
+    WorkerId,
 )
 from tripool.sequence import Seq, Task
 from tripool.simulate.supernode.links import Link, carry
@@ -35,7 +35,7 @@ from tripool.simulate.supernode.rank import MODEL, renamed, sampled_of
 from tripool.simulate.supernode.site import Site
 from tripool.simulate.supernode.timeline import ARRIVAL, STEP, TICK, to_fs
 
-_PULSE_FS, _NEWS_FS, _RECENT_FS = to_fs(1.5), to_fs(0.5), to_fs(0.4)
+_HEARTBEAT_FS, _NEWS_FS, _RECENT_FS = to_fs(1.5), to_fs(0.5), to_fs(0.4)
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +43,7 @@ class _Job:
     """One Begin, until it is packed."""
 
     name: str
-    begin: Begin
+    begin: StartPrefill
     keys: Sequence[bytes]
     found: Found | None = None
     fetched_tokens: int = 0
@@ -53,26 +53,26 @@ class PrefillInstance:
     """`keys_of`: names of a request's full prompt blocks."""
 
     def __init__(
-        self, site: Site, life: Life, number: int, pool: CachePool, keys_of: Callable[[str], Sequence[bytes]]
+        self, site: Site, worker_id: WorkerId, number: int, pool: CachePool, keys_of: Callable[[str], Sequence[bytes]]
     ) -> None:
-        self._site, self.life, self._number, self._pool, self._keys_of = site, life, number, pool, keys_of
+        self._site, self.worker_id, self._number, self._pool, self._keys_of = site, worker_id, number, pool, keys_of
         layout = site.layout
         self._config = layout.prefill.config
         self._scheduler = Scheduler(self._config, model=MODEL, context_tokens=layout.context_tokens)
         self._cache_link, self._cache_fs = Link(layout.links.cache_bytes_per_s), to_fs(layout.links.cache_s)
         self.send_link = Link(layout.links.send_bytes_per_s)
         self._jobs: dict[str, _Job] = {}
-        self._leases: dict[int, tuple[Begin, Seq]] = {}
+        self._leases: dict[int, tuple[StartPrefill, Seq]] = {}
         self._next_lease = 1
         self._tasks: list[Task] | None = None
         self._began_fs = 0
         self._num_steps = 0
-        self._pulsed_fs = 0
+        self._heartbeat_fs = 0
         self.slowness = 1.0
         self.dead = False
         size = self._config.num_blocks * self._config.block_tokens
         sizes = (size, self._config.max_running, self._scheduler.context_tokens, 2**31)
-        site.tell(number, life, [Hello(PROTOCOL, "prefill", life, 1, MODEL, *sizes)])
+        site.tell(number, worker_id, [Hello(PROTOCOL, "prefill", worker_id, 1, MODEL, *sizes)])
         self._keep_alive()
 
     def cut(self, until_fs: int) -> None:
@@ -84,7 +84,7 @@ class PrefillInstance:
 
     def receive(self, message: AnyMessage) -> None:
         match message:
-            case Begin():
+            case StartPrefill():
                 self._look_up(message)
             case Release():
                 kept = self._leases.pop(message.lease, None)
@@ -95,7 +95,7 @@ class PrefillInstance:
                 self._forget(message.request_id, message.attempt)
                 self._go()
 
-    def _look_up(self, begin: Begin) -> None:
+    def _look_up(self, begin: StartPrefill) -> None:
         """What the pool has of the prompt beyond what is here; its last token is always computed."""
         size, now_s = self._config.block_tokens, self._site.timeline.now_s
         keys = self._keys_of(begin.request.id)[: (len(begin.request.prompt_ids) - 1) // size]
@@ -103,7 +103,7 @@ class PrefillInstance:
         job = self._jobs[name] = _Job(name, begin, keys)
         here = len(self._scheduler.pool.match(keys))
         if here < len(keys):
-            found = self._pool.find(keys, here, self.life, namespace_tag(begin.request.namespace), now_s)
+            found = self._pool.find(keys, here, self.worker_id, namespace_tag(begin.request.namespace), now_s)
             if found.num_blocks:
                 job.found, job.fetched_tokens = found, found.num_blocks * size
                 there_fs = self._move(found.num_blocks, "cache reads")
@@ -124,7 +124,7 @@ class PrefillInstance:
         wanted = here + job.found.num_blocks
         self._scheduler.kept.keep_more(blocks, wanted - len(blocks))
         self._scheduler.kept.let_go(blocks, job.keys[:wanted])
-        self._pool.release(job.found, self.life)
+        self._pool.release(job.found, self.worker_id)
         job.found = None
         self._add(job)
 
@@ -136,7 +136,9 @@ class PrefillInstance:
         except TripoolError as error:
             del self._jobs[job.name]
             told = (error.code, error.message, error.hint, True)
-            self._site.tell(self._number, self.life, [Refused(self.life, begin.request.id, begin.attempt, *told)])
+            self._site.tell(
+                self._number, self.worker_id, [Refused(self.worker_id, begin.request.id, begin.attempt, *told)]
+            )
             return
         self._scheduler.prefill.waiting[-1].keys.extend(job.keys)
         self._go()
@@ -145,7 +147,7 @@ class PrefillInstance:
         job = self._jobs.pop(f"{request_id}/{attempt}", None)
         if job is not None:
             if job.found is not None:
-                self._pool.release(job.found, self.life)
+                self._pool.release(job.found, self.worker_id)
             self._scheduler.cancel(job.name)
         for lease, (begin, seq) in list(self._leases.items()):
             if (begin.request.id, begin.attempt) == (request_id, attempt):
@@ -192,20 +194,20 @@ class PrefillInstance:
                 packed.append(self._pack(job, self._scheduler.detach(event.request_id, event.choice)))
             self._store(job)
         if stamped:
-            self._site.tell(self._number, self.life, [Tokens(self.life, tuple(stamped)), *packed])
-        self._pulse(_NEWS_FS)
+            self._site.tell(self._number, self.worker_id, [Tokens(self.worker_id, tuple(stamped)), *packed])
+        self._heartbeat(_NEWS_FS)
         self._go()
 
     @property
     def _hands_over(self) -> bool:
         return self._next_lease > 1
 
-    def _pack(self, job: _Job, seq: Seq) -> Packed:
+    def _pack(self, job: _Job, seq: Seq) -> TransferReady:
         lease = self._next_lease
         self._next_lease += 1
         self._leases[lease] = job.begin, seq
-        parcel = Parcel(f"{self.life.worker}.{self.life.epoch}", lease, (), (), 1, seq.num_computed)
-        return Packed(self.life, job.begin.request.id, job.begin.attempt, seq.choice, parcel)
+        descriptor = KvDescriptor(str(self.worker_id), lease, (), (), 1, seq.num_computed)
+        return TransferReady(self.worker_id, job.begin.request.id, job.begin.attempt, seq.choice, descriptor)
 
     def _store(self, job: _Job) -> None:
         """Offer the prompt's blocks to the pool."""
@@ -213,32 +215,32 @@ class PrefillInstance:
         keys = self._keys_of(request.id)
         if not keys:
             return
-        writing = self._pool.reserve(keys, self.life, namespace_tag(request.namespace), timeline.now_s)
+        writing = self._pool.reserve(keys, self.worker_id, namespace_tag(request.namespace), timeline.now_s)
         if writing.num_blocks:
             there_fs = self._move(writing.num_blocks, "cache writes")
             timeline.at(there_fs, ARRIVAL, self._number, self._stored, writing)
 
     def _stored(self, writing: Writing) -> None:
         if not self.dead:
-            self._pool.commit(writing, self.life, self._site.layout.block_bytes)
+            self._pool.commit(writing, self.worker_id, self._site.layout.block_bytes)
 
     # ---- pulses -----------------------------------------------------------------------------------------------------
 
     def _keep_alive(self) -> None:
         if not self.dead:
             timeline = self._site.timeline
-            self._pulse(_RECENT_FS)
-            timeline.at(timeline.now_fs + _PULSE_FS, TICK, self._number, self._keep_alive)
+            self._heartbeat(_RECENT_FS)
+            timeline.at(timeline.now_fs + _HEARTBEAT_FS, TICK, self._number, self._keep_alive)
 
-    def _pulse(self, after_fs: int) -> None:
+    def _heartbeat(self, after_fs: int) -> None:
         now_fs = self._site.timeline.now_fs
-        if now_fs - self._pulsed_fs < after_fs:
+        if now_fs - self._heartbeat_fs < after_fs:
             return
-        self._pulsed_fs = now_fs
+        self._heartbeat_fs = now_fs
         scheduler = self._scheduler
         fetching = sum(len(job.begin.request.prompt_ids) for job in self._jobs.values() if job.found is not None)
         running = len(scheduler.prefill.running) + len(scheduler.detached)
-        pulse = Pulse(
-            self.life, self._num_steps, scheduler.num_waiting_tokens + fetching, running, scheduler.pool.num_held
+        heartbeat = Heartbeat(
+            self.worker_id, self._num_steps, scheduler.num_waiting_tokens + fetching, running, scheduler.pool.num_held
         )
-        self._site.tell(self._number, self.life, [pulse])
+        self._site.tell(self._number, self.worker_id, [heartbeat])

@@ -16,7 +16,18 @@ from tripool.core import Request, TokenEvent
 from tripool.decode import StepFacts
 from tripool.engine.colocated import Scheduler
 from tripool.engine.leap import leap, quiet_steps
-from tripool.messages import PROTOCOL, Adopt, Adopted, AnyMessage, Cancel, Hello, Life, Pulse, Refused, Stamped
+from tripool.messages import (
+    PROTOCOL,
+    AnyMessage,
+    Cancel,
+    Heartbeat,
+    Hello,
+    Refused,
+    Stamped,
+    StartDecode,
+    TransferDone,
+    WorkerId,
+)
 from tripool.sequence import Sampled, Seq, Task
 from tripool.simulate.supernode.site import Run, Site
 from tripool.simulate.supernode.timeline import ARRIVAL, FS, to_fs
@@ -32,7 +43,7 @@ class Job:
     """One Adopt: waits for room, then for its bytes, then runs."""
 
     name: str
-    adopt: Adopt
+    adopt: StartDecode
     num_told: int
     told_fs: int
     seq: Seq | None = None
@@ -55,9 +66,15 @@ class DecodeRank:
     """`catch_up` is called before the scheduler is asked anything, `arrived` when an answer's bytes are here."""
 
     def __init__(
-        self, site: Site, life: Life, number: int, *, catch_up: Callable[[], None], arrived: Callable[[Job], None]
+        self,
+        site: Site,
+        worker_id: WorkerId,
+        number: int,
+        *,
+        catch_up: Callable[[], None],
+        arrived: Callable[[Job], None],
     ) -> None:
-        self.site, self.life, self.number = site, life, number
+        self.site, self.worker_id, self.number = site, worker_id, number
         self._catch_up, self._arrived = catch_up, arrived
         self.config = site.layout.decode.config
         self.scheduler = Scheduler(self.config, model=MODEL, context_tokens=site.layout.context_tokens)
@@ -81,7 +98,7 @@ class DecodeRank:
         self.jobs: dict[str, Job] = {}
         self._queue: deque[Job] = deque()
         self._ceiling: int | None = None
-        self._pulsed_fs = 0
+        self._heartbeat_fs = 0
 
     @property
     def rows(self) -> int:
@@ -139,32 +156,38 @@ class DecodeRank:
             self.scheduler.start(job.seq)
             begun.append(job.seq)
             adopt = job.adopt
-            self.site.tell(self.number, self.life, [Adopted(self.life, adopt.request.id, adopt.attempt, 0)])
+            self.site.tell(
+                self.number, self.worker_id, [TransferDone(self.worker_id, adopt.request.id, adopt.attempt, 0)]
+            )
         self.starting = []
         return begun
 
-    def pulse(self, num_steps: int, *, after_fs: int) -> None:
+    def heartbeat(self, num_steps: int, *, after_fs: int) -> None:
         """Unless the last one is not so long ago."""
         now_fs = self.site.timeline.now_fs
-        if now_fs - self._pulsed_fs >= after_fs:
-            self._pulsed_fs = now_fs
-            waiting = sum(job.adopt.parcel.num_tokens for job in self._queue)
+        if now_fs - self._heartbeat_fs >= after_fs:
+            self._heartbeat_fs = now_fs
+            waiting = sum(job.adopt.descriptor.num_tokens for job in self._queue)
             scheduler = self.scheduler
             running = self.rows + len(scheduler.arriving) + len(scheduler.prefill.running)
             held = scheduler.pool.num_held
             waiting += scheduler.num_waiting_tokens
-            self.site.tell(self.number, self.life, [Pulse(self.life, num_steps, waiting, running, held, self._ceiling)])
+            self.site.tell(
+                self.number,
+                self.worker_id,
+                [Heartbeat(self.worker_id, num_steps, waiting, running, held, self._ceiling)],
+            )
 
     def hello(self) -> Hello:
         size = self.config.num_blocks * self.config.block_tokens
         sizes = (size, self.config.max_running, self.scheduler.context_tokens, 2**31)
-        return Hello(PROTOCOL, "decode", self.life, 1, MODEL, *sizes)
+        return Hello(PROTOCOL, "decode", self.worker_id, 1, MODEL, *sizes)
 
     # ---- messages; the instance has caught up before ----------------------------------------------------------------
 
     def receive(self, message: AnyMessage) -> None:
         match message:
-            case Adopt():
+            case StartDecode():
                 name = f"{message.request.id}/{message.attempt}"
                 now_fs = self.site.timeline.now_fs
                 job = self.jobs[name] = Job(name, message, len(message.answered.tokens), now_fs)
@@ -192,7 +215,7 @@ class DecodeRank:
         due = [job for job in self.jobs.values() if everything or now_fs - job.told_fs >= _TOLD_FS]
         runs = [self._run(job, None) for job in due if job.seq is not None and job.seq.num_generated > job.num_told]
         if runs:
-            self.site.tell_runs(self.number, self.life, runs)
+            self.site.tell_runs(self.number, self.worker_id, runs)
 
     def has_untold(self) -> bool:
         now_fs = self.site.timeline.now_fs
@@ -207,12 +230,12 @@ class DecodeRank:
             adopt = job.adopt
             request = renamed(adopt.request, job.name)
             job.seq = self.scheduler.adopt(
-                request, 0, adopt.answered.tokens, adopt.parcel.num_tokens, num_cached=adopt.num_cached_tokens
+                request, 0, adopt.answered.tokens, adopt.descriptor.num_tokens, num_cached=adopt.num_cached_tokens
             )
             if job.seq is None:
                 return
             self._queue.popleft()
-            num_bytes = adopt.parcel.num_tokens * self.site.layout.token_bytes
+            num_bytes = adopt.descriptor.num_tokens * self.site.layout.token_bytes
             there_fs = self.site.transfer(_source(adopt), self.number, num_bytes)
             self.site.timeline.at(there_fs, ARRIVAL, self.number, self._arrived, job)
 
@@ -223,8 +246,8 @@ class DecodeRank:
 
     def _refuse(self, job: Job, code: str, why: str) -> None:
         self._forget(job.name)
-        refused = Refused(self.life, job.adopt.request.id, job.adopt.attempt, code, why, "", False)
-        self.site.tell(self.number, self.life, [refused])
+        refused = Refused(self.worker_id, job.adopt.request.id, job.adopt.attempt, code, why, "", False)
+        self.site.tell(self.number, self.worker_id, [refused])
 
     def _forget(self, name: str) -> None:
         job = self.jobs.pop(name, None)
@@ -240,7 +263,7 @@ class DecodeRank:
     def _tell_finished(self, events: list[TokenEvent]) -> None:
         runs = [self._run(self.jobs.pop(event.request_id), event) for event in events]
         if runs:
-            self.site.tell_runs(self.number, self.life, runs)
+            self.site.tell_runs(self.number, self.worker_id, runs)
 
     def _run(self, job: Job, last: TokenEvent | None) -> Run:
         """What is new since the gateway was last told."""
@@ -261,6 +284,6 @@ def renamed(request: Request, name: str) -> Request:
     )  # fmt: skip
 
 
-def _source(adopt: Adopt) -> Life:
-    worker, _, epoch = adopt.parcel.arena.rpartition(".")
-    return Life(worker, int(epoch))
+def _source(adopt: StartDecode) -> WorkerId:
+    worker, _, epoch = adopt.descriptor.arena.rpartition(".")
+    return WorkerId(worker, int(epoch))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from tripool.messages import AnyMessage, Life, Stamped
+from tripool.messages import AnyMessage, Stamped, WorkerId
 from tripool.simulate.supernode.layout import Layout
 from tripool.simulate.supernode.links import Slices
 from tripool.simulate.supernode.timeline import Timeline
@@ -21,13 +21,13 @@ class Site(Protocol):
     leaps: bool
     """Whether quiet steps are taken many at once, or each by itself: the plain way, for comparison."""
 
-    def tell(self, number: int, life: Life, messages: Sequence[AnyMessage]) -> None:
+    def tell(self, number: int, worker_id: WorkerId, messages: Sequence[AnyMessage]) -> None:
         """Send to the gateway, in this order. `number`: the worker's own, among all."""
 
-    def tell_runs(self, number: int, life: Life, runs: Sequence[Run]) -> None: ...
+    def tell_runs(self, number: int, worker_id: WorkerId, runs: Sequence[Run]) -> None: ...
 
-    def trusts(self, life: Life) -> bool:
+    def trusts(self, worker_id: WorkerId) -> bool:
         """Whether this life goes on: its parcels can be read."""
 
-    def transfer(self, source: Life, number: int, num_bytes: int) -> int:
+    def transfer(self, source: WorkerId, number: int, num_bytes: int) -> int:
         """Start to move KV into a worker's memory; when it will be there, in femtoseconds."""

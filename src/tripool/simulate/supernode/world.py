@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from tripool.core import Request, SamplingParams, Slo, TokenEvent
-from tripool.messages import AnyMessage, Life, Welcome
+from tripool.messages import AnyMessage, Welcome, WorkerId
 from tripool.router import Coordinator, Emit, Fail, Output, Send, ToSupervisor
 from tripool.router.admission import AdmissionController
 from tripool.router.pending_requests import Admit, Arrival, Capacity, Decision
@@ -49,7 +49,7 @@ class World:
         self.open: dict[str, Open] = {}
         self.on_token: Callable[[str], None] | None = None
         self.on_end: Callable[[str], None] | None = None
-        self.on_suspect: Callable[[Life], None] | None = None
+        self.on_suspect: Callable[[WorkerId], None] | None = None
         """For those who watch: a request got a token; it ended without its last; a worker is silent."""
         self._waiting: dict[str, Request] = {}
         self._tenants: dict[str, tuple[Tenant, Slo]] = {}
@@ -79,18 +79,18 @@ class World:
             for index, name in enumerate(names):
                 self.numbers[name] = first + index
                 self.in_links[first + index] = Link(self.layout.links.transfer_bytes_per_s)
-            self.decodes.append(DecodeInstance(self, first, [self.new_life(name) for name in names], first))
+            self.decodes.append(DecodeInstance(self, first, [self.new_worker_id(name) for name in names], first))
         self._next_ask()
         self.timeline.over = self._all_came
         self.timeline.at(_TICK_FS, TICK, _GATEWAY, self._tick)
 
-    def new_life(self, worker: str) -> Life:
+    def new_worker_id(self, worker: str) -> WorkerId:
         self.epochs[worker] = self.epochs.get(worker, 0) + 1
-        return Life(worker, self.epochs[worker])
+        return WorkerId(worker, self.epochs[worker])
 
     def start_prefill(self, number: int) -> None:
-        life = self.new_life(f"prefill-{number}")
-        self.prefills[number] = PrefillInstance(self, life, number, self.pool, self._keys_of)
+        worker_id = self.new_worker_id(f"prefill-{number}")
+        self.prefills[number] = PrefillInstance(self, worker_id, number, self.pool, self._keys_of)
 
     def run(self, progress: Callable[[int], None] | None = None) -> None:
         """Until every request has come and ended."""
@@ -170,9 +170,9 @@ class World:
             match output:
                 case Send():
                     if not isinstance(output.message, Welcome):
-                        number = self.numbers[output.life.worker]
+                        number = self.numbers[output.worker_id.name]
                         there_fs = timeline.now_fs + self._hop_fs
-                        timeline.at(there_fs, ARRIVAL, number, self._deliver, number, output.life, output.message)
+                        timeline.at(there_fs, ARRIVAL, number, self._deliver, number, output.worker_id, output.message)
                 case Emit():
                     self._token(output.event)
                 case Fail():
@@ -180,8 +180,8 @@ class World:
                     refused = output.error.code == "overloaded"
                     self._close(output.request_id, REFUSED if refused else FAILED, output.error.code)
                 case ToSupervisor():
-                    assert self.on_suspect is not None, f"{output.message.life} is silent without a fault"
-                    self.on_suspect(output.message.life)
+                    assert self.on_suspect is not None, f"{output.message.worker_id} is silent without a fault"
+                    self.on_suspect(output.message.worker_id)
 
     def _token(self, event: TokenEvent) -> None:
         request, now_s = self.open[event.request_id], self.timeline.now_s
@@ -203,39 +203,39 @@ class World:
 
     # ---- what workers ask for (Site) --------------------------------------------------------------------------------
 
-    def tell(self, number: int, life: Life, messages: Sequence[AnyMessage]) -> None:
+    def tell(self, number: int, worker_id: WorkerId, messages: Sequence[AnyMessage]) -> None:
         self.timeline.at(self.timeline.now_fs + self._hop_fs, ARRIVAL, number, self._hear, messages)
 
     def _hear(self, messages: Sequence[AnyMessage]) -> None:
         for message in messages:
             self._do(self.coordinator.receive(message, self.timeline.now_s))
 
-    def tell_runs(self, number: int, life: Life, runs: Sequence[Run]) -> None:
-        self.timeline.at(self.timeline.now_fs + self._hop_fs, ARRIVAL, number, self._hear_runs, life, runs)
+    def tell_runs(self, number: int, worker_id: WorkerId, runs: Sequence[Run]) -> None:
+        self.timeline.at(self.timeline.now_fs + self._hop_fs, ARRIVAL, number, self._hear_runs, worker_id, runs)
 
-    def _hear_runs(self, life: Life, runs: Sequence[Run]) -> None:
-        self._do(self.coordinator.advance(life, runs, self.timeline.now_s))
+    def _hear_runs(self, worker_id: WorkerId, runs: Sequence[Run]) -> None:
+        self._do(self.coordinator.advance(worker_id, runs, self.timeline.now_s))
 
-    def trusts(self, life: Life) -> bool:
-        number = self.numbers[life.worker]
+    def trusts(self, worker_id: WorkerId) -> bool:
+        number = self.numbers[worker_id.name]
         keeper = self.prefills[number]
-        return keeper is not None and keeper.life == life and not keeper.dead
+        return keeper is not None and keeper.worker_id == worker_id and not keeper.dead
 
-    def transfer(self, source: Life, number: int, num_bytes: int) -> int:
-        keeper, link = self.prefills[self.numbers[source.worker]], self.in_links[number]
+    def transfer(self, source: WorkerId, number: int, num_bytes: int) -> int:
+        keeper, link = self.prefills[self.numbers[source.name]], self.in_links[number]
         links = (link,) if keeper is None else (link, keeper.send_link)
         now_fs = self.timeline.now_fs
         self.slices.count("transfer", num_bytes, now_fs)
         return carry(links, num_bytes, now_fs, self._transfer_fs)
 
-    def _deliver(self, number: int, life: Life, message: AnyMessage) -> None:
+    def _deliver(self, number: int, worker_id: WorkerId, message: AnyMessage) -> None:
         """To this life and no other."""
         if number < len(self.prefills):
             keeper = self.prefills[number]
-            if keeper is not None and keeper.life == life and not keeper.dead:
+            if keeper is not None and keeper.worker_id == worker_id and not keeper.dead:
                 keeper.receive(message)
             return
         instance, index = divmod(number - len(self.prefills), self.layout.decode.workers)
         rank = self.decodes[instance].ranks[index]
-        if rank is not None and rank.life == life:
+        if rank is not None and rank.worker_id == worker_id:
             self.decodes[instance].receive(index, message)

@@ -16,7 +16,7 @@ from tripool.messages import AnyMessage, decode, encode
 _MAX_BYTES = 2**16
 
 
-class Leash:
+class SupervisorChannel:
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         end.setblocking(False)
@@ -24,13 +24,13 @@ class Leash:
         """The other side is gone."""
 
     @classmethod
-    def pair(cls) -> tuple[Leash, socket.socket]:
+    def pair(cls) -> tuple[SupervisorChannel, socket.socket]:
         """The supervisor's leash, and the end that a child inherits."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(ours), theirs
 
     @classmethod
-    def inherited(cls, fileno: int) -> Leash:
+    def inherited(cls, fileno: int) -> SupervisorChannel:
         return cls(socket.socket(fileno=fileno))
 
     def fileno(self) -> int:

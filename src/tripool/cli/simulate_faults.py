@@ -35,41 +35,41 @@ class _Broken:
 
 @dataclass(slots=True)
 class _Total:
-    num_lives: int = 0
+    num_runs: int = 0
     num_events: int = 0
     num_requests: int = 0
     num_tokens: int = 0
     faults: Counter[str] = field(default_factory=Counter)
-    lives: Counter[str] = field(default_factory=Counter)
+    runs: Counter[str] = field(default_factory=Counter)
     """Lives with a fault of each kind."""
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Requests by (kind of fault in their life, how they ended); "" stands for all lives."""
     seen: Counter[str] = field(default_factory=Counter)
 
     def add(self, report: Report) -> None:
-        self.num_lives += 1
+        self.num_runs += 1
         self.num_events += report.num_events
         self.num_requests += report.num_requests
         self.num_tokens += report.num_tokens
         self.faults += report.faults
-        self.lives.update(report.faults.keys())
+        self.runs.update(report.faults.keys())
         self.seen += report.seen
         for outcome, count in report.outcomes.items():
             for kind in ("", *report.faults):
                 self.outcomes[kind, outcome] += count
 
 
-def live(faults: bool, seeds: int, first: int, seed: int | None, tell: bool, workers: int | None) -> None:
+def run(faults: bool, seeds: int, first: int, seed: int | None, tell: bool, workers: int | None) -> None:
     """Send router, schedulers and cache index through simulated lives, and check that nothing is lost."""
     total = _Total()
     started_s = time.monotonic()
     if seed is not None:
-        results: Iterator[Report | _Broken] = iter([_live(seed, faults, tell)])
+        results: Iterator[Report | _Broken] = iter([_run(seed, faults, tell)])
         seeds = 1
     else:
-        results = _live_all(range(first, first + seeds), faults, workers or len(os.sched_getaffinity(0)))
+        results = _run_all(range(first, first + seeds), faults, workers or len(os.sched_getaffinity(0)))
     broken = _follow(results, total, seeds)
-    if total.num_lives:
+    if total.num_runs:
         _show(total, time.monotonic() - started_s)
     if broken is not None:
         replay = f"tripool simulate{' --faults' if faults else ''} --seed {broken.seed} --trace"
@@ -78,11 +78,11 @@ def live(faults: bool, seeds: int, first: int, seed: int | None, tell: bool, wor
         raise typer.Exit(1)
 
 
-def _follow(results: Iterator[Report | _Broken], total: _Total, num_lives: int) -> _Broken | None:
+def _follow(results: Iterator[Report | _Broken], total: _Total, num_runs: int) -> _Broken | None:
     """Count until the first that is broken."""
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=stderr(), transient=True) as progress:
-        task = progress.add_task("", total=num_lives)
+        task = progress.add_task("", total=num_runs)
         for result in results:
             if isinstance(result, _Broken):
                 return result
@@ -91,29 +91,29 @@ def _follow(results: Iterator[Report | _Broken], total: _Total, num_lives: int) 
     return None
 
 
-def _live_all(seeds: range, faults: bool, num_workers: int) -> Iterator[Report | _Broken]:
+def _run_all(seeds: range, faults: bool, num_workers: int) -> Iterator[Report | _Broken]:
     batches = [seeds[start : start + _BATCH] for start in range(0, len(seeds), _BATCH)]
     if num_workers == 1 or len(batches) == 1:
         for batch in batches:
-            yield from _live_batch(batch, faults)
+            yield from _run_batch(batch, faults)
         return
     # Spawned: a fork would copy whatever threads this process has.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=gc.disable)
     try:
-        for results in pool.map(_live_batch, batches, [faults] * len(batches)):
+        for results in pool.map(_run_batch, batches, [faults] * len(batches)):
             yield from results
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _live_batch(seeds: range, faults: bool) -> list[Report | _Broken]:
-    results = [_live(seed, faults, False) for seed in seeds]
+def _run_batch(seeds: range, faults: bool) -> list[Report | _Broken]:
+    results = [_run(seed, faults, False) for seed in seeds]
     gc.collect()  # a world is full of circles; once per batch is often enough
     return results
 
 
-def _live(seed: int, faults: bool, trace: bool) -> Report | _Broken:
+def _run(seed: int, faults: bool, trace: bool) -> Report | _Broken:
     from tripool.simulate import simulate  # here: help must come in a moment
 
     try:
@@ -129,9 +129,9 @@ def _show(total: _Total, elapsed_s: float) -> None:
     for name in ("injected", "lives", *outcomes):
         table.add_column(name, justify="right")
     for kind in sorted(total.faults):
-        counts = [total.faults[kind], total.lives[kind], *(total.outcomes[kind, o] for o in outcomes)]
+        counts = [total.faults[kind], total.runs[kind], *(total.outcomes[kind, o] for o in outcomes)]
         table.add_row(kind, *(f"{count:,}" for count in counts))
-    everything = [total.faults.total(), total.num_lives, *(total.outcomes["", o] for o in outcomes)]
+    everything = [total.faults.total(), total.num_runs, *(total.outcomes["", o] for o in outcomes)]
     table.add_section()
     table.add_row("all lives", *(f"{count:,}" for count in everything))
     console.print(table)
@@ -141,7 +141,7 @@ def _show(total: _Total, elapsed_s: float) -> None:
         what.add_row(name, f"{count:,}")
     console.print(what)
     console.print(
-        f"{total.num_lives:,} lives, {total.num_requests:,} requests, {total.num_tokens:,} tokens, "
+        f"{total.num_runs:,} lives, {total.num_requests:,} requests, {total.num_tokens:,} tokens, "
         f"{total.num_events:,} events in {elapsed_s:.1f} s: {total.num_events / elapsed_s:,.0f} events/s"
     )
     console.print("lost tokens 0, repeated 0, changed 0, hung requests 0, leaked blocks 0 (checked in every life)")

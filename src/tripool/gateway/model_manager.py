@@ -1,4 +1,4 @@
-"""Models that come and go behind one gateway: carries out what `control/residency.py` decides. Decides nothing itself.
+"""Loads and unloads the models behind one gateway, as `control/model_policy.py` decides.
 
 Lives on the gateway's event loop; opening and closing a model takes seconds and happens in threads beside it. A request
 for a model that is not ready waits here, within a bound. How a model is opened is the caller's affair.
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
-from tripool.control.residency import Load, Residency, Shortage
+from tripool.control.model_policy import Load, ModelPolicy, Shortage
 from tripool.core import Request, ServingStats, TokenEvent
 from tripool.errors import EngineStopped, TripoolError
 from tripool.gateway.backend import Backend, Facts
@@ -62,7 +62,7 @@ class ModelTooLarge(TripoolError):
     code = "model_too_large"
 
 
-class Resident(Protocol):
+class LoadedModel(Protocol):
     """A model in memory."""
 
     @property
@@ -85,17 +85,17 @@ class Resident(Protocol):
 
 @dataclass(slots=True)
 class _Held:
-    resident: Resident
+    loaded_model: LoadedModel
     load_s: float
 
 
-class Residents:
+class ModelManager:
     """A `Keeper`. `open_model` makes a model by name, blocking, in any thread; its errors go to whoever waits."""
 
     def __init__(
         self,
-        policy: Residency,
-        open_model: Callable[[str], Resident],
+        policy: ModelPolicy,
+        open_model: Callable[[str], LoadedModel],
         *,
         wait_s: float = WAIT_S,
         drain_s: float = DRAIN_S,
@@ -120,7 +120,7 @@ class Residents:
             state = "failed"
         facts: dict[str, Any] = {"state": state, "bytes": policy.needs(name), "open": policy.num_open(name)}
         if held is not None:
-            facts |= {"load_s": round(held.load_s, 3), "from_model_cache": held.resident.from_memory}
+            facts |= {"load_s": round(held.load_s, 3), "from_model_cache": held.loaded_model.from_memory}
         if name in self._errors:
             facts["error"] = str(self._errors[name])
         return facts
@@ -151,13 +151,13 @@ class Residents:
         if short is not None:
             raise _no_room(short)
 
-    def add(self, name: str, resident: Resident, load_s: float) -> None:
+    def add(self, name: str, loaded_model: LoadedModel, load_s: float) -> None:
         """One that was opened before there was an event loop. Before anything else."""
         policy = self._policy
         policy.want(name, self._clock(), by_operator=True)
         assert policy.decide() == [Load(name)]
-        policy.loaded(name, resident.num_bytes)
-        self._held[name] = _Held(resident, load_s)
+        policy.loaded(name, loaded_model.num_bytes)
+        self._held[name] = _Held(loaded_model, load_s)
 
     # ---- for requests -----------------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class Residents:
             await self._until_ready(name, opens=True)
         else:
             self._policy.opened(name, self._clock())
-        return self._held[name].resident.backend
+        return self._held[name].loaded_model.backend
 
     def leave(self, name: str) -> None:
         self._policy.closed(name, self._clock())
@@ -175,7 +175,7 @@ class Residents:
 
     def current(self, name: str) -> Backend | None:
         held = self._held.get(name)
-        return None if held is None else held.resident.backend
+        return None if held is None else held.loaded_model.backend
 
     def past(self, name: str) -> ServingStats:
         """What was counted in earlier loads of it."""
@@ -231,8 +231,8 @@ class Residents:
         began_s = self._clock()
         told: TripoolError | None = EngineStopped(f"'{name}' failed to load", hint="the server's log says more")
         try:
-            resident = await _aside(lambda: self._open_model(name))
-            self._held[name] = _Held(resident, self._clock() - began_s)
+            loaded_model = await _aside(lambda: self._open_model(name))
+            self._held[name] = _Held(loaded_model, self._clock() - began_s)
             told = None
         except TripoolError as error:
             told = error
@@ -241,7 +241,7 @@ class Residents:
         finally:  # a mistake of ours goes on to the log; whoever waits hears of it all the same
             if told is None:
                 self._errors.pop(name, None)
-                self._policy.loaded(name, self._held[name].resident.num_bytes)
+                self._policy.loaded(name, self._held[name].loaded_model.num_bytes)
                 _LOG.info("model loaded", extra={"model": name} | self.describe(name))
             else:
                 _LOG.warning("model not loaded", extra={"model": name, "error": told.code, "reason": str(told)})
@@ -251,12 +251,12 @@ class Residents:
             self._tell()
 
     async def _send(self, name: str) -> None:
-        resident: Resident | None = self._held.pop(name).resident
-        assert resident is not None
-        while not await _aside(partial(resident.close, self._drain_s)):
+        loaded_model: LoadedModel | None = self._held.pop(name).loaded_model
+        assert loaded_model is not None
+        while not await _aside(partial(loaded_model.close, self._drain_s)):
             pass  # a step that hangs holds its memory: it has not left
-        self._past[name] = _counted(ServingStats(), self.past(name), resident.backend.stats())
-        resident = None  # with it goes the last of its memory
+        self._past[name] = _counted(ServingStats(), self.past(name), loaded_model.backend.stats())
+        loaded_model = None  # with it goes the last of its memory
         self._policy.left(name)
         _LOG.info("model unloaded", extra={"model": name})
         self._act()
@@ -285,14 +285,14 @@ class Residents:
         """Open answers end with an error, waiting requests are refused. Must not block."""
         self._ended = True
         for held in self._held.values():
-            held.resident.close(0)
+            held.loaded_model.close(0)
         self._tell()
 
     def close(self, timeout_s: float) -> None:
         """After the event loop has ended."""
         self._ended = True
         for held in self._held.values():
-            held.resident.close(timeout_s)
+            held.loaded_model.close(timeout_s)
         self._held.clear()
 
 
@@ -334,45 +334,45 @@ async def _aside(work: Callable[[], T]) -> T:
     return await future
 
 
-class ResidentBackend:
+class ManagedBackend:
     """One of them as a Backend. Its counters go on counting when the model behind it is another load of the same."""
 
-    def __init__(self, residents: Residents, name: str, context_tokens: int) -> None:
-        self._residents, self._name = residents, name
+    def __init__(self, manager: ModelManager, name: str, context_tokens: int) -> None:
+        self._manager, self._name = manager, name
         self._context_tokens = context_tokens
 
     @property
     def alive(self) -> bool:
         """A model that is away is not dead."""
-        backend = self._residents.current(self._name)
+        backend = self._manager.current(self._name)
         return backend is None or backend.alive
 
     @property
     def context_tokens(self) -> int:
-        backend = self._residents.current(self._name)
+        backend = self._manager.current(self._name)
         return self._context_tokens if backend is None else backend.context_tokens
 
     async def stream(self, *requests: Request, watcher: Watcher | None = None) -> AsyncGenerator[TokenEvent, None]:
-        backend = await self._residents.enter(self._name)
+        backend = await self._manager.enter(self._name)
         try:
             async with aclosing(backend.stream(*requests, watcher=watcher)) as events:
                 async for event in events:
                     yield event
         finally:
-            self._residents.leave(self._name)
+            self._manager.leave(self._name)
 
     def cancel(self, request_id: str) -> None:
-        backend = self._residents.current(self._name)
+        backend = self._manager.current(self._name)
         if backend is not None:
             backend.cancel(request_id)
 
     def stats(self) -> ServingStats:
-        backend = self._residents.current(self._name)
+        backend = self._manager.current(self._name)
         now = ServingStats() if backend is None else backend.stats()
-        return _counted(now, now, self._residents.past(self._name))
+        return _counted(now, now, self._manager.past(self._name))
 
     def explain(self, request_id: str) -> Facts:
-        backend = self._residents.current(self._name)
+        backend = self._manager.current(self._name)
         facts: Mapping[str, Any] = {} if backend is None else backend.explain(request_id)
         return {**facts, "model": self._name}
 

@@ -11,7 +11,7 @@ from tripool.text.files import TextFiles
 _FILE = "plan.json"
 
 
-class Plan(msgspec.Struct, frozen=True):
+class RunManifest(msgspec.Struct, frozen=True):
     """So that a gateway can start again without opening a checkpoint, and a worker can join knowing only where."""
 
     name: str
@@ -26,5 +26,5 @@ class Plan(msgspec.Struct, frozen=True):
         (folder / _FILE).write_bytes(msgspec.json.encode(self))
 
 
-def read_plan(folder: Path) -> Plan:
-    return msgspec.json.decode((folder / _FILE).read_bytes(), type=Plan)
+def read_manifest(folder: Path) -> RunManifest:
+    return msgspec.json.decode((folder / _FILE).read_bytes(), type=RunManifest)

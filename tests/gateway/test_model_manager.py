@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 
 import httpx
 import pytest
+from tripool.gateway.manager import ManagedBackend, ModelManager
 
 from gateway.serving import DEADLINE_S, FRESH, GatedEngine, WatchedEngine
 from tripool.config import GatewayConfig
-from tripool.control.residency import Residency
+from tripool.control.model_policy import ModelPolicy
 from tripool.engine.fake import fake_text
 from tripool.engine.thread import EngineThread
 from tripool.errors import CheckpointMissing
 from tripool.gateway.app import create_models_app
 from tripool.gateway.models import Models, Served
-from tripool.gateway.residents import ResidentBackend, Residents
 from tripool.gateway.server import Server, listen, url_of
 from tripool.text import Tokenizer
 
@@ -66,18 +66,18 @@ class House:
 
 @contextmanager
 def serving(house: House, budget: int | None, *, wait_s: float = DEADLINE_S, drain_s: float = DEADLINE_S):
-    residents = Residents(Residency(house.sizes, budget), house.open, wait_s=wait_s, drain_s=drain_s)
+    manager = ModelManager(ModelPolicy(house.sizes, budget), house.open, wait_s=wait_s, drain_s=drain_s)
     tokenizer = Tokenizer(fake_text())
-    served = [Served(name, ResidentBackend(residents, name, 2048), tokenizer) for name in house.sizes]
-    app = create_models_app(Models(served, residents), GatewayConfig())
-    with running(app, residents) as http:
+    served = [Served(name, ManagedBackend(manager, name, 2048), tokenizer) for name in house.sizes]
+    app = create_models_app(Models(served, manager), GatewayConfig())
+    with running(app, manager) as http:
         yield http
 
 
 @contextmanager
-def running(app, residents) -> Iterator[httpx.Client]:
+def running(app, manager) -> Iterator[httpx.Client]:
     listener, up = listen("127.0.0.1", 0), threading.Event()
-    server = Server(app, on_ready=up.set, end_answers=residents.end)
+    server = Server(app, on_ready=up.set, end_answers=manager.end)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
@@ -87,7 +87,7 @@ def running(app, residents) -> Iterator[httpx.Client]:
     finally:
         server.should_exit = True
         thread.join(DEADLINE_S)
-        residents.close(DEADLINE_S)
+        manager.close(DEADLINE_S)
         listener.close()
 
 
@@ -303,14 +303,14 @@ def test_a_server_of_one_model_does_not_unload_it(server):
 
 
 def test_one_that_was_opened_before_the_loop_is_there_and_another_is_preferred_only_if_it_fits(house):
-    residents = Residents(Residency(house.sizes, 10 * MB), house.open)
-    residents.add("one", house.open("one"), 0.5)
+    manager = ModelManager(ModelPolicy(house.sizes, 10 * MB), house.open)
+    manager.add("one", house.open("one"), 0.5)
 
     async def start() -> dict[str, str]:
         for name in ("two", "three"):
-            residents.prefer(name)
-        await residents.load("two")
-        return {name: residents.describe(name)["state"] for name in house.sizes}
+            manager.prefer(name)
+        await manager.load("two")
+        return {name: manager.describe(name)["state"] for name in house.sizes}
 
     assert asyncio.run(start()) == {"one": "ready", "two": "ready", "three": "unloaded"}
-    residents.close(DEADLINE_S)
+    manager.close(DEADLINE_S)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tripool.fabric.arena import Arena, checksum
-from tripool.messages import Parcel
+from tripool.messages import KvDescriptor
 
 
 @dataclass(slots=True)
@@ -44,8 +44,8 @@ class Lease:
 
 
 @dataclass(slots=True)
-class Outbox:
-    """Parcels of one worker's life. `lease` takes the room, `fill` writes, `parcel` tells where it all is."""
+class KvSender:
+    """Parcels of one worker's life. `lease` takes the room, `fill` writes, `descriptor` tells where it all is."""
 
     arena: Arena
     leases: dict[int, Lease] = field(default_factory=dict)
@@ -96,9 +96,9 @@ class Outbox:
         lease.num_filled += 1
         return written
 
-    def parcel(self, lease: Lease) -> Parcel:
+    def descriptor(self, lease: Lease) -> KvDescriptor:
         sums = [self._slots[slot].checksum for slot in lease.slots]
-        return Parcel(
+        return KvDescriptor(
             arena=self.arena.path.name,
             lease=lease.number,
             offsets=tuple(slot * self.arena.slot_bytes for slot in lease.slots),
@@ -147,23 +147,23 @@ class Outbox:
         return number
 
 
-class Inbox:
+class KvReceiver:
     """Reads other workers' outboxes on this machine; a `Transfer`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._maps: dict[str, mmap.mmap] = {}
 
-    def read(self, parcel: Parcel, index: int, into: memoryview) -> bool:
-        mapped = self._map(parcel.arena)
-        if mapped is None or not 0 <= index < min(len(parcel.offsets), len(parcel.checksums)):
+    def read(self, descriptor: KvDescriptor, index: int, into: memoryview) -> bool:
+        mapped = self._map(descriptor.arena)
+        if mapped is None or not 0 <= index < min(len(descriptor.offsets), len(descriptor.checksums)):
             return False
-        start = parcel.offsets[index]
+        start = descriptor.offsets[index]
         if not 0 <= start <= len(mapped) - len(into):
             return False
         # Copied first, then summed up: what is checked is what will be used.
         into[:] = memoryview(mapped)[start : start + len(into)]
-        return checksum(into) == parcel.checksums[index]
+        return checksum(into) == descriptor.checksums[index]
 
     def _map(self, name: str) -> mmap.mmap | None:
         if name not in self._maps:

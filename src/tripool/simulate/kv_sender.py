@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tripool.messages import Parcel
+from tripool.messages import KvDescriptor
 from tripool.simulate.disk import Values
 from tripool.simulate.model import checksum
 
@@ -17,7 +17,7 @@ class _Lease:
     deadline_s: float
 
 
-class Outbox:
+class KvSender:
     def __init__(self, name: str, num_slots: int) -> None:
         self.name = name
         self._values: list[Values] = [()] * num_slots
@@ -34,7 +34,9 @@ class Outbox:
     def has_room(self, num_blocks: int) -> bool:
         return len(self._free) >= num_blocks
 
-    def pack(self, request_id: str, attempt: int, blocks: list[Values], num_tokens: int, deadline_s: float) -> Parcel:
+    def pack(
+        self, request_id: str, attempt: int, blocks: list[Values], num_tokens: int, deadline_s: float
+    ) -> KvDescriptor:
         slots = tuple(self._free.pop() for _ in blocks)
         for slot, values in zip(slots, blocks, strict=True):
             self._values[slot] = values
@@ -43,7 +45,7 @@ class Outbox:
             self._values[slots[-1]] = tuple(value + 1 for value in blocks[-1])
         self._last_lease += 1
         self._leases[self._last_lease] = _Lease(request_id, attempt, slots, deadline_s)
-        return Parcel(self.name, self._last_lease, slots, tuple(map(checksum, blocks)), 1, num_tokens)
+        return KvDescriptor(self.name, self._last_lease, slots, tuple(map(checksum, blocks)), 1, num_tokens)
 
     def release(self, lease: int) -> None:
         """Unknown ones are fine."""

@@ -72,7 +72,7 @@ class _Model:
     failed_s: float | None = None
 
     @property
-    def resident(self) -> bool:
+    def loaded_model(self) -> bool:
         return self.state != "away"
 
     @property
@@ -80,7 +80,7 @@ class _Model:
         return self.state == "ready" and not self.open and not self.waiting
 
 
-class Residency:
+class ModelPolicy:
     """`needs`: bytes of each model, as well as is known. `budget`: for all of them together; None: without end."""
 
     def __init__(self, needs: Mapping[str, int], budget: int | None) -> None:
@@ -188,7 +188,7 @@ class Residency:
     def shortage(self, name: str) -> Shortage | None:
         """None: it can be loaded, now or when what leaves has left."""
         model = self._models[name]
-        if self._budget is None or model.resident:
+        if self._budget is None or model.loaded_model:
             return None
         in_use = sum(one.needs for one in self._models.values() if one.state in ("loading", "ready") and not one.idle)
         short = Shortage(name, model.needs, self._budget, in_use)
@@ -216,7 +216,7 @@ class Residency:
     def _free_bytes(self) -> float:
         if self._budget is None:
             return float("inf")
-        return self._budget - sum(one.needs for one in self._models.values() if one.resident)
+        return self._budget - sum(one.needs for one in self._models.values() if one.loaded_model)
 
     # ---- for whoever asks -------------------------------------------------------------------------------------------
 
@@ -240,8 +240,8 @@ class Residency:
         return self._budget
 
     @property
-    def resident_bytes(self) -> int:
-        return sum(one.needs for one in self._models.values() if one.resident)
+    def loaded_bytes(self) -> int:
+        return sum(one.needs for one in self._models.values() if one.loaded_model)
 
     def check(self) -> None:
         surprise = 0
@@ -249,10 +249,10 @@ class Residency:
             assert one.open >= 0 and one.waiting >= 0, name
             assert not one.open or one.state in ("ready", "draining"), f"{name} is {one.state} with open answers"
             assert one.state != "ready" or not one.sent_away, f"{name} was sent away and takes requests"
-            if one.resident:
+            if one.loaded_model:
                 surprise += max(0, one.needs - one.planned)
         for name in self._wanted:
             one = self._models[name]
             assert one.state in ("away", "leaving") and not one.sent_away and one.failed_s is None, name
         if self._budget is not None:
-            assert self.resident_bytes <= self._budget + surprise, "more in memory than the budget allows"
+            assert self.loaded_bytes <= self._budget + surprise, "more in memory than the budget allows"
