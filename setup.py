@@ -91,6 +91,6 @@ setup(
         )
         for name, flags in VARIANTS.items()
     ]
-    + [Extension("tripool.cache.native._copy", [str(CACHE / "copy.c")], depends=[str(CACHE / "seats.h")])],
+    + [Extension("tripool.cache.native._copy", [str(CACHE / "copy.c")], depends=[str(CACHE / "shared_reads.h")])],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": KernelWheel},
 )

@@ -44,13 +44,13 @@ PROGRAM = """
 import json, sys, time
 began = time.time()
 from pathlib import Path
-from tripool.cache.images import ModelImages
+from tripool.cache.weight_cache import WeightCache
 from tripool.config import EngineConfig
 from tripool.core import Request, SamplingParams
 from tripool.engine.load import load_told
 model, precision, folder, quota = sys.argv[1:]
 imported = time.time()
-images = ModelImages(Path(folder), int(quota)) if folder else None
+images = WeightCache(Path(folder), int(quota)) if folder else None
 engine, from_memory = load_told(model, EngineConfig(precision=precision), images=images)
 loaded = time.time()
 engine.add(Request(id="a", prompt_ids=(5, 6, 7, 8), params=SamplingParams(temperature=0, max_tokens=1), seed=0))
@@ -221,15 +221,15 @@ def main() -> int:
     origin, rows = Origin.now(), []
     # On disk, not in memory: a checkpoint under a memory file system is never cold.
     scratch = Path(tempfile.mkdtemp(prefix="model-cache-", dir=MODELS if MODELS.is_dir() else REPO / "bench"))
-    images = Path(tempfile.mkdtemp(prefix="bench-models-", dir=memory_folder()))
+    weight_cache = Path(tempfile.mkdtemp(prefix="bench-models-", dir=memory_folder()))
     try:
         for name, model, precision in cases(options.quick, scratch):
-            rows += compare(name, model, precision, images, 2 if options.quick else 5)
-            for image in images.glob("*.image"):
+            rows += compare(name, model, precision, weight_cache, 2 if options.quick else 5)
+            for image in weight_cache.glob("*.image"):
                 image.unlink()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        shutil.rmtree(images, ignore_errors=True)
+        shutil.rmtree(weight_cache, ignore_errors=True)
     print_table(rows, origin, f"Ready from the model cache, against files with a cold page cache ({FASTER:g} x)")
     if options.json:
         write_json(rows, origin, options.json)

@@ -3,9 +3,9 @@
     python bench/tiers.py [--quick] [--traces ../shared/traces] [--json FILE]
 
 Memory has a quarter of the blocks that a trace ever names (--quick), or a tenth, a quarter and a half. Each request
-looks up its prompt and then stores what was missing, in the order of arrival, through `Tiers`: the same index, order of
-eviction and disk books that a member runs, with a disk that is instant and 4 times as large as memory. What may be
-written is bounded by twice the trace's own mean rate of new blocks, unless a row says otherwise.
+looks up its prompt and then stores what was missing, in the order of arrival, through `TieredIndex`: the index, the
+eviction order and the disk tier that a member runs, with a disk that is instant and 4 times as large as memory. Writes
+are bounded by twice the trace's own mean rate of new blocks, unless a row says otherwise.
 
 Hit rate: share of all prompt blocks that were found, as a prefix. Saved: the same, weighed by what they cost to
 compute, which grows with their position (attention). Unlimited: a memory that forgets nothing, computed here from a
@@ -23,11 +23,10 @@ from pathlib import Path
 from harness import Origin, Row, print_table, write_json
 from tripool.bench.trace import TRACE_BLOCK_TOKENS, TraceRequest, parse_trace
 from tripool.cache import PoolIndex
-from tripool.cache.copies import PAGE, footprint
+from tripool.cache.disk_records import PAGE, footprint
 from tripool.cache.eviction import ATTENTION_BLOCKS, CostAware, Eviction, LeastRecent
-from tripool.cache.promotion import Tiers
 from tripool.cache.records import Hit, Written
-from tripool.cache.tiers import DiskTier
+from tripool.cache.tiered_index import DiskTier, TieredIndex
 from tripool.core import BLOCK_TOKENS
 from tripool.messages import WorkerId
 
@@ -84,36 +83,36 @@ def unlimited(trace: Sequence[TraceRequest]) -> Kept:
 
 def replay(trace: Sequence[TraceRequest], num_slots: int, order: Eviction, disk: DiskTier | None = None) -> Kept:
     """Through the policies, with a disk that answers at once."""
-    tiers = Tiers(PoolIndex(num_slots, lease_s=1e9, write_s=1e9, order=order), WorkerId("member", 1))
+    tiered_index = TieredIndex(PoolIndex(num_slots, lease_s=1e9, write_s=1e9, order=order), WorkerId("member", 1))
     if disk is not None:
-        tiers.open_disk(disk, [], ())
+        tiered_index.open_disk(disk, [], ())
     tally, written_s = Tally(), 0.0
     for request in trace:
         now_s = request.arrival_s
         keys = [block.to_bytes(16, "big") for block in request.block_ids]
-        hit = tiers.lookup(keys, _READER, _SPACE, now_s, wait_s=1e9)
-        for read in tiers.take_reads():
-            tiers.was_read(read, read.copy.checksum)
+        hit = tiered_index.lookup(keys, _READER, _SPACE, now_s, wait_s=1e9)
+        for read in tiered_index.take_reads():
+            tiered_index.was_read(read, read.copy.checksum)
         if not isinstance(hit, Hit):
-            ((_, hit),) = tiers.answers(now_s)
+            ((_, hit),) = tiered_index.answers(now_s)
         tally.add(len(keys), len(hit.blocks))
-        tiers.index.release(hit.lease, _READER)
-        grant = tiers.index.reserve(keys, _WRITER, _SPACE, now_s)
-        tiers.index.commit(grant.ticket, _WRITER, [Written(slot, 1, PAGE) for slot in grant.slots])
-        tiers.take_changes()
-        write(tiers, written_s, now_s)
+        tiered_index.index.release(hit.lease, _READER)
+        grant = tiered_index.index.reserve(keys, _WRITER, _SPACE, now_s)
+        tiered_index.index.commit(grant.ticket, _WRITER, [Written(slot, 1, PAGE) for slot in grant.slots])
+        tiered_index.take_changes()
+        write(tiered_index, written_s, now_s)
         written_s = now_s
-    tiers.check()
+    tiered_index.check()
     return tally.kept(disk.counters.lost if disk is not None else 0)
 
 
-def write(tiers: Tiers, from_s: float, to_s: float) -> None:
+def write(tiered_index: TieredIndex, from_s: float, to_s: float) -> None:
     """As fast as the tier's own bound allows; traces jump by seconds."""
     times_s = [from_s + n * _STEP_S for n in range(1, int((to_s - from_s) / _STEP_S) + 1)]
-    for now_s in [*times_s, to_s] if tiers.disk is not None else ():
-        while writes := tiers.take_writes(now_s):
+    for now_s in [*times_s, to_s] if tiered_index.disk is not None else ():
+        while writes := tiered_index.take_writes(now_s):
             for each in writes:
-                tiers.wrote(each, True)
+                tiered_index.wrote(each, True)
 
 
 def new_disk(num_blocks: int, blocks_per_s: float) -> DiskTier:

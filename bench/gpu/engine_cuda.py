@@ -35,7 +35,7 @@ from tripool.engine.device_runner import DeviceRunner  # noqa: E402
 from tripool.engine.noise import stream_base  # noqa: E402
 from tripool.engine.runner import Runner  # noqa: E402
 from tripool.kernels.cuda.experts import all_rows, sorted_rows  # noqa: E402
-from tripool.kernels.cuda.shelf import OnDevice  # noqa: E402
+from tripool.kernels.cuda.weight_store import OnDevice  # noqa: E402
 from tripool.models import Model, load_model  # noqa: E402
 from tripool.sequence import Work  # noqa: E402
 from tripool.text import TextFiles, Tokenizer  # noqa: E402
@@ -136,7 +136,7 @@ def on_device(checkpoint: Checkpoint, way: str) -> tuple[str, Model]:
     """And what its table is called."""
     place = WAYS[way]
     table = table_of(place, checkpoint)
-    return table.name, load_model(checkpoint, place.dtype, kernels=table, shelf=OnDevice(DEVICE))
+    return table.name, load_model(checkpoint, place.dtype, kernels=table, store=OnDevice(DEVICE))
 
 
 def model_rows(name: str, folder: Path | None, count: int) -> list[Row]:

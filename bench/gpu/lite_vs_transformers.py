@@ -25,8 +25,8 @@ from tripool.engine.device_loop import DecodeLoop
 from tripool.engine.device_runner import DeviceRunner
 from tripool.kernels.cuda.arithmetic import eight_of
 from tripool.kernels.cuda.eight import Eight
-from tripool.kernels.cuda.shelf import OnDevice
 from tripool.kernels.cuda.table import cuda_table
+from tripool.kernels.cuda.weight_store import OnDevice
 from tripool.kernels.weights import E4M3, INT8
 from tripool.models import Model
 from tripool.models.load import arch_of

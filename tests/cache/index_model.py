@@ -75,8 +75,8 @@ class Model:
                 self.used.remove(key)
             self.used.append(key)
             self.uses[key] = self.uses.get(key, 0) + 1
-            worker_ids = 0.1 * self.num_slots * (1 + key[-1] / ATTENTION_BLOCKS) * min(self.uses[key], 16) ** 0.5
-            at_least = self.until[key] = max(self.clock + worker_ids, at_least, self.until.get(key, 0.0))
+            keep = 0.1 * self.num_slots * (1 + key[-1] / ATTENTION_BLOCKS) * min(self.uses[key], 16) ** 0.5
+            at_least = self.until[key] = max(self.clock + keep, at_least, self.until.get(key, 0.0))
 
     def key_at(self, slot: int) -> bytes | None:
         return next((key for key, (at, _) in self.committed.items() if at == slot), None)

@@ -18,7 +18,7 @@ from tripool.cache import arena as arena_module
 from tripool.cache.arena import MAX_WORKER_NAME_BYTES, Arena
 from tripool.cache.copying import plain_copy
 from tripool.cache.records import Block, Record, State
-from tripool.cache.seats import Found
+from tripool.cache.shared_reads import SharedBlocks
 from tripool.errors import ArenaError
 from tripool.messages import WorkerId
 
@@ -116,16 +116,16 @@ def test_what_is_found_without_asking_is_right_or_absent(folder: Path) -> None:
     num_missing = num_asked = 0
 
     def seen(key: bytes, namespace: bytes = COMMITTED.namespace) -> tuple[Block, int] | None:
-        found = peer.sit(key, namespace, 3)
+        found = peer.acquire(key, namespace, 3)
         if found is not None:
             assert arena.is_read(found[0].slot)
-            peer.rise(found[0].slot, 3)
-        for sit in (Found.seated, Found.seated_plainly):
-            both = sit(peer, [key, key], namespace, 3)
+            peer.release(found[0].slot, 3)
+        for acquire in (SharedBlocks.acquire, SharedBlocks.acquire_plainly):
+            both = acquire(peer, [key, key], namespace, 3)
             assert (both is None) == (found is None), "compiled or not, one or two: the same"
             if both is not None and found is not None:
                 assert list(both) == [found[0]] * 2 and both.uses == [(found[0].slot, found[1])] * 2
-                both.rise(3)
+                both.release(3)
         assert not any(arena.is_read(slot) for slot in range(50)), "nobody sits there any more"
         return found
 
@@ -151,19 +151,23 @@ def test_a_slot_that_is_read_is_not_taken_and_one_that_is_taken_is_not_read(fold
     peer = Arena.attach(folder / "a.arena")
     wanted = COMMITTED.key, COMMITTED.namespace
     arena.write_header(1, COMMITTED)
-    assert peer.sit(*wanted, 0) is not None and peer.sit(*wanted, 0) is not None and peer.sit(*wanted, 63) is not None
-    for seat in (0, 63, 0):
-        assert not arena.may_take(1) and arena.records()[1] == COMMITTED, "open again"
-        peer.rise(1, seat)
-    assert arena.may_take(1)
-    assert peer.sit(*wanted, 0) is None and not arena.is_read(1), "closed: ask"
+    assert (
+        peer.acquire(*wanted, 0) is not None
+        and peer.acquire(*wanted, 0) is not None
+        and peer.acquire(*wanted, 63) is not None
+    )
+    for reader_slot in (0, 63, 0):
+        assert not arena.close_if_unread(1) and arena.records()[1] == COMMITTED, "open again"
+        peer.release(1, reader_slot)
+    assert arena.close_if_unread(1)
+    assert peer.acquire(*wanted, 0) is None and not arena.is_read(1), "closed: ask"
     arena.write_header(1, COMMITTED)
-    assert peer.sit(*wanted, 5) is not None and peer.sit(*wanted, 6) is not None
+    assert peer.acquire(*wanted, 5) is not None and peer.acquire(*wanted, 6) is not None
     arena.clear(slice(5, 6))
     assert arena.is_read(1), "the other one still reads"
-    arena.turn_out(1)
-    assert arena.may_take(1)
-    peer.rise(1, 6)
+    arena.evict_readers(1)
+    assert arena.close_if_unread(1)
+    peer.release(1, 6)
     assert not arena.is_read(1), "who was turned out leaves nothing behind when it rises"
     arena.remove()
 
@@ -175,10 +179,10 @@ def test_a_torn_header_is_never_read_without_asking(folder: Path) -> None:
     whole = arena._map[at : at + 128]
     for place in range(16, 128):  # not the key itself: under another one nobody looks
         arena._map[at + place] ^= 1
-        assert arena.sit(COMMITTED.key, COMMITTED.namespace, 0) is None and not arena.is_read(0)
-        assert Found.seated(arena, [COMMITTED.key], COMMITTED.namespace, 0) is None and not arena.is_read(0)
+        assert arena.acquire(COMMITTED.key, COMMITTED.namespace, 0) is None and not arena.is_read(0)
+        assert SharedBlocks.acquire(arena, [COMMITTED.key], COMMITTED.namespace, 0) is None and not arena.is_read(0)
         arena._map[at : at + 128] = whole
-    assert arena.sit(COMMITTED.key, COMMITTED.namespace, 0) is not None
+    assert arena.acquire(COMMITTED.key, COMMITTED.namespace, 0) is not None
     arena.remove()
 
 
@@ -190,7 +194,7 @@ def test_blocks_are_read_as_one_by_one_until_one_is_not_right(folder: Path, size
     for slot, (key, content) in enumerate(zip(keys, contents, strict=True)):
         said = {"key": key, "ticket": slot + 1, "num_bytes": size, "checksum": arena.write(slot, content)}
         arena.write_header(slot, replace(COMMITTED, **said))
-    found = Found.seated(arena, keys, COMMITTED.namespace, 0)
+    found = SharedBlocks.acquire(arena, keys, COMMITTED.namespace, 0)
     assert found is not None and len(found) == 6
 
     def read(start: int, count: int, target_bytes: int = size) -> tuple[int, list[int]]:
@@ -212,6 +216,6 @@ def test_blocks_are_read_as_one_by_one_until_one_is_not_right(folder: Path, size
     assert read(0, 6) == (4, [4]) and read(5, 1) == (1, [])
     arena.write_header(3, Record())
     assert read(0, 6) == (3, []), "its slot is another's now"
-    found.rise(0)
+    found.release(0)
     assert not any(arena.is_read(slot) for slot in range(6))
     arena.remove()

@@ -7,11 +7,10 @@ from dataclasses import replace
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tripool.cache.copies import Write
+from tripool.cache.disk_records import Write
 from tripool.cache.index import PoolIndex
-from tripool.cache.promotion import Read, Tiers
 from tripool.cache.records import Hit, Record, State, Written
-from tripool.cache.tiers import DiskTier
+from tripool.cache.tiered_index import DiskTier, Read, TieredIndex
 from tripool.messages import WorkerId
 from tripool.simulate.disk import DiskSpec, SimDisk, Values
 
@@ -28,7 +27,7 @@ def checksum(values: Values) -> int:
 class TiersMachine(RuleBasedStateMachine):
     """A block's values are its key and when it was stored. Threads are lists of jobs that are done in any order."""
 
-    tiers_type: type[Tiers] = Tiers
+    tiers_type: type[TieredIndex] = TieredIndex
     tier_type: type[DiskTier] = DiskTier
 
     @initialize(
@@ -57,15 +56,15 @@ class TiersMachine(RuleBasedStateMachine):
         for header in self.headers:
             if header.state is State.RESERVED and header.writer is not None and header.writer.name == "cache-0":
                 index.at_rest(header.writer)
-        self.tiers = self.tiers_type(index, self.own)
-        self.tiers.set_quotas(self.quotas)
+        self.tiered_index = self.tiers_type(index, self.own)
+        self.tiered_index.set_quotas(self.quotas)
         whole = self.disk.new_tier()
         tier = self.tier_type(whole.num_segments, whole.segment_bytes, bytes_per_s=whole._bucket.bytes_per_s)
-        self.tiers.open_disk(tier, *self.disk.found())
+        self.tiered_index.open_disk(tier, *self.disk.found())
         self.settle()
 
     def settle(self) -> None:
-        for slot, record in self.tiers.take_changes():
+        for slot, record in self.tiered_index.take_changes():
             self.headers[slot] = Record() if record.state is State.DOOMED else replace(record)
 
     # ---- peers --------------------------------------------------------------------------------------------------
@@ -73,13 +72,13 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(space=st.sampled_from(SPACES), start=STARTS, count=st.integers(1, 5))
     def store(self, space: bytes, start: int, count: int) -> None:
         keys = CHAINS[space][start : start + count]
-        grant = self.tiers.index.reserve(keys, WRITER, space, self.now_s, range(start, start + len(keys)))
+        grant = self.tiered_index.index.reserve(keys, WRITER, space, self.now_s, range(start, start + len(keys)))
         written = []
         for slot, position in zip(grant.slots, grant.positions, strict=True):
             self.num_stored += 1
             self.arena[slot] = (int.from_bytes(keys[position], "big"), self.num_stored)
             written.append(Written(slot, checksum(self.arena[slot]), 2))
-        self.tiers.index.commit(grant.ticket, WRITER, written)
+        self.tiered_index.index.commit(grant.ticket, WRITER, written)
 
     @rule(space=st.sampled_from(SPACES), count=st.integers(1, 5))
     def store_for_good(self, space: bytes, count: int) -> None:
@@ -94,7 +93,7 @@ class TiersMachine(RuleBasedStateMachine):
     )
     def look_up(self, space: bytes, start: int, count: int, wait_s: float) -> None:
         keys = CHAINS[space][start : start + count]
-        hit = self.tiers.lookup(keys, READER, space, self.now_s, wait_s)
+        hit = self.tiered_index.lookup(keys, READER, space, self.now_s, wait_s)
         if isinstance(hit, Hit):
             self.found(keys, hit)
         else:
@@ -104,7 +103,7 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(start=STARTS)
     def a_stolen_key_finds_nothing(self, start: int) -> None:
         mine, theirs = SPACES
-        hit = self.tiers.lookup(CHAINS[mine][start:], READER, theirs, self.now_s, WAIT_S)
+        hit = self.tiered_index.lookup(CHAINS[mine][start:], READER, theirs, self.now_s, WAIT_S)
         assert isinstance(hit, Hit) and not hit.blocks, "waits for another tenant's blocks, or has them"
 
     def found(self, keys: list[bytes], hit: Hit) -> None:
@@ -113,14 +112,14 @@ class TiersMachine(RuleBasedStateMachine):
             assert values[:1] == (int.from_bytes(key, "big"),), "another block, or none"
             assert checksum(values) == block.checksum, "not what was stored"
             assert values[1] > self.purged[key[:1] * 16], "it was purged"
-        self.tiers.index.release(hit.lease, READER)
+        self.tiered_index.index.release(hit.lease, READER)
 
     @precondition(lambda self: self.waiting)
     @rule(which=st.integers(0, 10))
     def give_up(self, which: int) -> None:
         number = list(self.waiting)[which % len(self.waiting)]
         del self.waiting[number]
-        self.tiers.give_up(number)
+        self.tiered_index.give_up(number)
 
     @rule(space=st.sampled_from(SPACES), patient=st.booleans())
     def ask_in_vain(self, space: bytes, patient: bool) -> None:
@@ -134,24 +133,24 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 8), last_first=st.booleans())
     def read(self, count: int, last_first: bool) -> None:
-        self.reads += self.tiers.take_reads()
+        self.reads += self.tiered_index.take_reads()
         for _ in range(min(count, len(self.reads))):
             read = self.reads.pop(-1 if last_first else 0)
-            record = self.tiers.index.records[read.slot]
+            record = self.tiered_index.index.records[read.slot]
             assert (record.state, record.ticket) == (State.RESERVED, read.ticket), "writes where others may read"
             self.arena[read.slot] = self.disk.get(read.copy)
-            self.tiers.was_read(read, checksum(self.arena[read.slot]))
+            self.tiered_index.was_read(read, checksum(self.arena[read.slot]))
 
     @rule(count=st.integers(0, 8))
     def write(self, count: int) -> None:
         self.settle()
-        self.writes += self.tiers.take_writes(self.now_s)
+        self.writes += self.tiered_index.take_writes(self.now_s)
         for _ in range(min(count, len(self.writes))):
             write = self.writes.pop(0)
             values = self.arena[write.slot]
             if checksum(values) == write.copy.checksum:
                 self.disk.put(write.copy, values)
-            self.tiers.wrote(write, checksum(values) == write.copy.checksum)
+            self.tiered_index.wrote(write, checksum(values) == write.copy.checksum)
 
     @rule(salt=st.integers(0, 8))
     def rot(self, salt: int) -> None:
@@ -161,15 +160,15 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(wait_s=st.floats(0, 2))
     def pass_time(self, wait_s: float) -> None:
         self.now_s += wait_s
-        self.tiers.index.expire(self.now_s)
+        self.tiered_index.index.expire(self.now_s)
 
     @precondition(lambda self: self.waiting)
     @rule()
     def wait_in_vain(self) -> None:
         """Everybody is answered in time, whatever the disk does."""
         self.now_s += WAIT_S
-        self.tiers.index.expire(self.now_s)
-        for number, hit in self.tiers.answers(self.now_s):
+        self.tiered_index.index.expire(self.now_s)
+        for number, hit in self.tiered_index.answers(self.now_s):
             self.found(self.waiting.pop(number), hit)
         assert not self.waiting, "left waiting"
 
@@ -178,24 +177,24 @@ class TiersMachine(RuleBasedStateMachine):
         """With every job done, nobody waits and nothing is held."""
         self.read(1000, False)
         self.write(1000)
-        for number, hit in self.tiers.answers(self.now_s):
+        for number, hit in self.tiered_index.answers(self.now_s):
             self.found(self.waiting.pop(number), hit)
         assert not self.waiting, "left waiting"
-        assert not self.tiers.index.num_reserved and not self.tiers.index.num_leases, "something is kept"
+        assert not self.tiered_index.index.num_reserved and not self.tiered_index.index.num_leases, "something is kept"
 
     # ---- tenants and lives --------------------------------------------------------------------------------------
 
     @rule(space=st.sampled_from(SPACES))
     def purge(self, space: bytes) -> None:
         self.purged[space] = self.num_stored
-        _, purge = self.tiers.purge(space)
+        _, purge = self.tiered_index.purge(space)
         self.void[space] = purge.before if purge is not None else 0
         self.disk.purge(purge)
 
-    @precondition(lambda self: self.tiers._coming)
+    @precondition(lambda self: self.tiered_index._coming)
     @rule()
     def purge_what_comes(self) -> None:
-        space = next(iter(self.tiers._coming.values()))
+        space = next(iter(self.tiered_index._coming.values()))
         self.purge(space)
         self.read(1000, False)
         for start in range(5):
@@ -211,13 +210,13 @@ class TiersMachine(RuleBasedStateMachine):
     def limit(self, space: bytes, slots: int | None) -> None:
         self.quotas.pop(space, None)
         self.quotas |= {space: slots} if slots is not None else {}
-        self.tiers.set_quotas(self.quotas)
+        self.tiered_index.set_quotas(self.quotas)
 
     @rule(kept=st.lists(st.sampled_from(["whole", "torn", "not"]), min_size=16, max_size=16))
     def die(self, kept: list[str]) -> None:
         """In the middle of everything. The next life knows every block that was on disk."""
         self.settle()
-        known = self.tiers.disk.copies if self.tiers.disk is not None else {}
+        known = self.tiered_index.disk.disk_copies if self.tiered_index.disk is not None else {}
         for write, fate in zip(self.writes, kept, strict=False):
             values = self.arena[write.slot]
             if fate == "whole" and checksum(values) == write.copy.checksum:
@@ -225,15 +224,17 @@ class TiersMachine(RuleBasedStateMachine):
             elif fate == "torn":
                 self.disk.tear(write.copy, values)
         self.begin()
-        assert self.tiers.disk is not None
-        assert known.keys() <= self.tiers.disk.copies.keys() or self.tiers.disk.counters.forgotten, "lost a block"
+        assert self.tiered_index.disk is not None
+        assert known.keys() <= self.tiered_index.disk.disk_copies.keys() or self.tiered_index.disk.counters.forgotten, (
+            "lost a block"
+        )
 
     @rule(rarely=st.integers(0, 9))
     def disk_fails(self, rarely: int) -> None:
         if rarely:
             return
-        self.reads += self.tiers.take_reads()
-        self.tiers.close_disk()
+        self.reads += self.tiered_index.take_reads()
+        self.tiered_index.close_disk()
         self.writes = []
 
     @invariant()
@@ -241,9 +242,9 @@ class TiersMachine(RuleBasedStateMachine):
         if not hasattr(self, "tiers"):
             return
         self.settle()
-        self.tiers.check()
-        for copy in self.tiers.disk.copies.values() if self.tiers.disk is not None else ():
+        self.tiered_index.check()
+        for copy in self.tiered_index.disk.disk_copies.values() if self.tiered_index.disk is not None else ():
             assert self.disk.keeps(copy), "knows a block that is not on disk"
             assert copy.namespace == copy.key[:1] * 16, "in another's name"
             assert copy.number >= self.void[copy.namespace], "knows a copy that was purged"
-        assert self.tiers.index.num_leases <= len(self.waiting), "a lease is kept"
+        assert self.tiered_index.index.num_leases <= len(self.waiting), "a lease is kept"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tripool.fabric.descriptors import KvReceiver, KvSender, Lease
 
 from tripool.fabric.arena import Arena
+from tripool.fabric.kv_transfer import KvReceiver, KvSender, Lease
 
 SLOT = 64
 

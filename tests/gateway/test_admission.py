@@ -17,7 +17,6 @@ from typing import Any
 import httpx
 import pytest
 import uvloop
-from tripool.router.pending_requests import Capacity
 
 from gateway.serving import DEADLINE_S, GatedEngine, Serve, Served
 from tripool.config import AdmissionConfig
@@ -27,6 +26,7 @@ from tripool.gateway.admission import AdmissionBackend
 from tripool.gateway.backend import Facts
 from tripool.grammar import Trial
 from tripool.mailbox import Mailbox, Watcher
+from tripool.router.admission_types import Capacity
 from tripool.tenants import Limits, Tenant
 
 NARROW = AdmissionConfig(window_s=1e-9, wide_tokens=1, max_wait_s=3600.0)

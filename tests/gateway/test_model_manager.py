@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import httpx
 import pytest
-from tripool.gateway.manager import ManagedBackend, ModelManager
 
 from gateway.serving import DEADLINE_S, FRESH, GatedEngine, WatchedEngine
 from tripool.config import GatewayConfig
@@ -23,6 +22,7 @@ from tripool.engine.fake import fake_text
 from tripool.engine.thread import EngineThread
 from tripool.errors import CheckpointMissing
 from tripool.gateway.app import create_models_app
+from tripool.gateway.model_manager import ManagedBackend, ModelManager
 from tripool.gateway.models import Models, Served
 from tripool.gateway.server import Server, listen, url_of
 from tripool.text import Tokenizer

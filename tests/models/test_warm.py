@@ -14,7 +14,7 @@ from tokenizers import pre_tokenizers
 from checkpoints.conftest import small_llama, train_byte_level, vocabulary_metadata, write_gguf_file
 from oracle.cases import CASES
 from oracle.driving import chunked
-from tripool.cache.images import ModelImages
+from tripool.cache.weight_cache import WeightCache
 from tripool.engine.runner import Runner
 from tripool.kernels import CPU, CPU8, REFERENCE
 from tripool.models import Model
@@ -25,8 +25,8 @@ TABLES = pytest.mark.parametrize("table", [CPU, CPU8], ids=lambda table: table.n
 
 
 @pytest.fixture
-def images(tmp_path) -> ModelImages:
-    return ModelImages(tmp_path / "models", QUOTA)
+def weight_cache(tmp_path) -> WeightCache:
+    return WeightCache(tmp_path / "models", QUOTA)
 
 
 @torch.inference_mode()
@@ -45,9 +45,9 @@ def same(one: Model, other: Model) -> bool:
 
 @TABLES
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_same_bits_from_an_image_as_from_files(pair_of, images, case, table):
+def test_the_same_bits_from_an_image_as_from_files(pair_of, weight_cache, case, table):
     folder = str(pair_of(case).folder)
-    plain, filled, warm = (load_warm(folder, table, cache) for cache in (None, images, images))
+    plain, filled, warm = (load_warm(folder, table, cache) for cache in (None, weight_cache, weight_cache))
     assert (filled.from_memory, warm.from_memory) == (False, True)
     assert (warm.name, warm.text) == (plain.name, plain.text)
     assert plain.network.num_bytes == filled.network.num_bytes == warm.network.num_bytes
@@ -56,59 +56,59 @@ def test_the_same_bits_from_an_image_as_from_files(pair_of, images, case, table)
 
 
 @TABLES
-def test_the_bundled_model(images, table):
-    plain, filled, warm = (load_warm("tiny", table, cache) for cache in (None, images, images))
+def test_the_bundled_model(weight_cache, table):
+    plain, filled, warm = (load_warm("tiny", table, cache) for cache in (None, weight_cache, weight_cache))
     assert warm.from_memory and warm.network.mtp is not None
     assert same(plain.network, warm.network) and same(plain.network, filled.network)
 
 
 @TABLES
-def test_a_gguf_file(tmp_path, images, table):
+def test_a_gguf_file(tmp_path, weight_cache, table):
     metadata, tensors = small_llama("Q8_0")
     tokenizer = train_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
     metadata |= vocabulary_metadata(tokenizer, pre="gpt-2")
     path = str(write_gguf_file(tmp_path / "small.gguf", "llama", metadata, tensors))
-    plain, _, warm = (load_warm(path, table, cache) for cache in (None, images, images))
+    plain, _, warm = (load_warm(path, table, cache) for cache in (None, weight_cache, weight_cache))
     assert warm.from_memory and same(plain.network, warm.network)
 
 
-def test_it_outlives_whatever_it_came_from(images):
+def test_it_outlives_whatever_it_came_from(weight_cache):
     """C has nothing but addresses: the memory behind them stays for as long as the network does."""
-    load_warm("tiny", CPU8, images)
-    warm = load_warm("tiny", CPU8, images).network
-    (key,) = images.sizes()
-    assert not images.remove(key)
-    (next(iter(Path(images._folder).glob("*.image")))).unlink()
+    load_warm("tiny", CPU8, weight_cache)
+    warm = load_warm("tiny", CPU8, weight_cache).network
+    (key,) = weight_cache.sizes()
+    assert not weight_cache.remove(key)
+    (next(iter(Path(weight_cache._folder).glob("*.image")))).unlink()
     assert same(warm, load_warm("tiny", CPU8, None).network)
 
 
-def test_files_again_when_the_image_is_damaged(images, tmp_path):
-    load_warm("tiny", CPU8, images)
+def test_files_again_when_the_image_is_damaged(weight_cache, tmp_path):
+    load_warm("tiny", CPU8, weight_cache)
     (path,) = (tmp_path / "models").glob("*.image")
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
         byte = file.read(1)[0]
         file.seek(-1, 1)
         file.write(bytes([byte ^ 1]))
-    again, warm = load_warm("tiny", CPU8, images), load_warm("tiny", CPU8, images)
+    again, warm = load_warm("tiny", CPU8, weight_cache), load_warm("tiny", CPU8, weight_cache)
     assert (again.from_memory, warm.from_memory) == (False, True)
-    assert (images.counters.damaged, images.counters.written) == (1, 2)
+    assert (weight_cache.counters.damaged, weight_cache.counters.written) == (1, 2)
     assert same(again.network, warm.network)
 
 
-def test_an_image_that_fits_the_key_and_not_the_network_is_replaced(images):
+def test_an_image_that_fits_the_key_and_not_the_network_is_replaced(weight_cache):
     """As after a change of code that nobody noticed."""
     key = image_key("tiny", CPU8)
-    with images.turn(key):
-        writer = images.writer(key)
+    with weight_cache.turn(key):
+        writer = weight_cache.writer(key)
         writer.place("another", "uint8", (1,), memoryview(b"x"))
-        images.publish(key, writer, b"\xc1")
-    assert not load_warm("tiny", CPU8, images).from_memory
-    assert images.counters.damaged == 1
-    assert load_warm("tiny", CPU8, images).from_memory
+        weight_cache.publish(key, writer, b"\xc1")
+    assert not load_warm("tiny", CPU8, weight_cache).from_memory
+    assert weight_cache.counters.damaged == 1
+    assert load_warm("tiny", CPU8, weight_cache).from_memory
 
 
-def test_other_files_another_table_are_other_images(pair_of, images, tmp_path):
+def test_other_files_another_table_are_other_images(pair_of, weight_cache, tmp_path):
     folder = pair_of(CASES[0]).folder
     keys = {image_key(str(folder), CPU), image_key(str(folder), CPU8), image_key("tiny", CPU8)}
     (folder / "config.json").touch()
@@ -118,24 +118,24 @@ def test_other_files_another_table_are_other_images(pair_of, images, tmp_path):
 
 
 def test_what_does_not_fit_is_loaded_all_the_same(tmp_path):
-    small = ModelImages(tmp_path, 2**20)
+    small = WeightCache(tmp_path, 2**20)
     loaded = load_warm("tiny", CPU8, small)
     assert small.counters.refused == 1 and small.sizes() == {}
     assert same(loaded.network, load_warm("tiny", CPU8, None).network)
 
 
-def test_a_table_that_packs_nothing_needs_no_cache(images, pair_of):
-    assert not load_warm(str(pair_of(CASES[0]).folder), REFERENCE, images).from_memory
-    assert images.sizes() == {}
+def test_a_table_that_packs_nothing_needs_no_cache(weight_cache, pair_of):
+    assert not load_warm(str(pair_of(CASES[0]).folder), REFERENCE, weight_cache).from_memory
+    assert weight_cache.sizes() == {}
 
 
 LOAD_AND_HOLD = """
 import json, sys, torch
 from pathlib import Path
-from tripool.cache.images import ModelImages
+from tripool.cache.weight_cache import WeightCache
 from tripool.kernels import CPU8
 from tripool.models.warm import load_warm
-images = ModelImages(Path(sys.argv[1]), 2**30)
+images = WeightCache(Path(sys.argv[1]), 2**30)
 loaded = load_warm("tiny", CPU8, images)
 kept = [t for t in __import__("gc").get_objects() if isinstance(t, torch.Tensor)]
 _ = sum(int(t.view(torch.uint8).sum()) if t.is_contiguous() and t.dtype != torch.complex64 else 0 for t in kept)

@@ -16,7 +16,7 @@ from tripool.checkpoints import open_checkpoint
 from tripool.engine.device import Place, table_of
 from tripool.engine.runner import Runner, Work
 from tripool.kernels import CPU, CPU8
-from tripool.kernels.cuda.shelf import OnDevice
+from tripool.kernels.cuda.weight_store import OnDevice
 from tripool.models import load_model
 from tripool.quant import Techniques, quantize
 
@@ -84,7 +84,7 @@ def test_a_device_multiplies_in_e4m3_what_is_stored_so(folders) -> None:
     for folder in folders:
         with open_checkpoint(folder) as checkpoint:
             table = table_of(place, checkpoint)
-            model = load_model(checkpoint, place.dtype, kernels=table, shelf=OnDevice(device))
+            model = load_model(checkpoint, place.dtype, kernels=table, store=OnDevice(device))
         assert table.name.endswith("F8_E4M3") == (folder == folders[0])
         runner = place.runner(model, 2, mtp=False)
         logits.append(runner.logits(runner.hidden([Work(tokens, 0, [0, 1], False)])).float())

@@ -9,11 +9,10 @@ from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
-from tripool.router.pending_requests import Admit, Arrival, Capacity, Decision, Refuse
-
 from tripool.config import AdmissionConfig
 from tripool.core import Slo
 from tripool.router.admission import AdmissionController
+from tripool.router.admission_types import Admit, Arrival, Capacity, Decision, Refuse
 from tripool.router.rate_limiter import RateLimiter
 from tripool.tenants import Limits, Tenant
 

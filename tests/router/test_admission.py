@@ -7,7 +7,6 @@ from random import Random
 from typing import Any
 
 import pytest
-from tripool.router.pending_requests import Arrival, Capacity
 
 from router.admission_model import (
     Ask,
@@ -23,6 +22,7 @@ from router.admission_model import (
 from tripool.core import Slo
 from tripool.errors import AboveRateLimit, Overloaded, RateLimited, TtftUnreachable
 from tripool.router.admission import AdmissionController
+from tripool.router.admission_types import Arrival, Capacity
 from tripool.router.fairness import jain, max_min
 from tripool.router.rate_limiter import RateLimiter
 from tripool.tenants import ANONYMOUS, Tenant

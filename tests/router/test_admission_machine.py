@@ -7,11 +7,11 @@ from dataclasses import replace
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tripool.router.pending_requests import Admit, Arrival, Capacity, Decision, Refuse
 
 from router.admission_model import new_door, tenant
 from tripool.core import Slo
 from tripool.errors import AboveRateLimit
+from tripool.router.admission_types import Admit, Arrival, Capacity, Decision, Refuse
 from tripool.router.rate_limiter import RateLimiter
 
 OWNERS = [

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from tripool.router.trace import PlacementTrace
-
 from router.acting import D0, D1, P0, P1, Stage, ask, hello, sent
 from tripool.config import RouterConfig
 from tripool.core import Stages, TokenEvent
 from tripool.messages import KvDescriptor, Left, Refused, Stamped, StartDecode, StartPrefill, Tokens, TransferReady
 from tripool.router import Coordinator
+from tripool.router.placement_trace import PlacementTrace
 
 
 def facts(stage: Stage, request_id: str = "r") -> dict[str, Any]:

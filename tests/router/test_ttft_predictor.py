@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tripool.router.predictor import Line, Trust, TtftPredictor
+
+from tripool.router.ttft_predictor import Line, Trust, TtftPredictor
 
 
 @given(per_request=st.floats(0, 1), per_token=st.floats(0, 0.1), sizes=st.lists(st.integers(1, 4000), max_size=20))

@@ -6,10 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tripool.router.pending_requests import Admit, Arrival, PendingRequest
-from tripool.router.pending_requests import Stage as GuestStage
-from tripool.router.predictor import TtftPredictor
-from tripool.simulate.sender import KvSender
 
 from tripool.cache import PoolIndex
 from tripool.core import TokenEvent
@@ -17,13 +13,17 @@ from tripool.engine.colocated import Scheduler
 from tripool.messages import Cancel, Heartbeat, Hello, Refused, Stamped, Tokens, TransferReady, WorkerId
 from tripool.router import Coordinator
 from tripool.router.admission import AdmissionController
+from tripool.router.admission_types import Admit, Arrival, PendingRequest
+from tripool.router.admission_types import Stage as GuestStage
 from tripool.router.coordinator import Emit, Send
 from tripool.router.fair_queue import Account, Shares
 from tripool.router.ledger import ChoiceState, Entry, Ledger, Placement
 from tripool.router.placing import Placing
 from tripool.router.rate_limiter import RateLimiter
+from tripool.router.ttft_predictor import TtftPredictor
 from tripool.router.view import FleetView
 from tripool.simulate import simulate
+from tripool.simulate.kv_sender import KvSender
 from tripool.simulate.worker import SimWorker
 
 NUM_SEEDS = 200

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from tripool.cache.copies import PAGE, Purge, Segment
+from tripool.cache.disk_records import PAGE, Purge, Segment
 from tripool.cache.index import PoolIndex
-from tripool.cache.promotion import Read, Tiers
-from tripool.cache.tiers import DiskTier
+from tripool.cache.tiered_index import DiskTier, Read, TieredIndex
 from tripool.simulate import simulate
 from tripool.simulate.pool import PoolClient
 
@@ -21,8 +20,8 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def what_the_disk_gives_is_believed(patch: pytest.MonkeyPatch) -> None:
     """Neither the member nor its readers look at checksums."""
-    was_read = Tiers.was_read
-    patch.setattr(Tiers, "was_read", lambda self, read, found: was_read(self, read, found and read.copy.checksum))
+    was_read = TieredIndex.was_read
+    patch.setattr(TieredIndex, "was_read", lambda self, read, found: was_read(self, read, found and read.copy.checksum))
     copy = PoolClient.copy
 
     def trusting(self: PoolClient, fetch: Any) -> Any:
@@ -35,9 +34,9 @@ def what_the_disk_gives_is_believed(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_look_up_waits_for_ever(patch: pytest.MonkeyPatch) -> None:
-    answers = Tiers.answers
-    patch.setattr(Tiers, "answers", lambda self, now_s: answers(self, -1.0))
-    patch.setattr(Tiers, "was_read", lambda self, read, found: None)
+    answers = TieredIndex.answers
+    patch.setattr(TieredIndex, "answers", lambda self, now_s: answers(self, -1.0))
+    patch.setattr(TieredIndex, "was_read", lambda self, read, found: None)
 
 
 def a_reader_is_not_fenced_after_a_restart(patch: pytest.MonkeyPatch) -> None:
@@ -67,22 +66,22 @@ def a_restart_forgets_the_disk(patch: pytest.MonkeyPatch) -> None:
 
     def half(self: DiskTier, segments: Sequence[Segment], purges: Iterable[Purge] = ()) -> None:
         restore(self, segments, purges)
-        for key in list(self._copies)[::2]:
+        for key in list(self._disk_copies)[::2]:
             self._forget(key)
 
     patch.setattr(DiskTier, "restore", half)
 
 
 def blocks_are_read_into_slots_that_are_given_back(patch: pytest.MonkeyPatch) -> None:
-    read_copies = Tiers._read
+    read_copies = TieredIndex._read
 
-    def hasty(self: Tiers, *args: Any) -> None:
+    def hasty(self: TieredIndex, *args: Any) -> None:
         read_copies(self, *args)
         for read in self._reads[-1:]:
             assert isinstance(read, Read)
             self.index.abort(read.ticket, self._own)
 
-    patch.setattr(Tiers, "_read", hasty)
+    patch.setattr(TieredIndex, "_read", hasty)
 
 
 PLANTS: list[tuple[Plant, str]] = [

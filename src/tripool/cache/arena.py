@@ -40,7 +40,7 @@ from tripool.messages import WorkerId
 
 PAGE = 4096
 MAX_WORKER_NAME_BYTES = 43
-SEATS = 64
+NUM_READER_SLOTS = 64
 _MAGIC = b"TPARENA3"
 _FILE = struct.Struct("<8sQQQ")
 _BODY = struct.Struct(f"<16s16sQIQIIqB{MAX_WORKER_NAME_BYTES}s")
@@ -52,7 +52,7 @@ _FOUND = struct.Struct("<16s16sQ4xQII")
 _WAYS = 8
 """Entries of the directory under one hash. An entry that is out of date shows by its slot's header."""
 _BUCKET = struct.Struct(f"<{_WAYS}I")
-_EMPTY = bytes(SEATS)
+_EMPTY = bytes(NUM_READER_SLOTS)
 _MAX_TICKET = 2**62
 """Numbers begin with the time in nanoseconds: a header with a higher one was not written by a member."""
 
@@ -69,10 +69,10 @@ class Arena:
         self._map = mmap.mmap(fd, size, flags)
         self._bytes: Bytes = np.frombuffer(self._map, np.uint8)
         self._directory, self._num_buckets = _headers_end(num_slots), _num_entries(num_slots) // _WAYS
-        self._seats = _directory_end(num_slots)
+        self._reader_slots = _directory_end(num_slots)
         start = address(self._bytes)
         self.shape = (ctypes.c_uint64 * 8)(
-            start, PAGE, self._directory, self._num_buckets, self._seats, self._data, self._stride, num_slots
+            start, PAGE, self._directory, self._num_buckets, self._reader_slots, self._data, self._stride, num_slots
         )
         """Where everything is, for compiled code, for as long as this arena is held."""
 
@@ -204,32 +204,32 @@ class Arena:
 
     # ---- seats --------------------------------------------------------------------------------------------------
 
-    def sit(self, key: bytes, namespace: bytes, seat: int) -> tuple[Block, int] | None:
-        """A committed block that stays as it is until `rise`, and its ticket; None where none can be seen."""
+    def acquire(self, key: bytes, namespace: bytes, reader_slot: int) -> tuple[Block, int] | None:
+        """A committed block that stays as it is until `release`, and its ticket; None where none can be seen."""
         for entry in self._entries(self._bucket(key)):
             if not entry:
                 continue
             at = PAGE + (entry - 1) * _HEADER_BYTES
             if entry > self.num_slots or self._map[at : at + len(key)] != key:
                 continue
-            chair = self._seats + (entry - 1) * SEATS + seat
-            if self._map[chair] == 255:
+            counter = self._reader_slots + (entry - 1) * NUM_READER_SLOTS + reader_slot
+            if self._map[counter] == 255:
                 return None
-            self._map[chair] += 1
+            self._map[counter] += 1
             head = self._map[at : at + _HEADER_BYTES]
             digest, state = _TAIL.unpack_from(head, _BODY.size)
             owner, tenant, ticket, checksum, num_bytes, form = _FOUND.unpack_from(head)
             is_it = state == State.COMMITTED and owner == key and tenant == namespace
             if is_it and digest == xxhash.xxh3_64_intdigest(head[: _BODY.size]):
                 return Block(entry - 1, checksum, num_bytes, form), ticket
-            self.rise(entry - 1, seat)
+            self.release(entry - 1, reader_slot)
         return None
 
-    def rise(self, slot: int, seat: int) -> None:
-        chair = self._seats + slot * SEATS + seat
-        self._map[chair] = max(0, self._map[chair] - 1)  # 0 already: turned out
+    def release(self, slot: int, reader_slot: int) -> None:
+        counter = self._reader_slots + slot * NUM_READER_SLOTS + reader_slot
+        self._map[counter] = max(0, self._map[counter] - 1)  # 0 already: turned out
 
-    def may_take(self, slot: int) -> bool:
+    def close_if_unread(self, slot: int) -> bool:
         """For the member: close a committed slot's header, and open it again if somebody reads it."""
         at = PAGE + slot * _HEADER_BYTES + _BODY.size
         tail = self._map[at : at + _TAIL.size]
@@ -240,17 +240,17 @@ class Arena:
         return False
 
     def is_read(self, slot: int) -> bool:
-        at = self._seats + slot * SEATS
-        return self._map[at : at + SEATS] != _EMPTY
+        at = self._reader_slots + slot * NUM_READER_SLOTS
+        return self._map[at : at + NUM_READER_SLOTS] != _EMPTY
 
-    def turn_out(self, slot: int) -> None:
-        at = self._seats + slot * SEATS
-        self._map[at : at + SEATS] = _EMPTY
+    def evict_readers(self, slot: int) -> None:
+        at = self._reader_slots + slot * NUM_READER_SLOTS
+        self._map[at : at + NUM_READER_SLOTS] = _EMPTY
 
-    def clear(self, seats: slice) -> None:
+    def clear(self, reader_slots: slice) -> None:
         """Whoever sat there reads nothing any more."""
-        size = self.num_slots * SEATS
-        self._bytes[self._seats : self._seats + size].reshape(-1, SEATS)[:, seats] = 0
+        size = self.num_slots * NUM_READER_SLOTS
+        self._bytes[self._reader_slots : self._reader_slots + size].reshape(-1, NUM_READER_SLOTS)[:, reader_slots] = 0
 
     # ---- the next life ------------------------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ def as_bytes(buffer: Any) -> Bytes:
 def _layout(slot_bytes: int, num_slots: int) -> tuple[int, int, int]:
     """Bytes from slot to slot, where the first one is, and of the whole file."""
     stride = _pages(slot_bytes)
-    data = _directory_end(num_slots) + _pages(num_slots * SEATS)
+    data = _directory_end(num_slots) + _pages(num_slots * NUM_READER_SLOTS)
     return stride, data, data + num_slots * stride
 
 

@@ -23,10 +23,10 @@ from typing import Any
 from tripool.cache import wire
 from tripool.cache.arena import MAX_WORKER_NAME_BYTES, Arena, as_bytes
 from tripool.cache.copying import soon
-from tripool.cache.link import Link, Seated
+from tripool.cache.link import Acquired, Link
 from tripool.cache.records import Block, namespace_tag
 from tripool.cache.ring import Ring
-from tripool.cache.seats import Found
+from tripool.cache.shared_reads import SharedBlocks
 from tripool.errors import InvalidRequest
 from tripool.messages import Reaped, Suspect, WorkerId
 
@@ -40,18 +40,18 @@ class _Held:
     """One member's part of a prefix."""
 
     link: Link
-    lease: int | Seated
-    found: Found
+    lease: int | Acquired
+    found: SharedBlocks
     """Of the arena it was found in: the link may have another by the time it is read."""
 
     def release(self) -> None:
-        if isinstance(self.lease, Seated):
-            self.link.rise(self.lease, self.found)
+        if isinstance(self.lease, Acquired):
+            self.link.end_read(self.lease, self.found)
         else:
             self.link.release(self.lease, tuple(self.found.bad))
 
 
-_Run = tuple[Found, int, int]
+_Run = tuple[SharedBlocks, int, int]
 """Blocks of a chain that follow one another, from one place to another among what was found with one member."""
 
 
@@ -105,7 +105,7 @@ class Prefix:
         self.release()
 
 
-_Asked = tuple[Link, list[int], tuple[Seated, Found] | int | None]
+_Asked = tuple[Link, list[int], tuple[Acquired, SharedBlocks] | int | None]
 """A member, positions, and what was found there without asking, or else the question's number."""
 
 
@@ -162,7 +162,7 @@ class PoolClient:
 
     def _hear(self, asked: list[_Asked], keys: Sequence[bytes], first: int) -> Prefix:
         held: list[_Held] = []
-        found: dict[int, tuple[Found, int]] = {}
+        found: dict[int, tuple[SharedBlocks, int]] = {}
         for link, positions, lease in asked:
             part = _Held(link, *lease) if isinstance(lease, tuple) else self._answered(link, positions, lease, keys)
             if part is not None:
@@ -194,7 +194,9 @@ class PoolClient:
             return None
         rows = zip(answer.slots, answer.checksums, answer.sizes, answer.forms, strict=True)
         blocks = (Block(*row, place in answer.from_disk) for place, row in enumerate(rows))
-        return _Held(link, answer.lease, Found.told(link.arena, [keys[position] for position in positions], blocks))
+        return _Held(
+            link, answer.lease, SharedBlocks.told(link.arena, [keys[position] for position in positions], blocks)
+        )
 
     def store(
         self, keys: Sequence[bytes], blocks: Sequence[Any], *, namespace: str, first: int = 0, form: int = 0

@@ -35,11 +35,11 @@ _ARGUMENTS = {
     "tripool_copy_soon": (),
     "tripool_hash": (ctypes.c_char_p, _SIZE),
     "tripool_read": (_POINTER, _SIZE, _POINTER, ctypes.c_char_p, _POINTER, _SIZE, _SIZE, _POINTER),
-    "tripool_rise": (_POINTER, _SIZE, _SIZE, _POINTER),
-    "tripool_sit": (_POINTER, _SIZE, ctypes.c_char_p, _SIZE, ctypes.c_char_p, _POINTER),
+    "tripool_release": (_POINTER, _SIZE, _SIZE, _POINTER),
+    "tripool_acquire": (_POINTER, _SIZE, ctypes.c_char_p, _SIZE, ctypes.c_char_p, _POINTER),
 }
 _RESULTS = {
-    "tripool_copy_by": ctypes.c_int, "tripool_hash": _SIZE, "tripool_read": _SIZE, "tripool_sit": ctypes.c_int,
+    "tripool_copy_by": ctypes.c_int, "tripool_hash": _SIZE, "tripool_read": _SIZE, "tripool_acquire": ctypes.c_int,
 }  # fmt: skip
 
 

@@ -118,8 +118,8 @@ class CostAware:
         for slot, record in chain:
             uses, until = self._past.get(slot, (0, 0.0))
             uses = min(uses + 1, _MOST_USES)
-            worker_ids = self._clock + self._whiles[uses] * (1 + record.position / self._attention_blocks)
-            at_least = max(worker_ids, at_least, until)
+            keep_until = self._clock + self._whiles[uses] * (1 + record.position / self._attention_blocks)
+            at_least = max(keep_until, at_least, until)
             self._past[slot] = uses, at_least
             self._num_entered += 1
             entry = self._here[slot] = (at_least, self._num_entered, slot)

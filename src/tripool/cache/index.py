@@ -18,9 +18,9 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from tripool.cache.books import check_books
 from tripool.cache.eviction import CostAware, Eviction
-from tripool.cache.leases import Leases, Onlookers
+from tripool.cache.invariants import check_invariants
+from tripool.cache.leases import Leases, SharedReaders
 from tripool.cache.records import Block, Counters, Grant, Hit, Record, Reservation, State, Written
 from tripool.cache.slots import SlotTable
 from tripool.messages import WorkerId
@@ -41,7 +41,7 @@ class PoolIndex:
         namespace_slots: int | None = None,
         first_number: int = 1,
         order: Eviction | None = None,
-        onlookers: Onlookers | None = None,
+        shared_readers: SharedReaders | None = None,
     ) -> None:
         assert write_s > 0 and first_number > 0
         self.num_slots = num_slots
@@ -55,7 +55,7 @@ class PoolIndex:
         self._slot_of: dict[bytes, int] = {}
         self._writing: dict[bytes, int] = {}
         """Keys someone is writing in time, and the slot."""
-        self._leases = Leases(lease_s, onlookers)
+        self._leases = Leases(lease_s, shared_readers)
         self._reservations: dict[int, Reservation] = {}
         self._fenced: dict[int, Reservation] = {}
         self._dead: OrderedDict[WorkerId, None] = OrderedDict()
@@ -187,7 +187,7 @@ class PoolIndex:
     def expire(self, now_s: float) -> None:
         """End leases whose time is over or that nobody needs any more, and fence late writers."""
         self._leases.now_s = now_s
-        for lease in self._leases.risen():
+        for lease in self._leases.released():
             self._end_lease(lease)
         for lease in self._leases.overdue():
             self.counters.expired_leases += 1
@@ -312,7 +312,7 @@ class PoolIndex:
         """Raises when a slot is in two hands or in none, a lease has lost its block, or the index lies."""
         self._slots.check()
         self._leases.check()
-        check_books(self._slots, self._leases.all, self._reservations, self._fenced, self._slot_of, self._writing)
+        check_invariants(self._slots, self._leases.all, self._reservations, self._fenced, self._slot_of, self._writing)
 
     # ---- parts --------------------------------------------------------------------------------------------------
 

@@ -20,28 +20,28 @@ _SEEN = WorkerId("", 0)
 """In whose name leases by sight are: who it is cannot be seen."""
 
 
-class Onlookers(Protocol):
+class SharedReaders(Protocol):
     """Those who do not ask."""
 
-    def may_take(self, slot: int) -> bool:
+    def close_if_unread(self, slot: int) -> bool:
         """Whether nobody reads a committed slot. If so nobody begins to any more: the slot must be forgotten."""
 
     def is_read(self, slot: int) -> bool: ...
 
-    def turn_out(self, slot: int) -> None:
+    def evict_readers(self, slot: int) -> None:
         """Their time is over."""
 
 
-class Nobody:
+class NoSharedReaders:
     """Everybody asks."""
 
-    def may_take(self, slot: int) -> bool:
+    def close_if_unread(self, slot: int) -> bool:
         return True
 
     def is_read(self, slot: int) -> bool:
         return False
 
-    def turn_out(self, slot: int) -> None:
+    def evict_readers(self, slot: int) -> None:
         pass
 
 
@@ -55,13 +55,13 @@ class Lease:
 
 
 class Leases:
-    def __init__(self, lease_s: float, onlookers: Onlookers | None = None) -> None:
+    def __init__(self, lease_s: float, shared_readers: SharedReaders | None = None) -> None:
         assert lease_s > 0
         self.now_s = 0.0
         self.readers: Counter[int] = Counter()
         """By slot."""
         self._lease_s = lease_s
-        self._onlookers = onlookers or Nobody()
+        self._shared_readers = shared_readers or NoSharedReaders()
         self._held: dict[int, Lease] = {}
         self._sighted: dict[int, int] = {}
         """Slots under a lease by sight, and its number."""
@@ -108,16 +108,16 @@ class Leases:
         while self._held and self.now_s >= next(iter(self._held.values())).deadline_s:
             number, held = next(iter(self._held.items()))
             if held.reader == _SEEN:
-                self._onlookers.turn_out(held.slots[0])
+                self._shared_readers.evict_readers(held.slots[0])
             yield number
 
-    def risen(self) -> list[int]:
+    def released(self) -> list[int]:
         """Leases by sight of slots at which nobody sits any more."""
-        return [number for slot, number in self._sighted.items() if not self._onlookers.is_read(slot)]
+        return [number for slot, number in self._sighted.items() if not self._shared_readers.is_read(slot)]
 
     def sees_nobody(self, slot: int) -> bool:
         """At a committed slot. If so it must be let go; else it is to be leased by sight."""
-        return slot not in self._sighted and self._onlookers.may_take(slot)
+        return slot not in self._sighted and self._shared_readers.close_if_unread(slot)
 
     def check(self) -> None:
         assert Counter(slot for held in self._held.values() for slot in held.slots) == self.readers, "miscounted"

@@ -19,8 +19,8 @@ from typing import TypeVar
 import msgspec
 
 from tripool.cache import wire
-from tripool.cache.arena import SEATS, Arena
-from tripool.cache.seats import Found
+from tripool.cache.arena import NUM_READER_SLOTS, Arena
+from tripool.cache.shared_reads import SharedBlocks
 from tripool.errors import ArenaError
 from tripool.messages import WorkerId
 
@@ -35,11 +35,11 @@ AnswerT = TypeVar("AnswerT", wire.Opened, wire.Found, wire.Granted, wire.Told, w
 
 
 @dataclass(frozen=True, slots=True)
-class Seated:
+class Acquired:
     """How long blocks that were found without asking stay as they are: not for longer than a lease."""
 
     line: socket.socket | None
-    seat: int
+    reader_slot: int
 
 
 class Link:
@@ -56,7 +56,7 @@ class Link:
         self._heard = memoryview(bytearray(wire.MAX_MESSAGE_BYTES))
         self._done: list[int] = []
         """Leases to be given back."""
-        self._seat = -1
+        self._reader_slot = -1
         self._used: list[tuple[int, int]] = []
         """Slots and tickets of blocks that were read without asking, for the member to know."""
         self._is_there = False
@@ -69,7 +69,7 @@ class Link:
         if self._socket is not None:
             self._readable.unregister(self._socket)
             self._socket.close()
-        self._socket, self._is_there, self._seat, self._used = None, False, -1, []
+        self._socket, self._is_there, self._reader_slot, self._used = None, False, -1, []
 
     # ---- is it there? -------------------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class Link:
         return True
 
     def _attach(self, opened: wire.Opened) -> None:
-        if opened.protocol != wire.PROTOCOL or opened.seat >= SEATS:
+        if opened.protocol != wire.PROTOCOL or opened.reader_slot >= NUM_READER_SLOTS:
             return
         if self.arena is None or self.arena.nonce != opened.nonce:
             try:
@@ -120,24 +120,24 @@ class Link:
                 return
         if self.arena.nonce != opened.nonce:  # made anew since
             return
-        self.write_s, self._seat = opened.write_s, opened.seat
+        self.write_s, self._reader_slot = opened.write_s, opened.reader_slot
         self._is_there, self._is_late = True, False
 
     # ---- without asking -----------------------------------------------------------------------------------------
 
-    def find_here(self, namespace: bytes, keys: Sequence[bytes]) -> tuple[Seated, Found] | None:
+    def find_here(self, namespace: bytes, keys: Sequence[bytes]) -> tuple[Acquired, SharedBlocks] | None:
         """All of these blocks, as far as can be seen in the arena of a member that is there; None: ask."""
-        arena, seat = self.arena, self._seat
-        if arena is None or seat < 0 or self._readable.poll(0):  # dead, or there is something to hear first
+        arena, reader_slot = self.arena, self._reader_slot
+        if arena is None or reader_slot < 0 or self._readable.poll(0):  # dead, or there is something to hear first
             return None
-        found = Found.seated(arena, keys, namespace, seat)
-        return None if found is None else (Seated(self._socket, seat), found)
+        found = SharedBlocks.acquire(arena, keys, namespace, reader_slot)
+        return None if found is None else (Acquired(self._socket, reader_slot), found)
 
-    def rise(self, seated: Seated, found: Found) -> None:
+    def end_read(self, acquired: Acquired, found: SharedBlocks) -> None:
         """What was read is told later, as with `release`."""
-        if seated.line is not self._socket or self._socket is None:
-            return  # the member has cleared the seats of a line that is closed
-        found.rise(seated.seat)
+        if acquired.line is not self._socket or self._socket is None:
+            return  # the member has cleared the reader slots of a closed connection
+        found.release(acquired.reader_slot)
         if found.bad:
             self._tell_used(found.uses, tuple(found.bad))
             return

@@ -22,11 +22,11 @@ from pathlib import Path
 import msgspec
 
 from tripool.cache import wire
-from tripool.cache.arena import SEATS, Arena
+from tripool.cache.arena import NUM_READER_SLOTS, Arena
+from tripool.cache.disk_io import DiskIo
 from tripool.cache.index import PoolIndex
-from tripool.cache.promotion import Tiers
 from tripool.cache.records import Hit, State, Written
-from tripool.cache.spool import Spool
+from tripool.cache.tiered_index import TieredIndex
 from tripool.config import CacheConfig
 from tripool.messages import Reaped, Suspect, WorkerId
 
@@ -56,7 +56,7 @@ class Member:
         left = Arena.reopen(path, config.slot_bytes, config.num_slots)
         self.arena = left or Arena.create(path, config.slot_bytes, config.num_slots)
         self.arena.clear(slice(None))
-        self._seats: dict[WorkerId, int] = {}
+        self._reader_slots: dict[WorkerId, int] = {}
         records = left.records() if left is not None else []
         self.index = PoolIndex(
             config.num_slots,
@@ -66,7 +66,7 @@ class Member:
             # Above every number of every earlier life, so that what was meant for those does nothing here. Its memory
             # does not outlive the machine's run, and neither need this clock, which is never set back.
             first_number=max([time.monotonic_ns(), *(record.ticket + 1 for record in records)]),
-            onlookers=self.arena,
+            shared_readers=self.arena,
         )
         if left is not None:
             self.index.restore(records)
@@ -74,9 +74,11 @@ class Member:
                 # Read from disk by an earlier life of this member, whose threads are as dead as it is.
                 if record.state is State.RESERVED and record.writer and record.writer.name == worker_id.name:
                     self.index.at_rest(record.writer)
-        self.tiers = Tiers(self.index, worker_id)
+        self.tiered_index = TieredIndex(self.index, worker_id)
         share = (config.namespace_slots or config.num_slots) / config.num_slots
-        self.spool = Spool(worker_id.name, config.disk, self.tiers, self.arena, share) if config.disk else None
+        self.disk_io = (
+            DiskIo(worker_id.name, config.disk, self.tiered_index, self.arena, share) if config.disk else None
+        )
         self._disk_bytes = config.disk.num_bytes if config.disk else 0
         self._parked: dict[int, tuple[int, Send]] = {}
         """Look-ups that wait for the disk: the question's number, and where its answer goes."""
@@ -112,30 +114,30 @@ class Member:
 
     def lost(self, worker_id: WorkerId) -> None:
         """Its line is closed."""
-        self._unseat(worker_id)
+        self._free_reader_slot(worker_id)
         self.index.lost(worker_id)
         self._write_headers()
 
-    def _seat(self, worker_id: WorkerId) -> int:
+    def _take_reader_slot(self, worker_id: WorkerId) -> int:
         """Its own for as long as its line is; -1 when there is none left."""
-        if worker_id not in self._seats:
-            free = set(range(SEATS)) - set(self._seats.values())
+        if worker_id not in self._reader_slots:
+            free = set(range(NUM_READER_SLOTS)) - set(self._reader_slots.values())
             if not free:
                 return -1
-            self._seats[worker_id] = min(free)
-        return self._seats[worker_id]
+            self._reader_slots[worker_id] = min(free)
+        return self._reader_slots[worker_id]
 
-    def _unseat(self, worker_id: WorkerId) -> None:
-        seat = self._seats.pop(worker_id, None)
-        if seat is not None:
-            self.arena.clear(slice(seat, seat + 1))
+    def _free_reader_slot(self, worker_id: WorkerId) -> None:
+        reader_slot = self._reader_slots.pop(worker_id, None)
+        if reader_slot is not None:
+            self.arena.clear(slice(reader_slot, reader_slot + 1))
 
     def turn(self, now_s: float) -> None:
         """What the disk has done, what it is to do, and answers that waited for it."""
-        if self.spool is None:
+        if self.disk_io is None:
             return
-        self.spool.turn(now_s)
-        answers = [(*self._parked.pop(waited), hit) for waited, hit in self.tiers.answers(now_s)]
+        self.disk_io.turn(now_s)
+        answers = [(*self._parked.pop(waited), hit) for waited, hit in self.tiered_index.answers(now_s)]
         self._write_headers()
         for number, send, hit in answers:
             send(wire.encode(self._found(number, hit)))
@@ -144,15 +146,15 @@ class Member:
         """Nobody hears these answers any more."""
         for waited in [waited for waited, (_, to) in self._parked.items() if to == send]:
             del self._parked[waited]
-            self.tiers.give_up(waited)
+            self.tiered_index.give_up(waited)
 
     @property
     def next_deadline_s(self) -> float | None:
-        return self.tiers.next_deadline_s
+        return self.tiered_index.next_deadline_s
 
     def close(self) -> None:
-        if self.spool is not None:
-            self.spool.close()
+        if self.disk_io is not None:
+            self.disk_io.close()
         self.arena.remove()
 
     def _reply(self, question: wire.Question, now_s: float, send: Send | None) -> wire.Answer | None:
@@ -174,19 +176,21 @@ class Member:
                 if number > self._last_reserve.get(worker_id, 0):
                     self.index.at_rest(worker_id)
                 place = self.arena.path.name, self.arena.nonce
-                return wire.Opened(number, wire.PROTOCOL, self._worker_id, *place, self._write_s, self._seat(worker_id))
+                return wire.Opened(
+                    number, wire.PROTOCOL, self._worker_id, *place, self._write_s, self._take_reader_slot(worker_id)
+                )
             case wire.Ask(number):
                 return self._told(number)
             case wire.Purge(number, namespace):
                 return self._purge(number, namespace, send)
             case wire.Quotas(number, slots):
-                return wire.Purged(number, self.tiers.set_quotas(slots))
+                return wire.Purged(number, self.tiered_index.set_quotas(slots))
             case Suspect(worker_id):
-                if worker_id in self._seats:
-                    self.arena.clear(slice(self._seats[worker_id], self._seats[worker_id] + 1))
+                if worker_id in self._reader_slots:
+                    self.arena.clear(slice(self._reader_slots[worker_id], self._reader_slots[worker_id] + 1))
                 self.index.lost(worker_id)
             case Reaped(worker_id):
-                self._unseat(worker_id)
+                self._free_reader_slot(worker_id)
                 self._last_reserve.pop(worker_id, None)
                 self.index.reaped(worker_id)
         return None
@@ -195,7 +199,7 @@ class Member:
         for lease in question.done:
             self.index.release(lease, question.worker_id)
         wait_s = min(question.wait_ms / 1e3, _MAX_WAIT_S) if send is not None else 0.0
-        hit = self.tiers.lookup(question.keys, question.worker_id, question.namespace, now_s, wait_s)
+        hit = self.tiered_index.lookup(question.keys, question.worker_id, question.namespace, now_s, wait_s)
         if isinstance(hit, Hit):
             return self._found(question.number, hit)
         assert send is not None
@@ -204,11 +208,11 @@ class Member:
 
     def _purge(self, number: int, namespace: bytes, send: Send | None) -> wire.Purged | None:
         """What is on disk is purged when that was written down."""
-        num_blocks, purge = self.tiers.purge(namespace)
+        num_blocks, purge = self.tiered_index.purge(namespace)
         purged = wire.Purged(number, num_blocks)
-        if self.spool is None or send is None:
+        if self.disk_io is None or send is None:
             return purged
-        self.spool.purge(namespace, purge, partial(send, wire.encode(purged)))
+        self.disk_io.purge(namespace, purge, partial(send, wire.encode(purged)))
         return None
 
     def _found(self, number: int, hit: Hit) -> wire.Found:
@@ -259,15 +263,15 @@ class Member:
         )
 
     def _disk(self) -> wire.Disk | None:
-        tier = self.tiers.disk
-        if self.spool is None or tier is None:
-            return wire.Disk(self.spool.state, self._disk_bytes) if self.spool is not None else None
+        tier = self.tiered_index.disk
+        if self.disk_io is None or tier is None:
+            return wire.Disk(self.disk_io.state, self._disk_bytes) if self.disk_io is not None else None
         told = tier.counters
         return wire.Disk(
-            self.spool.state,
+            self.disk_io.state,
             self._disk_bytes,
             sum(tier.held_bytes.values()),
-            tier.num_copies,
+            tier.num_disk_copies,
             tier.num_pending,
             told.written,
             told.promoted,
@@ -277,12 +281,12 @@ class Member:
         )
 
     def _write_headers(self) -> None:
-        for slot, record in self.tiers.take_changes():
+        for slot, record in self.tiered_index.take_changes():
             self.arena.write_header(slot, record)
 
 
 @dataclass(slots=True)
-class _Line:
+class _Peer:
     socket: socket.socket
     worker_ids: set[WorkerId] = field(default_factory=set)
 
@@ -292,7 +296,7 @@ class _Line:
             self.socket.send(data)
 
 
-class Door:
+class MemberServer:
     """The member's sockets: whoever knocks is heard, as long as it is of the same user."""
 
     def __init__(self, path: Path) -> None:
@@ -302,7 +306,7 @@ class Door:
         self._listener.bind(str(path))
         self._listener.listen(_MAX_PEERS)
         self._listener.setblocking(False)
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, _Peer] = {}
         # Kept: a fresh buffer of this size for every message would cost more than the message.
         self._heard = memoryview(bytearray(wire.MAX_MESSAGE_BYTES))
         self._ready = select.epoll()
@@ -311,8 +315,8 @@ class Door:
     def serve(self, member: Member, wake: socket.socket, still_wanted: Callable[[], bool]) -> None:
         """Answer until something arrives on `wake`, or nobody wants us any more."""
         self._ready.register(wake, select.EPOLLIN)
-        if member.spool is not None:
-            self._ready.register(member.spool, select.EPOLLIN)
+        if member.disk_io is not None:
+            self._ready.register(member.disk_io, select.EPOLLIN)
         looked_s = time.monotonic()
         was_asked = False
         while True:
@@ -358,10 +362,10 @@ class Door:
             return
         peer.setblocking(False)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wire.MAX_MESSAGE_BYTES)
-        self._lines[peer.fileno()] = _Line(peer)
+        self._lines[peer.fileno()] = _Peer(peer)
         self._ready.register(peer, select.EPOLLIN)
 
-    def _answer(self, member: Member, line: _Line, now_s: float) -> bool:
+    def _answer(self, member: Member, line: _Peer, now_s: float) -> bool:
         """One message: a busy peer takes turns with the others. Whether it was a question."""
         try:
             num_bytes = line.socket.recv_into(self._heard)
@@ -393,8 +397,8 @@ def run_member(folder: Path, worker_id: WorkerId, config: CacheConfig) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         member = Member(folder, worker_id, config)
-        door = Door(wire.address(folder, worker_id.name))
-        door.serve(member, wake, lambda: os.getppid() == parent)
-        door.close()
+        server = MemberServer(wire.address(folder, worker_id.name))
+        server.serve(member, wake, lambda: os.getppid() == parent)
+        server.close()
         member.close()
         signal.set_wakeup_fd(-1)

@@ -134,7 +134,7 @@ class Opened(_Message, frozen=True):
     nonce: Natural
     write_s: Annotated[float, msgspec.Meta(gt=0, le=3600)]
     """How long a writer has from reservation to commit."""
-    seat: Annotated[int, msgspec.Meta(ge=-1, le=255)] = -1
+    reader_slot: Annotated[int, msgspec.Meta(ge=-1, le=255)] = -1
     """Where this peer may sit in the arena to read without asking; -1: all seats are taken."""
 
 

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import tripool
-from tripool.cache.private import NotPrivate, make_private
+from tripool.cache.private_folder import NotPrivate, make_private
 from tripool.config import EngineConfig
 from tripool.core import BLOCK_TOKENS
 from tripool.errors import DiskError

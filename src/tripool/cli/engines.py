@@ -9,10 +9,10 @@ from tripool.errors import InvalidRequest
 from tripool.fabric.seam import PoolEngine
 
 if TYPE_CHECKING:
-    from tripool.cache.images import ModelImages
+    from tripool.cache.weight_cache import WeightCache
 
 
-def load_pool_engine(model: str, config: EngineConfig, images: ModelImages | None = None) -> PoolEngine:
+def load_pool_engine(model: str, config: EngineConfig, weight_cache: WeightCache | None = None) -> PoolEngine:
     """`fake` may be followed by settings: `fake:step_ms=5,row_ms=0.4,prompt_ms=0.05,blocks=64`.
 
     A step of it takes `step_ms`, and more for each row (`row_ms`) and each prompt token (`prompt_ms`).
@@ -22,7 +22,7 @@ def load_pool_engine(model: str, config: EngineConfig, images: ModelImages | Non
         return _fake(settings, config)
     from tripool.engine.load import load_engine
 
-    return load_engine(model, config, images=images)
+    return load_engine(model, config, weight_cache=weight_cache)
 
 
 def _fake(settings: str, config: EngineConfig) -> PoolEngine:

@@ -30,7 +30,7 @@ def register(app: typer.Typer) -> None:
         from tripool.cache.client import PoolClient
         from tripool.cli.access import gateway_access
         from tripool.config import GatewayConfig, RouterConfig
-        from tripool.control.manifest import read_manifest
+        from tripool.control.run_manifest import read_manifest
         from tripool.fabric.folder import gateway_address
         from tripool.fabric.supervisor_channel import SupervisorChannel
         from tripool.gateway.process import GatewayProcess

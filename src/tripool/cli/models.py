@@ -70,9 +70,9 @@ def register(app: typer.Typer) -> None:
     @models.command()
     def forget() -> None:
         """Give back the shared memory that servers with --keep-models left."""
-        from tripool.cli.model_cache import forget_kept
+        from tripool.cli.weight_cache import forget_kept_weights
 
-        typer.echo("the kept models are gone" if forget_kept() else "no models were kept")
+        typer.echo("the kept models are gone" if forget_kept_weights() else "no models were kept")
 
 
 def _show_known(format: Format) -> None:

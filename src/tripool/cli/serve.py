@@ -17,9 +17,9 @@ from tripool.cli.access import Open, open_access, starts_open
 from tripool.cli.disk import Disk, DiskDir, DiskGb, disk_of
 from tripool.cli.keys import KeysFile
 from tripool.cli.logs import LogFormat, LogLevel, LogOptions, ended_by_sigterm, logged
-from tripool.cli.model_cache import KeepModels, ModelCacheGb, model_images
 from tripool.cli.options import DeviceOf, KvGb, Load, MaxRunning, ModelNames, Mtp, PrecisionOf, Threads
 from tripool.cli.terminal import load_model
+from tripool.cli.weight_cache import KeepModels, ModelCacheGb, weight_cache
 from tripool.config import EngineConfig, GatewayConfig
 from tripool.engine.protocol import StepEngine
 from tripool.errors import TripoolError
@@ -35,7 +35,7 @@ _ENGINE, _GATEWAY, _LOGS = EngineConfig(), GatewayConfig(), LogOptions()
 
 
 @dataclass(frozen=True, slots=True)
-class _Door:
+class _AccessOptions:
     named: Path | None
     """The key book that `--keys` names."""
     may_be_open: bool
@@ -97,7 +97,7 @@ def register(app: typer.Typer, load: Load) -> None:
         log_format: LogFormat = _LOGS.style,
     ) -> None:
         """Serve MODELS over HTTP: one, in one process or split, or several in one process."""
-        admission = _Door(keys, open)
+        access_options = _AccessOptions(keys, open)
         gateway = GatewayConfig(host=host, port=port)
         config = EngineConfig(
             kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads, device=device
@@ -111,13 +111,13 @@ def register(app: typer.Typer, load: Load) -> None:
                 sizes = {"num_prefill": prefill or 1, "num_decode": decode or 1}
                 disk = disk_of(disk_gb, disk_dir, _only(models), config) if disk_gb and cache_gb else None
                 _serve_split(
-                    _only(models), config, gateway, admission, warm, logs, **sizes, cache_gb=cache_gb, disk=disk
+                    _only(models), config, gateway, access_options, warm, logs, **sizes, cache_gb=cache_gb, disk=disk
                 )
             elif len(models) == 1 and memory_gb is None:
-                _serve(load, models[0], config, gateway, admission, warm, log)
+                _serve(load, models[0], config, gateway, access_options, warm, log)
             else:
                 budget = None if memory_gb is None else int(memory_gb * 2**30)
-                _serve_several(load, models, config, gateway, admission, warm, log, budget=budget)
+                _serve_several(load, models, config, gateway, access_options, warm, log, budget=budget)
 
 
 @contextmanager
@@ -147,22 +147,28 @@ def _only(models: list[str]) -> str:
 
 
 def _serve(
-    load: Load, model: str, config: EngineConfig, gateway: GatewayConfig, admission: _Door, warm: _Warm, log: Log
+    load: Load,
+    model: str,
+    config: EngineConfig,
+    gateway: GatewayConfig,
+    access_options: _AccessOptions,
+    warm: _Warm,
+    log: Log,
 ) -> None:
     # Here, so that `tripool --help` does not import a web server.
     from tripool.engine.thread import EngineThread
     from tripool.gateway import create_app
     from tripool.gateway.admission import AdmissionBackend
     from tripool.gateway.server import Server, listen, url_of
-    from tripool.router.pending_requests import Capacity
+    from tripool.router.admission_types import Capacity
     from tripool.text import Tokenizer
 
-    cache = model_images(warm.gb, keep=warm.keep) if warm.asked_for else nullcontext()
-    with listen(gateway.host, gateway.port) as listener, cache as images:
-        is_open = starts_open(listener, admission.named, may_be_open=admission.may_be_open)
-        engine = load(model, config) if images is None else load_model(model, config, images)
+    cache = weight_cache(warm.gb, keep=warm.keep) if warm.asked_for else nullcontext()
+    with listen(gateway.host, gateway.port) as listener, cache as weights:
+        is_open = starts_open(listener, access_options.named, may_be_open=access_options.may_be_open)
+        engine = load(model, config) if weights is None else load_model(model, config, weights)
         thread = EngineThread(engine)
-        access = open_access(admission.book, may_be_open=is_open)
+        access = open_access(access_options.book, may_be_open=is_open)
         try:
             room = Capacity(slots=config.max_running)
             admission = AdmissionBackend(thread, room=lambda: room, tenant_of=access.tenant_named)
@@ -184,7 +190,7 @@ def _serve_several(
     models: list[str],
     config: EngineConfig,
     gateway: GatewayConfig,
-    admission: _Door,
+    access_options: _AccessOptions,
     warm: _Warm,
     log: Log,
     *,
@@ -193,17 +199,17 @@ def _serve_several(
     from tripool.cli.several import Loaded, serve_several
     from tripool.gateway.server import listen
 
-    with listen(gateway.host, gateway.port) as listener, model_images(warm.gb, keep=warm.keep) as images:
-        is_open = starts_open(listener, admission.named, may_be_open=admission.may_be_open)
+    with listen(gateway.host, gateway.port) as listener, weight_cache(warm.gb, keep=warm.keep) as weights:
+        is_open = starts_open(listener, access_options.named, may_be_open=access_options.may_be_open)
 
         def open_(model: str) -> Loaded:
             if load is not load_model:
                 return Loaded(load(model, config), False)
             from tripool.engine.load import load_told
 
-            return Loaded(*load_told(model, config, images=images))
+            return Loaded(*load_told(model, config, weight_cache=weights))
 
-        access = open_access(admission.book, may_be_open=is_open)
+        access = open_access(access_options.book, may_be_open=is_open)
         try:
             serve_several(models, config, gateway, listener, log, budget=budget, access=access, open_=open_)
         finally:
@@ -214,7 +220,7 @@ def _serve_split(
     model: str,
     config: EngineConfig,
     gateway: GatewayConfig,
-    admission: _Door,
+    access_options: _AccessOptions,
     warm: _Warm,
     logs: LogOptions,
     *,
@@ -233,12 +239,12 @@ def _serve_split(
         return _banner(url_of(listener), plan.name, plan.text, workers)
 
     with listen(gateway.host, gateway.port) as listener:
-        is_open = starts_open(listener, admission.named, may_be_open=admission.may_be_open)
+        is_open = starts_open(listener, access_options.named, may_be_open=access_options.may_be_open)
         serve_split(
             model,
             config,
             listener,
-            keys=admission.book,
+            keys=access_options.book,
             is_open=is_open,
             num_prefill=num_prefill,
             num_decode=num_decode,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tripool.engine.thread import EngineThread
     from tripool.gateway.auth import Access
-    from tripool.gateway.manager import ModelManager
+    from tripool.gateway.model_manager import ModelManager
     from tripool.gateway.models import Models
     from tripool.observe.log import Log
     from tripool.text.files import TextFiles
@@ -82,7 +82,7 @@ def describe(model: str, config: EngineConfig) -> Described:
 def manager_of(paths: dict[str, str], known: Sequence[Described], budget: int | None, open_: Open) -> ModelManager:
     """`paths`: what `open_` is to be given for each name. The first model is opened here and now."""
     from tripool.engine.thread import EngineThread
-    from tripool.gateway.manager import ModelManager
+    from tripool.gateway.model_manager import ModelManager
 
     def open_model(name: str) -> Threaded:
         loaded = open_(paths[name])
@@ -98,9 +98,9 @@ def manager_of(paths: dict[str, str], known: Sequence[Described], budget: int | 
 
 def models_of(manager: ModelManager, known: Sequence[Described], config: EngineConfig, access: Access) -> Models:
     from tripool.gateway.admission import AdmissionBackend
-    from tripool.gateway.manager import ManagedBackend
+    from tripool.gateway.model_manager import ManagedBackend
     from tripool.gateway.models import Models, Served
-    from tripool.router.pending_requests import Capacity
+    from tripool.router.admission_types import Capacity
     from tripool.router.rate_limiter import RateLimiter
     from tripool.text import Tokenizer
 

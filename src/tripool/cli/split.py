@@ -16,10 +16,10 @@ import msgspec
 from tripool.cli.access import mark_open
 from tripool.cli.disk import Disk, disk_argv
 from tripool.cli.logs import LogOptions
-from tripool.cli.model_cache import images_folder, quota_bytes
+from tripool.cli.weight_cache import quota_bytes, weight_cache_folder
 from tripool.config import EngineConfig
 from tripool.control.launch import Spec
-from tripool.control.manifest import RunManifest
+from tripool.control.run_manifest import RunManifest
 from tripool.control.supervisor import GATEWAY, Supervisor
 from tripool.fabric.folder import RunFolder, gateway_address
 
@@ -99,8 +99,8 @@ def serve_split(
     manifest = make_manifest(model, members)
     folder = RunFolder()
     quota = quota_bytes(model_cache_gb)
-    images = str(images_folder(folder.path, keep=keep_models)) if quota else ""
-    manifest = msgspec.structs.replace(manifest, model_cache=images, model_cache_bytes=quota)
+    weight_cache = str(weight_cache_folder(folder.path, keep=keep_models)) if quota else ""
+    manifest = msgspec.structs.replace(manifest, model_cache=weight_cache, model_cache_bytes=quota)
     try:
         manifest.write(folder.path)
         if is_open:

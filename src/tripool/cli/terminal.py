@@ -12,7 +12,7 @@ from tripool.engine.protocol import StepEngine
 from tripool.errors import TripoolError
 
 if TYPE_CHECKING:
-    from tripool.cache.images import ModelImages
+    from tripool.cache.weight_cache import WeightCache
 
 _CONTROLS = dict.fromkeys([*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0)])
 
@@ -21,12 +21,12 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def load_model(model: str, config: EngineConfig, images: ModelImages | None = None) -> StepEngine:
+def load_model(model: str, config: EngineConfig, weight_cache: WeightCache | None = None) -> StepEngine:
     from tripool.engine.load import load_engine  # here, because torch takes seconds and help must not
 
     console = stderr()
     with console.status(f"loading {model}") as status:
-        return load_engine(model, config, progress=status.update, images=images)
+        return load_engine(model, config, progress=status.update, weight_cache=weight_cache)
 
 
 def print_error(error: TripoolError) -> None:

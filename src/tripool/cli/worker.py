@@ -36,9 +36,9 @@ def register(app: typer.Typer) -> None:
         log_format: LogFormat = _LOGS.style,
     ) -> None:
         """Compute for a server that runs on this machine."""
-        from tripool.cache.images import ModelImages
+        from tripool.cache.weight_cache import WeightCache
         from tripool.cli.engines import load_pool_engine
-        from tripool.control.manifest import read_manifest
+        from tripool.control.run_manifest import read_manifest
         from tripool.control.run_worker import run_worker
         from tripool.fabric.folder import folder_of
         from tripool.fabric.supervisor_channel import SupervisorChannel
@@ -56,9 +56,9 @@ def register(app: typer.Typer) -> None:
         worker_id = WorkerId(name or f"{role}-{os.getpid()}", epoch or time.monotonic_ns())
         with logged(worker_id.name, LogOptions(log_level, log_format)) as log:
             manifest = read_manifest(folder_of(join))
-            images = (
-                ModelImages(Path(manifest.model_cache), manifest.model_cache_bytes) if manifest.model_cache else None
+            weight_cache = (
+                WeightCache(Path(manifest.model_cache), manifest.model_cache_bytes) if manifest.model_cache else None
             )
-            engine = load_pool_engine(model, config, images)
+            engine = load_pool_engine(model, config, weight_cache)
             log.serving()
             run_worker(engine, role, worker_id, join, tied)

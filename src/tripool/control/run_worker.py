@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from tripool.cache.client import PoolClient
-from tripool.control.manifest import read_manifest
+from tripool.control.run_manifest import read_manifest
 from tripool.core import BLOCK_TOKENS
 from tripool.decode.worker import DecodeWorker
 from tripool.fabric import KvReceiver, KvSender, Link, Loop, PoolEngine

@@ -14,8 +14,8 @@ from tripool.engine.device_sampler import DeviceSampler
 from tripool.errors import TripoolError
 from tripool.kernels import KernelTable
 from tripool.kernels.cuda.arithmetic import eight_of
-from tripool.kernels.cuda.shelf import OnDevice
 from tripool.kernels.cuda.table import cuda_table
+from tripool.kernels.cuda.weight_store import OnDevice
 from tripool.kernels.weights import E4M3, INT8
 from tripool.models import Model, load_model
 from tripool.text.files import TextFiles
@@ -69,5 +69,5 @@ def load_on(place: Place, model: str, progress: Callable[[str], None] | None = N
         if progress:
             progress(f"loading {checkpoint.name}")
         table = table_of(place, checkpoint)
-        network = load_model(checkpoint, place.dtype, kernels=table, shelf=OnDevice(place.device))
+        network = load_model(checkpoint, place.dtype, kernels=table, store=OnDevice(place.device))
         return checkpoint.name, text, network

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from tripool.cache.images import ModelImages
+from tripool.cache.weight_cache import WeightCache
 from tripool.config import EngineConfig
 from tripool.engine.engine import Engine
 from tripool.kernels import CPU, CPU8
@@ -27,10 +27,10 @@ def load_engine(
     config: EngineConfig,
     *,
     progress: Callable[[str], None] | None = None,
-    images: ModelImages | None = None,
+    weight_cache: WeightCache | None = None,
 ) -> Engine:
-    """`images`: the model cache, from which the weights are mapped if they are there, and which gets them if not."""
-    return load_told(model, config, progress=progress, images=images)[0]
+    """Weights are mapped from `weight_cache` if they are in it, and written to it if not."""
+    return load_told(model, config, progress=progress, weight_cache=weight_cache)[0]
 
 
 def load_told(
@@ -38,7 +38,7 @@ def load_told(
     config: EngineConfig,
     *,
     progress: Callable[[str], None] | None = None,
-    images: ModelImages | None = None,
+    weight_cache: WeightCache | None = None,
 ) -> tuple[Engine, bool]:
     """Also whether the weights came from the model cache."""
     if config.device == "cuda":
@@ -57,5 +57,5 @@ def load_told(
         set_threads(threads)
     # The 8-bit kernels have threads of their own; torch's would only spin beside them.
     torch.set_num_threads(1 if eight_bits else threads)
-    loaded = load_warm(model, CPU8 if eight_bits else CPU, images, progress)
+    loaded = load_warm(model, CPU8 if eight_bits else CPU, weight_cache, progress)
     return Engine(loaded.name, loaded.network, loaded.text, config), loaded.from_memory

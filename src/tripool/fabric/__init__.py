@@ -1,7 +1,7 @@
 """Between processes: lines for messages, parcels for KV, the folder they live in. Knows no policy and no tensor."""
 
 from tripool.fabric.channel import Line, Switchboard
-from tripool.fabric.descriptors import KvReceiver, KvSender
+from tripool.fabric.kv_transfer import KvReceiver, KvSender
 from tripool.fabric.link import Link
 from tripool.fabric.loop import Loop
 from tripool.fabric.seam import PoolEngine, Transfer

@@ -40,9 +40,9 @@ from tripool.messages import (
     WorkerId,
 )
 from tripool.router import Coordinator
+from tripool.router.admission_types import Capacity
 from tripool.router.outputs import Emit, Fail, Lost, Output, Send
-from tripool.router.pending_requests import Capacity
-from tripool.router.trace import PlacementTrace
+from tripool.router.placement_trace import PlacementTrace
 
 _LOG = logging.getLogger("tripool.gateway")
 _TICK_S = 0.05

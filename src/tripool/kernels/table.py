@@ -17,7 +17,7 @@ from tripool.kernels.batch import Batch, Piece
 from tripool.kernels.cpu.ops import cpu_ops
 from tripool.kernels.ops import REFERENCE_OPS, LinearOp, Ops
 from tripool.kernels.ref.halves import Draft, GroupedAttention, Join, LatentAttention, Mlp, MoeMlp
-from tripool.kernels.shelf import FRESH, Shelf
+from tripool.kernels.weight_store import FRESH, WeightStore
 from tripool.kernels.weights import GqaWeights, JoinWeights, LatentWeights, MlpWeights, MoeWeights, Norm
 
 
@@ -134,7 +134,7 @@ class KernelTable:
     mlp: Callable[[MlpWeights], MlpHalf]
     moe: Callable[[MoeWeights], MlpHalf]
     draft: Callable[[DraftParts], DraftOp]
-    over: Callable[[Shelf], KernelTable] | None = None
+    over: Callable[[WeightStore], KernelTable] | None = None
     """The same table with what it packs kept on a shelf; None: it packs nothing worth keeping."""
     linear_of_scales: Callable[[torch.Tensor, torch.Tensor], LinearOp] | None = None
     """As `linear`, of a weight and its scales."""
@@ -144,7 +144,7 @@ class KernelTable:
     """A whole step in one call, the same to the bit as half after half; None: there is no such call."""
 
 
-def plain_table(name: str, ops: Ops, over: Callable[[Shelf], KernelTable] | None = None) -> KernelTable:
+def plain_table(name: str, ops: Ops, over: Callable[[WeightStore], KernelTable] | None = None) -> KernelTable:
     return KernelTable(
         name=name,
         rms_norm=ops.rms_norm,
@@ -162,8 +162,8 @@ def plain_table(name: str, ops: Ops, over: Callable[[Shelf], KernelTable] | None
 REFERENCE = plain_table("reference", REFERENCE_OPS)
 
 
-def cpu_table(shelf: Shelf) -> KernelTable:
-    return plain_table("cpu-float32", cpu_ops(shelf), cpu_table)
+def cpu_table(store: WeightStore) -> KernelTable:
+    return plain_table("cpu-float32", cpu_ops(store), cpu_table)
 
 
 CPU = cpu_table(FRESH)

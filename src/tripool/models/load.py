@@ -11,7 +11,7 @@ from tripool.checkpoints import Checkpoint
 from tripool.errors import WrongArchitecture
 from tripool.kernels import CPU, KernelTable
 from tripool.kernels.heap import give_back
-from tripool.kernels.shelf import FRESH, Shelf
+from tripool.kernels.weight_store import FRESH, WeightStore
 from tripool.models import deepseek, llama, qwen
 from tripool.models.arch import Arch, ConfigReader
 from tripool.models.decoder import Model
@@ -41,8 +41,8 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     *,
     kernels: KernelTable = CPU,
-    shelf: Shelf = FRESH,
+    store: WeightStore = FRESH,
 ) -> Model:
-    model = Model(read_arch(checkpoint), Loader(FromCheckpoint(checkpoint), kernels, dtype, shelf))
+    model = Model(read_arch(checkpoint), Loader(FromCheckpoint(checkpoint), kernels, dtype, store))
     give_back()
     return model

@@ -16,7 +16,7 @@ from tripool.checkpoints.base import check_shape
 from tripool.errors import TensorMissing
 from tripool.kernels import KernelTable
 from tripool.kernels.ops import LinearOp
-from tripool.kernels.shelf import FRESH, Shelf
+from tripool.kernels.weight_store import FRESH, WeightStore
 
 
 class Packed(Protocol):
@@ -68,9 +68,9 @@ class FromCheckpoint:
 
 
 class Loader:
-    def __init__(self, source: Source, kernels: KernelTable, dtype: torch.dtype, shelf: Shelf = FRESH) -> None:
-        self._source, self._dtype, self._shelf = source, dtype, shelf
-        self.kernels = kernels if shelf is FRESH or kernels.over is None else kernels.over(shelf)
+    def __init__(self, source: Source, kernels: KernelTable, dtype: torch.dtype, store: WeightStore = FRESH) -> None:
+        self._source, self._dtype, self._store = source, dtype, store
+        self.kernels = kernels if store is FRESH or kernels.over is None else kernels.over(store)
         self.num_bytes = 0
 
     def has(self, name: str) -> bool:
@@ -93,13 +93,13 @@ class Loader:
                 then(out)
             return out
 
-        out = self._shelf.keep(name, read)
+        out = self._store.keep(name, read)
         self.num_bytes += out.nbytes
         return out
 
     def derived(self, label: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """One that is computed, such as a table, and not counted as a weight."""
-        return self._shelf.keep(label, make)
+        return self._store.keep(label, make)
 
     def into(self, name: str, out: torch.Tensor) -> None:
         self._source.read(name, out)

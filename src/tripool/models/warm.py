@@ -10,13 +10,13 @@ from pathlib import Path
 
 from xxhash import xxh3_128_hexdigest
 
-from tripool.cache.image import ImageDamaged
-from tripool.cache.images import ModelImages
+from tripool.cache.weight_cache import WeightCache
+from tripool.cache.weight_image import WeightImageDamaged
 from tripool.checkpoints import Checkpoint, locate, open_checkpoint
 from tripool.kernels import KernelTable
-from tripool.kernels.shelf import LargePages
+from tripool.kernels.weight_store import LargePages
+from tripool.models.cached_weights import ImageFilling, fill_weight_image, model_of_weight_image
 from tripool.models.decoder import Model
-from tripool.models.kept import Filling, fill_image, model_of_image
 from tripool.models.load import load_model
 from tripool.models.size import weight_bytes
 from tripool.text.files import TextFiles
@@ -34,20 +34,20 @@ class Loaded:
 
 
 def load_warm(
-    model: str, kernels: KernelTable, images: ModelImages | None, progress: Callable[[str], None] | None = None
+    model: str, kernels: KernelTable, weight_cache: WeightCache | None, progress: Callable[[str], None] | None = None
 ) -> Loaded:
-    key = image_key(model, kernels) if images is not None and kernels.over is not None else None
-    if images is None or key is None:
+    key = image_key(model, kernels) if weight_cache is not None and kernels.over is not None else None
+    if weight_cache is None or key is None:
         with _checkpoint(model, progress) as checkpoint:
-            network = load_model(checkpoint, kernels=kernels, shelf=LargePages())
+            network = load_model(checkpoint, kernels=kernels, store=LargePages())
             return Loaded(checkpoint.name, checkpoint.text, network, False)
-    found = _from_image(images, key, kernels)
+    found = _from_weight_image(weight_cache, key, kernels)
     if found is not None:
         return found
-    with images.turn(key) as alone:
+    with weight_cache.turn(key) as alone:
         if alone:  # who waited finds it now
-            found = _from_image(images, key, kernels)
-        return found or _from_files(model, kernels, images if alone else None, key, progress)
+            found = _from_weight_image(weight_cache, key, kernels)
+        return found or _from_files(model, kernels, weight_cache if alone else None, key, progress)
 
 
 def image_key(model: str, kernels: KernelTable) -> str | None:
@@ -60,36 +60,36 @@ def image_key(model: str, kernels: KernelTable) -> str | None:
     return _digest(said)
 
 
-def _from_image(images: ModelImages, key: str, kernels: KernelTable) -> Loaded | None:
-    image = images.find(key)
+def _from_weight_image(weight_cache: WeightCache, key: str, kernels: KernelTable) -> Loaded | None:
+    image = weight_cache.find(key)
     if image is None:
         return None
     try:
-        network, facts = model_of_image(image, kernels)
-    except ImageDamaged:
-        images.discard(key)
+        network, facts = model_of_weight_image(image, kernels)
+    except WeightImageDamaged:
+        weight_cache.discard(key)
         return None
     return Loaded(facts.name, facts.text, network, True)
 
 
 def _from_files(
-    model: str, kernels: KernelTable, images: ModelImages | None, key: str, progress: Callable[[str], None] | None
+    model: str, kernels: KernelTable, weight_cache: WeightCache | None, key: str, progress: Callable[[str], None] | None
 ) -> Loaded:
     with _checkpoint(model, progress) as checkpoint:
-        writer = images.writer(key, _most_bytes(checkpoint, kernels)) if images is not None else None
-        if images is None or writer is None:
-            network = load_model(checkpoint, kernels=kernels, shelf=LargePages())
+        writer = weight_cache.writer(key, _most_bytes(checkpoint, kernels)) if weight_cache is not None else None
+        if weight_cache is None or writer is None:
+            network = load_model(checkpoint, kernels=kernels, store=LargePages())
         else:
-            shelf = Filling(writer, images.make_room)
+            store = ImageFilling(writer, weight_cache.make_room)
             try:
-                network, facts = fill_image(checkpoint, kernels, shelf)
+                network, facts = fill_weight_image(checkpoint, kernels, store)
             except BaseException:
                 writer.abandon()
                 raise
-            if shelf.whole:
-                images.publish(key, writer, facts)
+            if store.whole:
+                weight_cache.publish(key, writer, facts)
             else:
-                images.counters.refused += 1
+                weight_cache.counters.refused += 1
         return Loaded(checkpoint.name, checkpoint.text, network, False)
 
 

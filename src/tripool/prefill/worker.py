@@ -17,7 +17,7 @@ from typing import Any
 
 from tripool.core import BLOCK_TOKENS, Request, Stages, TokenEvent
 from tripool.errors import InvalidRequest, RequestFailed, TripoolError
-from tripool.fabric.descriptors import KvSender, Lease
+from tripool.fabric.kv_transfer import KvSender, Lease
 from tripool.fabric.prefixes import Prefixes
 from tripool.fabric.seam import PoolEngine, local_id
 from tripool.messages import (

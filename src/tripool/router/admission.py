@@ -26,8 +26,7 @@ from heapq import heapify, heappop, heappush
 
 from tripool.config import AdmissionConfig
 from tripool.errors import Overloaded, TripoolError, TtftUnreachable
-from tripool.router.fair_queue import Account, FairQueue
-from tripool.router.pending_requests import (
+from tripool.router.admission_types import (
     Admit,
     Arrival,
     Capacity,
@@ -37,8 +36,9 @@ from tripool.router.pending_requests import (
     Stage,
     check_account,
 )
-from tripool.router.predictor import TtftPredictor
+from tripool.router.fair_queue import Account, FairQueue
 from tripool.router.rate_limiter import RateLimiter
+from tripool.router.ttft_predictor import TtftPredictor
 from tripool.tenants import Tenant
 
 _FIRST_WINDOW_TOKENS = 512

@@ -24,7 +24,7 @@ from heapq import heappop, heappush
 
 from tripool.core import Request, TokenEvent
 from tripool.messages import Answered, KvDescriptor, WorkerId
-from tripool.router.trace import PlacementTrace
+from tripool.router.placement_trace import PlacementTrace
 
 
 class Stage(Enum):

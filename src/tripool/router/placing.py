@@ -22,8 +22,8 @@ from tripool.messages import Cancel, Release, Role, StartDecode, StartPrefill, W
 from tripool.router.decode_slots import DecodeSlots
 from tripool.router.ledger import ChoiceState, Entry, Lease, Ledger, Placement, Stage
 from tripool.router.outputs import Fail, Lost, Output, Send
+from tripool.router.placement_trace import why_full
 from tripool.router.suspects import Suspects
-from tripool.router.trace import why_full
 from tripool.router.view import FleetView, Member
 
 _GROWTH_TOKENS = 256

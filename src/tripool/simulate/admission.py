@@ -14,7 +14,7 @@ from tripool.core import Request, TokenEvent
 from tripool.errors import TripoolError
 from tripool.router import Coordinator
 from tripool.router.admission import AdmissionController
-from tripool.router.pending_requests import Admit, Arrival, Capacity, Decision
+from tripool.router.admission_types import Admit, Arrival, Capacity, Decision
 from tripool.tenants import Tenant
 
 

@@ -15,8 +15,8 @@ from tripool.core import Request, SamplingParams, Slo
 from tripool.decode import StepFacts
 from tripool.engine.colocated import Scheduler
 from tripool.router.admission import AdmissionController
-from tripool.router.pending_requests import Admit, Refuse
-from tripool.router.pending_requests import Arrival as PendingRequest
+from tripool.router.admission_types import Admit, Refuse
+from tripool.router.admission_types import Arrival as PendingRequest
 from tripool.sequence import Sampled
 from tripool.simulate.dice import Dice
 

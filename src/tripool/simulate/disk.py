@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tripool.cache.copies import PAGE, Copy, Purge, Segment, footprint
-from tripool.cache.tiers import DiskTier
+from tripool.cache.disk_records import PAGE, DiskCopy, Purge, Segment, footprint
+from tripool.cache.tiered_index import DiskTier
 
 Values = tuple[int, ...]
 
@@ -27,7 +27,7 @@ class DiskSpec:
 @dataclass(slots=True)
 class _Life:
     generation: int = 0
-    blocks: dict[int, tuple[Copy, Values]] | None = None
+    blocks: dict[int, tuple[DiskCopy, Values]] | None = None
     """By offset."""
 
 
@@ -52,8 +52,10 @@ class SimDisk:
         """What a new life of the member finds."""
         segments = []
         for worker_id in self._segments:
-            copies = [copy for copy, _ in (worker_id.blocks or {}).values()]
-            segments.append(Segment(worker_id.generation, tuple(copies), max([PAGE, *(copy.end for copy in copies)])))
+            disk_copies = [copy for copy, _ in (worker_id.blocks or {}).values()]
+            segments.append(
+                Segment(worker_id.generation, tuple(disk_copies), max([PAGE, *(copy.end for copy in disk_copies)]))
+            )
         return segments, list(self._purges)
 
     # ---- in time ------------------------------------------------------------------------------------------------
@@ -74,7 +76,7 @@ class SimDisk:
 
     # ---- blocks -------------------------------------------------------------------------------------------------
 
-    def put(self, copy: Copy, values: Values) -> None:
+    def put(self, copy: DiskCopy, values: Values) -> None:
         worker_id = self._segments[copy.segment]
         if worker_id.generation != copy.generation:
             assert copy.generation > worker_id.generation, "a segment's earlier life is written"
@@ -84,7 +86,7 @@ class SimDisk:
         }
         worker_id.blocks[copy.offset] = copy, values
 
-    def get(self, copy: Copy) -> Values:
+    def get(self, copy: DiskCopy) -> Values:
         """Whatever stands there."""
         found = (self._segments[copy.segment].blocks or {}).get(copy.offset)
         return found[1] if found is not None else ()
@@ -108,12 +110,12 @@ class SimDisk:
                     num_damaged += 1
         return num_damaged
 
-    def tear(self, copy: Copy, values: Values) -> None:
+    def tear(self, copy: DiskCopy, values: Values) -> None:
         """The disk said that these bytes were there, and they were not."""
         self._damaged.add(copy.number)
         self.put(copy, values[: len(values) // 2])
 
-    def keeps(self, copy: Copy) -> bool:
+    def keeps(self, copy: DiskCopy) -> bool:
         """Whether an acknowledged copy can be read, or was taken by a fault."""
         found = (self._segments[copy.segment].blocks or {}).get(copy.offset)
         return copy.number in self._damaged or (found is not None and (found[0] is copy or found[0] == copy))

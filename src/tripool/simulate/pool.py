@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tripool.cache import PoolIndex, namespace_tag, stretches
-from tripool.cache.copies import Copy, DiskCounters, Write
-from tripool.cache.promotion import Read, Tiers
+from tripool.cache.disk_records import DiskCopy, DiskCounters, Write
 from tripool.cache.records import Block, Hit, Record, State, Written
+from tripool.cache.tiered_index import Read, TieredIndex
 from tripool.core import Request
 from tripool.messages import WorkerId
 from tripool.simulate.disk import DiskSpec, SimDisk, Values
@@ -38,17 +38,17 @@ class CacheMember:
         """Look-ups that waited for the disk."""
         self.seen: Counter[str] = Counter()
         self._writing: dict[int, tuple[Write, Values]] = {}
-        self._acknowledged: Mapping[bytes, Copy] = {}
+        self._acknowledged: Mapping[bytes, DiskCopy] = {}
         self._start(PoolIndex(num_slots, lease_s=LEASE_S, write_s=WRITE_S))
 
     def _start(self, index: PoolIndex) -> None:
         self.epoch += 1
         self._own = WorkerId(self._name, self.epoch)
-        self.index, self.tiers = index, Tiers(index, self._own)
+        self.index, self.tiered_index = index, TieredIndex(index, self._own)
         self.answered = {}
         if self._disk is not None:
             self._disk.is_full = False
-            self.tiers.open_disk(self._disk.new_tier(), *self._disk.found())
+            self.tiered_index.open_disk(self._disk.new_tier(), *self._disk.found())
         self.up = True
         self.settle()
 
@@ -58,7 +58,7 @@ class CacheMember:
         self._acknowledged = {}
         if self._disk is None:
             return
-        if self.tiers.disk is None:  # it was full and given up before: what was under way ends all the same
+        if self.tiered_index.disk is None:  # it was full and given up before: what was under way ends all the same
             self._disk.crash()
             self._writing = {}
             return
@@ -70,7 +70,7 @@ class CacheMember:
             elif write.copy.number % 3 == 1:
                 self._disk.tear(write.copy, values)
                 self.seen["blocks torn on disk"] += 1
-        self._acknowledged = self.tiers.disk.copies
+        self._acknowledged = self.tiered_index.disk.disk_copies
         self._writing = {}
 
     def restart(self) -> None:
@@ -82,20 +82,20 @@ class CacheMember:
             if header.state is State.RESERVED and header.writer is not None and header.writer.name == self._name:
                 index.at_rest(header.writer)  # what an earlier life was reading from disk
         self._start(index)
-        if self.tiers.disk is not None:
-            lost = self._acknowledged.keys() - self.tiers.disk.copies.keys()
+        if self.tiered_index.disk is not None:
+            lost = self._acknowledged.keys() - self.tiered_index.disk.disk_copies.keys()
             assert not lost, f"{len(lost)} blocks that were on disk are gone"
-            self.seen["blocks found on disk"] += self.tiers.disk.num_copies
+            self.seen["blocks found on disk"] += self.tiered_index.disk.num_disk_copies
 
     def settle(self) -> None:
         """Headers say what the index has decided, before anyone hears of it."""
-        for slot, record in self.tiers.take_changes():
+        for slot, record in self.tiered_index.take_changes():
             self._headers[slot] = record
 
     def check(self) -> None:
-        self.tiers.check()
-        if self._disk is not None and self.tiers.disk is not None:
-            for copy in self.tiers.disk.copies.values():
+        self.tiered_index.check()
+        if self._disk is not None and self.tiered_index.disk is not None:
+            for copy in self.tiered_index.disk.disk_copies.values():
                 assert self._disk.keeps(copy), "the index knows a block that is not on disk"
 
     # ---- the disk -----------------------------------------------------------------------------------------------
@@ -105,13 +105,13 @@ class CacheMember:
         if self._disk is None or not self.up:
             return
         self._disk.turn(now_s)
-        for read in self.tiers.take_reads():
+        for read in self.tiered_index.take_reads():
             self._fill(read, self._disk.get(read.copy)[:1])
             self._disk.later(now_s, read.slot, partial(self._read, read))
-        for write in self.tiers.take_writes(now_s):
+        for write in self.tiered_index.take_writes(now_s):
             self._writing[write.copy.number] = write, tuple(self._arena[write.slot])
             self._disk.later(now_s, write.slot, partial(self._wrote, write.copy.number))
-        self.answered |= self.tiers.answers(now_s)
+        self.answered |= self.tiered_index.answers(now_s)
         self.settle()
 
     def _fill(self, read: Read, values: Values) -> None:
@@ -121,7 +121,7 @@ class CacheMember:
     def _read(self, read: Read) -> None:
         assert self._disk is not None
         self._fill(read, self._disk.get(read.copy))
-        self.tiers.was_read(read, checksum(self.read(read.slot)))
+        self.tiered_index.was_read(read, checksum(self.read(read.slot)))
         self.settle()
 
     def _wrote(self, number: int) -> None:
@@ -131,20 +131,24 @@ class CacheMember:
             self.close_disk()
         elif checksum(values) == write.copy.checksum:
             self._disk.put(write.copy, values)
-            self.tiers.wrote(write, True)
+            self.tiered_index.wrote(write, True)
         else:
             self.seen["slots reused before they were copied"] += 1
-            self.tiers.wrote(write, False)
+            self.tiered_index.wrote(write, False)
 
     def purge(self, namespace: str) -> None:
         """Forget a tenant, in this life and in later ones."""
         tag = namespace_tag(namespace)
-        _, purge = self.tiers.purge(tag)
+        _, purge = self.tiered_index.purge(tag)
         if self._disk is not None:
             self._disk.purge(purge)
         self.settle()
         found = [record for record in self.index.records if record.state is State.COMMITTED and record.namespace == tag]
-        left = [] if self.tiers.disk is None else [c for c in self.tiers.disk.copies.values() if c.namespace == tag]
+        left = (
+            []
+            if self.tiered_index.disk is None
+            else [c for c in self.tiered_index.disk.disk_copies.values() if c.namespace == tag]
+        )
         assert not found and not left, "a purged block can be found"
 
     def rot(self, salt: int) -> None:
@@ -159,13 +163,13 @@ class CacheMember:
 
     def close_disk(self) -> None:
         self.remember()
-        self.seen["disks switched off"] += self.tiers.disk is not None
-        self.tiers.close_disk()
+        self.seen["disks switched off"] += self.tiered_index.disk is not None
+        self.tiered_index.close_disk()
 
     def remember(self) -> None:
         """Before this life's books are closed."""
-        if self.tiers.disk is not None:
-            told, self.tiers.disk.counters = self.tiers.disk.counters, DiskCounters()
+        if self.tiered_index.disk is not None:
+            told, self.tiered_index.disk.counters = self.tiered_index.disk.counters, DiskCounters()
             self.seen["blocks read from disk"] += told.promoted
             self.seen["blocks written to disk"] += told.written
             self.seen["bad blocks on disk"] += told.bad
@@ -224,7 +228,9 @@ class PoolClient:
         fetch = Fetch(member, [], [], member.epoch)
         for namespace, first, stop in _stretches(request, len(keys)):
             if member.up and not fetch.waits and len(fetch.blocks) == first:
-                hit = member.tiers.lookup(keys[first:stop], self.worker_id, namespace_tag(namespace), now_s, WAIT_S)
+                hit = member.tiered_index.lookup(
+                    keys[first:stop], self.worker_id, namespace_tag(namespace), now_s, WAIT_S
+                )
                 if isinstance(hit, Hit):
                     fetch.leases.append(hit.lease)
                     fetch.blocks.extend(hit.blocks)
@@ -266,7 +272,7 @@ class PoolClient:
     def let_go(self, fetch: Fetch, bad: Sequence[int] = ()) -> None:
         if fetch.member.up:
             if fetch.waits and fetch.member.epoch == fetch.epoch:
-                fetch.member.tiers.give_up(fetch.waits)
+                fetch.member.tiered_index.give_up(fetch.waits)
             for lease in fetch.leases:
                 fetch.member.index.release(lease, self.worker_id, bad)
             fetch.member.settle()

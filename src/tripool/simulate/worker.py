@@ -36,9 +36,9 @@ from tripool.messages import (
 )
 from tripool.prefill.scheduler import extend_keys
 from tripool.sequence import Sampled, Seq, Task
+from tripool.simulate.kv_sender import KvSender
 from tripool.simulate.model import Memory, checksum, sample
 from tripool.simulate.pool import CacheMember, Fetch, PoolClient
-from tripool.simulate.sender import KvSender
 
 MODEL = "made-up"
 GATEWAY_SILENCE_S = 1.5

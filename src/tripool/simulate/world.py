@@ -18,10 +18,10 @@ from tripool.simulate.admission import SimAdmission
 from tripool.simulate.clock import Clock
 from tripool.simulate.dice import Dice
 from tripool.simulate.judge import Judge
+from tripool.simulate.kv_sender import KvSender
 from tripool.simulate.network import Network
 from tripool.simulate.pool import CacheMember
 from tripool.simulate.scenario import Arrival, Scenario
-from tripool.simulate.sender import KvSender
 from tripool.simulate.worker import SimWorker, WorkerSpec
 
 _TICK_S = 0.05

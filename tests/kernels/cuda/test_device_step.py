@@ -13,8 +13,8 @@ from tripool.engine.device_loop import DecodeLoop
 from tripool.engine.device_runner import DeviceRunner
 from tripool.engine.noise import draw, noise_key, stream_base, token_hashes
 from tripool.engine.runner import Runner
-from tripool.kernels.cuda.shelf import OnDevice
 from tripool.kernels.cuda.table import cuda_table
+from tripool.kernels.cuda.weight_store import OnDevice
 from tripool.models import Model, load_model
 from tripool.sequence import Work
 from tripool.text import Tokenizer
@@ -37,7 +37,7 @@ PROMPTS = prompts()
 def models() -> tuple[Model, Model]:
     """The bundled model through the CPU table and through the CUDA one."""
     with open_checkpoint("tiny") as checkpoint:
-        device = load_model(checkpoint, kernels=cuda_table(torch.float32, fused=False), shelf=OnDevice("cpu"))
+        device = load_model(checkpoint, kernels=cuda_table(torch.float32, fused=False), store=OnDevice("cpu"))
         return load_model(checkpoint), device
 
 

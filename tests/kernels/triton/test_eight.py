@@ -10,7 +10,7 @@ from tripool.kernels.cuda.eight import Eight, Experts8, Linear8
 from tripool.kernels.cuda.make import Make, norm_for, rounding_for
 from tripool.kernels.ref import fp8
 from tripool.kernels.ref.swiglu import swiglu
-from tripool.kernels.shelf import FRESH
+from tripool.kernels.weight_store import FRESH
 from tripool.kernels.weights import E4M3, INT8, Norm
 
 HERE = torch.cuda.is_available()

@@ -19,8 +19,8 @@ from tripool.engine.device_runner import DeviceRunner
 from tripool.engine.runner import Runner
 from tripool.kernels.cuda.arithmetic import eight_of
 from tripool.kernels.cuda.make import Make
-from tripool.kernels.cuda.shelf import OnDevice
 from tripool.kernels.cuda.table import cuda_table
+from tripool.kernels.cuda.weight_store import OnDevice
 from tripool.kernels.weights import INT8
 from tripool.models import Model, load_model
 from tripool.quant import Techniques, quantize
@@ -102,7 +102,7 @@ def test_a_network_is_what_the_layout_means(
     place = Place(torch.device(device), torch.bfloat16, eight_bits=True)
     with open_checkpoint(in_eight_bits(case, tmp_path)) as checkpoint:
         table = table_of(place, checkpoint)
-        ours = load_model(checkpoint, place.dtype, kernels=table, shelf=OnDevice(device))
+        ours = load_model(checkpoint, place.dtype, kernels=table, store=OnDevice(device))
         plain = load_model(checkpoint, kernels=W8A8)
     assert made == parts | {"Linear": 1}
     wanted = said(Runner(plain, num_blocks=3, mtp=case.mtp), mtp=case.mtp)
@@ -120,7 +120,7 @@ def test_a_network_in_e4m3_is_its_floats_but_for_rounding(
     fp8, plain = save_case(case, tmp_path / "fp8"), tmp_path / "plain"
     to_fp8(fp8, plain)
     with open_checkpoint(fp8) as checkpoint, open_checkpoint(plain) as floats:
-        ours = load_model(checkpoint, place.dtype, kernels=table_of(place, checkpoint), shelf=OnDevice(device))
+        ours = load_model(checkpoint, place.dtype, kernels=table_of(place, checkpoint), store=OnDevice(device))
         wanted = said(Runner(load_model(floats), num_blocks=3, mtp=case.mtp), mtp=case.mtp)
     assert made == next(parts for known, parts in CASES if known is case) | {"Linear": 1}
     for rows, plain_rows in zip(on_device(ours, device, mtp=case.mtp), wanted, strict=True):
@@ -135,7 +135,7 @@ def test_with_our_kernels_it_is_the_same_network(device: str, tmp_path: Path, ca
         for fused in (False, True):
             eight = eight_of(INT8, fused=fused, device=device)
             table = cuda_table(torch.bfloat16, fused=fused, eight=eight)
-            model = load_model(checkpoint, torch.bfloat16, kernels=table, shelf=OnDevice(device))
+            model = load_model(checkpoint, torch.bfloat16, kernels=table, store=OnDevice(device))
             runner = DeviceRunner(model, num_blocks=3, device=device, dtype=torch.bfloat16)
             spoken.append(runner.logits(runner.hidden(WORK[0])).float().cpu())
     assert median_error(spoken[1], spoken[0]) < 0.045
@@ -147,14 +147,14 @@ def test_a_rounded_head_that_is_the_embedding_too(tmp_path: Path) -> None:
     place = Place(torch.device("meta"), torch.bfloat16, eight_bits=True)
     with open_checkpoint(in_eight_bits(case, tmp_path, vocabulary=True)) as checkpoint:
         table = table_of(place, checkpoint)
-        model = load_model(checkpoint, place.dtype, kernels=table, shelf=OnDevice(place.device))
+        model = load_model(checkpoint, place.dtype, kernels=table, store=OnDevice(place.device))
     assert model.logits(torch.empty(3, 64, device="meta", dtype=torch.bfloat16)).shape == (3, 208)
 
 
 def test_who_is_chosen_is_decided_in_float32(tmp_path: Path) -> None:
     with open_checkpoint(save_case(V3, tmp_path)) as checkpoint:
         table = cuda_table(torch.bfloat16, fused=False)
-        model = load_model(checkpoint, torch.bfloat16, kernels=table, shelf=OnDevice("cpu"))
+        model = load_model(checkpoint, torch.bfloat16, kernels=table, store=OnDevice("cpu"))
         name = "model.layers.1.mlp.gate.e_score_correction_bias"
         stored = torch.empty(checkpoint.infos()[name].shape)
         checkpoint.read(name, stored)

@@ -386,4 +386,4 @@ API int tripool_copy_by(int which, const uint8_t *from, uint8_t *to, uint64_t qu
     return 1;
 }
 
-#include "seats.h"
+#include "shared_reads.h"

@@ -10,17 +10,17 @@ import torch
 
 from tripool.kernels.cpu.elementwise import swiglu
 from tripool.kernels.ref import experts, linear
-from tripool.kernels.shelf import FRESH, Shelf
+from tripool.kernels.weight_store import FRESH, WeightStore
 
 
 class Linear(linear.Linear):
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, shelf: Shelf = FRESH) -> None:
-        self._shelf = shelf
-        by_input = shelf.keep("weight", lambda: weight.T.contiguous())
-        super().__init__(by_input.T, None if bias is None else shelf.keep("bias", lambda: bias))
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, store: WeightStore = FRESH) -> None:
+        self._store = store
+        by_input = store.keep("weight", lambda: weight.T.contiguous())
+        super().__init__(by_input.T, None if bias is None else store.keep("bias", lambda: bias))
 
     def first(self, count: int) -> Linear:
-        return Linear(self.weight[:count], None if self.bias is None else self.bias[:count], self._shelf)
+        return Linear(self.weight[:count], None if self.bias is None else self.bias[:count], self._store)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight.T if self.bias is None else torch.addmm(self.bias, x, self.weight.T)
@@ -29,9 +29,9 @@ class Linear(linear.Linear):
 class Experts(experts.Experts):
     """Tokens are sorted by expert once, so that each expert's rows are one slice."""
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, shelf: Shelf = FRESH) -> None:
-        gate_up_by_input = shelf.keep("gate_up", lambda: gate_up.mT.contiguous())
-        down_by_input = shelf.keep("down", lambda: down.mT.contiguous())
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, store: WeightStore = FRESH) -> None:
+        gate_up_by_input = store.keep("gate_up", lambda: gate_up.mT.contiguous())
+        down_by_input = store.keep("down", lambda: down.mT.contiguous())
         super().__init__(gate_up_by_input.mT, down_by_input.mT)
 
     def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from tripool.kernels.cpu.elementwise import rope_
 from tripool.kernels.cpu.linear import Linear
 from tripool.kernels.ref import mla
-from tripool.kernels.shelf import FRESH, Shelf
 from tripool.kernels.spans import Span, context, visible
+from tripool.kernels.weight_store import FRESH, WeightStore
 
 
 def mla_prompt(
@@ -66,6 +66,6 @@ def mla_decode(
 
 
 class Mla(mla.Mla):
-    def __init__(self, weights: mla.MlaWeights, shelf: Shelf = FRESH) -> None:
-        kept = replace(weights, up=shelf.keep("up", lambda: weights.up))
-        super().__init__(kept, partial(Linear, shelf=shelf), rope_, mla_prompt, mla_decode)
+    def __init__(self, weights: mla.MlaWeights, store: WeightStore = FRESH) -> None:
+        kept = replace(weights, up=store.keep("up", lambda: weights.up))
+        super().__init__(kept, partial(Linear, store=store), rope_, mla_prompt, mla_decode)

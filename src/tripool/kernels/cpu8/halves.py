@@ -12,7 +12,7 @@ from tripool.kernels.batch import Batch
 from tripool.kernels.cpu8 import library
 from tripool.kernels.cpu8.native_batch import native_batch
 from tripool.kernels.cpu8.pack import Packed, PackedNorm, packed, packed_gate_up
-from tripool.kernels.shelf import FRESH, Shelf
+from tripool.kernels.weight_store import FRESH, WeightStore
 from tripool.kernels.weights import GqaWeights, JoinWeights, LatentWeights, MlpWeights, MoeWeights, Norm
 
 _LANES = 16
@@ -24,9 +24,9 @@ class Linear8:
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         scales: torch.Tensor | None = None,
-        shelf: Shelf = FRESH,
+        store: WeightStore = FRESH,
     ) -> None:
-        self._see(packed(weight, bias, shelf, scales), len(weight))
+        self._see(packed(weight, bias, store, scales), len(weight))
 
     def _see(self, all_of_it: Packed, out: int) -> None:
         """All of the packed weights, or the first of their outputs: panels stand in that order."""
@@ -57,9 +57,9 @@ def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class Join8:
-    def __init__(self, weights: JoinWeights, shelf: Shelf = FRESH) -> None:
+    def __init__(self, weights: JoinWeights, store: WeightStore = FRESH) -> None:
         norms = [PackedNorm(n.gain, n.eps) for n in (weights.left, weights.right)]
-        weight = packed(weights.weight, None, shelf, weights.scales)
+        weight = packed(weights.weight, None, store, weights.scales)
         self._keep = (norms, weight)
         self.struct = library.Join(norms[0].struct, norms[1].struct, weight.struct)
         self.at, self._out = addressof(self.struct), len(weights.weight)
@@ -74,11 +74,11 @@ class Join8:
 
 
 class Mlp8:
-    def __init__(self, weights: MlpWeights, shelf: Shelf = FRESH) -> None:
+    def __init__(self, weights: MlpWeights, store: WeightStore = FRESH) -> None:
         self._keep = keep = (
             PackedNorm(weights.norm.gain, weights.norm.eps),
-            packed_gate_up(weights.gate_up, weights.gate_up_bias, shelf, weights.gate_up_scales),
-            packed(weights.down, weights.down_bias, shelf, weights.down_scales),
+            packed_gate_up(weights.gate_up, weights.gate_up_bias, store, weights.gate_up_scales),
+            packed(weights.down, weights.down_bias, store, weights.down_scales),
         )
         self.struct = library.Mlp(*(part.struct for part in keep))
         self.at, self._run = addressof(self.struct), library.library().tripool_mlp
@@ -90,10 +90,10 @@ class Mlp8:
 
 
 class Gqa8:
-    def __init__(self, weights: GqaWeights, shelf: Shelf = FRESH) -> None:
+    def __init__(self, weights: GqaWeights, store: WeightStore = FRESH) -> None:
         norms = [PackedNorm(n.gain, n.eps) if n else None for n in (weights.norm, weights.q_norm, weights.k_norm)]
-        qkv = packed(weights.qkv, weights.qkv_bias, shelf, weights.qkv_scales)
-        out = packed(weights.out, weights.out_bias, shelf, weights.out_scales)
+        qkv = packed(weights.qkv, weights.qkv_bias, store, weights.qkv_scales)
+        out = packed(weights.out, weights.out_bias, store, weights.out_scales)
         self._keep = (norms, qkv, out)
         norm, q_norm, k_norm = (library.Norm() if n is None else n.struct for n in norms)
         shape = (weights.heads, weights.kv_heads, weights.head_dim, weights.scale)
@@ -110,21 +110,21 @@ class Mla8:
     """A head's step into the latent space, and back, is a small product of its own: folded into the query and output
     weights it would read twice the bytes at each token."""
 
-    def __init__(self, weights: LatentWeights, shelf: Shelf = FRESH) -> None:
+    def __init__(self, weights: LatentWeights, store: WeightStore = FRESH) -> None:
         core = weights.core
         up, nope = core.up, core.nope
         heads, wide, rank = up.shape
         norms = [_norm(weights.norm), _norm(weights.q_norm), _norm(weights.kv_norm)]
         whole = [
-            packed(weights.down, weights.down_bias, shelf, weights.down_scales),
-            packed(core.query, None, shelf, core.query_scales),
-            packed(core.out, core.out_bias, shelf, core.out_scales),
+            packed(weights.down, weights.down_bias, store, weights.down_scales),
+            packed(core.query, None, store, core.query_scales),
+            packed(core.out, core.out_bias, store, core.out_scales),
         ]
         keys, values, scales = up[:, :nope].transpose(1, 2), up[:, nope:], core.up_scales
         # Turned round, a row of keys has one integer of each stored row: no scale fits, so these are rounded afresh.
         row_scales = (scales, None, None if scales is None else scales[:, nope:])
         by_head = [
-            [packed(one, None, shelf, row) for one, row in zip(some, _each(rows, heads), strict=True)]
+            [packed(one, None, store, row) for one, row in zip(some, _each(rows, heads), strict=True)]
             for some, rows in zip((up, keys, values), row_scales, strict=True)
         ]
         arrays = [(library.Weight * heads)(*(one.struct for one in some)) for some in by_head]
@@ -142,25 +142,25 @@ class Mla8:
 
 
 class Moe8:
-    def __init__(self, weights: MoeWeights, shelf: Shelf = FRESH) -> None:
+    def __init__(self, weights: MoeWeights, store: WeightStore = FRESH) -> None:
         plan, shared = weights.plan, weights.shared
         experts = len(weights.gate)
         norm = PackedNorm(weights.norm.gain, weights.norm.eps)
-        gate = shelf.keep("gate", lambda: _gate_panels(weights.gate))
+        gate = store.keep("gate", lambda: _gate_panels(weights.gate))
         gate_up = [
-            packed_gate_up(one, None, shelf, scales)
+            packed_gate_up(one, None, store, scales)
             for one, scales in zip(weights.gate_up, _each(weights.gate_up_scales, experts), strict=True)
         ]
         down = [
-            packed(one, None, shelf, scales)
+            packed(one, None, store, scales)
             for one, scales in zip(weights.down, _each(weights.down_scales, experts), strict=True)
         ]
         parts = [*gate_up, *down]
         shared_structs = [library.Weight(), library.Weight()]
         if shared is not None:
             pair = [
-                packed_gate_up(shared.gate_up, shared.gate_up_bias, shelf, shared.gate_up_scales),
-                packed(shared.down, shared.down_bias, shelf, shared.down_scales),
+                packed_gate_up(shared.gate_up, shared.gate_up_bias, store, shared.gate_up_scales),
+                packed(shared.down, shared.down_bias, store, shared.down_scales),
             ]
             parts += pair
             shared_structs = [one.struct for one in pair]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tripool.kernels.cpu8 import library
-from tripool.kernels.shelf import FRESH, Shelf
+from tripool.kernels.weight_store import FRESH, WeightStore
 
 GROUP = 64
 PANEL = 32
@@ -50,18 +50,18 @@ class Packed:
 def packed(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    shelf: Shelf = FRESH,
+    store: WeightStore = FRESH,
     scales: torch.Tensor | None = None,
 ) -> Packed:
-    kept = shelf.keep("panels", lambda: _panels(weight, scales))
-    kept_bias = None if bias is None else shelf.keep("bias", lambda: _padded(bias))
+    kept = store.keep("panels", lambda: _panels(weight, scales))
+    kept_bias = None if bias is None else store.keep("bias", lambda: _padded(bias))
     return Packed(len(weight), weight.shape[1], kept, kept_bias)
 
 
 def packed_gate_up(
     gate_up: torch.Tensor,
     bias: torch.Tensor | None = None,
-    shelf: Shelf = FRESH,
+    store: WeightStore = FRESH,
     scales: torch.Tensor | None = None,
 ) -> Packed:
     """Sixteen gates, then the sixteen values they let through, and so on: a panel then needs no other to be gated."""
@@ -69,10 +69,10 @@ def packed_gate_up(
     def row_scales() -> torch.Tensor | None:
         return None if scales is None else _interleaved(scales[:, None])[:, 0]
 
-    kept = shelf.keep("panels", lambda: _panels(_interleaved(gate_up), row_scales()))
+    kept = store.keep("panels", lambda: _panels(_interleaved(gate_up), row_scales()))
     kept_bias = None
     if bias is not None:
-        kept_bias = shelf.keep("bias", lambda: _padded(_interleaved(bias[:, None])[:, 0]))
+        kept_bias = store.keep("bias", lambda: _padded(_interleaved(bias[:, None])[:, 0]))
     return Packed(len(gate_up), gate_up.shape[1], kept, kept_bias)
 
 

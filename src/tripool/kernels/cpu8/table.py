@@ -5,25 +5,25 @@ from functools import partial
 from tripool.kernels.cpu8 import halves
 from tripool.kernels.cpu8.draft import Draft8
 from tripool.kernels.cpu8.stack import Stack8
-from tripool.kernels.shelf import FRESH, Shelf
 from tripool.kernels.table import KernelTable
+from tripool.kernels.weight_store import FRESH, WeightStore
 from tripool.kernels.weights import INT8
 
 
-def cpu8_table(shelf: Shelf) -> KernelTable:
+def cpu8_table(store: WeightStore) -> KernelTable:
     return KernelTable(
         name="cpu-int8",
         rms_norm=halves.rms_norm,
-        linear=partial(halves.Linear8, shelf=shelf),
-        join=partial(halves.Join8, shelf=shelf),
-        gqa=partial(halves.Gqa8, shelf=shelf),
-        mla=partial(halves.Mla8, shelf=shelf),
-        mlp=partial(halves.Mlp8, shelf=shelf),
-        moe=partial(halves.Moe8, shelf=shelf),
+        linear=partial(halves.Linear8, store=store),
+        join=partial(halves.Join8, store=store),
+        gqa=partial(halves.Gqa8, store=store),
+        mla=partial(halves.Mla8, store=store),
+        mlp=partial(halves.Mlp8, store=store),
+        moe=partial(halves.Moe8, store=store),
         draft=Draft8,
         stack=Stack8,
         over=cpu8_table,
-        linear_of_scales=lambda weight, scales: halves.Linear8(weight, None, scales, shelf),
+        linear_of_scales=lambda weight, scales: halves.Linear8(weight, None, scales, store),
         stored=INT8,
     )
 

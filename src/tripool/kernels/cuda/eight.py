@@ -14,7 +14,7 @@ import torch
 
 from tripool.kernels.ref.permute import Places
 from tripool.kernels.ref.w8a8 import Rows8
-from tripool.kernels.shelf import FRESH, Shelf
+from tripool.kernels.weight_store import FRESH, WeightStore
 
 Held = tuple[torch.Tensor, torch.Tensor]
 """A weight in floats and its scales, beside it and above 0 in every row (`kernels/weights.py`)."""
@@ -56,12 +56,12 @@ class Eight:
             return None
         return weight, scales.float().masked_fill(without, 1.0).to(weight.device)
 
-    def kept(self, held: Held, name: str, shelf: Shelf) -> Rows8:
+    def kept(self, held: Held, name: str, store: WeightStore) -> Rows8:
         """Of integers the very ones that are stored: the floats are their products with the scales, rounded to bfloat16
         at worst, whose 2^-9 of 127 is just less than half a step."""
         weight, scales = held
-        eight = shelf.keep(f"{name}eight bits", lambda: self._packed(weight.flatten(0, -2), scales.flatten(), weight))
-        return eight, shelf.keep(f"{name}scales", lambda: scales)
+        eight = store.keep(f"{name}eight bits", lambda: self._packed(weight.flatten(0, -2), scales.flatten(), weight))
+        return eight, store.keep(f"{name}scales", lambda: scales)
 
     def _packed(self, rows: torch.Tensor, scales: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Piece by piece: a layer's experts in float32 would be four times what was read."""
@@ -74,9 +74,11 @@ class Eight:
 
 
 class Linear8:
-    def __init__(self, held: Held, bias: torch.Tensor | None = None, *, eight: Eight, shelf: Shelf = FRESH) -> None:
-        kept = eight.kept(held, "", shelf)
-        self._see(kept, None if bias is None else shelf.keep("bias", lambda: bias.to(torch.bfloat16)), eight)
+    def __init__(
+        self, held: Held, bias: torch.Tensor | None = None, *, eight: Eight, store: WeightStore = FRESH
+    ) -> None:
+        kept = eight.kept(held, "", store)
+        self._see(kept, None if bias is None else store.keep("bias", lambda: bias.to(torch.bfloat16)), eight)
 
     def _see(self, weights: Rows8, bias: torch.Tensor | None, eight: Eight, count: int | None = None) -> None:
         self._weights, self._bias, self.eight = weights, bias, eight
@@ -100,9 +102,9 @@ class Linear8:
 class Experts8:
     """Rows stand together by expert; the host never learns how many each one got."""
 
-    def __init__(self, gate_up: Held, down: Held, *, eight: Eight, shelf: Shelf = FRESH) -> None:
+    def __init__(self, gate_up: Held, down: Held, *, eight: Eight, store: WeightStore = FRESH) -> None:
         self.eight = eight
-        self._gate_up, self._down = eight.kept(gate_up, "gate_up ", shelf), eight.kept(down, "down ", shelf)
+        self._gate_up, self._down = eight.kept(gate_up, "gate_up ", store), eight.kept(down, "down ", store)
         self.num_bytes = sum(one.nbytes for part in (self._gate_up, self._down) for one in part)
 
     def __call__(self, x: torch.Tensor | Rows8, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

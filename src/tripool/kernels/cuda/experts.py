@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from tripool.kernels.cuda.elementwise import swiglu
-from tripool.kernels.shelf import FRESH, Shelf
+from tripool.kernels.weight_store import FRESH, WeightStore
 
 MOST_FEW = 1024
 """Rows times choices up to which a pass over the weights is the cost, not the products."""
@@ -23,12 +23,12 @@ class Experts:
         gate_up: torch.Tensor,
         down: torch.Tensor,
         *,
-        shelf: Shelf = FRESH,
+        store: WeightStore = FRESH,
         dtype: torch.dtype = torch.float32,
         fused: bool = False,
     ) -> None:
-        self._gate_up = shelf.keep("gate_up", lambda: gate_up.to(dtype))  # [experts, 2 * width, hidden]
-        self._down = shelf.keep("down", lambda: down.to(dtype))  # [experts, hidden, width]
+        self._gate_up = store.keep("gate_up", lambda: gate_up.to(dtype))  # [experts, 2 * width, hidden]
+        self._down = store.keep("down", lambda: down.to(dtype))  # [experts, hidden, width]
         self._fused = fused and dtype == torch.bfloat16
         self.num_bytes = self._gate_up.nbytes + self._down.nbytes
 

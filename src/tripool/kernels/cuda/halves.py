@@ -94,7 +94,7 @@ class LatentAttention:
         self._down = make.linear(weights.down, weights.down_bias, weights.down_scales)
         self._query = make.linear(core.query, None, core.query_scales)
         self._out = make.linear(core.out, core.out_bias, core.out_scales)
-        self._up = make.shelf.keep("up", lambda: core.up.to(make.dtype))
+        self._up = make.store.keep("up", lambda: core.up.to(make.dtype))
         self._norm = norm_for(weights.norm, self._down, *([] if weights.q_norm else [self._query]))
         integers = isinstance(self._query, Linear8) and self._query.eight.stored == INT8
         self._prologue: Callable[[LatentWeights, torch.Tensor, Batch, torch.Tensor], AnyRows | None]

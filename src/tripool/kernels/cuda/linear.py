@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tripool.kernels.ref import linear
-from tripool.kernels.shelf import FRESH, Shelf
+from tripool.kernels.weight_store import FRESH, WeightStore
 
 
 class Linear(linear.Linear):
@@ -15,11 +15,11 @@ class Linear(linear.Linear):
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
-        shelf: Shelf = FRESH,
+        store: WeightStore = FRESH,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        kept_bias = None if bias is None else shelf.keep("bias", lambda: bias.to(dtype))
-        super().__init__(shelf.keep("weight", lambda: weight.to(dtype)), kept_bias)
+        kept_bias = None if bias is None else store.keep("bias", lambda: bias.to(dtype))
+        super().__init__(store.keep("weight", lambda: weight.to(dtype)), kept_bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)

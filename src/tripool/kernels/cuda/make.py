@@ -14,7 +14,7 @@ from tripool.kernels.cuda.experts import Experts
 from tripool.kernels.cuda.linear import Linear
 from tripool.kernels.ref import route
 from tripool.kernels.ref.route import RoutePlan
-from tripool.kernels.shelf import Shelf
+from tripool.kernels.weight_store import WeightStore
 from tripool.kernels.weights import MoeWeights, Norm
 
 AnyRows = Any
@@ -26,7 +26,7 @@ Route = Callable[[torch.Tensor, torch.Tensor | None, RoutePlan], tuple[torch.Ten
 
 @dataclass(frozen=True, slots=True)
 class Make:
-    shelf: Shelf
+    store: WeightStore
     dtype: torch.dtype
     fused: bool
     """Whether Triton kernels may be used: on CUDA, in bfloat16."""
@@ -38,12 +38,12 @@ class Make:
     ) -> AnyLinear:
         held = self.eight.held(weight, scales) if self.eight else None
         if self.eight and held:
-            return Linear8(held, bias, eight=self.eight, shelf=self.shelf)
-        return Linear(weight, bias, shelf=self.shelf, dtype=self.dtype)
+            return Linear8(held, bias, eight=self.eight, store=self.store)
+        return Linear(weight, bias, store=self.store, dtype=self.dtype)
 
     def router(self, weight: torch.Tensor) -> Linear:
         """Its outcome is a decision: never rounded."""
-        return Linear(weight, shelf=self.shelf, dtype=torch.float32)
+        return Linear(weight, store=self.store, dtype=torch.float32)
 
     def route(self) -> Route:
         if not self.fused:
@@ -56,8 +56,8 @@ class Make:
         gate_up = self.eight.held(weights.gate_up, weights.gate_up_scales) if self.eight else None
         down = self.eight.held(weights.down, weights.down_scales) if self.eight else None
         if self.eight and gate_up and down:
-            return Experts8(gate_up, down, eight=self.eight, shelf=self.shelf)
-        return Experts(weights.gate_up, weights.down, shelf=self.shelf, dtype=self.dtype, fused=self.fused)
+            return Experts8(gate_up, down, eight=self.eight, store=self.store)
+        return Experts(weights.gate_up, weights.down, store=self.store, dtype=self.dtype, fused=self.fused)
 
 
 def norm_for(norm: Norm, *users: AnyLinear | AnyExperts) -> Callable[[torch.Tensor], AnyRows]:

@@ -14,12 +14,14 @@ import torch
 from tripool.kernels.cuda import elementwise, halves, mlp
 from tripool.kernels.cuda.eight import Eight
 from tripool.kernels.cuda.make import Make
-from tripool.kernels.shelf import FRESH, Shelf
 from tripool.kernels.table import KernelTable
+from tripool.kernels.weight_store import FRESH, WeightStore
 
 
-def cuda_table(dtype: torch.dtype, *, fused: bool, eight: Eight | None = None, shelf: Shelf = FRESH) -> KernelTable:
-    make = Make(shelf, dtype, fused and dtype == torch.bfloat16, eight)
+def cuda_table(
+    dtype: torch.dtype, *, fused: bool, eight: Eight | None = None, store: WeightStore = FRESH
+) -> KernelTable:
+    make = Make(store, dtype, fused and dtype == torch.bfloat16, eight)
     return KernelTable(
         name=f"cuda-{str(dtype).removeprefix('torch.')}{f'-{eight.stored}' if eight else ''}",
         rms_norm=elementwise.rms_norm,
@@ -30,7 +32,7 @@ def cuda_table(dtype: torch.dtype, *, fused: bool, eight: Eight | None = None, s
         mlp=partial(mlp.Mlp, make),
         moe=partial(mlp.MoeMlp, make),
         draft=halves.Draft,
-        over=lambda other: cuda_table(dtype, fused=fused, eight=eight, shelf=other),
+        over=lambda other: cuda_table(dtype, fused=fused, eight=eight, store=other),
         linear_of_scales=None if eight is None else lambda weight, scales: make.linear(weight, None, scales),
         stored=eight.stored if eight else None,
     )

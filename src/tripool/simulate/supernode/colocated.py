@@ -14,7 +14,7 @@ from tripool.core import Request, SamplingParams
 from tripool.decode import StepFacts
 from tripool.engine.colocated import Scheduler
 from tripool.router.admission import AdmissionController
-from tripool.router.pending_requests import Admit, Arrival, Capacity, Decision
+from tripool.router.admission_types import Admit, Arrival, Capacity, Decision
 from tripool.sequence import Sampled, Task
 from tripool.simulate.supernode.books import DONE, REFUSED, Books, Open
 from tripool.simulate.supernode.timeline import ARRIVAL, STEP, TICK, Timeline, to_fs

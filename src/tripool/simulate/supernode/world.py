@@ -12,7 +12,7 @@ from tripool.core import Request, SamplingParams, Slo, TokenEvent
 from tripool.messages import AnyMessage, Welcome, WorkerId
 from tripool.router import Coordinator, Emit, Fail, Output, Send, ToSupervisor
 from tripool.router.admission import AdmissionController
-from tripool.router.pending_requests import Admit, Arrival, Capacity, Decision
+from tripool.router.admission_types import Admit, Arrival, Capacity, Decision
 from tripool.simulate.supernode.books import DONE, FAILED, REFUSED, Books, Open
 from tripool.simulate.supernode.decode import DecodeInstance
 from tripool.simulate.supernode.layout import Layout

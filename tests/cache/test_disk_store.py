@@ -12,10 +12,10 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tripool.cache.copies import PAGE, Write, footprint
-from tripool.cache.disk import DiskStore
+from tripool.cache.disk_records import PAGE, Write, footprint
+from tripool.cache.disk_store import DiskStore
 from tripool.cache.records import Record, State
-from tripool.cache.tiers import DiskTier
+from tripool.cache.tiered_index import DiskTier
 from tripool.errors import DiskError
 
 BLOCK_BYTES = 9000  # neither a whole number of pages nor less than one
@@ -111,7 +111,7 @@ def test_what_was_acknowledged_is_found_by_later_lives(opened: Disk, folder: Pat
     for number, size in ((1, BLOCK_BYTES), (2, BLOCK_BYTES), (3, 1)):
         assert later.read(number) == content(number, size)[:size]
     assert later.read(4, THEIRS) == content(4, BLOCK_BYTES)[:BLOCK_BYTES] and later.read(4) is None
-    assert {copy.form for segment in later.found for copy in segment.copies} == {7}
+    assert {copy.form for segment in later.found for copy in segment.disk_copies} == {7}
     later.put([5])
     last = again(later, folder)
     assert all(last.read(number) is not None for number in (1, 2, 3, 5))
@@ -153,7 +153,7 @@ def test_damage_anywhere_costs_the_blocks_it_hits_and_no_others(
     disk = Disk(folder)
     for number in range(acknowledged):
         disk.put([number])
-    copies = dict(disk.tier.copies)
+    disk_copies = dict(disk.tier.disk_copies)
     disk.begin(list(range(100, 100 + in_flight)))
     disk.store.close()
     hit: set[tuple[int, int]] = set()
@@ -172,7 +172,7 @@ def test_damage_anywhere_costs_the_blocks_it_hits_and_no_others(
             hit |= {(segment, at) for at in range(SEGMENT_BYTES)}  # a file of another size begins anew
         path.write_bytes(data.ljust(SEGMENT_BYTES if how != "truncate" else 0, b"\0"))
     later = Disk(folder)
-    for copy in copies.values():
+    for copy in disk_copies.values():
         number = int.from_bytes(copy.key, "big")
         read = later.read(number)
         assert read in (None, content(number, BLOCK_BYTES)[:BLOCK_BYTES]), "served what was not stored"
@@ -299,5 +299,5 @@ def test_a_file_that_has_become_shorter_is_noticed(opened: Disk, folder: Path) -
 
 
 def test_places_are_aligned(opened: Disk) -> None:
-    copies = [write.copy for number in range(12) for write in opened.begin([number], 1 + 700 * number)]
-    assert all(copy.offset % PAGE == 0 and copy.end % PAGE == 0 for copy in copies)
+    disk_copies = [write.copy for number in range(12) for write in opened.begin([number], 1 + 700 * number)]
+    assert all(copy.offset % PAGE == 0 and copy.end % PAGE == 0 for copy in disk_copies)

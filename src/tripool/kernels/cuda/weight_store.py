@@ -8,7 +8,7 @@ import torch
 
 
 class OnDevice:
-    """A shelf (see `kernels.shelf`) that keeps nothing but sends everything to one device."""
+    """A shelf (see `kernels.store`) that keeps nothing but sends everything to one device."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 
-class Shelf(Protocol):
+class WeightStore(Protocol):
     def keep(self, label: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The tensor that `make` makes, or made once. Never changed afterwards: others may read the same memory."""
         ...

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from tripool.cache.copies import Copy, Purge, Segment, Write
+from tripool.cache.disk_records import DiskCopy, Purge, Segment, Write
 from tripool.cache.index import PoolIndex
 from tripool.cache.records import Hit, Record, Written
-from tripool.cache.tiers import DiskTier
+from tripool.cache.tiered_index import DiskTier
 from tripool.messages import WorkerId
 
 _GROUP_BLOCKS = 8
@@ -31,7 +31,7 @@ class Read:
 
     ticket: int
     slot: int
-    copy: Copy
+    copy: DiskCopy
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class _Waiting:
     """What was on its way when it began to wait."""
 
 
-class Tiers:
+class TieredIndex:
     """An index and, once `open_disk` was called, a disk behind it. `own` writes what is read; it is this member."""
 
     def __init__(self, index: PoolIndex, own: WorkerId) -> None:
@@ -133,23 +133,23 @@ class Tiers:
         """Begin to bring the leading ones of these keys from disk; returns those that are on their way."""
         assert self.disk is not None
         leading: list[bytes] = []
-        copies: list[Copy] = []
+        disk_copies: list[DiskCopy] = []
         for key in keys:
             if self._coming.get(key) != namespace:
                 copy = self.disk.find(key, namespace)
-                if copy is None or key in self._coming or len(self._coming) + len(copies) >= _MOST_READING:
+                if copy is None or key in self._coming or len(self._coming) + len(disk_copies) >= _MOST_READING:
                     break
-                copies.append(copy)
+                disk_copies.append(copy)
             leading.append(key)
-        for start in range(0, len(copies), _GROUP_BLOCKS):
-            self._read(copies[start : start + _GROUP_BLOCKS], namespace, now_s)
+        for start in range(0, len(disk_copies), _GROUP_BLOCKS):
+            self._read(disk_copies[start : start + _GROUP_BLOCKS], namespace, now_s)
         return set(takewhile(self._coming.__contains__, leading))  # as far as there was room for them
 
-    def _read(self, copies: Sequence[Copy], namespace: bytes, now_s: float) -> None:
-        keys, depths = [copy.key for copy in copies], [copy.position for copy in copies]
+    def _read(self, disk_copies: Sequence[DiskCopy], namespace: bytes, now_s: float) -> None:
+        keys, depths = [copy.key for copy in disk_copies], [copy.position for copy in disk_copies]
         grant = self.index.reserve(keys, self._own, namespace, now_s, depths)
         if grant.ticket:
-            wanted = [copies[position] for position in grant.positions]
+            wanted = [disk_copies[position] for position in grant.positions]
             self._groups[grant.ticket] = _Group(namespace, [copy.key for copy in wanted], len(wanted))
             self._coming |= {copy.key: namespace for copy in wanted}
             self._reads += [Read(grant.ticket, slot, copy) for slot, copy in zip(grant.slots, wanted, strict=True)]

@@ -9,7 +9,7 @@ from tripool.cache.records import Reservation, State
 from tripool.cache.slots import SlotTable
 
 
-def check_books(
+def check_invariants(
     slots: SlotTable,
     leases: Sequence[Lease],
     reservations: Mapping[int, Reservation],

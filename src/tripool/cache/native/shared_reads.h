@@ -1,11 +1,11 @@
-/* Blocks of an arena, found and read without a question: see arena.py for its layout and seats.py for the same steps
+/* Blocks of an arena, found and read without a request: see arena.py for its layout and shared_reads.py for the same
  * one by one. A page of the interpreter's work for each block would cost a third of the block's copy. */
 
-enum { KEY_BYTES = 16, HEADER_BYTES = 128, BODY_BYTES = 112, SEATS = 64, WAYS = 8, COMMITTED = 2 };
+enum { KEY_BYTES = 16, HEADER_BYTES = 128, BODY_BYTES = 112, NUM_READER_SLOTS = 64, WAYS = 8, COMMITTED = 2 };
 
 typedef struct {
     uint8_t *map;
-    uint64_t headers, directory, buckets, seats, data, stride, slots;
+    uint64_t headers, directory, buckets, reader_slots, data, stride, slots;
 } Arena;
 
 typedef struct {
@@ -43,20 +43,21 @@ API uint64_t tripool_hash(const uint8_t *data, uint64_t bytes) {
 
 static uint8_t *header(const Arena *arena, uint64_t slot) { return arena->map + arena->headers + slot * HEADER_BYTES; }
 
-static uint8_t *chair(const Arena *arena, uint64_t slot, uint64_t seat) {
-    return arena->map + arena->seats + slot * SEATS + seat;
+static uint8_t *read_count(const Arena *arena, uint64_t slot, uint64_t reader_slot) {
+    return arena->map + arena->reader_slots + slot * NUM_READER_SLOTS + reader_slot;
 }
 
-static void rise(const Arena *arena, uint64_t slot, uint64_t seat) {
-    uint8_t *mine = chair(arena, slot, seat);
+static void release(const Arena *arena, uint64_t slot, uint64_t reader_slot) {
+    uint8_t *mine = read_count(arena, slot, reader_slot);
     if (*mine) (*mine)--; /* 0 already: turned out */
 }
 
-static int sit_at(const Arena *arena, uint64_t slot, uint64_t seat, const uint8_t *key, const uint8_t *space, Found *to) {
-    uint8_t *mine = chair(arena, slot, seat), head[HEADER_BYTES];
+static int acquire_at(const Arena *arena, uint64_t slot, uint64_t reader_slot, const uint8_t *key, const uint8_t *space,
+                      Found *to) {
+    uint8_t *mine = read_count(arena, slot, reader_slot), head[HEADER_BYTES];
     if (*mine == 255) return 0;
     (*mine)++;
-    atomic_thread_fence(memory_order_seq_cst); /* first seated, then looking */
+    atomic_thread_fence(memory_order_seq_cst); /* first counted, then looking */
     memcpy(head, header(arena, slot), sizeof head);
     uint32_t few[2];
     memcpy(few, head + 52, sizeof few);
@@ -64,32 +65,32 @@ static int sit_at(const Arena *arena, uint64_t slot, uint64_t seat, const uint8_
     if (word(head + BODY_BYTES + 8) == COMMITTED && !memcmp(head, key, KEY_BYTES) &&
         !memcmp(head + KEY_BYTES, space, KEY_BYTES) && word(head + BODY_BYTES) == hash_few(head, BODY_BYTES))
         return 1;
-    rise(arena, slot, seat);
+    release(arena, slot, reader_slot);
     return 0;
 }
 
-static int sit(const Arena *arena, uint64_t seat, const uint8_t *key, const uint8_t *space, Found *to) {
+static int acquire(const Arena *arena, uint64_t reader_slot, const uint8_t *key, const uint8_t *space, Found *to) {
     const uint64_t bucket = hash_key(key, KEY_BYTES) % arena->buckets;
     uint32_t entries[WAYS];
     memcpy(entries, arena->map + arena->directory + bucket * sizeof entries, sizeof entries);
     for (int way = 0; way < WAYS; way++) {
         if (!entries[way] || entries[way] > arena->slots) continue;
         if (memcmp(header(arena, entries[way] - 1), key, KEY_BYTES)) continue;
-        if (sit_at(arena, entries[way] - 1, seat, key, space, to)) return 1;
+        if (acquire_at(arena, entries[way] - 1, reader_slot, key, space, to)) return 1;
     }
     return 0;
 }
 
-API void tripool_rise(const Arena *arena, uint64_t seat, uint64_t count, const Found *found) {
-    for (uint64_t i = 0; i < count; i++) rise(arena, found[i].slot, seat);
+API void tripool_release(const Arena *arena, uint64_t reader_slot, uint64_t count, const Found *found) {
+    for (uint64_t i = 0; i < count; i++) release(arena, found[i].slot, reader_slot);
 }
 
 /* All of them, or none: then 0. The last one first: what is not there is mostly the end of a chain. */
-API int tripool_sit(const Arena *arena, uint64_t seat, const uint8_t *space, uint64_t count, const uint8_t *keys,
-                    Found *found) {
+API int tripool_acquire(const Arena *arena, uint64_t reader_slot, const uint8_t *space, uint64_t count,
+                        const uint8_t *keys, Found *found) {
     for (uint64_t i = count; i-- > 0;)
-        if (!sit(arena, seat, keys + i * KEY_BYTES, space, found + i)) {
-            tripool_rise(arena, seat, count - 1 - i, found + i + 1);
+        if (!acquire(arena, reader_slot, keys + i * KEY_BYTES, space, found + i)) {
+            tripool_release(arena, reader_slot, count - 1 - i, found + i + 1);
             return 0;
         }
     return 1;

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tripool.cache import namespace_tag
-from tripool.cache.arena import SEATS, Arena
+from tripool.cache.arena import NUM_READER_SLOTS, Arena
 from tripool.cache.client import PoolClient, Prefix
 from tripool.cache.index import PoolIndex
-from tripool.cache.link import Seated
+from tripool.cache.link import Acquired
 from tripool.cache.records import State, Written
 from tripool.cache.wire import Granted
 from tripool.messages import SUPERVISOR, Reaped, Suspect, WorkerId
@@ -36,10 +36,10 @@ def filled(pool: Pool, keys: list[bytes], **config: float) -> PoolClient:
     return client
 
 
-def seated(client: PoolClient, keys: list[bytes]) -> Prefix:
+def acquire(client: PoolClient, keys: list[bytes]) -> Prefix:
     """A look-up of which its member does not hear."""
     prefix = client.find(keys, namespace="a")
-    assert prefix.num_blocks == len(keys) and all(isinstance(held.lease, Seated) for held in prefix._held)
+    assert prefix.num_blocks == len(keys) and all(isinstance(held.lease, Acquired) for held in prefix._held)
     return prefix
 
 
@@ -59,7 +59,7 @@ def test_a_known_prefix_is_read_without_its_member_and_counted_afterwards(pool: 
 
 def test_uses_that_were_told_keep_a_block(pool: Pool) -> None:
     client = filled(pool, OTHERS[:2], num_slots=2)
-    with seated(client, OTHERS[:1]) as prefix:
+    with acquire(client, OTHERS[:1]) as prefix:
         assert prefix.read(buffers(1)) == 1
     for turn in range(2, 6):  # the tail of a chain goes before its head, but not before a block used after it
         assert stored(client, chain(turn + 10, 1)) == 1
@@ -69,7 +69,7 @@ def test_uses_that_were_told_keep_a_block(pool: Pool) -> None:
 def test_what_is_being_read_is_not_evicted(pool: Pool) -> None:
     client, more = filled(pool, KEYS, num_slots=2, lease_s=1000.0), chain(3, 4)
     reader = pool.client("d-0")
-    with seated(reader, KEYS) as prefix:
+    with acquire(reader, KEYS) as prefix:
         assert stored(client, OTHERS[:2]) == 1, "the other slot"
         assert stored(client, more[:2]) == 1, "and again that one"
         assert prefix.read(buffers(1)) == 1
@@ -80,7 +80,7 @@ def test_what_is_being_read_is_not_evicted(pool: Pool) -> None:
 def test_a_purged_block_is_found_by_nobody_and_its_slot_waits_for_its_reader(pool: Pool) -> None:
     client = filled(pool, KEYS, num_slots=1, lease_s=1000.0)
     reader = pool.client("d-0")
-    with seated(reader, KEYS) as prefix:
+    with acquire(reader, KEYS) as prefix:
         assert client.purge("a") == 1
         assert fetched(client, KEYS) == 0 and fetched(reader, KEYS) == 0
         assert stored(client, OTHERS[:1]) == 0, "someone may be copying it"
@@ -92,7 +92,7 @@ def test_a_purged_block_is_found_by_nobody_and_its_slot_waits_for_its_reader(poo
 def test_a_stopped_reader_is_turned_out_when_its_time_is_over(pool: Pool) -> None:
     client = filled(pool, KEYS, num_slots=1, lease_s=0.05)
     reader = pool.client("d-0")
-    prefix = seated(reader, KEYS)
+    prefix = acquire(reader, KEYS)
     assert stored(client, OTHERS[:1]) == 0
     until(lambda: stored(client, OTHERS[:1]) == 1)
     assert prefix.read(buffers(1)) == 0, "another block's bytes"
@@ -103,7 +103,7 @@ def test_a_stopped_reader_is_turned_out_when_its_time_is_over(pool: Pool) -> Non
 def test_a_suspect_reads_under_no_lease(pool: Pool) -> None:
     client = filled(pool, KEYS, num_slots=1, lease_s=1000.0)
     reader = pool.client("d-0")
-    prefix = seated(reader, KEYS)
+    prefix = acquire(reader, KEYS)
     supervisor = pool.client(SUPERVISOR)
     assert supervisor.report(Suspect(WorkerId("d-0", 1))) == []
     assert told(supervisor).strange_messages == 0  # it has heard it, and minds it
@@ -137,7 +137,7 @@ def test_a_killed_readers_seats_are_free_at_once(pool: Pool) -> None:
 def test_a_member_that_starts_again_knows_no_seats_and_its_readers_notice(pool: Pool) -> None:
     client = filled(pool, KEYS, num_slots=1, lease_s=1000.0)
     reader = pool.client("d-0")
-    prefix = seated(reader, KEYS)
+    prefix = acquire(reader, KEYS)
     pool.kill()
     pool.start()
     assert client.wait(WITHIN_S) == []
@@ -146,14 +146,14 @@ def test_a_member_that_starts_again_knows_no_seats_and_its_readers_notice(pool: 
     assert reader.wait(WITHIN_S) == []
     prefix.release()
     assert told(client).committed == 1
-    with seated(reader, OTHERS[:1]) as other:
+    with acquire(reader, OTHERS[:1]) as other:
         assert stored(client, KEYS) == 0, "rising from a seat of a closed line is nobody else's rising"
         assert other.read(buffers(1)) == 1
 
 
 def test_a_damaged_block_is_forgotten_though_nobody_asked(pool: Pool) -> None:
     client = filled(pool, OTHERS[:3])
-    with seated(client, OTHERS[:3]) as prefix:
+    with acquire(client, OTHERS[:3]) as prefix:
         slot = prefix.blocks[1].slot
     Arena.attach(pool.folder / "cache-0.arena").write(slot, content(KEYS[0]))
     assert fetched(client, OTHERS[:3]) == 1
@@ -162,7 +162,7 @@ def test_a_damaged_block_is_forgotten_though_nobody_asked(pool: Pool) -> None:
 
 def test_who_gets_no_seat_asks(pool: Pool) -> None:
     client = filled(pool, KEYS)
-    crowd = [pool.client(f"w-{number}") for number in range(SEATS - 1)]
+    crowd = [pool.client(f"w-{number}") for number in range(NUM_READER_SLOTS - 1)]
     late = pool.client("late")
     with late.find(KEYS, namespace="a") as prefix:
         assert [type(held.lease) for held in prefix._held] == [int] and prefix.read(buffers(1)) == 1
@@ -170,7 +170,7 @@ def test_who_gets_no_seat_asks(pool: Pool) -> None:
 
     def sits() -> bool:
         late.close()
-        return late.wait(WITHIN_S) == [] and late._links["cache-0"]._seat >= 0
+        return late.wait(WITHIN_S) == [] and late._links["cache-0"]._take_reader_slot >= 0
 
     until(sits)
     assert fetched(late, KEYS) == 1 and told(client).committed == 1
@@ -181,9 +181,9 @@ def test_a_slot_that_changes_while_it_is_copied_is_a_miss(pool: Pool, place: int
     """The lease is taken away between look-up and copy, and a writer is in the middle of the slot."""
     client = filled(pool, KEYS, num_slots=1)
     reader = pool.client("d-0")
-    with seated(reader, KEYS) as prefix:
+    with acquire(reader, KEYS) as prefix:
         arena, slot = prefix._held[0].found.arena, prefix.blocks[0].slot
-        arena.turn_out(slot)
+        arena.evict_readers(slot)
         link = client._links["cache-0"]
         assert link.answer(link.reserve(namespace_tag("a"), (OTHERS[0],)), Granted)
         arena.view(slot, BLOCK_BYTES)[place] ^= 0xFF
@@ -201,7 +201,7 @@ class Room:
         self.sitting: set[int] = set()
         self.closed: set[int] = set()
 
-    def may_take(self, slot: int) -> bool:
+    def close_if_unread(self, slot: int) -> bool:
         if slot in self.sitting:
             return False
         self.closed.add(slot)
@@ -210,7 +210,7 @@ class Room:
     def is_read(self, slot: int) -> bool:
         return slot in self.sitting
 
-    def turn_out(self, slot: int) -> None:
+    def evict_readers(self, slot: int) -> None:
         self.sitting.discard(slot)
 
 
@@ -228,7 +228,7 @@ STEPS = st.lists(
 @settings(max_examples=150, deadline=None)
 def test_a_slot_is_never_given_out_under_a_reader_who_was_there_first(steps: Iterable[Step]) -> None:
     room, now_s = Room(), 0.0
-    index = PoolIndex(3, lease_s=5.0, write_s=3.0, onlookers=room)
+    index = PoolIndex(3, lease_s=5.0, write_s=3.0, shared_readers=room)
     for do, number in steps:
         key, watched, before = bytes([number]) * 16, frozenset(room.sitting), list(index.records)
         now_s += 0.5
@@ -264,7 +264,7 @@ def test_a_slot_is_never_given_out_under_a_reader_who_was_there_first(steps: Ite
 
 def test_who_stays_too_long_is_turned_out() -> None:
     room = Room()
-    index = PoolIndex(1, lease_s=5.0, write_s=3.0, onlookers=room)
+    index = PoolIndex(1, lease_s=5.0, write_s=3.0, shared_readers=room)
     grant = index.reserve([b"k" * 16], WRITER, SPACE, 0.0)
     index.commit(grant.ticket, WRITER, [Written(0, 1, 1)])
     room.sitting = {0}

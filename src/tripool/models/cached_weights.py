@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from tripool.cache.image import Image, ImageDamaged, ImageWriter, Tensor
+from tripool.cache.weight_image import Tensor, WeightImage, WeightImageDamaged, WeightImageWriter
 from tripool.checkpoints import Checkpoint
 from tripool.kernels import KernelTable
 from tripool.models.decoder import Model
@@ -37,13 +37,13 @@ class Facts(msgspec.Struct, frozen=True):
     """Questions that were asked about tensors while loading, and the answers."""
 
 
-class Filling:
+class ImageFilling:
     """Writes down what is kept. When it no longer fits, the rest stays in this process's own memory.
 
     `make_room` is asked when the shared memory is full; False: there is none to be made.
     """
 
-    def __init__(self, writer: ImageWriter, make_room: Callable[[], bool]) -> None:
+    def __init__(self, writer: WeightImageWriter, make_room: Callable[[], bool]) -> None:
         self._writer, self._make_room = writer, make_room
         self.whole = True
 
@@ -74,10 +74,10 @@ class Filling:
             return None
 
 
-class Kept:
+class MappedWeights:
     """Hands out what was kept, in its order."""
 
-    def __init__(self, image: Image) -> None:
+    def __init__(self, image: WeightImage) -> None:
         self._image = image
         self._tensors: Iterator[Tensor] = iter(image.tensors)
 
@@ -85,10 +85,10 @@ class Kept:
         kept = next(self._tensors, None)
         if kept is None or kept.label != label or kept.dtype not in _DTYPES:
             found = "nothing" if kept is None else f"'{kept.label}' ({kept.dtype})"
-            raise ImageDamaged(f"the network asks for '{label}', the image has {found}")
+            raise WeightImageDamaged(f"the network asks for '{label}', the image has {found}")
         dtype = _DTYPES[kept.dtype]
         if min(kept.shape, default=0) < 0 or math.prod(kept.shape) * dtype.itemsize != kept.num_bytes:
-            raise ImageDamaged(f"'{label}' has another size than its shape says")
+            raise WeightImageDamaged(f"'{label}' has another size than its shape says")
         return _over(self._image.view(kept), dtype, kept.shape)
 
 
@@ -134,20 +134,20 @@ class _Nobody:
 
 
 @torch.inference_mode()
-def fill_image(checkpoint: Checkpoint, kernels: KernelTable, shelf: Filling) -> tuple[Model, bytes]:
+def fill_weight_image(checkpoint: Checkpoint, kernels: KernelTable, store: ImageFilling) -> tuple[Model, bytes]:
     """The network, from files, and the facts that its image needs."""
     source = _Asked(FromCheckpoint(checkpoint))
-    model = Model(read_arch(checkpoint), Loader(source, kernels, torch.float32, shelf))
+    model = Model(read_arch(checkpoint), Loader(source, kernels, torch.float32, store))
     facts = Facts(checkpoint.name, dict(checkpoint.config), checkpoint.text, source.answers)
     return model, msgspec.msgpack.encode(facts)
 
 
 @torch.inference_mode()
-def model_of_image(image: Image, kernels: KernelTable) -> tuple[Model, Facts]:
+def model_of_weight_image(image: WeightImage, kernels: KernelTable) -> tuple[Model, Facts]:
     """The network over the image's memory: no file is opened, nothing is packed or copied."""
     try:
         facts = msgspec.msgpack.decode(image.facts, type=Facts)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ImageDamaged(f"its facts cannot be read: {error}") from error
-    loader = Loader(_Nobody(facts.has), kernels, torch.float32, Kept(image))
+        raise WeightImageDamaged(f"its facts cannot be read: {error}") from error
+    loader = Loader(_Nobody(facts.has), kernels, torch.float32, MappedWeights(image))
     return Model(arch_of(facts.config, facts.name), loader), facts

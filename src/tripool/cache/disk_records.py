@@ -14,7 +14,7 @@ def footprint(num_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class DiskCopy:
     """One block on disk. `number` is above that of every earlier copy; `generation` is that of its segment's life."""
 
     key: bytes
@@ -38,7 +38,7 @@ class Write:
     """Copy what is in this slot. It may be reused at any moment: compare what was copied with the checksum."""
 
     slot: int
-    copy: Copy
+    copy: DiskCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Segment:
     """What was found of a segment after a restart. Generation 0: nothing."""
 
     generation: int = 0
-    copies: tuple[Copy, ...] = ()
+    disk_copies: tuple[DiskCopy, ...] = ()
     end: int = PAGE
     """Where writing may go on."""
 

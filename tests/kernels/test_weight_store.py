@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import torch
 
-from tripool.kernels.shelf import _CHUNK_BYTES, LargePages
+from tripool.kernels.weight_store import _CHUNK_BYTES, LargePages
 
 
 def test_large_pages_hold_every_tensor_in_a_place_of_its_own() -> None:
-    shelf = LargePages()
+    store = LargePages()
     shapes = [
         (3, 5),
         (0, 4),
@@ -23,8 +23,8 @@ def test_large_pages_hold_every_tensor_in_a_place_of_its_own() -> None:
     ]
     made = [torch.randint(0, 100, shape, dtype=torch.uint8) for shape in shapes]
     made += [torch.randn(33, 17).T, torch.randn(4, 4, dtype=torch.complex64)]
-    kept = [shelf.keep("one", lambda one=one: one) for one in made]
-    del shelf  # the tensors keep their memory
+    kept = [store.keep("one", lambda one=one: one) for one in made]
+    del store  # the tensors keep their memory
     assert all(torch.equal(a, b) and a.dtype == b.dtype and a.is_contiguous() for a, b in zip(kept, made, strict=True))
     assert all(one.data_ptr() % 64 == 0 for one in kept if one.numel())
     spans = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in kept if one.numel())

@@ -34,7 +34,7 @@ _FLAGS = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)  # macOS overcommi
 _PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE  # torch wants memory that could be written; see above
 
 
-class ImageDamaged(TripoolError):
+class WeightImageDamaged(TripoolError):
     """An image is not what it says, or not of this model: it is a miss, and is replaced."""
 
     code = "image_damaged"
@@ -55,7 +55,7 @@ class _Table(msgspec.Struct, frozen=True):
     tensors: tuple[Tensor, ...]
 
 
-class Image:
+class WeightImage:
     """One that is whole, mapped. Views of it keep it mapped, and locked against removal, after it is gone itself."""
 
     def __init__(self, map_: mmap.mmap, table: _Table) -> None:
@@ -70,54 +70,54 @@ class Image:
         return memoryview(self._map)[tensor.offset : tensor.offset + tensor.num_bytes]
 
 
-def open_image(path: Path, key: str) -> Image | None:
+def open_weight_image(path: Path, key: str) -> WeightImage | None:
     """None: there is none (any more). Every byte is checked: an image is read by many, for long, and from memory."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ImageDamaged(f"it cannot be opened: {error.strerror}") from error
+        raise WeightImageDamaged(f"it cannot be opened: {error.strerror}") from error
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise ImageDamaged("it is no file of this user alone")
+            raise WeightImageDamaged("it is no file of this user alone")
         if found.st_nlink == 0:
             return None  # removed between the two
         if found.st_size < _HEAD.size:
-            raise ImageDamaged("it ends before its head does")
+            raise WeightImageDamaged("it ends before its head does")
         map_ = mmap.mmap(file, found.st_size, flags=_FLAGS, prot=_PROTECTION)
     except BlockingIOError:
         return None  # being removed
     finally:
         os.close(file)  # the mapping has it open by itself, and with it the lock
-    return Image(map_, _checked(map_, key))
+    return WeightImage(map_, _checked(map_, key))
 
 
 def _checked(map_: mmap.mmap, key: str) -> _Table:
     data = memoryview(map_)
     magic, start, length, checksum = _HEAD.unpack_from(data)
     if magic != MAGIC or length > _MAX_TABLE_BYTES or start + length != len(data):
-        raise ImageDamaged("its head is wrong")
+        raise WeightImageDamaged("its head is wrong")
     if xxh3_64_intdigest(data[start:]) != checksum:
-        raise ImageDamaged("the checksum of its table is wrong")
+        raise WeightImageDamaged("the checksum of its table is wrong")
     try:
         table = msgspec.msgpack.decode(data[start:], type=_Table)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ImageDamaged(f"its table cannot be read: {error}") from error
+        raise WeightImageDamaged(f"its table cannot be read: {error}") from error
     if table.key != key:
-        raise ImageDamaged("it is of another model")
+        raise WeightImageDamaged("it is of another model")
     for tensor in table.tensors:
         stop = tensor.offset + tensor.num_bytes
         if tensor.offset < ALIGN or tensor.num_bytes < 0 or stop > start:
-            raise ImageDamaged(f"'{tensor.label}' is not in it")
+            raise WeightImageDamaged(f"'{tensor.label}' is not in it")
         if xxh3_64_intdigest(data[tensor.offset : stop]) != tensor.checksum:
-            raise ImageDamaged(f"the checksum of '{tensor.label}' is wrong")
+            raise WeightImageDamaged(f"the checksum of '{tensor.label}' is wrong")
     return table
 
 
-class ImageWriter:
+class WeightImageWriter:
     """Fills a new file. Mapped from the start with all the room it may need, which costs nothing until it is used; what
     was placed is read back through the mapping, so that each tensor exists once."""
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tripool.cache.disk import DiskStore
-from tripool.cache.images import ModelImages
-from tripool.cache.private import NotPrivate, make_private
+from tripool.cache.disk_store import DiskStore
+from tripool.cache.private_folder import NotPrivate, make_private
+from tripool.cache.weight_cache import WeightCache
 from tripool.cli.disk import disk_of
 from tripool.config import EngineConfig
 from tripool.errors import ArenaError, DiskError
@@ -74,13 +74,13 @@ def test_the_folder_itself_must_be_ours_alone(tmp_path: Path, owned: Callable[[P
     with pytest.raises(NotPrivate):
         make_private(folder)
     with pytest.raises(ArenaError, match="another user"):
-        ModelImages(folder, 2**20)
+        WeightCache(folder, 2**20)
     owned(folder, os.geteuid())
     folder.chmod(0o1777)
     with pytest.raises(ArenaError, match="written to by others"):
-        ModelImages(folder, 2**20)
+        WeightCache(folder, 2**20)
     folder.chmod(0o700)
-    ModelImages(folder, 2**20)
+    WeightCache(folder, 2**20)
 
 
 def test_links_are_followed_only_where_they_are_ours(tmp_path: Path, owned: Callable[[Path, int], None]) -> None:
@@ -93,7 +93,7 @@ def test_links_are_followed_only_where_they_are_ours(tmp_path: Path, owned: Call
     with pytest.raises(NotPrivate, match="link of another user"):
         make_private(link / "b")
     with pytest.raises(ArenaError, match="link of another user"):
-        ModelImages(link, 2**20)
+        WeightCache(link, 2**20)
     owned(link, os.geteuid())
     (tmp_path / "theirs").mkdir()
     owned(tmp_path / "theirs", STRANGER)
@@ -141,17 +141,17 @@ def test_a_link_with_the_name_of_a_run_is_not_taken_for_one(tmp_path: Path) -> N
 
 def test_an_image_that_is_a_link_or_open_to_others_is_a_miss(tmp_path: Path) -> None:
     """Damaged ones are replaced."""
-    images = ModelImages(tmp_path / "images", 2**20)
-    writer = images.writer("key")
+    weight_cache = WeightCache(tmp_path / "images", 2**20)
+    writer = weight_cache.writer("key")
     assert writer is not None
-    images.publish("key", writer, b"facts")
-    assert images.find("key") is not None
+    weight_cache.publish("key", writer, b"facts")
+    assert weight_cache.find("key") is not None
     path = tmp_path / "images" / "key.image"
     path.chmod(0o666)
-    assert images.find("key") is None and not path.exists()
+    assert weight_cache.find("key") is None and not path.exists()
     (tmp_path / "elsewhere").touch()
     path.symlink_to(tmp_path / "elsewhere")
-    assert images.find("key") is None and not path.is_symlink()
+    assert weight_cache.find("key") is None and not path.is_symlink()
     os.mkfifo(path)
-    assert images.find("key") is None and not path.exists()
+    assert weight_cache.find("key") is None and not path.exists()
     assert (tmp_path / "elsewhere").exists()

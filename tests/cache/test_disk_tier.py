@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
-from tripool.cache.copies import PAGE, Copy, Purge, Segment, Write, footprint
+from tripool.cache.disk_records import PAGE, DiskCopy, Purge, Segment, Write, footprint
 from tripool.cache.index import PoolIndex
-from tripool.cache.promotion import Read, Tiers
 from tripool.cache.records import Hit, Record, State, Written
-from tripool.cache.tiers import DiskTier
+from tripool.cache.tiered_index import DiskTier, Read, TieredIndex
 from tripool.messages import WorkerId
 
 from .index_model import CHAINS, SPACES
@@ -39,12 +38,12 @@ def test_any_order_of_many_more_events_keeps_the_rules() -> None:
 # ---- planted bugs ------------------------------------------------------------------------------------------------
 
 
-class BelievesTheDisk(Tiers):
+class BelievesTheDisk(TieredIndex):
     def was_read(self, read: Read, checksum: int | None) -> None:
         super().was_read(read, None if checksum is None else read.copy.checksum)
 
 
-class PromotesPurged(Tiers):
+class PromotesPurged(TieredIndex):
     def purge(self, namespace: bytes) -> tuple[int, Purge | None]:
         before = {ticket: group.is_void for ticket, group in self._groups.items()}
         result = super().purge(namespace)
@@ -53,12 +52,12 @@ class PromotesPurged(Tiers):
         return result
 
 
-class LeavesThemWaiting(Tiers):
+class LeavesThemWaiting(TieredIndex):
     def answers(self, now_s: float) -> list[tuple[int, Hit]]:
         return super().answers(-1.0)
 
 
-class KeepsTheLease(Tiers):
+class KeepsTheLease(TieredIndex):
     def give_up(self, number: int) -> None:
         self._waiting.pop(number, None)
 
@@ -86,8 +85,8 @@ class OverwritesLive(DiskTier):
 
 
 class SharesBetweenTenants(DiskTier):
-    def find(self, key: bytes, namespace: bytes) -> Copy | None:
-        return self._copies.get(key)
+    def find(self, key: bytes, namespace: bytes) -> DiskCopy | None:
+        return self._disk_copies.get(key)
 
 
 class IgnoresQuotas(DiskTier):
@@ -117,7 +116,7 @@ DISKS = [
 @pytest.mark.prove
 @pytest.mark.parametrize("bug", [*TIERS, *DISKS], ids=lambda bug: bug.__name__)
 def test_planted_bug_is_caught(bug: type) -> None:
-    kind = "tiers_type" if issubclass(bug, Tiers) else "tier_type"
+    kind = "tiers_type" if issubclass(bug, TieredIndex) else "tier_type"
     machine = type(f"{bug.__name__}Machine", (TiersMachine,), {kind: bug})
     with pytest.raises((AssertionError, KeyError)):
         run_state_machine_as_test(machine, settings=HUNT)
@@ -234,14 +233,18 @@ def test_a_namespace_at_its_quota_forgets_its_own() -> None:
 
 def test_a_restart_knows_the_youngest_copy_and_goes_on_behind_it() -> None:
     tier = new_tier(num_segments=3, blocks=2)
-    copies = [write.copy for write in fill(tier, [0, 1, 2])]
-    segments = [Segment(1, tuple(copies[:2]), copies[1].end), Segment(2, (copies[2],), copies[2].end), Segment()]
+    disk_copies = [write.copy for write in fill(tier, [0, 1, 2])]
+    segments = [
+        Segment(1, tuple(disk_copies[:2]), disk_copies[1].end),
+        Segment(2, (disk_copies[2],), disk_copies[2].end),
+        Segment(),
+    ]
     later = new_tier(num_segments=3, blocks=2)
-    later.restore(segments, [Purge(MINE, copies[1].number)])
+    later.restore(segments, [Purge(MINE, disk_copies[1].number)])
     assert known(later, [0, 1, 2]) == [1, 2], "the first was purged"
     (write,) = fill(later, [3])
-    assert (write.copy.segment, write.copy.offset, write.copy.generation) == (1, copies[2].end, 2)
-    assert write.copy.number > copies[2].number
+    assert (write.copy.segment, write.copy.offset, write.copy.generation) == (1, disk_copies[2].end, 2)
+    assert write.copy.number > disk_copies[2].number
 
 
 def test_a_block_too_large_for_a_segment_is_not_wanted() -> None:
@@ -255,61 +258,61 @@ def test_a_block_too_large_for_a_segment_is_not_wanted() -> None:
 # ---- both tiers --------------------------------------------------------------------------------------------------
 
 
-def both(num_slots: int = 2) -> Tiers:
-    tiers = Tiers(PoolIndex(num_slots, lease_s=5.0, write_s=3.0), WorkerId("cache-0", 1))
-    tiers.open_disk(new_tier(num_segments=4, blocks=8), [], ())
-    return tiers
+def both(num_slots: int = 2) -> TieredIndex:
+    tiered_index = TieredIndex(PoolIndex(num_slots, lease_s=5.0, write_s=3.0), WorkerId("cache-0", 1))
+    tiered_index.open_disk(new_tier(num_segments=4, blocks=8), [], ())
+    return tiered_index
 
 
-def put(tiers: Tiers, keys: Sequence[bytes]) -> None:
-    grant = tiers.index.reserve(keys, WRITER, MINE, 0.0)
-    tiers.index.commit(
+def put(tiered_index: TieredIndex, keys: Sequence[bytes]) -> None:
+    grant = tiered_index.index.reserve(keys, WRITER, MINE, 0.0)
+    tiered_index.index.commit(
         grant.ticket,
         WRITER,
         [Written(slot, keys[at][-1], 1) for slot, at in zip(grant.slots, grant.positions, strict=True)],
     )
-    tiers.take_changes()
-    for write in tiers.take_writes(0.0):
-        tiers.wrote(write, True)
+    tiered_index.take_changes()
+    for write in tiered_index.take_writes(0.0):
+        tiered_index.wrote(write, True)
 
 
 def test_a_hit_in_memory_is_answered_at_once_and_one_on_disk_when_it_has_come() -> None:
-    tiers, keys = both(), CHAINS[MINE]
-    put(tiers, keys[:1])
-    put(tiers, CHAINS[MINE][3:5])
-    assert isinstance(tiers.lookup(keys[3:5], READER, MINE, 0.0, 1.0), Hit)
-    tiers.index.expire(10.0)
-    number = tiers.lookup(keys[:1], READER, MINE, 10.0, 1.0)
+    tiered_index, keys = both(), CHAINS[MINE]
+    put(tiered_index, keys[:1])
+    put(tiered_index, CHAINS[MINE][3:5])
+    assert isinstance(tiered_index.lookup(keys[3:5], READER, MINE, 0.0, 1.0), Hit)
+    tiered_index.index.expire(10.0)
+    number = tiered_index.lookup(keys[:1], READER, MINE, 10.0, 1.0)
     assert not isinstance(number, Hit), "memory has forgotten it"
-    assert tiers.lookup(keys[:1], READER, MINE, 10.0) == Hit(0, ()), "who does not wait gets nothing"
-    assert tiers.answers(10.5) == [] and tiers.next_deadline_s == 11.0
-    (read,) = tiers.take_reads()
-    tiers.was_read(read, read.copy.checksum)
-    ((answered, hit),) = tiers.answers(10.5)
+    assert tiered_index.lookup(keys[:1], READER, MINE, 10.0) == Hit(0, ()), "who does not wait gets nothing"
+    assert tiered_index.answers(10.5) == [] and tiered_index.next_deadline_s == 11.0
+    (read,) = tiered_index.take_reads()
+    tiered_index.was_read(read, read.copy.checksum)
+    ((answered, hit),) = tiered_index.answers(10.5)
     assert answered == number and [each.checksum for each in hit.blocks] == [keys[0][-1]]
-    tiers.check()
+    tiered_index.check()
 
 
 def test_who_waits_is_answered_in_time_with_what_is_there() -> None:
-    tiers, keys = both(num_slots=3), CHAINS[MINE]
-    put(tiers, keys[:2])
-    put(tiers, CHAINS[MINE][3:5])  # the tail, keys[1], is forgotten
-    assert tiers.lookup(keys[:2], READER, MINE, 0.0, 1.0) == 1
-    ((_, hit),) = tiers.answers(1.0)
+    tiered_index, keys = both(num_slots=3), CHAINS[MINE]
+    put(tiered_index, keys[:2])
+    put(tiered_index, CHAINS[MINE][3:5])  # the tail, keys[1], is forgotten
+    assert tiered_index.lookup(keys[:2], READER, MINE, 0.0, 1.0) == 1
+    ((_, hit),) = tiered_index.answers(1.0)
     assert len(hit.blocks) == 1, "the head was in memory, and was kept there"
-    counters = tiers.index.counters
+    counters = tiered_index.index.counters
     assert (counters.hits, counters.misses) == (1, 1), "one look-up, not two"
-    (read,) = tiers.take_reads()
-    tiers.was_read(read, read.copy.checksum)  # too late for this one
-    again = tiers.lookup(keys[:2], READER, MINE, 1.0)
+    (read,) = tiered_index.take_reads()
+    tiered_index.was_read(read, read.copy.checksum)  # too late for this one
+    again = tiered_index.lookup(keys[:2], READER, MINE, 1.0)
     assert isinstance(again, Hit) and len(again.blocks) == 2
 
 
 def test_two_who_want_the_same_block_read_it_once() -> None:
-    tiers, keys = both(), CHAINS[MINE]
-    put(tiers, keys[:1])
-    put(tiers, keys[3:5])
-    assert [tiers.lookup(keys[:1], READER, MINE, 0.0, 1.0) for _ in range(2)] == [1, 2]
-    (read,) = tiers.take_reads()
-    tiers.was_read(read, read.copy.checksum)
-    assert [len(hit.blocks) for _, hit in tiers.answers(0.0)] == [1, 1]
+    tiered_index, keys = both(), CHAINS[MINE]
+    put(tiered_index, keys[:1])
+    put(tiered_index, keys[3:5])
+    assert [tiered_index.lookup(keys[:1], READER, MINE, 0.0, 1.0) for _ in range(2)] == [1, 2]
+    (read,) = tiered_index.take_reads()
+    tiered_index.was_read(read, read.copy.checksum)
+    assert [len(hit.blocks) for _, hit in tiered_index.answers(0.0)] == [1, 1]

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tripool.cache.image import Image, ImageDamaged, ImageWriter, open_image
-from tripool.cache.private import NotPrivate, make_private
+from tripool.cache.private_folder import NotPrivate, make_private
+from tripool.cache.weight_image import WeightImage, WeightImageDamaged, WeightImageWriter, open_weight_image
 from tripool.errors import ArenaError
 
 WAIT_S = 120.0
@@ -32,7 +32,7 @@ _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 
 
 @dataclass(slots=True)
-class ImageCounters:
+class WeightCacheCounters:
     """Of this process."""
 
     hits: int = 0
@@ -45,7 +45,7 @@ class ImageCounters:
     """Loaded without an image: larger than the quota, the memory full, or another writer too slow."""
 
 
-class ModelImages:
+class WeightCache:
     def __init__(
         self,
         folder: Path,
@@ -62,14 +62,14 @@ class ModelImages:
             raise ArenaError(f"no place for packed weights: {error.message}", hint=hint) from error
         self._folder, self.quota_bytes = folder, quota_bytes
         self._wait_s, self._clock, self._pause = wait_s, clock, pause
-        self.counters = ImageCounters()
+        self.counters = WeightCacheCounters()
 
-    def find(self, key: str) -> Image | None:
+    def find(self, key: str) -> WeightImage | None:
         """Mapped and checked. A damaged one is removed, and is a miss."""
         path = self._path(key)
         try:
-            image = open_image(path, key)
-        except ImageDamaged:
+            image = open_weight_image(path, key)
+        except WeightImageDamaged:
             self.discard(key)
             return None
         if image is not None:
@@ -95,12 +95,12 @@ class ModelImages:
         finally:
             os.close(lock)
 
-    def writer(self, key: str, most_bytes: int | None = None) -> ImageWriter | None:
+    def writer(self, key: str, most_bytes: int | None = None) -> WeightImageWriter | None:
         """In one's turn only; for an image of `most_bytes` at most. None when there is no room for any image."""
         self.counters.misses += 1
         room_bytes = self.quota_bytes if most_bytes is None else min(self.quota_bytes, most_bytes)
         try:
-            return ImageWriter(self._folder / f"{key}.unfinished", key, room_bytes)
+            return WeightImageWriter(self._folder / f"{key}.unfinished", key, room_bytes)
         except OSError as error:
             if error.errno not in _FULL:
                 raise
@@ -111,7 +111,7 @@ class ModelImages:
         """The memory is full: remove the image that was used longest ago. False when all of them are in use."""
         return self._evict(lambda size: size > 0)
 
-    def publish(self, key: str, writer: ImageWriter, facts: bytes) -> None:
+    def publish(self, key: str, writer: WeightImageWriter, facts: bytes) -> None:
         """Older images go until all are within the quota together. Those in use stay, even if that is too much."""
         try:
             writer.seal(facts, self._path(key))

@@ -20,7 +20,7 @@ _FOUND = struct.Struct("<QQIII?3x")
 _KEY_BYTES = 16
 
 
-class Found:
+class SharedBlocks:
     """The blocks of these keys, in their order. Whoever made it sees to it that they stay as they are."""
 
     def __init__(self, arena: Arena, keys: Sequence[bytes], packed: bytearray) -> None:
@@ -30,31 +30,33 @@ class Found:
         self._keys, self._packed = keys, packed
 
     @classmethod
-    def told(cls, arena: Arena, keys: Sequence[bytes], blocks: Iterable[Block]) -> Found:
+    def told(cls, arena: Arena, keys: Sequence[bytes], blocks: Iterable[Block]) -> SharedBlocks:
         """By the member."""
         rows = (_FOUND.pack(0, each.checksum, each.slot, each.num_bytes, each.form, each.from_disk) for each in blocks)
         return cls(arena, keys, bytearray().join(rows))
 
     @classmethod
-    def seated(cls, arena: Arena, keys: Sequence[bytes], namespace: bytes, seat: int) -> Found | None:
-        """Without asking. All of them, until `rise`; None when not all can be seen."""
+    def acquire(cls, arena: Arena, keys: Sequence[bytes], namespace: bytes, reader_slot: int) -> SharedBlocks | None:
+        """Without asking. All of them, until `release`; None when not all can be seen."""
         compiled = library()
         if compiled is None:
-            return cls.seated_plainly(arena, keys, namespace, seat)
+            return cls.acquire_plainly(arena, keys, namespace, reader_slot)
         packed = bytearray(_FOUND.size * len(keys))
         joined = b"".join(keys)
         assert len(joined) == _KEY_BYTES * len(keys) and len(namespace) == _KEY_BYTES
-        if not compiled.tripool_sit(arena.shape, seat, namespace, len(keys), joined, _address(packed)):
+        if not compiled.tripool_acquire(arena.shape, reader_slot, namespace, len(keys), joined, _address(packed)):
             return None
         return cls(arena, keys, packed)
 
     @classmethod
-    def seated_plainly(cls, arena: Arena, keys: Sequence[bytes], namespace: bytes, seat: int) -> Found | None:
+    def acquire_plainly(
+        cls, arena: Arena, keys: Sequence[bytes], namespace: bytes, reader_slot: int
+    ) -> SharedBlocks | None:
         rows: list[bytes] = []
         for key in reversed(keys):  # what is not there is mostly the end of a chain
-            each = arena.sit(key, namespace, seat)
+            each = arena.acquire(key, namespace, reader_slot)
             if each is None:
-                cls(arena, keys, bytearray().join(rows)).rise(seat)
+                cls(arena, keys, bytearray().join(rows)).release(reader_slot)
                 return None
             block, ticket = each
             rows.append(_FOUND.pack(ticket, block.checksum, block.slot, block.num_bytes, block.form, False))
@@ -72,13 +74,13 @@ class Found:
         """Slots and tickets, for the member to know what was read."""
         return [(slot, ticket) for ticket, _, slot, _, _, _ in _FOUND.iter_unpack(self._packed)]
 
-    def rise(self, seat: int) -> None:
+    def release(self, reader_slot: int) -> None:
         compiled = library()
         if compiled is not None:
-            compiled.tripool_rise(self.arena.shape, seat, len(self), _address(self._packed))
+            compiled.tripool_release(self.arena.shape, reader_slot, len(self), _address(self._packed))
             return
         for block in self:
-            self.arena.rise(block.slot, seat)
+            self.arena.release(block.slot, reader_slot)
 
     def read(self, start: int, into: Sequence[Any]) -> int:
         """Fill these writable buffers from block `start` on; returns how many hold their block.

@@ -34,8 +34,8 @@ from pathlib import Path
 
 import xxhash
 
-from tripool.cache.copies import PAGE, Copy, Purge, Segment, Write, footprint
-from tripool.cache.private import NotPrivate, make_private
+from tripool.cache.disk_records import PAGE, DiskCopy, Purge, Segment, Write, footprint
+from tripool.cache.private_folder import NotPrivate, make_private
 from tripool.errors import DiskError
 
 FINGERPRINT_BYTES = 16
@@ -59,7 +59,7 @@ class DiskStore:
         self._folder, self._fingerprint = folder, fingerprint
         self._segment_bytes, self._block_bytes = segment_bytes, block_bytes
         self._fds: list[int] = []
-        self._worker_ids = [(0, 0)] * num_segments
+        self._generations = [(0, 0)] * num_segments
         """Generation and nonce of each segment, as its header on disk has them."""
         self._lock = self._purges = -1
         self._writing, self._reading = (memoryview(mmap.mmap(-1, footprint(block_bytes))) for _ in range(2))
@@ -77,7 +77,7 @@ class DiskStore:
             for other in folder.glob("segment-*.blocks"):
                 if other.name not in {store._path(number).name for number in range(num_segments)}:
                     other.unlink()
-            purges = store._open_purges([copy for segment in found for copy in segment.copies])
+            purges = store._open_purges([copy for segment in found for copy in segment.disk_copies])
             _sync_folder(folder)
         except OSError as error:
             store.close()
@@ -88,8 +88,12 @@ class DiskStore:
         except DiskError:
             store.close()
             raise
-        fitting = [tuple(copy for copy in segment.copies if copy.num_bytes <= block_bytes) for segment in found]
-        return store, [replace(each, copies=copies) for each, copies in zip(found, fitting, strict=True)], purges
+        fitting = [tuple(copy for copy in segment.disk_copies if copy.num_bytes <= block_bytes) for segment in found]
+        return (
+            store,
+            [replace(each, disk_copies=disk_copies) for each, disk_copies in zip(found, fitting, strict=True)],
+            purges,
+        )
 
     def close(self) -> None:
         for fd in [*self._fds, self._lock, self._purges]:
@@ -121,7 +125,7 @@ class DiskStore:
         self._sync(writes)
         return done
 
-    def read(self, copy: Copy, take: Callable[[memoryview], int]) -> int:
+    def read(self, copy: DiskCopy, take: Callable[[memoryview], int]) -> int:
         """What `take` returns of the block's bytes: the checksum of what it made of them. Raises OSError, DiskError."""
         num_padded = footprint(copy.num_bytes) - PAGE
         if os.preadv(self._fds[copy.segment], [self._reading[:num_padded]], copy.offset + PAGE) != num_padded:
@@ -140,27 +144,27 @@ class DiskStore:
 
     def remove(self) -> None:
         """All of it: the last resort of a purge that cannot be written down."""
-        for segment in range(len(self._worker_ids)):
+        for segment in range(len(self._generations)):
             self._path(segment).unlink(missing_ok=True)
         with suppress(FileNotFoundError):  # somebody was faster
             _sync_folder(self._folder)
 
-    def _begin(self, copy: Copy) -> None:
+    def _begin(self, copy: DiskCopy) -> None:
         """A segment's new life, before its first block; what its earlier lives left is void from here on."""
-        if self._worker_ids[copy.segment][0] == copy.generation:
+        if self._generations[copy.segment][0] == copy.generation:
             return
         nonce = secrets.randbits(63)
         body = _SEGMENT.pack(_MAGIC, self._fingerprint, self._segment_bytes, copy.generation, nonce)
         self._put_page(copy.segment, 0, body + _digest(body, 0))
         os.fdatasync(self._fds[copy.segment])
-        self._worker_ids[copy.segment] = copy.generation, nonce
+        self._generations[copy.segment] = copy.generation, nonce
 
-    def _header(self, copy: Copy, kind: int) -> bytes:
+    def _header(self, copy: DiskCopy, kind: int) -> bytes:
         body = _BLOCK.pack(
             _MAGIC, kind, copy.segment, copy.offset, copy.number, copy.key, copy.namespace, copy.position,
             copy.num_bytes, copy.form, copy.checksum,
         )  # fmt: skip
-        return body + _digest(body, self._worker_ids[copy.segment][1])
+        return body + _digest(body, self._generations[copy.segment][1])
 
     def _put_page(self, segment: int, offset: int, head: bytes) -> None:
         self._writing[:PAGE] = head + bytes(PAGE - len(head))
@@ -208,12 +212,12 @@ class DiskStore:
         known = (magic, fingerprint, num_bytes) == (_MAGIC, self._fingerprint, self._segment_bytes)
         if not known or digest != _digest(body, 0):
             return Segment()
-        self._worker_ids[number] = generation, nonce
+        self._generations[number] = generation, nonce
         return self._scan(number, generation)
 
     def _scan(self, segment: int, generation: int) -> Segment:
         """Header by header. A damaged one hides its own block only: the next is looked for page by page."""
-        copies: list[Copy] = []
+        disk_copies: list[DiskCopy] = []
         at = end = PAGE
         while at < (stop := min(self._segment_bytes, end + _LOST_HEADERS * footprint(self._block_bytes))):
             read = self._parse(self._page(segment, at), segment, at, generation) or self._next_header(
@@ -224,10 +228,10 @@ class DiskStore:
             kind, copy = read
             at = end = copy.end
             if kind == _WHOLE:
-                copies.append(copy)
-        return Segment(generation, tuple(copies), end)
+                disk_copies.append(copy)
+        return Segment(generation, tuple(disk_copies), end)
 
-    def _next_header(self, segment: int, at: int, stop: int, generation: int) -> tuple[int, Copy] | None:
+    def _next_header(self, segment: int, at: int, stop: int, generation: int) -> tuple[int, DiskCopy] | None:
         while at < stop:
             num_bytes = os.preadv(self._fds[segment], [self._writing[: min(len(self._writing), stop - at)]], at)
             for start in range(0, num_bytes - PAGE + 1, PAGE):
@@ -237,24 +241,24 @@ class DiskStore:
             at += max(PAGE, num_bytes // PAGE * PAGE)
         return None
 
-    def _parse(self, head: bytes, segment: int, offset: int, generation: int) -> tuple[int, Copy] | None:
+    def _parse(self, head: bytes, segment: int, offset: int, generation: int) -> tuple[int, DiskCopy] | None:
         """A block's header, if this is one of the segment's present life and of this place."""
         body, digest = head[: _BLOCK.size], head[_BLOCK.size : _BLOCK.size + _DIGEST.size]
         magic, kind, in_segment, at, number, key, namespace, position, num_bytes, form, checksum = _BLOCK.unpack(body)
         if (
             magic != _MAGIC
-            or digest != _digest(body, self._worker_ids[segment][1])
+            or digest != _digest(body, self._generations[segment][1])
             or (in_segment, at) != (segment, offset)
         ):
             return None
-        copy = Copy(key, namespace, position, checksum, num_bytes, form, number, segment, at, generation)
+        copy = DiskCopy(key, namespace, position, checksum, num_bytes, form, number, segment, at, generation)
         return (kind, copy) if copy.end <= self._segment_bytes else None
 
     def _page(self, segment: int, offset: int) -> bytes:
         num_bytes = os.preadv(self._fds[segment], [self._writing[:PAGE]], offset)
         return bytes(self._writing[:num_bytes]) + bytes(PAGE - num_bytes)
 
-    def _open_purges(self, copies: Sequence[Copy]) -> list[Purge]:
+    def _open_purges(self, disk_copies: Sequence[DiskCopy]) -> list[Purge]:
         """Those that still void something; the file is replaced by one without the others."""
         path = self._folder / "purges"
         record = _PURGE.size + _DIGEST.size
@@ -265,7 +269,7 @@ class DiskStore:
             if data[start + _PURGE.size : start + record] == _digest(body, 0):
                 namespace, before = _PURGE.unpack(body)
                 youngest[namespace] = max(before, youngest.get(namespace, 0))
-        needed = {copy.namespace for copy in copies if copy.number < youngest.get(copy.namespace, 0)}
+        needed = {copy.namespace for copy in disk_copies if copy.number < youngest.get(copy.namespace, 0)}
         kept = [Purge(namespace, before) for namespace, before in youngest.items() if namespace in needed]
         fresh = self._folder / "purges.new"
         self._purges = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

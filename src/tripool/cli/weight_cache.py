@@ -15,7 +15,7 @@ import typer
 from tripool.fabric.folder import memory_folder
 
 if TYPE_CHECKING:
-    from tripool.cache.images import ModelImages
+    from tripool.cache.weight_cache import WeightCache
 
 ModelCacheGb = Annotated[
     float | None,
@@ -28,7 +28,7 @@ KeepModels = Annotated[
 _FOLDER = "models"
 
 
-def kept_folder() -> Path:
+def kept_weights_folder() -> Path:
     """One per user, outlives servers. Its name is not that of a run: those are swept."""
     return memory_folder() / f"tripool.models-{os.getuid()}"
 
@@ -40,32 +40,32 @@ def quota_bytes(gb: float | None) -> int:
     return room.f_blocks * room.f_frsize // 2
 
 
-def images_folder(run_folder: Path, *, keep: bool) -> Path:
-    return kept_folder() if keep else run_folder / _FOLDER
+def weight_cache_folder(run_folder: Path, *, keep: bool) -> Path:
+    return kept_weights_folder() if keep else run_folder / _FOLDER
 
 
 @contextmanager
-def model_images(gb: float | None, *, keep: bool) -> Iterator[ModelImages | None]:
+def weight_cache(gb: float | None, *, keep: bool) -> Iterator[WeightCache | None]:
     """For a server of one process; None when there is to be no cache."""
-    from tripool.cache.images import ModelImages
+    from tripool.cache.weight_cache import WeightCache
     from tripool.fabric.folder import RunFolder
 
     quota = quota_bytes(gb)
     if not quota:
         yield None
     elif keep:
-        yield ModelImages(kept_folder(), quota)
+        yield WeightCache(kept_weights_folder(), quota)
     else:
         run = RunFolder()
         try:
-            yield ModelImages(images_folder(run.path, keep=False), quota)
+            yield WeightCache(weight_cache_folder(run.path, keep=False), quota)
         finally:
             run.remove()
 
 
-def forget_kept() -> bool:
+def forget_kept_weights() -> bool:
     """Give back what earlier servers kept. False when there was nothing; what is mapped stays with who maps it."""
-    folder = kept_folder()
+    folder = kept_weights_folder()
     try:
         found = folder.lstat()
     except FileNotFoundError:

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from tripool.cache.copies import PAGE, Copy, DiskCounters, Purge, Segment, Write, footprint
+from tripool.cache.disk_records import PAGE, DiskCopy, DiskCounters, Purge, Segment, Write, footprint
 from tripool.cache.records import Record, State
 
 _MOST_WRITING = 16
@@ -75,13 +75,13 @@ class DiskTier:
         self._bucket = _Bucket(bytes_per_s)
         self._ring = _Ring()
         self._next_number = 1
-        self._copies: dict[bytes, Copy] = {}
-        self._in: list[dict[bytes, Copy]] = [{} for _ in range(num_segments)]
+        self._disk_copies: dict[bytes, DiskCopy] = {}
+        self._in: list[dict[bytes, DiskCopy]] = [{} for _ in range(num_segments)]
         self._of: dict[bytes, OrderedDict[bytes, None]] = {}
         """Keys by namespace, the oldest first."""
         self._held: Counter[bytes] = Counter()
         """Bytes by namespace, of committed copies and of those being written."""
-        self._writing: dict[int, Copy] = {}
+        self._writing: dict[int, DiskCopy] = {}
         self._writing_keys: dict[bytes, int] = {}
         """Purged ones are not among them."""
         self._memory: dict[int, Record] = {}
@@ -116,12 +116,12 @@ class DiskTier:
             del self._slot_of[record.key]
         if self._pending.get(record.key) == slot:
             del self._pending[record.key]
-            self.counters.lost += record.key not in self._copies
+            self.counters.lost += record.key not in self._disk_copies
 
     def _is_wanted(self, record: Record) -> bool:
         if record.key in self._writing_keys or footprint(record.num_bytes) > self.segment_bytes - PAGE:
             return False
-        copy = self._copies.get(record.key)
+        copy = self._disk_copies.get(record.key)
         return copy is None or (self._ring.segment - copy.segment) % self.num_segments > self.num_segments // 2
 
     # ---- writing ------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class DiskTier:
                 self._is_blocked = True
                 break
             ring = self._ring
-            copy = Copy(
+            copy = DiskCopy(
                 key, record.namespace, record.position, record.checksum, record.num_bytes, record.form,
                 self._next_number, ring.segment, ring.offset, ring.generation,
             )  # fmt: skip
@@ -179,9 +179,9 @@ class DiskTier:
             if slot is not None and self._is_wanted(self._memory[slot]):
                 self._pending[copy.key] = slot
             else:
-                self.counters.lost += copy.key not in self._copies
+                self.counters.lost += copy.key not in self._disk_copies
 
-    def _settle(self, number: int) -> Copy | None:
+    def _settle(self, number: int) -> DiskCopy | None:
         """None when it was purged meanwhile."""
         copy = self._writing.pop(number)
         self._is_blocked = False
@@ -191,14 +191,14 @@ class DiskTier:
         del self._writing_keys[copy.key]
         return copy
 
-    def _commit(self, copy: Copy) -> None:
+    def _commit(self, copy: DiskCopy) -> None:
         self._forget(copy.key)
-        self._copies[copy.key] = self._in[copy.segment][copy.key] = copy
+        self._disk_copies[copy.key] = self._in[copy.segment][copy.key] = copy
         self._of.setdefault(copy.namespace, OrderedDict())[copy.key] = None
         self._hold(copy, +1)
 
     def _forget(self, key: bytes) -> bool:
-        copy = self._copies.pop(key, None)
+        copy = self._disk_copies.pop(key, None)
         if copy is None:
             return False
         del self._in[copy.segment][key], self._of[copy.namespace][key]
@@ -207,7 +207,7 @@ class DiskTier:
         self._hold(copy, -1)
         return True
 
-    def _hold(self, copy: Copy, sign: int) -> None:
+    def _hold(self, copy: DiskCopy, sign: int) -> None:
         self._held[copy.namespace] += sign * footprint(copy.num_bytes)
         if not self._held[copy.namespace]:
             del self._held[copy.namespace]
@@ -240,14 +240,14 @@ class DiskTier:
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
-    def find(self, key: bytes, namespace: bytes) -> Copy | None:
-        copy = self._copies.get(key)
+    def find(self, key: bytes, namespace: bytes) -> DiskCopy | None:
+        copy = self._disk_copies.get(key)
         return copy if copy is not None and copy.namespace == namespace else None
 
-    def was_read(self, copy: Copy, intact: bool) -> None:
+    def was_read(self, copy: DiskCopy, intact: bool) -> None:
         """What a copy was found to be. If its segment began anew meanwhile, it is not at fault."""
         self.counters.promoted += intact
-        if not intact and self._copies.get(copy.key) == copy:
+        if not intact and self._disk_copies.get(copy.key) == copy:
             self.counters.bad += 1
             self._forget(copy.key)
             slot = self._slot_of.get(copy.key)
@@ -280,11 +280,11 @@ class DiskTier:
 
         Writing goes on behind the last copy of the youngest segment.
         """
-        assert len(segments) in (0, self.num_segments) and not self._copies and not self._writing
+        assert len(segments) in (0, self.num_segments) and not self._disk_copies and not self._writing
         void: dict[bytes, int] = {}
         for purge in purges:
             void[purge.namespace] = max(purge.before, void.get(purge.namespace, 0))
-        found = sorted((copy for segment in segments for copy in segment.copies), key=lambda copy: copy.number)
+        found = sorted((copy for segment in segments for copy in segment.disk_copies), key=lambda copy: copy.number)
         self._next_number = 1 + max([0, *void.values(), *(copy.number for copy in found)])
         youngest = max(range(len(segments)), key=lambda number: segments[number].generation, default=None)
         if youngest is not None and segments[youngest].generation:
@@ -300,13 +300,13 @@ class DiskTier:
     # ---- for those who look -------------------------------------------------------------------------------------
 
     @property
-    def num_copies(self) -> int:
-        return len(self._copies)
+    def num_disk_copies(self) -> int:
+        return len(self._disk_copies)
 
     @property
-    def copies(self) -> Mapping[bytes, Copy]:
+    def disk_copies(self) -> Mapping[bytes, DiskCopy]:
         """Committed ones, by key; as they are now."""
-        return dict(self._copies)
+        return dict(self._disk_copies)
 
     @property
     def num_pending(self) -> int:
@@ -320,15 +320,15 @@ class DiskTier:
     def check(self) -> None:
         """Raises when copies overlap, are counted wrongly, are of a segment's earlier life, or exceed a quota."""
         in_segments = [key for keys in self._in for key in keys]
-        assert len(in_segments) == len(self._copies), "segments disagree"
-        assert sum(map(len, self._of.values())) == len(self._copies), "namespaces disagree"
-        for key, copy in self._copies.items():
+        assert len(in_segments) == len(self._disk_copies), "segments disagree"
+        assert sum(map(len, self._of.values())) == len(self._disk_copies), "namespaces disagree"
+        for key, copy in self._disk_copies.items():
             assert self._in[copy.segment].get(key) is copy, "a copy is in another segment"
             assert key in self._of[copy.namespace], "a copy is of another namespace"
         held: Counter[bytes] = Counter()
         alive: list[list[tuple[int, int, int]]] = [[] for _ in range(self.num_segments)]
         """By segment: offset, end and generation of every copy."""
-        for copy in chain(self._copies.values(), self._writing.values()):
+        for copy in chain(self._disk_copies.values(), self._writing.values()):
             size = footprint(copy.num_bytes)
             held[copy.namespace] += size
             alive[copy.segment].append((copy.offset, copy.offset + size, copy.generation))
@@ -338,10 +338,10 @@ class DiskTier:
         for name, keys in self._of.items():
             quota = self._quotas.get(name, self._namespace_bytes)
             assert quota is None or held[name] <= quota or not keys, "above its quota"
-        for number, copies in enumerate(alive):
+        for number, disk_copies in enumerate(alive):
             last, limit = PAGE, self._ring.offset if number == self._ring.segment else self.segment_bytes
-            for offset, end, generation in sorted(copies):
-                assert generation == copies[0][2], f"segment {number} has two lives"
+            for offset, end, generation in sorted(disk_copies):
+                assert generation == disk_copies[0][2], f"segment {number} has two lives"
                 assert offset >= PAGE and end <= limit, "a copy is out of bounds"
                 assert offset >= last, "copies overlap"
                 last = end

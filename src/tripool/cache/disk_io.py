@@ -1,6 +1,6 @@
 """Does what the tiers want of the disk, in two threads beside the member's loop: one writes, one reads.
 
-The loop never touches the disk. It takes decisions from `Tiers`, puts them into a queue, and is woken through a file
+The loop never touches the disk. It takes decisions from `TieredIndex`, queues them, and is woken through a file
 descriptor when something is done. Queues are bounded by the tiers themselves, which have only so much under way.
 
 Whatever goes wrong with the disk (full, read-only, deleted, broken, in use) switches this tier off, says why once, and
@@ -18,10 +18,9 @@ from functools import partial
 from pathlib import Path
 
 from tripool.cache.arena import Arena
-from tripool.cache.copies import PAGE, Purge, Segment, Write, footprint
-from tripool.cache.disk import DiskStore, explain
-from tripool.cache.promotion import Read, Tiers
-from tripool.cache.tiers import DiskTier
+from tripool.cache.disk_records import PAGE, Purge, Segment, Write, footprint
+from tripool.cache.disk_store import DiskStore, explain
+from tripool.cache.tiered_index import DiskTier, Read, TieredIndex
 from tripool.config import DiskConfig
 from tripool.errors import DiskError
 
@@ -74,9 +73,11 @@ class _Lane:
             self._done(job())
 
 
-class Spool:
-    def __init__(self, name: str, config: DiskConfig, tiers: Tiers, arena: Arena, namespace_share: float) -> None:
-        self._name, self._config, self._tiers, self._arena = name, config, tiers, arena
+class DiskIo:
+    def __init__(
+        self, name: str, config: DiskConfig, tiered_index: TieredIndex, arena: Arena, namespace_share: float
+    ) -> None:
+        self._name, self._config, self._tiered_index, self._arena = name, config, tiered_index, arena
         self._namespace_share = namespace_share
         self._folder = Path(config.folder) / name
         self.state = "opening"
@@ -103,9 +104,9 @@ class Spool:
                 results, self._results = self._results, []
             for result in results:
                 result()
-        for read in self._tiers.take_reads():
+        for read in self._tiered_index.take_reads():
             self._reader.put(partial(self._read, read))
-        writes = self._tiers.take_writes(now_s)
+        writes = self._tiered_index.take_writes(now_s)
         if writes:
             self._writer.put(partial(self._write, writes))
 
@@ -163,7 +164,7 @@ class Spool:
             checksum = self._store.read(read.copy, partial(self._arena.write, read.slot))
         except (OSError, DiskError) as error:
             return partial(self._not_read, read, self._explained(error))
-        return partial(self._tiers.was_read, read, checksum)
+        return partial(self._tiered_index.was_read, read, checksum)
 
     def _write_purge(self, purge: Purge, then: Callable[[], None]) -> Callable[[], None]:
         assert self._store is not None
@@ -189,7 +190,7 @@ class Spool:
     def _opened(self, store: DiskStore, tier: DiskTier, segments: Sequence[Segment], purges: Sequence[Purge]) -> None:
         self._store, self.state = store, "on"
         _LOG.info("the disk tier is on", extra={"folder": str(self._folder), "bytes": self._config.num_bytes})
-        self._tiers.open_disk(tier, segments, purges)
+        self._tiered_index.open_disk(tier, segments, purges)
         asked, self._purges = self._purges, []
         for namespace, then in asked:
             _, purge = tier.purge(namespace)
@@ -197,11 +198,11 @@ class Spool:
 
     def _wrote(self, writes: Sequence[Write], done: Sequence[bool]) -> None:
         for write, each in zip(writes, done, strict=True):
-            self._tiers.wrote(write, each)
+            self._tiered_index.wrote(write, each)
 
     def _not_read(self, read: Read, error: DiskError) -> None:
         self._off(error)
-        self._tiers.was_read(read, None)
+        self._tiered_index.was_read(read, None)
 
     def _not_purged(self, error: DiskError, removed: Callable[[], None]) -> None:
         self._off(error)
@@ -211,7 +212,7 @@ class Spool:
         if self.state not in ("opening", "on"):
             return
         self.state = f"off: {error}"
-        self._tiers.close_disk()
+        self._tiered_index.close_disk()
         asked, self._purges = self._purges, []
         for namespace, then in asked:
             self.purge(namespace, None, then)
