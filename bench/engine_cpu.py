@@ -110,8 +110,8 @@ class Bench:
         tell(f"{self.model}: {workload.name}")
         for name in list(self.loaded):
             self._try(name, workload.prepare)
-        turns = {name: _turn(workload, loaded) for name, loaded in self.loaded.items()}
-        measured = take_turns(turns, repetitions)
+        cos_sin = {name: _turn(workload, loaded) for name, loaded in self.loaded.items()}
+        measured = take_turns(cos_sin, repetitions)
         for name, reason in measured.failed.items():
             self._give_up(name, reason)
         return [row for name in self.ours for row in self._rows(name, workload, measured)]

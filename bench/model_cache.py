@@ -77,8 +77,8 @@ def measure(model: Path, precision: str, folder: Path | None, *, from_memory: bo
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     said = json.loads(done.stdout)
     assert said["from_memory"] == from_memory, "loaded from the wrong place"
-    spans = said["loaded"] - said["imported"], said["first"] - began, said["imported"] - began
-    return Sample(*spans, said["tokens"], said["mb"])
+    seqs = said["loaded"] - said["imported"], said["first"] - began, said["imported"] - began
+    return Sample(*seqs, said["tokens"], said["mb"])
 
 
 def files_of(model: Path) -> list[Path]:

@@ -208,8 +208,8 @@ class Bench:
             except WorkerFailed as failure:
                 self.failed[name] = str(failure)
                 del self.sides[name]
-        turns = {name: (lambda i, side=side: side(workload, i)) for name, side in self.sides.items()}
-        measured = take_turns(turns, repetitions)
+        cos_sin = {name: (lambda i, side=side: side(workload, i)) for name, side in self.sides.items()}
+        measured = take_turns(cos_sin, repetitions)
         self.failed.update(measured.failed)
         return self._rows(workload, measured)
 

@@ -29,7 +29,7 @@ from fp8_folder import write_fp8  # noqa: E402
 from timing import Row  # noqa: E402
 
 from tripool.checkpoints import Checkpoint, FolderCheckpoint, open_checkpoint  # noqa: E402
-from tripool.engine.device import Place, table_of  # noqa: E402
+from tripool.engine.device import DeviceSpec, table_of  # noqa: E402
 from tripool.engine.device_loop import DecodeLoop  # noqa: E402
 from tripool.engine.device_runner import DeviceRunner  # noqa: E402
 from tripool.engine.noise import stream_base  # noqa: E402
@@ -126,9 +126,9 @@ def alike_along(runner: Runner, prompts: Sequence[list[int]], answers: Sequence[
 
 
 WAYS = {
-    "float32": Place(torch.device(DEVICE), torch.float32),
-    "bfloat16": Place(torch.device(DEVICE), torch.bfloat16),
-    "8 bits": Place(torch.device(DEVICE), torch.bfloat16, eight_bits=True),
+    "float32": DeviceSpec(torch.device(DEVICE), torch.float32),
+    "bfloat16": DeviceSpec(torch.device(DEVICE), torch.bfloat16),
+    "8 bits": DeviceSpec(torch.device(DEVICE), torch.bfloat16, use_8_bit_products=True),
 }
 
 

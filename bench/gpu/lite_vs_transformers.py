@@ -23,8 +23,8 @@ import torch
 from tripool.core import BLOCK_TOKENS
 from tripool.engine.device_loop import DecodeLoop
 from tripool.engine.device_runner import DeviceRunner
-from tripool.kernels.cuda.arithmetic import eight_of
-from tripool.kernels.cuda.eight import Eight
+from tripool.kernels.cuda.arithmetic import quantized_ops_of
+from tripool.kernels.cuda.quantized_linear import QuantizedOps
 from tripool.kernels.cuda.table import cuda_table
 from tripool.kernels.cuda.weight_store import OnDevice
 from tripool.kernels.weights import E4M3, INT8
@@ -54,11 +54,11 @@ LARGEST = {INT8: 127.0, E4M3: 448.0}
 class FromModule:
     """A source (see `models.loader`) over the other side's own tensors: nothing is drawn twice.
 
-    With an `eight`, its linears are as if they had been stored in those eight bits, by row.
+    With an `quantized`, its linears are as if they had been stored in those eight bits, by row.
     """
 
-    def __init__(self, state: Mapping[str, torch.Tensor], device: str, eight: Eight | None) -> None:
-        self._state, self.device, self._eight = state, device, eight
+    def __init__(self, state: Mapping[str, torch.Tensor], device: str, quantized: QuantizedOps | None) -> None:
+        self._state, self.device, self._eight = state, device, quantized
 
     def has(self, name: str) -> bool:
         return name in self._state
@@ -115,10 +115,12 @@ def randomise(model: Any) -> None:
 
 
 @torch.inference_mode()
-def our_model(settings: dict[str, Any], peer: Any, device: str, dtype: torch.dtype, eight: Eight | None) -> Model:
-    table = cuda_table(dtype, fused=device == "cuda", eight=eight)
+def our_model(
+    settings: dict[str, Any], peer: Any, device: str, dtype: torch.dtype, quantized: QuantizedOps | None
+) -> Model:
+    table = cuda_table(dtype, fused=device == "cuda", quantized=quantized)
     arch = arch_of(settings | {"model_type": "deepseek_v2"}, "made up")
-    return Model(arch, Loader(FromModule(peer.state_dict(), device, eight), table, dtype, OnDevice(device)))
+    return Model(arch, Loader(FromModule(peer.state_dict(), device, quantized), table, dtype, OnDevice(device)))
 
 
 def peer_answers(peer: Any, prompts: torch.Tensor, count: int) -> torch.Tensor:
@@ -168,11 +170,11 @@ def our_run(
     dtype: torch.dtype,
     prompts: torch.Tensor,
     count: int,
-    eight: Eight | None,
+    quantized: QuantizedOps | None,
 ) -> OurRun:
     (sequences, length), asking = prompts.shape, prompts.tolist()
-    dtype = dtype if eight is None else torch.bfloat16
-    model = our_model(settings, peer, device, dtype, eight)
+    dtype = dtype if quantized is None else torch.bfloat16
+    model = our_model(settings, peer, device, dtype, quantized)
     blocks = -(-(length + count + 3) // BLOCK_TOKENS)
     runner = DeviceRunner(model, num_blocks=sequences * blocks, device=device, dtype=dtype)
     tables = [list(range(i * blocks, (i + 1) * blocks)) for i in range(sequences)]
@@ -181,7 +183,7 @@ def our_run(
     whole_s = min(seconds(lambda: loop.run(asking), device)[0] for _ in range(3))
     first_s = min(seconds(lambda: loop._start(asking, 32768), device)[0] for _ in range(2))
     step_ms = (whole_s - first_s) / (count - 1) * 1e3
-    kind = "bf16" if eight is None else eight.stored
+    kind = "bf16" if quantized is None else quantized.stored
     print(f"ours, {kind}: {whole_s:.2f} s, first token {first_s:.2f} s, step {step_ms:.2f} ms", flush=True)
     return OurRun(answers, whole_s, first_s, step_ms, model.num_bytes)
 
@@ -231,18 +233,18 @@ def main() -> int:
         )
     ]  # fmt: skip
     for kind, label, target in ((INT8, "int8, our kernels", 1.0), (E4M3, "fp8, torch's products", None)):
-        eight = run(eight_of(kind, fused=device == "cuda", device=device))
+        quantized = run(quantized_ops_of(kind, fused=device == "cuda", device=device))
         note = (
-            f"step {eight.step_ms:.1f} against {ours.step_ms:.1f} ms, first token {eight.first_s:.2f} against "
-            f"{ours.first_s:.2f} s, weights {eight.num_bytes / 1e9:.1f} against {ours.num_bytes / 1e9:.1f} GB"
+            f"step {quantized.step_ms:.1f} against {ours.step_ms:.1f} ms, first token {quantized.first_s:.2f} against "
+            f"{ours.first_s:.2f} s, weights {quantized.num_bytes / 1e9:.1f} against {ours.num_bytes / 1e9:.1f} GB"
         )
         details = {
-            "step_ms": eight.step_ms, "first_s": eight.first_s, "num_bytes": eight.num_bytes,
-            "floor_step_ms": eight.num_bytes / 4.2e12 * 1e3,
+            "step_ms": quantized.step_ms, "first_s": quantized.first_s, "num_bytes": quantized.num_bytes,
+            "floor_step_ms": quantized.num_bytes / 4.2e12 * 1e3,
         }  # fmt: skip
         rows.append(
             timing.Row(
-                name=f"{name}, {label} beside ours in bf16", ours=total / eight.whole_s, peer=total / ours.whole_s,
+                name=f"{name}, {label} beside ours in bf16", ours=total / quantized.whole_s, peer=total / ours.whole_s,
                 unit="tok/s", target=target, note=note, details=details,
             )
         )  # fmt: skip

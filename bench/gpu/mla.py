@@ -172,7 +172,7 @@ def tiling_name(tiling: Tiling) -> str:
 
 
 def time_steps_before(rows: int, ceilings: Ceilings) -> list[Row]:
-    turns = torch.polar(torch.ones(8192, 32), torch.randn(8192, 32)).cuda()
+    cos_sin = torch.polar(torch.ones(8192, 32), torch.randn(8192, 32)).cuda()
     sets = []
     for _ in range(sets_beyond_cache(rows * 2112 * 2, most=16)):
         down = torch.randn(rows, 2112, dtype=torch.bfloat16, device="cuda")
@@ -182,7 +182,16 @@ def time_steps_before(rows: int, ceilings: Ceilings) -> list[Row]:
         slots = torch.randperm(kv.shape[0] * 64, device="cuda")[:rows]
         q = torch.randn(rows, 128, 192, dtype=torch.bfloat16, device="cuda")
         sets.append(
-            (down, *gains, turns, positions, slots, kv, q, torch.empty(rows, 128, WIDTH, dtype=q.dtype, device="cuda"))
+            (
+                down,
+                *gains,
+                cos_sin,
+                positions,
+                slots,
+                kv,
+                q,
+                torch.empty(rows, 128, WIDTH, dtype=q.dtype, device="cuda"),
+            )
         )
     told = []
     before = [lambda s=s: mla_prologue(*s[:7], q_eps=1e-6, kv_eps=1e-6, int8=True) for s in sets]

@@ -117,7 +117,7 @@ def measured_ms(run: Callable[[], object], device: str, *, graph: bool, repetiti
     run()  # compiles kernels and fills the allocator
     torch.cuda.synchronize()
     again = captured(run) if graph else run
-    spans = []
+    seqs = []
     with hold.seated() if hold is not None else nullcontext():
         for _ in range(repetitions + graph):
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -125,8 +125,8 @@ def measured_ms(run: Callable[[], object], device: str, *, graph: bool, repetiti
             again()
             stop.record()
             stop.synchronize()
-            spans.append(start.elapsed_time(stop))
-    return statistics.median(spans[graph:])
+            seqs.append(start.elapsed_time(stop))
+    return statistics.median(seqs[graph:])
 
 
 def captured(run: Callable[[], object]) -> Callable[[], None]:
@@ -203,13 +203,13 @@ def decode_row(
     del whole
     told["overlapped_compute_ms"] = None
     if hold is not None and batch > 1:
-        halves = [part(batch - batch // 2)[0], part(batch // 2)[0]]
-        halves[1].first_block = halves[0].num_blocks
-        for half in halves:
+        sublayers = [part(batch - batch // 2)[0], part(batch // 2)[0]]
+        sublayers[1].first_block = sublayers[0].num_blocks
+        for half in sublayers:
             half.units = LEFT_SMS
-        run = lambda: rank.iteration(halves)  # noqa: E731
+        run = lambda: rank.iteration(sublayers)  # noqa: E731
         told["overlapped_compute_ms"] = measured_ms(run, device, graph=True, repetitions=5, hold=hold)
-        del halves
+        del sublayers
     moe_layers = rank.s.layers - rank.s.dense_layers + 1
     for table in ("deepep", "cloudmatrix"):
         at_once = exchange_us(table, ranks, 2 * batch) * moe_layers / 1e3

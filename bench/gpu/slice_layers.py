@@ -151,7 +151,7 @@ class Operators:
             arrival_scales=torch.full((self.total,), 1 / 73, device=device),
         )  # fmt: skip
         angles = torch.rand(tokens, s.rope // 2, device=device) * 6.28
-        self.turns = torch.complex(angles.cos(), angles.sin())
+        self.cos_sin = torch.complex(angles.cos(), angles.sin())
         self.order = torch.arange(tokens, device=device)
         self.slots, self.first_block, self.num_blocks = self.order, 0, -(-tokens // 64)
 
@@ -183,7 +183,7 @@ class Operators:
 
         def prologue(layer: Layer) -> None:
             ws.q_normed = self.k.prologue(
-                ws.down, layer.gains[2], layer.gains[3], self.turns, self.order, self.slots, self.cache(layer),
+                ws.down, layer.gains[2], layer.gains[3], self.cos_sin, self.order, self.slots, self.cache(layer),
                 q_eps=1e-6, kv_eps=1e-6, int8=True,
             )  # fmt: skip
 
@@ -283,7 +283,7 @@ class Decode(Operators):
 
         def absorb(layer: Layer) -> None:
             flat = ws.q_latent.view(t, s.heads, s.latent)
-            self.k.rope(ws.q[..., s.nope :], self.turns, self.order, flat[..., s.rank :])
+            self.k.rope(ws.q[..., s.nope :], self.cos_sin, self.order, flat[..., s.rank :])
             flat[..., : s.rank] = torch.bmm(ws.q[..., : s.nope].transpose(0, 1), layer.kv_up[:, : s.nope]).transpose(
                 0, 1
             )
@@ -327,7 +327,7 @@ class Prefill(Operators):
             ws.expanded = self._gemm(self.k.quantise(ws.latent[:, : s.rank]), layer.kv_up8).view(t, s.heads, -1)
 
         def spread(layer: Layer) -> None:
-            self.k.rope(ws.q[..., s.nope :], self.turns, self.order, ws.q[..., s.nope :])
+            self.k.rope(ws.q[..., s.nope :], self.cos_sin, self.order, ws.q[..., s.nope :])
             turned = ws.latent[:, None, s.rank :].expand(-1, s.heads, -1)
             ws.keys = torch.cat((ws.expanded[..., : s.nope], turned), dim=2)
             values = ws.expanded[..., s.nope :]

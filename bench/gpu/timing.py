@@ -38,16 +38,16 @@ def time_us(fn: Callable[[], object], *, repetitions: int = 30, warmup: int = 3,
     for _ in range(warmup):
         fn()
     junk = torch.empty(FLUSH_BYTES if flush else 0, dtype=torch.uint8, device="cuda")
-    spans = []
+    seqs = []
     for _ in range(repetitions):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         junk.fill_(1)
         start.record()
         fn()
         stop.record()
-        spans.append((start, stop))
+        seqs.append((start, stop))
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(stop) for start, stop in spans) * 1e3
+    return statistics.median(start.elapsed_time(stop) for start, stop in seqs) * 1e3
 
 
 def graph_time_us(calls: Sequence[Callable[[], object]], *, repetitions: int = 20, rounds: int = 1) -> float:
@@ -70,15 +70,15 @@ def graph_time_us(calls: Sequence[Callable[[], object]], *, repetitions: int = 2
                 call()
     for _ in range(3):
         graph.replay()
-    spans = []
+    seqs = []
     for _ in range(repetitions):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
         stop.record()
-        spans.append((start, stop))
+        seqs.append((start, stop))
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(stop) for start, stop in spans) * 1e3 / (rounds * len(calls))
+    return statistics.median(start.elapsed_time(stop) for start, stop in seqs) * 1e3 / (rounds * len(calls))
 
 
 def sets_beyond_cache(bytes_per_set: int, *, most: int = 64) -> int:

@@ -8,7 +8,7 @@ import torch
 from tripool.checkpoints import open_checkpoint
 from tripool.config import EngineConfig, Precision
 from tripool.core import Request, SamplingParams
-from tripool.engine.device import DeviceMissing, Place, cuda_place, load_on, table_of
+from tripool.engine.device import DeviceMissing, DeviceSpec, cuda_spec, load_on, table_of
 from tripool.engine.engine import Engine
 from tripool.engine.load import load_engine
 from tripool.errors import InvalidRequest
@@ -42,9 +42,9 @@ def expected() -> list[list[int]]:
 
 @pytest.mark.parametrize("mtp", [False, True])
 def test_the_same_text_through_a_device(expected: list[list[int]], mtp: bool) -> None:
-    place = Place(torch.device("cpu"), torch.float32)
-    name, text, network = load_on(place, "tiny")
-    engine = Engine(name, network, text, EngineConfig(mtp=mtp, max_running=4), place)
+    device_spec = DeviceSpec(torch.device("cpu"), torch.float32)
+    name, text, network = load_on(device_spec, "tiny")
+    engine = Engine(name, network, text, EngineConfig(mtp=mtp, max_running=4), device_spec)
     engine.warm()
     assert answers(engine) == expected
     assert engine.num_held_blocks == 0
@@ -55,16 +55,16 @@ def test_the_same_text_through_a_device(expected: list[list[int]], mtp: bool) ->
     ("precision", "major", "eight_bits"), [("int8", 9, True), ("int8", 8, False), ("float32", 9, False)]
 )
 def test_eight_bits_are_for_devices_that_have_them_and_users_that_want_them(
-    monkeypatch: pytest.MonkeyPatch, precision: Precision, major: int, eight_bits: bool
+    monkeypatch: pytest.MonkeyPatch, precision: Precision, major: int, use_8_bit_products: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
-    place = cuda_place(precision)
-    assert place.eight_bits is eight_bits
-    assert place.dtype == (torch.float32 if precision == "float32" else torch.bfloat16)
+    device_spec = cuda_spec(precision)
+    assert device_spec.use_8_bit_products is use_8_bit_products
+    assert device_spec.dtype == (torch.float32 if precision == "float32" else torch.bfloat16)
     with open_checkpoint("tiny") as checkpoint:
-        here = Place(torch.device("cpu"), place.dtype, place.eight_bits)
-        assert table_of(here, checkpoint).name.endswith("-I8") is eight_bits
+        here = DeviceSpec(torch.device("cpu"), device_spec.dtype, device_spec.use_8_bit_products)
+        assert table_of(here, checkpoint).name.endswith("-I8") is use_8_bit_products
 
 
 def test_a_device_that_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from tripool.config import SchedulerConfig
 from tripool.core import Request, SamplingParams
-from tripool.engine.colocated import Scheduler
 from tripool.engine.sampler import Sampler, adjust
+from tripool.engine.scheduler import Scheduler
 from tripool.sequence import Sampled, Seq
 
 VOCAB, END = 32, 0

@@ -9,7 +9,7 @@ from tripool.kernels.cpu.ops import CPU_OPS as CPU
 from tripool.kernels.ops import REFERENCE_OPS as REFERENCE
 from tripool.kernels.ref.mla import MlaWeights
 from tripool.kernels.ref.route import RoutePlan
-from tripool.kernels.spans import Span
+from tripool.kernels.sequence_rows import SequenceRows
 
 SPANS = [
     [(0, 1)],
@@ -22,21 +22,21 @@ SPANS = [
 ]
 
 
-def make_spans(shape: list[tuple[int, int]], width: int, first: int) -> tuple[list[Span], torch.Tensor, int]:
+def make_spans(shape: list[tuple[int, int]], width: int, first: int) -> tuple[list[SequenceRows], torch.Tensor, int]:
     """Spans over shuffled blocks; slots outside every context hold NaN, so that reading one shows."""
     need = [-(-(start + count) // BLOCK_TOKENS) for start, count in shape]
     order = torch.randperm(sum(need) + 2)
     kv = torch.full(((sum(need) + 2) * BLOCK_TOKENS, width), float("nan"))
-    spans, row, taken = [], 0, 0
+    seqs, row, taken = [], 0, 0
     for (start, count), blocks in zip(shape, need, strict=True):
         if start < first:
             start = first
         table = order[taken : taken + blocks + 1].tolist()
         for position in range(first, start + count):
             kv[table[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS] = torch.randn(width)
-        spans.append(Span(row, count, start, table[: -(-(start + count) // BLOCK_TOKENS)], first))
+        seqs.append(SequenceRows(row, count, start, table[: -(-(start + count) // BLOCK_TOKENS)], first))
         row, taken = row + count, taken + blocks
-    return spans, kv, row
+    return seqs, kv, row
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +49,9 @@ def _seed():
 @pytest.mark.parametrize("form", ["attend_prompt", "attend_decode"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 10), (7, 1, 12)])
 def test_grouped_attention(form, shape, heads, kv_heads, dim, first):
-    spans, kv, rows = make_spans(shape, 2 * kv_heads * dim, first)
+    seqs, kv, rows = make_spans(shape, 2 * kv_heads * dim, first)
     q = torch.randn(rows, heads, dim)
-    assert_close(getattr(CPU, form)(q, kv, spans, kv_heads, 0.3), getattr(REFERENCE, form)(q, kv, spans, kv_heads, 0.3))
+    assert_close(getattr(CPU, form)(q, kv, seqs, kv_heads, 0.3), getattr(REFERENCE, form)(q, kv, seqs, kv_heads, 0.3))
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -60,8 +60,8 @@ def test_grouped_attention(form, shape, heads, kv_heads, dim, first):
     ("heads", "rank", "nope", "rope", "v"), [(8, 128, 32, 32, 48), (3, 20, 5, 6, 17), (1, 7, 8, 2, 3)]
 )
 def test_latent_attention(shape, heads, rank, nope, rope, v, first):
-    spans, kv, rows = make_spans(shape, rank + rope, first)
-    x, turns = torch.randn(rows, 11), torch.polar(torch.ones(rows, rope // 2), torch.randn(rows, rope // 2))
+    seqs, kv, rows = make_spans(shape, rank + rope, first)
+    x, cos_sin = torch.randn(rows, 11), torch.polar(torch.ones(rows, rope // 2), torch.randn(rows, rope // 2))
     weights = MlaWeights(
         query=torch.randn(heads * (nope + rope), 11) * 0.3,
         up=torch.randn(heads, nope + v, rank) * 0.2,
@@ -70,10 +70,10 @@ def test_latent_attention(shape, heads, rank, nope, rope, v, first):
         nope=nope,
         scale=0.2,
     )
-    plain = REFERENCE.mla(weights).prompt(x, kv, spans, turns)
-    assert_close(REFERENCE.mla(weights).decode(x, kv, spans, turns), plain)
-    assert_close(CPU.mla(weights).prompt(x, kv, spans, turns), plain)
-    assert_close(CPU.mla(weights).decode(x, kv, spans, turns), plain)
+    plain = REFERENCE.mla(weights).prompt(x, kv, seqs, cos_sin)
+    assert_close(REFERENCE.mla(weights).decode(x, kv, seqs, cos_sin), plain)
+    assert_close(CPU.mla(weights).prompt(x, kv, seqs, cos_sin), plain)
+    assert_close(CPU.mla(weights).decode(x, kv, seqs, cos_sin), plain)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 65])
@@ -87,13 +87,13 @@ def test_elementwise(rows, width):
 @pytest.mark.parametrize(("heads", "dim", "offset"), [(1, 2, 0), (12, 64, 0), (3, 10, 4), (2, 6, 5), (5, 8, 3)])
 def test_rope_turns_in_place_wherever_the_slice_starts(heads, dim, offset):
     whole = torch.randn(7, heads, dim + offset)
-    turns = torch.polar(torch.rand(7, dim // 2) + 0.5, torch.randn(7, dim // 2))
+    cos_sin = torch.polar(torch.rand(7, dim // 2) + 0.5, torch.randn(7, dim // 2))
     expected = whole.clone()
-    pairs = torch.view_as_complex(whole[..., offset:].reshape(7, heads, -1, 2).contiguous()) * turns[:, None]
+    pairs = torch.view_as_complex(whole[..., offset:].reshape(7, heads, -1, 2).contiguous()) * cos_sin[:, None]
     expected[..., offset:] = torch.view_as_real(pairs).flatten(2)
     for table in (CPU, REFERENCE):
         ours = whole.clone()
-        table.rope_(ours[..., offset:], turns)
+        table.rope_(ours[..., offset:], cos_sin)
         assert_close(ours, expected)
 
 

@@ -7,13 +7,13 @@ import torch
 
 from tripool.kernels import CPU8, Batch
 from tripool.kernels.cpu8 import pack
-from tripool.kernels.cpu8.halves import Linear8, Mla8, Mlp8, Moe8
 from tripool.kernels.cpu8.library import library, set_threads, variants
 from tripool.kernels.cpu8.pack import PANEL, _panels
+from tripool.kernels.cpu8.sublayers import Linear8, Mla8, Mlp8, Moe8
 from tripool.kernels.ref import int8
 from tripool.kernels.ref.mla import MlaWeights
 from tripool.kernels.ref.route import RoutePlan
-from tripool.kernels.spans import Span
+from tripool.kernels.sequence_rows import SequenceRows
 from tripool.kernels.table import plain_table
 from tripool.kernels.weights import GqaWeights, JoinWeights, LatentWeights, MlpWeights, MoeWeights, Norm
 
@@ -236,21 +236,21 @@ def latent_weights(*, low_rank: bool) -> LatentWeights:
 
 def batch_of(pieces: list[tuple[int, int, bool]], table: list[int], rope: int, first: int) -> Batch:
     """Pieces (start, stop, decode form) of one sequence, prompt form first."""
-    prompts: list[Span] = []
-    decodes: list[Span] = []
+    prompts: list[SequenceRows] = []
+    decodes: list[SequenceRows] = []
     positions: list[int] = []
     for start, stop, decode in pieces:
-        spans = decodes if decode else prompts
-        row = spans[-1].row + spans[-1].count if spans else 0
-        spans.append(Span(row, stop - start, start, table[: -(-stop // 64)], first))
+        seqs = decodes if decode else prompts
+        row = seqs[-1].row + seqs[-1].count if seqs else 0
+        seqs.append(SequenceRows(row, stop - start, start, table[: -(-stop // 64)], first))
         positions += range(start, stop)
     slots = torch.tensor([table[p // 64] * 64 + p % 64 for p in positions])
-    rows = sum(span.count for span in prompts)
+    rows = sum(seq.count for seq in prompts)
     batch = Batch(
         torch.zeros(len(positions), dtype=torch.int64), torch.tensor(positions), slots, rows, prompts, decodes
     )
     angles = torch.tensor(positions)[:, None] * torch.linspace(0.01, 1.0, rope // 2)
-    batch.turns = torch.polar(torch.ones_like(angles), angles)
+    batch.cos_sin = torch.polar(torch.ones_like(angles), angles)
     return batch
 
 

@@ -12,7 +12,7 @@ from tripool.kernels import CPU8, Batch
 from tripool.kernels.cpu8.library import set_threads
 from tripool.kernels.ref.mla import MlaWeights
 from tripool.kernels.ref.route import RoutePlan
-from tripool.kernels.spans import Span
+from tripool.kernels.sequence_rows import SequenceRows
 from tripool.kernels.table import DraftParts, StackParts
 from tripool.kernels.weights import GqaWeights, JoinWeights, LatentWeights, MlpWeights, MoeWeights, Norm
 from tripool.sequence import Work
@@ -87,10 +87,10 @@ class Network:
             return attention, CPU8.moe(experts()) if latent else CPU8.mlp(dense())
 
         angles = torch.arange(CONTEXT)[:, None] * torch.linspace(0.01, 1.0, ROPE // 2)
-        embed, turns = torch.randn(VOCAB, HIDDEN), torch.polar(torch.ones_like(angles), angles)
+        embed, cos_sin = torch.randn(VOCAB, HIDDEN), torch.polar(torch.ones_like(angles), angles)
         head = CPU8.linear(torch.randn(VOCAB, HIDDEN), None)
         self.parts = StackParts(
-            embed=embed, turns=turns, layers=[layer() for _ in range(LAYERS)], norm=norm(), head=head
+            embed=embed, cos_sin=cos_sin, layers=[layer() for _ in range(LAYERS)], norm=norm(), head=head
         )
         assert CPU8.stack is not None
         self.stack = CPU8.stack(self.parts)
@@ -98,7 +98,7 @@ class Network:
         attention, mlp = layer()
         first = head.first(DRAFT_VOCAB)
         self.draft = CPU8.draft(
-            DraftParts(embed=embed, turns=turns, join=join, attention=attention, mlp=mlp, norm=norm(), head=first)
+            DraftParts(embed=embed, cos_sin=cos_sin, join=join, attention=attention, mlp=mlp, norm=norm(), head=first)
         )
         self.kv_width = 56 if latent else 4 * ROPE
 
@@ -107,7 +107,7 @@ class Network:
 
     def plain(self, pieces: list[Work], kv: torch.Tensor) -> torch.Tensor:
         batch, x = batch_of(pieces, 0), self.parts.embed[[t for piece in pieces for t in piece.tokens]]
-        batch.turns = self.parts.turns[batch.positions]
+        batch.cos_sin = self.parts.cos_sin[batch.positions]
         for (attention, mlp), layer_kv in zip(self.parts.layers, kv.unbind(0), strict=False):
             attention(x, batch, layer_kv)
             mlp(x)
@@ -115,17 +115,17 @@ class Network:
 
 
 def batch_of(pieces: list[Work], first: int) -> Batch:
-    prompts: list[Span] = []
-    decodes: list[Span] = []
+    prompts: list[SequenceRows] = []
+    decodes: list[SequenceRows] = []
     for piece in pieces:
-        spans = decodes if piece.decode else prompts
-        row = spans[-1].row + spans[-1].count if spans else 0
-        spans.append(Span(row, len(piece.tokens), piece.start, piece.table, first))
+        seqs = decodes if piece.decode else prompts
+        row = seqs[-1].row + seqs[-1].count if seqs else 0
+        seqs.append(SequenceRows(row, len(piece.tokens), piece.start, piece.table, first))
     tokens = torch.tensor([token for piece in pieces for token in piece.tokens])
-    places = [(piece.table, p) for piece in pieces for p in range(piece.start, piece.stop)]
-    slots = torch.tensor([table[p // 64] * 64 + p % 64 for table, p in places])
-    rows = sum(span.count for span in prompts)
-    return Batch(tokens, torch.tensor([p for _, p in places]), slots, rows, prompts, decodes)
+    expert_order = [(piece.table, p) for piece in pieces for p in range(piece.start, piece.stop)]
+    slots = torch.tensor([table[p // 64] * 64 + p % 64 for table, p in expert_order])
+    rows = sum(seq.count for seq in prompts)
+    return Batch(tokens, torch.tensor([p for _, p in expert_order]), slots, rows, prompts, decodes)
 
 
 def chosen_from(logits: torch.Tensor, draws: list[tuple[float, int]]) -> list[int]:

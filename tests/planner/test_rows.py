@@ -10,8 +10,8 @@ from tripool.planner.cost.setup import named_routing
 from tripool.planner.errors import BadRows
 from tripool.planner.hardware import named_hardware
 from tripool.planner.models import named_model
-from tripool.planner.rows import bundled_rows, hardware_of, judge, parse_rows, predict, verdicts
-from tripool.planner.rows.judge import CALIBRATION
+from tripool.planner.rows import bundled_rows, compare_rows, hardware_of, parse_rows, predict, verdicts
+from tripool.planner.rows.accuracy import CALIBRATION
 from tripool.planner.rows.read import COLUMNS
 from tripool.planner.rows.refit import refit
 
@@ -28,7 +28,7 @@ def one(**cells: object) -> str:
 
 
 def test_the_bars_hold() -> None:
-    found = {each.family: each for each in verdicts(judge(bundled_rows(), R1))}
+    found = {each.family: each for each in verdicts(compare_rows(bundled_rows(), R1))}
     assert all(each.ok for each in found.values())
     ascend, h100, h800 = found["910C"], found["H100"], found["H800"]
     assert ascend.num_calibration <= 3 and ascend.num_validation >= 4
@@ -39,12 +39,12 @@ def test_the_bars_hold() -> None:
 
 def test_rows_outside_the_table_hold_too() -> None:
     """Published elsewhere, and used for nothing: prefill on H100 by prompt length."""
-    errors = [each.prediction.error for each in judge(bundled_rows("further"), R1) if each.role == "validation"]
+    errors = [each.prediction.error for each in compare_rows(bundled_rows("further"), R1) if each.role == "validation"]
     assert len(errors) == 2 and max(abs(error) for error in errors) <= 0.05
 
 
 def test_averages_are_shown_and_not_judged() -> None:
-    roles = {each.prediction.row.system: each.role for each in judge(bundled_rows(), R1)}
+    roles = {each.prediction.row.system: each.role for each in compare_rows(bundled_rows(), R1)}
     assert roles["DeepSeek production"] == roles["DeepSeek production (excl. cache hit)"] == "shown"
 
 
@@ -145,9 +145,9 @@ def test_any_row_gets_a_number_a_place_or_a_reason(model: str, cells: dict[str, 
     if not rows:
         assert "rows.csv line 2" in told.message and told.hint
         return
-    (judged,) = judge(rows, named_model(model))
-    predicted = judged.prediction.predicted
-    assert (judged.role == "shown") == (predicted is None)
+    (compared,) = compare_rows(rows, named_model(model))
+    predicted = compared.prediction.predicted
+    assert (compared.role == "shown") == (predicted is None)
     assert predicted is None or 0 < predicted < 1e9
 
 
@@ -155,7 +155,7 @@ def test_any_row_gets_a_number_a_place_or_a_reason(model: str, cells: dict[str, 
 def test_what_cannot_be_asked_is_shown(cells: dict[str, str]) -> None:
     (row,) = parse_rows(one(**cells), "rows.csv")
     assert predict(row, R1).error is None
-    assert [each.role for each in judge([row], R1)] == ["shown"]
+    assert [each.role for each in compare_rows([row], R1)] == ["shown"]
 
 
 @pytest.mark.parametrize(

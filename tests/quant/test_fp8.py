@@ -79,7 +79,7 @@ def test_a_device_multiplies_in_e4m3_what_is_stored_so(folders) -> None:
     """The CUDA table on a CPU, next to the same values in floats: apart by what rounding the rows costs, no more. Some
     of these shapes are too odd for e4m3 products, and are multiplied out."""
     tokens, device = list(range(3, 90)), torch.device("cpu")
-    place = Place(device, torch.bfloat16, eight_bits=True)
+    place = Place(device, torch.bfloat16, use_8_bit_products=True)
     logits, num_bytes = [], []
     for folder in folders:
         with open_checkpoint(folder) as checkpoint:

@@ -11,9 +11,9 @@ from tripool import LLM, SamplingParams
 from tripool.checkpoints import open_checkpoint
 from tripool.checkpoints.write import quantise_rows
 from tripool.kernels import CPU8
-from tripool.kernels.cpu8.halves import Linear8
 from tripool.kernels.cpu8.library import variants
 from tripool.kernels.cpu8.pack import GROUP, PANEL, Packed, quantise
+from tripool.kernels.cpu8.sublayers import Linear8
 from tripool.kernels.ref.int8 import round_rows
 from tripool.models import load_model
 

@@ -9,7 +9,7 @@ import pytest
 
 from tripool.cache import PoolIndex
 from tripool.core import TokenEvent
-from tripool.engine.colocated import Scheduler
+from tripool.engine.scheduler import Scheduler
 from tripool.messages import Cancel, Heartbeat, Hello, Refused, Stamped, Tokens, TransferReady, WorkerId
 from tripool.router import Coordinator
 from tripool.router.admission import AdmissionController

@@ -88,15 +88,15 @@ def register(app: typer.Typer) -> None:
 def _validate(model: str, rows: Path | None, as_json: bool) -> bool:
     from tripool.cli.plan_show import show_validation
     from tripool.planner.report import validation_data
-    from tripool.planner.rows import bundled_rows, judge, parse_rows, verdicts
+    from tripool.planner.rows import bundled_rows, compare_rows, parse_rows, verdicts
 
     table = bundled_rows() if rows is None else parse_rows(_read(rows), str(rows))
-    judged = judge(table, _model(model))
-    found = verdicts(judged)
+    compared = compare_rows(table, _model(model))
+    found = verdicts(compared)
     if as_json:
-        typer.echo(json.dumps(validation_data(judged, found), indent=1))
+        typer.echo(json.dumps(validation_data(compared, found), indent=1))
     else:
-        show_validation(judged, found)
+        show_validation(compared, found)
     return all(each.ok for each in found)
 
 

@@ -12,7 +12,7 @@ from tripool.cli.generate import CannotWrite
 from tripool.planner.deployment import write_deployment
 from tripool.planner.page import pool_words, rate_words, render_plan
 from tripool.planner.report import parts_ms, why
-from tripool.planner.rows import Judged, Verdict
+from tripool.planner.rows import Compared, Verdict
 from tripool.planner.search import Ask, Plan
 
 _WIDE = 200
@@ -73,13 +73,13 @@ def _write(file: Path, content: str) -> None:
         raise CannotWrite(f"cannot write {file}: {error.strerror}", hint="give another file") from error
 
 
-def show_validation(judged: Sequence[Judged], found: Sequence[Verdict]) -> None:
+def show_validation(compared: Sequence[Compared], found: Sequence[Verdict]) -> None:
     out = console()
     table = Table("system", "hardware", "phase")
     for name in ("EP", "batch", "context", "published", "predicted", "error"):
         table.add_column(name, justify="right")
     table.add_column("row")
-    for each in judged:
+    for each in compared:
         row, prediction = each.prediction.row, each.prediction
         numbers = (row.ep, row.batch, row.context, row.published, prediction.predicted)
         error = "" if prediction.error is None else f"{prediction.error:+.1%}"
@@ -88,7 +88,7 @@ def show_validation(judged: Sequence[Judged], found: Sequence[Verdict]) -> None:
         table.add_row(row.system, name, row.phase, *cells, error, each.role)
     out.print(table)
     out.print(
-        "tok/s per device; rows without a batch (averages over a day) or without described hardware: shown, not judged"
+        "tok/s per device; rows without a batch (averages over a day) or without described hardware: shown, not compared"
     )
     for verdict in found:
         out.print(_line(verdict), markup=True)

@@ -31,14 +31,14 @@ class DeviceMissing(TripoolError):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DeviceSpec:
     device: torch.device
     dtype: torch.dtype
-    eight_bits: bool = False
+    use_8_bit_products: bool = False
     """Whether what a checkpoint holds in eight bits is multiplied in them. Results are in bfloat16."""
 
     def __post_init__(self) -> None:
-        assert not self.eight_bits or self.dtype == torch.bfloat16
+        assert not self.use_8_bit_products or self.dtype == torch.bfloat16
 
     def runner(self, model: Model, num_blocks: int, *, mtp: bool) -> DeviceRunner:
         return DeviceRunner(model, num_blocks=num_blocks, device=self.device, dtype=self.dtype, mtp=mtp)
@@ -47,27 +47,33 @@ class Place:
         return DeviceSampler(model.arch.vocab, self.device)
 
 
-def cuda_place(precision: Precision) -> Place:
+def cuda_spec(precision: Precision) -> DeviceSpec:
     if not torch.cuda.is_available():
         hint = "run with --device cpu, or install a torch that was built for CUDA and check the driver"
         raise DeviceMissing("torch finds no CUDA device", hint=hint)
     if precision == "float32":
-        return Place(torch.device("cuda"), torch.float32)
-    return Place(torch.device("cuda"), torch.bfloat16, eight_bits=torch.cuda.get_device_capability()[0] == HOPPER)
+        return DeviceSpec(torch.device("cuda"), torch.float32)
+    return DeviceSpec(
+        torch.device("cuda"), torch.bfloat16, use_8_bit_products=torch.cuda.get_device_capability()[0] == HOPPER
+    )
 
 
-def table_of(place: Place, checkpoint: Checkpoint) -> KernelTable:
-    fused = place.device.type == "cuda"
-    kinds = {info.dtype for info in checkpoint.infos().values()} & {INT8, E4M3} if place.eight_bits else ()
-    eight = next((eight_of(kind, fused=fused, device=place.device) for kind in kinds), None)
-    return cuda_table(place.dtype, fused=fused, eight=eight)
+def table_of(device_spec: DeviceSpec, checkpoint: Checkpoint) -> KernelTable:
+    fused = device_spec.device.type == "cuda"
+    kinds = (
+        {info.dtype for info in checkpoint.infos().values()} & {INT8, E4M3} if device_spec.use_8_bit_products else ()
+    )
+    eight = next((eight_of(kind, fused=fused, device=device_spec.device) for kind in kinds), None)
+    return cuda_table(device_spec.dtype, fused=fused, eight=eight)
 
 
-def load_on(place: Place, model: str, progress: Callable[[str], None] | None = None) -> tuple[str, TextFiles, Model]:
+def load_on(
+    device_spec: DeviceSpec, model: str, progress: Callable[[str], None] | None = None
+) -> tuple[str, TextFiles, Model]:
     with open_checkpoint(model, progress=progress) as checkpoint:
         text = checkpoint.text
         if progress:
             progress(f"loading {checkpoint.name}")
-        table = table_of(place, checkpoint)
-        network = load_model(checkpoint, place.dtype, kernels=table, store=OnDevice(place.device))
+        table = table_of(device_spec, checkpoint)
+        network = load_model(checkpoint, device_spec.dtype, kernels=table, store=OnDevice(device_spec.device))
         return checkpoint.name, text, network

@@ -15,12 +15,12 @@ import torch
 
 from tripool.config import EngineConfig, SchedulerConfig
 from tripool.core import BLOCK_TOKENS, Request, TokenEvent
-from tripool.engine.colocated import Scheduler
-from tripool.engine.device import Place
+from tripool.engine.device import DeviceSpec
 from tripool.engine.drafter import Drafter
 from tripool.engine.paged import Paged
 from tripool.engine.runner import Runner, rows_of
 from tripool.engine.sampler import Sampler
+from tripool.engine.scheduler import Scheduler
 from tripool.errors import InvalidRequest
 from tripool.models import Model
 from tripool.models.arch import Arch
@@ -35,9 +35,9 @@ _logger = logging.getLogger("tripool.engine")
 
 class Engine(Paged):
     def __init__(
-        self, name: str, model: Model, text: TextFiles, config: EngineConfig, place: Place | None = None
+        self, name: str, model: Model, text: TextFiles, config: EngineConfig, device_spec: DeviceSpec | None = None
     ) -> None:
-        """`place`: the device that the model was loaded on; None: this machine's own memory and cores."""
+        """`device_spec`: the device that the model was loaded on; None: this machine's own memory and cores."""
         mtp = config.mtp and model.mtp is not None
         num_blocks = kv_blocks(model.arch, config, mtp=mtp)
         self._bounds = SchedulerConfig(
@@ -48,10 +48,10 @@ class Engine(Paged):
         )
         scheduler = Scheduler(self._bounds, model=name, context_tokens=model.arch.context_tokens)
         super().__init__(scheduler, text, name=name, vocab=model.arch.vocab, max_running=config.max_running)
-        if place is None:
+        if device_spec is None:
             self._runner, self._sampler = Runner(model, num_blocks=num_blocks, mtp=mtp), Sampler(model.arch.vocab)
         else:
-            self._runner, self._sampler = place.runner(model, num_blocks, mtp=mtp), place.sampler(model)
+            self._runner, self._sampler = device_spec.runner(model, num_blocks, mtp=mtp), device_spec.sampler(model)
         self._drafter = Drafter(self._runner, self._sampler) if mtp else None
         self._to_draft: tuple[list[Task], torch.Tensor] | None = None
         """The last step's tasks and final hidden states, until drafts are made from them."""
@@ -188,7 +188,7 @@ _Sample = Callable[[Sequence[int], Sequence[Seq]], Sequence[Sampled | None]]
 
 def _take(sampled: Sequence[Sampled], places: Sequence[int], seqs: Sequence[Seq]) -> list[Sampled]:
     """Chosen already: nothing that was settled meanwhile changes them."""
-    return [sampled[place] for place in places]
+    return [sampled[device_spec] for device_spec in places]
 
 
 @dataclass(slots=True)

@@ -13,9 +13,9 @@ from functools import partial
 from tripool.config import SchedulerConfig
 from tripool.core import BLOCK_TOKENS, Request, TokenEvent
 from tripool.decode import StepFacts
-from tripool.engine.colocated import Scheduler
 from tripool.engine.fake import FakeTokens
 from tripool.engine.paged import Paged
+from tripool.engine.scheduler import Scheduler
 from tripool.sequence import Sampled, Seq, Task
 from tripool.text.files import TextFiles
 

@@ -10,7 +10,7 @@ from tripool.config import SchedulerConfig
 from tripool.sequence import Seq
 
 if TYPE_CHECKING:
-    from tripool.engine.colocated import Scheduler
+    from tripool.engine.scheduler import Scheduler
 
 
 def check_invariants(scheduler: Scheduler, config: SchedulerConfig, live: Sequence[Seq]) -> None:

@@ -42,20 +42,20 @@ def load_told(
 ) -> tuple[Engine, bool]:
     """Also whether the weights came from the model cache."""
     if config.device == "cuda":
-        from tripool.engine.device import cuda_place, load_on  # here: who computes on a CPU need not wait for it
+        from tripool.engine.device import cuda_spec, load_on  # here: who computes on a CPU need not wait for it
 
-        place = cuda_place(config.precision)
-        name, text, network = load_on(place, model, progress)
-        engine = Engine(name, network, text, config, place)
+        device_spec = cuda_spec(config.precision)
+        name, text, network = load_on(device_spec, model, progress)
+        engine = Engine(name, network, text, config, device_spec)
         engine.warm(progress)
         return engine, False
-    eight_bits = config.precision == "int8" and bool(variants())
-    if config.precision == "int8" and not eight_bits:
+    use_8_bit_products = config.precision == "int8" and bool(variants())
+    if config.precision == "int8" and not use_8_bit_products:
         _LOG.warning(_MISSING)  # on stderr, also where nobody has set up any logging
     threads = config.threads or len(os.sched_getaffinity(0))
-    if eight_bits:
+    if use_8_bit_products:
         set_threads(threads)
     # The 8-bit kernels have threads of their own; torch's would only spin beside them.
-    torch.set_num_threads(1 if eight_bits else threads)
-    loaded = load_warm(model, CPU8 if eight_bits else CPU, weight_cache, progress)
+    torch.set_num_threads(1 if use_8_bit_products else threads)
+    loaded = load_warm(model, CPU8 if use_8_bit_products else CPU, weight_cache, progress)
     return Engine(loaded.name, loaded.network, loaded.text, config), loaded.from_memory

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tripool.core import Request, ServingStats, TokenEvent
-from tripool.engine.colocated import Scheduler
+from tripool.engine.scheduler import Scheduler
 from tripool.grammar import GrammarCompiler
 from tripool.sequence import Guide, Sampled, Seq, Task
 from tripool.text.files import TextFiles

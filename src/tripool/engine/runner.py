@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tripool.core import BLOCK_TOKENS
-from tripool.kernels.spans import Span
+from tripool.kernels.sequence_rows import SequenceRows
 from tripool.kernels.table import Draw
 from tripool.models import Batch, Model
 from tripool.sequence import Work
@@ -147,19 +147,19 @@ def batch_of(work: Sequence[Work], *, first: int = 0) -> tuple[Batch, torch.Tens
     tokens: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
-    prompts: list[Span] = []
-    decodes: list[Span] = []
+    prompts: list[SequenceRows] = []
+    decodes: list[SequenceRows] = []
     for piece in ordered:
-        spans = decodes if piece.decode else prompts
-        row = spans[-1].row + spans[-1].count if spans else 0
+        seqs = decodes if piece.decode else prompts
+        row = seqs[-1].row + seqs[-1].count if seqs else 0
         table = piece.table[: -(-piece.stop // BLOCK_TOKENS)]
-        spans.append(Span(row, len(piece.tokens), piece.start, table, first))
+        seqs.append(SequenceRows(row, len(piece.tokens), piece.start, table, first))
         tokens += piece.tokens
         positions += range(piece.start, piece.stop)
         slots += [
             piece.table[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(piece.start, piece.stop)
         ]
-    num_prompt_rows = sum(span.count for span in prompts)
+    num_prompt_rows = sum(seq.count for seq in prompts)
     # By numpy: torch takes four times as long to make a small tensor of a list.
     columns = (torch.from_numpy(np.array(column, np.int64)) for column in (tokens, positions, slots))
     batch = Batch(next(columns), next(columns), next(columns), num_prompt_rows, prompts, decodes)

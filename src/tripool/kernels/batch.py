@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from tripool.kernels.spans import Span
+from tripool.kernels.sequence_rows import SequenceRows
 
 
 class Piece(Protocol):
@@ -35,9 +35,9 @@ class Batch:
     slots: torch.Tensor
     """int64 [rows]: where each row's KV is written, block * 64 + offset."""
     num_prompt_rows: int
-    prompts: list[Span]
-    decodes: list[Span]
-    turns: torch.Tensor | None = None
+    prompts: list[SequenceRows]
+    decodes: list[SequenceRows]
+    cos_sin: torch.Tensor | None = None
     """complex64 [rows, rope / 2]: how far each row's position turns. Set by whoever needs it so."""
     native: object | None = None
     """A table's own form of all this, made when it is first needed."""

@@ -11,9 +11,9 @@ import torch
 from tripool.kernels.ref import attention, experts, linear, mla, norm, rope, route, swiglu
 from tripool.kernels.ref.mla import MlaWeights
 from tripool.kernels.ref.route import RoutePlan
-from tripool.kernels.spans import Span
+from tripool.kernels.sequence_rows import SequenceRows
 
-Attend = Callable[[torch.Tensor, torch.Tensor, list[Span], int, float], torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, list[SequenceRows], int, float], torch.Tensor]
 
 
 class LinearOp(Protocol):
@@ -27,8 +27,12 @@ class LinearOp(Protocol):
 
 
 class MlaOp(Protocol):
-    def prompt(self, x: torch.Tensor, kv: torch.Tensor, spans: list[Span], turns: torch.Tensor) -> torch.Tensor: ...
-    def decode(self, x: torch.Tensor, kv: torch.Tensor, spans: list[Span], turns: torch.Tensor) -> torch.Tensor: ...
+    def prompt(
+        self, x: torch.Tensor, kv: torch.Tensor, seqs: list[SequenceRows], cos_sin: torch.Tensor
+    ) -> torch.Tensor: ...
+    def decode(
+        self, x: torch.Tensor, kv: torch.Tensor, seqs: list[SequenceRows], cos_sin: torch.Tensor
+    ) -> torch.Tensor: ...
     @property
     def num_bytes(self) -> int: ...
 

@@ -16,12 +16,12 @@ import torch
 from tripool.kernels.batch import Batch, Piece
 from tripool.kernels.cpu.ops import cpu_ops
 from tripool.kernels.ops import REFERENCE_OPS, LinearOp, Ops
-from tripool.kernels.ref.halves import Draft, GroupedAttention, Join, LatentAttention, Mlp, MoeMlp
+from tripool.kernels.ref.sublayers import Draft, GroupedAttention, Join, LatentAttention, Mlp, MoeMlp
 from tripool.kernels.weight_store import FRESH, WeightStore
 from tripool.kernels.weights import GqaWeights, JoinWeights, LatentWeights, MlpWeights, MoeWeights, Norm
 
 
-class AttentionHalf(Protocol):
+class AttentionSublayer(Protocol):
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
         """Writes the rows' KV into kv [slots, width], then attends; adds to x."""
         ...
@@ -30,7 +30,7 @@ class AttentionHalf(Protocol):
     def num_bytes(self) -> int: ...
 
 
-class MlpHalf(Protocol):
+class MlpSublayer(Protocol):
     def __call__(self, x: torch.Tensor) -> None: ...
     @property
     def num_bytes(self) -> int: ...
@@ -48,11 +48,11 @@ class DraftParts:
 
     embed: torch.Tensor
     """[vocab, hidden]."""
-    turns: torch.Tensor
+    cos_sin: torch.Tensor
     """complex64 [positions, rope / 2]."""
     join: JoinOp
-    attention: AttentionHalf
-    mlp: MlpHalf
+    attention: AttentionSublayer
+    mlp: MlpSublayer
     norm: Norm
     head: LinearOp
     """Of the tokens that a draft may be."""
@@ -96,9 +96,9 @@ class StackParts:
 
     embed: torch.Tensor
     """[vocab, hidden]."""
-    turns: torch.Tensor
+    cos_sin: torch.Tensor
     """complex64 [positions, rope / 2]."""
-    layers: Sequence[tuple[AttentionHalf, MlpHalf]]
+    layers: Sequence[tuple[AttentionSublayer, MlpSublayer]]
     norm: Norm
     head: LinearOp
 
@@ -129,10 +129,10 @@ class KernelTable:
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     linear: Callable[[torch.Tensor, torch.Tensor | None], LinearOp]
     join: Callable[[JoinWeights], JoinOp]
-    gqa: Callable[[GqaWeights], AttentionHalf]
-    mla: Callable[[LatentWeights], AttentionHalf]
-    mlp: Callable[[MlpWeights], MlpHalf]
-    moe: Callable[[MoeWeights], MlpHalf]
+    gqa: Callable[[GqaWeights], AttentionSublayer]
+    mla: Callable[[LatentWeights], AttentionSublayer]
+    mlp: Callable[[MlpWeights], MlpSublayer]
+    moe: Callable[[MoeWeights], MlpSublayer]
     draft: Callable[[DraftParts], DraftOp]
     over: Callable[[WeightStore], KernelTable] | None = None
     """The same table with what it packs kept on a shelf; None: it packs nothing worth keeping."""

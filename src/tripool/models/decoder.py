@@ -9,7 +9,15 @@ import torch
 from tripool.kernels import Batch, KernelTable
 from tripool.kernels.heap import give_back
 from tripool.kernels.ops import LinearOp
-from tripool.kernels.table import AttentionHalf, ChoosingDraftOp, DraftParts, JoinOp, MlpHalf, StackOp, StackParts
+from tripool.kernels.table import (
+    AttentionSublayer,
+    ChoosingDraftOp,
+    DraftParts,
+    JoinOp,
+    MlpSublayer,
+    StackOp,
+    StackParts,
+)
 from tripool.kernels.weights import JoinWeights, Norm
 from tripool.models.arch import Arch, MlaShape
 from tripool.models.gqa import grouped_attention
@@ -22,14 +30,14 @@ _DRAFT_TOKENS = 8192
 """Least number of tokens a draft chooses from, of a larger vocabulary its first quarter: common ids come first."""
 
 
-def attention_half(loader: Loader, prefix: str, arch: Arch) -> AttentionHalf:
+def attention_sublayer(loader: Loader, prefix: str, arch: Arch) -> AttentionSublayer:
     norm = Norm(loader.tensor(f"{prefix}.input_layernorm.weight", arch.hidden), arch.norm_eps)
     if isinstance(arch.attention, MlaShape):
         return latent_attention(loader, f"{prefix}.self_attn", norm, arch, arch.attention)
     return grouped_attention(loader, f"{prefix}.self_attn", norm, arch, arch.attention)
 
 
-def mlp_half(loader: Loader, prefix: str, arch: Arch, *, moe: bool) -> MlpHalf:
+def mlp_sublayer(loader: Loader, prefix: str, arch: Arch, *, moe: bool) -> MlpSublayer:
     norm = Norm(loader.tensor(f"{prefix}.post_attention_layernorm.weight", arch.hidden), arch.norm_eps)
     if moe:
         assert arch.moe is not None
@@ -37,7 +45,7 @@ def mlp_half(loader: Loader, prefix: str, arch: Arch, *, moe: bool) -> MlpHalf:
     return dense_mlp(loader, f"{prefix}.mlp", norm, arch)
 
 
-def join_half(loader: Loader, prefix: str, arch: Arch) -> JoinOp:
+def join_sublayer(loader: Loader, prefix: str, arch: Arch) -> JoinOp:
     """How the MTP layer takes in a token's final state and its successor."""
     embedded, hidden = (
         Norm(loader.tensor(f"{prefix}.{name}.weight", arch.hidden), arch.norm_eps) for name in ("enorm", "hnorm")
@@ -50,8 +58,8 @@ def join_half(loader: Loader, prefix: str, arch: Arch) -> JoinOp:
 
 class Layer:
     def __init__(self, loader: Loader, prefix: str, arch: Arch, *, moe: bool) -> None:
-        self.attention = attention_half(loader, prefix, arch)
-        self.mlp = mlp_half(loader, prefix, arch, moe=moe)
+        self.attention = attention_sublayer(loader, prefix, arch)
+        self.mlp = mlp_sublayer(loader, prefix, arch, moe=moe)
 
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
         """Adds to x, in place."""
@@ -62,14 +70,14 @@ class Layer:
 class Mtp:
     """Multi-token prediction: from a token's final hidden state and its successor, guess the successor's successor."""
 
-    def __init__(self, loader: Loader, arch: Arch, embed: torch.Tensor, turns: torch.Tensor, head: LinearOp) -> None:
+    def __init__(self, loader: Loader, arch: Arch, embed: torch.Tensor, cos_sin: torch.Tensor, head: LinearOp) -> None:
         prefix = f"model.layers.{arch.layers}"
-        join = join_half(loader, prefix, arch)
+        join = join_sublayer(loader, prefix, arch)
         final = Norm(loader.tensor(f"{prefix}.shared_head.norm.weight", arch.hidden), arch.norm_eps)
         layer = Layer(loader, prefix, arch, moe=arch.moe is not None)
         self.head = common = head.first(min(arch.vocab, max(_DRAFT_TOKENS, arch.vocab // 4)))
         parts = DraftParts(
-            embed=embed, turns=turns, join=join, attention=layer.attention, mlp=layer.mlp, norm=final, head=common
+            embed=embed, cos_sin=cos_sin, join=join, attention=layer.attention, mlp=layer.mlp, norm=final, head=common
         )
         self.draft = loader.kernels.draft(parts)
         self.choosing = self.draft if isinstance(self.draft, ChoosingDraftOp) else None
@@ -94,8 +102,8 @@ class Model:
             give_back()
         self._norm = loader.tensor("model.norm.weight", arch.hidden)
         has_mtp = arch.mtp_layers > 0 and loader.has(f"model.layers.{arch.layers}.eh_proj.weight")
-        self._turns = loader.derived("turns", lambda: turn_table(arch.rope, arch.context_tokens))
-        self.mtp = Mtp(loader, arch, self._embed, self._turns, self._head) if has_mtp else None
+        self._cos_sin = loader.derived("turns", lambda: turn_table(arch.rope, arch.context_tokens))
+        self.mtp = Mtp(loader, arch, self._embed, self._cos_sin, self._head) if has_mtp else None
         self.num_bytes = loader.num_bytes
         self.stack = self._whole()
 
@@ -103,10 +111,10 @@ class Model:
         """`hidden` and, after some rows, choices from `logits`, in one call; None where there is none."""
         if self._k.stack is None:
             return None
-        halves = [(layer.attention, layer.mlp) for layer in self._layers]
+        sublayers = [(layer.attention, layer.mlp) for layer in self._layers]
         norm = Norm(self._norm, self.arch.norm_eps)
         return self._k.stack(
-            StackParts(embed=self._embed, turns=self._turns, layers=halves, norm=norm, head=self._head)
+            StackParts(embed=self._embed, cos_sin=self._cos_sin, layers=sublayers, norm=norm, head=self._head)
         )
 
     @property
@@ -116,7 +124,7 @@ class Model:
 
     def hidden(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
         """Final normed hidden state of every row. Writes the rows' KV into kv [kv_layers, slots, width]."""
-        batch.turns = self._turns.index_select(0, batch.positions)
+        batch.cos_sin = self._cos_sin.index_select(0, batch.positions)
         x = self._embed.index_select(0, batch.tokens)
         for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=False):
             layer(x, batch, layer_kv)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 
-from tripool.kernels.table import AttentionHalf
+from tripool.kernels.table import AttentionSublayer
 from tripool.kernels.weights import GqaWeights, Norm
 from tripool.models.arch import Arch, GqaShape
 from tripool.models.loader import Loader
 from tripool.models.rope import to_pairs
 
 
-def grouped_attention(loader: Loader, prefix: str, norm: Norm, arch: Arch, shape: GqaShape) -> AttentionHalf:
+def grouped_attention(loader: Loader, prefix: str, norm: Norm, arch: Arch, shape: GqaShape) -> AttentionSublayer:
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     names = [f"{prefix}.{part}_proj" for part in "qkv"]
     weight = loader.fused(names, [query, key, key], arch.hidden)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from tripool.kernels.ref.mla import MlaWeights
-from tripool.kernels.table import AttentionHalf
+from tripool.kernels.table import AttentionSublayer
 from tripool.kernels.weights import LatentWeights, Norm
 from tripool.models.arch import Arch, MlaShape
 from tripool.models.loader import Loader
 from tripool.models.rope import to_pairs
 
 
-def latent_attention(loader: Loader, prefix: str, norm: Norm, arch: Arch, shape: MlaShape) -> AttentionHalf:
+def latent_attention(loader: Loader, prefix: str, norm: Norm, arch: Arch, shape: MlaShape) -> AttentionSublayer:
     q_out, latent = shape.heads * (shape.nope + shape.rope), shape.kv_rank + shape.rope
     names, outs = [f"{prefix}.kv_a_proj_with_mqa"], [latent]
     q_norm: Norm | None = None

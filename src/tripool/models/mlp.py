@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from tripool.kernels.table import MlpHalf
+from tripool.kernels.table import MlpSublayer
 from tripool.kernels.weights import MlpWeights, MoeWeights, Norm
 from tripool.models.arch import Arch, MoeShape
 from tripool.models.loader import Loader
 
 
-def dense_mlp(loader: Loader, prefix: str, norm: Norm, arch: Arch) -> MlpHalf:
+def dense_mlp(loader: Loader, prefix: str, norm: Norm, arch: Arch) -> MlpSublayer:
     weights = _swiglu(loader, prefix, norm, arch.hidden, arch.dense_width, bias=arch.mlp_bias)
     return loader.counted(loader.kernels.mlp(weights))
 
 
-def expert_mlp(loader: Loader, prefix: str, norm: Norm, arch: Arch, shape: MoeShape) -> MlpHalf:
+def expert_mlp(loader: Loader, prefix: str, norm: Norm, arch: Arch, shape: MoeShape) -> MlpSublayer:
     gate_bias = None
     if shape.correction_bias:
         # Part of a decision, and often large beside its differences: in bfloat16 many of them would be one.

@@ -105,8 +105,8 @@ def _llama3(inverse: torch.Tensor, rope: RopeShape) -> torch.Tensor:
     """Long waves are slowed by the factor, short ones kept, those between blended."""
     extra = rope.extra
     low, high = extra["low_freq_factor"], extra["high_freq_factor"]
-    turns = extra["original_max_position_embeddings"] * inverse / (2 * math.pi)
-    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    cos_sin = extra["original_max_position_embeddings"] * inverse / (2 * math.pi)
+    blend = ((cos_sin - low) / (high - low)).clamp(0, 1)
     slowed = inverse / float(extra["factor"])
     return torch.lerp(slowed, inverse, blend)
 
@@ -115,8 +115,8 @@ def _yarn(inverse: torch.Tensor, rope: RopeShape) -> torch.Tensor:
     """Pairs that turn often within the original context are kept, those that turn rarely are slowed by the factor."""
     extra = rope.extra
 
-    def pair_with(turns: float) -> float:
-        ratio = extra["original_max_position_embeddings"] / (turns * 2 * math.pi)
+    def pair_with(cos_sin: float) -> float:
+        ratio = extra["original_max_position_embeddings"] / (cos_sin * 2 * math.pi)
         return rope.dim * math.log(ratio) / (2 * math.log(rope.theta))
 
     low, high = pair_with(extra.get("beta_fast") or 32), pair_with(extra.get("beta_slow") or 1)

@@ -8,7 +8,7 @@ from importlib.resources import files
 from tripool.planner.facts import Facts
 from tripool.planner.hardware import hardware_names, named_hardware
 from tripool.planner.models import model_names, named_model
-from tripool.planner.rows import bundled_rows, judge, verdicts
+from tripool.planner.rows import bundled_rows, compare_rows, verdicts
 from tripool.planner.rows.refit import refit
 
 _MODEL = "deepseek-r1"
@@ -34,9 +34,9 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def errors_table() -> str:
     model = named_model(_MODEL)
-    judged = judge(bundled_rows(), model) + judge(bundled_rows("further"), model)
+    compared = compare_rows(bundled_rows(), model) + compare_rows(bundled_rows("further"), model)
     rows = []
-    for each in judged:
+    for each in compared:
         row, prediction = each.prediction.row, each.prediction
         numbers = (row.batch, row.context, row.published, prediction.predicted)
         cells = ["" if value is None else f"{value:,.0f}" for value in numbers]
@@ -45,7 +45,7 @@ def errors_table() -> str:
     heads = ["system", "hardware", "phase", "EP", "batch", "context", "published", "predicted", "error", "row"]
     lines = [
         f"{each.family}: {each.num_validation} validation rows, median {each.median:.1%}, worst {each.worst:.1%}."
-        for each in verdicts(judged)
+        for each in verdicts(compared)
         if each.median is not None and each.worst is not None
     ]
     return _table(heads, rows) + "\n" + " ".join(lines) + "\n"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tripool.planner.cost import Setup, Step
-from tripool.planner.rows import Judged, Verdict
+from tripool.planner.rows import Compared, Verdict
 from tripool.planner.search import Ask, Deployment, Plan
 
 BOUND_WORDS = {
@@ -112,7 +112,7 @@ def _setup(setup: Setup) -> dict[str, Any]:
     }
 
 
-def validation_data(judged: Sequence[Judged], found: Sequence[Verdict]) -> dict[str, Any]:
+def validation_data(compared: Sequence[Compared], found: Sequence[Verdict]) -> dict[str, Any]:
     rows = [
         {
             "system": each.prediction.row.system,
@@ -127,7 +127,7 @@ def validation_data(judged: Sequence[Judged], found: Sequence[Verdict]) -> dict[
             "role": each.role,
             "source": each.prediction.row.source,
         }
-        for each in judged
+        for each in compared
     ]
     families = [
         {

@@ -97,16 +97,16 @@ class FoldedSource:
 
 
 def stored_infos(
-    infos: Mapping[str, TensorInfo], integers: Collection[str], halves: Collection[str] = ()
+    infos: Mapping[str, TensorInfo], integers: Collection[str], sublayers: Collection[str] = ()
 ) -> dict[str, TensorInfo]:
-    """What a shard will hold of these tensors. `integers` and `halves` (in 16 bits) are full names of weights."""
+    """What a shard will hold of these tensors. `integers` and `sublayers` (in 16 bits) are full names of weights."""
     stored: dict[str, TensorInfo] = {}
     for name, info in infos.items():
         if name in integers:
             stored[name] = TensorInfo(info.shape, "I8")
             stored[f"{name}_scale"] = TensorInfo((info.shape[0], 1), "F32")
         else:
-            as_stored = info.dtype in KEPT_AS_STORED and not (name in halves and info.dtype == "F32")
+            as_stored = info.dtype in KEPT_AS_STORED and not (name in sublayers and info.dtype == "F32")
             stored[name] = TensorInfo(info.shape, info.dtype if as_stored else "BF16")
     return stored
 
@@ -192,7 +192,7 @@ def keep_in_floats(
     source = FoldedSource(checkpoint, parts, factors)
     infos = layer_infos(checkpoint, parts)
     integers = {f"{parts.prefix}.{name}.weight" for name in parts.linears() if name not in kept}
-    plan = stored_infos(infos, integers, halves={f"{parts.prefix}.{name}.weight" for name in kept})
+    plan = stored_infos(infos, integers, sublayers={f"{parts.prefix}.{name}.weight" for name in kept})
     writer = SafetensorsWriter(path, plan)
     try:
         for name, info in plan.items():

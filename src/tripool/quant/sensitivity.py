@@ -17,7 +17,7 @@ import torch
 from tripool.checkpoints import Checkpoint
 from tripool.checkpoints.safetensors import SafetensorsFile
 from tripool.kernels import Batch
-from tripool.models.decoder import attention_half, mlp_half
+from tripool.models.decoder import attention_sublayer, mlp_sublayer
 from tripool.models.loader import Loader
 from tripool.quant.folding import Factors
 from tripool.quant.layer import FoldedSource
@@ -74,8 +74,8 @@ def follow(
         source.rounded = rounded
         loader = Loader(source, W8A8, torch.float32)
         if attention:
-            return attention_half(loader, parts.prefix, stream.arch)
-        mlp = mlp_half(loader, parts.prefix, stream.arch, moe=parts.moe)
+            return attention_sublayer(loader, parts.prefix, stream.arch)
+        mlp = mlp_sublayer(loader, parts.prefix, stream.arch, moe=parts.moe)
         return lambda x, batch, kv: mlp(x)
 
     for attention in (True, False):

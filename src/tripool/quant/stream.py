@@ -16,9 +16,9 @@ from tripool.checkpoints.safetensors import SafetensorsFile
 from tripool.checkpoints.write import SafetensorsWriter
 from tripool.core import BLOCK_TOKENS
 from tripool.kernels import CPU, Batch
-from tripool.kernels.spans import Span
+from tripool.kernels.sequence_rows import SequenceRows
 from tripool.models.arch import Arch
-from tripool.models.decoder import Layer, join_half
+from tripool.models.decoder import Layer, join_sublayer
 from tripool.models.loader import Loader, Source
 from tripool.models.rope import turn_table
 from tripool.quant.parts import LayerParts
@@ -33,7 +33,7 @@ class Stream:
 
     def __init__(self, arch: Arch, windows: Sequence[Sequence[int]], states: list[torch.Tensor]) -> None:
         self.arch, self.windows, self.states = arch, windows, states
-        self._turns = turn_table(arch.rope, max(map(len, windows)))
+        self._cos_sin = turn_table(arch.rope, max(map(len, windows)))
 
     @classmethod
     @torch.inference_mode()
@@ -66,9 +66,9 @@ class Stream:
         tokens, num_tokens = self.windows[window], len(self.windows[window])
         positions = torch.arange(first, num_tokens)
         blocks = -(-num_tokens // BLOCK_TOKENS)
-        span = Span(0, num_tokens - first, first, list(range(blocks)), first)
-        batch = Batch(torch.tensor(tokens[first:]), positions, positions, len(positions), [span], [])
-        batch.turns = self._turns[first:num_tokens]
+        seq = SequenceRows(0, num_tokens - first, first, list(range(blocks)), first)
+        batch = Batch(torch.tensor(tokens[first:]), positions, positions, len(positions), [seq], [])
+        batch.cos_sin = self._cos_sin[first:num_tokens]
         return batch, torch.zeros(blocks * BLOCK_TOKENS, self.arch.kv_width)
 
     @torch.inference_mode()
@@ -86,7 +86,7 @@ class Stream:
     def enter_mtp(self, parts: LayerParts, checkpoint: Checkpoint, source: Source) -> dict[str, Seen]:
         """From the last layer's output to the MTP layer's input: each final state with its successor."""
         recorder = Recorder({"eh"}, len(self.windows))
-        join = join_half(Loader(source, watched_table(recorder), torch.float32), parts.prefix, self.arch)
+        join = join_sublayer(Loader(source, watched_table(recorder), torch.float32), parts.prefix, self.arch)
         embed, gain = _embedding(self.arch, checkpoint), torch.empty(self.arch.hidden)
         checkpoint.read("model.norm.weight", gain)
         for i, x in enumerate(self.states):

@@ -15,12 +15,12 @@ import torch
 from tripool.kernels.cpu.mla import mla_decode, mla_prompt
 from tripool.kernels.cpu.ops import CPU_OPS
 from tripool.kernels.ops import LinearOp, MlaOp, Ops
-from tripool.kernels.ref.halves import Draft, GroupedAttention, Join, LatentAttention, Mlp, MoeMlp
 from tripool.kernels.ref.linear import Linear
 from tripool.kernels.ref.mla import Mla, MlaWeights
+from tripool.kernels.ref.sublayers import Draft, GroupedAttention, Join, LatentAttention, Mlp, MoeMlp
 from tripool.kernels.ref.swiglu import swiglu
-from tripool.kernels.spans import Span, context
-from tripool.kernels.table import AttentionHalf, JoinOp, KernelTable, MlpHalf
+from tripool.kernels.sequence_rows import SequenceRows, context
+from tripool.kernels.table import AttentionSublayer, JoinOp, KernelTable, MlpSublayer
 from tripool.kernels.weights import INT8, GqaWeights, JoinWeights, LatentWeights, MlpWeights, MoeWeights
 
 See = Callable[[str, torch.Tensor, bool], torch.Tensor]
@@ -60,19 +60,19 @@ class _WatchedExperts:
 
 
 def watched_table(see: See) -> KernelTable:
-    def gqa(w: GqaWeights) -> AttentionHalf:
+    def gqa(w: GqaWeights) -> AttentionSublayer:
         return GroupedAttention(_ops(see, [("self_attn.in", w.qkv_scales), ("self_attn.out", w.out_scales)]), w)
 
-    def mla(w: LatentWeights) -> AttentionHalf:
+    def mla(w: LatentWeights) -> AttentionSublayer:
         core = w.core
         inner = [("self_attn.q", core.query_scales), ("self_attn.out", core.out_scales)]
         ops = _ops(see, [("self_attn.in", w.down_scales)])
         return LatentAttention(replace(ops, mla=partial(_mla, see, inner)), w)
 
-    def mlp(w: MlpWeights) -> MlpHalf:
+    def mlp(w: MlpWeights) -> MlpSublayer:
         return Mlp(_ops(see, _swiglu("mlp", w)), w)
 
-    def moe(w: MoeWeights) -> MlpHalf:
+    def moe(w: MoeWeights) -> MlpSublayer:
         shared = [] if w.shared is None else _swiglu("mlp.shared_experts", w.shared)
         return MoeMlp(replace(_ops(see, shared), experts=lambda gate_up, down: _WatchedExperts(w, see)), w)
 
@@ -121,16 +121,16 @@ def _mla(see: See, inner: Sequence[tuple[str, Scales]], core: MlaWeights) -> Mla
     rounded = core.up_scales is not None
 
     def prompt(
-        q: torch.Tensor, kv: torch.Tensor, spans: list[Span], up: torch.Tensor, nope: int, scale: float
+        q: torch.Tensor, kv: torch.Tensor, seqs: list[SequenceRows], up: torch.Tensor, nope: int, scale: float
     ) -> torch.Tensor:
         outs = []
         rank = up.shape[2]
-        for span in spans:
-            rows = context(kv, span)
-            seen = torch.zeros(span.stop, kv.shape[1])
-            seen[span.first :] = torch.cat((see("self_attn.latent", rows[:, :rank], rounded), rows[:, rank:]), dim=1)
-            here = Span(0, span.count, span.start, [0], span.first)
-            outs.append(mla_prompt(q[span.rows], seen, [here], up, nope, scale))
+        for seq in seqs:
+            rows = context(kv, seq)
+            seen = torch.zeros(seq.stop, kv.shape[1])
+            seen[seq.first :] = torch.cat((see("self_attn.latent", rows[:, :rank], rounded), rows[:, rank:]), dim=1)
+            here = SequenceRows(0, seq.count, seq.start, [0], seq.first)
+            outs.append(mla_prompt(q[seq.rows], seen, [here], up, nope, scale))
         return torch.cat(outs)
 
     return Mla(core, _maker(see, inner), CPU_OPS.rope_, prompt, mla_decode)

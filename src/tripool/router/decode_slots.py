@@ -1,7 +1,7 @@
 """Whose choices each decode worker has, and who may have one there though it is full. Pure.
 
-A decode worker shares its batch by tenant and by client's request (`engine/shares.py`): whoever has less takes the
-place of whoever has most. So one that has less is sent there also when all places are given; the worker makes room.
+A decode worker shares its batch by tenant and by request (`engine/batch_shares.py`): a group with less takes a slot from
+the group with most. So a request of a group with less is sent there also when no slot is free; the worker makes room.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from math import log
 from tripool.config import SchedulerConfig
 from tripool.core import Request, SamplingParams, Slo
 from tripool.decode import StepFacts
-from tripool.engine.colocated import Scheduler
+from tripool.engine.scheduler import Scheduler
 from tripool.router.admission import AdmissionController
 from tripool.router.admission_types import Admit, Refuse
 from tripool.router.admission_types import Arrival as PendingRequest

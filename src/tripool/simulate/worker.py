@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from tripool.config import SchedulerConfig
 from tripool.core import Request, TokenEvent
-from tripool.engine.colocated import Scheduler
+from tripool.engine.scheduler import Scheduler
 from tripool.errors import TripoolError
 from tripool.messages import (
     PROTOCOL,

@@ -87,9 +87,9 @@ class Network(nn.Module):
         self.norm = Norm(arch.hidden, arch.norm_eps)
         self.head = self.embed if arch.tied_head else nn.Parameter(torch.empty(arch.vocab, arch.hidden))
         self.mtp = Mtp(arch, attend) if arch.mtp_layers else None
-        turns = turn_table(arch.rope, row_tokens)[:, None]
-        self.register_buffer("cos", turns.real.contiguous(), persistent=False)
-        self.register_buffer("sin", turns.imag.contiguous(), persistent=False)
+        cos_sin = turn_table(arch.rope, row_tokens)[:, None]
+        self.register_buffer("cos", cos_sin.real.contiguous(), persistent=False)
+        self.register_buffer("sin", cos_sin.imag.contiguous(), persistent=False)
 
     @torch.no_grad()
     def begin(self, std: float, seed: int) -> None:

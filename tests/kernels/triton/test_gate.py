@@ -58,6 +58,6 @@ def test_rows_go_to_their_experts_and_come_back(device, rows, top_k, experts, fi
 
 
 def test_all_choices_of_one_expert_keep_their_order(device):
-    places = sort_by_expert(torch.full((150, 2), 3, dtype=torch.int64, device=device), 8)
-    assert torch.equal(places.slots.flatten().cpu(), torch.arange(300, dtype=torch.int32))
-    assert places.starts.tolist() == [0, 0, 0, 0, 300, 300, 300, 300, 300]
+    expert_order = sort_by_expert(torch.full((150, 2), 3, dtype=torch.int64, device=device), 8)
+    assert torch.equal(expert_order.slots.flatten().cpu(), torch.arange(300, dtype=torch.int32))
+    assert expert_order.starts.tolist() == [0, 0, 0, 0, 300, 300, 300, 300, 300]

@@ -8,14 +8,14 @@ from tripool.kernels.triton.mla_prologue import mla_prologue, rope_queries
 
 
 def make(rows, q_rank, rank, rope, device, dtype=torch.bfloat16):
-    turns = torch.polar(torch.ones(300, rope // 2), torch.randn(300, rope // 2))
+    cos_sin = torch.polar(torch.ones(300, rope // 2), torch.randn(300, rope // 2))
     slots = torch.randperm(5 * 64)[:rows]
     slots[1::4] = -1
     data = {
         "down": torch.randn(rows, q_rank + rank + rope).to(dtype) * 3,
         "q_gain": torch.rand(q_rank).to(dtype) + 0.5 if q_rank else None,
         "kv_gain": torch.rand(rank).to(dtype) + 0.5,
-        "turns": turns,
+        "turns": cos_sin,
         "positions": torch.randint(0, 300, (rows,)),
         "slots": slots,
         "kv_blocks": torch.full((5, 64, rank + rope), float("nan"), dtype=dtype),
@@ -60,11 +60,11 @@ def test_rows_of_zeros_round_to_zeros(device):
 
 @pytest.mark.parametrize(("rows", "heads", "rope"), [(1, 128, 64), (5, 3, 6), (4, 33, 8), (0, 4, 8)])
 def test_rope_queries_touches_its_columns_only(device, rows, heads, rope):
-    turns = torch.polar(torch.ones(50, rope // 2), torch.randn(50, rope // 2)).to(device)
+    cos_sin = torch.polar(torch.ones(50, rope // 2), torch.randn(50, rope // 2)).to(device)
     positions = torch.randint(0, 50, (rows,), device=device)
     q = torch.randn(rows, heads, 10 + rope, device=device).bfloat16()
     ours = torch.full((rows, heads, 7 + rope), float("nan"), dtype=torch.bfloat16, device=device)
     plain = ours.clone()
-    rope_queries(q[..., 10:], turns, positions, ours[..., 7:])
-    paged.rope_queries(q[..., 10:], turns, positions, plain[..., 7:])
+    rope_queries(q[..., 10:], cos_sin, positions, ours[..., 7:])
+    paged.rope_queries(q[..., 10:], cos_sin, positions, plain[..., 7:])
     torch.testing.assert_close(ours, plain, rtol=1e-2, atol=1e-3, equal_nan=True)

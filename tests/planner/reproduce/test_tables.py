@@ -16,7 +16,7 @@ from tripool.planner.reproduce.pool import SHARES, cache_throughput, cache_ttft,
 from tripool.planner.reproduce.published import published_series, told_rows
 from tripool.planner.reproduce.serving import serving_tables
 from tripool.planner.reproduce.system import cloudmatrix, h800
-from tripool.planner.rows import bundled_rows, judge
+from tripool.planner.rows import bundled_rows, compare_rows
 
 SYSTEM = cloudmatrix()
 TABLES = cloudmatrix_tables()
@@ -68,13 +68,13 @@ def test_what_a_constant_was_fit_to_is_marked_and_named() -> None:
 
 
 def test_rows_have_the_role_and_the_value_that_validation_gives_them() -> None:
-    for judged in judge(bundled_rows(), SYSTEM.model):
-        row = judged.prediction.row
+    for compared in compare_rows(bundled_rows(), SYSTEM.model):
+        row = compared.prediction.row
         if "910C" in row.hardware:
             (line,) = (
                 each for each in LINES if each.published == row.published and not each.repeats and ":" not in each.name
             )
-            assert line.role == judged.role and line.predicted == judged.prediction.predicted
+            assert line.role == compared.role and line.predicted == compared.prediction.predicted
 
 
 @pytest.mark.parametrize(

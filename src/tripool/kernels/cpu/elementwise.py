@@ -10,12 +10,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def rope_(x: torch.Tensor, turns: torch.Tensor) -> None:
+def rope_(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
     if x.storage_offset() % 2 or any(stride % 2 for stride in x.stride()[:-1]):
-        plain_rope_(x, turns)  # pairs do not sit where a complex view could see them
+        plain_rope_(x, cos_sin)  # pairs do not sit where a complex view could see them
         return
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-    torch.mul(pairs, turns[:, None], out=pairs)
+    torch.mul(pairs, cos_sin[:, None], out=pairs)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:

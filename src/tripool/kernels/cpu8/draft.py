@@ -10,19 +10,19 @@ import torch
 
 from tripool.kernels.batch import Batch, Piece
 from tripool.kernels.cpu8 import library
-from tripool.kernels.cpu8.halves import Gqa8, Join8, Linear8, Mla8, Mlp8, Moe8
 from tripool.kernels.cpu8.native_batch import NativeDraws, NativePieces, native_batch
 from tripool.kernels.cpu8.pack import PackedNorm
-from tripool.kernels.table import AttentionHalf, DraftParts, Draw, MlpHalf
+from tripool.kernels.cpu8.sublayers import Gqa8, Join8, Linear8, Mla8, Mlp8, Moe8
+from tripool.kernels.table import AttentionSublayer, DraftParts, Draw, MlpSublayer
 
 
-def entry(embed: torch.Tensor, turns: torch.Tensor) -> library.Entry:
-    """Points into both; `turns`: float32 [positions, rope], cosine and sine by turns."""
-    assert embed.is_contiguous() and turns.is_contiguous()
-    return library.Entry(embed.data_ptr(), turns.data_ptr(), embed.shape[1], turns.shape[1])
+def entry(embed: torch.Tensor, cos_sin: torch.Tensor) -> library.Entry:
+    """Points into both; `cos_sin`: float32 [positions, rope], cosine and sine by turns."""
+    assert embed.is_contiguous() and cos_sin.is_contiguous()
+    return library.Entry(embed.data_ptr(), cos_sin.data_ptr(), embed.shape[1], cos_sin.shape[1])
 
 
-def layer(attention: AttentionHalf, mlp: MlpHalf) -> library.Layer:
+def layer(attention: AttentionSublayer, mlp: MlpSublayer) -> library.Layer:
     assert isinstance(attention, Mla8 | Gqa8) and isinstance(mlp, Moe8 | Mlp8)
     return library.Layer(
         attention.at if isinstance(attention, Mla8) else None,
@@ -36,10 +36,10 @@ class Draft8:
     def __init__(self, parts: DraftParts) -> None:
         join, head = parts.join, parts.head
         assert isinstance(join, Join8) and isinstance(head, Linear8)
-        norm, turns = PackedNorm(parts.norm.gain, parts.norm.eps), torch.view_as_real(parts.turns).flatten(1)
-        self._keep = (parts, norm, turns)
+        norm, cos_sin = PackedNorm(parts.norm.gain, parts.norm.eps), torch.view_as_real(parts.cos_sin).flatten(1)
+        self._keep = (parts, norm, cos_sin)
         self._struct = library.Draft(
-            entry(parts.embed, turns), join.at, layer(parts.attention, parts.mlp), norm.struct, head.struct
+            entry(parts.embed, cos_sin), join.at, layer(parts.attention, parts.mlp), norm.struct, head.struct
         )
         self.at, self._run = addressof(self._struct), library.library().tripool_draft
         self._choose = library.library().tripool_draft_choose

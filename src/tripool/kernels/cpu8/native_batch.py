@@ -16,26 +16,26 @@ class NativeBatch:
     memory: a few microseconds, of which ctypes structures would take many."""
 
     def __init__(self, batch: Batch) -> None:
-        spans = (*batch.prompts, *batch.decodes)
+        seqs = (*batch.prompts, *batch.decodes)
         self._tables = tables = array("i")
-        for span in spans:
-            tables.extend(span.table)
+        for seq in seqs:
+            tables.extend(seq.table)
         place, size = tables.buffer_info()[0], tables.itemsize
         self._words = words = array("q", _HEAD)
         context = 0
-        for span in spans:
-            words.extend((span.row | span.count << 32, span.start | span.first << 32, place))
-            place += size * len(span.table)
-            context = max(context, span.start + span.count)
-        self._tensors = batch.slots, batch.turns
+        for seq in seqs:
+            words.extend((seq.row | seq.count << 32, seq.start | seq.first << 32, place))
+            place += size * len(seq.table)
+            context = max(context, seq.start + seq.count)
+        self._tensors = batch.slots, batch.cos_sin
         self.address, _ = words.buffer_info()
-        num_prompts, first_span = len(batch.prompts), self.address + 8 * len(_HEAD)
+        num_prompts, first_seq = len(batch.prompts), self.address + 8 * len(_HEAD)
         words[0] = batch.num_rows | batch.num_prompt_rows << 32
         words[1] = batch.slots.data_ptr()
-        words[2] = 0 if batch.turns is None else batch.turns.data_ptr()
+        words[2] = 0 if batch.cos_sin is None else batch.cos_sin.data_ptr()
         words[3] = num_prompts | len(batch.decodes) << 32
-        words[4] = first_span
-        words[5] = first_span + 24 * num_prompts
+        words[4] = first_seq
+        words[5] = first_seq + 24 * num_prompts
         words[6] = context
 
 
@@ -50,7 +50,7 @@ class NativePieces:
     """The same of pieces of work, prompt-form ones first; where each row stands and turns is then found by C."""
 
     def __init__(self, pieces: Sequence[Piece], first: int = 0) -> None:
-        """`first`: see `Span.first`."""
+        """`first`: see `SequenceRows.first`."""
         tables, tokens, num_prompts, num_prompt_rows, context = array("i"), array("q"), 0, 0, 0
         for piece in pieces:
             tables.extend(piece.table)
@@ -66,10 +66,10 @@ class NativePieces:
             row, place, context = row + count, place + size * len(piece.table), max(context, start + count)
         self.num_rows, self.address = len(tokens), words.buffer_info()[0]
         self.tokens, _ = tokens.buffer_info()
-        first_span = self.address + 8 * len(_HEAD)
+        first_seq = self.address + 8 * len(_HEAD)
         words[0] = self.num_rows | num_prompt_rows << 32
         words[3] = num_prompts | len(pieces) - num_prompts << 32
-        words[4], words[5], words[6] = first_span, first_span + 24 * num_prompts, context
+        words[4], words[5], words[6] = first_seq, first_seq + 24 * num_prompts, context
         self._keep = tables, tokens, words
 
 

@@ -10,19 +10,19 @@ import torch
 from tripool.kernels.batch import Piece
 from tripool.kernels.cpu8 import library
 from tripool.kernels.cpu8.draft import Draft8, entry, layer
-from tripool.kernels.cpu8.halves import Linear8
 from tripool.kernels.cpu8.native_batch import NativeDraws, NativePieces
 from tripool.kernels.cpu8.pack import PackedNorm
+from tripool.kernels.cpu8.sublayers import Linear8
 from tripool.kernels.table import DraftOp, Draw, StackParts
 
 
 class Stack8:
     def __init__(self, parts: StackParts) -> None:
         assert isinstance(parts.head, Linear8)
-        norm, turns = PackedNorm(parts.norm.gain, parts.norm.eps), torch.view_as_real(parts.turns).flatten(1)
-        layers = (library.Layer * len(parts.layers))(*(layer(*halves) for halves in parts.layers))
-        self._keep = (parts, norm, turns, layers)
-        self._struct = library.Stack(entry(parts.embed, turns), len(layers), layers, norm.struct, parts.head.struct)
+        norm, cos_sin = PackedNorm(parts.norm.gain, parts.norm.eps), torch.view_as_real(parts.cos_sin).flatten(1)
+        layers = (library.Layer * len(parts.layers))(*(layer(*sublayers) for sublayers in parts.layers))
+        self._keep = (parts, norm, cos_sin, layers)
+        self._struct = library.Stack(entry(parts.embed, cos_sin), len(layers), layers, norm.struct, parts.head.struct)
         self._at, self._width = addressof(self._struct), parts.embed.shape[1]
         self._run, self._guess = library.library().tripool_step, library.library().tripool_step_guess
 

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from tripool.kernels.cpu8 import halves
+from tripool.kernels.cpu8 import sublayers
 from tripool.kernels.cpu8.draft import Draft8
 from tripool.kernels.cpu8.stack import Stack8
 from tripool.kernels.table import KernelTable
@@ -13,17 +13,17 @@ from tripool.kernels.weights import INT8
 def cpu8_table(store: WeightStore) -> KernelTable:
     return KernelTable(
         name="cpu-int8",
-        rms_norm=halves.rms_norm,
-        linear=partial(halves.Linear8, store=store),
-        join=partial(halves.Join8, store=store),
-        gqa=partial(halves.Gqa8, store=store),
-        mla=partial(halves.Mla8, store=store),
-        mlp=partial(halves.Mlp8, store=store),
-        moe=partial(halves.Moe8, store=store),
+        rms_norm=sublayers.rms_norm,
+        linear=partial(sublayers.Linear8, store=store),
+        join=partial(sublayers.Join8, store=store),
+        gqa=partial(sublayers.Gqa8, store=store),
+        mla=partial(sublayers.Mla8, store=store),
+        mlp=partial(sublayers.Mlp8, store=store),
+        moe=partial(sublayers.Moe8, store=store),
         draft=Draft8,
         stack=Stack8,
         over=cpu8_table,
-        linear_of_scales=lambda weight, scales: halves.Linear8(weight, None, scales, store),
+        linear_of_scales=lambda weight, scales: sublayers.Linear8(weight, None, scales, store),
         stored=INT8,
     )
 

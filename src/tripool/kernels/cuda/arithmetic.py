@@ -15,16 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch.nn.functional import ScalingType
 
-from tripool.kernels.cuda.eight import Eight
+from tripool.kernels.cuda.quantized_linear import QuantizedOps
 from tripool.kernels.ref import fp8, permute, w8a8
-from tripool.kernels.ref.permute import Places
+from tripool.kernels.ref.permute import ExpertOrder
 from tripool.kernels.ref.w8a8 import Rows8
 from tripool.kernels.weights import E4M3, INT8
 
 Product = Callable[[Rows8, Rows8], torch.Tensor]
 
 
-def eight_of(stored: str, *, fused: bool, device: torch.device | str = "cpu") -> Eight:
+def quantized_ops_of(stored: str, *, fused: bool, device: torch.device | str = "cpu") -> QuantizedOps:
     assert stored in (INT8, E4M3), stored
     if stored == INT8:
         return _integers_fused(torch.device(device)) if fused else INTEGERS
@@ -70,7 +70,7 @@ def _float_product(rows: Rows8, weights: Rows8) -> torch.Tensor:
     return fp8.gemm(*rows, *weights)
 
 
-INTEGERS = Eight(
+INTEGERS = QuantizedOps(
     stored=INT8,
     dtype=torch.int8,
     outs_multiple=8,
@@ -79,7 +79,7 @@ INTEGERS = Eight(
     norm=w8a8.rms_norm_quant,
     swiglu=w8a8.swiglu_quant,
     product=_integer_product,
-    groups=lambda places: places.starts,
+    groups=lambda expert_order: expert_order.starts,
     grouped=partial(_one_by_one, _integer_product),
     sort=permute.sort_by_expert,
     permute=permute.permute,
@@ -99,7 +99,7 @@ FLOATS = replace(
 )
 
 
-def _integers_fused(device: torch.device) -> Eight:
+def _integers_fused(device: torch.device) -> QuantizedOps:
     from tripool.kernels.triton import norm_quant, permute
     from tripool.kernels.triton.grouped_gemm import Plan, choose_grouped, grouped_gemm, make_plan
     from tripool.kernels.triton.int8_gemm import arrivals, int8_gemm
@@ -107,10 +107,10 @@ def _integers_fused(device: torch.device) -> Eight:
 
     arrived = arrivals(device)
 
-    def groups(places: Places) -> Plan:
+    def groups(expert_order: ExpertOrder) -> Plan:
         """Of the height of its blocks alone, which follows from how many rows there are for how many experts."""
-        experts, rows = len(places.starts) - 1, places.slots.numel()
-        return make_plan(places.starts, places.starts.diff(), rows, _tiling(rows, 1, 1, experts))
+        experts, rows = len(expert_order.starts) - 1, expert_order.slots.numel()
+        return make_plan(expert_order.starts, expert_order.starts.diff(), rows, _tiling(rows, 1, 1, experts))
 
     def grouped(rows: Rows8, weights: Rows8, plan: Plan) -> torch.Tensor:
         experts, out, width = weights[0].shape
@@ -135,7 +135,7 @@ def _integers_fused(device: torch.device) -> Eight:
     )
 
 
-def _e4m3_fused() -> Eight:
+def _e4m3_fused() -> QuantizedOps:
     from tripool.kernels.triton import norm_quant, permute
 
     return replace(

@@ -16,10 +16,10 @@ def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     return rms_norm(x, norm.gain, norm.eps)
 
 
-def rope_(x: torch.Tensor, turns: torch.Tensor) -> None:
+def rope_(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
     """In float32, whatever x is: complex numbers have no narrower type, and angles no bits to lose."""
     pairs = torch.view_as_complex(x.to(torch.float32, copy=True).unflatten(-1, (-1, 2)))
-    x.copy_(torch.view_as_real(pairs.mul_(turns[:, None])).flatten(-2))
+    x.copy_(torch.view_as_real(pairs.mul_(cos_sin[:, None])).flatten(-2))
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from tripool.kernels.cuda.eight import Eight, Experts8, Linear8
 from tripool.kernels.cuda.elementwise import rms_norm
 from tripool.kernels.cuda.experts import Experts
 from tripool.kernels.cuda.linear import Linear
+from tripool.kernels.cuda.quantized_linear import Experts8, Linear8, QuantizedOps
 from tripool.kernels.ref import route
 from tripool.kernels.ref.route import RoutePlan
 from tripool.kernels.weight_store import WeightStore
@@ -30,15 +30,15 @@ class Make:
     dtype: torch.dtype
     fused: bool
     """Whether Triton kernels may be used: on CUDA, in bfloat16."""
-    eight: Eight | None = None
+    quantized: QuantizedOps | None = None
     """Who multiplies what the checkpoint holds in eight bits; None: it is multiplied out when it is loaded."""
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, scales: torch.Tensor | None = None
     ) -> AnyLinear:
-        held = self.eight.held(weight, scales) if self.eight else None
-        if self.eight and held:
-            return Linear8(held, bias, eight=self.eight, store=self.store)
+        held = self.quantized.held(weight, scales) if self.quantized else None
+        if self.quantized and held:
+            return Linear8(held, bias, quantized=self.quantized, store=self.store)
         return Linear(weight, bias, store=self.store, dtype=self.dtype)
 
     def router(self, weight: torch.Tensor) -> Linear:
@@ -53,27 +53,27 @@ class Make:
         return fused_route
 
     def experts(self, weights: MoeWeights) -> AnyExperts:
-        gate_up = self.eight.held(weights.gate_up, weights.gate_up_scales) if self.eight else None
-        down = self.eight.held(weights.down, weights.down_scales) if self.eight else None
-        if self.eight and gate_up and down:
-            return Experts8(gate_up, down, eight=self.eight, store=self.store)
+        gate_up = self.quantized.held(weights.gate_up, weights.gate_up_scales) if self.quantized else None
+        down = self.quantized.held(weights.down, weights.down_scales) if self.quantized else None
+        if self.quantized and gate_up and down:
+            return Experts8(gate_up, down, quantized=self.quantized, store=self.store)
         return Experts(weights.gate_up, weights.down, store=self.store, dtype=self.dtype, fused=self.fused)
 
 
 def norm_for(norm: Norm, *users: AnyLinear | AnyExperts) -> Callable[[torch.Tensor], AnyRows]:
     """The norm of rows for who multiplies them next: in eight bits at once if all of them round."""
-    eight = _common(users)
-    if eight is None:
+    quantized = _common(users)
+    if quantized is None:
         return lambda x: rms_norm(x, norm.gain, norm.eps)
-    return lambda x: eight.norm(x, norm.gain, norm.eps)
+    return lambda x: quantized.norm(x, norm.gain, norm.eps)
 
 
 def rounding_for(*users: AnyLinear | AnyExperts) -> Callable[[torch.Tensor], AnyRows]:
     """Rows that are needed in floats too, for who multiplies them next: rounded once instead of by each."""
-    eight = _common(users)
-    return (lambda x: x) if eight is None else eight.quantise
+    quantized = _common(users)
+    return (lambda x: x) if quantized is None else quantized.quantise
 
 
-def _common(users: tuple[AnyLinear | AnyExperts, ...]) -> Eight | None:
-    eights = [one.eight for one in users if isinstance(one, Linear8 | Experts8)]
-    return eights[0] if len(eights) == len(users) else None
+def _common(users: tuple[AnyLinear | AnyExperts, ...]) -> QuantizedOps | None:
+    quantized_ops = [one.quantized for one in users if isinstance(one, Linear8 | Experts8)]
+    return quantized_ops[0] if len(quantized_ops) == len(users) else None

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from tripool.kernels.cuda.eight import Linear8
 from tripool.kernels.cuda.elementwise import normed, swiglu
 from tripool.kernels.cuda.make import AnyRows, Make, norm_for, rounding_for
+from tripool.kernels.cuda.quantized_linear import Linear8
 from tripool.kernels.weights import JoinWeights, MlpWeights, MoeWeights
 
 
@@ -29,7 +29,7 @@ class Swiglu:
         self.gate_up = make.linear(weights.gate_up, weights.gate_up_bias, weights.gate_up_scales)
         self._down = make.linear(weights.down, weights.down_bias, weights.down_scales)
         self._gate: Callable[[torch.Tensor], AnyRows]
-        self._gate = self._down.eight.swiglu if isinstance(self._down, Linear8) else swiglu
+        self._gate = self._down.quantized.swiglu if isinstance(self._down, Linear8) else swiglu
         self.num_bytes = self.gate_up.num_bytes + self._down.num_bytes
 
     def __call__(self, rows: AnyRows) -> torch.Tensor:

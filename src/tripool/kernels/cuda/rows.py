@@ -13,7 +13,7 @@ import torch
 
 from tripool.core import BLOCK_TOKENS
 from tripool.kernels.batch import Batch
-from tripool.kernels.spans import Span
+from tripool.kernels.sequence_rows import SequenceRows
 
 MAX_QUERIES = 2
 """Query tokens of one request that share a read of its context: the newest token and a draft."""
@@ -87,28 +87,28 @@ def context(kv: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return blocks.index_select(0, table.flatten()).view(len(table), -1, kv.shape[1])
 
 
-def _groups(spans: Sequence[Span], device: torch.device) -> tuple[PromptGroup, ...]:
-    alike: dict[tuple[int, int, int], list[Span]] = {}
-    for span in spans:
-        alike.setdefault((span.start, span.count, span.first), []).append(span)
+def _groups(seqs: Sequence[SequenceRows], device: torch.device) -> tuple[PromptGroup, ...]:
+    alike: dict[tuple[int, int, int], list[SequenceRows]] = {}
+    for seq in seqs:
+        alike.setdefault((seq.start, seq.count, seq.first), []).append(seq)
     groups = []
     for (start, count, first), members in alike.items():
-        rows = torch.tensor([span.row for span in members])[:, None] + torch.arange(count)
-        table = torch.tensor([span.table for span in members])
+        rows = torch.tensor([seq.row for seq in members])[:, None] + torch.arange(count)
+        table = torch.tensor([seq.table for seq in members])
         groups.append(PromptGroup(rows.flatten().to(device), table.to(device), start, count, first))
     return tuple(groups)
 
 
-def _paged(spans: Sequence[Span], device: torch.device) -> PagedRows:
+def _paged(seqs: Sequence[SequenceRows], device: torch.device) -> PagedRows:
     """Requests of as many queries as they have rows where all have the same few; else each row by itself."""
-    queries, first = spans[0].count, spans[0].first
-    if queries > MAX_QUERIES or any(span.count != queries for span in spans):
+    queries, first = seqs[0].count, seqs[0].first
+    if queries > MAX_QUERIES or any(seq.count != queries for seq in seqs):
         queries = 1
-    width = max(len(span.table) for span in spans)
+    width = max(len(seq.table) for seq in seqs)
     tables, lengths = [], []
-    for span in spans:
-        for stop in range(span.start + queries, span.stop + 1, queries):
-            tables.append(span.table + span.table[:1] * (width - len(span.table)))
+    for seq in seqs:
+        for stop in range(seq.start + queries, seq.stop + 1, queries):
+            tables.append(seq.table + seq.table[:1] * (width - len(seq.table)))
             lengths.append(stop)
     table = torch.tensor(tables, dtype=torch.int32).to(device)
     return PagedRows(table, torch.tensor(lengths, dtype=torch.int32).to(device), queries, first)

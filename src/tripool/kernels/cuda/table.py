@@ -1,8 +1,8 @@
 """The CUDA table, by the type it computes in.
 
-`fused`: with Triton kernels, for which a CUDA device is needed. `eight`: what a checkpoint holds in these eight bits is
-multiplied in them (see `eight.py`); without it it is multiplied out when it is loaded. `over` is for shelves that send
-things to a device: what is kept depends on the scales, which the model cache does not remember.
+`fused`: with Triton kernels, which need a CUDA device. `quantized`: weights that a checkpoint stores in these 8 bits are
+multiplied in them (see `quantized_linear.py`); without it they are dequantized when they are loaded. `over` is for
+weight stores that move tensors to a device: what they keep depends on scales, which the weight cache does not record.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from functools import partial
 
 import torch
 
-from tripool.kernels.cuda import elementwise, halves, mlp
-from tripool.kernels.cuda.eight import Eight
+from tripool.kernels.cuda import elementwise, mlp, sublayers
 from tripool.kernels.cuda.make import Make
+from tripool.kernels.cuda.quantized_linear import QuantizedOps
 from tripool.kernels.table import KernelTable
 from tripool.kernels.weight_store import FRESH, WeightStore
 
 
 def cuda_table(
-    dtype: torch.dtype, *, fused: bool, eight: Eight | None = None, store: WeightStore = FRESH
+    dtype: torch.dtype, *, fused: bool, quantized: QuantizedOps | None = None, store: WeightStore = FRESH
 ) -> KernelTable:
-    make = Make(store, dtype, fused and dtype == torch.bfloat16, eight)
+    make = Make(store, dtype, fused and dtype == torch.bfloat16, quantized)
     return KernelTable(
-        name=f"cuda-{str(dtype).removeprefix('torch.')}{f'-{eight.stored}' if eight else ''}",
+        name=f"cuda-{str(dtype).removeprefix('torch.')}{f'-{quantized.stored}' if quantized else ''}",
         rms_norm=elementwise.rms_norm,
         linear=make.linear,
         join=partial(mlp.Join, make),
-        gqa=partial(halves.GroupedAttention, make),
-        mla=partial(halves.LatentAttention, make),
+        gqa=partial(sublayers.GroupedAttention, make),
+        mla=partial(sublayers.LatentAttention, make),
         mlp=partial(mlp.Mlp, make),
         moe=partial(mlp.MoeMlp, make),
-        draft=halves.Draft,
-        over=lambda other: cuda_table(dtype, fused=fused, eight=eight, store=other),
-        linear_of_scales=None if eight is None else lambda weight, scales: make.linear(weight, None, scales),
-        stored=eight.stored if eight else None,
+        draft=sublayers.Draft,
+        over=lambda other: cuda_table(dtype, fused=fused, quantized=quantized, store=other),
+        linear_of_scales=None if quantized is None else lambda weight, scales: make.linear(weight, None, scales),
+        stored=quantized.stored if quantized else None,
     )

@@ -6,18 +6,18 @@ of heads / kv_heads. The prompt form and the decode form compute the same thing 
 
 import torch
 
-from tripool.kernels.spans import Span, context, visible
+from tripool.kernels.sequence_rows import SequenceRows, context, visible
 
 
-def attend(q: torch.Tensor, kv: torch.Tensor, spans: list[Span], kv_heads: int, scale: float) -> torch.Tensor:
+def attend(q: torch.Tensor, kv: torch.Tensor, seqs: list[SequenceRows], kv_heads: int, scale: float) -> torch.Tensor:
     out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
-    for span in spans:
-        keys, values = context(kv, span).view(-1, 2, kv_heads, q.shape[2]).unbind(1)
+    for seq in seqs:
+        keys, values = context(kv, seq).view(-1, 2, kv_heads, q.shape[2]).unbind(1)
         group = q.shape[1] // kv_heads
         keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-        scores = torch.einsum("rhd,thd->hrt", q[span.rows], keys) * scale
-        weights = scores.masked_fill(~visible(span), float("-inf")).softmax(-1)
-        out[span.rows] = torch.einsum("hrt,thd->rhd", weights, values).flatten(1)
+        scores = torch.einsum("rhd,thd->hrt", q[seq.rows], keys) * scale
+        weights = scores.masked_fill(~visible(seq), float("-inf")).softmax(-1)
+        out[seq.rows] = torch.einsum("hrt,thd->rhd", weights, values).flatten(1)
     return out
 
 

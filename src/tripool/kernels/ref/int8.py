@@ -9,7 +9,7 @@ from tripool.kernels.ops import REFERENCE_OPS, Ops
 from tripool.kernels.ref import attention, mla
 from tripool.kernels.ref.rope import rope_
 from tripool.kernels.ref.swiglu import swiglu
-from tripool.kernels.spans import Span
+from tripool.kernels.sequence_rows import SequenceRows
 
 
 def round_rows(x: torch.Tensor) -> torch.Tensor:
@@ -58,14 +58,16 @@ class Mla8:
         self._from_latent = [Linear8(up[w.nope :]) for up in w.up]
         self.num_bytes = 0
 
-    def prompt(self, x: torch.Tensor, kv: torch.Tensor, spans: list[Span], turns: torch.Tensor) -> torch.Tensor:
+    def prompt(
+        self, x: torch.Tensor, kv: torch.Tensor, seqs: list[SequenceRows], cos_sin: torch.Tensor
+    ) -> torch.Tensor:
         w, rank, heads = self._w, self._rank, self._heads
         q = self._query(x).view(len(x), heads, -1)
-        rope_(q[..., w.nope :], turns)
+        rope_(q[..., w.nope :], cos_sin)
         slots = torch.zeros(len(kv), dtype=torch.bool)
-        for span in spans:
-            for p in range(span.first, span.stop):
-                slots[span.table[p // 64] * 64 + p % 64] = True
+        for seq in seqs:
+            for p in range(seq.first, seq.stop):
+                slots[seq.table[p // 64] * 64 + p % 64] = True
         expanded = torch.zeros(len(kv), heads, w.up.shape[1])
         expanded[slots] = self._up(kv[slots, :rank]).view(-1, heads, w.up.shape[1])
         keys = torch.cat((expanded[..., : w.nope], kv[:, None, rank:].expand(-1, heads, -1)), dim=2)
@@ -74,17 +76,19 @@ class Mla8:
         pair = torch.zeros(len(kv), 2, heads, wide)
         pair[:, 0, :, : keys.shape[2]], pair[:, 1, :, : values.shape[2]] = keys, values
         queries = torch.nn.functional.pad(q, (0, wide - q.shape[2]))
-        attended = attention.attend(queries, pair.flatten(1), spans, heads, w.scale).view(len(x), heads, wide)
+        attended = attention.attend(queries, pair.flatten(1), seqs, heads, w.scale).view(len(x), heads, wide)
         return self._out(attended[..., : values.shape[2]].flatten(1))
 
-    def decode(self, x: torch.Tensor, kv: torch.Tensor, spans: list[Span], turns: torch.Tensor) -> torch.Tensor:
+    def decode(
+        self, x: torch.Tensor, kv: torch.Tensor, seqs: list[SequenceRows], cos_sin: torch.Tensor
+    ) -> torch.Tensor:
         w = self._w
         q = self._query(x).view(len(x), self._heads, -1)
-        rope_(q[..., w.nope :], turns)
+        rope_(q[..., w.nope :], cos_sin)
         still = [to_latent(q[:, h, : w.nope]) for h, to_latent in enumerate(self._to_latent)]
         queries = torch.cat((torch.stack(still, dim=1), q[..., w.nope :]), dim=2)
         pair = torch.stack((kv, kv), dim=1).flatten(1)
-        attended = attention.attend(queries, pair, spans, 1, w.scale).view(len(x), self._heads, -1)
+        attended = attention.attend(queries, pair, seqs, 1, w.scale).view(len(x), self._heads, -1)
         values = [back(attended[:, h, : self._rank]) for h, back in enumerate(self._from_latent)]
         return self._out(torch.cat(values, dim=1))
 

@@ -34,7 +34,7 @@ def mla_prologue(
     down: torch.Tensor,
     q_gain: torch.Tensor | None,
     kv_gain: torch.Tensor,
-    turns: torch.Tensor,
+    cos_sin: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
     kv_blocks: torch.Tensor,
@@ -47,7 +47,7 @@ def mla_prologue(
     rank, q_rank = len(kv_gain), 0 if q_gain is None else len(q_gain)
     q, latent, key = down.float().split([q_rank, rank, down.shape[1] - q_rank - rank], dim=1)
     key = key[:, None].clone()
-    rope_(key, turns[positions])
+    rope_(key, cos_sin[positions])
     latent = rms_norm(latent, kv_gain.float(), kv_eps)
     kept = slots >= 0
     kv_blocks.view(-1, kv_blocks.shape[2])[slots[kept]] = torch.cat((latent, key[:, 0]), 1)[kept].to(kv_blocks.dtype)
@@ -58,7 +58,7 @@ def mla_prologue(
     return (normed * (127 / largest)).round().to(torch.int8), (largest / 127)[:, 0]
 
 
-def rope_queries(q_rope: torch.Tensor, turns: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+def rope_queries(q_rope: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
     turned = q_rope.float()
-    rope_(turned, turns[positions])
+    rope_(turned, cos_sin[positions])
     out.copy_(turned)

@@ -11,14 +11,14 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class ExpertOrder:
     """Where each choice's row lies among the rows sorted by expert; choices keep their order within an expert."""
 
     slots: torch.Tensor  # int32 [rows, top_k]; -1: not here
     starts: torch.Tensor  # int32 [experts + 1]; the last one is the number of places
 
 
-def sort_by_expert(experts: torch.Tensor, count: int, first: int = 0) -> Places:
+def sort_by_expert(experts: torch.Tensor, count: int, first: int = 0) -> ExpertOrder:
     """experts [rows, top_k]."""
     local = experts.flatten().long() - first
     local = torch.where((local >= 0) & (local < count), local, count)
@@ -27,24 +27,24 @@ def sort_by_expert(experts: torch.Tensor, count: int, first: int = 0) -> Places:
     slots = torch.empty_like(local)
     slots[local.argsort(stable=True)] = torch.arange(len(local), device=experts.device)
     slots[local == count] = -1
-    return Places(slots.view(experts.shape).to(torch.int32), starts.to(torch.int32))
+    return ExpertOrder(slots.view(experts.shape).to(torch.int32), starts.to(torch.int32))
 
 
-def permute(x: torch.Tensor, x_scale: torch.Tensor, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
+def permute(x: torch.Tensor, x_scale: torch.Tensor, expert_order: ExpertOrder) -> tuple[torch.Tensor, torch.Tensor]:
     """int8 rows and their scales, one copy per place; places past the last one hold zeros."""
-    rows, top_k = places.slots.shape
+    rows, top_k = expert_order.slots.shape
     sorted_x = torch.zeros(rows * top_k, x.shape[1], dtype=x.dtype, device=x.device)
     sorted_scale = torch.zeros(rows * top_k, dtype=x_scale.dtype, device=x.device)
-    row, choice = torch.where(places.slots >= 0)
-    slots = places.slots[row, choice].long()
+    row, choice = torch.where(expert_order.slots >= 0)
+    slots = expert_order.slots[row, choice].long()
     sorted_x[slots], sorted_scale[slots] = x[row], x_scale[row]
     return sorted_x, sorted_scale
 
 
-def unpermute(y: torch.Tensor, weights: torch.Tensor, places: Places) -> torch.Tensor:
+def unpermute(y: torch.Tensor, weights: torch.Tensor, expert_order: ExpertOrder) -> torch.Tensor:
     """Each row's results times their weights, added in float32 in the order of its choices; of y's type."""
     total = torch.zeros(len(weights), y.shape[1], dtype=torch.float32, device=y.device)
-    for choice, slots in enumerate(places.slots.long().T):
+    for choice, slots in enumerate(expert_order.slots.long().T):
         here = slots >= 0
         total[here] += y[slots[here]].float() * weights[here, choice, None]
     return total.to(y.dtype)

@@ -7,9 +7,9 @@ layout only, and it is the one in which turning is a single complex product.
 import torch
 
 
-def rope_(x: torch.Tensor, turns: torch.Tensor) -> None:
+def rope_(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
     """Turn x [rows, heads, dim] in place by turns, complex64 [rows, dim / 2]."""
     even, odd = x[..., 0::2].clone(), x[..., 1::2].clone()
-    cos, sin = turns.real[:, None], turns.imag[:, None]
+    cos, sin = cos_sin.real[:, None], cos_sin.imag[:, None]
     x[..., 0::2] = even * cos - odd * sin
     x[..., 1::2] = odd * cos + even * sin

@@ -16,9 +16,9 @@ ROUND = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def _turn(even, odd, turns, position, pairs, count):
+def _turn(even, odd, cos_sin, position, pairs, count):
     """Element pairs as complex numbers, times the turn of their position."""
-    at = turns + (position * count + pairs) * 2
+    at = cos_sin + (position * count + pairs) * 2
     cos = tl.load(at, mask=pairs < count, other=0.0)
     sin = tl.load(at + 1, mask=pairs < count, other=0.0)
     return even * cos - odd * sin, odd * cos + even * sin
@@ -26,7 +26,7 @@ def _turn(even, odd, turns, position, pairs, count):
 
 @triton.jit
 def _write(
-    latent, cache, gain, turns, position, eps,
+    latent, cache, gain, cos_sin, position, eps,
     RANK: tl.constexpr, ROPE: tl.constexpr, KV_BLOCK: tl.constexpr, PAIR_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row's normed latent and turned key into its place. (Names may not change their shape inside a branch.)"""
@@ -39,14 +39,14 @@ def _write(
     is_pair = pairs < ROPE // 2
     even = tl.load(latent + RANK + 2 * pairs, mask=is_pair, other=0.0).to(tl.float32)
     odd = tl.load(latent + RANK + 2 * pairs + 1, mask=is_pair, other=0.0).to(tl.float32)
-    even, odd = _turn(even, odd, turns, position, pairs, ROPE // 2)
+    even, odd = _turn(even, odd, cos_sin, position, pairs, ROPE // 2)
     tl.store(cache + RANK + 2 * pairs, even.to(cache.dtype.element_ty), mask=is_pair)
     tl.store(cache + RANK + 2 * pairs + 1, odd.to(cache.dtype.element_ty), mask=is_pair)
 
 
 @triton.jit
 def _prologue(
-    down, q_gain, kv_gain, turns, positions, slots, cache, q_out, scales, q_eps, kv_eps, down_stride,
+    down, q_gain, kv_gain, cos_sin, positions, slots, cache, q_out, scales, q_eps, kv_eps, down_stride,
     Q_RANK: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, INT8: tl.constexpr,
     Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, PAIR_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -69,12 +69,12 @@ def _prologue(
     if slot >= 0:  # rows that only fill up a batch have none
         position = tl.load(positions + row)
         place = cache + slot * (RANK + ROPE)
-        _write(down + Q_RANK, place, kv_gain, turns, position, kv_eps, RANK, ROPE, KV_BLOCK, PAIR_BLOCK)
+        _write(down + Q_RANK, place, kv_gain, cos_sin, position, kv_eps, RANK, ROPE, KV_BLOCK, PAIR_BLOCK)
 
 
 @triton.jit
 def _rope_queries(
-    q, turns, positions, out, heads, q_row_stride, q_head_stride, out_row_stride, out_head_stride,
+    q, cos_sin, positions, out, heads, q_row_stride, q_head_stride, out_row_stride, out_head_stride,
     ROPE: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Whole heads are read and written side by side, and taken apart into pairs in between."""
@@ -84,7 +84,7 @@ def _rope_queries(
     inside = head < heads
     if ROPE < ROPE_BLOCK:
         inside = inside & (columns < ROPE)[None, :]
-    turn = tl.load(turns + tl.load(positions + row) * ROPE + columns, mask=columns < ROPE, other=0.0)
+    turn = tl.load(cos_sin + tl.load(positions + row) * ROPE + columns, mask=columns < ROPE, other=0.0)
     cos, sin = tl.split(tl.reshape(turn, (1, ROPE_BLOCK // 2, 2)))
     x = tl.load(q + row * q_row_stride + head * q_head_stride + columns[None, :], mask=inside, other=0.0)
     even, odd = tl.split(tl.reshape(x.to(tl.float32), (HEAD_BLOCK, ROPE_BLOCK // 2, 2)))
@@ -97,7 +97,7 @@ def mla_prologue(
     down: torch.Tensor,
     q_gain: torch.Tensor | None,
     kv_gain: torch.Tensor,
-    turns: torch.Tensor,
+    cos_sin: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
     kv_blocks: torch.Tensor,
@@ -115,12 +115,12 @@ def mla_prologue(
     rows, rank = len(down), len(kv_gain)
     q_rank, rope = (0 if q_gain is None else len(q_gain)), kv_blocks.shape[2] - rank
     assert down.shape[1] == q_rank + rank + rope and down.stride(1) == 1 and kv_blocks.is_contiguous()
-    assert turns.dtype == torch.complex64 and turns.shape[1] * 2 == rope and turns.is_contiguous()
+    assert cos_sin.dtype == torch.complex64 and cos_sin.shape[1] * 2 == rope and cos_sin.is_contiguous()
     q_out = torch.empty(rows, q_rank, dtype=torch.int8 if int8 else down.dtype, device=down.device)
     scales = torch.empty(rows if int8 else 0, dtype=torch.float32, device=down.device)
     if rows > 0:
         _prologue[(rows,)](
-            down, kv_gain if q_gain is None else q_gain, kv_gain, torch.view_as_real(turns), positions, slots,
+            down, kv_gain if q_gain is None else q_gain, kv_gain, torch.view_as_real(cos_sin), positions, slots,
             kv_blocks, q_out, scales, q_eps, kv_eps, down.stride(0), Q_RANK=q_rank, RANK=rank, ROPE=rope, INT8=int8,
             Q_BLOCK=triton.next_power_of_2(max(1, q_rank)), KV_BLOCK=triton.next_power_of_2(rank),
             PAIR_BLOCK=triton.next_power_of_2(rope // 2), num_warps=4,
@@ -128,17 +128,17 @@ def mla_prologue(
     return q_out, scales
 
 
-def rope_queries(q_rope: torch.Tensor, turns: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
+def rope_queries(q_rope: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
     """q_rope [rows, heads, rope], turned into out of the same shape; both may be views of wider rows.
 
     Usually q_rope is the end of the projected queries and out the end of the absorbed ones.
     """
     rows, heads, rope = q_rope.shape
     assert out.shape == q_rope.shape and q_rope.stride(2) == out.stride(2) == 1
-    assert turns.dtype == torch.complex64 and turns.shape[1] * 2 == rope and turns.is_contiguous()
+    assert cos_sin.dtype == torch.complex64 and cos_sin.shape[1] * 2 == rope and cos_sin.is_contiguous()
     head_block = min(64, triton.next_power_of_2(heads))
     if rows > 0:
         _rope_queries[(rows, triton.cdiv(heads, head_block))](
-            q_rope, torch.view_as_real(turns), positions, out, heads, *q_rope.stride()[:2], *out.stride()[:2],
+            q_rope, torch.view_as_real(cos_sin), positions, out, heads, *q_rope.stride()[:2], *out.stride()[:2],
             ROPE=rope, HEAD_BLOCK=head_block, ROPE_BLOCK=triton.next_power_of_2(rope), num_warps=4,
         )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tripool.kernels.ref.permute import Places
+from tripool.kernels.ref.permute import ExpertOrder
 
 CHUNK = 128
 
@@ -94,7 +94,7 @@ def unpermute_kernel(y, weights, slots, out, width, TOP_K: tl.constexpr, BLOCK: 
     tl.store(out + row * width + cols, total.to(out.dtype.element_ty), mask=cols < width)
 
 
-def sort_by_expert(experts: torch.Tensor, count: int, first: int = 0) -> Places:
+def sort_by_expert(experts: torch.Tensor, count: int, first: int = 0) -> ExpertOrder:
     """experts int32 or int64 [rows, top_k], contiguous."""
     assert experts.is_contiguous()
     choices = experts.numel()
@@ -108,34 +108,46 @@ def sort_by_expert(experts: torch.Tensor, count: int, first: int = 0) -> Places:
     place_kernel[(chunks,)](
         experts, by_chunk, totals, slots, starts, choices, first, count, chunks, CHUNK=CHUNK, BLOCK_E=block_e
     )
-    return Places(slots, starts)
+    return ExpertOrder(slots, starts)
 
 
 def permute(
-    x: torch.Tensor, x_scale: torch.Tensor, places: Places, out: tuple[torch.Tensor, torch.Tensor] | None = None
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    expert_order: ExpertOrder,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """int8 rows and scales -> room for rows * top_k of each; what lies past the last place is left as it is."""
-    (rows, width), top_k = x.shape, places.slots.shape[1]
-    assert x.is_contiguous() and len(places.slots) == rows
+    (rows, width), top_k = x.shape, expert_order.slots.shape[1]
+    assert x.is_contiguous() and len(expert_order.slots) == rows
     if out is None:
         sorted_x = torch.empty(rows * top_k, width, dtype=x.dtype, device=x.device)
         out = sorted_x, torch.empty(rows * top_k, dtype=x_scale.dtype, device=x.device)
     if rows:
         block = triton.next_power_of_2(width)
         permute_kernel[(rows,)](
-            x, x_scale, places.slots, *out, width, TOP_K=top_k, BLOCK=block, num_warps=max(1, min(8, block // 512))
+            x,
+            x_scale,
+            expert_order.slots,
+            *out,
+            width,
+            TOP_K=top_k,
+            BLOCK=block,
+            num_warps=max(1, min(8, block // 512)),
         )
     return out
 
 
-def unpermute(y: torch.Tensor, weights: torch.Tensor, places: Places, out: torch.Tensor | None = None) -> torch.Tensor:
+def unpermute(
+    y: torch.Tensor, weights: torch.Tensor, expert_order: ExpertOrder, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Each row's results times their float32 weights, added in float32 in the order of its choices; of y's type."""
-    (rows, top_k), width = places.slots.shape, y.shape[1]
+    (rows, top_k), width = expert_order.slots.shape, y.shape[1]
     assert y.is_contiguous() and weights.shape == (rows, top_k) and weights.is_contiguous()
     out = torch.empty(rows, width, dtype=y.dtype, device=y.device) if out is None else out
     if rows:
         block = min(1024, triton.next_power_of_2(width))
         unpermute_kernel[(rows, -(-width // block))](
-            y, weights, places.slots, out, width, TOP_K=top_k, BLOCK=block, num_warps=max(1, block // 256)
+            y, weights, expert_order.slots, out, width, TOP_K=top_k, BLOCK=block, num_warps=max(1, block // 256)
         )
     return out

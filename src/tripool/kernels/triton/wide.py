@@ -85,11 +85,11 @@ def _finish(
     )
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     by_row = gl.load(x_scale + rows, mask=rows < M, other=0.0)
-    halves = gl.split(gl.permute(gl.reshape(total, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+    sublayers = gl.split(gl.permute(gl.reshape(total, (BLOCK_M, 2, HALF)), (0, 2, 1)))
     for half in gl.static_range(2):
         cols = col + half * HALF + gl.arange(0, HALF, gl.SliceLayout(0, layout))
         by_col = gl.load(w_scale + expert * N + cols, mask=cols < N, other=0.0)
-        y = gl.convert_layout(halves[half], layout).to(gl.float32)
+        y = gl.convert_layout(sublayers[half], layout).to(gl.float32)
         y = (y * gl.expand_dims(by_row, 1) * gl.expand_dims(by_col, 0)).to(gl.bfloat16)
         if GROUPED:
             if row + BLOCK_M <= stop:

@@ -17,7 +17,7 @@ from tripool.planner.reproduce.pool import (
     loading,
 )
 from tripool.planner.reproduce.published import Series, published_series, told_rows
-from tripool.planner.reproduce.serving import cost_per_million, judged_rows
+from tripool.planner.reproduce.serving import compared_rows, cost_per_million
 from tripool.planner.reproduce.system import System
 
 Pairs = tuple[tuple[float, float], ...]
@@ -86,7 +86,7 @@ def _decode(system: System) -> Iterator[Figure]:
 
 def _rows(system: System) -> Figure:
     """All rows that can be asked: where a point lies above the line, the prediction is too high."""
-    found = [judged for judged, _ in judged_rows(system) if judged.prediction.predicted is not None]
+    found = [compared for compared, _ in compared_rows(system) if compared.prediction.predicted is not None]
     most = max(max(each.prediction.row.published, each.prediction.predicted or 0.0) for each in found)
     curves = [Curve("equal", ((0.0, 0.0), (most, most)))]
     for role in ("validation", "calibration"):

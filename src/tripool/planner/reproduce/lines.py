@@ -13,7 +13,7 @@ ROLES: dict[Role, str] = {
     "fit to this ablation": "a constant was chosen by this number",
     "validation": "no constant's source names this number",
     "not published": "prediction alone",
-    "shown": "not judged: no batch is published, or not what is modelled",
+    "shown": "not compared: no batch is published, or not what is modelled",
     "arithmetic": "follows from published numbers, no model in it",
 }
 """What each says about a line's error."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from tripool.planner.reproduce.lines import Line, Role, Table
 from tripool.planner.reproduce.published import Told, published_series, told_rows
 from tripool.planner.reproduce.system import ACCEPT, CONTEXT, PREFILL_TOKENS, System
-from tripool.planner.rows import Judged, Row, judge
+from tripool.planner.rows import Compared, Row, compare_rows
 
 CLASSES = (
     # TPOT limit in ms, prompt and answer in tokens, and the published row that it is about
@@ -19,18 +19,18 @@ CLASSES = (
 )
 
 
-def judged_rows(system: System) -> list[tuple[Judged, Told]]:
-    return [(judge([row], system.model)[0], told) for row, told in told_rows()]
+def compared_rows(system: System) -> list[tuple[Compared, Told]]:
+    return [(compare_rows([row], system.model)[0], told) for row, told in told_rows()]
 
 
-def role_of(judged: Judged) -> Role:
+def role_of(compared: Compared) -> Role:
     roles: dict[str, Role] = {"calibration": "calibration", "validation": "validation", "shown": "shown"}
-    return roles[judged.role]
+    return roles[compared.role]
 
 
 def serving_tables(system: System) -> Iterator[Table]:
-    rows = judged_rows(system)
-    own = [(judged, told) for judged, told in rows if "910C" in judged.prediction.row.hardware]
+    rows = compared_rows(system)
+    own = [(compared, told) for compared, told in rows if "910C" in compared.prediction.row.hardware]
     yield _prefill(system, own)
     yield _decode(system, own)
     yield _classes(system, own)
@@ -38,8 +38,8 @@ def serving_tables(system: System) -> Iterator[Table]:
     yield _cost(system)
 
 
-def _prefill(system: System, own: list[tuple[Judged, Told]]) -> Table:
-    lines = [_rate(judged) for judged, _ in own if judged.prediction.row.phase == "prefill"]
+def _prefill(system: System, own: list[tuple[Compared, Told]]) -> Table:
+    lines = [_rate(compared) for compared, _ in own if compared.prediction.row.phase == "prefill"]
     for prompt in (1024, 2048, 8192):
         rate = PREFILL_TOKENS / system.prefill_s(prompt=prompt)
         lines.append(Line(name=f"prompts of {prompt:,}", unit="tok/s", role="not published", predicted=rate))
@@ -47,10 +47,10 @@ def _prefill(system: System, own: list[tuple[Judged, Told]]) -> Table:
     return Table("Prefill throughput", said, tuple(lines))
 
 
-def _rate(judged: Judged) -> Line:
-    row, prediction = judged.prediction.row, judged.prediction
+def _rate(compared: Compared) -> Line:
+    row, prediction = compared.prediction.row, compared.prediction
     return Line(
-        name=_row_name(row), unit="tok/s", role=role_of(judged), published=row.published,
+        name=_row_name(row), unit="tok/s", role=role_of(compared), published=row.published,
         predicted=prediction.predicted, source=row.source,
     )  # fmt: skip
 
@@ -59,17 +59,17 @@ def _row_name(row: Row) -> str:
     return f"{row.system}, batch {row.batch:.0f}" if row.phase == "decode" and row.batch else row.system
 
 
-def _decode(system: System, own: list[tuple[Judged, Told]]) -> Table:
+def _decode(system: System, own: list[tuple[Compared, Told]]) -> Table:
     lines = []
-    for judged, told in own:
-        row, prediction = judged.prediction.row, judged.prediction
+    for compared, told in own:
+        row, prediction = compared.prediction.row, compared.prediction
         if row.phase != "decode":
             continue
-        lines.append(_rate(judged))
+        lines.append(_rate(compared))
         if told.tpot_ms and row.batch and prediction.predicted:
             tpot_ms = row.batch / prediction.predicted * 1e3
             line = Line(
-                name="its time per output token", unit="ms", role=role_of(judged), published=told.tpot_ms,
+                name="its time per output token", unit="ms", role=role_of(compared), published=told.tpot_ms,
                 predicted=tpot_ms, source=row.source, repeats=True,
             )  # fmt: skip
             lines.append(line)
@@ -90,19 +90,19 @@ def _decode(system: System, own: list[tuple[Judged, Told]]) -> Table:
     return Table("Decode throughput at the published batches", said, tuple(lines))
 
 
-def _classes(system: System, own: list[tuple[Judged, Told]]) -> Table:
-    by_name = {judged.prediction.row.system: (judged, told) for judged, told in own}
+def _classes(system: System, own: list[tuple[Compared, Told]]) -> Table:
+    by_name = {compared.prediction.row.system: (compared, told) for compared, told in own}
     lines = []
     for limit_ms, prompt, answer, name in CLASSES:
-        judged, told = by_name[name]
-        row = judged.prediction.row
+        compared, told = by_name[name]
+        row = compared.prediction.row
         assert row.context is not None and row.batch is not None
         found = system.largest_within(limit_ms, row.context, prompt + answer)
         what = f"{limit_ms:.0f} ms, {prompt:,} in" + (f", {answer:,} out" if answer else "")
         used = "no batch keeps it"
         if found is not None:
             used = f"published runs at {told.tpot_ms:g} ms, this at {found.tpot_ms:.1f}; stopped by {found.stopped_by}"
-        role = role_of(judged)
+        role = role_of(compared)
         line = Line(
             name=f"{what}: batch", unit="requests", role=role, published=row.batch,
             predicted=found.batch if found else None, source=row.source, note=used,
@@ -120,17 +120,17 @@ def _classes(system: System, own: list[tuple[Judged, Told]]) -> Table:
     return Table("TPOT classes, batch chosen by the model", said, tuple(lines))
 
 
-def _per_tflops(rows: list[tuple[Judged, Told]]) -> Table:
+def _per_tflops(rows: list[tuple[Compared, Told]]) -> Table:
     lines = []
-    for judged, told in rows:
-        row, prediction = judged.prediction.row, judged.prediction
+    for compared, told in rows:
+        row, prediction = compared.prediction.row, compared.prediction
         if told.tok_s_per_tflops is None or prediction.hardware is None:
             continue
         tflops = prediction.hardware.flops[row.precision] * prediction.hardware.ranks / 1e12
         predicted = None if prediction.predicted is None else prediction.predicted / tflops
         line = Line(
             name=f"{row.phase}: {_row_name(row)}, {prediction.hardware.family}", unit="tok/s/TFLOPS",
-            role=role_of(judged), published=told.tok_s_per_tflops, predicted=predicted, source=row.source,
+            role=role_of(compared), published=told.tok_s_per_tflops, predicted=predicted, source=row.source,
             note="" if predicted is not None else "no batch: an average over a day",
             repeats=prediction.hardware.family == "910C",
         )  # fmt: skip

@@ -34,7 +34,7 @@ class Row:
     precision: str
     ep: int | None
     batch: float | None
-    """Per chip: requests in decode, prompt tokens in prefill. None: a daily average, shown and not judged."""
+    """Per chip: requests in decode, prompt tokens in prefill. None: a daily average, shown and not compared."""
     context: float | None
     """Mean length of what is attended to: prompt plus half the answer, where the answer's length is told."""
     drafts: int
@@ -73,7 +73,7 @@ def _row(cells: Mapping[str, str | None], where: str) -> Row:
         raise BadRows(f"{where}: phase is {told['phase']!r}", hint="prefill or decode")
     published = _number(told, "tok_s_per_device", where)
     if not published:
-        raise BadRows(f"{where}: tok_s_per_device is missing", hint="it is what predictions are judged by")
+        raise BadRows(f"{where}: tok_s_per_device is missing", hint="it is what predictions are compared by")
     words = f"{told['system']} {told['source']}"
     context = _number(told, "context_len", where)
     lengths = _LENGTHS.search(told["system"])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from tripool.planner.cost.setup import Routing, named_routing
 from tripool.planner.hardware import Hardware, named_hardware
 from tripool.planner.models import ModelShape
-from tripool.planner.rows.judge import CALIBRATION
+from tripool.planner.rows.accuracy import CALIBRATION
 from tripool.planner.rows.predict import predict
 from tripool.planner.rows.read import Row
 

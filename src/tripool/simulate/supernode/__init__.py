@@ -23,13 +23,13 @@ def simulate_trace(
     *,
     trace: str,
     faults: Sequence[Fault] = (),
-    leaps: bool = True,
+    fast_forwards: bool = True,
     slice_s: float = 30.0,
     most_blocks: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Tree:
-    """`trace`: what the requests are called. `leaps`: False takes every decode step by itself, with the same result."""
-    world = World(layout, asks, leaps=leaps, slice_s=slice_s, most_blocks=most_blocks)
+    """`trace`: the name of the requests. `fast_forwards`: False runs every decode step by itself, with the same result."""
+    world = World(layout, asks, fast_forwards=fast_forwards, slice_s=slice_s, most_blocks=most_blocks)
     struck = Faults(world, list(faults)).struck
     world.run(progress)
     return report_data(world, struck, trace)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tripool.config import AdmissionConfig, SchedulerConfig
 from tripool.core import Request, SamplingParams
 from tripool.decode import StepFacts
-from tripool.engine.colocated import Scheduler
+from tripool.engine.scheduler import Scheduler
 from tripool.router.admission import AdmissionController
 from tripool.router.admission_types import Admit, Arrival, Capacity, Decision
 from tripool.sequence import Sampled, Task

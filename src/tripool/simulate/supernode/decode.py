@@ -112,7 +112,7 @@ class DecodeInstance:
         if self._stepping:
             done = self._steps_done()
             if rank.tasks is None and rank.rows:
-                rank.leap_to(done)
+                rank.fast_forward_to(done)
                 rank.begin()
                 self._live.add(index)
                 self._versions[index] += 1
@@ -178,7 +178,7 @@ class DecodeInstance:
             rank = self.ranks[index]
             if rank is None or version != self._versions[index]:
                 continue
-            rank.leap_to(step - 1)
+            rank.fast_forward_to(step - 1)
             if not self._foresee(rank, index):
                 rank.begin()
                 self._live.add(index)
@@ -192,7 +192,7 @@ class DecodeInstance:
         self._register_now(rank, index)
         if not rank.scheduler.busy:
             return
-        if not (self._site.leaps and self._foresee(rank, index)):
+        if not (self._site.fast_forwards and self._foresee(rank, index)):
             rank.begin()
             self._live.add(index)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tripool.cache import namespace_tag
 from tripool.core import Stages, TokenEvent
 from tripool.decode import StepFacts
-from tripool.engine.colocated import Scheduler
+from tripool.engine.scheduler import Scheduler
 from tripool.errors import TripoolError
 from tripool.messages import (
     PROTOCOL,

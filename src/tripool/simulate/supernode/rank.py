@@ -14,8 +14,8 @@ from functools import lru_cache
 
 from tripool.core import Request, TokenEvent
 from tripool.decode import StepFacts
-from tripool.engine.colocated import Scheduler
-from tripool.engine.leap import leap, quiet_steps
+from tripool.engine.fast_forward import fast_forward, quiet_steps
+from tripool.engine.scheduler import Scheduler
 from tripool.messages import (
     PROTOCOL,
     AnyMessage,
@@ -110,9 +110,9 @@ class DecodeRank:
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
-    def leap_to(self, step: int) -> None:
+    def fast_forward_to(self, step: int) -> None:
         if step > self.synced and self.scheduler.decode.running:
-            leap(self.scheduler, self.config, step - self.synced, token_of, model=MODEL)
+            fast_forward(self.scheduler, self.config, step - self.synced, token_of, model=MODEL)
         self.synced = step
 
     def quiet(self) -> int:

@@ -18,7 +18,7 @@ class Site(Protocol):
     timeline: Timeline
     layout: Layout
     slices: Slices
-    leaps: bool
+    fast_forwards: bool
     """Whether quiet steps are taken many at once, or each by itself: the plain way, for comparison."""
 
     def tell(self, number: int, worker_id: WorkerId, messages: Sequence[AnyMessage]) -> None:

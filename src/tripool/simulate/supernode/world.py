@@ -36,12 +36,12 @@ class World:
         layout: Layout,
         asks: Iterable[Ask],
         *,
-        leaps: bool = True,
+        fast_forwards: bool = True,
         slice_s: float = 30.0,
         most_blocks: int | None = None,
     ) -> None:
         """`most_blocks`: of all prompts together, where that is known; a cache member need not be larger."""
-        self.layout, self.leaps = layout, leaps
+        self.layout, self.fast_forwards = layout, fast_forwards
         self.timeline, self.slices, self.books = Timeline(), Slices(slice_s), Books()
         self.coordinator = Coordinator(layout.router, gateway_epoch=1, traces=False)
         self.admission = AdmissionController(layout.admission)

@@ -6,7 +6,7 @@ import pytest
 
 from tripool.config import SchedulerConfig
 from tripool.core import Request, SamplingParams, TokenEvent
-from tripool.engine.colocated import Scheduler
+from tripool.engine.scheduler import Scheduler
 from tripool.errors import ContextOverflow, InvalidRequest
 from tripool.sequence import Sampled, Task
 

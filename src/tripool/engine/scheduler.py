@@ -2,8 +2,8 @@
 
 `schedule` says what the next step computes, `settle` takes what it sampled. Preemption is by recomputation: whoever
 needs a block may take those of the youngest holder, unless that is itself; then it steps back and waits. Between
-requests of different clients, `engine/shares.py` decides: places and blocks are taken from whoever has more than its
-share, also for a newcomer, one in each step.
+requests of different clients, `engine/batch_shares.py` decides: slots and blocks are taken from the group that has more
+than its share, also for a new request, one in each step.
 
 A sequence may have a draft, a guess at its next token (`propose`). It runs as a second row if there is room that nobody
 has to give up. After `settle`, `verify` says whether it came true: then its row is settled like any other.
@@ -25,9 +25,9 @@ from tripool.cache import BlockPool, KeptBlocks
 from tripool.config import SchedulerConfig
 from tripool.core import FinishReason, Request, TokenEvent
 from tripool.decode import DecodeScheduler, SloController, StepFacts
+from tripool.engine.batch_shares import Sharing
 from tripool.engine.invariants import check_invariants
-from tripool.engine.shares import Sharing
-from tripool.engine.turns import Turns
+from tripool.engine.time_shares import TimeShares
 from tripool.errors import ContextOverflow, InvalidRequest
 from tripool.prefill import PrefillScheduler
 from tripool.prefill.scheduler import extend_keys
@@ -44,7 +44,7 @@ class Scheduler:
         self.prefill = PrefillScheduler(config, self.pool, model)
         self.decode = DecodeScheduler()
         self.slo_controller = SloController()
-        self.turns = Turns(self.slo_controller.step_time)
+        self.time_shares = TimeShares(self.slo_controller.step_time)
         self.sharing = Sharing(config, self.pool, self._running, self.holders)
         self._hands_over = False
         """Answers go on in another process: here nobody decodes, and no promise on that binds."""
@@ -183,8 +183,8 @@ class Scheduler:
             return self._grow(seq, stop, tasks)
 
         self.prefill.queue = self._queue()
-        turn = self.turns.next(self.decode.running, chain(self.prefill.running, self.prefill.queue))
-        self.prefill.limit, self.decode.left_out = turn, self.turns.left_out(turn, self.decode.running)
+        turn = self.time_shares.next(self.decode.running, chain(self.prefill.running, self.prefill.queue))
+        self.prefill.limit, self.decode.left_out = turn, self.time_shares.left_out(turn, self.decode.running)
         for task in self.decode.plan(grow):
             if task.work.table is task.seq.table:  # else it was preempted after its turn
                 tasks[task.seq.order] = task
@@ -240,9 +240,9 @@ class Scheduler:
         self._ended_s = ended_s if self.busy else None
         accepted, self._num_accepted_before = self.num_accepted - self._num_accepted_before, self.num_accepted
         facts, seqs = StepFacts.of(tasks), (task.seq for task in tasks)
-        self.slo_controller.settled(ended_s, step_s, facts, accepted, seqs, learn=self.turns.active)
+        self.slo_controller.settled(ended_s, step_s, facts, accepted, seqs, learn=self.time_shares.active)
         if self.slo_controller.computes_prompts:  # else nobody waits here for a first token
-            self.turns.settled(ended_s, step_s, tasks)
+            self.time_shares.settled(ended_s, step_s, tasks)
 
     def settle(self, tasks: Sequence[Task], sampled: Sequence[Sampled | None]) -> list[TokenEvent]:
         """Account for a step that ran: `sampled` holds a token for each task that samples, None for the others."""

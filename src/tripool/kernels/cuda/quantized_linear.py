@@ -1,7 +1,7 @@
 """Products with a checkpoint's own eight bits: rows rounded by token, weights as they are stored, results in 16 bits.
 
 Parts that the checkpoint holds in floats stay in floats. Which eight bits, integers or e4m3, and who multiplies them is
-an `Eight` (see `arithmetic.py`).
+an `QuantizedOps` (see `arithmetic.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tripool.kernels.ref.permute import Places
+from tripool.kernels.ref.permute import ExpertOrder
 from tripool.kernels.ref.w8a8 import Rows8
 from tripool.kernels.weight_store import FRESH, WeightStore
 
@@ -23,7 +23,7 @@ _PIECE_WEIGHTS = 2**22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Eight:
+class QuantizedOps:
     """One arithmetic. Weights: eight bits, and float32 scales by channel."""
 
     stored: str
@@ -38,14 +38,14 @@ class Eight:
     swiglu: Callable[[torch.Tensor], Rows8]
     product: Callable[[Rows8, Rows8], torch.Tensor]
     """Rows, and weights [out, in] with scales [out] -> bfloat16 [rows, out]."""
-    groups: Callable[[Places], Any]
+    groups: Callable[[ExpertOrder], Any]
     """What `grouped` wants to know of where each expert's rows are, for all products over the same rows."""
     grouped: Callable[[Rows8, Rows8, Any], torch.Tensor]
     """Rows sorted by expert, weights [experts, out, in] with scales [experts, out], and the groups -> bfloat16 [rows,
     out]."""
-    sort: Callable[[torch.Tensor, int], Places]
-    permute: Callable[[torch.Tensor, torch.Tensor, Places], Rows8]
-    unpermute: Callable[[torch.Tensor, torch.Tensor, Places], torch.Tensor]
+    sort: Callable[[torch.Tensor, int], ExpertOrder]
+    permute: Callable[[torch.Tensor, torch.Tensor, ExpertOrder], Rows8]
+    unpermute: Callable[[torch.Tensor, torch.Tensor, ExpertOrder], torch.Tensor]
 
     def held(self, weight: torch.Tensor, scales: torch.Tensor | None) -> Held | None:
         """If every row is held in these eight bits, in a shape that the kernels take."""
@@ -60,8 +60,10 @@ class Eight:
         """Of integers the very ones that are stored: the floats are their products with the scales, rounded to bfloat16
         at worst, whose 2^-9 of 127 is just less than half a step."""
         weight, scales = held
-        eight = store.keep(f"{name}eight bits", lambda: self._packed(weight.flatten(0, -2), scales.flatten(), weight))
-        return eight, store.keep(f"{name}scales", lambda: scales)
+        quantized = store.keep(
+            f"{name}eight bits", lambda: self._packed(weight.flatten(0, -2), scales.flatten(), weight)
+        )
+        return quantized, store.keep(f"{name}scales", lambda: scales)
 
     def _packed(self, rows: torch.Tensor, scales: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Piece by piece: a layer's experts in float32 would be four times what was read."""
@@ -75,44 +77,48 @@ class Eight:
 
 class Linear8:
     def __init__(
-        self, held: Held, bias: torch.Tensor | None = None, *, eight: Eight, store: WeightStore = FRESH
+        self, held: Held, bias: torch.Tensor | None = None, *, quantized: QuantizedOps, store: WeightStore = FRESH
     ) -> None:
-        kept = eight.kept(held, "", store)
-        self._see(kept, None if bias is None else store.keep("bias", lambda: bias.to(torch.bfloat16)), eight)
+        kept = quantized.kept(held, "", store)
+        self._see(kept, None if bias is None else store.keep("bias", lambda: bias.to(torch.bfloat16)), quantized)
 
-    def _see(self, weights: Rows8, bias: torch.Tensor | None, eight: Eight, count: int | None = None) -> None:
-        self._weights, self._bias, self.eight = weights, bias, eight
+    def _see(
+        self, weights: Rows8, bias: torch.Tensor | None, quantized: QuantizedOps, count: int | None = None
+    ) -> None:
+        self._weights, self._bias, self.quantized = weights, bias, quantized
         self._count = count
         """Channels that are asked for, where the kernels want more."""
         self.num_bytes = weights[0].nbytes + weights[1].nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: torch.Tensor | Rows8) -> torch.Tensor:
         """Of rows that are in eight bits already, or that become so here."""
-        rows = self.eight.quantise(x) if isinstance(x, torch.Tensor) else x
-        out = self.eight.product(rows, self._weights)[:, : self._count]
+        rows = self.quantized.quantise(x) if isinstance(x, torch.Tensor) else x
+        out = self.quantized.product(rows, self._weights)[:, : self._count]
         return out if self._bias is None else out + self._bias
 
     def first(self, count: int) -> Linear8:
-        part, whole = object.__new__(Linear8), -(-count // self.eight.outs_multiple) * self.eight.outs_multiple
+        part, whole = object.__new__(Linear8), -(-count // self.quantized.outs_multiple) * self.quantized.outs_multiple
         (weight, scales), bias = self._weights, self._bias
-        part._see((weight[:whole], scales[:whole]), None if bias is None else bias[:count], self.eight, count)
+        part._see((weight[:whole], scales[:whole]), None if bias is None else bias[:count], self.quantized, count)
         return part
 
 
 class Experts8:
     """Rows stand together by expert; the host never learns how many each one got."""
 
-    def __init__(self, gate_up: Held, down: Held, *, eight: Eight, store: WeightStore = FRESH) -> None:
-        self.eight = eight
-        self._gate_up, self._down = eight.kept(gate_up, "gate_up ", store), eight.kept(down, "down ", store)
+    def __init__(self, gate_up: Held, down: Held, *, quantized: QuantizedOps, store: WeightStore = FRESH) -> None:
+        self.quantized = quantized
+        self._gate_up, self._down = quantized.kept(gate_up, "gate_up ", store), quantized.kept(down, "down ", store)
         self.num_bytes = sum(one.nbytes for part in (self._gate_up, self._down) for one in part)
 
     def __call__(self, x: torch.Tensor | Rows8, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        eight = self.eight
-        rows, scales = eight.quantise(x) if isinstance(x, torch.Tensor) else x
-        places = eight.sort(experts, len(self._gate_up[0]))
+        quantized = self.quantized
+        rows, scales = quantized.quantise(x) if isinstance(x, torch.Tensor) else x
+        expert_order = quantized.sort(experts, len(self._gate_up[0]))
         # Moved as bytes: not every device copies e4m3.
-        moved, moved_scales = eight.permute(rows.view(torch.int8), scales, places)
-        groups = eight.groups(places)
-        inner = eight.grouped((moved.view(rows.dtype), moved_scales), self._gate_up, groups)
-        return eight.unpermute(eight.grouped(eight.swiglu(inner), self._down, groups), weights, places)
+        moved, moved_scales = quantized.permute(rows.view(torch.int8), scales, expert_order)
+        groups = quantized.groups(expert_order)
+        inner = quantized.grouped((moved.view(rows.dtype), moved_scales), self._gate_up, groups)
+        return quantized.unpermute(
+            quantized.grouped(quantized.swiglu(inner), self._down, groups), weights, expert_order
+        )

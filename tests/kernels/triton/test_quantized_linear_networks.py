@@ -14,10 +14,10 @@ from oracle.case import Case, make_case, rope
 from oracle.folders import save_case
 from oracle.fp8 import to_fp8
 from tripool.checkpoints import open_checkpoint
-from tripool.engine.device import Place, table_of
+from tripool.engine.device import DeviceSpec, table_of
 from tripool.engine.device_runner import DeviceRunner
 from tripool.engine.runner import Runner
-from tripool.kernels.cuda.arithmetic import eight_of
+from tripool.kernels.cuda.arithmetic import quantized_ops_of
 from tripool.kernels.cuda.make import Make
 from tripool.kernels.cuda.table import cuda_table
 from tripool.kernels.cuda.weight_store import OnDevice
@@ -99,7 +99,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def test_a_network_is_what_the_layout_means(
     device: str, tmp_path: Path, case: Case, parts: dict[str, int], made: Counter[str]
 ) -> None:
-    place = Place(torch.device(device), torch.bfloat16, eight_bits=True)
+    place = DeviceSpec(torch.device(device), torch.bfloat16, use_8_bit_products=True)
     with open_checkpoint(in_eight_bits(case, tmp_path)) as checkpoint:
         table = table_of(place, checkpoint)
         ours = load_model(checkpoint, place.dtype, kernels=table, store=OnDevice(device))
@@ -116,7 +116,7 @@ def test_a_network_is_what_the_layout_means(
 def test_a_network_in_e4m3_is_its_floats_but_for_rounding(
     device: str, tmp_path: Path, case: Case, made: Counter[str]
 ) -> None:
-    place = Place(torch.device(device), torch.bfloat16, eight_bits=True)
+    place = DeviceSpec(torch.device(device), torch.bfloat16, use_8_bit_products=True)
     fp8, plain = save_case(case, tmp_path / "fp8"), tmp_path / "plain"
     to_fp8(fp8, plain)
     with open_checkpoint(fp8) as checkpoint, open_checkpoint(plain) as floats:
@@ -133,8 +133,8 @@ def test_with_our_kernels_it_is_the_same_network(device: str, tmp_path: Path, ca
     spoken = []
     with open_checkpoint(in_eight_bits(case, tmp_path)) as checkpoint:
         for fused in (False, True):
-            eight = eight_of(INT8, fused=fused, device=device)
-            table = cuda_table(torch.bfloat16, fused=fused, eight=eight)
+            quantized = quantized_ops_of(INT8, fused=fused, device=device)
+            table = cuda_table(torch.bfloat16, fused=fused, quantized=quantized)
             model = load_model(checkpoint, torch.bfloat16, kernels=table, store=OnDevice(device))
             runner = DeviceRunner(model, num_blocks=3, device=device, dtype=torch.bfloat16)
             spoken.append(runner.logits(runner.hidden(WORK[0])).float().cpu())
@@ -144,7 +144,7 @@ def test_with_our_kernels_it_is_the_same_network(device: str, tmp_path: Path, ca
 def test_a_rounded_head_that_is_the_embedding_too(tmp_path: Path) -> None:
     """The embedding is on the device already when the head is packed. The meta device mixes with none, like a card."""
     case = make_case("tied", "llama", GQA, **SHARED, head_dim=16, tie_word_embeddings=True)
-    place = Place(torch.device("meta"), torch.bfloat16, eight_bits=True)
+    place = DeviceSpec(torch.device("meta"), torch.bfloat16, use_8_bit_products=True)
     with open_checkpoint(in_eight_bits(case, tmp_path, vocabulary=True)) as checkpoint:
         table = table_of(place, checkpoint)
         model = load_model(checkpoint, place.dtype, kernels=table, store=OnDevice(place.device))

@@ -8,8 +8,8 @@ from random import Random
 from tripool.config import SchedulerConfig
 from tripool.core import Request, SamplingParams, Slo
 
-from .colocated_model import VOCAB
-from .colocated_sim import Simulation
+from .scheduler_model import VOCAB
+from .scheduler_sim import Simulation
 
 NAMESPACES = ("", "a", "b")
 END_ID = 0

@@ -32,10 +32,10 @@ BARS = (Bar(("910C",), worst=0.12, median=0.05), Bar(("H100", "H800"), worst=0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class Compared:
     prediction: Prediction
     role: str
-    """calibration, validation, or shown: not judged, because no batch, no known hardware or no such precision."""
+    """calibration, validation, or shown: not compared, because no batch, no known hardware or no such precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +55,23 @@ class Verdict:
         return all(value is None or bar is None or value <= bar for value, bar in held)
 
 
-def judge(rows: Iterable[Row], model: ModelShape, *, routing: Routing | None = None) -> list[Judged]:
-    judged = []
+def compare_rows(rows: Iterable[Row], model: ModelShape, *, routing: Routing | None = None) -> list[Compared]:
+    compared = []
     for row in rows:
         prediction = predict(row, model, routing=routing)
         role = "shown" if prediction.error is None else "calibration" if row.key in CALIBRATION else "validation"
-        judged.append(Judged(prediction, role))
-    return judged
+        compared.append(Compared(prediction, role))
+    return compared
 
 
-def verdicts(judged: Sequence[Judged]) -> list[Verdict]:
+def verdicts(compared: Sequence[Compared]) -> list[Verdict]:
     """One per hardware family, in the order in which they come."""
-    families = dict.fromkeys(each.prediction.hardware.family for each in judged if each.prediction.hardware)
-    return [_verdict(family, judged) for family in families]
+    families = dict.fromkeys(each.prediction.hardware.family for each in compared if each.prediction.hardware)
+    return [_verdict(family, compared) for family in families]
 
 
-def _verdict(family: str, judged: Sequence[Judged]) -> Verdict:
-    own = [each for each in judged if each.prediction.hardware and each.prediction.hardware.family == family]
+def _verdict(family: str, compared: Sequence[Compared]) -> Verdict:
+    own = [each for each in compared if each.prediction.hardware and each.prediction.hardware.family == family]
     errors = [abs(each.prediction.error or 0.0) for each in own if each.role == "validation"]
     bar = next((bar for bar in BARS if family in bar.families), None)
     return Verdict(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tripool.kernels.cuda.arithmetic import FLOATS, INTEGERS, eight_of
-from tripool.kernels.cuda.eight import Eight, Experts8, Linear8
+from tripool.kernels.cuda.arithmetic import FLOATS, INTEGERS, quantized_ops_of
 from tripool.kernels.cuda.make import Make, norm_for, rounding_for
+from tripool.kernels.cuda.quantized_linear import Experts8, Linear8, QuantizedOps
 from tripool.kernels.ref import fp8
 from tripool.kernels.ref.swiglu import swiglu
 from tripool.kernels.weight_store import FRESH
@@ -18,9 +18,9 @@ KINDS = [INT8, pytest.param(E4M3, marks=pytest.mark.skipif(not HERE, reason="tor
 PLAIN = {INT8: INTEGERS, E4M3: FLOATS}
 
 
-def held(eight: Eight, *shape: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def held(quantized: QuantizedOps, *shape: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Floats that are eight bits times scales."""
-    steps, scales = eight.pack(torch.randn(shape) * 40), torch.rand(shape[:-1]) * 1e-2 + 1e-3
+    steps, scales = quantized.pack(torch.randn(shape) * 40), torch.rand(shape[:-1]) * 1e-2 + 1e-3
     return (steps.float() * scales[..., None]).to(device), scales.to(device)
 
 
@@ -32,11 +32,11 @@ def relative_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "out", "width"), [(1, 16, 16), (3, 48, 48), (17, 272, 272), (40, 96, 320)])
 def test_a_linear_is_its_plain_version(device: str, kind: str, rows: int, out: int, width: int) -> None:
-    eight, plain_eight = eight_of(kind, fused=True, device=device), PLAIN[kind]
-    weight, bias = held(eight, out, width, device=device), torch.randn(out, device=device)
+    quantized, plain_eight = quantized_ops_of(kind, fused=True, device=device), PLAIN[kind]
+    weight, bias = held(quantized, out, width, device=device), torch.randn(out, device=device)
     x = torch.randn(rows, width, device=device).to(torch.bfloat16)
     x[1:2] = 0
-    ours, plain = (Linear8(weight, eight=one) for one in (eight, plain_eight))
+    ours, plain = (Linear8(weight, quantized=one) for one in (quantized, plain_eight))
     given = plain_eight.quantise(x)
     # The interpreter cuts bits off where a device rounds to bfloat16.
     torch.testing.assert_close(ours(given), plain(given), rtol=2**-7, atol=2**-7)
@@ -44,7 +44,7 @@ def test_a_linear_is_its_plain_version(device: str, kind: str, rows: int, out: i
     assert torch.equal(ours.first(16)(given), ours(given)[:, :16])
     assert torch.equal(ours.first(11)(given), ours(given)[:, :11])
     assert relative_error(ours(x), plain(x)) < 0.01
-    biased = Linear8(weight, bias, eight=eight)
+    biased = Linear8(weight, bias, quantized=quantized)
     assert torch.equal(biased(given), ours(given) + bias.to(torch.bfloat16))
     assert torch.equal(biased.first(11)(given), biased(given)[:, :11])
 
@@ -53,32 +53,32 @@ def test_a_linear_is_its_plain_version(device: str, kind: str, rows: int, out: i
 def test_torchs_fp8_product_is_the_plain_one(device: str, rows: int) -> None:
     """On a CPU too, where torch has it as well."""
     weight, given = held(FLOATS, 48, 96, device=device), FLOATS.quantise(torch.randn(rows, 96, device=device))
-    ours, plain = (Linear8(weight, eight=one)(given) for one in (eight_of(E4M3, fused=True), FLOATS))
+    ours, plain = (Linear8(weight, quantized=one)(given) for one in (quantized_ops_of(E4M3, fused=True), FLOATS))
     torch.testing.assert_close(ours, plain, rtol=2**-6, atol=2**-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "top_k", "experts"), [(1, 2, 4), (5, 3, 7), (33, 2, 3)])
 def test_experts_are_their_plain_version(device: str, kind: str, rows: int, top_k: int, experts: int) -> None:
-    eight = eight_of(kind, fused=True, device=device)
-    gate_up, down = held(eight, experts, 2 * 48, 64, device=device), held(eight, experts, 64, 48, device=device)
+    quantized = quantized_ops_of(kind, fused=True, device=device)
+    gate_up, down = held(quantized, experts, 2 * 48, 64, device=device), held(quantized, experts, 64, 48, device=device)
     x = torch.randn(rows, 64, device=device).to(torch.bfloat16)
     chosen = torch.rand(rows, experts, device=device).topk(top_k).indices
     weights = torch.rand(rows, top_k, device=device)
-    ours, plain = (Experts8(gate_up, down, eight=one)(x, chosen, weights) for one in (eight, PLAIN[kind]))
+    ours, plain = (Experts8(gate_up, down, quantized=one)(x, chosen, weights) for one in (quantized, PLAIN[kind]))
     assert relative_error(ours, plain) < 0.02
-    nobody = Experts8(gate_up, down, eight=eight)(x[:0], chosen[:0], weights[:0])
+    nobody = Experts8(gate_up, down, quantized=quantized)(x[:0], chosen[:0], weights[:0])
     assert nobody.shape == (0, 64)
 
 
 @pytest.mark.parametrize("kind", [INT8, E4M3])
 def test_plain_experts_are_experts(kind: str) -> None:
     """Against floats throughout: what rounding the rows to eight bits costs, and nothing else."""
-    eight = PLAIN[kind]
-    (gate_up, up_scales), (down, down_scales) = (held(eight, 4, *s, device="cpu") for s in ((96, 64), (64, 48)))
+    quantized = PLAIN[kind]
+    (gate_up, up_scales), (down, down_scales) = (held(quantized, 4, *s, device="cpu") for s in ((96, 64), (64, 48)))
     x, weights = torch.randn(9, 64), torch.rand(9, 2)
     chosen = torch.rand(9, 4).topk(2).indices
-    ours = Experts8((gate_up, up_scales), (down, down_scales), eight=eight)(x.bfloat16(), chosen, weights)
+    ours = Experts8((gate_up, up_scales), (down, down_scales), quantized=quantized)(x.bfloat16(), chosen, weights)
     wanted = torch.stack([
         sum(weights[row, i] * (down[e] @ swiglu((gate_up[e] @ x[row])[None])[0]) for i, e in enumerate(chosen[row]))
         for row in range(9)

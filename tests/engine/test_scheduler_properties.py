@@ -1,6 +1,6 @@
 """The colocated scheduler under random traffic: nothing lost, leaked, starved, mixed up or computed twice.
 
-All the claims are in `colocated_sim`; here are the lives it is put through.
+All the claims are in `scheduler_sim`; here are the lives it is put through.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tripool.config import SchedulerConfig
 from tripool.core import Request, SamplingParams, Slo
 
-from .colocated_model import VOCAB
-from .colocated_sim import Simulation
-from .colocated_traffic import END_ID, NAMESPACES, explore
+from .scheduler_model import VOCAB
+from .scheduler_sim import Simulation
+from .scheduler_traffic import END_ID, NAMESPACES, explore
 
 tokens = st.integers(0, VOCAB - 1)
 

@@ -8,11 +8,11 @@ import tripool.cache.keys as cache_keys
 import tripool.prefill.scheduler as prefill_scheduler
 from tripool.cache import BlockPool, root_key
 from tripool.core import FinishReason
-from tripool.engine.colocated import Scheduler
+from tripool.engine.scheduler import Scheduler
 from tripool.prefill import PrefillScheduler
 from tripool.sequence import Seq, Task
 
-from .colocated_plant import Bugs
+from .scheduler_plant import Bugs
 
 bug = Bugs()
 

@@ -27,8 +27,8 @@ def test_large_pages_hold_every_tensor_in_a_place_of_its_own() -> None:
     del store  # the tensors keep their memory
     assert all(torch.equal(a, b) and a.dtype == b.dtype and a.is_contiguous() for a, b in zip(kept, made, strict=True))
     assert all(one.data_ptr() % 64 == 0 for one in kept if one.numel())
-    spans = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in kept if one.numel())
-    assert all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+    seqs = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in kept if one.numel())
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(seqs))
 
 
 def test_memory_that_made_a_tensor_is_not_shared_with_it() -> None:

@@ -44,12 +44,12 @@ class GroupedAttention:
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
         ops, w = self._ops, self._w
         rows, turned = len(x), w.heads + w.kv_heads
-        assert batch.turns is not None
+        assert batch.cos_sin is not None
         qkv = self._qkv(_normed(ops, x, w.norm)).view(rows, turned + w.kv_heads, w.head_dim)
         if w.q_norm is not None and w.k_norm is not None:
             qkv[:, : w.heads] = _normed(ops, qkv[:, : w.heads], w.q_norm)
             qkv[:, w.heads : turned] = _normed(ops, qkv[:, w.heads : turned], w.k_norm)
-        ops.rope_(qkv[:, :turned], batch.turns)
+        ops.rope_(qkv[:, :turned], batch.cos_sin)
         kv.index_copy_(0, batch.slots, qkv[:, w.heads :].flatten(1))
         q, n = qkv[:, : w.heads], batch.num_prompt_rows
         parts = []
@@ -70,22 +70,22 @@ class LatentAttention:
         self.num_bytes = self._down.num_bytes + self._core.num_bytes
 
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
-        ops, w, turns = self._ops, self._w, batch.turns
-        assert turns is not None
+        ops, w, cos_sin = self._ops, self._w, batch.cos_sin
+        assert cos_sin is not None
         queries = _normed(ops, x, w.norm)
         down = self._down(queries)
         if w.q_norm is not None:
             q_rank = len(w.q_norm.gain)
             queries, down = _normed(ops, down[:, :q_rank], w.q_norm), down[:, q_rank:]
         rank = len(w.kv_norm.gain)
-        ops.rope_(down[:, None, rank:], turns)
+        ops.rope_(down[:, None, rank:], cos_sin)
         down[:, :rank] = _normed(ops, down[:, :rank], w.kv_norm)
         kv.index_copy_(0, batch.slots, down)
         n = batch.num_prompt_rows
         if n > 0:
-            x[:n] += self._core.prompt(queries[:n], kv, batch.prompts, turns[:n])
+            x[:n] += self._core.prompt(queries[:n], kv, batch.prompts, cos_sin[:n])
         if n < len(x):
-            x[n:] += self._core.decode(queries[n:], kv, batch.decodes, turns[n:])
+            x[n:] += self._core.decode(queries[n:], kv, batch.decodes, cos_sin[n:])
 
 
 class _Swiglu:
@@ -137,7 +137,7 @@ class Draft:
 
     def hidden(self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         parts = self._parts
-        batch.turns = parts.turns.index_select(0, batch.positions)
+        batch.cos_sin = parts.cos_sin.index_select(0, batch.positions)
         x = parts.join(parts.embed.index_select(0, batch.tokens), hidden)
         parts.attention(x, batch, kv)
         parts.mlp(x)

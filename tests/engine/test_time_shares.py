@@ -6,10 +6,10 @@ from collections import Counter
 
 from tripool.config import SchedulerConfig
 from tripool.core import Request, SamplingParams, Slo
-from tripool.engine.colocated import Scheduler
+from tripool.engine.scheduler import Scheduler
 from tripool.sequence import Sampled
 
-from .colocated_sim import Simulation
+from .scheduler_sim import Simulation
 from .test_guided import Script
 
 ROW_S, TOKEN_S, FIXED_S = 0.01, 0.002, 0.01
@@ -186,7 +186,7 @@ def test_the_time_of_masks_is_that_of_whoever_asked_for_the_grammar() -> None:
     scheduler.add(request("b", "plain", n=2, max_tokens=300))
     for number in range(20):
         step(scheduler, number * 0.03, 0.03)
-    assert scheduler.turns.heavy() == {"guided"}, "though the other has more rows"
+    assert scheduler.time_shares.heavy() == {"guided"}, "though the other has more rows"
 
 
 def test_newcomers_with_slow_masks_come_a_few_at_a_time_and_others_need_not_wait_for_them() -> None:
@@ -215,5 +215,5 @@ def test_time_without_work_is_nobodys() -> None:
         scheduler.settle(tasks, [Sampled(7)] * len(tasks))
         scheduler.timed(tasks, sim.now_s, sim.now_s + 0.01)
         scheduler.release(scheduler.detach(f"r{number}", 0))
-        assert scheduler.turns.active == (number > 0) and not scheduler.turns.heavy(), number
+        assert scheduler.time_shares.active == (number > 0) and not scheduler.time_shares.heavy(), number
         sim.now_s += 0.2

@@ -1,6 +1,6 @@
 """A made-up model under the real scheduler: every step is run against a memory of slots and held to an oracle.
 
-The memory holds a chain value (`colocated_model`) per block and slot. The model reads the one before its first row and
+The memory holds a chain value (`scheduler_model`) per block and slot. The model reads the one before its first row and
 writes one per row; what each sequence should see, get and be counted is known beforehand from the request alone.
 """
 
@@ -10,13 +10,13 @@ from collections import Counter
 
 from tripool.config import SchedulerConfig
 from tripool.core import Request, TokenEvent
-from tripool.engine.colocated import Scheduler
-from tripool.engine.shares import group_of
+from tripool.engine.batch_shares import group_of
+from tripool.engine.scheduler import Scheduler
 from tripool.prefill.scheduler import Grow
 from tripool.sequence import Sampled, Seq, Task
 
-from .colocated_drafts import check_followers, check_planned, propose
-from .colocated_model import Memory, Shadow, enders, known_prefix, next_token, steps_to_live
+from .scheduler_drafts import check_followers, check_planned, propose
+from .scheduler_model import Memory, Shadow, enders, known_prefix, next_token, steps_to_live
 
 
 class Simulation:
@@ -276,7 +276,11 @@ class Simulation:
 
     def _check_tasks(self, before: set[Seq], tasks: list[Task]) -> None:
         assert tasks or not self.scheduler.busy, "a busy scheduler found nothing to do"
-        if before and not (self.promised and self.scheduler.slo_controller.active) and not self.scheduler.turns.heavy():
+        if (
+            before
+            and not (self.promised and self.scheduler.slo_controller.active)
+            and not self.scheduler.time_shares.heavy()
+        ):
             assert min(before, key=lambda s: s.order) in {task.seq for task in tasks}, "the oldest holder stood still"
         assert sum(task.num_rows for task in tasks) <= self.config.step_tokens, "more rows than a step has"
         assert len({task.seq for task in tasks}) == len(tasks), "a sequence has two tasks"

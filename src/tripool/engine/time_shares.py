@@ -50,7 +50,7 @@ class _Tenant:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class StepLimits:
     """Of heavy tenants in one step."""
 
     tenants: frozenset[str] = frozenset()
@@ -61,10 +61,10 @@ class Turn:
         return seq.request.slo.tenant in self.tenants
 
 
-NOBODY = Turn()
+NOBODY = StepLimits()
 
 
-class Turns:
+class TimeShares:
     def __init__(self, times: StepTime) -> None:
         self._times = times
         self._tenants: dict[str, _Tenant] = {}
@@ -134,7 +134,7 @@ class Turns:
         per_weight = _MORE * _FADE_S / sum(tenant.weight for tenant in self._tenants.values())
         return frozenset(name for name, t in self._tenants.items() if t.used_s > per_weight * t.weight)
 
-    def next(self, decoding: Sequence[Seq], prompts: Iterable[Seq]) -> Turn:
+    def next(self, decoding: Sequence[Seq], prompts: Iterable[Seq]) -> StepLimits:
         """`prompts`: those under way, and those that may start in this step."""
         tenants = self.heavy()
         if not tenants:
@@ -146,7 +146,7 @@ class Turns:
         others_wait = any(seq.num_generated == 0 for seq in prompts if seq.request.slo.tenant not in tenants)
         self._stood_still = others_wait and not self._stood_still
         if self._stood_still:
-            return Turn(tenants)
+            return StepLimits(tenants)
         times = self._times
         first_s = self._first_s or times.fixed_s + times.row_s + _FIRST_PROMPT_TOKENS * times.prompt_token_s
         room_s = _PART * first_s - times.fixed_s
@@ -154,14 +154,14 @@ class Turns:
         if not self._had_rows:
             start = own[0].num_computed if own else 0
             token_s = (times.prompt_token_s or self._prompt_token_s) + times.prompt_read_s * start
-            return Turn(tenants, prompt_tokens=_fit(room_s, token_s, _LEAST_PROMPT_TOKENS))
+            return StepLimits(tenants, prompt_tokens=_fit(room_s, token_s, _LEAST_PROMPT_TOKENS))
         context = sum(len(seq.tokens) for seq in rows) / len(rows)
         drafts = sum(seq.draft is not None for seq in rows) / len(rows)
         row_s = (times.row_s or self._row_s) + drafts * times.draft_s + context * times.context_token_s
         row_s += sum(seq.mask_s for seq in rows) / len(rows)
-        return Turn(tenants, rows=_fit(room_s, row_s, _LEAST_ROWS))
+        return StepLimits(tenants, rows=_fit(room_s, row_s, _LEAST_ROWS))
 
-    def left_out(self, turn: Turn, decoding: Sequence[Seq]) -> set[Seq]:
+    def left_out(self, turn: StepLimits, decoding: Sequence[Seq]) -> set[Seq]:
         """Rows of heavy tenants, and of slow grammars, that have to wait for another step: those that had theirs
         last."""
         masks_s = sum(seq.mask_s for seq in decoding)

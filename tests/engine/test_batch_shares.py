@@ -10,8 +10,8 @@ import pytest
 from tripool.config import SchedulerConfig
 from tripool.core import Request, SamplingParams, Slo
 
-from .colocated_sim import Simulation
-from .colocated_traffic import explore
+from .scheduler_sim import Simulation
+from .scheduler_traffic import explore
 
 
 def request(request_id: str, tenant: str = "", *, n: int = 1, max_tokens: int = 40, **more: Any) -> Request:

@@ -1,8 +1,8 @@
 """Many quiet steps of the running batch at once, with the scheduler left as single steps would leave it. Pure.
 
 A step is quiet when every sequence of the batch takes one token and nothing else can happen: nobody comes, waits, ends
-or is short of a block. `quiet_steps` says how many such steps come next; `leap` takes them in one go. Blocks are given
-out and named in the order in which single steps would do it, so that tables, free list and index are the same.
+or is short of a block. `quiet_steps` says how many such steps come next; `fast_forward` takes them at once. Blocks are
+allocated and named in the order in which single steps would do it, so that tables, free list and index are the same.
 
 Only for sequences that nothing but their length ends: no grammar, no draft and no token that stops them.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tripool.config import SchedulerConfig
-from tripool.engine.colocated import Scheduler
+from tripool.engine.scheduler import Scheduler
 from tripool.prefill.scheduler import extend_keys
 from tripool.sequence import Seq
 
@@ -29,25 +29,25 @@ def quiet_steps(scheduler: Scheduler, config: SchedulerConfig) -> int:
     return count
 
 
-def leap(
+def fast_forward(
     scheduler: Scheduler, config: SchedulerConfig, count: int, token_of: Callable[[Seq], int], *, model: str = ""
 ) -> None:
     """`count` quiet steps; `token_of` says which token a sequence gets, the same in each of them."""
     running, size = scheduler.decode.running, config.block_tokens
-    turns: list[tuple[int, bool, int]] = []
+    time_shares: list[tuple[int, bool, int]] = []
     """(step, whether a block is full rather than needed, position in the batch): what happens in their order."""
     for position, seq in enumerate(running):
         start = seq.num_computed
         stop = start + count
         if stop > len(seq.table) * size:
             first = len(seq.table) * size - start + 1
-            turns += ((step, False, position) for step in range(first, count + 1, size))
+            time_shares += ((step, False, position) for step in range(first, count + 1, size))
         if config.prefix_reuse and stop // size > seq.num_published:
             first = (seq.num_published + 1) * size - start
-            turns += ((step, True, position) for step in range(max(first, 1), count + 1, size))
+            time_shares += ((step, True, position) for step in range(max(first, 1), count + 1, size))
         seq.num_computed = stop
         seq.tokens += [token_of(seq)] * count
-    for _, is_full, position in sorted(turns):
+    for _, is_full, position in sorted(time_shares):
         seq = running[position]
         if is_full:
             keys = extend_keys(seq, (seq.num_published + 1) * size, size, model)

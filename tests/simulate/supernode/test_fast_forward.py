@@ -12,8 +12,8 @@ from tests.simulate.supernode.small import small_layout
 
 from tripool.config import SchedulerConfig
 from tripool.core import Request, SamplingParams, Slo
-from tripool.engine.colocated import Scheduler
-from tripool.engine.leap import leap, quiet_steps
+from tripool.engine.fast_forward import fast_forward, quiet_steps
+from tripool.engine.scheduler import Scheduler
 from tripool.sequence import Sampled, Seq
 from tripool.simulate.supernode import Fault, simulate_trace
 from tripool.simulate.supernode.faults import Faults
@@ -54,13 +54,13 @@ def asks_of(drawn: list[tuple[float, int, int, int, str]]) -> list[Ask]:
 
 def both(asks: list[Ask], struck: list[Fault], **sizes: Any) -> tuple[str, str]:
     runs = []
-    for leaps in (True, False):
+    for fast_forwards in (True, False):
         data = simulate_trace(
             small_layout(**sizes),
             asks,
             trace="t",
             faults=struck,
-            leaps=leaps,
+            fast_forwards=fast_forwards,
             slice_s=1.0,
         )
         runs.append(json.dumps(data))
@@ -80,8 +80,8 @@ def test_the_same_report_whether_leaping_or_stepping(
 def test_a_leap_saves_events() -> None:
     asks = [Ask(0.1 * number, 64, 200, (), "", 16) for number in range(8)]
     counts = []
-    for leaps in (True, False):
-        world = World(small_layout(blocks=80), asks, leaps=leaps)
+    for fast_forwards in (True, False):
+        world = World(small_layout(blocks=80), asks, fast_forwards=fast_forwards)
         Faults(world, [])
         world.run()
         counts.append(world.timeline.num_events)
@@ -134,7 +134,7 @@ def test_a_leap_leaves_the_scheduler_as_single_steps_do(
     config = SchedulerConfig(num_blocks=blocks, block_tokens=4, max_running=6, step_tokens=16, prefix_reuse=reuse)
     one, other = batch(config, sizes), batch(config, sizes)
     count = min(most, quiet_steps(one, config))
-    leap(one, config, count, token_of, model="m")
+    fast_forward(one, config, count, token_of, model="m")
     one.check()
     for _ in range(count):
         tasks = other.schedule()

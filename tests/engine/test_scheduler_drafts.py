@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tripool.core import TokenEvent
-from tripool.engine.colocated import Scheduler
+from tripool.engine.scheduler import Scheduler
 
 from .test_colocated import make_request, make_scheduler, rows, settle
 

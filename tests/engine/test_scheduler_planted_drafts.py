@@ -8,11 +8,11 @@ import pytest
 
 import tripool.prefill.scheduler as prefill_scheduler
 from tripool.core import TokenEvent
-from tripool.engine.colocated import Scheduler
+from tripool.engine.scheduler import Scheduler
 from tripool.prefill import PrefillScheduler
 from tripool.sequence import Sampled, Seq, Task, Work
 
-from .colocated_plant import Bugs
+from .scheduler_plant import Bugs
 
 bug = Bugs()
 

@@ -10,9 +10,9 @@ import torch
 from tripool.core import BLOCK_TOKENS
 from tripool.kernels.batch import Batch
 from tripool.kernels.cuda import attention
-from tripool.kernels.cuda.eight import Linear8
 from tripool.kernels.cuda.elementwise import normed, rope_
 from tripool.kernels.cuda.make import AnyRows, Make, norm_for
+from tripool.kernels.cuda.quantized_linear import Linear8
 from tripool.kernels.cuda.rows import PagedRows, device_rows
 from tripool.kernels.table import DraftParts
 from tripool.kernels.weights import INT8, GqaWeights, LatentWeights
@@ -28,13 +28,13 @@ class GroupedAttention:
 
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
         w, rows, n = self._w, device_rows(batch), batch.num_prompt_rows
-        assert batch.turns is not None
+        assert batch.cos_sin is not None
         turned = w.heads + w.kv_heads
         qkv = self._qkv(self._norm(x)).unflatten(1, (turned + w.kv_heads, w.head_dim))
         if w.q_norm is not None and w.k_norm is not None:
             qkv[:, : w.heads] = normed(qkv[:, : w.heads], w.q_norm)
             qkv[:, w.heads : turned] = normed(qkv[:, w.heads : turned], w.k_norm)
-        rope_(qkv[:, :turned], batch.turns)
+        rope_(qkv[:, :turned], batch.cos_sin)
         kv.index_copy_(0, batch.slots, qkv[:, w.heads :].flatten(1))
         q, parts = qkv[:, : w.heads], []
         if rows.prompts:
@@ -47,13 +47,13 @@ class GroupedAttention:
 def prologue(w: LatentWeights, down: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor | None:
     """Of the joint down-projection: the latent, normed, and the rotary key, turned, go into the cache; the queries'
     part comes back normed, if there is one."""
-    assert batch.turns is not None
+    assert batch.cos_sin is not None
     queries = None
     if w.q_norm is not None:
         q_rank = len(w.q_norm.gain)
         queries, down = normed(down[:, :q_rank], w.q_norm), down[:, q_rank:]
     rank = len(w.kv_norm.gain)
-    rope_(down[:, None, rank:], batch.turns)
+    rope_(down[:, None, rank:], batch.cos_sin)
     down[:, :rank] = normed(down[:, :rank], w.kv_norm)
     kv.index_copy_(0, batch.slots, down)
     return queries
@@ -65,10 +65,10 @@ def prologue_fused(
     """`int8`: the queries' part comes back in integers."""
     from tripool.kernels.triton.mla_prologue import mla_prologue
 
-    assert batch.turns is not None
+    assert batch.cos_sin is not None
     q_gain, q_eps = (None, 0.0) if w.q_norm is None else (w.q_norm.gain, w.q_norm.eps)
     queries, scales = mla_prologue(
-        down, q_gain, w.kv_norm.gain, batch.turns, device_rows(batch).order, batch.slots,
+        down, q_gain, w.kv_norm.gain, batch.cos_sin, device_rows(batch).order, batch.slots,
         kv.view(-1, BLOCK_TOKENS, kv.shape[1]), q_eps=q_eps, kv_eps=w.kv_norm.eps, int8=int8,
     )  # fmt: skip
     if w.q_norm is None:
@@ -77,15 +77,15 @@ def prologue_fused(
 
 
 def turn_(q_rope: torch.Tensor, batch: Batch) -> None:
-    assert batch.turns is not None
-    rope_(q_rope, batch.turns)
+    assert batch.cos_sin is not None
+    rope_(q_rope, batch.cos_sin)
 
 
 def turn_fused_(q_rope: torch.Tensor, batch: Batch) -> None:
     from tripool.kernels.triton.mla_prologue import rope_queries
 
-    assert batch.turns is not None
-    rope_queries(q_rope, batch.turns, device_rows(batch).order, q_rope)
+    assert batch.cos_sin is not None
+    rope_queries(q_rope, batch.cos_sin, device_rows(batch).order, q_rope)
 
 
 class LatentAttention:
@@ -96,7 +96,7 @@ class LatentAttention:
         self._out = make.linear(core.out, core.out_bias, core.out_scales)
         self._up = make.store.keep("up", lambda: core.up.to(make.dtype))
         self._norm = norm_for(weights.norm, self._down, *([] if weights.q_norm else [self._query]))
-        integers = isinstance(self._query, Linear8) and self._query.eight.stored == INT8
+        integers = isinstance(self._query, Linear8) and self._query.quantized.stored == INT8
         self._prologue: Callable[[LatentWeights, torch.Tensor, Batch, torch.Tensor], AnyRows | None]
         self._prologue = partial(prologue_fused, int8=integers) if make.fused else prologue
         self._turn_ = turn_fused_ if make.fused else turn_
@@ -105,7 +105,7 @@ class LatentAttention:
 
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
         w, rows, n = self._w, device_rows(batch), batch.num_prompt_rows
-        assert batch.turns is not None
+        assert batch.cos_sin is not None
         outer = self._norm(x)
         inner = self._prologue(w, self._down(outer), batch, kv)
         q = self._query(outer if inner is None else inner).unflatten(1, (self._up.shape[0], -1))
@@ -134,7 +134,7 @@ class Draft:
 
     def hidden(self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         parts = self._parts
-        batch.turns = parts.turns.index_select(0, batch.positions)
+        batch.cos_sin = parts.cos_sin.index_select(0, batch.positions)
         x = parts.join(parts.embed.index_select(0, batch.tokens), hidden)
         parts.attention(x, batch, kv)
         parts.mlp(x)

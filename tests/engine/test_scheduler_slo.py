@@ -11,10 +11,10 @@ import pytest
 from tripool.config import SchedulerConfig
 from tripool.core import Request, SamplingParams, Slo, TokenEvent
 from tripool.decode import StepFacts, slo_controller
-from tripool.engine.colocated import Scheduler
+from tripool.engine.scheduler import Scheduler
 from tripool.sequence import Sampled, Task
 
-from .colocated_sim import Simulation
+from .scheduler_sim import Simulation
 from .test_colocated_properties import SchedulerMachine, run_machine
 
 PACES_MS = (None, 0.01, 1.6, 3.0, None, 10.0, 1000.0)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+import tripool.engine.scheduler as scheduler
 import tripool.prefill.scheduler as prefill_scheduler
 from tripool.config import SchedulerConfig
 from tripool.core import FinishReason, Request, SamplingParams, TokenEvent
-from tripool.engine import colocated
-from tripool.engine.colocated import Scheduler
+from tripool.engine.scheduler import Scheduler
 from tripool.prefill import PrefillScheduler
 from tripool.sequence import Sampled, Seq, Task, Work
 
-from .colocated_plant import Bugs
-from .colocated_sim import Simulation
+from .scheduler_plant import Bugs
+from .scheduler_sim import Simulation
 
 bug = Bugs()
 
@@ -82,13 +82,13 @@ def computed_count_one_short(patch: pytest.MonkeyPatch) -> None:
 
 @bug("finished too early, too late")
 def one_token_too_many(patch: pytest.MonkeyPatch) -> None:
-    finish_reason = colocated._finish_reason
+    finish_reason = scheduler._finish_reason
 
     def late(seq: Seq) -> FinishReason | None:
         finish = finish_reason(seq)
         return None if finish == "length" and seq.num_generated == seq.max_new_tokens else finish
 
-    patch.setattr(colocated, "_finish_reason", late)
+    patch.setattr(scheduler, "_finish_reason", late)
 
 
 @bug("token indices must run")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from .colocated_traffic import explore
+from .scheduler_traffic import explore
 
 NUM_LIVES = 60
 

@@ -10,7 +10,7 @@ from tripool.core import BLOCK_TOKENS
 
 
 @dataclass(slots=True)
-class Span:
+class SequenceRows:
     """Consecutive rows of one sequence. Row `row` + i is position `start` + i and sees `first` .. itself."""
 
     row: int
@@ -37,18 +37,18 @@ class Span:
         return slice(self.row, self.row + self.count)
 
 
-def context(kv: torch.Tensor, span: Span) -> torch.Tensor:
+def context(kv: torch.Tensor, seq: SequenceRows) -> torch.Tensor:
     """KV rows of positions first .. stop - 1 of a span, [tokens, width]: a view of kv [slots, width], or a copy."""
-    if span.blocks is None:
-        begin = span.table[0] * BLOCK_TOKENS
-        return kv[begin + span.first : begin + span.stop]
+    if seq.blocks is None:
+        begin = seq.table[0] * BLOCK_TOKENS
+        return kv[begin + seq.first : begin + seq.stop]
     width = kv.shape[1]
-    blocks = kv.view(-1, BLOCK_TOKENS * width).index_select(0, span.blocks)
-    return blocks.view(-1, width)[span.first : span.stop]
+    blocks = kv.view(-1, BLOCK_TOKENS * width).index_select(0, seq.blocks)
+    return blocks.view(-1, width)[seq.first : seq.stop]
 
 
-def visible(span: Span) -> torch.Tensor:
+def visible(seq: SequenceRows) -> torch.Tensor:
     """bool [count, tokens]: which of the context's rows each row of the span may see."""
-    positions = torch.arange(span.first, span.stop)
-    rows = torch.arange(span.start, span.stop)
+    positions = torch.arange(seq.first, seq.stop)
+    rows = torch.arange(seq.start, seq.stop)
     return positions[None, :] <= rows[:, None]

@@ -12,10 +12,10 @@ from zlib import crc32
 
 from tripool.sequence import Seq, Task
 
-from .colocated_model import VOCAB, Shadow, enders
+from .scheduler_model import VOCAB, Shadow, enders
 
 if TYPE_CHECKING:
-    from .colocated_sim import Simulation
+    from .scheduler_sim import Simulation
 
 
 def guess(shadow: Shadow, quality: float) -> int | None:
