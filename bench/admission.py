@@ -36,7 +36,7 @@ from tripool.bench.samples import Sample
 from tripool.bench.wire import Address, HttpClient
 from tripool.bench.workload import at_times, poisson_arrivals
 from tripool.router.fairness import jain, max_min
-from tripool.tenants.book import Book
+from tripool.tenants.key_store import KeyStore
 
 REFUSED_P99_MS, KEPT, TTFT_RATIO, JAIN = 50.0, 0.99, 1.5, 0.95
 OVERLOAD, TTFT_MS = 2.0, 1000.0
@@ -143,8 +143,8 @@ async def overload(url: str, span_s: float) -> tuple[float, list[Sample], float]
 
 def overload_rows(span_s: float) -> list[Row]:
     with TemporaryDirectory() as folder:
-        book = ["--keys", f"{folder}/keys.db", "--open"]
-        with serving(FAKE_SERVER, FAKE, "serve", "fake", "--port", "0", "--max-running", "32", *book) as server:
+        key_store = ["--keys", f"{folder}/keys.db", "--open"]
+        with serving(FAKE_SERVER, FAKE, "serve", "fake", "--port", "0", "--max-running", "32", *key_store) as server:
             capacity, samples, lag_s = uvloop.run(overload(server.url, span_s))
     answered = fine(samples)
     refused_ms = [sample.e2e_s * 1e3 for sample in samples if not sample.ok]
@@ -186,8 +186,8 @@ def fairness_rows(span_s: float, model: str) -> list[Row]:
     names = [*(f"other-{n}" for n in range(NUM_OTHERS)), "flood"]
     with TemporaryDirectory() as folder:
         path = Path(folder) / "keys.db"
-        with Book(path, create=True) as book:
-            keys = [book.add_key(name, now_s=time.time(), settings={}) for name in names]
+        with KeyStore(path, create=True) as key_store:
+            keys = [key_store.add_key(name, now_s=time.time(), settings={}) for name in names]
         with serving(REAL_SERVER, "serve", model, "--port", "0", "--keys", str(path)) as server:
             capacity, alone, flooded = uvloop.run(flood(server.url, keys, span_s))
     before = quantile([s.ttft_s for run in alone for s in fine(run.samples) if s.ttft_s], 0.95)

@@ -35,7 +35,7 @@ from urllib.parse import urlsplit
 from attack_clients import endless_header, half_open, slow_reader
 from gateway import serving
 from harness import Origin, Row, print_table, write_json
-from tripool.tenants.book import Book
+from tripool.tenants.key_store import KeyStore
 
 TARGET = 1.5
 RATE_PER_S = 6.0
@@ -121,8 +121,8 @@ def patterns() -> Attack:
 
 
 def long_prompts(count: int, tokens: int) -> dict[str, Any]:
-    dice = random.Random(count)
-    prompts = [[dice.randrange(300, 4000) for _ in range(tokens)] for _ in range(count)]
+    rng = random.Random(count)
+    prompts = [[rng.randrange(300, 4000) for _ in range(tokens)] for _ in range(count)]
     return {"prompt": prompts, "max_tokens": 100, "ignore_eos": True}
 
 
@@ -273,10 +273,10 @@ def rows_of(mode: str, attacks: Sequence[str], span_s: float, rounds: int) -> li
     rows = []
     with TemporaryDirectory() as folder:
         path = Path(folder) / "keys.db"
-        with Book(path, create=True) as book:
+        with KeyStore(path, create=True) as key_store:
             names = {name: name.replace(" ", "-") for name in ATTACKS}
-            keys = {n: book.add_key(names[n], now_s=time.time(), settings=ATTACKS[n].limits) for n in ATTACKS}
-            own = book.add_key("victim", now_s=time.time(), admin=True)
+            keys = {n: key_store.add_key(names[n], now_s=time.time(), settings=ATTACKS[n].limits) for n in ATTACKS}
+            own = key_store.add_key("victim", now_s=time.time(), admin=True)
         with serving(SERVER, "serve", "tiny", "--port", "0", "--keys", str(path), *QUIET, *MODES[mode]) as server:
             address = urlsplit(server.url)
             victim = Victim(address.hostname, address.port, own)

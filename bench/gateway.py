@@ -103,9 +103,9 @@ def serving(program: str, *arguments: str) -> Iterator[Server]:
 
 
 async def load(
-    url: str, *, concurrency: int, requests: int, output_tokens: int, input_tokens: int = INPUT_TOKENS, watch=None
+    url: str, *, concurrency: int, requests: int, output_tokens: int, input_tokens: int = INPUT_TOKENS, key_watcher=None
 ) -> Measured:
-    """A closed loop of chats; `watch` runs beside it and ends it when it returns."""
+    """A closed loop of chats; `key_watcher` runs beside it and ends it when it returns."""
     address = Address.parse(url)
     client = HttpClient(address)
     try:
@@ -114,8 +114,8 @@ async def load(
         run = Run(client, BodyMaker("chat", model, prompts, 0, True), timeout_s=300)
         shots = random_shots(requests, input_tokens=input_tokens, output_tokens=output_tokens)
         going = asyncio.ensure_future(run.go(shots, concurrency=concurrency))
-        if watch is not None:
-            await watch()
+        if key_watcher is not None:
+            await key_watcher()
             run.stop()
         return await going
     finally:
@@ -212,7 +212,7 @@ def memory_rows(streams: int, first_s: float, end_s: float) -> list[Row]:
     with serving(SERVER, str(STEP_S)) as server:
         idle_mb = server.rss_mb()
 
-        async def watch() -> None:
+        async def key_watcher() -> None:
             for _ in range(round(end_s / first_s)):
                 await asyncio.sleep(first_s)
                 sizes_mb.append(server.rss_mb())
@@ -221,7 +221,7 @@ def memory_rows(streams: int, first_s: float, end_s: float) -> list[Row]:
         # of ended requests, on purpose and within bounds, is there already. Prompts are shorter than a block, because
         # the fake engine remembers every block for ever.
         shape = {"concurrency": streams, "requests": streams * 40, "output_tokens": int(end_s / 12 / STEP_S)}
-        found = summary_of(uvloop.run(load(server.url, **shape, input_tokens=SHORT_TOKENS, watch=watch)))
+        found = summary_of(uvloop.run(load(server.url, **shape, input_tokens=SHORT_TOKENS, key_watcher=key_watcher)))
     early_mb, late_mb = sizes_mb[0], sizes_mb[-1]
     details = {"sizes_mb": sizes_mb, "idle_mb": idle_mb, "served": found.completed}
     itl = found.itl_ms

@@ -133,10 +133,10 @@ def synthetic(folder: Path, layers: int) -> Path:
         "eos_token_id": 2,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    dice = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
 
     def weight(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=dice, dtype=torch.float32).mul_(shape[-1] ** -0.5).bfloat16()
+        return torch.randn(*shape, generator=rng, dtype=torch.float32).mul_(shape[-1] ** -0.5).bfloat16()
 
     tensors = {"model.embed_tokens.weight": weight(vocab, hidden), "model.norm.weight": torch.ones(hidden)}
     for i in range(layers):

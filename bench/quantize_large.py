@@ -63,8 +63,8 @@ def write_large(folder: Path, num_layers: int) -> int:
 
     The tokenizer is the bundled model's, whose ids this vocabulary has too.
     """
-    dice = torch.Generator().manual_seed(0)
-    pool = torch.randn(2**28, generator=dice).mul_(0.02).bfloat16()
+    rng = torch.Generator().manual_seed(0)
+    pool = torch.randn(2**28, generator=rng).mul_(0.02).bfloat16()
     weight_map, total = {}, 0
     rest = {"model.embed_tokens.weight": (102400, 2048), "lm_head.weight": (102400, 2048), "model.norm.weight": (2048,)}
     for i, shapes in enumerate([rest, *(v2_lite_shapes(layer) for layer in range(num_layers))]):
@@ -72,7 +72,7 @@ def write_large(folder: Path, num_layers: int) -> int:
         writer = SafetensorsWriter(folder / shard, {name: TensorInfo(shape, "BF16") for name, shape in shapes.items()})
         for name, shape in shapes.items():
             size = int(torch.Size(shape).numel())
-            start = int(torch.randint(0, len(pool) - size, (1,), generator=dice))
+            start = int(torch.randint(0, len(pool) - size, (1,), generator=rng))
             values = pool[start : start + size].view(shape)
             writer.put(name, values if len(shape) > 1 else torch.ones(shape, dtype=torch.bfloat16))
             total += size

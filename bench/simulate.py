@@ -70,8 +70,8 @@ def hour(trace: Path | None, share: float) -> dict[str, float]:
     reuse = ideal_reuse(asks)
     file = deployment(384, reuse.input_tokens, reuse.output_tokens, reuse.tokens)
     spent_s, world = run(file, asks, reuse.most_blocks)
-    return {"s": spent_s, "requests": len(world.books), "virtual_s": world.timeline.now_s, "blocks": reuse.blocks,
-            "tokens": reuse.tokens, "done": world.books.outcome.count(0)}  # fmt: skip
+    return {"s": spent_s, "requests": len(world.table), "virtual_s": world.timeline.now_s, "blocks": reuse.blocks,
+            "tokens": reuse.tokens, "done": world.table.outcome.count(0)}  # fmt: skip
 
 
 def million(requests: int) -> dict[str, float]:
@@ -81,7 +81,7 @@ def million(requests: int) -> dict[str, float]:
     file = deployment(384, 512.0, 128.0, 0.0)
     spent_s, world = run(replace(file, cache_gb=min(file.cache_gb, 20_000.0)), made_up.draw())
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    return {"s": spent_s, "gb": peak_gb, "events": world.timeline.num_events, "done": world.books.outcome.count(0),
+    return {"s": spent_s, "gb": peak_gb, "events": world.timeline.num_events, "done": world.table.outcome.count(0),
             "virtual_s": world.timeline.now_s}  # fmt: skip
 
 

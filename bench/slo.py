@@ -50,7 +50,7 @@ from tripool.simulate.classes import (
     draw,
     run,
 )
-from tripool.simulate.dice import Dice
+from tripool.simulate.rng import Rng
 
 GAIN, REFUSED_MS = 1.1, 50.0
 MOST_RUNNING = 96
@@ -117,7 +117,7 @@ def scheduling(max_running: int, step_tokens: int = 512) -> SchedulerConfig:
 def virtual_rows(*, quick: bool, overload: bool) -> list[Row]:
     count, cost, rows = 400 if quick else 1200, StepCost(jitter=0.05, hiccup=0.001), list[Row]()
     for name, phases in MIXES.items():
-        backlog = draw(phases, count, Dice(1))
+        backlog = draw(phases, count, Rng(1))
         ours = run(backlog, scheduling(MOST_RUNNING), cost)
         config, best = best_fixed(backlog, (scheduling(limit) for limit in range(4, 15)), cost)
         what = f"best fixed limit: {config.max_running}" if config else "no fixed limit keeps the classes"
@@ -130,10 +130,10 @@ def virtual_rows(*, quick: bool, overload: bool) -> list[Row]:
         per_s = len(ours.served) / ours.wall_s
         rows += class_rows(
             f"{name} at {LOAD:.0%}",
-            run(draw(phases, count, Dice(2), per_s=LOAD * per_s), scheduling(MOST_RUNNING), cost),
+            run(draw(phases, count, Rng(2), per_s=LOAD * per_s), scheduling(MOST_RUNNING), cost),
         )
         if overload:
-            arrivals = draw(phases, count, Dice(3), per_s=OVERLOAD * per_s)
+            arrivals = draw(phases, count, Rng(3), per_s=OVERLOAD * per_s)
             rows += overload_rows(
                 name, run(arrivals, scheduling(MOST_RUNNING), cost, admission=AdmissionController(AdmissionConfig()))
             )
@@ -193,7 +193,7 @@ def single_stream_ms(thread: Backend, vocab: int) -> float:
     kind = Kind(tpot_ms=None, share=1.0, prompt_tokens=100, answer_tokens=64)
     paces = []
     for number in range(5):
-        [arrival] = filled(draw([[kind]], 1, Dice(number)), vocab)
+        [arrival] = filled(draw([[kind]], 1, Rng(number)), vocab)
         [served] = asyncio.run(drive(thread, [arrival])).served
         paces.append(served.mean_s * 1000)
     return statistics.median(paces[1:])
@@ -222,18 +222,18 @@ def real_rows(model: str, threads: int, *, quick: bool, overload: bool) -> tuple
         factor = STRICT_STREAMS * single_stream_ms(thread, vocab) / 15.0
         for name in mixes:
             kinds = scaled(MIXES[name], factor)
-            backlog = filled(draw(kinds, count, Dice(1)), vocab)
+            backlog = filled(draw(kinds, count, Rng(1)), vocab)
             # A server that has run before, not one that has to learn the machine from its first promise.
-            asyncio.run(drive(thread, filled(draw(kinds, 40, Dice(9)), vocab), promised=False))
+            asyncio.run(drive(thread, filled(draw(kinds, 40, Rng(9)), vocab), promised=False))
             ours = asyncio.run(drive(thread, backlog))
             print(f"{name}: {ours.tokens_per_s:.0f} tok/s, worst class {ours.worst:.3f}", file=sys.stderr)
             best, what = fixed_sweep(model, threads, limits, backlog)
             rows.append(gain_row(f"{name}: ours / best fixed limit", ours, best, what, GAIN))
             per_s = len(ours.served) / ours.wall_s
-            arrivals = filled(draw(kinds, count, Dice(2), per_s=LOAD * per_s), vocab)
+            arrivals = filled(draw(kinds, count, Rng(2), per_s=LOAD * per_s), vocab)
             rows += class_rows(f"{name} at {LOAD:.0%}", asyncio.run(drive(thread, arrivals)), factor)
             if overload:
-                arrivals = filled(draw(kinds, count, Dice(3), per_s=OVERLOAD * per_s), vocab)
+                arrivals = filled(draw(kinds, count, Rng(3), per_s=OVERLOAD * per_s), vocab)
                 rows += overload_rows(name, asyncio.run(drive(AdmissionBackend(thread), arrivals)), factor)
     return rows, factor
 

@@ -184,10 +184,10 @@ def decode_row(
     rank: Slice, ranks: int, batch: int, kv: int, skewed: bool, hold: Any, ceilings: timing.Ceilings, *, detail: bool
 ) -> dict[str, Any]:
     """One batch as it is; then two halves beside the exchange."""
-    dice, device = random.Random(7), rank.device
+    rng, device = random.Random(7), rank.device
 
     def part(requests: int) -> tuple[Decode, Duty]:
-        work = duty(ranks, 2 * requests, SKEW if skewed else 0.0, dice)
+        work = duty(ranks, 2 * requests, SKEW if skewed else 0.0, rng)
         rows = [min(r, 9) for r in work.rows] if TOY else work.rows
         return Decode(rank.s, requests, 2, kv, rows, own_shared=work.own_shared, device=device), work
 

@@ -47,7 +47,7 @@ class Duty:
         return sum(self.rows)
 
 
-def duty(ranks: int, tokens: int, skew: float, dice: random.Random) -> Duty:
+def duty(ranks: int, tokens: int, skew: float, rng: random.Random) -> Duty:
     """Drawn for the busiest rank: the others wait for it. `skew` 0: balanced; else popularity falls as rank^-skew.
 
     EP32 and EP128 hold 256 / ranks experts each, spread so that ranks are as equal as whole experts allow, and the
@@ -60,16 +60,16 @@ def duty(ranks: int, tokens: int, skew: float, dice: random.Random) -> Duty:
     if ranks > EXPERTS:
         copies = [share / 2 if i < ranks - EXPERTS - 32 else share for i, share in enumerate(chosen)]
         shared = everybody / 32
-        return Duty((max(_drawn(everybody, max(copies), dice), round(shared)),), own_shared=False)
+        return Duty((max(_drawn(everybody, max(copies), rng), round(shared)),), own_shared=False)
     held: list[list[float]] = [[] for _ in range(ranks)]
     for share in sorted(chosen, reverse=True):  # the largest first, each to who has least
         room = [one for one in held if len(one) < EXPERTS // ranks]
         min(room, key=sum).append(share)
     busiest = max(held, key=sum)
-    return Duty(tuple(_drawn(everybody, share, dice) for share in busiest), own_shared=True)
+    return Duty(tuple(_drawn(everybody, share, rng) for share in busiest), own_shared=True)
 
 
-def _drawn(trials: int, share: float, dice: random.Random) -> int:
+def _drawn(trials: int, share: float, rng: random.Random) -> int:
     """Binomial, by its normal limit: trials are in the thousands."""
     spread = math.sqrt(trials * share * max(0.0, 1 - share))
-    return max(1, min(trials, round(dice.gauss(trials * share, spread))))
+    return max(1, min(trials, round(rng.gauss(trials * share, spread))))

@@ -109,7 +109,7 @@ def test_memory_that_is_not_there_is_missed_at_once(folder: Path) -> None:
 
 def test_what_is_found_without_asking_is_right_or_absent(folder: Path) -> None:
     """Random lives of slots: who sits down gets the slot that holds the key, and is seldom sent to ask."""
-    dice = random.Random(5)
+    rng = random.Random(5)
     arena = Arena.create(folder / "a.arena", 100, 50)
     peer = Arena.attach(folder / "a.arena")
     held: dict[int, Record] = {}
@@ -130,14 +130,14 @@ def test_what_is_found_without_asking_is_right_or_absent(folder: Path) -> None:
         return found
 
     for turn in range(1500):
-        slot, key = dice.randrange(50), dice.randbytes(16)
+        slot, key = rng.randrange(50), rng.randbytes(16)
         if turn % 3:
             held[slot] = replace(COMMITTED, key=key, num_bytes=slot, checksum=turn, ticket=turn)
             arena.write_header(slot, held[slot])
         else:
             held.pop(slot, None)
             arena.write_header(slot, Record() if turn % 2 else replace(RESERVED, key=key))
-        assert seen(dice.randbytes(16)) is None and seen(key, b"x" * 16) is None
+        assert seen(rng.randbytes(16)) is None and seen(key, b"x" * 16) is None
         for slot, record in held.items() if turn % 10 == 0 else ():
             found, num_asked = seen(record.key), num_asked + 1
             assert found in (None, (Block(slot, record.checksum, record.num_bytes, record.form), record.ticket))
@@ -188,9 +188,9 @@ def test_a_torn_header_is_never_read_without_asking(folder: Path) -> None:
 
 @pytest.mark.parametrize("size", [1000, 2**16, 2**17 + 5])
 def test_blocks_are_read_as_one_by_one_until_one_is_not_right(folder: Path, size: int) -> None:
-    dice = np.random.default_rng(size)
+    rng = np.random.default_rng(size)
     arena = Arena.create(folder / "a.arena", 2**18, 6)
-    keys, contents = [bytes([number] * 16) for number in range(6)], dice.integers(0, 256, (6, size), np.uint8)
+    keys, contents = [bytes([number] * 16) for number in range(6)], rng.integers(0, 256, (6, size), np.uint8)
     for slot, (key, content) in enumerate(zip(keys, contents, strict=True)):
         said = {"key": key, "ticket": slot + 1, "num_bytes": size, "checksum": arena.write(slot, content)}
         arena.write_header(slot, replace(COMMITTED, **said))

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def guess(shadow: Shadow, quality: float) -> int | None:
     """Right with probability `quality`, sometimes nothing at all; always the same for the same place in an answer."""
     place = (shadow.request.id, shadow.request.seed, shadow.choice, shadow.num_events)
-    dice = crc32(repr(place).encode()) % 1000
-    if dice % 10 == 0:
+    rng = crc32(repr(place).encode()) % 1000
+    if rng % 10 == 0:
         return None
-    return shadow.next_token if dice < 1000 * quality else (shadow.next_token + 1 + dice % (VOCAB - 1)) % VOCAB
+    return shadow.next_token if rng < 1000 * quality else (shadow.next_token + 1 + rng % (VOCAB - 1)) % VOCAB
 
 
 def propose(sim: Simulation, settled: Sequence[Seq]) -> None:

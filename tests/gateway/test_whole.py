@@ -15,8 +15,8 @@ from tripool.core import Request, SamplingParams
 from tripool.engine.fake import FakeEngine, fake_text
 from tripool.gateway.job import Api, Job
 from tripool.gateway.logprobs import chat_logprobs, completion_logprobs
+from tripool.gateway.output_parser import OutputParser
 from tripool.gateway.respond import Shapes, encode
-from tripool.gateway.speech import Speech
 from tripool.gateway.stream import _gathered
 from tripool.text import Tokenizer
 
@@ -75,9 +75,9 @@ def plain(made: Job, tokenizer: Tokenizer, answers: Sequence[Answer], usage: Any
             for choice in answer.generation().choices:
                 ids: dict[str, Any] = {"token_ids": choice.token_ids} if made.return_token_ids else {}
                 if chat:
-                    speech = Speech(calls=False, thinks=None)
-                    speech.push(choice.text, last=True)
-                    message = {"role": "assistant", "content": speech.said.content, "refusal": None}
+                    parser = OutputParser(calls=False, thinks=None)
+                    parser.push(choice.text, last=True)
+                    message = {"role": "assistant", "content": parser.said.content, "refusal": None}
                     said: dict[str, Any] = {"message": message}
                 else:
                     said = {"text": (made.echoes[position] if made.echoes else "") + choice.text}

@@ -34,10 +34,10 @@ class Outcome:
 
 
 def _compare(pair: Pair) -> Outcome:
-    dice = random.Random(f"greedy {pair.case.name}")
+    rng = random.Random(f"greedy {pair.case.name}")
     length = PROMPT_LENGTHS[CASES.index(pair.case) % len(PROMPT_LENGTHS)]
-    prompts = [random_tokens(pair.case.settings["vocab_size"], length, dice) for _ in range(NUM_PROMPTS)]
-    tables = deal_tables([length + NUM_TOKENS] * NUM_PROMPTS, 24, dice)
+    prompts = [random_tokens(pair.case.settings["vocab_size"], length, rng) for _ in range(NUM_PROMPTS)]
+    tables = deal_tables([length + NUM_TOKENS] * NUM_PROMPTS, 24, rng)
     ours = greedy(Runner(pair.model, num_blocks=24), prompts, tables, NUM_TOKENS)
     theirs = pair.reference.greedy(prompts, NUM_TOKENS)
     ties, wrong = differences(ours, theirs)

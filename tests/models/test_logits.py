@@ -76,14 +76,14 @@ def test_decode_form_agrees_with_prompt_form(case: Case, kernels: str, pair_of: 
 def test_mixed_batches_over_scattered_blocks(case: Case, pair_of: PairOf) -> None:
     """Five sequences at different progress, prompt chunks and decode rows in the same calls, in random order."""
     pair = pair_of(case)
-    dice = random.Random(7)
+    rng = random.Random(7)
     lengths = [len(pair.prompt), 64, 65, 130, 23]
     prompt_ends = [150, 64, 1, 127, 20]
-    tables = deal_tables(lengths, NUM_BLOCKS, dice)
+    tables = deal_tables(lengths, NUM_BLOCKS, rng)
     tracks = [Track(pair.prompt[:n], t, end) for n, t, end in zip(lengths, tables, prompt_ends, strict=True)]
     runner = _runner(pair)
     before = runner.kv.clone()
-    mixed(runner, tracks, dice)
+    mixed(runner, tracks, rng)
     for track in tracks:
         assert_close(torch.cat(track.rows), pair.logits[: len(track.tokens)])
     owned = torch.zeros(NUM_BLOCKS, dtype=torch.bool)

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from observe.machines import GB, GOOD
-from tripool.observe import Finding, Machine, judge
+from tripool.observe import Finding, Machine, check_machine
 from tripool.observe.machine import Cpu, Folder, Kernels, Leftover, Memory, Model, Package, Port, Shared
 
 
 def bad(machine: Machine) -> list[Finding]:
-    return [finding for finding in judge(machine) if finding.verdict != "ok"]
+    return [finding for finding in check_machine(machine) if finding.verdict != "ok"]
 
 
 def only(machine: Machine) -> Finding:
@@ -31,7 +31,7 @@ def software(**changes) -> Machine:
 
 def test_a_good_machine_has_nothing_to_complain_about_and_is_told_what_runs():
     assert not bad(GOOD)
-    told = {finding.name: finding.says for finding in judge(GOOD)}
+    told = {finding.name: finding.says for finding in check_machine(GOOD)}
     assert told["kernels"].startswith("avx512 runs")
     assert "20.0 GB of 32.0 GB" in told["memory"]
 
@@ -103,7 +103,7 @@ def test_a_quota_says_how_many_threads_to_use():
 )
 def test_memory_is_what_is_free_under_the_tightest_bound(memory, verdict):
     machine = replace(GOOD, memory=memory)
-    (finding,) = [finding for finding in judge(machine) if finding.name == "memory"]
+    (finding,) = [finding for finding in check_machine(machine) if finding.name == "memory"]
     assert finding.verdict == verdict
 
 
@@ -135,7 +135,7 @@ def test_folders_are_checked_one_by_one():
         Folder(purpose="models", path="/b", writable=True, free_bytes=GB, needs_bytes=2 * GB),
         Folder(purpose="blocks", path="/c", writable=True, free_bytes=GB),
     )
-    assert [finding.verdict for finding in judge(replace(GOOD, folders=folders)) if finding.name == "disk"] == [
+    assert [finding.verdict for finding in check_machine(replace(GOOD, folders=folders)) if finding.name == "disk"] == [
         "warn",
         "warn",
         "ok",
@@ -192,15 +192,15 @@ def test_any_machine_is_judged_and_every_complaint_has_a_remedy(
         open_files=files,
         model=replace(GOOD.model, weight_bytes=weights, kv_bytes=kv),
     )
-    findings = judge(machine)
-    assert {finding.name for finding in judge(GOOD)} <= {finding.name for finding in findings}
+    findings = check_machine(machine)
+    assert {finding.name for finding in check_machine(GOOD)} <= {finding.name for finding in findings}
     assert all(finding.says for finding in findings)
     assert all(finding.remedy for finding in findings if finding.verdict != "ok")
     # More memory never makes the verdict worse.
     order = ("ok", "warn", "fail")
     richer = replace(machine, memory=replace(machine.memory, available_bytes=available + GB, limit_bytes=None))
     before, after = (
-        next(f.verdict for f in judge(one) if f.name == "memory")
+        next(f.verdict for f in check_machine(one) if f.name == "memory")
         for one in (replace(machine, memory=replace(machine.memory, limit_bytes=None)), richer)
     )
     assert order.index(after) <= order.index(before)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tripool.cli.main import create_cli
 from tripool.config import GatewayConfig
 from tripool.fabric.folder import RunFolder
-from tripool.observe import facts, judge
+from tripool.observe import check_machine, facts
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_this_machine_is_judged_without_a_failure(free_port):
     assert machine.model.present and machine.model.error is None
     assert not machine.clock.backwards
     assert {p.name for p in machine.software.packages} >= {"torch", "msgspec", "uvicorn"}
-    failed = [finding for finding in judge(machine) if finding.verdict == "fail"]
+    failed = [finding for finding in check_machine(machine) if finding.verdict == "fail"]
     assert not failed
 
 

@@ -32,10 +32,10 @@ class Track:
         return Work(list(self.tokens[self.computed : stop]), self.computed, self.table, decode)
 
 
-def deal_tables(lengths: Sequence[int], num_blocks: int, dice: random.Random) -> list[list[int]]:
+def deal_tables(lengths: Sequence[int], num_blocks: int, rng: random.Random) -> list[list[int]]:
     """Block tables without order or neighbours: a shuffled pool dealt out one block at a time."""
     pool = list(range(num_blocks))
-    dice.shuffle(pool)
+    rng.shuffle(pool)
     tables: list[list[int]] = [[] for _ in lengths]
     wanted = [-(-n // BLOCK_TOKENS) for n in lengths]
     assert sum(wanted) <= num_blocks
@@ -62,12 +62,12 @@ def chunked(runner: Runner, tokens: Sequence[int], table: list[int], chunk: int,
     return torch.cat(track.rows)
 
 
-def mixed(runner: Runner, tracks: Sequence[Track], dice: random.Random) -> None:
+def mixed(runner: Runner, tracks: Sequence[Track], rng: random.Random) -> None:
     """Everything to its end in random company: other members, other order, other piece sizes at every call."""
     while any(not t.done for t in tracks):
         waiting = [t for t in tracks if not t.done]
-        chosen = dice.sample(waiting, dice.randint(1, len(waiting)))
-        work = [t.next(dice.randint(1, 4) if t.computed >= t.prompt_end else dice.randint(1, 90)) for t in chosen]
+        chosen = rng.sample(waiting, rng.randint(1, len(waiting)))
+        work = [t.next(rng.randint(1, 4) if t.computed >= t.prompt_end else rng.randint(1, 90)) for t in chosen]
         advance(runner, chosen, work)
 
 

@@ -23,11 +23,11 @@ def save_case(case: Case, folder: Path) -> Path:
 
         config = AutoConfig.for_model(case.model_type, **case.settings)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        dice = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
-        randomise(model, dice)
+        rng = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
+        randomise(model, rng)
         model.save_pretrained(folder, max_shard_size="40KB" if case.sharded else "1GB")
         if case.mtp:
-            _add_tensors(folder, _mtp_tensors(model, dice))
+            _add_tensors(folder, _mtp_tensors(model, rng))
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=train_tokenizer(config.vocab_size), bos_token="<s>", eos_token="</s>", unk_token="<unk>"
         )
@@ -40,21 +40,21 @@ def save_case(case: Case, folder: Path) -> Path:
 
 
 @torch.no_grad()
-def randomise(network: nn.Module, dice: torch.Generator) -> None:
+def randomise(network: nn.Module, rng: torch.Generator) -> None:
     """Loud weights: attention that looks somewhere, norms that are not 1, biases that are not 0, logits with spread."""
     for name, weight in network.named_parameters():
         if weight.ndim == 1 and "norm" in name:
-            weight.uniform_(0.6, 1.6, generator=dice)
+            weight.uniform_(0.6, 1.6, generator=rng)
         elif weight.ndim == 1:
-            weight.normal_(0.0, 0.3, generator=dice)
+            weight.normal_(0.0, 0.3, generator=rng)
         elif "embed_tokens" in name:
-            weight.normal_(0.0, 0.2, generator=dice)
+            weight.normal_(0.0, 0.2, generator=rng)
         else:
             gain = 1.6 if "lm_head" in name else 1.1
-            weight.normal_(0.0, gain * weight.shape[-1] ** -0.5, generator=dice)
+            weight.normal_(0.0, gain * weight.shape[-1] ** -0.5, generator=rng)
     for name, values in network.named_buffers():
         if name.endswith("e_score_correction_bias"):
-            values.normal_(-0.3, 0.3, generator=dice)
+            values.normal_(-0.3, 0.3, generator=rng)
 
 
 def mtp_names(tensors: dict[str, torch.Tensor], layer: int) -> dict[str, torch.Tensor]:
@@ -78,11 +78,11 @@ def mtp_names(tensors: dict[str, torch.Tensor], layer: int) -> dict[str, torch.T
     return named
 
 
-def _mtp_tensors(model: Any, dice: torch.Generator) -> dict[str, torch.Tensor]:
+def _mtp_tensors(model: Any, rng: torch.Generator) -> dict[str, torch.Tensor]:
     from transformers.modeling_layers import MtpModel
 
     mtp = MtpModel(model, 1)
-    randomise(mtp.layers, dice)
+    randomise(mtp.layers, rng)
     return mtp_names(mtp.state_dict(), model.config.num_hidden_layers)
 
 

@@ -41,8 +41,8 @@ TABLES = [CPU, REFERENCE]
 PairOf = Callable[[Case], Pair]
 
 
-def random_tokens(vocab: int, count: int, dice: random.Random) -> list[int]:
-    return [dice.randrange(vocab) for _ in range(count)]
+def random_tokens(vocab: int, count: int, rng: random.Random) -> list[int]:
+    return [rng.randrange(vocab) for _ in range(count)]
 
 
 def make_pair(case: Case, folder: Path) -> Pair:

@@ -29,8 +29,8 @@ MadeOf = Callable[[Case], Made]
 
 
 def windows_of(case: Case, count: int = 3, length: int = 130) -> list[list[int]]:
-    dice = random.Random(case.name)
-    return [random_tokens(case.settings["vocab_size"], length, dice) for _ in range(count)]
+    rng = random.Random(case.name)
+    return [random_tokens(case.settings["vocab_size"], length, rng) for _ in range(count)]
 
 
 @pytest.fixture(scope="session")

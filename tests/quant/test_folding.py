@@ -28,14 +28,14 @@ NAMES = [
 ]
 
 
-def some_power_of_two(parts, seen, source, dice) -> Factors:
+def some_power_of_two(parts, seen, source, rng) -> Factors:
     """As `choose_factors`, but any factor at all, and for every fold."""
     import tripool.quant.folding as folding
 
     factors = Factors()
     for fold in parts.folds:
         stats = seen[parts.input(fold.inputs[0]).observed]
-        wanted = torch.randn(len(stats.largest), generator=dice).mul(2).exp2()
+        wanted = torch.randn(len(stats.largest), generator=rng).mul(2).exp2()
         factor = folding._settled(folding._tied(fold, wanted, torch.ones(len(wanted)), 0.9), in_powers=True)
         readers = [name for label in fold.inputs for name in parts.input(label).linears]
         folding._note(factors, fold, factor, readers, source)
@@ -45,7 +45,7 @@ def some_power_of_two(parts, seen, source, dice) -> Factors:
 @pytest.mark.parametrize("name", NAMES)
 def test_scaled_layers_compute_the_same_bits(folder_of, name: str) -> None:
     """Every fold of every layer, the MTP layer too, with factors from 1/64 to 64."""
-    case, dice = BY_NAME[name], torch.Generator().manual_seed(7)
+    case, rng = BY_NAME[name], torch.Generator().manual_seed(7)
     windows = windows_of(case, count=1, length=70)
     with open_checkpoint(folder_of(case)) as checkpoint:
         arch = read_arch(checkpoint)
@@ -58,7 +58,7 @@ def test_scaled_layers_compute_the_same_bits(folder_of, name: str) -> None:
             for one in parts.inputs:  # an expert that nobody chose was not seen; it is scaled all the same
                 width = checkpoint.infos()[f"{parts.prefix}.{one.linears[0]}.weight"].shape[1]
                 seen.setdefault(one.observed, Seen(torch.eye(width), torch.ones(width), torch.ones(1, width), 1))
-            factors = some_power_of_two(parts, seen, FoldedSource(checkpoint, parts, Factors()), dice)
+            factors = some_power_of_two(parts, seen, FoldedSource(checkpoint, parts, Factors()), rng)
             source = FoldedSource(checkpoint, parts, factors)
             if parts.mtp:
                 scaled.enter_mtp(parts, checkpoint, source)
@@ -102,11 +102,11 @@ def is_power_of_two(values: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_descent_lowers_the_error_on_rows_it_never_saw(tied: bool) -> None:
-    dice = torch.Generator().manual_seed(8)
-    sizes = torch.randn(48, generator=dice).exp()
+    rng = torch.Generator().manual_seed(8)
+    sizes = torch.randn(48, generator=rng).exp()
     sizes = sizes[:24].repeat(2) if tied else sizes
-    rows, others = (torch.randn(400, 48, generator=dice) * sizes for _ in range(2))
-    weight = torch.randn(64, 48, generator=dice)
+    rows, others = (torch.randn(400, 48, generator=rng) * sizes for _ in range(2))
+    weight = torch.randn(64, 48, generator=rng)
     fold = Fold(("one",), rows_of="two", source_rows=tuple(range(24)) * 2 if tied else tuple(range(48)))
     found = _descend(torch.ones(48), rows, weight, fold)
     if tied:

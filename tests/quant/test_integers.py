@@ -32,12 +32,12 @@ def unpacked(packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_rows_with_a_scale_keep_their_integers_and_others_find_their_own() -> None:
-    dice = torch.Generator().manual_seed(3)
-    integers = torch.randint(-128, 128, (40, 150), generator=dice)
-    scales = torch.rand(40, generator=dice) * 10.0 ** torch.randint(-6, 3, (40,), generator=dice)
+    rng = torch.Generator().manual_seed(3)
+    integers = torch.randint(-128, 128, (40, 150), generator=rng)
+    scales = torch.rand(40, generator=rng) * 10.0 ** torch.randint(-6, 3, (40,), generator=rng)
     scales[5] = 0
     weight = integers * scales[:, None]
-    weight[5] = torch.randn(150, generator=dice)
+    weight[5] = torch.randn(150, generator=rng)
     steps, found = quantise(weight, scales)
     rows = [i for i in range(40) if i != 5]
     assert torch.equal(steps.flatten(1)[rows, :150], integers[rows].to(torch.int8))
@@ -47,9 +47,9 @@ def test_rows_with_a_scale_keep_their_integers_and_others_find_their_own() -> No
 
 @pytest.mark.parametrize("shape", [(1, 1), (33, 65), (96, 320)])
 def test_a_linear_multiplies_with_the_stored_integers(shape: tuple[int, int]) -> None:
-    dice = torch.Generator().manual_seed(shape[1])
-    integers, scale = quantise_rows(torch.randn(*shape, generator=dice) ** 3)
-    weight, x = integers * scale, torch.randn(7, shape[1], generator=dice)
+    rng = torch.Generator().manual_seed(shape[1])
+    integers, scale = quantise_rows(torch.randn(*shape, generator=rng) ** 3)
+    weight, x = integers * scale, torch.randn(7, shape[1], generator=rng)
     ours = Linear8(weight, None, scale.view(-1))(x)
     wanted = round_rows(x).double() @ weight.double().T
     assert (ours - wanted).abs().max() <= 1e-5 * wanted.abs().max()

@@ -16,9 +16,9 @@ def seen_of(rows: torch.Tensor) -> Seen:
 
 def correlated(count: int, width: int, seed: int) -> torch.Tensor:
     """Inputs as networks have them: a few directions, some columns much larger than others."""
-    dice = torch.Generator().manual_seed(seed)
-    mixed = torch.randn(count, width, generator=dice) @ torch.randn(width, width, generator=dice).tril() / width**0.5
-    return mixed * torch.rand(width, generator=dice).mul_(3).exp()
+    rng = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(count, width, generator=rng) @ torch.randn(width, width, generator=rng).tril() / width**0.5
+    return mixed * torch.rand(width, generator=rng).mul_(3).exp()
 
 
 def test_without_techniques_it_is_plain_rounding() -> None:
@@ -32,8 +32,8 @@ def test_without_techniques_it_is_plain_rounding() -> None:
 
 @given(seed=st.integers(0, 1000), out=st.integers(1, 9), width=st.integers(1, 70), heavy=st.booleans())
 def test_a_searched_scale_is_never_worse_on_what_was_seen(seed: int, out: int, width: int, heavy: bool) -> None:
-    dice = torch.Generator().manual_seed(seed)
-    weight = torch.randn(out, width, generator=dice)
+    rng = torch.Generator().manual_seed(seed)
+    weight = torch.randn(out, width, generator=rng)
     if heavy:
         weight = weight**5
     rows = correlated(20, width, seed)
@@ -48,8 +48,8 @@ def test_a_searched_scale_is_never_worse_on_what_was_seen(seed: int, out: int, w
 @pytest.mark.parametrize("count", [5, 40, 90])
 def test_errors_of_few_rows_are_those_of_their_second_moments(count: int) -> None:
     """Few rows are multiplied themselves, which is cheaper; many are not, and then a sample of them is no more."""
-    dice = torch.Generator().manual_seed(count)
-    rows, difference = torch.randn(count, 40, generator=dice), torch.randn(6, 40, generator=dice)
+    rng = torch.Generator().manual_seed(count)
+    rows, difference = torch.randn(count, 40, generator=rng), torch.randn(6, 40, generator=rng)
     known = seen_of(rows)
     assert_close(known.errors(difference), output_errors(difference, rows))
     known.rows = known.sample(3)
@@ -59,8 +59,8 @@ def test_errors_of_few_rows_are_those_of_their_second_moments(count: int) -> Non
 
 def test_heavy_tails_are_clipped() -> None:
     """One large weight, read by a column that is hardly ever there: the rest gains more than it loses."""
-    dice = torch.Generator().manual_seed(5)
-    weight, rows = torch.randn(4, 64, generator=dice), torch.randn(50, 64, generator=dice)
+    rng = torch.Generator().manual_seed(5)
+    weight, rows = torch.randn(4, 64, generator=rng), torch.randn(50, 64, generator=rng)
     weight[:, 9], rows[:, 9] = 6.0, rows[:, 9] * 1e-3
     assert (searched_scales(weight, rows) < 0.9 * quantise_rows(weight)[1]).all()
 

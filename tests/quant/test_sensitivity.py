@@ -43,11 +43,11 @@ def test_an_echo_goes_through_later_layers_as_the_stream_does(folder_of, made_of
 
 def test_each_token_is_disturbed_relative_to_itself(folder_of) -> None:
     """Otherwise a part that spoils every token but one very long one would look harmless."""
-    dice = torch.Generator().manual_seed(4)
+    rng = torch.Generator().manual_seed(4)
     case = BY_NAME["llama-3"]
     with open_checkpoint(folder_of(case)) as checkpoint:
         arch = read_arch(checkpoint)
-    wanted = torch.randn(10, 6, generator=dice)
+    wanted = torch.randn(10, 6, generator=rng)
     wanted[0] *= 1000
     spoilt = wanted * 1.1
     spoilt[0] = wanted[0]

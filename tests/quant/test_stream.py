@@ -16,8 +16,8 @@ def seen_of(*windows: torch.Tensor):
 
 def test_a_very_long_token_decides_no_more_than_a_usual_one() -> None:
     """As the first token of a text in many networks: hundreds of times as long as the others, in one column."""
-    dice = torch.Generator().manual_seed(3)
-    x = torch.nn.functional.normalize(torch.randn(64, 12, generator=dice))
+    rng = torch.Generator().manual_seed(3)
+    x = torch.nn.functional.normalize(torch.randn(64, 12, generator=rng))
     x[0] = 0
     x[0, 7] = 1
     sane = seen_of(x)

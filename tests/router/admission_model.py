@@ -137,8 +137,8 @@ def poisson(
     answer_s: float = 0.0,
     ttft_ms: float | None = None,
 ) -> list[Ask]:
-    dice, asks, now_s = Random(seed), [], 0.0
-    while (now_s := now_s + dice.expovariate(rate_per_s)) < until_s:
+    rng, asks, now_s = Random(seed), [], 0.0
+    while (now_s := now_s + rng.expovariate(rate_per_s)) < until_s:
         slo = Slo(ttft_ms=ttft_ms, tenant=owner.name)
         arrival = Arrival(id=f"{owner.name}-{len(asks)}", prompt_tokens=tokens, tenant=owner, slo=slo)
         asks.append(Ask(now_s, arrival, tokens, answer_s))

@@ -460,20 +460,19 @@ def test_cached_prompts_are_charged_by_what_is_computed() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_random_life_loses_nobody(seed: int) -> None:
-    dice = Random(seed)
+    rng = Random(seed)
     owners = [
-        tenant(str(n), weight=dice.choice([0.5, 1.0, 3.0]), tokens_per_minute=dice.choice([None, 5000]))
-        for n in range(4)
+        tenant(str(n), weight=rng.choice([0.5, 1.0, 3.0]), tokens_per_minute=rng.choice([None, 5000])) for n in range(4)
     ]
     asks = []
     for number in range(300):
-        owner = dice.choice(owners)
-        slo = Slo(ttft_ms=dice.choice([None, None, 300, 3000]), priority=dice.choice([0, 0, -1, 2]))
-        tokens = dice.choice([1, 20, 100, 900])
-        came = Arrival(id=str(number), prompt_tokens=tokens, tenant=owner, choices=dice.choice([1, 1, 3]), slo=slo)
-        asks.append(Ask(dice.uniform(0, 20), came, dice.randint(1, tokens), dice.choice([0.0, 0.5, 3.0])))
-    lanes, slots = dice.choice([1, 2, 4]), dice.choice([None, 2, 8])
-    admission = new_door(lanes=lanes, slots=slots, queue_tokens=dice.choice([500, 5000, 10**6]), max_wait_s=10.0)
+        owner = rng.choice(owners)
+        slo = Slo(ttft_ms=rng.choice([None, None, 300, 3000]), priority=rng.choice([0, 0, -1, 2]))
+        tokens = rng.choice([1, 20, 100, 900])
+        came = Arrival(id=str(number), prompt_tokens=tokens, tenant=owner, choices=rng.choice([1, 1, 3]), slo=slo)
+        asks.append(Ask(rng.uniform(0, 20), came, rng.randint(1, tokens), rng.choice([0.0, 0.5, 3.0])))
+    lanes, slots = rng.choice([1, 2, 4]), rng.choice([None, 2, 8])
+    admission = new_door(lanes=lanes, slots=slots, queue_tokens=rng.choice([500, 5000, 10**6]), max_wait_s=10.0)
     outcomes = Model(admission, slots=slots or 10**9).run(asks).values()
     for outcome in outcomes:
         assert (outcome.first_s is None) != (outcome.refused_s is None), "answered or refused, and not both"

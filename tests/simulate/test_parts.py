@@ -8,9 +8,9 @@ from tripool.core import Request, SamplingParams
 from tripool.messages import PROTOCOL, AnyMessage, Heartbeat, Hello, Welcome, WorkerId
 from tripool.sequence import Seq, Task
 from tripool.simulate.clock import Clock
-from tripool.simulate.dice import Dice
 from tripool.simulate.model import END_ID, Memory, answer, sample
 from tripool.simulate.network import Network
+from tripool.simulate.rng import Rng
 from tripool.simulate.scenario import draw
 
 LIFE = WorkerId("decode-0", 1)
@@ -18,12 +18,12 @@ HELLO = Hello(PROTOCOL, "decode", LIFE, 1, "m", 1, 1, 1, 1)
 
 
 def test_dice_are_fair_and_the_same_everywhere() -> None:
-    assert [Dice(0).bits(), Dice(1).bits()] == [0xE220A8397B1DCDAF, 0xBFEF8030DDC2D772]
-    dice = Dice(7)
-    throws = [dice.between(1, 6) for _ in range(6000)]
+    assert [Rng(0).bits(), Rng(1).bits()] == [0xE220A8397B1DCDAF, 0xBFEF8030DDC2D772]
+    rng = Rng(7)
+    throws = [rng.between(1, 6) for _ in range(6000)]
     assert all(800 < throws.count(face) < 1200 for face in range(1, 7))
-    assert 400 < sum(dice.chance(0.25) for _ in range(2000)) < 600
-    assert all(2.0 <= dice.uniform(2.0, 3.0) < 3.0 for _ in range(100))
+    assert 400 < sum(rng.chance(0.25) for _ in range(2000)) < 600
+    assert all(2.0 <= rng.uniform(2.0, 3.0) < 3.0 for _ in range(100))
 
 
 def request(**more: object) -> Request:
@@ -65,7 +65,7 @@ class Wire:
         self.at_worker: list[tuple[int, AnyMessage]] = []
         self.network = Network(
             self.clock,
-            Dice(1),
+            Rng(1),
             ["decode-0"],
             lambda worker_id, session, message: self.at_worker.append((session, message)),
             lambda worker_id, message: self.at_gateway.append(message),

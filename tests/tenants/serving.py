@@ -21,9 +21,9 @@ from tripool.gateway import create_app
 from tripool.gateway.auth import Access
 from tripool.gateway.connection_limits import ConnectionLimits
 from tripool.gateway.server import Server, listen, url_of
-from tripool.tenants.book import Book
-from tripool.tenants.meter import Meter
-from tripool.tenants.watch import Watch
+from tripool.tenants.key_store import KeyStore
+from tripool.tenants.key_watcher import KeyWatcher
+from tripool.tenants.usage_log import UsageLog
 from tripool.text import Tokenizer
 
 DEADLINE_S = 60.0
@@ -43,7 +43,7 @@ class Clock:
 @dataclass(frozen=True)
 class Guarded:
     engine: StepEngine
-    meter: Meter
+    usage_log: UsageLog
     access: Access
     url: str
     http: httpx.Client
@@ -61,9 +61,9 @@ def bearer(key: str) -> dict[str, str]:
 
 def make_keys(path: Path, *names: str, settings: dict[str, Any] | None = None) -> dict[str, str]:
     """One key per name; `admin` is an admin."""
-    with Book(path, create=True) as book:
+    with KeyStore(path, create=True) as key_store:
         return {
-            name: book.add_key(name, now_s=time.time(), settings=settings or {}, admin=name == "admin")
+            name: key_store.add_key(name, now_s=time.time(), settings=settings or {}, admin=name == "admin")
             for name in names
         }
 
@@ -82,8 +82,8 @@ def guarded_server(
     limits: ConnectionLimits | None = None,
 ) -> Iterator[Guarded]:
     engine = engine or paged()
-    meter = Meter(path, clock=wall_clock)
-    access = Access(Watch(path, may_be_open=True, clock=watch_clock), meter, clock=wall_clock)
+    usage_log = UsageLog(path, clock=wall_clock)
+    access = Access(KeyWatcher(path, may_be_open=True, clock=watch_clock), usage_log, clock=wall_clock)
     listener = listen("127.0.0.1", 0)
     thread, ready = EngineThread(engine), threading.Event()
     app = create_app(thread, Tokenizer(engine.text), engine.name, GatewayConfig(), access=access)
@@ -96,7 +96,7 @@ def guarded_server(
         # An idle connection may be closed by the server just as it is used again.
         fresh = httpx.Limits(max_keepalive_connections=0)
         with httpx.Client(base_url=url, timeout=DEADLINE_S, limits=fresh) as http:
-            yield Guarded(engine, meter, access, url, http)
+            yield Guarded(engine, usage_log, access, url, http)
     finally:
         server.should_exit = True
         server_thread.join(DEADLINE_S)

@@ -16,8 +16,8 @@ from openai import AuthenticationError as OpenAIAuthenticationError
 from openai import OpenAI
 
 from tripool.gateway.auth import Guard
-from tripool.tenants.book import Book
-from tripool.tenants.watch import LOOK_S, STALE_S
+from tripool.tenants.key_store import KeyStore
+from tripool.tenants.key_watcher import LOOK_S, STALE_S
 
 from .serving import DEADLINE_S, Clock, Guarded, bearer, guarded_server, make_keys
 
@@ -138,9 +138,9 @@ def test_keys_come_and_go_while_it_runs(tmp_path: Path) -> None:
     with guarded_server(path, watch_clock=watch, wall_clock=wall) as server:
         assert server.http.post("/v1/chat/completions", json=CHAT).status_code == 200, "no keys: open"
         assert server.http.get("/metrics").status_code == 200
-        with Book(path, create=True) as book:
-            key = book.add_key("alice", now_s=wall.now_s, expires_s=wall.now_s + 60)
-            other = book.add_key("alice", now_s=wall.now_s)
+        with KeyStore(path, create=True) as key_store:
+            key = key_store.add_key("alice", now_s=wall.now_s, expires_s=wall.now_s + 60)
+            other = key_store.add_key("alice", now_s=wall.now_s)
             watch.now_s += LOOK_S
             assert server.http.post("/v1/chat/completions", json=CHAT).status_code == 401
             for good in (key, other):
@@ -148,7 +148,7 @@ def test_keys_come_and_go_while_it_runs(tmp_path: Path) -> None:
             wall.now_s += 60
             assert server.http.post("/v1/chat/completions", json=CHAT, headers=bearer(key)).status_code == 401
             assert server.http.post("/v1/chat/completions", json=CHAT, headers=bearer(other)).status_code == 200
-            book.revoke("alice", now_s=wall.now_s)
+            key_store.revoke("alice", now_s=wall.now_s)
             watch.now_s += LOOK_S
             assert server.http.post("/v1/chat/completions", json=CHAT, headers=bearer(other)).status_code == 401
         path.unlink()
@@ -156,7 +156,7 @@ def test_keys_come_and_go_while_it_runs(tmp_path: Path) -> None:
         assert server.http.post("/v1/chat/completions", json=CHAT).status_code == 503, "a lost book is no open door"
         assert server.http.get("/health").status_code == 200
         assert server.http.get("/metrics").status_code == 503
-        Book(path, create=True).close()  # or its end would complain of usage that it cannot write
+        KeyStore(path, create=True).close()  # or its end would complain of usage that it cannot write
 
 
 def test_a_refused_body_is_not_read(server: Guarded) -> None:

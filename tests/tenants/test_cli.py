@@ -18,8 +18,8 @@ from tripool.engine.fake import FakeEngine, fake_text
 from tripool.errors import InvalidRequest
 from tripool.gateway.server import listen
 from tripool.tenants import Caller, Tenant
-from tripool.tenants.book import Book, BookError
-from tripool.tenants.meter import Meter
+from tripool.tenants.key_store import KeyStore, KeyStoreError
+from tripool.tenants.usage_log import UsageLog
 
 
 class Ran(NamedTuple):
@@ -53,8 +53,8 @@ def test_a_key_is_shown_once_and_works(tripool: Run, path: Path) -> None:
     added = tripool("keys", "add", "alice", "--rpm", "60", "--cache-gb", "0.5", "--tpot-ms", "30", "--public-prefix")
     key = added.out.strip()
     assert added.code == 0 and key.startswith("tp-") and "\n" not in key, "nothing else on stdout: it can be piped"
-    with Book(path) as book:
-        caller = book.roll().find(key, time.time())
+    with KeyStore(path) as key_store:
+        caller = key_store.key_table().find(key, time.time())
     assert caller is not None and caller.tenant.public_prefix and caller.tenant.limits.cache_bytes == 2**29
     shown = tripool("keys", "list").out
     assert "alice" in shown and key[:11] in shown and key not in shown
@@ -84,12 +84,14 @@ def test_mistakes_are_said_in_one_line(tripool: Run) -> None:
 
 
 def test_usage_is_shown_in_groups(tripool: Run, path: Path) -> None:
-    Book(path, create=True).close()
-    meter = Meter(path, clock=lambda: 1_800_000_000.0)
+    KeyStore(path, create=True).close()
+    usage_log = UsageLog(path, clock=lambda: 1_800_000_000.0)
     for model in ("m1", "m2", "m1"):
-        meter.add(Caller(tenant=Tenant(name="alice", namespace="x"), key="tp-12345678"), model, [Usage(1000, 20, 64)])
-    meter.add(Caller(tenant=Tenant(name="bob", namespace="y"), key="tp-87654321"), "m1", [Usage(5, 6)])
-    meter.close()
+        usage_log.add(
+            Caller(tenant=Tenant(name="alice", namespace="x"), key="tp-12345678"), model, [Usage(1000, 20, 64)]
+        )
+    usage_log.add(Caller(tenant=Tenant(name="bob", namespace="y"), key="tp-87654321"), "m1", [Usage(5, 6)])
+    usage_log.close()
     rows = json.loads(tripool("usage", "--by", "model", "--tenant", "alice", "--json").out)
     assert [(row["model"], row["requests"], row["prompt_tokens"], row["cached_tokens"]) for row in rows] == [
         ("m1", 2, 2000, 128),
@@ -103,11 +105,11 @@ def test_usage_is_shown_in_groups(tripool: Run, path: Path) -> None:
 
 def test_quota_and_purge_change_the_book(tripool: Run, path: Path) -> None:
     tripool("keys", "add", "alice")
-    with Book(path) as book:
-        before = book.roll().tenants["alice"]
+    with KeyStore(path) as key_store:
+        before = key_store.key_table().tenants["alice"]
         assert tripool("cache", "quota", "alice", "0.25").code == 0
         assert tripool("cache", "purge", "alice").code == 0
-        after = book.roll().tenants["alice"]
+        after = key_store.key_table().tenants["alice"]
     assert after.limits.cache_bytes == 2**28 and after.namespace != before.namespace
 
 
@@ -129,16 +131,16 @@ def test_a_server_starts_open_only_where_that_was_chosen(path: Path, monkeypatch
         with pytest.raises(OpenToAll, match="there is no key book"):
             starts_open(here, path, may_be_open=False)
         assert not path.exists()
-        with Book(path, create=True) as book:
+        with KeyStore(path, create=True) as key_store:
             assert starts_open(here, path, may_be_open=False), "a book without keys"
-            book.add_key("alice", now_s=0.0)
+            key_store.add_key("alice", now_s=0.0)
             for may_be_open in (False, True):
                 assert not starts_open(world, path, may_be_open=may_be_open), "keys count, --open or not"
-            book.revoke("alice", now_s=0.0)
+            key_store.revoke("alice", now_s=0.0)
             assert not starts_open(world, path, may_be_open=True)
         for wrong in (b"", b"x" * 5000):
             path.write_bytes(wrong)
-            with pytest.raises(BookError):
+            with pytest.raises(KeyStoreError):
                 starts_open(here, path, may_be_open=True)
 
 

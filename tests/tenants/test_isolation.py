@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tripool.tenants.book import Book
+from tripool.tenants.key_store import KeyStore
 
 from .adversary import Adversary, Oracle
 from .serving import guarded_server, make_keys, paged
@@ -17,8 +17,8 @@ def attack(path: Path, count: int, seed: int) -> dict[str, int]:
     """Returns how often there was a hit, how often others had computed more of it, and how often that was public."""
     keys = make_keys(path, "alice", "bob", "carol", "admin")
     keys |= make_keys(path, "dave", "erin", settings={"public_prefix": True})
-    with Book(path) as book:
-        adversary = Adversary(seed, book.roll().tenants, keys)
+    with KeyStore(path) as key_store:
+        adversary = Adversary(seed, key_store.key_table().tenants, keys)
     oracle, everyone, alone = Oracle(), Oracle(), Oracle()
     seen = {"hits": 0, "tempted": 0, "public": 0}
     with guarded_server(path, engine=paged(num_blocks=count * 6 + 64)) as server:

@@ -18,8 +18,8 @@ from split import faults
 from split.serving import DEADLINE_S, split_server
 from tripool.cli.main import main
 from tripool.gateway.auth import KeyRefused
-from tripool.tenants.book import Book, BookError
-from tripool.tenants.watch import LOOK_S, STALE_S
+from tripool.tenants.key_store import KeyStore, KeyStoreError
+from tripool.tenants.key_watcher import LOOK_S, STALE_S
 
 from .serving import Clock, Guarded, bearer, guarded_server, make_keys
 
@@ -28,7 +28,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 
 def _empty_book(path: Path) -> None:
     path.unlink()
-    Book(path, create=True).close()
+    KeyStore(path, create=True).close()
 
 
 def _unkeyed(path: Path) -> None:
@@ -76,57 +76,57 @@ def statuses(server: Guarded, key: str | None) -> tuple[int, int]:
 
 
 def test_no_loss_opens_the_server(tmp_path: Path) -> None:
-    path, watch = tmp_path / "state" / "keys.db", Clock()
+    path, key_watcher = tmp_path / "state" / "keys.db", Clock()
     keys = make_keys(path, "admin")
     saved = shutil.copytree(path.parent, tmp_path / "saved")
-    with guarded_server(path, watch_clock=watch) as server:
+    with guarded_server(path, watch_clock=key_watcher) as server:
         for name, lose in LOSSES.items():
             assert statuses(server, keys["admin"]) == (200, 200), f"before: {name}"
             lose(path)
             assert statuses(server, keys["admin"])[0] == 200, name  # one valid request, whose usage is to be written
-            with suppress(BookError):
-                server.meter.flush()
+            with suppress(KeyStoreError):
+                server.usage_log.flush()
             with pytest.raises(SystemExit):
                 main(["keys", "list", "--keys", str(path)])
             for _ in range(3):
-                watch.now_s += LOOK_S
+                key_watcher.now_s += LOOK_S
                 assert statuses(server, None) == (401, 401), name
                 assert statuses(server, keys["admin"]) == (200, 200), f"{name}: the last reading counts for a while"
-            watch.now_s += STALE_S
+            key_watcher.now_s += STALE_S
             assert statuses(server, None) == statuses(server, keys["admin"]) == (503, 503), name
             said = server.http.get("/metrics").json()["error"]
             assert said["code"] in ("bad_key_book", "no_key_book")
             assert server.http.get("/health").status_code == 200
             shutil.rmtree(path.parent, ignore_errors=True)
             shutil.copytree(saved, path.parent)
-            watch.now_s += LOOK_S
+            key_watcher.now_s += LOOK_S
 
 
 def test_an_open_server_that_had_a_key_does_not_become_open_again(tmp_path: Path) -> None:
-    path, watch = tmp_path / "keys.db", Clock()
-    with guarded_server(path, watch_clock=watch) as server:
+    path, key_watcher = tmp_path / "keys.db", Clock()
+    with guarded_server(path, watch_clock=key_watcher) as server:
         assert statuses(server, None) == (200, 200)
         key = make_keys(path, "admin")["admin"]
-        watch.now_s += LOOK_S
+        key_watcher.now_s += LOOK_S
         assert statuses(server, None) == (401, 401) and statuses(server, key) == (200, 200)
         path.unlink()
-        watch.now_s += LOOK_S
+        key_watcher.now_s += LOOK_S
         assert statuses(server, None) == (401, 401)
-        watch.now_s += STALE_S
+        key_watcher.now_s += STALE_S
         assert statuses(server, None) == (503, 503)
         other = make_keys(path, "admin")["admin"]
-        watch.now_s += LOOK_S
+        key_watcher.now_s += LOOK_S
         assert statuses(server, key) == (401, 401) and statuses(server, other) == (200, 200), "a new one counts"
 
 
 def test_a_tenant_who_is_gone_from_the_book_is_not_one_without_limits(tmp_path: Path) -> None:
-    path, watch = tmp_path / "keys.db", Clock()
+    path, key_watcher = tmp_path / "keys.db", Clock()
     make_keys(path, "alice", settings={"rpm": 5})
-    with guarded_server(path, watch_clock=watch) as server:
+    with guarded_server(path, watch_clock=key_watcher) as server:
         assert server.access.tenant_named("alice").limits.requests_per_minute == 5
         path.unlink()
         make_keys(path, "bob")
-        watch.now_s += LOOK_S
+        key_watcher.now_s += LOOK_S
         with pytest.raises(KeyRefused):
             server.access.tenant_named("alice")
 

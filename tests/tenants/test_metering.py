@@ -17,8 +17,8 @@ import httpx
 
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
-from tripool.tenants.book import Book
-from tripool.tenants.meter import read_usage
+from tripool.tenants.key_store import KeyStore
+from tripool.tenants.usage_log import read_usage
 
 from .serving import DEADLINE_S, Guarded, bearer, guarded_server, make_keys, paged
 
@@ -26,9 +26,9 @@ NUMBERS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 
 
 def metered(path: Path, server: Guarded) -> dict[str, Counter[str]]:
-    server.meter.flush()
-    with Book(path) as book:
-        return {row["key"]: Counter({name: row[name] for name in NUMBERS}) for row in read_usage(book, by="key")}
+    server.usage_log.flush()
+    with KeyStore(path) as key_store:
+        return {row["key"]: Counter({name: row[name] for name in NUMBERS}) for row in read_usage(key_store, by="key")}
 
 
 def usage_of(said: dict[str, Any]) -> Counter[str]:

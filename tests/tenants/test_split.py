@@ -16,8 +16,8 @@ import pytest
 from split import faults
 from split.serving import SplitServer, split_server
 from tripool.cli.main import main
-from tripool.tenants.book import Book
-from tripool.tenants.meter import read_usage
+from tripool.tenants.key_store import KeyStore
+from tripool.tenants.usage_log import read_usage
 
 from .adversary import TOKENIZER, Adversary, Oracle
 from .serving import bearer, make_keys
@@ -81,8 +81,8 @@ def new_prefill_workers(server: SplitServer) -> None:
 
 def attack(server: SplitServer, path: Path, keys: dict[str, str], count: int, seed: int) -> Counter[str]:
     """What the pool has not got yet, or has forgotten, is not found; nothing else may ever be."""
-    with Book(path) as book:
-        adversary = Adversary(seed, book.roll().tenants, keys)
+    with KeyStore(path) as key_store:
+        adversary = Adversary(seed, key_store.key_table().tenants, keys)
     oracle, seen = Oracle(), Counter[str]()
     for number in range(count):
         one = adversary.next()
@@ -128,8 +128,8 @@ def test_many_tenants_at_once_with_the_same_prompts_find_nothing(
         seen[name] += usage_of(usage)
 
     def metered() -> dict[str, Counter[str]]:
-        with Book(path) as book:
-            rows = read_usage(book, by="tenant")
+        with KeyStore(path) as key_store:
+            rows = read_usage(key_store, by="tenant")
         return {
             row["tenant"]: +Counter({n: row[n] for n in NUMBERS}) for row in rows if row["tenant"].startswith("crowd")
         }
@@ -139,8 +139,8 @@ def test_many_tenants_at_once_with_the_same_prompts_find_nothing(
 
 
 def _by_model(path: Path) -> list[dict[str, Any]]:
-    with Book(path) as book:
-        return read_usage(book, by="model")
+    with KeyStore(path) as key_store:
+        return read_usage(key_store, by="model")
 
 
 def test_a_public_prefix_crosses_tenants_and_workers(server: SplitServer, keys: dict[str, str]) -> None:
@@ -192,8 +192,8 @@ def test_a_quota_and_a_purge_take_effect_while_it_runs(server: SplitServer, path
 def test_quotas_are_told_again_to_a_member_that_starts_again(
     server: SplitServer, path: Path, keys: dict[str, str]
 ) -> None:
-    with Book(path) as book:
-        book.change("alice", {"cache_bytes": 6 * BLOCK_BYTES})
+    with KeyStore(path) as key_store:
+        key_store.change("alice", {"cache_bytes": 6 * BLOCK_BYTES})
     for name in ("cache-0", "cache-1"):
         pid = server.child(name)
         faults.kill(pid)

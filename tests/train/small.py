@@ -28,13 +28,13 @@ def small_network(config: TrainConfig, *, row_tokens: int = ROW_TOKENS, std: flo
     """With weights and biases large enough that its logits differ from place to place."""
     network = Network(arch_of(config.model, "small"), MASKED.attend, row_tokens)
     network.begin(std, seed=1)
-    dice = torch.Generator().manual_seed(2)
+    rng = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for experts in network.experts():
-            experts.bias.copy_(0.2 * torch.randn(experts.bias.shape, generator=dice))
+            experts.bias.copy_(0.2 * torch.randn(experts.bias.shape, generator=rng))
         for name, weight in network.named_parameters():
             if weight.ndim == 1:
-                weight.add_(0.2 * torch.randn(weight.shape, generator=dice))
+                weight.add_(0.2 * torch.randn(weight.shape, generator=rng))
             elif name.endswith(("down.weight", "o_proj.weight")):
                 weight.mul_(4)
     return network
@@ -45,11 +45,11 @@ THINGS = ("boat", "lamp", "kite", "stone", "clock")
 
 
 def documents(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     found = []
     for _ in range(count):
-        name, thing, x, y = dice.choice(NAMES), dice.choice(THINGS), dice.randrange(100), dice.randrange(100)
-        kind, turns = dice.choice(
+        name, thing, x, y = rng.choice(NAMES), rng.choice(THINGS), rng.randrange(100), rng.randrange(100)
+        kind, turns = rng.choice(
             [
                 ("greeting", [("user", f"Hello, I am {name}."), ("assistant", f"Hello {name}! How can I help you?")]),
                 ("arithmetic", [("user", f"What is {x} plus {y}?"), ("assistant", f"{x} plus {y} is {x + y}.")]),
@@ -66,7 +66,7 @@ def documents(count: int, seed: int = 0) -> list[dict[str, Any]]:
             ]
         )
         messages = [{"role": role, "content": content} for role, content in turns]
-        found.append({"kind": kind, "messages": messages, "cut": dice.random() < 0.05})
+        found.append({"kind": kind, "messages": messages, "cut": rng.random() < 0.05})
     return found
 
 

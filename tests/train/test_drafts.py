@@ -48,9 +48,9 @@ def _short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_acceptance_is_how_often_the_same_noise_chooses_the_same() -> None:
-    dice = torch.Generator().manual_seed(4)
-    network = 2 * torch.randn(3, 40, generator=dice)
-    draft = network + 1.5 * torch.randn(3, 40, generator=dice)
+    rng = torch.Generator().manual_seed(4)
+    network = 2 * torch.randn(3, 40, generator=rng)
+    draft = network + 1.5 * torch.randn(3, 40, generator=rng)
     hashes, same, num_draws = token_hashes(40), torch.zeros(3), 4000
     for key in range(num_draws):
         noise = gumbel(key * 7919, hashes)
@@ -123,12 +123,12 @@ def tensors(folder: Path) -> dict[str, str]:
 
 
 def documents(count: int) -> list[Encoded]:
-    dice = np.random.default_rng(5)
+    rng = np.random.default_rng(5)
     found = []
     for _ in range(count):
-        prompt, answer = dice.integers(3, 9), dice.integers(1, 14)
+        prompt, answer = rng.integers(3, 9), rng.integers(1, 14)
         kinds = np.array([SKIPPED] + [PROMPT] * (prompt - 1) + [ANSWER] * answer, dtype=np.uint8)
-        found.append(Encoded(dice.integers(6, 900, prompt + answer).astype(np.int32), kinds))
+        found.append(Encoded(rng.integers(6, 900, prompt + answer).astype(np.int32), kinds))
     return found
 
 

@@ -17,8 +17,8 @@ from tripool.train.experts import Experts, best, gates
 
 @given(st.integers(0, 10_000), st.integers(1, 8), st.booleans())
 def test_the_best_are_those_of_a_sort_that_keeps_the_order_of_equals(seed: int, count: int, ties: bool) -> None:
-    dice = torch.Generator().manual_seed(seed)
-    values = torch.randint(4, (5, 8), generator=dice).float() if ties else torch.randn(5, 8, generator=dice)
+    rng = torch.Generator().manual_seed(seed)
+    values = torch.randint(4, (5, 8), generator=rng).float() if ties else torch.randn(5, 8, generator=rng)
     first = values.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     assert torch.equal(best(values, count), torch.zeros(5, 8, dtype=torch.bool).scatter_(1, first, True))
 
@@ -26,8 +26,8 @@ def test_the_best_are_those_of_a_sort_that_keeps_the_order_of_equals(seed: int, 
 @given(st.integers(0, 10_000), st.sampled_from([(1, 1), (4, 2), (2, 1)]), st.booleans())
 def test_gates_are_what_the_router_decides(seed: int, groups: tuple[int, int], normalise: bool) -> None:
     plan = RoutePlan(4, "sigmoid", *groups, group_top=2, normalise=normalise, scaling=2.5)
-    dice = torch.Generator().manual_seed(seed)
-    logits, bias = torch.randn(6, 16, generator=dice), 0.3 * torch.randn(16, generator=dice)
+    rng = torch.Generator().manual_seed(seed)
+    logits, bias = torch.randn(6, 16, generator=rng), 0.3 * torch.randn(16, generator=rng)
     weights, chosen = gates(logits, bias, plan)
     experts, expected = route(logits, bias, plan)
     assert torch.equal(chosen, torch.zeros(6, 16, dtype=torch.bool).scatter_(1, experts, True))
@@ -38,11 +38,11 @@ def _experts() -> Experts:
     arch = arch_of(small_config().model, "small")
     assert arch.moe is not None
     experts = Experts(arch, arch.moe)
-    dice = torch.Generator().manual_seed(0)
+    rng = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in experts.parameters():
-            weight.copy_(0.3 * torch.randn(weight.shape, generator=dice))
-        experts.bias.copy_(0.2 * torch.randn(experts.bias.shape, generator=dice))
+            weight.copy_(0.3 * torch.randn(weight.shape, generator=rng))
+        experts.bias.copy_(0.2 * torch.randn(experts.bias.shape, generator=rng))
     return experts
 
 

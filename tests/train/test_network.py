@@ -43,8 +43,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
         export(network, config.model, tiny.text, folder, torch.float32)
     with open_checkpoint(folder) as checkpoint:
         model = load_model(checkpoint, dtype=torch.float32)
-    dice = random.Random(3)
-    return Exported(network, folder, model, [dice.randrange(8192) for _ in range(ROW_TOKENS)])
+    rng = random.Random(3)
+    return Exported(network, folder, model, [rng.randrange(8192) for _ in range(ROW_TOKENS)])
 
 
 @torch.no_grad()

@@ -45,14 +45,14 @@ def starts_open(listener: socket.socket, named: Path | None, *, may_be_open: boo
 
     Refuses to serve other machines without keys, or with a book that is not there, unless that is what was asked for.
     """
-    from tripool.tenants.book import Book, BookMissing, default_path
+    from tripool.tenants.key_store import KeyStore, KeyStoreMissing, default_path
 
     path, missing = named or default_path(), False
     try:
-        with Book(path) as book:
-            if book.roll().keys:
+        with KeyStore(path) as key_store:
+            if key_store.key_table().keys:
                 return False
-    except BookMissing:
+    except KeyStoreMissing:
         missing = True
     if may_be_open:
         return True
@@ -67,10 +67,10 @@ def starts_open(listener: socket.socket, named: Path | None, *, may_be_open: boo
 
 def open_access(path: Path, *, may_be_open: bool) -> Access:
     from tripool.gateway.auth import Access
-    from tripool.tenants.meter import Meter
-    from tripool.tenants.watch import Watch
+    from tripool.tenants.key_watcher import KeyWatcher
+    from tripool.tenants.usage_log import UsageLog
 
-    return Access(Watch(path, may_be_open=may_be_open), Meter(path))
+    return Access(KeyWatcher(path, may_be_open=may_be_open), UsageLog(path))
 
 
 def mark_open(folder: Path) -> None:
@@ -81,9 +81,9 @@ def mark_open(folder: Path) -> None:
 def gateway_access(folder: Path, path: Path) -> Access:
     """For a gateway, the first of its run or a later one."""
     from tripool.gateway.auth import Access
-    from tripool.tenants.book import BookError
-    from tripool.tenants.meter import Meter
-    from tripool.tenants.watch import Watch
+    from tripool.tenants.key_store import KeyStoreError
+    from tripool.tenants.key_watcher import KeyWatcher
+    from tripool.tenants.usage_log import UsageLog
 
     mark = folder / _OPEN_MARK
 
@@ -91,6 +91,6 @@ def gateway_access(folder: Path, path: Path) -> Access:
         try:
             mark.unlink(missing_ok=True)
         except OSError as error:
-            raise BookError(f"{mark} cannot be removed: {error.strerror}", hint="restart the server") from error
+            raise KeyStoreError(f"{mark} cannot be removed: {error.strerror}", hint="restart the server") from error
 
-    return Access(Watch(path, may_be_open=mark.exists(), on_keyed=on_keyed), Meter(path))
+    return Access(KeyWatcher(path, may_be_open=mark.exists(), on_keyed=on_keyed), UsageLog(path))

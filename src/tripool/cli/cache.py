@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tripool.cli.asking import DEFAULT_URL, ApiKey, Url, ask
-from tripool.cli.keys import AsJson, KeysFile, open_book
+from tripool.cli.keys import AsJson, KeysFile, open_key_store
 
 _GB = 2**30
 _WITHOUT = "only a split server has a cache pool: `tripool serve --split`"
@@ -50,8 +50,8 @@ def register(app: typer.Typer) -> None:
         keys: KeysFile = None,
     ) -> None:
         """Change what TENANT may hold. A running server tells its cache members within seconds."""
-        with open_book(keys) as book:
-            book.change(tenant, {"cache_bytes": int(gb * _GB)})
+        with open_key_store(keys) as key_store:
+            key_store.change(tenant, {"cache_bytes": int(gb * _GB)})
         typer.echo(f"{tenant} may hold {gb:g} GB")
 
     @cache.command()
@@ -61,6 +61,6 @@ def register(app: typer.Typer) -> None:
         A running server finds none of it any more within a second, in any engine; the cache pool's memory is free soon
         after. Public prefixes stay: they are not the tenant's alone.
         """
-        with open_book(keys) as book:
-            book.renew_namespace(tenant)
+        with open_key_store(keys) as key_store:
+            key_store.renew_namespace(tenant)
         typer.echo(f"nothing that was cached for {tenant} will be found again")

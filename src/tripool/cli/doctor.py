@@ -14,7 +14,7 @@ from rich.text import Text
 
 from tripool.cli.options import Model, PrecisionOf
 from tripool.config import EngineConfig, GatewayConfig
-from tripool.observe.checks import Finding, judge
+from tripool.observe.checks import Finding, check_machine
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 _ENGINE, _GATEWAY = EngineConfig(), GatewayConfig()
@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
         from tripool.observe.facts import collect, remove_leftovers  # here, because torch takes seconds
 
         removed = remove_leftovers() if fix else []
-        findings = judge(collect(model, GatewayConfig(host=host, port=port), precision))
+        findings = check_machine(collect(model, GatewayConfig(host=host, port=port), precision))
         if as_json:
             typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
         else:

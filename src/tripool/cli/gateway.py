@@ -47,7 +47,7 @@ def register(app: typer.Typer) -> None:
                 addresses=[gateway_address(folder)],
                 worker_id=WorkerId("gateway", epoch),
                 cache=PoolClient(folder, manifest.cache, WorkerId("gateway", epoch)),
-                keeper=PoolClient(folder, manifest.cache, WorkerId("keeper", epoch)),
+                cache_client=PoolClient(folder, manifest.cache, WorkerId("quotas", epoch)),
                 access=gateway_access(folder, keys),
                 supervisor_channel=tied,
             )

@@ -17,7 +17,7 @@ from tripool.cli.when import later_s, shown
 
 if TYPE_CHECKING:
     from tripool.tenants import Key, Tenant
-    from tripool.tenants.book import Book
+    from tripool.tenants.key_store import KeyStore
 
 KeysFile = Annotated[
     Path | None, typer.Option("--keys", help="The key book; in the state folder of this user when not given.")
@@ -26,11 +26,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 _GB = 2**30
 
 
-def open_book(path: Path | None) -> Book:
+def open_key_store(path: Path | None) -> KeyStore:
     """One that is there; only `keys add` makes one."""
-    from tripool.tenants.book import Book, default_path
+    from tripool.tenants.key_store import KeyStore, default_path
 
-    return Book(path or default_path())
+    return KeyStore(path or default_path())
 
 
 def register(app: typer.Typer) -> None:
@@ -41,9 +41,9 @@ def register(app: typer.Typer) -> None:
     @keys.command(name="list")
     def list_keys(keys: KeysFile = None, as_json: AsJson = False) -> None:
         """Show tenants, their limits and their keys; never the keys themselves."""
-        with open_book(keys) as book:
-            roll = book.roll()
-        rows = [_row(key, roll.tenants[key.tenant], time.time()) for key in roll.keys]
+        with open_key_store(keys) as key_store:
+            key_table = key_store.key_table()
+        rows = [_row(key, key_table.tenants[key.tenant], time.time()) for key in key_table.keys]
         if as_json:
             typer.echo(json.dumps(rows, indent=2))
             return
@@ -60,8 +60,8 @@ def register(app: typer.Typer) -> None:
         as_json: AsJson = False,
     ) -> None:
         """End a key at once: a running server refuses it within a second. Answers under way go on."""
-        with open_book(keys) as book:
-            revoked = book.revoke(which, now_s=time.time())
+        with open_key_store(keys) as key_store:
+            revoked = key_store.revoke(which, now_s=time.time())
         if as_json:
             typer.echo(json.dumps({"revoked": revoked}))
         else:
@@ -88,7 +88,7 @@ def _register_add(keys: typer.Typer) -> None:
         as_json: AsJson = False,
     ) -> None:
         """Make a key for NAME and show it, once. Limits are the tenant's; those given replace what it had."""
-        from tripool.tenants.book import Book, check_tenant, default_path
+        from tripool.tenants.key_store import KeyStore, check_tenant, default_path
 
         now_s = time.time()
         cache_bytes = None if cache_gb is None else int(cache_gb * _GB)
@@ -96,9 +96,9 @@ def _register_add(keys: typer.Typer) -> None:
         settings |= given(public_prefix=public_prefix)
         expires_s = None if expires is None else later_s(expires, now_s=now_s, param="expires")
         check_tenant(name, settings)  # before a book is made for it
-        with Book(keys or default_path(), create=True) as book:
-            key = book.add_key(name, now_s=now_s, settings=settings, admin=admin, expires_s=expires_s)
-            path = book.path
+        with KeyStore(keys or default_path(), create=True) as key_store:
+            key = key_store.add_key(name, now_s=now_s, settings=settings, admin=admin, expires_s=expires_s)
+            path = key_store.path
         if as_json:
             typer.echo(json.dumps({"tenant": name, "key": key, "admin": admin, "expires_s": expires_s}))
         else:

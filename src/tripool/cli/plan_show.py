@@ -88,7 +88,7 @@ def show_validation(compared: Sequence[Compared], found: Sequence[Verdict]) -> N
         table.add_row(row.system, name, row.phase, *cells, error, each.role)
     out.print(table)
     out.print(
-        "tok/s per device; rows without a batch (averages over a day) or without described hardware: shown, not compared"
+        "tok/s per device; rows without a batch (daily averages) or without described hardware: shown, not compared"
     )
     for verdict in found:
         out.print(_line(verdict), markup=True)

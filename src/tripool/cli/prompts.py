@@ -11,7 +11,7 @@ from typing import Any
 from tripool.core import Request, SamplingParams
 from tripool.errors import InvalidRequest
 from tripool.gateway.body import decode_json
-from tripool.gateway.kinds import INTEGER, MESSAGES, OBJECT, PROMPT
+from tripool.gateway.json_types import INTEGER, MESSAGES, OBJECT, PROMPT
 from tripool.gateway.options import SAMPLING, Fields
 from tripool.llm import LLM
 

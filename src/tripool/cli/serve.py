@@ -41,8 +41,8 @@ class _AccessOptions:
     may_be_open: bool
 
     @property
-    def book(self) -> Path:
-        from tripool.tenants.book import default_path
+    def key_store(self) -> Path:
+        from tripool.tenants.key_store import default_path
 
         return self.named or default_path()
 
@@ -168,7 +168,7 @@ def _serve(
         is_open = starts_open(listener, access_options.named, may_be_open=access_options.may_be_open)
         engine = load(model, config) if weights is None else load_model(model, config, weights)
         thread = EngineThread(engine)
-        access = open_access(access_options.book, may_be_open=is_open)
+        access = open_access(access_options.key_store, may_be_open=is_open)
         try:
             room = Capacity(slots=config.max_running)
             admission = AdmissionBackend(thread, room=lambda: room, tenant_of=access.tenant_named)
@@ -209,7 +209,7 @@ def _serve_several(
 
             return Loaded(*load_told(model, config, weight_cache=weights))
 
-        access = open_access(access_options.book, may_be_open=is_open)
+        access = open_access(access_options.key_store, may_be_open=is_open)
         try:
             serve_several(models, config, gateway, listener, log, budget=budget, access=access, open_=open_)
         finally:
@@ -244,7 +244,7 @@ def _serve_split(
             model,
             config,
             listener,
-            keys=access_options.book,
+            keys=access_options.key_store,
             is_open=is_open,
             num_prefill=num_prefill,
             num_decode=num_decode,

@@ -35,9 +35,9 @@ from tripool.config import EngineConfig, SchedulerConfig
 from tripool.core import BLOCK_TOKENS
 from tripool.decode import StepFacts
 from tripool.errors import InvalidRequest
-from tripool.simulate.dice import Dice
-from tripool.simulate.supernode.books import DONE, Books
+from tripool.simulate.rng import Rng
 from tripool.simulate.supernode.colocated import ColocatedWorld, Prompt
+from tripool.simulate.supernode.request_table import DONE, RequestTable
 from tripool.simulate.traces.draw import lognormal_of
 
 _MODEL = "tiny"
@@ -138,8 +138,8 @@ def compare_with_real(asked: Asked, json_file: Path | None) -> bool:
     prompts = [
         Prompt(shot.due_s or 0.0, tuple(each), shot.output_tokens) for shot, each in zip(shots, ids, strict=True)
     ]
-    books = ColocatedWorld(prompts, config, measured.step_s, measured.around_s, _CONTEXT).run()
-    rows = _rows(_numbers(samples), _simulated(books))
+    table = ColocatedWorld(prompts, config, measured.step_s, measured.around_s, _CONTEXT).run()
+    rows = _rows(_numbers(samples), _simulated(table))
     _show(console, measured, rows, len(shots))
     if json_file is not None:
         json_file.write_text(json.dumps({"rows": rows}, indent=1) + "\n", "utf-8")
@@ -245,11 +245,11 @@ def _scaled(asked: Asked, measured: Measured) -> list[Shot]:
     work_s = _INPUT * measured.prompt_token_s + _OUTPUT * measured.rows_s(8) / 8 + measured.batches[0][1]
     rate = _LOAD / work_s
     if asked.trace is None:
-        dice = Dice(asked.seed)
+        rng = Rng(asked.seed)
         shots = []
         for index in range(asked.max_requests or _REQUESTS):
-            prompt = min(_PROMPTS[-1], max(4, round(lognormal_of(dice, _INPUT, 0.5))))
-            answer = min(4 * _ANSWER, max(4, round(lognormal_of(dice, _OUTPUT, 0.5))))
+            prompt = min(_PROMPTS[-1], max(4, round(lognormal_of(rng, _INPUT, 0.5))))
+            answer = min(4 * _ANSWER, max(4, round(lognormal_of(rng, _OUTPUT, 0.5))))
             shots.append(Shot(index, None, (Piece(f"made up {index}", prompt),), answer))
         return at_times(shots, poisson_arrivals(len(shots), rate=rate, seed=asked.seed))
     requests = parse_trace(_read(asked.trace).splitlines(), max_requests=asked.max_requests or _REQUESTS)
@@ -277,16 +277,16 @@ def _numbers(samples: Sequence[Sample]) -> tuple[float, float, float]:
     return sum(sample.tokens for sample in samples) / span_s, 1e3 * median(firsts), 1e3 * median(paces)
 
 
-def _simulated(books: Books) -> tuple[float, float, float]:
-    done = [number for number in range(len(books)) if books.outcome[number] == DONE]
-    span_s = max(books.last_s[number] for number in done) - min(books.arrived_s[number] for number in done)
-    firsts = [books.first_s[number] - books.arrived_s[number] for number in done]
+def _simulated(table: RequestTable) -> tuple[float, float, float]:
+    done = [number for number in range(len(table)) if table.outcome[number] == DONE]
+    span_s = max(table.last_s[number] for number in done) - min(table.arrived_s[number] for number in done)
+    firsts = [table.first_s[number] - table.arrived_s[number] for number in done]
     paces = [
-        (books.last_s[number] - books.first_s[number]) / (books.output_tokens[number] - 1)
+        (table.last_s[number] - table.first_s[number]) / (table.output_tokens[number] - 1)
         for number in done
-        if books.output_tokens[number] > 1
+        if table.output_tokens[number] > 1
     ]
-    tokens = sum(books.output_tokens[number] for number in done)
+    tokens = sum(table.output_tokens[number] for number in done)
     return tokens / span_s, 1e3 * median(firsts), 1e3 * median(paces)
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tripool.cli.keys import AsJson, KeysFile, open_book
+from tripool.cli.keys import AsJson, KeysFile, open_key_store
 from tripool.cli.when import ago_s, shown
 
 
@@ -33,11 +33,11 @@ def register(app: typer.Typer) -> None:
         as_json: AsJson = False,
     ) -> None:
         """Show requests and tokens by tenant. Hours and days are UTC."""
-        from tripool.tenants.meter import read_usage
+        from tripool.tenants.usage_log import read_usage
 
         since_s = None if since is None else ago_s(since, now_s=time.time(), param="since")
-        with open_book(keys) as book:
-            rows = read_usage(book, tenant=tenant, since_s=since_s, by=by.value)
+        with open_key_store(keys) as key_store:
+            rows = read_usage(key_store, tenant=tenant, since_s=since_s, by=by.value)
         if as_json:
             typer.echo(json.dumps(rows, indent=2))
             return

@@ -26,9 +26,9 @@ from tripool.gateway.record import Record
 from tripool.gateway.refusals import dialect_of, error_headers, error_shape
 from tripool.gateway.request_log import CALLER as _CALLER
 from tripool.gateway.request_log import note_error
-from tripool.tenants import ANONYMOUS, NOBODY, Caller, Roll, Tenant
-from tripool.tenants.meter import Meter
-from tripool.tenants.watch import Watch
+from tripool.tenants import ANONYMOUS, NOBODY, Caller, KeyTable, Tenant
+from tripool.tenants.key_watcher import KeyWatcher
+from tripool.tenants.usage_log import UsageLog
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/health/ready", "/version"})
 _FOR_TENANTS = frozenset(
@@ -63,18 +63,18 @@ class NotOperator(TripoolError):
 class Access:
     """The door of one server: its book as it is now, and the meter behind it. Used from the event loop."""
 
-    def __init__(self, watch: Watch, meter: Meter, *, clock: Callable[[], float] = time.time) -> None:
-        self._watch, self._meter, self._clock = watch, meter, clock
+    def __init__(self, key_watcher: KeyWatcher, usage_log: UsageLog, *, clock: Callable[[], float] = time.time) -> None:
+        self._key_watcher, self._usage_log, self._clock = key_watcher, usage_log, clock
 
     @property
-    def roll(self) -> Roll:
-        return self._watch.roll()
+    def key_table(self) -> KeyTable:
+        return self._key_watcher.key_table()
 
     @property
     def is_open(self) -> bool:
-        """Whether no key is asked for. Raises BookError as `caller` does."""
-        self._watch.roll()
-        return self._watch.is_open
+        """Whether no key is asked for. Raises KeyStoreError as `caller` does."""
+        self._key_watcher.key_table()
+        return self._key_watcher.is_open
 
     @property
     def keys(self) -> str:
@@ -85,21 +85,21 @@ class Access:
         """One who was let in, with the limits of now. Raises KeyRefused for one who is gone from the book since."""
         if name == ANONYMOUS.name:
             return ANONYMOUS
-        tenant = self.roll.tenants.get(name)
+        tenant = self.key_table.tenants.get(name)
         if tenant is None:
             raise KeyRefused("this API key's tenant is not in the key book any more", hint=_ASK)
         return tenant
 
     def caller(self, scope: Scope) -> Caller:
-        """Raises KeyRefused, or BookError when the book has been unreadable for too long."""
-        roll = self._watch.roll()
-        if self._watch.is_open:
+        """Raises KeyRefused, or KeyStoreError when the book has been unreadable for too long."""
+        key_table = self._key_watcher.key_table()
+        if self._key_watcher.is_open:
             return NOBODY
         presented = _presented(scope)
         if presented is None:
             hint = "send 'Authorization: Bearer tp-...' or 'x-api-key: tp-...'; `tripool keys add NAME` makes a key"
             raise KeyRefused("this server wants an API key", hint=hint)
-        caller = roll.find(presented, self._clock())
+        caller = key_table.find(presented, self._clock())
         if caller is None:
             raise KeyRefused("this API key is unknown, revoked or expired", hint=_ASK)
         return caller
@@ -111,11 +111,11 @@ class Access:
         """
         if caller.key and (record.tokens_came or record.state == "cancelled"):
             usages: list[Usage] = list(record.usages)
-            self._meter.add(caller, model, usages)
+            self._usage_log.add(caller, model, usages)
 
     def close(self) -> None:
-        self._watch.close()
-        self._meter.close()
+        self._key_watcher.close()
+        self._usage_log.close()
 
 
 class Guard:

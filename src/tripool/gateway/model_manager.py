@@ -90,7 +90,7 @@ class _Held:
 
 
 class ModelManager:
-    """A `Keeper`. `open_model` makes a model by name, blocking, in any thread; its errors go to whoever waits."""
+    """A `ModelControl`. `open_model` makes a model by name, blocking, in any thread; its errors go to whoever waits."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ def model_routes(models: Models, bodies: Bodies) -> APIRouter:
     def shown(served: Served) -> dict[str, Any]:
         head = {"id": served.name, "object": "model", "created": started_s, "owned_by": "tripool"}
         facts = {"max_model_len": served.backend.context_tokens, "default": served is models.default}
-        return head | facts | models.keeper.describe(served.name)
+        return head | facts | models.control.describe(served.name)
 
     async def named(http: HttpRequest) -> Served:
         return models.find(ONE_MODEL.checked(decode_json(await bodies.read(http)))["model"])
@@ -34,14 +34,14 @@ def model_routes(models: Models, bodies: Bodies) -> APIRouter:
     async def load(http: HttpRequest) -> dict[str, Any]:
         """Bring a model into memory; answers when it is ready, or with what is missing."""
         served = await named(http)
-        await models.keeper.load(served.name)
+        await models.control.load(served.name)
         return shown(served)
 
     @routes.post("/v1/models/unload", openapi_extra=body_docs(ONE_MODEL.schema()))
     async def unload(http: HttpRequest) -> dict[str, Any]:
         """Let a model's open answers end and give its memory back; it stays away until it is loaded again."""
         served = await named(http)
-        await models.keeper.unload(served.name)
+        await models.control.unload(served.name)
         return shown(served)
 
     @routes.get("/v1/models/{model_id:path}")

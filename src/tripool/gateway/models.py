@@ -1,6 +1,6 @@
 """The models behind one gateway, by name. Says which of them a body means; knows nothing of loading or memory.
 
-Loading and unloading is behind the `Keeper` seam: `Fixed` never changes, `gateway/model_manager.py` keeps to a budget.
+`ModelControl` loads and unloads them: `Fixed` never does, `gateway/model_manager.py` keeps to a memory budget.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ModelStays(TripoolError):
     code = "model_stays"
 
 
-class Keeper(Protocol):
+class ModelControl(Protocol):
     """Whoever decides which models are in memory. Names are those of the registry."""
 
     def describe(self, name: str) -> dict[str, Any]:
@@ -104,12 +104,12 @@ def check_names(names: Sequence[str]) -> None:
 class Models:
     """The first is the default."""
 
-    def __init__(self, served: Sequence[Served], keeper: Keeper | None = None) -> None:
+    def __init__(self, served: Sequence[Served], control: ModelControl | None = None) -> None:
         assert served, "a gateway without a model"
         self._served = {one.name: one for one in served}
         check_names([one.name for one in served])
         self.default = served[0]
-        self.keeper: Keeper = keeper or Fixed(served)
+        self.control: ModelControl = control or Fixed(served)
 
     def __iter__(self) -> Iterator[Served]:
         return iter(self._served.values())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tripool.errors import InvalidRequest
-from tripool.gateway.kinds import (
+from tripool.gateway.json_types import (
     BIAS,
     BOOLEAN,
     CHOICES,
@@ -28,14 +28,14 @@ from tripool.gateway.kinds import (
     TEXT_OR_BLOCKS,
     TOOL_CHOICE,
     TOOLS,
-    Kind,
+    JsonType,
 )
 
 MAX_PROMPTS = 256
 MAX_ANSWERS = 1024
 """Of one request: its prompts times its choices."""
 
-SAMPLING: Mapping[str, Kind] = {
+SAMPLING: Mapping[str, JsonType] = {
     "temperature": NUMBER,
     "top_p": NUMBER,
     "top_k": INTEGER,
@@ -56,7 +56,7 @@ SAMPLING: Mapping[str, Kind] = {
 }
 """Handed to SamplingParams under the same names."""
 
-STRUCTURE: Mapping[str, Kind] = {
+STRUCTURE: Mapping[str, JsonType] = {
     "response_format": OBJECT,
     "structured_outputs": OBJECT,
     "regex": TEXT,
@@ -76,7 +76,7 @@ ALIASES: Mapping[str, str] = {
 }
 """Other clients' names of the same field. Where both are given, the one on the left wins."""
 
-_GENERATION: Mapping[str, Kind] = {
+_GENERATION: Mapping[str, JsonType] = {
     **SAMPLING,
     **STRUCTURE,
     "model": TEXT,
@@ -92,7 +92,7 @@ _GENERATION: Mapping[str, Kind] = {
     "return_token_ids": BOOLEAN,
 }
 
-_TEMPLATE: Mapping[str, Kind] = {
+_TEMPLATE: Mapping[str, JsonType] = {
     "tools": TOOLS,
     "add_generation_prompt": BOOLEAN,
     "continue_final_message": BOOLEAN,
@@ -135,7 +135,7 @@ _ONLY_PLAIN: Mapping[str, tuple[Any, ...]] = {
 class Fields:
     """The fields of one endpoint's body."""
 
-    known: Mapping[str, Kind]
+    known: Mapping[str, JsonType]
     required: tuple[str, ...]
     ignored: tuple[str, ...] = ()
     """Accepted and without effect: they steer a hosted service, not the answer."""
@@ -224,7 +224,7 @@ COMPLETION = Fields(
     },
 )
 
-_TOKENIZE: Mapping[str, Kind] = {
+_TOKENIZE: Mapping[str, JsonType] = {
     "model": TEXT,
     "prompt": TEXT,
     "messages": MESSAGES,
@@ -236,7 +236,7 @@ TOKENIZE = Fields(known=_TOKENIZE, required=())
 ONE_MODEL = Fields(known={"model": TEXT}, required=("model",))
 DETOKENIZE = Fields(known={"model": TEXT, "tokens": IDS}, required=("tokens",))
 
-_ANTHROPIC: Mapping[str, Kind] = {
+_ANTHROPIC: Mapping[str, JsonType] = {
     "messages": MESSAGES,
     "model": TEXT,
     "system": TEXT_OR_BLOCKS,

@@ -28,7 +28,7 @@ from tripool.gateway.options import (
     Fields,
 )
 from tripool.gateway.public_prefix import public_tokens
-from tripool.gateway.reasoning import OPENING
+from tripool.gateway.reasoning_parser import OPENING
 from tripool.gateway.slo import Wishes, read_slo
 from tripool.gateway.structure import read_structure
 from tripool.gateway.tools import Tools, as_text, read_tools

@@ -19,7 +19,7 @@ from tripool.fabric.supervisor_channel import SupervisorChannel
 from tripool.gateway.admission import AdmissionBackend
 from tripool.gateway.app import create_app
 from tripool.gateway.auth import Access
-from tripool.gateway.cache_keeper import CacheKeeper, cache_routes
+from tripool.gateway.cache_quotas import CacheQuotas, cache_routes
 from tripool.gateway.pools import Pools, pools_routes
 from tripool.gateway.server import Server
 from tripool.messages import Drain, Ready, Reaped, WorkerId
@@ -45,19 +45,19 @@ class GatewayProcess:
         worker_id: WorkerId,
         supervisor_channel: SupervisorChannel,
         cache: PoolClient,
-        keeper: PoolClient,
+        cache_client: PoolClient,
         access: Access,
     ) -> None:
         self._worker_id, self._supervisor_channel = worker_id, supervisor_channel
         self._pools = Pools(router, addresses=addresses, epoch=worker_id.epoch, suspect=supervisor_channel.send)
         self._access = access
-        self._keeper = CacheKeeper(keeper, access)
+        self._quotas = CacheQuotas(cache_client, access)
         self._admission = admission = AdmissionBackend(
             self._pools, room=self._pools.room, tenant_of=access.tenant_named
         )
         app = create_app(admission, Tokenizer(text), name, config, access=access)
         app.include_router(pools_routes(self._pools, cache))
-        app.include_router(cache_routes(self._keeper))
+        app.include_router(cache_routes(self._quotas))
         self._server = Server(app, on_ready=self._on_ready, end_answers=self._pools.close)
 
     def run(self, listener: socket.socket) -> None:
@@ -66,7 +66,7 @@ class GatewayProcess:
             self._server.run([listener])
         finally:
             self._supervisor_channel.close()
-            self._keeper.close()
+            self._quotas.close()
             self._access.close()
 
     def _on_ready(self) -> None:
@@ -74,7 +74,7 @@ class GatewayProcess:
         self._pools.start()
         loop.add_reader(self._supervisor_channel.fileno(), self._listen, loop)
         self._say_ready(loop)
-        self._keeping = loop.create_task(self._keeper.keep())
+        self._keeping = loop.create_task(self._quotas.keep())
         _LOG.info("ready", extra={"epoch": self._worker_id.epoch, "keys": self._access.keys})
 
     def _say_ready(self, loop: asyncio.AbstractEventLoop) -> None:

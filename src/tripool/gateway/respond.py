@@ -10,11 +10,11 @@ import msgspec
 from tripool.answer import Answer, Choice, Delta
 from tripool.core import TokenLogprobs, Usage
 from tripool.errors import TripoolError
-from tripool.gateway.calls import CallBegins, Content, Piece, Said, Thought
 from tripool.gateway.job import Job
 from tripool.gateway.logprobs import ChatScores, CompletionScores, Scores, chat_logprobs, completion_logprobs
+from tripool.gateway.output_parser import OutputParser
 from tripool.gateway.refusals import error_shape
-from tripool.gateway.speech import Speech
+from tripool.gateway.tool_parser import CallBegins, Content, Piece, Said, Thought
 from tripool.text import Tokenizer
 
 Facts = Mapping[str, Any]
@@ -55,7 +55,7 @@ class Shapes:
         self._job, self._tokenizer, self._answers = job, tokenizer, answers
         self._chat = job.api == "chat"
         self._head = {"id": job.id, "object": self._object_name(), "created": created_s, "model": model}
-        self._speeches: dict[int, Speech] = {}
+        self._parsers: dict[int, OutputParser] = {}
         self._scores: dict[int, Scores] = {}
         """Of an answer at once, where log-probabilities were asked for."""
         self._token_chars: dict[int, int] = {}
@@ -71,7 +71,7 @@ class Shapes:
 
     def take(self, index: int, delta: Delta) -> None:
         if self._chat:
-            self._speech(index).push(delta.text, last=delta.finish_reason is not None)
+            self._parser(index).push(delta.text, last=delta.finish_reason is not None)
         if delta.logprobs is not None and not self._job.stream:
             self._scores_of(index).add(delta.token_id, delta.logprobs)
 
@@ -93,9 +93,9 @@ class Shapes:
         finish_reason: str | None = choice.finish_reason
         ids: dict[str, Any] = {"token_ids": choice.token_ids} if self._job.return_token_ids else {}
         if self._chat:
-            speech = self._speech(index)
-            said: dict[str, Any] = {"message": self._message(index, speech.said)}
-            finish_reason = _finish_reason(finish_reason, speech)
+            parser = self._parser(index)
+            said: dict[str, Any] = {"message": self._message(index, parser.said)}
+            finish_reason = _finish_reason(finish_reason, parser)
         else:
             said = {"text": self._echo(index) + choice.text}
             ids |= {"prompt_token_ids": answer.request.prompt_ids} if ids else {}
@@ -166,9 +166,9 @@ class Shapes:
 
     def _chat_chunks(self, index: int, delta: Delta, logprobs: object, ids: dict[str, Any]) -> bytes | None:
         """What a token adds to a chat message, in one or several steps; and why the message ends, if it does."""
-        speech, finish = self._speech(index), delta.finish_reason
-        parts = [self._part(index, piece) for piece in speech.push(delta.text, last=finish is not None)]
-        if self._plain and speech.plain:
+        parser, finish = self._parser(index), delta.finish_reason
+        parts = [self._part(index, piece) for piece in parser.push(delta.text, last=finish is not None)]
+        if self._plain and parser.plain:
             self._before[index] = self._plain_head(index)
         if (logprobs is not None or ids) and not parts:
             parts = [{"content": ""}]
@@ -177,7 +177,7 @@ class Shapes:
             chunks += self._chunk(self._chunk_choice(index, part, logprobs) | ids)
             logprobs, ids = None, {}
         if finish is not None:
-            chunks += self._chunk(self._chunk_choice(index, {}, None, _finish_reason(finish, speech)))
+            chunks += self._chunk(self._chunk_choice(index, {}, None, _finish_reason(finish, parser)))
         return chunks or None
 
     def _part(self, index: int, piece: Piece) -> dict[str, Any]:
@@ -209,11 +209,11 @@ class Shapes:
 
     # ---- both ---------------------------------------------------------------------------------------------------
 
-    def _speech(self, index: int) -> Speech:
-        speech = self._speeches.get(index)
-        if speech is None:
-            speech = self._speeches[index] = Speech(calls=self._job.calls, thinks=self._job.thinks)
-        return speech
+    def _parser(self, index: int) -> OutputParser:
+        parser = self._parsers.get(index)
+        if parser is None:
+            parser = self._parsers[index] = OutputParser(calls=self._job.calls, thinks=self._job.thinks)
+        return parser
 
     def _echo(self, index: int) -> str:
         return self._job.echoes[index // self._job.requests[0].params.n] if self._job.echoes else ""
@@ -234,7 +234,7 @@ class Shapes:
         return completion_logprobs(self._tokenizer, pairs, text_offset)
 
     def _usage(self) -> dict[str, Any]:
-        reasoning = sum(speech.reasoning_tokens for speech in self._speeches.values())
+        reasoning = sum(parser.reasoning_tokens for parser in self._parsers.values())
         return usage_shape([answer.usage for answer in self._answers], reasoning)
 
 
@@ -243,9 +243,9 @@ def _reasoning(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _finish_reason(finish_reason: str | None, speech: Speech) -> str | None:
+def _finish_reason(finish_reason: str | None, parser: OutputParser) -> str | None:
     """An answer that was cut off, by its length or by a stop string inside a call, calls nothing."""
-    return "tool_calls" if finish_reason == "stop" and speech.called else finish_reason
+    return "tool_calls" if finish_reason == "stop" and parser.called else finish_reason
 
 
 def usage_shape(usages: Sequence[Usage], reasoning_tokens: int = 0) -> dict[str, Any]:

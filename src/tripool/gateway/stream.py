@@ -18,9 +18,9 @@ from tripool.errors import SlowReader, TripoolError
 from tripool.gateway.backend import Backend, Facts
 from tripool.gateway.connection_limits import SLOW_READER, cut_off, cut_off_because
 from tripool.gateway.job import Job
-from tripool.gateway.patience import Patience
 from tripool.gateway.record import Record, State
 from tripool.gateway.respond import Voice
+from tripool.gateway.slow_readers import SlowReaderLimit
 from tripool.mailbox import MAX_UNREAD, Tally
 
 Headers = list[tuple[bytes, bytes]]
@@ -53,7 +53,7 @@ class AnswerResponse(Response):
         for answer in answers:
             answer.keeps_logprobs = False  # they are shaped as they come
         self._tally = Tally(inf)
-        self._clock, self._patience = clock, Patience()
+        self._clock, self._patience = clock, SlowReaderLimit()
         self._scope: Scope = {}
         self._inside, self._on_end = inside, on_end
         self._places = {answer.request.id: (i, answer) for i, answer in enumerate(answers)}

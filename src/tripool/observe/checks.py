@@ -34,7 +34,7 @@ class Finding:
     remedy: str = ""
 
 
-def judge(machine: Machine) -> list[Finding]:
+def check_machine(machine: Machine) -> list[Finding]:
     return [finding for check in CHECKS for finding in check(machine)]
 
 

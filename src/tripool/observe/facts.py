@@ -29,7 +29,7 @@ from tripool.errors import TripoolError
 from tripool.fabric.folder import memory_folder, remove_if_stale, run_folders
 from tripool.observe.machine import Clock, Folder, Kernels, Leftover, Machine, Model, Package, Port, Shared, Software
 from tripool.observe.system import file_system, listener, read_cpu, read_memory
-from tripool.tenants.book import default_path
+from tripool.tenants.key_store import default_path
 
 _EXTRAS = ("ray", "mooncake-transfer-engine")
 _ANSWER_S = 3.0

@@ -1,6 +1,6 @@
 """Whose choices each decode worker has, and who may have one there though it is full. Pure.
 
-A decode worker shares its batch by tenant and by request (`engine/batch_shares.py`): a group with less takes a slot from
+A decode worker shares its batch by tenant and request (`engine/batch_shares.py`): a group with less takes a slot from
 the group with most. So a request of a group with less is sent there also when no slot is free; the worker makes room.
 """
 

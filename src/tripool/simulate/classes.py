@@ -18,7 +18,7 @@ from tripool.router.admission import AdmissionController
 from tripool.router.admission_types import Admit, Refuse
 from tripool.router.admission_types import Arrival as PendingRequest
 from tripool.sequence import Sampled
-from tripool.simulate.dice import Dice
+from tripool.simulate.rng import Rng
 
 KEPT = 0.99
 """Share of a class's answers that must be within its promise."""
@@ -35,12 +35,12 @@ class StepCost:
     hiccup: float = 0.0
     """Chance that a step takes five times as long."""
 
-    def step_s(self, facts: StepFacts, dice: Dice) -> float:
+    def step_s(self, facts: StepFacts, rng: Rng) -> float:
         step_s = self.fixed_s + self.row_s * (facts.rows + facts.drafts)
         step_s += self.context_token_s * (facts.context_tokens + facts.prompt_reads / 8)
         step_s += self.prompt_token_s * facts.prompt_tokens
-        step_s *= dice.uniform(1 - self.jitter, 1 + self.jitter)
-        return step_s * 5 if dice.chance(self.hiccup) else step_s
+        step_s *= rng.uniform(1 - self.jitter, 1 + self.jitter)
+        return step_s * 5 if rng.chance(self.hiccup) else step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ class Run:
         return min(self.attainment().values(), default=1.0)
 
 
-def draw(phases: Sequence[Sequence[Kind]], count: int, dice: Dice, *, per_s: float | None = None) -> list[Arrival]:
+def draw(phases: Sequence[Sequence[Kind]], count: int, rng: Rng, *, per_s: float | None = None) -> list[Arrival]:
     """`count` requests; the mix changes from phase to phase, each with an equal number of them.
 
     `per_s`: how many come per second, in a Poisson stream. None: all are there at once.
@@ -136,15 +136,15 @@ def draw(phases: Sequence[Sequence[Kind]], count: int, dice: Dice, *, per_s: flo
     arrivals, now_s = [], 0.0
     for number in range(count):
         kinds = phases[number * len(phases) // count]
-        throw, kind = dice.uniform(0, sum(kind.share for kind in kinds)), kinds[-1]
+        throw, kind = rng.uniform(0, sum(kind.share for kind in kinds)), kinds[-1]
         for each in kinds:
             throw -= each.share
             if throw < 0:
                 kind = each
                 break
-        now_s += -log(1 - dice.uniform(0, 1)) / per_s if per_s is not None else 0.0
-        prompt = max(1, int(kind.prompt_tokens * dice.uniform(0.5, 1.5)))
-        answer = max(1, int(kind.answer_tokens * dice.uniform(0.5, 1.5)))
+        now_s += -log(1 - rng.uniform(0, 1)) / per_s if per_s is not None else 0.0
+        prompt = max(1, int(kind.prompt_tokens * rng.uniform(0.5, 1.5)))
+        answer = max(1, int(kind.answer_tokens * rng.uniform(0.5, 1.5)))
         request = Request(
             id=str(number),
             prompt_ids=tuple([number % 1000 + 1] * prompt),
@@ -186,11 +186,11 @@ class _Life:
             pending = PendingRequest(id=request.id, prompt_tokens=len(request.prompt_ids), slo=request.slo)
             self._obey(self._admission.arrive(pending, arrival.at_s), arrival.at_s)
 
-    def step(self, cost: StepCost, dice: Dice) -> None:
+    def step(self, cost: StepCost, rng: Rng) -> None:
         tasks = self.scheduler.schedule()
         assert tasks or not self.scheduler.busy, "there is work, and none is done"
         began_s = self.now_s
-        self.now_s += cost.step_s(StepFacts.of(tasks), dice)
+        self.now_s += cost.step_s(StepFacts.of(tasks), rng)
         for event in self.scheduler.settle(tasks, [Sampled(1) if task.samples else None for task in tasks]):
             self.times[event.request_id].append(self.now_s)
             if self._admission is not None and event.index == 0:
@@ -221,17 +221,19 @@ def run(
 ) -> Run:
     """`promised`: whether the scheduler is told what each request was promised. `admission`: who decides before it."""
     told = arrivals if promised else [replace(a, request=replace(a.request, slo=Slo())) for a in arrivals]
-    worker_id, dice, num_steps = _Life(told, config, admission), Dice(seed), 0
+    worker_id, rng, num_steps = _Life(told, config, admission), Rng(seed), 0
     while worker_id.busy:
         worker_id.arrive()
-        worker_id.step(cost, dice)
+        worker_id.step(cost, rng)
         num_steps += 1
-    served = tuple(_judge(a, worker_id.times[a.request.id]) for a in arrivals if a.request.id not in worker_id.refused)
+    served = tuple(
+        _check_outcome(a, worker_id.times[a.request.id]) for a in arrivals if a.request.id not in worker_id.refused
+    )
     refused = tuple(worker_id.refused[a.request.id] - a.at_s for a in arrivals if a.request.id in worker_id.refused)
     return Run(served, worker_id.now_s, num_steps, refused, worker_id.scheduler.slo_controller.num_given_up)
 
 
-def _judge(arrival: Arrival, came: Sequence[float]) -> Served:
+def _check_outcome(arrival: Arrival, came: Sequence[float]) -> Served:
     mean_s = (came[-1] - came[0]) / (len(came) - 1) if len(came) > 1 else 0.0
     slo = arrival.request.slo
     return Served(slo.tpot_ms, slo.ttft_ms, came[0] - arrival.at_s, mean_s, len(came))

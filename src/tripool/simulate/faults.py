@@ -19,7 +19,7 @@ class Faults:
         world = self._world
         world.faults[fault.kind] += 1
         world.clock.note(f"fault: {fault.kind}")
-        place = world.dice.pick(list(world.places.values()))
+        place = world.rng.pick(list(world.places.values()))
         heal_s = world.now_s + fault.length_s
         match fault.kind:
             case "kill":
@@ -28,7 +28,7 @@ class Faults:
                 place.stopped = True
                 world.clock.expect(heal_s, self._continue, place, place.worker_id)
             case "slow" if place.process is not None:
-                place.process.slowness = world.dice.pick([5.0, 20.0])
+                place.process.slowness = world.rng.pick([5.0, 20.0])
                 world.clock.expect(heal_s, self._hasten, place, place.worker_id)
             case "cut" | "loss" if world.network.is_up(place.name) and world.coordinator is not None:
                 noticed = fault.kind == "cut"
@@ -40,19 +40,19 @@ class Faults:
                     if other.process is not None and other.spec.role == "prefill":
                         other.process.sender.num_to_spoil += 1
             case "cache restart":
-                member = world.dice.pick(world.members)
+                member = world.rng.pick(world.members)
                 if member.up:
                     member.fall()
                     world.clock.expect(heal_s, self._restart, member)
             case "purge":
-                namespace = world.dice.pick(["", "other"])
+                namespace = world.rng.pick(["", "other"])
                 for member in world.members:
                     if member.up:
                         member.purge(namespace)
             case "disk full":
-                world.dice.pick(world.members).fill_disk()
+                world.rng.pick(world.members).fill_disk()
             case "disk rot":
-                world.dice.pick(world.members).rot(world.dice.between(0, 2))
+                world.rng.pick(world.members).rot(world.rng.between(0, 2))
             case "gateway restart" if world.coordinator is not None:
                 self._kill_gateway(fault.length_s)
             case "drain" if world.coordinator is not None:
@@ -83,10 +83,10 @@ class Faults:
         world = self._world
         world.kill_gateway()
         for place in world.places.values():
-            world.network.break_link(place.name, keeps=world.dice.chance(0.5))
-            if world.dice.chance(0.5):
+            world.network.break_link(place.name, keeps=world.rng.chance(0.5))
+            if world.rng.chance(0.5):
                 self._disconnect(place)
-        world.clock.expect(world.now_s + length_s * world.dice.pick([0.2, 1.0, 5.0]), world.start_gateway)
+        world.clock.expect(world.now_s + length_s * world.rng.pick([0.2, 1.0, 5.0]), world.start_gateway)
 
     def _disconnect(self, place: Place) -> None:
         """The worker's end notices that its connection broke."""

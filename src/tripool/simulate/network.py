@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from tripool.messages import AnyMessage, Hello, WorkerId
 from tripool.simulate.clock import Clock
-from tripool.simulate.dice import Dice
+from tripool.simulate.rng import Rng
 
 _LATENCY_S = (0.0002, 0.003)
 
@@ -37,13 +37,13 @@ class Network:
     def __init__(
         self,
         clock: Clock,
-        dice: Dice,
+        rng: Rng,
         workers: list[str],
         to_worker: Callable[[WorkerId, int, AnyMessage], None],
         to_gateway: Callable[[WorkerId, AnyMessage], None],
     ) -> None:
         """`to_worker` and `to_gateway` take what arrives."""
-        self._clock, self._dice = clock, dice
+        self._clock, self._rng = clock, rng
         self._to_worker, self._to_gateway = to_worker, to_gateway
         self._links = {worker: _Link() for worker in workers}
         self._sessions: dict[WorkerId, int] = {}
@@ -56,7 +56,7 @@ class Network:
     def send_to_worker(self, worker_id: WorkerId, message: AnyMessage) -> None:
         link, session = self._links[worker_id.name], self._sessions.get(worker_id)
         if link.up and session is not None:
-            link.to_worker_s = max(link.to_worker_s, self._clock.now_s + self._dice.uniform(*_LATENCY_S))
+            link.to_worker_s = max(link.to_worker_s, self._clock.now_s + self._rng.uniform(*_LATENCY_S))
             self._clock.at(link.to_worker_s, self._reach_worker, worker_id, session, link.break_count, message)
 
     def send_to_gateway(self, worker_id: WorkerId, session: int, message: AnyMessage) -> None:
@@ -88,7 +88,7 @@ class Network:
         self._sessions.clear()
 
     def _post(self, link: _Link, sent: _Sent) -> None:
-        link.to_gateway_s = max(link.to_gateway_s, self._clock.now_s + self._dice.uniform(*_LATENCY_S))
+        link.to_gateway_s = max(link.to_gateway_s, self._clock.now_s + self._rng.uniform(*_LATENCY_S))
         self._clock.at(link.to_gateway_s, self._reach_gateway, link, link.break_count, sent)
 
     def _reach_worker(self, worker_id: WorkerId, session: int, break_count: int, message: AnyMessage) -> None:

@@ -7,9 +7,9 @@ from typing import Literal, get_args
 
 from tripool.config import AdmissionConfig, RouterConfig, SchedulerConfig
 from tripool.core import Request, SamplingParams, Slo
-from tripool.simulate.dice import Dice
 from tripool.simulate.disk import DiskSpec
 from tripool.simulate.model import BLOCK_TOKENS, END_ID, VOCAB
+from tripool.simulate.rng import Rng
 from tripool.simulate.worker import WorkerSpec
 from tripool.tenants import Limits, Tenant
 
@@ -69,11 +69,11 @@ class Scenario:
 
 
 def draw(seed: int, *, faults: bool = True) -> Scenario:
-    dice = Dice(seed)
-    may_refuse = dice.chance(0.1)
+    rng = Rng(seed)
+    may_refuse = rng.chance(0.1)
     router = RouterConfig(
         queue_tokens=400 if may_refuse else 1_000_000,
-        prefill_ahead_tokens=dice.pick([48, 96, 200]),
+        prefill_ahead_tokens=rng.pick([48, 96, 200]),
         heartbeat_s=0.2,
         silence_s=0.6,
         stall_s=2.0,
@@ -87,59 +87,59 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
     )
     workers = {}
     for role in ("prefill", "decode"):
-        for number in range(dice.between(1, 3)):
+        for number in range(rng.between(1, 3)):
             config = SchedulerConfig(
-                num_blocks=dice.pick([20, 28, 48, 80]),
+                num_blocks=rng.pick([20, 28, 48, 80]),
                 block_tokens=BLOCK_TOKENS,
-                max_running=dice.pick([3, 6, 10]),
-                step_tokens=dice.pick([16, 32, 48]),
-                prefix_reuse=dice.chance(0.9),
+                max_running=rng.pick([3, 6, 10]),
+                step_tokens=rng.pick([16, 32, 48]),
+                prefix_reuse=rng.chance(0.9),
             )
             workers[f"{role}-{number}"] = WorkerSpec(
                 role="prefill" if role == "prefill" else "decode",
                 config=config,
                 context_tokens=CONTEXT_TOKENS,
-                slo=dice.pick([1.0, 1.0, 2.0]),
-                sender_slots=dice.pick([18, 30, 60]),
-                token_s=dice.uniform(0.001, 0.003),
+                slo=rng.pick([1.0, 1.0, 2.0]),
+                sender_slots=rng.pick([18, 30, 60]),
+                token_s=rng.uniform(0.001, 0.003),
             )
     span_s = 3.0
     # Few workers take many requests in few steps: give them more, so that every life has enough happening in it.
-    arrivals = _arrivals(dice, span_s, 50 + 5 * (6 - len(workers)))
-    drawn = _faults(dice, span_s) if faults else []
+    arrivals = _arrivals(rng, span_s, 50 + 5 * (6 - len(workers)))
+    drawn = _faults(rng, span_s) if faults else []
     for fault in drawn:
         if fault.kind == "burst":
-            burst = [_request(dice, f"r{len(arrivals) + i}", prompt_tokens=30) for i in range(dice.between(4, 8))]
+            burst = [_request(rng, f"r{len(arrivals) + i}", prompt_tokens=30) for i in range(rng.between(4, 8))]
             arrivals += [Arrival(fault.time_s, request, None) for request in burst]
-    num_members, member_slots = dice.between(1, 2), dice.pick([8, 24, 64])
+    num_members, member_slots = rng.between(1, 2), rng.pick([8, 24, 64])
     # Of its own dice, so that the rest of a life is what it was before there was a door.
-    entry = _entry(admission_dice := Dice(seed + 2**33), may_refuse)
-    arrivals = [replace(a, request=_promised(admission_dice, a.request, entry, may_refuse)) for a in arrivals]
-    disk, disk_faults = _disk(Dice(seed + 2**34), span_s)
+    entry = _entry(admission_rng := Rng(seed + 2**33), may_refuse)
+    arrivals = [replace(a, request=_promised(admission_rng, a.request, entry, may_refuse)) for a in arrivals]
+    disk, disk_faults = _disk(Rng(seed + 2**34), span_s)
     drawn += disk_faults if faults else []
     return Scenario(seed, router, entry, workers, num_members, member_slots, arrivals, drawn, may_refuse, disk)
 
 
-def _disk(dice: Dice, span_s: float) -> tuple[DiskSpec | None, list[Fault]]:
+def _disk(rng: Rng, span_s: float) -> tuple[DiskSpec | None, list[Fault]]:
     """Of its own dice too."""
-    kinds: list[FaultKind] = ["purge"] if dice.chance(0.3) else []
+    kinds: list[FaultKind] = ["purge"] if rng.chance(0.3) else []
     spec = None
-    if dice.chance(0.8):
-        spec = DiskSpec(num_segments=dice.pick([2, 4, 16, 64]), blocks_per_s=dice.pick([5.0, 50.0, 1e6]))
-        kinds += ["cache restart"] if dice.chance(0.5) else []
-        kinds += ["disk rot"] if dice.chance(0.3) else []
-        kinds += ["disk full"] if dice.chance(0.2) else []
-    return spec, [Fault(dice.uniform(0.5, span_s), kind, dice.uniform(0.05, 0.5)) for kind in kinds]
+    if rng.chance(0.8):
+        spec = DiskSpec(num_segments=rng.pick([2, 4, 16, 64]), blocks_per_s=rng.pick([5.0, 50.0, 1e6]))
+        kinds += ["cache restart"] if rng.chance(0.5) else []
+        kinds += ["disk rot"] if rng.chance(0.3) else []
+        kinds += ["disk full"] if rng.chance(0.2) else []
+    return spec, [Fault(rng.uniform(0.5, span_s), kind, rng.uniform(0.05, 0.5)) for kind in kinds]
 
 
-def _entry(dice: Dice, may_refuse: bool) -> Entry:
+def _entry(rng: Rng, may_refuse: bool) -> Entry:
     admission = AdmissionConfig(
-        queue_tokens=dice.pick([300, 600]) if may_refuse else 1_000_000,
-        max_wait_s=dice.pick([1.0, 5.0]) if may_refuse else 1e6,
-        window_s=dice.pick([0.005, 0.05, 0.5]),
-        wide_tokens=dice.pick([40, 400, 1_000_000]),
-        credit_s=dice.pick([0.0, 1.0]),
-        compete_s=dice.pick([0.02, 0.5, 60.0]),
+        queue_tokens=rng.pick([300, 600]) if may_refuse else 1_000_000,
+        max_wait_s=rng.pick([1.0, 5.0]) if may_refuse else 1e6,
+        window_s=rng.pick([0.005, 0.05, 0.5]),
+        wide_tokens=rng.pick([40, 400, 1_000_000]),
+        credit_s=rng.pick([0.0, 1.0]),
+        compete_s=rng.pick([0.02, 0.5, 60.0]),
     )
     rate_limiter = [None, None, 25.0, 50.0] if may_refuse else [None]
     tenants = {
@@ -147,58 +147,58 @@ def _entry(dice: Dice, may_refuse: bool) -> Entry:
             name=name,
             namespace=name,
             limits=Limits(
-                requests_per_minute=dice.pick(rate_limiter),
-                tokens_per_minute=dice.pick([rate and 40 * rate for rate in rate_limiter]),
-                weight=dice.pick([0.5, 1.0, 1.0, 4.0]),
+                requests_per_minute=rng.pick(rate_limiter),
+                tokens_per_minute=rng.pick([rate and 40 * rate for rate in rate_limiter]),
+                weight=rng.pick([0.5, 1.0, 1.0, 4.0]),
             ),
         )
-        for name in ["", "one", "two"][: dice.between(2, 3)]
+        for name in ["", "one", "two"][: rng.between(2, 3)]
     }
-    return Entry(admission, tenants, minds_slots=dice.chance(0.5))
+    return Entry(admission, tenants, minds_slots=rng.chance(0.5))
 
 
-def _promised(dice: Dice, request: Request, entry: Entry, may_refuse: bool) -> Request:
-    tenant, priority = dice.pick(list(entry.tenants)), dice.pick([0, 0, 0, 0, -1, 3])
-    ttft_ms = dice.pick([None, None, 200.0, 1000.0])
+def _promised(rng: Rng, request: Request, entry: Entry, may_refuse: bool) -> Request:
+    tenant, priority = rng.pick(list(entry.tenants)), rng.pick([0, 0, 0, 0, -1, 3])
+    ttft_ms = rng.pick([None, None, 200.0, 1000.0])
     slo = Slo(tenant=tenant, priority=priority, ttft_ms=ttft_ms if may_refuse else None)
     return replace(request, slo=slo)
 
 
-def _arrivals(dice: Dice, span_s: float, count: int) -> list[Arrival]:
+def _arrivals(rng: Rng, span_s: float, count: int) -> list[Arrival]:
     arrivals = []
     for number in range(count):
-        cancel_s = dice.uniform(0.0, 0.8) if dice.chance(0.15) else None
-        arrivals.append(Arrival(dice.uniform(0.0, span_s), _request(dice, f"r{number}"), cancel_s))
+        cancel_s = rng.uniform(0.0, 0.8) if rng.chance(0.15) else None
+        arrivals.append(Arrival(rng.uniform(0.0, span_s), _request(rng, f"r{number}"), cancel_s))
     return arrivals
 
 
-def _request(dice: Dice, request_id: str, prompt_tokens: int = 0) -> Request:
+def _request(rng: Rng, request_id: str, prompt_tokens: int = 0) -> Request:
     """Prompts share beginnings, so that prefixes are found; tenants send the same ones, some of them in public."""
-    family = dice.between(1, 3)
-    shared = [(family * 7 + i) % VOCAB for i in range(dice.pick([0, 4, 9, 18]))]
-    own = [1 + dice.bits() % (VOCAB - 1) for _ in range(dice.between(1, 12))]
+    family = rng.between(1, 3)
+    shared = [(family * 7 + i) % VOCAB for i in range(rng.pick([0, 4, 9, 18]))]
+    own = [1 + rng.bits() % (VOCAB - 1) for _ in range(rng.between(1, 12))]
     prompt = shared + own
     prompt += [1 + i % (VOCAB - 1) for i in range(prompt_tokens - len(prompt))]
     params = SamplingParams(
-        n=dice.pick([1, 1, 1, 1, 1, 1, 2, 3]), max_tokens=dice.pick([1, 6, 9, 12, 15]), ignore_eos=dice.chance(0.4)
+        n=rng.pick([1, 1, 1, 1, 1, 1, 2, 3]), max_tokens=rng.pick([1, 6, 9, 12, 15]), ignore_eos=rng.chance(0.4)
     )
     return Request(
         id=request_id,
         prompt_ids=tuple(prompt),
         params=params,
-        seed=dice.bits() % 2**32,
+        seed=rng.bits() % 2**32,
         end_ids=frozenset({END_ID}),
-        namespace=dice.pick(["", "", "other"]),
+        namespace=rng.pick(["", "", "other"]),
         public_tokens=len(shared) // 2 if own[0] % 3 == 0 else 0,
     )
 
 
-def _faults(dice: Dice, span_s: float) -> list[Fault]:
-    kinds = [dice.pick(_COMMON) for _ in range(dice.between(5, 8))]
-    if dice.chance(0.15):
+def _faults(rng: Rng, span_s: float) -> list[Fault]:
+    kinds = [rng.pick(_COMMON) for _ in range(rng.between(5, 8))]
+    if rng.chance(0.15):
         kinds.append("gateway restart")
-    if dice.chance(0.5):
+    if rng.chance(0.5):
         kinds.append("drain")
     assert set(kinds) <= set(get_args(FaultKind))
-    times = sorted(dice.uniform(0.1, span_s) for _ in kinds)
-    return [Fault(time_s, kind, dice.uniform(0.05, 1.8)) for time_s, kind in zip(times, kinds, strict=True)]
+    times = sorted(rng.uniform(0.1, span_s) for _ in kinds)
+    return [Fault(time_s, kind, rng.uniform(0.05, 1.8)) for time_s, kind in zip(times, kinds, strict=True)]

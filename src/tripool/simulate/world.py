@@ -15,12 +15,12 @@ from tripool.errors import TripoolError
 from tripool.messages import AnyMessage, Reaped, Tokens, WorkerId
 from tripool.router import Coordinator, Emit, Fail, Output, Send, ToSupervisor
 from tripool.simulate.admission import SimAdmission
+from tripool.simulate.checker import Checker
 from tripool.simulate.clock import Clock
-from tripool.simulate.dice import Dice
-from tripool.simulate.judge import Judge
 from tripool.simulate.kv_sender import KvSender
 from tripool.simulate.network import Network
 from tripool.simulate.pool import CacheMember
+from tripool.simulate.rng import Rng
 from tripool.simulate.scenario import Arrival, Scenario
 from tripool.simulate.worker import SimWorker, WorkerSpec
 
@@ -72,8 +72,8 @@ class World:
     def __init__(self, scenario: Scenario, trace: Callable[[str], None] | None = None) -> None:
         self.scenario = scenario
         self.clock = Clock(trace)
-        self.dice = Dice(scenario.seed + 2**32)
-        self.judge = Judge(scenario.may_refuse)
+        self.rng = Rng(scenario.seed + 2**32)
+        self.checker = Checker(scenario.may_refuse)
         self.seen: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.num_events = 0
@@ -81,7 +81,7 @@ class World:
             CacheMember(scenario.member_slots, f"cache-{n}", scenario.disk) for n in range(scenario.num_members)
         ]
         self.places = {name: Place(name, spec) for name, spec in scenario.workers.items()}
-        self.network = Network(self.clock, self.dice, list(self.places), self._reach_worker, self._reach_gateway)
+        self.network = Network(self.clock, self.rng, list(self.places), self._reach_worker, self._reach_gateway)
         self.coordinator: Coordinator | None = None
         self.admission = self._new_admission()
         self._senders: dict[str, KvSender] = {}
@@ -109,17 +109,17 @@ class World:
 
     def _step(self) -> None:
         self.clock.step()
-        assert self.clock.now_s < _DEADLINE_S, f"hangs: {self.judge.open_ids}, {self._holders()}"
+        assert self.clock.now_s < _DEADLINE_S, f"hangs: {self.checker.open_ids}, {self._holders()}"
         self.num_events += 1
         if self.coordinator is not None:
             known = len(self.coordinator.ledger) + len(self.admission)
-            assert known == self.judge.num_open, "the ledger and the clients disagree"
+            assert known == self.checker.num_open, "the ledger and the clients disagree"
         if self.num_events % _FULL_CHECK_EVENTS == 0:
             self.check()
 
     def _is_over(self) -> bool:
         """Nothing is to come, every request has ended, and nothing is held."""
-        if self.clock.num_pending or self.judge.num_open or self.coordinator is None:
+        if self.clock.num_pending or self.checker.num_open or self.coordinator is None:
             return False
         return not self._holders()
 
@@ -156,12 +156,12 @@ class World:
         return Report(
             self.scenario.seed,
             self.num_events,
-            self.judge.num_requests,
-            self.judge.num_tokens,
+            self.checker.num_requests,
+            self.checker.num_tokens,
             self.now_s,
             self.clock.trace_hash,
             self.faults,
-            self.judge.outcomes,
+            self.checker.outcomes,
             self.seen,
         )
 
@@ -174,7 +174,7 @@ class World:
             self.clock.expect(self.now_s + 0.3, self._arrive, arrival)
             return
         self.clock.note(f"{request.id} arrives")
-        self.judge.arrived(request)
+        self.checker.arrived(request)
         self.admission.arrive(request, self.now_s)
         if arrival.cancel_s is not None:
             self.clock.expect(self.now_s + arrival.cancel_s, self._cancel, request.id)
@@ -182,13 +182,13 @@ class World:
     def _ask_again(self, request: Request) -> None:
         """What a client does that was refused or cut off: a new request, in a while."""
         again = replace(request, id=f"{request.id}+")
-        arrival = Arrival(self.now_s + self.dice.uniform(0.2, 1.0), again, None)
+        arrival = Arrival(self.now_s + self.rng.uniform(0.2, 1.0), again, None)
         self.clock.expect(arrival.time_s, self._arrive, arrival)
 
     def _cancel(self, request_id: str) -> None:
         if self.coordinator is not None:
             self.clock.note(f"{request_id} is cancelled")
-            self.judge.cancelled(request_id)
+            self.checker.cancelled(request_id)
             if self.admission.gone(request_id, self.now_s):
                 self.seen["cancelled at the door"] += 1
             else:
@@ -212,7 +212,7 @@ class World:
 
     def _refused(self, request: Request, error: TripoolError) -> None:
         self.clock.note(f"{request.id} is refused: {error.code}")
-        self.judge.refused(request, error)
+        self.checker.refused(request, error)
         if error.code != "rate_limited":  # else its minute is over, and so is its client's patience
             self._ask_again(request)
 
@@ -234,24 +234,24 @@ class World:
         for output in outputs:
             match output:
                 case Send():
-                    self.judge.told(output.worker_id, output.message)
+                    self.checker.told(output.worker_id, output.message)
                     self.network.send_to_worker(output.worker_id, output.message)
                 case Emit():
                     event = output.event
                     self.clock.note(f"{event.request_id}.{event.choice}[{event.index}] = {event.token_id}")
-                    request = self.judge.request(event.request_id)
-                    self.judge.token(event)
+                    request = self.checker.request(event.request_id)
+                    self.checker.token(event)
                     self.admission.token(request, event, self.now_s)
                 case Fail():
                     self.clock.note(f"{output.request_id} fails: {output.error.code}")
-                    self._ask_again(self.judge.failed(output.request_id, output.error))
+                    self._ask_again(self.checker.failed(output.request_id, output.error))
                     self.admission.gone(output.request_id, self.now_s)
                 case ToSupervisor():
                     worker_id = output.message.worker_id
                     self.clock.note(f"{worker_id} is suspected")
                     self.seen["suspected"] += 1
-                    self.judge.lost(worker_id)
-                    self.end_later(self.places[worker_id.name], self.dice.uniform(0.0, 0.5), worker_id)
+                    self.checker.lost(worker_id)
+                    self.end_later(self.places[worker_id.name], self.rng.uniform(0.0, 0.5), worker_id)
 
     def _reach_worker(self, worker_id: WorkerId, session: int, message: AnyMessage) -> None:
         place = self.places[worker_id.name]
@@ -277,7 +277,7 @@ class World:
                 if isinstance(output, Emit):
                     event = output.event
                     attempt = brought[event.request_id, event.choice, event.index]
-                    self.judge.source(event, worker_id, attempt)
+                    self.checker.source(event, worker_id, attempt)
         self.do(outputs)
 
     # ---- processes --------------------------------------------------------------------------------------------------
@@ -323,9 +323,9 @@ class World:
         self._remember(place.process)
         place.process = None
         place.ending = True
-        if self.dice.chance(0.5):
+        if self.rng.chance(0.5):
             self.network.lose_sent(place.name)
-        self.clock.expect(self.now_s + self.dice.uniform(0.002, 0.05), self._reap, place, worker_id)
+        self.clock.expect(self.now_s + self.rng.uniform(0.002, 0.05), self._reap, place, worker_id)
 
     def _remember(self, process: SimWorker) -> None:
         self.seen += process.seen
@@ -338,7 +338,7 @@ class World:
     def _reap(self, place: Place, worker_id: WorkerId) -> None:
         self.clock.note(f"{worker_id} is reaped")
         self._reaped.append(worker_id)
-        self.judge.lost(worker_id)
+        self.checker.lost(worker_id)
         self._senders.pop(str(worker_id))
         if self.coordinator is not None:
             self.do(self.coordinator.receive(Reaped(worker_id), self.now_s))
@@ -346,7 +346,7 @@ class World:
             if member.up:
                 member.index.reaped(worker_id)
                 member.settle()
-        self.clock.expect(self.now_s + self.dice.uniform(0.05, 0.4), self._start, place)
+        self.clock.expect(self.now_s + self.rng.uniform(0.05, 0.4), self._start, place)
 
     def _expire(self, member: CacheMember) -> None:
         now_s = self.clock.now_s
@@ -383,5 +383,5 @@ class World:
         self.admission = self._new_admission()
         self.network.forget_sessions()
         self._gateway_died_s = self.now_s
-        for request in self.judge.reset():
+        for request in self.checker.reset():
             self._ask_again(request)

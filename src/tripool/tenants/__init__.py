@@ -1,10 +1,10 @@
 """Who may use this server, how much of it, and what they have used. Pure names only.
 
-What touches the world is imported by its module: `tenants.book` (the file), `tenants.watch` (reads it again when it
-changes), `tenants.meter` (writes down what was used).
+Modules that do I/O are imported by name: `tenants.key_store` (the file), `tenants.key_watcher` (reads it again when it
+changes), `tenants.usage_log` (records usage).
 """
 
-from tripool.tenants.roll import NOBODY, Caller, Key, Roll
+from tripool.tenants.key_table import NOBODY, Caller, Key, KeyTable
 from tripool.tenants.tenant import ANONYMOUS, Limits, Tenant
 
-__all__ = ["ANONYMOUS", "NOBODY", "Caller", "Key", "Limits", "Roll", "Tenant"]
+__all__ = ["ANONYMOUS", "NOBODY", "Caller", "Key", "Limits", "KeyTable", "Tenant"]

@@ -58,10 +58,10 @@ def _difference(way: Way, shape: MlaShape, device: torch.device) -> float:
     documents[0, :200], documents[0, 200:] = 0, 1
     documents[1, :1], documents[1, 1:130], documents[2] = 0, 1, 0
     documents = documents.to(device)
-    dice = torch.Generator(device).manual_seed(0)
+    rng = torch.Generator(device).manual_seed(0)
     size = (3, _TRIED, shape.heads)
     parts = [
-        torch.randn(*size, width, generator=dice, device=device, dtype=torch.bfloat16)
+        torch.randn(*size, width, generator=rng, device=device, dtype=torch.bfloat16)
         for width in (shape.nope + shape.rope, shape.nope + shape.rope, shape.v, shape.v)
     ]
     found = []

@@ -94,12 +94,12 @@ class Network(nn.Module):
     @torch.no_grad()
     def begin(self, std: float, seed: int) -> None:
         """Random weights; those that write into the stream smaller, so that it does not grow with depth."""
-        dice = torch.Generator().manual_seed(seed)
+        rng = torch.Generator().manual_seed(seed)
         smaller = (2 * self.arch.layers) ** -0.5
         outs = {id(one.weight) for one in self.modules() if isinstance(one, Linear) and one.out}
         for weight in self.parameters():
             if weight.ndim > 1:
-                values = torch.randn(weight.shape, generator=dice) * std
+                values = torch.randn(weight.shape, generator=rng) * std
                 weight.copy_(values * smaller if id(weight) in outs else values)
 
     def forward(self, tokens: torch.Tensor, sight: torch.Tensor, real: torch.Tensor) -> States:

@@ -81,8 +81,8 @@ def _places(lengths: Sequence[int], row_tokens: int) -> tuple[list[tuple[int, in
 
 def row_order(num_rows: int, seed: int, epoch: int) -> torch.Tensor:
     """A new shuffle for each epoch, and the same one whenever it is asked for."""
-    dice = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    return torch.randperm(num_rows, generator=dice)
+    rng = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    return torch.randperm(num_rows, generator=rng)
 
 
 def rows_of_step(num_rows: int, count: int, step: int, seed: int) -> torch.Tensor:

@@ -45,8 +45,8 @@ def device_runner(model: Model) -> DeviceRunner:
     return DeviceRunner(model, num_blocks=NUM_BLOCKS, device="cpu", dtype=torch.float32, mtp=True)
 
 
-def tables(dice: random.Random) -> list[list[int]]:
-    blocks = dice.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+def tables(rng: random.Random) -> list[list[int]]:
+    blocks = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
     return [blocks[i * 4 : i * 4 + 4] for i in range(len(PROMPTS))]
 
 
@@ -69,13 +69,13 @@ def plain_greedy(model: Model, count: int, temperature: float = 0.0) -> list[lis
 
 def test_mixed_steps_agree_with_the_cpu_path(models: tuple[Model, Model]) -> None:
     """Prompt pieces, decode pieces of one, two and three rows, in any order: same hidden states row by row."""
-    dice = random.Random(3)
+    rng = random.Random(3)
     cpu, device = Runner(models[0], num_blocks=NUM_BLOCKS, mtp=True), device_runner(models[1])
-    expert_order = tables(dice)
+    expert_order = tables(rng)
     for step in range(7):
         work = []
         for i, prompt in enumerate(PROMPTS):
-            known = list(prompt) + [dice.randrange(8192) for _ in range(40)]
+            known = list(prompt) + [rng.randrange(8192) for _ in range(40)]
             start = len(prompt) + 3 * (step - 1) if step else 0
             count = len(prompt) if step == 0 else (i % 3) + 1 if step < 5 else 1
             work.append(Work(known[start : start + count], start, expert_order[i], step > 0))
@@ -125,14 +125,14 @@ def test_the_loop_gives_the_same_text_with_drafts_and_without(models: tuple[Mode
 def test_experts_in_sorted_rows_equal_every_expert_over_every_row() -> None:
     from tripool.kernels.cuda.experts import all_rows, sorted_rows
 
-    dice = torch.Generator().manual_seed(5)
+    rng = torch.Generator().manual_seed(5)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=dice).to(torch.bfloat16)
+        return torch.randn(shape, generator=rng).to(torch.bfloat16)
 
     x, gate_up, down = normal(33, 64), normal(8, 96, 64) / 8, normal(8, 64, 48) / 7
-    chosen = torch.rand(33, 7, generator=dice).topk(3).indices  # nobody chooses the last
-    weights = torch.rand(33, 3, generator=dice)
+    chosen = torch.rand(33, 7, generator=rng).topk(3).indices  # nobody chooses the last
+    weights = torch.rand(33, 3, generator=rng)
     ours, plain = sorted_rows(x, chosen, weights, gate_up, down), all_rows(x, chosen, weights, gate_up, down)
     error = (ours - plain).float().norm() / plain.float().norm()
     assert error < 1e-2

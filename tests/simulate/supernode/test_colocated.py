@@ -18,19 +18,19 @@ def prompt(arrival_s: float, length: int, answer: int, first: int = 0) -> Prompt
 
 
 def test_alone_a_request_takes_its_prompt_its_steps_and_what_is_around() -> None:
-    books = ColocatedWorld([prompt(1.0, 50, 11)], CONFIG, MEASURED.step_s, MEASURED.around_s, 2048).run()
-    assert books.first_s[0] - books.arrived_s[0] == pytest.approx(0.005 + 50e-4)
-    assert books.last_s[0] - books.first_s[0] == pytest.approx(10 * 0.002)
+    table = ColocatedWorld([prompt(1.0, 50, 11)], CONFIG, MEASURED.step_s, MEASURED.around_s, 2048).run()
+    assert table.first_s[0] - table.arrived_s[0] == pytest.approx(0.005 + 50e-4)
+    assert table.last_s[0] - table.first_s[0] == pytest.approx(10 * 0.002)
 
 
 def test_two_at_once_share_steps_and_a_known_prefix_is_not_computed() -> None:
     both = [prompt(0.0, 64, 41), prompt(0.0, 64, 41, first=1000)]
-    books = ColocatedWorld(both, CONFIG, MEASURED.step_s, MEASURED.around_s, 2048).run()
-    assert books.last_s[1] - books.first_s[1] == pytest.approx(40 * 0.003, rel=0.1)
+    table = ColocatedWorld(both, CONFIG, MEASURED.step_s, MEASURED.around_s, 2048).run()
+    assert table.last_s[1] - table.first_s[1] == pytest.approx(40 * 0.003, rel=0.1)
     again = [prompt(0.0, 130, 2), prompt(1.0, 130, 2)]
-    books = ColocatedWorld(again, CONFIG, MEASURED.step_s, MEASURED.around_s, 2048).run()
-    assert books.local_tokens[1] == 128
-    assert books.first_s[1] - books.arrived_s[1] < books.first_s[0] - books.arrived_s[0] - 0.01
+    table = ColocatedWorld(again, CONFIG, MEASURED.step_s, MEASURED.around_s, 2048).run()
+    assert table.local_tokens[1] == 128
+    assert table.first_s[1] - table.arrived_s[1] < table.first_s[0] - table.arrived_s[0] - 0.01
 
 
 def test_a_step_lies_on_the_measured_lines() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tripool.bench.trace import BadTrace, parse_trace
 from tripool.errors import InvalidRequest
-from tripool.simulate.dice import Dice
+from tripool.simulate.rng import Rng
 from tripool.simulate.traces import (
     Ask,
     Synthetic,
@@ -99,13 +99,13 @@ def test_broken_client_sets_are_refused() -> None:
 
 @pytest.mark.parametrize("shape", [0.3, 1.0, 4.0])
 def test_draws_have_the_mean_and_spread_of_their_distribution(shape: float) -> None:
-    dice = Dice(9)
-    drawn = [gamma_of(dice, shape) for _ in range(20_000)]
+    rng = Rng(9)
+    drawn = [gamma_of(rng, shape) for _ in range(20_000)]
     mean = sum(drawn) / len(drawn)
     assert mean == pytest.approx(shape, rel=0.06)
     assert sum((value - mean) ** 2 for value in drawn) / len(drawn) == pytest.approx(shape, rel=0.15)
     if shape == 1.0:  # then it is an exponential, too
-        other = [weibull_of(dice, shape) for _ in range(20_000)]
+        other = [weibull_of(rng, shape) for _ in range(20_000)]
         assert sum(other) / len(other) == pytest.approx(1.0, rel=0.05)
 
 

@@ -9,11 +9,11 @@ from tripool.answer import Answer, Delta
 from tripool.core import Usage
 from tripool.errors import InvalidRequest, TripoolError
 from tripool.gateway.body import decode_object
-from tripool.gateway.calls import CallBegins, Content, Piece, Thought
 from tripool.gateway.job import Job
+from tripool.gateway.output_parser import OutputParser
 from tripool.gateway.refusals import error_shape
 from tripool.gateway.respond import Facts, encode
-from tripool.gateway.speech import Speech
+from tripool.gateway.tool_parser import CallBegins, Content, Piece, Thought
 
 _AFTER = b"}}\n\n"
 
@@ -23,7 +23,7 @@ class MessageShapes:
 
     def __init__(self, job: Job, *, model: str) -> None:
         self._job, self._model = job, model
-        self._speech = Speech(calls=job.calls, thinks=job.thinks)
+        self._parser = OutputParser(calls=job.calls, thinks=job.thinks)
         self._block = -1
         """Index of the newest block."""
         self._kind: str | None = None
@@ -32,10 +32,10 @@ class MessageShapes:
         """What stands before the text in an event of plain text, once nothing else can come."""
 
     def take(self, index: int, delta: Delta) -> None:
-        self._speech.push(delta.text, last=delta.finish_reason is not None)
+        self._parser.push(delta.text, last=delta.finish_reason is not None)
 
     def whole(self, answers: Sequence[Answer], facts: Facts) -> Iterator[bytes]:
-        said = self._speech.said
+        said = self._parser.said
         content: list[dict[str, Any]] = []
         if said.reasoning:
             content.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
@@ -55,10 +55,10 @@ class MessageShapes:
         if self._before is not None and delta.finish_reason is None:
             return self._before + encode(delta.text) + _AFTER if delta.text else None
         last = delta.finish_reason is not None
-        events = b"".join(map(self._say, self._speech.push(delta.text, last=last)))
+        events = b"".join(map(self._say, self._parser.push(delta.text, last=last)))
         if last:
             events += self._close()
-        elif self._speech.plain and self._kind == "text":
+        elif self._parser.plain and self._kind == "text":
             head = f'{{"type":"content_block_delta","index":{self._block},"delta":{{"type":"text_delta","text":'
             self._before = b"event: content_block_delta\ndata: " + head.encode()
         return events or None
@@ -110,7 +110,7 @@ class MessageShapes:
         stop_string, finish = answer.stop_string(0), answer.finish_reasons[0]
         if finish == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
-        if self._speech.called:
+        if self._parser.called:
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if stop_string is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": stop_string}

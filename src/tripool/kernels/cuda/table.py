@@ -1,6 +1,6 @@
 """The CUDA table, by the type it computes in.
 
-`fused`: with Triton kernels, which need a CUDA device. `quantized`: weights that a checkpoint stores in these 8 bits are
+`fused`: with Triton kernels, which need a CUDA device. `quantized`: weights that a checkpoint stores in 8 bits are
 multiplied in them (see `quantized_linear.py`); without it they are dequantized when they are loaded. `over` is for
 weight stores that move tensors to a device: what they keep depends on scales, which the weight cache does not record.
 """

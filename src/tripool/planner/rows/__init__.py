@@ -5,6 +5,6 @@ from tripool.planner.rows.predict import Prediction, hardware_of, predict
 from tripool.planner.rows.read import Row, bundled_rows, parse_rows
 
 __all__ = [
-    "Bar", "Compared", "Prediction", "Row", "Verdict", "bundled_rows", "hardware_of", "compare_rows", "parse_rows", "predict",
-    "verdicts",
+    "Bar", "Compared", "Prediction", "Row", "Verdict", "bundled_rows", "compare_rows", "hardware_of", "parse_rows",
+    "predict", "verdicts",
 ]  # fmt: skip

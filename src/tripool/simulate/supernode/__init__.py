@@ -28,7 +28,7 @@ def simulate_trace(
     most_blocks: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Tree:
-    """`trace`: the name of the requests. `fast_forwards`: False runs every decode step by itself, with the same result."""
+    """`trace`: the name of the requests. `fast_forwards`: False runs every decode step, with the same result."""
     world = World(layout, asks, fast_forwards=fast_forwards, slice_s=slice_s, most_blocks=most_blocks)
     struck = Faults(world, list(faults)).struck
     world.run(progress)

@@ -16,7 +16,7 @@ from tripool.engine.scheduler import Scheduler
 from tripool.router.admission import AdmissionController
 from tripool.router.admission_types import Admit, Arrival, Capacity, Decision
 from tripool.sequence import Sampled, Task
-from tripool.simulate.supernode.books import DONE, REFUSED, Books, Open
+from tripool.simulate.supernode.request_table import DONE, REFUSED, Open, RequestTable
 from tripool.simulate.supernode.timeline import ARRIVAL, STEP, TICK, Timeline, to_fs
 
 _TICK_S = 0.02
@@ -42,7 +42,7 @@ class ColocatedWorld:
         around_s: float,
         context_tokens: int,
     ) -> None:
-        self.timeline, self.books = Timeline(), Books()
+        self.timeline, self.table = Timeline(), RequestTable()
         self._scheduler = Scheduler(config, model="simulated", context_tokens=context_tokens)
         self._admission = AdmissionController(AdmissionConfig(), room=Capacity(1, config.max_running))
         self._step_s, self._around_s = step_s, around_s
@@ -57,10 +57,10 @@ class ColocatedWorld:
             self.timeline.at(to_fs(prompt.arrival_s), ARRIVAL, 0, self._arrive, str(number), prompt)
         self.timeline.at(to_fs(_TICK_S), TICK, 0, self._tick)
 
-    def run(self) -> Books:
+    def run(self) -> RequestTable:
         while self._num_left and self.timeline.run(1):
             pass
-        return self.books
+        return self.table
 
     def _arrive(self, name: str, prompt: Prompt) -> None:
         self._open[name] = Open(self.timeline.now_s, len(prompt.ids), prompt.output_tokens, "", ())
@@ -116,4 +116,4 @@ class ColocatedWorld:
     def _close(self, name: str, outcome: int, after_s: float, error: str = "") -> None:
         self._num_left -= 1
         del self._requests[name]
-        self.books.close(self._open.pop(name), outcome, self.timeline.now_s + after_s, error)
+        self.table.close(self._open.pop(name), outcome, self.timeline.now_s + after_s, error)

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from typing import Any
 
 from tripool.bench.summary import Distribution, percentile
-from tripool.simulate.supernode.books import DONE, OUTCOMES, Books
 from tripool.simulate.supernode.faults import Struck
 from tripool.simulate.supernode.layout import Layout
+from tripool.simulate.supernode.request_table import DONE, OUTCOMES, RequestTable
 from tripool.simulate.supernode.timeline import FS
 from tripool.simulate.supernode.world import World
 
@@ -23,30 +23,30 @@ Tree = dict[str, Any]
 
 
 def report_data(world: World, struck: Sequence[Struck], trace: str) -> Tree:
-    books, layout = world.books, world.layout
-    end_s = max(books.last_s, default=0.0)
-    done = [number for number in range(len(books)) if books.outcome[number] == DONE]
-    good = {number for number in done if _is_good(books, layout, number)}
-    tokens = sum(books.output_tokens[number] for number in done)
+    table, layout = world.table, world.layout
+    end_s = max(table.last_s, default=0.0)
+    done = [number for number in range(len(table)) if table.outcome[number] == DONE]
+    good = {number for number in done if _is_good(table, layout, number)}
+    tokens = sum(table.output_tokens[number] for number in done)
     return {
         "version": VERSION,
         "title": layout.title,
         "trace": trace,
         "deployment": _deployment(layout),
-        "requests": {name: books.outcome.count(code) for code, name in enumerate(OUTCOMES)},
-        "errors": dict(sorted(books.errors.items())),
+        "requests": {name: table.outcome.count(code) for code, name in enumerate(OUTCOMES)},
+        "errors": dict(sorted(table.errors.items())),
         "duration_s": _short(end_s),
         "requests_per_s": _short(len(done) / end_s if end_s else 0.0),
         "output_tokens_per_s": _short(tokens / end_s if end_s else 0.0),
-        "ttft_ms": _distribution(_ttft_s(books, number) for number in done),
-        "tpot_ms": _distribution(_tpot_s(books, number) for number in done if books.output_tokens[number] > 1),
+        "ttft_ms": _distribution(_ttft_s(table, number) for number in done),
+        "tpot_ms": _distribution(_tpot_s(table, number) for number in done if table.output_tokens[number] > 1),
         "slo": {"ttft_ms": _short(layout.ttft_s * 1e3), "tpot_ms": _short(layout.tpot_s * 1e3)},
         "goodput": {
             "requests_per_s": _short(len(good) / end_s if end_s else 0.0),
-            "share": _short(len(good) / max(1, len(books))),
+            "share": _short(len(good) / max(1, len(table))),
         },
-        "hits": _hits(books, range(len(books))),
-        "tenants": _tenants(books),
+        "hits": _hits(table, range(len(table))),
+        "tenants": _tenants(table),
         "use": _use(world, end_s),
         "faults": [_fault(each) for each in struck],
         "timeline": _timeline(world, done, good),
@@ -64,17 +64,17 @@ def _deployment(layout: Layout) -> Tree:
     }  # fmt: skip
 
 
-def _is_good(books: Books, layout: Layout, number: int) -> bool:
-    in_time = _ttft_s(books, number) <= layout.ttft_s
-    return in_time and (books.output_tokens[number] < 2 or _tpot_s(books, number) <= layout.tpot_s)
+def _is_good(table: RequestTable, layout: Layout, number: int) -> bool:
+    in_time = _ttft_s(table, number) <= layout.ttft_s
+    return in_time and (table.output_tokens[number] < 2 or _tpot_s(table, number) <= layout.tpot_s)
 
 
-def _ttft_s(books: Books, number: int) -> float:
-    return books.first_s[number] - books.arrived_s[number]
+def _ttft_s(table: RequestTable, number: int) -> float:
+    return table.first_s[number] - table.arrived_s[number]
 
 
-def _tpot_s(books: Books, number: int) -> float:
-    return (books.last_s[number] - books.first_s[number]) / max(1, books.output_tokens[number] - 1)
+def _tpot_s(table: RequestTable, number: int) -> float:
+    return (table.last_s[number] - table.first_s[number]) / max(1, table.output_tokens[number] - 1)
 
 
 def _distribution(seconds: Iterable[float]) -> Tree | None:
@@ -82,34 +82,34 @@ def _distribution(seconds: Iterable[float]) -> Tree | None:
     return None if found is None else {name: _short(value) for name, value in asdict(found).items()}
 
 
-def _hits(books: Books, numbers: Iterable[int]) -> Tree:
+def _hits(table: RequestTable, numbers: Iterable[int]) -> Tree:
     """Shares of prompt tokens, of requests that had a first token."""
     prompts = local = fetched = 0
     for number in numbers:
-        if books.outcome[number] == DONE:
-            prompts += books.input_tokens[number]
-            local += books.local_tokens[number]
-            fetched += books.fetched_tokens[number]
+        if table.outcome[number] == DONE:
+            prompts += table.input_tokens[number]
+            local += table.local_tokens[number]
+            fetched += table.fetched_tokens[number]
     total = max(1, prompts)
     return {"prefill memory": _short(local / total), "cache pool": _short(fetched / total)}
 
 
-def _tenants(books: Books) -> list[Tree]:
+def _tenants(table: RequestTable) -> list[Tree]:
     """Those with most requests; a trace without tenants has one."""
     groups: dict[int, list[int]] = {}
-    for number, tenant in enumerate(books.tenant):
+    for number, tenant in enumerate(table.tenant):
         groups.setdefault(tenant, []).append(number)
-    names = list(books.tenants)
+    names = list(table.tenants)
     rows = []
     for tenant, numbers in sorted(groups.items(), key=lambda pair: (-len(pair[1]), names[pair[0]]))[:_MOST_TENANTS]:
-        done = [number for number in numbers if books.outcome[number] == DONE]
+        done = [number for number in numbers if table.outcome[number] == DONE]
         rows.append(
             {
                 "tenant": names[tenant] or "everybody",
                 "requests": len(numbers),
                 "done": len(done),
-                "ttft_ms": _distribution(_ttft_s(books, number) for number in done),
-                "hits": _hits(books, numbers),
+                "ttft_ms": _distribution(_ttft_s(table, number) for number in done),
+                "hits": _hits(table, numbers),
             }
         )
     return rows
@@ -145,22 +145,28 @@ def _fault(struck: Struck) -> Tree:
 
 
 def _timeline(world: World, done: list[int], good: set[int]) -> Tree:
-    books, layout, slices = world.books, world.layout, world.slices
+    table, layout, slices = world.table, world.layout, world.slices
     slice_s = slices.slice_fs / FS
-    count = 1 + int(max(books.last_s, default=0.0) / slice_s)
+    count = 1 + int(max(table.last_s, default=0.0) / slice_s)
     arrived, finished, kept, tokens = ([0.0] * count for _ in range(4))
     firsts: list[list[float]] = [[] for _ in range(count)]
     paces: list[list[float]] = [[] for _ in range(count)]
-    for at_s in books.arrived_s:
+    for at_s in table.arrived_s:
         arrived[min(count - 1, int(at_s / slice_s))] += 1
     for number in done:
-        last = min(count - 1, int(books.last_s[number] / slice_s))
+        last = min(count - 1, int(table.last_s[number] / slice_s))
         finished[last] += 1
         kept[last] += number in good
-        firsts[int(books.first_s[number] / slice_s)].append(_ttft_s(books, number))
-        if books.output_tokens[number] > 1:
-            paces[last].append(_tpot_s(books, number))
-        _spread(tokens, slice_s, books.first_s[number], books.last_s[number], books.output_tokens[number])
+        firsts[int(table.first_s[number] / slice_s)].append(_ttft_s(table, number))
+        if table.output_tokens[number] > 1:
+            paces[last].append(_tpot_s(table, number))
+        _spread(
+            tokens,
+            slice_s,
+            table.first_s[number],
+            table.last_s[number],
+            table.output_tokens[number],
+        )
     slots = layout.decode.instances * layout.decode.workers * layout.decode.config.max_running
     fs = slices.slice_fs
 

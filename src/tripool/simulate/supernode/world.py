@@ -13,12 +13,12 @@ from tripool.messages import AnyMessage, Welcome, WorkerId
 from tripool.router import Coordinator, Emit, Fail, Output, Send, ToSupervisor
 from tripool.router.admission import AdmissionController
 from tripool.router.admission_types import Admit, Arrival, Capacity, Decision
-from tripool.simulate.supernode.books import DONE, FAILED, REFUSED, Books, Open
 from tripool.simulate.supernode.decode import DecodeInstance
 from tripool.simulate.supernode.layout import Layout
 from tripool.simulate.supernode.links import Link, Slices, carry
 from tripool.simulate.supernode.pool import CachePool
 from tripool.simulate.supernode.prefill import PrefillInstance
+from tripool.simulate.supernode.request_table import DONE, FAILED, REFUSED, Open, RequestTable
 from tripool.simulate.supernode.site import Run
 from tripool.simulate.supernode.timeline import ARRIVAL, TICK, Timeline, to_fs
 from tripool.simulate.traces import Ask, chain_keys
@@ -42,7 +42,7 @@ class World:
     ) -> None:
         """`most_blocks`: of all prompts together, where that is known; a cache member need not be larger."""
         self.layout, self.fast_forwards = layout, fast_forwards
-        self.timeline, self.slices, self.books = Timeline(), Slices(slice_s), Books()
+        self.timeline, self.slices, self.table = Timeline(), Slices(slice_s), RequestTable()
         self.coordinator = Coordinator(layout.router, gateway_epoch=1, traces=False)
         self.admission = AdmissionController(layout.admission)
         self.pool = CachePool(layout.num_members, min(layout.member_slots, most_blocks or layout.member_slots))
@@ -98,7 +98,7 @@ class World:
         while more:
             more = self.timeline.run(1000)
             if progress is not None:
-                progress(len(self.books))
+                progress(len(self.table))
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 
@@ -150,7 +150,7 @@ class World:
     def _close(self, request_id: str, outcome: int, error: str = "") -> None:
         if self.on_end is not None and outcome != DONE:
             self.on_end(request_id)
-        self.books.close(self.open.pop(request_id), outcome, self.timeline.now_s, error)
+        self.table.close(self.open.pop(request_id), outcome, self.timeline.now_s, error)
         self.timeline.over = self._all_came and not self.open
 
     # ---- the gateway ------------------------------------------------------------------------------------------------

@@ -4,34 +4,34 @@ from __future__ import annotations
 
 from math import cos, exp, log, pi, sqrt
 
-from tripool.simulate.dice import Dice
+from tripool.simulate.rng import Rng
 
 
-def exponential_of(dice: Dice) -> float:
-    return -log(1.0 - dice.bits() / 2.0**64)
+def exponential_of(rng: Rng) -> float:
+    return -log(1.0 - rng.bits() / 2.0**64)
 
 
-def normal_of(dice: Dice) -> float:
-    return sqrt(2.0 * exponential_of(dice)) * cos(dice.uniform(0.0, 2.0 * pi))
+def normal_of(rng: Rng) -> float:
+    return sqrt(2.0 * exponential_of(rng)) * cos(rng.uniform(0.0, 2.0 * pi))
 
 
-def lognormal_of(dice: Dice, mean: float, sigma: float) -> float:
-    return mean * exp(sigma * normal_of(dice) - sigma * sigma / 2.0)
+def lognormal_of(rng: Rng, mean: float, sigma: float) -> float:
+    return mean * exp(sigma * normal_of(rng) - sigma * sigma / 2.0)
 
 
-def weibull_of(dice: Dice, shape: float) -> float:
+def weibull_of(rng: Rng, shape: float) -> float:
     """Of scale 1."""
-    return float(exponential_of(dice) ** (1.0 / shape))
+    return float(exponential_of(rng) ** (1.0 / shape))
 
 
-def gamma_of(dice: Dice, shape: float) -> float:
+def gamma_of(rng: Rng, shape: float) -> float:
     """Of scale 1; by Marsaglia and Tsang's squeeze."""
     if shape < 1.0:
-        return float(gamma_of(dice, shape + 1.0) * exp(-exponential_of(dice) / shape))
+        return float(gamma_of(rng, shape + 1.0) * exp(-exponential_of(rng) / shape))
     d = shape - 1.0 / 3.0
     c = 1.0 / sqrt(9.0 * d)
     while True:
-        x = normal_of(dice)
+        x = normal_of(rng)
         v = (1.0 + c * x) ** 3
-        if v > 0.0 and exponential_of(dice) > d * (v - 1.0 - log(v)) - x * x / 2.0:
+        if v > 0.0 and exponential_of(rng) > d * (v - 1.0 - log(v)) - x * x / 2.0:
             return d * v

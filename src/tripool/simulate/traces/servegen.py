@@ -20,7 +20,7 @@ from re import fullmatch
 from typing import Any
 
 from tripool.bench.trace import BadTrace
-from tripool.simulate.dice import Dice
+from tripool.simulate.rng import Rng
 from tripool.simulate.traces.ask import Ask
 from tripool.simulate.traces.draw import gamma_of, weibull_of
 
@@ -40,8 +40,8 @@ class Lengths:
     sums: tuple[float, ...]
     """Of the shares of all values up to this one."""
 
-    def draw(self, dice: Dice) -> int:
-        at = bisect_right(self.sums, dice.uniform(0.0, self.sums[-1]))
+    def draw(self, rng: Rng) -> int:
+        at = bisect_right(self.sums, rng.uniform(0.0, self.sums[-1]))
         return max(1, self.values[min(at, len(self.values) - 1)])
 
 
@@ -113,7 +113,7 @@ def draw_clients(
 ) -> Iterator[Ask]:
     """Requests of all clients from `begin_s` of their day on; `scale` times their rates."""
     streams = (
-        _stream(client, Dice(seed * 2**20 + number), begin_s, length_s, scale) for number, client in enumerate(clients)
+        _stream(client, Rng(seed * 2**20 + number), begin_s, length_s, scale) for number, client in enumerate(clients)
     )
     return merge(*streams, key=lambda ask: ask.arrival_s)
 
@@ -133,20 +133,20 @@ def _spans(client: Client) -> Iterator[tuple[Window, float]]:
         yield window, windows[number + 1].begin_s if number + 1 < len(windows) else window.begin_s + width_s
 
 
-def _stream(client: Client, dice: Dice, begin_s: float, length_s: float, scale: float) -> Iterator[Ask]:
+def _stream(client: Client, rng: Rng, begin_s: float, length_s: float, scale: float) -> Iterator[Ask]:
     starts = [start for start, _, _ in client.lengths]
     for window, end_s in _spans(client):
         end_s = min(end_s, begin_s + length_s)
         if window.rate <= 0 or end_s <= begin_s:
             continue
         at_s = max(window.begin_s, begin_s)
-        while (at_s := at_s + _gap_s(window, window.rate * scale, dice)) < end_s:
+        while (at_s := at_s + _gap_s(window, window.rate * scale, rng)) < end_s:
             _, prompts, answers = client.lengths[max(0, bisect_right(starts, at_s) - 1)]
-            yield Ask(at_s - begin_s, prompts.draw(dice), answers.draw(dice), tenant=client.name)
+            yield Ask(at_s - begin_s, prompts.draw(rng), answers.draw(rng), tenant=client.name)
 
 
-def _gap_s(window: Window, rate: float, dice: Dice) -> float:
+def _gap_s(window: Window, rate: float, rng: Rng) -> float:
     shape = window.shape
     if window.pattern == "Gamma":
-        return gamma_of(dice, shape) / (shape * rate)
-    return weibull_of(dice, shape) / (gamma(1.0 + 1.0 / shape) * rate)
+        return gamma_of(rng, shape) / (shape * rate)
+    return weibull_of(rng, shape) / (gamma(1.0 + 1.0 / shape) * rate)

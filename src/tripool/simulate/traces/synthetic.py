@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tripool.bench.trace import TRACE_BLOCK_TOKENS
 from tripool.errors import InvalidRequest
-from tripool.simulate.dice import Dice
+from tripool.simulate.rng import Rng
 from tripool.simulate.traces.ask import Ask
 from tripool.simulate.traces.draw import exponential_of, lognormal_of
 
@@ -42,15 +42,15 @@ class Synthetic:
 
     def draw(self) -> Iterator[Ask]:
         """One by one: a million take no room."""
-        dice, at_s = Dice(self.seed), 0.0
+        rng, at_s = Rng(self.seed), 0.0
         for serial in range(self.requests):
-            prompt = max(1, round(lognormal_of(dice, self.input_tokens, _SIGMA)))
-            answer = max(1, round(lognormal_of(dice, self.output_tokens, _SIGMA)))
-            tenant, beginning = dice.between(0, self.tenants - 1), dice.between(0, _PROMPTS - 1)
+            prompt = max(1, round(lognormal_of(rng, self.input_tokens, _SIGMA)))
+            answer = max(1, round(lognormal_of(rng, self.output_tokens, _SIGMA)))
+            tenant, beginning = rng.between(0, self.tenants - 1), rng.between(0, _PROMPTS - 1)
             ids = self._ids(serial, prompt, tenant * _PROMPTS + beginning)
             name = f"tenant-{tenant}" if self.tenants > 1 else ""
             yield Ask(at_s, prompt, answer, ids, name, self.block_tokens)
-            at_s += exponential_of(dice) / self.rate_per_s
+            at_s += exponential_of(rng) / self.rate_per_s
 
     def _ids(self, serial: int, prompt: int, beginning: int) -> tuple[int, ...]:
         """Shared ones first; a name is never given twice."""

@@ -27,19 +27,19 @@ _WORD = re.compile(r"[A-Za-z']{3,}")
 
 def questions(seed: int) -> Iterator[Conversation]:
     """Each ends with a user's turn."""
-    function_words, dice = set(words("function_words")), Random(f"{seed}/questions")
+    function_words, rng = set(words("function_words")), Random(f"{seed}/questions")
     first = [make_script(seed, number) for number in range(_POOL)]
     asked = [script.turns[0].user for script in first if _is_prose(script)]
     pool = [word for text in asked for word in _WORD.findall(text) if word.lower() not in function_words]
 
     def exchanged(found: re.Match[str]) -> str:
-        stays = found[0].lower() in function_words or dice.random() >= _EXCHANGED
-        return found[0] if stays else dice.choice(pool).lower()
+        stays = found[0].lower() in function_words or rng.random() >= _EXCHANGED
+        return found[0] if stays else rng.choice(pool).lower()
 
     for number in count():
         script = make_script(seed, number)
-        if dice.random() >= _STRANGE:
-            yield _as_it_is(script, dice)
+        if rng.random() >= _STRANGE:
+            yield _as_it_is(script, rng)
         elif _is_prose(script):
             yield [{"role": "user", "content": _WORD.sub(exchanged, script.turns[0].user)}]
 
@@ -49,10 +49,10 @@ def _is_prose(script: Script) -> bool:
     return script.turns[0].answer is None and "story" not in script.kind
 
 
-def _as_it_is(script: Script, dice: Random) -> Conversation:
+def _as_it_is(script: Script, rng: Random) -> Conversation:
     """Up to some turn before which nothing has to be made up."""
     known = len(list(takewhile(lambda turn: turn.answer is not None, script.turns)))
-    last = dice.randrange(min(known + 1, len(script.turns)))
+    last = rng.randrange(min(known + 1, len(script.turns)))
     messages = [{"role": "system", "content": script.system}] if script.system else []
     for turn in script.turns[:last]:
         messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": turn.answer or ""}]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from tripool.gateway.calls import CallReader, Content, Piece, Said
-from tripool.gateway.reasoning import ThinkReader
+from tripool.gateway.reasoning_parser import ReasoningParser
+from tripool.gateway.tool_parser import Content, Piece, Said, ToolParser
 
 
-class Speech:
+class OutputParser:
     """`thinks`: whether reasoning is split off; None when not, else whether the prompt has opened it already."""
 
     def __init__(self, *, calls: bool, thinks: bool | None) -> None:
-        self._calls = CallReader() if calls else None
-        self._thinking = None if thinks is None else ThinkReader(opened=thinks)
+        self._calls = ToolParser() if calls else None
+        self._thinking = None if thinks is None else ReasoningParser(opened=thinks)
         self.said = Said()
         """Everything so far."""
         self._num_before_answer = 0

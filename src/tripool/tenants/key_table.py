@@ -57,7 +57,7 @@ NOBODY = Caller(tenant=ANONYMOUS, admin=True)
 """Everybody, on a server without keys: there everyone is the operator."""
 
 
-class Roll:
+class KeyTable:
     """Immutable. `generation` grows with every change of the book."""
 
     def __init__(

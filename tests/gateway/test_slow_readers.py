@@ -12,12 +12,12 @@ import httpx
 import pytest
 
 from gateway.serving import DEADLINE_S, GatedEngine, Serve
-from tripool.gateway.patience import BYTES_PER_S, SPARE_S, Patience
+from tripool.gateway.slow_readers import BYTES_PER_S, SPARE_S, SlowReaderLimit
 
 
 def lasting(num_bytes: int, waited_s: float, *, times: int = 10_000) -> int:
     """How many times it can be made to wait."""
-    patience = Patience()
+    patience = SlowReaderLimit()
     return next((i for i in range(times) if not patience.lasts(num_bytes, waited_s)), times)
 
 
@@ -34,7 +34,7 @@ def test_a_little_now_and_then_is_not_enough() -> None:
 
 
 def test_one_pause_is_forgiven_and_being_quick_is_not_saved_up() -> None:
-    patience = Patience()
+    patience = SlowReaderLimit()
     assert all(patience.lasts(2**20, 0.0) for _ in range(100))
     assert patience.lasts(BYTES_PER_S, SPARE_S - 1)
     assert not patience.lasts(BYTES_PER_S, SPARE_S)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tripool.gateway.calls import Content, Thought, overlap
+from tripool.gateway.tool_parser import Content, Thought, overlap
 
 OPENING = "<think>"
 CLOSING = "</think>"
@@ -16,7 +16,7 @@ _MAX_BLANKS = 16
 """Blanks that may stand before the opening mark."""
 
 
-class ThinkReader:
+class ReasoningParser:
     """States: start → thought → gap → answer. What is not certain yet waits in `_held`.
 
     `opened`: the prompt ends with the opening mark, so the text begins inside.

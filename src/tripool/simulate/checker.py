@@ -24,7 +24,7 @@ class _Client:
 
 
 @dataclass(slots=True)
-class Judge:
+class Checker:
     may_refuse: bool
     outcomes: Counter[str] = field(default_factory=Counter)
     num_tokens: int = 0

@@ -26,7 +26,7 @@ class Open:
     """Of those: from the pool, not from the prefill instance's own memory."""
 
 
-class Books:
+class RequestTable:
     def __init__(self) -> None:
         self.outcome = array("b")
         self.arrived_s, self.first_s, self.last_s = array("d"), array("d"), array("d")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tripool.errors import InvalidRequest, TripoolError
-from tripool.tenants.roll import KEY_MARK, Key, Roll, key_digest
+from tripool.tenants.key_table import KEY_MARK, Key, KeyTable, key_digest
 from tripool.tenants.tenant import Limits, Tenant
 
 SCHEMA = 1
@@ -48,14 +48,14 @@ CREATE TABLE usage (
 """
 
 
-class BookError(TripoolError):
+class KeyStoreError(TripoolError):
     """The key book cannot be read or written."""
 
     status = 503
     code = "bad_key_book"
 
 
-class BookMissing(BookError):
+class KeyStoreMissing(KeyStoreError):
     """There is no key book where one was looked for."""
 
     code = "no_key_book"
@@ -78,7 +78,7 @@ def default_path() -> Path:
     return state / "tripool" / "keys.db"
 
 
-class Book:
+class KeyStore:
     """One connection. For one thread at a time, any thread."""
 
     def __init__(self, path: Path, *, create: bool = False, busy_s: float = BUSY_S) -> None:
@@ -94,14 +94,14 @@ class Book:
                 self._check_schema(may_be_empty=create)
                 self._write_ahead(busy_s)
                 self._prepare()
-            except (sqlite3.Error, BookError):
+            except (sqlite3.Error, KeyStoreError):
                 self._db.close()
                 raise
 
     def close(self) -> None:
         self._db.close()
 
-    def __enter__(self) -> Book:
+    def __enter__(self) -> KeyStore:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -142,7 +142,7 @@ class Book:
             number: int = self._db.execute("PRAGMA data_version").fetchone()[0]
             return number
 
-    def roll(self, known: Roll | None = None) -> Roll:
+    def key_table(self, known: KeyTable | None = None) -> KeyTable:
         """Everyone in the book; `known` itself if it says the same."""
         with self.reading() as db:
             pepper, generation = db.execute("SELECT pepper, generation FROM book").fetchone()
@@ -150,7 +150,7 @@ class Book:
                 return known
             tenants = [_tenant(row) for row in _rows(db, "SELECT * FROM tenants ORDER BY name")]
             keys = [_key(row) for row in _rows(db, "SELECT * FROM keys ORDER BY created_s, prefix")]
-        return Roll(tenants, keys, pepper=pepper, generation=generation)
+        return KeyTable(tenants, keys, pepper=pepper, generation=generation)
 
     # ---- changes ------------------------------------------------------------------------------------------------
 
@@ -226,10 +226,10 @@ class Book:
     def _check_schema(self, *, may_be_empty: bool) -> int:
         schema: int = self._db.execute("PRAGMA user_version").fetchone()[0]
         if schema == 0 and not may_be_empty:
-            raise BookError(f"{self.path} is no key book: it is empty", hint="restore it, or use another")
+            raise KeyStoreError(f"{self.path} is no key book: it is empty", hint="restore it, or use another")
         if schema not in (0, SCHEMA):
             hint = "it was made by another version of Tripool: use that one, or another file"
-            raise BookError(f"{self.path} is a key book of schema {schema}, not {SCHEMA}", hint=hint)
+            raise KeyStoreError(f"{self.path} is a key book of schema {schema}, not {SCHEMA}", hint=hint)
         return schema
 
     def _prepare(self) -> None:
@@ -264,14 +264,16 @@ def _check_private(path: Path) -> None:
     try:
         found = path.stat()
     except FileNotFoundError:
-        raise BookMissing(f"there is no key book {path}", hint="`tripool keys add NAME` makes one") from None
+        raise KeyStoreMissing(f"there is no key book {path}", hint="`tripool keys add NAME` makes one") from None
     if not stat.S_ISREG(found.st_mode):
-        raise BookError(f"{path} is no key book: it is no file", hint="restore it, or use another")
+        raise KeyStoreError(f"{path} is no key book: it is no file", hint="restore it, or use another")
     if found.st_uid not in (os.geteuid(), 0):
-        raise BookError(f"{path} belongs to another user (uid {found.st_uid})", hint="who owns it could add keys to it")
+        raise KeyStoreError(
+            f"{path} belongs to another user (uid {found.st_uid})", hint="who owns it could add keys to it"
+        )
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o077:
-        raise BookError(f"{path} can be read or written by others (mode {mode:o})", hint=f"chmod 600 {path}")
+        raise KeyStoreError(f"{path} can be read or written by others (mode {mode:o})", hint=f"chmod 600 {path}")
 
 
 @contextmanager
@@ -281,11 +283,11 @@ def _told(path: Path) -> Iterator[None]:
         yield
     except sqlite3.OperationalError as error:
         hint = "another process may be writing, or the disk may be full: try again"
-        raise BookError(f"the key book {path} cannot be used: {error}", hint=hint) from error
+        raise KeyStoreError(f"the key book {path} cannot be used: {error}", hint=hint) from error
     except sqlite3.DatabaseError as error:
-        raise BookError(f"{path} is no key book, or damaged: {error}", hint="restore it, or use another") from error
+        raise KeyStoreError(f"{path} is no key book, or damaged: {error}", hint="restore it, or use another") from error
     except OSError as error:
-        raise BookError(f"the key book {path} cannot be opened: {error.strerror}", hint="--keys FILE") from error
+        raise KeyStoreError(f"the key book {path} cannot be opened: {error.strerror}", hint="--keys FILE") from error
 
 
 def _new_namespace() -> str:

@@ -39,7 +39,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """A piece of what a model says to itself before it answers: see `tripool.gateway.reasoning`."""
+    """A piece of what a model says to itself before it answers: see `tripool.gateway.reasoning_parser`."""
 
     text: str
 
@@ -76,14 +76,14 @@ class Said:
 
 
 def read_calls(text: str) -> Said:
-    reader, said = CallReader(), Said()
+    reader, said = ToolParser(), Said()
     for piece in reader.push(text) + reader.finish():
         said.add(piece)
     said.complete = reader.complete
     return said
 
 
-class CallReader:
+class ToolParser:
     """States: text → head (of a call) → arguments → tail → text. What is not certain yet waits in `_held`."""
 
     def __init__(self) -> None:

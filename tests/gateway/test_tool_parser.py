@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tripool.gateway.calls import CallReader, Said, read_calls
+from tripool.gateway.tool_parser import Said, ToolParser, read_calls
 from tripool.grammar.tools import CLOSING, OPENING
 
 
@@ -17,7 +17,7 @@ def written(name: str, arguments: dict) -> str:
 
 
 def streamed(pieces: list[str]) -> Said:
-    reader, said = CallReader(), Said()
+    reader, said = ToolParser(), Said()
     for piece in pieces:
         for part in reader.push(piece):
             said.add(part)

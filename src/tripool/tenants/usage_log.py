@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tripool.core import Usage
-from tripool.tenants.book import Book, BookError
-from tripool.tenants.roll import Caller
+from tripool.tenants.key_store import KeyStore, KeyStoreError
+from tripool.tenants.key_table import Caller
 
 HOUR_S = 3600
 _BATCH_S = 0.5
@@ -56,7 +56,7 @@ class Used:
         self.completion_tokens += other.completion_tokens
 
 
-class Meter:
+class UsageLog:
     """`add` from any thread, and never waits for the disk: a thread of its own writes."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
@@ -87,7 +87,7 @@ class Meter:
         self._some.set()
 
     def flush(self) -> None:
-        """Write what was added so far; raises BookError, and keeps it, when that cannot be done."""
+        """Write what was added so far; raises KeyStoreError, and keeps it, when that cannot be done."""
         with self._writing:
             with self._lock:
                 waiting, self._waiting = self._waiting, {}
@@ -96,12 +96,12 @@ class Meter:
                 return
             try:
                 self._write(waiting, last_used_s)
-            except BookError:
+            except KeyStoreError:
                 self._keep(waiting, last_used_s)
                 raise
 
     def close(self) -> None:
-        """Write the rest; raises BookError when that cannot be done, and then it is lost."""
+        """Write the rest; raises KeyStoreError when that cannot be done, and then it is lost."""
         self._ending.set()
         self._some.set()
         self._thread.join()
@@ -112,7 +112,7 @@ class Meter:
             (*line, used.requests, used.prompt_tokens, used.cached_tokens, used.completion_tokens)
             for line, used in waiting.items()
         ]
-        with Book(self._path) as book, book.writing() as db:
+        with KeyStore(self._path) as key_store, key_store.writing() as db:
             db.executemany(_WRITE, rows)
             marks = [(at_s, key) for key, at_s in last_used_s.items()]
             db.executemany("UPDATE keys SET last_used_s = ? WHERE prefix = ?", marks)
@@ -139,12 +139,12 @@ class Meter:
             self._some.clear()
             try:
                 self.flush()
-            except BookError:
+            except KeyStoreError:
                 continue  # it is kept, and tried again with the next batch
 
 
 def read_usage(
-    book: Book, *, tenant: str | None = None, since_s: float | None = None, by: By = "day"
+    key_store: KeyStore, *, tenant: str | None = None, since_s: float | None = None, by: By = "day"
 ) -> list[dict[str, Any]]:
     """Sums, one row per tenant and group; hours and days are UTC, as the second they begin with."""
     group = _GROUPS[by]
@@ -160,5 +160,5 @@ def read_usage(
     query = f"SELECT {columns}, {sums} FROM usage WHERE {' AND '.join(where)} GROUP BY {columns} ORDER BY {columns}"
     names = ["tenant", *([by] if by != "tenant" else [])]
     names += ["requests", "prompt_tokens", "cached_tokens", "completion_tokens"]
-    with book.reading() as db:
+    with key_store.reading() as db:
         return [dict(zip(names, row, strict=True)) for row in db.execute(query, values)]

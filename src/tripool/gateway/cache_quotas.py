@@ -15,15 +15,15 @@ from tripool.cache import PUBLIC_NAMESPACE, namespace_tag
 from tripool.cache.client import PoolClient
 from tripool.cache.wire import Told
 from tripool.gateway.auth import Access
-from tripool.tenants import Roll
-from tripool.tenants.book import BookError
+from tripool.tenants import KeyTable
+from tripool.tenants.key_store import KeyStoreError
 from tripool.tenants.quota import tables
 
 ROUND_S = 1.0
 _TELL_AGAIN_ROUNDS = 5
 
 
-class CacheKeeper:
+class CacheQuotas:
     """`cache` must be its own: a client is for one thread at a time. Give `keep` to the server's event loop."""
 
     def __init__(self, cache: PoolClient, access: Access) -> None:
@@ -37,21 +37,21 @@ class CacheKeeper:
         """For as long as the server runs."""
         while True:
             try:
-                roll = self._access.roll
+                key_table = self._access.key_table
                 if not self._access.is_open:
                     async with self._asking:  # members answer within bounds, but not on the event loop
-                        await asyncio.to_thread(self.round, roll)
-            except BookError:
+                        await asyncio.to_thread(self.round, key_table)
+            except KeyStoreError:
                 pass  # whoever asks for tokens is told; the members keep what they have
             await asyncio.sleep(ROUND_S)
 
-    def round(self, roll: Roll) -> None:
+    def round(self, key_table: KeyTable) -> None:
         """Compare what members hold with who there is, and tell them what is new. Not on the event loop."""
         stats = self._cache.stats()
         there = {name: said for name, said in stats.items() if said is not None}
         if not there:
             return
-        known = {namespace_tag(tenant.namespace) for tenant in roll.tenants.values()}
+        known = {namespace_tag(tenant.namespace) for tenant in key_table.tenants.values()}
         known.add(namespace_tag(PUBLIC_NAMESPACE))
         # Those that were somebody's may have blocks on disk alone; those that members hold may be late.
         nobodys = (self._known | {tag for said in there.values() for tag in said.held}) - known
@@ -60,23 +60,23 @@ class CacheKeeper:
         self._known = known
         slot_bytes = max(said.slot_bytes for said in there.values())
         num_slots = {name: said.num_slots for name, said in there.items()}
-        table = tables(roll.tenants.values(), list(stats), slot_bytes, num_slots)
+        table = tables(key_table.tenants.values(), list(stats), slot_bytes, num_slots)
         self._rounds_left -= 1
         if table != self._told or self._rounds_left <= 0:
             missing = self._cache.limit(table)
             self._told, self._rounds_left = (table if not missing else {}), _TELL_AGAIN_ROUNDS
 
     async def describe(self) -> dict[str, Any]:
-        roll = self._access.roll
+        key_table = self._access.key_table
         async with self._asking:
             stats = await asyncio.to_thread(self._cache.stats)
-        return described(roll, stats)
+        return described(key_table, stats)
 
     def close(self) -> None:
         self._cache.close()
 
 
-def described(roll: Roll, stats: dict[str, Told | None]) -> dict[str, Any]:
+def described(key_table: KeyTable, stats: dict[str, Told | None]) -> dict[str, Any]:
     """What `tripool cache stats` shows."""
     there = [said for said in stats.values() if said is not None]
     held: dict[bytes, int] = {}
@@ -89,7 +89,7 @@ def described(roll: Roll, stats: dict[str, Told | None]) -> dict[str, Any]:
             "held_bytes": held.pop(namespace_tag(tenant.namespace), 0),
             "quota_bytes": tenant.limits.cache_bytes,
         }
-        for tenant in roll.tenants.values()
+        for tenant in key_table.tenants.values()
     ]
     public = held.pop(namespace_tag(PUBLIC_NAMESPACE), 0)
     return {
@@ -111,12 +111,12 @@ def described(roll: Roll, stats: dict[str, Told | None]) -> dict[str, Any]:
     }
 
 
-def cache_routes(keeper: CacheKeeper) -> APIRouter:
+def cache_routes(quotas: CacheQuotas) -> APIRouter:
     routes = APIRouter()
 
     @routes.get("/v1/cache")
     async def show() -> dict[str, Any]:
         """The cache pool: its members, and what each tenant holds of it."""
-        return await keeper.describe()
+        return await quotas.describe()
 
     return routes

@@ -15,7 +15,7 @@ MAX_STOPS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class JsonType:
     """A JSON type: how an error names it, how the schema writes it, how it is recognised."""
 
     says: str
@@ -80,30 +80,30 @@ _TEXT_SCHEMA = {"type": "string"}
 _INTEGER_SCHEMA = {"type": "integer", "minimum": MIN_INTEGER, "maximum": MAX_INTEGER}
 _IDS_SCHEMA = _list_schema(_INTEGER_SCHEMA)
 
-INTEGER = Kind("an integer", _INTEGER_SCHEMA, _is_integer)
-NUMBER = Kind("a number", {"type": "number"}, _is_number)
-BOOLEAN = Kind("true or false", {"type": "boolean"}, lambda value: isinstance(value, bool))
-TEXT = Kind("a string", _TEXT_SCHEMA, _is_text)
-IDS = Kind("a list of token ids", _IDS_SCHEMA, _is_ids)
-STOP = Kind(
+INTEGER = JsonType("an integer", _INTEGER_SCHEMA, _is_integer)
+NUMBER = JsonType("a number", {"type": "number"}, _is_number)
+BOOLEAN = JsonType("true or false", {"type": "boolean"}, lambda value: isinstance(value, bool))
+TEXT = JsonType("a string", _TEXT_SCHEMA, _is_text)
+IDS = JsonType("a list of token ids", _IDS_SCHEMA, _is_ids)
+STOP = JsonType(
     f"a string or a list of at most {MAX_STOPS} strings",
     {"anyOf": [_TEXT_SCHEMA, _list_schema(_TEXT_SCHEMA) | {"maxItems": MAX_STOPS}]},
     _is_stop,
 )
-BIAS = Kind(
+BIAS = JsonType(
     "an object from token ids to numbers", {"type": "object", "additionalProperties": {"type": "number"}}, _is_bias
 )
-PROMPT = Kind(
+PROMPT = JsonType(
     "a string, a list of token ids, or a list of either",
     {"anyOf": [_TEXT_SCHEMA, _list_schema(_TEXT_SCHEMA), _IDS_SCHEMA, _list_schema(_IDS_SCHEMA)]},
     _is_prompt,
 )
-MESSAGES = Kind(
+MESSAGES = JsonType(
     "a list of messages with role and content",
     _list_schema({"type": "object", "required": ["role", "content"]}) | {"minItems": 1},
     lambda value: _is_list_of(lambda message: isinstance(message, dict), value) and bool(value),
 )
-STREAM_OPTIONS = Kind(
+STREAM_OPTIONS = JsonType(
     'an object like {"include_usage": true}',
     {
         "type": "object",
@@ -111,25 +111,25 @@ STREAM_OPTIONS = Kind(
     },
     _is_stream_options,
 )
-OBJECT = Kind("an object", {"type": "object"}, _is_object)
-TOOLS = Kind("a list of objects", _list_schema({"type": "object"}), lambda value: _is_list_of(_is_object, value))
-TOOL_CHOICE = Kind(
+OBJECT = JsonType("an object", {"type": "object"}, _is_object)
+TOOLS = JsonType("a list of objects", _list_schema({"type": "object"}), lambda value: _is_list_of(_is_object, value))
+TOOL_CHOICE = JsonType(
     "a string, or an object that names a function",
     {"anyOf": [_TEXT_SCHEMA, {"type": "object"}]},
     lambda value: _is_text(value) or _is_object(value),
 )
-SCHEMA = Kind(
+SCHEMA = JsonType(
     "a JSON schema: an object, or its text",
     {"anyOf": [_TEXT_SCHEMA, {"type": "object"}]},
     lambda value: _is_text(value) or _is_object(value),
 )
-CHOICES = Kind("a list of strings", _list_schema(_TEXT_SCHEMA), _is_choices)
-TEXT_OR_BLOCKS = Kind(
+CHOICES = JsonType("a list of strings", _list_schema(_TEXT_SCHEMA), _is_choices)
+TEXT_OR_BLOCKS = JsonType(
     "a string, or a list of text blocks",
     {"anyOf": [_TEXT_SCHEMA, _list_schema({"type": "object"})]},
     lambda value: _is_text(value) or _is_list_of(_is_object, value),
 )
-STOPS = Kind(
+STOPS = JsonType(
     f"a list of at most {MAX_STOPS} strings",
     _list_schema(_TEXT_SCHEMA) | {"maxItems": MAX_STOPS},
     lambda value: _is_list_of(_is_text, value, MAX_STOPS),

@@ -10,7 +10,7 @@ SPARE_S = 30.0
 BYTES_PER_S = 2**14
 
 
-class Patience:
+class SlowReaderLimit:
     """Half a minute of waiting for a client in all; every 16 KiB that it took bring a second back."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ def mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-class Dice:
+class Rng:
     def __init__(self, seed: int) -> None:
         self._state = mix(seed & _MASK)
 

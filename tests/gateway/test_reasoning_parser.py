@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from gateway.serving import ScriptedEngine
 from tripool.engine.fake import fake_text
-from tripool.gateway.calls import Content, Said
-from tripool.gateway.reasoning import CLOSING, OPENING, ThinkReader
-from tripool.gateway.speech import Speech
+from tripool.gateway.output_parser import OutputParser
+from tripool.gateway.reasoning_parser import CLOSING, OPENING, ReasoningParser
+from tripool.gateway.tool_parser import Content, Said
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
 def read(pieces: list[str], *, opened: bool) -> Said:
-    reader, said = ThinkReader(opened=opened), Said()
+    reader, said = ReasoningParser(opened=opened), Said()
     for piece in pieces:
         for part in reader.push(piece):
             assert part.text, "an empty piece"
@@ -82,16 +82,16 @@ def test_text_without_the_mark_is_untouched(text):
 
 
 def test_speech_counts_reasoning_tokens_and_knows_when_it_is_plain():
-    speech = Speech(calls=False, thinks=False)
+    parser = OutputParser(calls=False, thinks=False)
     for text in ("<think>", "hm", "</think>"):
-        speech.push(text, last=False)
-        assert not speech.plain
-    assert speech.reasoning_tokens == 3
-    assert speech.push("\n\n", last=False) == []
-    assert speech.push("yes", last=False) == [Content("yes")]
-    assert speech.plain
-    assert speech.reasoning_tokens == 3
-    quiet = Speech(calls=False, thinks=False)
+        parser.push(text, last=False)
+        assert not parser.plain
+    assert parser.reasoning_tokens == 3
+    assert parser.push("\n\n", last=False) == []
+    assert parser.push("yes", last=False) == [Content("yes")]
+    assert parser.plain
+    assert parser.reasoning_tokens == 3
+    quiet = OutputParser(calls=False, thinks=False)
     quiet.push("<thinner", last=True)
     assert quiet.reasoning_tokens == 0
 
@@ -100,14 +100,14 @@ def test_calls_come_after_the_reasoning():
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     text = f"<think>shall I {call}?</think>\nI do.{call}"
     for pieces in all_cuts(text):
-        speech = Speech(calls=True, thinks=False)
+        parser = OutputParser(calls=True, thinks=False)
         for piece in pieces:
-            speech.push(piece, last=False)
-        speech.push("", last=True)
-        assert speech.called
-        assert speech.said.reasoning == f"shall I {call}?"
-        assert speech.said.content == "I do."
-        assert [(c.name, c.arguments) for c in speech.said.calls] == [("f", "{}")]
+            parser.push(piece, last=False)
+        parser.push("", last=True)
+        assert parser.called
+        assert parser.said.reasoning == f"shall I {call}?"
+        assert parser.said.content == "I do."
+        assert [(c.name, c.arguments) for c in parser.said.calls] == [("f", "{}")]
 
 
 THOUGHTS = "hm peer\nor pool?"

@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tripool.tenants.book import Book, BookError, BookMissing
-from tripool.tenants.roll import Roll
+from tripool.tenants.key_store import KeyStore, KeyStoreError, KeyStoreMissing
+from tripool.tenants.key_table import KeyTable
 
 _LOG = logging.getLogger("tripool.tenants")
 LOOK_S = 0.5
@@ -35,7 +35,7 @@ def _nothing() -> None:
     pass
 
 
-class Watch:
+class KeyWatcher:
     """For one thread. `on_keyed` is called once, before the first key of a server that was open counts."""
 
     def __init__(
@@ -48,37 +48,37 @@ class Watch:
     ) -> None:
         self.path = path
         self.is_open = may_be_open
-        """As of the last `roll`."""
+        """As of the last `key_table`."""
         self._on_keyed, self._clock = on_keyed, clock
-        self._book: Book | None = None
+        self._key_store: KeyStore | None = None
         self._files: tuple[object, ...] = ()
-        """Which files `_book` has open."""
+        """Which files `_key_store` has open."""
         self._version: int | None = None
-        self._roll = Roll()
-        self._error: BookError | None = None
+        self._key_table = KeyTable()
+        self._error: KeyStoreError | None = None
         self._looked_s = clock()
         self._read_s = float("-inf")
         self._look()
 
-    def roll(self) -> Roll:
-        """Raises BookError when there is no reading that still counts."""
+    def key_table(self) -> KeyTable:
+        """Raises KeyStoreError when there is no reading that still counts."""
         now_s = self._clock()
         if now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
             self._look()
         if self._error is not None and now_s - self._read_s >= STALE_S:
             raise self._error
-        return self._roll
+        return self._key_table
 
     def close(self) -> None:
-        if self._book is not None:
-            self._book.close()
-            self._book = None
+        if self._key_store is not None:
+            self._key_store.close()
+            self._key_store = None
 
     def _look(self) -> None:
         try:
             self._read()
-        except BookError as error:
+        except KeyStoreError as error:
             self.close()
             if self._error is None:
                 _LOG.warning("the key book cannot be read", extra={"path": str(self.path), "reason": str(error)})
@@ -90,31 +90,31 @@ class Watch:
 
     def _read(self) -> None:
         files = self._files_now()
-        if self._book is None or files != self._files:
+        if self._key_store is None or files != self._files:
             # Other files in the same place: SQLite would go on with those that it has open, and see no change.
             self.close()
             self._files = self._files_now()
             try:
-                self._book, self._version = Book(self.path, busy_s=_BUSY_S), None
-            except BookMissing:
+                self._key_store, self._version = KeyStore(self.path, busy_s=_BUSY_S), None
+            except KeyStoreMissing:
                 if self.is_open:
                     return
                 raise
-        version = self._book.version()
+        version = self._key_store.version()
         if version != self._version:
-            self._take(self._book.roll(None if self._version is None else self._roll))
+            self._take(self._key_store.key_table(None if self._version is None else self._key_table))
             if self._version is None:  # the side files may have come with the first reading
                 self._files = (self._files[0], *self._files_now()[1:])
             self._version = version
 
-    def _take(self, roll: Roll) -> None:
-        if not roll.keys and not self.is_open:
+    def _take(self, key_table: KeyTable) -> None:
+        if not key_table.keys and not self.is_open:
             hint = "put the one with the keys back; a server that had keys does not become open"
-            raise BookError(f"the key book {self.path} has no keys any more", hint=hint)
-        if roll.keys and self.is_open:
+            raise KeyStoreError(f"the key book {self.path} has no keys any more", hint=hint)
+        if key_table.keys and self.is_open:
             self._on_keyed()
             self.is_open = False
-        self._roll = roll
+        self._key_table = key_table
 
     def _files_now(self) -> tuple[object, ...]:
         """Other values when the book or one of its side files is another file, or the book was overwritten in place."""
@@ -125,7 +125,7 @@ class Watch:
             except FileNotFoundError:
                 found.append(None)
             except OSError as error:
-                raise BookError(f"the key book {self.path} cannot be reached: {error.strerror}") from error
+                raise KeyStoreError(f"the key book {self.path} cannot be reached: {error.strerror}") from error
             else:
                 written = () if suffix else (there.st_size, there.st_mtime_ns)
                 found.append((there.st_dev, there.st_ino, there.st_mode, *written))
