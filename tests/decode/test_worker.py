@@ -74,7 +74,7 @@ class Bench:
             for p in sorted(packed, key=lambda p: p.choice)
         ]
 
-    def adopt(self, *adopts: StartDecode) -> None:
+    def attach(self, *adopts: StartDecode) -> None:
         for adopt in adopts:
             self.worker.receive(adopt, self.now_s)
 
@@ -100,7 +100,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 def test_adopted_and_then_token_by_token_to_the_end(bench: Bench) -> None:
     (adopt,) = bench.descriptors("a", 100)
-    bench.adopt(adopt)
+    bench.attach(adopt)
     adopted, *tokens = bench.work(30)
     assert isinstance(adopted, TransferDone)
     assert (adopted.request_id, adopted.attempt, adopted.choice) == ("a", 2, 0)
@@ -114,7 +114,7 @@ def test_adopted_and_then_token_by_token_to_the_end(bench: Bench) -> None:
 
 def test_choices_of_a_request_share_what_is_the_same(bench: Bench) -> None:
     adopts = bench.descriptors("a", 200, n=3)
-    bench.adopt(*adopts)
+    bench.attach(*adopts)
     bench.work()
     assert bench.held == 3 + 3
     bench.worker.receive(Cancel("a", adopts[0].attempt), bench.now_s)
@@ -133,7 +133,7 @@ def test_a_parcel_that_is_not_what_it_was_is_refused_but_not_for_good(bench: Ben
     else:
         name, size = ("gone.kv", p.block_bytes) if harm == "gone" else (p.arena, 2 * p.block_bytes)
         p = KvDescriptor(name, p.lease, p.offsets, p.checksums, size, p.num_tokens)
-    bench.adopt(StartDecode(adopt.request, adopt.attempt, adopt.answered, p, 0, 5.0))
+    bench.attach(StartDecode(adopt.request, adopt.attempt, adopt.answered, p, 0, 5.0))
     bench.worker.work(bench.now_s)
     (refused,) = bench.sent
     assert isinstance(refused, Refused)
@@ -145,7 +145,7 @@ def test_a_parcel_that_is_not_what_it_was_is_refused_but_not_for_good(bench: Ben
 def test_without_room_it_waits_and_then_says_so(bench: Bench) -> None:
     first, second = *bench.descriptors("a", 100, max_tokens=40), *bench.descriptors("b", 100)
     bench.set_up(max_running=1)
-    bench.adopt(first, second)
+    bench.attach(first, second)
     assert [type(message) for message in bench.work(3)] == [TransferDone, Tokens, Tokens, Tokens]
     assert bench.worker.heartbeat().waiting_tokens == 100
     bench.now_s = 6.0
@@ -157,7 +157,7 @@ def test_without_room_it_waits_and_then_says_so(bench: Bench) -> None:
 def test_whoever_waits_gets_its_turn(bench: Bench) -> None:
     adopts = [*bench.descriptors("a", 100), *bench.descriptors("b", 300), *bench.descriptors("c", 10)]
     bench.set_up(num_blocks=6)
-    bench.adopt(*adopts)
+    bench.attach(*adopts)
     sent = bench.work(80)
     assert [message.request_id for message in sent if isinstance(message, TransferDone)] == ["a", "b", "c"]
     assert bench.held == 0
@@ -166,9 +166,9 @@ def test_whoever_waits_gets_its_turn(bench: Bench) -> None:
 def test_long_parcels_come_in_pieces_between_steps(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tripool.decode.worker._COPY_BYTES", bench.engine.block_bytes)
     (short,), (long,) = bench.descriptors("a", 10, max_tokens=40), bench.descriptors("b", 300)
-    bench.adopt(short)
+    bench.attach(short)
     bench.work()
-    bench.adopt(long)
+    bench.attach(long)
     sent = bench.work(5)
     assert [type(message) for message in sent] == [Tokens] * 4 + [TransferDone, Tokens]
     assert len(long.descriptor.offsets) == 5
@@ -178,7 +178,7 @@ def test_long_parcels_come_in_pieces_between_steps(bench: Bench, monkeypatch: py
 def test_cancel_and_drop_free_at_any_point(bench: Bench, monkeypatch: pytest.MonkeyPatch, turns: int) -> None:
     monkeypatch.setattr("tripool.decode.worker._IDLE_COPY_BYTES", bench.engine.block_bytes)
     adopts = bench.descriptors("a", 300, n=2)
-    bench.adopt(*adopts)
+    bench.attach(*adopts)
     bench.work(turns)
     bench.worker.receive(Cancel("a", adopts[0].attempt), bench.now_s)
     bench.worker.receive(Cancel("a", 99), bench.now_s)
@@ -192,10 +192,10 @@ def test_cancel_and_drop_free_at_any_point(bench: Bench, monkeypatch: pytest.Mon
 def test_a_full_batch_makes_room_for_another_tenant(bench: Bench) -> None:
     bench.set_up(max_running=4)
     many = bench.descriptors("many", 10, tenant="a", n=8, max_tokens=60)
-    bench.adopt(*many)
+    bench.attach(*many)
     bench.work(3)
     one = bench.descriptors("one", 10, tenant="b", max_tokens=4)
-    bench.adopt(*one)  # behind four more of the first tenant that have no room
+    bench.attach(*one)  # behind four more of the first tenant that have no room
     told = bench.work(3)
     assert any(isinstance(message, TransferDone) and message.request_id == "one" for message in told)
     events = [stamped.event for m in told if isinstance(m, Tokens) for stamped in m.events]
@@ -207,10 +207,10 @@ def test_whoever_made_room_goes_on_with_the_same_tokens(bench: Bench) -> None:
     answers: list[dict[int, list[int]]] = []
     for disturbed in (False, True):
         bench.set_up(max_running=4)
-        bench.adopt(*bench.descriptors("many", 10, tenant="a", n=4, max_tokens=30))
+        bench.attach(*bench.descriptors("many", 10, tenant="a", n=4, max_tokens=30))
         told = bench.work(3)
         if disturbed:
-            bench.adopt(*bench.descriptors("one", 10, tenant="b", max_tokens=4))
+            bench.attach(*bench.descriptors("one", 10, tenant="b", max_tokens=4))
         told += bench.work(80)
         events = [stamped.event for m in told if isinstance(m, Tokens) for stamped in m.events]
         found: dict[int, list[int]] = {}
@@ -227,9 +227,9 @@ def test_between_much_that_is_adopted_the_batch_gets_its_step(bench: Bench, monk
     adopts = bench.descriptors("a", 63, n=100)
     done: list[str] = []
     adopt, step = bench.engine.adopt, bench.engine.step
-    monkeypatch.setattr(bench.engine, "adopt", lambda *args, **more: done.append("a") or adopt(*args, **more))
+    monkeypatch.setattr(bench.engine, "attach", lambda *args, **more: done.append("a") or adopt(*args, **more))
     monkeypatch.setattr(bench.engine, "step", lambda: done.append("s") or step())
-    bench.adopt(*adopts)
+    bench.attach(*adopts)
     bench.work(4)
     assert done.count("a") == 100 and max(map(len, "".join(done).split("s"))) <= 64
 
@@ -238,7 +238,7 @@ def test_a_grammar_that_is_being_compiled_holds_up_its_own_request_only(bench: B
     guided = bench.descriptors("guided", 100, structure=Structure("regex", "[a-z ]{50}"), tenant="one")
     plain = bench.descriptors("plain", 100, tenant="another")
     with compiling(monkeypatch) as (began, go_on):
-        bench.adopt(*guided, *plain)
+        bench.attach(*guided, *plain)
         assert began.wait(60)
         assert [m.request_id for m in bench.work() if isinstance(m, TransferDone)] == ["plain"]
         assert bench.worker.moving

@@ -1,6 +1,6 @@
 """How a bug is planted, and how long the simulation may take to notice it.
 
-Every bug is one a tired person could write. The same lives pass without it (`test_colocated_properties`).
+Every bug is one a tired person could write. The same lives pass without it (`test_scheduler_properties`).
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def test_the_same_text_through_a_device(expected: list[list[int]], mtp: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("precision", "major", "eight_bits"), [("int8", 9, True), ("int8", 8, False), ("float32", 9, False)]
+    ("precision", "major", "use_8_bit_products"), [("int8", 9, True), ("int8", 8, False), ("float32", 9, False)]
 )
 def test_eight_bits_are_for_devices_that_have_them_and_users_that_want_them(
     monkeypatch: pytest.MonkeyPatch, precision: Precision, major: int, use_8_bit_products: bool

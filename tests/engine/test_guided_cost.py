@@ -41,7 +41,7 @@ def test_an_answer_that_is_replayed_pays_no_mask_for_what_is_known(monkeypatch, 
     if how == "begun":
         engine.add(request("r", max_tokens=100), {0: known})
     else:
-        seq = engine.adopt(request("r", max_tokens=100), 0, known, 2 + len(known) - 1)
+        seq = engine.attach(request("r", max_tokens=100), 0, known, 2 + len(known) - 1)
         assert seq is not None
         for ours, theirs in zip(seq.table, source.scheduler.decode.running[0].table, strict=False):
             engine.import_block(ours, source._kv[theirs * source.block_bytes : (theirs + 1) * source.block_bytes])

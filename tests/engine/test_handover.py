@@ -65,7 +65,7 @@ def test_followers_go_on_when_the_leader_has_left() -> None:
 
 def test_adopted_runs_after_start() -> None:
     scheduler = make()
-    seq = scheduler.adopt(ask("a", 9), 2, [50], 9, num_cached=4)
+    seq = scheduler.attach(ask("a", 9), 2, [50], 9, num_cached=4)
     assert seq is not None
     scheduler.check()
     assert not scheduler.busy
@@ -80,10 +80,10 @@ def test_adopted_runs_after_start() -> None:
 
 def test_shared_blocks_are_held_once() -> None:
     scheduler = make()
-    first = scheduler.adopt(ask("a#1", 9), 0, [50], 9)
+    first = scheduler.attach(ask("a#1", 9), 0, [50], 9)
     assert first is not None
     scheduler.start(first)
-    second = scheduler.adopt(ask("a#2", 9), 1, [51], 9, shared=first.table[:2])
+    second = scheduler.attach(ask("a#2", 9), 1, [51], 9, shared=first.table[:2])
     assert second is not None
     assert second.table[:2] == first.table[:2]
     scheduler.check()
@@ -97,16 +97,16 @@ def test_shared_blocks_are_held_once() -> None:
 
 def test_no_room_is_no_error_and_takes_nothing() -> None:
     scheduler = make(num_blocks=4)
-    assert scheduler.adopt(ask("a", 9), 0, [50], 9) is not None
-    assert scheduler.adopt(ask("b", 9), 0, [50], 9) is None
+    assert scheduler.attach(ask("a", 9), 0, [50], 9) is not None
+    assert scheduler.attach(ask("b", 9), 0, [50], 9) is None
     scheduler.check()
     assert scheduler.pool.num_held == 3
 
 
 def test_the_batch_is_bounded_with_those_that_arrive() -> None:
     scheduler = make(max_running=1)
-    assert scheduler.adopt(ask("a", 2), 0, [50], 2) is not None
-    assert scheduler.adopt(ask("b", 2), 0, [50], 2) is None
+    assert scheduler.attach(ask("a", 2), 0, [50], 2) is not None
+    assert scheduler.attach(ask("b", 2), 0, [50], 2) is None
     scheduler.add(ask("c", 2))
     assert scheduler.schedule() == []
 
@@ -114,23 +114,23 @@ def test_the_batch_is_bounded_with_those_that_arrive() -> None:
 def test_whoever_was_preempted_goes_before_those_that_arrive() -> None:
     scheduler = make(num_blocks=6)
     for first, name in enumerate(("a", "b")):
-        seq = scheduler.adopt(ask(name, 7, first), 0, [50], 7)
+        seq = scheduler.attach(ask(name, 7, first), 0, [50], 7)
         assert seq is not None
         scheduler.start(seq)
     while not scheduler.num_preemptions:
         step(scheduler)
     scheduler.cancel("a")
     assert scheduler.pool.can_allocate(2)
-    assert scheduler.adopt(ask("c", 2), 0, [50], 2) is None
+    assert scheduler.attach(ask("c", 2), 0, [50], 2) is None
     step(scheduler)
-    assert scheduler.adopt(ask("c", 2), 0, [50], 2) is not None
+    assert scheduler.attach(ask("c", 2), 0, [50], 2) is not None
 
 
 @pytest.mark.parametrize("where", ["arriving", "detached"])
 def test_cancel_frees_what_is_on_its_way(where: str) -> None:
     scheduler = make()
     if where == "arriving":
-        scheduler.adopt(ask("a", 9), 0, [50], 9)
+        scheduler.attach(ask("a", 9), 0, [50], 9)
     else:
         scheduler.add(ask("a", 9))
         step(scheduler)

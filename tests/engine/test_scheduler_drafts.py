@@ -7,7 +7,7 @@ import pytest
 from tripool.core import TokenEvent
 from tripool.engine.scheduler import Scheduler
 
-from .test_colocated import make_request, make_scheduler, rows, settle
+from .test_scheduler import make_request, make_scheduler, rows, settle
 
 
 def draft_step(scheduler: Scheduler, tokens: list[int], guesses: dict[str, int]) -> tuple[list[int], list[TokenEvent]]:

@@ -15,7 +15,7 @@ from tripool.engine.scheduler import Scheduler
 from tripool.sequence import Sampled, Task
 
 from .scheduler_sim import Simulation
-from .test_colocated_properties import SchedulerMachine, run_machine
+from .test_scheduler_properties import SchedulerMachine, run_machine
 
 PACES_MS = (None, 0.01, 1.6, 3.0, None, 10.0, 1000.0)
 """Without a promise, impossible, barely possible alone, possible for some, for many, for all."""
@@ -295,7 +295,7 @@ def test_an_answer_that_comes_from_elsewhere_is_let_in_by_the_same_rule() -> Non
     scheduler = bench.scheduler
     running = []
     for number in range(20):
-        seq = scheduler.adopt(request(f"r{number}", 6.0, answer=60), 0, [1], 40)
+        seq = scheduler.attach(request(f"r{number}", 6.0, answer=60), 0, [1], 40)
         if seq is None:
             break
         scheduler.start(seq)

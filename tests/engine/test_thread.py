@@ -220,9 +220,9 @@ def test_a_backlog_gives_way_to_other_tasks():
         async with aclosing(thread.stream(request("r", max_tokens=200))) as events:
             await anext(events)
             await asyncio.to_thread(engine.idle.wait, DEADLINE_S)  # all 200 are made, and wait to be read
-            time_shares = asyncio.ensure_future(take_turns())
+            taking = asyncio.ensure_future(take_turns())
             num_read = len([event async for event in events])
-            time_shares.cancel()
+            taking.cancel()
         return num_read, num_turns
 
     with running(engine) as thread:

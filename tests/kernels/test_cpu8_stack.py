@@ -122,10 +122,10 @@ def batch_of(pieces: list[Work], first: int) -> Batch:
         row = seqs[-1].row + seqs[-1].count if seqs else 0
         seqs.append(SequenceRows(row, len(piece.tokens), piece.start, piece.table, first))
     tokens = torch.tensor([token for piece in pieces for token in piece.tokens])
-    expert_order = [(piece.table, p) for piece in pieces for p in range(piece.start, piece.stop)]
-    slots = torch.tensor([table[p // 64] * 64 + p % 64 for table, p in expert_order])
+    places = [(piece.table, p) for piece in pieces for p in range(piece.start, piece.stop)]
+    slots = torch.tensor([table[p // 64] * 64 + p % 64 for table, p in places])
     rows = sum(seq.count for seq in prompts)
-    return Batch(tokens, torch.tensor([p for _, p in expert_order]), slots, rows, prompts, decodes)
+    return Batch(tokens, torch.tensor([p for _, p in places]), slots, rows, prompts, decodes)
 
 
 def chosen_from(logits: torch.Tensor, draws: list[tuple[float, int]]) -> list[int]:

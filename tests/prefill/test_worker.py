@@ -45,10 +45,10 @@ class Bench:
         open_choices = tuple(Answered(choice, ()) for choice in range(request.params.n))
         self.worker.receive(StartPrefill(request, attempt, open_choices, deadline_s, deadline_s), self.now_s)
 
-    def work(self, time_shares: int = 6) -> list[AnyMessage]:
+    def work(self, turns: int = 6) -> list[AnyMessage]:
         """What was sent meanwhile."""
         self.sent.clear()
-        for _ in range(time_shares):
+        for _ in range(turns):
             self.now_s += 0.001
             self.worker.work(self.now_s)
             self.engine.scheduler.check()
@@ -132,10 +132,10 @@ def test_what_can_never_be_packed_is_given_back(bench) -> None:
 
 
 @pytest.mark.parametrize("turns", [0, 1, 6])
-def test_cancel_frees_at_any_point(bench, time_shares: int) -> None:
+def test_cancel_frees_at_any_point(bench, turns: int) -> None:
     b = bench()
     b.begin("a", 700, n=2)
-    b.work(time_shares)
+    b.work(turns)
     b.worker.receive(Cancel("a", 1), b.now_s)
     assert b.held == 0
     assert b.work() == []

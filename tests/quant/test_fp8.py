@@ -13,7 +13,7 @@ from oracle.case import make_case, rope
 from oracle.folders import save_case
 from oracle.fp8 import to_fp8
 from tripool.checkpoints import open_checkpoint
-from tripool.engine.device import Place, table_of
+from tripool.engine.device import DeviceSpec, table_of
 from tripool.engine.runner import Runner, Work
 from tripool.kernels import CPU, CPU8
 from tripool.kernels.cuda.weight_store import OnDevice
@@ -79,14 +79,14 @@ def test_a_device_multiplies_in_e4m3_what_is_stored_so(folders) -> None:
     """The CUDA table on a CPU, next to the same values in floats: apart by what rounding the rows costs, no more. Some
     of these shapes are too odd for e4m3 products, and are multiplied out."""
     tokens, device = list(range(3, 90)), torch.device("cpu")
-    place = Place(device, torch.bfloat16, use_8_bit_products=True)
+    device_spec = DeviceSpec(device, torch.bfloat16, use_8_bit_products=True)
     logits, num_bytes = [], []
     for folder in folders:
         with open_checkpoint(folder) as checkpoint:
-            table = table_of(place, checkpoint)
-            model = load_model(checkpoint, place.dtype, kernels=table, store=OnDevice(device))
+            table = table_of(device_spec, checkpoint)
+            model = load_model(checkpoint, device_spec.dtype, kernels=table, store=OnDevice(device))
         assert table.name.endswith("F8_E4M3") == (folder == folders[0])
-        runner = place.runner(model, 2, mtp=False)
+        runner = device_spec.runner(model, 2, mtp=False)
         logits.append(runner.logits(runner.hidden([Work(tokens, 0, [0, 1], False)])).float())
         num_bytes.append(model.num_bytes)
     ours, wanted = logits

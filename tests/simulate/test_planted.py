@@ -16,7 +16,7 @@ from tripool.router.admission import AdmissionController
 from tripool.router.admission_types import Admit, Arrival, PendingRequest
 from tripool.router.admission_types import Stage as GuestStage
 from tripool.router.coordinator import Emit, Send
-from tripool.router.fair_queue import Account, Shares
+from tripool.router.fair_queue import Account, FairQueue
 from tripool.router.ledger import ChoiceState, Entry, Ledger, Placement
 from tripool.router.placing import Placing
 from tripool.router.rate_limiter import RateLimiter
@@ -290,13 +290,13 @@ def public_blocks_are_not_followed_by_a_salt(patch: pytest.MonkeyPatch) -> None:
 
 @bug("overtakes")
 def the_last_to_come_goes_first(patch: pytest.MonkeyPatch) -> None:
-    head = Shares._head
+    head = FairQueue._head
 
-    def last(self: Shares, account: Account) -> str:
+    def last(self: FairQueue, account: Account) -> str:
         head(self, account)
         return max(item for item in account.queue if self._is_there(item))[2]
 
-    patch.setattr(Shares, "_head", last)
+    patch.setattr(FairQueue, "_head", last)
 
 
 @bug("slots are miscounted")
@@ -356,9 +356,9 @@ def test_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, caught_by = PLANTS[name]
     plant(monkeypatch)
     with pytest.raises(AssertionError, match=caught_by):
-        live()
+        run_seeds()
 
 
-def live() -> None:
+def run_seeds() -> None:
     for seed in range(NUM_SEEDS):
         simulate(seed)

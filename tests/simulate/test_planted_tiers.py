@@ -13,7 +13,7 @@ from tripool.cache.tiered_index import DiskTier, Read, TieredIndex
 from tripool.simulate import simulate
 from tripool.simulate.pool import PoolClient
 
-from .test_planted import live
+from .test_planted import run_seeds
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -98,7 +98,7 @@ PLANTS: list[tuple[Plant, str]] = [
 def test_planted_bug_is_caught(plant: Plant, caught_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     with pytest.raises(AssertionError, match=caught_by):
-        live()
+        run_seeds()
 
 
 def test_lives_have_disks_that_are_used() -> None:

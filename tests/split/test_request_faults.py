@@ -38,9 +38,9 @@ class Poisoned(PagedFake):
         super().add(request, answered)
         self._touch("add", request)
 
-    def adopt(self, request: Request, *args: Any, **more: Any) -> Seq | None:
-        seq = super().adopt(request, *args, **more)
-        self._touch("adopt", request)
+    def attach(self, request: Request, *args: Any, **more: Any) -> Seq | None:
+        seq = super().attach(request, *args, **more)
+        self._touch("attach", request)
         if request.seed == BAD and seq is not None:
             self._bad.append(seq)
         return seq
@@ -74,7 +74,7 @@ def ask(name: str, seed: int, n: int = 1) -> Request:
     ("role", "what"),
     [
         ("prefill", "add"), ("prefill", "sample"), ("prefill", "export"),
-        ("decode", "adopt"), ("decode", "import"), ("decode", "sample"),
+        ("decode", "attach"), ("decode", "import"), ("decode", "sample"),
     ],
 )  # fmt: skip
 def test_a_fault_in_a_worker_fails_that_request_alone(tmp_path: Path, caplog, role: str, what: str) -> None:

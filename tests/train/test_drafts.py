@@ -14,7 +14,7 @@ import torch
 
 from train.small import small_config, small_network
 from tripool.checkpoints import open_checkpoint
-from tripool.engine.device import Place
+from tripool.engine.device import DeviceSpec
 from tripool.engine.noise import gumbel, token_hashes
 from tripool.train.attention import MASKED, document_starts
 from tripool.train.config import TrainError
@@ -98,7 +98,7 @@ def student(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_answer_stops_where_the_model_ends_it() -> None:
     with open_checkpoint("tiny") as checkpoint:
         ends = checkpoint.text.end_ids
-    speaker = Speaker(Place(torch.device("cpu"), torch.float32), "tiny", rows=4, seed=1)
+    speaker = Speaker(DeviceSpec(torch.device("cpu"), torch.float32), "tiny", rows=4, seed=1)
     first, second = speaker.answers(questions(1)), speaker.answers(questions(1))
     for one in first:
         prompt, answer = one.tokens[one.kinds != ANSWER], one.tokens[one.kinds == ANSWER]
@@ -244,7 +244,7 @@ def test_what_cannot_be_used_is_refused_before_any_work(student: Path, tmp_path:
 
 
 def test_questions_that_are_all_too_long_end_the_run() -> None:
-    speaker = Speaker(Place(torch.device("cpu"), torch.float32), "tiny", rows=2, seed=1)
+    speaker = Speaker(DeviceSpec(torch.device("cpu"), torch.float32), "tiny", rows=2, seed=1)
     endless = repeat([{"role": "user", "content": "again and " * 200}])
     with pytest.raises(TrainError, match="too long"):
         speaker.answers(endless)

@@ -20,7 +20,8 @@ from pathlib import Path
 from tripool.cache.arena import Arena
 from tripool.cache.disk_records import PAGE, Purge, Segment, Write, footprint
 from tripool.cache.disk_store import DiskStore, explain
-from tripool.cache.tiered_index import DiskTier, Read, TieredIndex
+from tripool.cache.disk_tier import DiskTier
+from tripool.cache.tiered_index import Read, TieredIndex
 from tripool.config import DiskConfig
 from tripool.errors import DiskError
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from tripool.cache.disk_records import DiskCopy, Purge, Segment, Write
+from tripool.cache.disk_tier import DiskTier
 from tripool.cache.index import PoolIndex
 from tripool.cache.records import Hit, Record, Written
-from tripool.cache.tiered_index import DiskTier
 from tripool.messages import WorkerId
 
 _GROUP_BLOCKS = 8

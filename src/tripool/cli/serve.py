@@ -230,13 +230,13 @@ def _serve_split(
     disk: Disk | None,
 ) -> None:
     from tripool.cli.split import serve_split
-    from tripool.control.run_manifest import Plan
+    from tripool.control.run_manifest import RunManifest
     from tripool.gateway.server import listen, url_of
 
-    def banner(plan: Plan) -> str:
+    def banner(manifest: RunManifest) -> str:
         workers = f"{num_prefill} prefill and {num_decode} decode workers, cache {cache_gb:g} GB"
         workers += f" and {disk.gb:g} GB of disk" if disk is not None else ""
-        return _banner(url_of(listener), plan.name, plan.text, workers)
+        return _banner(url_of(listener), manifest.name, manifest.text, workers)
 
     with listen(gateway.host, gateway.port) as listener:
         is_open = starts_open(listener, access_options.named, may_be_open=access_options.may_be_open)

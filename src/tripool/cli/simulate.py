@@ -89,9 +89,9 @@ def register(app: typer.Typer) -> None:
         if ctx.invoked_subcommand is not None:
             return
         if trace is None and synthetic is None and not compare_real:
-            from tripool.cli.simulate_faults import live
+            from tripool.cli.simulate_faults import run
 
-            live(faults, seeds, first, seed, tell, workers)
+            run(faults, seeds, first, seed, tell, workers)
             return
         if tell or faults:
             hint = "--fault KIND:TARGET@START+LENGTH strikes a trace's deployment"

@@ -44,11 +44,11 @@ _MAX_QUEUED = 4096
 class _Job:
     """One Adopt: queued without a sequence, arriving until all blocks are filled, then running."""
 
-    adopt: StartDecode
+    start: StartDecode
     came_s: float
     deadline_s: float
     grammar: Future[Any] | None = None
-    """Being compiled until it is done; held so that what was compiled is there when it is adopted."""
+    """Being compiled until it is done; held so that what was compiled is there when it is attached."""
     started_s: float | None = None
     """When it had all its blocks; None again once that is told."""
     seq: Seq | None = None
@@ -122,37 +122,37 @@ class DecodeWorker:
 
     def heartbeat(self) -> Heartbeat:
         engine = self._engine
-        waiting = sum(job.adopt.descriptor.num_tokens for job in self._queue) + engine.num_waiting_tokens
+        waiting = sum(job.start.descriptor.num_tokens for job in self._queue) + engine.num_waiting_tokens
         stats = engine.stats()
         return Heartbeat(
             self._worker_id, self._num_steps, waiting, stats.running, engine.num_held_blocks, ceiling=stats.slo_ceiling
         )
 
-    def _queue_up(self, adopt: StartDecode, now_s: float) -> None:
-        name = local_id(adopt.request.id, adopt.attempt)
-        job = _Job(adopt, now_s, now_s + adopt.deadline_s)
+    def _queue_up(self, start: StartDecode, now_s: float) -> None:
+        name = local_id(start.request.id, start.attempt)
+        job = _Job(start, now_s, now_s + start.deadline_s)
         if name in self._jobs:
             return  # said twice
         self._jobs[name] = job
         if len(self._queue) >= _MAX_QUEUED:
             self._refuse(job, "overloaded", "too many wait here already")
-        elif adopt.descriptor.block_bytes != self._engine.block_bytes:
+        elif start.descriptor.block_bytes != self._engine.block_bytes:
             self._refuse(job, "bad_parcel", "it was packed by a worker with another kind of KV memory")
-        elif not self._fits(adopt):
+        elif not self._fits(start):
             self._refuse(job, "bad_parcel", "it is not of what its request and answer say")
         else:
-            job.grammar = self._engine.prepare(adopt.request)
+            job.grammar = self._engine.prepare(start.request)
             self._queue.append(job)
 
-    def _fits(self, adopt: StartDecode) -> bool:
+    def _fits(self, start: StartDecode) -> bool:
         """Whether parcel, answer and request are of one sequence: everything here is counted by them."""
-        request, descriptor, tokens = adopt.request, adopt.descriptor, adopt.answered.tokens
+        request, descriptor, tokens = start.request, start.descriptor, start.answered.tokens
         num_blocks = -(-descriptor.num_tokens // BLOCK_TOKENS)
         return (
             len(descriptor.offsets) == len(descriptor.checksums) == num_blocks > 0
             and descriptor.num_tokens == len(request.prompt_ids) + len(tokens) - 1
-            and adopt.num_cached_tokens <= len(request.prompt_ids)
-            and adopt.answered.choice < request.params.n
+            and start.num_cached_tokens <= len(request.prompt_ids)
+            and start.answered.choice < request.params.n
             and all(token < self._engine.vocab for token in tokens)
         )
 
@@ -162,13 +162,13 @@ class DecodeWorker:
         full: set[tuple[str, str]] = set()
         num_adopted = 0
         while budget > 0 and num_adopted < _MAX_ADOPTED and (job := self._next(full)) is not None:
-            num_blocks = len(job.adopt.descriptor.offsets)
+            num_blocks = len(job.start.descriptor.offsets)
             intact = True
             try:
                 num_adopted += job.seq is None
-                job.seq = job.seq or self._adopt(job)
+                job.seq = job.seq or self._attach(job)
                 if job.seq is None:
-                    full.add(job.adopt.request.slo.group)
+                    full.add(job.start.request.slo.group)
                     continue
                 while intact and job.num_filled < num_blocks and budget > 0:
                     intact = self._fill(job, job.seq)
@@ -177,7 +177,7 @@ class DecodeWorker:
                 self._refuse(job, error.code, error.message, error.hint, final=True)
                 continue
             except Exception:
-                _logger.exception("request %s could not be adopted", job.adopt.request.id)
+                _logger.exception("request %s could not be attached", job.start.request.id)
                 self._fail(job)
                 continue
             if not intact:
@@ -186,37 +186,37 @@ class DecodeWorker:
                 self._queue.remove(job)
                 self._engine.start(job.seq)
                 job.started_s = self._clock()
-                adopt = job.adopt
-                self._send(TransferDone(self._worker_id, adopt.request.id, adopt.attempt, adopt.answered.choice))
+                start = job.start
+                self._send(TransferDone(self._worker_id, start.request.id, start.attempt, start.answered.choice))
 
     def _next(self, full: set[tuple[str, str]]) -> _Job | None:
         """One whose blocks are on their way, or else the oldest of a client for whom there may be room."""
         under_way = next((job for job in self._queue if job.seq is not None), None)
-        return under_way or next((job for job in self._queue if job.adopt.request.slo.group not in full), None)
+        return under_way or next((job for job in self._queue if job.start.request.slo.group not in full), None)
 
-    def _adopt(self, job: _Job) -> Seq | None:
+    def _attach(self, job: _Job) -> Seq | None:
         if job.grammar is not None and not job.grammar.done():
             return None  # not yet, as without room
-        adopt = job.adopt
-        shared = self._shared(adopt)
+        start = job.start
+        shared = self._shared(start)
         job.num_filled = len(shared)
-        return self._engine.adopt(
-            replace(adopt.request, id=local_id(adopt.request.id, adopt.attempt)),
-            adopt.answered.choice,
-            adopt.answered.tokens,
-            adopt.descriptor.num_tokens,
-            num_cached=adopt.num_cached_tokens,
+        return self._engine.attach(
+            replace(start.request, id=local_id(start.request.id, start.attempt)),
+            start.answered.choice,
+            start.answered.tokens,
+            start.descriptor.num_tokens,
+            num_cached=start.num_cached_tokens,
             shared=shared,
         )
 
-    def _shared(self, adopt: StartDecode) -> list[int]:
+    def _shared(self, start: StartDecode) -> list[int]:
         """Leading full blocks that another choice of the same request brought here: the same bytes, by their sums."""
         best: list[int] = []
-        sums = adopt.descriptor.checksums[: adopt.descriptor.num_tokens // BLOCK_TOKENS]
+        sums = start.descriptor.checksums[: start.descriptor.num_tokens // BLOCK_TOKENS]
         for other in self._jobs.values():
-            if other.seq is None or other in self._queue or other.adopt.request.id != adopt.request.id:
+            if other.seq is None or other in self._queue or other.start.request.id != start.request.id:
                 continue
-            theirs = other.adopt.descriptor.checksums[: other.adopt.descriptor.num_tokens // BLOCK_TOKENS]
+            theirs = other.start.descriptor.checksums[: other.start.descriptor.num_tokens // BLOCK_TOKENS]
             alike = next((i for i, (a, b) in enumerate(zip(sums, theirs, strict=False)) if a != b), None)
             count = min(len(sums), len(theirs)) if alike is None else alike
             if count > len(best) and len(other.seq.table) >= count:  # one that was preempted has none
@@ -225,7 +225,7 @@ class DecodeWorker:
 
     def _fill(self, job: _Job, seq: Seq) -> bool:
         staging = memoryview(self._staging)
-        if not self._transfer.read(job.adopt.descriptor, job.num_filled, staging):
+        if not self._transfer.read(job.start.descriptor, job.num_filled, staging):
             return False
         self._engine.import_block(seq.table[job.num_filled], staging)
         job.num_filled += 1
@@ -235,10 +235,10 @@ class DecodeWorker:
         stamped = []
         for event in events:
             job = self._jobs[event.request_id]
-            adopt, stages = job.adopt, None
+            start, stages = job.start, None
             if job.started_s is not None:
                 stages, job.started_s = Stages(transfer_s=job.started_s - job.came_s), None
-            stamped.append(Stamped(adopt.attempt, replace(event, request_id=adopt.request.id, stages=stages)))
+            stamped.append(Stamped(start.attempt, replace(event, request_id=start.request.id, stages=stages)))
         if stamped:
             self._send(Tokens(self._worker_id, tuple(stamped)))
         for event in events:
@@ -249,11 +249,11 @@ class DecodeWorker:
 
     def _fail(self, job: _Job) -> None:
         """By a fault of ours, not for want of anything: no other worker is asked."""
-        error = RequestFailed.of(job.adopt.request.id)
+        error = RequestFailed.of(job.start.request.id)
         self._refuse(job, error.code, error.message, error.hint, final=True)
 
     def _refuse(self, job: _Job, code: str, message: str, hint: str = "", *, final: bool = False) -> None:
-        request_id, attempt = job.adopt.request.id, job.adopt.attempt
+        request_id, attempt = job.start.request.id, job.start.attempt
         self._forget(local_id(request_id, attempt))
         self._send(Refused(self._worker_id, request_id, attempt, code, message, hint, final))
 

@@ -13,7 +13,7 @@ from tripool.engine.device_runner import DeviceRunner
 from tripool.engine.device_sampler import DeviceSampler
 from tripool.errors import TripoolError
 from tripool.kernels import KernelTable
-from tripool.kernels.cuda.arithmetic import eight_of
+from tripool.kernels.cuda.arithmetic import quantized_ops_of
 from tripool.kernels.cuda.table import cuda_table
 from tripool.kernels.cuda.weight_store import OnDevice
 from tripool.kernels.weights import E4M3, INT8
@@ -63,8 +63,8 @@ def table_of(device_spec: DeviceSpec, checkpoint: Checkpoint) -> KernelTable:
     kinds = (
         {info.dtype for info in checkpoint.infos().values()} & {INT8, E4M3} if device_spec.use_8_bit_products else ()
     )
-    eight = next((eight_of(kind, fused=fused, device=device_spec.device) for kind in kinds), None)
-    return cuda_table(device_spec.dtype, fused=fused, eight=eight)
+    quantized = next((quantized_ops_of(kind, fused=fused, device=device_spec.device) for kind in kinds), None)
+    return cuda_table(device_spec.dtype, fused=fused, quantized=quantized)
 
 
 def load_on(

@@ -147,7 +147,7 @@ class Paged(ABC):
         )
 
     def prepare(self, request: Request) -> Future[Any] | None:
-        """From any thread: have its grammar compiled beside the engine. Hold the future until `add` or `adopt`, which
+        """From any thread: have its grammar compiled beside the engine. Hold the future until `add` or `attach`, which
         compile by themselves what was not prepared."""
         structure = request.params.structure
         return None if structure is None else self._grammars.prepare(structure, request.namespace)
@@ -169,7 +169,7 @@ class Paged(ABC):
     def release(self, seq: Seq) -> None:
         self.scheduler.release(seq)
 
-    def adopt(
+    def attach(
         self,
         request: Request,
         choice: int,
@@ -180,13 +180,13 @@ class Paged(ABC):
         shared: Sequence[int] = (),
     ) -> Seq | None:
         """Blocks for a sequence that another engine has computed, or None while there is no room."""
-        if not self.scheduler.can_adopt(request, choice, num_computed + 1, len(shared)):
+        if not self.scheduler.can_attach(request, choice, num_computed + 1, len(shared)):
             return None
         self.check(request)
         self.draft()
         guides = self._guides(request, [answer])
         guide = None if guides is None else guides[0]
-        return self.scheduler.adopt(
+        return self.scheduler.attach(
             request, choice, answer, num_computed, num_cached=num_cached, guide=guide, shared=shared
         )
 

@@ -9,7 +9,7 @@ A sequence may have a draft, a guess at its next token (`propose`). It runs as a
 has to give up. After `settle`, `verify` says whether it came true: then its row is settled like any other.
 
 Over two processes a sequence changes hands with its blocks' contents. Where it leaves: `detach` takes it out of the
-batch with its blocks held, `release` gives them back once they are copied. Where it arrives: `adopt` holds blocks for
+batch with its blocks held, `release` gives them back once they are copied. Where it arrives: `attach` holds blocks for
 it, `start` puts it into the batch once they are filled. Neither kind can be preempted, and both soon become another.
 
 Where requests have a TPOT objective, `slo_controller` bounds which sequences start and how many prompt tokens a step
@@ -114,12 +114,12 @@ class Scheduler:
         self.sharing.left(seq)
         self._forget(seq)
 
-    def can_adopt(self, request: Request, choice: int, num_tokens: int, num_shared: int = 0) -> bool:
+    def can_attach(self, request: Request, choice: int, num_tokens: int, num_shared: int = 0) -> bool:
         """Whether there is room for a sequence of so many tokens, or those who must make it."""
         return self._making_room(request, choice, num_tokens, num_shared) is not None
 
     def _making_room(self, request: Request, choice: int, num_tokens: int, num_shared: int) -> list[Seq] | None:
-        """Who is preempted if it is adopted; None: it has to wait. Whoever was preempted is older and goes first."""
+        """Who is preempted if it is attached; None: it has to wait. Whoever was preempted is older and goes first."""
         victims = self.sharing.room_for(request.slo, num_tokens, num_shared, self.prefill.waiting)
         promised = self.slo_controller.active or request.slo.tpot_ms is not None
         if victims is None or not promised:
@@ -127,7 +127,7 @@ class Scheduler:
         running = [seq for seq in self._running() if seq not in victims]
         return victims if self.slo_controller.may_arrive(running, request, choice, num_tokens) else None
 
-    def adopt(
+    def attach(
         self,
         request: Request,
         choice: int,
@@ -164,7 +164,7 @@ class Scheduler:
         return seq
 
     def start(self, seq: Seq) -> None:
-        """An adopted sequence's blocks are filled: it runs from the next step on."""
+        """An attached sequence's blocks are filled: it runs from the next step on."""
         self.arriving.remove(seq)
         self.decode.admit(seq)
         if self._config.prefix_reuse:

@@ -55,7 +55,7 @@ class PoolEngine(Protocol):
     def stats(self) -> ServingStats: ...
 
     def prepare(self, request: Request) -> Future[Any] | None:
-        """Begin what `add` and `adopt` would take long for, if there is any. Hold the future until one of them."""
+        """Begin what `add` and `attach` would take long for, if there is any. Hold the future until one of them."""
         ...
 
     def add(self, request: Request, answered: Mapping[int, Sequence[int]] | None = None) -> None:
@@ -80,7 +80,7 @@ class PoolEngine(Protocol):
 
     def release(self, seq: Seq) -> None: ...
 
-    def adopt(
+    def attach(
         self,
         request: Request,
         choice: int,

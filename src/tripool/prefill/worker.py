@@ -69,7 +69,7 @@ class _Job:
 class _Waiting:
     """A Begin that the engine has not heard of yet."""
 
-    begin: StartPrefill
+    start: StartPrefill
     job: _Job
     grammar: Future[Any] | None
     """Being compiled until it is done; held so that what was compiled is there when it is needed."""
@@ -167,15 +167,15 @@ class PrefillWorker:
             self._worker_id, self._num_steps, engine.num_waiting_tokens + waiting, engine.stats().running, held
         )
 
-    def _await(self, begin: StartPrefill, now_s: float) -> None:
-        request, attempt = begin.request, begin.attempt
+    def _await(self, start: StartPrefill, now_s: float) -> None:
+        request, attempt = start.request, start.attempt
         name = local_id(request.id, attempt)
         if name in self._jobs:
             return  # said twice
-        choices = {known.choice for known in begin.answered}
-        job = _Job(request, attempt, now_s + begin.deadline_s, begin.lease_s, choices)
+        choices = {known.choice for known in start.answered}
+        job = _Job(request, attempt, now_s + start.deadline_s, start.lease_s, choices)
         self._jobs[name] = job
-        self._waiting[name] = _Waiting(begin, job, self._engine.prepare(request))
+        self._waiting[name] = _Waiting(start, job, self._engine.prepare(request))
 
     def _begin_some(self) -> None:
         """Those whose grammar is compiled, oldest first; not so many that the step is long in coming."""
@@ -188,24 +188,24 @@ class PrefillWorker:
             self._waiting.pop(name, None)
 
     def _begin(self, name: str, waiting: _Waiting) -> None:
-        begin, job = waiting.begin, waiting.job
-        request = begin.request
+        start, job = waiting.start, waiting.job
+        request = start.request
         try:
-            self._check(begin)
+            self._check(start)
             self._look_up(job, request)
-            self._engine.add(replace(request, id=name), {known.choice: known.tokens for known in begin.answered})
+            self._engine.add(replace(request, id=name), {known.choice: known.tokens for known in start.answered})
         except TripoolError as error:
-            self._forget(request.id, begin.attempt)
+            self._forget(request.id, start.attempt)
             self._refuse(job, error.code, error.message, error.hint, final=True)
         except Exception:
             _logger.exception("request %s could not be begun", request.id)
             self._fail(job)
 
-    def _check(self, begin: StartPrefill) -> None:
+    def _check(self, start: StartPrefill) -> None:
         """What is known of the answers must be of this request and of this model."""
-        choices = [known.choice for known in begin.answered]
-        tokens = [token for known in begin.answered for token in known.tokens]
-        if not choices or len(set(choices)) < len(choices) or max(choices) >= begin.request.params.n:
+        choices = [known.choice for known in start.answered]
+        tokens = [token for known in start.answered for token in known.tokens]
+        if not choices or len(set(choices)) < len(choices) or max(choices) >= start.request.params.n:
             raise InvalidRequest("the choices to go on with are not those of the request")
         if tokens and max(tokens) >= self._engine.vocab:
             raise InvalidRequest("the answer so far has tokens that this model does not have")

@@ -235,7 +235,7 @@ class Coordinator:
         elif taken is not None:
             self._placing.out.append(Emit(taken))
             if choice.stage is Stage.TRANSFERRING:  # Adopted was lost
-                self._placing.adopted(entry, choice, now_s)
+                self._placing.transfer_done(entry, choice, now_s)
             if choice.stage is Stage.DECODING:
                 self._placing.decoded(entry, choice, done=False)
             if taken.finish_reason is not None:
@@ -264,7 +264,7 @@ class Coordinator:
         if found is None:
             self._stray(message.worker_id, message.request_id, message.attempt)
         elif found[1].stage is Stage.TRANSFERRING:
-            self._placing.adopted(*found, now_s)
+            self._placing.transfer_done(*found, now_s)
 
     def _refused(self, message: Refused, now_s: float) -> None:
         member = self.view.get(message.worker_id)

@@ -78,9 +78,9 @@ class Placing:
 
     def pump(self, now_s: float) -> None:
         # Head first, until one finds no room: nobody overtakes it, so nothing starves.
-        while self._to_prefill and self._begin(*self._to_prefill[0], now_s):
+        while self._to_prefill and self._place_prefill(*self._to_prefill[0], now_s):
             heappop(self._to_prefill)
-        while self._to_decode and self._adopt(*self._to_decode[0], now_s):
+        while self._to_decode and self._place_decode(*self._to_decode[0], now_s):
             heappop(self._to_decode)
         if self._to_decode:
             self._pass_by(now_s)
@@ -93,10 +93,10 @@ class Placing:
         for turn, request_id, index in sorted(self._to_decode[:_LOOK_AHEAD]):
             entry = self.ledger.get(request_id)
             group = None if entry is None else entry.request.slo.group
-            if group is not None and group not in tried and not self._adopt(turn, request_id, index, now_s):
+            if group is not None and group not in tried and not self._place_decode(turn, request_id, index, now_s):
                 tried.add(group)
 
-    def _begin(self, order: int, request_id: str, now_s: float) -> bool:
+    def _place_prefill(self, order: int, request_id: str, now_s: float) -> bool:
         """False: no room."""
         entry = self.ledger.get(request_id)
         if entry is None or entry.order != order:
@@ -122,7 +122,7 @@ class Placing:
         )
         return True
 
-    def _adopt(self, turn: int, request_id: str, index: int, now_s: float) -> bool:
+    def _place_decode(self, turn: int, request_id: str, index: int, now_s: float) -> bool:
         """False: no room."""
         entry = self.ledger.get(request_id)
         if entry is None or entry.order + index != turn or entry.choices[index].stage is not Stage.PACKED:
@@ -180,7 +180,7 @@ class Placing:
             if placement.source is not None:
                 self.places.take_off(placement.worker_id, entry.request.slo)
 
-    def adopted(self, entry: Entry, choice: ChoiceState, now_s: float) -> None:
+    def transfer_done(self, entry: Entry, choice: ChoiceState, now_s: float) -> None:
         self._end_transfer(entry.placements[choice.attempt])
         self._let_go(choice)
         choice.num_refused = 0

@@ -1,6 +1,7 @@
 """Promised classes in virtual time: the real scheduler of one engine, on steps whose time is computed. Pure.
 
-Shows what `decode/slo_controller.py` is worth, without a clock: the same arrivals through it, and through the plain scheduler with one fixed limit after the other. The step's true costs are known here and nowhere else.
+Shows what `decode/slo_controller.py` is worth, without a clock: the same arrivals through it, and through the plain
+scheduler with one fixed limit after the other. The step's true costs are known here and nowhere else.
 """
 
 from __future__ import annotations

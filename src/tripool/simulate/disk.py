@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tripool.cache.disk_records import PAGE, DiskCopy, Purge, Segment, footprint
-from tripool.cache.tiered_index import DiskTier
+from tripool.cache.disk_tier import DiskTier
 
 Values = tuple[int, ...]
 

@@ -59,7 +59,7 @@ class WorkerSpec:
 
 @dataclass(slots=True)
 class _Arrival:
-    adopt: StartDecode
+    start: StartDecode
     deadline_s: float
     seq: Seq | None = None
     """None while there is no room for it."""
@@ -136,7 +136,7 @@ class SimWorker:
         self.sender.check()
         seqs = {s.request.id for s in [*self.scheduler.holders(), *self.scheduler.prefill.waiting]}
         seqs |= {s.request.id for s in [*self.scheduler.arriving, *self.scheduler.detached]}
-        known = seqs | set(self._fetches) | {_name(a.adopt.request.id, a.adopt.attempt) for a in self._arrivals}
+        known = seqs | set(self._fetches) | {_name(a.start.request.id, a.start.attempt) for a in self._arrivals}
         assert known == set(self._jobs), "a worker remembers what it has not, or the reverse"
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class SimWorker:
             return
         scheduler = self.scheduler
         waiting = scheduler.num_waiting_tokens + sum(len(b.request.prompt_ids) for b, _ in self._fetches.values())
-        waiting += sum(a.adopt.descriptor.num_tokens for a in self._arrivals)
+        waiting += sum(a.start.descriptor.num_tokens for a in self._arrivals)
         running = len(scheduler.decode.running) + len(scheduler.prefill.running) + len(scheduler.detached)
         ceiling = scheduler.slo_controller.ceiling if self.spec.role == "decode" else None
         self._send(Heartbeat(self.worker_id, self._num_steps, waiting, running, self.blocks_held, ceiling))
@@ -276,7 +276,7 @@ class SimWorker:
         if name in self._fetches:
             self.pool.let_go(self._fetches.pop(name)[1])
         self._to_pack = [seq for seq in self._to_pack if seq.request.id != name]
-        self._arrivals = [a for a in self._arrivals if _name(a.adopt.request.id, a.adopt.attempt) != name]
+        self._arrivals = [a for a in self._arrivals if _name(a.start.request.id, a.start.attempt) != name]
         self.scheduler.cancel(name)
 
     # ---- parcels ----------------------------------------------------------------------------------------------------
@@ -303,38 +303,38 @@ class SimWorker:
         """Parcels that got room in an earlier turn are copied; those that wait get room, oldest first."""
         waiting, self._arrivals = self._arrivals, []
         for arrival in waiting:
-            adopt, name = arrival.adopt, _name(arrival.adopt.request.id, arrival.adopt.attempt)
+            start, name = arrival.start, _name(arrival.start.request.id, arrival.start.attempt)
             if arrival.seq is not None:
-                self._copy(arrival.seq, adopt)
+                self._copy(arrival.seq, start)
             elif arrival.deadline_s <= now_s:
                 del self._jobs[name]
-                self._refuse(adopt, "overloaded", "no room")
+                self._refuse(start, "overloaded", "no room")
                 self.seen["refused for want of room"] += 1
             else:
-                request = replace(adopt.request, id=name)
-                arrival.seq = self.scheduler.adopt(
+                request = replace(start.request, id=name)
+                arrival.seq = self.scheduler.attach(
                     request,
-                    adopt.answered.choice,
-                    adopt.answered.tokens,
-                    adopt.descriptor.num_tokens,
-                    num_cached=adopt.num_cached_tokens,
+                    start.answered.choice,
+                    start.answered.tokens,
+                    start.descriptor.num_tokens,
+                    num_cached=start.num_cached_tokens,
                 )
                 self._arrivals.append(arrival)
                 self.seen["waited for room at decode"] += arrival.seq is None
 
-    def _copy(self, seq: Seq, adopt: StartDecode) -> None:
-        sender = self._senders.get(adopt.descriptor.arena)
-        for block, slot, told in zip(seq.table, adopt.descriptor.offsets, adopt.descriptor.checksums, strict=False):
+    def _copy(self, seq: Seq, start: StartDecode) -> None:
+        sender = self._senders.get(start.descriptor.arena)
+        for block, slot, told in zip(seq.table, start.descriptor.offsets, start.descriptor.checksums, strict=False):
             values = sender.read(slot) if sender is not None else ()
             if checksum(values) != told:
                 self.scheduler.cancel(seq.request.id)
                 del self._jobs[seq.request.id]
-                self._refuse(adopt, "parcel_lost", "the parcel is not what it was")
+                self._refuse(start, "parcel_lost", "the parcel is not what it was")
                 self.seen["parcel lost"] += 1
                 return
             self._memory.write(block, values)
         self.scheduler.start(seq)
-        self._send(TransferDone(self.worker_id, adopt.request.id, adopt.attempt, adopt.answered.choice))
+        self._send(TransferDone(self.worker_id, start.request.id, start.attempt, start.answered.choice))
 
     # ---- cache pool -------------------------------------------------------------------------------------------------
 

@@ -71,14 +71,14 @@ def test_mixed_steps_agree_with_the_cpu_path(models: tuple[Model, Model]) -> Non
     """Prompt pieces, decode pieces of one, two and three rows, in any order: same hidden states row by row."""
     rng = random.Random(3)
     cpu, device = Runner(models[0], num_blocks=NUM_BLOCKS, mtp=True), device_runner(models[1])
-    expert_order = tables(rng)
+    block_tables = tables(rng)
     for step in range(7):
         work = []
         for i, prompt in enumerate(PROMPTS):
             known = list(prompt) + [rng.randrange(8192) for _ in range(40)]
             start = len(prompt) + 3 * (step - 1) if step else 0
             count = len(prompt) if step == 0 else (i % 3) + 1 if step < 5 else 1
-            work.append(Work(known[start : start + count], start, expert_order[i], step > 0))
+            work.append(Work(known[start : start + count], start, block_tables[i], step > 0))
         if step == 0:
             work.reverse()
         ours, reference = device.hidden(work), cpu.hidden(work)
@@ -92,13 +92,13 @@ def test_mixed_steps_agree_with_the_cpu_path(models: tuple[Model, Model]) -> Non
 def test_a_captured_size_is_used_for_smaller_batches_too(models: tuple[Model, Model]) -> None:
     """Three requests in a step of four: rows that fill it up change nothing and write to nobody's block."""
     runner = device_runner(models[1])
-    expert_order = tables(random.Random(1))
-    runner.hidden([Work(p, 0, t, False) for p, t in zip(PROMPTS, expert_order, strict=True)])
+    block_tables = tables(random.Random(1))
+    runner.hidden([Work(p, 0, t, False) for p, t in zip(PROMPTS, block_tables, strict=True)])
     before = runner.kv.clone()
-    three = [Work([50 + i], len(PROMPTS[i]), expert_order[i], True) for i in range(3)]
+    three = [Work([50 + i], len(PROMPTS[i]), block_tables[i], True) for i in range(3)]
     together = runner.hidden(three)
     written = (runner.kv != before).any(-1).any(0).nonzero()[:, 0].tolist()
-    own = {expert_order[i][len(PROMPTS[i]) // 64] * 64 + len(PROMPTS[i]) % 64 for i in range(3)}
+    own = {block_tables[i][len(PROMPTS[i]) // 64] * 64 + len(PROMPTS[i]) % 64 for i in range(3)}
     assert own <= set(written) <= own | set(range(NUM_BLOCKS * 64, (NUM_BLOCKS + 1) * 64))
     alone = torch.cat([runner.hidden([piece]) for piece in three])
     assert_close(together, alone)
@@ -147,9 +147,9 @@ def test_warming_up_takes_every_size_and_touches_nobodys_block(models: tuple[Mod
     sizes = {(size.requests, size.queries, mtp) for size, mtp in runner._steps}
     assert sizes == {(n, q, mtp) for n in (1, 2, 4, 8, 16, 32) for q in (1, 2) for mtp in (0, 1)}
     assert told[-1] == "warming up, 20 of 20"  # and prompts of 16, 32, 64 and 100 tokens, and of one less
-    expert_order = tables(random.Random(2))
+    block_tables = tables(random.Random(2))
     before = len(runner._steps)
     runner.kv.zero_()
-    runner.hidden([Work(p, 0, t, False) for p, t in zip(PROMPTS[:2], expert_order, strict=False)])
-    runner.hidden([Work([5], len(p), t, True) for p, t in zip(PROMPTS[:2], expert_order, strict=False)])
+    runner.hidden([Work(p, 0, t, False) for p, t in zip(PROMPTS[:2], block_tables, strict=False)])
+    runner.hidden([Work([5], len(p), t, True) for p, t in zip(PROMPTS[:2], block_tables, strict=False)])
     assert len(runner._steps) == before, "a short context finds its step"

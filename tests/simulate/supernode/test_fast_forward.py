@@ -105,7 +105,7 @@ def batch(config: SchedulerConfig, sizes: list[tuple[int, int]]) -> Scheduler:
             id=str(number), prompt_ids=(7,) * prompt, seed=number % 2, slo=Slo(),
             params=SamplingParams(max_tokens=answer, ignore_eos=True),
         )  # fmt: skip
-        seq = scheduler.adopt(request, 0, (1,), prompt)
+        seq = scheduler.attach(request, 0, (1,), prompt)
         if seq is not None:
             scheduler.start(seq)
     return scheduler

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from tripool.kernels.cuda import elementwise, mlp, sublayers
+from tripool.kernels.cuda import attention_sublayers, elementwise, mlp
 from tripool.kernels.cuda.make import Make
 from tripool.kernels.cuda.quantized_linear import QuantizedOps
 from tripool.kernels.table import KernelTable
@@ -27,11 +27,11 @@ def cuda_table(
         rms_norm=elementwise.rms_norm,
         linear=make.linear,
         join=partial(mlp.Join, make),
-        gqa=partial(sublayers.GroupedAttention, make),
-        mla=partial(sublayers.LatentAttention, make),
+        gqa=partial(attention_sublayers.GroupedAttention, make),
+        mla=partial(attention_sublayers.LatentAttention, make),
         mlp=partial(mlp.Mlp, make),
         moe=partial(mlp.MoeMlp, make),
-        draft=sublayers.Draft,
+        draft=attention_sublayers.Draft,
         over=lambda other: cuda_table(dtype, fused=fused, quantized=quantized, store=other),
         linear_of_scales=None if quantized is None else lambda weight, scales: make.linear(weight, None, scales),
         stored=quantized.stored if quantized else None,

@@ -48,14 +48,14 @@ def route_kernel(
             worth = tl.where(lines == best_group, float("-inf"), worth)
         ranks = tl.where(chosen[:, None] > 0, ranks, float("-inf"))
     flat, flat_scores = tl.reshape(ranks, (BLOCK_G * BLOCK_P,)), tl.reshape(scores, (BLOCK_G * BLOCK_P,))
-    expert_order, order = tl.arange(0, BLOCK_G * BLOCK_P), tl.arange(0, BLOCK_K)
+    candidates, order = tl.arange(0, BLOCK_G * BLOCK_P), tl.arange(0, BLOCK_K)
     picked, weight = tl.zeros((BLOCK_K,), dtype=tl.int32), tl.zeros((BLOCK_K,), dtype=tl.float32)
     for choice in tl.static_range(TOP_K):
         best = tl.argmax(flat, axis=0)
-        score = tl.sum(tl.where(expert_order == best, flat_scores, 0.0))
+        score = tl.sum(tl.where(candidates == best, flat_scores, 0.0))
         picked = tl.where(order == choice, best // BLOCK_P * per_group + best % BLOCK_P, picked)
         weight = tl.where(order == choice, score, weight)
-        flat = tl.where(expert_order == best, float("-inf"), flat)
+        flat = tl.where(candidates == best, float("-inf"), flat)
     if NORMALISE:
         weight = weight / (tl.sum(weight) + 1e-20)
     tl.store(experts + row * TOP_K + order, picked, mask=order < TOP_K)

@@ -13,12 +13,12 @@ import triton.language as tl
 
 @triton.jit
 def turn_and_store_kernel(
-    qkv, cosines, sines, expert_order, keys, values, stride_row, num_places,
+    qkv, cosines, sines, slot_mapping, keys, values, stride_row, num_places,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """A program for each row: all its heads at once. Element i turns with i + DIM / 2."""
     row = tl.program_id(0).to(tl.int64)
-    place = tl.load(expert_order + row).to(tl.int64)
+    place = tl.load(slot_mapping + row).to(tl.int64)
     head, half = tl.arange(0, PAD)[:, None], tl.arange(0, DIM // 2)[None, :]
     here = qkv + row * stride_row + head * DIM + half
     real = head < HEADS + 2 * KV_HEADS
@@ -75,10 +75,10 @@ def attend_kernel(
 
 
 def turn_and_store(
-    qkv: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], expert_order: torch.Tensor,
+    qkv: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], slot_mapping: torch.Tensor,
     keys: torch.Tensor, values: torch.Tensor,
 ) -> None:  # fmt: skip
-    """qkv [rows, (heads + 2 kv_heads) · dim]: queries are turned in place, keys and values go to `expert_order` [rows].
+    """qkv [rows, (heads + 2 kv_heads) · dim]: queries are turned in place, keys and values go to `slot_mapping` [rows].
 
     `turn`: cosines and sines, float32 [places, dim / 2].
     """
@@ -86,7 +86,7 @@ def turn_and_store(
     heads = qkv.shape[1] // dim - 2 * kv_heads
     assert qkv.stride(1) == 1 and keys.is_contiguous() and values.is_contiguous()
     turn_and_store_kernel[(rows,)](
-        qkv, turn[0], turn[1], expert_order, keys, values, qkv.stride(0), num_places,
+        qkv, turn[0], turn[1], slot_mapping, keys, values, qkv.stride(0), num_places,
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAD=triton.next_power_of_2(heads + 2 * kv_heads), num_warps=4,
     )  # fmt: skip
 

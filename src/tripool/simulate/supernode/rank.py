@@ -43,7 +43,7 @@ class Job:
     """One Adopt: waits for room, then for its bytes, then runs."""
 
     name: str
-    adopt: StartDecode
+    start: StartDecode
     num_told: int
     told_fs: int
     seq: Seq | None = None
@@ -155,9 +155,9 @@ class DecodeRank:
             assert job.seq is not None
             self.scheduler.start(job.seq)
             begun.append(job.seq)
-            adopt = job.adopt
+            start = job.start
             self.site.tell(
-                self.number, self.worker_id, [TransferDone(self.worker_id, adopt.request.id, adopt.attempt, 0)]
+                self.number, self.worker_id, [TransferDone(self.worker_id, start.request.id, start.attempt, 0)]
             )
         self.starting = []
         return begun
@@ -167,7 +167,7 @@ class DecodeRank:
         now_fs = self.site.timeline.now_fs
         if now_fs - self._heartbeat_fs >= after_fs:
             self._heartbeat_fs = now_fs
-            waiting = sum(job.adopt.descriptor.num_tokens for job in self._queue)
+            waiting = sum(job.start.descriptor.num_tokens for job in self._queue)
             scheduler = self.scheduler
             running = self.rows + len(scheduler.arriving) + len(scheduler.prefill.running)
             held = scheduler.pool.num_held
@@ -203,7 +203,7 @@ class DecodeRank:
         """Its bytes are here; False when nobody waits for them any more."""
         if self.jobs.get(job.name) is not job:
             return False
-        if not self.site.trusts(_source(job.adopt)):
+        if not self.site.trusts(_source(job.start)):
             self._refuse(job, "parcel_lost", "the parcel's keeper is gone")
             return False
         self.starting.append(job)
@@ -227,16 +227,16 @@ class DecodeRank:
         """Room for those that wait, oldest first."""
         while self._queue:
             job = self._queue[0]
-            adopt = job.adopt
-            request = renamed(adopt.request, job.name)
-            job.seq = self.scheduler.adopt(
-                request, 0, adopt.answered.tokens, adopt.descriptor.num_tokens, num_cached=adopt.num_cached_tokens
+            start = job.start
+            request = renamed(start.request, job.name)
+            job.seq = self.scheduler.attach(
+                request, 0, start.answered.tokens, start.descriptor.num_tokens, num_cached=start.num_cached_tokens
             )
             if job.seq is None:
                 return
             self._queue.popleft()
-            num_bytes = adopt.descriptor.num_tokens * self.site.layout.token_bytes
-            there_fs = self.site.transfer(_source(adopt), self.number, num_bytes)
+            num_bytes = start.descriptor.num_tokens * self.site.layout.token_bytes
+            there_fs = self.site.transfer(_source(start), self.number, num_bytes)
             self.site.timeline.at(there_fs, ARRIVAL, self.number, self._arrived, job)
 
     def _expire(self, job: Job) -> None:
@@ -246,7 +246,7 @@ class DecodeRank:
 
     def _refuse(self, job: Job, code: str, why: str) -> None:
         self._forget(job.name)
-        refused = Refused(self.worker_id, job.adopt.request.id, job.adopt.attempt, code, why, "", False)
+        refused = Refused(self.worker_id, job.start.request.id, job.start.attempt, code, why, "", False)
         self.site.tell(self.number, self.worker_id, [refused])
 
     def _forget(self, name: str) -> None:
@@ -267,13 +267,13 @@ class DecodeRank:
 
     def _run(self, job: Job, last: TokenEvent | None) -> Run:
         """What is new since the gateway was last told."""
-        seq, adopt = job.seq, job.adopt
+        seq, start = job.seq, job.start
         assert seq is not None
         before, generated = job.num_told, seq.num_generated
         job.num_told, job.told_fs = generated, self.site.timeline.now_fs
         token, finish = token_of(seq), last.finish_reason if last else None
-        event = TokenEvent(adopt.request.id, 0, generated - 1, token, finish, None, adopt.num_cached_tokens)
-        return Stamped(adopt.attempt, event), (token,) * (generated - before - 1)
+        event = TokenEvent(start.request.id, 0, generated - 1, token, finish, None, start.num_cached_tokens)
+        return Stamped(start.attempt, event), (token,) * (generated - before - 1)
 
 
 def renamed(request: Request, name: str) -> Request:
@@ -284,6 +284,6 @@ def renamed(request: Request, name: str) -> Request:
     )  # fmt: skip
 
 
-def _source(adopt: StartDecode) -> WorkerId:
-    worker, _, epoch = adopt.descriptor.arena.rpartition(".")
+def _source(start: StartDecode) -> WorkerId:
+    worker, _, epoch = start.descriptor.arena.rpartition(".")
     return WorkerId(worker, int(epoch))

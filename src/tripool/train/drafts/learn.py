@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from tripool.checkpoints import Checkpoint, open_checkpoint
-from tripool.engine.device import Place
+from tripool.engine.device import DeviceSpec
 from tripool.models.arch import Arch
 from tripool.models.load import arch_of
 from tripool.text import Tokenizer
@@ -169,8 +169,8 @@ class Limit:
 
 def _answers(model: str, device: torch.device, limit: Limit, seed: int, tell: Tell, clock: Clock) -> list[Encoded]:
     cuda = device.type == "cuda"
-    place = Place(device, torch.bfloat16 if cuda else torch.float32)
-    speaker = Speaker(place, model, rows=2048 if cuda else 16, seed=seed)
+    device_spec = DeviceSpec(device, torch.bfloat16 if cuda else torch.float32)
+    speaker = Speaker(device_spec, model, rows=2048 if cuda else 16, seed=seed)
     asked, found, num_tokens = questions(seed), list[Encoded](), 0
     began_s = told_s = clock()
     while not limit.is_reached(len(found), num_tokens, now_s := clock()):

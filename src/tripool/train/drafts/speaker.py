@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tripool.core import BLOCK_TOKENS, Conversation
-from tripool.engine.device import Place, load_on
+from tripool.engine.device import DeviceSpec, load_on
 from tripool.engine.device_loop import DecodeLoop
 from tripool.engine.noise import stream_base
 from tripool.text import Tokenizer
@@ -25,12 +25,12 @@ TEMPERATURES = (0.7, 0.7, 0.7, 1.0)
 class Speaker:
     """`rows` questions are answered together. Who has ended speaks on, and what is said then is thrown away."""
 
-    def __init__(self, place: Place, model: str, *, rows: int, seed: int) -> None:
-        _, text, network = load_on(place, model)
+    def __init__(self, device_spec: DeviceSpec, model: str, *, rows: int, seed: int) -> None:
+        _, text, network = load_on(device_spec, model)
         self._tokenizer, self._ends, self._rows, self._seed = Tokenizer(text), text.end_ids, rows, seed
         blocks = -(-(PROMPT_TOKENS + ANSWER_TOKENS) // BLOCK_TOKENS)
         tables = [list(range(row * blocks, (row + 1) * blocks)) for row in range(rows)]
-        self._loop = DecodeLoop(place.runner(network, rows * blocks, mtp=False), tables, count=ANSWER_TOKENS)
+        self._loop = DecodeLoop(device_spec.runner(network, rows * blocks, mtp=False), tables, count=ANSWER_TOKENS)
         self._temperatures = [TEMPERATURES[row % len(TEMPERATURES)] for row in range(rows)]
         self._asked = 0
 
