@@ -110,8 +110,8 @@ import sys
 from pathlib import Path
 from tripool.cache.member import run_member
 from tripool.config import CacheConfig
-from tripool.messages import Life
-run_member(Path(sys.argv[1]), Life("cache-0", 1), CacheConfig(slot_bytes=int(sys.argv[2]), num_slots=64))
+from tripool.messages import WorkerId
+run_member(Path(sys.argv[1]), WorkerId("cache-0", 1), CacheConfig(slot_bytes=int(sys.argv[2]), num_slots=64))
 """
 
 

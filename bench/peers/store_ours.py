@@ -23,8 +23,8 @@ import sys
 from pathlib import Path
 from tripool.cache.member import run_member
 from tripool.config import CacheConfig
-from tripool.messages import Life
-run_member(Path(sys.argv[1]), Life("cache-0", 1), CacheConfig(slot_bytes={SLOT_BYTES}, num_slots={NUM_SLOTS}))
+from tripool.messages import WorkerId
+run_member(Path(sys.argv[1]), WorkerId("cache-0", 1), CacheConfig(slot_bytes={SLOT_BYTES}, num_slots={NUM_SLOTS}))
 """
 
 

@@ -2,21 +2,21 @@
 
 | from | to | messages |
 |---|---|---|
-| worker | gateway | Hello, Pulse, Tokens, Packed, Adopted, Refused, Left |
-| gateway | worker | Welcome, Begin, Adopt, Release, Cancel, Drain |
+| worker | gateway | Hello, Heartbeat, Tokens, TransferReady, TransferDone, Refused, Left |
+| gateway | worker | Welcome, StartPrefill, StartDecode, Release, Cancel, Drain |
 | gateway | supervisor | Suspect |
 | supervisor | gateway, cache | Reaped |
 | supervisor | gateway | Drain |
 | any child | supervisor | Ready |
 
-A worker is named once per life: `worker` is its place ("decode-0"), `epoch` its life. Whoever restarts has a larger
-epoch, whatever the wall clock says, and messages of an old one are dropped. An attempt numbers the placements of one
-request: every Begin and every Adopt has its own, so a worker may hold several of one request at once and knows each by
-(request, attempt). Events of old attempts are dropped by the ledger, so a client sees each token once.
+A `WorkerId` is a worker's name ("decode-0") and the epoch of its process. A restarted worker has a larger epoch,
+whatever the wall clock says, and messages of an older one are dropped. An attempt numbers the placements of one
+request: every StartPrefill and every StartDecode has its own, so a worker may hold several of one request at once and
+knows each by (request, attempt). The ledger drops events of old attempts, so a client sees each token once.
 
-A Hello begins a session and says that its sender holds nothing; a worker that has heard nothing from the gateway for
-some seconds, or whose connection broke, drops everything and says Hello until it is welcomed. Messages of an earlier
-session reach nobody, either way. The gateway answers every Pulse of a worker that it trusts with a Welcome.
+A Hello begins a session and says that its sender holds nothing; a worker that has received nothing from the gateway for
+some seconds, or whose connection broke, drops everything and sends Hello until it receives a Welcome. Messages of an
+earlier session are dropped at both ends. The gateway answers every Heartbeat of a trusted worker with a Welcome.
 """
 
 from __future__ import annotations

@@ -31,11 +31,11 @@ from pathlib import Path
 from typing import Any
 from tripool.cache.member import run_member
 from tripool.config import CacheConfig, DiskConfig
-from tripool.messages import Life
+from tripool.messages import WorkerId
 
 config = json.loads(sys.argv[4])
 disk = DiskConfig(**config.pop("disk")) if "disk" in config else None
-run_member(Path(sys.argv[1]), Life(sys.argv[2], int(sys.argv[3])), CacheConfig(**config, disk=disk))
+run_member(Path(sys.argv[1]), WorkerId(sys.argv[2], int(sys.argv[3])), CacheConfig(**config, disk=disk))
 """
 
 

@@ -24,18 +24,19 @@ DEADLINE_S = 60.0
 CHILD = """
 import os, signal, sys, time
 from pathlib import Path
-from tripool.fabric.supervisor_channel import Leash
-from tripool.messages import Drain, Life, Ready, Reaped, Suspect
+from tripool.fabric.supervisor_channel import SupervisorChannel
+from tripool.messages import Drain, WorkerId, Ready, Reaped, Suspect
 
-folder, name, epoch, leash = Path(sys.argv[1]), sys.argv[2], int(sys.argv[4]), Leash.inherited(int(sys.argv[6]))
+folder, name, epoch = Path(sys.argv[1]), sys.argv[2], int(sys.argv[4])
+supervisor = SupervisorChannel.inherited(int(sys.argv[6]))
 if name == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 (folder / f"{name}.{epoch}.arena").write_text("")
 with open(folder / "lives", "a") as lives:
     lives.write(f"{name} {epoch} {os.getpid()}\\n")
-while not leash.ended:
-    leash.send(Ready(Life(name, epoch)))
-    for message in leash.receive():
+while not supervisor.ended:
+    supervisor.send(Ready(WorkerId(name, epoch)))
+    for message in supervisor.receive():
         if isinstance(message, Drain):
             sys.exit()
         with open(folder / "told", "a") as told:
@@ -43,7 +44,7 @@ while not leash.ended:
     if name == "gateway" and (folder / "suspect").exists():
         worker, number = (folder / "suspect").read_text().split()
         (folder / "suspect").unlink()
-        leash.send(Suspect(Life(worker, int(number))))
+        supervisor.send(Suspect(WorkerId(worker, int(number))))
     while name == "busy":
         pass
     time.sleep(0.02)

@@ -182,7 +182,7 @@ async def _inject(
             await asyncio.sleep(1.0)  # nobody need find out: it is not on a token's way
     elif fault == "cut socket":
         if hop == "supervisor":
-            faults.cut_leash(_target(server, pools, "decode"))
+            faults.cut_supervisor_channel(_target(server, pools, "decode"))
         elif hop == "cache":
             worker = _target(server, pools, "prefill")
             assert faults.cut(worker, lambda peer: "/cache-" in peer) > 0

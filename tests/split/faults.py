@@ -68,10 +68,10 @@ def cut_from_gateway(pid: int) -> None:
     assert cut(pid, lambda peer: peer.endswith("/gateway.sock")) > 0
 
 
-def cut_leash(pid: int) -> None:
+def cut_supervisor_channel(pid: int) -> None:
     """Of a child: both ends of the pair are nameless, and the only nameless ones of that kind it has."""
     command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    found = re.search(r"--leash (\d+)", command)
+    found = re.search(r"--supervisor-channel (\d+)", command)
     assert found, command
     with _borrowed(pid, int(found[1])) as end:
         end.shutdown(socket.SHUT_RDWR)

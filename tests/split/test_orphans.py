@@ -20,7 +20,7 @@ os.kill(os.getpid(), 9)
 
 def test_a_cache_member_that_was_born_an_orphan_leaves(tmp_path: Path) -> None:
     ours, theirs = SupervisorChannel.pair()
-    sizes = ("--slot-bytes", "512", "--num-slots", "8", "--epoch", "1", "--leash", str(theirs.fileno()))
+    sizes = ("--slot-bytes", "512", "--num-slots", "8", "--epoch", "1", "--supervisor-channel", str(theirs.fileno()))
     member = (sys.executable, "-m", "tripool", "cache-member", "--folder", str(tmp_path), "--name", "cache-0", *sizes)
     with theirs:
         supervisor = subprocess.Popen(

@@ -25,7 +25,7 @@ DeploymentOf = Annotated[Path | None, typer.Option("--deployment", help="What `t
 FaultOf = Annotated[
     list[str] | None, typer.Option("--fault", help="Such as chip:decode-0.3@120s+60s; may be given several times.")
 ]
-StartPrefill = Annotated[float, typer.Option(min=0.0, help="ServeGen: where in its week to begin, in seconds.")]
+BeginS = Annotated[float, typer.Option(min=0.0, help="ServeGen: where in its week to begin, in seconds.")]
 Length = Annotated[float, typer.Option(min=1.0, help="ServeGen: for how long, in seconds.")]
 HtmlFile = Annotated[Path | None, typer.Option("--html", help="Write a page with plots here.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report here; `simulate compare` reads it.")]
@@ -70,7 +70,7 @@ def register(app: typer.Typer) -> None:
         output_len: Annotated[float, typer.Option(min=1, help="Mean made-up answer, tokens.")] = 256.0,
         prefix_share: PrefixShare = 0.0,
         tenants: Annotated[int, typer.Option(min=1, help="Made-up tenants.")] = 1,
-        begin: StartPrefill = 36000.0,
+        begin: BeginS = 36000.0,
         length: Length = 3600.0,
         max_requests: Annotated[int | None, typer.Option(min=1, help="The first ones of the trace only.")] = None,
         deployment: DeploymentOf = None,

@@ -21,7 +21,7 @@ class Spec:
 
     name: str
     argv: tuple[str, ...]
-    """Of `tripool`; a life's own options (`--epoch`, `--leash`) are added to it."""
+    """Of `tripool`; a life's own options (`--epoch`, `--supervisor-channel`) are added to it."""
     pass_fds: tuple[int, ...] = ()
 
 
@@ -52,7 +52,7 @@ def launch(
     """A process group of its own: Ctrl-C in a terminal reaches the supervisor alone, which then ends its children."""
     supervisor_channel, theirs = SupervisorChannel.pair()
     with theirs:
-        worker_id_options = ("--epoch", str(epoch), "--leash", str(theirs.fileno()))
+        worker_id_options = ("--epoch", str(epoch), "--supervisor-channel", str(theirs.fileno()))
         try:
             process = subprocess.Popen(
                 [*command, *spec.argv, *worker_id_options],

@@ -234,7 +234,7 @@ class Coordinator:
             self._placing.cancel_placement(event.request_id, entry.placements[attempt], now_s, lost=True)
         elif taken is not None:
             self._placing.out.append(Emit(taken))
-            if choice.stage is Stage.TRANSFERRING:  # Adopted was lost
+            if choice.stage is Stage.TRANSFERRING:  # TransferDone was lost
                 self._placing.transfer_done(entry, choice, now_s)
             if choice.stage is Stage.DECODING:
                 self._placing.decoded(entry, choice, done=False)
