@@ -21,8 +21,8 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 80
 
 PURE = (
-    "core", "errors", "config", "messages", "sequence", "cache", "prefill", "decode", "engine.colocated", "engine.leap",
-    "engine.shares", "engine.turns", "engine.invariants",
+    "core", "errors", "config", "messages", "sequence", "cache", "prefill", "decode", "engine.scheduler",
+    "engine.fast_forward", "engine.batch_shares", "engine.time_shares", "engine.invariants",
     "text", "grammar", "router", "simulate", "tenants", "planner", "page",
 )  # fmt: skip
 """Run without torch: the planner and the simulator stand on these, and a gateway needs text and grammars."""
@@ -30,13 +30,15 @@ PURE += tuple(
     f"bench.{name}"
     for name in ("goodput", "page", "prompts", "report", "samples", "summary", "trace", "words", "workload")
 )
-PURE += ("control.backoff", "control.residency")
+PURE += ("control.backoff", "control.model_policy")
 PURE += ("observe.checks", "observe.machine")
 PURE += ("train.plan", "train.schedule", "train.distil.clean", "train.distil.script")
-WORLDLY = {f"cache.{name}" for name in ("arena", "client", "copying", "image", "images", "link", "member", "wire")}
-WORLDLY |= {"cache.disk", "cache.private", "cache.seats", "cache.spool"}
+WORLDLY = {
+    f"cache.{name}" for name in ("arena", "client", "copying", "weight_image", "weight_cache", "link", "member", "wire")
+}
+WORLDLY |= {"cache.disk_store", "cache.private_folder", "cache.shared_reads", "cache.disk_io"}
 WORLDLY |= {"prefill.worker", "decode.worker", "planner.probe"}
-WORLDLY |= {"tenants.book", "tenants.meter", "tenants.watch"}
+WORLDLY |= {"tenants.key_store", "tenants.usage_log", "tenants.key_watcher"}
 """The other halves of rooms that are split: they touch the world, and nothing pure may import them."""
 POLICIES = tuple(name for name in PURE if name not in ("text", "grammar", "messages"))
 """Decide by their arguments alone: no clock, socket, thread, random state or environment inside."""

@@ -126,7 +126,7 @@ sys.stdin.read()
 def test_a_killed_readers_seats_are_free_at_once(pool: Pool) -> None:
     client = filled(pool, KEYS, num_slots=1, lease_s=1000.0)
     reader = pool.run(SITS, KEYS[0].hex())
-    assert reader.stdout is not None and reader.stdout.readline() == "1 Seated\n"
+    assert reader.stdout is not None and reader.stdout.readline() == "1 Acquired\n"
     assert stored(client, OTHERS[:1]) == 0, "it is being read"
     os.kill(reader.pid, signal.SIGKILL)
     reader.wait(WITHIN_S)
@@ -170,7 +170,7 @@ def test_who_gets_no_seat_asks(pool: Pool) -> None:
 
     def sits() -> bool:
         late.close()
-        return late.wait(WITHIN_S) == [] and late._links["cache-0"]._take_reader_slot >= 0
+        return late.wait(WITHIN_S) == [] and late._links["cache-0"]._reader_slot >= 0
 
     until(sits)
     assert fetched(late, KEYS) == 1 and told(client).committed == 1

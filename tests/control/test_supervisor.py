@@ -40,7 +40,7 @@ while not supervisor.ended:
         if isinstance(message, Drain):
             sys.exit()
         with open(folder / "told", "a") as told:
-            told.write(f"{message.life.worker} {message.life.epoch}" + " crashed" * message.crashed + "\\n")
+            told.write(f"{message.worker_id.name} {message.worker_id.epoch}" + " crashed" * message.crashed + "\\n")
     if name == "gateway" and (folder / "suspect").exists():
         worker, number = (folder / "suspect").read_text().split()
         (folder / "suspect").unlink()

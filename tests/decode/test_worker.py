@@ -226,8 +226,8 @@ def test_between_much_that_is_adopted_the_batch_gets_its_step(bench: Bench, monk
     bench.set_up(num_blocks=256, max_running=128)
     adopts = bench.descriptors("a", 63, n=100)
     done: list[str] = []
-    adopt, step = bench.engine.adopt, bench.engine.step
-    monkeypatch.setattr(bench.engine, "attach", lambda *args, **more: done.append("a") or adopt(*args, **more))
+    attach, step = bench.engine.attach, bench.engine.step
+    monkeypatch.setattr(bench.engine, "attach", lambda *args, **more: done.append("a") or attach(*args, **more))
     monkeypatch.setattr(bench.engine, "step", lambda: done.append("s") or step())
     bench.attach(*adopts)
     bench.work(4)

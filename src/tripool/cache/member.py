@@ -1,7 +1,6 @@
 """A cache member's process: owns one arena and the index of its blocks, answers small messages, copies nothing.
 
-receive → ask the index → write the headers that changed → answer. Headers before answers: who is told of a slot finds
-it as it was told, and a member that is killed in between has promised nothing that its next life does not know.
+Headers are written before an answer is sent, so a member that is killed in between has promised nothing it forgets.
 """
 
 from __future__ import annotations
@@ -33,11 +32,9 @@ from tripool.messages import Reaped, Suspect, WorkerId
 LOOK_AROUND_S = 0.5
 """How often an idle member looks whether its parent is still there."""
 _LINGER_S = 500e-6
-"""After a question look for the next one for so long before sleeping: being woken takes longer than a look-up. There
-are a few questions per request, so this costs a few per cent of a core at tens of requests a second."""
+"""How long to poll for the next message before sleeping: being woken takes longer than a look-up."""
 _MAX_PEERS = 512
-_MAX_WAIT_S = 10.0
-"""For blocks from disk, whatever a peer asks for."""
+_MAX_WAIT_S = 10.0  # for blocks from disk, whatever a peer asks for
 _REMEMBERED_WRITERS = 4096
 _TOLD_NAMESPACES = 1000
 """The largest ones: an answer must fit into one message."""
@@ -90,8 +87,7 @@ class Member:
     def answer(
         self, data: bytes | memoryview, now_s: float, worker_ids: set[WorkerId], send: Send | None = None
     ) -> bytes | None:
-        """The reply to one message, if it wants one. What cannot be read, or is not the sender's to say, is counted and
-        dropped.
+        """The reply to one message, if it wants one. Unreadable and unauthorised messages are counted and dropped.
 
         `worker_ids` takes the worker that speaks on this connection, one at most: it is lost when its connection is.
         `send` takes answers that must wait for the disk; without it nothing waits.

@@ -212,7 +212,7 @@ class SloController:
             context += self._context_of((seq,))
             fits = self._fits(rows + granted + 1, context, pace_s)
             if not fits and (granted or not self._insists(seq.request, seq.choice)):
-                self.held_back = True
+                self.held_back = self.active
                 break
             granted += 1
         return granted
@@ -274,7 +274,7 @@ class SloController:
         return True
 
     def _set_ceiling(self, rows: int, context: float, pace_s: float) -> None:
-        if pace_s == inf or not self.step_time.num_learned:
+        if pace_s == inf or not self.active or not self.step_time.num_learned:
             self.ceiling = None
             return
         each = context / rows if rows else self._mean_prompt_tokens + self._mean_answer_tokens / 2

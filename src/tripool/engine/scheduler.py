@@ -1,19 +1,17 @@
-"""Prefill and decode in one process over one block pool: the pure half of an engine.
+"""The scheduler of an engine: continuous batching of prefill and decode over one block pool. Pure.
 
-`schedule` says what the next step computes, `settle` takes what it sampled. Preemption is by recomputation: whoever
-needs a block may take those of the youngest holder, unless that is itself; then it steps back and waits. Between
-requests of different clients, `engine/batch_shares.py` decides: slots and blocks are taken from the group that has more
-than its share, also for a new request, one in each step.
+`schedule` returns the tasks of the next step, `settle` takes the sampled tokens. Preemption is by recomputation: a
+sequence that needs a block takes those of the youngest holder, or waits if it is the youngest. Between tenants,
+`engine/batch_shares.py` decides: slots and blocks are taken from the group that has more than its share, one per step.
 
-A sequence may have a draft, a guess at its next token (`propose`). It runs as a second row if there is room that nobody
-has to give up. After `settle`, `verify` says whether it came true: then its row is settled like any other.
+A sequence may have a draft of its next token (`propose`), which runs as a second row if there is free room. After
+`settle`, `verify` says whether it was accepted; then its row is settled like any other.
 
-Over two processes a sequence changes hands with its blocks' contents. Where it leaves: `detach` takes it out of the
-batch with its blocks held, `release` gives them back once they are copied. Where it arrives: `attach` holds blocks for
-it, `start` puts it into the batch once they are filled. Neither kind can be preempted, and both soon become another.
+Between two processes a sequence moves with its blocks. The sender: `detach` takes it out of the batch with its blocks
+held, `release` frees them once they are copied. The receiver: `attach` holds blocks for it, `start` puts it into the
+batch once they are filled. Neither kind can be preempted.
 
-Where requests have a TPOT objective, `slo_controller` bounds which sequences start and how many prompt tokens a step
-computes. It learns from `timed`, which reports the duration of each step; without an objective it is not consulted.
+With a TPOT objective, `slo_controller` bounds which sequences start and how many prompt tokens a step computes.
 """
 
 from __future__ import annotations

@@ -1,21 +1,15 @@
-"""The door before a backend: who is refused, who waits, who goes next. Pure; the clock is an argument.
+"""Admission control: predicts time to first token and admits, queues or refuses a request. Pure; time is an argument.
 
-| fact | what follows |
+| event | effect |
 |---|---|
-| `enter` | a request has come and is not read yet: refused, or counted against its tenant's rate |
-| `arrive` | refused at once (rate, queue, a promise that cannot be kept), let through, or kept waiting |
-| `first_token` | its work is known now: its tenant's account, the pace and the window are corrected |
-| `finished`, `cancelled` | whatever it held is free |
-| `tick` | whoever has waited too long is refused; call it every few tens of milliseconds |
+| `enter` | a request came and is not read yet: refused, or counted against its tenant's rate limit |
+| `arrive` | refused (rate limit, queue length, an SLO that cannot be kept), admitted, or queued |
+| `first_token` | its cost is known: the tenant's account, the predictor and the window are corrected |
+| `finished`, `cancelled` | what it held is free |
+| `tick` | requests that waited too long are refused; called every few tens of milliseconds |
 
-Each returns what is to be done. A request of several prompts arrives whole, and is let through one prompt at a time:
-between two of them others have their turn.
-
-Only a small window of prompts is inside the backend without a first token: enough to keep it busy, so little that the
-order is decided here. While all requests are alike (one tenant, one priority) there is no order to decide, and the
-window is wide. Decode slots are shared by the backend itself, which takes them from whoever has more than its share;
-here a tenant that has its share of them waits when few are left. Knows nothing of workers, blocks or text; the same
-object stands before an engine of this process, before pools, and in the simulation.
+Each returns decisions. A request of several prompts is admitted one prompt at a time. Only a small window of prompts is
+in the backend without a first token, so that the order is decided here; with one tenant and priority it is wide.
 """
 
 from __future__ import annotations
@@ -41,10 +35,8 @@ from tripool.router.rate_limiter import RateLimiter
 from tripool.router.ttft_predictor import TtftPredictor
 from tripool.tenants import Tenant
 
-_FIRST_WINDOW_TOKENS = 512
-"""Before the backend's pace is known."""
-_LIGHT = 0.5
-"""Of what another asks for: less does not have to wait for it."""
+_FIRST_WINDOW_TOKENS = 512  # before the backend's speed is known
+_LIGHT = 0.5  # of what another asks for: less does not have to wait for it
 _QUEUE_GREED = 4.0
 """A named tenant's queue may be so many times what is free: one that floods leaves a fifth to the others."""
 
@@ -233,13 +225,11 @@ class AdmissionController:
         return predictor * self._config.window_s
 
     def _is_allowed(self, now_s: float) -> Callable[[Account], bool]:
-        """Whose next request may go in, by the window and by the decode slots.
+        """Which tenants' next request may be admitted, by the window and by the decode slots.
 
-        A tenant that asks for much less than another that is inside may have a prompt there as well, whatever that one
-        has: the backend computes it between the pieces of longer ones. What was computed for them, and how fast, says
-        little of who is in whose way: one may make the backend slow, or ask for what is cached. The last slots are kept
-        for tenants that have less than their share of them, present or still to come. Without keys all are one tenant:
-        then it is the backend that shares between requests.
+        A tenant that asks for much less than another with a prompt in the backend may have one there as well: the
+        backend computes it between the chunks of longer ones. The last slots are kept for tenants that have less than
+        their share of them. Without keys all requests are of one tenant, and the backend shares between them.
         """
         slots, room, weight = self.room.slots, self._has_room(now_s), self.queue.present_weight
         plenty = slots is None or not self._competes(now_s) or slots - self._slots_held > slots * self._config.reserve
@@ -403,8 +393,7 @@ class AdmissionController:
         assert self._later_tokens == sum(one.prompt_tokens for one in later.values())
         watched = {(i, arrived_s) for _, i, arrived_s in self._deadlines}
         assert all((g.arrival.id, g.arrived_s) in watched for g in waiting), "someone waits without a bound"
-        if waiting:
-            assert held, "requests wait before a backend that has nothing to do"
+        assert held or not waiting, "requests wait before a backend that has nothing to do"
 
 
 def _again(seconds: float) -> str:
