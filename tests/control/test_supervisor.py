@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tripool.control.evidence import times_of, was_busy
+from tripool.control.evidence import CpuUse, is_stopped, times_of, was_busy
 from tripool.control.launch import Spec, launch
 from tripool.control.supervisor import GATEWAY, Supervisor
 
@@ -179,6 +180,22 @@ def test_a_suspect_that_computes_instead_of_answering_has_crashed(start: Callabl
 )
 def test_busy_is_who_ran_when_it_could(used_s: float, waited_s: float, busy: bool) -> None:
     assert was_busy(2.0, used_s, waited_s) == busy
+
+
+def test_a_process_that_computed_and_was_stopped_is_not_busy() -> None:
+    """However busy it was before: a worker may be stopped right after it has started."""
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        use = CpuUse(child.pid)
+        use.look(0.0)
+        until(lambda: (times := times_of(child.pid)) is not None and times[0] > 1.0)
+        assert use.is_busy(1.0)
+        os.kill(child.pid, signal.SIGSTOP)
+        until(lambda: is_stopped(child.pid))
+        assert not use.is_busy(1.0)
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_a_silent_gateway_is_replaced(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,9 +34,9 @@ class CpuUse:
             self._seen.popleft()
 
     def is_busy(self, now_s: float) -> bool:
-        """Whether it has computed for most of that time."""
+        """Whether it has computed for most of that time. A stopped process is silent for that reason alone."""
         self.look(now_s)
-        if not self._seen:
+        if not self._seen or is_stopped(self._pid):
             return False
         span_s, used_s, waited_s = (last - first for first, last in zip(self._seen[0], self._seen[-1], strict=True))
         return span_s >= _LEAST_S and was_busy(span_s, used_s, waited_s)
@@ -56,10 +56,23 @@ def num_oom_kills() -> int:
     return int(counters[counters.index("oom_kill") + 1]) if "oom_kill" in counters else 0
 
 
+def is_stopped(pid: int) -> bool:
+    """By a signal or a debugger."""
+    try:
+        return _stat_of(pid)[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
+
+
+def _stat_of(pid: int) -> list[str]:
+    """The fields behind the process's name."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+
+
 def times_of(pid: int) -> tuple[float, float] | None:
     """Of all its threads: on a core, and of the first one, waiting for one. None once it is gone."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        fields = _stat_of(pid)
         used_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return None
