@@ -23,7 +23,7 @@ from tripool.control.supervisor import GATEWAY, Supervisor
 DEADLINE_S = 60.0
 
 CHILD = """
-import os, signal, sys, time
+import hashlib, os, signal, sys, threading, time
 from pathlib import Path
 from tripool.fabric.supervisor_channel import SupervisorChannel
 from tripool.messages import Drain, WorkerId, Ready, Reaped, Suspect
@@ -46,8 +46,13 @@ while not supervisor.ended:
         worker, number = (folder / "suspect").read_text().split()
         (folder / "suspect").unlink()
         supervisor.send(Suspect(WorkerId(worker, int(number))))
-    while name == "busy":
-        pass
+    if name == "busy":  # many threads, so that it has its part of a core also on a busy machine
+        def compute():
+            while True:
+                hashlib.sha256(bytes(2**22))
+        for _ in range(16):
+            threading.Thread(target=compute).start()
+        compute()
     time.sleep(0.02)
 """
 
