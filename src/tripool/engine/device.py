@@ -11,6 +11,8 @@ from tripool.checkpoints import Checkpoint, open_checkpoint
 from tripool.config import Precision
 from tripool.engine.device_runner import DeviceRunner
 from tripool.engine.device_sampler import DeviceSampler
+from tripool.engine.executor import Executor, PlainExecutor
+from tripool.engine.sampler import Guard
 from tripool.errors import TripoolError
 from tripool.kernels import KernelTable
 from tripool.kernels.cuda.arithmetic import quantized_ops_of
@@ -43,8 +45,9 @@ class DeviceSpec:
     def runner(self, model: Model, num_blocks: int, *, mtp: bool) -> DeviceRunner:
         return DeviceRunner(model, num_blocks=num_blocks, device=self.device, dtype=self.dtype, mtp=mtp)
 
-    def sampler(self, model: Model) -> DeviceSampler:
-        return DeviceSampler(model.arch.vocab, self.device)
+    def executor(self, model: Model, num_blocks: int, *, mtp: bool, guard: Guard) -> Executor:
+        sampler = DeviceSampler(model.arch.vocab, self.device)
+        return PlainExecutor(self.runner(model, num_blocks, mtp=mtp), sampler, mtp=mtp, guard=guard)
 
 
 def cuda_spec(precision: Precision) -> DeviceSpec:

@@ -15,15 +15,17 @@ slot is there, or, if it begins a new block, becomes such a hole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from tripool.core import BLOCK_TOKENS
 from tripool.engine.runner import Runner, rows_of
-from tripool.engine.sampler import Sampler
 from tripool.sequence import Seq, Task, Work
+
+_logger = logging.getLogger("tripool.engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,47 +52,53 @@ class _Rows:
     """The row of each drafting sequence that speaks about its next token."""
 
 
-class Drafter:
-    def __init__(self, runner: Runner, sampler: Sampler) -> None:
-        self._runner = runner
-        self._sampler = sampler
+Draft = Callable[[Sequence[Work], torch.Tensor, Sequence[int], Sequence[Seq]], Sequence[int]]
+"""Runs the MTP layer over work and the hidden states before it; the draft token of each sequence after its row."""
 
-    def draft(self, tasks: Sequence[Task], hidden: torch.Tensor) -> list[tuple[Seq, int]]:
-        """Follow up a step that is settled. `hidden`: final hidden states of all its rows, drafts included."""
+
+class Drafter:
+    def __init__(self, runner: Runner, draft: Draft) -> None:
+        self._runner, self._draft = runner, draft
+        self._failed = False
+        """The last time; what fails again and again is logged once."""
+
+    def propose(self, tasks: Sequence[Task], hidden: torch.Tensor) -> Sequence[tuple[Seq, int]]:
+        """Draft tokens after a step that is settled. `hidden`: final hidden states of all its rows, drafts included.
+
+        A failure costs the drafts and nothing else: the layer goes on as after a prefix hit.
+        """
+        try:
+            drafts = self._catch_up(tasks, hidden)
+        except Exception:
+            if not self._failed:
+                _logger.exception("drafting failed; answers go on without")
+            self._failed = True
+            for task in tasks:
+                task.seq.carry = task.seq.draft = None
+            return ()
+        self._failed = False
+        return drafts
+
+    def _catch_up(self, tasks: Sequence[Task], hidden: torch.Tensor) -> Sequence[tuple[Seq, int]]:
         rows, row = _Rows(), 0
         for task in tasks:
             if task.seq.num_computed >= task.work.stop:  # else it failed, and nothing of this step counts
                 self._follow(task, row, hidden, rows)
             row += task.num_rows
         if not rows.work:
-            return []
-        return list(zip(rows.drafting, self._guesses(rows, _gather(hidden, rows)), strict=True))
+            return ()
+        drafts = self._draft(rows.work, _gather(hidden, rows), rows.last_rows, rows.drafting)
+        return list(zip(rows.drafting, drafts, strict=True))
 
-    def _guesses(self, rows: _Rows, hidden: torch.Tensor) -> list[int]:
-        """In one call where the choice is a simple one; the logits and then the sampler say the same."""
-        draws = self._sampler.draws(rows.drafting) if rows.drafting else None
-        if draws is not None:
-            chosen = self._runner.draft_choices(rows.work, hidden, rows.last_rows, draws)
-            if chosen is not None:
-                return chosen
-        logits = self._runner.draft_logits(rows.work, hidden, rows.last_rows)
-        return self._sampler.guess(logits, rows.drafting) if rows.drafting else []
-
-    def at_once(self, task: Task) -> tuple[list[int], int] | None:
-        """Run a task and draft from what it says, in one call: the tokens after its rows, and a guess at what follows.
-
-        None, and nothing done, where that is not all: only for the newest token of an answer with no slot due before it
-        and with room for the next ones, chosen by simple draws.
-        """
+    def up_to_date(self, task: Task) -> bool:
+        """Whether a step of this task's rows and of the layer after them leaves nothing to catch up with: for the
+        newest token of an answer with no slot due before it and with room for the next ones."""
         seq, work = task.seq, task.work
         settled = len(work.tokens) == 1 and task.samples and seq.carry is _NOTHING_DUE
         newest = work.stop + (task.draft is not None)
-        if not work.decode or not settled or newest >= len(work.table) * BLOCK_TOKENS:
-            return None
-        draws = self._sampler.draws_ahead(seq, 3)
-        return None if draws is None else self._runner.step_and_guess(task.rows, draws)
+        return work.decode and settled and newest < len(work.table) * BLOCK_TOKENS
 
-    def welcome(self, seq: Seq) -> None:
+    def attach(self, seq: Seq) -> None:
         """A sequence whose blocks were filled by another worker's network and drafter."""
         seq.carry = _NOTHING_DUE if seq.num_computed % BLOCK_TOKENS else None
 

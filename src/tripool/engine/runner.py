@@ -57,33 +57,26 @@ class Runner:
     @torch.inference_mode()
     def hidden(self, work: Sequence[Work]) -> torch.Tensor:
         """Final hidden states of all rows, in the order of `work`. Writes their KV."""
-        at_once = self.hidden_and_choices(work, (), ())
-        if at_once is not None:
-            return at_once[0]
+        if self.model.stack is not None:
+            return self.step(work, (), ())[0]
         batch, order = batch_of(work)
         hidden = self.model.hidden(batch, self.kv)
         return hidden if order is None else hidden.index_select(0, order)
 
-    def hidden_and_choices(
-        self, work: Sequence[Work], rows: Sequence[int], draws: Sequence[Draw]
-    ) -> tuple[torch.Tensor, list[int]] | None:
-        """As `hidden`, and what these draws choose from the `logits` of these rows, in one call; None, and nothing
-        done, where there is none."""
-        stack = self.model.stack
-        if stack is None:
-            return None
+    def step(self, work: Sequence[Work], rows: Sequence[int], draws: Sequence[Draw]) -> tuple[torch.Tensor, list[int]]:
+        """As `hidden`, and what these draws choose from the `logits` of these rows, in one call."""
+        assert self.model.stack is not None
         ordered = sorted(work, key=_form) if len(work) > 1 else work
         order = None if _same(ordered, work) else _rows_of(work, ordered)
-        hidden, chosen = stack.step(ordered, self.kv, rows if order is None else [order[row] for row in rows], draws)
-        return hidden if order is None else hidden[order], chosen
+        rows = rows if order is None else [order[row] for row in rows]
+        hidden, tokens = self.model.stack.step(ordered, self.kv, rows, draws)
+        return hidden if order is None else hidden[order], tokens
 
-    def step_and_guess(self, work: Work, draws: Sequence[Draw]) -> tuple[list[int], int] | None:
-        """The whole way of one sequence from its newest token, perhaps with a draft after it, to the next draft: what
-        these draws choose (see `StackOp.step_and_guess`), in one call; None, and nothing done, where there is none."""
-        stack, mtp = self.model.stack, self.model.mtp
-        if stack is None or mtp is None:
-            return None
-        return stack.step_and_guess(work, self.kv, draws, mtp.draft)
+    def step_and_guess(self, work: Work, draws: Sequence[Draw]) -> tuple[list[int], int]:
+        """One decoding sequence from its newest token, perhaps with a draft after it, to the next draft, in one call:
+        see `StackOp.step_and_guess`."""
+        assert self.model.stack is not None and self.model.mtp is not None
+        return self.model.stack.step_and_guess(work, self.kv, draws, self.model.mtp.draft)
 
     @torch.inference_mode()
     def mtp_hidden(self, work: Sequence[Work], hidden: torch.Tensor) -> torch.Tensor:
@@ -103,17 +96,15 @@ class Runner:
         logits = self.model.draft_logits(batch, hidden[torch.argsort(order)], self.kv, sorted(places.tolist()))
         return logits[torch.argsort(torch.argsort(places))]
 
-    def draft_choices(
+    def draft_tokens(
         self, work: Sequence[Work], hidden: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]
     ) -> list[int] | None:
-        """What these draws choose from `draft_logits`, in one call; None, and nothing done, where there is none."""
-        assert self.model.mtp is not None
-        choosing = self.model.mtp.choosing
-        if choosing is None:
-            return None
+        """What these draws choose from `draft_logits`, in one call; None, and nothing done, for work in another order
+        than the call takes."""
+        assert self.model.mtp is not None and self.model.mtp.choosing is not None
         if not _same(sorted(work, key=_form), work):
             return None
-        return choosing.choose(work, hidden, self._mtp_kv, rows, draws)
+        return self.model.mtp.choosing.choose(work, hidden, self._mtp_kv, rows, draws)
 
     def clear_mtp(self, table: Sequence[int], position: int) -> None:
         """A slot of the MTP layer that nothing can be computed for: better nothing than what was there before."""

@@ -43,17 +43,14 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, seqs: Sequence[Seq], guard: Guard = unguarded) -> Sequence[Sampled | None]:
         """logits float32 [rows, vocab], a row per sequence. Rows may be changed in place."""
-        at_once = self.sample_at_once(logits, seqs)
-        if at_once is not None:
-            return at_once
         return [guard(seq, partial(self._sample_row, row, seq)) for row, seq in zip(logits, seqs, strict=True)]
 
-    def sample_at_once(self, logits: torch.Tensor, seqs: Sequence[Seq]) -> list[Sampled] | None:
-        """As `sample`, where no token changes the choice after it: so for all rows of these sequences, in any number.
-        None where that is not so."""
-        if not all(_is_plain_greedy(seq) for seq in seqs):
-            return None
-        return [Sampled(token) for token in self._likeliest(logits)]
+    def choose(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        """What each draw chooses from its row of logits, which may be those of the first ids only. Rows may be changed
+        in place."""
+        if not any(temperature for temperature, _ in draws):
+            return self._likeliest(logits)
+        return [self._drawn(_bounded(row), *draw) for row, draw in zip(logits, draws, strict=True)]
 
     def guess(self, logits: torch.Tensor, seqs: Sequence[Seq]) -> list[int]:
         """As `sample`, for logits that are a guess, perhaps of the first ids only: the token that `sample` would choose
@@ -61,28 +58,26 @@ class Sampler:
 
         History, settings and noise are those the real choice will use, so a good guess is a hit at any temperature.
         """
-        if all(_is_plain_greedy(seq) for seq in seqs):
-            return self._likeliest(logits)
         return [self._choose(self._widened(row, seq), seq) for row, seq in zip(logits, seqs, strict=True)]
 
     def draws(self, seqs: Sequence[Seq]) -> list[Draw] | None:
         """How `guess` chooses for each sequence, where that needs nothing but the logits; None if one is not so."""
-        if not self._fast or not all(_is_plain_draw(seq) for seq in seqs):
+        if not all(_is_plain_draw(seq) for seq in seqs):
             return None
-        return [_draw_of(seq) for seq in seqs]
+        return [draw_of(seq) for seq in seqs]
 
     def choices(self, seqs: Sequence[Seq], drafted: Sequence[Seq]) -> list[Draw] | None:
         """How `sample` chooses for each sequence, and then for some of them once more, after a token that is not known
         yet; where all of that needs nothing but the logits. None if it does not."""
-        if not self._fast or not all(is_simple(seq) for seq in seqs):
+        if not all(is_simple(seq) for seq in seqs):
             return None
-        return [_draw_of(seq) for seq in seqs] + [_draw_of(seq, ahead=1) for seq in drafted]
+        return [draw_of(seq) for seq in seqs] + [draw_of(seq, ahead=1) for seq in drafted]
 
     def draws_ahead(self, seq: Seq, count: int) -> list[Draw] | None:
         """How `sample` chooses the next token, and those after it; None where that needs more than their logits."""
-        if not self._fast or not is_simple(seq):
+        if not is_simple(seq):
             return None
-        return [_draw_of(seq, ahead) for ahead in range(count)]
+        return [draw_of(seq, ahead) for ahead in range(count)]
 
     def _widened(self, row: torch.Tensor, seq: Seq) -> torch.Tensor:
         """Of the whole vocabulary, where ids of it are to be penalised, banned or allowed."""
@@ -112,12 +107,15 @@ class Sampler:
     def _draw(self, row: torch.Tensor, seq: Seq) -> int:
         params, key = seq.request.params, _key(seq)
         if _keeps_all(params):
-            if self._fast:
-                return fast_draw(row, params.temperature, key)
-            return draw(row, params.temperature, key, self._hashes)
+            return self._drawn(row, params.temperature, key)
         row = row / params.temperature
         kept = keep(row, params)
         return int(kept[(row[kept] + gumbel(key, self._hashes[kept])).argmax()])
+
+    def _drawn(self, row: torch.Tensor, temperature: float, key: int) -> int:
+        if temperature == 0:
+            return int(row.argmax())
+        return fast_draw(row, temperature, key) if self._fast else draw(row, temperature, key, self._hashes)
 
 
 def _bounded(row: torch.Tensor) -> torch.Tensor:
@@ -181,7 +179,7 @@ def _key(seq: Seq, ahead: int = 0) -> int:
     return noise_key(seq.request.seed, seq.choice, seq.num_generated + ahead)
 
 
-def _draw_of(seq: Seq, ahead: int = 0) -> Draw:
+def draw_of(seq: Seq, ahead: int = 0) -> Draw:
     temperature = seq.request.params.temperature
     return temperature, _key(seq, ahead) if temperature else 0
 
@@ -214,11 +212,6 @@ def is_simple(seq: Seq) -> bool:
     """Whether the choice needs nothing but the logits, a temperature and noise."""
     p = seq.request.params
     return p.logprobs is None and not _adjusts(seq) and (p.temperature == 0 or _keeps_all(p))
-
-
-def _is_plain_greedy(seq: Seq) -> bool:
-    p = seq.request.params
-    return p.temperature == 0 and p.logprobs is None and not _adjusts(seq)
 
 
 def _is_plain_draw(seq: Seq) -> bool:
