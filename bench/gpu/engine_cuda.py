@@ -162,7 +162,8 @@ def model_rows(name: str, folder: Path | None, count: int) -> list[Row]:
                 f"{model.num_bytes / 1e6:.1f} MB of weights",
             )
         )
-        counts, shrinking = [count] * len(prompts), range(count, count - len(prompts), -1)
+        counts = [count] * len(prompts)
+        shrinking = [max(1, count - i) for i in range(len(prompts))]
         off, on = (served(model, prompts, counts, mtp=mtp) for mtp in (False, True))
         every_size = served(model, prompts, shrinking, mtp=False)
         hot = [served(model, prompts, counts, mtp=mtp, temperature=0.8).answers for mtp in (False, True)]

@@ -64,7 +64,7 @@ class FromModule:
         return name in self._state
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
-        assert self._state[name].shape == shape, name
+        assert self._stored(name).shape == shape, name
 
     def scales(self, name: str, kind: str) -> torch.Tensor | None:
         if self._eight is None or "_proj" not in name:

@@ -1,4 +1,4 @@
-"""Where an engine's tensors live when that is not this machine's own memory: one device and the type it computes in."""
+"""An accelerator as an engine uses it: the device, the data type, its executor, and models loaded onto it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tripool.models import Model, load_model
 from tripool.text.files import TextFiles
 
 HOPPER = 9
-"""The major compute capability whose 8-bit products were measured; on others they are multiplied out."""
+"""The major compute capability on which 8-bit products were measured; elsewhere weights are dequantised."""
 
 
 class DeviceMissing(TripoolError):
-    """The device that was asked for is not there, or torch cannot reach it."""
+    """The requested device does not exist, or torch cannot use it."""
 
     code = "device_missing"
 
@@ -37,7 +37,7 @@ class DeviceSpec:
     device: torch.device
     dtype: torch.dtype
     use_8_bit_products: bool = False
-    """Whether what a checkpoint holds in eight bits is multiplied in them. Results are in bfloat16."""
+    """Whether weights that a checkpoint holds in 8 bits are multiplied in 8 bits. Results are in bfloat16."""
 
     def __post_init__(self) -> None:
         assert not self.use_8_bit_products or self.dtype == torch.bfloat16

@@ -1,16 +1,16 @@
-"""Drafts by the model's own MTP layer: a guess at each sequence's next token, for the next step to verify.
+"""Draft tokens by the model's MTP layer: one for each sequence's next token, for the next step to verify.
 
-Row j of the layer takes the final hidden state of position j - 1 and the token at j, stands in slot j of its KV, and
-speaks about position j + 1. After a step each sequence catches up to its newest token in one batched call, slots of
-prompt tokens in prompt form, later ones in decode form, as everywhere. Only tokens that are final go in, so KV in
-published blocks is as good as the network's own. Two exceptions:
+Row j of the layer takes the final hidden state of position j - 1 and the token at j, writes slot j of its KV, and
+predicts position j + 1. After a step the layer catches up to every sequence's newest token in one batched call: slots
+of prompt tokens in prompt form, later ones in decode form, as in the network. Only final tokens go in, so published
+blocks hold valid KV of this layer too. Two exceptions:
 
-- The newest token's slot may lie in a block that is not there yet: its hidden state is kept for the next step.
-- After a prefix hit nobody has the hidden state before the first computed token: that one slot is zeroed, a hole.
-  Drafts behind it are a little worse; the text is the same, because every draft is verified.
+- The newest token's slot may lie in a block that is not allocated yet: its hidden state is kept for the next step.
+- After a prefix hit the hidden state before the first computed token is unknown: that one slot is zeroed. Drafts after
+  it are a little worse; the text is the same, because every draft is verified.
 
-A sequence that comes from another worker brings the layer's KV in its blocks, but no hidden state: the newest token's
-slot is there, or, if it begins a new block, becomes such a hole.
+A sequence from another worker brings the layer's KV in its blocks, but no hidden state: the newest token's slot is
+filled or, if it is the first of a block, zeroed as after a prefix hit.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _logger = logging.getLogger("tripool.engine")
 
 @dataclass(frozen=True, slots=True)
 class Carry:
-    """Kept in `Seq.carry` after every step; none yet means that the sequence has just been admitted."""
+    """State of a sequence between two steps, in `Seq.carry`; None there: the sequence has just been admitted."""
 
     hidden: torch.Tensor | None
-    """Of the last computed token, if the slot after it is still to be filled."""
+    """Of the last computed token, if the slot after it is not filled yet."""
 
 
 _NOTHING_DUE = Carry(None)
@@ -41,15 +41,15 @@ _NOTHING_DUE = Carry(None)
 
 @dataclass(slots=True)
 class _Rows:
-    """What the layer is to run."""
+    """The rows that the layer runs after a step."""
 
     work: list[Work] = field(default_factory=list)
     sources: list[int] = field(default_factory=list)
-    """For each row, where its hidden state is: in this step's, or, counted on from there, among the carried ones."""
+    """Index of each row's hidden state: among this step's, or after those among the carried ones."""
     carried: list[torch.Tensor] = field(default_factory=list)
     drafting: list[Seq] = field(default_factory=list)
     last_rows: list[int] = field(default_factory=list)
-    """The row of each drafting sequence that speaks about its next token."""
+    """The row of each drafting sequence that predicts its next token."""
 
 
 Draft = Callable[[Sequence[Work], torch.Tensor, Sequence[int], Sequence[Seq]], Sequence[int]]
@@ -60,7 +60,7 @@ class Drafter:
     def __init__(self, runner: Runner, draft: Draft) -> None:
         self._runner, self._draft = runner, draft
         self._failed = False
-        """The last time; what fails again and again is logged once."""
+        """Whether the last call failed: repeated failures are logged once."""
 
     def propose(self, tasks: Sequence[Task], hidden: torch.Tensor) -> Sequence[tuple[Seq, int]]:
         """Draft tokens after a step that is settled. `hidden`: final hidden states of all its rows, drafts included.
@@ -82,7 +82,7 @@ class Drafter:
     def _catch_up(self, tasks: Sequence[Task], hidden: torch.Tensor) -> Sequence[tuple[Seq, int]]:
         rows, row = _Rows(), 0
         for task in tasks:
-            if task.seq.num_computed >= task.work.stop:  # else it failed, and nothing of this step counts
+            if task.seq.num_computed >= task.work.stop:  # else it failed in this step
                 self._follow(task, row, hidden, rows)
             row += task.num_rows
         if not rows.work:
@@ -103,7 +103,7 @@ class Drafter:
         seq.carry = _NOTHING_DUE if seq.num_computed % BLOCK_TOKENS else None
 
     def _follow(self, task: Task, row: int, hidden: torch.Tensor, rows: _Rows) -> None:
-        """Slots that this task made possible. Its own rows begin at `row` of `hidden`."""
+        """Add the slots that this task has made computable. Its own rows begin at `row` of `hidden`."""
         seq, table, start = task.seq, task.work.table, task.work.start
         first, stop = start + 1, seq.num_computed
         if seq.carry is None and start > 0:
@@ -112,7 +112,7 @@ class Drafter:
             first = start
             rows.sources.append(len(hidden) + len(rows.carried))
             rows.carried.append(seq.carry.hidden)
-        # A sequence that is over still fills its slots, others may find them; but nobody needs the one after.
+        # A finished sequence still fills the slots of its published blocks, but not the one after its last token.
         newest = seq.finish is None and stop < len(table) * BLOCK_TOKENS
         end = stop + newest
         rows.sources.extend(range(row, row + end - 1 - start))
@@ -126,7 +126,7 @@ class Drafter:
 
 
 def _gather(hidden: torch.Tensor, rows: _Rows) -> torch.Tensor:
-    """The hidden state of each row, without copying anything in the usual case."""
+    """The hidden state of each row; usually a view."""
     if rows.carried:
         return torch.cat((hidden, torch.stack(rows.carried)))[rows.sources]
     return rows_of(hidden, rows.sources)
