@@ -5,9 +5,9 @@
 Agreement is the share of greedy tokens up to each answer's first difference, over all answers. In float32 (the bar:
 99 %) and, for information, in bfloat16 with Triton kernels; with the checkpoint's own integers through our INT8
 kernels; and with the same model written in e4m3 by blocks through torch's FP8 products. For these also the share of
-next tokens that are float32's along float32's own answers. Drafts on must equal drafts off, greedy and sampled. The
-runner's captured steps are walked with a batch that shrinks by one request at a time, and the kernels of
-`kernels/cuda` are compared with their plain forms on odd sizes, outputs poisoned.
+next tokens that are float32's along float32's own answers. Drafts on must equal drafts off, greedy and sampled. A
+batch that shrinks by one request at a time takes a captured step of every size, and the kernels of `kernels/cuda` are
+compared with their plain forms on odd sizes, outputs poisoned. Tokens come from the executor that serves.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ if TOY:
 
 import timing  # noqa: E402
 import torch  # noqa: E402
+from driving import Batch, Driven  # noqa: E402
 from fp8_folder import write_fp8  # noqa: E402
 from timing import Row  # noqa: E402
 
 from tripool.checkpoints import Checkpoint, FolderCheckpoint, open_checkpoint  # noqa: E402
 from tripool.engine.device import DeviceSpec, table_of  # noqa: E402
-from tripool.engine.device_loop import DecodeLoop  # noqa: E402
 from tripool.engine.device_runner import DeviceRunner  # noqa: E402
-from tripool.engine.noise import stream_base  # noqa: E402
 from tripool.engine.runner import Runner  # noqa: E402
 from tripool.kernels.cuda.experts import all_rows, sorted_rows  # noqa: E402
 from tripool.kernels.cuda.weight_store import OnDevice  # noqa: E402
@@ -76,36 +75,36 @@ def tables(count: int) -> list[list[int]]:
     return [blocks[i * BLOCKS_EACH : (i + 1) * BLOCKS_EACH] for i in range(count)]
 
 
-def stepwise(runner: Runner, prompts: Sequence[list[int]], count: int, *, leave: bool = False) -> list[list[int]]:
-    """Greedy by steps through a runner. `leave`: request i answers i tokens less, so batches of every size occur."""
+def stepwise(runner: Runner, prompts: Sequence[list[int]], count: int) -> list[list[int]]:
+    """Greedy by steps through a runner: the reference."""
     places = tables(len(prompts))
-    work = {i: Work(list(p), 0, places[i], False) for i, p in enumerate(prompts)}
+    work = [Work(list(p), 0, table, False) for p, table in zip(prompts, places, strict=True)]
     answers: list[list[int]] = [[] for _ in prompts]
-    while work:
-        pieces = list(work.values())
-        hidden = runner.hidden(pieces)
-        ends = torch.tensor([len(piece.tokens) for piece in pieces]).cumsum(0) - 1
-        tokens = runner.logits(hidden[ends.to(hidden.device)]).float().argmax(-1).tolist()
-        for i, token in zip(list(work), tokens, strict=True):
-            answers[i].append(token)
-            work[i] = Work([token], work[i].stop, places[i], True)
-            if len(answers[i]) >= count - (i if leave else 0):
-                del work[i]
+    for _ in range(count):
+        ends = torch.tensor([len(piece.tokens) for piece in work]).cumsum(0) - 1
+        tokens = runner.logits(runner.hidden(work)[ends]).argmax(-1).tolist()
+        work = [Work([token], piece.stop, piece.table, True) for token, piece in zip(tokens, work, strict=True)]
+        for answer, token in zip(answers, tokens, strict=True):
+            answer.append(token)
     return answers
 
 
-def looped(
-    model: Model, prompts: Sequence[list[int]], count: int, *, mtp: bool, heat: float = 0.0
-) -> tuple[list[list[int]], int]:
-    loop = DecodeLoop(runner_of(model, len(prompts)), tables(len(prompts)), count=count, mtp=mtp)
-    if heat:
-        loop.sample_with([heat] * len(prompts), [stream_base(17, i) for i in range(len(prompts))])
-    return loop.run(prompts), loop.num_steps
+def served(
+    model: Model, prompts: Sequence[list[int]], counts: Sequence[int], *, mtp: bool, temperature: float = 0.0
+) -> Driven:
+    lengths = [len(prompt) + count for prompt, count in zip(prompts, counts, strict=True)]
+    batch = Batch(DeviceSpec(torch.device(DEVICE), dtype_of(model)), model, lengths, mtp=mtp)
+    return batch.run(prompts, counts, temperature)
+
+
+def dtype_of(model: Model) -> torch.dtype:
+    return model.logits(torch.zeros(1, model.arch.hidden, device=DEVICE)).dtype  # 8 bits come out in 16
 
 
 def runner_of(model: Model, requests: int) -> DeviceRunner:
-    dtype = model.logits(torch.zeros(1, model.arch.hidden, device=DEVICE)).dtype  # 8 bits come out in 16
-    return DeviceRunner(model, num_blocks=requests * BLOCKS_EACH, device=DEVICE, dtype=dtype, mtp=True)
+    return DeviceRunner(
+        model, num_blocks=requests * BLOCKS_EACH, device=DEVICE, dtype=dtype_of(model), mtp=model.mtp is not None
+    )
 
 
 def agreed(ours: Sequence[list[int]], reference: Sequence[list[int]]) -> float:
@@ -163,22 +162,28 @@ def model_rows(name: str, folder: Path | None, count: int) -> list[Row]:
                 f"{model.num_bytes / 1e6:.1f} MB of weights",
             )
         )
-        off, _ = looped(model, prompts, count, mtp=False)
-        on, steps = looped(model, prompts, count, mtp=True)
-        shrinking = stepwise(runner_of(model, len(prompts)), prompts, count, leave=True)
+        counts = [count] * len(prompts)
+        shrinking = [max(1, count - i) for i in range(len(prompts))]
+        off, on = (served(model, prompts, counts, mtp=mtp) for mtp in (False, True))
+        every_size = served(model, prompts, shrinking, mtp=False)
+        hot = [served(model, prompts, counts, mtp=mtp, temperature=0.8).answers for mtp in (False, True)]
         rows += [
-            _share(f"{name}, {kind}: greedy as the CPU's float32, loop", agreed(off, reference), 0.99, bar),
-            _share(f"{name}, {kind}: the same, captured steps of every size", agreed(shrinking, reference), 0.99, bar),
+            _share(f"{name}, {kind}: greedy as the CPU's float32", agreed(off.answers, reference), 0.99, bar),
+            _share(
+                f"{name}, {kind}: the same, captured steps of every size",
+                agreed(every_size.answers, reference),
+                0.99,
+                bar,
+            ),
             _share(
                 f"{name}, {kind}: drafts on = off, greedy",
-                agreed(on, off),
+                agreed(on.answers, off.answers),
                 1.0,
                 bar,
-                f"{count - 1} steps became {steps}",
+                f"{off.num_steps} steps became {on.num_steps}",
             ),
+            _share(f"{name}, {kind}: drafts on = off, temperature 0.8", agreed(hot[1], hot[0]), 1.0, bar),
         ]
-        hot = [looped(model, prompts, count, mtp=mtp, heat=0.8)[0] for mtp in (False, True)]
-        rows.append(_share(f"{name}, {kind}: drafts on = off, temperature 0.8", agreed(hot[1], hot[0]), 1.0, bar))
     return rows
 
 

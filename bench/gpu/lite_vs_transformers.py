@@ -3,8 +3,9 @@
     python3 bench/gpu/lite_vs_transformers.py [--quick] [--prompt 256] [--count 256] [--json FILE] [--commit ID] [--toy]
 
 64 sequences of equal length, greedy, no stops: both sides have the same weights and make as many tokens. Ours is
-`DecodeLoop` over the CUDA table: grouped experts, paged latent attention, one graph for each step. Also told: the
-share of greedy tokens on which both agree before they part (bf16 rounds differently on each side), and time per step.
+the executor that serves, over the CUDA table: grouped experts, paged latent attention, a captured graph for each step,
+and the host between two steps. Also told: the share of greedy tokens on which both agree before they part (bf16 rounds
+differently on each side), and time per step.
 Then the same weights in eight bits, integers (our kernels) and e4m3 (torch's products), beside ours in bf16.
 """
 
@@ -19,10 +20,9 @@ from typing import Any
 
 import timing
 import torch
+from driving import Batch
 
-from tripool.core import BLOCK_TOKENS
-from tripool.engine.device_loop import DecodeLoop
-from tripool.engine.device_runner import DeviceRunner
+from tripool.engine.device import DeviceSpec
 from tripool.kernels.cuda.arithmetic import quantized_ops_of
 from tripool.kernels.cuda.quantized_linear import QuantizedOps
 from tripool.kernels.cuda.table import cuda_table
@@ -64,7 +64,7 @@ class FromModule:
         return name in self._state
 
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
-        assert self._state[name].shape == shape, name
+        assert self._stored(name).shape == shape, name
 
     def scales(self, name: str, kind: str) -> torch.Tensor | None:
         if self._eight is None or "_proj" not in name:
@@ -175,17 +175,13 @@ def our_run(
     (sequences, length), asking = prompts.shape, prompts.tolist()
     dtype = dtype if quantized is None else torch.bfloat16
     model = our_model(settings, peer, device, dtype, quantized)
-    blocks = -(-(length + count + 3) // BLOCK_TOKENS)
-    runner = DeviceRunner(model, num_blocks=sequences * blocks, device=device, dtype=dtype)
-    tables = [list(range(i * blocks, (i + 1) * blocks)) for i in range(sequences)]
-    loop = DecodeLoop(runner, tables, count=count)
-    answers = loop.run(asking)  # warms up
-    whole_s = min(seconds(lambda: loop.run(asking), device)[0] for _ in range(3))
-    first_s = min(seconds(lambda: loop._start(asking, 32768), device)[0] for _ in range(2))
-    step_ms = (whole_s - first_s) / (count - 1) * 1e3
+    batch = Batch(DeviceSpec(torch.device(device), dtype), model, [length + count] * sequences, mtp=False)
+    runs = [batch.run(asking, [count] * sequences) for _ in range(4)][1:]  # the first one warms up
+    whole_s, first_s = min(run.whole_s for run in runs), min(run.first_s for run in runs)
+    step_ms = min(run.whole_s - run.first_s for run in runs) / (count - 1) * 1e3
     kind = "bf16" if quantized is None else quantized.stored
     print(f"ours, {kind}: {whole_s:.2f} s, first token {first_s:.2f} s, step {step_ms:.2f} ms", flush=True)
-    return OurRun(answers, whole_s, first_s, step_ms, model.num_bytes)
+    return OurRun(runs[0].answers, whole_s, first_s, step_ms, model.num_bytes)
 
 
 def main() -> int:

@@ -25,6 +25,10 @@ from tripool.text import TextFiles, Tokenizer
 BLOCK_GB = 9 * 64 * 160 * 4 / 2**30
 """KV memory of one block of the bundled model, MTP layer included."""
 
+CROWDED = {"kv_gb": 5.9 * BLOCK_GB, "max_running": 6, "step_tokens": 76}
+"""Small chunks and far too few blocks: prompts in pieces, preemptions, drafts without room."""
+ROOMY = {"kv_gb": 200 * BLOCK_GB, "max_running": 24, "step_tokens": 300}
+
 TOPICS = ("a fox", "the sea at night", "why leaves fall", "bread", "two friends", "a clock", "rain", "an old map")
 
 PERSON = {
@@ -73,6 +77,12 @@ def bundled(kernels: KernelTable) -> Iterator[Bundled]:
     with open_checkpoint("tiny") as checkpoint:
         yield Bundled(load_model(checkpoint, kernels=kernels), checkpoint.text, Tokenizer(checkpoint.text))
     torch.set_num_threads(threads)
+
+
+def ask(tiny: Bundled, number: int, *, repeat: int = 0, **params: object) -> Request:
+    text = f"Tell me about {TOPICS[number % len(TOPICS)]}" + ", please" * repeat
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 60, "ignore_eos": True} | params)
+    return Request(id=str(number), prompt_ids=tiny.chat_ids(text), params=sampling, seed=number)
 
 
 def mixed_request(number: int, tiny: Bundled, *, longest: int) -> Request:
@@ -137,3 +147,14 @@ def run(engine: Engine, requests: Sequence[Request], told: Told | None = None) -
         engine.scheduler.check()
     assert engine.scheduler.pool.num_held == 0
     return told
+
+
+def check_published(engine: Engine) -> None:
+    """Every slot of every block that others may find was filled or emptied; a prompt's first has nothing to hold."""
+    engine.draft()
+    pool, layer = engine.scheduler.pool, engine.executor.runner.kv[-1].view(-1, 64, engine.executor.runner.kv.shape[2])
+    found = list(pool._key_of)
+    assert len(found) > 2
+    assert not layer[found, 1:].isnan().any()
+    firsts = sum(bool(layer[block, 0].isnan().any()) for block in found)
+    assert firsts < len(found)

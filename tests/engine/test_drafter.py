@@ -14,7 +14,19 @@ from tripool.engine.runner import Runner
 from tripool.kernels import CPU, CPU8
 from tripool.sequence import Seq, Work
 
-from .mtp_traffic import BLOCK_GB, TOPICS, Bundled, Told, bundled, listen, mixed_request, run
+from .mtp_traffic import (
+    BLOCK_GB,
+    CROWDED,
+    ROOMY,
+    Bundled,
+    Told,
+    ask,
+    bundled,
+    check_published,
+    listen,
+    mixed_request,
+    run,
+)
 
 
 @pytest.fixture(scope="module")
@@ -23,23 +35,13 @@ def tiny() -> Iterator[Bundled]:
         yield model
 
 
-def ask(tiny: Bundled, number: int, *, repeat: int = 0, **params: object) -> Request:
-    text = f"Tell me about {TOPICS[number % len(TOPICS)]}" + ", please" * repeat
-    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 60, "ignore_eos": True} | params)
-    return Request(id=str(number), prompt_ids=tiny.chat_ids(text), params=sampling, seed=number)
-
-
 # ---- the text ------------------------------------------------------------------------------------------------------
-
-CROWDED = {"kv_gb": 5.9 * BLOCK_GB, "max_running": 6, "step_tokens": 76}
-"""Small chunks and far too few blocks: prompts in pieces, preemptions, drafts without room."""
-ROOMY = {"kv_gb": 200 * BLOCK_GB, "max_running": 24, "step_tokens": 300}
 
 
 def same_with_and_without(tiny: Bundled, numbers: range, longest: int, config: dict[str, float]) -> None:
     requests = [mixed_request(number, tiny, longest=longest) for number in numbers]
     with_drafts, without = tiny.engine(**config), tiny.engine(**config, mtp=False)
-    with_drafts._runner.kv.fill_(float("nan"))  # whatever is read without having been written would show
+    with_drafts.executor.runner.kv.fill_(float("nan"))  # whatever is read without having been written would show
     told, expected = run(with_drafts, requests), run(without, requests)
     assert told.answers() == expected.answers()
     assert without.num_drafted == 0
@@ -52,17 +54,6 @@ def same_with_and_without(tiny: Bundled, numbers: range, longest: int, config: d
     assert sum(event.num_draft_tokens for event in counted) == with_drafts.num_drafted
     assert sum(event.num_accepted_draft_tokens for event in counted) == with_drafts.num_accepted
     check_published(with_drafts)
-
-
-def check_published(engine: Engine) -> None:
-    """Every slot of every block that others may find was filled or emptied; a prompt's first has nothing to hold."""
-    engine.draft()
-    pool, layer = engine.scheduler.pool, engine._runner.kv[-1].view(-1, 64, engine._runner.kv.shape[2])
-    found = list(pool._key_of)
-    assert len(found) > 2
-    assert not layer[found, 1:].isnan().any()
-    firsts = sum(bool(layer[block, 0].isnan().any()) for block in found)
-    assert firsts < len(found)
 
 
 @pytest.mark.parametrize(("first", "config"), [(0, CROWDED), (30, ROOMY)], ids=["crowded", "roomy"])
@@ -130,36 +121,6 @@ def test_float32_differs_only_where_two_tokens_are_equally_likely() -> None:
 # ---- the drafts ----------------------------------------------------------------------------------------------------
 
 
-def test_drafts_in_one_call_are_those_of_the_sampler(tiny: Bundled, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch of several temperatures, mixed with prompts: the same guess for every sequence at every step."""
-    requests = [ask(tiny, number, temperature=0.35 * (number % 3), max_tokens=30) for number in range(7)]
-
-    def proposals(engine: Engine) -> list[tuple[str, int]]:
-        made, propose = [], engine.scheduler.propose
-
-        def listening(seq: Seq, draft: int) -> None:
-            made.append((seq.request.id, draft))
-            propose(seq, draft)
-
-        engine.scheduler.propose = listening
-        run(engine, requests)
-        return made
-
-    chosen: list[int] = []
-    choices = Runner.draft_choices
-
-    def counting(self: Runner, *work: object) -> list[int] | None:
-        found = choices(self, *work)
-        chosen.extend(found or ())
-        return found
-
-    monkeypatch.setattr(Runner, "draft_choices", counting)
-    in_one_call = proposals(tiny.engine(**ROOMY))
-    assert len(chosen) > 0.8 * len(in_one_call) > 50
-    monkeypatch.setattr(Runner, "draft_choices", lambda self, *work: None)
-    assert proposals(tiny.engine(**ROOMY)) == in_one_call
-
-
 def test_drafts_of_the_first_ids_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a larger vocabulary: the same text, and none beyond them but what a grammar leaves no choice about."""
     monkeypatch.setattr("tripool.models.decoder._DRAFT_TOKENS", 1024)
@@ -173,48 +134,6 @@ def test_drafts_of_the_first_ids_only(monkeypatch: pytest.MonkeyPatch) -> None:
         assert max(draft for (request, *_), draft in told.drafts.items() if request in free) < first
         assert max(token for each in told.tokens().values() for token in each) >= first
         assert engine.num_accepted > 0.3 * engine.num_drafted > 30
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_lone_sequence_s_step_with_its_draft_in_one_call(
-    tiny: Bundled, monkeypatch: pytest.MonkeyPatch, temperature: float
-) -> None:
-    """The same text, drafts and KV as by separate calls; across blocks, and to every kind of end."""
-    numbers, longest = range(4), 90
-    asked = [ask(tiny, n, repeat=7 * n, temperature=temperature, max_tokens=longest - n) for n in numbers]
-
-    def all_of_it() -> list[tuple[object, ...]]:
-        engine, found = tiny.engine(kv_gb=40 * BLOCK_GB), []
-        engine._runner.kv.fill_(float("nan"))
-        for request in asked:
-            told = listen(engine)
-            engine.add(request)
-            found.append((run_on(engine, told), told.drafts, engine.num_drafted, engine.num_accepted))
-        check_published(engine)
-        return [*found, engine._runner.kv[-1].nan_to_num(7.0).sum(1).tolist()]
-
-    def run_on(engine: Engine, told: Told) -> list[int]:
-        tokens = []
-        while engine.busy:
-            tokens += [event.token_id for event in engine.step()]
-        return tokens
-
-    calls: list[int] = []
-    in_one_call = Runner.step_and_guess
-
-    def counting(self: Runner, *work: object) -> tuple[list[int], int] | None:
-        found = in_one_call(self, *work)
-        calls.append(found is not None)
-        return found
-
-    monkeypatch.setattr(Runner, "step_and_guess", counting)
-    together = all_of_it()
-    assert sum(calls) > 0.4 * len(asked) * longest
-    monkeypatch.setattr(Runner, "step_and_guess", lambda self, *work: None)
-    apart = all_of_it()
-    assert together[:-1] == apart[:-1]
-    # A slot after the last token of an answer is nobody's: in one call it is filled before the end is known.
-    assert sum(a != b for a, b in zip(together[-1], apart[-1], strict=True)) <= len(asked)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -317,11 +236,11 @@ def test_slots_hold_what_their_definition_says(tiny: Bundled, prompt_len: int, s
     assert len(ids) == prompt_len
     params = SamplingParams(temperature=0.7, max_tokens=80, ignore_eos=True)
     engine = tiny.engine(max_running=1, step_tokens=step_tokens, kv_gb=6 * BLOCK_GB)
-    engine._runner.kv.fill_(float("nan"))
+    engine.executor.runner.kv.fill_(float("nan"))
     engine.add(Request(id="a", prompt_ids=ids, params=params, seed=3))
     seq = step_until(engine, "a", 12)
     num_slots = min(len(seq.tokens), 64 * len(seq.table))
-    ours = mtp_rows(engine._runner, seq.table, num_slots)
+    ours = mtp_rows(engine.executor.runner, seq.table, num_slots)
     expected = plain_rows(tiny, seq.tokens, prompt_len)[:num_slots]
     assert torch.equal(ours[1:], expected[1:])
 
@@ -330,13 +249,13 @@ def test_after_a_prefix_hit_one_slot_is_empty_and_the_rest_is_there(tiny: Bundle
     ids = ask(tiny, 2, repeat=80).prompt_ids[:150]
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     engine = tiny.engine(max_running=2, kv_gb=8 * BLOCK_GB)
-    engine._runner.kv.fill_(float("nan"))
+    engine.executor.runner.kv.fill_(float("nan"))
     first = run(engine, [Request(id="a", prompt_ids=ids, params=params, seed=3)])
     accepted = engine.num_accepted
     engine.add(Request(id="b", prompt_ids=ids, params=params, seed=3))
     seq = step_until(engine, "b", 20)
     assert seq.num_cached == 128
-    ours, expected = mtp_rows(engine._runner, seq.table, 150), plain_rows(tiny, seq.tokens, 150)
+    ours, expected = mtp_rows(engine.executor.runner, seq.table, 150), plain_rows(tiny, seq.tokens, 150)
     assert torch.equal(ours[1:128], expected[1:128]), "found in the cache"
     assert not ours[128].any(), "nobody has the hidden state before it"
     assert not ours[129:].isnan().any()
@@ -349,14 +268,14 @@ def test_what_a_request_of_one_token_leaves_behind_is_complete(tiny: Bundled) ->
     """It ends before anybody drafts; the blocks of its prompt must serve the next one's drafts all the same."""
     ids = ask(tiny, 4, repeat=80).prompt_ids[:130]
     engine = tiny.engine(max_running=2, kv_gb=8 * BLOCK_GB)
-    engine._runner.kv.fill_(float("nan"))
+    engine.executor.runner.kv.fill_(float("nan"))
     run(engine, [Request(id="a", prompt_ids=ids, params=SamplingParams(max_tokens=1), seed=3)])
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     engine.add(Request(id="b", prompt_ids=ids, params=params, seed=3))
     seq = step_until(engine, "b", 2)
     assert seq.num_cached == 128
     expected = plain_rows(tiny, seq.tokens, 130)
-    assert torch.equal(mtp_rows(engine._runner, seq.table, 128)[1:], expected[1:128])
+    assert torch.equal(mtp_rows(engine.executor.runner, seq.table, 128)[1:], expected[1:128])
 
 
 def test_memory_counts_the_layer(tiny: Bundled) -> None:

@@ -41,7 +41,7 @@ def tiny() -> Iterator[Bundled]:
 
 def poison_sampler(engine: Engine, victim: str, calls: int) -> None:
     """The victim's `calls`-th choice raises."""
-    left, choose = [calls], engine._sampler._sample_row
+    left, choose = [calls], engine.executor.sampler._sample_row
 
     def sample_row(row: Any, seq: Seq) -> Any:
         if seq.request.id == victim:
@@ -50,7 +50,7 @@ def poison_sampler(engine: Engine, victim: str, calls: int) -> None:
                 raise Poison
         return choose(row, seq)
 
-    engine._sampler._sample_row = sample_row  # type: ignore[method-assign]
+    engine.executor.sampler._sample_row = sample_row  # type: ignore[method-assign]
 
 
 class PoisonedGuide:
@@ -138,8 +138,7 @@ def test_a_batch_that_fails_takes_its_requests_along_and_no_others(tiny: Bundled
     engine.step()
     expected = run(tiny.engine(), [requests[5]]).tokens()
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_run", lambda *_: (_ for _ in ()).throw(Poison()))
-        patch.setattr(engine._drafter, "at_once", lambda *_: None)
+        patch.setattr(engine.executor, "submit", lambda *_: (_ for _ in ()).throw(Poison()))
         in_batch = {seq.request.id for seq in engine.scheduler.holders()}
         assert engine.step() == []
     failed = set(engine.take_failed())
@@ -178,7 +177,7 @@ def test_drafts_that_fail_cost_nothing_but_drafts(tiny: Bundled, monkeypatch) ->
     requests = [mixed_request(number, tiny, longest=20) for number in range(5)]
     expected = run(tiny.engine(), requests).tokens()
     engine = tiny.engine()
-    calls, guesses = [0], engine._drafter._guesses
+    calls, guesses = [0], engine.executor.drafter._draft
 
     def sometimes(*args: Any) -> Any:
         calls[0] += 1
@@ -186,7 +185,7 @@ def test_drafts_that_fail_cost_nothing_but_drafts(tiny: Bundled, monkeypatch) ->
             raise Poison
         return guesses(*args)
 
-    monkeypatch.setattr(engine._drafter, "_guesses", sometimes)
+    monkeypatch.setattr(engine.executor.drafter, "_draft", sometimes)
     assert run(engine, requests).tokens() == expected
     assert engine.take_failed() == [] and calls[0] > 4
 

@@ -1,4 +1,4 @@
-"""Where an engine's tensors live when that is not this machine's own memory: one device and the type it computes in."""
+"""An accelerator as an engine uses it: the device, the data type, its executor, and models loaded onto it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from tripool.checkpoints import Checkpoint, open_checkpoint
 from tripool.config import Precision
 from tripool.engine.device_runner import DeviceRunner
 from tripool.engine.device_sampler import DeviceSampler
+from tripool.engine.executor import Executor, PlainExecutor
+from tripool.engine.sampler import Guard
 from tripool.errors import TripoolError
 from tripool.kernels import KernelTable
 from tripool.kernels.cuda.arithmetic import quantized_ops_of
@@ -21,11 +23,11 @@ from tripool.models import Model, load_model
 from tripool.text.files import TextFiles
 
 HOPPER = 9
-"""The major compute capability whose 8-bit products were measured; on others they are multiplied out."""
+"""The major compute capability on which 8-bit products were measured; elsewhere weights are dequantised."""
 
 
 class DeviceMissing(TripoolError):
-    """The device that was asked for is not there, or torch cannot reach it."""
+    """The requested device does not exist, or torch cannot use it."""
 
     code = "device_missing"
 
@@ -35,7 +37,7 @@ class DeviceSpec:
     device: torch.device
     dtype: torch.dtype
     use_8_bit_products: bool = False
-    """Whether what a checkpoint holds in eight bits is multiplied in them. Results are in bfloat16."""
+    """Whether weights that a checkpoint holds in 8 bits are multiplied in 8 bits. Results are in bfloat16."""
 
     def __post_init__(self) -> None:
         assert not self.use_8_bit_products or self.dtype == torch.bfloat16
@@ -43,8 +45,9 @@ class DeviceSpec:
     def runner(self, model: Model, num_blocks: int, *, mtp: bool) -> DeviceRunner:
         return DeviceRunner(model, num_blocks=num_blocks, device=self.device, dtype=self.dtype, mtp=mtp)
 
-    def sampler(self, model: Model) -> DeviceSampler:
-        return DeviceSampler(model.arch.vocab, self.device)
+    def executor(self, model: Model, num_blocks: int, *, mtp: bool, guard: Guard) -> Executor:
+        sampler = DeviceSampler(model.arch.vocab, self.device)
+        return PlainExecutor(self.runner(model, num_blocks, mtp=mtp), sampler, mtp=mtp, guard=guard)
 
 
 def cuda_spec(precision: Precision) -> DeviceSpec:

@@ -1,8 +1,8 @@
-"""The runner on a device of its own. Steps that only decode run as captured graphs, one for each size of batch.
+"""The runner on an accelerator. Batches that only decode run as captured graphs, one for each batch size.
 
-A captured step has a number of requests, of query rows for each, and of table columns, all rounded up; what is real in
-it is told by tensors that are filled before each replay, in one copy from pinned memory. Rows that fill a size up stand
-in a block that belongs to nobody. On a device without graphs the same step runs call by call.
+A captured step has a number of requests, query rows for each, and block-table columns, all rounded up. Its input
+tensors are filled from pinned memory before each replay. Padding rows use a block that no sequence owns. On a device
+without graphs the same step runs call by call.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from tripool.core import BLOCK_TOKENS
@@ -24,7 +25,7 @@ class Size:
     requests: int
     queries: int
     width: int
-    """Blocks in a row of the table."""
+    """Columns of the block table."""
 
     @property
     def rows(self) -> int:
@@ -38,13 +39,13 @@ class Size:
 
 
 def _round_up(count: int) -> int:
-    """To a power of two, and above 16 to a multiple of it: little is wasted, and there are few sizes."""
+    """To a power of two, above 16 to a multiple of 16: little padding, and few sizes."""
     return 1 << (count - 1).bit_length() if count <= 16 else -(-count // 16) * 16
 
 
 @dataclass(slots=True)
 class Step:
-    """One size's inputs, where they stay, and what runs over them."""
+    """A captured step of one size: its input tensors, whose addresses stay, and the replay."""
 
     size: Size
     columns: torch.Tensor
@@ -52,7 +53,7 @@ class Step:
     table: torch.Tensor
     lengths: torch.Tensor
     hidden_in: torch.Tensor | None
-    """For the MTP layer: final states of the tokens before."""
+    """For the MTP layer: final hidden states of the tokens before."""
     run: Callable[[], torch.Tensor] = field(init=False)
 
     def batch(self, first: int) -> Batch:
@@ -62,24 +63,27 @@ class Step:
         return Batch(tokens, positions, slots, 0, [], [], native=DeviceRows((), rows, order))
 
     def fill(self, work: Sequence[Work], nowhere: int) -> list[int]:
-        """The rows of `work`, each request's in its own place. Returns where they are."""
+        """Write the rows of `work`, padded to the size. Returns the indices of the real rows."""
         size = self.size
-        columns = torch.zeros(3, size.requests, size.queries, dtype=torch.int64)
+        # By numpy: torch takes several times as long for each small assignment.
+        columns = np.zeros((3, size.requests, size.queries), np.int64)
         columns[2] = nowhere * BLOCK_TOKENS
-        table = torch.full((size.requests, size.width), nowhere, dtype=torch.int32)
-        lengths = torch.full((size.requests,), size.queries, dtype=torch.int32)
+        table = np.full((size.requests, size.width), nowhere, np.int32)
+        lengths = np.full(size.requests, size.queries, np.int32)
         real: list[int] = []
         for i, piece in enumerate(work):
             count, blocks = len(piece.tokens), -(-piece.stop // BLOCK_TOKENS)
             positions = range(piece.start, piece.stop)
             slots = [piece.table[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in positions]
-            columns[:, i, :count] = torch.tensor((piece.tokens, list(positions), slots))
-            table[i, :blocks] = torch.tensor(piece.table[:blocks])
-            # The last rows may be nobody's: then the context is said to be longer, and only they see what is there.
+            columns[:, i, :count] = piece.tokens, positions, slots
+            table[i, :blocks] = piece.table[:blocks]
+            # A request with fewer rows than `queries`: its context is longer by the rows that fill it up, and only
+            # those rows see the rest.
             lengths[i] = piece.start + size.queries
             real.extend(range(i * size.queries, i * size.queries + count))
-        for target, source in ((self.columns, columns.flatten(1)), (self.table, table), (self.lengths, lengths)):
-            target.copy_(_pinned(source, target), non_blocking=True)
+        inputs = (columns.reshape(3, -1), table, lengths)
+        for target, source in zip((self.columns, self.table, self.lengths), inputs, strict=True):
+            target.copy_(_pinned(torch.from_numpy(source), target), non_blocking=True)
         return real
 
 
@@ -97,14 +101,14 @@ class DeviceRunner(Runner):
         super().__init__(model, num_blocks=num_blocks, mtp=mtp)
 
     def _memory(self, layers: int, num_blocks: int, width: int) -> torch.Tensor:
-        """One more block than the scheduler knows of, for rows that are nobody's."""
+        """One more block than the scheduler has, for padding rows."""
         return torch.zeros(layers, (num_blocks + 1) * BLOCK_TOKENS, width, dtype=self._dtype, device=self.device)
 
     @torch.inference_mode()
     def warm(self, max_running: int, step_tokens: int, progress: Callable[[str], None] | None = None) -> None:
         """Kernels are compiled for the sizes of their inputs: every decode step of a short context is captured, and
-        prompts up to a step run once, in the block that belongs to nobody. Graphs for longer contexts come with them:
-        they need no new kernels."""
+        prompts up to `step_tokens` run once, all in the padding block. Graphs for longer contexts are captured when
+        they occur: they need no new kernels."""
         decodes = [
             [Work([0] * queries, 0, [self._nowhere], True)] * requests
             for requests in sorted({_round_up(count) for count in range(1, max_running + 1)})

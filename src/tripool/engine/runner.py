@@ -1,4 +1,4 @@
-"""Turns pieces of work into tensors, runs the network over them and keeps the paged KV memory."""
+"""Runs the network over pieces of work and holds the paged KV memory."""
 
 from __future__ import annotations
 
@@ -52,42 +52,35 @@ class Runner:
         return torch.frombuffer(data, dtype=self.kv.dtype).view(len(self.kv), BLOCK_TOKENS, -1)
 
     def warm(self, max_running: int, step_tokens: int, progress: Callable[[str], None] | None = None) -> None:
-        """Take what is slow the first time now, before somebody waits for it. Here nothing is."""
+        """Do now what is slow the first time, such as compiling kernels. On a CPU nothing is."""
 
     @torch.inference_mode()
     def hidden(self, work: Sequence[Work]) -> torch.Tensor:
         """Final hidden states of all rows, in the order of `work`. Writes their KV."""
-        at_once = self.hidden_and_choices(work, (), ())
-        if at_once is not None:
-            return at_once[0]
+        if self.model.stack is not None:
+            return self.step(work, (), ())[0]
         batch, order = batch_of(work)
         hidden = self.model.hidden(batch, self.kv)
         return hidden if order is None else hidden.index_select(0, order)
 
-    def hidden_and_choices(
-        self, work: Sequence[Work], rows: Sequence[int], draws: Sequence[Draw]
-    ) -> tuple[torch.Tensor, list[int]] | None:
-        """As `hidden`, and what these draws choose from the `logits` of these rows, in one call; None, and nothing
-        done, where there is none."""
-        stack = self.model.stack
-        if stack is None:
-            return None
+    def step(self, work: Sequence[Work], rows: Sequence[int], draws: Sequence[Draw]) -> tuple[torch.Tensor, list[int]]:
+        """As `hidden`, and what these draws choose from the `logits` of these rows, in one call."""
+        assert self.model.stack is not None
         ordered = sorted(work, key=_form) if len(work) > 1 else work
         order = None if _same(ordered, work) else _rows_of(work, ordered)
-        hidden, chosen = stack.step(ordered, self.kv, rows if order is None else [order[row] for row in rows], draws)
-        return hidden if order is None else hidden[order], chosen
+        rows = rows if order is None else [order[row] for row in rows]
+        hidden, tokens = self.model.stack.step(ordered, self.kv, rows, draws)
+        return hidden if order is None else hidden[order], tokens
 
-    def step_and_guess(self, work: Work, draws: Sequence[Draw]) -> tuple[list[int], int] | None:
-        """The whole way of one sequence from its newest token, perhaps with a draft after it, to the next draft: what
-        these draws choose (see `StackOp.step_and_guess`), in one call; None, and nothing done, where there is none."""
-        stack, mtp = self.model.stack, self.model.mtp
-        if stack is None or mtp is None:
-            return None
-        return stack.step_and_guess(work, self.kv, draws, mtp.draft)
+    def step_and_guess(self, work: Work, draws: Sequence[Draw]) -> tuple[list[int], int]:
+        """One decoding sequence from its newest token, perhaps with a draft after it, to the next draft, in one call:
+        see `StackOp.step_and_guess`."""
+        assert self.model.stack is not None and self.model.mtp is not None
+        return self.model.stack.step_and_guess(work, self.kv, draws, self.model.mtp.draft)
 
     @torch.inference_mode()
     def mtp_hidden(self, work: Sequence[Work], hidden: torch.Tensor) -> torch.Tensor:
-        """MTP layer over the same kind of work: its tokens are the successors of the rows of `hidden`."""
+        """The MTP layer over work whose tokens are the successors of the rows of `hidden`."""
         batch, order = batch_of(work, first=1)
         if order is None:
             return self.model.mtp_hidden(batch, hidden, self.kv)
@@ -95,7 +88,7 @@ class Runner:
 
     @torch.inference_mode()
     def draft_logits(self, work: Sequence[Work], hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """As `mtp_hidden`, and then what comes after these rows, in their order."""
+        """As `mtp_hidden`, and then the logits of these rows, in their order."""
         batch, order = batch_of(work, first=1)
         if order is None:
             return self.model.draft_logits(batch, hidden, self.kv, rows)
@@ -103,20 +96,18 @@ class Runner:
         logits = self.model.draft_logits(batch, hidden[torch.argsort(order)], self.kv, sorted(places.tolist()))
         return logits[torch.argsort(torch.argsort(places))]
 
-    def draft_choices(
+    def draft_tokens(
         self, work: Sequence[Work], hidden: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]
     ) -> list[int] | None:
-        """What these draws choose from `draft_logits`, in one call; None, and nothing done, where there is none."""
-        assert self.model.mtp is not None
-        choosing = self.model.mtp.choosing
-        if choosing is None:
-            return None
+        """What these draws choose from `draft_logits`, in one call; None, and nothing done, for work in another order
+        than the call takes."""
+        assert self.model.mtp is not None and self.model.mtp.choosing is not None
         if not _same(sorted(work, key=_form), work):
             return None
-        return choosing.choose(work, hidden, self._mtp_kv, rows, draws)
+        return self.model.mtp.choosing.choose(work, hidden, self._mtp_kv, rows, draws)
 
     def clear_mtp(self, table: Sequence[int], position: int) -> None:
-        """A slot of the MTP layer that nothing can be computed for: better nothing than what was there before."""
+        """Zero a slot of the MTP layer that cannot be computed: it may hold KV of another sequence."""
         self.kv[self.model.arch.layers, table[position // BLOCK_TOKENS] * BLOCK_TOKENS + position % BLOCK_TOKENS] = 0.0
 
     @torch.inference_mode()
@@ -125,15 +116,15 @@ class Runner:
 
 
 def _zeros(*shape: int) -> torch.Tensor:
-    """Zero without being written: the system gives each page, zeroed, when it is first used. `torch.zeros` writes every
-    byte, which for gigabytes of KV takes longer than all the rest of a start from the model cache."""
+    """Anonymous pages, which the kernel zeroes when they are first used. `torch.zeros` writes every byte, which for
+    gigabytes of KV takes longer than the rest of a start from the weight cache."""
     num_bytes = torch.float32.itemsize * math.prod(shape)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memoryview(pages), dtype=torch.float32).view(shape)
 
 
 def rows_of(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """These rows of x; itself where they are all of it, a view, which costs a tenth, where they follow one another."""
+    """These rows of x: x itself if they are all rows, a view if they are consecutive, which costs a tenth of a copy."""
     first, count = rows[0], len(rows)
     if count == len(x) and list(rows) == list(range(count)):
         return x
@@ -142,7 +133,7 @@ def rows_of(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 
 
 def batch_of(work: Sequence[Work], *, first: int = 0) -> tuple[Batch, torch.Tensor | None]:
-    """Prompt-form rows first. Also returns where each given row went, or None when the order was right already."""
+    """Rows in prompt form first. Also the new index of each given row; None if the order did not change."""
     ordered = sorted(work, key=_form)
     tokens: list[int] = []
     positions: list[int] = []
@@ -160,14 +151,14 @@ def batch_of(work: Sequence[Work], *, first: int = 0) -> tuple[Batch, torch.Tens
             piece.table[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(piece.start, piece.stop)
         ]
     num_prompt_rows = sum(seq.count for seq in prompts)
-    # By numpy: torch takes four times as long to make a small tensor of a list.
+    # By numpy: torch takes four times as long to make a small tensor from a list.
     columns = (torch.from_numpy(np.array(column, np.int64)) for column in (tokens, positions, slots))
     batch = Batch(next(columns), next(columns), next(columns), num_prompt_rows, prompts, decodes)
     return batch, None if _same(ordered, work) else torch.tensor(_rows_of(work, ordered))
 
 
 def _form(piece: Work) -> bool:
-    """Prompt form first."""
+    """Sort key: prompt form first."""
     return piece.decode
 
 
@@ -176,7 +167,7 @@ def _same(ordered: Sequence[Work], work: Sequence[Work]) -> bool:
 
 
 def _rows_of(work: Sequence[Work], ordered: Sequence[Work]) -> list[int]:
-    """Where each row of `work` is among those of `ordered`."""
+    """The index of each row of `work` among the rows of `ordered`."""
     starts, row = {}, 0
     for piece in ordered:
         starts[id(piece)] = row

@@ -1,4 +1,4 @@
-"""From logits to tokens. A row's result depends on its own logits, history and noise key only.
+"""Sampling: from logits to tokens. A row's token depends on its own logits, history and noise key only.
 
 Order: penalties and bias change logits; banned tokens, and those the grammar does not allow, go to -inf; temperature;
 top-k, then top-p, then min-p keep a set; Gumbel noise picks from it. Temperature 0 takes the largest. Log-probabilities
@@ -23,13 +23,13 @@ from tripool.kernels.table import Draw
 from tripool.sequence import Sampled, Seq
 
 _FIRST_CANDIDATES = 256
-"""How many of the likeliest tokens are sorted first for top-p; nearly always enough, and much cheaper than all."""
+"""Tokens that top-p sorts first; nearly always enough, and much cheaper than the whole vocabulary."""
 
 _LARGEST = 1e30
-"""No logit is further from 0 than this when it is chosen from: divided by any temperature it is still finite."""
+"""Bound of a logit's magnitude before sampling: divided by any temperature it is still finite."""
 
 Guard = Callable[[Seq, Callable[[], Sampled]], Sampled | None]
-"""How a choice for one sequence is made, so that what goes wrong with it is its own: then there is None."""
+"""Runs the sampling of one sequence. None: it failed, and only its own request ends."""
 
 
 def unguarded(seq: Seq, choose: Callable[[], Sampled]) -> Sampled | None:
@@ -43,49 +43,43 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, seqs: Sequence[Seq], guard: Guard = unguarded) -> Sequence[Sampled | None]:
         """logits float32 [rows, vocab], a row per sequence. Rows may be changed in place."""
-        at_once = self.sample_at_once(logits, seqs)
-        if at_once is not None:
-            return at_once
         return [guard(seq, partial(self._sample_row, row, seq)) for row, seq in zip(logits, seqs, strict=True)]
 
-    def sample_at_once(self, logits: torch.Tensor, seqs: Sequence[Seq]) -> list[Sampled] | None:
-        """As `sample`, where no token changes the choice after it: so for all rows of these sequences, in any number.
-        None where that is not so."""
-        if not all(_is_plain_greedy(seq) for seq in seqs):
-            return None
-        return [Sampled(token) for token in self._likeliest(logits)]
+    def choose(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
+        """What each draw chooses from its row of logits, which may be those of the first ids only. Rows may be changed
+        in place."""
+        if not any(temperature for temperature, _ in draws):
+            return self._likeliest(logits)
+        return [self._drawn(_bounded(row), *draw) for row, draw in zip(logits, draws, strict=True)]
 
     def guess(self, logits: torch.Tensor, seqs: Sequence[Seq]) -> list[int]:
-        """As `sample`, for logits that are a guess, perhaps of the first ids only: the token that `sample` would choose
-        if it saw the same ones, and nothing of the others.
+        """Draft tokens: what `sample` would choose from these logits, which may be those of the first ids only.
 
-        History, settings and noise are those the real choice will use, so a good guess is a hit at any temperature.
+        History, settings and noise are those of the verifying step, so a good draft is accepted at any temperature.
         """
-        if all(_is_plain_greedy(seq) for seq in seqs):
-            return self._likeliest(logits)
         return [self._choose(self._widened(row, seq), seq) for row, seq in zip(logits, seqs, strict=True)]
 
     def draws(self, seqs: Sequence[Seq]) -> list[Draw] | None:
-        """How `guess` chooses for each sequence, where that needs nothing but the logits; None if one is not so."""
-        if not self._fast or not all(_is_plain_draw(seq) for seq in seqs):
+        """The draws by which `guess` chooses; None if a sequence needs more than its logits and noise."""
+        if not all(_is_plain_draw(seq) for seq in seqs):
             return None
-        return [_draw_of(seq) for seq in seqs]
+        return [draw_of(seq) for seq in seqs]
 
     def choices(self, seqs: Sequence[Seq], drafted: Sequence[Seq]) -> list[Draw] | None:
-        """How `sample` chooses for each sequence, and then for some of them once more, after a token that is not known
-        yet; where all of that needs nothing but the logits. None if it does not."""
-        if not self._fast or not all(is_simple(seq) for seq in seqs):
+        """The draws by which `sample` chooses for each sequence, then those for the token after each draft; None if a
+        sequence needs more than its logits and noise."""
+        if not all(is_simple(seq) for seq in seqs):
             return None
-        return [_draw_of(seq) for seq in seqs] + [_draw_of(seq, ahead=1) for seq in drafted]
+        return [draw_of(seq) for seq in seqs] + [draw_of(seq, ahead=1) for seq in drafted]
 
     def draws_ahead(self, seq: Seq, count: int) -> list[Draw] | None:
-        """How `sample` chooses the next token, and those after it; None where that needs more than their logits."""
-        if not self._fast or not is_simple(seq):
+        """The draws of a sequence's next `count` tokens; None if it needs more than its logits and noise."""
+        if not is_simple(seq):
             return None
-        return [_draw_of(seq, ahead) for ahead in range(count)]
+        return [draw_of(seq, ahead) for ahead in range(count)]
 
     def _widened(self, row: torch.Tensor, seq: Seq) -> torch.Tensor:
-        """Of the whole vocabulary, where ids of it are to be penalised, banned or allowed."""
+        """Logits of the whole vocabulary, where any id of it may be penalised, banned or allowed."""
         row = _bounded(row)
         if not _adjusts(seq) or len(row) == len(self._hashes):
             return row
@@ -103,7 +97,7 @@ class Sampler:
         return int(row.argmax()) if seq.request.params.temperature == 0 else self._draw(row, seq)
 
     def _likeliest(self, logits: torch.Tensor) -> list[int]:
-        """Of each row. Otherwise by numpy, whose search is many times faster than torch's for one row."""
+        """The first largest of each row. Without C kernels by numpy, which is much faster than torch for one row."""
         if self._fast:
             return fast_largest(logits)
         tokens: list[int] = logits.numpy().argmax(-1).tolist()
@@ -112,21 +106,24 @@ class Sampler:
     def _draw(self, row: torch.Tensor, seq: Seq) -> int:
         params, key = seq.request.params, _key(seq)
         if _keeps_all(params):
-            if self._fast:
-                return fast_draw(row, params.temperature, key)
-            return draw(row, params.temperature, key, self._hashes)
+            return self._drawn(row, params.temperature, key)
         row = row / params.temperature
         kept = keep(row, params)
         return int(kept[(row[kept] + gumbel(key, self._hashes[kept])).argmax()])
 
+    def _drawn(self, row: torch.Tensor, temperature: float, key: int) -> int:
+        if temperature == 0:
+            return int(row.argmax())
+        return fast_draw(row, temperature, key) if self._fast else draw(row, temperature, key, self._hashes)
+
 
 def _bounded(row: torch.Tensor) -> torch.Tensor:
-    """In place: finite. What is not a number is never chosen while there is another."""
+    """Make finite, in place. NaN is never chosen while there is a number."""
     return row.nan_to_num_(nan=-_LARGEST).clamp_(-_LARGEST, _LARGEST)
 
 
 def adjust(row: torch.Tensor, seq: Seq) -> None:
-    """Penalties, bias and bans, in place. Finite logits stay so, but for those of banned tokens: -inf."""
+    """Apply penalties, bias and bans, in place. Finite logits stay finite, except banned tokens: -inf."""
     params = seq.request.params
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted(set(seq.tokens)))
@@ -149,14 +146,14 @@ def adjust(row: torch.Tensor, seq: Seq) -> None:
 
 
 def _confine(row: torch.Tensor, allowed: torch.Tensor) -> None:
-    """The grammar has the last word: where all that it allows is banned, the ban falls."""
+    """The grammar overrides bans: if all that it allows is banned, the bans are dropped."""
     row.masked_fill_(~allowed, float("-inf"))
     if row.max() == float("-inf"):
         row[allowed] = 0.0
 
 
 def keep(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Tokens that stay candidates, likeliest first where that is known."""
+    """Tokens that remain candidates, likeliest first if they were sorted."""
     if params.top_k == 0 and params.top_p == 1.0:
         return torch.where(row >= row.max() + _log(params.min_p))[0]
     order = _top(row, params)
@@ -166,7 +163,7 @@ def keep(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         total = torch.logsumexp(values if params.top_k else row, -1)
         before = (values - total).exp().cumsum(-1).roll(1)
         inside = before < params.top_p
-        inside[0] = True  # the likeliest, however small top_p is: in float32 it may be 0
+        inside[0] = True  # the likeliest always: top_p may be 0 in float32
         order, values = order[inside], values[inside]
     if params.min_p > 0.0:
         order = order[values >= values[0] + _log(params.min_p)]
@@ -181,13 +178,13 @@ def _key(seq: Seq, ahead: int = 0) -> int:
     return noise_key(seq.request.seed, seq.choice, seq.num_generated + ahead)
 
 
-def _draw_of(seq: Seq, ahead: int = 0) -> Draw:
+def draw_of(seq: Seq, ahead: int = 0) -> Draw:
     temperature = seq.request.params.temperature
     return temperature, _key(seq, ahead) if temperature else 0
 
 
 def _top(row: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The likeliest tokens in order: `top_k` of them, or as many as surely hold the top-p set."""
+    """The likeliest tokens in order: `top_k` of them, or enough to contain the top-p set."""
     vocab = len(row)
     if params.top_k:
         return row.topk(min(params.top_k, vocab)).indices
@@ -214,11 +211,6 @@ def is_simple(seq: Seq) -> bool:
     """Whether the choice needs nothing but the logits, a temperature and noise."""
     p = seq.request.params
     return p.logprobs is None and not _adjusts(seq) and (p.temperature == 0 or _keeps_all(p))
-
-
-def _is_plain_greedy(seq: Seq) -> bool:
-    p = seq.request.params
-    return p.temperature == 0 and p.logprobs is None and not _adjusts(seq)
 
 
 def _is_plain_draw(seq: Seq) -> bool:

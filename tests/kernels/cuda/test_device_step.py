@@ -1,4 +1,4 @@
-"""The CUDA table, runner and loop on a CPU: the same code without graphs and Triton, against the float32 CPU path."""
+"""The CUDA table and runner on a CPU: the same code without graphs and Triton, against the float32 CPU path."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import torch
 
 from oracle.close import assert_close
 from tripool.checkpoints import open_checkpoint
-from tripool.engine.device_loop import DecodeLoop
 from tripool.engine.device_runner import DeviceRunner
-from tripool.engine.noise import draw, noise_key, stream_base, token_hashes
 from tripool.engine.runner import Runner
 from tripool.kernels.cuda.table import cuda_table
 from tripool.kernels.cuda.weight_store import OnDevice
@@ -50,23 +48,6 @@ def tables(rng: random.Random) -> list[list[int]]:
     return [blocks[i * 4 : i * 4 + 4] for i in range(len(PROMPTS))]
 
 
-def plain_greedy(model: Model, count: int, temperature: float = 0.0) -> list[list[int]]:
-    """One sequence at a time, one token at a time, on the float32 CPU path."""
-    hashes, answers = token_hashes(model.arch.vocab), []
-    for choice, prompt in enumerate(PROMPTS):
-        runner, answer = Runner(model, num_blocks=4), []
-        work = Work(list(prompt), 0, [0, 1, 2, 3], False)
-        while len(answer) < count:
-            row = runner.logits(runner.hidden([work])[-1:])[0]
-            if temperature:
-                answer.append(draw(row, temperature, noise_key(11, choice, len(answer)), hashes))
-            else:
-                answer.append(int(row.argmax()))
-            work = Work(answer[-1:], len(prompt) + len(answer) - 1, [0, 1, 2, 3], True)
-        answers.append(answer)
-    return answers
-
-
 def test_mixed_steps_agree_with_the_cpu_path(models: tuple[Model, Model]) -> None:
     """Prompt pieces, decode pieces of one, two and three rows, in any order: same hidden states row by row."""
     rng = random.Random(3)
@@ -102,24 +83,6 @@ def test_a_captured_size_is_used_for_smaller_batches_too(models: tuple[Model, Mo
     assert own <= set(written) <= own | set(range(NUM_BLOCKS * 64, (NUM_BLOCKS + 1) * 64))
     alone = torch.cat([runner.hidden([piece]) for piece in three])
     assert_close(together, alone)
-
-
-def answers_of(model: Model, count: int, *, mtp: bool, temperature: float = 0.0) -> tuple[list[list[int]], int]:
-    loop = DecodeLoop(device_runner(model), tables(random.Random(8)), count=count, mtp=mtp)
-    if temperature:
-        loop.sample_with([temperature] * len(PROMPTS), [stream_base(11, i) for i in range(len(PROMPTS))])
-    return loop.run(PROMPTS, chunk_tokens=70), loop.num_steps
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_the_loop_gives_the_same_text_with_drafts_and_without(models: tuple[Model, Model], temperature: float) -> None:
-    count = 24
-    reference = plain_greedy(models[0], count, temperature)
-    plain, num_plain = answers_of(models[1], count, mtp=False, temperature=temperature)
-    drafted, num_drafted = answers_of(models[1], count, mtp=True, temperature=temperature)
-    assert plain == drafted == reference
-    assert num_plain == count - 1
-    assert num_drafted < count - 1 or temperature, "no draft ever came true"
 
 
 def test_experts_in_sorted_rows_equal_every_expert_over_every_row() -> None:

@@ -9,10 +9,10 @@ import torch
 
 from tripool.core import BLOCK_TOKENS, Conversation
 from tripool.engine.device import DeviceSpec, load_on
-from tripool.engine.device_loop import DecodeLoop
 from tripool.engine.noise import stream_base
 from tripool.text import Tokenizer
 from tripool.train.config import TrainError
+from tripool.train.drafts.decode_loop import DecodeLoop
 from tripool.train.encode import ANSWER, PROMPT, SKIPPED, Encoded
 
 PROMPT_TOKENS, ANSWER_TOKENS = 128, 192
