@@ -131,8 +131,9 @@ def test_what_cannot_fit_is_said_before_it_is_loaded(tripool, tmp_path):
 def test_kept_models_are_there_at_the_next_start(tmp_path):
     """What is kept lies in the user's own folder of shared memory: here, another."""
     code = (
-        "import sys; from pathlib import Path; from tripool.cli import weight_cache; folder = Path(sys.argv.pop(1)); "
-        "weight_cache.memory_folder = lambda: folder; from tripool.cli.main import main; main()"
+        "import sys; from pathlib import Path; from tripool.serving import weight_cache; "
+        "folder = Path(sys.argv.pop(1)); weight_cache.memory_folder = lambda: folder; "
+        "from tripool.cli.main import main; main()"
     )
     kept = []
     for _ in range(2):

@@ -143,7 +143,7 @@ def test_an_answer_that_fails_on_its_way_says_so(serve: Serve, requests: Request
         with served.http.stream("POST", "/v1/completions", json=BODY | {"stream": True, "ignore_eos": True}) as answer:
             lines = answer.iter_lines()
             next(lines)
-            served.thread.close(0)
+            served.server.engines.end()
             served.engine.in_flight.set()
             assert "engine_stopped" in "".join(lines)
         refused = served.http.post("/v1/completions", json=BODY)

@@ -35,21 +35,20 @@ _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal
 
 
 class Supervisor:
-    """`specs`: one for the gateway and for every worker. `on_ready` is called when all of them are, for the first time.
-    `cache`: names of cache members, whose `cache_spec` is asked for once a worker has said how large a block is."""
+    """`specs`: one for the gateway and for every worker. `cache`: names of cache members, which are started from
+    `cache_spec(name, block_bytes)` once a worker has reported the size of its blocks."""
 
     def __init__(
         self,
         specs: Sequence[Spec],
         folder: Path,
         *,
-        on_ready: Callable[[], object],
         cache: Sequence[str] = (),
         cache_spec: Callable[[str, int], Spec] | None = None,
         start: Callable[[Spec, int, float], Child] = launch,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder, self._on_ready = folder, on_ready
+        self._folder = folder
         self._start, self._clock = start, clock
         self._selector = selectors.DefaultSelector()
         self._children: dict[str, Child] = {}
@@ -67,11 +66,15 @@ class Supervisor:
         self.stopping = False
         """Set it, from a signal handler too: `run` ends the children in order and returns."""
 
-    def run(self) -> None:
+    def run(self, on_ready: Callable[[], object]) -> None:
+        """Until `stopping` is set. `on_ready` is called once the gateway and every worker have been ready together."""
         try:
             while not self.stopping:
                 self._start_due()
                 self._listen(_LOOK_S)
+                if not self._was_ready and all(name in self._cache or self._is_ready(name) for name in self._backoffs):
+                    self._was_ready = True
+                    on_ready()
                 self._look()
             self._stop()
         finally:
@@ -110,9 +113,6 @@ class Supervisor:
                     self._start_cache(message.block_bytes)
                 elif isinstance(message, Suspect):
                     self._end(message.worker_id)
-        if not self._was_ready and all(name in self._cache or self._is_ready(name) for name in self._backoffs):
-            self._was_ready = True
-            self._on_ready()
 
     def _is_ready(self, name: str) -> bool:
         child = self._children.get(name)

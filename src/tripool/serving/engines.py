@@ -1,4 +1,4 @@
-"""Engines for workers of a split server, by model name. `fake` is one that needs no weights, for tests and benches."""
+"""Loads the engine of a worker by model name; `fake` is an engine without weights, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def load_pool_engine(model: str, config: EngineConfig, weight_cache: WeightCache | None = None) -> PoolEngine:
     """`fake` may be followed by settings: `fake:step_ms=5,row_ms=0.4,prompt_ms=0.05,blocks=64`.
 
-    A step of it takes `step_ms`, and more for each row (`row_ms`) and each prompt token (`prompt_ms`).
+    A step takes `step_ms`, and more for each row (`row_ms`) and each prompt token (`prompt_ms`).
     """
     name, _, settings = model.partition(":")
     if name == "fake":

@@ -1,9 +1,9 @@
-"""The gateway as a process of its own: HTTP in front, the pools behind, a leash to the supervisor.
+"""Assembles the gateway process of a split server: HTTP, access and admission control, and the pools of workers.
 
 | the supervisor | the gateway |
 |---|---|
-| says Drain | takes no more, gives open answers a few seconds, ends |
-| is gone | takes no more, lets open answers end, ends |
+| sends Drain | refuses new requests, gives open answers a few seconds, ends |
+| is gone | refuses new requests, lets open answers end, ends |
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Sequence
+from pathlib import Path
 
 from tripool.cache.client import PoolClient
 from tripool.config import GatewayConfig, RouterConfig
+from tripool.control.run_manifest import read_manifest
+from tripool.fabric.folder import gateway_address
 from tripool.fabric.supervisor_channel import SupervisorChannel
 from tripool.gateway.admission import AdmissionBackend
 from tripool.gateway.app import create_app
@@ -23,55 +25,58 @@ from tripool.gateway.cache_quotas import CacheQuotas, cache_routes
 from tripool.gateway.pools import Pools, pools_routes
 from tripool.gateway.server import Server
 from tripool.messages import Drain, Ready, Reaped, WorkerId
-from tripool.text import TextFiles, Tokenizer
+from tripool.text import Tokenizer
 
 _LOG = logging.getLogger("tripool.gateway")
 _READY_S = 0.5
-"""How often the supervisor hears that all is well."""
+"""Between two reports to the supervisor that this process is ready."""
 _ORPHAN_S = 300.0
-"""How long open answers may go on when nobody watches over the workers any more."""
+"""How long open answers may go on after the supervisor is lost."""
 _LOOK_S = 0.1
 
 
 class GatewayProcess:
+    """`run` blocks until a Drain, or until no answer is open after the supervisor is lost."""
+
     def __init__(
         self,
-        text: TextFiles,
-        name: str,
-        config: GatewayConfig,
-        *,
-        router: RouterConfig,
-        addresses: Sequence[str],
+        folder: Path,
         worker_id: WorkerId,
         supervisor_channel: SupervisorChannel,
-        cache: PoolClient,
-        cache_client: PoolClient,
         access: Access,
+        config: GatewayConfig | None = None,
+        router: RouterConfig | None = None,
     ) -> None:
-        self._worker_id, self._supervisor_channel = worker_id, supervisor_channel
-        self._pools = Pools(router, addresses=addresses, epoch=worker_id.epoch, suspect=supervisor_channel.send)
-        self._access = access
-        self._quotas = CacheQuotas(cache_client, access)
-        self._admission = admission = AdmissionBackend(
-            self._pools, room=self._pools.room, tenant_of=access.tenant_named
+        manifest = read_manifest(folder)
+        self._worker_id, self._supervisor_channel, self._access = worker_id, supervisor_channel, access
+        self.pools = Pools(
+            router or RouterConfig(),
+            addresses=[gateway_address(folder)],
+            epoch=worker_id.epoch,
+            suspect=supervisor_channel.send,
         )
-        app = create_app(admission, Tokenizer(text), name, config, access=access)
-        app.include_router(pools_routes(self._pools, cache))
-        app.include_router(cache_routes(self._quotas))
-        self._server = Server(app, on_ready=self._on_ready, end_answers=self._pools.close)
+        # Two clients, because each is for one thread at a time.
+        self._cache = PoolClient(folder, manifest.cache, worker_id)
+        self._quotas = CacheQuotas(PoolClient(folder, manifest.cache, WorkerId("quotas", worker_id.epoch)), access)
+        self._admission = AdmissionBackend(self.pools, room=self.pools.room, tenant_of=access.tenant_named)
+        tokenizer = Tokenizer(manifest.text)
+        self.app = create_app(self._admission, tokenizer, manifest.name, config or GatewayConfig(), access=access)
+        self.app.include_router(pools_routes(self.pools, self._cache))
+        self.app.include_router(cache_routes(self._quotas))
+        self._server = Server(self.app, on_ready=self._on_ready, end_answers=self.pools.close)
 
     def run(self, listener: socket.socket) -> None:
-        """Until it is told to end, or is an orphan without work."""
         try:
             self._server.run([listener])
         finally:
             self._supervisor_channel.close()
+            self._cache.close()
             self._quotas.close()
             self._access.close()
 
     def _on_ready(self) -> None:
         loop = asyncio.get_running_loop()
-        self._pools.start()
+        self.pools.start()
         loop.add_reader(self._supervisor_channel.fileno(), self._listen, loop)
         self._say_ready(loop)
         self._keeping = loop.create_task(self._quotas.keep())
@@ -85,7 +90,7 @@ class GatewayProcess:
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         for message in self._supervisor_channel.receive():
             if isinstance(message, Reaped):
-                self._pools.reaped(message)
+                self.pools.reaped(message)
             elif isinstance(message, Drain):
                 self._admission.refuse("the server is shutting down")
                 self._server.should_exit = True
@@ -96,7 +101,7 @@ class GatewayProcess:
             self._leave(loop, loop.time() + _ORPHAN_S)
 
     def _leave(self, loop: asyncio.AbstractEventLoop, deadline_s: float) -> None:
-        """Once nothing is open."""
+        """End once no answer is open."""
         if self._admission.num_open == 0 or loop.time() >= deadline_s:
             self._server.should_exit = True
         else:

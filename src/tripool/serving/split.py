@@ -1,0 +1,191 @@
+"""Assembles a server of several processes: a gateway, prefill and decode workers and cache members under a supervisor.
+
+with build_split("tiny", num_decode=2) as server:
+    server.run()
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tripool.config import EngineConfig, GatewayConfig
+from tripool.control.launch import Spec
+from tripool.control.run_manifest import RunManifest
+from tripool.control.supervisor import GATEWAY, Supervisor
+from tripool.errors import TripoolError
+from tripool.fabric.folder import RunFolder, gateway_address
+from tripool.gateway.server import listen, url_of
+from tripool.serving.access import AccessConfig, mark_open
+from tripool.serving.background import in_thread
+from tripool.serving.disk import Disk, disk_argv, disk_of
+from tripool.serving.weight_cache import WeightCacheConfig
+from tripool.text.files import TextFiles
+
+_CACHE_MEMBERS = 2
+"""The death of one loses only its half."""
+_START_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitConfig:
+    """The size of each pool."""
+
+    num_prefill: int = 1
+    num_decode: int = 1
+    cache_gb: float = 0.25
+    disk_gb: float | None = None
+    disk_dir: Path | None = None
+
+
+class OneModelSplit(TripoolError):
+    """Several models were asked of a split server."""
+
+    status = 400
+    code = "one_model_split"
+
+
+class SplitServer:
+    """A server whose processes are children of this one. `run` blocks; `running` serves beside the caller."""
+
+    def __init__(self, manifest: RunManifest, listener: socket.socket, supervisor: Supervisor) -> None:
+        self.manifest, self.listener = manifest, listener
+        self._supervisor = supervisor
+        self.closing = ExitStack()
+        """Runs when the server is closed, after its processes have ended."""
+
+    @property
+    def url(self) -> str:
+        return url_of(self.listener)
+
+    def run(self, on_ready: Callable[[], object] = lambda: None) -> None:
+        """Supervise until `stop`. `on_ready` is called once every process but the cache members is ready."""
+        self._supervisor.run(on_ready)
+
+    def stop(self) -> None:
+        """From any thread or a signal handler: `run` gives open answers a few seconds, ends all processes, returns."""
+        self._supervisor.stopping = True
+
+    def running(self) -> AbstractContextManager[None]:
+        """Serve in a thread while a `with` block runs."""
+        return in_thread(self.run, self.stop, start_s=_START_S)
+
+    def close(self) -> None:
+        self.closing.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def build_split(
+    models: Sequence[str] = ("tiny",),
+    engine: EngineConfig | None = None,
+    gateway: GatewayConfig | None = None,
+    *,
+    pools: SplitConfig | None = None,
+    access: AccessConfig | None = None,
+    weights: WeightCacheConfig | None = None,
+    child_options: Sequence[str] = (),
+) -> SplitServer:
+    """Bind the port, check access and models, write the run folder. `run` starts the processes.
+
+    `child_options` are added to the command line of every process, such as those of its log.
+    """
+    engine, gateway, pools = engine or EngineConfig(), gateway or GatewayConfig(), pools or SplitConfig()
+    access, weights = access or AccessConfig(), weights or WeightCacheConfig()
+    if len(models) > 1:
+        hint = "start one server for each, or serve them in one process"
+        raise OneModelSplit(f"a split server serves one model, not {len(models)}", hint=hint)
+    model, options = models[0], tuple(child_options)
+    with ExitStack() as stack:
+        listener = stack.enter_context(listen(gateway.host, gateway.port))
+        is_open = access.starts_open(listener)
+        disk = None
+        if pools.disk_gb and pools.cache_gb:
+            disk = disk_of(pools.disk_gb, pools.disk_dir, model, engine)
+        members = [f"cache-{i}" for i in range(_CACHE_MEMBERS)] if pools.cache_gb else []
+        text = _text_of(model)  # an unknown model is an error before any process is started
+        folder = RunFolder()
+        stack.callback(folder.remove)
+        quota_bytes = weights.quota_bytes
+        manifest = RunManifest(
+            *text,
+            tuple(members),
+            model_cache=str(weights.folder(folder.path)) if quota_bytes else "",
+            model_cache_bytes=quota_bytes,
+        )
+        manifest.write(folder.path)
+        if is_open:
+            mark_open(folder.path)
+        specs = [_gateway_spec(listener, access.path, folder, options)]
+        specs += _worker_specs(model, engine, pools, folder, options)
+        supervisor = Supervisor(
+            specs,
+            folder.path,
+            cache=members,
+            cache_spec=lambda name, block_bytes: _cache_spec(name, block_bytes, pools.cache_gb, folder, disk, options),
+        )
+        server = SplitServer(manifest, listener, supervisor)
+        server.closing = stack.pop_all()
+    return server
+
+
+def _text_of(model: str) -> tuple[str, TextFiles]:
+    """A model's name, and what its tokenizer needs."""
+    if model.partition(":")[0] == "fake":
+        from tripool.engine.fake import fake_text
+
+        return "fake", fake_text()
+    from tripool.checkpoints import open_checkpoint
+
+    with open_checkpoint(model) as checkpoint:
+        return checkpoint.name, checkpoint.text
+
+
+def _gateway_spec(listener: socket.socket, keys: Path, folder: RunFolder, options: tuple[str, ...]) -> Spec:
+    fd = listener.fileno()
+    argv = ("gateway", "--folder", str(folder.path), "--http-fd", str(fd), "--keys", str(keys.absolute()))
+    return Spec(GATEWAY, (*argv, *options), (fd, folder.lock))
+
+
+def _threads_per_worker(num_workers: int) -> int:
+    """All of them may compute at once."""
+    return max(1, len(os.sched_getaffinity(0)) // num_workers)
+
+
+def _worker_specs(
+    model: str, config: EngineConfig, pools: SplitConfig, folder: RunFolder, options: tuple[str, ...]
+) -> list[Spec]:
+    threads = config.threads or _threads_per_worker(pools.num_prefill + pools.num_decode)
+    sizes = ["--max-running", str(config.max_running), "--precision", config.precision, "--threads", str(threads)]
+    sizes += ["--mtp" if config.mtp else "--no-mtp", "--device", config.device]
+    sizes += ["--kv-gb", str(config.kv_gb)] if config.kv_gb is not None else []
+    names = [("prefill", i) for i in range(pools.num_prefill)] + [("decode", i) for i in range(pools.num_decode)]
+    join = ("--join", gateway_address(folder.path))
+    return [
+        Spec(
+            f"{role}-{i}",
+            ("worker", model, "--role", role, *join, "--name", f"{role}-{i}", *sizes, *options),
+            (folder.lock,),
+        )
+        for role, i in names
+    ]
+
+
+def _cache_spec(
+    name: str, block_bytes: int, gb: float, folder: RunFolder, disk: Disk | None, options: tuple[str, ...]
+) -> Spec:
+    num_slots = max(1, int(gb / _CACHE_MEMBERS * 2**30 / block_bytes))
+    sizes = ("--slot-bytes", str(block_bytes), "--num-slots", str(num_slots))
+    behind = disk_argv(disk, _CACHE_MEMBERS) if disk is not None else ()
+    argv = ("cache-member", "--folder", str(folder.path), "--name", name, *sizes, *behind)
+    return Spec(name, (*argv, *options), (folder.lock,))
