@@ -22,7 +22,7 @@ import pytest
 import tripool
 from tenants.serving import bearer, make_keys
 from tripool.config import EngineConfig, GatewayConfig
-from tripool.control.run_manifest import RunManifest
+from tripool.control.run_manifest import RunManifest, ServedModel
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
 from tripool.fabric.folder import gateway_address
@@ -162,7 +162,7 @@ def cache_member(folder: Path, block_bytes: int) -> Iterator[None]:
 @contextmanager
 def split_in_threads(folder: Path, keys: Path) -> Iterator[str]:
     """What the processes of a split server run, in threads, so that their calls are recorded; yields the URL."""
-    RunManifest("fake", fake_text(), ("cache-0",)).write(folder)
+    RunManifest((ServedModel("fake", fake_text(), ("cache-0",)),)).write(folder)
     engines = {role: PagedFake(fake_text(), num_blocks=64) for role in ("prefill", "decode")}
     supervisor, inherited = SupervisorChannel.pair()
     with ExitStack() as stack:

@@ -19,6 +19,7 @@ from tripool.cli.logs import LogFormat, LogLevel, LogOptions, ended_by_sigterm, 
 from tripool.cli.options import DeviceOf, KvGb, Load, MaxRunning, ModelNames, Mtp, PrecisionOf, Threads
 from tripool.cli.terminal import load_model, stderr
 from tripool.config import EngineConfig, GatewayConfig
+from tripool.errors import InvalidRequest
 
 if TYPE_CHECKING:
     # Here, so that `tripool --help` does not import a web server.
@@ -80,7 +81,7 @@ def register(app: typer.Typer, load: Load) -> None:
         log_level: LogLevel = _LOGS.level,
         log_format: LogFormat = _LOGS.style,
     ) -> None:
-        """Serve MODELS over HTTP: one, in one process or split, or several in one process."""
+        """Serve MODELS over HTTP, in one process or split."""
         from tripool.serving import AccessConfig, WeightCacheConfig, build_colocated, build_split
         from tripool.serving.split import SplitConfig
 
@@ -91,6 +92,9 @@ def register(app: typer.Typer, load: Load) -> None:
         access, weights = AccessConfig(keys, open), WeightCacheConfig(model_cache_gb, keep_models)
         logs = LogOptions(log_level, log_format)
         split |= (prefill, decode, cache_gb, disk_gb) != (None, None, None, None)
+        if split and memory_gb is not None and len(models) > 1:
+            hint = "leave out --memory-gb: workers of all models stay in memory"
+            raise InvalidRequest("a split server loads and unloads no models", hint=hint, param="memory_gb")
         with logged("supervisor" if split else "server", logs) as log, ended_by_sigterm(), _lifetime(models, config):
             if split:
                 pools = SplitConfig(
@@ -156,9 +160,11 @@ def _colocated_ready(server: ColocatedServer) -> None:
 
 def _run_split(server: SplitServer, pools: SplitConfig) -> None:
     def ready() -> None:
-        sizes = f"{pools.num_prefill} prefill and {pools.num_decode} decode workers, cache {pools.cache_gb:g} GB"
+        models = server.manifest.models
+        each = " for each model" if len(models) > 1 else ""
+        sizes = f"{pools.num_prefill} prefill and {pools.num_decode} decode workers{each}, cache {pools.cache_gb:g} GB"
         sizes += f" and {pools.disk_gb:g} GB of disk" if pools.disk_gb and pools.cache_gb else ""
-        banner = _banner(server.url, server.manifest.name, server.manifest.text, sizes)
+        banner = _banner(server.url, ", ".join(one.name for one in models), models[0].text, sizes)
         _ready(server.url, banner, prefill=pools.num_prefill, decode=pools.num_decode)
 
     with _stopped_by(server.stop, (signal.SIGINT, signal.SIGTERM)) as received:

@@ -35,15 +35,14 @@ _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal
 
 
 class Supervisor:
-    """`specs`: one for the gateway and for every worker. `cache`: names of cache members, which are started from
-    `cache_spec(name, block_bytes)` once a worker has reported the size of its blocks."""
+    """`specs`: one for the gateway and for every worker. The cache members that they name are started from
+    `cache_spec(name, block_bytes)` once one of their workers has reported the size of its blocks."""
 
     def __init__(
         self,
         specs: Sequence[Spec],
         folder: Path,
         *,
-        cache: Sequence[str] = (),
         cache_spec: Callable[[str, int], Spec] | None = None,
         start: Callable[[Spec, int, float], Child] = launch,
         clock: Callable[[], float] = time.monotonic,
@@ -55,7 +54,7 @@ class Supervisor:
         self._backoffs = {spec.name: Backoff() for spec in specs}
         self._due = {spec.name: (clock(), spec) for spec in specs}
         """Places without a process: when the next one starts."""
-        self._cache, self._cache_spec = tuple(cache), cache_spec
+        self._cache, self._cache_spec = tuple(dict.fromkeys(name for spec in specs for name in spec.cache)), cache_spec
         self._untold: list[Reaped] = []
         """Lives of which not every cache member knows yet that they are over."""
         # Lives are counted, not timed: a clock that is set back must not make the next one older than the last.
@@ -110,7 +109,7 @@ class Supervisor:
                         took_s = round(self._clock() - child.started_s, 3)
                         _LOG.info("process ready", extra=_facts(child) | {"took_s": took_s})
                     child.ready = True
-                    self._start_cache(message.block_bytes)
+                    self._start_cache(child.spec.cache, message.block_bytes)
                 elif isinstance(message, Suspect):
                     self._end(message.worker_id)
 
@@ -118,12 +117,12 @@ class Supervisor:
         child = self._children.get(name)
         return child is not None and child.ready
 
-    def _start_cache(self, block_bytes: int) -> None:
+    def _start_cache(self, names: Sequence[str], block_bytes: int) -> None:
         if block_bytes and self._cache_spec is not None:
-            for name in self._cache:
-                self._backoffs[name] = Backoff()
-                self._due[name] = (self._clock(), self._cache_spec(name, block_bytes))
-            self._cache_spec = None
+            for name in names:
+                if name not in self._backoffs:  # else another worker has reported the same size
+                    self._backoffs[name] = Backoff()
+                    self._due[name] = (self._clock(), self._cache_spec(name, block_bytes))
 
     def _look(self) -> None:
         now_s = self._clock()

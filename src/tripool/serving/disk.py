@@ -70,8 +70,10 @@ def _checkpoint(model: str) -> Iterator[str]:
         yield f"{file.name} {found.st_size} {found.st_mtime_ns}"
 
 
-def disk_argv(disk: Disk, num_members: int) -> tuple[str, ...]:
-    """For one member."""
+def disk_argv(disk: Disk | None, num_members: int) -> tuple[str, ...]:
+    """For one of all members of a server."""
+    if disk is None:
+        return ()
     num_bytes = int(disk.gb * 2**30 / num_members)
     return (
         "--disk-bytes", str(num_bytes), "--disk-dir", str(disk.folder), "--disk-fingerprint", disk.fingerprint

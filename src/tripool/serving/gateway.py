@@ -19,12 +19,14 @@ from tripool.control.run_manifest import read_manifest
 from tripool.fabric.folder import gateway_address
 from tripool.fabric.supervisor_channel import SupervisorChannel
 from tripool.gateway.admission import AdmissionBackend
-from tripool.gateway.app import create_app
+from tripool.gateway.app import create_models_app
 from tripool.gateway.auth import Access
 from tripool.gateway.cache_quotas import CacheQuotas, cache_routes
+from tripool.gateway.models import Models, Served
 from tripool.gateway.pools import Pools, pools_routes
 from tripool.gateway.server import Server
 from tripool.messages import Drain, Ready, Reaped, WorkerId
+from tripool.router.rate_limiter import RateLimiter
 from tripool.text import Tokenizer
 
 _LOG = logging.getLogger("tripool.gateway")
@@ -49,7 +51,8 @@ class GatewayProcess:
     ) -> None:
         manifest = read_manifest(folder)
         self._worker_id, self._supervisor_channel, self._access = worker_id, supervisor_channel, access
-        self.pools = Pools(
+        self._pools = Pools(
+            [model.name for model in manifest.models],
             router or RouterConfig(),
             addresses=[gateway_address(folder)],
             epoch=worker_id.epoch,
@@ -58,12 +61,16 @@ class GatewayProcess:
         # Two clients, because each is for one thread at a time.
         self._cache = PoolClient(folder, manifest.cache, worker_id)
         self._quotas = CacheQuotas(PoolClient(folder, manifest.cache, WorkerId("quotas", worker_id.epoch)), access)
-        self._admission = AdmissionBackend(self.pools, room=self.pools.room, tenant_of=access.tenant_named)
-        tokenizer = Tokenizer(manifest.text)
-        self.app = create_app(self._admission, tokenizer, manifest.name, config or GatewayConfig(), access=access)
-        self.app.include_router(pools_routes(self.pools, self._cache))
-        self.app.include_router(cache_routes(self._quotas))
-        self._server = Server(self.app, on_ready=self._on_ready, end_answers=self.pools.close)
+        rate_limiter = RateLimiter()  # a tenant's limits hold over all models
+        self._admissions = {
+            name: AdmissionBackend(backend, rate_limiter=rate_limiter, room=backend.room, tenant_of=access.tenant_named)
+            for name, backend in self._pools.backends.items()
+        }
+        served = [Served(one.name, self._admissions[one.name], Tokenizer(one.text)) for one in manifest.models]
+        app = create_models_app(Models(served), config or GatewayConfig(), access=access)
+        app.include_router(pools_routes(self._pools, self._cache))
+        app.include_router(cache_routes(self._quotas))
+        self._server = Server(app, on_ready=self._on_ready, end_answers=self._pools.close)
 
     def run(self, listener: socket.socket) -> None:
         try:
@@ -76,7 +83,7 @@ class GatewayProcess:
 
     def _on_ready(self) -> None:
         loop = asyncio.get_running_loop()
-        self.pools.start()
+        self._pools.start()
         loop.add_reader(self._supervisor_channel.fileno(), self._listen, loop)
         self._say_ready(loop)
         self._keeping = loop.create_task(self._quotas.keep())
@@ -90,19 +97,27 @@ class GatewayProcess:
     def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
         for message in self._supervisor_channel.receive():
             if isinstance(message, Reaped):
-                self.pools.reaped(message)
+                self._pools.reaped(message)
             elif isinstance(message, Drain):
-                self._admission.refuse("the server is shutting down")
+                self._refuse("the server is shutting down")
                 self._server.should_exit = True
         if self._supervisor_channel.ended:
             loop.remove_reader(self._supervisor_channel.fileno())
-            _LOG.warning("supervisor lost", extra={"open": self._admission.num_open})
-            self._admission.refuse("the server has lost its supervisor and is shutting down")
+            _LOG.warning("supervisor lost", extra={"open": self._num_open})
+            self._refuse("the server has lost its supervisor and is shutting down")
             self._leave(loop, loop.time() + _ORPHAN_S)
+
+    @property
+    def _num_open(self) -> int:
+        return sum(admission.num_open for admission in self._admissions.values())
+
+    def _refuse(self, why: str) -> None:
+        for admission in self._admissions.values():
+            admission.refuse(why)
 
     def _leave(self, loop: asyncio.AbstractEventLoop, deadline_s: float) -> None:
         """End once no answer is open."""
-        if self._admission.num_open == 0 or loop.time() >= deadline_s:
+        if self._num_open == 0 or loop.time() >= deadline_s:
             self._server.should_exit = True
         else:
             loop.call_later(_LOOK_S, self._leave, loop, deadline_s)

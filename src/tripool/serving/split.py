@@ -1,6 +1,6 @@
 """Assembles a server of several processes: a gateway, prefill and decode workers and cache members under a supervisor.
 
-with build_split("tiny", num_decode=2) as server:
+with build_split(["tiny"], pools=SplitConfig(num_decode=2)) as server:
     server.run()
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,10 @@ from typing import Self
 
 from tripool.config import EngineConfig, GatewayConfig
 from tripool.control.launch import Spec
-from tripool.control.run_manifest import RunManifest
+from tripool.control.run_manifest import RunManifest, ServedModel
 from tripool.control.supervisor import GATEWAY, Supervisor
-from tripool.errors import TripoolError
 from tripool.fabric.folder import RunFolder, gateway_address
+from tripool.gateway.models import check_names
 from tripool.gateway.server import listen, url_of
 from tripool.serving.access import AccessConfig, mark_open
 from tripool.serving.background import in_thread
@@ -29,26 +29,21 @@ from tripool.serving.weight_cache import WeightCacheConfig
 from tripool.text.files import TextFiles
 
 _CACHE_MEMBERS = 2
-"""The death of one loses only its half."""
+"""Of each model. The death of one loses only its half."""
 _START_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitConfig:
-    """The size of each pool."""
+    """The sizes of the pools."""
 
     num_prefill: int = 1
+    """Workers of each model."""
     num_decode: int = 1
     cache_gb: float = 0.25
+    """Of all models together."""
     disk_gb: float | None = None
     disk_dir: Path | None = None
-
-
-class OneModelSplit(TripoolError):
-    """Several models were asked of a split server."""
-
-    status = 400
-    code = "one_model_split"
 
 
 class SplitServer:
@@ -98,45 +93,62 @@ def build_split(
 ) -> SplitServer:
     """Bind the port, check access and models, write the run folder. `run` starts the processes.
 
+    Each of `models` has its own workers and cache members; the first is the default.
     `child_options` are added to the command line of every process, such as those of its log.
     """
     engine, gateway, pools = engine or EngineConfig(), gateway or GatewayConfig(), pools or SplitConfig()
     access, weights = access or AccessConfig(), weights or WeightCacheConfig()
-    if len(models) > 1:
-        hint = "start one server for each, or serve them in one process"
-        raise OneModelSplit(f"a split server serves one model, not {len(models)}", hint=hint)
-    model, options = models[0], tuple(child_options)
     with ExitStack() as stack:
         listener = stack.enter_context(listen(gateway.host, gateway.port))
         is_open = access.starts_open(listener)
-        disk = None
-        if pools.disk_gb and pools.cache_gb:
-            disk = disk_of(pools.disk_gb, pools.disk_dir, model, engine)
-        members = [f"cache-{i}" for i in range(_CACHE_MEMBERS)] if pools.cache_gb else []
-        text = _text_of(model)  # an unknown model is an error before any process is started
+        plans = _plan(models, engine, pools)
         folder = RunFolder()
         stack.callback(folder.remove)
         quota_bytes = weights.quota_bytes
         manifest = RunManifest(
-            *text,
-            tuple(members),
+            tuple(plan.served for plan in plans),
             model_cache=str(weights.folder(folder.path)) if quota_bytes else "",
             model_cache_bytes=quota_bytes,
         )
         manifest.write(folder.path)
         if is_open:
             mark_open(folder.path)
+        options = tuple(child_options)
         specs = [_gateway_spec(listener, access.path, folder, options)]
-        specs += _worker_specs(model, engine, pools, folder, options)
-        supervisor = Supervisor(
-            specs,
-            folder.path,
-            cache=members,
-            cache_spec=lambda name, block_bytes: _cache_spec(name, block_bytes, pools.cache_gb, folder, disk, options),
-        )
-        server = SplitServer(manifest, listener, supervisor)
+        specs += [spec for plan in plans for spec in _worker_specs(plan, len(plans), engine, pools, folder, options)]
+        disks = {member: plan.disk for plan in plans for member in plan.served.cache}
+
+        def cache_spec(name: str, block_bytes: int) -> Spec:
+            member_gb = pools.cache_gb / len(disks)
+            disk = disk_argv(disks[name], len(disks))
+            return _cache_spec(name, block_bytes, member_gb, folder, (*disk, *options))
+
+        server = SplitServer(manifest, listener, Supervisor(specs, folder.path, cache_spec=cache_spec))
         server.closing = stack.pop_all()
     return server
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelPlan:
+    """One model's part of a run."""
+
+    number: int
+    path: str
+    """What its workers are given."""
+    served: ServedModel
+    disk: Disk | None
+
+
+def _plan(models: Sequence[str], config: EngineConfig, pools: SplitConfig) -> list[_ModelPlan]:
+    """An unknown model, or two of one name, is an error before any process is started."""
+    plans = []
+    for number, model in enumerate(models):
+        first = number * _CACHE_MEMBERS
+        members = tuple(f"cache-{i}" for i in range(first, first + _CACHE_MEMBERS)) if pools.cache_gb else ()
+        disk = disk_of(pools.disk_gb, pools.disk_dir, model, config) if pools.disk_gb and members else None
+        plans.append(_ModelPlan(number, model, ServedModel(*_text_of(model), members), disk))
+    check_names([plan.served.name for plan in plans])
+    return plans
 
 
 def _text_of(model: str) -> tuple[str, TextFiles]:
@@ -163,29 +175,27 @@ def _threads_per_worker(num_workers: int) -> int:
 
 
 def _worker_specs(
-    model: str, config: EngineConfig, pools: SplitConfig, folder: RunFolder, options: tuple[str, ...]
-) -> list[Spec]:
-    threads = config.threads or _threads_per_worker(pools.num_prefill + pools.num_decode)
+    plan: _ModelPlan,
+    num_models: int,
+    config: EngineConfig,
+    pools: SplitConfig,
+    folder: RunFolder,
+    options: tuple[str, ...],
+) -> Iterator[Spec]:
+    threads = config.threads or _threads_per_worker(num_models * (pools.num_prefill + pools.num_decode))
     sizes = ["--max-running", str(config.max_running), "--precision", config.precision, "--threads", str(threads)]
     sizes += ["--mtp" if config.mtp else "--no-mtp", "--device", config.device]
     sizes += ["--kv-gb", str(config.kv_gb)] if config.kv_gb is not None else []
-    names = [("prefill", i) for i in range(pools.num_prefill)] + [("decode", i) for i in range(pools.num_decode)]
     join = ("--join", gateway_address(folder.path))
-    return [
-        Spec(
-            f"{role}-{i}",
-            ("worker", model, "--role", role, *join, "--name", f"{role}-{i}", *sizes, *options),
-            (folder.lock,),
-        )
-        for role, i in names
-    ]
+    for role, count in (("prefill", pools.num_prefill), ("decode", pools.num_decode)):
+        # Numbered over all models: a worker's name is unique in its run.
+        for i in range(plan.number * count, (plan.number + 1) * count):
+            argv = ("worker", plan.path, "--role", role, *join, "--name", f"{role}-{i}", *sizes, *options)
+            yield Spec(f"{role}-{i}", argv, (folder.lock,), plan.served.cache)
 
 
-def _cache_spec(
-    name: str, block_bytes: int, gb: float, folder: RunFolder, disk: Disk | None, options: tuple[str, ...]
-) -> Spec:
-    num_slots = max(1, int(gb / _CACHE_MEMBERS * 2**30 / block_bytes))
+def _cache_spec(name: str, block_bytes: int, gb: float, folder: RunFolder, options: tuple[str, ...]) -> Spec:
+    num_slots = max(1, int(gb * 2**30 / block_bytes))
     sizes = ("--slot-bytes", str(block_bytes), "--num-slots", str(num_slots))
-    behind = disk_argv(disk, _CACHE_MEMBERS) if disk is not None else ()
-    argv = ("cache-member", "--folder", str(folder.path), "--name", name, *sizes, *behind)
-    return Spec(name, (*argv, *options), (folder.lock,))
+    argv = ("cache-member", "--folder", str(folder.path), "--name", name, *sizes, *options)
+    return Spec(name, argv, (folder.lock,))

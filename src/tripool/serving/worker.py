@@ -42,7 +42,7 @@ class WorkerProcess:
         limits = (engine.num_blocks * BLOCK_TOKENS, engine.max_running, engine.context_tokens, engine.vocab)
         hello = Hello(PROTOCOL, role, worker_id, os.getpid(), engine.name, *limits)
         folder = folder_of(address)
-        members = read_manifest(folder).cache
+        members = read_manifest(folder).model(engine.name).cache
         with ExitStack() as stack:
             transfer = _sender(engine, folder, worker_id) if role == "prefill" else KvReceiver(folder)
             stack.callback(transfer.close)
