@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tripool.errors import EngineStopped
 
+_LOOK_S = 0.1
+"""How soon the end of a server that does not start is noticed."""
 _STOP_S = 60.0
 
 
@@ -20,8 +23,10 @@ def in_thread(
     thread = threading.Thread(target=run, args=(ready.set,), name="tripool-server")
     thread.start()
     try:
-        if not ready.wait(start_s):
-            raise EngineStopped("the server did not start", hint="its log says more")
+        deadline_s = time.monotonic() + start_s
+        while not ready.wait(_LOOK_S):
+            if not thread.is_alive() or time.monotonic() > deadline_s:
+                raise EngineStopped("the server did not start", hint="its log says more")
         yield
     finally:
         stop()
