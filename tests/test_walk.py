@@ -31,7 +31,6 @@ from tripool.gateway.server import listen, url_of
 from tripool.messages import Drain, WorkerId
 from tripool.serving import AccessConfig, build_colocated
 from tripool.serving.access import gateway_access
-from tripool.serving.background import in_thread
 from tripool.serving.gateway import GatewayProcess
 from tripool.serving.worker import WorkerProcess
 
@@ -179,7 +178,10 @@ def split_in_threads(folder: Path, keys: Path) -> Iterator[str]:
         for role, engine in engines.items():
             worker = WorkerProcess(engine, role, WorkerId(f"{role}-0", 1), gateway_address(folder))
             stack.enter_context(worker)
-            stack.enter_context(in_thread(lambda ready, run=worker.run: (ready(), run()), worker.stop, start_s=1.0))
+            running = threading.Thread(target=worker.run)
+            running.start()
+            stack.callback(running.join, DEADLINE_S)
+            stack.callback(worker.stop)
         yield url_of(listener)
 
 

@@ -42,8 +42,7 @@ def register(app: typer.Typer) -> None:
         from tripool.fabric.folder import folder_of
         from tripool.fabric.supervisor_channel import SupervisorChannel
         from tripool.messages import WorkerId
-        from tripool.serving.engines import load_pool_engine
-        from tripool.serving.worker import WorkerProcess
+        from tripool.serving.worker import WorkerProcess, load_pool_engine
 
         if not join.startswith("ipc://"):
             hint = "`tripool status` shows the address of a server on this machine; it begins with ipc://"

@@ -12,10 +12,9 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol
 
 from tripool.config import AdmissionConfig, EngineConfig, GatewayConfig
 from tripool.control.model_policy import ModelPolicy
@@ -27,11 +26,11 @@ from tripool.gateway.auth import Access
 from tripool.gateway.connection_limits import ConnectionLimits
 from tripool.gateway.model_manager import ManagedBackend, ModelManager
 from tripool.gateway.models import Models, Served, check_names
-from tripool.gateway.server import Server, listen, url_of
+from tripool.gateway.server import Server, listen
 from tripool.router.admission_types import Capacity
 from tripool.router.rate_limiter import RateLimiter
 from tripool.serving.access import AccessConfig
-from tripool.serving.background import in_thread
+from tripool.serving.server import BuiltServer
 from tripool.serving.weight_cache import WeightCacheConfig
 from tripool.tenants import Tenant
 from tripool.text import Tokenizer
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from tripool.cache.weight_cache import WeightCache
 
 _CLOSE_S = 10.0
-_START_S = 60.0
 
 Load = Callable[[str, EngineConfig], StepEngine]
 """From a model's name or path to an engine."""
@@ -59,8 +57,8 @@ class Engines(Protocol):
         ...
 
 
-class ColocatedServer:
-    """A server whose engines run in this process. `run` blocks; `running` serves in a thread beside the caller."""
+class ColocatedServer(BuiltServer):
+    """A server whose engines run in this process. `run` also ends by SIGINT and SIGTERM."""
 
     def __init__(
         self,
@@ -74,48 +72,30 @@ class ColocatedServer:
         limits: ConnectionLimits | None = None,
         on_ready: Callable[[], object] = lambda: None,
     ) -> None:
-        self.models, self.access, self.listener = models, access, listener
+        super().__init__(listener)
+        self.models, self.access = models, access
         self.engine: StepEngine | None = None
         """Of a server with one model."""
         self.app = create_models_app(models, gateway, clock=clock, access=access)
         self.engines, self._on_ready = engines, [on_ready]
         self._server = Server(self.app, on_ready=self._ready, end_answers=engines.end, limits=limits)
-        self.closing = ExitStack()
-        """Runs when the server is closed, after its engines have stopped."""
-
-    @property
-    def url(self) -> str:
-        return url_of(self.listener)
 
     def _ready(self) -> None:
         for on_ready in self._on_ready:
             on_ready()
 
     def run(self, on_ready: Callable[[], object] = lambda: None) -> None:
-        """Serve until a signal or `stop`. `on_ready` is called once connections are accepted."""
         self._on_ready.append(on_ready)
         self._server.run([self.listener])
 
     def stop(self) -> None:
-        """From any thread: `run` lets open answers end within a bound, and returns."""
         self._server.should_exit = True
 
-    def running(self) -> AbstractContextManager[None]:
-        """Serve in a thread while a `with` block runs."""
-        return in_thread(self.run, self.stop, start_s=_START_S)
-
-    def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Stop the engines and free all that the server holds."""
+    def close(self) -> None:
         try:
-            self.engines.close(timeout_s)
+            self.engines.close(_CLOSE_S)
         finally:
-            self.closing.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+            super().close()
 
 
 def build_colocated(

@@ -9,11 +9,9 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from tripool.config import EngineConfig, GatewayConfig
 from tripool.control.launch import Spec
@@ -21,16 +19,15 @@ from tripool.control.run_manifest import RunManifest, ServedModel
 from tripool.control.supervisor import GATEWAY, Supervisor
 from tripool.fabric.folder import RunFolder, gateway_address
 from tripool.gateway.models import check_names
-from tripool.gateway.server import listen, url_of
+from tripool.gateway.server import listen
 from tripool.serving.access import AccessConfig, mark_open
-from tripool.serving.background import in_thread
 from tripool.serving.disk import Disk, disk_argv, disk_of
+from tripool.serving.server import BuiltServer
 from tripool.serving.weight_cache import WeightCacheConfig
 from tripool.text.files import TextFiles
 
 _CACHE_MEMBERS = 2
 """Of each model. The death of one loses only its half."""
-_START_S = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,39 +43,19 @@ class SplitConfig:
     disk_dir: Path | None = None
 
 
-class SplitServer:
-    """A server whose processes are children of this one. `run` blocks; `running` serves beside the caller."""
+class SplitServer(BuiltServer):
+    """A server whose processes are children of this one. It is ready before its cache members are."""
 
     def __init__(self, manifest: RunManifest, listener: socket.socket, supervisor: Supervisor) -> None:
-        self.manifest, self.listener = manifest, listener
+        super().__init__(listener)
+        self.manifest = manifest
         self._supervisor = supervisor
-        self.closing = ExitStack()
-        """Runs when the server is closed, after its processes have ended."""
-
-    @property
-    def url(self) -> str:
-        return url_of(self.listener)
 
     def run(self, on_ready: Callable[[], object] = lambda: None) -> None:
-        """Supervise until `stop`. `on_ready` is called once every process but the cache members is ready."""
         self._supervisor.run(on_ready)
 
     def stop(self) -> None:
-        """From any thread or a signal handler: `run` gives open answers a few seconds, ends all processes, returns."""
         self._supervisor.stopping = True
-
-    def running(self) -> AbstractContextManager[None]:
-        """Serve in a thread while a `with` block runs."""
-        return in_thread(self.run, self.stop, start_s=_START_S)
-
-    def close(self) -> None:
-        self.closing.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
 
 def build_split(
