@@ -48,7 +48,7 @@ FAKE = "fake:step_ms=4,row_ms=0.1,prompt_ms=0.1,running=32,blocks=4096"
 """About forty prompts of 256 tokens a second."""
 FAKE_SERVER = """
 import sys
-from tripool.cli.engines import load_pool_engine
+from tripool.serving.worker import load_pool_engine
 from tripool.cli.main import main
 main(sys.argv[2:], lambda model, config: load_pool_engine(sys.argv[1], config))
 """

@@ -51,7 +51,7 @@ from tripool.engine.load import load_told
 model, precision, folder, quota = sys.argv[1:]
 imported = time.time()
 images = WeightCache(Path(folder), int(quota)) if folder else None
-engine, from_memory = load_told(model, EngineConfig(precision=precision), images=images)
+engine, from_memory = load_told(model, EngineConfig(precision=precision), weight_cache=images)
 loaded = time.time()
 engine.add(Request(id="a", prompt_ids=(5, 6, 7, 8), params=SamplingParams(temperature=0, max_tokens=1), seed=0))
 tokens = []

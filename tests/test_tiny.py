@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
 from openai import OpenAI
 
 from tripool import LLM, SamplingParams
-from tripool.config import EngineConfig, GatewayConfig
+from tripool.config import EngineConfig
 from tripool.engine.engine import Engine
 from tripool.engine.load import load_engine
-from tripool.engine.thread import EngineThread
 from tripool.errors import CheckpointMissing, ContextOverflow, InvalidRequest
-from tripool.gateway import create_app
-from tripool.gateway.server import Server, listen, url_of
-from tripool.text import Tokenizer
+from tripool.gateway.server import listen
+from tripool.serving.colocated import engine_server
 
 DEADLINE_S = 60.0
 CHATS = [[{"role": "user", "content": content}] for content in ("Tell me a story.", "What is a pool?")]
@@ -90,27 +87,19 @@ def test_no_such_model():
 
 def test_over_http(engine):
     want = [choice.text for choice in LLM(engine).chat(CHATS[0], SEEDED)[0].choices]
-    thread, ready = EngineThread(engine), threading.Event()
-    listener = listen("127.0.0.1", 0)
-    app = create_app(thread, Tokenizer(engine.text), engine.name, GatewayConfig())
-    server = Server(app, on_ready=ready.set, end_answers=lambda: thread.close(0))
-    serving = threading.Thread(target=server.run, args=([listener],))
-    serving.start()
-    try:
-        assert ready.wait(DEADLINE_S)
-        with OpenAI(base_url=f"{url_of(listener)}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client:
-            options = {"temperature": 0.8, "seed": 11, "max_tokens": 16, "n": 2, "logprobs": True, "top_logprobs": 3}
-            answer = client.chat.completions.create(model="tiny", messages=CHATS[0], **options)
-            assert [choice.message.content for choice in answer.choices] == want
-            for entry in answer.choices[0].logprobs.content:
-                assert entry.logprob <= entry.top_logprobs[0].logprob <= 0
-            texts = ["", ""]
-            with client.chat.completions.create(model="tiny", messages=CHATS[0], stream=True, **options) as stream:
-                for chunk in stream:
-                    texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-            assert texts == want
-    finally:
-        server.should_exit = True
-        serving.join(DEADLINE_S)
-        assert thread.close(DEADLINE_S)
-        listener.close()
+    with (
+        listen("127.0.0.1", 0) as listener,
+        engine_server(engine, listener) as server,
+        server.running(),
+        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE_S) as client,
+    ):
+        options = {"temperature": 0.8, "seed": 11, "max_tokens": 16, "n": 2, "logprobs": True, "top_logprobs": 3}
+        answer = client.chat.completions.create(model="tiny", messages=CHATS[0], **options)
+        assert [choice.message.content for choice in answer.choices] == want
+        for entry in answer.choices[0].logprobs.content:
+            assert entry.logprob <= entry.top_logprobs[0].logprob <= 0
+        texts = ["", ""]
+        with client.chat.completions.create(model="tiny", messages=CHATS[0], stream=True, **options) as stream:
+            for chunk in stream:
+                texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+        assert texts == want

@@ -1,49 +1,51 @@
 """docs/walk.md is true: every function it names runs, in its order, for one real request over HTTP.
 
-What it says happens beside the walk, in another thread or process, runs too, at no time that could be foretold.
+What happens beside the walk, in another thread or process, runs too, at a time that the page does not promise. The page
+names the first call into each room, so that a reader who follows it meets every room that a request meets.
 """
 
-import asyncio
+from __future__ import annotations
+
+import importlib
 import re
 import subprocess
 import sys
 import threading
-from itertools import pairwise
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
-import torch
-from fastapi import FastAPI
 
-from tripool.cache.client import PoolClient
-from tripool.config import EngineConfig, GatewayConfig, RouterConfig
-from tripool.decode.worker import DecodeWorker
+import tripool
+from tenants.serving import bearer, make_keys
+from tripool.config import EngineConfig, GatewayConfig
+from tripool.control.run_manifest import RunManifest, ServedModel
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
-from tripool.engine.load import load_engine
-from tripool.engine.thread import EngineThread
-from tripool.fabric import KvReceiver, KvSender, Link, Loop
-from tripool.fabric.arena import Arena
-from tripool.fabric.prefixes import Prefixes
-from tripool.gateway import create_app
-from tripool.gateway.pools import Pools
-from tripool.messages import PROTOCOL, Hello, WorkerId
-from tripool.prefill.worker import PrefillWorker
-from tripool.text import Tokenizer
+from tripool.fabric.folder import gateway_address
+from tripool.fabric.supervisor_channel import SupervisorChannel
+from tripool.gateway.server import listen, url_of
+from tripool.messages import Drain, WorkerId
+from tripool.serving import AccessConfig, build_colocated
+from tripool.serving.access import gateway_access
+from tripool.serving.gateway import GatewayProcess
+from tripool.serving.worker import WorkerProcess
 
 WALK = Path(__file__).parent.parent / "docs" / "walk.md"
+ROOT = Path(tripool.__file__).parent
 DEADLINE_S = 60.0
+HEADERS = ("Assembly", "In", "Beside the walk", "Split: ", "Beside the split walk")
 
 
-def named_functions() -> tuple[list[str], list[str], list[str], list[str]]:
-    """On the walk, beside it; on the split walk, beside that."""
-    pattern = re.compile(r"`(tripool[\w.]*:[\w.]+)`")
+def named_functions() -> list[list[str]]:
+    """Those of the assembly, on the walk, beside it; on the split walk, beside that."""
     text = WALK.read_text()
-    headers = ("\n## Beside the walk\n", "\n## Split: ", "\n## Beside the split walk\n")
-    ends = [0, *(text.index(header) for header in headers), len(text)]
-    walk, beside, split, beside_split = (pattern.findall(text[start:stop]) for start, stop in pairwise(ends))
-    return walk, beside, split, beside_split
+    starts = [text.index(f"\n## {header}") for header in HEADERS]
+    parts = [text[start:stop] for start, stop in zip(starts, [*starts[1:], len(text)], strict=True)]
+    return [re.findall(r"`(tripool[\w.]*:[\w.]+)`", part) for part in parts]
 
 
 class Recorder:
@@ -58,9 +60,14 @@ class Recorder:
             if module.startswith("tripool."):
                 self.first_calls.setdefault(f"{module}:{frame.f_code.co_qualname.replace('.<locals>', '')}", None)
 
+    def take(self) -> list[str]:
+        """What was called since this was last asked."""
+        taken, self.first_calls = list(self.first_calls), {}
+        return taken
+
 
 @pytest.fixture
-def recorder():
+def recorder() -> Iterator[Recorder]:
     record = Recorder()
     threading.setprofile(record)
     sys.setprofile(record)
@@ -69,40 +76,67 @@ def recorder():
     threading.setprofile(None)
 
 
-def ask(app: FastAPI, prompt: str, max_tokens: int) -> str:
-    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": max_tokens, "stream": True}
-
-    async def post() -> str:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://walk") as client:
-            response = await client.post("/v1/chat/completions", json={**body, "temperature": 0})
-            return response.text
-
-    return asyncio.run(post())
-
-
-def check(recorder: Recorder, walked: list[str], beside: list[str]) -> None:
-    happened = list(recorder.first_calls)
-    missing = [name for name in walked + beside if name not in recorder.first_calls]
+def check(calls: list[str], walked: list[str], beside: Iterable[str] = ()) -> None:
+    missing = [name for name in [*walked, *beside] if name not in calls]
     assert not missing, f"named in the walk but never called: {missing}"
-    assert [name for name in happened if name in walked] == walked
+    assert [name for name in calls if name in walked] == walked
 
 
-def test_the_walk_is_what_happens(recorder):
-    torch.set_num_threads(1)
-    engine = load_engine("tiny", EngineConfig(threads=1, kv_gb=0.1))
-    recorder.first_calls.clear()
-    thread = EngineThread(engine)
-    app = create_app(thread, Tokenizer(engine.text), "tiny", GatewayConfig())
-    try:
-        text = ask(app, "Hello!", 4)
-    finally:
-        assert thread.close(timeout_s=30)
-    assert text.rstrip().endswith("[DONE]")
-    walked, beside, _, _ = named_functions()
-    assert len(walked) >= 20
-    assert beside
-    check(recorder, walked, beside)
+def is_plain(name: str) -> bool:
+    """A function or method that a reader finds by its name: not a property, a lambda, or what Python generates."""
+    module, _, path = name.partition(":")
+    found: object = importlib.import_module(module)
+    for part in path.split("."):
+        found = vars(found).get(part)  # not getattr, which would call a property's function
+        if found is None:
+            return False
+    return callable(found) or isinstance(found, (classmethod, staticmethod))
+
+
+def first_by_room(calls: Iterable[str]) -> list[str]:
+    """The first call into each folder of the package, in order."""
+    rooms: dict[str, str] = {}
+    for name in calls:
+        room = name.partition(":")[0].split(".")[1]
+        if room not in rooms and (ROOT / room).is_dir() and is_plain(name):
+            rooms[room] = name
+    return list(rooms.values())
+
+
+def test_the_first_call_into_each_room_is_found() -> None:
+    calls = [
+        "tripool.core:Request.stop_ids",
+        "tripool.engine.thread:EngineThread.context_tokens",
+        "tripool.cache.records:__create_fn__.__init__",
+        "tripool.engine.thread:EngineThread.stream",
+        "tripool.engine.paged:Paged.add",
+        "tripool.cache.blocks:BlockPool.match",
+    ]
+    assert first_by_room(calls) == [calls[3], calls[5]], "modules beside rooms, properties, generated code are none"
+
+
+CHAT = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4, "stream": True, "temperature": 0}
+
+
+def test_the_walk_is_what_happens(recorder: Recorder, tmp_path: Path) -> None:
+    assembly, walked, beside, _, _ = named_functions()
+    keys = tmp_path / "keys"
+    key = make_keys(keys, "alice")["alice"]
+    recorder.take()
+    options = (EngineConfig(threads=1, kv_gb=0.1), GatewayConfig(port=0))
+    with build_colocated(["tiny"], *options, access=AccessConfig(keys)) as server:
+        url = server.url
+        with server.running():
+            assembled = recorder.take()
+            answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT, headers=bearer(key), timeout=DEADLINE_S)
+        calls = recorder.take()
+    assert answer.text.rstrip().endswith("[DONE]")
+    check(assembled, assembly)
+    check(calls, walked, beside)
+    met = first_by_room(calls[: calls.index(walked[-1])])  # what follows is the end of the server
+    left_out = [name for name in met if name not in walked]
+    assert not left_out, f"the walk leaves out the first call into a room: {left_out}"
+    assert len(met) >= 9, "a request meets fewer rooms than it did: is the recorder blind?"
 
 
 MEMBER = """
@@ -115,83 +149,64 @@ run_member(Path(sys.argv[1]), WorkerId("cache-0", 1), CacheConfig(slot_bytes=int
 """
 
 
-class Workers:
-    """A prefill and a decode worker in threads, so that their calls are recorded; a cache member of its own."""
-
-    def __init__(self, folder: Path, address: str) -> None:
-        engines = [PagedFake(fake_text(), num_blocks=64) for _ in range(2)]
-        command = [sys.executable, "-c", MEMBER, str(folder), str(engines[0].block_bytes)]
-        self._member = subprocess.Popen(command)
-        self._pools, self._links, self._loops, self._closing = [], [], [], []
-        for role, engine in zip(("prefill", "decode"), engines, strict=True):
-            worker_id = WorkerId(f"{role}-0", 1)
-            limits = (engine.num_blocks * 64, engine.max_running, engine.context_tokens, engine.vocab)
-            link = Link(address, Hello(PROTOCOL, role, worker_id, 1, engine.name, *limits))
-            pool = PoolClient(folder, ["cache-0"], worker_id)
-            prefixes = Prefixes(engine, pool)
-            if role == "prefill":
-                sender = KvSender(Arena(folder / "parcels", engine.block_bytes, 64))
-                worker = PrefillWorker(engine, worker_id, sender, link.send, prefixes=prefixes)
-                self._closing.append(sender)
-            else:
-                receiver = KvReceiver(folder)
-                worker = DecodeWorker(engine, worker_id, receiver, link.send, prefixes=prefixes)
-                self._closing.append(receiver)
-            self._closing += [pool, link]
-            self._pools.append(pool)
-            self._links.append(link)
-            self._loops.append(Loop(link, worker, worker_id))
-        self._threads = [threading.Thread(target=loop.run) for loop in self._loops]
-
-    def start(self) -> None:
-        for pool in self._pools:
-            assert pool.wait(DEADLINE_S) == []
-        for thread in self._threads:
-            thread.start()
-
-    @property
-    def welcome(self) -> bool:
-        return all(link.welcome for link in self._links)
-
-    def stop(self) -> None:
-        for loop in self._loops:
-            loop.stop()
-        for thread in self._threads:
-            thread.join(DEADLINE_S)
-        for one in self._closing:
-            one.close()
-        self._member.kill()
-        self._member.wait(DEADLINE_S)
+@contextmanager
+def cache_member(folder: Path, block_bytes: int) -> Iterator[None]:
+    with subprocess.Popen([sys.executable, "-c", MEMBER, str(folder), str(block_bytes)]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
 
 
-def test_the_split_walk_is_what_happens(recorder, tmp_path):
-    address = f"ipc://{tmp_path}/g"
-    workers = Workers(tmp_path, address)
-    pools = Pools(RouterConfig(), addresses=[address], epoch=1, suspect=lambda message: None)
-    app = create_app(pools, Tokenizer(fake_text()), "fake", GatewayConfig())
-    walked, beside = named_functions()[2:]
-    text = ""
+@contextmanager
+def split_in_threads(folder: Path, keys: Path) -> Iterator[str]:
+    """What the processes of a split server run, in threads, so that their calls are recorded; yields the URL."""
+    RunManifest((ServedModel("fake", fake_text(), ("cache-0",)),)).write(folder)
+    engines = {role: PagedFake(fake_text(), num_blocks=64) for role in ("prefill", "decode")}
+    supervisor, inherited = SupervisorChannel.pair()
+    with ExitStack() as stack:
+        stack.callback(supervisor.close)
+        stack.enter_context(cache_member(folder, engines["prefill"].block_bytes))
+        listener = stack.enter_context(listen("127.0.0.1", 0))
+        gateway = GatewayProcess(
+            folder, WorkerId("gateway", 1), SupervisorChannel(inherited), gateway_access(folder, keys)
+        )
+        thread = threading.Thread(target=gateway.run, args=(listener,))
+        thread.start()
+        stack.callback(thread.join, DEADLINE_S)
+        stack.callback(supervisor.send, Drain())
+        for role, engine in engines.items():
+            worker = WorkerProcess(engine, role, WorkerId(f"{role}-0", 1), gateway_address(folder))
+            stack.enter_context(worker)
+            running = threading.Thread(target=worker.run)
+            running.start()
+            stack.callback(running.join, DEADLINE_S)
+            stack.callback(worker.stop)
+        yield url_of(listener)
 
-    async def walk() -> None:
-        nonlocal text
-        pools.start()
-        workers.start()
-        async with asyncio.timeout(DEADLINE_S):
-            while not workers.welcome or len(pools.describe()["workers"]) < 2:
-                await asyncio.sleep(0.01)
-            recorder.first_calls.clear()
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://walk") as client:
-                body = {"messages": [{"role": "user", "content": "Hello! " * 40}], "max_tokens": 80, "stream": True}
-                text = (await client.post("/v1/chat/completions", json=body)).text
-            while not all(name in recorder.first_calls for name in beside):  # the answer is over before the rest is
-                await asyncio.sleep(0.01)
 
-    try:
-        asyncio.run(walk())
-    finally:
-        workers.stop()
-        pools.close()
+def test_the_split_walk_is_what_happens(recorder: Recorder, tmp_path: Path) -> None:
+    *_, walked, beside = named_functions()
+    keys = make_keys(tmp_path / "keys", "admin")
+    with (
+        split_in_threads(tmp_path, tmp_path / "keys") as url,
+        httpx.Client(base_url=url, headers=bearer(keys["admin"]), timeout=DEADLINE_S) as client,
+    ):
+        deadline_s = time.monotonic() + DEADLINE_S
+
+        def until(done) -> None:
+            while not done():
+                assert time.monotonic() < deadline_s, [name for name in beside if name not in recorder.first_calls]
+
+        def ready() -> bool:
+            pools = client.get("/v1/pools").json()
+            return len(pools["workers"]) == 2 and not any(member["away"] for member in pools["cache"])
+
+        until(ready)
+        recorder.take()
+        long = {"messages": [{"role": "user", "content": "Hello! " * 40}], "max_tokens": 80, "stream": True}
+        text = client.post("/v1/chat/completions", json=long).text
+        until(lambda: all(name in recorder.first_calls for name in beside))  # some of it comes after the answer
+        calls = recorder.take()
     assert text.rstrip().endswith("[DONE]")
-    assert len(walked) >= 15
-    check(recorder, walked, beside)
+    check(calls, walked, beside)

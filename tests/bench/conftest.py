@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,12 +10,9 @@ from typing import Any
 
 import pytest
 
-from tripool.config import GatewayConfig
 from tripool.engine.fake import FakeEngine, fake_text
-from tripool.engine.thread import EngineThread
-from tripool.gateway import create_app
-from tripool.gateway.server import Server, listen, url_of
-from tripool.text import Tokenizer
+from tripool.gateway.server import listen
+from tripool.serving.colocated import engine_server
 
 DEADLINE_S = 60.0
 
@@ -30,20 +26,8 @@ class Gateway:
 @pytest.fixture(scope="session")
 def gateway() -> Iterator[Gateway]:
     engine = FakeEngine(fake_text(), context_tokens=4096)
-    listener = listen("127.0.0.1", 0)
-    thread, ready = EngineThread(engine), threading.Event()
-    app = create_app(thread, Tokenizer(engine.text), engine.name, GatewayConfig())
-    server = Server(app, on_ready=ready.set, end_answers=lambda: thread.close(0))
-    serving = threading.Thread(target=server.run, args=([listener],))
-    serving.start()
-    try:
-        assert ready.wait(DEADLINE_S)
-        yield Gateway(url_of(listener), engine)
-    finally:
-        server.should_exit = True
-        serving.join(DEADLINE_S)
-        thread.close(DEADLINE_S)
-        listener.close()
+    with listen("127.0.0.1", 0) as listener, engine_server(engine, listener) as server, server.running():
+        yield Gateway(server.url, engine)
 
 
 Says = Callable[[bytes, asyncio.StreamWriter, int], Coroutine[Any, Any, None]]

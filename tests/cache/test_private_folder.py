@@ -12,10 +12,10 @@ import pytest
 from tripool.cache.disk_store import DiskStore
 from tripool.cache.private_folder import NotPrivate, make_private
 from tripool.cache.weight_cache import WeightCache
-from tripool.cli.disk import disk_of
 from tripool.config import EngineConfig
 from tripool.errors import ArenaError, DiskError
 from tripool.fabric.folder import remove_if_stale, run_folders
+from tripool.serving.disk import disk_of
 
 STRANGER = 4_000_000
 

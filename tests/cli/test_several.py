@@ -113,13 +113,9 @@ def test_two_at_once_answer_as_each_does_alone(other, tmp_path):
         assert together == {"tiny": [alone[0]] * 6, "other": [alone[1]] * 6}
 
 
-def test_a_split_server_says_that_it_serves_one_model(tripool):
-    ran = tripool("serve", "tiny", "tiny", "--split")
-    assert ran.code == 2 and "a split server serves one model" in ran.err
-
-
-def test_two_of_one_name_are_refused(tripool, tmp_path):
-    ran = tripool("serve", "tiny", "tiny", "--port", "0", "--keys", str(tmp_path / "keys"), "--open")
+@pytest.mark.parametrize("options", [(), ("--split",)], ids=["colocated", "split"])
+def test_two_of_one_name_are_refused(tripool, tmp_path, options):
+    ran = tripool("serve", "tiny", "tiny", "--port", "0", "--keys", str(tmp_path / "keys"), "--open", *options)
     assert ran.code == 2 and "two models are named 'tiny'" in ran.err
 
 
@@ -131,8 +127,9 @@ def test_what_cannot_fit_is_said_before_it_is_loaded(tripool, tmp_path):
 def test_kept_models_are_there_at_the_next_start(tmp_path):
     """What is kept lies in the user's own folder of shared memory: here, another."""
     code = (
-        "import sys; from pathlib import Path; from tripool.cli import weight_cache; folder = Path(sys.argv.pop(1)); "
-        "weight_cache.memory_folder = lambda: folder; from tripool.cli.main import main; main()"
+        "import sys; from pathlib import Path; from tripool.serving import weight_cache; "
+        "folder = Path(sys.argv.pop(1)); weight_cache.memory_folder = lambda: folder; "
+        "from tripool.cli.main import main; main()"
     )
     kept = []
     for _ in range(2):

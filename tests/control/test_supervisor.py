@@ -65,10 +65,9 @@ class Run:
         self.supervisor = Supervisor(
             specs,
             folder,
-            on_ready=self.ready.set,
             start=lambda spec, *worker_id: launch(spec, *worker_id, command=(command(spec.name), "-c", CHILD)),
         )
-        self.thread = threading.Thread(target=self.supervisor.run)
+        self.thread = threading.Thread(target=self.supervisor.run, args=(self.ready.set,))
         self.thread.start()
         assert self.ready.wait(DEADLINE_S)
 

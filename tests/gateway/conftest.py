@@ -27,7 +27,7 @@ def server(shared_server: Served) -> Iterator[Served]:
     yield shared_server
     assert shared_server.engine.wait_idle(), "requests stayed open in the engine"
     shared_server.wait_empty()
-    assert shared_server.thread.alive
+    assert shared_server.server.models.alive
 
 
 @pytest.fixture

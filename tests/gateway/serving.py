@@ -16,11 +16,9 @@ from openai import OpenAI
 from tripool.config import AdmissionConfig, GatewayConfig
 from tripool.core import Request, TokenEvent
 from tripool.engine.fake import FakeEngine, fake_text
-from tripool.engine.thread import EngineThread
-from tripool.gateway import create_app
-from tripool.gateway.admission import AdmissionBackend
 from tripool.gateway.connection_limits import ConnectionLimits
-from tripool.gateway.server import Server, listen, url_of
+from tripool.gateway.server import listen
+from tripool.serving.colocated import ColocatedServer, engine_server
 from tripool.tenants import Tenant
 from tripool.text import Tokenizer
 from tripool.text.files import TextFiles
@@ -107,7 +105,7 @@ class GatedEngine(WatchedEngine):
 @dataclass(frozen=True)
 class Served:
     engine: WatchedEngine
-    thread: EngineThread
+    server: ColocatedServer
     http: httpx.Client
     openai: OpenAI
     anthropic: Anthropic
@@ -137,31 +135,20 @@ def running_server(
 ) -> Iterator[Served]:
     engine = engine or WatchedEngine(context_tokens=context_tokens)
     config = GatewayConfig(max_body_bytes=max_body_bytes)
-    listener = listen("127.0.0.1", 0)
-    url = url_of(listener)
-    engine_thread = EngineThread(engine, clock=clock)
-    ready = threading.Event()
-    backend = AdmissionBackend(engine_thread, admission, tenant_of=tenants)
-    app = create_app(backend, Tokenizer(engine.text), engine.name, config, clock=clock)
-    server = Server(app, on_ready=ready.set, end_answers=lambda: engine_thread.close(0), limits=limits)
-    server_thread = threading.Thread(target=server.run, args=([listener],))
-    server_thread.start()
-    try:
-        assert ready.wait(DEADLINE_S)
-        sdk: Any = {
-            "api_key": "none",
-            "max_retries": 0,
-            "timeout": DEADLINE_S,
-            "default_headers": {"Connection": "close"},
-        }
-        with (
-            httpx.Client(base_url=url, timeout=DEADLINE_S, limits=FRESH) as http,
-            OpenAI(base_url=f"{url}/v1", **sdk) as openai,
-            Anthropic(base_url=url, **sdk) as anthropic,
-        ):
-            yield Served(engine, engine_thread, http, openai, anthropic, listener.getsockname())
-    finally:
-        server.should_exit = True
-        server_thread.join(DEADLINE_S)
-        engine_thread.close(DEADLINE_S)
-        listener.close()
+    sdk: Any = {
+        "api_key": "none",
+        "max_retries": 0,
+        "timeout": DEADLINE_S,
+        "default_headers": {"Connection": "close"},
+    }
+    with (
+        listen("127.0.0.1", 0) as listener,
+        engine_server(
+            engine, listener, config, admission=admission, tenant_of=tenants, clock=clock, limits=limits
+        ) as server,
+        server.running(),
+        httpx.Client(base_url=server.url, timeout=DEADLINE_S, limits=FRESH) as http,
+        OpenAI(base_url=f"{server.url}/v1", **sdk) as openai,
+        Anthropic(base_url=server.url, **sdk) as anthropic,
+    ):
+        yield Served(engine, server, http, openai, anthropic, listener.getsockname())

@@ -296,7 +296,7 @@ def test_an_engine_that_fails_ends_those_who_wait(serve: Serve) -> None:
     engine = GatedEngine()
     with serve(engine=engine, admission=NARROW) as served, ThreadPoolExecutor(8) as pool:
         first, second = enter(served, pool), begin(served, pool, "second")
-        served.thread.close(0)
+        served.server.engines.end()
         assert first.result().status_code == second.result().status_code == 503
         engine.in_flight.set()
 

@@ -8,7 +8,7 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -21,10 +21,10 @@ from tripool.control.model_policy import ModelPolicy
 from tripool.engine.fake import fake_text
 from tripool.engine.thread import EngineThread
 from tripool.errors import CheckpointMissing
-from tripool.gateway.app import create_models_app
 from tripool.gateway.model_manager import ManagedBackend, ModelManager
 from tripool.gateway.models import Models, Served
-from tripool.gateway.server import Server, listen, url_of
+from tripool.gateway.server import listen
+from tripool.serving.colocated import ColocatedServer
 from tripool.text import Tokenizer
 
 MB = 10**6
@@ -69,26 +69,13 @@ def serving(house: House, budget: int | None, *, wait_s: float = DEADLINE_S, dra
     manager = ModelManager(ModelPolicy(house.sizes, budget), house.open, wait_s=wait_s, drain_s=drain_s)
     tokenizer = Tokenizer(fake_text())
     served = [Served(name, ManagedBackend(manager, name, 2048), tokenizer) for name in house.sizes]
-    app = create_models_app(Models(served, manager), GatewayConfig())
-    with running(app, manager) as http:
+    with (
+        listen("127.0.0.1", 0) as listener,
+        ColocatedServer(Models(served, manager), manager, listener, GatewayConfig()) as server,
+        server.running(),
+        httpx.Client(base_url=server.url, timeout=2 * DEADLINE_S, limits=FRESH) as http,
+    ):
         yield http
-
-
-@contextmanager
-def running(app, manager) -> Iterator[httpx.Client]:
-    listener, up = listen("127.0.0.1", 0), threading.Event()
-    server = Server(app, on_ready=up.set, end_answers=manager.end)
-    thread = threading.Thread(target=server.run, args=([listener],))
-    thread.start()
-    try:
-        assert up.wait(DEADLINE_S)
-        with httpx.Client(base_url=url_of(listener), timeout=2 * DEADLINE_S, limits=FRESH) as http:
-            yield http
-    finally:
-        server.should_exit = True
-        thread.join(DEADLINE_S)
-        manager.close(DEADLINE_S)
-        listener.close()
 
 
 def say(http: httpx.Client, model: str | None, **more) -> httpx.Response:

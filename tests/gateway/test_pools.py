@@ -40,13 +40,13 @@ DEADLINE_S = 60.0
 
 async def serve(address: str, num_hellos: int) -> tuple[list[AnyMessage], list[TokenEvent]]:
     """A request that waits when a worker comes which has been saying Hello for a while."""
-    pools = Pools(PATIENT, addresses=[address], epoch=1, suspect=lambda message: None)
+    pools = Pools(["m"], PATIENT, addresses=[address], epoch=1, suspect=lambda message: None)
     context = zmq.asyncio.Context()
     worker = context.socket(zmq.DEALER)
     heard: list[AnyMessage] = []
     try:
         pools.start()
-        stream = pools.stream(REQUEST)
+        stream = pools.backends["m"].stream(REQUEST)
         first = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
         worker.setsockopt(zmq.ROUTING_ID, b"prefill-0.1.1")
@@ -80,10 +80,10 @@ def test_without_workers_it_says_what_is_missing(tmp_path: Path) -> None:
     """A load balancer that asks whether it is ready must not send requests that would only wait."""
 
     async def look() -> list[str]:
-        pools = Pools(PATIENT, addresses=[f"ipc://{tmp_path}/g"], epoch=1, suspect=lambda message: None)
+        pools = Pools(["m"], PATIENT, addresses=[f"ipc://{tmp_path}/g"], epoch=1, suspect=lambda message: None)
         pools.start()
         try:
-            missing = [pools.stats().missing]
+            missing = [pools.backends["m"].stats().missing]
             for worker_id, role in ((LIFE, "prefill"), (WorkerId("decode-0", 1), "decode")):
                 with zmq.Context() as context, context.socket(zmq.DEALER) as worker:
                     worker.setsockopt(zmq.ROUTING_ID, f"{worker_id}.1".encode())
@@ -92,7 +92,7 @@ def test_without_workers_it_says_what_is_missing(tmp_path: Path) -> None:
                     async with asyncio.timeout(DEADLINE_S):
                         while not any(one["worker"] == worker_id.name for one in pools.describe()["workers"]):
                             await asyncio.sleep(0.01)
-                missing.append(pools.stats().missing)
+                missing.append(pools.backends["m"].stats().missing)
             return missing
         finally:
             pools.close()
@@ -116,12 +116,14 @@ def test_who_does_not_read_is_computed_for_no_longer(tmp_path: Path) -> None:
 
     async def go() -> Little:
         address, tally = f"ipc://{tmp_path}/g", Little()
-        pools = Pools(PATIENT, addresses=[address], epoch=1, suspect=lambda message: None)
+        pools = Pools(["m"], PATIENT, addresses=[address], epoch=1, suspect=lambda message: None)
         context = zmq.asyncio.Context()
         worker = context.socket(zmq.DEALER)
         try:
             pools.start()
-            stream = pools.stream(replace(REQUEST, params=SamplingParams(n=8, max_tokens=1)), watcher=tally)
+            stream = pools.backends["m"].stream(
+                replace(REQUEST, params=SamplingParams(n=8, max_tokens=1)), watcher=tally
+            )
             first = asyncio.ensure_future(anext(stream))
             await asyncio.sleep(0)
             worker.setsockopt(zmq.ROUTING_ID, b"prefill-0.1.1")
@@ -153,19 +155,19 @@ def test_what_is_known_of_an_open_request_outlives_a_thousand_others(tmp_path: P
     """Theirs may be another tenant's."""
 
     async def look() -> tuple[object, int]:
-        pools = Pools(PATIENT, addresses=[f"ipc://{tmp_path}/g"], epoch=1, suspect=lambda message: None)
+        pools = Pools(["m"], PATIENT, addresses=[f"ipc://{tmp_path}/g"], epoch=1, suspect=lambda message: None)
         pools.start()
         try:
-            waiting = asyncio.ensure_future(anext(pools.stream(REQUEST)))
+            waiting = asyncio.ensure_future(anext(pools.backends["m"].stream(REQUEST)))
             await asyncio.sleep(0)
             for number in range(MAX_KEPT + 100):
-                other = asyncio.ensure_future(anext(pools.stream(replace(REQUEST, id=f"o{number}"))))
+                other = asyncio.ensure_future(anext(pools.backends["m"].stream(replace(REQUEST, id=f"o{number}"))))
                 await asyncio.sleep(0)
-                pools.cancel(f"o{number}")
+                pools.backends["m"].cancel(f"o{number}")
                 other.cancel()
-            told = pools.explain("r").get("mode")
+            told = pools.backends["m"].explain("r").get("mode")
             waiting.cancel()
-            return told, len(pools._traces)
+            return told, len(pools.backends["m"]._traces)
         finally:
             pools.close()
 

@@ -14,13 +14,9 @@ from typing import Any
 
 import pytest
 
-from gateway.serving import DEADLINE_S, GatedEngine, Serve, Served, WatchedEngine
-from tripool.config import GatewayConfig
-from tripool.engine.thread import EngineThread
-from tripool.gateway import create_app
+from gateway.serving import DEADLINE_S, GatedEngine, Serve, Served
 from tripool.gateway.request_log import _WORDS, shown_path
 from tripool.gateway.tokens import TokenService
-from tripool.text import Tokenizer
 
 BODY = {"prompt": "hello there", "max_tokens": 4}
 Requests = Callable[..., list[dict[str, Any]]]
@@ -143,7 +139,7 @@ def test_an_answer_that_fails_on_its_way_says_so(serve: Serve, requests: Request
         with served.http.stream("POST", "/v1/completions", json=BODY | {"stream": True, "ignore_eos": True}) as answer:
             lines = answer.iter_lines()
             next(lines)
-            served.thread.close(0)
+            served.server.engines.end()
             served.engine.in_flight.set()
             assert "engine_stopped" in "".join(lines)
         refused = served.http.post("/v1/completions", json=BODY)
@@ -159,12 +155,8 @@ def test_paths_are_shown_by_the_words_of_routes_alone() -> None:
     assert shown_path("/a" * 1000) == "/*" * 7 + "/*"
 
 
-def test_every_word_of_a_route_is_shown() -> None:
-    engine = WatchedEngine()
-    thread = EngineThread(engine)
-    app = create_app(thread, Tokenizer(engine.text), "fake", GatewayConfig())
-    thread.close(DEADLINE_S)
-    words = {word for path in app.openapi()["paths"] for word in path.split("/") if "{" not in word}
+def test_every_word_of_a_route_is_shown(server: Served) -> None:
+    words = {word for path in server.server.app.openapi()["paths"] for word in path.split("/") if "{" not in word}
     assert words <= _WORDS
 
 

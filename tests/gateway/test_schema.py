@@ -12,12 +12,13 @@ from schemathesis.checks import not_a_server_error
 from gateway.serving import DEADLINE_S, WatchedEngine
 from tripool.config import GatewayConfig
 from tripool.engine.thread import EngineThread
-from tripool.gateway import create_app
+from tripool.gateway import create_models_app
+from tripool.gateway.models import Models, Served
 from tripool.text import Tokenizer
 
 ENGINE = WatchedEngine()
 THREAD = EngineThread(ENGINE)
-APP = create_app(THREAD, Tokenizer(ENGINE.text), ENGINE.name, GatewayConfig())
+APP = create_models_app(Models([Served(ENGINE.name, THREAD, Tokenizer(ENGINE.text))]), GatewayConfig())
 # Draining is what /drain is for: afterwards every request would be refused with a 503, as it should be.
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP).exclude(path="/drain")
 QUICK = settings(

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tripool.config import GatewayConfig
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
 from tripool.engine.protocol import StepEngine
-from tripool.engine.thread import EngineThread
-from tripool.gateway import create_app
 from tripool.gateway.auth import Access
 from tripool.gateway.connection_limits import ConnectionLimits
-from tripool.gateway.server import Server, listen, url_of
+from tripool.gateway.server import listen
+from tripool.serving.colocated import engine_server
 from tripool.tenants.key_store import KeyStore
 from tripool.tenants.key_watcher import KeyWatcher
 from tripool.tenants.usage_log import UsageLog
-from tripool.text import Tokenizer
 
 DEADLINE_S = 60.0
 NOW_S = 1_800_000_000.0
@@ -84,22 +80,13 @@ def guarded_server(
     engine = engine or paged()
     usage_log = UsageLog(path, clock=wall_clock)
     access = Access(KeyWatcher(path, may_be_open=True, clock=watch_clock), usage_log, clock=wall_clock)
-    listener = listen("127.0.0.1", 0)
-    thread, ready = EngineThread(engine), threading.Event()
-    app = create_app(thread, Tokenizer(engine.text), engine.name, GatewayConfig(), access=access)
-    server = Server(app, on_ready=ready.set, end_answers=lambda: thread.close(0), limits=limits)
-    server_thread = threading.Thread(target=server.run, args=([listener],))
-    server_thread.start()
-    try:
-        assert ready.wait(DEADLINE_S)
-        url = url_of(listener)
-        # An idle connection may be closed by the server just as it is used again.
-        fresh = httpx.Limits(max_keepalive_connections=0)
-        with httpx.Client(base_url=url, timeout=DEADLINE_S, limits=fresh) as http:
-            yield Guarded(engine, usage_log, access, url, http)
-    finally:
-        server.should_exit = True
-        server_thread.join(DEADLINE_S)
-        thread.close(DEADLINE_S)
-        access.close()
-        listener.close()
+    # An idle connection may be closed by the server just as it is used again.
+    fresh = httpx.Limits(max_keepalive_connections=0)
+    with (
+        listen("127.0.0.1", 0) as listener,
+        closing(access),
+        engine_server(engine, listener, access=access, limits=limits) as server,
+        server.running(),
+        httpx.Client(base_url=server.url, timeout=DEADLINE_S, limits=fresh) as http,
+    ):
+        yield Guarded(engine, usage_log, access, server.url, http)

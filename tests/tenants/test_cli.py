@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tripool.cli.access import OpenToAll, starts_open
 from tripool.cli.main import main
 from tripool.cli.when import ago_s, later_s
 from tripool.core import Usage
 from tripool.engine.fake import FakeEngine, fake_text
 from tripool.errors import InvalidRequest
 from tripool.gateway.server import listen
+from tripool.serving.access import AccessConfig, OpenToAll
 from tripool.tenants import Caller, Tenant
 from tripool.tenants.key_store import KeyStore, KeyStoreError
 from tripool.tenants.usage_log import UsageLog
@@ -123,25 +123,25 @@ def test_a_server_does_not_serve_other_machines_without_keys(tripool: Run, path:
 def test_a_server_starts_open_only_where_that_was_chosen(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(path.parent))
     with listen("0.0.0.0", 0) as world, listen("127.0.0.1", 0) as here:
-        assert starts_open(here, None, may_be_open=False)
-        assert starts_open(world, None, may_be_open=True)
-        assert starts_open(here, path, may_be_open=True)
+        assert AccessConfig(None, False).starts_open(here)
+        assert AccessConfig(None, True).starts_open(world)
+        assert AccessConfig(path, True).starts_open(here)
         with pytest.raises(OpenToAll, match="other machines"):
-            starts_open(world, None, may_be_open=False)
+            AccessConfig(None, False).starts_open(world)
         with pytest.raises(OpenToAll, match="there is no key book"):
-            starts_open(here, path, may_be_open=False)
+            AccessConfig(path, False).starts_open(here)
         assert not path.exists()
         with KeyStore(path, create=True) as key_store:
-            assert starts_open(here, path, may_be_open=False), "a book without keys"
+            assert AccessConfig(path, False).starts_open(here), "a book without keys"
             key_store.add_key("alice", now_s=0.0)
             for may_be_open in (False, True):
-                assert not starts_open(world, path, may_be_open=may_be_open), "keys count, --open or not"
+                assert not AccessConfig(path, may_be_open).starts_open(world), "keys count, --open or not"
             key_store.revoke("alice", now_s=0.0)
-            assert not starts_open(world, path, may_be_open=True)
+            assert not AccessConfig(path, True).starts_open(world)
         for wrong in (b"", b"x" * 5000):
             path.write_bytes(wrong)
             with pytest.raises(KeyStoreError):
-                starts_open(here, path, may_be_open=True)
+                AccessConfig(path, True).starts_open(here)
 
 
 def test_only_adding_a_key_makes_a_book(tripool: Run, path: Path) -> None:

@@ -27,32 +27,16 @@ def register(app: typer.Typer) -> None:
         import shutil
         import socket
 
-        from tripool.cache.client import PoolClient
-        from tripool.cli.access import gateway_access
-        from tripool.config import GatewayConfig, RouterConfig
-        from tripool.control.run_manifest import read_manifest
-        from tripool.fabric.folder import gateway_address
         from tripool.fabric.supervisor_channel import SupervisorChannel
-        from tripool.gateway.process import GatewayProcess
         from tripool.messages import WorkerId
+        from tripool.serving.access import gateway_access
+        from tripool.serving.gateway import GatewayProcess
 
         with logged("gateway", LogOptions(log_level, log_format)) as log:
-            manifest = read_manifest(folder)
-            tied = SupervisorChannel.inherited(supervisor_channel)
-            process = GatewayProcess(
-                manifest.text,
-                manifest.name,
-                GatewayConfig(),
-                router=RouterConfig(),
-                addresses=[gateway_address(folder)],
-                worker_id=WorkerId("gateway", epoch),
-                cache=PoolClient(folder, manifest.cache, WorkerId("gateway", epoch)),
-                cache_client=PoolClient(folder, manifest.cache, WorkerId("quotas", epoch)),
-                access=gateway_access(folder, keys),
-                supervisor_channel=tied,
-            )
+            channel = SupervisorChannel.inherited(supervisor_channel)
+            process = GatewayProcess(folder, WorkerId("gateway", epoch), channel, gateway_access(folder, keys))
             with socket.socket(fileno=http_fd) as listener:
                 log.serving()
                 process.run(listener)
-            if tied.ended:  # nobody else is left to do it
+            if channel.ended:  # without a supervisor, the gateway is the last process that knows the folder
                 shutil.rmtree(folder, ignore_errors=True)

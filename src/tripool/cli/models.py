@@ -70,7 +70,7 @@ def register(app: typer.Typer) -> None:
     @models.command()
     def forget() -> None:
         """Give back the shared memory that servers with --keep-models left."""
-        from tripool.cli.weight_cache import forget_kept_weights
+        from tripool.serving.weight_cache import forget_kept_weights
 
         typer.echo("the kept models are gone" if forget_kept_weights() else "no models were kept")
 

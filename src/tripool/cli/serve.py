@@ -1,69 +1,54 @@
-"""`tripool serve`: models and the OpenAI surface, in one process or (one model) split into pools."""
+"""`tripool serve`: options, banner and log of a server of one process or of several."""
 
 from __future__ import annotations
 
 import logging
+import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tripool import __version__
-from tripool.cli.access import Open, open_access, starts_open
-from tripool.cli.disk import Disk, DiskDir, DiskGb, disk_of
 from tripool.cli.keys import KeysFile
 from tripool.cli.logs import LogFormat, LogLevel, LogOptions, ended_by_sigterm, logged
 from tripool.cli.options import DeviceOf, KvGb, Load, MaxRunning, ModelNames, Mtp, PrecisionOf, Threads
-from tripool.cli.terminal import load_model
-from tripool.cli.weight_cache import KeepModels, ModelCacheGb, weight_cache
+from tripool.cli.terminal import load_model, stderr
 from tripool.config import EngineConfig, GatewayConfig
-from tripool.engine.protocol import StepEngine
-from tripool.errors import TripoolError
+from tripool.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from tripool.observe.log import Log
+    # Here, so that `tripool --help` does not import a web server.
+    from tripool.engine.protocol import StepEngine
+    from tripool.serving import ColocatedServer, SplitServer
+    from tripool.serving.split import SplitConfig
     from tripool.text.files import TextFiles
 
 _LOG = logging.getLogger("tripool.serve")
-_CLOSE_S = 10.0
 _CACHE_GB = 0.25
 _ENGINE, _GATEWAY, _LOGS = EngineConfig(), GatewayConfig(), LogOptions()
 
-
-@dataclass(frozen=True, slots=True)
-class _AccessOptions:
-    named: Path | None
-    """The key book that `--keys` names."""
-    may_be_open: bool
-
-    @property
-    def key_store(self) -> Path:
-        from tripool.tenants.key_store import default_path
-
-        return self.named or default_path()
-
-
-@dataclass(frozen=True, slots=True)
-class _Warm:
-    """The model cache."""
-
-    gb: float | None
-    keep: bool
-
-    @property
-    def asked_for(self) -> bool:
-        return self.keep or bool(self.gb)
-
-
-class OneModelSplit(TripoolError):
-    """Several models were asked of a split server."""
-
-    status = 400
-    code = "one_model_split"
+Open = Annotated[
+    bool,
+    typer.Option("--open", help="Serve other machines although there are no API keys; where there are, they count."),
+]
+ModelCacheGb = Annotated[
+    float | None,
+    typer.Option("--model-cache-gb", min=0, help="Shared memory for packed weights; 0: none. Half of it by default."),
+]
+KeepModels = Annotated[
+    bool, typer.Option("--keep-models", help="Leave packed weights in shared memory: the next start is warm.")
+]
+DiskGb = Annotated[
+    float | None, typer.Option("--disk-gb", min=0.001, help="Disk behind the cache pool; none by default.")
+]
+DiskDir = Annotated[
+    Path | None, typer.Option("--disk-dir", help="Where; kept for the next start. The user's cache folder by default.")
+]
 
 
 def register(app: typer.Typer, load: Load) -> None:
@@ -96,28 +81,58 @@ def register(app: typer.Typer, load: Load) -> None:
         log_level: LogLevel = _LOGS.level,
         log_format: LogFormat = _LOGS.style,
     ) -> None:
-        """Serve MODELS over HTTP: one, in one process or split, or several in one process."""
-        access_options = _AccessOptions(keys, open)
-        gateway = GatewayConfig(host=host, port=port)
+        """Serve MODELS over HTTP, in one process or split."""
+        from tripool.serving import AccessConfig, WeightCacheConfig, build_colocated, build_split
+        from tripool.serving.split import SplitConfig
+
         config = EngineConfig(
             kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads, device=device
         )
-        models, warm = models or ["tiny"], _Warm(model_cache_gb, keep_models)
+        models, gateway = models or ["tiny"], GatewayConfig(host=host, port=port)
+        access, weights = AccessConfig(keys, open), WeightCacheConfig(model_cache_gb, keep_models)
         logs = LogOptions(log_level, log_format)
         split |= (prefill, decode, cache_gb, disk_gb) != (None, None, None, None)
+        if split and memory_gb is not None and len(models) > 1:
+            hint = "leave out --memory-gb: workers of all models stay in memory"
+            raise InvalidRequest("a split server loads and unloads no models", hint=hint, param="memory_gb")
         with logged("supervisor" if split else "server", logs) as log, ended_by_sigterm(), _lifetime(models, config):
             if split:
-                cache_gb = _CACHE_GB if cache_gb is None else cache_gb
-                sizes = {"num_prefill": prefill or 1, "num_decode": decode or 1}
-                disk = disk_of(disk_gb, disk_dir, _only(models), config) if disk_gb and cache_gb else None
-                _serve_split(
-                    _only(models), config, gateway, access_options, warm, logs, **sizes, cache_gb=cache_gb, disk=disk
+                pools = SplitConfig(
+                    num_prefill=prefill or 1,
+                    num_decode=decode or 1,
+                    cache_gb=_CACHE_GB if cache_gb is None else cache_gb,
+                    disk_gb=disk_gb,
+                    disk_dir=disk_dir,
                 )
-            elif len(models) == 1 and memory_gb is None:
-                _serve(load, models[0], config, gateway, access_options, warm, log)
-            else:
-                budget = None if memory_gb is None else int(memory_gb * 2**30)
-                _serve_several(load, models, config, gateway, access_options, warm, log, budget=budget)
+                with build_split(
+                    models, config, gateway, pools=pools, access=access, weights=weights, child_options=logs.argv()
+                ) as split_server:
+                    _run_split(split_server, pools)
+                return
+            with _loading(load, models[0]) as (loader, progress):
+                server = build_colocated(
+                    models,
+                    config,
+                    gateway,
+                    access=access,
+                    weights=weights,
+                    memory_gb=memory_gb,
+                    load=loader,
+                    progress=progress,
+                )
+            with server:
+                log.serving()
+                server.run(lambda: _colocated_ready(server))
+
+
+@contextmanager
+def _loading(load: Load, model: str) -> Iterator[tuple[Load | None, Callable[[str], None] | None]]:
+    """What `build_colocated` takes: `load` if it replaces the loading of checkpoints, else a progress display."""
+    if load is not load_model:
+        yield load, None
+        return
+    with stderr().status(f"loading {model}") as status:
+        yield None, status.update
 
 
 @contextmanager
@@ -137,127 +152,45 @@ def _ready(url: str, banner: str, **facts: object) -> None:
     _LOG.info("ready", extra={"url": url, **facts})
 
 
-def _only(models: list[str]) -> str:
-    if len(models) > 1:
-        hint = (
-            "start one server for each, or serve them in one process: without --split, --prefill, --decode, --cache-gb"
-        )
-        raise OneModelSplit(f"a split server serves one model, not {len(models)}", hint=hint)
-    return models[0]
+def _colocated_ready(server: ColocatedServer) -> None:
+    assert server.access is not None
+    banner = _models_banner(server) if server.engine is None else _engine_banner(server.url, server.engine)
+    _ready(server.url, banner, keys=server.access.keys)
 
 
-def _serve(
-    load: Load,
-    model: str,
-    config: EngineConfig,
-    gateway: GatewayConfig,
-    access_options: _AccessOptions,
-    warm: _Warm,
-    log: Log,
-) -> None:
-    # Here, so that `tripool --help` does not import a web server.
-    from tripool.engine.thread import EngineThread
-    from tripool.gateway import create_app
-    from tripool.gateway.admission import AdmissionBackend
-    from tripool.gateway.server import Server, listen, url_of
-    from tripool.router.admission_types import Capacity
-    from tripool.text import Tokenizer
+def _run_split(server: SplitServer, pools: SplitConfig) -> None:
+    def ready() -> None:
+        models = server.manifest.models
+        each = " for each model" if len(models) > 1 else ""
+        sizes = f"{pools.num_prefill} prefill and {pools.num_decode} decode workers{each}, cache {pools.cache_gb:g} GB"
+        sizes += f" and {pools.disk_gb:g} GB of disk" if pools.disk_gb and pools.cache_gb else ""
+        banner = _banner(server.url, ", ".join(one.name for one in models), models[0].text, sizes)
+        _ready(server.url, banner, prefill=pools.num_prefill, decode=pools.num_decode)
 
-    cache = weight_cache(warm.gb, keep=warm.keep) if warm.asked_for else nullcontext()
-    with listen(gateway.host, gateway.port) as listener, cache as weights:
-        is_open = starts_open(listener, access_options.named, may_be_open=access_options.may_be_open)
-        engine = load(model, config) if weights is None else load_model(model, config, weights)
-        thread = EngineThread(engine)
-        access = open_access(access_options.key_store, may_be_open=is_open)
-        try:
-            room = Capacity(slots=config.max_running)
-            admission = AdmissionBackend(thread, room=lambda: room, tenant_of=access.tenant_named)
-            application = create_app(admission, Tokenizer(engine.text), engine.name, gateway, access=access)
-            server = Server(
-                application,
-                on_ready=lambda: _ready(url_of(listener), _banner_of(url_of(listener), engine), keys=access.keys),
-                end_answers=lambda: thread.close(0),
-            )
-            log.serving()
-            server.run([listener])
-        finally:
-            thread.close(_CLOSE_S)
-            access.close()
+    with _stopped_by(server.stop, (signal.SIGINT, signal.SIGTERM)) as received:
+        server.run(ready)
+    if signal.SIGINT in received:
+        raise KeyboardInterrupt
 
 
-def _serve_several(
-    load: Load,
-    models: list[str],
-    config: EngineConfig,
-    gateway: GatewayConfig,
-    access_options: _AccessOptions,
-    warm: _Warm,
-    log: Log,
-    *,
-    budget: int | None,
-) -> None:
-    from tripool.cli.several import Loaded, serve_several
-    from tripool.gateway.server import listen
+@contextmanager
+def _stopped_by(stop: Callable[[], None], signals: Sequence[signal.Signals]) -> Iterator[list[int]]:
+    """Yields the signals that have come."""
+    received: list[int] = []
 
-    with listen(gateway.host, gateway.port) as listener, weight_cache(warm.gb, keep=warm.keep) as weights:
-        is_open = starts_open(listener, access_options.named, may_be_open=access_options.may_be_open)
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        stop()
 
-        def open_(model: str) -> Loaded:
-            if load is not load_model:
-                return Loaded(load(model, config), False)
-            from tripool.engine.load import load_told
-
-            return Loaded(*load_told(model, config, weight_cache=weights))
-
-        access = open_access(access_options.key_store, may_be_open=is_open)
-        try:
-            serve_several(models, config, gateway, listener, log, budget=budget, access=access, open_=open_)
-        finally:
-            access.close()
+    before = {number: signal.signal(number, handle) for number in signals}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _serve_split(
-    model: str,
-    config: EngineConfig,
-    gateway: GatewayConfig,
-    access_options: _AccessOptions,
-    warm: _Warm,
-    logs: LogOptions,
-    *,
-    num_prefill: int,
-    num_decode: int,
-    cache_gb: float,
-    disk: Disk | None,
-) -> None:
-    from tripool.cli.split import serve_split
-    from tripool.control.run_manifest import RunManifest
-    from tripool.gateway.server import listen, url_of
-
-    def banner(manifest: RunManifest) -> str:
-        workers = f"{num_prefill} prefill and {num_decode} decode workers, cache {cache_gb:g} GB"
-        workers += f" and {disk.gb:g} GB of disk" if disk is not None else ""
-        return _banner(url_of(listener), manifest.name, manifest.text, workers)
-
-    with listen(gateway.host, gateway.port) as listener:
-        is_open = starts_open(listener, access_options.named, may_be_open=access_options.may_be_open)
-        serve_split(
-            model,
-            config,
-            listener,
-            keys=access_options.key_store,
-            is_open=is_open,
-            num_prefill=num_prefill,
-            num_decode=num_decode,
-            cache_gb=cache_gb,
-            model_cache_gb=warm.gb,
-            keep_models=warm.keep,
-            disk=disk,
-            logs=logs,
-            on_ready=lambda plan: _ready(url_of(listener), banner(plan), prefill=num_prefill, decode=num_decode),
-        )
-
-
-def _banner_of(url: str, engine: StepEngine) -> str:
+def _engine_banner(url: str, engine: StepEngine) -> str:
     sizes = f"weights {engine.weight_bytes / 1e6:,.0f} MB, KV {engine.kv_bytes / 1e6:,.0f} MB"
     return _banner(url, engine.name, engine.text, f"{sizes}, context {engine.context_tokens:,} tokens")
 
@@ -270,3 +203,15 @@ def _banner(url: str, name: str, text: TextFiles, details: str) -> str:
         f"Tripool serves {name} at {url}/v1 ({details})\n\n"
         f"  curl {url}/v1/{path} -H 'Content-Type: application/json' \\\n    -d '{body}'\n\nCtrl-C stops it."
     )
+
+
+def _models_banner(server: ColocatedServer) -> str:
+    names = [one.name for one in server.models]
+    lines = [f"Tripool serves {len(names)} models at {server.url}/v1", ""]
+    for name in names:
+        facts = server.models.control.describe(name)
+        default = ", default" if name == names[0] else ""
+        lines.append(f"  {name}: {facts['state']}{default}, {facts['bytes'] / 1e6:,.0f} MB")
+    body = f'{{"model": "{names[0]}", "prompt": "Once upon a time"}}'
+    curl = f"  curl {server.url}/v1/completions -H 'Content-Type: application/json' \\\n    -d '{body}'"
+    return "\n".join([*lines, "", curl, "", "Ctrl-C stops it."])

@@ -40,12 +40,14 @@ def register(app: typer.Typer) -> None:
 
 
 def render(pools: dict[str, Any]) -> Group:
-    table = Table("worker", "pid", box=None, header_style="bold")
+    several = len({worker["model"] for worker in pools["workers"]}) > 1
+    table = Table("worker", *(["model"] if several else []), "pid", box=None, header_style="bold")
     for column in ("steps", "requests", "running", "waiting tokens", "blocks held", "KV promised"):
         table.add_column(column, justify="right")
     for worker in pools["workers"]:
         table.add_row(
             worker["worker"] + (" (draining)" if worker["draining"] else ""),
+            *([worker["model"]] if several else []),
             str(worker["pid"]),
             f"{worker['steps']:,}",
             str(worker["placed"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Annotated, Literal
@@ -37,12 +38,11 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Compute for a server that runs on this machine."""
         from tripool.cache.weight_cache import WeightCache
-        from tripool.cli.engines import load_pool_engine
         from tripool.control.run_manifest import read_manifest
-        from tripool.control.run_worker import run_worker
         from tripool.fabric.folder import folder_of
         from tripool.fabric.supervisor_channel import SupervisorChannel
         from tripool.messages import WorkerId
+        from tripool.serving.worker import WorkerProcess, load_pool_engine
 
         if not join.startswith("ipc://"):
             hint = "`tripool status` shows the address of a server on this machine; it begins with ipc://"
@@ -50,9 +50,9 @@ def register(app: typer.Typer) -> None:
         config = EngineConfig(
             kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads, device=device
         )
-        tied = SupervisorChannel.inherited(supervisor_channel) if supervisor_channel is not None else None
-        # Nobody counts the lives of a worker that joins by itself. Its name may come again with its process number, but
-        # later by a clock that is never set back.
+        channel = SupervisorChannel.inherited(supervisor_channel) if supervisor_channel is not None else None
+        # A worker that joins by itself has no supervisor to count its epochs. Its name may come again with its process
+        # number, but later by a clock that is never set back.
         worker_id = WorkerId(name or f"{role}-{os.getpid()}", epoch or time.monotonic_ns())
         with logged(worker_id.name, LogOptions(log_level, log_format)) as log:
             manifest = read_manifest(folder_of(join))
@@ -61,4 +61,7 @@ def register(app: typer.Typer) -> None:
             )
             engine = load_pool_engine(model, config, weight_cache)
             log.serving()
-            run_worker(engine, role, worker_id, join, tied)
+            with WorkerProcess(engine, role, worker_id, join, channel) as process:
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, lambda *_: process.stop())
+                process.run()

@@ -23,6 +23,8 @@ class Spec:
     argv: tuple[str, ...]
     """Of `tripool`; a life's own options (`--epoch`, `--supervisor-channel`) are added to it."""
     pass_fds: tuple[int, ...] = ()
+    cache: tuple[str, ...] = ()
+    """Cache members that hold this worker's blocks: they start once it has reported the size of one."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""What the processes of a run share: written once into its folder, read by whoever starts or joins later."""
+"""What the processes of a run share: written once into its folder, read by every process that starts or joins later."""
 
 from __future__ import annotations
 
@@ -6,21 +6,39 @@ from pathlib import Path
 
 import msgspec
 
+from tripool.errors import ModelNotFound
 from tripool.text.files import TextFiles
 
 _FILE = "plan.json"
 
 
-class RunManifest(msgspec.Struct, frozen=True):
-    """So that a gateway can start again without opening a checkpoint, and a worker can join knowing only where."""
+class ServedModel(msgspec.Struct, frozen=True):
+    """A gateway can start again without opening a checkpoint."""
 
     name: str
     text: TextFiles
     cache: tuple[str, ...] = ()
-    """Names of the cache pool's members."""
+    """Names of its cache members."""
+
+
+class RunManifest(msgspec.Struct, frozen=True):
+    models: tuple[ServedModel, ...]
+    """The first is the default."""
     model_cache: str = ""
-    """Folder of the model cache, and how much may lie in it; empty: there is none."""
+    """Folder of the weight cache; empty: there is none."""
     model_cache_bytes: int = 0
+
+    @property
+    def cache(self) -> tuple[str, ...]:
+        """Names of all cache members."""
+        return tuple(member for model in self.models for member in model.cache)
+
+    def model(self, name: str) -> ServedModel:
+        for model in self.models:
+            if model.name == name:
+                return model
+        known = ", ".join(f"'{model.name}'" for model in self.models)
+        raise ModelNotFound(f"this server has no model '{name}'", hint=f"it has {known}")
 
     def write(self, folder: Path) -> None:
         (folder / _FILE).write_bytes(msgspec.json.encode(self))

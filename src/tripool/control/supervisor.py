@@ -35,28 +35,26 @@ _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal
 
 
 class Supervisor:
-    """`specs`: one for the gateway and for every worker. `on_ready` is called when all of them are, for the first time.
-    `cache`: names of cache members, whose `cache_spec` is asked for once a worker has said how large a block is."""
+    """`specs`: one for the gateway and for every worker. The cache members that they name are started from
+    `cache_spec(name, block_bytes)` once one of their workers has reported the size of its blocks."""
 
     def __init__(
         self,
         specs: Sequence[Spec],
         folder: Path,
         *,
-        on_ready: Callable[[], object],
-        cache: Sequence[str] = (),
         cache_spec: Callable[[str, int], Spec] | None = None,
         start: Callable[[Spec, int, float], Child] = launch,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder, self._on_ready = folder, on_ready
+        self._folder = folder
         self._start, self._clock = start, clock
         self._selector = selectors.DefaultSelector()
         self._children: dict[str, Child] = {}
         self._backoffs = {spec.name: Backoff() for spec in specs}
         self._due = {spec.name: (clock(), spec) for spec in specs}
         """Places without a process: when the next one starts."""
-        self._cache, self._cache_spec = tuple(cache), cache_spec
+        self._cache, self._cache_spec = tuple(dict.fromkeys(name for spec in specs for name in spec.cache)), cache_spec
         self._untold: list[Reaped] = []
         """Lives of which not every cache member knows yet that they are over."""
         # Lives are counted, not timed: a clock that is set back must not make the next one older than the last.
@@ -67,11 +65,15 @@ class Supervisor:
         self.stopping = False
         """Set it, from a signal handler too: `run` ends the children in order and returns."""
 
-    def run(self) -> None:
+    def run(self, on_ready: Callable[[], object]) -> None:
+        """Until `stopping` is set. `on_ready` is called once the gateway and every worker have been ready together."""
         try:
             while not self.stopping:
                 self._start_due()
                 self._listen(_LOOK_S)
+                if not self._was_ready and all(name in self._cache or self._is_ready(name) for name in self._backoffs):
+                    self._was_ready = True
+                    on_ready()
                 self._look()
             self._stop()
         finally:
@@ -107,23 +109,20 @@ class Supervisor:
                         took_s = round(self._clock() - child.started_s, 3)
                         _LOG.info("process ready", extra=_facts(child) | {"took_s": took_s})
                     child.ready = True
-                    self._start_cache(message.block_bytes)
+                    self._start_cache(child.spec.cache, message.block_bytes)
                 elif isinstance(message, Suspect):
                     self._end(message.worker_id)
-        if not self._was_ready and all(name in self._cache or self._is_ready(name) for name in self._backoffs):
-            self._was_ready = True
-            self._on_ready()
 
     def _is_ready(self, name: str) -> bool:
         child = self._children.get(name)
         return child is not None and child.ready
 
-    def _start_cache(self, block_bytes: int) -> None:
+    def _start_cache(self, names: Sequence[str], block_bytes: int) -> None:
         if block_bytes and self._cache_spec is not None:
-            for name in self._cache:
-                self._backoffs[name] = Backoff()
-                self._due[name] = (self._clock(), self._cache_spec(name, block_bytes))
-            self._cache_spec = None
+            for name in names:
+                if name not in self._backoffs:  # else another worker has reported the same size
+                    self._backoffs[name] = Backoff()
+                    self._due[name] = (self._clock(), self._cache_spec(name, block_bytes))
 
     def _look(self) -> None:
         now_s = self._clock()

@@ -23,7 +23,6 @@ from tripool.gateway.admin import admin_routes
 from tripool.gateway.answer_limits import check_echoes
 from tripool.gateway.anthropic.respond import MessageShapes
 from tripool.gateway.auth import Access, Guard, caller_of
-from tripool.gateway.backend import Backend
 from tripool.gateway.bodies import Bodies
 from tripool.gateway.body import body_docs
 from tripool.gateway.connection_quota import ConnectionQuota
@@ -44,7 +43,7 @@ from tripool.gateway.stream import AnswerResponse
 from tripool.gateway.tokens import token_routes
 from tripool.grammar import Trial
 from tripool.tenants import Caller, Tenant
-from tripool.text import NotQuick, StopFinder, Tokenizer
+from tripool.text import NotQuick, StopFinder
 
 _SHORT_BYTES = 4096
 """Parsed in well under a millisecond, unless a chat template does more than real ones do: handing it to another thread
@@ -56,19 +55,6 @@ _TRIALS = 2
 _MAX_TRIALS_WAITING = 64
 
 
-def create_app(
-    backend: Backend,
-    tokenizer: Tokenizer,
-    name: str,
-    config: GatewayConfig,
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    access: Access | None = None,
-) -> FastAPI:
-    """One model, served by `backend` under `name`: OpenAI's surface, Anthropic's, and the operator's."""
-    return create_models_app(Models([Served(name, backend, tokenizer)]), config, clock=clock, access=access)
-
-
 def create_models_app(
     models: Models,
     config: GatewayConfig,
@@ -76,7 +62,7 @@ def create_models_app(
     clock: Callable[[], float] = time.monotonic,
     access: Access | None = None,
 ) -> FastAPI:
-    """The same for several models; a request names the one it means. Without `access` it is open to everybody."""
+    """OpenAI's API, Anthropic's and the operator's; a request names its model. Without `access` no key is asked for."""
     app = FastAPI(title="Tripool", version=__version__)
     in_flight, journal = InFlight(), Journal()
     app.include_router(admin_routes(models, in_flight, journal, stall_s=config.stall_s))

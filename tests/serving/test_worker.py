@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tripool.cli.engines import load_pool_engine
 from tripool.config import EngineConfig
 from tripool.core import Request, SamplingParams, Slo
 from tripool.errors import InvalidRequest
+from tripool.serving.worker import load_pool_engine
 
 
 def test_costs_may_be_fractions_and_sizes_may_not() -> None:

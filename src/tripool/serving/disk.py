@@ -1,4 +1,4 @@
-"""The disk behind the cache pool as `tripool serve` sets it up: how much, where, and whose blocks it may hold."""
+"""The disk tier of a server's cache pool: its size, its folder, and the fingerprint of the model it holds blocks of."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 import tripool
 from tripool.cache.private_folder import NotPrivate, make_private
@@ -17,16 +14,8 @@ from tripool.config import EngineConfig
 from tripool.core import BLOCK_TOKENS
 from tripool.errors import DiskError
 
-DiskGb = Annotated[
-    float | None, typer.Option("--disk-gb", min=0.001, help="Disk behind the cache pool; none by default.")
-]
-DiskDir = Annotated[
-    Path | None, typer.Option("--disk-dir", help="Where; kept for the next start. The user's cache folder by default.")
-]
-
-
 _CODE = ("models", "kernels", "engine")
-"""What decides the bits of a block. So nobody has to remember to raise a number."""
+"""The code that decides the bits of a block: a change of it changes the fingerprint, without a version to raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +32,19 @@ def default_folder() -> Path:
 
 
 def disk_of(gb: float, folder: Path | None, model: str, config: EngineConfig) -> Disk:
-    """Raises, like anything that opens it, if there is no such model; and if others could replace the folder."""
+    """Raises CheckpointMissing without such a model, and DiskError if other users could replace the folder."""
     folder = (folder or default_folder()).absolute()
     try:
         make_private(folder)
     except NotPrivate as error:
         raise DiskError(error.message, hint=f"choose another --disk-dir: {error.hint}") from error
     except OSError:
-        pass  # members say what is wrong with it, and memory goes on without
+        pass  # members report what is wrong with it, and go on with memory alone
     return Disk(gb, folder, fingerprint(model, config))
 
 
 def fingerprint(model: str, config: EngineConfig) -> str:
-    """Equal only if blocks are: the same checkpoint, arithmetic and code. Others' blocks are not read, but replaced."""
+    """Equal only if blocks are: same checkpoint, arithmetic and code. Blocks of another fingerprint are replaced."""
     said = blake2b(digest_size=16, person=b"tripool-disk")
     for word in (str(BLOCK_TOKENS), config.precision, config.device, str(config.mtp), *_checkpoint(model)):
         said.update(len(word.encode()).to_bytes(8, "little") + word.encode())
@@ -81,8 +70,10 @@ def _checkpoint(model: str) -> Iterator[str]:
         yield f"{file.name} {found.st_size} {found.st_mtime_ns}"
 
 
-def disk_argv(disk: Disk, num_members: int) -> tuple[str, ...]:
-    """For one member."""
+def disk_argv(disk: Disk | None, num_members: int) -> tuple[str, ...]:
+    """For one of all members of a server."""
+    if disk is None:
+        return ()
     num_bytes = int(disk.gb * 2**30 / num_members)
     return (
         "--disk-bytes", str(num_bytes), "--disk-dir", str(disk.folder), "--disk-fingerprint", disk.fingerprint

@@ -1,0 +1,280 @@
+"""Assembles a server of one process: engines, admission control, access control and HTTP on one listening socket.
+
+    with build_colocated(["tiny"]) as server:
+        server.run()
+
+With one model the engine stays for as long as the server does. With several, or with a memory budget, a `ModelManager`
+loads and unloads them.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from tripool.config import AdmissionConfig, EngineConfig, GatewayConfig
+from tripool.control.model_policy import ModelPolicy
+from tripool.engine.protocol import StepEngine
+from tripool.engine.thread import EngineThread
+from tripool.gateway.admission import AdmissionBackend
+from tripool.gateway.app import create_models_app
+from tripool.gateway.auth import Access
+from tripool.gateway.connection_limits import ConnectionLimits
+from tripool.gateway.model_manager import ManagedBackend, ModelManager
+from tripool.gateway.models import Models, Served, check_names
+from tripool.gateway.server import Server, listen
+from tripool.router.admission_types import Capacity
+from tripool.router.rate_limiter import RateLimiter
+from tripool.serving.access import AccessConfig
+from tripool.serving.server import BuiltServer
+from tripool.serving.weight_cache import WeightCacheConfig
+from tripool.tenants import Tenant
+from tripool.text import Tokenizer
+from tripool.text.files import TextFiles
+
+if TYPE_CHECKING:
+    from tripool.cache.weight_cache import WeightCache
+
+_CLOSE_S = 10.0
+
+Load = Callable[[str, EngineConfig], StepEngine]
+"""From a model's name or path to an engine."""
+
+
+class Engines(Protocol):
+    """The engines of a server."""
+
+    def end(self) -> None:
+        """End open answers with an error, without blocking."""
+        ...
+
+    def close(self, timeout_s: float) -> object:
+        """Stop all engines; called after the event loop has ended."""
+        ...
+
+
+class ColocatedServer(BuiltServer):
+    """A server whose engines run in this process. `run` also ends by SIGINT and SIGTERM."""
+
+    def __init__(
+        self,
+        models: Models,
+        engines: Engines,
+        listener: socket.socket,
+        gateway: GatewayConfig,
+        *,
+        access: Access | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        limits: ConnectionLimits | None = None,
+        on_ready: Callable[[], object] = lambda: None,
+    ) -> None:
+        super().__init__(listener)
+        self.models, self.access = models, access
+        self.engine: StepEngine | None = None
+        """Of a server with one model."""
+        self.app = create_models_app(models, gateway, clock=clock, access=access)
+        self.engines, self._on_ready = engines, [on_ready]
+        self._server = Server(self.app, on_ready=self._ready, end_answers=engines.end, limits=limits)
+
+    def _ready(self) -> None:
+        for on_ready in self._on_ready:
+            on_ready()
+
+    def run(self, on_ready: Callable[[], object] = lambda: None) -> None:
+        self._on_ready.append(on_ready)
+        self._server.run([self.listener])
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+
+    def close(self) -> None:
+        try:
+            self.engines.close(_CLOSE_S)
+        finally:
+            super().close()
+
+
+def build_colocated(
+    models: Sequence[str] = ("tiny",),
+    engine: EngineConfig | None = None,
+    gateway: GatewayConfig | None = None,
+    *,
+    access: AccessConfig | None = None,
+    weights: WeightCacheConfig | None = None,
+    memory_gb: float | None = None,
+    load: Load | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> ColocatedServer:
+    """Bind the port, check access, load the first model. The first of `models` is the default.
+
+    `memory_gb` bounds the weights and KV of all models together. `load` replaces the loading of checkpoints.
+    """
+    engine, gateway, weights = engine or EngineConfig(), gateway or GatewayConfig(), weights or WeightCacheConfig()
+    several = len(models) > 1 or memory_gb is not None
+    with ExitStack() as stack:
+        # Bound before a model is loaded: a taken port is an error at once.
+        listener = stack.enter_context(listen(gateway.host, gateway.port))
+        # One model alone would only pay for a copy of its weights that no second process maps.
+        cached = weights.opened() if several or weights.requested else nullcontext()
+        weight_cache = stack.enter_context(cached)
+        opened = stack.enter_context(closing((access or AccessConfig()).open_for(listener)))
+
+        def open_engine(model: str) -> tuple[StepEngine, bool]:
+            if load is not None:
+                return load(model, engine), False
+            return _load(model, engine, weight_cache, progress)
+
+        if several:
+            budget = None if memory_gb is None else int(memory_gb * 2**30)
+            known = {one.name: (one, model) for one, model in _described(models, engine)}
+            server = _managed_server(known, budget, open_engine, engine, listener, gateway, opened)
+        else:
+            server = engine_server(
+                open_engine(models[0])[0], listener, gateway, access=opened, slots=engine.max_running
+            )
+        server.closing = stack.pop_all()
+    return server
+
+
+def _load(
+    model: str, config: EngineConfig, weight_cache: WeightCache | None, progress: Callable[[str], None] | None
+) -> tuple[StepEngine, bool]:
+    from tripool.engine.load import load_told  # here: torch takes seconds to import
+
+    return load_told(model, config, progress=progress, weight_cache=weight_cache)
+
+
+# ---- one model ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _OneEngine:
+    thread: EngineThread
+
+    def end(self) -> None:
+        self.thread.close(0)
+
+    def close(self, timeout_s: float) -> bool:
+        return self.thread.close(timeout_s)
+
+
+def engine_server(
+    engine: StepEngine,
+    listener: socket.socket,
+    gateway: GatewayConfig | None = None,
+    *,
+    access: Access | None = None,
+    slots: int | None = None,
+    admission: AdmissionConfig | None = None,
+    tenant_of: Callable[[str], Tenant] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    limits: ConnectionLimits | None = None,
+) -> ColocatedServer:
+    """A server over an engine that exists already. `slots`: how many choices the engine computes at a time.
+
+    Without `access` the server is open to all that reach it, and `tenant_of` finds the limits of tenants.
+    """
+    thread = EngineThread(engine, clock=clock)
+    capacity = Capacity(slots=slots)
+    tenant_of = access.tenant_named if access is not None else tenant_of
+    backend = AdmissionBackend(thread, admission, room=lambda: capacity, tenant_of=tenant_of)
+    models = Models([Served(engine.name, backend, Tokenizer(engine.text))])
+    server = ColocatedServer(
+        models, _OneEngine(thread), listener, gateway or GatewayConfig(), access=access, clock=clock, limits=limits
+    )
+    server.engine = engine
+    return server
+
+
+# ---- several models ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Description:
+    """A model before it is loaded."""
+
+    name: str
+    text: TextFiles
+    context_tokens: int
+    num_bytes: int
+    """Weights and KV, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadedEngine:
+    """A `LoadedModel`: an engine and the thread that drives it."""
+
+    backend: EngineThread
+    num_bytes: int
+    from_memory: bool
+
+    def close(self, timeout_s: float) -> bool:
+        return self.backend.close(timeout_s)
+
+
+def _described(models: Sequence[str], config: EngineConfig) -> list[tuple[_Description, str]]:
+    known = [(_describe(model, config), model) for model in models]
+    check_names([one.name for one, _ in known])
+    return known
+
+
+def _describe(model: str, config: EngineConfig) -> _Description:
+    from tripool.checkpoints import open_checkpoint
+    from tripool.core import BLOCK_TOKENS
+    from tripool.engine.engine import kv_blocks
+    from tripool.kernels import CPU, CPU8
+    from tripool.kernels.cpu8.library import variants
+    from tripool.models.load import read_arch
+    from tripool.models.size import weight_bytes
+
+    with open_checkpoint(model) as checkpoint:
+        arch = read_arch(checkpoint)
+        mtp = config.mtp and arch.mtp_layers > 0
+        block_bytes = (arch.layers + mtp) * BLOCK_TOKENS * arch.kv_width * 4
+        kv_bytes = kv_blocks(arch, config, mtp=mtp) * block_bytes
+        kernels = CPU8 if config.precision == "int8" and variants() else CPU
+        num_bytes = weight_bytes(checkpoint, kernels) + kv_bytes
+        return _Description(checkpoint.name, checkpoint.text, arch.context_tokens, num_bytes)
+
+
+def _managed_server(
+    known: dict[str, tuple[_Description, str]],
+    budget: int | None,
+    open_engine: Callable[[str], tuple[StepEngine, bool]],
+    config: EngineConfig,
+    listener: socket.socket,
+    gateway: GatewayConfig,
+    access: Access,
+) -> ColocatedServer:
+    """`known`: by name, with what `open_engine` takes. The first model is loaded here, the others when they fit."""
+
+    def open_model(name: str) -> _LoadedEngine:
+        engine, from_memory = open_engine(known[name][1])
+        return _LoadedEngine(EngineThread(engine), engine.weight_bytes + engine.kv_bytes, from_memory)
+
+    policy = ModelPolicy({name: one.num_bytes for name, (one, _) in known.items()}, budget)
+    manager = ModelManager(policy, open_model)
+    first, *others = known
+    manager.check_fits(first)
+    began_s = time.monotonic()
+    manager.add(first, open_model(first), time.monotonic() - began_s)
+    rate_limiter, capacity = RateLimiter(), Capacity(slots=config.max_running)
+    served = []
+    for name, (one, _) in known.items():
+        backend = AdmissionBackend(
+            ManagedBackend(manager, name, one.context_tokens),
+            rate_limiter=rate_limiter,
+            room=lambda: capacity,
+            tenant_of=access.tenant_named,
+        )
+        served.append(Served(name, backend, Tokenizer(one.text)))
+
+    def load_others() -> None:
+        for name in others:
+            manager.prefer(name)
+
+    return ColocatedServer(Models(served, manager), manager, listener, gateway, access=access, on_ready=load_others)

@@ -1,0 +1,123 @@
+"""Assembles the gateway process of a split server: HTTP, access and admission control, and the pools of workers.
+
+| the supervisor | the gateway |
+|---|---|
+| sends Drain | refuses new requests, gives open answers a few seconds, ends |
+| is gone | refuses new requests, lets open answers end, ends |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from pathlib import Path
+
+from tripool.cache.client import PoolClient
+from tripool.config import GatewayConfig, RouterConfig
+from tripool.control.run_manifest import read_manifest
+from tripool.fabric.folder import gateway_address
+from tripool.fabric.supervisor_channel import SupervisorChannel
+from tripool.gateway.admission import AdmissionBackend
+from tripool.gateway.app import create_models_app
+from tripool.gateway.auth import Access
+from tripool.gateway.cache_quotas import CacheQuotas, cache_routes
+from tripool.gateway.models import Models, Served
+from tripool.gateway.pools import Pools, pools_routes
+from tripool.gateway.server import Server
+from tripool.messages import Drain, Ready, Reaped, WorkerId
+from tripool.router.rate_limiter import RateLimiter
+from tripool.text import Tokenizer
+
+_LOG = logging.getLogger("tripool.gateway")
+_READY_S = 0.5
+"""Between two reports to the supervisor that this process is ready."""
+_ORPHAN_S = 300.0
+"""How long open answers may go on after the supervisor is lost."""
+_LOOK_S = 0.1
+
+
+class GatewayProcess:
+    """`run` blocks until a Drain, or until no answer is open after the supervisor is lost."""
+
+    def __init__(
+        self,
+        folder: Path,
+        worker_id: WorkerId,
+        supervisor_channel: SupervisorChannel,
+        access: Access,
+        config: GatewayConfig | None = None,
+        router: RouterConfig | None = None,
+    ) -> None:
+        manifest = read_manifest(folder)
+        self._worker_id, self._supervisor_channel, self._access = worker_id, supervisor_channel, access
+        self._pools = Pools(
+            [model.name for model in manifest.models],
+            router or RouterConfig(),
+            addresses=[gateway_address(folder)],
+            epoch=worker_id.epoch,
+            suspect=supervisor_channel.send,
+        )
+        # Two clients, because each is for one thread at a time.
+        self._cache = PoolClient(folder, manifest.cache, worker_id)
+        self._quotas = CacheQuotas(PoolClient(folder, manifest.cache, WorkerId("quotas", worker_id.epoch)), access)
+        rate_limiter = RateLimiter()  # a tenant's limits hold over all models
+        self._admissions = {
+            name: AdmissionBackend(backend, rate_limiter=rate_limiter, room=backend.room, tenant_of=access.tenant_named)
+            for name, backend in self._pools.backends.items()
+        }
+        served = [Served(one.name, self._admissions[one.name], Tokenizer(one.text)) for one in manifest.models]
+        app = create_models_app(Models(served), config or GatewayConfig(), access=access)
+        app.include_router(pools_routes(self._pools, self._cache))
+        app.include_router(cache_routes(self._quotas))
+        self._server = Server(app, on_ready=self._on_ready, end_answers=self._pools.close)
+
+    def run(self, listener: socket.socket) -> None:
+        try:
+            self._server.run([listener])
+        finally:
+            self._supervisor_channel.close()
+            self._cache.close()
+            self._quotas.close()
+            self._access.close()
+
+    def _on_ready(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._pools.start()
+        loop.add_reader(self._supervisor_channel.fileno(), self._listen, loop)
+        self._say_ready(loop)
+        self._keeping = loop.create_task(self._quotas.keep())
+        _LOG.info("ready", extra={"epoch": self._worker_id.epoch, "keys": self._access.keys})
+
+    def _say_ready(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._supervisor_channel.ended:
+            self._supervisor_channel.send(Ready(self._worker_id))
+            loop.call_later(_READY_S, self._say_ready, loop)
+
+    def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        for message in self._supervisor_channel.receive():
+            if isinstance(message, Reaped):
+                self._pools.reaped(message)
+            elif isinstance(message, Drain):
+                self._refuse("the server is shutting down")
+                self._server.should_exit = True
+        if self._supervisor_channel.ended:
+            loop.remove_reader(self._supervisor_channel.fileno())
+            _LOG.warning("supervisor lost", extra={"open": self._num_open})
+            self._refuse("the server has lost its supervisor and is shutting down")
+            self._leave(loop, loop.time() + _ORPHAN_S)
+
+    @property
+    def _num_open(self) -> int:
+        return sum(admission.num_open for admission in self._admissions.values())
+
+    def _refuse(self, why: str) -> None:
+        for admission in self._admissions.values():
+            admission.refuse(why)
+
+    def _leave(self, loop: asyncio.AbstractEventLoop, deadline_s: float) -> None:
+        """End once no answer is open."""
+        if self._num_open == 0 or loop.time() >= deadline_s:
+            self._server.should_exit = True
+        else:
+            loop.call_later(_LOOK_S, self._leave, loop, deadline_s)
