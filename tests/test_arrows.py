@@ -32,7 +32,7 @@ PURE += tuple(
 )
 PURE += ("control.backoff", "control.model_policy")
 PURE += ("observe.checks", "observe.machine")
-PURE += ("train.plan", "train.schedule", "train.distil.clean", "train.distil.script")
+PURE += ("train.plan", "train.schedule")
 WORLDLY = {
     f"cache.{name}" for name in ("arena", "client", "copying", "weight_image", "weight_cache", "link", "member", "wire")
 }
