@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 
 from harness import REPO, Origin, Row, print_table, write_json
+from planner_tables import documented
 from tripool.planner import Ask, DecodeModel, Setup, make_plan, named_hardware, named_model
-from tripool.planner.document import documented
 
 PLAN_WITHIN_S, ESTIMATE_WITHIN_MS, TIMES_FASTER = 10.0, 50.0, 10.0
 PEER_WITHIN_S = 1800.0

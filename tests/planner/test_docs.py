@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tripool.planner.document import documented
+from bench.planner_tables import documented
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "planner.md"
 
