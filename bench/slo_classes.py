@@ -1,7 +1,7 @@
-"""Promised classes in virtual time: the real scheduler of one engine, on steps whose time is computed. Pure.
+"""SLO classes in virtual time: the scheduler that serves, on steps whose time comes from a cost formula.
 
-Shows what `decode/slo_controller.py` is worth, without a clock: the same arrivals through it, and through the plain
-scheduler with one fixed limit after the other. The step's true costs are known here and nowhere else.
+Measures `decode/slo_controller.py` without a clock: the same arrivals through it, and through a scheduler without SLOs
+under one fixed batch limit after the other. Used by `slo.py` and by `tests/decode/test_slo_classes.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tripool.sequence import Sampled
 from tripool.simulate.rng import Rng
 
 KEPT = 0.99
-"""Share of a class's answers that must be within its promise."""
+"""Share of a class's answers that must meet its SLO."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class Arrival:
 class Served:
     tpot_ms: float | None
     ttft_ms: float | None
-    """What was promised, or would have been."""
+    """The SLO of the request, also when the scheduler did not know it."""
     ttft_s: float
     mean_s: float
     """Per token after the first."""
@@ -90,12 +90,12 @@ class Served:
 
     @property
     def kept(self) -> bool:
-        """The pace, which is all that the scheduler answers for."""
+        """Time per token, which the scheduler controls."""
         return self.tpot_ms is None or self.mean_s * 1000 <= self.tpot_ms
 
     @property
     def in_time(self) -> bool:
-        """The first token, which is the door's affair."""
+        """Time to first token, which admission controls."""
         return self.ttft_ms is None or self.ttft_s * 1000 <= self.ttft_ms
 
 
@@ -113,11 +113,11 @@ class Run:
         return sum(each.num_tokens for each in self.served) / self.wall_s
 
     def in_time(self) -> float:
-        """Share of the answers that began within their promise."""
+        """Share of the answers that met their TTFT."""
         return sum(each.in_time for each in self.served) / max(1, len(self.served))
 
     def attainment(self) -> dict[float, float]:
-        """By class: the share of its answers that kept its pace."""
+        """By class: the share of its answers that met its TPOT."""
         kept: dict[float, list[bool]] = {}
         for each in self.served:
             if each.tpot_ms is not None:
@@ -157,7 +157,7 @@ def draw(phases: Sequence[Sequence[Kind]], count: int, rng: Rng, *, per_s: float
     return arrivals
 
 
-class _Life:
+class _Engine:
     """One engine from the first arrival to the last token."""
 
     def __init__(
@@ -169,7 +169,7 @@ class _Life:
         self.now_s = 0.0
         self.times: dict[str, list[float]] = {name: [] for name in self._requests}
         self.refused: dict[str, float] = {}
-        """When they were told."""
+        """Request id -> time of the refusal."""
 
     @property
     def busy(self) -> bool:
@@ -185,25 +185,25 @@ class _Life:
                 self.scheduler.add(request)
                 continue
             pending = PendingRequest(id=request.id, prompt_tokens=len(request.prompt_ids), slo=request.slo)
-            self._obey(self._admission.arrive(pending, arrival.at_s), arrival.at_s)
+            self._apply(self._admission.arrive(pending, arrival.at_s), arrival.at_s)
 
     def step(self, cost: StepCost, rng: Rng) -> None:
         tasks = self.scheduler.schedule()
-        assert tasks or not self.scheduler.busy, "there is work, and none is done"
+        assert tasks or not self.scheduler.busy, "the scheduler is busy and schedules nothing"
         began_s = self.now_s
         self.now_s += cost.step_s(StepFacts.of(tasks), rng)
         for event in self.scheduler.settle(tasks, [Sampled(1) if task.samples else None for task in tasks]):
             self.times[event.request_id].append(self.now_s)
             if self._admission is not None and event.index == 0:
                 uncached = len(self._requests[event.request_id].prompt_ids)
-                self._obey(self._admission.first_token(event.request_id, uncached, self.now_s), self.now_s)
+                self._apply(self._admission.first_token(event.request_id, uncached, self.now_s), self.now_s)
             if self._admission is not None and event.finish_reason is not None:
-                self._obey(self._admission.finished(event.request_id, event.index + 1, self.now_s), self.now_s)
+                self._apply(self._admission.finished(event.request_id, event.index + 1, self.now_s), self.now_s)
         self.scheduler.timed(tasks, began_s, self.now_s)
         if self._admission is not None:
-            self._obey(self._admission.tick(self.now_s), self.now_s)
+            self._apply(self._admission.tick(self.now_s), self.now_s)
 
-    def _obey(self, decisions: Iterable[Admit | Refuse], now_s: float) -> None:
+    def _apply(self, decisions: Iterable[Admit | Refuse], now_s: float) -> None:
         for decision in decisions:
             if isinstance(decision, Refuse):
                 self.refused[decision.id] = now_s
@@ -220,21 +220,19 @@ def run(
     admission: AdmissionController | None = None,
     seed: int = 0,
 ) -> Run:
-    """`promised`: whether the scheduler is told what each request was promised. `admission`: who decides before it."""
-    told = arrivals if promised else [replace(a, request=replace(a.request, slo=Slo())) for a in arrivals]
-    worker_id, rng, num_steps = _Life(told, config, admission), Rng(seed), 0
-    while worker_id.busy:
-        worker_id.arrive()
-        worker_id.step(cost, rng)
+    """`promised`: whether the scheduler knows the SLOs. `admission`: admits or refuses before the scheduler."""
+    known = arrivals if promised else [replace(a, request=replace(a.request, slo=Slo())) for a in arrivals]
+    engine, rng, num_steps = _Engine(known, config, admission), Rng(seed), 0
+    while engine.busy:
+        engine.arrive()
+        engine.step(cost, rng)
         num_steps += 1
-    served = tuple(
-        _check_outcome(a, worker_id.times[a.request.id]) for a in arrivals if a.request.id not in worker_id.refused
-    )
-    refused = tuple(worker_id.refused[a.request.id] - a.at_s for a in arrivals if a.request.id in worker_id.refused)
-    return Run(served, worker_id.now_s, num_steps, refused, worker_id.scheduler.slo_controller.num_given_up)
+    served = tuple(_served(a, engine.times[a.request.id]) for a in arrivals if a.request.id not in engine.refused)
+    refused = tuple(engine.refused[a.request.id] - a.at_s for a in arrivals if a.request.id in engine.refused)
+    return Run(served, engine.now_s, num_steps, refused, engine.scheduler.slo_controller.num_given_up)
 
 
-def _check_outcome(arrival: Arrival, came: Sequence[float]) -> Served:
+def _served(arrival: Arrival, came: Sequence[float]) -> Served:
     mean_s = (came[-1] - came[0]) / (len(came) - 1) if len(came) > 1 else 0.0
     slo = arrival.request.slo
     return Served(slo.tpot_ms, slo.ttft_ms, came[0] - arrival.at_s, mean_s, len(came))

@@ -1,12 +1,12 @@
-"""Promised classes in virtual time: kept, and at more throughput than any one limit that keeps them."""
+"""SLO classes in virtual time: met, and at more throughput than any fixed batch limit that meets them."""
 
 from __future__ import annotations
 
 import pytest
 
+from bench.slo_classes import KEPT, MIXES, Kind, StepCost, best_fixed, draw, run
 from tripool.config import AdmissionConfig, SchedulerConfig
 from tripool.router.admission import AdmissionController
-from tripool.simulate.classes import KEPT, MIXES, Kind, StepCost, best_fixed, draw, run
 from tripool.simulate.rng import Rng
 
 COUNT = 250
@@ -39,7 +39,7 @@ def test_at_four_fifths_of_capacity_everyone_is_kept_and_begun_in_time() -> None
     assert done.worst >= KEPT and done.in_time() >= KEPT
 
 
-def test_at_twice_the_capacity_the_door_refuses_and_the_rest_is_kept() -> None:
+def test_at_twice_the_capacity_admission_refuses_and_the_rest_is_kept() -> None:
     phases = MIXES["shifting"]
     done = run(
         draw(phases, COUNT, Rng(3), per_s=14.0), config(), NOISY, admission=AdmissionController(AdmissionConfig())
