@@ -91,7 +91,8 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Measure any OpenAI endpoint under load: a trace replayed, a fixed concurrency, or Poisson arrivals."""
         from tripool.bench import Goodput, random_shots
-        from tripool.cli.bench_report import check_folder, show, write_files
+        from tripool.cli.bench_report import show, write_files
+        from tripool.cli.files import check_folder
 
         for file in (json_file, html_file):
             check_folder(file)
