@@ -1,4 +1,4 @@
-"""The calibration of the planner and the tables of `docs/planner.md`: constants with sources, rows with errors.
+"""The calibration of the planner and the tables of `docs/planner.md` and `docs/reproduce.md`.
 
 `refit` derives the constants from published rows by bisection; a test compares them with those that are shipped.
 Each constant has one row. The order matters: stacks first (rows with perfect balance), then drifts.
@@ -14,12 +14,13 @@ from tripool.planner.cost.setup import Routing, named_routing
 from tripool.planner.facts import Facts
 from tripool.planner.hardware import Hardware, hardware_names, named_hardware
 from tripool.planner.models import ModelShape, model_names, named_model
+from tripool.planner.reproduce import Table
+from tripool.planner.reproduce.lines import HEADS, cells, summarise, summary_words
 from tripool.planner.rows import Row, bundled_rows, compare_rows, predict, verdicts
 from tripool.planner.rows.accuracy import CALIBRATION
 
 _MODEL = "deepseek-r1"
 _CONSTANTS_OF = ("ascend-910c", "h100", "h800")
-_PARTS = ("errors", "left out", "models", "constants")
 _ROUNDS = 40
 
 
@@ -79,15 +80,27 @@ def _solve(error: Callable[[float], float], low: float, high: float) -> float:
     return (low + high) / 2
 
 
-def documented(text: str) -> str:
-    """`text` with what stands between `<!-- made: NAME -->` and `<!-- end -->` made anew."""
+def planner_document(text: str) -> str:
+    """`docs/planner.md` with its tables made anew."""
     made = {"errors": errors_table, "left out": left_out_table, "models": models_table, "constants": constants_table}
-    for name in _PARTS:
-        begin, end = f"<!-- made: {name} -->\n", "<!-- end -->"
-        before, found, rest = text.partition(begin)
-        assert found and end in rest, f"no place for '{name}'"
-        text = before + begin + "\n" + made[name]() + "\n" + end + rest.partition(end)[2]
+    for name, table in made.items():
+        text = _filled(text, name, table())
     return text
+
+
+def reproduce_document(text: str, tables: Sequence[Table]) -> str:
+    """`docs/reproduce.md` with its tables made anew."""
+    parts = [f"{summary_words(summarise(tables))}.\n"]
+    parts += [f"### {each.title}\n\n{each.said}\n\n{_table(HEADS, map(cells, each.lines))}" for each in tables]
+    return _filled(text, "tables", "\n".join(parts))
+
+
+def _filled(text: str, name: str, made: str) -> str:
+    """`text` with what stands between `<!-- made: NAME -->` and `<!-- end -->` replaced."""
+    begin, end = f"<!-- made: {name} -->\n", "<!-- end -->"
+    before, found, rest = text.partition(begin)
+    assert found and end in rest, f"no place for '{name}'"
+    return before + begin + "\n" + made + "\n" + end + rest.partition(end)[2]
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
