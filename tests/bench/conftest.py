@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tripool.config import GatewayConfig
-from tripool.engine.fake import FakeEngine, fake_text
+from tripool.engine.fake import fake_text
+from tripool.engine.fake_paged import PagedFake
 from tripool.engine.thread import EngineThread
 from tripool.gateway import create_app
 from tripool.gateway.server import Server, listen, url_of
@@ -24,12 +25,12 @@ DEADLINE_S = 60.0
 @dataclass(frozen=True)
 class Gateway:
     url: str
-    engine: FakeEngine
+    engine: PagedFake
 
 
 @pytest.fixture(scope="session")
 def gateway() -> Iterator[Gateway]:
-    engine = FakeEngine(fake_text(), context_tokens=4096)
+    engine = PagedFake(fake_text(), context_tokens=4096)
     listener = listen("127.0.0.1", 0)
     thread, ready = EngineThread(engine), threading.Event()
     app = create_app(thread, Tokenizer(engine.text), engine.name, GatewayConfig())
