@@ -23,9 +23,8 @@ from tripool.train.encode import ANSWER
 from tripool.train.learner import adamw
 from tripool.train.metrics import Metrics, said
 from tripool.train.network import Network
-from tripool.train.plan import Optimise
+from tripool.train.plan import Optimise, learning_rate, progress_by_time
 from tripool.train.rows import NO_DOCUMENT, Rows, rows_of_step
-from tripool.train.schedule import learning_rate, progress_by_time
 
 ROW_TOKENS = 512
 _HELD_OUT, _FEW = 32, 16

@@ -17,10 +17,10 @@ from tripool.errors import InvalidRequest, TripoolError
 
 if TYPE_CHECKING:
     from tripool.bench.endpoint import Api
-    from tripool.bench.goodput import Goodput
     from tripool.bench.report import Report
     from tripool.bench.run import Measured
     from tripool.bench.samples import Sample
+    from tripool.bench.summary import Goodput
     from tripool.bench.workload import Shot
 
 _INTERRUPTED = 130

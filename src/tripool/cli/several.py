@@ -67,7 +67,7 @@ def describe(model: str, config: EngineConfig) -> Described:
     from tripool.kernels import CPU, CPU8
     from tripool.kernels.cpu8.library import variants
     from tripool.models.load import read_arch
-    from tripool.models.size import weight_bytes
+    from tripool.models.warm import weight_bytes
 
     with open_checkpoint(model) as checkpoint:
         arch = read_arch(checkpoint)

@@ -123,7 +123,7 @@ def test_the_loop_gives_the_same_text_with_drafts_and_without(models: tuple[Mode
 
 
 def test_experts_in_sorted_rows_equal_every_expert_over_every_row() -> None:
-    from tripool.kernels.cuda.experts import all_rows, sorted_rows
+    from tripool.kernels.cuda.make import all_rows, sorted_rows
 
     rng = torch.Generator().manual_seed(5)
 
