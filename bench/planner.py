@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 
 from harness import REPO, Origin, Row, print_table, write_json
+from planner_tables import planner_document
 from tripool.planner import Ask, DecodeModel, Setup, make_plan, named_hardware, named_model
-from tripool.planner.document import documented
 
 PLAN_WITHIN_S, ESTIMATE_WITHIN_MS, TIMES_FASTER = 10.0, 50.0, 10.0
 PEER_WITHIN_S = 1800.0
@@ -101,7 +101,7 @@ def main() -> int:
     parser.add_argument("--document", type=Path, help="write constants and errors into this document, and end")
     options = parser.parse_args()
     if options.document:
-        options.document.write_text(documented(options.document.read_text("utf-8")), "utf-8")
+        options.document.write_text(planner_document(options.document.read_text("utf-8")), "utf-8")
         return 0
     origin = Origin.now()
     first_ms, later_ms = estimates_ms()

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 
 from harness import Origin, Row, print_table, write_json
+from planner_tables import reproduce_document
 from tripool.planner.reproduce import cloudmatrix_tables
-from tripool.planner.reproduce.report import documented
 
 WITHIN_S = 10.0
 
@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--document", type=Path, help="write the tables into this document, and end")
     options = parser.parse_args()
     if options.document:
-        text = documented(options.document.read_text("utf-8"), cloudmatrix_tables())
+        text = reproduce_document(options.document.read_text("utf-8"), cloudmatrix_tables())
         options.document.write_text(text, "utf-8")
         return 0
     origin = Origin.now()

@@ -30,15 +30,7 @@ from pathlib import Path
 from random import Random
 
 from harness import Origin, Row, print_table, write_json
-from tripool.config import AdmissionConfig, EngineConfig, SchedulerConfig
-from tripool.core import SamplingParams, Slo
-from tripool.engine.load import load_engine
-from tripool.engine.thread import EngineThread
-from tripool.errors import TripoolError
-from tripool.gateway.admission import AdmissionBackend
-from tripool.gateway.backend import Backend
-from tripool.router.admission import AdmissionController
-from tripool.simulate.classes import (
+from slo_classes import (
     KEPT,
     MIXES,
     Arrival,
@@ -50,6 +42,14 @@ from tripool.simulate.classes import (
     draw,
     run,
 )
+from tripool.config import AdmissionConfig, EngineConfig, SchedulerConfig
+from tripool.core import SamplingParams, Slo
+from tripool.engine.load import load_engine
+from tripool.engine.thread import EngineThread
+from tripool.errors import TripoolError
+from tripool.gateway.admission import AdmissionBackend
+from tripool.gateway.backend import Backend
+from tripool.router.admission import AdmissionController
 from tripool.simulate.rng import Rng
 
 GAIN, REFUSED_MS = 1.1, 50.0

@@ -26,13 +26,10 @@ PURE = (
     "text", "grammar", "router", "simulate", "tenants", "planner", "page",
 )  # fmt: skip
 """Run without torch: the planner and the simulator stand on these, and a gateway needs text and grammars."""
-PURE += tuple(
-    f"bench.{name}"
-    for name in ("goodput", "page", "prompts", "report", "samples", "summary", "trace", "words", "workload")
-)
+PURE += tuple(f"bench.{name}" for name in ("page", "prompts", "report", "samples", "summary", "trace", "workload"))
 PURE += ("control.backoff", "control.model_policy")
 PURE += ("observe.checks", "observe.machine")
-PURE += ("train.plan", "train.schedule", "train.distil.clean", "train.distil.script")
+PURE += ("train.plan",)
 WORLDLY = {
     f"cache.{name}" for name in ("arena", "client", "copying", "weight_image", "weight_cache", "link", "member", "wire")
 }

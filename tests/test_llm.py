@@ -7,7 +7,8 @@ import pytest
 import tripool
 from tripool import LLM, SamplingParams
 from tripool.core import TokenEvent
-from tripool.engine.fake import FakeEngine, fake_text
+from tripool.engine.fake import fake_text
+from tripool.engine.fake_paged import PagedFake
 from tripool.errors import ContextOverflow, InvalidRequest
 
 PROMPTS = ["one pool", "two pools", "three pools"]
@@ -16,16 +17,16 @@ ENDLESS = SamplingParams(ignore_eos=True)
 
 
 @pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine(fake_text())
+def engine() -> PagedFake:
+    return PagedFake(fake_text())
 
 
 @pytest.fixture
-def llm(engine: FakeEngine) -> LLM:
+def llm(engine: PagedFake) -> LLM:
     return LLM(engine)
 
 
-class InterruptedEngine(FakeEngine):
+class InterruptedEngine(PagedFake):
     """Ctrl-C arrives in the third step."""
 
     def step(self) -> list[TokenEvent]:

@@ -73,8 +73,6 @@ class GatewayConfig:
 class RouterConfig:
     """Bounds of the gateway's own waiting: nothing in it waits without one of these."""
 
-    queue_tokens: int = 262_144
-    """Tokens of requests that do not decode yet; more are refused."""
     prefill_ahead_tokens: int = 8192
     """Given to one prefill worker at once; the rest waits here, where any worker can take it."""
     heartbeat_s: float = 0.25
@@ -98,7 +96,7 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         assert 0 < self.heartbeat_s < self.silence_s <= self.stall_s
-        assert self.queue_tokens > 0 and self.prefill_ahead_tokens > 0 and self.max_losses > 0
+        assert self.prefill_ahead_tokens > 0 and self.max_losses > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

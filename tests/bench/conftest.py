@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tripool.engine.fake import FakeEngine, fake_text
+from tripool.engine.fake import fake_text
+from tripool.engine.fake_paged import PagedFake
 from tripool.gateway.server import listen
 from tripool.serving.colocated import engine_server
 
@@ -20,12 +21,12 @@ DEADLINE_S = 60.0
 @dataclass(frozen=True)
 class Gateway:
     url: str
-    engine: FakeEngine
+    engine: PagedFake
 
 
 @pytest.fixture(scope="session")
 def gateway() -> Iterator[Gateway]:
-    engine = FakeEngine(fake_text(), context_tokens=4096)
+    engine = PagedFake(fake_text(), context_tokens=4096)
     with listen("127.0.0.1", 0) as listener, engine_server(engine, listener) as server, server.running():
         yield Gateway(server.url, engine)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tripool.bench.endpoint import WORDS
 from tripool.bench.prompts import MIN_POOL, ORDINARY_IDS, Piece, TextPrompts, TokenPrompts, choose_words
-from tripool.bench.words import WORDS
 from tripool.engine.fake import fake_text
 from tripool.text import Tokenizer
 

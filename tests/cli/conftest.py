@@ -10,7 +10,8 @@ import pytest
 
 from tripool.cli.main import main
 from tripool.config import EngineConfig
-from tripool.engine.fake import FakeEngine, fake_text
+from tripool.engine.fake import fake_text
+from tripool.engine.fake_paged import PagedFake
 from tripool.errors import CheckpointMissing
 
 
@@ -24,12 +25,12 @@ class Models:
     """Stands for the loader: makes engines and remembers them."""
 
     def __init__(self) -> None:
-        self.loaded: list[tuple[FakeEngine, EngineConfig]] = []
+        self.loaded: list[tuple[PagedFake, EngineConfig]] = []
 
-    def load(self, model: str, config: EngineConfig) -> FakeEngine:
+    def load(self, model: str, config: EngineConfig) -> PagedFake:
         if model not in ("fake", "tiny"):
             raise CheckpointMissing(f"no model '{model}'", hint="known names: fake")
-        self.loaded.append((FakeEngine(fake_text(), name=model), config))
+        self.loaded.append((PagedFake(fake_text(), name=model), config))
         return self.loaded[-1][0]
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from tripool import LLM, SamplingParams
 from tripool.cli.terminal import harmless
 from tripool.core import TokenEvent
-from tripool.engine.fake import FakeEngine, fake_text
+from tripool.engine.fake import fake_text
+from tripool.engine.fake_paged import PagedFake
 
 
 def expected(*contents: str, system: str | None = None, **options: int) -> str:
     """Turns of user and assistant by turns."""
     messages = [{"role": "system", "content": system}] if system else []
     messages += [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
-    with LLM(FakeEngine(fake_text())) as llm:
+    with LLM(PagedFake(fake_text())) as llm:
         return llm.chat(messages, SamplingParams(**options))[0].text
 
 
@@ -52,11 +53,11 @@ def test_end_of_input_leaves(tripool):
 def test_a_full_context_is_said_and_survived(tripool):
     ran = tripool("chat", "fake", "--seed", "3", stdin=f"{'x' * 3000}\nshort\n", tty=True)
     assert ran.code == 0
-    assert "exceed the context" in ran.err
+    assert "the prompt has" in ran.err
     assert expected("short", seed=3) in ran.out
 
 
-class InterruptedEngine(FakeEngine):
+class InterruptedEngine(PagedFake):
     """Ctrl-C in the fourth step."""
 
     num_steps = 0

@@ -8,7 +8,8 @@ import pytest
 
 from tripool import LLM, SamplingParams
 from tripool.core import TokenEvent
-from tripool.engine.fake import FakeEngine, fake_text
+from tripool.engine.fake import fake_text
+from tripool.engine.fake_paged import PagedFake
 
 
 def rows(path):
@@ -17,7 +18,7 @@ def rows(path):
 
 @pytest.fixture
 def oracle():
-    with LLM(FakeEngine(fake_text())) as llm:
+    with LLM(PagedFake(fake_text())) as llm:
         yield llm
 
 
@@ -74,7 +75,7 @@ BAD_LINES = [
     ('{"prompt": "a", "temperature": "hot"}', "'temperature' must be a number"),
     ('{"prompt": "a", "temperature": -1}', "temperature is -1"),
     ('{"messages": [{"role": "user"}]}', "no content"),
-    (json.dumps({"prompt": "x" * 5000}), "exceed the context"),
+    (json.dumps({"prompt": "x" * 5000}), "the prompt has"),
     ('{"prompt": ""}', "empty"),
 ]
 
@@ -126,7 +127,7 @@ def test_the_answers_cannot_replace_a_folder(tripool, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "out"]
 
 
-class InterruptedEngine(FakeEngine):
+class InterruptedEngine(PagedFake):
     def step(self) -> list[TokenEvent]:
         raise KeyboardInterrupt
 

@@ -33,13 +33,14 @@ SPLIT = "import sys; from tripool.cli.main import main; main(sys.argv[1:])"
 ONE = """
 import sys
 from tripool.cli.main import main
-from tripool.engine.fake import FakeEngine, fake_text
+from tripool.engine.fake import fake_text
+from tripool.engine.fake_paged import PagedFake
 from tripool.gateway.tokens import TokenService
 
 def fail(self, body):
     raise ValueError(body)
 
-class Fragile(FakeEngine):
+class Fragile(PagedFake):
     def add(self, request):
         super().add(request)
         self.said = request if request.params.max_tokens == 666 else None

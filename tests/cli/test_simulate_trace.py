@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from tests.simulate.supernode.test_runs import DEPLOYMENT
 
 

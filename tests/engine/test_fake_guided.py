@@ -7,14 +7,15 @@ import json
 import pytest
 
 from tripool import LLM, SamplingParams, Structure
-from tripool.engine.fake import FakeEngine, fake_text
+from tripool.engine.fake import fake_text
+from tripool.engine.fake_paged import PagedFake
 from tripool.errors import InvalidRequest
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a", "b"]}
 
 
 def test_answers_have_their_structure_and_an_end():
-    with LLM(FakeEngine(fake_text())) as llm:
+    with LLM(PagedFake(fake_text())) as llm:
         params = [SamplingParams(seed=seed, n=2, structure=Structure("json_schema", SCHEMA)) for seed in range(10)]
         answers = llm.generate(["a"] * 10, params)
         again = llm.generate(["a"] * 10, params)
@@ -28,14 +29,14 @@ def test_answers_have_their_structure_and_an_end():
 
 @pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 40}])
 def test_a_complete_answer_ends_whatever_else_is_asked(options):
-    with LLM(FakeEngine(fake_text())) as llm:
+    with LLM(PagedFake(fake_text())) as llm:
         (answer,) = llm.generate("a", SamplingParams(structure=Structure("choice", ["yes", "no"]), **options))
     assert answer.text in ("yes", "no")
     assert answer.finish_reason == "stop"
 
 
 def test_bad_grammars_are_refused_before_any_work():
-    engine = FakeEngine(fake_text())
+    engine = PagedFake(fake_text())
     with LLM(engine) as llm, pytest.raises(InvalidRequest, match="regex"):
         llm.generate("a", SamplingParams(structure=Structure("regex", "[")))
     assert not engine.open_requests

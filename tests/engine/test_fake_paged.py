@@ -1,9 +1,10 @@
-"""The fake with an engine's memory says what the plain fake says, and notices wrong KV."""
+"""The fake engine gives the tokens of one without memory, and notices wrong KV."""
 
 from __future__ import annotations
 
+from bench.instant_engine import InstantEngine
 from tripool.core import Request, SamplingParams, TokenEvent
-from tripool.engine.fake import FakeEngine, fake_text
+from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
 from tripool.engine.protocol import StepEngine
 
@@ -38,7 +39,7 @@ def run(engine: StepEngine) -> dict[tuple[str, int], list[TokenEvent]]:
 
 
 def test_the_same_tokens_also_when_memory_is_short() -> None:
-    plain = {key: [e.token_id for e in each] for key, each in run(FakeEngine(TEXT)).items()}
+    plain = {key: [e.token_id for e in each] for key, each in run(InstantEngine(TEXT)).items()}
     for num_blocks in (256, 9):
         engine = PagedFake(TEXT, num_blocks=num_blocks)
         assert {key: [e.token_id for e in each] for key, each in run(engine).items()} == plain

@@ -14,13 +14,13 @@ import pytest
 from tripool import LLM, SamplingParams
 from tripool.core import Request
 from tripool.engine.engine import Engine
-from tripool.engine.fake import FakeEngine, fake_text
+from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
 from tripool.engine.thread import EngineThread
 from tripool.errors import RequestFailed
 from tripool.kernels import CPU8
 from tripool.kernels.cpu8.library import set_threads
-from tripool.sequence import Guide, Seq
+from tripool.sequence import Guide, Sampled, Seq, Task
 
 from .mtp_traffic import Bundled, bundled, mixed_request, run
 
@@ -193,7 +193,7 @@ def test_drafts_that_fail_cost_nothing_but_drafts(tiny: Bundled, monkeypatch) ->
 # ---- whoever drives an engine is told --------------------------------------------------------------------------------
 
 
-class PoisonedFake(FakeEngine):
+class PoisonedFake(PagedFake):
     """Fails for requests whose seed is 13: at their third token, or when they are added."""
 
     def __init__(self, *, adding: bool = False) -> None:
@@ -205,10 +205,10 @@ class PoisonedFake(FakeEngine):
         if self._adding and request.seed == 13:
             raise Poison("a secret")
 
-    def _advance(self, running: Any, choice: int) -> Any:
-        if running.request.seed == 13 and running.num_tokens[choice] == 2:
+    def _sample(self, task: Task) -> Sampled:
+        if task.seq.request.seed == 13 and task.seq.num_generated == 2:
             raise Poison("a secret")
-        return super()._advance(running, choice)
+        return super()._sample(task)
 
 
 def ask(name: str, seed: int = 1, **params: Any) -> Request:

@@ -6,13 +6,15 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from math import inf
 
 import pytest
 
 from grammar.counted import compiling
 from tripool.core import Request, SamplingParams, Structure, TokenEvent
-from tripool.engine.fake import FakeEngine, fake_text
+from tripool.engine.fake import fake_text
+from tripool.engine.fake_paged import PagedFake
 from tripool.engine.thread import EngineThread
 from tripool.errors import ContextOverflow, EngineStopped, InvalidRequest, SlowReader
 from tripool.mailbox import Tally
@@ -21,7 +23,7 @@ DEADLINE_S = 60.0
 TEXT = fake_text()
 
 
-class GatedEngine(FakeEngine):
+class GatedEngine(PagedFake):
     """Steps only while its gate is open; notes the threads that touch it."""
 
     def __init__(self, *, context_tokens: int = 10**9, failing: bool = False) -> None:
@@ -58,7 +60,7 @@ class GatedEngine(FakeEngine):
 
 
 @contextmanager
-def running(engine: FakeEngine) -> Iterator[EngineThread]:
+def running(engine: PagedFake) -> Iterator[EngineThread]:
     thread = EngineThread(engine)
     try:
         yield thread
@@ -188,7 +190,7 @@ def test_a_refused_request_raises_and_takes_its_group_along():
     engine = GatedEngine(context_tokens=100)
     with running(engine) as thread:
         with pytest.raises(ContextOverflow):
-            run(collect(thread, request("fine", max_tokens=5), request("big", max_tokens=100)))
+            run(collect(thread, request("fine", max_tokens=5), replace(request("big"), prompt_ids=(9,) * 100)))
         assert len(run(collect(thread, request("later", max_tokens=5)))) == 5
         assert not engine.open_requests
 

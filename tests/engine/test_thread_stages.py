@@ -7,14 +7,15 @@ import threading
 from contextlib import aclosing
 
 from tripool.core import Request, SamplingParams, Stages, TokenEvent
-from tripool.engine.fake import FakeEngine, fake_text
+from tripool.engine.fake import fake_text
+from tripool.engine.fake_paged import PagedFake
 from tripool.engine.thread import EngineThread
 
 DEADLINE_S = 60.0
 TEXT = fake_text()
 
 
-class TimedEngine(FakeEngine):
+class TimedEngine(PagedFake):
     """A step takes one second of a clock that nothing else moves, and waits for its gate."""
 
     def __init__(self, max_running: int = 64) -> None:
@@ -45,18 +46,19 @@ def test_stages_come_with_each_choices_first_token():
     thread = EngineThread(engine, clock=engine.clock)
 
     async def both() -> list[TokenEvent]:
-        requests = request("first", n=2, max_tokens=3), request("second", max_tokens=2)
+        requests = request("first", n=2, max_tokens=3), request("second", max_tokens=2), request("third", max_tokens=1)
         async with asyncio.timeout(DEADLINE_S), aclosing(thread.stream(*requests)) as events:
             return [event async for event in events]
 
     events = asyncio.run(both())
     assert thread.close(DEADLINE_S)
     told = {(event.request_id, event.choice): event.stages for event in events if event.index == 0}
-    # The second finds no room until the first has had its three steps.
+    # Choice 1 of the first request waits for the prompt of choice 0, then for a slot; the third waits behind it.
     assert told == {
         ("first", 0): Stages(queue_s=0.0, prefill_s=1.0),
-        ("first", 1): Stages(queue_s=0.0, prefill_s=1.0),
-        ("second", 0): Stages(queue_s=3.0, prefill_s=1.0),
+        ("first", 1): Stages(queue_s=0.0, prefill_s=3.0),
+        ("second", 0): Stages(queue_s=0.0, prefill_s=1.0),
+        ("third", 0): Stages(queue_s=3.0, prefill_s=1.0),
     }
     assert all(event.stages is None for event in events if event.index > 0)
 

@@ -15,7 +15,8 @@ from openai import OpenAI
 
 from tripool.config import AdmissionConfig, GatewayConfig
 from tripool.core import Request, TokenEvent
-from tripool.engine.fake import FakeEngine, fake_text
+from tripool.engine.fake import fake_text
+from tripool.engine.fake_paged import PagedFake
 from tripool.gateway.connection_limits import ConnectionLimits
 from tripool.gateway.server import listen
 from tripool.serving.colocated import ColocatedServer, engine_server
@@ -30,7 +31,7 @@ FRESH = httpx.Limits(max_keepalive_connections=0)
 """A connection that lies idle for five seconds is closed by the server, perhaps just as it is used again."""
 
 
-class WatchedEngine(FakeEngine):
+class WatchedEngine(PagedFake):
     """The fake engine, with its requests on record and a way to wait for quiet."""
 
     def __init__(self, *, context_tokens: int = 2048, text: TextFiles | None = None) -> None:

@@ -9,7 +9,8 @@ import pytest
 from tripool import LLM, Generation, SamplingParams
 from tripool.answer import Answer
 from tripool.core import Request, TokenEvent
-from tripool.engine.fake import FakeEngine, fake_text
+from tripool.engine.fake import fake_text
+from tripool.engine.fake_paged import PagedFake
 from tripool.gateway.respond import usage_shape
 from tripool.text import Tokenizer
 
@@ -17,7 +18,7 @@ MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "c
 
 
 def expected(**options: Any) -> Generation:
-    with LLM(FakeEngine(fake_text())) as llm:
+    with LLM(PagedFake(fake_text())) as llm:
         return llm.chat(MESSAGES, SamplingParams(**options))[0]
 
 

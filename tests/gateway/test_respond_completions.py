@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from tripool import LLM, Generation, SamplingParams
-from tripool.engine.fake import FakeEngine, fake_text
+from tripool.engine.fake import fake_text
+from tripool.engine.fake_paged import PagedFake
 
 PROMPTS = ["Once upon a pool", "The second prompt"]
 
 
 def expected(prompts: Any, **options: Any) -> list[Generation]:
-    with LLM(FakeEngine(fake_text())) as llm:
+    with LLM(PagedFake(fake_text())) as llm:
         return llm.generate(prompts, SamplingParams(**options))
 
 

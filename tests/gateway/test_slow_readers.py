@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from gateway.serving import DEADLINE_S, GatedEngine, Serve
-from tripool.gateway.slow_readers import BYTES_PER_S, SPARE_S, SlowReaderLimit
+from tripool.gateway.stream import BYTES_PER_S, SPARE_S, SlowReaderLimit
 
 
 def lasting(num_bytes: int, waited_s: float, *, times: int = 10_000) -> int:

@@ -71,9 +71,9 @@ def test_engine_failure_before_an_answer_is_a_503(serve):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_fault_in_one_request_is_a_500_with_its_id_and_the_server_goes_on(serve, stream):
     class Poisoned(WatchedEngine):
-        def _advance(self, running, choice):
-            assert running.request.seed != 13, "a secret"
-            return super()._advance(running, choice)
+        def _sample(self, task):
+            assert task.seq.request.seed != 13, "a secret"
+            return super()._sample(task)
 
     with serve(engine=Poisoned()) as served:
         body = {"messages": HELLO, "seed": 13, "stream": stream}

@@ -8,8 +8,16 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tripool.gateway.tool_parser import Said, ToolParser, read_calls
+from tripool.gateway.tool_parser import Said, ToolParser
 from tripool.grammar.tools import CLOSING, OPENING
+
+
+def read_calls(text: str) -> Said:
+    reader, said = ToolParser(), Said()
+    for piece in reader.push(text) + reader.finish():
+        said.add(piece)
+    said.complete = reader.complete
+    return said
 
 
 def written(name: str, arguments: dict) -> str:

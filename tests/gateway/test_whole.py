@@ -12,7 +12,8 @@ import pytest
 from gateway.serving import Serve
 from tripool.answer import Answer
 from tripool.core import Request, SamplingParams
-from tripool.engine.fake import FakeEngine, fake_text
+from tripool.engine.fake import fake_text
+from tripool.engine.fake_paged import PagedFake
 from tripool.gateway.job import Api, Job
 from tripool.gateway.logprobs import chat_logprobs, completion_logprobs
 from tripool.gateway.output_parser import OutputParser
@@ -52,7 +53,7 @@ def answered(made: Job, tokenizer: Tokenizer) -> tuple[Shapes, list[Answer], lis
     """The shapes with what they keep, and answers that keep everything."""
     lean, full = ([Answer(request, tokenizer) for request in made.requests] for _ in range(2))
     shapes = Shapes(made, tokenizer, lean, model="m", created_s=1)
-    engine, n = FakeEngine(TEXT), made.requests[0].params.n
+    engine, n = PagedFake(TEXT), made.requests[0].params.n
     for request in made.requests:
         engine.add(request)
     while engine.busy:

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from tripool.grammar.pool import CompilePool
+from tripool.grammar.compiler import CompilePool
 
 DEADLINE_S = 60.0
 

@@ -7,7 +7,7 @@ import pytest
 from tripool.checkpoints import open_checkpoint
 from tripool.kernels import CPU, CPU8
 from tripool.models import load_model
-from tripool.models.size import weight_bytes
+from tripool.models.warm import weight_bytes
 
 
 @pytest.mark.parametrize("table", [CPU, CPU8], ids=lambda table: table.name)

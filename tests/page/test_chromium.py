@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.bench.test_page import SAMPLES, report
 from tests.simulate.supernode.small import small_layout
-
 from tripool.bench.page import render_page as render_bench
 from tripool.planner.hardware import named_hardware
 from tripool.planner.models import named_model

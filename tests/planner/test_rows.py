@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.planner_tables import refit
 from tripool.planner.cost.setup import named_routing
 from tripool.planner.errors import BadRows
 from tripool.planner.hardware import named_hardware
@@ -13,7 +14,6 @@ from tripool.planner.models import named_model
 from tripool.planner.rows import bundled_rows, compare_rows, hardware_of, parse_rows, predict, verdicts
 from tripool.planner.rows.accuracy import CALIBRATION
 from tripool.planner.rows.read import COLUMNS
-from tripool.planner.rows.refit import refit
 
 R1 = named_model("deepseek-r1")
 HEAD = ",".join(COLUMNS)

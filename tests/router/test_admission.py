@@ -23,7 +23,7 @@ from tripool.core import Slo
 from tripool.errors import AboveRateLimit, Overloaded, RateLimited, TtftUnreachable
 from tripool.router.admission import AdmissionController
 from tripool.router.admission_types import Arrival, Capacity
-from tripool.router.fairness import jain, max_min
+from tripool.router.fair_queue import jain, max_min
 from tripool.router.rate_limiter import RateLimiter
 from tripool.tenants import ANONYMOUS, Tenant
 

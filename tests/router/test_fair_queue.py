@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.admission_model import tenant
-from tripool.router.fair_queue import Account, FairQueue
-from tripool.router.fairness import fairness, jain, max_min
+from tripool.router.fair_queue import Account, FairQueue, fairness, jain, max_min
 
 
 def anybody(account: Account) -> bool:

@@ -65,14 +65,11 @@ def test_a_token_is_taken_once_and_in_order() -> None:
     assert choice.tokens == [7] and ledger.num_dropped == 2
 
 
-def test_waiting_tokens_count_a_prompt_once() -> None:
+def test_a_closed_request_leaves_nothing() -> None:
     ledger, entry = opened(n=3)
-    assert ledger.waiting_tokens == 8
-    for choice in entry.choices[:2]:
+    for choice in entry.choices:
         ledger.move(entry, choice, Stage.DONE, 0.0, 0.0)
-    assert ledger.waiting_tokens == 8
-    ledger.move(entry, entry.choices[2], Stage.DONE, 0.0, 0.0)
-    assert ledger.waiting_tokens == 0
+    assert entry.num_open == 0
     ledger.close(entry)
     assert len(ledger) == 0 and not list(ledger.overdue(100.0))
 
@@ -90,7 +87,7 @@ def wrong_stage(ledger: Ledger, entry: Entry) -> None:
 
 
 def miscount(ledger: Ledger, entry: Entry) -> None:
-    ledger.waiting_tokens += 1
+    entry.num_open += 1
 
 
 def lose_alarm(ledger: Ledger, entry: Entry) -> None:

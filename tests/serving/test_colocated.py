@@ -10,7 +10,8 @@ import pytest
 
 from tenants.serving import bearer, make_keys
 from tripool.config import EngineConfig, GatewayConfig
-from tripool.engine.fake import FakeEngine, fake_text
+from tripool.engine.fake import fake_text
+from tripool.engine.fake_paged import PagedFake
 from tripool.errors import CheckpointMissing
 from tripool.gateway.server import listen
 from tripool.serving import AccessConfig, build_colocated
@@ -19,10 +20,10 @@ DEADLINE_S = 60.0
 BODY = {"prompt": "hello", "max_tokens": 3}
 
 
-def load(model: str, config: EngineConfig) -> FakeEngine:
+def load(model: str, config: EngineConfig) -> PagedFake:
     if model != "fake":
         raise CheckpointMissing(f"no model '{model}'")
-    return FakeEngine(fake_text())
+    return PagedFake(fake_text())
 
 
 def test_it_asks_for_keys_admits_and_answers(tmp_path: Path) -> None:

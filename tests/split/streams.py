@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 
 from tripool.core import Request, SamplingParams
-from tripool.engine.fake import FakeEngine, fake_text
+from tripool.engine.fake import fake_text
+from tripool.engine.fake_paged import PagedFake
 
 DEADLINE_S = 60.0
 
@@ -56,7 +57,7 @@ def make_bodies(count: int, *, prompt_tokens: int, answer_tokens: int, seed: int
 def expected(body: dict[str, Any]) -> dict[int, list[int]]:
     """The fake engine, offline and alone."""
     text = fake_text()
-    engine = FakeEngine(text, context_tokens=10**9)
+    engine = PagedFake(text, context_tokens=10**9, num_blocks=4096)
     options = {name: value for name, value in body.items() if name not in ("prompt", "seed")}
     params = SamplingParams.from_options(options)
     engine.add(

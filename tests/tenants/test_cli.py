@@ -13,7 +13,8 @@ import pytest
 from tripool.cli.main import main
 from tripool.cli.when import ago_s, later_s
 from tripool.core import Usage
-from tripool.engine.fake import FakeEngine, fake_text
+from tripool.engine.fake import fake_text
+from tripool.engine.fake_paged import PagedFake
 from tripool.errors import InvalidRequest
 from tripool.gateway.server import listen
 from tripool.serving.access import AccessConfig, OpenToAll
@@ -42,7 +43,7 @@ def tripool(capsys: pytest.CaptureFixture[str], path: Path, monkeypatch: pytest.
 
     def run(*argv: str) -> Ran:
         with pytest.raises(SystemExit) as ended:
-            main([*argv, "--keys", str(path)], lambda model, config: FakeEngine(fake_text()))
+            main([*argv, "--keys", str(path)], lambda model, config: PagedFake(fake_text()))
         said = capsys.readouterr()
         return Ran(ended.value.code, said.out, said.err)
 

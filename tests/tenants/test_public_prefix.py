@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tripool.cache import PUBLIC_NAMESPACE, block_key, next_key, root_key, stretches
 from tripool.engine.fake import fake_text
-from tripool.gateway.public_prefix import public_tokens
+from tripool.gateway.encoding import public_tokens
 from tripool.text import Tokenizer
 
 from .serving import Guarded, bearer, guarded_server, make_keys

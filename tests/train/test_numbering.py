@@ -10,8 +10,7 @@ import torch
 from train.small import small_config, small_network
 from tripool.checkpoints import open_checkpoint
 from tripool.text import Tokenizer
-from tripool.train.export import VOCABULARY, export
-from tripool.train.numbering import order_by_use, renumbered
+from tripool.train.export import VOCABULARY, export, order_by_use, renumbered
 
 TEXT = "The quick brown fox, 42 dogs: a caf\u00e9!"
 

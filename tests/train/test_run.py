@@ -23,8 +23,7 @@ from tripool.train.config import TrainConfig, TrainError
 from tripool.train.learner import Learner
 from tripool.train.metrics import read_metrics
 from tripool.train.network import Network
-from tripool.train.prepare import prepare
-from tripool.train.run import train
+from tripool.train.run import prepare, train
 
 STEPS, SAVED = 12, 5
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tripool.train.plan import Optimise
-from tripool.train.schedule import balance_rate, learning_rate, progress_by_time
+from tripool.train.plan import Optimise, balance_rate, learning_rate, progress_by_time
 
 
 @given(st.floats(0, 1), st.floats(0, 1), st.sampled_from(["cosine", "linear"]), st.integers(0, 50))

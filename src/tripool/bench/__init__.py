@@ -1,8 +1,7 @@
 """Load for any OpenAI endpoint, and what it measures. Knows HTTP and statistics, never an engine."""
 
-from tripool.bench.goodput import Goodput
 from tripool.bench.samples import Sample
-from tripool.bench.summary import Summary, summarise
+from tripool.bench.summary import Goodput, Summary, summarise
 from tripool.bench.workload import Shot, poisson_arrivals, random_shots, trace_shots
 
 __all__ = ["Goodput", "Sample", "Shot", "Summary", "poisson_arrivals", "random_shots", "summarise", "trace_shots"]

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tripool.bench.goodput import Goodput
 from tripool.bench.samples import Sample
-from tripool.bench.summary import Summary, Timeline
+from tripool.bench.summary import Goodput, Summary, Timeline
 
 _DIGITS = 6
 

@@ -20,8 +20,6 @@ from tripool.checkpoints.safetensors import TORCH_DTYPES
 from tripool.text.files import TextFiles
 
 KEPT_AS_STORED = ("F32", "BF16", "F16")
-ROUTER = ".mlp.gate.weight"
-"""Small, and a rounding error here sends a token to the wrong expert: kept in floats."""
 
 
 class SafetensorsWriter:

@@ -17,10 +17,10 @@ from tripool.errors import InvalidRequest, TripoolError
 
 if TYPE_CHECKING:
     from tripool.bench.endpoint import Api
-    from tripool.bench.goodput import Goodput
     from tripool.bench.report import Report
     from tripool.bench.run import Measured
     from tripool.bench.samples import Sample
+    from tripool.bench.summary import Goodput
     from tripool.bench.workload import Shot
 
 _INTERRUPTED = 130
@@ -91,7 +91,8 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Measure any OpenAI endpoint under load: a trace replayed, a fixed concurrency, or Poisson arrivals."""
         from tripool.bench import Goodput, random_shots
-        from tripool.cli.bench_report import check_folder, show, write_files
+        from tripool.cli.bench_report import show, write_files
+        from tripool.cli.files import check_folder
 
         for file in (json_file, html_file):
             check_folder(file)

@@ -16,7 +16,7 @@ from rich.text import Text
 from tripool.bench.page import render_page
 from tripool.bench.report import Report, summary_rows
 from tripool.bench.summary import PERCENTILES, Distribution
-from tripool.cli.generate import CannotWrite
+from tripool.cli.files import write_file
 from tripool.cli.terminal import harmless, stderr
 
 if TYPE_CHECKING:
@@ -76,21 +76,8 @@ def _numbers(found: Distribution) -> list[str]:
     return [f"{v:,.2f}" for v in (found.mean, found.p50, found.p90, found.p95, found.p99, found.max)]
 
 
-def check_folder(file: Path | None) -> None:
-    """Before the run: a typing error must not cost what it measured."""
-    if file is not None and not file.parent.is_dir():
-        raise CannotWrite(f"there is no folder {file.parent}", hint="make it, or give another file")
-
-
 def write_files(report: Report, json_file: Path | None, html_file: Path | None) -> None:
     if json_file is not None:
-        _write(json_file, json.dumps(report.as_json(), indent=1, ensure_ascii=False) + "\n")
+        write_file(json_file, json.dumps(report.as_json(), indent=1, ensure_ascii=False) + "\n")
     if html_file is not None:
-        _write(html_file, render_page(report))
-
-
-def _write(file: Path, content: str) -> None:
-    try:
-        file.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise CannotWrite(f"cannot write {file}: {error.strerror}", hint="give another file") from error
+        write_file(html_file, render_page(report))

@@ -13,19 +13,15 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tripool.cli import options
+from tripool.cli.files import CannotWrite, check_folder
 from tripool.cli.options import DeviceOf, KvGb, Load, MaxRunning, Model, Mtp, PrecisionOf, Threads
 from tripool.cli.terminal import stderr
 from tripool.config import EngineConfig
-from tripool.errors import TripoolError
 
 if TYPE_CHECKING:
     from tripool.answer import Choice, Generation
 
 _DEFAULT = EngineConfig()
-
-
-class CannotWrite(TripoolError):
-    code = "cannot_write"
 
 
 def register(app: typer.Typer, load: Load) -> None:
@@ -73,8 +69,7 @@ def _generate(
     from tripool.llm import LLM
 
     lines = read_prompts(prompts)  # before the model: a typing error should not cost its loading time
-    if not out.parent.is_dir():
-        raise CannotWrite(f"there is no folder {out.parent}", hint="make it, or give another --out")
+    check_folder(out)
     with LLM(load(model, config)) as llm:
         requests = list(to_requests(prompts, lines, llm, defaults))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

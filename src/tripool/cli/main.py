@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import typer
 
+from tripool import __version__
 from tripool.cli import (
     bench,
     cache,
@@ -27,7 +28,6 @@ from tripool.cli import (
     status,
     train,
     usage,
-    version,
     worker,
 )
 from tripool.cli.options import Load
@@ -44,29 +44,20 @@ def create_cli(load: Load = load_model) -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    for verb in (serve, chat, generate):
-        verb.register(app, load)
-    bench.register(app)
-    reproduce.register(app)
-    for plain in (
-        models,
-        plan,
-        simulate,
-        status,
-        keys,
-        usage,
-        cache,
-        doctor,
-        explain,
-        worker,
-        gateway,
-        cache_member,
-        quantize,
-        evaluate,
-        train,
-    ):
-        plain.register(app)
-    version.register(app)
+    for loading in (serve, chat, generate):
+        loading.register(app, load)
+    plain = (
+        bench, reproduce, models, plan, simulate, status, keys, usage, cache, doctor, explain, worker, gateway,
+        cache_member, quantize, evaluate, train,
+    )  # fmt: skip
+    for verb in plain:
+        verb.register(app)
+
+    @app.command()
+    def version() -> None:
+        """Print the version."""
+        typer.echo(f"tripool {__version__}")
+
     return app
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tripool.cli.files import read_file
 from tripool.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def _validate(model: str, rows: Path | None, as_json: bool) -> bool:
     from tripool.planner.report import validation_data
     from tripool.planner.rows import bundled_rows, compare_rows, parse_rows, verdicts
 
-    table = bundled_rows() if rows is None else parse_rows(_read(rows), str(rows))
+    table = bundled_rows() if rows is None else parse_rows(read_file(rows), str(rows))
     compared = compare_rows(table, _model(model))
     found = verdicts(compared)
     if as_json:
@@ -109,7 +110,7 @@ def _model(name: str) -> ModelShape:
         return named_model(name)
     file = path / "config.json" if path.is_dir() else path
     try:
-        config: Any = json.loads(_read(file))
+        config: Any = json.loads(read_file(file))
     except ValueError as error:
         raise BadModelConfig(f"{file} is not JSON: {error}", hint="a Hugging Face config.json") from None
     if not isinstance(config, dict):
@@ -125,7 +126,7 @@ def _hardware(name: str) -> Hardware:
 
         return parse_hardware(describe(probe()), "probe")
     if name.endswith(".toml"):
-        return parse_hardware(_read(Path(name)), name)
+        return parse_hardware(read_file(Path(name)), name)
     return named_hardware(name)
 
 
@@ -136,16 +137,8 @@ def _workload(trace: Path | None, input_len: float | None, output_len: float | N
     if trace is not None:
         if input_len is not None or output_len is not None:
             raise InvalidRequest("--trace has its own lengths", hint="leave --input-len and --output-len out")
-        return measure_trace(parse_trace(_read(trace).splitlines()))
+        return measure_trace(parse_trace(read_file(trace).splitlines()))
     return Workload(
         input_tokens=input_len or 4096.0, output_tokens=output_len or 1024.0, cached_share=0.0, requests_per_s=None,
         num_requests=0,
     )  # fmt: skip
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise InvalidRequest(f"cannot read {file}: {reason}", hint="give another file") from None

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tripool.cli.generate import CannotWrite
+from tripool.cli.files import write_file
 from tripool.planner.deployment import write_deployment
 from tripool.planner.page import pool_words, rate_words, render_plan
 from tripool.planner.report import parts_ms, why
@@ -61,16 +61,9 @@ def show_plan(ask: Ask, plan: Plan, wanted_per_s: float | None) -> None:
 
 def write_plan(ask: Ask, plan: Plan, html_file: Path | None, save_file: Path | None) -> None:
     if html_file is not None:
-        _write(html_file, render_plan(ask, plan))
+        write_file(html_file, render_plan(ask, plan))
     if save_file is not None:
-        _write(save_file, write_deployment(ask, plan.deployments[0]))
-
-
-def _write(file: Path, content: str) -> None:
-    try:
-        file.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise CannotWrite(f"cannot write {file}: {error.strerror}", hint="give another file") from error
+        write_file(save_file, write_deployment(ask, plan.deployments[0]))
 
 
 def show_validation(compared: Sequence[Compared], found: Sequence[Verdict]) -> None:

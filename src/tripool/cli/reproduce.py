@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tripool.cli.files import write_file
 from tripool.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -34,9 +35,9 @@ def register(app: typer.Typer) -> None:
 
         tables = cloudmatrix_tables()
         if json_file is not None:
-            _write(json_file, json.dumps(tables_data(tables), indent=1) + "\n")
+            write_file(json_file, json.dumps(tables_data(tables), indent=1) + "\n")
         if html_file is not None:
-            _write(html_file, render_page(tables, cloudmatrix_figures()))
+            write_file(html_file, render_page(tables, cloudmatrix_figures()))
         _show(tables)
 
 
@@ -61,12 +62,3 @@ def _show(tables: Sequence[Table]) -> None:
     for role, said in ROLES.items():
         out.print(f"{role}: {said}")
     out.print(summary_words(summarise(tables)))
-
-
-def _write(file: Path, content: str) -> None:
-    from tripool.cli.generate import CannotWrite
-
-    try:
-        file.write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise CannotWrite(f"cannot write {file}: {error.strerror}", hint="give another file") from error

@@ -29,7 +29,7 @@ from tripool.bench.samples import Sample
 from tripool.bench.trace import parse_trace
 from tripool.bench.wire import Address, CannotConnect, HttpClient
 from tripool.bench.workload import Shot, at_times, poisson_arrivals, trace_shots
-from tripool.cli.plan import _read
+from tripool.cli.files import read_file
 from tripool.cli.simulate_trace import Asked
 from tripool.config import EngineConfig, SchedulerConfig
 from tripool.core import BLOCK_TOKENS
@@ -252,7 +252,7 @@ def _scaled(asked: Asked, measured: Measured) -> list[Shot]:
             answer = min(4 * _ANSWER, max(4, round(lognormal_of(rng, _OUTPUT, 0.5))))
             shots.append(Shot(index, None, (Piece(f"made up {index}", prompt),), answer))
         return at_times(shots, poisson_arrivals(len(shots), rate=rate, seed=asked.seed))
-    requests = parse_trace(_read(asked.trace).splitlines(), max_requests=asked.max_requests or _REQUESTS)
+    requests = parse_trace(read_file(asked.trace).splitlines(), max_requests=asked.max_requests or _REQUESTS)
     mean = sum(request.input_tokens + request.output_tokens for request in requests) / len(requests)
     scaled = trace_shots(requests, scale_tokens=(_INPUT + _OUTPUT) / mean)
     span_s = max(1e-9, requests[-1].arrival_s)

@@ -17,7 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tripool.bench.trace import parse_trace
-from tripool.cli.plan import _hardware, _model, _read
+from tripool.cli.files import read_file, write_file
+from tripool.cli.plan import _hardware, _model
 from tripool.cli.terminal import stderr
 from tripool.errors import InvalidRequest
 from tripool.planner.deployment import DeploymentFile, read_deployment, write_deployment
@@ -104,7 +105,7 @@ def _from_trace(asked: Asked, path: Path) -> list[Ask]:
         if not found:
             raise InvalidRequest("no client asks anything then", hint="--begin and --length choose the time")
         return found
-    lines = _read(path).splitlines()
+    lines = read_file(path).splitlines()
     if path.suffix == ".csv":
         return parse_azure(lines, max_requests=asked.max_requests)
     return list(from_mooncake(parse_trace(lines, max_requests=asked.max_requests)))
@@ -154,8 +155,8 @@ def simulate(asked: Asked, where: Where, faults: list[str], html_file: Path | No
             layout, requests(), trace=asked.title, faults=struck, most_blocks=reuse.most_blocks,
             slice_s=max(0.5, reuse.span_s / _SLICES), progress=lambda done: progress.update(task, completed=done),
         )  # fmt: skip
-    _write(json_file, json.dumps(data, indent=1) + "\n")
-    _write(html_file, render_run(data))
+    write_file(json_file, json.dumps(data, indent=1) + "\n")
+    write_file(html_file, render_run(data))
     _show(console, data)
     console.print(f"simulated in {time.process_time() - began_s:.1f} s")
 
@@ -172,7 +173,7 @@ def uncollected() -> Iterator[None]:
 
 def _deployment(where: Where, reuse: Reuse) -> DeploymentFile:
     if where.deployment is not None:
-        return read_deployment(_read(where.deployment), str(where.deployment))
+        return read_deployment(read_file(where.deployment), str(where.deployment))
     ask = PlanAsk(
         model=_model(where.model), hardware=_hardware(where.hardware), chips=where.chips,
         input_tokens=reuse.input_tokens, output_tokens=reuse.output_tokens,
@@ -184,14 +185,6 @@ def _deployment(where: Where, reuse: Reuse) -> DeploymentFile:
         raise InvalidRequest("these chips hold no prefill instance beside a decode instance", hint=hint)
     file = read_deployment(write_deployment(ask, found), "plan")
     return replace(file, model=where.model, hardware=where.hardware)
-
-
-def _write(file: Path | None, text: str) -> None:
-    if file is not None:
-        try:
-            file.write_text(text, "utf-8")
-        except OSError as error:
-            raise InvalidRequest(f"cannot write {file}: {error.strerror}", hint="give another file") from None
 
 
 def _show(console: Console, data: dict[str, Any]) -> None:
@@ -214,12 +207,12 @@ def show_comparison(first: Path, second: Path, html_file: Path | None) -> None:
     for row in compared_rows(one, other):
         table.add_row(*row)
     Console().print(table)
-    _write(html_file, render_comparison(one, other, names))
+    write_file(html_file, render_comparison(one, other, names))
 
 
 def _load(file: Path) -> dict[str, Any]:
     try:
-        data = json.loads(_read(file))
+        data = json.loads(read_file(file))
     except ValueError:
         data = None
     if not isinstance(data, dict) or data.get("version") != 1 or "timeline" not in data:

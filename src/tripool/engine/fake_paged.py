@@ -1,6 +1,6 @@
-"""The fake engine with an engine's memory: the real scheduler, and blocks whose bytes can be handed to another process.
+"""The fake engine: the scheduler and the block memory of a real one, and tokens from a hash (`FakeTokens`).
 
-Tokens are those of `FakeEngine`. A slot of its KV holds a hash of all tokens up to that position, made from the slot
+A slot of its KV holds a hash of all tokens up to that position, made from the slot
 before it: whoever reads a block that is not what it should be gets another token, and a test sees it.
 """
 
@@ -49,6 +49,11 @@ class PagedFake(Paged):
         self._step_s, self._row_s, self._prompt_token_s = step_s, row_s, prompt_token_s
         self._expected: dict[int, tuple[int, int, bytes]] = {}
         """By a sequence's order: up to which position its hash is known, the hash, and its request's digest."""
+
+    @property
+    def open_requests(self) -> frozenset[str]:
+        """Requests that are neither finished nor cancelled."""
+        return frozenset(self.scheduler.requests)
 
     @property
     def block_bytes(self) -> int:

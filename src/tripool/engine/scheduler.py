@@ -53,7 +53,7 @@ class Scheduler:
         self.detached: list[Seq] = []
         """On their way to another process, their blocks being copied."""
         self.kept = KeptBlocks(self.pool)
-        self._requests: dict[str, list[Seq]] = {}
+        self.requests: dict[str, list[Seq]] = {}
         self._next_order = 0
         self.num_preemptions = self.num_drafted = self.num_accepted = 0
         self._num_accepted_before = 0
@@ -81,7 +81,7 @@ class Scheduler:
         if room <= 0:
             hint = f"at most {self.context_tokens - 1} prompt tokens fit; shorten the prompt or give more KV memory"
             raise ContextOverflow(f"the prompt has {len(request.prompt_ids)} tokens", hint=hint, param="prompt")
-        if request.id in self._requests:
+        if request.id in self.requests:
             raise InvalidRequest(f"request id '{request.id}' is in use", param="request_id")
         leader: Seq | None = None
         known: Mapping[int, Sequence[int]] = answered or dict.fromkeys(range(request.params.n), ())
@@ -90,7 +90,7 @@ class Scheduler:
             seq.leader = leader
             seq.guide = guides[position] if guides is not None else None
             leader = leader or seq
-            self._requests.setdefault(request.id, []).append(seq)
+            self.requests.setdefault(request.id, []).append(seq)
             self.slo_controller.joined(seq)
             self.sharing.joined(seq)
             self.prefill.add(seq)
@@ -157,7 +157,7 @@ class Scheduler:
         need = len(seq.tokens) // self._config.block_tokens + 1 - len(shared)
         seq.table.extend(self.pool.allocate(need, after=shared[-1] if shared else None))
         seq.num_computed, seq.num_cached, seq.guide = num_computed, num_cached, guide
-        self._requests.setdefault(request.id, []).append(seq)
+        self.requests.setdefault(request.id, []).append(seq)
         self.arriving.append(seq)
         return seq
 
@@ -170,7 +170,7 @@ class Scheduler:
 
     def cancel(self, request_id: str) -> None:
         """Give everything back at once. Unknown or finished ids are fine: a cancel may cross the last token."""
-        for seq in self._requests.pop(request_id, []):
+        for seq in self.requests.pop(request_id, []):
             if seq.finish is None:
                 self._retire(seq, "abort")
 
@@ -292,7 +292,7 @@ class Scheduler:
         return sum(len(seq.tokens) - seq.num_computed for seq in chain(self.prefill.waiting, self.prefill.running))
 
     def check(self) -> None:
-        check_invariants(self, self._config, [s for seqs in self._requests.values() for s in seqs if s.finish is None])
+        check_invariants(self, self._config, [s for seqs in self.requests.values() for s in seqs if s.finish is None])
 
     def _take(self, seq: Seq, result: Sampled) -> TokenEvent:
         seq.tokens.append(result.token_id)
@@ -371,10 +371,10 @@ class Scheduler:
 
     def _forget(self, seq: Seq) -> None:
         """One choice less; with the last one the request."""
-        seqs = self._requests[seq.request.id]
+        seqs = self.requests[seq.request.id]
         seqs.remove(seq)
         if not seqs:
-            del self._requests[seq.request.id]
+            del self.requests[seq.request.id]
 
     def _drop(self, seq: Seq) -> None:
         """Out of its queue, blocks back to the pool."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -13,11 +15,31 @@ from starlette.responses import Response
 from tripool import __version__
 from tripool.errors import EngineStopped
 from tripool.gateway.auth import caller_of
-from tripool.gateway.in_flight import InFlight
 from tripool.gateway.metrics import scrape
 from tripool.gateway.models import Models
 from tripool.gateway.record import MAX_KEPT, Journal
-from tripool.gateway.refusals import NotReady, RequestUnknown
+from tripool.gateway.refusals import Draining, NotReady, RequestUnknown
+
+
+class InFlight:
+    """For one event loop: it has no lock."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        self.num_inside = 0
+
+    def check(self) -> None:
+        if self.draining:
+            raise Draining("this server takes no more requests", hint="send it to another one, or later")
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        self.num_inside += 1
+        try:
+            yield
+        finally:
+            self.num_inside -= 1
+
 
 _LOG = logging.getLogger("tripool.gateway")
 

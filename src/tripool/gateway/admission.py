@@ -24,7 +24,7 @@ from tripool.gateway.metrics import Histogram
 from tripool.mailbox import Watcher
 from tripool.router.admission import AdmissionController
 from tripool.router.admission_types import Admit, Arrival, Capacity, Decision
-from tripool.router.fairness import fairness
+from tripool.router.fair_queue import fairness
 from tripool.router.rate_limiter import RateLimiter
 from tripool.tenants import ANONYMOUS, Tenant
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -19,20 +19,18 @@ from tripool.answer import Answer
 from tripool.config import GatewayConfig
 from tripool.core import Request
 from tripool.errors import TripoolError
-from tripool.gateway.admin import admin_routes
+from tripool.gateway.admin import InFlight, admin_routes
 from tripool.gateway.answer_limits import check_echoes
 from tripool.gateway.anthropic.respond import MessageShapes
 from tripool.gateway.auth import Access, Guard, caller_of
 from tripool.gateway.bodies import Bodies
-from tripool.gateway.body import body_docs
-from tripool.gateway.connection_quota import ConnectionQuota
+from tripool.gateway.body import body_docs, decode_json
+from tripool.gateway.connection_limits import ConnectionQuota
 from tripool.gateway.fair_pool import FairPool
 from tripool.gateway.host_check import HostCheck
-from tripool.gateway.in_flight import InFlight
 from tripool.gateway.job import Api, Job
-from tripool.gateway.model_routes import model_routes
 from tripool.gateway.models import Models, Served
-from tripool.gateway.options import ANTHROPIC, CHAT, COMPLETION
+from tripool.gateway.options import ANTHROPIC, CHAT, COMPLETION, ONE_MODEL
 from tripool.gateway.parse import header_id
 from tripool.gateway.record import Journal, Record
 from tripool.gateway.refusals import dialect_of, error_body, error_headers, error_shape
@@ -44,6 +42,44 @@ from tripool.gateway.tokens import token_routes
 from tripool.grammar import Trial
 from tripool.tenants import Caller, Tenant
 from tripool.text import NotQuick, StopFinder
+
+
+def model_routes(models: Models, bodies: Bodies) -> APIRouter:
+    routes = APIRouter()
+    started_s = int(time.time())
+
+    def shown(served: Served) -> dict[str, Any]:
+        head = {"id": served.name, "object": "model", "created": started_s, "owned_by": "tripool"}
+        facts = {"max_model_len": served.backend.context_tokens, "default": served is models.default}
+        return head | facts | models.control.describe(served.name)
+
+    async def named(http: HttpRequest) -> Served:
+        return models.find(ONE_MODEL.checked(decode_json(await bodies.read(http)))["model"])
+
+    @routes.get("/v1/models")
+    async def all_models() -> dict[str, Any]:
+        return {"object": "list", "data": [shown(served) for served in models]}
+
+    @routes.post("/v1/models/load", openapi_extra=body_docs(ONE_MODEL.schema()))
+    async def load(http: HttpRequest) -> dict[str, Any]:
+        """Bring a model into memory; answers when it is ready, or with what is missing."""
+        served = await named(http)
+        await models.control.load(served.name)
+        return shown(served)
+
+    @routes.post("/v1/models/unload", openapi_extra=body_docs(ONE_MODEL.schema()))
+    async def unload(http: HttpRequest) -> dict[str, Any]:
+        """Let a model's open answers end and give its memory back; it stays away until it is loaded again."""
+        served = await named(http)
+        await models.control.unload(served.name)
+        return shown(served)
+
+    @routes.get("/v1/models/{model_id:path}")
+    async def one_model(model_id: str) -> dict[str, Any]:
+        return shown(models.find(model_id))
+
+    return routes
+
 
 _SHORT_BYTES = 4096
 """Parsed in well under a millisecond, unless a chat template does more than real ones do: handing it to another thread

@@ -10,7 +10,7 @@
 | refused | the client to see why | 8 MiB, 2 s |
 
 In every phase a client that has to take bytes from us must take 16 KiB, or all there are, within 30 s; how long a whole
-answer may take is the application's to say (`gateway/slow_readers.py`). Requests that are sent before the last one was
+answer may take is the application's to say (`gateway/stream.py`). Requests that are sent before the last one was
 answered are dropped, and the connection is closed after that answer: clients must be prepared for that (RFC 9112,
 9.3.2), and an end of the connection is then always seen at once.
 """

@@ -7,10 +7,30 @@ known as too long. Short contexts leave room for texts of some pages, so that a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from tripool.errors import ContextOverflow
+from tripool.core import Conversation
+from tripool.errors import ContextOverflow, InvalidRequest
 from tripool.text import Tokenizer
+
+_ROLES = ("system", "developer")
+
+
+def public_tokens(tokenizer: Tokenizer, conversation: Conversation, prompt_ids: Sequence[int]) -> int:
+    """Leading tokens of the prompt that the system message alone would give as well.
+
+    The conversation without its other messages, without tools and options is written a second time; what the prompt has
+    in common with that is a function of the system message, whatever the template does with the rest.
+    """
+    if not conversation or conversation[0]["role"] not in _ROLES:
+        return 0
+    try:
+        alone = tokenizer.encode_chat([conversation[0]], continue_final_message=True)
+    except InvalidRequest:  # a template that wants a user, or moves the system message elsewhere
+        return 0
+    pairs = zip(alone, prompt_ids, strict=False)
+    return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(alone), len(prompt_ids)))
+
 
 MIN_TEXT_BYTES = 2**16
 """As much may be encoded whatever the context; takes tens of milliseconds."""

@@ -14,7 +14,7 @@ from tripool.core import SALT_MARK, Conversation, Request, SamplingParams, Slo, 
 from tripool.errors import InvalidRequest, ModelNotFound
 from tripool.gateway.anthropic.parse import to_chat
 from tripool.gateway.body import decode_json
-from tripool.gateway.encoding import Encoder
+from tripool.gateway.encoding import Encoder, public_tokens
 from tripool.gateway.job import Api, Job
 from tripool.gateway.messages import to_message
 from tripool.gateway.options import (
@@ -27,7 +27,6 @@ from tripool.gateway.options import (
     SAMPLING,
     Fields,
 )
-from tripool.gateway.public_prefix import public_tokens
 from tripool.gateway.reasoning_parser import OPENING
 from tripool.gateway.slo import Wishes, read_slo
 from tripool.gateway.structure import read_structure

@@ -7,25 +7,49 @@
 | the guard | the caller, of which the tenant's name is told |
 | a generation endpoint | the record |
 
-Of ids that clients choose `gateway/log_id.py` says what is shown. Of paths, those words are shown that a route has;
-everything else is a star, and queries are not looked at.
+`shown_id` says what is shown of ids that clients choose. Of paths, the words that a route has are shown; the rest
+is a star, and queries are not shown.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import sys
 import time
+from hashlib import blake2b
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tripool.errors import TripoolError
-from tripool.gateway.log_id import shown_id
 from tripool.gateway.parse import header_id
 from tripool.gateway.record import Record
 from tripool.tenants import NOBODY, Caller
+
+# A client may put anything into `X-Request-Id`, also by mistake: its key, or words of a prompt. So the log shows the
+# client's id only where it can be nothing but an id, else a keyed hash.
+#
+# | the client's id | in the log |
+# |---|---|
+# | up to 32 letters, digits, `_`, `-`; a UUID, trace id or digest, with a word before it (`req_4f...`) | as it is |
+# | anything else, and what holds something like the beginning of a key | `~` and a hash, the same for the same id |
+#
+# The hash key is random for each process, so a reader of the log cannot try words on it. `explain` maps a client's id
+# to the server's own id, which every line has.
+_SHORT = re.compile(r"[0-9A-Za-z_-]{1,32}")
+"""A key has 43 such characters behind its mark."""
+_DIGITS = re.compile(r"(?:[A-Za-z]{1,16}[_-])?[0-9A-Fa-f-]{1,64}")
+_LIKE_A_KEY = re.compile(r"(?<!ht)tp-[0-9A-Za-z_-]{8}", re.IGNORECASE)
+
+
+def shown_id(request_id: str, secret: bytes) -> str:
+    shaped = _SHORT.fullmatch(request_id) or _DIGITS.fullmatch(request_id)
+    if shaped and not _LIKE_A_KEY.search(request_id):
+        return request_id
+    return "~" + blake2b(request_id.encode(), key=secret, digest_size=6, person=b"tripool-log").hexdigest()
+
 
 LOG = logging.getLogger("tripool.gateway")
 _STRANGERS = logging.getLogger("tripool.strangers")

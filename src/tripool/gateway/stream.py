@@ -20,8 +20,25 @@ from tripool.gateway.connection_limits import SLOW_READER, cut_off, cut_off_beca
 from tripool.gateway.job import Job
 from tripool.gateway.record import Record, State
 from tripool.gateway.respond import Voice
-from tripool.gateway.slow_readers import SlowReaderLimit
 from tripool.mailbox import MAX_UNREAD, Tally
+
+# A connection only sees whether anything is read at all (`gateway/connection.py`). A client that reads a little now and
+# then would keep its whole answer in memory for hours, so the time for a whole answer is bounded too.
+SPARE_S = 30.0
+BYTES_PER_S = 2**14
+
+
+class SlowReaderLimit:
+    """Half a minute of waiting for a client in all; every 16 KiB that it took bring a second back."""
+
+    def __init__(self) -> None:
+        self._left_s = SPARE_S
+
+    def lasts(self, num_bytes: int, waited_s: float) -> bool:
+        """After so many bytes more went out, for which we had to wait so long."""
+        self._left_s = min(SPARE_S, self._left_s + num_bytes / BYTES_PER_S) - waited_s
+        return self._left_s >= 0
+
 
 Headers = list[tuple[bytes, bytes]]
 _PART_BYTES = 2**16

@@ -75,14 +75,6 @@ class Said:
             self.calls[piece.index].arguments += piece.text
 
 
-def read_calls(text: str) -> Said:
-    reader, said = ToolParser(), Said()
-    for piece in reader.push(text) + reader.finish():
-        said.add(piece)
-    said.complete = reader.complete
-    return said
-
-
 class ToolParser:
     """States: text → head (of a call) → arguments → tail → text. What is not certain yet waits in `_held`."""
 

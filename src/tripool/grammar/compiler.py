@@ -3,22 +3,106 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
+from typing import Generic, TypeVar
 from weakref import WeakValueDictionary
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from tripool.core import Structure
 from tripool.errors import InvalidRequest
 from tripool.grammar.compiled import Compiled, Refusal
 from tripool.grammar.guide import Guide
 from tripool.grammar.owned import OwnedCache, owner
-from tripool.grammar.pool import CompilePool
 from tripool.grammar.translate import LIMITS, grammar_text
-from tripool.grammar.vocabulary import read_vocabulary
+from tripool.text import Tokenizer
 from tripool.text.files import TextFiles
+
+T = TypeVar("T")
+
+
+class CompilePool(Generic[T]):
+    """Compiles grammars in a thread of its own, one per tenant in turn; llguidance releases the GIL meanwhile.
+
+    Thread-safe. The thread ends when nothing is left to do, so it needs no close.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[str, deque[tuple[Future[T], Callable[[], T]]]] = {}
+        """By tenant, the next one first."""
+        self._working = False
+
+    def submit(self, tenant: str, work: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        with self._lock:
+            self._waiting.setdefault(tenant, deque()).append((future, work))
+            if not self._working:
+                self._working = True
+                threading.Thread(target=self._run, name="tripool-grammars", daemon=True).start()
+        return future
+
+    def _run(self) -> None:
+        while (taken := self._next()) is not None:
+            future, work = taken
+            try:
+                result = work()
+            except Exception as error:  # noqa: BLE001 (not swallowed: raised again where the result is asked for)
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+    def _next(self) -> tuple[Future[T], Callable[[], T]] | None:
+        with self._lock:
+            while self._waiting:
+                tenant = next(iter(self._waiting))
+                queue = self._waiting.pop(tenant)
+                future, work = queue.popleft()
+                if queue:
+                    self._waiting[tenant] = queue  # behind the others
+                if future.set_running_or_notify_cancel():
+                    return future, work
+            self._working = False
+            return None
+
+
+# Ids that no text of a grammar uses are hidden from llguidance: special tokens, ends, and ids beyond the tokenizer. It
+# has one end of its own behind the last real id, because the ends of an answer differ from request to request.
+def read_vocabulary(text: TextFiles, num_ids: int) -> LLTokenizer:
+    """Of ids 0 to `num_ids` - 1 and, behind them, llguidance's end. Takes about 5 µs per id."""
+    spelling = _Spelling(text, num_ids)
+    vocabulary = LLTokenizer(TokenizerWrapper(spelling), eos_token=num_ids)
+    spelling.vocabulary = vocabulary
+    return vocabulary
+
+
+class _Spelling:
+    """What `TokenizerWrapper` asks for, under its names."""
+
+    def __init__(self, text: TextFiles, num_ids: int) -> None:
+        self._tokenizer = Tokenizer(text)
+        self._bans = self._tokenizer.special_ids | text.end_ids
+        self.eos_token_id = num_ids
+        self.bos_token_id = None
+        self.tokens = [self._tokenizer.token_bytes(token_id) for token_id in range(num_ids)] + [b""]
+        self.special_token_ids = sorted({i for i in self._bans if i < num_ids} | {num_ids})
+        self.vocabulary: LLTokenizer | None = None
+
+    def __call__(self, raw: bytes) -> list[int]:
+        """How the model itself would cut a text that a grammar leaves no choice about.
+
+        Some tokenizers cannot say: they read "<|end|>" as a mark, or put a space in front of every text.
+        """
+        ids = self._tokenizer.encode(raw.decode(), special=False)
+        told = all(i < len(self.tokens) and i not in self._bans for i in ids)
+        if not told or b"".join(self.tokens[i] for i in ids) != raw:
+            assert self.vocabulary is not None
+            return self.vocabulary.greedy_tokenize(raw.decode())
+        return ids
+
 
 MAX_KEPT = 16
 """Of each tenant, besides those in use."""

@@ -1,4 +1,4 @@
-"""One answer on its way through a compiled grammar: what may come next, token by token, forwards and back."""
+"""One answer on its way through a compiled grammar: what may come next, token by token."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ class Guide:
         self._copy: LLMatcher | None = None
         """This guide's own, once it was needed."""
         self._ended = False
-        self._num_unseen = 0
-        """The last tokens that were accepted, if the matcher gave up at the first of them or before."""
         self._allowed: NDArray[np.bool_] | None = None
         """The mask after the tokens so far, once it was asked for."""
         self._may_end = False
@@ -55,29 +53,12 @@ class Guide:
 
     def accept(self, token_id: int) -> None:
         allowed = self.mask()
-        if self._gave_up:
-            self._num_unseen += 1
-        else:
+        if not self._gave_up:
             assert allowed[token_id], f"token {token_id} is not allowed here"
             if self._may_end and token_id in self._ends:
                 self._ended = True
-            elif not self._matcher.consume_token(token_id):
-                self._num_unseen += 1
-        self._allowed = None
-
-    def rollback(self, count: int) -> None:
-        """Take back the last `count` tokens that were accepted, an end among them or not. What gave up stays so."""
-        assert count >= 0
-        matcher = self._matcher
-        unseen = min(count, self._num_unseen)
-        self._num_unseen -= unseen
-        count -= unseen
-        if count and self._ended:
-            self._ended = False
-            count -= 1
-        if count and not self._gave_up:
-            undone = matcher.rollback(count)
-            assert undone, matcher.get_error()
+            else:
+                self._matcher.consume_token(token_id)  # False: it gave up, and `_gave_up` says so
         self._allowed = None
 
     @property
@@ -108,7 +89,7 @@ class Guide:
             self._copy = copy = self._compiled.matcher.deep_copy()
             for token_id in self._known:
                 if copy.is_error() or not copy.consume_token(token_id):
-                    self._num_unseen += 1
+                    break
         return self._copy
 
     @cached_property

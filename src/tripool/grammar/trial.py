@@ -8,18 +8,59 @@ answers hold up nobody else's: what it takes to compile it, to copy it and to fo
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from tripool.core import Structure
 from tripool.errors import InvalidRequest, TripoolError
 from tripool.grammar import trial_process
-from tripool.grammar.literals import check_literals
 from tripool.grammar.owned import OwnedCache
 from tripool.grammar.translate import LIMITS, grammar_text
+
+# Bounds the text that a grammar spells out. The cost of a mask grows with the literal: llguidance reads all of it again
+# for every byte of every token. At this bound a mask takes a millisecond; a literal as long as a request, thirty.
+MAX_LITERAL_BYTES = 4096
+_RUN = re.compile(r"[\w ]+")
+"""Of a pattern or a grammar, what is surely a literal, or a name."""
+_NO_TEXT = frozenset({"description", "title", "$comment", "default", "examples", "$id", "$schema"})
+"""Of a schema or a function, what says nothing about answers."""
+
+
+def check_literals(structure: Structure) -> None:
+    """Raises InvalidRequest for one that is too long. What is put together of several is left to the trial."""
+    for text in _literals(structure):
+        size = len(text.encode()) if 4 * len(text) > MAX_LITERAL_BYTES else 0
+        if size > MAX_LITERAL_BYTES:
+            hint = f"at most {MAX_LITERAL_BYTES} bytes each, such as a choice, a constant or a name"
+            raise InvalidRequest(f"the {structure.kind} has a text of {size} bytes", hint=hint, param=structure.param)
+
+
+def _literals(structure: Structure) -> Iterator[str]:
+    if structure.kind in ("json_schema", "tool_calls"):
+        yield from _strings(json.loads(structure.value))
+    elif structure.kind == "choice":
+        yield from structure.value
+    elif structure.kind in ("regex", "ebnf"):
+        yield from _RUN.findall(structure.value)
+
+
+def _strings(schema: Any) -> Iterator[str]:
+    if isinstance(schema, str):
+        yield schema
+    elif isinstance(schema, list):
+        for item in schema:
+            yield from _strings(item)
+    elif isinstance(schema, dict):
+        for name, item in schema.items():
+            yield name
+            if name not in _NO_TEXT or not isinstance(item, str):
+                yield from _strings(item)
+
 
 CPU_S = 0.5
 MOST: Mapping[str, float] = {"compile_s": 0.2, "copy_s": 0.004, "follow_s": 0.1}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from tripool.kernels import Batch, KernelTable
 from tripool.kernels.heap import give_back
 from tripool.kernels.ops import LinearOp
+from tripool.kernels.ref.mla import MlaWeights
 from tripool.kernels.table import (
     AttentionSublayer,
     ChoosingDraftOp,
@@ -18,13 +20,136 @@ from tripool.kernels.table import (
     StackOp,
     StackParts,
 )
-from tripool.kernels.weights import JoinWeights, Norm
-from tripool.models.arch import Arch, MlaShape
-from tripool.models.gqa import grouped_attention
+from tripool.kernels.weights import GqaWeights, JoinWeights, LatentWeights, MlpWeights, MoeWeights, Norm
+from tripool.models.arch import Arch, GqaShape, MlaShape, MoeShape
 from tripool.models.loader import Loader
-from tripool.models.mla import latent_attention
-from tripool.models.mlp import dense_mlp, expert_mlp
-from tripool.models.rope import turn_table
+from tripool.models.rope import to_pairs, turn_table
+
+
+def dense_mlp(loader: Loader, prefix: str, norm: Norm, arch: Arch) -> MlpSublayer:
+    weights = _swiglu(loader, prefix, norm, arch.hidden, arch.dense_width, bias=arch.mlp_bias)
+    return loader.counted(loader.kernels.mlp(weights))
+
+
+def expert_mlp(loader: Loader, prefix: str, norm: Norm, arch: Arch, shape: MoeShape) -> MlpSublayer:
+    gate_bias = None
+    if shape.correction_bias:
+        # Part of a decision, and often large beside its differences: in bfloat16 many of them would be one.
+        gate_bias = loader.tensor(f"{prefix}.gate.e_score_correction_bias", shape.experts, dtype=torch.float32)
+    shared = None
+    if shape.shared_width:
+        name = f"{prefix}.shared_experts"
+        shared = _swiglu(loader, name, norm, arch.hidden, shape.shared_width, bias=arch.mlp_bias)
+    experts = (f"{prefix}.experts", shape.experts, shape.width, arch.hidden)
+    gate_up, down = loader.experts(*experts)
+    gate_up_scales, down_scales = loader.expert_scales(*experts)
+    weights = MoeWeights(
+        norm=norm,
+        gate=loader.fused([f"{prefix}.gate"], [shape.experts], arch.hidden),
+        gate_bias=gate_bias,
+        gate_up=gate_up,
+        down=down,
+        shared=shared,
+        plan=shape.route,
+        gate_up_scales=gate_up_scales,
+        down_scales=down_scales,
+    )
+    return loader.counted(loader.kernels.moe(weights))
+
+
+def _swiglu(loader: Loader, prefix: str, norm: Norm, hidden: int, width: int, *, bias: bool) -> MlpWeights:
+    names, down = [f"{prefix}.gate_proj", f"{prefix}.up_proj"], [f"{prefix}.down_proj"]
+    return MlpWeights(
+        norm=norm,
+        gate_up=loader.fused(names, [width, width], hidden),
+        gate_up_bias=loader.bias(names, [width, width]) if bias else None,
+        down=loader.fused(down, [hidden], width),
+        down_bias=loader.bias(down, [hidden]) if bias else None,
+        gate_up_scales=loader.scales(names, [width, width]),
+        down_scales=loader.scales(down, [hidden]),
+    )
+
+
+def latent_attention(loader: Loader, prefix: str, norm: Norm, arch: Arch, shape: MlaShape) -> AttentionSublayer:
+    q_out, latent = shape.heads * (shape.nope + shape.rope), shape.kv_rank + shape.rope
+    names, outs = [f"{prefix}.kv_a_proj_with_mqa"], [latent]
+    q_norm: Norm | None = None
+    query_name, query_width = f"{prefix}.q_proj", arch.hidden
+    if shape.q_rank is not None:
+        names, outs = [f"{prefix}.q_a_proj", *names], [shape.q_rank, *outs]
+        q_norm = Norm(loader.tensor(f"{prefix}.q_a_layernorm.weight", shape.q_rank), shape.norm_eps)
+        query_name, query_width = f"{prefix}.q_b_proj", shape.q_rank
+    query, query_scales = loader.fused([query_name], [q_out], query_width), loader.scales([query_name], [q_out])
+    down, down_scales = loader.fused(names, outs, arch.hidden), loader.scales(names, outs)
+    down_bias = loader.bias(names, outs) if shape.bias else None
+    for turned in (down, down_bias, down_scales):
+        if turned is not None:
+            to_pairs(turned[-shape.rope :], arch.rope)
+    for turned in (query, query_scales):
+        for head in () if turned is None else turned.unflatten(0, (shape.heads, -1)):
+            to_pairs(head[shape.nope :], arch.rope)
+    expand, wide = [f"{prefix}.kv_b_proj"], [shape.heads * (shape.nope + shape.v)]
+    up, up_scales = loader.fused(expand, wide, shape.kv_rank), loader.scales(expand, wide)
+    out = [f"{prefix}.o_proj"]
+    core = MlaWeights(
+        query=query,
+        up=up.view(shape.heads, shape.nope + shape.v, shape.kv_rank),
+        out=loader.fused(out, [arch.hidden], shape.heads * shape.v),
+        out_bias=loader.bias(out, [arch.hidden]) if shape.bias else None,
+        nope=shape.nope,
+        scale=shape.scale,
+        query_scales=query_scales,
+        up_scales=None if up_scales is None else up_scales.view(shape.heads, -1),
+        out_scales=loader.scales(out, [arch.hidden]),
+    )
+    kv_norm = Norm(loader.tensor(f"{prefix}.kv_a_layernorm.weight", shape.kv_rank), shape.norm_eps)
+    weights = LatentWeights(
+        norm=norm,
+        down=down,
+        down_bias=down_bias,
+        q_norm=q_norm,
+        kv_norm=kv_norm,
+        core=core,
+        down_scales=down_scales,
+    )
+    return loader.counted(loader.kernels.mla(weights))
+
+
+def grouped_attention(loader: Loader, prefix: str, norm: Norm, arch: Arch, shape: GqaShape) -> AttentionSublayer:
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    names = [f"{prefix}.{part}_proj" for part in "qkv"]
+    weight = loader.fused(names, [query, key, key], arch.hidden)
+    bias = loader.bias(names, [query, key, key]) if shape.qkv_bias else None
+    scales = loader.scales(names, [query, key, key])
+    for head in range(shape.heads + shape.kv_heads):
+        rows = slice(head * shape.head_dim, (head + 1) * shape.head_dim)
+        to_pairs(weight[rows], arch.rope)
+        for beside in (bias, scales):
+            if beside is not None:
+                to_pairs(beside[rows], arch.rope)
+    norms: list[Norm | None] = [None, None]
+    if shape.qk_norm:
+        paired = partial(to_pairs, rope=arch.rope)
+        gains = [loader.tensor(f"{prefix}.{part}_norm.weight", shape.head_dim, then=paired) for part in "qk"]
+        norms = [Norm(gain, arch.norm_eps) for gain in gains]
+    out = [f"{prefix}.o_proj"]
+    weights = GqaWeights(
+        norm=norm,
+        qkv=weight,
+        qkv_bias=bias,
+        out=loader.fused(out, [arch.hidden], query),
+        out_bias=loader.bias(out, [arch.hidden]) if shape.out_bias else None,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        scale=shape.head_dim**-0.5,
+        q_norm=norms[0],
+        k_norm=norms[1],
+        qkv_scales=scales,
+        out_scales=loader.scales(out, [arch.hidden]),
+    )
+    return loader.counted(loader.kernels.gqa(weights))
+
 
 _DRAFT_TOKENS = 8192
 """Least number of tokens a draft chooses from, of a larger vocabulary its first quarter: common ids come first."""

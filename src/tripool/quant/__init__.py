@@ -4,9 +4,8 @@ Reads through `checkpoints`, computes calibration with `models`, writes the comp
 know who asks: the commands are in `cli`.
 """
 
-from tripool.quant.calibration import read_windows
 from tripool.quant.evaluate import Comparison, Side, compare
-from tripool.quant.options import PLAIN, QuantizeError, Techniques
+from tripool.quant.options import PLAIN, QuantizeError, Techniques, read_windows
 from tripool.quant.run import Quantized, quantize
 
 __all__ = [

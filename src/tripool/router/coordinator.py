@@ -37,8 +37,8 @@ from tripool.messages import (
     WorkerId,
 )
 from tripool.router.ledger import ChoiceState, Entry, Gap, Lease, Stage
-from tripool.router.outputs import Emit, Fail, Output, Send, ToSupervisor
-from tripool.router.placing import Placing, Rate
+from tripool.router.outputs import Emit, Output, Send, ToSupervisor
+from tripool.router.placing import Placing
 from tripool.router.view import Member
 
 
@@ -59,24 +59,15 @@ class Coordinator:
         """Epoch of the newest life that each worker has had."""
         self._over: dict[str, int] = {}
         """Epoch up to which a worker's lives have ended for certain."""
-        self._rate = Rate()
 
     # ---- what a gateway calls ---------------------------------------------------------------------------------------
 
     def submit(self, request: Request, now_s: float) -> list[Output]:
-        """Raises InvalidRequest for an id in use; every other refusal is a Fail."""
+        """Takes what admission lets in. Raises InvalidRequest for an id in use."""
         if self.ledger.get(request.id) is not None:
             raise InvalidRequest(f"request id '{request.id}' is in use", param="request_id")
-        waiting = self.ledger.waiting_tokens
-        excess = waiting + len(request.prompt_ids) + request.params.n - self._config.queue_tokens
-        if waiting and excess > 0:
-            retry_s = self._rate.seconds_for(excess)
-            hint = f"try again in about {retry_s:.0f} s"
-            error = Overloaded(f"{waiting} tokens are waiting already", hint=hint, retry_after_s=retry_s)
-            self._placing.out.append(Fail(request.id, error))
-        else:
-            entry = self.ledger.open(request, now_s)
-            self._placing.enqueue(entry, entry.choices, now_s)
+        entry = self.ledger.open(request, now_s)
+        self._placing.enqueue(entry, entry.choices, now_s)
         return self._placing.settle(now_s)
 
     def cancel(self, request_id: str, now_s: float) -> list[Output]:
@@ -253,7 +244,6 @@ class Coordinator:
             # Its tokens were lost on the way. The parcel goes with the placement.
             self._placing.cancel_placement(message.request_id, placement, now_s, lost=True)
             return
-        self._rate.count(placement.weight_tokens / len(entry.choices), now_s)
         self._placing.lift(entry, choice)
         lease = Lease(message.worker_id, message.attempt, message.descriptor, now_s + self._config.queue_s)
         self.ledger.hold(entry, choice, lease)

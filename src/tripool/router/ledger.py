@@ -38,7 +38,6 @@ class Stage(Enum):
 
 
 # Tuples: a stage is found in one by what it is; in a set its name would be hashed first, in Python.
-_WAITING = (Stage.QUEUED, Stage.RESTING, Stage.PREFILLING, Stage.PACKED, Stage.TRANSFERRING)
 _PLACED = (Stage.PREFILLING, Stage.TRANSFERRING, Stage.DECODING)
 _LEASED = (Stage.PACKED, Stage.TRANSFERRING)
 
@@ -110,16 +109,9 @@ class Entry:
     """Of those workers, the ones that crashed."""
     moved_s: float = 0.0
     """When its client last got something, or asked."""
-    num_waiting: int = 0
-    """Choices that do not decode yet."""
     num_open: int = 0
     num_cached_tokens: int | None = None
     """Of the first attempt that said anything; the client is told this one for good."""
-
-    @property
-    def size_tokens(self) -> int:
-        """What it counts for while it waits: the prompt, computed once, and a token per choice."""
-        return len(self.request.prompt_ids) + len(self.choices)
 
     def answered(self, choice: ChoiceState) -> Answered:
         return Answered(choice.index, tuple(choice.tokens))
@@ -133,7 +125,6 @@ class Ledger:
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
         self._next_order = 0
-        self.waiting_tokens = 0
         self.num_dropped = 0
         """Events of placements that are no longer a choice's own."""
         self._at: dict[WorkerId, dict[tuple[str, int], Placement]] = {}
@@ -158,13 +149,10 @@ class Ledger:
         """Queued; the caller says for how long."""
         assert request.id not in self._entries
         choices = [ChoiceState(index, Stage.QUEUED, now_s, now_s) for index in range(request.params.n)]
-        count = len(choices)
-        entry = Entry(
-            request, self._next_order, choices, PlacementTrace(now_s), moved_s=now_s, num_waiting=count, num_open=count
-        )
+        trace, count = PlacementTrace(now_s), len(choices)
+        entry = Entry(request, self._next_order, choices, trace, moved_s=now_s, num_open=count)
         self._next_order += 1
         self._entries[request.id] = entry
-        self.waiting_tokens += entry.size_tokens
         return entry
 
     def place(
@@ -224,10 +212,6 @@ class Ledger:
 
     def move(self, entry: Entry, choice: ChoiceState, stage: Stage, now_s: float, wait_s: float) -> None:
         """The only place where a stage changes, so that what is counted by stage is counted here."""
-        before = entry.num_waiting
-        entry.num_waiting += (stage in _WAITING) - (choice.stage in _WAITING)
-        if bool(before) != bool(entry.num_waiting):
-            self.waiting_tokens += entry.size_tokens if entry.num_waiting else -entry.size_tokens
         entry.num_open -= stage is Stage.DONE
         choice.stage, choice.since_s, choice.deadline_s = stage, now_s, now_s + wait_s
         if stage is not Stage.DONE:
@@ -236,8 +220,6 @@ class Ledger:
     def close(self, entry: Entry) -> None:
         """Over, one way or another. Placements and leases are gone before."""
         assert not entry.placements and all(choice.lease is None for choice in entry.choices)
-        if entry.num_waiting:
-            self.waiting_tokens -= entry.size_tokens
         del self._entries[entry.request.id]
 
     # ---- what others say --------------------------------------------------------------------------------------------
@@ -335,7 +317,6 @@ class Ledger:
         """Every open choice is in one stage and holds what that stage says; every placement and lease has an owner."""
         placements: Counter[tuple[WorkerId, str, int]] = Counter()
         leases: Counter[tuple[WorkerId, int, str, int]] = Counter()
-        waiting_tokens = 0
         for request_id, entry in self._entries.items():
             assert entry.request.id == request_id and entry.num_open > 0, "a finished request is kept"
             owned: dict[int, set[int]] = {}
@@ -351,11 +332,7 @@ class Ledger:
                 assert stage is Stage.DONE or choice.alarm_s is not None, f"{request_id}: nobody watches its deadline"
             assert owned == {a: p.choices for a, p in entry.placements.items()}, f"{request_id}: a choice is misplaced"
             placements.update((p.worker_id, request_id, p.attempt) for p in entry.placements.values())
-            stages = [choice.stage for choice in entry.choices]
-            assert entry.num_open == sum(stage is not Stage.DONE for stage in stages)
-            assert entry.num_waiting == sum(stage in _WAITING for stage in stages)
-            waiting_tokens += entry.size_tokens if entry.num_waiting else 0
-        assert waiting_tokens == self.waiting_tokens, "waiting tokens are miscounted"
+            assert entry.num_open == sum(choice.stage is not Stage.DONE for choice in entry.choices)
         assert placements == Counter((worker_id, *key) for worker_id, there in self._at.items() for key in there)
         kept = Counter(
             (worker_id, lease, *owner) for worker_id, held in self._leases.items() for lease, owner in held.items()

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
-from math import exp
 
 from tripool.config import RouterConfig
 from tripool.core import Slo
@@ -354,23 +353,3 @@ class Placing:
                 assert not late, f"{name} is {choice.stage.value} past its deadline"
         self.view.check(placed, transfers)
         self.places.check(at_decode)
-
-
-class Rate:
-    """Tokens per second over the last moments, for saying when to try again."""
-
-    _FADE_S = 10.0
-
-    def __init__(self) -> None:
-        self._tokens = 0.0
-        self._last_s: float | None = None
-
-    def count(self, tokens: float, now_s: float) -> None:
-        since_s = now_s - self._last_s if self._last_s is not None else 0.0
-        self._tokens = self._tokens * exp(-since_s / self._FADE_S) + tokens
-        self._last_s = now_s
-
-    def seconds_for(self, tokens: float) -> float:
-        """Between 1 and 60."""
-        rate = self._tokens / self._FADE_S
-        return min(60.0, max(1.0, tokens / rate)) if rate > 0 else 1.0

@@ -229,7 +229,7 @@ def _describe(model: str, config: EngineConfig) -> _Description:
     from tripool.kernels import CPU, CPU8
     from tripool.kernels.cpu8.library import variants
     from tripool.models.load import read_arch
-    from tripool.models.size import weight_bytes
+    from tripool.models.warm import weight_bytes
 
     with open_checkpoint(model) as checkpoint:
         arch = read_arch(checkpoint)

@@ -72,7 +72,6 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
     rng = Rng(seed)
     may_refuse = rng.chance(0.1)
     router = RouterConfig(
-        queue_tokens=400 if may_refuse else 1_000_000,
         prefill_ahead_tokens=rng.pick([48, 96, 200]),
         heartbeat_s=0.2,
         silence_s=0.6,

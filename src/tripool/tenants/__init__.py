@@ -4,7 +4,6 @@ Modules that do I/O are imported by name: `tenants.key_store` (the file), `tenan
 changes), `tenants.usage_log` (records usage).
 """
 
-from tripool.tenants.key_table import NOBODY, Caller, Key, KeyTable
-from tripool.tenants.tenant import ANONYMOUS, Limits, Tenant
+from tripool.tenants.key_table import ANONYMOUS, NOBODY, Caller, Key, KeyTable, Limits, Tenant
 
 __all__ = ["ANONYMOUS", "NOBODY", "Caller", "Key", "Limits", "KeyTable", "Tenant"]

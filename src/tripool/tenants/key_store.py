@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tripool.errors import InvalidRequest, TripoolError
-from tripool.tenants.key_table import KEY_MARK, Key, KeyTable, key_digest
-from tripool.tenants.tenant import Limits, Tenant
+from tripool.tenants.key_table import KEY_MARK, Key, KeyTable, Limits, Tenant, key_digest
 
 SCHEMA = 1
 BUSY_S = 2.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from tripool.cache import PUBLIC_NAMESPACE, namespace_tag
-from tripool.tenants.tenant import Tenant
+from tripool.tenants.key_table import Tenant
 
 PUBLIC_SHARE = 0.25
 """Of every member, for public blocks: no tenant's quota counts them, so they need a bound of their own."""

@@ -33,7 +33,7 @@ def read_documents(folder: Path) -> list[Document]:
     """Of all `*.jsonl` files of a folder, in the order of their names."""
     files = sorted(folder.glob("*.jsonl"))
     if not files:
-        hint = "give a folder of documents: `python -m tripool.train.distil` makes one"
+        hint = "give a folder of *.jsonl documents; docs/training.md says what is in one"
         raise TrainError("no *.jsonl files here", hint=hint, file=folder)
     return [document for file in files for document in _lines(file)]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,31 @@ from tripool.text import TextFiles
 from tripool.train.attention import LatentAttention
 from tripool.train.experts import Dense, Experts
 from tripool.train.network import Layer, Network
-from tripool.train.numbering import order_by_use, renumbered
+
+
+# Tokens are numbered by their frequency in the training text. A draft chooses among the first few thousand numbers only
+# (a head of the whole vocabulary costs as much to read as two layers); 94 % of our answers lie below 2,048 so, and 81 %
+# in the order of the tokenizer. The tokens themselves, and how text is cut into them, stay as they are.
+def order_by_use(text: TextFiles, counts: Sequence[int]) -> list[int]:
+    """`counts` by old number -> old numbers in their new order. Special tokens keep their numbers."""
+    fixed = _special(text)
+    others = [number for number in range(len(counts)) if number not in fixed]
+    others.sort(key=lambda number: (-counts[number], number))
+    rest = iter(others)
+    return [number if number in fixed else next(rest) for number in range(len(counts))]
+
+
+def renumbered(text: TextFiles, order: Sequence[int]) -> TextFiles:
+    told = json.loads(text.tokenizer_json)
+    number_of = {old: new for new, old in enumerate(order)}
+    vocab = {token: number_of[number] for token, number in told["model"]["vocab"].items()}
+    told["model"]["vocab"] = dict(sorted(vocab.items(), key=lambda pair: pair[1]))
+    return replace(text, tokenizer_json=json.dumps(told, ensure_ascii=False, separators=(",", ":")))
+
+
+def _special(text: TextFiles) -> set[int]:
+    return {added["id"] for added in json.loads(text.tokenizer_json).get("added_tokens", ())}
+
 
 SHARD_BYTES = 14_500_000
 """With a header to spare, a shard stays below 15 MB."""

@@ -2,19 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from tripool.train.attention import Way
-from tripool.train.batch import Batch, make_batch
+from tripool.train.batch import Batch, Wanted, make_batch
 from tripool.train.config import TrainConfig
 from tripool.train.device import Tell, autocast, line_of
-from tripool.train.loss import Each, Losses, losses, token_losses
 from tripool.train.network import Layer, Network
 from tripool.train.plan import Optimise
 from tripool.train.rows import Rows, rows_of_step
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """Sums over a pass, still on the device."""
+
+    next: torch.Tensor
+    after_next: torch.Tensor
+    loads: list[torch.Tensor]
+
+
+def token_losses(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """In float32, whatever the product was computed in."""
+    return F.cross_entropy(F.linear(hidden, head).float(), targets, reduction="none")
+
+
+Each = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""`token_losses`, or a compiled form of it."""
+
+
+def losses(network: Network, batch: Batch, each: Each = token_losses) -> Losses:
+    def weighted(hidden: torch.Tensor, target: Wanted) -> torch.Tensor:
+        found = each(hidden.flatten(0, 1), network.head, target.tokens.flatten())
+        return (found * target.weights.flatten()).sum()
+
+    states = network(batch.tokens, batch.sight, batch.real)
+    next_loss = weighted(states.hidden, batch.next)
+    after = next_loss.new_zeros(()) if states.mtp is None else weighted(states.mtp, batch.after_next)
+    return Losses(next_loss, after, states.loads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,26 +6,118 @@ come all the way down and the export is done when the time is over, however fast
 
 from __future__ import annotations
 
+import json
+import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from math import isfinite
+from hashlib import blake2b
+from math import exp, isfinite
 from pathlib import Path
 
 import torch
 
+from tripool.checkpoints import open_checkpoint
 from tripool.models.load import arch_of
+from tripool.text import TextFiles
 from tripool.train import state
+from tripool.train.attention import Way
+from tripool.train.batch import make_batch
 from tripool.train.config import TrainConfig, TrainError
-from tripool.train.device import choose_device, choose_way
-from tripool.train.evaluate import evaluate
+from tripool.train.device import autocast, choose_device, choose_way
+from tripool.train.documents import Split, mixed, read_documents, split
+from tripool.train.encode import Writer, encode_in_processes
 from tripool.train.export import export
-from tripool.train.learner import Learner, Step
+from tripool.train.learner import Learner, Step, token_losses
 from tripool.train.metrics import PLOT, Metrics, loss_plot, read_metrics, said
 from tripool.train.network import Network, trainable
-from tripool.train.prepare import Prepared, prepare
-from tripool.train.schedule import balance_rate, learning_rate, progress_by_time
+from tripool.train.plan import balance_rate, learning_rate, progress_by_time
+from tripool.train.rows import Rows, pack
+
+HELD_OUT_FILE = "held_out.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    rows: Rows
+    held_out: Rows
+    text: TextFiles
+    digest: str
+    """Of all rows: another folder, filter or tokenizer is another one."""
+
+
+def prepare(config: TrainConfig, data: Path, out: Path, tell: Callable[[str], None]) -> Prepared:
+    with open_checkpoint(config.data.text) as checkpoint:
+        text = checkpoint.text
+    parts = split(read_documents(data))
+    _write_held_out(parts, out)
+    documents = mixed(parts.train, config.mix)
+    if not documents:
+        raise TrainError("nothing is left to train on", hint="give more documents, or a mix that is not 0", file=data)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(one["kind"] for one in documents).most_common())
+    tell(f"{len(documents)} documents ({kinds}), {len(parts.held_out)} held out")
+    processes = os.cpu_count() or 1
+    pad = Writer(text).pad
+    rows, held_out = (
+        pack(encode_in_processes(text, some, processes), config.data.row_tokens, pad)
+        for some in (documents, parts.held_out)
+    )
+    if not len(rows):
+        raise TrainError("no document can be written as tokens", hint="look at what they say", file=data)
+    filled = rows.num_tokens / rows.tokens.numel()
+    tell(f"{rows.num_tokens:,} tokens in {len(rows):,} rows, {filled:.1%} filled; {held_out.num_tokens:,} held out")
+    return Prepared(rows, held_out, text, _digest(rows, held_out))
+
+
+def _write_held_out(parts: Split, out: Path) -> None:
+    """So that other models can be measured on the very same text."""
+    lines = [json.dumps(dict(one), ensure_ascii=False) + "\n" for one in parts.held_out]
+    (out / HELD_OUT_FILE).write_text("".join(lines), encoding="utf-8")
+
+
+def _digest(*parts: Rows) -> str:
+    hashed = blake2b(digest_size=16)
+    for rows in parts:
+        for values in (rows.tokens, rows.documents, rows.kinds):
+            hashed.update(values.contiguous().numpy().data)
+    return hashed.hexdigest()
+
+
+@torch.no_grad()
+def evaluate(network: Network, rows: Rows, way: Way, rows_per_pass: int, most_rows: int | None) -> dict[str, float]:
+    """Losses in nats: of answers, and of every token. `draft_agreement`: where the MTP layer, reading the text itself,
+    finds likeliest after an answer's token what the network then finds likeliest."""
+    with torch.compiler.set_stance("force_eager"):  # a few passes of odd sizes: compiling them would take longer
+        return _evaluate(network, rows, way, rows_per_pass, most_rows)
+
+
+def _evaluate(network: Network, rows: Rows, way: Way, rows_per_pass: int, most_rows: int | None) -> dict[str, float]:
+    device = network.embed.device
+    sums = torch.zeros(6, dtype=torch.float64, device=device)
+    numbers = torch.arange(len(rows) if most_rows is None else min(most_rows, len(rows)), device=device)
+    for part in numbers.split(rows_per_pass):
+        batch = make_batch(rows, part, 1.0, way.sight)
+        with autocast(device):
+            states = network(batch.tokens, batch.sight, batch.real)
+            for row in range(len(part)):  # one at a time: logits of many would not fit
+                each = token_losses(states.hidden[row], network.head, batch.next.tokens[row])
+                answers, every = batch.answers[row], batch.next.weights[row]
+                sums[:4] += torch.stack([(each * answers).sum(), answers.sum(), (each * every).sum(), every.sum()])
+                if states.mtp is not None:
+                    said, guessed = (network.logits(one[row]).argmax(-1) for one in (states.hidden, states.mtp))
+                    place = answers[1:] * batch.after_next.weights[row, :-1]
+                    sums[4:] += torch.stack([((guessed[:-1] == said[1:]) * place).sum(), place.sum()])
+    answer, num_answers, every_loss, num_every, agreed, drafted = sums.tolist()
+    loss = answer / max(num_answers, 1)
+    found = {
+        "held_out_loss": loss,
+        "held_out_perplexity": exp(min(loss, 50.0)),
+        "held_out_loss_of_all": every_loss / max(num_every, 1),
+        "held_out_tokens": num_answers,
+    }
+    return found | ({"draft_agreement": agreed / max(drafted, 1)} if network.mtp is not None else {})
+
 
 MODEL_FOLDER = "model"
 _CLOSING_S = 15.0

@@ -86,7 +86,7 @@ def test_a_captured_size_is_used_for_smaller_batches_too(models: tuple[Model, Mo
 
 
 def test_experts_in_sorted_rows_equal_every_expert_over_every_row() -> None:
-    from tripool.kernels.cuda.experts import all_rows, sorted_rows
+    from tripool.kernels.cuda.make import all_rows, sorted_rows
 
     rng = torch.Generator().manual_seed(5)
 

@@ -13,7 +13,7 @@ import torch
     ("rows", "top_k", "experts", "hidden", "width"), [(1, 1, 2, 16, 16), (5, 2, 3, 72, 40), (33, 3, 4, 130, 65)]
 )
 def test_few_rows(device: str, rows: int, top_k: int, experts: int, hidden: int, width: int) -> None:
-    from tripool.kernels.cuda.experts import all_rows
+    from tripool.kernels.cuda.make import all_rows
     from tripool.kernels.triton.few_rows import few_rows
 
     x = torch.randn(rows, hidden, device=device).to(torch.float16)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.planner_tables import reproduce_document
 from tripool.page.svg import HEIGHT, WIDTH
 from tripool.planner.reproduce import cloudmatrix_figures, cloudmatrix_tables
 from tripool.planner.reproduce.curves import Curve, Figure
 from tripool.planner.reproduce.page import draw, render_page
-from tripool.planner.reproduce.report import documented, tables_data
+from tripool.planner.reproduce.report import tables_data
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "reproduce.md"
 TABLES, FIGURES = cloudmatrix_tables(), cloudmatrix_figures()
@@ -98,7 +99,7 @@ def test_json_holds_every_line() -> None:
 
 def test_the_document_is_up_to_date() -> None:
     text = DOCUMENT.read_text("utf-8")
-    assert documented(text, TABLES) == text, "run: python bench/reproduce.py --document docs/reproduce.md"
-    assert documented(text.replace("1,943", "1,944"), TABLES) == text
+    assert reproduce_document(text, TABLES) == text, "run: python bench/reproduce.py --document docs/reproduce.md"
+    assert reproduce_document(text.replace("1,943", "1,944"), TABLES) == text
     with pytest.raises(AssertionError, match="no place"):
-        documented("nothing", TABLES)
+        reproduce_document("nothing", TABLES)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.simulate.supernode.small import small_layout
 
+from tests.simulate.supernode.small import small_layout
 from tripool.config import SchedulerConfig
 from tripool.core import Request, SamplingParams, Slo
 from tripool.engine.fast_forward import fast_forward, quiet_steps

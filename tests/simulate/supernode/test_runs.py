@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.simulate.supernode.small import small_layout
 
+from tests.simulate.supernode.small import small_layout
 from tripool.errors import InvalidRequest
 from tripool.planner.cost import DecodeModel
 from tripool.planner.deployment import read_deployment

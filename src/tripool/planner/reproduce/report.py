@@ -1,13 +1,11 @@
-"""The tables as plain data for JSON, and as Markdown for `docs/reproduce.md`. Text in, text out."""
+"""The tables as plain data, for JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from tripool.planner.reproduce.lines import HEADS, Line, Table, cells, summarise, summary_words
-
-_BEGIN, _END = "<!-- made: tables -->\n", "<!-- end -->"
+from tripool.planner.reproduce.lines import Line, Table, summarise
 
 
 def tables_data(tables: Sequence[Table]) -> dict[str, Any]:
@@ -41,19 +39,3 @@ def _line_data(line: Line) -> dict[str, Any]:
         "note": line.note,
         "source": line.source,
     }
-
-
-def documented(text: str, tables: Sequence[Table]) -> str:
-    """`text` with what stands between its two marks made anew."""
-    before, found, rest = text.partition(_BEGIN)
-    assert found and _END in rest, "no place for the tables"
-    return before + _BEGIN + "\n" + markdown(tables) + "\n" + _END + rest.partition(_END)[2]
-
-
-def markdown(tables: Sequence[Table]) -> str:
-    parts = [f"{summary_words(summarise(tables))}.\n"]
-    for each in tables:
-        rows = [HEADS, ["---"] * len(HEADS), *map(cells, each.lines)]
-        lines = ("| " + " | ".join(cell.replace("|", "/") for cell in row) + " |\n" for row in rows)
-        parts.append(f"### {each.title}\n\n{each.said}\n\n{''.join(lines)}")
-    return "\n".join(parts)

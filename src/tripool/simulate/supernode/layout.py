@@ -84,7 +84,7 @@ def lay_out(file: DeploymentFile, hardware: Hardware, model: ModelShape, *, bloc
     block_bytes = token_bytes * block_tokens
     members = max(1, file.chips // hardware.node_chips)
     ahead = _AHEAD_STEPS * prefill.config.step_tokens
-    queue = max(RouterConfig().queue_tokens, 16 * prefill.config.step_tokens) * file.prefill.instances
+    queue = max(AdmissionConfig().queue_tokens, 16 * prefill.config.step_tokens) * file.prefill.instances
     return Layout(
         title=f"{file.model} on {file.chips} x {file.hardware}", chips=file.chips, node_chips=hardware.node_chips,
         prefill=prefill, decode=decode,
@@ -96,7 +96,7 @@ def lay_out(file: DeploymentFile, hardware: Hardware, model: ModelShape, *, bloc
         block_bytes=block_bytes, token_bytes=token_bytes,
         context_tokens=min(p.config.num_blocks * block_tokens for p in (prefill, decode)),
         ttft_s=file.ttft_ms / 1e3, tpot_s=file.tpot_ms / 1e3,
-        router=RouterConfig(queue_tokens=queue, prefill_ahead_tokens=max(ahead, RouterConfig().prefill_ahead_tokens)),
+        router=RouterConfig(prefill_ahead_tokens=max(ahead, RouterConfig().prefill_ahead_tokens)),
         admission=AdmissionConfig(queue_tokens=queue, wide_tokens=max(ahead, AdmissionConfig().wide_tokens)),
     )  # fmt: skip
 

@@ -1,0 +1,164 @@
+"""The calibration of the planner and the tables of `docs/planner.md` and `docs/reproduce.md`.
+
+`refit` derives the constants from published rows by bisection; a test compares them with those that are shipped.
+Each constant has one row. The order matters: stacks first (rows with perfect balance), then drifts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+
+from tripool.planner.cost.setup import Routing, named_routing
+from tripool.planner.facts import Facts
+from tripool.planner.hardware import Hardware, hardware_names, named_hardware
+from tripool.planner.models import ModelShape, model_names, named_model
+from tripool.planner.reproduce import Table
+from tripool.planner.reproduce.lines import HEADS, cells, summarise, summary_words
+from tripool.planner.rows import Row, bundled_rows, compare_rows, predict, verdicts
+from tripool.planner.rows.accuracy import CALIBRATION
+
+_MODEL = "deepseek-r1"
+_CONSTANTS_OF = ("ascend-910c", "h100", "h800")
+_ROUNDS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    routing: Routing
+    hardware: dict[str, Hardware]
+
+    def errors(self, rows: Sequence[Row], model: ModelShape) -> dict[Row, float]:
+        predictions = (predict(row, model, hardware=self.hardware, routing=self.routing) for row in rows)
+        return {each.row: each.error for each in predictions if each.error is not None}
+
+
+def refit(rows: Sequence[Row], model: ModelShape, *, decode_row: Row | None = None) -> Constants:
+    """From the calibration rows among `rows`; another `decode_row` may fix the decode drift (leave-one-out)."""
+    of = {CALIBRATION[row.key]: row for row in rows if row.key in CALIBRATION}
+    names = ("ascend-910c", "h100", "h800")
+    found = Constants(named_routing(), {name: named_hardware(name) for name in names})
+
+    def stack(name: str) -> None:
+        nonlocal found
+        start = found
+
+        def tried(value: float) -> Constants:
+            return replace(start, hardware=start.hardware | {name: replace(start.hardware[name], prefill_stack=value)})
+
+        found = tried(_solve(lambda value: _rate(of[f"{name} prefill_stack"], tried(value), model), 0.5, 4.0))
+
+    def drift(name: str, row: Row) -> None:
+        nonlocal found
+        start = found
+
+        def tried(value: float) -> Constants:
+            return replace(start, routing=replace(start.routing, **{name: value}))
+
+        found = tried(_solve(lambda value: _rate(row, tried(value), model), 0.01, 2.0))
+
+    stack("ascend-910c")
+    drift("prefill_drift", of["routing prefill_drift"])
+    drift("decode_drift", decode_row or of["routing decode_drift"])
+    stack("h100")
+    stack("h800")
+    return found
+
+
+def _rate(row: Row, constants: Constants, model: ModelShape) -> float:
+    error = predict(row, model, hardware=constants.hardware, routing=constants.routing).error
+    assert error is not None
+    return error
+
+
+def _solve(error: Callable[[float], float], low: float, high: float) -> float:
+    """Where a falling error crosses 0: larger constants make slower systems."""
+    for _ in range(_ROUNDS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if error(middle) > 0 else (low, middle)
+    return (low + high) / 2
+
+
+def planner_document(text: str) -> str:
+    """`docs/planner.md` with its tables made anew."""
+    made = {"errors": errors_table, "left out": left_out_table, "models": models_table, "constants": constants_table}
+    for name, table in made.items():
+        text = _filled(text, name, table())
+    return text
+
+
+def reproduce_document(text: str, tables: Sequence[Table]) -> str:
+    """`docs/reproduce.md` with its tables made anew."""
+    parts = [f"{summary_words(summarise(tables))}.\n"]
+    parts += [f"### {each.title}\n\n{each.said}\n\n{_table(HEADS, map(cells, each.lines))}" for each in tables]
+    return _filled(text, "tables", "\n".join(parts))
+
+
+def _filled(text: str, name: str, made: str) -> str:
+    """`text` with what stands between `<!-- made: NAME -->` and `<!-- end -->` replaced."""
+    begin, end = f"<!-- made: {name} -->\n", "<!-- end -->"
+    before, found, rest = text.partition(begin)
+    assert found and end in rest, f"no place for '{name}'"
+    return before + begin + "\n" + made + "\n" + end + rest.partition(end)[2]
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |\n" for line in lines)
+
+
+def errors_table() -> str:
+    model = named_model(_MODEL)
+    compared = compare_rows(bundled_rows(), model) + compare_rows(bundled_rows("further"), model)
+    rows = []
+    for each in compared:
+        row, prediction = each.prediction.row, each.prediction
+        numbers = (row.batch, row.context, row.published, prediction.predicted)
+        cells = ["" if value is None else f"{value:,.0f}" for value in numbers]
+        error = "" if prediction.error is None else f"{prediction.error:+.1%}"
+        rows.append([row.system, row.hardware, row.phase, f"{row.ep or ''}", *cells, error, each.role])
+    heads = ["system", "hardware", "phase", "EP", "batch", "context", "published", "predicted", "error", "row"]
+    lines = [
+        f"{each.family}: {each.num_validation} validation rows, median {each.median:.1%}, worst {each.worst:.1%}."
+        for each in verdicts(compared)
+        if each.median is not None and each.worst is not None
+    ]
+    return _table(heads, rows) + "\n" + " ".join(lines) + "\n"
+
+
+def left_out_table() -> str:
+    """Errors of all decode rows of the 910C when another of them fixes the drift."""
+    model, rows = named_model(_MODEL), bundled_rows()
+    own = [row for row in rows if row.phase == "decode" and "910C" in row.hardware]
+    own.sort(key=lambda row: row.batch or 0.0)
+    lines = []
+    for fixed in own:
+        found = refit(rows, model, decode_row=fixed)
+        errors = found.errors(own, model)
+        cells = (f"{errors[row]:+.1%}" for row in own)
+        lines.append([f"batch {fixed.batch:.0f}", f"{found.routing.decode_drift:.3f}", *cells])
+    return _table(["fixed by", "drift", *(f"error at {row.batch:.0f}" for row in own)], lines)
+
+
+def models_table() -> str:
+    rows = []
+    for name in model_names():
+        model = named_model(name)
+        counts = (f"{model.total_params / 1e9:,.1f} B", f"{model.active_params / 1e9:,.1f} B")
+        rows.append([name, *counts, f"{model.flops_per_token / 1e9:,.1f} G", f"{model.kv_bytes_per_token():,.0f} B"])
+    return _table(["model", "parameters", "active", "operations per token", "KV per token"], rows)
+
+
+def constants_table() -> str:
+    """What is not on a data sheet: how far kernels reach, overheads, calibration."""
+    routing = Facts(files("tripool.planner.models").joinpath("routing.toml").read_text("utf-8"), "routing.toml")
+    routing.table("routing")
+    read = {("any", key): fact for key, fact in routing.read.items()}
+    for name in (name for name in hardware_names() if name in _CONSTANTS_OF):
+        prefixes = ("shares.", "exchange.", "overheads.", "cache.")
+        read |= {(name, key): fact for key, fact in named_hardware(name).facts.items() if key.startswith(prefixes)}
+    rows = [
+        [name, key.partition(".")[2], f"{fact.value:g}", fact.kind, fact.source] for (name, key), fact in read.items()
+    ]
+    return _table(["hardware", "constant", "value", "kind", "source"], rows)
