@@ -17,6 +17,7 @@ import torch
 from fastapi import FastAPI
 
 from tripool.cache.client import PoolClient
+from tripool.cache.host import LocalHost
 from tripool.config import EngineConfig, GatewayConfig, RouterConfig
 from tripool.decode.worker import DecodeWorker
 from tripool.engine.fake import fake_text
@@ -24,7 +25,8 @@ from tripool.engine.fake_paged import PagedFake
 from tripool.engine.load import load_engine
 from tripool.engine.thread import EngineThread
 from tripool.fabric import KvReceiver, KvSender, Link, Loop
-from tripool.fabric.arena import Arena
+from tripool.fabric.arena import Arena, FileMaps
+from tripool.fabric.channel import ZmqTransport
 from tripool.fabric.prefixes import Prefixes
 from tripool.gateway import create_app
 from tripool.gateway.pools import Pools
@@ -126,15 +128,15 @@ class Workers:
         for role, engine in zip(("prefill", "decode"), engines, strict=True):
             worker_id = WorkerId(f"{role}-0", 1)
             limits = (engine.num_blocks * 64, engine.max_running, engine.context_tokens, engine.vocab)
-            link = Link(address, Hello(PROTOCOL, role, worker_id, 1, engine.name, *limits))
-            pool = PoolClient(folder, ["cache-0"], worker_id)
+            link = Link(ZmqTransport(address), Hello(PROTOCOL, role, worker_id, 1, engine.name, *limits))
+            pool = PoolClient(LocalHost(folder), ["cache-0"], worker_id)
             prefixes = Prefixes(engine, pool)
             if role == "prefill":
                 sender = KvSender(Arena(folder / "parcels", engine.block_bytes, 64))
                 worker = PrefillWorker(engine, worker_id, sender, link.send, prefixes=prefixes)
                 self._closing.append(sender)
             else:
-                receiver = KvReceiver(folder)
+                receiver = KvReceiver(FileMaps(folder))
                 worker = DecodeWorker(engine, worker_id, receiver, link.send, prefixes=prefixes)
                 self._closing.append(receiver)
             self._closing += [pool, link]

@@ -28,6 +28,7 @@ def register(app: typer.Typer) -> None:
         import socket
 
         from tripool.cache.client import PoolClient
+        from tripool.cache.host import LocalHost
         from tripool.cli.access import gateway_access
         from tripool.config import GatewayConfig, RouterConfig
         from tripool.control.run_manifest import read_manifest
@@ -46,8 +47,8 @@ def register(app: typer.Typer) -> None:
                 router=RouterConfig(),
                 addresses=[gateway_address(folder)],
                 worker_id=WorkerId("gateway", epoch),
-                cache=PoolClient(folder, manifest.cache, WorkerId("gateway", epoch)),
-                cache_client=PoolClient(folder, manifest.cache, WorkerId("quotas", epoch)),
+                cache=PoolClient(LocalHost(folder), manifest.cache, WorkerId("gateway", epoch)),
+                cache_client=PoolClient(LocalHost(folder), manifest.cache, WorkerId("quotas", epoch)),
                 access=gateway_access(folder, keys),
                 supervisor_channel=tied,
             )

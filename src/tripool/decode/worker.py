@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tripool.core import BLOCK_TOKENS, Stages, TokenEvent
+from tripool.core import Stages, TokenEvent
 from tripool.errors import RequestFailed, TripoolError
 from tripool.fabric.prefixes import Prefixes
 from tripool.fabric.seam import PoolEngine, Transfer, local_id
@@ -147,7 +147,7 @@ class DecodeWorker:
     def _fits(self, start: StartDecode) -> bool:
         """Whether parcel, answer and request are of one sequence: everything here is counted by them."""
         request, descriptor, tokens = start.request, start.descriptor, start.answered.tokens
-        num_blocks = -(-descriptor.num_tokens // BLOCK_TOKENS)
+        num_blocks = -(-descriptor.num_tokens // self._engine.block_tokens)
         return (
             len(descriptor.offsets) == len(descriptor.checksums) == num_blocks > 0
             and descriptor.num_tokens == len(request.prompt_ids) + len(tokens) - 1
@@ -212,11 +212,11 @@ class DecodeWorker:
     def _shared(self, start: StartDecode) -> list[int]:
         """Leading full blocks that another choice of the same request brought here: the same bytes, by their sums."""
         best: list[int] = []
-        sums = start.descriptor.checksums[: start.descriptor.num_tokens // BLOCK_TOKENS]
+        sums = start.descriptor.checksums[: start.descriptor.num_tokens // self._engine.block_tokens]
         for other in self._jobs.values():
             if other.seq is None or other in self._queue or other.start.request.id != start.request.id:
                 continue
-            theirs = other.start.descriptor.checksums[: other.start.descriptor.num_tokens // BLOCK_TOKENS]
+            theirs = other.start.descriptor.checksums[: other.start.descriptor.num_tokens // self._engine.block_tokens]
             alike = next((i for i, (a, b) in enumerate(zip(sums, theirs, strict=False)) if a != b), None)
             count = min(len(sums), len(theirs)) if alike is None else alike
             if count > len(best) and len(other.seq.table) >= count:  # one that was preempted has none

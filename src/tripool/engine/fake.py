@@ -106,12 +106,31 @@ class FakeTokens:
             token_id, TokenLogprobs(chosen, tuple((t, chosen - rank) for rank, t in enumerate(alternatives)))
         )
 
+    def answer(self, request: Request, choice: int) -> tuple[list[int], FinishReason]:
+        """What an undisturbed run without a grammar gives."""
+        digest = self.digest(request)
+        tokens: list[int] = []
+        finish: FinishReason | None = None
+        while finish is None:
+            tokens.append(self.choose(request, digest, choice, len(tokens), None).token_id)
+            finish = finish_of(request, len(tokens), tokens[-1])
+        return tokens, finish
+
     def _guided(self, guide: Guide, draw: int, stop_ids: frozenset[int], *, late: bool) -> int:
         """Any token that the grammar allows: words while it is early, later whatever brings the answer to its end."""
         allowed: list[int] = guide.mask().nonzero()[0].tolist()
         wishes = (stop_ids, self._closing_ids) if late else (frozenset(self._plain_ids),)
         fitting = next((fit for wish in wishes if (fit := [i for i in allowed if i in wish])), allowed)
         return fitting[draw % len(fitting)]
+
+
+def finish_of(request: Request, num_tokens: int, token_id: int) -> FinishReason | None:
+    """Whether an answer of so many tokens ends with this one."""
+    params = request.params
+    ended = token_id in request.end_ids and not params.ignore_eos
+    if num_tokens > params.min_tokens and (ended or token_id in params.stop_token_ids):
+        return "stop"
+    return "length" if num_tokens == params.max_tokens else None
 
 
 def _natural_tokens(digest: bytes, choice: int) -> int:
@@ -233,16 +252,10 @@ class FakeEngine:
         return TokenEvent(request.id, choice, index, sampled.token_id, finish, sampled.logprobs, cached)
 
     def _finish(self, request: Request, index: int, token_id: int, guide: Guide | None) -> FinishReason | None:
-        params, num_tokens = request.params, index + 1
         if guide is not None and (token_id in request.stop_ids or guide.spent):
             return "stop" if guide.done else "length"
-        ended = token_id in request.end_ids and not params.ignore_eos
-        if num_tokens > params.min_tokens and (ended or token_id in params.stop_token_ids):
-            return "stop"
-        full = len(request.prompt_ids) + num_tokens >= self.context_tokens
-        if full or num_tokens == params.max_tokens:
-            return "length"
-        return None
+        full = len(request.prompt_ids) + index + 1 >= self.context_tokens
+        return finish_of(request, index + 1, token_id) or ("length" if full else None)
 
     def _reuse_prefix(self, request: Request) -> int:
         """Whole blocks already seen in this namespace, or public ones; at least one prompt token is always computed."""
