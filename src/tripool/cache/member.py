@@ -69,7 +69,7 @@ class Member:
             namespace_slots=config.namespace_slots,
             # Above every number of every earlier life, so that what was meant for those does nothing here. Its memory
             # does not outlive the machine's run, and neither need this clock, which is never set back.
-            first_number=max([int(host.now_s() * 1e9), *(record.ticket + 1 for record in records)]),
+            first_number=max([1, int(host.now_s() * 1e9), *(record.ticket + 1 for record in records)]),
             shared_readers=self.arena,
         )
         if left is not None:

@@ -114,6 +114,15 @@ class PrefillWorker:
     def moving(self) -> bool:
         return bool(self._leaving or self._waiting) or (self._prefixes is not None and self._prefixes.pending)
 
+    @property
+    def blocked(self) -> bool:
+        publishing = self._prefixes is not None and self._prefixes.pending
+        return bool(self._leaving) and self._leaving[0].lease is None and not (self._waiting or publishing)
+
+    @property
+    def placed(self) -> set[str]:
+        return self._jobs.keys() - self._waiting.keys()
+
     def receive(self, message: AnyMessage, now_s: float) -> None:
         match message:
             case StartPrefill():
