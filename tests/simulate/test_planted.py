@@ -123,7 +123,7 @@ def gap_not_noticed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ledger, "take", blind)
 
 
-@bug("^$")  # an assertion of the scheduler's own, without words
+@bug("sends it twice")
 def last_token_forgotten_on_replay(patch: pytest.MonkeyPatch) -> None:
     answered = Entry.answered
 
@@ -248,7 +248,7 @@ def parcels_survive_the_gateway(patch: pytest.MonkeyPatch) -> None:
     without_lease_deadlines(patch)
 
 
-@bug("1 refs, 0 owners")
+@bug("1 refs, 0 owners|instead of")
 def parcel_without_its_last_block(patch: pytest.MonkeyPatch) -> None:
     start = Scheduler.start
 

@@ -130,7 +130,7 @@ def drained_worker_leaves_with_transfers_under_lease(patch: pytest.MonkeyPatch) 
 # ---- session --------------------------------------------------------------------------------------------------------
 
 
-@bug("after the gateway's death|hangs")
+@bug("after the gateway's death|hangs|for a (prefill|decode) worker")
 def lost_gateway_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("tripool.fabric.link.SILENCE_S", 1e9)
 

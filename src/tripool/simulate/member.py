@@ -78,9 +78,12 @@ class SimMember:
     @property
     def holds_nothing(self) -> bool:
         index, arena = self.member.index, self.member.arena
-        if not self.up or index.num_leases or index.num_reserved:
+        if not self.up or index.num_leases or any(map(arena.is_read, range(arena.num_slots))):
             return False
-        return not any(arena.is_read(slot) for slot in range(arena.num_slots))
+        writers = {record.writer for record in index.records if record.state is State.RESERVED}
+        # A client that was late for its grant gives it back when it next uses this member.
+        late = {worker_id for channel in self._channels if channel.readable for worker_id in channel.worker_ids}
+        return writers <= late
 
     def remember(self) -> None:
         """Count what this run of the member did; the next one counts from zero."""

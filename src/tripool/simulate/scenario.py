@@ -187,10 +187,12 @@ def _arrivals(rng: Rng, span_s: float, count: int) -> list[Arrival]:
 
 
 def _request(rng: Rng, request_id: str, prompt_tokens: int = 0) -> Request:
-    """Prompts share beginnings, so that prefixes are found; tenants send the same ones, some of them in public."""
+    """Prompts share beginnings, and some come again, so that prefixes are found; tenants send the same ones, some of
+    them in public."""
     family = rng.between(1, 3)
     shared = [(family * 7 + i) % _VOCAB for i in range(rng.pick([0, 4, 9, 18]))]
-    own = [1 + rng.bits() % (_VOCAB - 1) for _ in range(rng.between(1, 12))]
+    words = Rng(rng.between(1, 6)) if rng.chance(0.5) else rng
+    own = [1 + words.bits() % (_VOCAB - 1) for _ in range(words.between(1, 12))]
     prompt = shared + own
     prompt += [1 + i % (_VOCAB - 1) for i in range(prompt_tokens - len(prompt))]
     params = SamplingParams(

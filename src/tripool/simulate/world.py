@@ -7,7 +7,7 @@ invariants are checked, after every fifty the full ones, and at the end that not
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from tripool.config import CacheConfig, DiskConfig
@@ -107,7 +107,7 @@ class World:
         if self._is_over():
             return False
         self.clock.step()
-        assert self.clock.now_s < _DEADLINE_S, f"hangs: {self.checker.open_ids}, {self._holders()}"
+        assert self.clock.now_s < _DEADLINE_S, f"hangs: {self.checker.open_ids}, {list(self._holders())}"
         self.num_events += 1
         if self.coordinator is not None:
             known = len(self.coordinator.ledger) + len(self.admission)
@@ -120,12 +120,14 @@ class World:
         """Nothing is to come, every request has ended, and nothing is held."""
         if self.clock.num_pending or self.checker.num_open or self.coordinator is None:
             return False
-        return not self._holders()
+        return next(self._holders(), None) is None
 
-    def _holders(self) -> list[str]:
-        found = [p.name for p in self.places.values() if p.run is None or not p.run.holds_nothing]
-        held = [m.name for m in self.members if not m.holds_nothing]
-        return [*found, *held, *([] if self.admission.idle else ["door"])]
+    def _holders(self) -> Iterator[str]:
+        """Who still holds or does something."""
+        yield from (p.name for p in self.places.values() if p.run is None or not p.run.holds_nothing)
+        yield from (member.name for member in self.members if not member.holds_nothing)
+        if not self.admission.idle:
+            yield "door"
 
     def check(self) -> None:
         if self.coordinator is not None:
@@ -339,7 +341,7 @@ class World:
         return self.coordinator is not None and worker_id in self.coordinator.view
 
     def has_other(self, place: Place) -> bool:
-        """Whether its role has another worker. A drained one whose Release was lost keeps the lease to its deadline, and
+        """Whether its role has another worker. A drained one whose Release was lost keeps the lease to its deadline:
         requests cannot wait for so long."""
         return any(other is not place and other.spec.role == place.spec.role for other in self.places.values())
 
