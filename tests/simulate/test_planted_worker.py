@@ -135,7 +135,7 @@ def lost_gateway_is_not_noticed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("tripool.fabric.link.SILENCE_S", 1e9)
 
 
-@bug("hangs|disagree|lost|untrusted|instead of")
+@bug("hangs|for a (prefill|decode) worker")
 def lost_gateway_leaves_everything_in_place(patch: pytest.MonkeyPatch) -> None:
     """What belongs to an earlier session is not dropped, and taken into the next one."""
     patch.setattr(PrefillWorker, "drop", lambda self: None)
@@ -145,7 +145,7 @@ def lost_gateway_leaves_everything_in_place(patch: pytest.MonkeyPatch) -> None:
 # ---- cache client and shared reads ----------------------------------------------------------------------------------
 
 
-@bug("evicted under its lease")
+@bug("kept for no reader|evicted under its lease")
 def shared_read_without_acquire(patch: pytest.MonkeyPatch) -> None:
     acquire = SharedBlocks.acquire.__func__
 
@@ -163,7 +163,7 @@ def shared_read_is_not_released(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MemberLink, "end_read", lambda self, acquired, found: None)
 
 
-@bug("evicted under its lease")
+@bug("kept for no reader|evicted under its lease")
 def lease_of_a_prefix_is_released_before_it_is_read(patch: pytest.MonkeyPatch) -> None:
     read = Prefix.read
 

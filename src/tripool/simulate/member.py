@@ -23,6 +23,7 @@ from tripool.simulate.rng import Rng
 LEASE_S = 0.5
 WRITE_S = 0.3
 _LATENCY_S = (0.00002, 0.0002)
+_LATE_S = 0.5
 _TURN_S = 0.001
 """Least time between two turns of a member that nothing happens to."""
 
@@ -49,6 +50,7 @@ class SimMember:
         self._disturb()
         host = SimHost(self._clock, self._memory, worker_id, [], None)
         self.member = Member(host, worker_id, self._config, self._open_disk)
+        self._memory.is_leased[f"{self.name}.arena"] = self.member.index.is_leased
         self.up = True
         tier = self.member.tiered_index.disk
         if tier is not None:
@@ -69,6 +71,9 @@ class SimMember:
         self._channels = []
 
     def check(self) -> None:
+        deadline_s = self.member.next_deadline_s
+        late_s = 0.0 if deadline_s is None else self._clock.now_s - deadline_s
+        assert late_s < _LATE_S, f"{self.name} is {late_s:.1f} s past its deadline"
         self.member.tiered_index.check()
         tier = self.member.tiered_index.disk
         if self.disk is not None and tier is not None:

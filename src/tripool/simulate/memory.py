@@ -6,6 +6,7 @@ Copies let time pass in their middle, so that other processes write, evict or di
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from mmap import mmap
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ class Memory:
         """Memory, bytes of a slot, number of slots and nonce."""
         self.disturbed_s: dict[str, float] = {}
         """When a member last died, started or was told to forget blocks that may be read."""
+        self.is_leased: dict[str, Callable[[int], bool]] = {}
+        """By arena: whether its member keeps a slot for a reader that asked."""
         self.seen: Counter[str] = Counter()
 
 
@@ -73,8 +76,8 @@ class SimMaps:
 class SimArena(Arena):
     """A process's map of a member's arena; the member's own has no process.
 
-    Rules: only the writer that a slot is reserved for writes it, and no block that is leased or acquired is
-    evicted.
+    Rules: only the writer that a slot is reserved for writes it; only blocks that are leased or acquired are read, and
+    none of these is evicted.
     """
 
     def __init__(self, memory: Memory, name: str, worker_id: WorkerId, lease_s: float, of: Process | None) -> None:
@@ -94,7 +97,9 @@ class SimArena(Arena):
         return copy(source, self.view(slot, len(source)))
 
     def read(self, slot: int, into: Any) -> int:
-        target = as_bytes(into)
+        target, name = as_bytes(into), self.path.name
+        if not self.is_read(slot) and not self._memory.is_leased[name](slot) and self._has_lease():
+            self._fail(f"{self._worker_id} reads slot {slot}, which is kept for no reader")
         copied = self.view(slot, len(target)).copy()
         self._pause("read")
         half = len(target) // 2
@@ -103,14 +108,24 @@ class SimArena(Arena):
 
     def holds(self, slot: int, key: bytes) -> bool:
         held = super().holds(slot, key)
-        process = self._process
-        if not held and process is not None:
+        if not held and self._process is not None:
             self._memory.seen["leases that ended during a read"] += 1
-            # Blocks are found in the turn in which they are read: after its beginning.
-            is_leased = process.now_s < process.turn_s + self._lease_s
-            if is_leased and self._memory.disturbed_s.get(self.path.name, 0.0) < process.turn_s:
-                process.fail(f"{self._worker_id} reads a block of slot {slot} that was evicted under its lease")
+            if self._has_lease():
+                self._fail(f"{self._worker_id} reads a block of slot {slot} that was evicted under its lease")
         return held
+
+    def _has_lease(self) -> bool:
+        """Whether what the process reads cannot have been lost: it was found in the present turn, and its time is not
+        over."""
+        process = self._process
+        if process is None or process.now_s >= process.turn_s + self._lease_s:
+            return False
+        return self._memory.disturbed_s.get(self.path.name, 0.0) < process.turn_s
+
+    def _fail(self, broken: str) -> None:
+        if self._process is None:
+            raise AssertionError(broken)
+        self._process.fail(broken)
 
     def _pause(self, doing: str) -> None:
         if self._process is not None:
@@ -119,10 +134,7 @@ class SimArena(Arena):
     def _check_own(self, slot: int) -> None:
         record = self.record(slot)
         if record.state is not State.RESERVED or record.writer != self._worker_id:
-            broken = f"{self._worker_id} writes where others may read: slot {slot} is {record.state.name}"
-            if self._process is None:
-                raise AssertionError(broken)
-            self._process.fail(broken)
+            self._fail(f"{self._worker_id} writes where others may read: slot {slot} is {record.state.name}")
 
     def remove(self) -> None:
         pass
