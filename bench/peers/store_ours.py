@@ -14,6 +14,7 @@ from store import Bytes, serve
 
 import tripool
 from tripool.cache.client import PoolClient
+from tripool.cache.host import LocalHost
 from tripool.messages import WorkerId
 
 NUM_SLOTS, SLOT_BYTES = 64, 2**20
@@ -59,7 +60,7 @@ class Pool:
             shutil.rmtree(self._folder)
 
     def _connect(self, worker: str) -> None:
-        self._client = PoolClient(self._folder, ["cache-0"], WorkerId(worker, 1))
+        self._client = PoolClient(LocalHost(self._folder), ["cache-0"], WorkerId(worker, 1))
         missing = self._client.wait(START_WITHIN_S)
         assert not missing, "the member did not start"
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import pytest
 
 from tripool.cache.client import PoolClient
+from tripool.cache.host import LocalHost
 from tripool.cache.wire import Told
 from tripool.messages import WorkerId
 
@@ -76,7 +77,7 @@ class Pool:
         os.kill(self.processes[member].pid, number)
 
     def client(self, worker: str = "p-0", *, epoch: int = 1, wait_s: float = WITHIN_S) -> PoolClient:
-        client = PoolClient(self.folder, self.members, WorkerId(worker, epoch), wait_s=wait_s, retry_s=0.01)
+        client = PoolClient(LocalHost(self.folder), self.members, WorkerId(worker, epoch), wait_s=wait_s, retry_s=0.01)
         self._clients.append(client)
         assert client.wait(WITHIN_S) == []
         return client

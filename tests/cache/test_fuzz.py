@@ -18,6 +18,7 @@ from tripool.cache import arena as module
 from tripool.cache import wire
 from tripool.cache.arena import PAGE
 from tripool.cache.client import PoolClient
+from tripool.cache.host import LocalHost
 from tripool.cache.member import _MAX_PEERS, Member
 from tripool.cache.records import State, namespace_tag
 from tripool.config import CacheConfig
@@ -35,7 +36,7 @@ OURS, OTHER = WorkerId("w-0", 1), WorkerId("w-1", 1)
 
 @pytest.fixture
 def member(folder: Path) -> Iterator[Member]:
-    made = Member(folder, WorkerId("cache-0", 1), CONFIG)
+    made = Member(LocalHost(folder), WorkerId("cache-0", 1), CONFIG)
     yield made
     made.close()
 
@@ -115,7 +116,7 @@ def test_nobody_speaks_for_another(member: Member) -> None:
 def test_a_member_starts_over_whatever_is_in_the_arena(folder: Path) -> None:
     """Headers are memory that others could write to as well, with a right checksum if they mean it."""
     rng = random.Random(5)
-    member = Member(folder, WorkerId("cache-0", 1), CONFIG)
+    member = Member(LocalHost(folder), WorkerId("cache-0", 1), CONFIG)
     worker_ids: set[WorkerId] = set()
     grant = granted(member, OURS, worker_ids)
     sizes = (SLOT_BYTES,) * len(grant.slots)
@@ -140,7 +141,7 @@ def test_a_member_starts_over_whatever_is_in_the_arena(folder: Path) -> None:
             damaged[rng.randrange(PAGE, len(damaged))] = rng.randrange(256)
         path.touch(0o600)
         path.write_bytes(damaged)
-        again = Member(folder, WorkerId("cache-0", 2), CONFIG)
+        again = Member(LocalHost(folder), WorkerId("cache-0", 2), CONFIG)
         again.index.check()
         again.answer(wire.encode(wire.Purge(1, NAMESPACE)), 0.0, set())
         granted(again, WorkerId("new", 1), set())
@@ -202,7 +203,7 @@ def test_a_client_outlives_every_answer(folder: Path, member: Member) -> None:
     rng = random.Random(11)
     before = member.arena._map[:]
     with Liar(folder, lambda number: _lie(rng, member, number)):
-        client = PoolClient(folder, ["liar"], WorkerId("w-0", 1), wait_s=0.002, retry_s=0.0)
+        client = PoolClient(LocalHost(folder), ["liar"], WorkerId("w-0", 1), wait_s=0.002, retry_s=0.0)
         blocks = [bytearray(SLOT_BYTES) for _ in KEYS]
         for _ in range(400):
             assert 0 <= client.fetch(KEYS, blocks, namespace="a") <= len(KEYS)

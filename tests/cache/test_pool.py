@@ -130,10 +130,10 @@ BUSY = """
 import sys
 from random import Random
 import numpy as np
-from tests.cache.conftest import Path, PoolClient, WorkerId, WITHIN_S, buffers, chain, content
+from tests.cache.conftest import LocalHost, Path, PoolClient, WorkerId, WITHIN_S, buffers, chain, content
 
 seed, num_turns = int(sys.argv[2]), int(sys.argv[3])
-client = PoolClient(Path(sys.argv[1]), ["cache-0"], WorkerId(f"w-{seed}", 1), retry_s=0.01)
+client = PoolClient(LocalHost(Path(sys.argv[1])), ["cache-0"], WorkerId(f"w-{seed}", 1), retry_s=0.01)
 assert client.wait(WITHIN_S) == []
 random, hits, stored = Random(seed), 0, 0
 for _ in range(num_turns):

@@ -18,9 +18,9 @@ from .test_pool import fetched
 
 HALF = """
 import os, signal, sys
-from tests.cache.conftest import Path, PoolClient, WorkerId, WITHIN_S, chain, content
+from tests.cache.conftest import LocalHost, Path, PoolClient, WorkerId, WITHIN_S, chain, content
 
-client = PoolClient(Path(sys.argv[1]), ["cache-0"], WorkerId("w-0", 1), wait_s=WITHIN_S)
+client = PoolClient(LocalHost(Path(sys.argv[1])), ["cache-0"], WorkerId("w-0", 1), wait_s=WITHIN_S)
 assert client.wait(WITHIN_S) == []
 arena = client._links["cache-0"].arena
 whole = type(arena).write

@@ -114,8 +114,8 @@ def test_a_suspect_reads_under_no_lease(pool: Pool) -> None:
 
 SITS = """
 import sys
-from tests.cache.conftest import Path, PoolClient, WorkerId, WITHIN_S
-client = PoolClient(Path(sys.argv[1]), ["cache-0"], WorkerId("d-0", 1), wait_s=WITHIN_S)
+from tests.cache.conftest import LocalHost, Path, PoolClient, WorkerId, WITHIN_S
+client = PoolClient(LocalHost(Path(sys.argv[1])), ["cache-0"], WorkerId("d-0", 1), wait_s=WITHIN_S)
 assert client.wait(WITHIN_S) == []
 prefix = client.find([bytes.fromhex(sys.argv[2])], namespace="a")
 print(prefix.num_blocks, type(prefix._held[0].lease).__name__, flush=True)

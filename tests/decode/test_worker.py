@@ -13,7 +13,7 @@ from tripool.decode.worker import DecodeWorker
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
 from tripool.fabric import KvReceiver, KvSender
-from tripool.fabric.arena import Arena
+from tripool.fabric.arena import Arena, FileMaps
 from tripool.messages import (
     Answered,
     AnyMessage,
@@ -48,7 +48,11 @@ class Bench:
     def set_up(self, *, num_blocks: int = 64, max_running: int = 8) -> None:
         self.engine = PagedFake(TEXT, num_blocks=num_blocks, max_running=max_running)
         self.worker = DecodeWorker(
-            self.engine, WorkerId("decode-0", 1), KvReceiver(self._folder), self.sent.append, clock=lambda: self.now_s
+            self.engine,
+            WorkerId("decode-0", 1),
+            KvReceiver(FileMaps(self._folder)),
+            self.sent.append,
+            clock=lambda: self.now_s,
         )
 
     def descriptors(self, name: str, num_prompt: int, *, tenant: str = "", **params: object) -> list[StartDecode]:

@@ -17,7 +17,7 @@ from tripool.core import Request, SamplingParams, Slo, Stages, TokenEvent, Token
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
 from tripool.fabric import KvReceiver
-from tripool.fabric.arena import Arena, checksum
+from tripool.fabric.arena import Arena, FileMaps, checksum
 from tripool.fabric.channel import Line, Switchboard
 from tripool.fabric.supervisor_channel import SupervisorChannel
 from tripool.messages import (
@@ -167,7 +167,7 @@ def test_a_gateway_outlives_every_message(fleet: Fleet) -> None:
 def test_a_parcel_names_no_place_outside_its_arena(tmp_path: Path) -> None:
     arena = Arena(tmp_path / "a", 64, 4)
     assert arena.back(3)
-    receiver, into = KvReceiver(tmp_path), memoryview(bytearray(64))
+    receiver, into = KvReceiver(FileMaps(tmp_path)), memoryview(bytearray(64))
     good = KvDescriptor("a", 1, (64,), (checksum(bytes(64)),), 64, 10)
     assert receiver.read(good, 0, into)
     for offset in (-64, -1, 193, 256, 2**40, -(2**70)):

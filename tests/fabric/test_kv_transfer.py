@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tripool.fabric.arena import Arena
+from tripool.fabric.arena import Arena, FileMaps
 from tripool.fabric.kv_transfer import KvReceiver, KvSender, Lease
 
 SLOT = 64
@@ -34,7 +34,7 @@ def pack(sender: KvSender, name: str, keys: list[bytes | None]) -> Lease | None:
 def test_what_is_packed_is_what_is_read(sender: KvSender, tmp_path: Path) -> None:
     lease = pack(sender, "a", [b"k", None])
     assert lease is not None
-    descriptor, receiver, into = sender.descriptor(lease), KvReceiver(tmp_path), bytearray(SLOT)
+    descriptor, receiver, into = sender.descriptor(lease), KvReceiver(FileMaps(tmp_path)), bytearray(SLOT)
     for index in range(2):
         assert receiver.read(descriptor, index, memoryview(into))
         assert into.decode().strip() == "a"
@@ -69,7 +69,7 @@ def test_a_slot_that_was_given_to_another_is_noticed(sender: KvSender, tmp_path:
     descriptor = sender.descriptor(lease)
     sender.release(lease.number)
     pack(sender, "b", [None])
-    assert not KvReceiver(tmp_path).read(descriptor, 0, memoryview(bytearray(SLOT)))
+    assert not KvReceiver(FileMaps(tmp_path)).read(descriptor, 0, memoryview(bytearray(SLOT)))
 
 
 def test_an_arena_that_is_gone_and_a_path_for_a_name_are_misses(sender: KvSender, tmp_path: Path) -> None:
@@ -78,11 +78,11 @@ def test_an_arena_that_is_gone_and_a_path_for_a_name_are_misses(sender: KvSender
     descriptor = sender.descriptor(lease)
     (tmp_path / "inner").mkdir()
     into = memoryview(bytearray(SLOT))
-    assert not KvReceiver(tmp_path / "inner").read(descriptor, 0, into)
+    assert not KvReceiver(FileMaps(tmp_path / "inner")).read(descriptor, 0, into)
     sideways = type(descriptor)("../" + descriptor.arena, 1, (0,), descriptor.checksums, SLOT, 9)
-    assert not KvReceiver(tmp_path / "inner").read(sideways, 0, into)
+    assert not KvReceiver(FileMaps(tmp_path / "inner")).read(sideways, 0, into)
     beyond = type(descriptor)(descriptor.arena, 1, (SLOT * 6,), descriptor.checksums, SLOT, 9)
-    assert not KvReceiver(tmp_path).read(beyond, 0, into)
+    assert not KvReceiver(FileMaps(tmp_path)).read(beyond, 0, into)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.sampled_from([None, b"a", b"b", b"c"]), max_size=4)), max_size=40))

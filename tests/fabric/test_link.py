@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from tripool.fabric import Link, Switchboard
+from tripool.fabric.channel import ZmqTransport
 from tripool.messages import PROTOCOL, AnyMessage, Cancel, Drain, Heartbeat, Hello, Welcome, WorkerId
 
 LIFE = WorkerId("decode-0", 5)
@@ -41,7 +42,7 @@ def gateway(address: str) -> Iterator[Callable[[], Switchboard]]:
 
 @pytest.fixture
 def link(address: str) -> Iterator[Link]:
-    made = Link(address, HELLO)
+    made = Link(ZmqTransport(address), HELLO)
     yield made
     made.close()
 
@@ -112,7 +113,7 @@ def test_another_epoch_means_that_all_is_lost(link: Link, gateway: Gateway) -> N
 
 def test_silence_is_noticed(gateway: Gateway, address: str) -> None:
     now_s = [0.0]
-    link = Link(address, HELLO, clock=lambda: now_s[0])
+    link = Link(ZmqTransport(address), HELLO, clock=lambda: now_s[0])
 
     def poll() -> list[AnyMessage] | None:
         now_s[0] += 0.05

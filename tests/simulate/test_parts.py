@@ -1,15 +1,14 @@
-"""The parts of the simulation that the rest believes in: chance, the made-up model, connections."""
+"""The parts of the simulation that the rest relies on: chance, processes, connections."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import pytest
 
-from tripool.core import Request, SamplingParams
-from tripool.messages import PROTOCOL, AnyMessage, Heartbeat, Hello, Welcome, WorkerId
-from tripool.sequence import Seq, Task
+from tripool.core import TokenEvent
+from tripool.messages import PROTOCOL, AnyMessage, Heartbeat, Hello, Stamped, Tokens, Welcome, WorkerId
 from tripool.simulate.clock import Clock
-from tripool.simulate.model import END_ID, Memory, answer, sample
-from tripool.simulate.network import Network
+from tripool.simulate.network import Network, SimTransport
+from tripool.simulate.process import Baton, Process
 from tripool.simulate.rng import Rng
 from tripool.simulate.scenario import draw
 
@@ -26,53 +25,91 @@ def test_dice_are_fair_and_the_same_everywhere() -> None:
     assert all(2.0 <= rng.uniform(2.0, 3.0) < 3.0 for _ in range(100))
 
 
-def request(**more: object) -> Request:
-    base = Request(
-        id="r", prompt_ids=(1, 2, 3, 4, 5), params=SamplingParams(max_tokens=9), seed=3, end_ids=frozenset({END_ID})
-    )
-    return replace(base, **more)
+def run_processes(*mains: object, until_s: float = 10.0) -> tuple[Baton, Clock, list[str]]:
+    """Run these, with a list to write to, until the time is over or all have ended."""
+    clock, log = Clock(None), []
+    clock.at(until_s, lambda: None)
+
+    def step() -> bool:
+        clock.step()
+        return clock.now_s < until_s
+
+    baton = Baton(clock, Rng(1), step)
+    for main in mains:
+        baton.start(lambda process, main=main: main(process, log), lambda: log.append("ended"))
+    return baton, clock, log
 
 
-def test_an_answer_depends_on_everything_it_should() -> None:
-    usual = answer(request(), 0)
-    assert usual == answer(request(id="other"), 0)
-    for other in (request(seed=4), request(prompt_ids=(2, 2, 3, 4, 5)), request(namespace="b")):
-        assert answer(other, 0) != usual
-    assert answer(request(), 1) != usual
+def count(name: str, every_s: float, times: int = 3):
+    def main(process: Process, log: list[str]) -> None:
+        for number in range(times):
+            process.wait(process.now_s + every_s, "step")
+            log.append(f"{name}{number}")
+
+    return main
 
 
-def test_memory_computes_the_answer_in_any_cut_and_wrong_memory_another() -> None:
-    tokens, _ = answer(request(params=SamplingParams(max_tokens=6, ignore_eos=True)), 0)
-    for cut in (1, 2, 5):
-        memory, seq = Memory(8, 2), Seq(request(), 0, 0, 9, [1, 2, 3, 4, 5], table=[7, 2, 0, 5, 1, 3])
-        for token in tokens:
-            while seq.num_computed < len(seq.tokens):
-                task = Task(seq, seq.work(cut))
-                value = memory.run(task)
-                seq.num_computed = task.work.stop
-            assert sample(value, seq.request, 0, len(seq.tokens)) == token
-            seq.tokens.append(token)
-    last = Task(seq, seq.work(1))
-    right = memory.run(last)
-    memory.write(seq.table[4], (1, 2))  # the block before it
-    assert memory.run(last) != right
+def test_processes_take_turns_by_the_clock() -> None:
+    baton, _, log = run_processes(count("a", 1.0), count("b", 0.7))
+    baton.run()
+    assert log == ["b0", "a0", "b1", "a1", "b2", "ended", "a2", "ended"]
+
+
+def test_a_stopped_process_goes_on_where_it_was_and_a_killed_one_does_not() -> None:
+    baton, clock, log = run_processes(count("a", 1.0), count("b", 1.0))
+    first, second = baton._processes
+    clock.at(0.5, first.stop)
+    clock.at(2.5, first.go_on)
+    clock.at(1.5, second.kill)
+    baton.run()
+    assert log == ["b0", "a0", "a1", "a2", "ended"]
+
+
+def test_what_a_process_raises_ends_the_run() -> None:
+    def crash(process: Process, log: list[str]) -> None:
+        process.wait(1.0, "step")
+        raise KeyError("lost")
+
+    baton, _, log = run_processes(crash, count("a", 2.0))
+    with pytest.raises(KeyError, match="lost"):
+        baton.run()
+    assert log == []
+
+
+def test_a_broken_rule_ends_the_run_whatever_the_code_around_it_catches() -> None:
+    def careless(process: Process, log: list[str]) -> None:
+        try:
+            process.fail("a rule")
+        except Exception:  # noqa: BLE001 (as a worker's loop does)
+            log.append("caught")
+
+    baton, _, log = run_processes(careless)
+    with pytest.raises(AssertionError, match="a rule"):
+        baton.run()
+    assert log == []
 
 
 class Wire:
     def __init__(self) -> None:
         self.clock = Clock(None)
         self.at_gateway: list[AnyMessage] = []
-        self.at_worker: list[tuple[int, AnyMessage]] = []
         self.network = Network(
             self.clock,
             Rng(1),
             ["decode-0"],
-            lambda worker_id, session, message: self.at_worker.append((session, message)),
             lambda worker_id, message: self.at_gateway.append(message),
+            lambda worker_id: True,
         )
+        process = Baton(self.clock, Rng(1), lambda: False).start(lambda process: None, lambda: None)
+        self._transport = SimTransport(self.network, self.clock, LIFE, process)
+        self.channels = [self._transport.connect(f"{number}") for number in (0, 1, 2)]
 
     def say(self, session: int, message: AnyMessage) -> None:
-        self.network.send_to_gateway(LIFE, session, message)
+        self.channels[session].send(message)
+
+    @property
+    def at_worker(self) -> list[tuple[int, AnyMessage]]:
+        return [(int(channel.identity), message) for channel in self.channels for message in channel.receive()]
 
     def settle(self) -> None:
         self.clock.at(self.clock.now_s + 1, lambda: None)
@@ -81,16 +118,16 @@ class Wire:
             self.clock.step()
 
 
-def heartbeat(num_steps: int) -> Heartbeat:
-    return Heartbeat(LIFE, num_steps, 0, 0, 0)
+def tokens(number: int) -> Tokens:
+    return Tokens(LIFE, (Stamped(number, TokenEvent("r", 0, number, 1)),))
 
 
 def test_messages_keep_their_order() -> None:
     wire = Wire()
-    for message in (HELLO, *(heartbeat(i) for i in range(20))):
+    for message in (HELLO, *(tokens(i) for i in range(20))):
         wire.say(1, message)
     wire.settle()
-    assert wire.at_gateway == [HELLO, *(heartbeat(i) for i in range(20))]
+    assert wire.at_gateway == [HELLO, *(tokens(i) for i in range(20))]
 
 
 def test_an_earlier_session_reaches_nobody() -> None:
@@ -98,27 +135,37 @@ def test_an_earlier_session_reaches_nobody() -> None:
     wire.say(1, HELLO)
     wire.settle()
     wire.say(2, HELLO)
-    wire.say(1, heartbeat(1))
-    wire.say(2, heartbeat(2))
+    wire.say(1, tokens(1))
+    wire.say(2, tokens(2))
     wire.settle()
-    assert wire.at_gateway == [HELLO, HELLO, heartbeat(2)]
+    assert wire.at_gateway == [HELLO, HELLO, tokens(2)]
     wire.network.send_to_worker(LIFE, Welcome(1, 0.1))
     wire.settle()
     assert wire.at_worker == [(2, Welcome(1, 0.1))]
 
 
+def test_a_heartbeat_is_taken_by_any_channel_of_a_worker_that_said_hello() -> None:
+    wire = Wire()
+    heartbeat = Heartbeat(LIFE, 1, 0, 0, 0)
+    wire.say(1, heartbeat)
+    wire.say(2, HELLO)
+    wire.say(0, heartbeat)
+    wire.settle()
+    assert wire.at_gateway == [HELLO, heartbeat]
+
+
 def test_a_break_loses_what_is_on_its_way() -> None:
     for keeps in (False, True):
         wire = Wire()
-        wire.say(1, HELLO)
+        wire.say(2, HELLO)
         wire.settle()
-        wire.say(1, heartbeat(1))
+        wire.say(2, tokens(1))
         wire.network.send_to_worker(LIFE, Welcome(1, 0.1))
         wire.network.break_link("decode-0", keeps=keeps)
-        wire.say(1, heartbeat(2))
+        wire.say(2, tokens(2))
         wire.network.mend_link("decode-0")
         wire.settle()
-        assert wire.at_gateway == [HELLO, *([heartbeat(2)] if keeps else [])] and wire.at_worker == []
+        assert wire.at_gateway == [HELLO, *([tokens(2)] if keeps else [])] and wire.at_worker == []
 
 
 def test_scenarios_are_drawn_from_their_seed() -> None:

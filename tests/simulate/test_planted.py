@@ -10,7 +10,9 @@ import pytest
 from tripool.cache import PoolIndex
 from tripool.core import TokenEvent
 from tripool.engine.scheduler import Scheduler
+from tripool.fabric import KvSender
 from tripool.messages import Cancel, Heartbeat, Hello, Refused, Stamped, Tokens, TransferReady, WorkerId
+from tripool.prefill.worker import PrefillWorker
 from tripool.router import Coordinator
 from tripool.router.admission import AdmissionController
 from tripool.router.admission_types import Admit, Arrival, PendingRequest
@@ -23,8 +25,6 @@ from tripool.router.rate_limiter import RateLimiter
 from tripool.router.ttft_predictor import TtftPredictor
 from tripool.router.view import FleetView
 from tripool.simulate import simulate
-from tripool.simulate.kv_sender import KvSender
-from tripool.simulate.worker import SimWorker
 
 NUM_SEEDS = 200
 
@@ -38,6 +38,13 @@ def bug(caught_by: str) -> Callable[[Plant], Plant]:
         return plant
 
     return register
+
+
+def without_lease_deadlines(patch: pytest.MonkeyPatch) -> None:
+    lease = KvSender.lease
+    patch.setattr(
+        KvSender, "lease", lambda self, *args, **more: lease(self, *args, **(more | {"deadline_s": float("inf")}))
+    )
 
 
 # ---- ledger and router ----------------------------------------------------------------------------------------------
@@ -54,7 +61,7 @@ def lease_kept_on_cancel(patch: pytest.MonkeyPatch) -> None:
         self.out[start:] = [o for o in self.out[start:] if not (isinstance(o, Send) and hasattr(o.message, "lease"))]
 
     patch.setattr(Placing, "drop", forgetful)
-    patch.setattr(KvSender, "expire", lambda self, now_s: None)
+    without_lease_deadlines(patch)
 
 
 @bug("a lease without its owner")
@@ -116,7 +123,7 @@ def gap_not_noticed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ledger, "take", blind)
 
 
-@bug("^$")  # an assertion of the scheduler's own, without words
+@bug("sends it twice")
 def last_token_forgotten_on_replay(patch: pytest.MonkeyPatch) -> None:
     answered = Entry.answered
 
@@ -206,7 +213,7 @@ def orphans_are_not_cancelled_on_drain(patch: pytest.MonkeyPatch) -> None:
 
     packed = Coordinator._transfer_ready
     patch.setattr(Coordinator, "_transfer_ready", deaf)
-    patch.setattr(KvSender, "expire", lambda self, now_s: None)
+    without_lease_deadlines(patch)
 
 
 # ---- cache and hand-over --------------------------------------------------------------------------------------------
@@ -230,26 +237,18 @@ def reaping_is_not_told_to_the_cache(patch: pytest.MonkeyPatch) -> None:
 
 @bug(r"hangs: \[\], \['prefill|after the gateway's death")
 def parcels_survive_the_gateway(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KvSender, "drop_all", lambda self: None)
-    patch.setattr(KvSender, "expire", lambda self, now_s: None)
+    drop = PrefillWorker.drop
+
+    def forgetful(self: PrefillWorker) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(KvSender, "drop", lambda self, ends: None)
+            drop(self)
+
+    patch.setattr(PrefillWorker, "drop", forgetful)
+    without_lease_deadlines(patch)
 
 
-@bug("instead of")
-def checksums_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    """Parcels expire as soon as they are packed, and whatever lies in their slots is taken."""
-    patch.setattr("tripool.simulate.worker.checksum", lambda values: 0)
-    patch.setattr("tripool.simulate.kv_sender.checksum", lambda values: 0)
-    pack = KvSender.pack
-
-    def brief(self: KvSender, *args: Any) -> Any:
-        descriptor = pack(self, *args)
-        self.release(descriptor.lease)
-        return descriptor
-
-    patch.setattr(KvSender, "pack", brief)
-
-
-@bug("1 refs, 0 owners")
+@bug("1 refs, 0 owners|instead of")
 def parcel_without_its_last_block(patch: pytest.MonkeyPatch) -> None:
     start = Scheduler.start
 
@@ -258,19 +257,6 @@ def parcel_without_its_last_block(patch: pytest.MonkeyPatch) -> None:
         start(self, seq)
 
     patch.setattr(Scheduler, "start", early)
-
-
-@bug("1 refs, 0 owners")
-def cancelled_arrival_keeps_its_blocks(patch: pytest.MonkeyPatch) -> None:
-    forget = SimWorker._forget
-
-    def leaky(self: SimWorker, name: str) -> None:
-        for seq in self.scheduler.arriving:
-            if seq.request.id == name:
-                seq.table = []
-        forget(self, name)
-
-    patch.setattr(SimWorker, "_forget", leaky)
 
 
 @bug("instead of")

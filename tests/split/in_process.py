@@ -10,7 +10,7 @@ from tripool.core import BLOCK_TOKENS, Request, TokenEvent
 from tripool.decode.worker import DecodeWorker
 from tripool.errors import TripoolError
 from tripool.fabric import KvReceiver, KvSender, PoolEngine
-from tripool.fabric.arena import Arena
+from tripool.fabric.arena import Arena, FileMaps
 from tripool.messages import PROTOCOL, AnyMessage, Hello, Role, WorkerId, decode, encode
 from tripool.prefill.worker import PrefillWorker
 from tripool.router import Coordinator, Emit, Fail, Output, Send
@@ -51,7 +51,7 @@ class Fleet:
             self.workers[worker_id] = PrefillWorker(engine, worker_id, sender, send, clock=lambda: self.now_s)
         else:
             self.workers[worker_id] = DecodeWorker(
-                engine, worker_id, KvReceiver(self._folder), send, clock=lambda: self.now_s
+                engine, worker_id, KvReceiver(FileMaps(self._folder)), send, clock=lambda: self.now_s
             )
         kv_tokens = engine.num_blocks * BLOCK_TOKENS
         limits = (kv_tokens, engine.max_running, engine.context_tokens, engine.vocab)

@@ -124,11 +124,12 @@ import sys
 from pathlib import Path
 from random import Random
 from tripool.cache.client import PoolClient
+from tripool.cache.host import LocalHost
 from tripool.messages import WorkerId
 from cache.conftest import BLOCK_BYTES, WITHIN_S, chain, content
 
 seed = int(sys.argv[2])
-client = PoolClient(Path(sys.argv[1]), ["cache-0", "cache-1"], WorkerId(f"w-{seed}", 1), retry_s=0.01)
+client = PoolClient(LocalHost(Path(sys.argv[1])), ["cache-0", "cache-1"], WorkerId(f"w-{seed}", 1), retry_s=0.01)
 assert client.wait(WITHIN_S) == []
 random, stored = Random(seed), 0
 for turn in range(60):

@@ -58,15 +58,14 @@ _MAX_TICKET = 2**62
 
 
 class Arena:
-    """Made by `create`, `reopen` (the member) or `attach` (its peers)."""
+    """Made in a file by `create`, `reopen` (the member) or `attach` (its clients)."""
 
-    def __init__(self, path: Path, fd: int, slot_bytes: int, num_slots: int, nonce: int) -> None:
+    def __init__(
+        self, path: Path, memory: mmap.mmap, slot_bytes: int, num_slots: int, nonce: int, fd: int = -1
+    ) -> None:
         self.path, self.slot_bytes, self.num_slots, self.nonce = path, slot_bytes, num_slots, nonce
-        self._fd = fd
-        self._stride, self._data, size = _layout(slot_bytes, num_slots)
-        # All pages now: a fault per page would cost as much as the copy itself.
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        self._map = mmap.mmap(fd, size, flags)
+        self._fd, self._map = fd, memory
+        self._stride, self._data, _ = _layout(slot_bytes, num_slots)
         self._bytes: Bytes = np.frombuffer(self._map, np.uint8)
         self._directory, self._num_buckets = _headers_end(num_slots), _num_entries(num_slots) // _WAYS
         self._reader_slots = _directory_end(num_slots)
@@ -77,8 +76,14 @@ class Arena:
         """Where everything is, for compiled code, for as long as this arena is held."""
 
     @classmethod
+    def of_file(cls, path: Path, fd: int, slot_bytes: int, num_slots: int, nonce: int) -> Arena:
+        # All pages now: a fault per page would cost as much as the copy itself.
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        return cls(path, mmap.mmap(fd, arena_bytes(slot_bytes, num_slots), flags), slot_bytes, num_slots, nonce, fd)
+
+    @classmethod
     def create(cls, path: Path, slot_bytes: int, num_slots: int) -> Arena:
-        _, _, size = _layout(slot_bytes, num_slots)
+        size = arena_bytes(slot_bytes, num_slots)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except FileExistsError:
@@ -89,7 +94,7 @@ class Arena:
             os.posix_fallocate(fd, 0, size)
             nonce = secrets.randbits(63)
             os.pwrite(fd, _FILE.pack(_MAGIC, slot_bytes, num_slots, nonce), 0)
-            return cls(path, fd, slot_bytes, num_slots, nonce)
+            return cls.of_file(path, fd, slot_bytes, num_slots, nonce)
         except OSError as error:
             path.unlink(missing_ok=True)
             os.close(fd)
@@ -112,7 +117,7 @@ class Arena:
             os.close(fd)
             return None
         _lock(fd, path)
-        return cls(path, fd, *found)
+        return cls.of_file(path, fd, *found)
 
     @classmethod
     def attach(cls, path: Path) -> Arena:
@@ -122,7 +127,7 @@ class Arena:
         if found is None:
             os.close(fd)
             raise ArenaError(f"{path.name} is no arena of this version", hint="restart the cache members")
-        arena = cls(path, fd, *found)
+        arena = cls.of_file(path, fd, *found)
         os.close(fd)  # the mapping stays; only the member's lock needs the file itself
         arena._fd = -1
         return arena
@@ -196,7 +201,7 @@ class Arena:
     def _belongs(self, slot: int, bucket: int) -> bool:
         if slot >= self.num_slots:
             return False
-        record = self._record(PAGE + slot * _HEADER_BYTES)
+        record = self.record(slot)
         return record.state is State.COMMITTED and self._bucket(record.key) == bucket
 
     def _bucket(self, key: bytes) -> int:
@@ -256,9 +261,10 @@ class Arena:
 
     def records(self) -> list[Record]:
         """Every slot as its header tells; damaged ones are free."""
-        return [self._record(PAGE + slot * _HEADER_BYTES) for slot in range(self.num_slots)]
+        return [self.record(slot) for slot in range(self.num_slots)]
 
-    def _record(self, at: int) -> Record:
+    def record(self, slot: int) -> Record:
+        at = PAGE + slot * _HEADER_BYTES
         body = self._map[at : at + _BODY.size]
         digest, state = _TAIL.unpack_from(self._map, at + _BODY.size)
         if state not in (State.RESERVED, State.COMMITTED) or digest != xxhash.xxh3_64_intdigest(body):
@@ -276,6 +282,10 @@ class Arena:
 def as_bytes(buffer: Any) -> Bytes:
     """The bytes of a contiguous array or buffer, in place."""
     return np.frombuffer(buffer, np.uint8)
+
+
+def arena_bytes(slot_bytes: int, num_slots: int) -> int:
+    return _layout(slot_bytes, num_slots)[2]
 
 
 def _layout(slot_bytes: int, num_slots: int) -> tuple[int, int, int]:
@@ -320,7 +330,7 @@ def _read_file_header(fd: int) -> tuple[int, int, int] | None:
     magic, slot_bytes, num_slots, nonce = _FILE.unpack(head)
     if magic != _MAGIC or not slot_bytes or not num_slots:
         return None
-    return (slot_bytes, num_slots, nonce) if os.fstat(fd).st_size == _layout(slot_bytes, num_slots)[2] else None
+    return (slot_bytes, num_slots, nonce) if os.fstat(fd).st_size == arena_bytes(slot_bytes, num_slots) else None
 
 
 def _lock(fd: int, path: Path) -> None:

@@ -16,13 +16,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tripool.cache import wire
 from tripool.cache.arena import MAX_WORKER_NAME_BYTES, Arena, as_bytes
 from tripool.cache.copying import soon
+from tripool.cache.host import CacheHost
 from tripool.cache.link import Acquired, Link
 from tripool.cache.records import Block, namespace_tag
 from tripool.cache.ring import Ring
@@ -113,13 +113,20 @@ class PoolClient:
     """`worker_id` must be this client's alone, and end with its process: then all it was writing is free again."""
 
     def __init__(
-        self, folder: Path, members: Sequence[str], worker_id: WorkerId, *, wait_s: float = 0.25, retry_s: float = 0.5
+        self,
+        host: CacheHost,
+        members: Sequence[str],
+        worker_id: WorkerId,
+        *,
+        wait_s: float = 0.25,
+        retry_s: float = 0.5,
     ) -> None:
         if len(worker_id.name.encode()) > MAX_WORKER_NAME_BYTES:
             hint = f"at most {MAX_WORKER_NAME_BYTES} bytes"
             raise InvalidRequest(f"the worker's name {worker_id.name!r} is too long", hint=hint)
         self._ring = Ring(members)
-        self._links = {member: Link(folder, member, worker_id, wait_s, retry_s) for member in self._ring.members}
+        self._now_s = host.now_s
+        self._links = {member: Link(host, member, worker_id, wait_s, retry_s) for member in self._ring.members}
 
     def flush(self) -> None:
         """Let go, now, of what was read. Otherwise that goes with the next question, or ends with the lease's time."""
@@ -132,9 +139,9 @@ class PoolClient:
 
     def wait(self, within_s: float) -> list[str]:
         """Until every member is there, or the time is over; returns those that are missing then."""
-        deadline_s = time.monotonic() + within_s
+        deadline_s = self._now_s() + within_s
         while missing := [member for member, link in self._links.items() if not link.answers()]:
-            if time.monotonic() >= deadline_s:
+            if self._now_s() >= deadline_s:
                 break
             time.sleep(_LOOK_S)
         return missing
@@ -205,7 +212,7 @@ class PoolClient:
 
         Fewer than given when others have them already, or when there is no room.
         """
-        began_s = time.monotonic()
+        began_s = self._now_s()
         places = self._places(keys[: first + len(blocks)], first)
         tag = namespace_tag(namespace)
         asked = [
@@ -229,7 +236,7 @@ class PoolClient:
         written: list[tuple[int, int, int]] = []
         for position, slot in zip(grant.positions, grant.slots, strict=True):
             source, arena = as_bytes(blocks[position]), link.arena
-            if arena is None or len(source) > arena.slot_bytes or time.monotonic() > until_s:
+            if arena is None or len(source) > arena.slot_bytes or self._now_s() > until_s:
                 break
             written.append((slot, arena.write(slot, source), len(source)))
         return written

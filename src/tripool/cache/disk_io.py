@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from tripool.cache.arena import Arena
 from tripool.cache.disk_records import PAGE, Purge, Segment, Write, footprint
@@ -72,6 +73,21 @@ class _Lane:
             if job is None:
                 return
             self._done(job())
+
+
+class DiskTasks(Protocol):
+    """What a member asks of its disk tier; all of it in the member's own loop."""
+
+    state: str
+    """opening, on, or why it is off."""
+
+    def fileno(self) -> int: ...
+
+    def turn(self, now_s: float) -> None: ...
+
+    def purge(self, namespace: bytes, purge: Purge | None, then: Callable[[], None]) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class DiskIo:

@@ -299,6 +299,9 @@ class PoolIndex:
     def num_committed(self) -> int:
         return len(self._slot_of)
 
+    def is_leased(self, slot: int) -> bool:
+        return slot in self._leases.readers
+
     @property
     def num_leases(self) -> int:
         return len(self._leases)

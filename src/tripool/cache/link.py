@@ -1,33 +1,27 @@
-"""A peer's line to one cache member: questions, answers, the member's arena, and whether it is there at all.
+"""A client's link to one cache member: questions, answers, the member's arena, and whether the member is there.
 
-No wait is longer than `wait_s`, and only the first one of an absence is waited for: afterwards the member is asked now
-and then without waiting, and is back when it has answered. A member that dies is absent at once: its socket says so.
+No wait is longer than `wait_s`, and only the first question of an absence is waited for. Afterwards the member is asked
+every `retry_s` without waiting, and is back when it has answered. A member that dies closes its connection and
+is absent at once.
 """
 
 from __future__ import annotations
 
-import math
-import os
-import select
-import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from tripool.cache import wire
 from tripool.cache.arena import NUM_READER_SLOTS, Arena
+from tripool.cache.host import CacheHost, MemberChannel
 from tripool.cache.shared_reads import SharedBlocks
 from tripool.errors import ArenaError
 from tripool.messages import WorkerId
 
 _UNSENT_RELEASES = 16
 _UNSENT_USES = 64
-_LOOK_S = 150e-6
-"""Look for an answer for so long before sleeping: members answer sooner than a sleeper is woken."""
 _FROM_DISK = 0.5
 """Part of the time that is waited for an answer in which it may wait for blocks from disk."""
 
@@ -36,24 +30,21 @@ AnswerT = TypeVar("AnswerT", wire.Opened, wire.Found, wire.Granted, wire.Told, w
 
 @dataclass(frozen=True, slots=True)
 class Acquired:
-    """How long blocks that were found without asking stay as they are: not for longer than a lease."""
+    """The reader slot under which blocks were acquired, and the connection that the member gave it to."""
 
-    line: socket.socket | None
+    channel: MemberChannel | None
     reader_slot: int
 
 
 class Link:
-    def __init__(self, folder: Path, member: str, worker_id: WorkerId, wait_s: float, retry_s: float) -> None:
+    def __init__(self, host: CacheHost, member: str, worker_id: WorkerId, wait_s: float, retry_s: float) -> None:
         self.member = member
         self.arena: Arena | None = None
         self.write_s = 0.0
-        self._folder, self._worker_id = folder, worker_id
+        self._host, self._worker_id = host, worker_id
         self._wait_s, self._retry_s = wait_s, retry_s
         self._number = 0
-        self._socket: socket.socket | None = None
-        self._readable = select.poll()
-        # Kept: a fresh buffer of this size for every message would cost more than the message.
-        self._heard = memoryview(bytearray(wire.MAX_MESSAGE_BYTES))
+        self._channel: MemberChannel | None = None
         self._done: list[int] = []
         """Leases to be given back."""
         self._reader_slot = -1
@@ -66,10 +57,9 @@ class Link:
 
     def close(self) -> None:
         self._done = []  # the member ends the leases of a line that is closed
-        if self._socket is not None:
-            self._readable.unregister(self._socket)
-            self._socket.close()
-        self._socket, self._is_there, self._reader_slot, self._used = None, False, -1, []
+        if self._channel is not None:
+            self._channel.close()
+        self._channel, self._is_there, self._reader_slot, self._used = None, False, -1, []
 
     # ---- is it there? -------------------------------------------------------------------------------------------
 
@@ -77,8 +67,8 @@ class Link:
         """Whether questions can be asked. Waits, within bounds, only while nothing is known against the member."""
         if not self._is_there:
             self._hear_late()
-        if not self._is_there and time.monotonic() >= self._ask_again_s:
-            self._ask_again_s = time.monotonic() + self._retry_s
+        if not self._is_there and self._host.now_s() >= self._ask_again_s:
+            self._ask_again_s = self._host.now_s() + self._retry_s
             self._open()
         return self._is_there
 
@@ -88,7 +78,7 @@ class Link:
         return self.ready() and self.answer(self.count(), wire.Told) is not None
 
     def _open(self) -> None:
-        if self._socket is None and not self._connect():
+        if self._channel is None and not self._connect():
             return
         number = self.ask(wire.Open(self._next(), wire.PROTOCOL, self._worker_id))
         if not self._is_late:
@@ -97,24 +87,17 @@ class Link:
                 self._attach(opened)
 
     def _connect(self) -> bool:
-        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        line.setblocking(False)
-        try:
-            line.connect(str(wire.address(self._folder, self.member)))
-        except OSError:  # nobody there, or too many at its door
-            line.close()
-            return False
-        line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wire.MAX_MESSAGE_BYTES)
-        self._readable.register(line, select.POLLIN)
-        self._socket, self._is_late = line, False
-        return True
+        self._channel = self._host.connect(self.member)
+        if self._channel is not None:
+            self._is_late = False
+        return self._channel is not None
 
     def _attach(self, opened: wire.Opened) -> None:
         if opened.protocol != wire.PROTOCOL or opened.reader_slot >= NUM_READER_SLOTS:
             return
         if self.arena is None or self.arena.nonce != opened.nonce:
             try:
-                self.arena = Arena.attach(self._folder / opened.arena)
+                self.arena = self._host.attach_arena(opened.arena)
             except (OSError, ArenaError):  # gone again, or not ours: as good as absent
                 self.arena = None
                 return
@@ -127,15 +110,15 @@ class Link:
 
     def find_here(self, namespace: bytes, keys: Sequence[bytes]) -> tuple[Acquired, SharedBlocks] | None:
         """All of these blocks, as far as can be seen in the arena of a member that is there; None: ask."""
-        arena, reader_slot = self.arena, self._reader_slot
-        if arena is None or reader_slot < 0 or self._readable.poll(0):  # dead, or there is something to hear first
+        arena, channel, reader_slot = self.arena, self._channel, self._reader_slot
+        if arena is None or channel is None or reader_slot < 0 or channel.readable:  # closed, or unread answers
             return None
         found = SharedBlocks.acquire(arena, keys, namespace, reader_slot)
-        return None if found is None else (Acquired(self._socket, reader_slot), found)
+        return None if found is None else (Acquired(channel, reader_slot), found)
 
     def end_read(self, acquired: Acquired, found: SharedBlocks) -> None:
         """What was read is told later, as with `release`."""
-        if acquired.line is not self._socket or self._socket is None:
+        if acquired.channel is not self._channel or self._channel is None:
             return  # the member has cleared the reader slots of a closed connection
         found.release(acquired.reader_slot)
         if found.bad:
@@ -200,21 +183,19 @@ class Link:
         """The question's number, or None when it cannot be sent."""
         if not self.tell(question):
             return None
-        # A member that slept may have been woken on this very core, where it would wait until we do.
-        os.sched_yield()
         return question.number
 
     def answer(self, number: int | None, kind: type[AnswerT]) -> AnswerT | None:
         """The answer to a question. None: not in time, and the member is absent until it shows up again."""
-        deadline_s = time.monotonic() + self._wait_s
-        while number is not None and (left_s := deadline_s - time.monotonic()) > 0:
+        deadline_s = self._host.now_s() + self._wait_s
+        while number is not None and (left_s := deadline_s - self._host.now_s()) > 0:
             heard = self._hear(left_s)
             if heard is None:
                 break
             if heard.number == number:
                 return heard if isinstance(heard, kind) and self._of_our_arena(heard) else None
             self._give_up(heard)
-        self._is_there, self._is_late = False, self._socket is not None
+        self._is_there, self._is_late = False, self._channel is not None
         return None
 
     def tell(self, question: wire.Question) -> bool:
@@ -222,10 +203,10 @@ class Link:
         return self._send(question)
 
     def _send(self, question: wire.Question) -> bool:
-        if self._socket is None:
+        if self._channel is None:
             return False
         try:
-            self._socket.send(wire.encode(question))
+            self._channel.send(wire.encode(question))
         except BlockingIOError:  # it does not read: stopped, or drowning
             self._is_there, self._is_late = False, True
             return False
@@ -257,30 +238,18 @@ class Link:
                 self._attach(heard)
 
     def _hear(self, wait_s: float) -> wire.Answer | None:
-        if self._socket is None:
+        if self._channel is None:
             return None
         try:
-            num_bytes = self._recv(self._socket, wait_s)
-            if num_bytes is None:
+            data = self._channel.receive(wait_s)
+            if data is None:
                 return None
-            if num_bytes:
-                return wire.decode_answer(self._heard[:num_bytes])
+            if len(data):
+                return wire.decode_answer(data)
         except (OSError, msgspec.DecodeError):
             pass  # dead, or not speaking our language: the same to us
         self.close()
         return None
-
-    def _recv(self, line: socket.socket, wait_s: float) -> int | None:
-        """Bytes of the next message, 0 at the end of the line, None when nothing came in time."""
-        look_until_s = time.monotonic() + min(wait_s, _LOOK_S)
-        while True:
-            try:
-                return line.recv_into(self._heard)
-            except BlockingIOError:
-                if time.monotonic() >= look_until_s:
-                    break
-                os.sched_yield()
-        return line.recv_into(self._heard) if self._readable.poll(math.ceil(wait_s * 1e3)) else None
 
     def _next(self) -> int:
         self._number += 1

@@ -22,11 +22,12 @@ import msgspec
 
 from tripool.cache import wire
 from tripool.cache.arena import NUM_READER_SLOTS, Arena
-from tripool.cache.disk_io import DiskIo
+from tripool.cache.disk_io import DiskIo, DiskTasks
+from tripool.cache.host import CacheHost, LocalHost
 from tripool.cache.index import PoolIndex
 from tripool.cache.records import Hit, State, Written
 from tripool.cache.tiered_index import TieredIndex
-from tripool.config import CacheConfig
+from tripool.config import CacheConfig, DiskConfig
 from tripool.messages import Reaped, Suspect, WorkerId
 
 LOOK_AROUND_S = 0.5
@@ -45,13 +46,19 @@ Send = Callable[[bytes], None]
 
 
 class Member:
-    """Knows nothing of sockets: `answer` takes and gives bytes."""
+    """Knows nothing of sockets: `answer` takes and gives bytes. `disk_io` makes the disk tier if the config has one."""
 
-    def __init__(self, folder: Path, worker_id: WorkerId, config: CacheConfig) -> None:
+    def __init__(
+        self,
+        host: CacheHost,
+        worker_id: WorkerId,
+        config: CacheConfig,
+        disk_io: Callable[[str, DiskConfig, TieredIndex, Arena, float], DiskTasks] = DiskIo,
+    ) -> None:
         self._worker_id, self._write_s = worker_id, config.write_s
-        path = folder / f"{worker_id.name}.arena"
-        left = Arena.reopen(path, config.slot_bytes, config.num_slots)
-        self.arena = left or Arena.create(path, config.slot_bytes, config.num_slots)
+        shape = f"{worker_id.name}.arena", config.slot_bytes, config.num_slots
+        left = host.reopen_arena(*shape)
+        self.arena = left or host.create_arena(*shape)
         self.arena.clear(slice(None))
         self._reader_slots: dict[WorkerId, int] = {}
         records = left.records() if left is not None else []
@@ -62,7 +69,7 @@ class Member:
             namespace_slots=config.namespace_slots,
             # Above every number of every earlier life, so that what was meant for those does nothing here. Its memory
             # does not outlive the machine's run, and neither need this clock, which is never set back.
-            first_number=max([time.monotonic_ns(), *(record.ticket + 1 for record in records)]),
+            first_number=max([1, int(host.now_s() * 1e9), *(record.ticket + 1 for record in records)]),
             shared_readers=self.arena,
         )
         if left is not None:
@@ -74,7 +81,7 @@ class Member:
         self.tiered_index = TieredIndex(self.index, worker_id)
         share = (config.namespace_slots or config.num_slots) / config.num_slots
         self.disk_io = (
-            DiskIo(worker_id.name, config.disk, self.tiered_index, self.arena, share) if config.disk else None
+            disk_io(worker_id.name, config.disk, self.tiered_index, self.arena, share) if config.disk else None
         )
         self._disk_bytes = config.disk.num_bytes if config.disk else 0
         self._parked: dict[int, tuple[int, Send]] = {}
@@ -392,7 +399,7 @@ def run_member(folder: Path, worker_id: WorkerId, config: CacheConfig) -> None:
         signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
-        member = Member(folder, worker_id, config)
+        member = Member(LocalHost(folder), worker_id, config)
         server = MemberServer(wire.address(folder, worker_id.name))
         server.serve(member, wake, lambda: os.getppid() == parent)
         server.close()

@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 
 from tripool.cache.client import PoolClient
+from tripool.cache.host import LocalHost
 from tripool.control.backoff import Backoff
 from tripool.control.evidence import num_oom_kills
 from tripool.control.launch import Child, Spec, launch
@@ -59,7 +60,7 @@ class Supervisor:
         """Lives of which not every cache member knows yet that they are over."""
         # Lives are counted, not timed: a clock that is set back must not make the next one older than the last.
         self._epochs = count(1)
-        self._pool = PoolClient(folder, self._cache, WorkerId(SUPERVISOR, next(self._epochs)))
+        self._pool = PoolClient(LocalHost(folder), self._cache, WorkerId(SUPERVISOR, next(self._epochs)))
         self._was_ready = False
         self._num_oom_kills = num_oom_kills()
         self.stopping = False

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tripool.core import BLOCK_TOKENS, Stages, TokenEvent
+from tripool.core import Stages, TokenEvent
 from tripool.errors import RequestFailed, TripoolError
 from tripool.fabric.prefixes import Prefixes
 from tripool.fabric.seam import PoolEngine, Transfer, local_id
@@ -78,6 +78,8 @@ class DecodeWorker:
         """By the name under which the engine knows it."""
         self._queue: deque[_Job] = deque()
         """Not running yet, oldest first."""
+        self._is_full = False
+        """There was no memory for any sequence in the queue, and none was released since."""
         self._num_steps = 0
         self._staging = bytearray(engine.block_bytes)
 
@@ -88,6 +90,17 @@ class DecodeWorker:
     @property
     def moving(self) -> bool:
         return bool(self._queue) or (self._prefixes is not None and self._prefixes.pending)
+
+    @property
+    def blocked(self) -> bool:
+        """Nothing is being copied, and nothing waits but for memory."""
+        publishing = self._prefixes is not None and self._prefixes.pending
+        compiled = all(job.grammar is None or job.grammar.done() for job in self._queue)
+        return self._is_full and compiled and not publishing
+
+    @property
+    def placed(self) -> set[str]:
+        return {name for name, job in self._jobs.items() if job.seq is not None}
 
     def receive(self, message: AnyMessage, now_s: float) -> None:
         match message:
@@ -105,12 +118,14 @@ class DecodeWorker:
         if self._engine.busy:
             events = self._engine.step()
             self._num_steps += 1
+            self._is_full = False
             for name in self._engine.take_failed():
                 if name in self._jobs:
                     self._fail(self._jobs[name])
             self._tell([event for event in events if event.request_id in self._jobs])
-        if self._prefixes is not None:
+        if self._prefixes is not None and self._prefixes.pending:
             self._prefixes.work(_COPY_BYTES)
+            self._is_full = False
 
     def drop(self) -> None:
         for name in self._jobs:
@@ -147,7 +162,7 @@ class DecodeWorker:
     def _fits(self, start: StartDecode) -> bool:
         """Whether parcel, answer and request are of one sequence: everything here is counted by them."""
         request, descriptor, tokens = start.request, start.descriptor, start.answered.tokens
-        num_blocks = -(-descriptor.num_tokens // BLOCK_TOKENS)
+        num_blocks = -(-descriptor.num_tokens // self._engine.block_tokens)
         return (
             len(descriptor.offsets) == len(descriptor.checksums) == num_blocks > 0
             and descriptor.num_tokens == len(request.prompt_ids) + len(tokens) - 1
@@ -188,6 +203,7 @@ class DecodeWorker:
                 job.started_s = self._clock()
                 start = job.start
                 self._send(TransferDone(self._worker_id, start.request.id, start.attempt, start.answered.choice))
+        self._is_full = bool(self._queue) and budget > 0 and num_adopted < _MAX_ADOPTED
 
     def _next(self, full: set[tuple[str, str]]) -> _Job | None:
         """One whose blocks are on their way, or else the oldest of a client for whom there may be room."""
@@ -212,11 +228,11 @@ class DecodeWorker:
     def _shared(self, start: StartDecode) -> list[int]:
         """Leading full blocks that another choice of the same request brought here: the same bytes, by their sums."""
         best: list[int] = []
-        sums = start.descriptor.checksums[: start.descriptor.num_tokens // BLOCK_TOKENS]
+        sums = start.descriptor.checksums[: start.descriptor.num_tokens // self._engine.block_tokens]
         for other in self._jobs.values():
             if other.seq is None or other in self._queue or other.start.request.id != start.request.id:
                 continue
-            theirs = other.start.descriptor.checksums[: other.start.descriptor.num_tokens // BLOCK_TOKENS]
+            theirs = other.start.descriptor.checksums[: other.start.descriptor.num_tokens // self._engine.block_tokens]
             alike = next((i for i, (a, b) in enumerate(zip(sums, theirs, strict=False)) if a != b), None)
             count = min(len(sums), len(theirs)) if alike is None else alike
             if count > len(best) and len(other.seq.table) >= count:  # one that was preempted has none

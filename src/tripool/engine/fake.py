@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from hashlib import blake2b
 
-from tripool.core import Request, TokenLogprobs
+from tripool.core import FinishReason, Request, TokenLogprobs
 from tripool.errors import InvalidRequest
 from tripool.sequence import Guide, Sampled
 from tripool.text.files import TextFiles
@@ -96,12 +96,31 @@ class FakeTokens:
             token_id, TokenLogprobs(chosen, tuple((t, chosen - rank) for rank, t in enumerate(alternatives)))
         )
 
+    def answer(self, request: Request, choice: int) -> tuple[list[int], FinishReason]:
+        """What an undisturbed run without a grammar gives."""
+        digest = self.digest(request)
+        tokens: list[int] = []
+        finish: FinishReason | None = None
+        while finish is None:
+            tokens.append(self.choose(request, digest, choice, len(tokens), None).token_id)
+            finish = finish_of(request, len(tokens), tokens[-1])
+        return tokens, finish
+
     def _guided(self, guide: Guide, draw: int, stop_ids: frozenset[int], *, late: bool) -> int:
         """Any token that the grammar allows: words while it is early, later whatever brings the answer to its end."""
         allowed: list[int] = guide.mask().nonzero()[0].tolist()
         wishes = (stop_ids, self._closing_ids) if late else (frozenset(self._plain_ids),)
         fitting = next((fit for wish in wishes if (fit := [i for i in allowed if i in wish])), allowed)
         return fitting[draw % len(fitting)]
+
+
+def finish_of(request: Request, num_tokens: int, token_id: int) -> FinishReason | None:
+    """Whether an answer of so many tokens ends with this one."""
+    params = request.params
+    ended = token_id in request.end_ids and not params.ignore_eos
+    if num_tokens > params.min_tokens and (ended or token_id in params.stop_token_ids):
+        return "stop"
+    return "length" if num_tokens == params.max_tokens else None
 
 
 def _natural_tokens(digest: bytes, choice: int) -> int:

@@ -32,9 +32,19 @@ _logger = logging.getLogger("tripool.engine")
 
 
 class Paged(ABC):
-    def __init__(self, scheduler: Scheduler, text: TextFiles, *, name: str, vocab: int, max_running: int) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        text: TextFiles,
+        *,
+        name: str,
+        vocab: int,
+        max_running: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.scheduler, self.text, self.name, self.vocab, self.max_running = scheduler, text, name, vocab, max_running
-        self.context_tokens = scheduler.context_tokens
+        self.context_tokens, self.block_tokens = scheduler.context_tokens, scheduler.block_tokens
+        self._clock = clock
         self._grammars = GrammarCompiler(text, vocab)
         self._failed: list[str] = []
         self._num_failed_steps = 0
@@ -63,7 +73,7 @@ class Paged(ABC):
         """Write what the last step still owes its blocks; they change hands after this."""
 
     def step(self) -> list[TokenEvent]:
-        began_s = time.monotonic()
+        began_s = self._clock()
         self.draft()
         tasks = self.scheduler.schedule()
         if not tasks:
@@ -79,7 +89,7 @@ class Paged(ABC):
             self._fail(task.seq.request.id for task in tasks)
             return []
         self._num_failed_steps = 0
-        self.scheduler.timed(tasks, began_s, time.monotonic())
+        self.scheduler.timed(tasks, began_s, self._clock())
         return events
 
     def guarded(self, seq: Seq, do: Callable[[], _Result]) -> _Result | None:

@@ -1,28 +1,96 @@
-"""Sockets that carry messages: a worker's line to the gateway, and the gateway's switchboard. Know no meaning.
+"""Channels that carry messages between workers and the gateway, and their ZeroMQ implementation.
 
-Over one connection nothing is lost or reordered. A connection that breaks may take messages with it, so a worker's line
-tells when that happened; zmq alone would quietly connect again.
+A channel neither loses nor reorders messages while it lasts. One that breaks may lose messages, so it says that it is
+broken; ZeroMQ alone would silently connect again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 import msgspec
 import zmq
 
-from tripool.messages import AnyMessage, FromWorker, ToWorker, WorkerId, decode_from_worker, decode_to_worker, encode
+from tripool.messages import (
+    AnyMessage,
+    FromWorker,
+    Heartbeat,
+    ToWorker,
+    WorkerId,
+    decode_from_worker,
+    decode_to_worker,
+    encode,
+)
 
 _RECONNECT_MS = 50
+_JOIN_S = 2.0
+
+
+class Channel(Protocol):
+    """A worker's end of one connection to the gateway. After `broken`, close it and connect another."""
+
+    @property
+    def broken(self) -> bool: ...
+
+    def send(self, message: AnyMessage) -> None:
+        """Never waits. What cannot be delivered is lost when the channel breaks."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Until there is something to receive, the channel is broken, or the time is over."""
+        ...
+
+    def receive(self) -> Iterable[ToWorker]:
+        """All that is there."""
+        ...
+
+    def close(self, *, linger_ms: int = 0) -> None: ...
+
+
+class HeartbeatSender(Protocol):
+    """Sends the latest heartbeat every `every_s / 2`, also while the worker computes a long step."""
+
+    every_s: float
+    latest: Heartbeat | None
+    """None: nothing is sent."""
+
+    def stop(self) -> None: ...
+
+
+class Transport(Protocol):
+    """Connects one worker to the gateway. `identity` tells the gateway's end which channel a message came by."""
+
+    def connect(self, identity: str) -> Channel: ...
+
+    def heartbeats(self, identity: str) -> HeartbeatSender: ...
+
+    def close(self) -> None: ...
 
 
 def identity_of(worker_id: WorkerId) -> str:
-    """How the names of all lines of a life begin. A line speaks for its own alone."""
+    """The prefix of the identities of all channels of a worker; a channel carries messages of that worker alone."""
     return f"{worker_id}."
 
 
+class ZmqTransport:
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+
+    def connect(self, identity: str) -> Line:
+        return Line(self._context, self._address, identity)
+
+    def heartbeats(self, identity: str) -> HeartbeatSender:
+        return _HeartbeatThread(self, identity)
+
+    def close(self) -> None:
+        self._context.term()
+
+
 class Line:
-    """From a worker to the gateway. One connection's worth: after `broken`, close it and make another."""
+    """A `Channel` over ZeroMQ."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, identity: str) -> None:
         self.num_strange = 0
@@ -37,11 +105,16 @@ class Line:
         self.socket.connect(address)
 
     def send(self, message: AnyMessage) -> None:
-        """Never waits. What cannot be delivered is lost when the line breaks."""
         self.socket.send(encode(message), zmq.DONTWAIT)
 
+    def wait(self, timeout_s: float) -> None:
+        poller = zmq.Poller()
+        for source in (self.socket, self.monitor):
+            poller.register(source, zmq.POLLIN)
+        poller.poll(int(timeout_s * 1000))
+
     def receive(self) -> Iterator[ToWorker]:
-        """All that is there. What is no message of ours is passed over: it cannot have come from our gateway."""
+        """Skips what is no message of this protocol: it cannot have come from our gateway."""
         while _readable(self.socket):
             data = b"".join(self.socket.recv_multipart(zmq.DONTWAIT))
             try:
@@ -59,6 +132,29 @@ class Line:
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(linger_ms)
+
+
+class _HeartbeatThread:
+    """A thread with a channel of its own: a long step is no silence, a stopped process is."""
+
+    def __init__(self, transport: ZmqTransport, identity: str) -> None:
+        self.every_s = 1.0
+        self.latest: Heartbeat | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._main, args=(transport, identity), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join(_JOIN_S)
+
+    def _main(self, transport: ZmqTransport, identity: str) -> None:
+        line = transport.connect(identity)
+        while not self._stopped.wait(self.every_s / 2 if self.latest is not None else 0.02):
+            heartbeat = self.latest
+            if heartbeat is not None:
+                line.send(heartbeat)
+        line.close()
 
 
 class Switchboard:

@@ -1,19 +1,16 @@
-"""Parcels through shared memory: the sender's outbox with its leases, the receiver's maps of other workers' outboxes.
+"""KV transfer through shared memory: the sender's slots under leases, and the receiver's checked copies.
 
-A slot belongs to the leases that name it, and is free again with the last of them. Nothing keeps a slow receiver from
-reading a slot that has meanwhile been given to another parcel: it finds out by the checksum of what it has read.
+A slot belongs to the leases that name it, and is free again with the last of them. A slow receiver may read a slot that
+has been leased again since: it finds out by the checksum of its copy.
 """
 
 from __future__ import annotations
 
 import heapq
-import mmap
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from tripool.fabric.arena import Arena, checksum
+from tripool.fabric.arena import MappedMemory, SlotMemory, checksum
 from tripool.messages import KvDescriptor
 
 
@@ -27,7 +24,7 @@ class _Slot:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A parcel being packed, or packed and waiting to be fetched."""
+    """The KV of one sequence being copied in, or complete and waiting to be received."""
 
     number: int
     request_id: str
@@ -45,9 +42,9 @@ class Lease:
 
 @dataclass(slots=True)
 class KvSender:
-    """Parcels of one worker's life. `lease` takes the room, `fill` writes, `descriptor` tells where it all is."""
+    """The transfers that leave one worker. `lease` takes slots, `fill` writes, `descriptor` says where all is."""
 
-    arena: Arena
+    arena: SlotMemory
     leases: dict[int, Lease] = field(default_factory=dict)
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _slot_of: dict[bytes, int] = field(default_factory=dict)
@@ -72,8 +69,8 @@ class KvSender:
         num_tokens: int,
         deadline_s: float,
     ) -> Lease | None:
-        """Room for one block per key; None while there is not enough. A key that is here already is shared: equal keys
-        mean equal contents. None stands for a block that nobody else can have."""
+        """One slot per key; None while there are not enough. The slot of a key that is here already is shared: equal
+        keys mean equal contents. A key of None is a block of this sequence alone."""
         known = [self._slot_of.get(key) if key is not None else None for key in keys]
         need = known.count(None)
         if need > len(self._free) or not all(self.arena.back(slot) for slot in heapq.nsmallest(need, self._free)):
@@ -85,7 +82,7 @@ class KvSender:
         return lease
 
     def fill(self, lease: Lease, write: Callable[[memoryview], None]) -> int:
-        """Write its next block, unless another parcel did. Returns the bytes written."""
+        """Write its next block, unless another lease did. Returns the bytes written."""
         slot = self._slots[lease.slots[lease.num_filled]]
         written = 0
         if slot.checksum is None:
@@ -99,7 +96,7 @@ class KvSender:
     def descriptor(self, lease: Lease) -> KvDescriptor:
         sums = [self._slots[slot].checksum for slot in lease.slots]
         return KvDescriptor(
-            arena=self.arena.path.name,
+            arena=self.arena.name,
             lease=lease.number,
             offsets=tuple(slot * self.arena.slot_bytes for slot in lease.slots),
             checksums=tuple(value for value in sums if value is not None),
@@ -148,44 +145,20 @@ class KvSender:
 
 
 class KvReceiver:
-    """Reads other workers' outboxes on this machine; a `Transfer`."""
+    """Reads what senders on this machine have leased; a `Transfer`."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._maps: dict[str, mmap.mmap] = {}
+    def __init__(self, maps: MappedMemory) -> None:
+        self._maps = maps
 
     def read(self, descriptor: KvDescriptor, index: int, into: memoryview) -> bool:
-        mapped = self._map(descriptor.arena)
-        if mapped is None or not 0 <= index < min(len(descriptor.offsets), len(descriptor.checksums)):
+        if not 0 <= index < min(len(descriptor.offsets), len(descriptor.checksums)):
             return False
-        start = descriptor.offsets[index]
-        if not 0 <= start <= len(mapped) - len(into):
+        view = self._maps.view(descriptor.arena, descriptor.offsets[index], len(into))
+        if view is None:
             return False
-        # Copied first, then summed up: what is checked is what will be used.
-        into[:] = memoryview(mapped)[start : start + len(into)]
+        # The copy is what is summed up: what is checked is what will be used.
+        into[:] = view
         return checksum(into) == descriptor.checksums[index]
 
-    def _map(self, name: str) -> mmap.mmap | None:
-        if name not in self._maps:
-            self._forget_removed()
-            if name != Path(name).name or "\0" in name:
-                return None  # a name, never a path: it came from outside
-            try:
-                file = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            except OSError:
-                return None  # its owner is gone, and with it the parcel
-            try:
-                self._maps[name] = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
-            except (OSError, ValueError):
-                return None  # a folder, or an empty file: nobody's parcel
-            finally:
-                os.close(file)
-        return self._maps[name]
-
-    def _forget_removed(self) -> None:
-        for name in [name for name in self._maps if not (self._folder / name).exists()]:
-            self._maps.pop(name).close()
-
     def close(self) -> None:
-        while self._maps:
-            self._maps.popitem()[1].close()
+        self._maps.close()

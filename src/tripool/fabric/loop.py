@@ -1,4 +1,4 @@
-"""The loop every worker runs: take messages, work, tell how it stands. What the work is, its role knows."""
+"""The loop that every worker runs: receive messages, work, update the heartbeat. The role knows what the work is."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tripool.messages import AnyMessage, Drain, Heartbeat, Left, WorkerId
 
 _LOG = logging.getLogger("tripool.worker")
 _IDLE_S = 0.1
-"""Longest nap while there is nothing to do: deadlines are looked at this often."""
+"""Longest wait for a message while there is nothing to do: deadlines are checked this often."""
 _MOVING_S = 0.001
-"""While blocks are waiting to be moved but nothing is computed."""
+"""While blocks are being moved but nothing is computed."""
 
 
 class RoleWorker(Protocol):
-    """Prefill or decode: messages in, messages out by the `send` it was made with. Never waits for anything."""
+    """Prefill or decode: messages in, messages out by the `send` it was made with. Never waits for a message."""
 
     @property
     def busy(self) -> bool:
@@ -28,7 +28,17 @@ class RoleWorker(Protocol):
 
     @property
     def moving(self) -> bool:
-        """Something waits to be packed or to be fetched."""
+        """Some KV is on its way out or in, or waits for room."""
+        ...
+
+    @property
+    def blocked(self) -> bool:
+        """What moves cannot go on before a message or a deadline."""
+        ...
+
+    @property
+    def placed(self) -> set[str]:
+        """The names of what its engine has."""
         ...
 
     def receive(self, message: AnyMessage, now_s: float) -> None: ...
@@ -38,14 +48,14 @@ class RoleWorker(Protocol):
         ...
 
     def drop(self) -> None:
-        """Forget everything, at once: there is nobody to do it for."""
+        """Forget everything at once: the gateway is lost."""
         ...
 
     def heartbeat(self) -> Heartbeat: ...
 
 
 class Loop:
-    """`supervisor_channel`: ends when the supervisor does. Without one, whoever started the worker ends it."""
+    """With a `supervisor_channel` it ends when both supervisor and gateway are gone."""
 
     def __init__(
         self,
@@ -75,9 +85,9 @@ class Loop:
 
     def _turn(self) -> None:
         worker, link = self._worker, self._link
-        nap_s = 0.0 if worker.busy else _MOVING_S if worker.moving else _IDLE_S
+        wait_s = 0.0 if worker.busy else _MOVING_S if worker.moving and not worker.blocked else _IDLE_S
         welcome = link.welcome
-        messages = link.poll(nap_s)
+        messages = link.poll(wait_s)
         now_s = self._clock()
         if messages is None:
             if welcome:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tripool.cache.client import PoolClient
 from tripool.cache.copying import Staging
 from tripool.cache.keys import next_key, stretches
-from tripool.core import BLOCK_TOKENS, Request
+from tripool.core import Request
 from tripool.fabric.seam import PoolEngine
 
 PROMPT_FORM, DECODE_FORM = 0, 1
@@ -29,15 +29,10 @@ class _Publishing:
     position: int
     form: int
 
-    @property
-    def namespace(self) -> str:
-        """Of the next block."""
-        return next(name for name, _, stop in _stretches(self.request, len(self.keys)) if self.position < stop)
-
 
 class Prefixes:
     def __init__(self, engine: PoolEngine, pool: PoolClient) -> None:
-        self._engine, self._pool = engine, pool
+        self._engine, self._pool, self._block_tokens = engine, pool, engine.block_tokens
         self._waiting: deque[_Publishing] = deque()
         self._staging = bytearray(engine.block_bytes)
         self._fetched = Staging(engine.block_bytes)
@@ -57,7 +52,7 @@ class Prefixes:
         kept = self._engine.keep(keys)
         num_known = num_own = len(kept)
         num_disk = 0
-        for namespace, first, stop in _stretches(request, len(keys)):
+        for namespace, first, stop in self._stretches(request, len(keys)):
             if not first <= num_known < stop:
                 continue  # known already, or behind a gap
             with self._pool.find(keys[:stop], namespace=namespace, first=num_known) as prefix:
@@ -69,16 +64,16 @@ class Prefixes:
                 self._engine.import_block(block, buffer.data)
             num_known += num_read
         self._engine.let_go(kept, keys[:num_known])
-        return (num_known - num_own) * BLOCK_TOKENS, num_disk * BLOCK_TOKENS
+        return (num_known - num_own) * self._block_tokens, num_disk * self._block_tokens
 
     def publish(self, keys: Sequence[bytes], blocks: Sequence[memoryview], request: Request) -> None:
         """Blocks of a prompt, as they stand in an outbox."""
-        for namespace, first, stop in _stretches(request, len(keys)):
+        for namespace, first, stop in self._stretches(request, len(keys)):
             self._pool.store(keys[:stop], blocks[first:stop], namespace=namespace, first=first, form=PROMPT_FORM)
 
     def publish_later(self, request: Request, keys: Sequence[bytes]) -> None:
         """The blocks of a finished answer, which are free already but not forgotten."""
-        self._wait(request, keys, len(request.prompt_ids) // BLOCK_TOKENS, DECODE_FORM)
+        self._wait(request, keys, len(request.prompt_ids) // self._block_tokens, DECODE_FORM)
 
     def publish_prompt_later(self, request: Request) -> None:
         """The blocks of a prompt whose answer is over."""
@@ -95,7 +90,8 @@ class Prefixes:
             if one.position < len(one.blocks):
                 view = memoryview(self._staging)
                 self._engine.export_block(one.blocks[one.position], view)
-                self._pool.store(one.keys, [view], namespace=one.namespace, first=one.position, form=one.form)
+                namespace = self._namespace(one)
+                self._pool.store(one.keys, [view], namespace=namespace, first=one.position, form=one.form)
                 one.position += 1
                 budget_bytes -= len(view)
             if one.position >= len(one.blocks):
@@ -112,12 +108,16 @@ class Prefixes:
     def _keys(self, request: Request, num_tokens: int) -> list[bytes]:
         """Of the full blocks among a prompt's first tokens."""
         keys: list[bytes] = []
-        prompt, namespace, num_public = request.prompt_ids, request.namespace, request.public_tokens // BLOCK_TOKENS
-        for start in range(0, num_tokens // BLOCK_TOKENS * BLOCK_TOKENS, BLOCK_TOKENS):
-            tokens = prompt[start : start + BLOCK_TOKENS]
+        size, prompt, namespace = self._block_tokens, request.prompt_ids, request.namespace
+        num_public = request.public_tokens // size
+        for start in range(0, num_tokens // size * size, size):
+            tokens = prompt[start : start + size]
             keys.append(next_key(keys, tokens, model=self._engine.name, namespace=namespace, num_public=num_public))
         return keys
 
+    def _namespace(self, one: _Publishing) -> str:
+        """Of its next block."""
+        return next(name for name, _, stop in self._stretches(one.request, len(one.keys)) if one.position < stop)
 
-def _stretches(request: Request, num_blocks: int) -> list[tuple[str, int, int]]:
-    return stretches(request.namespace, request.public_tokens // BLOCK_TOKENS, num_blocks)
+    def _stretches(self, request: Request, num_blocks: int) -> list[tuple[str, int, int]]:
+        return stretches(request.namespace, request.public_tokens // self._block_tokens, num_blocks)

@@ -32,6 +32,9 @@ class PoolEngine(Protocol):
     def num_blocks(self) -> int: ...
 
     @property
+    def block_tokens(self) -> int: ...
+
+    @property
     def block_bytes(self) -> int: ...
 
     @property

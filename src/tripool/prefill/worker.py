@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from tripool.core import BLOCK_TOKENS, Request, Stages, TokenEvent
+from tripool.core import Request, Stages, TokenEvent
 from tripool.errors import InvalidRequest, RequestFailed, TripoolError
 from tripool.fabric.kv_transfer import KvSender, Lease
 from tripool.fabric.prefixes import Prefixes
@@ -113,6 +113,15 @@ class PrefillWorker:
     @property
     def moving(self) -> bool:
         return bool(self._leaving or self._waiting) or (self._prefixes is not None and self._prefixes.pending)
+
+    @property
+    def blocked(self) -> bool:
+        publishing = self._prefixes is not None and self._prefixes.pending
+        return bool(self._leaving) and self._leaving[0].lease is None and not (self._waiting or publishing)
+
+    @property
+    def placed(self) -> set[str]:
+        return self._jobs.keys() - self._waiting.keys()
 
     def receive(self, message: AnyMessage, now_s: float) -> None:
         match message:
@@ -270,14 +279,14 @@ class PrefillWorker:
     def _publish(self, seq: Seq, lease: Lease) -> None:
         """The prompt's full blocks, from where they stand packed."""
         if self._prefixes is not None:
-            keys = seq.keys[: seq.prompt_len // BLOCK_TOKENS]
+            keys = seq.keys[: seq.prompt_len // self._engine.block_tokens]
             views = [self._sender.arena.view(slot) for slot in lease.slots[: len(keys)]]
             self._prefixes.publish(keys, views, seq.request)
 
     def _lease(self, leaving: _Leaving, now_s: float) -> Lease | None:
         seq, job = leaving.seq, leaving.job
-        keys: list[bytes | None] = [None] * -(-seq.num_computed // BLOCK_TOKENS)
-        full = seq.keys[: seq.num_computed // BLOCK_TOKENS]
+        keys: list[bytes | None] = [None] * -(-seq.num_computed // self._engine.block_tokens)
+        full = seq.keys[: seq.num_computed // self._engine.block_tokens]
         keys[: len(full)] = full
         return self._sender.lease(
             job.request_id,

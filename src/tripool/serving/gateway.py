@@ -14,6 +14,7 @@ import socket
 from pathlib import Path
 
 from tripool.cache.client import PoolClient
+from tripool.cache.host import LocalHost
 from tripool.config import GatewayConfig, RouterConfig
 from tripool.control.run_manifest import read_manifest
 from tripool.fabric.folder import gateway_address
@@ -58,9 +59,10 @@ class GatewayProcess:
             epoch=worker_id.epoch,
             suspect=supervisor_channel.send,
         )
+        host = LocalHost(folder)
         # Two clients, because each is for one thread at a time.
-        self._cache = PoolClient(folder, manifest.cache, worker_id)
-        self._quotas = CacheQuotas(PoolClient(folder, manifest.cache, WorkerId("quotas", worker_id.epoch)), access)
+        self._cache = PoolClient(host, manifest.cache, worker_id)
+        self._quotas = CacheQuotas(PoolClient(host, manifest.cache, WorkerId("quotas", worker_id.epoch)), access)
         rate_limiter = RateLimiter()  # a tenant's limits hold over all models
         self._admissions = {
             name: AdmissionBackend(backend, rate_limiter=rate_limiter, room=backend.room, tenant_of=access.tenant_named)

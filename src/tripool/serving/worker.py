@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 from tripool.cache.client import PoolClient
+from tripool.cache.host import LocalHost
 from tripool.config import EngineConfig
 from tripool.control.run_manifest import read_manifest
-from tripool.core import BLOCK_TOKENS
-from tripool.decode.worker import DecodeWorker
+from tripool.control.worker import Worker
 from tripool.errors import InvalidRequest
-from tripool.fabric import KvReceiver, KvSender, Link, Loop, PoolEngine
-from tripool.fabric.arena import Arena
+from tripool.fabric import KvReceiver, KvSender, PoolEngine
+from tripool.fabric.arena import Arena, FileMaps
+from tripool.fabric.channel import ZmqTransport
 from tripool.fabric.folder import folder_of
-from tripool.fabric.prefixes import Prefixes
 from tripool.fabric.supervisor_channel import SupervisorChannel
 from tripool.messages import PROTOCOL, Hello, Ready, WorkerId
-from tripool.prefill.worker import PrefillWorker
 
 if TYPE_CHECKING:
     from tripool.cache.weight_cache import WeightCache
@@ -42,53 +40,45 @@ class WorkerProcess:
         address: str,
         supervisor_channel: SupervisorChannel | None = None,
     ) -> None:
-        self._engine, self._role, self._worker_id = engine, role, worker_id
-        self._supervisor_channel = supervisor_channel
-        limits = (engine.num_blocks * BLOCK_TOKENS, engine.max_running, engine.context_tokens, engine.vocab)
-        hello = Hello(PROTOCOL, role, worker_id, os.getpid(), engine.name, *limits)
+        self._supervisor_channel, self._block_bytes = supervisor_channel, engine.block_bytes
+        kv_tokens = engine.num_blocks * engine.block_tokens
+        limits = (kv_tokens, engine.max_running, engine.context_tokens, engine.vocab)
+        self._hello = Hello(PROTOCOL, role, worker_id, os.getpid(), engine.name, *limits)
         folder = folder_of(address)
         members = read_manifest(folder).model(engine.name).cache
-        with ExitStack() as stack:
-            transfer = _sender(engine, folder, worker_id) if role == "prefill" else KvReceiver(folder)
-            stack.callback(transfer.close)
-            prefixes = None
-            if members:
-                prefixes = Prefixes(engine, PoolClient(folder, members, worker_id))
-                stack.callback(prefixes.close)
-            self.link = Link(address, hello)
-            stack.callback(self.link.close)
-            send = self.link.send
-            worker = (
-                PrefillWorker(engine, worker_id, transfer, send, prefixes=prefixes)
-                if isinstance(transfer, KvSender)
-                else DecodeWorker(engine, worker_id, transfer, send, prefixes=prefixes)
-            )
-            self._loop = Loop(self.link, worker, worker_id, supervisor_channel=supervisor_channel)
-            self._closing = stack.pop_all()
+        self._worker = Worker(
+            engine,
+            self._hello,
+            ZmqTransport(address),
+            KvSender(_arena(engine, folder, worker_id)) if role == "prefill" else KvReceiver(FileMaps(folder)),
+            PoolClient(LocalHost(folder), members, worker_id) if members else None,
+            supervisor_channel=supervisor_channel,
+        )
+        self.link = self._worker.link
 
     def run(self) -> None:
+        hello = self._hello
         if self._supervisor_channel is not None:
-            self._supervisor_channel.send(Ready(self._worker_id, self._engine.block_bytes))
-        facts = {"role": self._role, "model": self._engine.name, "epoch": self._worker_id.epoch}
-        sizes = {"kv_tokens": self._engine.num_blocks * BLOCK_TOKENS, "max_running": self._engine.max_running}
-        _LOG.info("ready", extra=facts | sizes)
-        self._loop.run()
+            self._supervisor_channel.send(Ready(hello.worker_id, self._block_bytes))
+        facts = {"role": hello.role, "model": hello.model, "epoch": hello.worker_id.epoch}
+        _LOG.info("ready", extra=facts | {"kv_tokens": hello.kv_tokens, "max_running": hello.max_running})
+        self._worker.loop.run()
 
     def stop(self) -> None:
         """From any thread or a signal handler."""
-        self._loop.stop()
+        self._worker.loop.stop()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._closing.close()
+        self._worker.close()
 
 
-def _sender(engine: PoolEngine, folder: Path, worker_id: WorkerId) -> KvSender:
-    longest = -(-engine.context_tokens // BLOCK_TOKENS)
+def _arena(engine: PoolEngine, folder: Path, worker_id: WorkerId) -> Arena:
+    longest = -(-engine.context_tokens // engine.block_tokens)
     num_slots = max(longest, min(engine.num_blocks, _ARENA_BYTES // engine.block_bytes))
-    return KvSender(Arena(folder / f"{worker_id}.kv", engine.block_bytes, num_slots))
+    return Arena(folder / f"{worker_id}.kv", engine.block_bytes, num_slots)
 
 
 # ---- engines by model name ------------------------------------------------------------------------------------------

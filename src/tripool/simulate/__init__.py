@@ -1,4 +1,4 @@
-"""The simulation room: a whole deployment in virtual time, drawn from a seed. Pure; imports no engine that computes."""
+"""Simulation: a whole deployment in virtual time, drawn from a seed. It needs no engine that computes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Report", "simulate"]
 
 
 def simulate(seed: int, *, faults: bool = True, trace: Callable[[str], None] | None = None) -> Report:
-    """One life. Raises AssertionError when anything that must hold does not."""
+    """One run. Raises AssertionError when a rule is broken."""
     world = World(draw(seed, faults=faults), trace)
     Faults(world)
     return world.run()

@@ -6,12 +6,12 @@ Knows requests and what an undisturbed run would answer; of workers only whom th
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tripool.core import FinishReason, Request, TokenEvent
 from tripool.errors import TripoolError
-from tripool.messages import AnyMessage, Cancel, StartDecode, StartPrefill, WorkerId
-from tripool.simulate.model import answer
+from tripool.messages import AnyMessage, Cancel, StartDecode, StartPrefill, Tokens, WorkerId
 
 
 @dataclass(slots=True)
@@ -26,12 +26,17 @@ class _Client:
 @dataclass(slots=True)
 class Checker:
     may_refuse: bool
+    answer: Callable[[Request, int], tuple[list[int], FinishReason]]
+    """What an undisturbed run gives for a request and choice."""
     outcomes: Counter[str] = field(default_factory=Counter)
     num_tokens: int = 0
     num_requests: int = 0
     _open: dict[str, _Client] = field(default_factory=dict)
     _placed: dict[tuple[str, int], tuple[WorkerId, int]] = field(default_factory=dict)
     """Who was told last to answer each (request, choice), and as which attempt."""
+
+    _senders: dict[tuple[str, int], str] = field(default_factory=dict)
+    """Whose memory the KV of each (request, attempt) was to be read from."""
 
     @property
     def num_open(self) -> int:
@@ -43,7 +48,7 @@ class Checker:
 
     def arrived(self, request: Request) -> None:
         count = request.params.n
-        answers = [answer(request, choice) for choice in range(count)]
+        answers = [self.answer(request, choice) for choice in range(count)]
         self._open[request.id] = _Client(request, answers, [0] * count, count)
         self.num_requests += 1
 
@@ -54,6 +59,7 @@ class Checker:
                 for each in message.answered:
                     self._placed[message.request.id, each.choice] = worker_id, message.attempt
             case StartDecode():
+                self._senders[message.request.id, message.attempt] = message.descriptor.arena
                 self._placed[message.request.id, message.answered.choice] = worker_id, message.attempt
             case Cancel():
                 gone = (worker_id, message.attempt)
@@ -66,6 +72,21 @@ class Checker:
         """The gateway has given this life up."""
         for key in [key for key, (holder, _) in self._placed.items() if holder == worker_id]:
             del self._placed[key]
+
+    def sender(self, request_id: str, attempt: int) -> str:
+        return self._senders.get((request_id, attempt), "")
+
+    def sent(self, message: Tokens) -> None:
+        """Before the ledger drops what it has already: a worker sends each token once."""
+        due: dict[tuple[str, int], int] = {}
+        for stamped in message.events:
+            event = stamped.event
+            key = event.request_id, event.choice
+            client = self._open.get(event.request_id)
+            if client is not None and self._placed.get(key) == (message.worker_id, stamped.attempt):
+                seen = due.get(key, client.num_seen[event.choice])
+                assert event.index >= seen, f"{_where(event)}: {message.worker_id} sends it twice"
+                due[key] = event.index + 1
 
     def source(self, event: TokenEvent, worker_id: WorkerId, attempt: int) -> None:
         """Before a token that a message brought is counted: whether it comes from whoever was asked for it."""

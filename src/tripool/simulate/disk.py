@@ -1,16 +1,22 @@
-"""A cache member's disk in virtual time: what is on it, how long it takes, and what a crash leaves of it. Pure.
+"""A cache member's disk in virtual time: what is on it, how long it takes, and what a crash leaves of it.
 
-It outlives its member. What is being written when the member dies is there whole or not at all, as `cache.disk` writes
-it; some of it has lost its bytes all the same (a disk that lied), and blocks rot when a fault says so.
+It outlives its member. What is being written when the member dies is there whole or not at all, as the disk
+store writes it; some of it is torn all the same (a disk that lied), and blocks rot when a fault says so.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tripool.cache.disk_records import PAGE, DiskCopy, Purge, Segment, footprint
+from xxhash import xxh3_64_intdigest
+
+from tripool.cache.arena import Arena
+from tripool.cache.disk_records import PAGE, DiskCopy, Purge, Segment, Write, footprint
 from tripool.cache.disk_tier import DiskTier
+from tripool.cache.tiered_index import Read, TieredIndex
+from tripool.simulate.clock import Clock
 
 Values = tuple[int, ...]
 
@@ -37,8 +43,6 @@ class SimDisk:
         self._block_bytes = footprint(block_values)
         self._segments = [_Life() for _ in range(spec.num_segments)]
         self._purges: list[Purge] = []
-        self._jobs: list[tuple[float, int, Callable[[], None]]] = []
-        self._num_jobs = 0
         self._damaged: set[int] = set()
         """Numbers of copies that are not what they were, by a fault."""
         self.is_full = False
@@ -49,7 +53,7 @@ class SimDisk:
         return DiskTier(self._spec.num_segments, segment_bytes, bytes_per_s=bytes_per_s)
 
     def found(self) -> tuple[list[Segment], list[Purge]]:
-        """What a new life of the member finds."""
+        """What the next run of the member finds."""
         segments = []
         for worker_id in self._segments:
             disk_copies = [copy for copy, _ in (worker_id.blocks or {}).values()]
@@ -57,22 +61,6 @@ class SimDisk:
                 Segment(worker_id.generation, tuple(disk_copies), max([PAGE, *(copy.end for copy in disk_copies)]))
             )
         return segments, list(self._purges)
-
-    # ---- in time ------------------------------------------------------------------------------------------------
-
-    def later(self, now_s: float, salt: int, do: Callable[[], None]) -> None:
-        """Some jobs overtake others."""
-        self._num_jobs += 1
-        self._jobs.append((now_s + _DELAY_S * (1 + salt % 7), self._num_jobs, do))
-
-    def turn(self, now_s: float) -> None:
-        while due := sorted(job for job in self._jobs if job[0] <= now_s):
-            self._jobs.remove(due[0])
-            due[0][2]()
-
-    def crash(self) -> None:
-        """Its member is dead; nothing that was under way goes on."""
-        self._jobs = []
 
     # ---- blocks -------------------------------------------------------------------------------------------------
 
@@ -105,7 +93,7 @@ class SimDisk:
             for offset, (copy, values) in (worker_id.blocks or {}).items():
                 if (copy.number + salt) % 3 == 0 and values:
                     assert worker_id.blocks is not None
-                    worker_id.blocks[offset] = copy, (*values[:-1], values[-1] + 1)
+                    worker_id.blocks[offset] = copy, (*values[:-1], values[-1] ^ 1)
                     self._damaged.add(copy.number)
                     num_damaged += 1
         return num_damaged
@@ -119,3 +107,87 @@ class SimDisk:
         """Whether an acknowledged copy can be read, or was taken by a fault."""
         found = (self._segments[copy.segment].blocks or {}).get(copy.offset)
         return copy.number in self._damaged or (found is not None and (found[0] is copy or found[0] == copy))
+
+
+class SimDiskIo:
+    """`DiskTasks` of one run of a member. Reads and writes take time, and some overtake others."""
+
+    def __init__(
+        self,
+        disk: SimDisk,
+        clock: Clock,
+        tiered_index: TieredIndex,
+        arena: Arena,
+        turn: Callable[[], None],
+        seen: Counter[str],
+    ) -> None:
+        """`turn`: the member's, to be called when something is done."""
+        self.state = "on"
+        self._disk, self._clock, self._tiered_index, self._arena = disk, clock, tiered_index, arena
+        self._member_turn, self._seen = turn, seen
+        self._writing: dict[int, tuple[Write, Values]] = {}
+        self._crashed = False
+        disk.is_full = False
+        tiered_index.open_disk(disk.new_tier(), *disk.found())
+
+    def fileno(self) -> int:
+        raise AssertionError("there is no descriptor in virtual time")
+
+    def turn(self, now_s: float) -> None:
+        for read in self._tiered_index.take_reads():
+            self._later(read.slot, self._read, read)
+        for write in self._tiered_index.take_writes(now_s):
+            self._writing[write.copy.number] = write, tuple(self._arena.view(write.slot, write.copy.num_bytes).tolist())
+            self._later(write.slot, self._wrote, write.copy.number)
+
+    def purge(self, namespace: bytes, purge: Purge | None, then: Callable[[], None]) -> None:
+        self._disk.purge(purge)
+        then()
+
+    def close(self) -> None:
+        """A crash. What was being written is there, torn, or not there."""
+        self._crashed = True
+        for write, values in self._writing.values() if self._tiered_index.disk is not None else ():
+            if write.copy.number % 3 == 0 and _is_intact(write, values):
+                self._disk.put(write.copy, values)
+            elif write.copy.number % 3 == 1:
+                self._disk.tear(write.copy, values)
+                self._seen["blocks torn on disk"] += 1
+
+    def _later(self, salt: int, job: Callable[..., None], argument: Read | int) -> None:
+        self._clock.at(self._clock.now_s + _DELAY_S * (1 + salt % 7), self._finish, job, argument)
+
+    def _finish(self, job: Callable[..., None], argument: Read | int) -> None:
+        if not self._crashed:
+            job(argument)
+            self._member_turn()
+
+    def _read(self, read: Read) -> None:
+        checksum = self._arena.write(read.slot, bytes(self._disk.get(read.copy)))
+        self._tiered_index.was_read(read, checksum)
+
+    def _wrote(self, number: int) -> None:
+        write, values = self._writing.pop(number)
+        if self._disk.is_full:
+            self._switch_off()
+        elif _is_intact(write, values):
+            self._disk.put(write.copy, values)
+            self._tiered_index.wrote(write, True)
+        else:
+            self._seen["slots reused before they were copied"] += 1
+            self._tiered_index.wrote(write, False)
+
+    def _switch_off(self) -> None:
+        tier = self._tiered_index.disk
+        if tier is not None:
+            self.state = "off: full"
+            self._seen["disks switched off"] += 1
+            self._seen["blocks read from disk"] += tier.counters.promoted
+            self._seen["blocks written to disk"] += tier.counters.written
+            self._seen["bad blocks on disk"] += tier.counters.bad
+            self._tiered_index.close_disk()
+
+
+def _is_intact(write: Write, values: Values) -> bool:
+    """Whether the slot still held its block when it was copied."""
+    return xxh3_64_intdigest(bytes(values)) == write.copy.checksum

@@ -1,11 +1,17 @@
-"""What goes wrong, and when it is over: each fault strikes a world at its time and heals later. Pure."""
+"""What goes wrong, and when it is over: each fault strikes a world at its time and heals later."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from tripool.messages import WorkerId
-from tripool.simulate.pool import CacheMember
+from tripool.simulate.member import SimMember
+from tripool.simulate.place import Place, WorkerRun
 from tripool.simulate.scenario import Fault
-from tripool.simulate.world import Place, World
+from tripool.simulate.world import World
+
+_IN_COPY_CHANCE = 0.4
 
 
 class Faults:
@@ -22,13 +28,12 @@ class Faults:
         place = world.rng.pick(list(world.places.values()))
         heal_s = world.now_s + fault.length_s
         match fault.kind:
-            case "kill":
-                world.end_later(place, 0.0, place.worker_id)
-            case "stop" if place.process is not None and not place.stopped:
-                place.stopped = True
-                world.clock.expect(heal_s, self._continue, place, place.worker_id)
-            case "slow" if place.process is not None:
-                place.process.slowness = world.rng.pick([5.0, 20.0])
+            case "kill" if place.run is not None:
+                self._now_or_in_copy(place.run, partial(world.end_later, place, 0.0, place.worker_id))
+            case "stop" if place.run is not None:
+                self._now_or_in_copy(place.run, partial(self._stop, place, place.run, fault.length_s))
+            case "slow" if place.run is not None:
+                place.run.slowness = world.rng.pick([5.0, 20.0])
                 world.clock.expect(heal_s, self._hasten, place, place.worker_id)
             case "cut" | "loss" if world.network.is_up(place.name) and world.coordinator is not None:
                 noticed = fault.kind == "cut"
@@ -37,12 +42,12 @@ class Faults:
                 world.clock.expect(world.now_s + length_s, self._mend, place, noticed)
             case "spoil":
                 for other in world.places.values():
-                    if other.process is not None and other.spec.role == "prefill":
-                        other.process.sender.num_to_spoil += 1
+                    if other.run is not None and other.run.slots is not None:
+                        other.run.slots.num_to_spoil += 1
             case "cache restart":
                 member = world.rng.pick(world.members)
                 if member.up:
-                    member.fall()
+                    member.kill()
                     world.clock.expect(heal_s, self._restart, member)
             case "purge":
                 namespace = world.rng.pick(["", "other"])
@@ -55,28 +60,42 @@ class Faults:
                 world.rng.pick(world.members).rot(world.rng.between(0, 2))
             case "gateway restart" if world.coordinator is not None:
                 self._kill_gateway(fault.length_s)
-            case "drain" if world.coordinator is not None:
+            case "drain" if world.coordinator is not None and world.has_other(place):
                 world.do(world.coordinator.drain(place.worker_id, world.now_s))
 
-    def _continue(self, place: Place, worker_id: WorkerId) -> None:
-        """Whoever was stopped wakes up with what it knew."""
+    def _now_or_in_copy(self, run: WorkerRun, strike: Callable[[], None]) -> None:
+        """Copies are short, and the worst places to stop or die in: some faults wait for one."""
+        if self._world.rng.chance(_IN_COPY_CHANCE):
+            run.process.in_copy[self._world.rng.pick(["read", "read", "write", "transfer"])] = strike
+        else:
+            strike()
+
+    def _stop(self, place: Place, run: WorkerRun, length_s: float) -> None:
         world = self._world
-        if place.worker_id == worker_id and place.process is not None:
+        if not run.process.stopped:
+            run.process.stop()
+            world.clock.expect(world.now_s + length_s, self._continue, place, run.worker_id)
+
+    def _continue(self, place: Place, worker_id: WorkerId) -> None:
+        """A stopped process goes on with what it knew."""
+        world, run = self._world, place.run
+        if place.worker_id == worker_id and run is not None:
             world.seen["woke up trusted" if world.trusts(worker_id) else "woke up untrusted"] += 1
-            world.seen["woke up in a write"] += bool(place.process.pool.writes)
-            world.go_on(place)
+            world.seen["woke up in a write"] += run.process.doing == "write"
+            world.seen["woke up in a read"] += run.process.doing in ("read", "transfer")
+            run.process.go_on()
 
     def _hasten(self, place: Place, worker_id: WorkerId) -> None:
-        if place.worker_id == worker_id and place.process is not None:
-            place.process.slowness = 1.0
+        if place.worker_id == worker_id and place.run is not None:
+            place.run.slowness = 1.0
 
     def _mend(self, place: Place, noticed: bool) -> None:
         if self._world.coordinator is not None:  # else the next gateway does
             self._world.network.mend_link(place.name)
             if noticed:
-                self._disconnect(place)
+                self._world.network.disconnect(place.name)
 
-    def _restart(self, member: CacheMember) -> None:
+    def _restart(self, member: SimMember) -> None:
         self._world.restart_member(member)
 
     def _kill_gateway(self, length_s: float) -> None:
@@ -85,11 +104,5 @@ class Faults:
         for place in world.places.values():
             world.network.break_link(place.name, keeps=world.rng.chance(0.5))
             if world.rng.chance(0.5):
-                self._disconnect(place)
+                self._world.network.disconnect(place.name)
         world.clock.expect(world.now_s + length_s * world.rng.pick([0.2, 1.0, 5.0]), world.start_gateway)
-
-    def _disconnect(self, place: Place) -> None:
-        """The worker's end notices that its connection broke."""
-        if place.process is not None:
-            place.process.disconnected = True
-            self._world.wake(place)

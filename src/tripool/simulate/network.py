@@ -1,23 +1,30 @@
-"""Connections between the gateway and workers in virtual time: ordered, and lossy only where they break. Pure.
+"""Connections between the gateway and workers in virtual time: ordered, and lossy only where they break.
 
-A worker has a line of its own for every session. What was sent on an earlier one reaches nobody: the gateway answers on
-the line that it was last said Hello on, and drops what comes from others.
+A worker has a channel of its own for every session. What was sent by an earlier one is dropped: the gateway answers by
+the channel of the last Hello, and ignores what comes by others, as `gateway/pools.py` does.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from tripool.messages import AnyMessage, Hello, WorkerId
+from tripool.messages import AnyMessage, Heartbeat, Hello, Left, ToWorker, WorkerId
 from tripool.simulate.clock import Clock
+from tripool.simulate.process import Process
 from tripool.simulate.rng import Rng
 
 _LATENCY_S = (0.0002, 0.003)
+_POLL_S = 0.001
+"""From a message's arrival to its being read by a worker that is idle."""
+_TURN_S = 0.0001
+"""Least time that a turn of a worker's loop takes."""
+_NO_HEARTBEAT_S = 0.05
+"""Between two looks for a heartbeat to send."""
 
-_Sent = tuple[WorkerId, int, AnyMessage]
-"""Sender, its session, message."""
+_Sent = tuple[WorkerId, str, AnyMessage]
+"""Sender, identity of its channel, message."""
 
 
 @dataclass(slots=True)
@@ -31,6 +38,8 @@ class _Link:
     to_gateway_s: float = 0.0
     to_worker_s: float = 0.0
     """When the newest message each way arrives: none overtakes it."""
+    channel: SimChannel | None = None
+    """The worker's newest."""
 
 
 class Network:
@@ -39,27 +48,36 @@ class Network:
         clock: Clock,
         rng: Rng,
         workers: list[str],
-        to_worker: Callable[[WorkerId, int, AnyMessage], None],
         to_gateway: Callable[[WorkerId, AnyMessage], None],
+        knows: Callable[[WorkerId], bool],
     ) -> None:
-        """`to_worker` and `to_gateway` take what arrives."""
+        """`to_gateway` takes what arrives there; `knows` says whether the gateway counts on a worker."""
         self._clock, self._rng = clock, rng
-        self._to_worker, self._to_gateway = to_worker, to_gateway
+        self._to_gateway, self._knows = to_gateway, knows
         self._links = {worker: _Link() for worker in workers}
-        self._sessions: dict[WorkerId, int] = {}
-        """The gateway's end: the session in which each life said Hello last."""
+        self._sessions: dict[WorkerId, str] = {}
+        """The gateway's end: the channel by which each worker said Hello last."""
         self.seen: Counter[str] = Counter()
 
     def is_up(self, worker: str) -> bool:
         return self._links[worker].up
 
-    def send_to_worker(self, worker_id: WorkerId, message: AnyMessage) -> None:
+    def send_to_worker(self, worker_id: WorkerId, message: ToWorker) -> None:
         link, session = self._links[worker_id.name], self._sessions.get(worker_id)
         if link.up and session is not None:
             link.to_worker_s = max(link.to_worker_s, self._clock.now_s + self._rng.uniform(*_LATENCY_S))
             self._clock.at(link.to_worker_s, self._reach_worker, worker_id, session, link.break_count, message)
 
-    def send_to_gateway(self, worker_id: WorkerId, session: int, message: AnyMessage) -> None:
+    def connect(self, channel: SimChannel) -> None:
+        self._links[channel.worker_id.name].channel = channel
+
+    def disconnect(self, worker: str) -> None:
+        """The worker's end notices that its connection broke."""
+        channel = self._links[worker].channel
+        if channel is not None:
+            channel.break_off()
+
+    def send_to_gateway(self, worker_id: WorkerId, session: str, message: AnyMessage) -> None:
         link = self._links[worker_id.name]
         if link.up:
             self._post(link, (worker_id, session, message))
@@ -91,17 +109,102 @@ class Network:
         link.to_gateway_s = max(link.to_gateway_s, self._clock.now_s + self._rng.uniform(*_LATENCY_S))
         self._clock.at(link.to_gateway_s, self._reach_gateway, link, link.break_count, sent)
 
-    def _reach_worker(self, worker_id: WorkerId, session: int, break_count: int, message: AnyMessage) -> None:
-        if break_count == self._links[worker_id.name].break_count:
-            self._to_worker(worker_id, session, message)
+    def _reach_worker(self, worker_id: WorkerId, session: str, break_count: int, message: ToWorker) -> None:
+        link = self._links[worker_id.name]
+        if break_count == link.break_count and link.channel is not None and link.channel.identity == session:
+            self._clock.note(f"{type(message).__name__} reaches {worker_id}")
+            link.channel.arrive(message)
 
     def _reach_gateway(self, link: _Link, break_count: int, sent: _Sent) -> None:
         if break_count != link.break_count:
             return
         worker_id, session, message = sent
         if isinstance(message, Hello):
+            if self._sessions.get(worker_id) == session and self._knows(worker_id):
+                return  # said again before the Welcome came
             self._sessions[worker_id] = session
+        elif isinstance(message, Heartbeat):
+            if worker_id not in self._sessions:
+                return
         elif self._sessions.get(worker_id) != session:
             self.seen["messages of an earlier session"] += 1
             return
         self._to_gateway(worker_id, message)
+        if isinstance(message, Left):
+            del self._sessions[worker_id]
+
+
+class SimTransport:
+    """A worker's `Transport`."""
+
+    def __init__(self, network: Network, clock: Clock, worker_id: WorkerId, process: Process) -> None:
+        self._network, self._clock, self._worker_id, self._process = network, clock, worker_id, process
+
+    def connect(self, identity: str) -> SimChannel:
+        channel = SimChannel(self._network, self._clock, self._worker_id, self._process, identity)
+        self._network.connect(channel)
+        return channel
+
+    def heartbeats(self, identity: str) -> SimHeartbeats:
+        return SimHeartbeats(self._network, self._clock, self._worker_id, self._process, identity)
+
+    def close(self) -> None:
+        pass
+
+
+class SimChannel:
+    """A worker's `Channel`."""
+
+    def __init__(self, network: Network, clock: Clock, worker_id: WorkerId, process: Process, identity: str) -> None:
+        self.worker_id, self.identity = worker_id, identity
+        self.broken = False
+        self._network, self._clock, self._process = network, clock, process
+        self._arrived: deque[ToWorker] = deque()
+
+    def send(self, message: AnyMessage) -> None:
+        self._network.send_to_gateway(self.worker_id, self.identity, message)
+
+    def wait(self, timeout_s: float) -> None:
+        now_s = self._clock.now_s
+        if timeout_s == 0.0 and self._process.turn_s == now_s:
+            timeout_s = _TURN_S  # a loop that does nothing would never let time pass
+        if timeout_s and not (self._arrived or self.broken):
+            self._process.wait(now_s + timeout_s, "poll", wakes=True)
+        self._process.turn_s = self._clock.now_s
+
+    def receive(self) -> Iterator[ToWorker]:
+        while self._arrived:
+            yield self._arrived.popleft()
+
+    def close(self, *, linger_ms: int = 0) -> None:
+        self._arrived.clear()
+
+    def arrive(self, message: ToWorker) -> None:
+        self._arrived.append(message)
+        self._process.wake(self._clock.now_s + _POLL_S)
+
+    def break_off(self) -> None:
+        self.broken = True
+        self._process.wake(self._clock.now_s)
+
+
+class SimHeartbeats:
+    """A worker's `HeartbeatSender`: silent while its process is stopped, and after its end."""
+
+    def __init__(self, network: Network, clock: Clock, worker_id: WorkerId, process: Process, identity: str) -> None:
+        self.every_s = 1.0
+        self.latest: Heartbeat | None = None
+        self._network, self._clock, self._worker_id, self._process = network, clock, worker_id, process
+        self._identity, self._ended = identity, False
+        clock.at(clock.now_s, self._beat)
+
+    def stop(self) -> None:
+        self._ended = True
+
+    def _beat(self) -> None:
+        if self._ended or self._process.dead:
+            return
+        if self.latest is not None and not self._process.stopped:
+            self._network.send_to_gateway(self._worker_id, self._identity, self.latest)
+        pause_s = self.every_s / 2 if self.latest is not None else _NO_HEARTBEAT_S
+        self._clock.at(self._clock.now_s + pause_s, self._beat)

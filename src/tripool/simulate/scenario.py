@@ -7,13 +7,16 @@ from typing import Literal, get_args
 
 from tripool.config import AdmissionConfig, RouterConfig, SchedulerConfig
 from tripool.core import Request, SamplingParams, Slo
+from tripool.messages import Role
 from tripool.simulate.disk import DiskSpec
-from tripool.simulate.model import BLOCK_TOKENS, END_ID, VOCAB
 from tripool.simulate.rng import Rng
-from tripool.simulate.worker import WorkerSpec
 from tripool.tenants import Limits, Tenant
 
 CONTEXT_TOKENS = 64
+BLOCK_TOKENS = 4
+END_ID = 0
+_VOCAB = 24
+"""Of prompts: a part of the fake engine's."""
 
 FaultKind = Literal[
     "kill", "stop", "slow", "cut", "loss", "spoil", "cache restart", "gateway restart", "burst", "drain", "purge",
@@ -26,6 +29,18 @@ rot: a cache member's disk takes nothing more, or has changed what was on it."""
 _COMMON: tuple[FaultKind, ...] = (
     "kill", "kill", "stop", "stop", "stop", "slow", "cut", "loss", "spoil", "cache restart", "burst"
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    role: Role
+    config: SchedulerConfig
+    context_tokens: int
+    sender_slots: int
+    overstated: float
+    """KV memory that it tells of, as a multiple of what it has: above 1 it will be full."""
+    token_s: float
+    """Time per row of a step, and of a step without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +88,11 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
     may_refuse = rng.chance(0.1)
     router = RouterConfig(
         prefill_ahead_tokens=rng.pick([48, 96, 200]),
-        heartbeat_s=0.2,
+        heartbeat_s=0.4,
         silence_s=0.6,
         stall_s=2.0,
         distrust_s=3.0,
-        queue_s=60.0,
+        queue_s=12.0,
         prefill_s=4.0,
         transfer_s=2.0,
         token_s=4.0,
@@ -98,19 +113,18 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
                 role="prefill" if role == "prefill" else "decode",
                 config=config,
                 context_tokens=CONTEXT_TOKENS,
-                slo=rng.pick([1.0, 1.0, 2.0]),
+                overstated=rng.pick([1.0, 1.0, 2.0]),
                 sender_slots=rng.pick([18, 30, 60]),
                 token_s=rng.uniform(0.001, 0.003),
             )
     span_s = 3.0
-    # Few workers take many requests in few steps: give them more, so that every life has enough happening in it.
-    arrivals = _arrivals(rng, span_s, 50 + 5 * (6 - len(workers)))
+    arrivals = _arrivals(rng, span_s, 50)
     drawn = _faults(rng, span_s) if faults else []
     for fault in drawn:
         if fault.kind == "burst":
             burst = [_request(rng, f"r{len(arrivals) + i}", prompt_tokens=30) for i in range(rng.between(4, 8))]
             arrivals += [Arrival(fault.time_s, request, None) for request in burst]
-    num_members, member_slots = rng.between(1, 2), rng.pick([8, 24, 64])
+    num_members, member_slots = rng.between(1, 3), rng.pick([16, 48, 96])
     # Of its own dice, so that the rest of a life is what it was before there was a door.
     entry = _entry(admission_rng := Rng(seed + 2**33), may_refuse)
     arrivals = [replace(a, request=_promised(admission_rng, a.request, entry, may_refuse)) for a in arrivals]
@@ -172,14 +186,16 @@ def _arrivals(rng: Rng, span_s: float, count: int) -> list[Arrival]:
 
 
 def _request(rng: Rng, request_id: str, prompt_tokens: int = 0) -> Request:
-    """Prompts share beginnings, so that prefixes are found; tenants send the same ones, some of them in public."""
+    """Prompts share beginnings, and some come again, so that prefixes are found; tenants send the same ones, some of
+    them in public."""
     family = rng.between(1, 3)
-    shared = [(family * 7 + i) % VOCAB for i in range(rng.pick([0, 4, 9, 18]))]
-    own = [1 + rng.bits() % (VOCAB - 1) for _ in range(rng.between(1, 12))]
+    shared = [(family * 7 + i) % _VOCAB for i in range(rng.pick([0, 4, 9, 18]))]
+    words = Rng(rng.between(1, 6)) if rng.chance(0.5) else rng
+    own = [1 + words.bits() % (_VOCAB - 1) for _ in range(words.between(1, 12))]
     prompt = shared + own
-    prompt += [1 + i % (VOCAB - 1) for i in range(prompt_tokens - len(prompt))]
+    prompt += [1 + i % (_VOCAB - 1) for i in range(prompt_tokens - len(prompt))]
     params = SamplingParams(
-        n=rng.pick([1, 1, 1, 1, 1, 1, 2, 3]), max_tokens=rng.pick([1, 6, 9, 12, 15]), ignore_eos=rng.chance(0.4)
+        n=rng.pick([1, 1, 1, 1, 1, 1, 2, 3]), max_tokens=rng.pick([1, 3, 5, 8, 12]), ignore_eos=rng.chance(0.4)
     )
     return Request(
         id=request_id,

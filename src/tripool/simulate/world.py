@@ -1,4 +1,4 @@
-"""A whole deployment in virtual time: the real coordinator, real schedulers, the real cache index, and faults. Pure.
+"""A whole deployment in virtual time: the coordinator, workers and cache members that serve, and faults.
 
 A heap of events, each at its time; the same seed gives the same events in the same order. After every event the cheap
 invariants are checked, after every fifty the full ones, and at the end that nothing is held anywhere.
@@ -7,31 +7,34 @@ invariants are checked, after every fifty the full ones, and at the end that not
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from tripool.config import CacheConfig, DiskConfig
 from tripool.core import Request
+from tripool.engine.fake import FakeTokens, fake_text
 from tripool.errors import TripoolError
-from tripool.messages import AnyMessage, Reaped, Tokens, WorkerId
+from tripool.fabric.link import SILENCE_S
+from tripool.messages import AnyMessage, Left, Reaped, Refused, Tokens, WorkerId
 from tripool.router import Coordinator, Emit, Fail, Output, Send, ToSupervisor
 from tripool.simulate.admission import SimAdmission
 from tripool.simulate.checker import Checker
 from tripool.simulate.clock import Clock
-from tripool.simulate.kv_sender import KvSender
+from tripool.simulate.disk import SimDisk
+from tripool.simulate.member import LEASE_S, WRITE_S, SimMember
+from tripool.simulate.memory import Memory
 from tripool.simulate.network import Network
-from tripool.simulate.pool import CacheMember
+from tripool.simulate.place import Place, Shared, WorkerRun
+from tripool.simulate.process import Baton
 from tripool.simulate.rng import Rng
-from tripool.simulate.scenario import Arrival, Scenario
-from tripool.simulate.worker import SimWorker, WorkerSpec
+from tripool.simulate.scenario import BLOCK_TOKENS, Arrival, Scenario
 
 _TICK_S = 0.05
-_FULL_CHECK_EVENTS = 50
-_POLL_S = 0.001
-"""From a message's arrival to its being read by a worker that is idle."""
+_FULL_CHECK_EVENTS = 150
 _DEADLINE_S = 40.0
 """Virtual time by which everything is over, or something hangs."""
-_FREED_S = 5.0
-"""After the gateway's death nobody may hold a block for longer."""
+_FREED_S = SILENCE_S + 2.0
+"""Longest time that a worker may hold a block after the gateway's death."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,46 +51,41 @@ class Report:
     """What the faults made happen: shows that the checks had something to check."""
 
 
-@dataclass(slots=True, eq=False)
-class Place:
-    """Where a worker lives, one life after another."""
-
-    name: str
-    spec: WorkerSpec
-    epoch: int = 0
-    process: SimWorker | None = None
-    stopped: bool = False
-    version: int = 0
-    """Of the newest plan to wake it; older ones are void."""
-    wake_s: float = 0.0
-    ending: bool = False
-    """The supervisor has decided to end this life."""
-
-    @property
-    def worker_id(self) -> WorkerId:
-        return WorkerId(self.name, self.epoch)
-
-
 class World:
     def __init__(self, scenario: Scenario, trace: Callable[[str], None] | None = None) -> None:
         self.scenario = scenario
         self.clock = Clock(trace)
         self.rng = Rng(scenario.seed + 2**32)
-        self.checker = Checker(scenario.may_refuse)
+        text = fake_text()
+        tokens = FakeTokens(text)
+        self.checker = Checker(scenario.may_refuse, tokens.answer)
         self.seen: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.num_events = 0
-        self.members = [
-            CacheMember(scenario.member_slots, f"cache-{n}", scenario.disk) for n in range(scenario.num_members)
-        ]
+        self.memory = Memory()
         self.places = {name: Place(name, spec) for name, spec in scenario.workers.items()}
-        self.network = Network(self.clock, self.rng, list(self.places), self._reach_worker, self._reach_gateway)
+        self.network = Network(self.clock, self.rng, list(self.places), self._reach_gateway, self.trusts)
+        self.members = [self._new_member(f"cache-{n}") for n in range(scenario.num_members)]
+        self.baton = Baton(self.clock, self.rng, self._step)
+        self._shared = Shared(self.clock, self.baton, self.network, self.memory, self.members, text, tokens)
         self.coordinator: Coordinator | None = None
         self.admission = self._new_admission()
-        self._senders: dict[str, KvSender] = {}
         self._reaped: list[WorkerId] = []
+        self._left_senders: set[str] = set()
         self._gateway_epoch = 0
         self._gateway_died_s = 0.0
+
+    def _new_member(self, name: str) -> SimMember:
+        spec = self.scenario.disk
+        config = CacheConfig(
+            slot_bytes=8 * BLOCK_TOKENS,
+            num_slots=self.scenario.member_slots,
+            lease_s=LEASE_S,
+            write_s=WRITE_S,
+            disk=DiskConfig(folder="", num_bytes=1) if spec is not None else None,
+        )
+        disk = SimDisk(spec, 8 * BLOCK_TOKENS) if spec is not None else None
+        return SimMember(self.clock, self.rng, self.memory, name, config, disk)
 
     # ---- time -------------------------------------------------------------------------------------------------------
 
@@ -95,59 +93,65 @@ class World:
         self.start_gateway()
         for place in self.places.values():
             self._start(place)
-        for member in self.members:
-            self.clock.at(0.0, self._expire, member)
         for arrival in self.scenario.arrivals:
             self.clock.expect(arrival.time_s, self._arrive, arrival)
-        while self.clock.num_pending or not self._is_over():
-            self._step()
+        self.baton.run()
         return self._report()
 
     @property
     def now_s(self) -> float:
         return self.clock.now_s
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """The next event; False when all is over."""
+        if self._is_over():
+            return False
         self.clock.step()
-        assert self.clock.now_s < _DEADLINE_S, f"hangs: {self.checker.open_ids}, {self._holders()}"
+        assert self.clock.now_s < _DEADLINE_S, f"hangs: {self.checker.open_ids}, {list(self._holders())}"
         self.num_events += 1
         if self.coordinator is not None:
             known = len(self.coordinator.ledger) + len(self.admission)
             assert known == self.checker.num_open, "the ledger and the clients disagree"
         if self.num_events % _FULL_CHECK_EVENTS == 0:
             self.check()
+        return True
 
     def _is_over(self) -> bool:
         """Nothing is to come, every request has ended, and nothing is held."""
         if self.clock.num_pending or self.checker.num_open or self.coordinator is None:
             return False
-        return not self._holders()
+        return next(self._holders(), None) is None
 
-    def _holders(self) -> list[str]:
-        found = [p.name for p in self.places.values() if p.process is None or not p.process.holds_nothing]
-        held = [m for m in self.members if not m.up or m.index.num_leases or m.index.num_reserved]
-        return [*found, *("cache" for _ in held), *([] if self.admission.idle else ["door"])]
+    def _holders(self) -> Iterator[str]:
+        """Who still holds or does something."""
+        yield from (p.name for p in self.places.values() if p.run is None or not p.run.holds_nothing)
+        yield from (member.name for member in self.members if not member.holds_nothing)
+        if not self.admission.idle:
+            yield "door"
 
     def check(self) -> None:
         if self.coordinator is not None:
             self.coordinator.check(self.now_s - 2 * _TICK_S)
             self.admission.check(self.now_s)
         for place in self.places.values():
-            if place.process is not None:
-                place.process.check()
+            if place.run is not None:
+                place.run.check()
         for member in self.members:
-            member.check()
+            if member.up:
+                member.check()
         if self.coordinator is None and self.now_s - self._gateway_died_s > _FREED_S:
-            busy = [p.name for p in self.places.values() if p.process and not p.stopped and p.process.blocks_held]
+            runs = [place.run for place in self.places.values() if place.run is not None]
+            busy = [str(run.worker_id) for run in runs if not run.process.stopped and run.blocks_held]
             assert not busy, f"{busy} hold blocks {_FREED_S:g} s after the gateway's death"
 
     def _report(self) -> Report:
         self.check()
         assert self.coordinator is not None
         for place in self.places.values():
-            assert place.process is not None
-            self._remember(place.process)
+            assert place.run is not None
+            place.run.count(self.seen)
         self.seen += self.network.seen
+        self.seen += self.memory.seen
         for member in self.members:
             member.remember()
             self.seen += member.seen
@@ -253,63 +257,55 @@ class World:
                     self.checker.lost(worker_id)
                     self.end_later(self.places[worker_id.name], self.rng.uniform(0.0, 0.5), worker_id)
 
-    def _reach_worker(self, worker_id: WorkerId, session: int, message: AnyMessage) -> None:
-        place = self.places[worker_id.name]
-        process = place.process
-        if process is None or (process.worker_id, process.session) != (worker_id, session):
-            return
-        self.clock.note(f"{type(message).__name__} reaches {worker_id}")
-        process.receiver.append(message)
-        soon_s = self.clock.now_s + _POLL_S
-        if not process.stepping and place.wake_s > soon_s:
-            self._wake_at(place, soon_s)
-
     def _reach_gateway(self, worker_id: WorkerId, message: AnyMessage) -> None:
         if self.coordinator is None:
             return
         self.clock.note(f"{type(message).__name__} from {worker_id}")
         if isinstance(message, Tokens) and worker_id not in self.coordinator.view:
             self.seen["tokens of an untrusted life"] += 1
+        if isinstance(message, Refused):
+            self.seen[f"refused: {message.code}"] += 1
+            if message.code == "bad_parcel":
+                self._check_lost_transfer(message)
+        if isinstance(message, Tokens):
+            self.checker.sent(message)
+        if isinstance(message, Left):
+            assert not self.coordinator.ledger.leases_at(worker_id), f"{worker_id} leaves with KV that is leased"
         outputs = self.coordinator.receive(message, self.clock.now_s)
         if isinstance(message, Tokens):
             brought = {(s.event.request_id, s.event.choice, s.event.index): s.attempt for s in message.events}
             for output in outputs:
                 if isinstance(output, Emit):
                     event = output.event
+                    if event.stages is not None:
+                        self.seen["blocks fetched from the cache"] += event.stages.fetched_tokens // BLOCK_TOKENS
+                        self.seen["blocks fetched from disk"] += event.stages.disk_tokens // BLOCK_TOKENS
                     attempt = brought[event.request_id, event.choice, event.index]
                     self.checker.source(event, worker_id, attempt)
         self.do(outputs)
+
+    def _check_lost_transfer(self, message: Refused) -> None:
+        """A sender that is there and has heard of no fault keeps what it has leased as it was."""
+        sender = self.checker.sender(message.request_id, message.attempt)
+        if sender in self.memory.slots or sender in self._left_senders:
+            excuses = self.faults.keys() & {"spoil", "cut", "loss", "gateway restart"}
+            known = self.coordinator is not None and message.worker_id in self.coordinator.view
+            assert excuses or not known, f"{message.request_id}: KV of {sender} was lost under its lease"
 
     # ---- processes --------------------------------------------------------------------------------------------------
 
     def _start(self, place: Place) -> None:
         place.epoch += 1
-        place.stopped = place.ending = False
-        process = place.process = SimWorker(
-            place.worker_id,
-            place.spec,
-            self.members,
-            self._senders,
-            lambda message: self.network.send_to_gateway(process.worker_id, process.session, message),
-        )
-        self.clock.note(f"{place.name}.{place.epoch} starts")
-        self._wake_at(place, self.now_s)
+        place.ending = False
+        worker_id = place.worker_id
+        place.run = WorkerRun(self._shared, worker_id, place.spec, lambda: self._left(place, worker_id))
+        self.clock.note(f"{worker_id} starts")
 
-    def _wake_at(self, place: Place, time_s: float) -> None:
-        place.version += 1
-        place.wake_s = time_s
-        self.clock.at(time_s, self._wake, place, place.version)
-
-    def _wake(self, place: Place, version: int) -> None:
-        process = place.process
-        if process is None or version != place.version or place.stopped:
-            return
-        next_s = process.turn(self.clock.now_s)
-        if process.exited:
-            self.clock.note(f"{place.name}.{place.epoch} leaves")
-            self._end(place, place.worker_id)
-        else:
-            self._wake_at(place, next_s)
+    def _left(self, place: Place, worker_id: WorkerId) -> None:
+        self.clock.note(f"{worker_id} leaves")
+        self.seen["left after a drain"] += 1
+        self._left_senders.add(f"{worker_id}.kv")
+        self._end(place, worker_id)
 
     def end_later(self, place: Place, delay_s: float, worker_id: WorkerId) -> None:
         if place.worker_id == worker_id and not place.ending:
@@ -317,65 +313,42 @@ class World:
             self.clock.expect(self.now_s + delay_s, self._end, place, worker_id)
 
     def _end(self, place: Place, worker_id: WorkerId) -> None:
-        """Killed, or gone by itself; the supervisor reaps it and starts the next life."""
-        if place.worker_id != worker_id or place.process is None:
+        """Killed, or gone by itself; the supervisor reaps it and starts the next run."""
+        if place.worker_id != worker_id or place.run is None:
             return
-        self._remember(place.process)
-        place.process = None
+        place.run.count(self.seen)
+        place.run.kill()
+        place.run = None
         place.ending = True
         if self.rng.chance(0.5):
             self.network.lose_sent(place.name)
         self.clock.expect(self.now_s + self.rng.uniform(0.002, 0.05), self._reap, place, worker_id)
 
-    def _remember(self, process: SimWorker) -> None:
-        self.seen += process.seen
-        self.seen["preempted"] += process.scheduler.num_preemptions
-        self.seen["blocks fetched from the cache"] += process.pool.num_fetched
-        self.seen["blocks stored in the cache"] += process.pool.num_stored
-        self.seen["bad blocks in the cache"] += process.pool.num_bad
-        self.seen["waited for blocks from disk"] += process.pool.num_waited
-
     def _reap(self, place: Place, worker_id: WorkerId) -> None:
         self.clock.note(f"{worker_id} is reaped")
         self._reaped.append(worker_id)
         self.checker.lost(worker_id)
-        self._senders.pop(str(worker_id))
+        self.memory.slots.pop(f"{worker_id}.kv", None)
         if self.coordinator is not None:
             self.do(self.coordinator.receive(Reaped(worker_id), self.now_s))
         for member in self.members:
-            if member.up:
-                member.index.reaped(worker_id)
-                member.settle()
+            member.reaped(worker_id)
         self.clock.expect(self.now_s + self.rng.uniform(0.05, 0.4), self._start, place)
-
-    def _expire(self, member: CacheMember) -> None:
-        now_s = self.clock.now_s
-        if member.up:
-            member.index.expire(now_s)
-            member.settle()
-            member.turn(now_s)
-        self.clock.at(now_s + 0.1, self._expire, member)
 
     # ---- for faults -------------------------------------------------------------------------------------------------
 
     def trusts(self, worker_id: WorkerId) -> bool:
         return self.coordinator is not None and worker_id in self.coordinator.view
 
-    def wake(self, place: Place) -> None:
-        """At once, unless it is in the middle of a step."""
-        if place.process is not None and not place.process.stepping:
-            self._wake_at(place, self.now_s)
+    def has_other(self, place: Place) -> bool:
+        """Whether its role has another worker. A drained one whose Release was lost keeps the lease to its deadline:
+        requests cannot wait for so long."""
+        return any(other is not place and other.spec.role == place.spec.role for other in self.places.values())
 
-    def go_on(self, place: Place) -> None:
-        """A stopped process goes on in the middle of what it did; the step that ran is over by now."""
-        place.stopped = False
-        self._wake_at(place, self.now_s)
-
-    def restart_member(self, member: CacheMember) -> None:
-        member.restart()
+    def restart_member(self, member: SimMember) -> None:
+        member.start()
         for worker_id in self._reaped:
-            member.index.reaped(worker_id)
-        member.settle()
+            member.reaped(worker_id)
 
     def kill_gateway(self) -> None:
         self.coordinator = None
