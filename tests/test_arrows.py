@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,7 +36,12 @@ WORLDLY = {
 WORLDLY |= {"cache.disk_store", "cache.private_folder", "cache.shared_reads", "cache.disk_io"}
 WORLDLY |= {"prefill.worker", "decode.worker", "planner.probe"}
 WORLDLY |= {"tenants.key_store", "tenants.usage_log", "tenants.key_watcher"}
+WORLDLY |= {"cache.host", "simulate"}
+WORLDLY |= {
+    f"simulate.{name}" for name in ("disk", "faults", "member", "memory", "network", "place", "process", "world")
+}
 """The other halves of rooms that are split: they touch the world, and nothing pure may import them."""
+TO_WORKERS = {"StartPrefill", "StartDecode", "Release", "Cancel", "Drain", "Welcome"}
 POLICIES = tuple(name for name in PURE if name not in ("text", "grammar", "messages"))
 """Decide by their arguments alone: no clock, socket, thread, random state or environment inside."""
 OUTSIDE_WORLD = {
@@ -110,9 +115,9 @@ def circles(graph: dict[str, set[str]]) -> set[str]:
     return set(left)
 
 
-def matching(names: tuple[str, ...]) -> dict[str, Path]:
+def matching(names: tuple[str, ...], without: Collection[str] = WORLDLY) -> dict[str, Path]:
     inside = {n: p for n, p in modules(ROOT).items() if any(n == name or n.startswith(f"{name}.") for name in names)}
-    return {name: path for name, path in inside.items() if name not in WORLDLY}
+    return {name: path for name, path in inside.items() if name not in without}
 
 
 def test_no_two_rooms_import_each_other() -> None:
@@ -148,6 +153,27 @@ def test_policies_import_neither_the_world_nor_other_peoples_packages() -> None:
         assert not strangers, f"{name} imports {sorted(strangers)}"
 
 
+def test_the_simulation_handles_no_messages_of_a_worker() -> None:
+    """The workers that run in virtual time are those that serve: nothing in the simulation takes a worker's messages.
+    The checker only notes where the gateway has placed what; the supernode still has workers of its own."""
+    for name, path in matching(("simulate",), without=()).items():
+        if name == "simulate.checker" or name.startswith("simulate.supernode."):
+            continue
+        handled = [
+            node.cls.id
+            for node in ast.walk(ast.parse(path.read_text("utf-8")))
+            if isinstance(node, ast.MatchClass) and isinstance(node.cls, ast.Name) and node.cls.id in TO_WORKERS
+        ]
+        known = {target.rpartition(".")[2] for target in imports(ROOT, name, path)}
+        assert not handled and not known & TO_WORKERS, f"{name} handles {sorted({*handled, *(known & TO_WORKERS)})}"
+
+
+def test_no_worker_knows_the_simulation() -> None:
+    graph = room_graph(ROOT)
+    for name in ("prefill", "decode", "fabric", "cache", "engine", "control", "gateway", "router"):
+        assert "simulate" not in graph[name]
+
+
 WITHOUT_TORCH = """
 import sys
 
@@ -173,7 +199,7 @@ def test_the_block_blocks() -> None:
 
 
 def test_pure_rooms_run_without_torch() -> None:
-    names = [f"tripool.{name}" for name in matching(PURE)]
+    names = [f"tripool.{name}" for name in (*matching(PURE), "simulate")]
     run_without_torch("".join(f"import {name}\n" for name in ["tripool", *names]))
 
 

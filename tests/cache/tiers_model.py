@@ -12,7 +12,8 @@ from tripool.cache.index import PoolIndex
 from tripool.cache.records import Hit, Record, State, Written
 from tripool.cache.tiered_index import DiskTier, Read, TieredIndex
 from tripool.messages import WorkerId
-from tripool.simulate.disk import DiskSpec, SimDisk, Values
+from tripool.simulate.disk import SimDisk, Values
+from tripool.simulate.scenario import DiskSpec
 
 from .index_model import CHAINS, SPACES, STARTS
 

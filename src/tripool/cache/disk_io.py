@@ -90,6 +90,10 @@ class DiskTasks(Protocol):
     def close(self) -> None: ...
 
 
+OpenDisk = Callable[[str, DiskConfig, TieredIndex, Arena, float], DiskTasks]
+"""As `DiskIo` is made."""
+
+
 class DiskIo:
     def __init__(
         self, name: str, config: DiskConfig, tiered_index: TieredIndex, arena: Arena, namespace_share: float

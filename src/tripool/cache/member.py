@@ -21,13 +21,13 @@ from pathlib import Path
 import msgspec
 
 from tripool.cache import wire
-from tripool.cache.arena import NUM_READER_SLOTS, Arena
-from tripool.cache.disk_io import DiskIo, DiskTasks
+from tripool.cache.arena import NUM_READER_SLOTS
+from tripool.cache.disk_io import DiskIo, OpenDisk
 from tripool.cache.host import CacheHost, LocalHost
 from tripool.cache.index import PoolIndex
 from tripool.cache.records import Hit, State, Written
 from tripool.cache.tiered_index import TieredIndex
-from tripool.config import CacheConfig, DiskConfig
+from tripool.config import CacheConfig
 from tripool.messages import Reaped, Suspect, WorkerId
 
 LOOK_AROUND_S = 0.5
@@ -48,13 +48,7 @@ Send = Callable[[bytes], None]
 class Member:
     """Knows nothing of sockets: `answer` takes and gives bytes. `disk_io` makes the disk tier if the config has one."""
 
-    def __init__(
-        self,
-        host: CacheHost,
-        worker_id: WorkerId,
-        config: CacheConfig,
-        disk_io: Callable[[str, DiskConfig, TieredIndex, Arena, float], DiskTasks] = DiskIo,
-    ) -> None:
+    def __init__(self, host: CacheHost, worker_id: WorkerId, config: CacheConfig, disk_io: OpenDisk = DiskIo) -> None:
         self._worker_id, self._write_s = worker_id, config.write_s
         shape = f"{worker_id.name}.arena", config.slot_bytes, config.num_slots
         left = host.reopen_arena(*shape)
@@ -67,8 +61,7 @@ class Member:
             lease_s=config.lease_s,
             write_s=config.write_s,
             namespace_slots=config.namespace_slots,
-            # Above every number of every earlier life, so that what was meant for those does nothing here. Its memory
-            # does not outlive the machine's run, and neither need this clock, which is never set back.
+            # Above every number of every earlier run, so that what was meant for those does nothing here.
             first_number=max([1, int(host.now_s() * 1e9), *(record.ticket + 1 for record in records)]),
             shared_readers=self.arena,
         )

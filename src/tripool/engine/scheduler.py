@@ -34,8 +34,7 @@ from tripool.sequence import Guide, Sampled, Seq, Task
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, *, model: str, context_tokens: int) -> None:
-        self._config = config
-        self._model = model
+        self._config, self._model = config, model
         self.block_tokens = config.block_tokens
         self.context_tokens = min(context_tokens, config.num_blocks * config.block_tokens)
         """Longest sequence there can be: the model's context, or all of the KV memory if that is less."""

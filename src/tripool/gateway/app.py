@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and the shape that every refusal gets."""
+"""The HTTP application: routes, `/v1/models` among them, and the shape of every refusal."""
 
 from __future__ import annotations
 

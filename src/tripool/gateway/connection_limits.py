@@ -1,4 +1,4 @@
-"""Bounds of one HTTP connection, and how those who answer on it learn that it was cut off. No uvicorn in here."""
+"""Limits of one HTTP connection and of the connections of a tenant, and why a connection was cut off. No uvicorn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Encodes prompts within bounds: a text that cannot fit into the model's context is refused before any work on it.
+"""Encodes prompts within bounds, and counts the tokens of a prompt that only its system message decides.
+
+A text that cannot fit into the context is refused before any work on it.
 
 Encoding takes about a second and some hundred megabytes for each megabyte of text. No token stands for more bytes than
 the vocabulary's longest one, so a text of more bytes than all tokens of a context could spell needs no encoding to be

@@ -1,4 +1,4 @@
-"""What a quantisation may do, as data. Each technique can be switched off, so that its gain can be measured."""
+"""Options of a quantisation and its calibration text. Each technique can be switched off, to measure its gain."""
 
 from __future__ import annotations
 

@@ -17,17 +17,12 @@ from tripool.cache.disk_records import PAGE, DiskCopy, Purge, Segment, Write, fo
 from tripool.cache.disk_tier import DiskTier
 from tripool.cache.tiered_index import Read, TieredIndex
 from tripool.simulate.clock import Clock
+from tripool.simulate.scenario import DiskSpec
 
 Values = tuple[int, ...]
 
 _SEGMENT_BLOCKS = 4
 _DELAY_S = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class DiskSpec:
-    num_segments: int
-    blocks_per_s: float
 
 
 @dataclass(slots=True)

@@ -57,6 +57,7 @@ class SimMember:
             lost = self._acknowledged - tier.disk_copies.keys()
             assert not lost, f"{len(lost)} blocks that were on disk are gone"
             self.seen["blocks found on disk"] += tier.num_disk_copies if self.epoch > 1 else 0
+        self._turn()
 
     def kill(self) -> None:
         self._disturb()

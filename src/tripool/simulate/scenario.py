@@ -8,7 +8,6 @@ from typing import Literal, get_args
 from tripool.config import AdmissionConfig, RouterConfig, SchedulerConfig
 from tripool.core import Request, SamplingParams, Slo
 from tripool.messages import Role
-from tripool.simulate.disk import DiskSpec
 from tripool.simulate.rng import Rng
 from tripool.tenants import Limits, Tenant
 
@@ -29,6 +28,12 @@ rot: a cache member's disk takes nothing more, or has changed what was on it."""
 _COMMON: tuple[FaultKind, ...] = (
     "kill", "kill", "stop", "stop", "stop", "slow", "cut", "loss", "spoil", "cache restart", "burst"
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class DiskSpec:
+    num_segments: int
+    blocks_per_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

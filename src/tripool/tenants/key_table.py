@@ -1,4 +1,4 @@
-"""Who may come in, as the key book had it when it was read. Pure: the clock is an argument, the file is elsewhere."""
+"""Tenants, their keys and limits, as read from the key store. Pure: the clock is an argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decides a run, as numbers: how documents become rows, how fast to learn, when to tell. Pure data."""
+"""Settings of a training run and its schedule: rows, learning rate by progress, reports. Pure: no clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the CUDA table makes its parts."""
+"""The parts of the CUDA table: linear layers, routed experts, norms and rounding."""
 
 from __future__ import annotations
 
