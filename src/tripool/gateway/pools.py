@@ -149,7 +149,7 @@ class Pools:
     def room(self) -> Capacity:
         """For the door: prefill workers, and choices that the decode workers answer at the same time."""
         view = self._coordinator.view
-        slots = sum(m.hello.max_running for m in view if m.hello.role == "decode" and not m.draining)
+        slots = sum(m.hello.max_running for m in view if m.hello.role == "decode" and m.ready)
         return Capacity(max(1, view.num_ready("prefill")), slots or None)
 
     def stats(self) -> ServingStats:
@@ -320,6 +320,7 @@ class Pools:
                 "epoch": member.worker_id.epoch,
                 "pid": member.hello.pid,
                 "role": member.hello.role,
+                "instance": member.hello.instance_name,
                 "draining": member.draining,
                 "steps": member.num_steps,
                 "placed": member.num_placed,
