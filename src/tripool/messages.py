@@ -93,6 +93,14 @@ class Hello(Message, frozen=True):
     max_running: Positive
     context_tokens: Positive
     vocab: Positive
+    instance: str = ""
+    """The instance that this worker is a rank of. Empty: it is an instance by itself."""
+    num_ranks: Positive = 1
+    """Of the instance. It takes requests while all of them are there."""
+
+    @property
+    def instance_name(self) -> str:
+        return self.instance or self.worker_id.name
 
 
 class Heartbeat(Message, frozen=True):

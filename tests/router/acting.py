@@ -27,8 +27,8 @@ P0, P1 = WorkerId("prefill-0", 1), WorkerId("prefill-1", 1)
 D0, D1 = WorkerId("decode-0", 1), WorkerId("decode-1", 1)
 
 
-def hello(worker_id: WorkerId, role: Role, *, kv_tokens: int = 10_000, max_running: int = 64) -> Hello:
-    return Hello(PROTOCOL, role, worker_id, 1, "m", kv_tokens, max_running, 4096, 100)
+def hello(worker_id: WorkerId, role: Role, *, kv_tokens: int = 10_000, max_running: int = 64, **instance: Any) -> Hello:
+    return Hello(PROTOCOL, role, worker_id, 1, "m", kv_tokens, max_running, 4096, 100, **instance)
 
 
 def ask(request_id: str = "r", *, prompt: int = 5, n: int = 1, max_tokens: int = 8) -> Request:

@@ -126,7 +126,7 @@ class PoolBackend:
     def room(self) -> Capacity:
         """For admission control: prefill workers, and choices that the decode workers compute at the same time."""
         view = self.coordinator.view
-        slots = sum(m.hello.max_running for m in view if m.hello.role == "decode" and not m.draining)
+        slots = sum(m.hello.max_running for m in view if m.hello.role == "decode" and m.ready)
         return Capacity(max(1, view.num_ready("prefill")), slots or None)
 
     def stats(self) -> ServingStats:

@@ -183,6 +183,7 @@ class Pools:
                 "epoch": member.worker_id.epoch,
                 "pid": member.hello.pid,
                 "role": member.hello.role,
+                "instance": member.hello.instance_name,
                 "draining": member.draining,
                 "steps": member.num_steps,
                 "placed": member.num_placed,

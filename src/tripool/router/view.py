@@ -44,6 +44,8 @@ class Member:
     idle_s: float | None = None
     """Since when its pulses say that it has nothing."""
     draining: bool = False
+    whole: bool = True
+    """Every rank of its instance is there."""
     num_placed: int = 0
     placed_tokens: int = 0
     """Everything the ledger has there."""
@@ -73,6 +75,11 @@ class Member:
         self.worker_id, self.bearable = self.hello.worker_id, self.hello.max_running
 
     @property
+    def ready(self) -> bool:
+        """Takes new work."""
+        return self.whole and not self.draining
+
+    @property
     def load_tokens(self) -> int:
         """Tokens to compute before it is idle: never more than the ledger knows of."""
         return min(self.placed_tokens, self.reported_tokens + self.crossing_tokens + self.recent_tokens)
@@ -90,6 +97,9 @@ _Entry = tuple[float, int, int, Member]
 class FleetView:
     def __init__(self) -> None:
         self._members: dict[WorkerId, Member] = {}
+        self._instances: dict[tuple[Role, str], list[Member]] = {}
+        """Ranks that are there, by role and instance. A request is placed on an instance that is whole, at one of its
+        ranks; without expert parallelism every worker is an instance of one rank."""
         self._ready: Counter[str] = Counter()
         """Members by role that take new work."""
         self._heaps: dict[str, list[_Entry]] = {"prefill": [], "decode": []}
@@ -123,20 +133,39 @@ class FleetView:
         assert hello.worker_id not in self._members, "a life joins once"
         member = Member(hello, heard_s=now_s, progress_s=now_s, placed_s=now_s)
         self._members[hello.worker_id] = member
+        ranks = self._instances.setdefault((hello.role, hello.instance_name), [])
+        ranks.append(member)
         self._ready[hello.role] += 1
+        self._set_whole(ranks)
         self._sort_in(member)
 
     def remove(self, worker_id: WorkerId) -> None:
         """After its placements are taken off; its heap entries go when they come up."""
         member = self._members.pop(worker_id)
         assert member.num_placed == 0 and member.placed_tokens == 0, "a member left with work placed on it"
-        self._ready[member.hello.role] -= not member.draining
+        self._ready[member.hello.role] -= member.ready
         member.version = -1
+        instance = member.hello.role, member.hello.instance_name
+        ranks = self._instances[instance]
+        ranks.remove(member)
+        if ranks:
+            self._set_whole(ranks)
+        else:
+            del self._instances[instance]
 
     def drain(self, worker_id: WorkerId) -> None:
         member = self._members[worker_id]
-        self._ready[member.hello.role] -= not member.draining
+        self._ready[member.hello.role] -= member.ready
         member.draining = True
+
+    def _set_whole(self, ranks: list[Member]) -> None:
+        """After a rank of an instance came or went. What is placed on the others stays; they get nothing new."""
+        whole = len(ranks) >= ranks[0].hello.num_ranks
+        for member in ranks:
+            before, member.whole = member.ready, whole
+            self._ready[member.hello.role] += member.ready - before
+            if member.ready and not before:
+                self._sort_in(member)
 
     def heard(self, heartbeat: Heartbeat, now_s: float) -> Member:
         member = self._members[heartbeat.worker_id]
@@ -255,7 +284,7 @@ class FleetView:
         skipped: list[_Entry] = []
         while heap and len(entries) < _CANDIDATES:
             entry = heappop(heap)
-            if entry[3].version == entry[2] and not entry[3].draining:
+            if _is_current(entry):
                 (skipped if entry[3].worker_id in closed else entries).append(entry)
         for entry in (*entries, *skipped):
             heappush(heap, entry)
@@ -263,7 +292,7 @@ class FleetView:
         return found if avoid is None else [m for m in found if m.worker_id != avoid] or found
 
     def _sort_in(self, member: Member) -> None:
-        if member.draining:
+        if not member.ready:
             return
         self.num_changes += 1
         member.version = self.num_changes
@@ -290,14 +319,17 @@ class FleetView:
         assert not placed.keys() - self._members.keys(), "work is placed on a worker that is not there"
         assert Counter(transfers) == self._transfers, "parcels under way are miscounted"
         for role, heap in self._heaps.items():
-            ready = [m for m in self._members.values() if m.hello.role == role and not m.draining]
+            ready = [m for m in self._members.values() if m.hello.role == role and m.ready]
             assert self._ready[role] == len(ready), "ready workers are miscounted"
             current = list(filter(_is_current, heap))
             worker_ids = Counter(entry[3].worker_id for entry in current)
             assert worker_ids == Counter(m.worker_id for m in ready), "a worker cannot be picked"
             assert all(entry[0] == entry[3].weigh() for entry in current), "sorted by an old load"
         assert self._num_promised == sum(m.classes.total() for m in self), "promises are miscounted"
-        busy = [m for m in self if m.hello.role == "decode" and m.num_placed and not m.draining]
+        for ranks in self._instances.values():
+            assert all(m.whole == (len(ranks) >= m.hello.num_ranks) for m in ranks), "an instance is whole or not"
+        assert Counter(map(id, self)) == Counter(id(m) for ranks in self._instances.values() for m in ranks)
+        busy = [m for m in self if m.hello.role == "decode" and m.num_placed and m.ready]
         for member in self._members.values():
             assert member.strictest_ms == min(member.classes, default=inf), "not its strictest"
             assert member.classes.total() <= member.num_placed, "promises that are placed nowhere"
@@ -309,7 +341,7 @@ class FleetView:
 
 def _is_current(entry: _Entry) -> bool:
     member = entry[3]
-    return member.version == entry[2] and not member.draining
+    return member.version == entry[2] and member.ready
 
 
 def _has_room(member: Member, tokens: int) -> bool:
