@@ -34,7 +34,7 @@ from tripool.engine.device import DeviceSpec, table_of  # noqa: E402
 from tripool.engine.device_runner import DeviceRunner  # noqa: E402
 from tripool.engine.runner import Runner  # noqa: E402
 from tripool.kernels.cuda.make import all_rows, sorted_rows  # noqa: E402
-from tripool.kernels.cuda.weight_store import OnDevice  # noqa: E402
+from tripool.kernels.cuda.table import OnDevice  # noqa: E402
 from tripool.models import Model, load_model  # noqa: E402
 from tripool.sequence import Work  # noqa: E402
 from tripool.text import TextFiles, Tokenizer  # noqa: E402

@@ -25,8 +25,7 @@ from driving import Batch
 from tripool.engine.device import DeviceSpec
 from tripool.kernels.cuda.arithmetic import quantized_ops_of
 from tripool.kernels.cuda.quantized_linear import QuantizedOps
-from tripool.kernels.cuda.table import cuda_table
-from tripool.kernels.cuda.weight_store import OnDevice
+from tripool.kernels.cuda.table import OnDevice, cuda_table
 from tripool.kernels.weights import E4M3, INT8
 from tripool.models import Model
 from tripool.models.load import arch_of

@@ -16,7 +16,7 @@ from tripool.checkpoints import open_checkpoint
 from tripool.engine.device import DeviceSpec, table_of
 from tripool.engine.runner import Runner, Work
 from tripool.kernels import CPU, CPU8
-from tripool.kernels.cuda.weight_store import OnDevice
+from tripool.kernels.cuda.table import OnDevice
 from tripool.models import load_model
 from tripool.quant import Techniques, quantize
 

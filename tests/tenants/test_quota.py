@@ -18,7 +18,7 @@ from tripool.cache.records import State, Written
 from tripool.core import SALT_MARK
 from tripool.messages import WorkerId
 from tripool.tenants import Limits, Tenant
-from tripool.tenants.quota import PUBLIC_SHARE, spread, tables
+from tripool.tenants.key_table import PUBLIC_SHARE, spread, tables
 
 NAMES = ("a", "b", "c")
 TAGS = {name: namespace_tag(name) for name in NAMES}

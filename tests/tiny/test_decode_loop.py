@@ -12,8 +12,7 @@ from tripool.checkpoints import open_checkpoint
 from tripool.engine.device_runner import DeviceRunner
 from tripool.engine.noise import draw, noise_key, stream_base, token_hashes
 from tripool.engine.runner import Runner
-from tripool.kernels.cuda.table import cuda_table
-from tripool.kernels.cuda.weight_store import OnDevice
+from tripool.kernels.cuda.table import OnDevice, cuda_table
 from tripool.models import Model, load_model
 from tripool.sequence import Work
 from tripool.text import Tokenizer

@@ -30,8 +30,8 @@ def register(app: typer.Typer) -> None:
         if system not in _SYSTEMS:
             raise InvalidRequest(f"no tables of '{system}'", hint=f"known: {', '.join(_SYSTEMS)}", param="system")
         from tripool.planner.reproduce import cloudmatrix_figures, cloudmatrix_tables
+        from tripool.planner.reproduce.lines import tables_data
         from tripool.planner.reproduce.page import render_page
-        from tripool.planner.reproduce.report import tables_data
 
         tables = cloudmatrix_tables()
         if json_file is not None:

@@ -16,8 +16,7 @@ from tripool.engine.sampler import Guard
 from tripool.errors import TripoolError
 from tripool.kernels import KernelTable
 from tripool.kernels.cuda.arithmetic import quantized_ops_of
-from tripool.kernels.cuda.table import cuda_table
-from tripool.kernels.cuda.weight_store import OnDevice
+from tripool.kernels.cuda.table import OnDevice, cuda_table
 from tripool.kernels.weights import E4M3, INT8
 from tripool.models import Model, load_model
 from tripool.text.files import TextFiles

@@ -17,7 +17,7 @@ from tripool.cache.wire import Told
 from tripool.gateway.auth import Access
 from tripool.tenants import KeyTable
 from tripool.tenants.key_store import KeyStoreError
-from tripool.tenants.quota import tables
+from tripool.tenants.key_table import tables
 
 ROUND_S = 1.0
 _TELL_AGAIN_ROUNDS = 5

@@ -19,8 +19,7 @@ from tripool.engine.device_runner import DeviceRunner
 from tripool.engine.runner import Runner
 from tripool.kernels.cuda.arithmetic import quantized_ops_of
 from tripool.kernels.cuda.make import Make
-from tripool.kernels.cuda.table import cuda_table
-from tripool.kernels.cuda.weight_store import OnDevice
+from tripool.kernels.cuda.table import OnDevice, cuda_table
 from tripool.kernels.weights import INT8
 from tripool.models import Model, load_model
 from tripool.quant import Techniques, quantize

@@ -13,8 +13,8 @@ from bench.planner_tables import reproduce_document
 from tripool.page.svg import HEIGHT, WIDTH
 from tripool.planner.reproduce import cloudmatrix_figures, cloudmatrix_tables
 from tripool.planner.reproduce.curves import Curve, Figure
+from tripool.planner.reproduce.lines import tables_data
 from tripool.planner.reproduce.page import draw, render_page
-from tripool.planner.reproduce.report import tables_data
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "reproduce.md"
 TABLES, FIGURES = cloudmatrix_tables(), cloudmatrix_figures()

@@ -7,6 +7,7 @@ weight stores that move tensors to a device: what they keep depends on scales, w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,6 +17,16 @@ from tripool.kernels.cuda.make import Make
 from tripool.kernels.cuda.quantized_linear import QuantizedOps
 from tripool.kernels.table import KernelTable
 from tripool.kernels.weight_store import FRESH, WeightStore
+
+
+class OnDevice:
+    """A shelf (see `kernels.store`) that keeps nothing but sends everything to one device."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
+
+    def keep(self, label: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return make().to(self.device)
 
 
 def cuda_table(
