@@ -21,7 +21,7 @@ from typing import Any
 
 from tripool.cache import wire
 from tripool.cache.arena import MAX_WORKER_NAME_BYTES, Arena, as_bytes
-from tripool.cache.copying import soon
+from tripool.cache.copying import wake_helper
 from tripool.cache.host import CacheHost
 from tripool.cache.link import Acquired, Link
 from tripool.cache.records import Block, namespace_tag
@@ -56,7 +56,7 @@ _Run = tuple[SharedBlocks, int, int]
 
 
 class Prefix:
-    """Blocks that are there, and stay there until the lease ends: soon. Release it, or use it with `with`."""
+    """Blocks that are there, and stay there until the lease ends: wake_helper. Release it, or use it with `with`."""
 
     def __init__(self, runs: list[_Run], held: list[_Held]) -> None:
         self._runs, self._held = runs, held
@@ -151,7 +151,7 @@ class PoolClient:
     def fetch(self, keys: Sequence[bytes], into: Sequence[Any], *, namespace: str, first: int = 0) -> int:
         """Find and read at once: buffers for the blocks from `first` on. Returns how many were filled."""
         if into:
-            soon(memoryview(into[0]).nbytes)
+            wake_helper(memoryview(into[0]).nbytes)
         with self.find(keys[: first + len(into)], namespace=namespace, first=first) as prefix:
             return prefix.read(into)
 
@@ -191,7 +191,7 @@ class PoolClient:
         return Prefix(runs, held)
 
     def _answered(self, link: Link, positions: list[int], number: int | None, keys: Sequence[bytes]) -> _Held | None:
-        answer = link.answer(number, wire.Found)
+        answer = link.answer(number, wire.LookupResult)
         if answer is None or not answer.lease or link.arena is None:
             return None
         columns = (answer.slots, answer.checksums, answer.sizes, answer.forms)
@@ -202,7 +202,7 @@ class PoolClient:
         rows = zip(answer.slots, answer.checksums, answer.sizes, answer.forms, strict=True)
         blocks = (Block(*row, place in answer.from_disk) for place, row in enumerate(rows))
         return _Held(
-            link, answer.lease, SharedBlocks.told(link.arena, [keys[position] for position in positions], blocks)
+            link, answer.lease, SharedBlocks.from_lookup(link.arena, [keys[position] for position in positions], blocks)
         )
 
     def store(
@@ -246,7 +246,7 @@ class PoolClient:
         places: dict[Link, list[int]] = {}
         if not self._links:
             return places
-        for stretch in self._ring.stretches(keys, first):
+        for stretch in self._ring.member_ranges(keys, first):
             link = self._links[stretch.member]
             if not link.ready():
                 break
@@ -255,10 +255,10 @@ class PoolClient:
 
     # ---- for those who look after it ----------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, wire.Told | None]:
+    def stats(self) -> dict[str, wire.Stats | None]:
         """What each member says of itself; None for those that say nothing."""
         asked = {member: link.count() if link.ready() else None for member, link in self._links.items()}
-        return {member: self._links[member].answer(number, wire.Told) for member, number in asked.items()}
+        return {member: self._links[member].answer(number, wire.Stats) for member, number in asked.items()}
 
     def report(self, fate: Suspect | Reaped) -> list[str]:
         """Tell every member what became of a worker; returns those that were not there to hear it.

@@ -25,7 +25,7 @@ _UNSENT_USES = 64
 _FROM_DISK = 0.5
 """Part of the time that is waited for an answer in which it may wait for blocks from disk."""
 
-AnswerT = TypeVar("AnswerT", wire.Opened, wire.Found, wire.Granted, wire.Told, wire.Purged)
+AnswerT = TypeVar("AnswerT", wire.Opened, wire.LookupResult, wire.Granted, wire.Stats, wire.Purged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Link:
     def answers(self) -> bool:
         """Ask now. `ready` may not know yet of a death that nobody ran into."""
         self._ask_again_s = 0.0
-        return self.ready() and self.answer(self.count(), wire.Told) is not None
+        return self.ready() and self.answer(self.count(), wire.Stats) is not None
 
     def _open(self) -> None:
         if self._channel is None and not self._connect():
@@ -140,7 +140,7 @@ class Link:
         return self.ask(wire.Reserve(self._next(), self._worker_id, namespace, *asked))
 
     def count(self) -> int | None:
-        return self.ask(wire.Ask(self._next()))
+        return self.ask(wire.GetStats(self._next()))
 
     def purge(self, namespace: bytes) -> int | None:
         return self.ask(wire.Purge(self._next(), namespace))
@@ -179,7 +179,9 @@ class Link:
             slots, checksums, sizes = zip(*written, strict=True) if written else ((), (), ())
             self.tell(wire.Commit(self._worker_id, ticket, slots, checksums, sizes, form))
 
-    def ask(self, question: wire.Open | wire.Lookup | wire.Reserve | wire.Ask | wire.Purge | wire.Quotas) -> int | None:
+    def ask(
+        self, question: wire.Open | wire.Lookup | wire.Reserve | wire.GetStats | wire.Purge | wire.Quotas
+    ) -> int | None:
         """The question's number, or None when it cannot be sent."""
         if not self.tell(question):
             return None
@@ -198,11 +200,11 @@ class Link:
         self._is_there, self._is_late = False, self._channel is not None
         return None
 
-    def tell(self, question: wire.Question) -> bool:
+    def tell(self, question: wire.Request) -> bool:
         self.flush()
         return self._send(question)
 
-    def _send(self, question: wire.Question) -> bool:
+    def _send(self, question: wire.Request) -> bool:
         if self._channel is None:
             return False
         try:
@@ -215,9 +217,9 @@ class Link:
             return False
         return True
 
-    def _of_our_arena(self, heard: wire.Answer) -> bool:
+    def _of_our_arena(self, heard: wire.Reply) -> bool:
         """A member that made its arena anew is opened anew, next time; its slots are not those of our map."""
-        if not isinstance(heard, (wire.Found, wire.Granted)) or (self.arena and heard.nonce == self.arena.nonce):
+        if not isinstance(heard, (wire.LookupResult, wire.Granted)) or (self.arena and heard.nonce == self.arena.nonce):
             return True
         self._give_up(heard)
         self._is_there, self._ask_again_s = False, 0.0
@@ -227,17 +229,17 @@ class Link:
         while (heard := self._hear(0.0)) is not None:
             self._give_up(heard)
 
-    def _give_up(self, heard: wire.Answer) -> None:
+    def _give_up(self, heard: wire.Reply) -> None:
         """An answer nobody waits for any more. What it gives is given back; a sign of life is welcome."""
         match heard:
-            case wire.Found(lease=lease):
+            case wire.LookupResult(lease=lease):
                 self.release(lease)
             case wire.Granted(ticket=ticket):
                 self.commit(ticket, [], 0)
             case wire.Opened():
                 self._attach(heard)
 
-    def _hear(self, wait_s: float) -> wire.Answer | None:
+    def _hear(self, wait_s: float) -> wire.Reply | None:
         if self._channel is None:
             return None
         try:
@@ -245,7 +247,7 @@ class Link:
             if data is None:
                 return None
             if len(data):
-                return wire.decode_answer(data)
+                return wire.decode_reply(data)
         except (OSError, msgspec.DecodeError):
             pass  # dead, or not speaking our language: the same to us
         self.close()

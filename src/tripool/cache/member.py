@@ -93,7 +93,7 @@ class Member:
         `send` takes answers that must wait for the disk; without it nothing waits.
         """
         try:
-            question = wire.decode_question(data)
+            question = wire.decode_request(data)
         except msgspec.DecodeError:
             self._num_strange += 1
             return None
@@ -132,7 +132,7 @@ class Member:
         """What the disk has done, what it is to do, and answers that waited for it."""
         if self.disk_io is None:
             return
-        self.disk_io.turn(now_s)
+        self.disk_io.poll(now_s)
         answers = [(*self._parked.pop(waited), hit) for waited, hit in self.tiered_index.answers(now_s)]
         self._write_headers()
         for number, send, hit in answers:
@@ -153,7 +153,7 @@ class Member:
             self.disk_io.close()
         self.arena.remove()
 
-    def _reply(self, question: wire.Question, now_s: float, send: Send | None) -> wire.Answer | None:
+    def _reply(self, question: wire.Request, now_s: float, send: Send | None) -> wire.Reply | None:
         match question:
             case wire.Lookup():
                 return self._look_up(question, now_s, send)
@@ -175,7 +175,7 @@ class Member:
                 return wire.Opened(
                     number, wire.PROTOCOL, self._worker_id, *place, self._write_s, self._take_reader_slot(worker_id)
                 )
-            case wire.Ask(number):
+            case wire.GetStats(number):
                 return self._told(number)
             case wire.Purge(number, namespace):
                 return self._purge(number, namespace, send)
@@ -191,7 +191,7 @@ class Member:
                 self.index.reaped(worker_id)
         return None
 
-    def _look_up(self, question: wire.Lookup, now_s: float, send: Send | None) -> wire.Found | None:
+    def _look_up(self, question: wire.Lookup, now_s: float, send: Send | None) -> wire.LookupResult | None:
         for lease in question.done:
             self.index.release(lease, question.worker_id)
         wait_s = min(question.wait_ms / 1e3, _MAX_WAIT_S) if send is not None else 0.0
@@ -211,8 +211,8 @@ class Member:
         self.disk_io.purge(namespace, purge, partial(send, wire.encode(purged)))
         return None
 
-    def _found(self, number: int, hit: Hit) -> wire.Found:
-        return wire.Found(
+    def _found(self, number: int, hit: Hit) -> wire.LookupResult:
+        return wire.LookupResult(
             number,
             self.arena.nonce,
             hit.lease,
@@ -237,9 +237,9 @@ class Member:
         written = [Written(slot, checksum, size, told.form) for slot, checksum, size in columns if size <= limit]
         self.index.commit(told.ticket, told.worker_id, written)
 
-    def _told(self, number: int) -> wire.Told:
+    def _told(self, number: int) -> wire.Stats:
         index, counters = self.index, self.index.counters
-        return wire.Told(
+        return wire.Stats(
             number=number,
             slot_bytes=self.arena.slot_bytes,
             num_slots=index.num_slots,
