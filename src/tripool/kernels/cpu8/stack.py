@@ -1,4 +1,4 @@
-"""A whole step of the network in one call into C."""
+"""A whole forward step of the network as one call into C."""
 
 from __future__ import annotations
 

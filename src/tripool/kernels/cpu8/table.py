@@ -1,4 +1,4 @@
-"""The 8-bit CPU table."""
+"""The kernel table of the 8-bit CPU kernels."""
 
 from functools import partial
 

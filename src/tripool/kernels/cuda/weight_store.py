@@ -1,4 +1,4 @@
-"""Final tensors on a device: what the loader reads and the table packs moves there as it is kept."""
+"""Weight store that moves packed tensors to a device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class OnDevice:
-    """A shelf (see `kernels.store`) that keeps nothing but sends everything to one device."""
+    """Stores nothing and sends every tensor to one device."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)
