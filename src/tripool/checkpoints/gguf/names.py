@@ -1,4 +1,4 @@
-"""GGUF tensor names to Hugging Face names, per architecture. A name nobody knows is refused, never skipped."""
+"""Maps GGUF tensor names to Hugging Face names, per architecture. An unknown name is refused, never skipped."""
 
 from __future__ import annotations
 
