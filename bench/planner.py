@@ -33,7 +33,7 @@ INSTALL = "python -m venv .venv-aiconfigurator && .venv-aiconfigurator/bin/pip i
 
 def plan_s() -> float:
     """A supernode of 384 chips, levers and front included, on one core."""
-    ask = Ask(
+    ask = PlanGoal(
         model=named_model("deepseek-r1"), hardware=named_hardware("ascend-910c"), chips=384, input_tokens=4096,
         output_tokens=1024, ttft_s=2.0, tpot_s=0.05,
     )  # fmt: skip

@@ -22,8 +22,7 @@ from tripool.cli.plan import _hardware, _model
 from tripool.cli.terminal import stderr
 from tripool.errors import InvalidRequest
 from tripool.planner.deployment import DeploymentFile, read_deployment, write_deployment
-from tripool.planner.search import Ask as PlanAsk
-from tripool.planner.search import make_plan
+from tripool.planner.search import PlanGoal, make_plan
 from tripool.simulate.supernode import lay_out, parse_fault, simulate_trace
 from tripool.simulate.supernode.page import render_comparison, render_run
 from tripool.simulate.supernode.rows import compared_rows, summary_rows

@@ -20,13 +20,13 @@ def tables_data(tables: Sequence[Table]) -> dict[str, Any]:
             "worst_gain": {"name": found.worst_gain.name, "error": found.worst_gain.error},
         },
         "tables": [
-            {"title": each.title, "said": each.said, "lines": [_line_data(line) for line in each.lines]}
+            {"title": each.title, "description": each.description, "lines": [_line_data(line) for line in each.lines]}
             for each in tables
         ],
     }
 
 
-def _line_data(line: Line) -> dict[str, Any]:
+def _line_data(line: TableLine) -> dict[str, Any]:
     return {
         "name": line.name,
         "unit": line.unit,
