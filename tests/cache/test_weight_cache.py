@@ -182,7 +182,7 @@ def test_a_writer_that_is_killed_leaves_nothing_that_lasts(tmp_path):
 
 def test_another_users_folder_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
-    with pytest.raises(ArenaError, match=r"another user|not this user"):
+    with pytest.raises(ArenaError, match=r"another user|not belong to this user"):
         WeightCache(tmp_path, QUOTA)
 
 
