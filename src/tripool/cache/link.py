@@ -23,7 +23,7 @@ from tripool.messages import WorkerId
 _UNSENT_RELEASES = 16
 _UNSENT_USES = 64
 _FROM_DISK = 0.5
-"""Part of the time that is waited for an answer in which it may wait for blocks from disk."""
+"""Share of the reply's deadline that it may spend waiting for blocks from disk."""
 
 AnswerT = TypeVar("AnswerT", wire.Opened, wire.LookupResult, wire.Granted, wire.Stats, wire.Purged)
 
@@ -46,13 +46,13 @@ class Link:
         self._number = 0
         self._channel: MemberChannel | None = None
         self._done: list[int] = []
-        """Leases to be given back."""
+        """Leases to release."""
         self._reader_slot = -1
         self._used: list[tuple[int, int]] = []
-        """Slots and tickets of blocks that were read without asking, for the member to know."""
+        """(slot, ticket) of blocks read by shared reads, to be reported to the member."""
         self._is_there = False
         self._is_late = False
-        """It was waited for in vain: from now on nobody waits until it has answered."""
+        """A wait timed out: until the member answers again, requests do not wait."""
         self._ask_again_s = 0.0
 
     def close(self) -> None:
@@ -61,10 +61,10 @@ class Link:
             self._channel.close()
         self._channel, self._is_there, self._reader_slot, self._used = None, False, -1, []
 
-    # ---- is it there? -------------------------------------------------------------------------------------------
+    # ---- availability -------------------------------------------------------------------------------------------
 
     def ready(self) -> bool:
-        """Whether questions can be asked. Waits, within bounds, only while nothing is known against the member."""
+        """Whether requests can be sent. Waits, within bounds, only while the member is not known to be absent."""
         if not self._is_there:
             self._hear_late()
         if not self._is_there and self._host.now_s() >= self._ask_again_s:
@@ -73,7 +73,7 @@ class Link:
         return self._is_there
 
     def answers(self) -> bool:
-        """Ask now. `ready` may not know yet of a death that nobody ran into."""
+        """Send a request now: `ready` may not have noticed a dead member yet."""
         self._ask_again_s = 0.0
         return self.ready() and self.answer(self.count(), wire.Stats) is not None
 
@@ -101,12 +101,12 @@ class Link:
             except (OSError, ArenaError):  # gone again, or not ours: as good as absent
                 self.arena = None
                 return
-        if self.arena.nonce != opened.nonce:  # made anew since
+        if self.arena.nonce != opened.nonce:  # recreated since
             return
         self.write_s, self._reader_slot = opened.write_s, opened.reader_slot
         self._is_there, self._is_late = True, False
 
-    # ---- without asking -----------------------------------------------------------------------------------------
+    # ---- shared reads -------------------------------------------------------------------------------------------
 
     def find_here(self, namespace: bytes, keys: Sequence[bytes]) -> tuple[Acquired, SharedBlocks] | None:
         """All of these blocks, as far as can be seen in the arena of a member that is there; None: ask."""
@@ -128,7 +128,7 @@ class Link:
         if len(self._used) >= _UNSENT_USES:
             self.flush()
 
-    # ---- questions and answers ----------------------------------------------------------------------------------
+    # ---- requests and replies -----------------------------------------------------------------------------------
 
     def look_up(self, namespace: bytes, keys: tuple[bytes, ...]) -> int | None:
         done = self._take_done()
@@ -149,7 +149,7 @@ class Link:
         return self.ask(wire.Quotas(self._next(), slots))
 
     def release(self, lease: int, bad: tuple[int, ...] = ()) -> None:
-        """Goes with the next question, or with `flush`: waking the member for it alone would cost as much as asking."""
+        """Sent with the next request, or with `flush`: a message of its own would cost as much as a request."""
         if bad:
             self._send(wire.Release(self._worker_id, (lease,), bad))
         elif lease:
@@ -182,7 +182,7 @@ class Link:
     def ask(
         self, question: wire.Open | wire.Lookup | wire.Reserve | wire.GetStats | wire.Purge | wire.Quotas
     ) -> int | None:
-        """The question's number, or None when it cannot be sent."""
+        """The number of the request, or None if it cannot be sent."""
         if not self.tell(question):
             return None
         return question.number
@@ -218,7 +218,9 @@ class Link:
         return True
 
     def _of_our_arena(self, heard: wire.Reply) -> bool:
-        """A member that made its arena anew is opened anew, next time; its slots are not those of our map."""
+        """A member with a recreated arena is opened again, next time; its slots are not those of the current
+        mapping.
+        """
         if not isinstance(heard, (wire.LookupResult, wire.Granted)) or (self.arena and heard.nonce == self.arena.nonce):
             return True
         self._give_up(heard)
@@ -230,7 +232,7 @@ class Link:
             self._give_up(heard)
 
     def _give_up(self, heard: wire.Reply) -> None:
-        """An answer nobody waits for any more. What it gives is given back; a sign of life is welcome."""
+        """Handle a late reply: release what it grants; an Opened reply shows that the member is back."""
         match heard:
             case wire.LookupResult(lease=lease):
                 self.release(lease)
@@ -249,7 +251,7 @@ class Link:
             if len(data):
                 return wire.decode_reply(data)
         except (OSError, msgspec.DecodeError):
-            pass  # dead, or not speaking our language: the same to us
+            pass  # dead or invalid: treated alike
         self.close()
         return None
 
