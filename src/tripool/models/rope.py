@@ -71,7 +71,7 @@ def inverse_frequencies(rope: RopeShape) -> torch.Tensor:
 
 
 def amplitude(rope: RopeShape) -> float:
-    """Factor on cos and sin. YaRN sharpens attention a little when it stretches the context."""
+    """Factor on cos and sin. YaRN sharpens attention slightly when it extends the context."""
     if rope.kind != "yarn":
         return 1.0
     extra, factor = rope.extra, rope.extra["factor"]

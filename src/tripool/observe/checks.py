@@ -100,9 +100,7 @@ def _cpu(machine: Machine) -> Iterator[Finding]:
         f"{cpu.num_usable} of {cpu.num_cores} cores" if cpu.num_usable < cpu.num_cores else f"{cpu.num_cores} cores"
     )
     if cpu.quota_cores is not None and cpu.quota_cores < cpu.num_usable:
-        problem = (
-            f"{usable}, but the control group grants only {cpu.quota_cores:g}: more threads than that wait in turns"
-        )
+        problem = f"{usable}, but the control group grants only {cpu.quota_cores:g}: more threads than that only wait"
         yield Finding(
             "cpu", "warn", problem, f"serve with --threads {max(1, ceil(cpu.quota_cores))}, or raise the quota"
         )

@@ -85,7 +85,7 @@ class Port:
     """Version of the Tripool that answers there."""
     ready: bool = False
     says: str = ""
-    """What that server says when it is not ready."""
+    """The server's message when it is not ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -82,14 +82,14 @@ class Plot:
             self.marks.append(f'<polyline class="{kind} line" points="{corners}"/>')
 
     def points(self, points: Iterable[tuple[float, float, str]], kind: str) -> None:
-        """Each with what it says when pointed at."""
+        """Points, each with its hover text."""
         for x, y, text in points:
             where = f'cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="3"'
             self.marks.append(f'<circle class="{kind}" {where}><title>{escape(text)}</title></circle>')
 
     def rule(self, value: float, text: str, kind: str = "rule") -> None:
-        """A vertical line with a word at its top, in the first row where it covers no other's."""
-        if not 0 <= value <= self.x_ticks[-1] * (1 + 1e-9):  # the largest value may sit on the last tick
+        """A vertical line with a label at its top, in the first row where it overlaps no other label."""
+        if not 0 <= value <= self.x_ticks[-1] * (1 + 1e-9):  # the largest value may be on the last tick
             return
         at, width = self.x(value), _LETTER * len(text)
         anchor, shift = ("end", -4) if at > WIDTH - 110 else ("start", 4)
