@@ -23,7 +23,7 @@ from pathlib import Path
 
 from harness import REPO, Origin, Row, print_table, write_json
 from planner_tables import planner_document
-from tripool.planner import Ask, DecodeModel, Setup, make_plan, named_hardware, named_model
+from tripool.planner import DecodeModel, PlanGoal, Setup, make_plan, named_hardware, named_model
 
 PLAN_WITHIN_S, ESTIMATE_WITHIN_MS, TIMES_FASTER = 10.0, 50.0, 10.0
 PEER_WITHIN_S = 1800.0

@@ -77,7 +77,7 @@ class Arena:
 
     @classmethod
     def of_file(cls, path: Path, fd: int, slot_bytes: int, num_slots: int, nonce: int) -> Arena:
-        # All pages now: a fault per page would cost as much as the copy itself.
+        # Populate all pages now: page faults would cost as much as the copies.
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         return cls(path, mmap.mmap(fd, arena_bytes(slot_bytes, num_slots), flags), slot_bytes, num_slots, nonce, fd)
 
@@ -260,7 +260,7 @@ class Arena:
     # ---- recovery -----------------------------------------------------------------------------------------------
 
     def records(self) -> list[Record]:
-        """Every slot as its header tells; damaged ones are free."""
+        """Records of all slots from their headers; damaged ones are free."""
         return [self.record(slot) for slot in range(self.num_slots)]
 
     def record(self, slot: int) -> Record:

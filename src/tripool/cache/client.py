@@ -56,7 +56,7 @@ _Run = tuple[SharedBlocks, int, int]
 
 
 class Prefix:
-    """Blocks that are there, and stay there until the lease ends: wake_helper. Release it, or use it with `with`."""
+    """Cached blocks under a lease that ends soon. Release it, or use it with `with`."""
 
     def __init__(self, runs: list[_Run], held: list[_Held]) -> None:
         self._runs, self._held = runs, held
@@ -138,7 +138,7 @@ class PoolClient:
             link.close()
 
     def wait(self, within_s: float) -> list[str]:
-        """Until every member is there, or the time is over; returns those that are missing then."""
+        """Wait until every member answers, at most `within_s`; returns the members that do not."""
         deadline_s = self._now_s() + within_s
         while missing := [member for member, link in self._links.items() if not link.answers()]:
             if self._now_s() >= deadline_s:

@@ -76,14 +76,14 @@ class _Lane:
 
 
 class DiskTasks(Protocol):
-    """What a member asks of its disk tier; all of it in the member's own loop."""
+    """A member's disk tier, called in the member's loop."""
 
     state: str
     """opening, on, or why it is off."""
 
     def fileno(self) -> int: ...
 
-    def turn(self, now_s: float) -> None: ...
+    def poll(self, now_s: float) -> None: ...
 
     def purge(self, namespace: bytes, purge: Purge | None, then: Callable[[], None]) -> None: ...
 
@@ -91,7 +91,7 @@ class DiskTasks(Protocol):
 
 
 OpenDisk = Callable[[str, DiskConfig, TieredIndex, Arena, float], DiskTasks]
-"""As `DiskIo` is made."""
+"""Signature of the constructor of `DiskIo`."""
 
 
 class DiskIo:

@@ -56,7 +56,7 @@ class Link:
         self._ask_again_s = 0.0
 
     def close(self) -> None:
-        self._done = []  # the member ends the leases of a line that is closed
+        self._done = []  # the member ends the leases of a closed connection
         if self._channel is not None:
             self._channel.close()
         self._channel, self._is_there, self._reader_slot, self._used = None, False, -1, []
@@ -98,7 +98,7 @@ class Link:
         if self.arena is None or self.arena.nonce != opened.nonce:
             try:
                 self.arena = self._host.attach_arena(opened.arena)
-            except (OSError, ArenaError):  # gone again, or not ours: as good as absent
+            except (OSError, ArenaError):  # removed, or not a private file: treat as absent
                 self.arena = None
                 return
         if self.arena.nonce != opened.nonce:  # recreated since
@@ -109,7 +109,7 @@ class Link:
     # ---- shared reads -------------------------------------------------------------------------------------------
 
     def find_here(self, namespace: bytes, keys: Sequence[bytes]) -> tuple[Acquired, SharedBlocks] | None:
-        """All of these blocks, as far as can be seen in the arena of a member that is there; None: ask."""
+        """Acquire all of these blocks in the member's arena; None: send a look-up."""
         arena, channel, reader_slot = self.arena, self._channel, self._reader_slot
         if arena is None or channel is None or reader_slot < 0 or channel.readable:  # closed, or unread answers
             return None
@@ -117,7 +117,7 @@ class Link:
         return None if found is None else (Acquired(channel, reader_slot), found)
 
     def end_read(self, acquired: Acquired, found: SharedBlocks) -> None:
-        """What was read is told later, as with `release`."""
+        """End a shared read; its uses are reported later, as with `release`."""
         if acquired.channel is not self._channel or self._channel is None:
             return  # the member has cleared the reader slots of a closed connection
         found.release(acquired.reader_slot)
@@ -188,7 +188,7 @@ class Link:
         return question.number
 
     def answer(self, number: int | None, kind: type[AnswerT]) -> AnswerT | None:
-        """The answer to a question. None: not in time, and the member is absent until it shows up again."""
+        """The reply to a request. None: not in time, and the member is absent until it answers again."""
         deadline_s = self._host.now_s() + self._wait_s
         while number is not None and (left_s := deadline_s - self._host.now_s()) > 0:
             heard = self._hear(left_s)
@@ -209,7 +209,7 @@ class Link:
             return False
         try:
             self._channel.send(wire.encode(question))
-        except BlockingIOError:  # it does not read: stopped, or drowning
+        except BlockingIOError:  # it does not read: stopped or overloaded
             self._is_there, self._is_late = False, True
             return False
         except OSError:

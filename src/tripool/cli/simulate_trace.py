@@ -173,7 +173,7 @@ def uncollected() -> Iterator[None]:
 def _deployment(where: Where, reuse: Reuse) -> DeploymentFile:
     if where.deployment is not None:
         return read_deployment(read_file(where.deployment), str(where.deployment))
-    ask = PlanAsk(
+    ask = PlanGoal(
         model=_model(where.model), hardware=_hardware(where.hardware), chips=where.chips,
         input_tokens=reuse.input_tokens, output_tokens=reuse.output_tokens,
         cached_share=min(0.99, reuse.tokens), ttft_s=where.ttft_ms / 1e3, tpot_s=where.tpot_ms / 1e3,

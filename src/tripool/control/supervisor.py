@@ -36,8 +36,8 @@ _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal
 
 
 class Supervisor:
-    """`specs`: one for the gateway and for every worker. The cache members that they name are started from
-    `cache_spec(name, block_bytes)` once one of their workers has reported the size of its blocks."""
+    """`specs`: one for the gateway and one per worker. Cache members named by them are started from
+    `cache_spec(name, block_bytes)` once one of their workers has reported its block size."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._backoffs = {spec.name: Backoff() for spec in specs}
         self._due = {spec.name: (clock(), spec) for spec in specs}
-        """Places without a process: when the next one starts."""
+        """Processes to start, and when."""
         self._cache, self._cache_spec = tuple(dict.fromkeys(name for spec in specs for name in spec.cache)), cache_spec
-        self._untold: list[Reaped] = []
-        """Lives of which not every cache member knows yet that they are over."""
-        # Lives are counted, not timed: a clock that is set back must not make the next one older than the last.
+        self._unreported: list[Reaped] = []
+        """Reaped workers that not every cache member has been informed of."""
+        # Epochs are counted, not timed: after a clock is set back, a new epoch must still be the highest.
         self._epochs = count(1)
         self._pool = PoolClient(LocalHost(folder), self._cache, WorkerId(SUPERVISOR, next(self._epochs)))
         self._was_ready = False

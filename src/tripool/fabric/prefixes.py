@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tripool.cache.client import PoolClient
 from tripool.cache.copying import Staging
-from tripool.cache.keys import next_key, namespace_ranges
+from tripool.cache.keys import namespace_ranges, next_key
 from tripool.core import Request
 from tripool.fabric.seam import PoolEngine
 

@@ -23,7 +23,7 @@ from tripool.kernels.table import (
 from tripool.kernels.weights import GqaWeights, JoinWeights, LatentWeights, MlpWeights, MoeWeights, Norm
 from tripool.models.arch import Arch, GqaShape, MlaShape, MoeShape
 from tripool.models.loader import Loader
-from tripool.models.rope import to_pairs, turn_table
+from tripool.models.rope import rope_table, to_pairs
 
 
 def dense_mlp(loader: Loader, prefix: str, norm: Norm, arch: Arch) -> MlpSublayer:
@@ -34,7 +34,7 @@ def dense_mlp(loader: Loader, prefix: str, norm: Norm, arch: Arch) -> MlpSublaye
 def expert_mlp(loader: Loader, prefix: str, norm: Norm, arch: Arch, shape: MoeShape) -> MlpSublayer:
     gate_bias = None
     if shape.correction_bias:
-        # Part of a decision, and often large beside its differences: in bfloat16 many of them would be one.
+        # It selects experts, and is often large beside its differences: in bfloat16 many of them would be equal.
         gate_bias = loader.tensor(f"{prefix}.gate.e_score_correction_bias", shape.experts, dtype=torch.float32)
     shared = None
     if shape.shared_width:

@@ -23,7 +23,7 @@ from tripool.kernels.weights import MoeWeights, Norm
 # device without that product) runs every expert over every row and keeps what was chosen: wasteful, plain, and the
 # oracle of the other two.
 MOST_FEW = 1024
-"""Rows times choices up to which a pass over the weights is the cost, not the products."""
+"""Up to this many (row, choice) pairs, reading the weights dominates the cost."""
 
 
 class Experts:
@@ -55,7 +55,7 @@ class Experts:
 def all_rows(
     x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """Every expert over every row."""
+    """Run every expert over every row and weight the results."""
     told = weights.new_zeros(len(x), len(gate_up)).scatter_(1, experts, weights)
     parts = swiglu(x.to(gate_up.dtype) @ gate_up.mT) @ down.mT  # [experts, rows, hidden]
     return torch.einsum("erh,re->rh", parts, told.to(parts.dtype))
@@ -64,7 +64,7 @@ def all_rows(
 def sorted_rows(
     x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """Rows stand together by expert, and a grouped product is told where each expert's end."""
+    """Sort the rows by expert for a grouped product."""
     rows, top_k = experts.shape
     flat, order = experts.flatten().sort(stable=True)
     every = torch.arange(len(gate_up), dtype=flat.dtype, device=x.device)

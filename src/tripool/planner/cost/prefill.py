@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tripool.planner.cost.exchange import prefill_exchange, reduce_s
 from tripool.planner.cost.layer import LayerModel, attention_s, overlapped
-from tripool.planner.cost.setup import Routing, Setup, Step, named_routing
+from tripool.planner.cost.setup import Routing, Setup, StepCost, named_routing
 from tripool.planner.hardware import Hardware
 from tripool.planner.models import ModelShape
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tripool.planner.reproduce.lines import Line, Table, summarise
+from tripool.planner.reproduce.lines import Table, TableLine, summarise
 
 
 def tables_data(tables: Sequence[Table]) -> dict[str, Any]:
