@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from tripool.cache import stretches
+from tripool.cache import namespace_ranges
 from tripool.core import BLOCK_TOKENS, FinishReason, Request, ServingStats, TokenEvent
 from tripool.engine.fake import FakeTokens
 from tripool.errors import ContextOverflow
@@ -153,7 +153,7 @@ class InstantEngine:
         num_public = request.public_tokens // size
         prefixes = [
             (namespace, first, prompt[: (number + 1) * size])
-            for namespace, first, stop in stretches(request.namespace, num_public, (len(prompt) - 1) // size)
+            for namespace, first, stop in namespace_ranges(request.namespace, num_public, (len(prompt) - 1) // size)
             for number in range(first, stop)
         ]
         cached = next((i for i, prefix in enumerate(prefixes) if prefix not in self._known_blocks), len(prefixes))

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from harness import REPO, Origin, Row, print_table, write_json
 from planner_tables import planner_document
-from tripool.planner import Ask, DecodeModel, Setup, make_plan, named_hardware, named_model
+from tripool.planner import DecodeModel, PlanGoal, Setup, make_plan, named_hardware, named_model
 
 PLAN_WITHIN_S, ESTIMATE_WITHIN_MS, TIMES_FASTER = 10.0, 50.0, 10.0
 PEER_WITHIN_S = 1800.0
@@ -33,7 +33,7 @@ INSTALL = "python -m venv .venv-aiconfigurator && .venv-aiconfigurator/bin/pip i
 
 def plan_s() -> float:
     """A supernode of 384 chips, levers and front included, on one core."""
-    ask = Ask(
+    ask = PlanGoal(
         model=named_model("deepseek-r1"), hardware=named_hardware("ascend-910c"), chips=384, input_tokens=4096,
         output_tokens=1024, ttft_s=2.0, tpot_s=0.05,
     )  # fmt: skip

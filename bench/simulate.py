@@ -27,8 +27,7 @@ from tripool.bench.trace import parse_trace
 from tripool.planner.deployment import DeploymentFile, read_deployment, write_deployment
 from tripool.planner.hardware import named_hardware
 from tripool.planner.models import named_model
-from tripool.planner.search import Ask as PlanAsk
-from tripool.planner.search import make_plan
+from tripool.planner.search import PlanGoal, make_plan
 from tripool.simulate.supernode.layout import lay_out
 from tripool.simulate.supernode.world import World
 from tripool.simulate.traces import Ask, Synthetic, from_mooncake, ideal_reuse
@@ -42,7 +41,7 @@ VIRTUAL_S = 60.0
 
 
 def deployment(chips: int, input_tokens: float, output_tokens: float, cached: float) -> DeploymentFile:
-    ask = PlanAsk(
+    ask = PlanGoal(
         model=named_model("deepseek-r1"), hardware=named_hardware("ascend-910c"), chips=chips, ttft_s=2.0, tpot_s=0.05,
         input_tokens=input_tokens, output_tokens=output_tokens, cached_share=cached,
     )  # fmt: skip

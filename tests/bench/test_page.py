@@ -10,14 +10,14 @@ import pytest
 
 from tripool.bench import Goodput, Sample, summarise
 from tripool.bench.page import render_page
-from tripool.bench.report import Asked, Report
+from tripool.bench.report import Report, RunSettings
 from tripool.bench.summary import timeline
 
 from .made_samples import made
 
 
 def report(samples: list[Sample], *, model: str = "m", goodput: str | None = "ttft:500,tpot:50") -> Report:
-    asked = Asked(
+    asked = RunSettings(
         url="http://u", model=model, endpoint="chat", workload="w", load="l", requests=9, seed=0, began="today"
     )
     limits = Goodput.parse(goodput) if goodput else None

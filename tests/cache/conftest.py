@@ -20,7 +20,7 @@ import pytest
 
 from tripool.cache.client import PoolClient
 from tripool.cache.host import LocalHost
-from tripool.cache.wire import Told
+from tripool.cache.wire import Stats
 from tripool.messages import WorkerId
 
 BLOCK_BYTES = 100_000  # not a whole number of pages, nor of the pieces that are copied at once
@@ -101,7 +101,7 @@ class Pool:
                     stream.close()
 
 
-def told(client: PoolClient, member: str = "cache-0") -> Told:
+def told(client: PoolClient, member: str = "cache-0") -> Stats:
     said = client.stats()[member]
     assert said is not None
     return said

@@ -120,7 +120,7 @@ def test_what_is_found_without_asking_is_right_or_absent(folder: Path) -> None:
         if found is not None:
             assert arena.is_read(found[0].slot)
             peer.release(found[0].slot, 3)
-        for acquire in (SharedBlocks.acquire, SharedBlocks.acquire_plainly):
+        for acquire in (SharedBlocks.acquire, SharedBlocks.acquire_plain):
             both = acquire(peer, [key, key], namespace, 3)
             assert (both is None) == (found is None), "compiled or not, one or two: the same"
             if both is not None and found is not None:
@@ -199,7 +199,7 @@ def test_blocks_are_read_as_one_by_one_until_one_is_not_right(folder: Path, size
 
     def read(start: int, count: int, target_bytes: int = size) -> tuple[int, list[int]]:
         ways = []
-        for way in (found.read, found.read_plainly):
+        for way in (found.read, found.read_plain):
             into = np.full((count, target_bytes), 7, np.uint8)
             num_good = way(start, list(into))
             assert all(

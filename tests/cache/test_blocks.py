@@ -247,7 +247,7 @@ def test_use_makes_young() -> None:
 
 def test_only_a_holder_publishes() -> None:
     pool = BlockPool(1)
-    with pytest.raises(AssertionError, match="only a holder"):
+    with pytest.raises(AssertionError, match="must be held"):
         pool.publish(0, b"key")
 
 

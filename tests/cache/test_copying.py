@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from tripool.cache.copying import copy, library, plain_copy, soon
+from tripool.cache.copying import copy, library, plain_copy, wake_helper
 
 SIZES = (241, 255, 256, 1023, 1024, 1025, 1087, 1088, 2048, 4095, 4096, 4097, 65_537, 2**18, 2**20 + 63)
 
@@ -44,7 +44,7 @@ def test_both_ways_say_the_same(size: int, helped: bool) -> None:
     for _ in range(50 if helped else 1):
         room[:] = 0
         if helped:
-            soon(2**20)
+            wake_helper(2**20)
         assert copy(source, room[:size]) == expected
         assert np.array_equal(source, room[:size])
 
@@ -82,7 +82,7 @@ def test_several_threads_copy_at_once() -> None:
         source, room = sources[number]
         found = set()
         for _ in range(100):
-            soon(2**20)
+            wake_helper(2**20)
             found.add(copy(source, room[: len(source)]))
         return found
 

@@ -42,14 +42,14 @@ def member(folder: Path) -> Iterator[Member]:
 
 
 def questions(worker_id: WorkerId, ticket: int = 1, lease: int = 1) -> list[bytes]:
-    made: list[wire.Question] = [
+    made: list[wire.Request] = [
         wire.Open(1, wire.PROTOCOL, worker_id),
         wire.Lookup(2, worker_id, NAMESPACE, KEYS, (lease,), 5),
         wire.Release(worker_id, (lease,), (0,)),
         wire.Used(worker_id, (0, 1), (ticket, ticket)),
         wire.Reserve(3, worker_id, NAMESPACE, KEYS, (0, 1, 2, 3, 4, 5)),
         wire.Commit(worker_id, ticket, (0, 1), (7, 8), (SLOT_BYTES, SLOT_BYTES), 1),
-        wire.Ask(4),
+        wire.GetStats(4),
         wire.Purge(5, NAMESPACE),
         wire.Quotas(6, {NAMESPACE: 3}),
         Suspect(OTHER),
@@ -61,7 +61,7 @@ def questions(worker_id: WorkerId, ticket: int = 1, lease: int = 1) -> list[byte
 def granted(member: Member, worker_id: WorkerId, worker_ids: set[WorkerId]) -> wire.Granted:
     reply = member.answer(wire.encode(wire.Reserve(9, worker_id, NAMESPACE, KEYS)), 0.0, worker_ids)
     assert reply is not None
-    answer = wire.decode_answer(reply)
+    answer = wire.decode_reply(reply)
     assert isinstance(answer, wire.Granted)
     return answer
 
@@ -80,8 +80,8 @@ def test_a_member_outlives_every_message(member: Member) -> None:
         member.index.check()
         for each in worker_ids:
             member.lost(each)
-    told = wire.decode_answer(member.answer(wire.encode(wire.Ask(1)), now_s, set()) or b"")
-    assert isinstance(told, wire.Told) and told.strange_messages > 500
+    told = wire.decode_reply(member.answer(wire.encode(wire.GetStats(1)), now_s, set()) or b"")
+    assert isinstance(told, wire.Stats) and told.strange_messages > 500
     for record in member.index.records:
         if record.writer is not None:
             member.answer(wire.encode(Reaped(record.writer)), now_s, {WorkerId(SUPERVISOR, 1)})
@@ -96,7 +96,7 @@ def test_nobody_speaks_for_another(member: Member) -> None:
     theirs, ours = set[WorkerId](), set[WorkerId]()
     ticket = granted(member, OTHER, theirs).ticket
     member.answer(wire.encode(wire.Open(1, wire.PROTOCOL, OURS)), 0.0, ours)
-    forged: list[wire.Question] = [
+    forged: list[wire.Request] = [
         wire.Open(10, wire.PROTOCOL, OTHER),
         wire.Commit(OTHER, ticket, (), (), ()),
         Suspect(OTHER),
@@ -188,11 +188,11 @@ def test_a_real_member_outlives_its_peers_noise(pool: Pool) -> None:
 
 def answers(number: int, nonce: int, arena: str) -> list[bytes]:
     held = {NAMESPACE: 3}
-    made: list[wire.Answer] = [
+    made: list[wire.Reply] = [
         wire.Opened(number, wire.PROTOCOL, WorkerId("cache-0", 1), arena, nonce, 1.0, 0),
-        wire.Found(number, nonce, 5, (0, 1), (7, 8), (SLOT_BYTES, SLOT_BYTES), (0, 0), (1,)),
+        wire.LookupResult(number, nonce, 5, (0, 1), (7, 8), (SLOT_BYTES, SLOT_BYTES), (0, 0), (1,)),
         wire.Granted(number, nonce, 6, (0, 1), (2, 3)),
-        wire.Told(number, SLOT_BYTES, NUM_SLOTS, 1, 0, 0, 2, 0, 1, 1, 0, 0, 0, 0, held, wire.Disk("on", 5)),
+        wire.Stats(number, SLOT_BYTES, NUM_SLOTS, 1, 0, 0, 2, 0, 1, 1, 0, 0, 0, 0, held, wire.Disk("on", 5)),
         wire.Purged(number, 3),
     ]
     return [wire.encode(each) for each in made]
@@ -252,7 +252,7 @@ class Liar:
             with line:
                 try:
                     while data := line.recv(2**18):
-                        question = wire.decode_question(data)
+                        question = wire.decode_request(data)
                         number = getattr(question, "number", None)
                         if number is not None:
                             line.send(self._answer(number))

@@ -114,7 +114,7 @@ def test_segments_are_spread_over_members_and_survive_the_loss_of_others(pool: P
         pool.start(member)
     client = pool.client(wait_s=5.0)
     # A chain that begins with one member and goes on with the other.
-    seeds = ((seed, client._ring.stretches(chain(seed, 3 * SEGMENT_BLOCKS))) for seed in range(1000))
+    seeds = ((seed, client._ring.member_ranges(chain(seed, 3 * SEGMENT_BLOCKS))) for seed in range(1000))
     seed, stretches = next(found for found in seeds if len(found[1]) > 1)
     keys = chain(seed, 3 * SEGMENT_BLOCKS)
     blocks = [content(key) for key in keys]

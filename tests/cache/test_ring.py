@@ -32,7 +32,7 @@ def test_shares_are_even() -> None:
 @given(members=NAMES, length=st.integers(0, 70), first=st.integers(0, 70))
 def test_stretches_cover_the_chain_once_and_keep_segments_whole(members: set[str], length: int, first: int) -> None:
     ring, keys = Ring(members), KEYS[:length]
-    stretches = ring.stretches(keys, first)
+    stretches = ring.member_ranges(keys, first)
     covered = [position for stretch in stretches for position in range(stretch.start, stretch.stop)]
     assert covered == list(range(first, length))
     for stretch in stretches:
@@ -42,7 +42,7 @@ def test_stretches_cover_the_chain_once_and_keep_segments_whole(members: set[str
 
 def test_where_a_block_lives_does_not_depend_on_where_the_question_begins() -> None:
     ring = Ring(["a", "b", "c"])
-    whole = {p: s.member for s in ring.stretches(KEYS[:100]) for p in range(s.start, s.stop)}
+    whole = {p: s.member for s in ring.member_ranges(KEYS[:100]) for p in range(s.start, s.stop)}
     for first in (1, 15, 16, 17, 99):
-        part = {p: s.member for s in ring.stretches(KEYS[:100], first) for p in range(s.start, s.stop)}
+        part = {p: s.member for s in ring.member_ranges(KEYS[:100], first) for p in range(s.start, s.stop)}
         assert part == {p: member for p, member in whole.items() if p >= first}

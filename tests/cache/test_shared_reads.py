@@ -112,7 +112,7 @@ def test_a_suspect_reads_under_no_lease(pool: Pool) -> None:
     assert supervisor.report(Reaped(WorkerId("d-0", 1))) == []
 
 
-SITS = """
+READS = """
 import sys
 from tests.cache.conftest import LocalHost, Path, PoolClient, WorkerId, WITHIN_S
 client = PoolClient(LocalHost(Path(sys.argv[1])), ["cache-0"], WorkerId("d-0", 1), wait_s=WITHIN_S)
@@ -123,9 +123,9 @@ sys.stdin.read()
 """
 
 
-def test_a_killed_readers_seats_are_free_at_once(pool: Pool) -> None:
+def test_a_killed_readers_slots_are_free_at_once(pool: Pool) -> None:
     client = filled(pool, KEYS, num_slots=1, lease_s=1000.0)
-    reader = pool.run(SITS, KEYS[0].hex())
+    reader = pool.run(READS, KEYS[0].hex())
     assert reader.stdout is not None and reader.stdout.readline() == "1 Acquired\n"
     assert stored(client, OTHERS[:1]) == 0, "it is being read"
     os.kill(reader.pid, signal.SIGKILL)

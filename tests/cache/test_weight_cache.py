@@ -24,7 +24,7 @@ PARTS = [("embed", bytes(range(256)) * 8), ("empty", b""), ("odd", b"\x07" * 13)
 
 
 def write(weight_cache: WeightCache, key: str, parts=PARTS, facts: bytes = b"facts") -> None:
-    with weight_cache.turn(key) as alone:
+    with weight_cache.exclusive(key) as alone:
         assert alone
         writer = weight_cache.writer(key)
         for label, data in parts:
@@ -116,7 +116,7 @@ def test_the_one_used_longest_ago_goes_and_never_one_in_use(tmp_path):
 
 def test_what_is_larger_than_the_quota_does_not_fit(tmp_path):
     weight_cache = WeightCache(tmp_path, 4096)
-    with weight_cache.turn("a"):
+    with weight_cache.exclusive("a"):
         writer = weight_cache.writer("a")
         kept = writer.place("one", "uint8", (3000,), memoryview(b"1" * 3000))
         assert writer.place("two", "uint8", (3000,), memoryview(b"2" * 3000)) is None
@@ -131,11 +131,11 @@ def test_the_second_of_two_waits_for_the_first(tmp_path):
     second._pause = lambda seconds: asked.set()
 
     def wait() -> None:
-        with second.turn("a") as alone:
+        with second.exclusive("a") as alone:
             found.append((alone, second.find("a") is not None))
 
     thread = threading.Thread(target=wait)
-    with first.turn("a"):
+    with first.exclusive("a"):
         thread.start()
         assert asked.wait(60)
         writer = first.writer("a")
@@ -149,7 +149,7 @@ def test_waiting_has_a_bound(tmp_path):
     now = iter(range(100))
     slow = WeightCache(tmp_path, QUOTA)
     hasty = WeightCache(tmp_path, QUOTA, wait_s=5, clock=lambda: next(now), pause=lambda seconds: None)
-    with slow.turn("a"), hasty.turn("a") as alone:
+    with slow.exclusive("a"), hasty.exclusive("a") as alone:
         assert not alone
     assert hasty.counters.refused == 1
 
@@ -159,7 +159,7 @@ import sys, time
 from pathlib import Path
 from tripool.cache.weight_cache import WeightCache
 images = WeightCache(Path(sys.argv[1]), 2**20)
-with images.turn("a"):
+with images.exclusive("a"):
     writer = images.writer("a")
     writer.place("one", "uint8", (3,), memoryview(b"abc"))
     print("placed", flush=True)
@@ -182,13 +182,13 @@ def test_a_writer_that_is_killed_leaves_nothing_that_lasts(tmp_path):
 
 def test_another_users_folder_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
-    with pytest.raises(ArenaError, match=r"another user|not this user"):
+    with pytest.raises(ArenaError, match=r"another user|not belong to this user"):
         WeightCache(tmp_path, QUOTA)
 
 
 def test_a_folder_that_goes_while_an_image_is_written_costs_the_image_alone(tmp_path):
     weight_cache = WeightCache(tmp_path / "models", QUOTA)
-    with weight_cache.turn("a"):
+    with weight_cache.exclusive("a"):
         writer = weight_cache.writer("a")
         kept = writer.place("one", "uint8", (3,), memoryview(b"abc"))
         shutil.rmtree(tmp_path / "models")
@@ -199,7 +199,7 @@ def test_a_folder_that_goes_while_an_image_is_written_costs_the_image_alone(tmp_
 
 def test_a_full_memory_is_a_refusal_and_leaves_nothing(tmp_path, monkeypatch):
     weight_cache = WeightCache(tmp_path, QUOTA)
-    with weight_cache.turn("a"):
+    with weight_cache.exclusive("a"):
         writer = weight_cache.writer("a")
         writer.place("one", "uint8", (3,), memoryview(b"abc"))
 

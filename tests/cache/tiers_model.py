@@ -192,10 +192,10 @@ class TiersMachine(RuleBasedStateMachine):
         self.void[space] = purge.before if purge is not None else 0
         self.disk.purge(purge)
 
-    @precondition(lambda self: self.tiered_index._coming)
+    @precondition(lambda self: self.tiered_index._arriving)
     @rule()
     def purge_what_comes(self) -> None:
-        space = next(iter(self.tiered_index._coming.values()))
+        space = next(iter(self.tiered_index._arriving.values()))
         self.purge(space)
         self.read(1000, False)
         for start in range(5):

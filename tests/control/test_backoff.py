@@ -7,7 +7,7 @@ from tripool.control import Backoff
 
 def test_longer_each_time_up_to_a_bound_and_forgiven() -> None:
     backoff = Backoff()
-    waits = [backoff.fell(1.0) for _ in range(8)]
+    waits = [backoff.failed(1.0) for _ in range(8)]
     assert waits == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
-    assert backoff.fell(60.0) == 0.1
-    assert backoff.fell(1.0) == 0.2
+    assert backoff.failed(60.0) == 0.1
+    assert backoff.failed(1.0) == 0.2

@@ -99,7 +99,7 @@ def test_files_again_when_the_image_is_damaged(weight_cache, tmp_path):
 def test_an_image_that_fits_the_key_and_not_the_network_is_replaced(weight_cache):
     """As after a change of code that nobody noticed."""
     key = image_key("tiny", CPU8)
-    with weight_cache.turn(key):
+    with weight_cache.exclusive(key):
         writer = weight_cache.writer(key)
         writer.place("another", "uint8", (1,), memoryview(b"x"))
         weight_cache.publish(key, writer, b"\xc1")

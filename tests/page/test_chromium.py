@@ -22,8 +22,7 @@ from tripool.planner.models import named_model
 from tripool.planner.page import render_plan
 from tripool.planner.reproduce import cloudmatrix_figures, cloudmatrix_tables
 from tripool.planner.reproduce.page import render_page as render_reproduced
-from tripool.planner.search import Ask as PlanAsk
-from tripool.planner.search import make_plan
+from tripool.planner.search import PlanGoal, make_plan
 from tripool.simulate.supernode import parse_fault, simulate_trace
 from tripool.simulate.supernode.page import render_comparison, render_run
 from tripool.simulate.traces import Ask
@@ -68,7 +67,7 @@ def simulated(*faults: str) -> dict[str, Any]:
 
 
 def plan_page() -> str:
-    ask = PlanAsk(
+    ask = PlanGoal(
         model=named_model("deepseek-r1"), hardware=named_hardware("ascend-910c"), chips=384, ttft_s=2.0, tpot_s=0.05,
         input_tokens=4096.0, output_tokens=256.0, cached_share=0.3,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tripool.planner.cost import DecodeModel, PrefillModel, Setup, Step, footprint
+from tripool.planner.cost import DecodeModel, PrefillModel, Setup, StepCost, footprint
 from tripool.planner.cost.exchange import decode_exchange, nodes_touched
 from tripool.planner.cost.setup import named_routing, place_experts
 from tripool.planner.cost.skew import hottest
@@ -178,7 +178,7 @@ def test_the_slowest_rank_of_many_is_slower() -> None:
     """Jitter grows with the instance; unequal contexts hurt small batches most, and equal ones not at all."""
     chip = named_hardware("ascend-910c")
 
-    def step(ep: int, requests: int, spread: float = 0.0) -> Step:
+    def step(ep: int, requests: int, spread: float = 0.0) -> StepCost:
         setup = Setup(ep=ep, precision="int8", balance="perfect")
         return DecodeModel(chip, R1, setup).step(requests, 4096, context_spread=spread)
 

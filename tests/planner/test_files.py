@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 import pytest
 
 from tripool.bench.trace import TraceRequest
-from tripool.planner import Ask, Plan, make_plan, named_hardware, named_model
+from tripool.planner import Plan, PlanGoal, make_plan, named_hardware, named_model
 from tripool.planner.deployment import read_deployment, write_deployment
 from tripool.planner.errors import BadDescription
 from tripool.planner.page import render_plan
@@ -21,8 +21,8 @@ from tripool.planner.workload import measure_trace
 
 
 @lru_cache(maxsize=1)
-def planned() -> tuple[Ask, Plan]:
-    ask = Ask(
+def planned() -> tuple[PlanGoal, Plan]:
+    ask = PlanGoal(
         model=named_model("deepseek-r1"), hardware=named_hardware("h800"), chips=96, input_tokens=4000,
         output_tokens=500, ttft_s=5.0, tpot_s=0.05, price_per_hour=2.0, currency="EUR",
     )  # fmt: skip
@@ -108,9 +108,9 @@ class NoTorch:
         if name.partition(".")[0] in ("torch", "numpy"):
             raise ImportError(f"{name} is blocked here")
 sys.meta_path.insert(0, NoTorch())
-from tripool.planner import Ask, make_plan, named_hardware, named_model
+from tripool.planner import PlanGoal, make_plan, named_hardware, named_model
 import tripool.planner.deployment, tripool.planner.page, tripool.planner.rows, tripool.planner.workload
-ask = Ask(model=named_model("llama-3-8b"), hardware=named_hardware("h100"), chips=4, input_tokens=500,
+ask = PlanGoal(model=named_model("llama-3-8b"), hardware=named_hardware("h100"), chips=4, input_tokens=500,
           output_tokens=100, ttft_s=2.0, tpot_s=0.05)
 print(len(make_plan(ask).deployments))
 """

@@ -90,6 +90,9 @@ def test_interrupted_at_any_step_the_result_is_the_same(made_of, tmp_path, step:
 
 def test_other_options_do_not_go_on_with_it(folder_of, tmp_path) -> None:
     Journal(tmp_path / "int8", {"techniques": "others"})
-    with open_checkpoint(folder_of(CASE)) as checkpoint, pytest.raises(QuantizeError, match="begun") as caught:
+    with (
+        open_checkpoint(folder_of(CASE)) as checkpoint,
+        pytest.raises(QuantizeError, match="started from another") as caught,
+    ):
         quantize(checkpoint, tmp_path / "int8", techniques=ALL, windows=windows_of(CASE))
     assert "remove the folder" in caught.value.hint

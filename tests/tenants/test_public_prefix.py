@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tripool.cache import PUBLIC_NAMESPACE, block_key, next_key, root_key, stretches
+from tripool.cache import PUBLIC_NAMESPACE, block_key, namespace_ranges, next_key, root_key
 from tripool.engine.fake import fake_text
 from tripool.gateway.encoding import public_tokens
 from tripool.text import Tokenizer
@@ -57,7 +57,7 @@ def test_without_public_blocks_keys_are_as_ever(tokens: list[int], namespace: st
 
 @given(st.integers(0, 6), st.integers(0, 6))
 def test_stretches_cover_every_block_once(num_public: int, num_blocks: int) -> None:
-    parts = stretches("a", num_public, num_blocks)
+    parts = namespace_ranges("a", num_public, num_blocks)
     assert [i for _, first, stop in parts for i in range(first, stop)] == list(range(num_blocks))
     for name, first, stop in parts:
         assert first < stop and (name == PUBLIC_NAMESPACE) == (stop <= num_public)

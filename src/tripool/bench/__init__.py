@@ -1,4 +1,4 @@
-"""Load for any OpenAI endpoint, and what it measures. Knows HTTP and statistics, never an engine."""
+"""Load generator for OpenAI endpoints and its measurements. Uses HTTP and statistics, never an engine."""
 
 from tripool.bench.samples import Sample
 from tripool.bench.summary import Goodput, Summary, summarise

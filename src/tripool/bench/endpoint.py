@@ -1,4 +1,4 @@
-"""One OpenAI endpoint: what it serves, what its tokenizer does with words, and the bodies it is sent."""
+"""An OpenAI endpoint: its models, the token counts of words, and request bodies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _HELLO = [{"role": "user", "content": "x"}]
 
 
 class UnfitServer(InvalidRequest):
-    """It answers, but not as an OpenAI endpoint would."""
+    """The server answers, but not as an OpenAI endpoint."""
 
     code = "unfit_server"
 
@@ -53,23 +53,25 @@ async def ask(client: HttpClient, method: str, path: str, body: bytes = b"") -> 
 
 
 async def find_model(client: HttpClient, address: Address, model: str | None) -> str:
-    """The model to name in requests: the one given, or the first that the server lists."""
+    """The model for requests: the given one, or the first that the server lists."""
     try:
-        status, told = await ask(client, "GET", "/v1/models")
+        status, reply = await ask(client, "GET", "/v1/models")
     except ExchangeFailed as failure:
         hint = "is `tripool serve` running?" if failure.kind == "refused" else "is --url right?"
         raise CannotConnect(f"cannot reach {address}: {failure.kind}: {failure.detail}", hint=hint) from failure
     if model is not None:
         return model
     try:
-        return str(told["data"][0]["id"])
+        return str(reply["data"][0]["id"])
     except (TypeError, LookupError):
         hint = "name one with --model"
-        raise UnfitServer(f"{address}/v1/models told no model (status {status})", hint=hint, param="model") from None
+        raise UnfitServer(f"{address}/v1/models lists no model (status {status})", hint=hint, param="model") from None
 
 
 class BodyMaker:
-    """Bodies for shots. Every field that decides the answer is in them, so a run with the same seed asks the same."""
+    """Request bodies. They hold every field that determines the answer, so a run with the same seed sends the
+    same requests.
+    """
 
     def __init__(self, api: Api, model: str, prompts: TokenPrompts | TextPrompts, seed: int, ignore_eos: bool) -> None:
         self._prompts = prompts
@@ -95,7 +97,7 @@ class BodyMaker:
 
 
 async def make_prompts(client: HttpClient, api: Api, model: str, seed: int) -> TokenPrompts | TextPrompts:
-    """Completions take token ids, so their lengths are exact; a chat gets words, one token each where possible."""
+    """Completions take token ids, so their lengths are exact; chats get words, one token each where possible."""
     counter = _Counter(client, model)
     try:
         tokens = {word: await counter.tokens(" " + word) for word in WORDS} if await counter.present() else {}
@@ -108,11 +110,11 @@ async def make_prompts(client: HttpClient, api: Api, model: str, seed: int) -> T
         spare = await counter.around_a_chat()
         return TextPrompts(words, seed, word_tokens=word_tokens, spare_tokens=spare)
     except ExchangeFailed as failure:
-        raise CannotConnect(f"the server went away: {failure.kind}: {failure.detail}") from failure
+        raise CannotConnect(f"the connection was lost: {failure.kind}: {failure.detail}") from failure
 
 
 class _Counter:
-    """Asks `/tokenize`, which many servers have and none must."""
+    """Counts tokens with `/tokenize`, which many servers have."""
 
     def __init__(self, client: HttpClient, model: str) -> None:
         self._client, self._model = client, model
@@ -124,14 +126,14 @@ class _Counter:
         return await self._tokenize({"prompt": text, "add_special_tokens": False})
 
     async def around_a_chat(self) -> int:
-        """Tokens that the template puts around a message."""
+        """Tokens that the chat template adds to a message."""
         whole = await self._tokenize({"messages": _HELLO, "add_generation_prompt": True})
         return max(0, len(whole) - len(await self.tokens("x")))
 
     async def _tokenize(self, body: dict[str, Any]) -> list[int]:
         encoded = msgspec.json.encode({"model": self._model} | body)
-        status, told = await ask(self._client, "POST", "/tokenize", encoded)
-        found = told.get("tokens") if status == 200 and isinstance(told, dict) else None
+        status, reply = await ask(self._client, "POST", "/tokenize", encoded)
+        found = reply.get("tokens") if status == 200 and isinstance(reply, dict) else None
         if not isinstance(found, list) or not all(type(token_id) is int for token_id in found):
             return []
         return found

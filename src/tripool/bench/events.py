@@ -1,4 +1,4 @@
-"""Reads an OpenAI stream of server-sent events into a sample: when text came, and what usage the server told."""
+"""Reads an OpenAI stream of server-sent events into a sample: arrival times of text, and the reported usage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Choice(msgspec.Struct):
     delta: _Delta | None = None
 
     @property
-    def says_something(self) -> bool:
+    def has_text(self) -> bool:
         delta = self.delta
         if delta is None:
             return bool(self.text)
@@ -52,7 +52,7 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 
 class EventReader:
-    """`feed` takes bytes however they were cut; `finish` says what is wrong with a stream that ended."""
+    """`feed` takes bytes in any pieces; `finish` raises if the stream ended wrongly."""
 
     def __init__(self, sample: Sample, started_s: float) -> None:
         self._sample, self._started_s = sample, started_s
@@ -73,9 +73,9 @@ class EventReader:
                 self._take(line[5:].strip(), now_s - self._started_s)
 
     def finish(self, status: int) -> None:
-        """Called once the answer is whole."""
+        """Called once the answer is complete."""
         if status != 200:
-            code, message = _told(self._refusal)
+            code, message = _error_of(self._refusal)
             raise ExchangeFailed(f"http {status}{' ' + code if code else ''}", message)
         if not self._done:
             raise ExchangeFailed("cut off", "the stream ended without [DONE]")
@@ -89,9 +89,9 @@ class EventReader:
         except msgspec.MsgspecError as error:
             raise ExchangeFailed("garbled", f"{error}: {event[:_SHOWN].decode(errors='replace')}") from error
         if chunk.error is not None:
-            code, message = _told(event)
+            code, message = _error_of(event)
             raise ExchangeFailed(f"stream {code}".rstrip(), message)
-        if any(choice.says_something for choice in chunk.choices):
+        if any(choice.has_text for choice in chunk.choices):
             self._sample.events_s.append(at_s)
         usage = chunk.usage
         if usage is not None:
@@ -100,13 +100,13 @@ class EventReader:
                 self._sample.cached_tokens = usage.prompt_tokens_details.cached_tokens
 
 
-def _told(body: bytes) -> tuple[str, str]:
-    """Code and message of an error in any of the shapes that servers give it."""
+def _error_of(body: bytes) -> tuple[str, str]:
+    """Code and message of an error, in any of the shapes that servers use."""
     try:
-        told = msgspec.json.decode(body)
+        decoded = msgspec.json.decode(body)
     except msgspec.MsgspecError:
         return "", body[:_SHOWN].decode(errors="replace")
-    error = told.get("error", told) if isinstance(told, dict) else told
+    error = decoded.get("error", decoded) if isinstance(decoded, dict) else decoded
     if not isinstance(error, dict):
         return "", str(error)[:_SHOWN]
     code = error.get("code")

@@ -1,4 +1,4 @@
-"""The report of a run as a page: tiles, latencies, what failed, and plots of every request."""
+"""HTML report of a run: headline numbers, latencies, failures, and plots of every request."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _errors(report: Report) -> str:
         return ""
     details = {sample.error: sample.detail for sample in reversed(report.samples) if sample.error is not None}
     rows = [[kind, f"{count:,}", details[kind]] for kind, count in report.summary.errors.items()]
-    return f'<h2>Failed</h2><div class="errors">{table(["kind", "requests", "the first one said"], rows)}</div>'
+    return f'<h2>Failed</h2><div class="errors">{table(["kind", "requests", "first message"], rows)}</div>'
 
 
 def _plots(report: Report) -> Iterable[Plot]:
@@ -68,13 +68,13 @@ def _histogram(
     values = sorted(value * 1e3 for sample in served if (value := of(sample)) is not None)
     if not values:
         return
-    # A few slow ones would squeeze the rest into one bar; they are counted in the last one.
+    # A few slow requests would squeeze the rest into one bar; they are counted in the last one.
     highest = min(values[-1], 1.5 * percentile(values, 99)) or 1.0
     width = highest / _NUM_BARS
     counts = [0] * _NUM_BARS
     for value in values:
         counts[min(int(value / width), _NUM_BARS - 1)] += 1
-    plot = Plot(title, "milliseconds", highest, 1.35 * max(counts), "requests")  # room for words above the bars
+    plot = Plot(title, "milliseconds", highest, 1.35 * max(counts), "requests")  # space for labels above the bars
     edges = [index * width for index in range(_NUM_BARS + 1)]
     plot.bars(edges, counts, kind, "{low:.1f} to {high:.1f} ms: {count} requests")
     for percent in (50, 95, 99):
@@ -111,8 +111,8 @@ def _scatters(report: Report, served: Sequence[Sample], limits: dict[str, float]
         highest,
         "ms",
     )
-    over_time.points(((s.sent_s, (s.ttft_s or 0.0) * 1e3, _said(s)) for s in shown), "one")
-    by_length.points(((_uncached(s), (s.ttft_s or 0.0) * 1e3, _said(s)) for s in shown), "three")
+    over_time.points(((s.sent_s, (s.ttft_s or 0.0) * 1e3, _hover(s)) for s in shown), "one")
+    by_length.points(((_uncached(s), (s.ttft_s or 0.0) * 1e3, _hover(s)) for s in shown), "three")
     failed = [sample for sample in report.samples if not sample.ok][:_MAX_POINTS]
     over_time.points(((s.sent_s, 0.0, f"request {s.index}: {s.error}") for s in failed), "bad")
     for plot in (over_time, by_length):
@@ -126,7 +126,7 @@ def _uncached(sample: Sample) -> int:
     return max(0, prompt - (sample.cached_tokens or 0))
 
 
-def _said(sample: Sample) -> str:
+def _hover(sample: Sample) -> str:
     ttft_ms, tpot_s = (sample.ttft_s or 0.0) * 1e3, sample.tpot_s
     tpot = f", {tpot_s * 1e3:.1f} ms per token" if tpot_s is not None else ""
     cached = f" ({sample.cached_tokens:,} cached)" if sample.cached_tokens else ""

@@ -1,7 +1,7 @@
-"""Prompts made of named pieces: equal names give equal tokens, and a short piece is the beginning of a longer one.
+"""Prompts made of named pieces: equal names give equal tokens, and a short piece is a prefix of a longer one.
 
 So prompts that share the first blocks of a trace share their first tokens, on any server and in any run with the same
-seed. Nothing here knows a tokenizer: the ids or words to draw from come in.
+seed. Independent of tokenizers: the ids or words to draw from are arguments.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import TypeVar
 _T = TypeVar("_T")
 
 MIN_POOL = 12
-"""Fewer different words than this repeat so often that texts begin to look alike."""
+"""Fewest different words: with fewer, texts become too similar."""
 
 ORDINARY_IDS = tuple(range(32, 224))
-"""For servers that cannot be asked: byte-level vocabularies and sentencepiece's have single bytes here, no specials."""
+"""For servers without `/tokenize`: common vocabularies have single bytes here and no special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ Pieces = tuple[Piece, ...]
 
 
 class TokenPrompts:
-    """Prompts as token ids, of exactly the length that was asked for."""
+    """Prompts as token ids, of exact length."""
 
     def __init__(self, ids: Sequence[int], seed: int) -> None:
         assert 0 < len(ids) <= 2**16
@@ -66,14 +66,14 @@ class TextPrompts:
 
 
 def _drawn(pool: Sequence[_T], seed: int, name: str, count: int) -> list[_T]:
-    """The beginning of an endless sequence that the name alone decides."""
+    """The first items of an infinite sequence determined by the name."""
     draws = unpack(f"<{count}H", shake_128(f"{seed}/{name}".encode()).digest(2 * count))
     size = len(pool)
     return [pool[draw % size] for draw in draws]
 
 
 def choose_words(token_counts: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
-    """Words that all cost the same number of tokens, as few as possible; and that number."""
+    """Words with the same, smallest possible number of tokens; and that number."""
     by_cost: defaultdict[int, list[str]] = defaultdict(list)
     for word, count in token_counts.items():
         if count > 0:

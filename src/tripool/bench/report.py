@@ -1,4 +1,4 @@
-"""A run as data: what was asked, what came of it, every request. The JSON file and the HTML page are made of it."""
+"""A run as data: settings, results, and every request. The JSON file and the HTML page are made from it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _DIGITS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """The run's own description, in words that a reader of the report needs."""
+class RunSettings:
+    """Settings of the run, for the reader of the report."""
 
     url: str
     model: str
@@ -31,7 +31,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    asked: Asked
+    asked: RunSettings
     summary: Summary
     timeline: Timeline
     samples: Sequence[Sample]
@@ -67,12 +67,12 @@ def _row(sample: Sample) -> dict[str, Any]:
 
 
 def _rounded(seconds: float | None) -> float | None:
-    """To a microsecond: the clock tells no more, and a file of thousands of requests stays readable."""
+    """Rounded to a microsecond, the resolution of the clock."""
     return None if seconds is None else round(seconds, _DIGITS)
 
 
 def summary_rows(report: Report) -> list[tuple[str, str]]:
-    """What to say first, as name and value; the table and the page say the same."""
+    """Headline numbers as (name, value); the table and the page show the same."""
     summary = report.summary
     rows = [
         ("served", f"{summary.completed:,} of {report.asked.requests:,}"),

@@ -1,4 +1,4 @@
-"""Sends shots over sockets, in an open loop (at their times) or a closed one (so many at once), and takes the times."""
+"""Sends requests in an open loop (at given times) or a closed loop (fixed concurrency) and measures times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOOK_EVERY_S = 0.05
 
 @dataclass(slots=True)
 class Measured:
-    """What has been measured so far; complete only when the run is over, but always usable."""
+    """Measurements so far; usable at any time, complete when the run is over."""
 
     samples: list[Sample] = field(default_factory=list)
     duration_s: float = 0.0
@@ -31,7 +31,7 @@ class Measured:
 
 
 class Run:
-    """One run of one list of shots. `measured` grows while it goes on; `stop` ends it early."""
+    """One run of a list of shots. `measured` grows during the run; `stop` ends it early."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Run:
         self._stop.set()
 
     async def go(self, shots: Sequence[Shot], *, concurrency: int | None = None) -> Measured:
-        """An open loop, unless `concurrency` says how many to keep open. Ends when all have ended, or when stopped."""
+        """An open loop, or a closed one with `concurrency`. Ends when all requests have ended, or when stopped."""
         self._began_s = perf_counter()
         load = self._closed(shots, concurrency) if concurrency is not None else self._open(shots)
         tasks = [asyncio.ensure_future(work) for work in (load, self._stop.wait(), self._watch_own_lag())]
@@ -63,16 +63,16 @@ class Run:
             await asyncio.wait(tasks)
             self.measured.duration_s = self._now_s()
         if not tasks[0].cancelled():
-            tasks[0].result()  # our own mistakes are raised, never lost
+            tasks[0].result()  # raise exceptions of the task
         return self.measured
 
     async def _open(self, shots: Sequence[Shot]) -> None:
         async with asyncio.TaskGroup() as group:
             for shot in shots:
                 assert shot.due_s is not None, "an open loop needs times"
-                body = self._bodies.body(shot)  # before its time, so that making it delays nothing
+                body = self._bodies.body(shot)  # built ahead of time, so that it does not delay sending
                 wait_s = shot.due_s - self._now_s()
-                # Also when there is nothing to wait for: answers of others must be read in between.
+                # Yield even without waiting, so that other answers are read in between.
                 await asyncio.sleep(max(0.0, wait_s))
                 group.create_task(self._shoot(shot, body))
 
@@ -102,7 +102,7 @@ class Run:
         self._on_end(sample)
 
     async def _watch_own_lag(self) -> None:
-        """A timer that fires late says that this process, not the server, was slow."""
+        """A late timer shows that this process, not the server, was slow."""
         while True:
             due_s = perf_counter() + _LOOK_EVERY_S
             await asyncio.sleep(_LOOK_EVERY_S)

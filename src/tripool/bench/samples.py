@@ -1,4 +1,4 @@
-"""What one request measured. Times are seconds since the run began."""
+"""Measurements of one request. Times are seconds since the run began."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dataclasses import dataclass, field
 class Sample:
     index: int
     input_tokens: int
-    """Asked for; `prompt_tokens` is what the server counted."""
+    """Requested; `prompt_tokens` is the server's count."""
     output_tokens: int
     sent_s: float
     due_s: float | None = None
-    """When an open loop meant to send it; the difference is the client's own lateness."""
+    """Scheduled time in an open loop; the difference to the actual time is the client's lateness."""
     end_s: float = 0.0
     events_s: array[float] = field(default_factory=lambda: array("d"))
-    """When each event with text arrived. One event is one token, or several when drafts came true."""
+    """Arrival of each event with text. One event is one token, or several with accepted drafts."""
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     cached_tokens: int | None = None
-    """As the server's usage says; None when it said nothing."""
+    """From the server's usage; None if it reported none."""
     error: str | None = None
-    """A kind, short enough to count: "http 429", "timeout"."""
+    """A short error kind for counting: "http 429", "timeout"."""
     detail: str = ""
 
     @property
@@ -32,7 +32,7 @@ class Sample:
 
     @property
     def ttft_s(self) -> float | None:
-        """To the first text: a chunk that only names the role is not a token."""
+        """Time to the first text: a chunk that only names the role does not count."""
         return self.events_s[0] - self.sent_s if self.events_s else None
 
     @property
@@ -56,6 +56,6 @@ class Sample:
         return 0.0 if self.due_s is None else max(0.0, self.sent_s - self.due_s)
 
     def gaps_s(self) -> list[float]:
-        """Between events with text: inter-token latency as a reader feels it."""
+        """Times between events with text: inter-token latency."""
         times = self.events_s
         return [times[i + 1] - times[i] for i in range(len(times) - 1)]

@@ -1,4 +1,4 @@
-"""Samples turned into numbers: percentiles, throughput, goodput, errors by kind, and a timeline."""
+"""Summary of samples: percentiles, throughput, goodput, errors by kind, and a timeline."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ class Goodput:
 
 PERCENTILES = (50, 90, 95, 99)
 LATE_S = 0.050
-"""A client this late, at the 99th percentile, measures itself and not the server."""
+"""Above this lateness at the 99th percentile, the client measures itself and not the server."""
 LENGTHS_OFF = 0.05
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
     """Of values in ascending order, linear between neighbours."""
     assert ordered
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
+    slice_of = (len(ordered) - 1) * percent / 100
+    low = int(slice_of)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (slice_of - low)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +84,13 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The whole run. Latencies are those of requests that ended well; rates are over `duration_s`."""
+    """The whole run. Latencies are of successful requests; rates are over `duration_s`."""
 
     duration_s: float
     completed: int
     failed: int
     cancelled: int
-    """Still open when the run was ended early; in no other number."""
+    """Still open when the run was stopped; not in any other number."""
     errors: dict[str, int]
     ttft_ms: Distribution | None
     tpot_ms: Distribution | None
@@ -98,7 +98,7 @@ class Summary:
     e2e_ms: Distribution | None
     prompt_tokens: int
     cached_tokens: int | None
-    """None when the server never told."""
+    """None if the server never reported it."""
     output_tokens: int
     events: int
     requests_per_s: float
@@ -108,9 +108,9 @@ class Summary:
     good: int | None
     goodput_per_s: float | None
     late_ms: Distribution | None
-    """Of the client itself, against an open loop's schedule."""
+    """Lateness of the client against an open loop's schedule."""
     client_lag_ms: Distribution | None
-    """How late the client's own timers fired: whether it had the processor when it needed it."""
+    """Lateness of the client's timers: whether it had the processor when it needed it."""
     warnings: tuple[str, ...] = ()
 
 
@@ -190,15 +190,15 @@ def timeline(samples: Sequence[Sample], duration_s: float, *, max_slices: int = 
     num_slices = max(1, -int(-duration_s // slice_s))
     tokens, open_s = [0.0] * num_slices, [0.0] * num_slices
 
-    def place(time_s: float) -> int:
+    def slice_of(time_s: float) -> int:
         return min(max(int(time_s / slice_s), 0), num_slices - 1)
 
     for sample in samples:
-        # Drafts that came true share an event: its tokens are spread evenly over the events.
+        # Accepted drafts share an event: tokens are spread evenly over the events.
         per_event = sample.tokens / len(sample.events_s) if sample.events_s else 0.0
         for time_s in sample.events_s:
-            tokens[place(time_s)] += per_event
-        for index in range(place(sample.sent_s), place(sample.end_s) + 1):
+            tokens[slice_of(time_s)] += per_event
+        for index in range(slice_of(sample.sent_s), slice_of(sample.end_s) + 1):
             overlap_s = min(sample.end_s, (index + 1) * slice_s) - max(sample.sent_s, index * slice_s)
             open_s[index] += max(0.0, overlap_s)
     # The last slice may be cut short by the end of the run.

@@ -1,4 +1,4 @@
-"""Mooncake traces: who came when, how long prompt and answer were, and which blocks of a prompt others share.
+"""Mooncake traces: arrival times, prompt and answer lengths, and shared prompt blocks.
 
 Takes lines and opens no file. A block's id stands for its tokens and everything before them, so two requests share a
 prefix exactly as far as their ids agree.
@@ -14,7 +14,7 @@ from typing import Any
 from tripool.errors import InvalidRequest
 
 TRACE_BLOCK_TOKENS = 512
-"""What Mooncake's own traces hash together."""
+"""Tokens per block in Mooncake's own traces."""
 
 
 class BadTrace(InvalidRequest):
@@ -66,8 +66,8 @@ def _request(line: str, number: int, block_tokens: int) -> TraceRequest:
         raise BadTrace(f"line {number}: hash_ids is no list of integers", hint="one id per block of the prompt")
     full, partly = input_tokens // block_tokens, -(-input_tokens // block_tokens)
     if len(block_ids) not in (full, partly):
-        told = f"line {number}: {input_tokens} tokens have {partly} blocks of {block_tokens}, not {len(block_ids)}"
-        raise BadTrace(told, hint="--block-tokens says how many tokens the trace hashes together")
+        problem = f"line {number}: {input_tokens} tokens have {partly} blocks of {block_tokens}, not {len(block_ids)}"
+        raise BadTrace(problem, hint="--block-tokens says how many tokens the trace hashes together")
     return TraceRequest(timestamp_ms / 1e3, input_tokens, output_tokens, tuple(block_ids))
 
 

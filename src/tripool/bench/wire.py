@@ -1,7 +1,7 @@
-"""A lean HTTP/1.1 client: connections that are kept, one exchange at a time on each, a deadline on every wait.
+"""Minimal HTTP/1.1 client: persistent connections, one exchange at a time on each, a deadline on every wait.
 
-Knows no JSON. A body is fed to whoever asked for it as it arrives, with one time per read from the socket: thousands
-of small events a second must not cost a task switch each.
+A body is passed on as it arrives, with one time stamp per read from the socket: thousands of small events a second must
+not cost a task switch each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CannotConnect(TripoolError):
 
 
 class ExchangeFailed(Exception):
-    """One request got no whole answer. `kind` is short and the same for all that failed alike."""
+    """A request without a complete answer. `kind` is short and equal for equal failures."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind, detail)
@@ -70,13 +70,13 @@ Feed = Callable[[int, bytes, float], None]
 
 
 class _Connection(asyncio.Protocol):
-    """`done` is pending while an answer is awaited. The parser outlives answers, as the connection does."""
+    """`done` is pending while an answer is awaited. The parser is reused for all answers of the connection."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
         self.open = False
         self.answering = False
-        """Whether any byte of the current answer has come."""
+        """Whether any byte of the current answer has arrived."""
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._done: asyncio.Future[int] | None = None
@@ -85,7 +85,7 @@ class _Connection(asyncio.Protocol):
         self._now_s = 0.0
 
     def send(self, head: bytes, body: bytes, feed: Feed) -> asyncio.Future[int]:
-        """A future of the status, once the whole answer is there."""
+        """A future of the status, set when the answer is complete."""
         assert self.transport is not None and (self._done is None or self._done.done())
         self._feed, self._done, self.answering = feed, self._loop.create_future(), False
         self.transport.write(head + body)
@@ -93,7 +93,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def whole(self) -> bool:
-        """Whether the latest answer came to its end."""
+        """Whether the latest answer is complete."""
         return (
             self._done is not None and self._done.done() and not self._done.cancelled() and not self._done.exception()
         )
@@ -104,7 +104,7 @@ class _Connection(asyncio.Protocol):
             self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are these in all but name.
+        # uvloop's transports implement this interface.
         self.transport, self.open = cast(asyncio.Transport, transport), True
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -145,7 +145,7 @@ class _Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """As many connections as there are exchanges at once; idle ones are used again, the latest first."""
+    """Opens as many connections as there are concurrent exchanges; idle ones are reused, the latest first."""
 
     def __init__(self, address: Address, *, api_key: str | None = None) -> None:
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
@@ -157,17 +157,17 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def exchange(self, method: str, path: str, body: bytes, feed: Feed, *, timeout_s: float) -> int:
-        """The status, after `feed` has seen the whole body. Raises ExchangeFailed."""
+        """The status, after `feed` has received the whole body. Raises ExchangeFailed."""
         head = f"{method} {self._address.prefix}{path}{self._common}Content-Length: {len(body)}\r\n\r\n".encode()
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
-                    connection, kept = await self._connection()
+                    connection, reused = await self._connection()
                     try:
                         status = await connection.send(head, body, feed)
                     except ExchangeFailed:
-                        # A kept connection may have been closed while the request was on its way: nothing was begun.
-                        if kept and not connection.answering:
+                        # A reused connection may have been closed while the request was sent: nothing was processed.
+                        if reused and not connection.answering:
                             continue
                         raise
                     finally:
@@ -202,7 +202,7 @@ class HttpClient:
         return connection, False
 
     def _keep_or_drop(self, connection: _Connection) -> None:
-        """Keeps a connection whose answer is whole; one that was left in the middle can serve nobody else."""
+        """Reuse a connection whose answer is complete; drop one that was interrupted."""
         if connection.open and connection.whole:
             self._idle.append(connection)
         else:

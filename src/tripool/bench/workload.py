@@ -1,4 +1,4 @@
-"""What to send and when: a list of shots, from a trace or made up, with arrival times for an open loop."""
+"""Workloads: lists of shots from a trace or synthetic, with arrival times for an open loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from tripool.bench.trace import TRACE_BLOCK_TOKENS, TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class Shot:
-    """One request to send. `due_s`, since the start, is None in a closed loop: then it goes when another has ended."""
+    """One request to send. `due_s`, since the start, is None in a closed loop: then it is sent when another has
+    ended.
+    """
 
     index: int
     due_s: float | None
@@ -33,7 +35,9 @@ def trace_shots(
     scale_tokens: float = 1.0,
     block_tokens: int = TRACE_BLOCK_TOKENS,
 ) -> list[Shot]:
-    """`speed` 2 sends twice as fast. `scale_tokens` shrinks blocks and rests alike, so what was shared stays shared."""
+    """`speed` 2 sends twice as fast. `scale_tokens` shrinks blocks and remainders alike, so shared prefixes
+    stay shared.
+    """
     scaled_block = max(1, round(block_tokens * scale_tokens))
     shots = []
     for index, request in enumerate(requests):
@@ -41,7 +45,7 @@ def trace_shots(
         pieces = [Piece(f"block {block_id}", scaled_block) for block_id in request.block_ids]
         if pieces and rest <= block_tokens:
             pieces[-1] = replace(pieces[-1], num_tokens=_scaled(rest, scale_tokens, scaled_block))
-        elif (beyond := rest - block_tokens) > 0:  # only full blocks have ids: the rest is nobody else's
+        elif (beyond := rest - block_tokens) > 0:  # only full blocks have ids: the rest is not shared
             pieces.append(Piece(f"end {index}", _scaled(beyond, scale_tokens, scaled_block)))
         output_tokens = max(1, round(request.output_tokens * scale_tokens))
         shots.append(Shot(index, request.arrival_s / speed, tuple(pieces), output_tokens))
@@ -53,7 +57,7 @@ def _scaled(num_tokens: int, scale: float, most: int) -> int:
 
 
 def random_shots(num_requests: int, *, input_tokens: int, output_tokens: int) -> list[Shot]:
-    """Prompts that have nothing in common."""
+    """Prompts without common prefixes."""
     pieces = (((Piece(f"request {index}", input_tokens)),) for index in range(num_requests))
     return [Shot(index, None, own, output_tokens) for index, own in enumerate(pieces)]
 
@@ -63,7 +67,7 @@ def poisson_arrivals(num_requests: int, *, rate: float, seed: int) -> list[float
     draws = unpack(f"<{num_requests}Q", shake_128(f"{seed}/arrivals".encode()).digest(8 * num_requests))
     times_s, now_s = [], 0.0
     for draw in draws:
-        now_s -= log1p(-(draw >> 11) / 2**53) / rate  # 53 bits: all that a float can tell apart below 1
+        now_s -= log1p(-(draw >> 11) / 2**53) / rate  # 53 bits: the resolution of a float below 1
         times_s.append(now_s)
     return times_s
 

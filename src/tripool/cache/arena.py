@@ -1,20 +1,20 @@
-"""One member's memory: a file in shared memory that every peer maps, slots of one size with a header each.
+"""Arena of one cache member: a file in shared memory that every client maps, with slots of one size and a header each.
 
-| bytes | what |
+| bytes | contents |
 |---|---|
 | one page | magic, version, slot size, number of slots, nonce |
-| 128 per slot, to a full page | headers: only the member writes them, state last, so a torn one reads as free |
-| 16 per slot, to a full page | directory: where a key may be, for peers that look by themselves |
-| 64 per slot, to a full page | seats: how often each peer reads this slot now; each writes its own column only |
-| the slots, page by page | only who reserved a slot writes it |
+| 128 per slot, to a full page | headers: written only by the member, state last, so a torn header reads as free |
+| 16 per slot, to a full page | directory: where a key may be, for shared reads |
+| 64 per slot, to a full page | reader slots: current reads by each client; each writes only its own column |
+| the slots, page by page | written only by the client that reserved a slot |
 
-Headers outlive the member: its next life reads them and knows its blocks again. The file goes at an orderly end.
+Headers survive the member: a restarted member recovers its blocks from them. The file is removed at an orderly end.
 
-**Reading without asking.** A peer sits down at a slot, and then reads its header: committed, with this key, its digest
-right. The member closes the header before it looks whether somebody sits there. So either it sees the peer and lets the
-block be, or the peer sees that the slot is closed. There is no fence between the two steps: the processor may swap them
-within some nanoseconds, and then, as after a lease that ended, the peer finds another header when it has copied.
-Not `multiprocessing.shared_memory`: its tracker would remove the file when any one of its users dies.
+**Shared reads.** A client increments its reader slot and then reads the header: committed, with this key, its digest
+valid. The member closes the header before it checks the reader slots. So either the member sees the reader and keeps
+the block, or the reader sees that the slot is closed. There is no fence between the two steps: the processor may
+reorder them within some nanoseconds, and then, as after an expired lease, the reader finds another header after
+copying. Not `multiprocessing.shared_memory`: its tracker would remove the file when any one of its users dies.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _TAIL = struct.Struct("<QQ")
 """Digest of the body, then the state."""
 _HEADER_BYTES = _BODY.size + _TAIL.size
 _FOUND = struct.Struct("<16s16sQ4xQII")
-"""The beginning of a body: key, namespace, ticket, checksum, bytes, form."""
+"""The first fields of a body: key, namespace, ticket, checksum, bytes, form."""
 _WAYS = 8
-"""Entries of the directory under one hash. An entry that is out of date shows by its slot's header."""
+"""Directory entries per hash bucket. An outdated entry is detected by its slot's header."""
 _BUCKET = struct.Struct(f"<{_WAYS}I")
 _EMPTY = bytes(NUM_READER_SLOTS)
 _MAX_TICKET = 2**62
-"""Numbers begin with the time in nanoseconds: a header with a higher one was not written by a member."""
+"""Tickets start at the monotonic time in nanoseconds: a header with a higher one was not written by a member."""
 
 
 class Arena:
@@ -73,11 +73,11 @@ class Arena:
         self.shape = (ctypes.c_uint64 * 8)(
             start, PAGE, self._directory, self._num_buckets, self._reader_slots, self._data, self._stride, num_slots
         )
-        """Where everything is, for compiled code, for as long as this arena is held."""
+        """Addresses for compiled code, valid while this arena is alive."""
 
     @classmethod
     def of_file(cls, path: Path, fd: int, slot_bytes: int, num_slots: int, nonce: int) -> Arena:
-        # All pages now: a fault per page would cost as much as the copy itself.
+        # Populate all pages now: page faults would cost as much as the copies.
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         return cls(path, mmap.mmap(fd, arena_bytes(slot_bytes, num_slots), flags), slot_bytes, num_slots, nonce, fd)
 
@@ -90,7 +90,7 @@ class Arena:
             raise ArenaError(f"{path.name} is there already", hint="another member has this name") from None
         try:
             _lock(fd, path)
-            # Memory that is not there must be missed now, not as a bus error in the middle of a copy.
+            # Allocate now, so that a lack of memory is an error here and not a bus error during a copy.
             os.posix_fallocate(fd, 0, size)
             nonce = secrets.randbits(63)
             os.pwrite(fd, _FILE.pack(_MAGIC, slot_bytes, num_slots, nonce), 0)
@@ -105,7 +105,7 @@ class Arena:
 
     @classmethod
     def reopen(cls, path: Path, slot_bytes: int, num_slots: int) -> Arena | None:
-        """What an earlier life of this member left; None when there is nothing, or nothing of this shape."""
+        """The arena of an earlier process of this member; None if there is none of this shape."""
         try:
             fd = _open(path)
         except FileNotFoundError:
@@ -121,7 +121,7 @@ class Arena:
 
     @classmethod
     def attach(cls, path: Path) -> Arena:
-        """A peer's view of a member's arena."""
+        """Map a member's arena as a client."""
         fd = _open(path)
         found = _read_file_header(fd)
         if found is None:
@@ -133,7 +133,7 @@ class Arena:
         return arena
 
     def remove(self) -> None:
-        """Orderly end: peers that still map it keep their view of memory that nobody else will find."""
+        """Remove the file; clients that still map it keep their mapping."""
         self.path.unlink(missing_ok=True)
         os.close(self._fd)
         self._fd = -1
@@ -158,7 +158,7 @@ class Arena:
     # ---- headers ------------------------------------------------------------------------------------------------
 
     def holds(self, slot: int, key: bytes) -> bool:
-        """Whether a slot holds this committed block now: asked after copying, it tells whether a lease was lost."""
+        """Whether a slot holds this committed block now: checked after copying, it detects an expired lease."""
         at = PAGE + slot * _HEADER_BYTES
         (_, state) = _TAIL.unpack_from(self._map, at + _BODY.size)
         return state == State.COMMITTED and self._map[at : at + len(key)] == key
@@ -207,10 +207,10 @@ class Arena:
     def _bucket(self, key: bytes) -> int:
         return xxhash.xxh3_64_intdigest(key) % self._num_buckets
 
-    # ---- seats --------------------------------------------------------------------------------------------------
+    # ---- reader slots -----------------------------------------------------------------------------------------
 
     def acquire(self, key: bytes, namespace: bytes, reader_slot: int) -> tuple[Block, int] | None:
-        """A committed block that stays as it is until `release`, and its ticket; None where none can be seen."""
+        """A committed block, kept until `release`, and its ticket; None if it is not in the directory."""
         for entry in self._entries(self._bucket(key)):
             if not entry:
                 continue
@@ -232,10 +232,10 @@ class Arena:
 
     def release(self, slot: int, reader_slot: int) -> None:
         counter = self._reader_slots + slot * NUM_READER_SLOTS + reader_slot
-        self._map[counter] = max(0, self._map[counter] - 1)  # 0 already: turned out
+        self._map[counter] = max(0, self._map[counter] - 1)  # 0 already: cleared by the member
 
     def close_if_unread(self, slot: int) -> bool:
-        """For the member: close a committed slot's header, and open it again if somebody reads it."""
+        """For the member: close a committed slot's header, and open it again if it is being read."""
         at = PAGE + slot * _HEADER_BYTES + _BODY.size
         tail = self._map[at : at + _TAIL.size]
         _TAIL.pack_into(self._map, at, 0, State.FREE)
@@ -253,14 +253,14 @@ class Arena:
         self._map[at : at + NUM_READER_SLOTS] = _EMPTY
 
     def clear(self, reader_slots: slice) -> None:
-        """Whoever sat there reads nothing any more."""
+        """Clear reader slots whose clients are gone."""
         size = self.num_slots * NUM_READER_SLOTS
         self._bytes[self._reader_slots : self._reader_slots + size].reshape(-1, NUM_READER_SLOTS)[:, reader_slots] = 0
 
-    # ---- the next life ------------------------------------------------------------------------------------------
+    # ---- recovery -----------------------------------------------------------------------------------------------
 
     def records(self) -> list[Record]:
-        """Every slot as its header tells; damaged ones are free."""
+        """Records of all slots from their headers; damaged ones are free."""
         return [self.record(slot) for slot in range(self.num_slots)]
 
     def record(self, slot: int) -> Record:
@@ -289,7 +289,7 @@ def arena_bytes(slot_bytes: int, num_slots: int) -> int:
 
 
 def _layout(slot_bytes: int, num_slots: int) -> tuple[int, int, int]:
-    """Bytes from slot to slot, where the first one is, and of the whole file."""
+    """(bytes from slot to slot, offset of the first slot, size of the file)."""
     stride = _pages(slot_bytes)
     data = _directory_end(num_slots) + _pages(num_slots * NUM_READER_SLOTS)
     return stride, data, data + num_slots * stride
@@ -304,7 +304,7 @@ def _directory_end(num_slots: int) -> int:
 
 
 def _num_entries(num_slots: int) -> int:
-    """Of the directory: four for each slot, so that hardly one in ten thousand is crowded out."""
+    """Directory entries: four per slot, so that hardly one in ten thousand is displaced."""
     return -(-4 * num_slots // _WAYS) * _WAYS
 
 
@@ -313,7 +313,7 @@ def _pages(num_bytes: int) -> int:
 
 
 def _open(path: Path) -> int:
-    """Only a plain file of our own that nobody else may touch: the folder may be anybody's."""
+    """Open only a regular file of this user that others cannot access."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     said = os.fstat(fd)
     if not stat.S_ISREG(said.st_mode) or said.st_uid != os.geteuid() or said.st_mode & 0o077:
@@ -323,7 +323,7 @@ def _open(path: Path) -> int:
 
 
 def _read_file_header(fd: int) -> tuple[int, int, int] | None:
-    """Slot size, number of slots and nonce; None when this is no arena, or half of one."""
+    """(slot size, number of slots, nonce); None if this is not a complete arena."""
     head = os.pread(fd, _FILE.size, 0)
     if len(head) < _FILE.size:
         return None

@@ -1,12 +1,12 @@
-"""One engine's KV blocks: reference counts, the free list and the index of what free blocks still remember.
+"""Block pool of one engine: reference counts, the free list and the prefix index. Pure.
 
-| a block is | refs | blank       | in `_idle` | has a key |
-|------------|------|-------------|------------|-----------|
-| held       | >= 1 | no          | no         | maybe     |
-| idle       | 0    | no          | yes        | yes       |
-| blank      | 0    | yes         | no         | no        |
+| state | refs | blank       | in `_idle` | has a key |
+|-------|------|-------------|------------|-----------|
+| held  | >= 1 | no          | no         | maybe     |
+| idle  | 0    | no          | yes        | yes       |
+| blank | 0    | yes         | no         | no        |
 
-Idle blocks keep their contents and are found by key until someone needs the room; the least recently used goes first.
+Idle blocks keep their contents and stay in the prefix index until they are reallocated, least recently used first.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 from operator import mul
 
 _STRIDE = 16
-"""A search for a wider gap leaps; for a narrower one, matching bytes is faster."""
+"""Gaps at least this wide are searched in strides; for narrower ones a byte pattern search is faster."""
 _MANY = 1024
-"""From so many blocks on, a wide gap will do where the widest was wanted."""
+"""Above this pool size the search stops at a gap half as wide as the widest one."""
 
 
 class BlockPool:
@@ -29,7 +29,7 @@ class BlockPool:
         self._is_blank = bytearray(b"\1" * num_blocks)
         self._num_blank = num_blocks
         self._wide = num_blocks
-        """Width, up to a factor of two, of the gap that was found last."""
+        """Width of the last gap found, up to a factor of two."""
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
@@ -44,7 +44,7 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest known prefix. Nothing is held yet: `acquire` them before allocating anything else."""
+        """Blocks of the longest cached prefix. Takes no references: call `acquire` before allocating anything else."""
         found = []
         for key in keys:
             block = self._block_of.get(key)
@@ -54,18 +54,18 @@ class BlockPool:
         return found
 
     def num_idle(self, blocks: Sequence[int]) -> int:
-        """How many of these would leave the free list if acquired."""
+        """Number of these blocks that `acquire` would remove from the free list."""
         return sum(self._refs[block] == 0 for block in blocks)
 
     def acquire(self, blocks: Sequence[int]) -> None:
-        """Hold blocks that `match` found."""
+        """Take a reference to each block returned by `match`."""
         for block in blocks:
             if self._refs[block] == 0:
                 del self._idle[block]
             self._refs[block] += 1
 
     def num_freed_by(self, tables: Iterable[Sequence[int]]) -> int:
-        """How many blocks would become free if all these holders let go: those that nobody else holds."""
+        """Number of blocks that become free if all these block tables are released: those without another reference."""
         held = Counter(block for table in tables for block in table)
         return sum(self._refs[block] == count for block, count in held.items())
 
@@ -73,9 +73,11 @@ class BlockPool:
         return count <= self._num_blank + len(self._idle)
 
     def allocate(self, count: int, *, after: int | None = None) -> list[int]:
-        """Blocks that follow one another where they can, and follow block `after`: such a sequence is read in place.
+        """Allocate blocks, contiguous where possible and following block `after`, so that the sequence can be read in
+        place.
 
-        A new sequence starts in the middle of the widest gap, which leaves room to grow to it and to its neighbour.
+        A new sequence starts in the middle of the widest gap, which leaves room to grow for it and for the sequence
+        before it.
         """
         assert count <= self._num_blank + len(self._idle), f"{count} blocks wanted, {self.num_free} free"
         blocks: list[int] = []
@@ -87,7 +89,7 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give back one reference of each. The tail becomes idle first: a prefix without its head is useless."""
+        """Drop one reference of each. The tail becomes idle first, because a prefix is useless without its head."""
         for block in reversed(blocks):
             self._refs[block] -= 1
             assert self._refs[block] >= 0, f"block {block} released too often"
@@ -99,14 +101,14 @@ class BlockPool:
                     self._num_blank += 1
 
     def publish(self, block: int, key: bytes) -> None:
-        """Make a full, held block findable. A second block with the same contents stays nameless."""
-        assert self._refs[block] > 0, "only a holder may publish"
+        """Add a full, held block to the prefix index. A second block with the same key is not indexed."""
+        assert self._refs[block] > 0, "a published block must be held"
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
 
     def _take_blank(self, near: int) -> int:
-        """That block if it is blank, else the next one that is, from the start again after the last."""
+        """Block `near` if it is blank, else the next blank one, wrapping around."""
         block = self._is_blank.find(1, near)
         block = self._is_blank.find(1) if block < 0 else block
         self._is_blank[block] = 0
@@ -114,7 +116,7 @@ class BlockPool:
         return block
 
     def _middle_of_widest_gap(self) -> int:
-        """The first block, in an untouched pool: there the whole pool is room to grow."""
+        """Middle of the widest gap; block 0 while the whole pool is blank."""
         if self._num_blank == self.num_blocks:
             return 0
         if self.num_blocks > _MANY:
@@ -122,10 +124,12 @@ class BlockPool:
         widths = list(map(len, self._is_blank.split(b"\0")))
         widest = max(widths)
         number = widths.index(widest)
-        return sum(widths[:number]) + number + widest // 2  # before each gap but the first there is one that is not
+        return sum(widths[:number]) + number + widest // 2  # one held or idle block separates adjacent gaps
 
     def _middle_of_wide_gap(self) -> int:
-        """Of one at least half as wide as the widest: among thousands, looking at each takes longer than a step."""
+        """Middle of a gap at least half as wide as the widest: with thousands of blocks an exact search takes longer
+        than a step.
+        """
         width = min(4 * self._wide, 1 << self._num_blank.bit_length() >> 1)
         while width:
             begin = self._first_gap(width)
@@ -137,14 +141,14 @@ class BlockPool:
         return 0
 
     def _first_gap(self, width: int) -> int:
-        """Where the first gap of at least this width begins; -1: there is none."""
+        """First block of the first gap of at least this width; -1 if there is none."""
         blank = self._is_blank
         if width < _STRIDE:
             return blank.find(b"\1" * width)
-        # Every such gap holds a place that is a multiple of its width: few places to look at, and no pattern to match.
-        for place in range(0, self.num_blocks, width):
-            if blank[place]:
-                begin, stop = blank.rfind(0, 0, place) + 1, blank.find(0, place)
+        # Every such gap contains a multiple of its width, so only those positions need to be checked.
+        for position in range(0, self.num_blocks, width):
+            if blank[position]:
+                begin, stop = blank.rfind(0, 0, position) + 1, blank.find(0, position)
                 if (self.num_blocks if stop < 0 else stop) - begin >= width:
                     return begin
         return -1
@@ -173,27 +177,27 @@ class BlockPool:
         assert {key: block for block, key in self._key_of.items()} == self._block_of, "index is not one to one"
 
 
-class KeptBlocks:
-    """Blocks that no sequence holds, while they are copied from or to the cache pool."""
+class HeldBlocks:
+    """References to blocks that are being copied from or to the cache pool and belong to no sequence."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self.lists: list[list[int]] = []
 
     def keep(self, keys: Sequence[bytes]) -> list[int]:
-        """Hold the blocks of the longest known prefix until `let_go`."""
+        """Take references to the blocks of the longest cached prefix until `let_go`."""
         blocks = self._pool.match(keys)
         self._pool.acquire(blocks)
         self.lists.append(blocks)
         return blocks
 
     def keep_more(self, blocks: list[int], count: int) -> None:
-        """Append blocks to be filled, as many of `count` as are free."""
+        """Allocate up to `count` more blocks, to be filled by the caller, and append them to `blocks`."""
         blocks.extend(self._pool.allocate(min(count, self._pool.num_free), after=blocks[-1] if blocks else None))
 
     def let_go(self, blocks: list[int], keys: Sequence[bytes]) -> None:
-        """Those that have a key are full, and stay findable under it."""
-        self.lists = [kept for kept in self.lists if kept is not blocks]
+        """Publish the blocks that have a key and drop all references."""
+        self.lists = [held for held in self.lists if held is not blocks]
         for block, key in zip(blocks, keys, strict=False):
             self._pool.publish(block, key)
         self._pool.release(blocks)

@@ -1,14 +1,14 @@
-"""A worker's side of the cache pool: finds the longest known prefix, copies blocks out, and copies new ones in.
+"""Client of the cache pool: finds the longest cached prefix, copies blocks out, and stores new ones.
 
-Synchronous, for the loop of one thread. The pool is a help, never a need: whatever is wrong with it is a miss after a
-bounded wait, not an error. Blocks are checked after they were copied, so what a caller gets is what was stored.
+Synchronous, for the loop of one thread. The pool is optional: any failure of it is a miss after a bounded wait, not an
+error. Blocks are verified after copying, so a caller gets exactly what was stored.
 
     with pool.find(keys, namespace="tenant") as prefix:
         blocks = allocate(prefix.num_blocks)
         num_blocks = prefix.read(blocks)
     pool.store(keys, computed, namespace="tenant", first=num_blocks)
 
-`keys` is always the chain from its first block: where a block lives depends on the segment it is in.
+`keys` is always the chain from its first block: the member of a block depends on the segment it is in.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from tripool.cache import wire
 from tripool.cache.arena import MAX_WORKER_NAME_BYTES, Arena, as_bytes
-from tripool.cache.copying import soon
+from tripool.cache.copying import wake_helper
 from tripool.cache.host import CacheHost
 from tripool.cache.link import Acquired, Link
 from tripool.cache.records import Block, namespace_tag
@@ -32,7 +32,7 @@ from tripool.messages import Reaped, Suspect, WorkerId
 
 _LOOK_S = 0.01
 _STOP_WRITING = 0.8
-"""Part of the time a writer has after which it begins no other block."""
+"""Share of the write deadline after which no further block is started."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class _Held:
     link: Link
     lease: int | Acquired
     found: SharedBlocks
-    """Of the arena it was found in: the link may have another by the time it is read."""
+    """Refers to the arena it was found in: the link may have another by the time it is read."""
 
     def release(self) -> None:
         if isinstance(self.lease, Acquired):
@@ -52,11 +52,11 @@ class _Held:
 
 
 _Run = tuple[SharedBlocks, int, int]
-"""Blocks of a chain that follow one another, from one place to another among what was found with one member."""
+"""Consecutive blocks of a chain: (blocks of one member, start, stop)."""
 
 
 class Prefix:
-    """Blocks that are there, and stay there until the lease ends: soon. Release it, or use it with `with`."""
+    """Cached blocks under a lease that ends soon. Release it, or use it with `with`."""
 
     def __init__(self, runs: list[_Run], held: list[_Held]) -> None:
         self._runs, self._held = runs, held
@@ -71,18 +71,18 @@ class Prefix:
 
     @property
     def forms(self) -> list[int]:
-        """What the writer of each block said of it."""
+        """The writer's mark of each block."""
         return [block.form for block in self.blocks]
 
     @property
     def from_disk(self) -> list[bool]:
-        """Whether each block was on its member's disk alone when this was asked."""
+        """Whether each block was only on disk when it was looked up."""
         return [block.from_disk for block in self.blocks]
 
     def read(self, into: Sequence[Any]) -> int:
-        """Fill these writable buffers, one per block from the first on; returns how many hold their block.
+        """Copy the blocks into these writable buffers, from the first on; returns how many buffers hold their block.
 
-        Buffers behind that number may hold anything.
+        The contents of the buffers after that number are undefined.
         """
         num_good = 0
         for found, start, stop in self._runs:
@@ -106,11 +106,11 @@ class Prefix:
 
 
 _Asked = tuple[Link, list[int], tuple[Acquired, SharedBlocks] | int | None]
-"""A member, positions, and what was found there without asking, or else the question's number."""
+"""A member, positions, and the result of a shared read, or else the number of the request."""
 
 
 class PoolClient:
-    """`worker_id` must be this client's alone, and end with its process: then all it was writing is free again."""
+    """`worker_id` must be unique to this client and end with its process: then its reservations are freed."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class PoolClient:
         self._links = {member: Link(host, member, worker_id, wait_s, retry_s) for member in self._ring.members}
 
     def flush(self) -> None:
-        """Let go, now, of what was read. Otherwise that goes with the next question, or ends with the lease's time."""
+        """Send pending releases now. Otherwise they go with the next request, or the leases expire."""
         for link in self._links.values():
             link.flush()
 
@@ -138,7 +138,7 @@ class PoolClient:
             link.close()
 
     def wait(self, within_s: float) -> list[str]:
-        """Until every member is there, or the time is over; returns those that are missing then."""
+        """Wait until every member answers, at most `within_s`; returns the members that do not."""
         deadline_s = self._now_s() + within_s
         while missing := [member for member, link in self._links.items() if not link.answers()]:
             if self._now_s() >= deadline_s:
@@ -149,14 +149,14 @@ class PoolClient:
     # ---- blocks -------------------------------------------------------------------------------------------------
 
     def fetch(self, keys: Sequence[bytes], into: Sequence[Any], *, namespace: str, first: int = 0) -> int:
-        """Find and read at once: buffers for the blocks from `first` on. Returns how many were filled."""
+        """Find and read in one call: buffers for the blocks from `first` on. Returns how many were filled."""
         if into:
-            soon(memoryview(into[0]).nbytes)
+            wake_helper(memoryview(into[0]).nbytes)
         with self.find(keys[: first + len(into)], namespace=namespace, first=first) as prefix:
             return prefix.read(into)
 
     def find(self, keys: Sequence[bytes], *, namespace: str, first: int = 0) -> Prefix:
-        """The longest known stretch of the chain that begins at position `first`."""
+        """The longest cached part of the chain that starts at position `first`."""
         return self._hear(self._ask(keys, namespace, first), keys, first)
 
     def _ask(self, keys: Sequence[bytes], namespace: str, first: int) -> list[_Asked]:
@@ -179,7 +179,7 @@ class PoolClient:
                         position: (part.found, place) for place, position in enumerate(positions[: len(part.found)])
                     }
         runs: list[_Run] = []
-        if len(asked) == 1 and held:  # so mostly, and then there is nothing to put together
+        if len(asked) == 1 and held:  # the usual case: nothing to merge
             return Prefix([(held[0].found, 0, len(held[0].found))], held)
         while first in found:
             part_found, start = found[first]
@@ -191,26 +191,26 @@ class PoolClient:
         return Prefix(runs, held)
 
     def _answered(self, link: Link, positions: list[int], number: int | None, keys: Sequence[bytes]) -> _Held | None:
-        answer = link.answer(number, wire.Found)
+        answer = link.answer(number, wire.LookupResult)
         if answer is None or not answer.lease or link.arena is None:
             return None
         columns = (answer.slots, answer.checksums, answer.sizes, answer.forms)
         if {len(column) for column in columns} != {len(answer.slots)} or len(answer.slots) > len(positions):
-            return None  # no answer to what was asked
+            return None  # an invalid reply
         if max(answer.slots, default=0) >= link.arena.num_slots or max(answer.sizes, default=0) > link.arena.slot_bytes:
             return None
         rows = zip(answer.slots, answer.checksums, answer.sizes, answer.forms, strict=True)
         blocks = (Block(*row, place in answer.from_disk) for place, row in enumerate(rows))
         return _Held(
-            link, answer.lease, SharedBlocks.told(link.arena, [keys[position] for position in positions], blocks)
+            link, answer.lease, SharedBlocks.from_lookup(link.arena, [keys[position] for position in positions], blocks)
         )
 
     def store(
         self, keys: Sequence[bytes], blocks: Sequence[Any], *, namespace: str, first: int = 0, form: int = 0
     ) -> int:
-        """Publish blocks (contiguous buffers) of the chain from position `first` on; returns how many were written.
+        """Store blocks (contiguous buffers) of the chain from position `first` on; returns how many were written.
 
-        Fewer than given when others have them already, or when there is no room.
+        Fewer than given if other workers stored them already, or if there is no room.
         """
         began_s = self._now_s()
         places = self._places(keys[: first + len(blocks)], first)
@@ -242,52 +242,52 @@ class PoolClient:
         return written
 
     def _places(self, keys: Sequence[bytes], first: int) -> dict[Link, list[int]]:
-        """Positions by member, for members that are there. A chain is cut where the first absent one comes in."""
+        """Positions by member, for members that answer. The chain is cut at the first absent member."""
         places: dict[Link, list[int]] = {}
         if not self._links:
             return places
-        for stretch in self._ring.stretches(keys, first):
+        for stretch in self._ring.member_ranges(keys, first):
             link = self._links[stretch.member]
             if not link.ready():
                 break
             places.setdefault(link, []).extend(range(stretch.start, stretch.stop))
         return places
 
-    # ---- for those who look after it ----------------------------------------------------------------------------
+    # ---- administration -----------------------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, wire.Told | None]:
-        """What each member says of itself; None for those that say nothing."""
+    def stats(self) -> dict[str, wire.Stats | None]:
+        """Stats of each member; None for those that do not answer."""
         asked = {member: link.count() if link.ready() else None for member, link in self._links.items()}
-        return {member: self._links[member].answer(number, wire.Told) for member, number in asked.items()}
+        return {member: self._links[member].answer(number, wire.Stats) for member, number in asked.items()}
 
     def report(self, fate: Suspect | Reaped) -> list[str]:
-        """Tell every member what became of a worker; returns those that were not there to hear it.
+        """Report a worker's loss to every member; returns the members that could not be reached.
 
-        Tell those again when they are back: until then they keep what a dead writer had reserved.
+        Repeat it for those when they are back: until then they keep the worker's reservations.
         """
         return [member for member, link in self._links.items() if not (link.ready() and link.tell(fate))]
 
     def purge(self, namespace: str) -> int:
-        """Forget a tenant; returns how many blocks went. Members that are away keep theirs until asked again."""
+        """Purge a tenant; returns the number of blocks. Absent members keep theirs until the purge is repeated."""
         return self.purge_tags([namespace_tag(namespace)])
 
     def purge_tags(self, tags: Sequence[bytes]) -> int:
-        """The same for namespaces of which only the members' own name is known."""
+        """The same by namespace tags."""
         asked = [(link, link.purge(tag)) for link in self._links.values() for tag in tags if link.ready()]
         answers = [link.answer(number, wire.Purged) for link, number in asked]
         return sum(answer.num_blocks for answer in answers if answer is not None)
 
     def limit(self, slots: Mapping[str, Mapping[bytes, int]]) -> list[str]:
-        """Give each member its table of most slots by namespace tag; returns those that did not hear it.
+        """Set the quotas of each member by namespace tag; returns the members that could not be reached.
 
-        A member forgets the table when it starts again: say it anew from time to time.
+        A member loses the quotas when it restarts: repeat this from time to time.
         """
         asked = [(link, link.limit(dict(slots[name])) if link.ready() else None) for name, link in self._links.items()]
         return [link.member for link, number in asked if link.answer(number, wire.Purged) is None]
 
 
 def _fits(grant: wire.Granted, num_asked: int, arena: Arena | None) -> bool:
-    """Whether it grants what was asked for, and slots that there are."""
+    """Whether a grant matches the request and its slots exist."""
     if arena is None or len(grant.positions) != len(grant.slots) or len(set(grant.slots)) != len(grant.slots):
         return False
     return max(grant.positions, default=0) < num_asked and max(grant.slots, default=0) < arena.num_slots

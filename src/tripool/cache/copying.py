@@ -1,8 +1,9 @@
-"""Copies blocks and says the checksum of each copy: by compiled code where it is there, else by numpy, to the same bit.
+"""Copies blocks and returns the checksum of each copy, in compiled code where available, else in numpy, bit for bit
+equal.
 
-The checksum is an XXH3; of a large block it is the XXH3 of those of its quarters, which are copied side by side. The
-compiled version is a single pass past the caches, by two cores when one is idle. Both let go of the interpreter while
-they work.
+The checksum is XXH3. For a large block it is the XXH3 of the hashes of its four quarters, which are copied in parallel
+streams. The compiled version makes one pass with non-temporal stores and uses a second core if one is idle. Both
+versions release the GIL while they copy.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ Bytes = npt.NDArray[np.uint8]
 FILE = Path(__file__).parent / "native" / "_copy.so"
 _LARGE = 2**16
 _WORTH_HELP = 2**18
-"""To wake a helper takes as long as to copy this."""
+"""Waking the helper thread takes about as long as copying this many bytes."""
 _PAGE = 4096
 _PIECE = 2**19
-"""Copied, then hashed while it is still in the core's own cache."""
+"""Bytes copied at a time, then hashed while they are still in the core's cache."""
 _QUARTERS = struct.Struct("<4Q")
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_uint64
 _ARGUMENTS = {
@@ -45,7 +46,7 @@ _RESULTS = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """None where it was not compiled, or for another machine or version."""
+    """The compiled library; None if it was not built, or was built for another machine or version."""
     try:
         loaded = ctypes.CDLL(str(FILE))
         functions = {name: getattr(loaded, name) for name in _ARGUMENTS}
@@ -56,15 +57,15 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-def soon(num_bytes: int) -> None:
-    """So much is about to be copied: if that is worth it, whoever helps had better wake up now."""
+def wake_helper(num_bytes: int) -> None:
+    """Wake the helper thread ahead of a copy of `num_bytes`, if the copy is large enough to need it."""
     compiled = library() if num_bytes >= _WORTH_HELP else None
     if compiled is not None:
         compiled.tripool_copy_soon()
 
 
 def copy(source: Bytes, target: Bytes) -> int:
-    """Contiguous, and of one length."""
+    """Copy `source` to `target` (contiguous, of equal length) and return the checksum of the copy."""
     size, compiled = len(source), library()
     assert len(target) == size
     if compiled is None or not is_compiled(size):
@@ -89,33 +90,35 @@ def plain_copy(source: Bytes, target: Bytes) -> int:
 
 
 def quarter(size: int) -> int:
-    """In whole pages; the last one has what is left over."""
+    """Bytes of one quarter, in whole pages; the last quarter also takes the remainder."""
     return size // 4 // _PAGE * _PAGE
 
 
 class Staging:
-    """Page-aligned buffers of one size, kept for the next time: fresh memory costs a fault per page, which together
-    take longer than a copy, and past the caches goes only what is aligned."""
+    """Reusable page-aligned buffers of one size: page faults on fresh memory take longer than the copy, and
+    non-temporal stores need aligned targets."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
         self._buffers: list[Bytes] = []
 
     def take(self, count: int) -> list[Bytes]:
-        """The same ones every time: whoever took them last is done with them."""
+        """The first `count` buffers, always the same ones; the previous user must be done with them."""
         while len(self._buffers) < count:
-            room = mmap(-1, max(1, self._num_bytes))
-            self._buffers.append(np.frombuffer(room, np.uint8, self._num_bytes))
+            buffer = mmap(-1, max(1, self._num_bytes))
+            self._buffers.append(np.frombuffer(buffer, np.uint8, self._num_bytes))
         return self._buffers[:count]
 
 
 def address(array: Bytes) -> int:
-    """Where it begins. Each way twice as fast as the next one: `from_buffer`, the interface, `.ctypes.data`."""
+    """Address of the first byte. `from_buffer` is twice as fast as the array interface and four times as fast as
+    `.ctypes`.
+    """
     try:
         return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
     except TypeError:  # read-only
-        place: int = array.__array_interface__["data"][0]
-        return place
+        start: int = array.__array_interface__["data"][0]
+        return start
 
 
 def _copy_piece(source: Bytes, target: Bytes) -> int:

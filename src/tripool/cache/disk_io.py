@@ -1,10 +1,10 @@
-"""Does what the tiers want of the disk, in two threads beside the member's loop: one writes, one reads.
+"""Disk reads and writes of a cache member, in two threads beside the member's loop: one writes, one reads.
 
 The loop never touches the disk. It takes decisions from `TieredIndex`, queues them, and is woken through a file
-descriptor when something is done. Queues are bounded by the tiers themselves, which have only so much under way.
+descriptor when one is done. The tiers limit how much is in flight, so the queues are bounded.
 
-Whatever goes wrong with the disk (full, read-only, deleted, broken, in use) switches this tier off, says why once, and
-leaves memory alone: what was to be read is a miss, what was to be written is not.
+Any disk error (full, read-only, deleted, broken, in use) switches the disk tier off and logs the reason once. Memory is
+not affected: a pending read becomes a miss, a pending write is dropped.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _SEGMENT_BLOCKS = 4
 _CLOSE_S = 2.0
 
 Job = Callable[[], Callable[[], None]]
-"""Runs in a thread; what it returns then runs in the member's loop."""
+"""Runs in a disk thread and returns a callback for the member's loop."""
 
 
 def geometry(num_bytes: int, block_bytes: int) -> tuple[int, int]:
-    """How many segments, of how many bytes: some dozens, each with room for a few of the largest blocks."""
+    """(number of segments, bytes per segment): some dozens, each with room for a few of the largest blocks."""
     least = PAGE + _SEGMENT_BLOCKS * footprint(block_bytes)
     segment_bytes = max(num_bytes // _MOST_SEGMENTS // PAGE * PAGE, least)
     num_segments = num_bytes // segment_bytes
@@ -47,7 +47,7 @@ def geometry(num_bytes: int, block_bytes: int) -> tuple[int, int]:
 
 
 class _Lane:
-    """One thread and what it is to do. Daemons: a disk that hangs must not keep a process that is to end."""
+    """One thread and its job queue. A daemon thread, so that a hanging disk does not keep the process from ending."""
 
     def __init__(self, name: str, done: Callable[[Callable[[], None]], None]) -> None:
         self._done = done
@@ -61,7 +61,7 @@ class _Lane:
         self._ready.release()
 
     def end(self) -> bool:
-        """After what it does just now. Whether it did."""
+        """Stop after the current job; returns whether the thread ended in time."""
         self.put(None, first=True)
         self._thread.join(_CLOSE_S)
         return not self._thread.is_alive()
@@ -76,14 +76,14 @@ class _Lane:
 
 
 class DiskTasks(Protocol):
-    """What a member asks of its disk tier; all of it in the member's own loop."""
+    """A member's disk tier, called in the member's loop."""
 
     state: str
     """opening, on, or why it is off."""
 
     def fileno(self) -> int: ...
 
-    def turn(self, now_s: float) -> None: ...
+    def poll(self, now_s: float) -> None: ...
 
     def purge(self, namespace: bytes, purge: Purge | None, then: Callable[[], None]) -> None: ...
 
@@ -91,7 +91,7 @@ class DiskTasks(Protocol):
 
 
 OpenDisk = Callable[[str, DiskConfig, TieredIndex, Arena, float], DiskTasks]
-"""As `DiskIo` is made."""
+"""Signature of the constructor of `DiskIo`."""
 
 
 class DiskIo:
@@ -102,23 +102,25 @@ class DiskIo:
         self._namespace_share = namespace_share
         self._folder = Path(config.folder) / name
         self.state = "opening"
-        """Or "on", or why it is off."""
+        """"opening", "on", or "off: " and the reason."""
         self._store: DiskStore | None = None
         self._results: list[Callable[[], None]] = []
         self._lock = threading.Lock()
-        """There are results exactly when the descriptor is readable."""
+        """Keeps `_results` and the event descriptor consistent: the descriptor is readable exactly when there are
+        results.
+        """
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._purges: list[tuple[bytes, Callable[[], None]]] = []
-        """Asked for before the disk was open."""
+        """Purges requested before the disk was open."""
         self._writer, self._reader = (_Lane(f"disk-{what}", self._finished) for what in ("write", "read"))
         self._writer.put(self._open)
 
     def fileno(self) -> int:
-        """Readable when `turn` has something to do."""
+        """Readable when `poll` has something to do."""
         return self._wake
 
-    def turn(self, now_s: float) -> None:
-        """In the member's loop: hear what was done, and say what is to be done next."""
+    def poll(self, now_s: float) -> None:
+        """Called in the member's loop: take finished jobs and queue the next ones."""
         if self._results:
             with self._lock:
                 os.eventfd_read(self._wake)
@@ -132,16 +134,16 @@ class DiskIo:
             self._writer.put(partial(self._write, writes))
 
     def purge(self, namespace: bytes, purge: Purge | None, then: Callable[[], None]) -> None:
-        """Make a purge last. `then` is called when it does, and not at all if that cannot be had."""
+        """Make a purge durable. `then` is called once it is, and never if that fails."""
         if self.state == "opening":
             self._purges.append((namespace, then))
         elif purge is not None:
             self._writer.put(partial(self._write_purge, purge, then), first=True)
-        elif self._store is not None:  # off: what cannot be marked is deleted, others' blocks with it
+        elif self._store is not None:  # the tier is off: delete the whole store, other namespaces included
             self._writer.put(partial(self._remove, then), first=True)
 
     def close(self) -> None:
-        if all([self._writer.end(), self._reader.end()]):  # else the disk hangs, and so does who needs these
+        if all([self._writer.end(), self._reader.end()]):  # if the disk hangs, its threads still use these
             if self._store is not None:
                 self._store.close()
             os.close(self._wake)
@@ -200,7 +202,7 @@ class DiskIo:
         try:
             self._store.remove()
         except OSError:
-            return lambda: None  # not answered: the purge is to be asked for again
+            return lambda: None  # no reply: the caller has to repeat the purge
         return then
 
     def _explained(self, error: OSError | DiskError) -> DiskError:
@@ -212,8 +214,8 @@ class DiskIo:
         self._store, self.state = store, "on"
         _LOG.info("the disk tier is on", extra={"folder": str(self._folder), "bytes": self._config.num_bytes})
         self._tiered_index.open_disk(tier, segments, purges)
-        asked, self._purges = self._purges, []
-        for namespace, then in asked:
+        requested, self._purges = self._purges, []
+        for namespace, then in requested:
             _, purge = tier.purge(namespace)
             self.purge(namespace, purge, then)
 
@@ -234,7 +236,7 @@ class DiskIo:
             return
         self.state = f"off: {error}"
         self._tiered_index.close_disk()
-        asked, self._purges = self._purges, []
-        for namespace, then in asked:
+        requested, self._purges = self._purges, []
+        for namespace, then in requested:
             self.purge(namespace, None, then)
         _LOG.warning("the disk tier is off; memory goes on", extra={"error": error.code, "reason": str(error)})

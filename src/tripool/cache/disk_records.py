@@ -1,21 +1,21 @@
-"""What the disk tier knows of one block, and what it answers: plain data, no rules. Pure."""
+"""Records of the disk tier: one block on disk, one write, one segment, one purge. Plain data. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 PAGE = 4096
-"""Everything on disk begins at a multiple of it: a header is one, in front of every segment and of every block."""
+"""Alignment of everything on disk. A header takes one page, in front of every segment and every block."""
 
 
 def footprint(num_bytes: int) -> int:
-    """Bytes on disk of a block of so many: its header, and whole pages."""
+    """Bytes that a block of `num_bytes` takes on disk: one header page plus whole pages."""
     return PAGE - (-num_bytes // PAGE) * PAGE
 
 
 @dataclass(frozen=True, slots=True)
 class DiskCopy:
-    """One block on disk. `number` is above that of every earlier copy; `generation` is that of its segment's life."""
+    """One block on disk. `number` rises with every copy; `generation` is that of its segment when it was written."""
 
     key: bytes
     namespace: bytes
@@ -35,7 +35,9 @@ class DiskCopy:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Copy what is in this slot. It may be reused at any moment: compare what was copied with the checksum."""
+    """Write the contents of a slot. The slot may be reused at any moment, so the copy must be compared with the
+    checksum.
+    """
 
     slot: int
     copy: DiskCopy
@@ -43,17 +45,17 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What was found of a segment after a restart. Generation 0: nothing."""
+    """What a scan found in a segment after a restart. Generation 0: nothing."""
 
     generation: int = 0
     disk_copies: tuple[DiskCopy, ...] = ()
     end: int = PAGE
-    """Where writing may go on."""
+    """Offset at which writing may continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Purge:
-    """Copies of this namespace with smaller numbers are void, also those that are still being written."""
+    """Voids all copies of a namespace with smaller numbers, those still being written included."""
 
     namespace: bytes
     before: int
@@ -61,13 +63,13 @@ class Purge:
 
 @dataclass(slots=True)
 class DiskCounters:
-    """Since the member started, in blocks."""
+    """Counts of blocks since the member started."""
 
     written: int = 0
     lost: int = 0
-    """Forgotten by memory before they could be written."""
+    """Evicted from memory before they were written."""
     forgotten: int = 0
-    """To make room on disk."""
+    """Evicted from disk to make room."""
     promoted: int = 0
     bad: int = 0
-    """Not what they were when they were written: damaged, or torn."""
+    """Read back with a wrong checksum: damaged or torn."""

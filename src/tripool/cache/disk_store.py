@@ -1,22 +1,23 @@
-"""The disk tier's files: a folder of segments in which a block is whole, or is not there.
+"""Files of the disk tier: a folder of segments in which a block is either complete or absent.
 
-| of a segment | what |
+| part of a segment | contents |
 |---|---|
-| first page | header: magic, whose blocks these are, generation, nonce, digest |
-| a page, then whole pages; again and again | a block's header, then its bytes |
+| first page | header: magic, fingerprint, size, generation, nonce, digest |
+| then, for each block | one header page, then the block's bytes in whole pages |
 
-**Writing.** The bytes of all blocks of a batch, `fdatasync`, their headers, `fdatasync`. A header is the commit: once
-it is there the bytes behind it are. Digests of headers are seeded with the nonce of their segment's life, which is on
-disk before the first block of that life: what an earlier one left is void, and no block can hold a forged header.
+**Writing.** The bytes of all blocks of a batch, `fdatasync`, their headers, `fdatasync`. The header is the commit
+record: if it is on disk, so are the bytes behind it. Header digests are seeded with a nonce per segment generation,
+which is on disk before the first block of that generation. Headers of an earlier generation are therefore void, and the
+contents of a block cannot forge a header.
 
-**Promise.** A block that `write` has acknowledged is found by `open`, also after the process or the machine died, as
-far as the disk keeps what it has confirmed. Whatever else is found there is whole or is refused: its header by digest,
-place and number, its bytes by the checksum that was taken when it was first stored, compared at every read.
+**Guarantee.** `open` finds every block that `write` acknowledged, also after a crash of the process or the machine, as
+far as the disk honours `fdatasync`. Anything else on disk is complete or rejected: headers by digest, position and
+number, bytes by the checksum taken when the block was first stored and compared at every read.
 
-**Purges** are kept in a file of their own: one record is enough for any number of blocks, and voids them for every
-later life. The bytes themselves stay until their segment begins anew.
+**Purges** are in a file of their own: one record voids any number of blocks, permanently. The bytes themselves stay
+until their segment is reused.
 
-One thread writes and one reads; each has a page-aligned buffer, so that files may bypass the page cache (O_DIRECT).
+One thread writes and one reads. Each has a page-aligned buffer, so that files can bypass the page cache (O_DIRECT).
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ _DIGEST = struct.Struct("<Q")
 _PURGE = struct.Struct("<16sQ")
 _VOID, _WHOLE = 0, 1
 _LOST_HEADERS = 32
-"""More in a row than a crash can leave: after as many, the rest of a segment is empty."""
+"""More invalid headers in a row than a crash can leave: after this many, the rest of the segment is taken as empty."""
 
 
 class DiskStore:
-    """Made by `open`, together with what it has found."""
+    """Made by `open`, which also returns what it found on disk."""
 
     def __init__(self, folder: Path, fingerprint: bytes, num_segments: int, segment_bytes: int, block_bytes: int):
         assert len(fingerprint) == FINGERPRINT_BYTES and segment_bytes % PAGE == 0
@@ -60,7 +61,7 @@ class DiskStore:
         self._segment_bytes, self._block_bytes = segment_bytes, block_bytes
         self._fds: list[int] = []
         self._generations = [(0, 0)] * num_segments
-        """Generation and nonce of each segment, as its header on disk has them."""
+        """(generation, nonce) of each segment, as in its header on disk."""
         self._lock = self._purges = -1
         self._writing, self._reading = (memoryview(mmap.mmap(-1, footprint(block_bytes))) for _ in range(2))
 
@@ -68,7 +69,9 @@ class DiskStore:
     def open(
         cls, folder: Path, fingerprint: bytes, *, num_segments: int, segment_bytes: int, block_bytes: int
     ) -> tuple[DiskStore, list[Segment], list[Purge]]:
-        """Blocks of another fingerprint, size or version are as good as none: their room is used again."""
+        """Open or create the store. Blocks of another fingerprint, size or version are ignored and their space is
+        reused.
+        """
         store = cls(folder, fingerprint, num_segments, segment_bytes, block_bytes)
         try:
             make_private(folder)
@@ -104,36 +107,39 @@ class DiskStore:
     # ---- blocks -------------------------------------------------------------------------------------------------
 
     def write(self, writes: Sequence[Write], fill: Callable[[int, memoryview], int]) -> list[bool]:
-        """Each is on disk for good when this returns, or could not be copied any more.
+        """Write blocks durably; returns for each whether it was written, or its slot was reused before it could be
+        copied.
 
         `fill` copies a slot into a buffer and returns the checksum of the copy. Raises OSError and DiskError; then none
-        of them is acknowledged.
+        of the blocks is acknowledged.
         """
         done: list[bool] = []
         for write in writes:
             copy = write.copy
             num_padded = footprint(copy.num_bytes) - PAGE
-            self._begin(copy)  # before the buffer is filled, because it needs it too
+            self._begin(copy)  # uses the same buffer, so it comes before `fill`
             done.append(fill(write.slot, self._writing[: copy.num_bytes]) == copy.checksum)
             if done[-1]:
                 self._writing[copy.num_bytes : num_padded] = bytes(num_padded - copy.num_bytes)
                 self._put(copy.segment, self._writing[:num_padded], copy.offset + PAGE)
         self._sync(writes)
         for write, whole in zip(writes, done, strict=True):
-            # Those that were not copied get a header too: so that the blocks behind them are found.
+            # Blocks that were not copied get a header too, so that a scan finds the blocks behind them.
             self._put_page(write.copy.segment, write.copy.offset, self._header(write.copy, _WHOLE if whole else _VOID))
         self._sync(writes)
         return done
 
     def read(self, copy: DiskCopy, take: Callable[[memoryview], int]) -> int:
-        """What `take` returns of the block's bytes: the checksum of what it made of them. Raises OSError, DiskError."""
+        """Pass the block's bytes to `take` and return the checksum of what it stored. Raises OSError and DiskError."""
         num_padded = footprint(copy.num_bytes) - PAGE
         if os.preadv(self._fds[copy.segment], [self._reading[:num_padded]], copy.offset + PAGE) != num_padded:
-            raise DiskError(f"{self._path(copy.segment).name} has become shorter", hint="nobody else may write there")
+            raise DiskError(
+                f"{self._path(copy.segment).name} has become shorter", hint="no other program may write to this folder"
+            )
         return take(self._reading[: copy.num_bytes])
 
     def purge(self, purge: Purge) -> None:
-        """For good when this returns."""
+        """Record a purge durably."""
         self._put_purge(purge)
         os.fdatasync(self._purges)
 
@@ -143,14 +149,16 @@ class DiskStore:
             raise DiskError(f"{self._folder} is full", hint="make room and restart the server")
 
     def remove(self) -> None:
-        """All of it: the last resort of a purge that cannot be written down."""
+        """Delete all segments, when a purge cannot be recorded."""
         for segment in range(len(self._generations)):
             self._path(segment).unlink(missing_ok=True)
-        with suppress(FileNotFoundError):  # somebody was faster
+        with suppress(FileNotFoundError):  # the folder is gone already
             _sync_folder(self._folder)
 
     def _begin(self, copy: DiskCopy) -> None:
-        """A segment's new life, before its first block; what its earlier lives left is void from here on."""
+        """Start a new generation of a segment before its first block; blocks of earlier generations are void from here
+        on.
+        """
         if self._generations[copy.segment][0] == copy.generation:
             return
         nonce = secrets.randbits(63)
@@ -181,14 +189,14 @@ class DiskStore:
             if not os.fstat(self._fds[segment]).st_nlink:
                 raise DiskError(f"{self._path(segment).name} was deleted", hint="restart the server to make it anew")
 
-    # ---- what is there ------------------------------------------------------------------------------------------
+    # ---- opening -----------------------------------------------------------------------------------------------
 
     def _take(self) -> None:
         self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DiskError(f"{self._folder} is in use", hint="another server has it; give each its own") from None
+            raise DiskError(f"{self._folder} is in use", hint="another server uses it; give each its own") from None
 
     def _path(self, segment: int) -> Path:
         return self._folder / f"segment-{segment:04d}.blocks"
@@ -200,11 +208,11 @@ class DiskStore:
         try:
             if os.fstat(fd).st_size != self._segment_bytes:
                 os.ftruncate(fd, 0)
-                # Room that is not there must be missed now, not when a block is to be written.
+                # Allocate now, so that a full disk is noticed at start and not when a block is written.
                 os.posix_fallocate(fd, 0, self._segment_bytes)
         except OSError:
             if is_new:
-                path.unlink()  # the others are full of blocks, or will be when there is room
+                path.unlink()  # existing segments hold blocks and stay
             raise
         head = self._page(number, 0)
         body, digest = head[: _SEGMENT.size], head[_SEGMENT.size : _SEGMENT.size + _DIGEST.size]
@@ -216,7 +224,7 @@ class DiskStore:
         return self._scan(number, generation)
 
     def _scan(self, segment: int, generation: int) -> Segment:
-        """Header by header. A damaged one hides its own block only: the next is looked for page by page."""
+        """Scan header by header. A damaged header hides only its own block: the next one is searched page by page."""
         disk_copies: list[DiskCopy] = []
         at = end = PAGE
         while at < (stop := min(self._segment_bytes, end + _LOST_HEADERS * footprint(self._block_bytes))):
@@ -242,7 +250,7 @@ class DiskStore:
         return None
 
     def _parse(self, head: bytes, segment: int, offset: int, generation: int) -> tuple[int, DiskCopy] | None:
-        """A block's header, if this is one of the segment's present life and of this place."""
+        """Parse a block header; None unless it belongs to this position and the segment's current generation."""
         body, digest = head[: _BLOCK.size], head[_BLOCK.size : _BLOCK.size + _DIGEST.size]
         magic, kind, in_segment, at, number, key, namespace, position, num_bytes, form, checksum = _BLOCK.unpack(body)
         if (
@@ -259,7 +267,7 @@ class DiskStore:
         return bytes(self._writing[:num_bytes]) + bytes(PAGE - num_bytes)
 
     def _open_purges(self, disk_copies: Sequence[DiskCopy]) -> list[Purge]:
-        """Those that still void something; the file is replaced by one without the others."""
+        """Purges that still void some copy; the file is rewritten without the others."""
         path = self._folder / "purges"
         record = _PURGE.size + _DIGEST.size
         data = path.read_bytes() if path.exists() else b""
@@ -270,14 +278,14 @@ class DiskStore:
                 namespace, before = _PURGE.unpack(body)
                 youngest[namespace] = max(before, youngest.get(namespace, 0))
         needed = {copy.namespace for copy in disk_copies if copy.number < youngest.get(copy.namespace, 0)}
-        kept = [Purge(namespace, before) for namespace, before in youngest.items() if namespace in needed]
+        purges = [Purge(namespace, before) for namespace, before in youngest.items() if namespace in needed]
         fresh = self._folder / "purges.new"
         self._purges = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        for purge in kept:
+        for purge in purges:
             self._put_purge(purge)
         os.fsync(self._purges)
         fresh.rename(path)
-        return kept
+        return purges
 
 
 def _digest(body: bytes, nonce: int) -> bytes:
@@ -285,7 +293,7 @@ def _digest(body: bytes, nonce: int) -> bytes:
 
 
 def _open_aligned(path: Path, page: memoryview) -> int:
-    """Past the page cache where the file system can: the blocks are in our own memory already."""
+    """Open with O_DIRECT where the file system supports it: the blocks are in the arena already."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         fd = os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
@@ -310,7 +318,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def explain(error: OSError, folder: Path, num_bytes: int) -> DiskError:
-    """For people: what is wrong, and what to do."""
+    """Turn an OSError into a DiskError with a cause and a hint."""
     what, hint = f"{folder}: {error.strerror or error}", "choose another --disk-dir"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what, hint = f"no room for {num_bytes / 2**30:.1f} GB in {folder}", f"give it less (--disk-gb), or {hint}"

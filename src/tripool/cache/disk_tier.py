@@ -1,19 +1,20 @@
-"""The disk tier's books: which blocks have a copy on disk, where the next one goes, what is forgotten for it. Pure.
+"""Policy of the disk tier: which blocks have a copy on disk, where the next copy goes and which copies it evicts. Pure.
 
-Knows keys, sizes and places, never bytes or files: `cache.disk` keeps those.
+Uses keys, sizes and offsets, never bytes or files: those are in `cache.disk_store`.
 
-Everything that memory commits is to be copied, in that order, as fast as `bytes_per_s` allows. So what memory forgets
-is on disk already, and nobody waits for it. What it forgets before its turn came is lost, and counted.
+Every block that is committed in memory is written to disk in that order, at most at `bytes_per_s`. A block evicted from
+memory is then usually on disk already and no eviction waits for a write. A block evicted before it was written is
+counted as lost.
 
-The disk is a ring of segments, written one behind the other. When the last one is full, the oldest begins anew and all
-copies in it are forgotten at once: nothing is moved, and what is on disk is bounded by its size. A block that comes
-back to memory from the older half of the ring is in use, and is copied again.
+The disk is a ring of segments, written one after the other. When the last one is full, the oldest is reused and all its
+copies are evicted at once: nothing is moved, and disk use is bounded. A block read back from the older half of the ring
+is in use, and is written again.
 
-| a block's copy | found | takes room | after a restart |
+| copy | found by `find` | takes space | after a restart |
 |---|---|---|---|
 | pending: in memory only | no | no | as memory has it |
-| writing: handed out by `next_writes` | no | yes | perhaps, whole |
-| committed: told by `written` | yes | yes | yes |
+| writing: returned by `next_writes` | no | yes | complete or absent |
+| committed: confirmed by `written` | yes | yes | yes |
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from tripool.cache.records import Record, State
 
 _MOST_WRITING = 16
 _BURST_S = 1.0
-"""Of writing that may be saved up while there was nothing to write."""
+"""Seconds of unused write rate that may accumulate."""
 
 
 @dataclass(slots=True)
 class _Ring:
-    """Where the next copy goes."""
+    """Position of the next copy."""
 
     segment: int = 0
     offset: int = PAGE
@@ -42,19 +43,19 @@ class _Ring:
 
 @dataclass(slots=True)
 class _Bucket:
-    """A bound on bytes per second. May be in debt after a large one, and waits until that is paid."""
+    """Token bucket in bytes. It may go negative after a large write, and then has to refill above zero."""
 
     bytes_per_s: float
     num_bytes: float = field(init=False)
-    told_s: float | None = None
+    filled_s: float | None = None
 
     def __post_init__(self) -> None:
         self.num_bytes = self.bytes_per_s * _BURST_S
 
     def fill(self, now_s: float) -> None:
-        passed_s = now_s - self.told_s if self.told_s is not None else 0.0
+        passed_s = now_s - self.filled_s if self.filled_s is not None else 0.0
         self.num_bytes = min(self.num_bytes + passed_s * self.bytes_per_s, self.bytes_per_s * _BURST_S)
-        self.told_s = now_s
+        self.filled_s = now_s
 
 
 def _leaving_first(change: tuple[int, Record]) -> tuple[bool, int, int]:
@@ -78,24 +79,26 @@ class DiskTier:
         self._disk_copies: dict[bytes, DiskCopy] = {}
         self._in: list[dict[bytes, DiskCopy]] = [{} for _ in range(num_segments)]
         self._of: dict[bytes, OrderedDict[bytes, None]] = {}
-        """Keys by namespace, the oldest first."""
+        """Keys by namespace, oldest first."""
         self._held: Counter[bytes] = Counter()
         """Bytes by namespace, of committed copies and of those being written."""
         self._writing: dict[int, DiskCopy] = {}
         self._writing_keys: dict[bytes, int] = {}
-        """Purged ones are not among them."""
+        """Number of the write in progress for each key; purged keys are removed."""
         self._memory: dict[int, Record] = {}
         self._memory_bytes = 0
         self._slot_of: dict[bytes, int] = {}
         self._pending: OrderedDict[bytes, int] = OrderedDict()
-        """Keys to be copied, and the slot each is in."""
+        """Keys to be written, and the slot of each."""
         self._is_blocked = False
-        """Until something that is being written is done."""
+        """The next segment still has writes in flight."""
 
-    # ---- what memory has ----------------------------------------------------------------------------------------
+    # ---- memory changes ----------------------------------------------------------------------------------------
 
     def see(self, changes: Iterable[tuple[int, Record]]) -> None:
-        """Slots of memory that changed. Heads are written before their tails: killed in between, a prefix is left."""
+        """Take over changed slots of memory. Heads are written before their tails: a crash in between leaves a usable
+        prefix.
+        """
         for slot, record in sorted(changes, key=_leaving_first):
             before = self._memory.get(slot)
             if before is record or before == record:
@@ -127,7 +130,7 @@ class DiskTier:
     # ---- writing ------------------------------------------------------------------------------------------------
 
     def next_writes(self, now_s: float) -> list[Write]:
-        """What is to be written now. Each must be answered by `written` or `failed`."""
+        """Writes to start now. Each must be answered by `written` or `failed`."""
         self._bucket.fill(now_s)
         writes: list[Write] = []
         while self._pending and len(self._writing) < _MOST_WRITING and self._bucket.num_bytes > 0:
@@ -135,7 +138,7 @@ class DiskTier:
             record = self._memory[slot]
             num_bytes = footprint(record.num_bytes)
             if not self._make_room(record.namespace, num_bytes):
-                del self._pending[key]  # larger than all that its namespace may have
+                del self._pending[key]  # larger than its namespace's quota
                 continue
             if not self._advance(num_bytes):
                 self._is_blocked = True
@@ -156,15 +159,15 @@ class DiskTier:
 
     @property
     def next_write_s(self) -> float | None:
-        """When `next_writes` will have something, if nothing else happens."""
+        """Time at which `next_writes` has something to return, if nothing else changes."""
         if not self._pending or self._is_blocked or len(self._writing) >= _MOST_WRITING:
             return None
-        if self._bucket.told_s is None:
+        if self._bucket.filled_s is None:
             return 0.0
-        return self._bucket.told_s + max(0.0, 1.0 - self._bucket.num_bytes) / self._bucket.bytes_per_s
+        return self._bucket.filled_s + max(0.0, 1.0 - self._bucket.num_bytes) / self._bucket.bytes_per_s
 
     def written(self, number: int) -> None:
-        """It is on disk, whole and for good: from now on it is found."""
+        """The write is durable: `find` returns the copy from now on."""
         copy = self._settle(number)
         if copy is not None:
             self.counters.written += 1
@@ -172,7 +175,7 @@ class DiskTier:
             self._make_room(copy.namespace, 0)
 
     def failed(self, number: int) -> None:
-        """Its slot was reused before it was copied. Its room is lost until its segment begins anew."""
+        """The slot was reused before it was copied. The space is lost until the segment is reused."""
         copy = self._settle(number)
         if copy is not None:
             slot = self._slot_of.get(copy.key)
@@ -182,7 +185,7 @@ class DiskTier:
                 self.counters.lost += copy.key not in self._disk_copies
 
     def _settle(self, number: int) -> DiskCopy | None:
-        """None when it was purged meanwhile."""
+        """End a write; None if its namespace was purged meanwhile."""
         copy = self._writing.pop(number)
         self._is_blocked = False
         self._hold(copy, -1)
@@ -213,7 +216,7 @@ class DiskTier:
             del self._held[copy.namespace]
 
     def _make_room(self, namespace: bytes, num_bytes: int) -> bool:
-        """Who is at its quota forgets its own oldest copies."""
+        """Evict the namespace's oldest copies until `num_bytes` more fit into its quota."""
         quota = self._quotas.get(namespace, self._namespace_bytes)
         if quota is None:
             return True
@@ -222,14 +225,14 @@ class DiskTier:
         return self._held[namespace] + num_bytes <= quota
 
     def _advance(self, num_bytes: int) -> bool:
-        """Have so much room in the current segment, by beginning the oldest one anew if need be."""
+        """Make `num_bytes` of space in the current segment, reusing the oldest segment if necessary."""
         ring = self._ring
         if ring.offset + num_bytes <= self.segment_bytes:
             return True
         following = (ring.segment + 1) % self.num_segments
         if any(copy.segment == following for copy in self._writing.values()):
             return False
-        # With a memory that nearly fills the disk, what is written again would push itself out for ever.
+        # If memory is nearly as large as the disk, rewriting what memory holds would evict itself for ever.
         again = 2 * self._memory_bytes <= self.capacity_bytes
         for key in list(self._in[following]):
             self.counters.forgotten += self._forget(key)
@@ -245,7 +248,7 @@ class DiskTier:
         return copy if copy is not None and copy.namespace == namespace else None
 
     def was_read(self, copy: DiskCopy, intact: bool) -> None:
-        """What a copy was found to be. If its segment began anew meanwhile, it is not at fault."""
+        """Result of reading a copy back. A copy whose segment was reused meanwhile does not count as damaged."""
         self.counters.promoted += intact
         if not intact and self._disk_copies.get(copy.key) == copy:
             self.counters.bad += 1
@@ -257,7 +260,7 @@ class DiskTier:
     # ---- tenants and restarts -----------------------------------------------------------------------------------
 
     def purge(self, namespace: bytes) -> tuple[int, Purge]:
-        """Forget a namespace; how many blocks were nowhere else, and what the disk must know after a restart."""
+        """Evict a namespace; returns the number of blocks that were on disk only, and the purge to record on disk."""
         keys = list(self._of.get(namespace, ()))
         num_gone = sum(key not in self._slot_of for key in keys)
         for key in keys:
@@ -270,15 +273,16 @@ class DiskTier:
         return num_gone, Purge(namespace, self._next_number - 1)
 
     def set_quotas(self, quotas: Mapping[bytes, int]) -> None:
-        """Bytes by namespace, instead of all that was said before. Who has more forgets its oldest copies."""
+        """Replace all quotas (bytes by namespace). Namespaces above theirs lose their oldest copies."""
         self._quotas = dict(quotas)
         for namespace in list(self._of):
             self._make_room(namespace, 0)
 
     def restore(self, segments: Sequence[Segment], purges: Iterable[Purge] = ()) -> None:
-        """Take over what an earlier life left. Only for a tier that has written nothing; memory may be known already.
+        """Take over what a scan found on disk. Only for a tier that has written nothing; `see` may have been called
+        already.
 
-        Writing goes on behind the last copy of the youngest segment.
+        Writing continues behind the last copy of the youngest segment.
         """
         assert len(segments) in (0, self.num_segments) and not self._disk_copies and not self._writing
         void: dict[bytes, int] = {}
@@ -297,7 +301,7 @@ class DiskTier:
         for key in [key for key, slot in self._pending.items() if not self._is_wanted(self._memory[slot])]:
             del self._pending[key]
 
-    # ---- for those who look -------------------------------------------------------------------------------------
+    # ---- inspection ---------------------------------------------------------------------------------------------
 
     @property
     def num_disk_copies(self) -> int:
@@ -305,7 +309,7 @@ class DiskTier:
 
     @property
     def disk_copies(self) -> Mapping[bytes, DiskCopy]:
-        """Committed ones, by key; as they are now."""
+        """A snapshot of the committed copies, by key."""
         return dict(self._disk_copies)
 
     @property
@@ -314,11 +318,11 @@ class DiskTier:
 
     @property
     def held_bytes(self) -> dict[bytes, int]:
-        """On disk, by namespace."""
+        """Bytes on disk, by namespace."""
         return dict(self._held)
 
     def check(self) -> None:
-        """Raises when copies overlap, are counted wrongly, are of a segment's earlier life, or exceed a quota."""
+        """Raise if copies overlap, are miscounted, are of an earlier generation of their segment, or exceed a quota."""
         in_segments = [key for keys in self._in for key in keys]
         assert len(in_segments) == len(self._disk_copies), "segments disagree"
         assert sum(map(len, self._of.values())) == len(self._disk_copies), "namespaces disagree"
@@ -326,22 +330,22 @@ class DiskTier:
             assert self._in[copy.segment].get(key) is copy, "a copy is in another segment"
             assert key in self._of[copy.namespace], "a copy is of another namespace"
         held: Counter[bytes] = Counter()
-        alive: list[list[tuple[int, int, int]]] = [[] for _ in range(self.num_segments)]
-        """By segment: offset, end and generation of every copy."""
+        extents: list[list[tuple[int, int, int]]] = [[] for _ in range(self.num_segments)]
+        """By segment: (offset, end, generation) of every copy."""
         for copy in chain(self._disk_copies.values(), self._writing.values()):
             size = footprint(copy.num_bytes)
             held[copy.namespace] += size
-            alive[copy.segment].append((copy.offset, copy.offset + size, copy.generation))
+            extents[copy.segment].append((copy.offset, copy.offset + size, copy.generation))
             assert copy.number < self._next_number, "a number from the future"
         assert held == self._held, "bytes are miscounted"
         assert held.total() <= self.capacity_bytes, "more than there is room for"
         for name, keys in self._of.items():
             quota = self._quotas.get(name, self._namespace_bytes)
             assert quota is None or held[name] <= quota or not keys, "above its quota"
-        for number, disk_copies in enumerate(alive):
+        for number, disk_copies in enumerate(extents):
             last, limit = PAGE, self._ring.offset if number == self._ring.segment else self.segment_bytes
             for offset, end, generation in sorted(disk_copies):
-                assert generation == disk_copies[0][2], f"segment {number} has two lives"
+                assert generation == disk_copies[0][2], f"segment {number} has two generations"
                 assert offset >= PAGE and end <= limit, "a copy is out of bounds"
                 assert offset >= last, "copies overlap"
                 last = end

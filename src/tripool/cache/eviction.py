@@ -1,10 +1,10 @@
-"""Which block goes first when room is needed: orders over the slots that nobody uses. Pure.
+"""Eviction orders over the unused slots of the cache pool. Pure.
 
-Knows slots, tenants and positions in a chain; neither keys nor bytes. `LeastRecent` is the plain order and stays for
-comparison; `CostAware` is what members use, because it keeps more on every trace that was replayed (`bench/tiers.py`).
+Uses slots, namespaces and positions in a chain, neither keys nor bytes. `LeastRecent` is plain LRU and stays for
+comparison; `CostAware` is what members use, because it hits more on every trace replayed (`bench/tiers.py`).
 
-Both keep heads longer than tails. What is used together is named together, the tail first, and no block goes before
-one that follows it in its chain: a prefix without its head is useless.
+Both evict tails before heads. Slots used together enter together, tail first, and no block is evicted before one that
+follows it in its chain: a prefix is useless without its head.
 """
 
 from __future__ import annotations
@@ -18,38 +18,39 @@ from tripool.cache.records import Record
 
 ATTENTION_BLOCKS = 256
 """Position at which a block's attention costs about as much to compute as the rest of it: 16 K tokens, in blocks of 64.
-Between the 15 K of DeepSeek V3 and the 50 K of Llama 70B, by counting their multiplications."""
+Counting multiplications, it is 15 K for DeepSeek V3 and 50 K for Llama 70B.
+"""
 _WEIGHT = 0.1
 _MOST_USES = 16
 
 
 _Entry = tuple[float, int, int]
-"""Until when, when it came, slot."""
+"""(priority, order of entry, slot)."""
 
 
 class Eviction(Protocol):
     def enter(self, tail_first: Iterable[tuple[int, Record]]) -> None:
-        """Used together, and by nobody from now on."""
+        """Add slots that were used together and are unused from now on."""
 
     def leave(self, slot: int) -> None:
-        """In use again."""
+        """Remove a slot that is in use again."""
 
     def forget(self, slot: int) -> None:
-        """Its block is gone; what comes there next has no past. Not while it is here."""
+        """Drop the history of a slot whose block is gone. The slot must not be in the order."""
 
     def first(self, namespace: bytes | None = None) -> int | None:
-        """The next one to go: of all, or of one namespace."""
+        """The next slot to evict: of all, or of one namespace."""
 
     def __contains__(self, slot: int) -> bool: ...
 
     def __iter__(self) -> Iterator[int]:
-        """Every slot that is here, in no order."""
+        """Every slot in the order, unsorted."""
 
     def check(self, idle: dict[int, Record]) -> None: ...
 
 
 class LeastRecent:
-    """Used longest ago goes first."""
+    """LRU: the slot used longest ago is evicted first."""
 
     def __init__(self) -> None:
         self._all: OrderedDict[int, bytes] = OrderedDict()
@@ -88,89 +89,89 @@ class LeastRecent:
 
 
 class CostAware:
-    """Each use buys a block a while to live; the one whose time is over first goes first.
+    """Evicts the slot with the lowest priority, which every use raises: a variant of GreedyDual.
 
-    The clock counts uses. A while is longer for what would cost more to compute again (later in its chain: more
-    attention) and for what was used more often: `_WEIGHT * num_slots * cost * sqrt(uses)`. Slots are all of one size,
-    so cost per slot is cost per byte. With a weight of 0 this is `LeastRecent`; a tenth of the pool is what gained on
-    both traces and at every size of memory that was tried. Greedy-dual's own clock (the price of what was last evicted)
-    is not used: it stands still while the pool fills up, and then moves in steps of a whole pool.
+    The clock counts uses. A use sets the priority to the clock plus `_WEIGHT * num_slots * cost * sqrt(uses)`, so that
+    blocks that cost more to recompute (later in their chain: more attention) and blocks used more often stay longer.
+    Slots are all of one size, so cost per slot is cost per byte. With a weight of 0 this is `LeastRecent`; a tenth of
+    the pool gained on both traces and at every memory size tried. GreedyDual's own clock (the priority of the last
+    eviction) is not used: it stands still while the pool fills up, and then moves in steps of a whole pool.
     """
 
     def __init__(self, num_slots: int, *, attention_blocks: float = ATTENTION_BLOCKS) -> None:
-        self._whiles = tuple(_WEIGHT * num_slots * uses**0.5 for uses in range(_MOST_USES + 1))
+        self._bonus = tuple(_WEIGHT * num_slots * uses**0.5 for uses in range(_MOST_USES + 1))
         self._attention_blocks = attention_blocks
         self._clock = 0
-        self._past: dict[int, tuple[int, float]] = {}
-        """Uses of every slot that was ever here and not forgotten, and until when it lives: that never shrinks."""
-        self._here: dict[int, _Entry] = {}
-        """Entries of the heaps that are not void."""
+        self._history: dict[int, tuple[int, float]] = {}
+        """(uses, priority) of every slot since its block was stored; the priority never falls."""
+        self._entries: dict[int, _Entry] = {}
+        """The valid heap entry of each slot."""
         self._spaces: dict[int, bytes] = {}
         self._all: list[_Entry] = []
         self._of: dict[bytes, list[_Entry]] = {}
-        """Of those namespaces that were ever asked about: few have quotas."""
+        """One heap per namespace for which `first` was called: few have quotas."""
         self._num_entered = 0
 
     def enter(self, tail_first: Iterable[tuple[int, Record]]) -> None:
         chain = list(tail_first)
         self._clock += len(chain)
-        at_least = 0.0
+        priority = 0.0
         for slot, record in chain:
-            uses, until = self._past.get(slot, (0, 0.0))
+            uses, earlier = self._history.get(slot, (0, 0.0))
             uses = min(uses + 1, _MOST_USES)
-            keep_until = self._clock + self._whiles[uses] * (1 + record.position / self._attention_blocks)
-            at_least = max(keep_until, at_least, until)
-            self._past[slot] = uses, at_least
+            own_priority = self._clock + self._bonus[uses] * (1 + record.position / self._attention_blocks)
+            priority = max(own_priority, priority, earlier)
+            self._history[slot] = uses, priority
             self._num_entered += 1
-            entry = self._here[slot] = (at_least, self._num_entered, slot)
+            entry = self._entries[slot] = (priority, self._num_entered, slot)
             self._spaces[slot] = record.namespace
             heappush(self._all, entry)
             if record.namespace in self._of:
                 heappush(self._of[record.namespace], entry)
 
     def leave(self, slot: int) -> None:
-        del self._here[slot]
+        del self._entries[slot]
         namespace = self._spaces.pop(slot)
-        most = 2 * len(self._here) + 64
+        most = 2 * len(self._entries) + 64
         if len(self._all) > most:
             self._sweep(self._all)
         if namespace in self._of and len(self._of[namespace]) > most:
             self._sweep(self._of[namespace])
 
     def forget(self, slot: int) -> None:
-        assert slot not in self._here
-        self._past.pop(slot, None)
+        assert slot not in self._entries
+        self._history.pop(slot, None)
 
     def first(self, namespace: bytes | None = None) -> int | None:
         heap = self._all if namespace is None else self._heap_of(namespace)
-        while heap and self._here.get(heap[0][2]) != heap[0]:
+        while heap and self._entries.get(heap[0][2]) != heap[0]:
             heappop(heap)
         return heap[0][2] if heap else None
 
     def __contains__(self, slot: int) -> bool:
-        return slot in self._here
+        return slot in self._entries
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._here)
+        return iter(self._entries)
 
     def _heap_of(self, namespace: bytes) -> list[_Entry]:
         if namespace not in self._of:
-            self._of[namespace] = [self._here[slot] for slot, name in self._spaces.items() if name == namespace]
+            self._of[namespace] = [self._entries[slot] for slot, name in self._spaces.items() if name == namespace]
             heapify(self._of[namespace])
         return self._of[namespace]
 
     def _sweep(self, heap: list[_Entry]) -> None:
-        """Void entries would pile up; sweeping at twice the size costs each of them a constant."""
-        heap[:] = [entry for entry in heap if self._here.get(entry[2]) == entry]
+        """Drop void entries. Sweeping at twice the size costs a constant per entry."""
+        heap[:] = [entry for entry in heap if self._entries.get(entry[2]) == entry]
         heapify(heap)
 
     def check(self, idle: dict[int, Record]) -> None:
-        assert self._here.keys() == idle.keys(), "idle slots are miscounted"
+        assert self._entries.keys() == idle.keys(), "idle slots are miscounted"
         assert {slot: record.namespace for slot, record in idle.items()} == self._spaces, "namespaces disagree"
-        entries = set(self._here.values())
+        entries = set(self._entries.values())
         assert entries <= set(self._all), "a slot is not in the heap"
         for namespace, heap in self._of.items():
-            own = {self._here[slot] for slot, name in self._spaces.items() if name == namespace}
+            own = {self._entries[slot] for slot, name in self._spaces.items() if name == namespace}
             assert own == entries & set(heap), "a namespace's heap is not its own"
-        for slot, (until, _, _) in self._here.items():
-            assert self._past[slot][1] == until, f"slot {slot} has two times"
+        for slot, (priority, _, _) in self._entries.items():
+            assert self._history[slot][1] == priority, f"slot {slot} has two priorities"

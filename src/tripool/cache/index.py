@@ -1,15 +1,16 @@
-"""One member's blocks: who may write where, who reads what, and what is forgotten when room is needed. Pure.
+"""Index of one cache member: reservations of writers, leases of readers, and eviction. Pure.
 
-Knows slots and keys, never bytes: the arena keeps those, and whoever asked copies them.
+Uses slots and keys, never bytes: bytes are in the arena, and clients copy them.
 
-**Fencing.** A writer that is late or lost may be stopped, not dead, and may go on writing when it wakes up. So its
-slots are nobody's until it says itself that it is done (`commit`, also when late), or until `reaped` tells that it
-will never write again. Its keys are free at once: others may write the same blocks elsewhere. Readers need no such
-care: what they copy after their lease is compared with the slot's header and checksum, and is a miss if it changed.
+**Fencing.** A writer that is late or lost may be stopped, not dead, and may write again when it continues. Its slots
+are therefore not reused until it commits itself (late is allowed), or until `reaped` reports that its process has
+ended. Its keys are free at once: others may write the same blocks to other slots. Readers need no fencing: a reader
+compares what it copied with the slot's header and checksum, and a change is a miss.
 
-**Readers who do not ask** are looked for before a block goes (`leases`), and tell afterwards what they `used`.
+**Shared reads** (lock-free, without a request) are detected before a block is evicted (`leases`); readers report them
+later with `used`.
 
-`now_s` must never go back: deadlines are met in the order in which they were given.
+`now_s` must be monotonic: deadlines expire in the order in which they were given.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from tripool.cache.slots import SlotTable
 from tripool.messages import WorkerId
 
 _REMEMBERED_DEATHS = 4096
-"""Messages of a dead writer can still be on their way when its death is known; not for as long as this many deaths."""
+"""Reaped workers that are remembered, because messages they sent before may still arrive."""
 
 
 class PoolIndex:
-    """Numbers (leases, tickets) start at `first_number`: a restarted member must begin above all earlier ones."""
+    """Lease and ticket numbers start at `first_number`, which must be above all numbers of an earlier process of this
+    member.
+    """
 
     def __init__(
         self,
@@ -49,12 +52,12 @@ class PoolIndex:
         self._write_s = write_s
         self._namespace_slots = namespace_slots or num_slots
         self._quotas: dict[bytes, int] = {}
-        """Of namespaces that have one of their own."""
+        """Namespaces with a quota of their own."""
         self._next_number = first_number
         self._slots = SlotTable(num_slots, order or CostAware(num_slots))
         self._slot_of: dict[bytes, int] = {}
         self._writing: dict[bytes, int] = {}
-        """Keys someone is writing in time, and the slot."""
+        """Keys with a valid reservation, and the slot of each."""
         self._leases = Leases(lease_s, shared_readers)
         self._reservations: dict[int, Reservation] = {}
         self._fenced: dict[int, Reservation] = {}
@@ -63,7 +66,7 @@ class PoolIndex:
     # ---- reading ------------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes], reader: WorkerId, namespace: bytes, now_s: float) -> Hit:
-        """The longest prefix of `keys` that is here, leased as a whole."""
+        """The longest prefix of `keys` that is in memory, under one lease."""
         self._leases.now_s = now_s
         found: list[tuple[int, Record]] = []
         for key in keys if reader not in self._dead else ():
@@ -82,7 +85,7 @@ class PoolIndex:
         return Hit(lease, tuple(Block(slot, r.checksum, r.num_bytes, r.form) for slot, r in found))
 
     def used(self, slots: Sequence[int], tickets: Sequence[int], reader: WorkerId, bad: Collection[int] = ()) -> None:
-        """Blocks that someone read without asking; `bad` as in `release`. Those that have gone since are skipped."""
+        """Count blocks that a shared read used; `bad` as in `release`. Blocks evicted since then are skipped."""
         records, touched = self._slots.records, []
         for slot, ticket in zip(reversed(slots), reversed(tickets), strict=True):
             if not 0 <= slot < self.num_slots or reader in self._dead:
@@ -100,14 +103,14 @@ class PoolIndex:
         self._slots.enter_idle(touched)
 
     def uncount(self, hit: Hit, num_keys: int) -> None:
-        """A look-up that will be repeated is one look-up."""
+        """Take back the counts of a look-up that will be repeated."""
         self.counters.hits -= len(hit.blocks)
         self.counters.misses -= num_keys - len(hit.blocks)
 
     def release(self, lease: int, reader: WorkerId, bad: Iterable[int] = ()) -> None:
-        """Reading is over; `bad` are slots whose bytes were not those of their checksum.
+        """End a lease; `bad` are slots whose bytes did not match their checksum.
 
-        Unknown and expired leases are fine. What their readers say of slots is not heard: those may be others' by now.
+        Unknown and expired leases are ignored, `bad` included: their slots may hold other blocks by now.
         """
         held = self._leases.get(lease)
         if held is None or held.reader != reader:
@@ -123,11 +126,11 @@ class PoolIndex:
     def reserve(
         self, keys: Sequence[bytes], writer: WorkerId, namespace: bytes, now_s: float, depths: Sequence[int] = ()
     ) -> Grant:
-        """Slots for those keys that are not here and that nobody is writing; fewer when there is no more room.
+        """Reserve slots for the keys that are neither stored nor being written; fewer if there is not enough room.
 
-        `depths`: where each key is in its chain; without them, this is the chain from its first block.
+        `depths`: position of each key in its chain; by default the keys are the chain from its first block.
 
-        What is asked for is not evicted to make room for what comes after it: a prefix without its head is useless.
+        Blocks of `keys` are not evicted to make room for later ones: a prefix is useless without its head.
         """
         self._leases.now_s = now_s
         if writer in self._dead:
@@ -155,37 +158,37 @@ class PoolIndex:
         return Grant(ticket, tuple(positions), tuple(slots))
 
     def commit(self, ticket: int, writer: WorkerId, written: Sequence[Written]) -> int:
-        """The writer is done with its slots: those written become findable, the others free. Returns how many did.
+        """End a reservation: written slots become findable, the others free. Returns the number of new blocks.
 
-        Late is fine as long as the writer lives: by saying so it shows that it will not write there any more.
+        A late commit of a living writer is accepted: it shows that the writer no longer writes to those slots.
         """
         held = self._reservations.get(ticket) or self._fenced.get(ticket)
         if held is None or held.writer != writer:
             return 0
         self._reservations.pop(ticket, None)
         self._fenced.pop(ticket, None)
-        told = {each.slot: each for each in written}
-        # The tail first: a prefix without its head is useless, so the head is to be the one used last.
-        committed = [slot for slot in reversed(held.slots) if self._settle(slot, told.get(slot))]
+        by_slot = {each.slot: each for each in written}
+        # Tail first, so that the head counts as used last: a prefix is useless without its head.
+        committed = [slot for slot in reversed(held.slots) if self._settle(slot, by_slot.get(slot))]
         self._slots.enter_idle(committed)
         self.counters.committed += len(committed)
         return len(committed)
 
     def abort(self, ticket: int, writer: WorkerId) -> None:
-        """Give every slot of a reservation back unwritten."""
+        """End a reservation without writing."""
         self.commit(ticket, writer, ())
 
     def at_rest(self, writer: WorkerId) -> None:
-        """The writer says that it is writing nowhere: whatever was reserved for it, heard of or not, is free."""
+        """Free all reservations of a writer that reports it is writing nothing."""
         for table in (self._reservations, self._fenced):
             for ticket in [number for number, held in table.items() if held.writer == writer]:
                 for slot in table.pop(ticket).slots:
                     self._settle(slot, None)
 
-    # ---- time and death -----------------------------------------------------------------------------------------
+    # ---- deadlines and lost workers ------------------------------------------------------------------------------
 
     def expire(self, now_s: float) -> None:
-        """End leases whose time is over or that nobody needs any more, and fence late writers."""
+        """End expired and unused leases, and fence late writers."""
         self._leases.now_s = now_s
         for lease in self._leases.released():
             self._end_lease(lease)
@@ -197,20 +200,20 @@ class PoolIndex:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When `expire` will have something to do."""
+        """Time of the next deadline for `expire`."""
         reservation = next(iter(self._reservations.values()), None)
         times = (self._leases.next_deadline_s, reservation.deadline_s if reservation is not None else None)
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     def lost(self, worker_id: WorkerId) -> None:
-        """Silent, perhaps only stopped: it reads under no lease any more, and its slots stay untouched."""
+        """Handle a silent worker, perhaps only stopped: end its leases and fence its reservations."""
         for lease in self._leases.of(worker_id):
             self._end_lease(lease)
         for ticket in [number for number, held in self._reservations.items() if held.writer == worker_id]:
             self._fence(ticket)
 
     def reaped(self, worker_id: WorkerId) -> None:
-        """Dead for certain: all it held is free, and what it may have sent before is not heard."""
+        """Handle a worker whose process has ended: free all it held and ignore its earlier messages."""
         self.lost(worker_id)
         self._dead[worker_id] = None
         if len(self._dead) > _REMEMBERED_DEATHS:
@@ -220,16 +223,16 @@ class PoolIndex:
     # ---- tenants and restarts -----------------------------------------------------------------------------------
 
     def purge(self, namespace: bytes) -> int:
-        """Forget every block of a namespace. What is being read goes when its readers do; nobody finds it any more."""
+        """Evict a namespace. Blocks under a lease are unfindable at once and freed when the lease ends."""
         slots = [slot for slot in self._slot_of.values() if self._slots.records[slot].namespace == namespace]
         for slot in slots:
             self._forget(slot)
         return len(slots)
 
     def set_quotas(self, quotas: Mapping[bytes, int]) -> int:
-        """From now on, these and no others. Who holds more forgets the excess, as far as nobody reads or writes it.
+        """Replace all quotas (slots by namespace) and evict what exceeds them, except blocks being read or written.
 
-        The rest of an excess goes before that namespace gets another slot. Returns how many blocks went.
+        The remaining excess is evicted before that namespace gets another slot. Returns the number of evicted blocks.
         """
         self._quotas = dict(quotas)
         num_before = self.num_committed
@@ -239,7 +242,7 @@ class PoolIndex:
         return num_before - self.num_committed
 
     def restore(self, records: Sequence[Record]) -> None:
-        """Take over what an earlier life of this member left, one record per slot. Only for an index without a past.
+        """Take over the records of an earlier process of this member, one per slot. Only for a new index.
 
         Reserved slots come back fenced: their writers may still be writing.
         """
@@ -247,13 +250,13 @@ class PoolIndex:
         reserved: dict[tuple[int, WorkerId], list[int]] = {}
         writers: dict[int, WorkerId] = {}
         chain: list[int] = []
-        # As they were committed: the tail of a chain is to go first.
+        # In order of commit, tails first, because tails are evicted first.
         for slot in sorted(range(self.num_slots), key=lambda slot: (records[slot].ticket, -records[slot].position)):
             record = records[slot]
             assert record.ticket < self._next_number, "numbers must begin above all earlier ones"
             if record.state is State.RESERVED and record.writer is not None:
                 if writers.setdefault(record.ticket, record.writer) != record.writer:
-                    continue  # damaged: a ticket is one writer's
+                    continue  # damaged: a ticket belongs to one writer
                 self._slots.fill(slot, record)
                 reserved.setdefault((record.ticket, record.writer), []).insert(0, slot)
             elif record.state is State.COMMITTED and record.key not in self._slot_of:
@@ -268,10 +271,10 @@ class PoolIndex:
             self._fenced[ticket] = Reservation(writer, 0.0, tuple(slots))
 
     def take_changes(self) -> list[tuple[int, Record]]:
-        """Slots that changed since the last call: what the arena's headers must say before anyone is answered."""
+        """Slots changed since the last call. The arena's headers must be updated with them before any reply is sent."""
         return self._slots.take_changes()
 
-    # ---- for those who look -------------------------------------------------------------------------------------
+    # ---- inspection ---------------------------------------------------------------------------------------------
 
     @property
     def records(self) -> Sequence[Record]:
@@ -312,19 +315,19 @@ class PoolIndex:
         return self._slots.held
 
     def check(self) -> None:
-        """Raises when a slot is in two hands or in none, a lease has lost its block, or the index lies."""
+        """Raise if a slot has no or two owners, a lease has lost its block, or the index disagrees with the slots."""
         self._slots.check()
         self._leases.check()
         check_invariants(self._slots, self._leases.all, self._reservations, self._fenced, self._slot_of, self._writing)
 
-    # ---- parts --------------------------------------------------------------------------------------------------
+    # ---- helpers ------------------------------------------------------------------------------------------------
 
     def _number(self) -> int:
         self._next_number += 1
         return self._next_number - 1
 
     def _make_room(self, namespace: bytes, spared: set[int]) -> bool:
-        """Have a free slot, by forgetting if need be. Who is at its quota makes room among its own blocks."""
+        """Make a free slot, evicting if necessary. A namespace at its quota evicts its own blocks."""
         while self._slots.held_by(namespace) >= self._quota(namespace):
             if not self._evict(namespace, spared):
                 return False
@@ -334,19 +337,19 @@ class PoolIndex:
         return self._quotas.get(namespace, self._namespace_slots)
 
     def _evict(self, namespace: bytes | None, spared: Collection[int] = ()) -> bool:
-        """Forget the next one to go: of one namespace, or of all."""
+        """Evict one block: of one namespace, or of all."""
         while (oldest := self._slots.next_idle(namespace)) is not None and oldest not in spared:
-            if self._leases.sees_nobody(oldest):
+            if self._leases.close_if_unread(oldest):
                 self.counters.evicted += 1
-                self._let_go(oldest)
+                self._evict_slot(oldest)
                 return True
-            self._sight(oldest)
+            self._lease_shared_read(oldest)
         return False
 
     def _settle(self, slot: int, written: Written | None) -> bool:
-        """End a slot's reservation; whether it holds a block now, which is to be entered as idle.
+        """End a slot's reservation; returns whether it now holds a block, which the caller must enter as idle.
 
-        Someone else may have committed the same block meanwhile; one is enough.
+        If the same block was committed by another writer meanwhile, this one is dropped.
         """
         record = self._slots.records[slot]
         if self._writing.get(record.key) == slot:
@@ -367,25 +370,25 @@ class PoolIndex:
             del self._writing[self._slots.records[slot].key]
 
     def _forget(self, slot: int) -> None:
-        """Make a committed block unfindable, and its slot free unless someone reads it."""
-        if not self._leases.sees_nobody(slot):
-            self._sight(slot)
+        """Make a committed block unfindable, and free its slot unless it is being read."""
+        if not self._leases.close_if_unread(slot):
+            self._lease_shared_read(slot)
         elif slot not in self._leases.readers:
-            self._let_go(slot)
+            self._evict_slot(slot)
             return
         record = self._slots.records[slot]
         del self._slot_of[record.key]
         self._slots.change(slot, replace(record, state=State.DOOMED))
 
-    def _let_go(self, slot: int) -> None:
+    def _evict_slot(self, slot: int) -> None:
         del self._slot_of[self._slots.records[slot].key]
         self._slots.leave_idle(slot)
         self._slots.drop(slot)
 
-    def _sight(self, slot: int) -> None:
+    def _lease_shared_read(self, slot: int) -> None:
         if self._slots.is_idle(slot):
             self._slots.leave_idle(slot)
-        self._leases.sight(self._number(), slot, self._slots.records)
+        self._leases.take_shared(self._number(), slot, self._slots.records)
 
     def _end_lease(self, lease: int) -> None:
         unread: list[int] = []

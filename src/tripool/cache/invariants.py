@@ -1,4 +1,4 @@
-"""Whether an index's books agree with each other: for tests and the simulation, never on a request's way. Pure."""
+"""Consistency check of an index, for tests and the simulation, never on the path of a request. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_invariants(
     slot_of: Mapping[bytes, int],
     writing: Mapping[bytes, int],
 ) -> None:
-    """Every slot is in one hand, no lease has lost its block, and what is found is there. Raises otherwise."""
+    """Raise unless every slot has one state, every lease still has its blocks and the key table matches the slots."""
     records = slots.records
     owners, readers = [0] * len(records), [0] * len(records)
     for held in (*reservations.values(), *fenced.values()):
@@ -31,14 +31,14 @@ def check_invariants(
         state = record.state
         assert owners[slot] == (state is State.RESERVED), f"slot {slot} is {state.name} and has {owners[slot]} writers"
         is_unread = state is State.COMMITTED and not readers[slot]
-        assert (slot in idle) == is_unread, f"slot {slot}: idle or read?"
+        assert (slot in idle) == is_unread, f"slot {slot}: idle and read disagree"
         if state is State.DOOMED:
             assert readers[slot], f"doomed slot {slot} has no reader"
             doomed += 1
     for lease in leases:
         for slot, ticket in zip(lease.slots, lease.tickets, strict=True):
             known = records[slot].state in (State.COMMITTED, State.DOOMED) and records[slot].ticket == ticket
-            assert known, f"slot {slot} was taken from its reader"
+            assert known, f"slot {slot} was reused under a lease"
     by_key = {record.key: slot for slot, record in enumerate(records) if record.state is State.COMMITTED}
     assert by_key == slot_of, "index and slots disagree"
     in_time = {records[slot].key: slot for held in reservations.values() for slot in held.slots}

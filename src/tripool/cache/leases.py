@@ -1,9 +1,10 @@
-"""Who reads which slots, and until when: those who asked, and those who were seen. Pure.
+"""Read leases on slots: those granted by a look-up, and those for shared reads found in progress. Pure.
 
-Readers may find a block by themselves and sit down at its slot. They are seen only when someone looks, and an index
-looks before it lets a block go: who sits there then has a lease by sight, until they have risen or its time is over.
+A reader may find a block by itself and increment its reader slot in the arena (see `shared_reads`). The index checks
+for such readers before it evicts a block; if there is one, the slot gets a shared lease until the reader has released
+it or the lease expires.
 
-Deadlines are met in the order in which they were given: `now_s` must never go back.
+`now_s` must be monotonic: deadlines expire in the order in which they were given.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from typing import Protocol
 from tripool.cache.records import Record
 from tripool.messages import WorkerId
 
-_SEEN = WorkerId("", 0)
-"""In whose name leases by sight are: who it is cannot be seen."""
+_UNKNOWN = WorkerId("", 0)
+"""Reader of shared leases: the arena does not tell which worker reads."""
 
 
 class SharedReaders(Protocol):
-    """Those who do not ask."""
+    """View of the reader slots of an arena."""
 
     def close_if_unread(self, slot: int) -> bool:
-        """Whether nobody reads a committed slot. If so nobody begins to any more: the slot must be forgotten."""
+        """Close a committed slot to new readers and return whether it is unread. If so, the caller must evict it."""
 
     def is_read(self, slot: int) -> bool: ...
 
     def evict_readers(self, slot: int) -> None:
-        """Their time is over."""
+        """Clear the reader slots of an expired lease."""
 
 
 class NoSharedReaders:
-    """Everybody asks."""
+    """For an arena without shared reads."""
 
     def close_if_unread(self, slot: int) -> bool:
         return True
@@ -51,7 +52,7 @@ class Lease:
     deadline_s: float
     slots: tuple[int, ...]
     tickets: tuple[int, ...]
-    """Of each slot when it was leased: shows whether a slot was reused under its reader."""
+    """Ticket of each slot when it was leased: shows whether a slot was reused under its reader."""
 
 
 class Leases:
@@ -59,12 +60,12 @@ class Leases:
         assert lease_s > 0
         self.now_s = 0.0
         self.readers: Counter[int] = Counter()
-        """By slot."""
+        """Number of leases by slot."""
         self._lease_s = lease_s
         self._shared_readers = shared_readers or NoSharedReaders()
         self._held: dict[int, Lease] = {}
-        self._sighted: dict[int, int] = {}
-        """Slots under a lease by sight, and its number."""
+        self._shared: dict[int, int] = {}
+        """Slots under a shared lease, and the number of the lease."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -85,46 +86,46 @@ class Leases:
         return None if first is None else first.deadline_s
 
     def take(self, number: int, slots: Sequence[int], records: Sequence[Record], reader: WorkerId) -> None:
-        """`records`: of all slots."""
+        """Lease these slots; `records` are those of all slots."""
         for slot in slots:
             self.readers[slot] += 1
         tickets = tuple(records[slot].ticket for slot in slots)
         self._held[number] = Lease(reader, self.now_s + self._lease_s, tuple(slots), tickets)
 
     def end(self, number: int) -> list[int]:
-        """The slots, last first, that nobody reads any more."""
+        """End a lease; returns the slots that have no lease any more, last first."""
         unread = []
         for slot in reversed(self._held.pop(number).slots):
             self.readers[slot] -= 1
-            if self._sighted.get(slot) == number:
-                del self._sighted[slot]
+            if self._shared.get(slot) == number:
+                del self._shared[slot]
             if not self.readers[slot]:
                 del self.readers[slot]
                 unread.append(slot)
         return unread
 
     def overdue(self) -> Iterator[int]:
-        """Numbers to be ended one by one. Who is still there is turned out."""
+        """Numbers of expired leases, to be ended one by one. Clears the reader slots of expired shared leases."""
         while self._held and self.now_s >= next(iter(self._held.values())).deadline_s:
             number, held = next(iter(self._held.items()))
-            if held.reader == _SEEN:
+            if held.reader == _UNKNOWN:
                 self._shared_readers.evict_readers(held.slots[0])
             yield number
 
     def released(self) -> list[int]:
-        """Leases by sight of slots at which nobody sits any more."""
-        return [number for slot, number in self._sighted.items() if not self._shared_readers.is_read(slot)]
+        """Shared leases whose slots have no reader any more."""
+        return [number for slot, number in self._shared.items() if not self._shared_readers.is_read(slot)]
 
-    def sees_nobody(self, slot: int) -> bool:
-        """At a committed slot. If so it must be let go; else it is to be leased by sight."""
-        return slot not in self._sighted and self._shared_readers.close_if_unread(slot)
+    def close_if_unread(self, slot: int) -> bool:
+        """Whether a committed slot is unread. If so the caller must evict it, else take a shared lease."""
+        return slot not in self._shared and self._shared_readers.close_if_unread(slot)
 
     def check(self) -> None:
         assert Counter(slot for held in self._held.values() for slot in held.slots) == self.readers, "miscounted"
-        for slot, number in self._sighted.items():
-            assert self._held[number].slots == (slot,), f"slot {slot} is leased by sight to nobody"
+        for slot, number in self._shared.items():
+            assert self._held[number].slots == (slot,), f"slot {slot} has a shared lease that does not exist"
 
-    def sight(self, number: int, slot: int, records: Sequence[Record]) -> None:
-        if slot not in self._sighted:
-            self.take(number, [slot], records, _SEEN)
-            self._sighted[slot] = number
+    def take_shared(self, number: int, slot: int, records: Sequence[Record]) -> None:
+        if slot not in self._shared:
+            self.take(number, [slot], records, _UNKNOWN)
+            self._shared[slot] = number

@@ -23,9 +23,9 @@ from tripool.messages import WorkerId
 _UNSENT_RELEASES = 16
 _UNSENT_USES = 64
 _FROM_DISK = 0.5
-"""Part of the time that is waited for an answer in which it may wait for blocks from disk."""
+"""Share of the reply's deadline that it may spend waiting for blocks from disk."""
 
-AnswerT = TypeVar("AnswerT", wire.Opened, wire.Found, wire.Granted, wire.Told, wire.Purged)
+AnswerT = TypeVar("AnswerT", wire.Opened, wire.LookupResult, wire.Granted, wire.Stats, wire.Purged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +46,25 @@ class Link:
         self._number = 0
         self._channel: MemberChannel | None = None
         self._done: list[int] = []
-        """Leases to be given back."""
+        """Leases to release."""
         self._reader_slot = -1
         self._used: list[tuple[int, int]] = []
-        """Slots and tickets of blocks that were read without asking, for the member to know."""
+        """(slot, ticket) of blocks read by shared reads, to be reported to the member."""
         self._is_there = False
         self._is_late = False
-        """It was waited for in vain: from now on nobody waits until it has answered."""
+        """A wait timed out: until the member answers again, requests do not wait."""
         self._ask_again_s = 0.0
 
     def close(self) -> None:
-        self._done = []  # the member ends the leases of a line that is closed
+        self._done = []  # the member ends the leases of a closed connection
         if self._channel is not None:
             self._channel.close()
         self._channel, self._is_there, self._reader_slot, self._used = None, False, -1, []
 
-    # ---- is it there? -------------------------------------------------------------------------------------------
+    # ---- availability -------------------------------------------------------------------------------------------
 
     def ready(self) -> bool:
-        """Whether questions can be asked. Waits, within bounds, only while nothing is known against the member."""
+        """Whether requests can be sent. Waits, within bounds, only while the member is not known to be absent."""
         if not self._is_there:
             self._hear_late()
         if not self._is_there and self._host.now_s() >= self._ask_again_s:
@@ -73,9 +73,9 @@ class Link:
         return self._is_there
 
     def answers(self) -> bool:
-        """Ask now. `ready` may not know yet of a death that nobody ran into."""
+        """Send a request now: `ready` may not have noticed a dead member yet."""
         self._ask_again_s = 0.0
-        return self.ready() and self.answer(self.count(), wire.Told) is not None
+        return self.ready() and self.answer(self.count(), wire.Stats) is not None
 
     def _open(self) -> None:
         if self._channel is None and not self._connect():
@@ -98,18 +98,18 @@ class Link:
         if self.arena is None or self.arena.nonce != opened.nonce:
             try:
                 self.arena = self._host.attach_arena(opened.arena)
-            except (OSError, ArenaError):  # gone again, or not ours: as good as absent
+            except (OSError, ArenaError):  # removed, or not a private file: treat as absent
                 self.arena = None
                 return
-        if self.arena.nonce != opened.nonce:  # made anew since
+        if self.arena.nonce != opened.nonce:  # recreated since
             return
         self.write_s, self._reader_slot = opened.write_s, opened.reader_slot
         self._is_there, self._is_late = True, False
 
-    # ---- without asking -----------------------------------------------------------------------------------------
+    # ---- shared reads -------------------------------------------------------------------------------------------
 
     def find_here(self, namespace: bytes, keys: Sequence[bytes]) -> tuple[Acquired, SharedBlocks] | None:
-        """All of these blocks, as far as can be seen in the arena of a member that is there; None: ask."""
+        """Acquire all of these blocks in the member's arena; None: send a look-up."""
         arena, channel, reader_slot = self.arena, self._channel, self._reader_slot
         if arena is None or channel is None or reader_slot < 0 or channel.readable:  # closed, or unread answers
             return None
@@ -117,7 +117,7 @@ class Link:
         return None if found is None else (Acquired(channel, reader_slot), found)
 
     def end_read(self, acquired: Acquired, found: SharedBlocks) -> None:
-        """What was read is told later, as with `release`."""
+        """End a shared read; its uses are reported later, as with `release`."""
         if acquired.channel is not self._channel or self._channel is None:
             return  # the member has cleared the reader slots of a closed connection
         found.release(acquired.reader_slot)
@@ -128,7 +128,7 @@ class Link:
         if len(self._used) >= _UNSENT_USES:
             self.flush()
 
-    # ---- questions and answers ----------------------------------------------------------------------------------
+    # ---- requests and replies -----------------------------------------------------------------------------------
 
     def look_up(self, namespace: bytes, keys: tuple[bytes, ...]) -> int | None:
         done = self._take_done()
@@ -140,7 +140,7 @@ class Link:
         return self.ask(wire.Reserve(self._next(), self._worker_id, namespace, *asked))
 
     def count(self) -> int | None:
-        return self.ask(wire.Ask(self._next()))
+        return self.ask(wire.GetStats(self._next()))
 
     def purge(self, namespace: bytes) -> int | None:
         return self.ask(wire.Purge(self._next(), namespace))
@@ -149,7 +149,7 @@ class Link:
         return self.ask(wire.Quotas(self._next(), slots))
 
     def release(self, lease: int, bad: tuple[int, ...] = ()) -> None:
-        """Goes with the next question, or with `flush`: waking the member for it alone would cost as much as asking."""
+        """Sent with the next request, or with `flush`: a message of its own would cost as much as a request."""
         if bad:
             self._send(wire.Release(self._worker_id, (lease,), bad))
         elif lease:
@@ -179,14 +179,16 @@ class Link:
             slots, checksums, sizes = zip(*written, strict=True) if written else ((), (), ())
             self.tell(wire.Commit(self._worker_id, ticket, slots, checksums, sizes, form))
 
-    def ask(self, question: wire.Open | wire.Lookup | wire.Reserve | wire.Ask | wire.Purge | wire.Quotas) -> int | None:
-        """The question's number, or None when it cannot be sent."""
+    def ask(
+        self, question: wire.Open | wire.Lookup | wire.Reserve | wire.GetStats | wire.Purge | wire.Quotas
+    ) -> int | None:
+        """The number of the request, or None if it cannot be sent."""
         if not self.tell(question):
             return None
         return question.number
 
     def answer(self, number: int | None, kind: type[AnswerT]) -> AnswerT | None:
-        """The answer to a question. None: not in time, and the member is absent until it shows up again."""
+        """The reply to a request. None: not in time, and the member is absent until it answers again."""
         deadline_s = self._host.now_s() + self._wait_s
         while number is not None and (left_s := deadline_s - self._host.now_s()) > 0:
             heard = self._hear(left_s)
@@ -198,16 +200,16 @@ class Link:
         self._is_there, self._is_late = False, self._channel is not None
         return None
 
-    def tell(self, question: wire.Question) -> bool:
+    def tell(self, question: wire.Request) -> bool:
         self.flush()
         return self._send(question)
 
-    def _send(self, question: wire.Question) -> bool:
+    def _send(self, question: wire.Request) -> bool:
         if self._channel is None:
             return False
         try:
             self._channel.send(wire.encode(question))
-        except BlockingIOError:  # it does not read: stopped, or drowning
+        except BlockingIOError:  # it does not read: stopped or overloaded
             self._is_there, self._is_late = False, True
             return False
         except OSError:
@@ -215,9 +217,11 @@ class Link:
             return False
         return True
 
-    def _of_our_arena(self, heard: wire.Answer) -> bool:
-        """A member that made its arena anew is opened anew, next time; its slots are not those of our map."""
-        if not isinstance(heard, (wire.Found, wire.Granted)) or (self.arena and heard.nonce == self.arena.nonce):
+    def _of_our_arena(self, heard: wire.Reply) -> bool:
+        """A member with a recreated arena is opened again, next time; its slots are not those of the current
+        mapping.
+        """
+        if not isinstance(heard, (wire.LookupResult, wire.Granted)) or (self.arena and heard.nonce == self.arena.nonce):
             return True
         self._give_up(heard)
         self._is_there, self._ask_again_s = False, 0.0
@@ -227,17 +231,17 @@ class Link:
         while (heard := self._hear(0.0)) is not None:
             self._give_up(heard)
 
-    def _give_up(self, heard: wire.Answer) -> None:
-        """An answer nobody waits for any more. What it gives is given back; a sign of life is welcome."""
+    def _give_up(self, heard: wire.Reply) -> None:
+        """Handle a late reply: release what it grants; an Opened reply shows that the member is back."""
         match heard:
-            case wire.Found(lease=lease):
+            case wire.LookupResult(lease=lease):
                 self.release(lease)
             case wire.Granted(ticket=ticket):
                 self.commit(ticket, [], 0)
             case wire.Opened():
                 self._attach(heard)
 
-    def _hear(self, wait_s: float) -> wire.Answer | None:
+    def _hear(self, wait_s: float) -> wire.Reply | None:
         if self._channel is None:
             return None
         try:
@@ -245,9 +249,9 @@ class Link:
             if data is None:
                 return None
             if len(data):
-                return wire.decode_answer(data)
+                return wire.decode_reply(data)
         except (OSError, msgspec.DecodeError):
-            pass  # dead, or not speaking our language: the same to us
+            pass  # dead or invalid: treated alike
         self.close()
         return None
 

@@ -1,6 +1,6 @@
-"""A cache member's process: owns one arena and the index of its blocks, answers small messages, copies nothing.
+"""Cache member: the process that owns one arena and the index of its blocks. Answers small messages, copies no blocks.
 
-Headers are written before an answer is sent, so a member that is killed in between has promised nothing it forgets.
+Headers are written before a reply is sent, so a restarted member knows everything that was granted.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from tripool.config import CacheConfig
 from tripool.messages import Reaped, Suspect, WorkerId
 
 LOOK_AROUND_S = 0.5
-"""How often an idle member looks whether its parent is still there."""
+"""How often an idle member checks that its parent is alive."""
 _LINGER_S = 500e-6
 """How long to poll for the next message before sleeping: being woken takes longer than a look-up."""
 _MAX_PEERS = 512
-_MAX_WAIT_S = 10.0  # for blocks from disk, whatever a peer asks for
+_MAX_WAIT_S = 10.0  # for blocks from disk, whatever a client requests
 _REMEMBERED_WRITERS = 4096
 _TOLD_NAMESPACES = 1000
-"""The largest ones: an answer must fit into one message."""
+"""Largest namespaces reported: a reply must fit into one message."""
 _CREDENTIALS = struct.Struct("3i")
-"""Process, user and group of a peer."""
+"""Process, user and group of a client."""
 
 Send = Callable[[bytes], None]
 
@@ -68,7 +68,7 @@ class Member:
         if left is not None:
             self.index.restore(records)
             for record in records:
-                # Read from disk by an earlier life of this member, whose threads are as dead as it is.
+                # Reserved for disk reads of an earlier process of this member, which has ended.
                 if record.state is State.RESERVED and record.writer and record.writer.name == worker_id.name:
                     self.index.at_rest(record.writer)
         self.tiered_index = TieredIndex(self.index, worker_id)
@@ -78,7 +78,7 @@ class Member:
         )
         self._disk_bytes = config.disk.num_bytes if config.disk else 0
         self._parked: dict[int, tuple[int, Send]] = {}
-        """Look-ups that wait for the disk: the question's number, and where its answer goes."""
+        """Look-ups that wait for the disk: the number of the request, and where the reply goes."""
         self._write_headers()
         self._num_strange = 0
         self._last_reserve: dict[WorkerId, int] = {}
@@ -87,13 +87,13 @@ class Member:
     def answer(
         self, data: bytes | memoryview, now_s: float, worker_ids: set[WorkerId], send: Send | None = None
     ) -> bytes | None:
-        """The reply to one message, if it wants one. Unreadable and unauthorised messages are counted and dropped.
+        """The reply to one message, if it has one. Invalid and unauthorised messages are counted and dropped.
 
-        `worker_ids` takes the worker that speaks on this connection, one at most: it is lost when its connection is.
-        `send` takes answers that must wait for the disk; without it nothing waits.
+        `worker_ids`: the worker of this connection, at most one; it is lost when the connection closes.
+        `send` takes replies that wait for the disk; without it nothing waits.
         """
         try:
-            question = wire.decode_question(data)
+            question = wire.decode_request(data)
         except msgspec.DecodeError:
             self._num_strange += 1
             return None
@@ -109,13 +109,13 @@ class Member:
         self._write_headers()
 
     def lost(self, worker_id: WorkerId) -> None:
-        """Its line is closed."""
+        """The worker's connection has closed."""
         self._free_reader_slot(worker_id)
         self.index.lost(worker_id)
         self._write_headers()
 
     def _take_reader_slot(self, worker_id: WorkerId) -> int:
-        """Its own for as long as its line is; -1 when there is none left."""
+        """A reader slot for as long as the connection is open; -1 if none is free."""
         if worker_id not in self._reader_slots:
             free = set(range(NUM_READER_SLOTS)) - set(self._reader_slots.values())
             if not free:
@@ -129,17 +129,17 @@ class Member:
             self.arena.clear(slice(reader_slot, reader_slot + 1))
 
     def turn(self, now_s: float) -> None:
-        """What the disk has done, what it is to do, and answers that waited for it."""
+        """Take results of the disk, start its next jobs, and send replies that waited for it."""
         if self.disk_io is None:
             return
-        self.disk_io.turn(now_s)
+        self.disk_io.poll(now_s)
         answers = [(*self._parked.pop(waited), hit) for waited, hit in self.tiered_index.answers(now_s)]
         self._write_headers()
         for number, send, hit in answers:
             send(wire.encode(self._found(number, hit)))
 
     def hang_up(self, send: Send) -> None:
-        """Nobody hears these answers any more."""
+        """Cancel the pending replies of a closed connection."""
         for waited in [waited for waited, (_, to) in self._parked.items() if to == send]:
             del self._parked[waited]
             self.tiered_index.give_up(waited)
@@ -153,7 +153,7 @@ class Member:
             self.disk_io.close()
         self.arena.remove()
 
-    def _reply(self, question: wire.Question, now_s: float, send: Send | None) -> wire.Answer | None:
+    def _reply(self, question: wire.Request, now_s: float, send: Send | None) -> wire.Reply | None:
         match question:
             case wire.Lookup():
                 return self._look_up(question, now_s, send)
@@ -168,14 +168,14 @@ class Member:
             case wire.Commit():
                 self._commit(question)
             case wire.Open(number, _, worker_id):
-                # Not if it came by an old line and the same life has reserved by a new one since.
+                # Not if it arrived on an old connection after a reservation on a new one.
                 if number > self._last_reserve.get(worker_id, 0):
                     self.index.at_rest(worker_id)
                 place = self.arena.path.name, self.arena.nonce
                 return wire.Opened(
                     number, wire.PROTOCOL, self._worker_id, *place, self._write_s, self._take_reader_slot(worker_id)
                 )
-            case wire.Ask(number):
+            case wire.GetStats(number):
                 return self._told(number)
             case wire.Purge(number, namespace):
                 return self._purge(number, namespace, send)
@@ -191,7 +191,7 @@ class Member:
                 self.index.reaped(worker_id)
         return None
 
-    def _look_up(self, question: wire.Lookup, now_s: float, send: Send | None) -> wire.Found | None:
+    def _look_up(self, question: wire.Lookup, now_s: float, send: Send | None) -> wire.LookupResult | None:
         for lease in question.done:
             self.index.release(lease, question.worker_id)
         wait_s = min(question.wait_ms / 1e3, _MAX_WAIT_S) if send is not None else 0.0
@@ -203,7 +203,7 @@ class Member:
         return None
 
     def _purge(self, number: int, namespace: bytes, send: Send | None) -> wire.Purged | None:
-        """What is on disk is purged when that was written down."""
+        """The purge is answered once it is recorded on disk."""
         num_blocks, purge = self.tiered_index.purge(namespace)
         purged = wire.Purged(number, num_blocks)
         if self.disk_io is None or send is None:
@@ -211,8 +211,8 @@ class Member:
         self.disk_io.purge(namespace, purge, partial(send, wire.encode(purged)))
         return None
 
-    def _found(self, number: int, hit: Hit) -> wire.Found:
-        return wire.Found(
+    def _found(self, number: int, hit: Hit) -> wire.LookupResult:
+        return wire.LookupResult(
             number,
             self.arena.nonce,
             hit.lease,
@@ -237,9 +237,9 @@ class Member:
         written = [Written(slot, checksum, size, told.form) for slot, checksum, size in columns if size <= limit]
         self.index.commit(told.ticket, told.worker_id, written)
 
-    def _told(self, number: int) -> wire.Told:
+    def _told(self, number: int) -> wire.Stats:
         index, counters = self.index, self.index.counters
-        return wire.Told(
+        return wire.Stats(
             number=number,
             slot_bytes=self.arena.slot_bytes,
             num_slots=index.num_slots,
@@ -287,17 +287,17 @@ class _Peer:
     worker_ids: set[WorkerId] = field(default_factory=set)
 
     def send(self, data: bytes) -> None:
-        """What is not read is its own loss, and who has gone is noticed when it is heard."""
+        """Replies that do not fit the socket's buffer are dropped; a closed connection is noticed when reading."""
         with suppress(OSError):
             self.socket.send(data)
 
 
 class MemberServer:
-    """The member's sockets: whoever knocks is heard, as long as it is of the same user."""
+    """The member's sockets: accepts connections of the same user only."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._path.unlink(missing_ok=True)  # an earlier life's; the arena's lock says that it is over
+        self._path.unlink(missing_ok=True)  # of an earlier process, which has ended: the arena's lock is held
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(path))
         self._listener.listen(_MAX_PEERS)
@@ -309,7 +309,7 @@ class MemberServer:
         self._ready.register(self._listener, select.EPOLLIN)
 
     def serve(self, member: Member, wake: socket.socket, still_wanted: Callable[[], bool]) -> None:
-        """Answer until something arrives on `wake`, or nobody wants us any more."""
+        """Answer until something arrives on `wake`, or `still_wanted` is false."""
         self._ready.register(wake, select.EPOLLIN)
         if member.disk_io is not None:
             self._ready.register(member.disk_io, select.EPOLLIN)
@@ -350,7 +350,7 @@ class MemberServer:
     def _accept(self) -> None:
         try:
             peer, _ = self._listener.accept()
-        except OSError:  # it has gone again
+        except OSError:  # the client has disconnected
             return
         _, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         if uid != os.geteuid() or len(self._lines) >= _MAX_PEERS:
@@ -362,7 +362,7 @@ class MemberServer:
         self._ready.register(peer, select.EPOLLIN)
 
     def _answer(self, member: Member, line: _Peer, now_s: float) -> bool:
-        """One message: a busy peer takes turns with the others. Whether it was a question."""
+        """Answer one message, so that a busy client alternates with the others. Returns whether it was a request."""
         try:
             num_bytes = line.socket.recv_into(self._heard)
             if num_bytes:
@@ -371,7 +371,7 @@ class MemberServer:
                     line.socket.send(reply)
                 return reply is not None
         except BlockingIOError:
-            return False  # it does not read its answers; those are its own loss
+            return False  # it does not read its replies; they are dropped
         except OSError:
             pass
         member.hang_up(line.send)
@@ -384,7 +384,7 @@ class MemberServer:
 
 
 def run_member(folder: Path, worker_id: WorkerId, config: CacheConfig) -> None:
-    """The whole process: ends, and takes its arena with it, at SIGTERM, SIGINT or its parent's death."""
+    """Run the member process until SIGTERM, SIGINT or its parent's death; removes its arena at the end."""
     parent = os.getppid()
     wake, waker = socket.socketpair()
     with wake, waker:

@@ -1,8 +1,8 @@
-"""Folders that only this user can change: made with mode 700, and refused where somebody else could put another there.
+"""Creates folders that only this user can change (mode 700), and refuses those that another user could replace.
 
-Whoever can write to a folder on the way can rename what is below it, and give us files of their own making, or links to
-ours. So every folder on the way, links followed step by step, must be ours or the system's, and writable by nobody
-else; a sticky one such as /tmp is fine, because there only owners rename.
+A user who can write to a parent folder can rename what is below it and substitute files or links. So every folder on
+the path, with links followed step by step, must belong to this user or the system and must not be writable by others. A
+sticky folder such as /tmp is allowed, because only owners can rename there.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _MAX_LINKS = 40
 
 
 class NotPrivate(TripoolError):
-    """A folder that others could replace, or that is not ours."""
+    """The folder belongs to another user, or another user could replace it."""
 
     code = "folder_not_private"
 
 
 def make_private(folder: Path) -> None:
-    """Raises NotPrivate, and OSError when it cannot be made. Folders that are missing on the way are made alike."""
+    """Create the folder and missing parents. Raises NotPrivate, and OSError if it cannot be created."""
     folder = folder.absolute()
     missing: list[Path] = []
     there = folder
@@ -38,14 +38,16 @@ def make_private(folder: Path) -> None:
         try:
             os.mkdir(each, 0o700)
         except FileExistsError:
-            check_private(each)  # somebody was faster: perhaps another process of ours
+            check_private(each)  # created meanwhile, perhaps by another process of this user
     check_private(folder)
 
 
 def check_private(folder: Path, *, is_last: bool = True) -> None:
-    """`is_last`: it is the one to be used, and must be ours; otherwise it is on the way."""
+    """Raise NotPrivate unless the path is safe. `is_last`: the folder itself is to be used, and must belong to this
+    user.
+    """
     at, steps, num_links = Path("/"), list(folder.absolute().parts[1:]), 0
-    trusted = {0, os.geteuid(), os.lstat("/").st_uid}  # in a container of its own, root is not always number 0
+    trusted = {0, os.geteuid(), os.lstat("/").st_uid}  # in a user namespace root may have another uid
     _check_folder(at, trusted)
     while steps:
         at = at.parent if steps[0] == ".." else at / steps[0]
@@ -61,7 +63,7 @@ def check_private(folder: Path, *, is_last: bool = True) -> None:
         else:
             _check_folder(at, trusted)
     if is_last and os.lstat(at).st_uid != os.geteuid():
-        raise _refusal(at, "is not this user's own")
+        raise _refusal(at, "does not belong to this user")
     if is_last and _others_write(os.lstat(at)):
         raise _refusal(at, "can be written to by others")
 
@@ -83,7 +85,7 @@ def _others_write(found: os.stat_result) -> bool:
 
 
 def _is_own_group(gid: int) -> bool:
-    """A group for one user alone, named like it, as many systems make them: its folders are often writable for it."""
+    """Whether this is the user's private group, named like the user: its folders are often group-writable."""
     try:
         name = pwd.getpwuid(os.geteuid()).pw_name
         group = grp.getgrgid(gid)
@@ -93,4 +95,4 @@ def _is_own_group(gid: int) -> bool:
 
 
 def _refusal(at: Path, why: str) -> NotPrivate:
-    return NotPrivate(f"{at} {why}", hint="one of your own, below folders of your own or the system's")
+    return NotPrivate(f"{at} {why}", hint="use a folder of your own whose parent folders belong to you or the system")

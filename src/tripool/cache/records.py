@@ -1,11 +1,11 @@
-"""What the pool knows of one slot, and what it answers: plain data, no rules. Pure.
+"""Records of the cache pool: one slot, one hit, one grant, one reservation. Plain data. Pure.
 
-| state | header in the arena | found by key | may be given out |
+| state | header in the arena | found by key | may be reused |
 |---|---|---|---|
 | free | free | no | yes |
-| reserved | reserved, with its writer | no | no: someone may write there |
-| committed | committed | yes | when nobody reads it, in the order of `eviction` |
-| doomed | free | no | when its last reader lets go |
+| reserved | reserved, with its writer | no | no: its writer may be writing |
+| committed | committed | yes | when unread, in the order of `eviction` |
+| doomed | free | no | when its last lease ends |
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ NAMESPACE_BYTES = 16
 
 @lru_cache(maxsize=4096)
 def namespace_tag(namespace: str) -> bytes:
-    """How the pool knows a tenant: by a digest, so that arenas and counters hold no names.
+    """Digest that identifies a tenant in the pool, so that arenas and counters hold no names.
 
-    What a client adds to its namespace is not in it, or one tenant could have as many quotas as it thinks up salts.
-    Blocks under different salts are apart all the same: by their keys.
+    A client's cache salt is not part of it, or one tenant could have as many quotas as salts. Blocks with different
+    salts are still separate, by their keys.
     """
     owner = namespace.partition(SALT_MARK)[0]
     return blake2b(owner.encode(), digest_size=NAMESPACE_BYTES, person=b"tripool-space").digest()
@@ -42,35 +42,35 @@ class State(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One slot. `ticket` is the reservation through which its contents came: higher means later."""
+    """One slot. `ticket` is the reservation that wrote it: higher means later."""
 
     state: State = State.FREE
     key: bytes = b""
     namespace: bytes = b""
     ticket: int = 0
     position: int = 0
-    """In its chain, counted from the first block: the later, the more it costs to compute."""
+    """Position in its chain, from 0: later blocks cost more to compute."""
     writer: WorkerId | None = None
     checksum: int = 0
     num_bytes: int = 0
     form: int = 0
-    """The writer's own mark, handed to readers as it is: which code path computed the block."""
+    """Opaque mark of the writer, passed to readers: which code path computed the block."""
 
 
 class Block(NamedTuple):
-    """A block that may be read: where it is, and how to tell that it is all there. (A tuple: readers make many.)"""
+    """Slot and checksum of a readable block. (A NamedTuple: readers create many.)"""
 
     slot: int
     checksum: int
     num_bytes: int
     form: int
     from_disk: bool = False
-    """It was brought from disk for whoever asks."""
+    """The block was read from disk for this look-up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The longest known prefix. The lease covers all its blocks; 0 when there are none."""
+    """The longest cached prefix. The lease covers all its blocks; 0 if there are none."""
 
     lease: int
     blocks: tuple[Block, ...]
@@ -78,7 +78,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Slots to write: `slots[i]` is for the key at `positions[i]` of those asked for. Ticket 0: none."""
+    """Slots to write: `slots[i]` is for the key at `positions[i]` of the request. Ticket 0: none."""
 
     ticket: int
     positions: tuple[int, ...]
@@ -87,7 +87,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a writer says of one slot when it is done with it."""
+    """Result of writing one slot."""
 
     slot: int
     checksum: int
@@ -97,7 +97,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Slots that someone may write, known by its ticket."""
+    """Slots that a writer may write until it commits."""
 
     writer: WorkerId
     deadline_s: float
@@ -106,14 +106,14 @@ class Reservation:
 
 @dataclass(slots=True)
 class Counters:
-    """Since the member started, in blocks where nothing else is said."""
+    """Counts since the member started, in blocks unless named otherwise."""
 
     hits: int = 0
     misses: int = 0
     committed: int = 0
     evicted: int = 0
-    """Forgotten to make room."""
+    """Evicted to make room."""
     bad: int = 0
-    """Found damaged by a reader."""
+    """Reported damaged by a reader."""
     expired_leases: int = 0
     fenced_reservations: int = 0

@@ -1,7 +1,8 @@
-"""Found blocks of one arena: sat down at, read and risen from, by compiled code where it is there, else step by step.
+"""Lock-free reads of blocks in another process's arena: acquire, copy, verify, release.
 
-What was found stays packed, 32 bytes for each block, as compiled code fills and reads it: objects for each block would
-cost as much time as half of its copy, since whoever copies megabytes finds nothing of the interpreter in its caches.
+Compiled code does all blocks of a call at once where available, else Python does them one by one. The result of a
+look-up stays packed, 32 bytes per block, as the compiled code fills and reads it: creating objects per block would cost
+about half as much as copying it.
 """
 
 from __future__ import annotations
@@ -16,31 +17,31 @@ from tripool.cache.copying import is_compiled, library, quarter
 from tripool.cache.records import Block
 
 _FOUND = struct.Struct("<QQIII?3x")
-"""Ticket, checksum, slot, bytes, form, whether it came from disk."""
+"""Ticket, checksum, slot, bytes, form, from_disk."""
 _KEY_BYTES = 16
 
 
 class SharedBlocks:
-    """The blocks of these keys, in their order. Whoever made it sees to it that they stay as they are."""
+    """Readable blocks of these keys, in order. The caller holds a lease or reader slots that keep them in place."""
 
     def __init__(self, arena: Arena, keys: Sequence[bytes], packed: bytearray) -> None:
         self.arena = arena
         self.bad: list[int] = []
-        """Slots that were read, and are not as they were written."""
+        """Slots whose bytes did not match their checksum."""
         self._keys, self._packed = keys, packed
 
     @classmethod
-    def told(cls, arena: Arena, keys: Sequence[bytes], blocks: Iterable[Block]) -> SharedBlocks:
-        """By the member."""
+    def from_lookup(cls, arena: Arena, keys: Sequence[bytes], blocks: Iterable[Block]) -> SharedBlocks:
+        """From a member's reply, under its lease."""
         rows = (_FOUND.pack(0, each.checksum, each.slot, each.num_bytes, each.form, each.from_disk) for each in blocks)
         return cls(arena, keys, bytearray().join(rows))
 
     @classmethod
     def acquire(cls, arena: Arena, keys: Sequence[bytes], namespace: bytes, reader_slot: int) -> SharedBlocks | None:
-        """Without asking. All of them, until `release`; None when not all can be seen."""
+        """Acquire all blocks without a request, until `release`; None if any of them is not in the directory."""
         compiled = library()
         if compiled is None:
-            return cls.acquire_plainly(arena, keys, namespace, reader_slot)
+            return cls.acquire_plain(arena, keys, namespace, reader_slot)
         packed = bytearray(_FOUND.size * len(keys))
         joined = b"".join(keys)
         assert len(joined) == _KEY_BYTES * len(keys) and len(namespace) == _KEY_BYTES
@@ -49,11 +50,11 @@ class SharedBlocks:
         return cls(arena, keys, packed)
 
     @classmethod
-    def acquire_plainly(
+    def acquire_plain(
         cls, arena: Arena, keys: Sequence[bytes], namespace: bytes, reader_slot: int
     ) -> SharedBlocks | None:
         rows: list[bytes] = []
-        for key in reversed(keys):  # what is not there is mostly the end of a chain
+        for key in reversed(keys):  # the missing block is usually at the end of a chain
             each = arena.acquire(key, namespace, reader_slot)
             if each is None:
                 cls(arena, keys, bytearray().join(rows)).release(reader_slot)
@@ -71,7 +72,7 @@ class SharedBlocks:
 
     @property
     def uses(self) -> list[tuple[int, int]]:
-        """Slots and tickets, for the member to know what was read."""
+        """(slot, ticket) of each block, to report to the member what was read."""
         return [(slot, ticket) for ticket, _, slot, _, _, _ in _FOUND.iter_unpack(self._packed)]
 
     def release(self, reader_slot: int) -> None:
@@ -83,15 +84,15 @@ class SharedBlocks:
             self.arena.release(block.slot, reader_slot)
 
     def read(self, start: int, into: Sequence[Any]) -> int:
-        """Fill these writable buffers from block `start` on; returns how many hold their block.
+        """Copy the blocks from `start` on into these writable buffers; returns how many buffers hold their block.
 
-        Buffers behind that number may hold anything.
+        The contents of the buffers after that number are undefined.
         """
         into = into[: len(self) - start]
         size = memoryview(into[0]).nbytes if into else 0
         compiled = library()
         if compiled is None or not is_compiled(size) or any(memoryview(each).nbytes != size for each in into):
-            return self.read_plainly(start, into)
+            return self.read_plain(start, into)
         targets = (ctypes.c_void_p * len(into))(*map(_address, into))
         found = _address(self._packed) + start * _FOUND.size
         keys, damaged = b"".join(self._keys[start : start + len(into)]), ctypes.c_int()
@@ -103,7 +104,7 @@ class SharedBlocks:
             self._note_bad(start + num_good)
         return num_good
 
-    def read_plainly(self, start: int, into: Sequence[Any]) -> int:
+    def read_plain(self, start: int, into: Sequence[Any]) -> int:
         into = into[: len(self) - start]
         for number, (buffer, key) in enumerate(zip(into, self._keys[start:], strict=False)):
             _, checksum, slot, num_bytes, _, _ = _FOUND.unpack_from(self._packed, (start + number) * _FOUND.size)
@@ -112,7 +113,7 @@ class SharedBlocks:
                 return number
             copied = self.arena.read(slot, target)
             if not self.arena.holds(slot, key):
-                return number  # the lease was lost, and the slot is someone else's: not our business
+                return number  # the lease expired and the slot was reused: not damaged
             if copied != checksum:
                 self._note_bad(start + number)
                 return number
@@ -124,5 +125,5 @@ class SharedBlocks:
 
 
 def _address(buffer: Any) -> int:
-    """Of something writable. An empty one has none, and nobody looks at it."""
+    """Address of a writable buffer; 0 for an empty one, which is never accessed."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if memoryview(buffer).nbytes else 0

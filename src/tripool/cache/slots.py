@@ -1,6 +1,6 @@
-"""The slots of one arena: what each is, which are free, and which unread block is the next to go. Pure.
+"""Slot table of one arena: the record of each slot, the free list and the eviction order. Pure.
 
-Knows no leases, deadlines or lives: the index decides, and this keeps the books.
+Leases, deadlines and workers are in the index, which makes the decisions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class SlotTable:
         self._order = order
         self.records = [_FREE] * num_slots
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_slots))
-        """In order of giving out. A plain dict would look at all that were ever taken from its front for the next."""
+        """In order of allocation. Popping from the front of a plain dict would scan all entries removed before."""
         self._held: Counter[bytes] = Counter()
         self._changed: dict[int, None] = {}
 
@@ -30,14 +30,14 @@ class SlotTable:
 
     @property
     def held(self) -> dict[bytes, int]:
-        """Slots that are not free, by namespace."""
+        """Number of slots in use, by namespace."""
         return dict(self._held)
 
     def held_by(self, namespace: bytes) -> int:
         return self._held[namespace]
 
     def fill(self, slot: int, record: Record) -> None:
-        """Give a free slot to someone."""
+        """Take a slot from the free list."""
         assert record.state is not State.FREE
         del self._free[slot]
         self._held[record.namespace] += 1
@@ -48,7 +48,7 @@ class SlotTable:
         return slot
 
     def change(self, slot: int, record: Record) -> None:
-        """A new state of a slot that stays in the same hands."""
+        """Update the record of a slot in use."""
         assert record.state is not State.FREE and slot not in self._free
         self.records[slot] = record
         self._changed[slot] = None
@@ -64,7 +64,7 @@ class SlotTable:
         self._changed[slot] = None
 
     def enter_idle(self, tail_first: Sequence[int]) -> None:
-        """Used together just now, and unread from now on."""
+        """Add slots that were used together and are unread from now on."""
         self._order.enter((slot, self.records[slot]) for slot in tail_first)
 
     def leave_idle(self, slot: int) -> None:
@@ -74,11 +74,11 @@ class SlotTable:
         return slot in self._order
 
     def idle(self) -> set[int]:
-        """All of them, for those who look."""
+        """All idle slots, for inspection."""
         return set(self._order)
 
     def next_idle(self, namespace: bytes | None = None) -> int | None:
-        """The next one to go: of all, or of one namespace."""
+        """The next slot to evict: of all, or of one namespace."""
         return self._order.first(namespace)
 
     def take_changes(self) -> list[tuple[int, Record]]:

@@ -1,10 +1,10 @@
-"""Both tiers as one: blocks that only the disk has come back to memory when someone asks for them. Pure.
+"""Memory and disk as one index: blocks that are only on disk are read back into memory when a look-up needs them. Pure.
 
-A look-up that meets such blocks may wait for them, as long as its asker allows. They get slots like any other block
-that is written, are read there by whoever runs this (`take_reads`), and are committed; then, or when the time is over,
-the look-up is answered with the longest prefix that memory has by then. What comes too late is there for the next one.
+A look-up that finds such blocks may wait for them, as long as the caller allows. They get reserved slots like any
+written block, are read there by the caller of `take_reads`, and are committed. Then, or at its deadline, the look-up is
+answered with the longest prefix that is in memory. Blocks that arrive later serve the next look-up.
 
-Memory is asked first and answers at once: a hit there never waits for the disk.
+Memory is searched first: a hit there never waits for the disk.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tripool.cache.records import Hit, Record, Written
 from tripool.messages import WorkerId
 
 _GROUP_BLOCKS = 8
-"""Committed together: a look-up whose time is over gets what is there, in such steps."""
+"""Blocks committed together: at its deadline, a look-up gets what has arrived in such groups."""
 _MOST_READING = 256
 _MOST_WAITING = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Bring this copy into a slot. `ticket` is the reservation that the slot is of."""
+    """Read this copy into a slot. `ticket` is the slot's reservation."""
 
     ticket: int
     slot: int
@@ -36,14 +36,14 @@ class Read:
 
 @dataclass(slots=True)
 class _Group:
-    """Blocks that are being read, under one reservation."""
+    """Blocks being read under one reservation."""
 
     namespace: bytes
     keys: list[bytes]
     num_open: int
     written: list[Written] = field(default_factory=list)
     is_void: bool = False
-    """Purged meanwhile."""
+    """Its namespace was purged meanwhile."""
 
 
 @dataclass(slots=True)
@@ -53,14 +53,16 @@ class _Waiting:
     namespace: bytes
     deadline_s: float
     lease: int
-    """Of the blocks that memory has already, so that they are still there in the end."""
-    coming: set[bytes]
-    called: frozenset[bytes]
-    """What was on its way when it began to wait."""
+    """Lease on the blocks that are in memory already, so that they are still there in the end."""
+    arriving: set[bytes]
+    requested: frozenset[bytes]
+    """Blocks that were being read when it began to wait."""
 
 
 class TieredIndex:
-    """An index and, once `open_disk` was called, a disk behind it. `own` writes what is read; it is this member."""
+    """An index and, after `open_disk`, a disk tier behind it. `own` is this member, the writer of what is read from
+    disk.
+    """
 
     def __init__(self, index: PoolIndex, own: WorkerId) -> None:
         self.index = index
@@ -69,22 +71,22 @@ class TieredIndex:
         self._quotas: dict[bytes, int] = {}
         self._reads: list[Read] = []
         self._groups: dict[int, _Group] = {}
-        self._coming: dict[bytes, bytes] = {}
-        """Keys on their way to memory, and whose they are."""
+        self._arriving: dict[bytes, bytes] = {}
+        """Keys being read from disk, and their namespaces."""
         self._waiting: dict[int, _Waiting] = {}
         self._num_waited = 0
 
-    # ---- the disk comes and goes --------------------------------------------------------------------------------
+    # ---- opening and closing the disk-----------------------------------------------------------------------------
 
     def open_disk(self, disk: DiskTier, segments: Sequence[Segment], purges: Sequence[Purge]) -> None:
-        """From now on. `segments` and `purges` are what was found on it."""
+        """Add the disk tier. `segments` and `purges` are what a scan found on it."""
         self.disk = disk
         self.set_quotas(self._quotas)
         disk.see(enumerate(self.index.records))
         disk.restore(segments, purges)
 
     def close_disk(self) -> None:
-        """It can be neither read nor written any more, and memory goes on. What is under way is answered as ever."""
+        """Remove the disk tier. Reads in flight are answered as usual."""
         self.disk = None
         reads, self._reads = self._reads, []
         for read in reads:
@@ -95,55 +97,55 @@ class TieredIndex:
     def lookup(
         self, keys: Sequence[bytes], reader: WorkerId, namespace: bytes, now_s: float, wait_s: float = 0.0
     ) -> Hit | int:
-        """What memory has; or the number under which `answers` will tell it, after `wait_s` at most."""
+        """A hit in memory; or a number under which `answers` will return the hit, after at most `wait_s`."""
         hit = self.index.lookup(keys, reader, namespace, now_s)
         num_here = len(hit.blocks)
         if self.disk is None or num_here == len(keys):
             return hit
-        coming = self._call(keys[num_here:], namespace, now_s)
-        if not coming or wait_s <= 0 or len(self._waiting) >= _MOST_WAITING:
+        arriving = self._start_reads(keys[num_here:], namespace, now_s)
+        if not arriving or wait_s <= 0 or len(self._waiting) >= _MOST_WAITING:
             return hit
-        self.index.uncount(hit, len(keys))  # it is asked again when they are here
+        self.index.uncount(hit, len(keys))  # it is looked up again when they have arrived
         self._num_waited += 1
         deadline_s = now_s + wait_s
-        waiting = _Waiting(keys, reader, namespace, deadline_s, hit.lease, coming, frozenset(coming))
+        waiting = _Waiting(keys, reader, namespace, deadline_s, hit.lease, arriving, frozenset(arriving))
         self._waiting[self._num_waited] = waiting
         return self._num_waited
 
     def answers(self, now_s: float) -> list[tuple[int, Hit]]:
-        """Look-ups that waited: for nothing any more, or until their time was over."""
-        ready = [n for n, each in self._waiting.items() if not each.coming or now_s >= each.deadline_s]
+        """Waiting look-ups that are complete or have reached their deadline."""
+        ready = [n for n, each in self._waiting.items() if not each.arriving or now_s >= each.deadline_s]
         found: list[tuple[int, Hit]] = []
         for number in ready:
             each = self._waiting.pop(number)
             hit = self.index.lookup(each.keys, each.reader, each.namespace, now_s)
-            told = zip(hit.blocks, each.keys, strict=False)
-            blocks = tuple(block._replace(from_disk=key in each.called) for block, key in told)
+            found_keys = zip(hit.blocks, each.keys, strict=False)
+            blocks = tuple(block._replace(from_disk=key in each.requested) for block, key in found_keys)
             found.append((number, replace(hit, blocks=blocks)))
             self.index.release(each.lease, each.reader)
         return found
 
     def give_up(self, number: int) -> None:
-        """Nobody waits for this answer any more."""
+        """Cancel a waiting look-up."""
         each = self._waiting.pop(number, None)
         if each is not None:
             self.index.release(each.lease, each.reader)
 
-    def _call(self, keys: Sequence[bytes], namespace: bytes, now_s: float) -> set[bytes]:
-        """Begin to bring the leading ones of these keys from disk; returns those that are on their way."""
+    def _start_reads(self, keys: Sequence[bytes], namespace: bytes, now_s: float) -> set[bytes]:
+        """Start reading the leading keys from disk; returns those that are being read."""
         assert self.disk is not None
         leading: list[bytes] = []
         disk_copies: list[DiskCopy] = []
         for key in keys:
-            if self._coming.get(key) != namespace:
+            if self._arriving.get(key) != namespace:
                 copy = self.disk.find(key, namespace)
-                if copy is None or key in self._coming or len(self._coming) + len(disk_copies) >= _MOST_READING:
+                if copy is None or key in self._arriving or len(self._arriving) + len(disk_copies) >= _MOST_READING:
                     break
                 disk_copies.append(copy)
             leading.append(key)
         for start in range(0, len(disk_copies), _GROUP_BLOCKS):
             self._read(disk_copies[start : start + _GROUP_BLOCKS], namespace, now_s)
-        return set(takewhile(self._coming.__contains__, leading))  # as far as there was room for them
+        return set(takewhile(self._arriving.__contains__, leading))  # as far as there were slots for them
 
     def _read(self, disk_copies: Sequence[DiskCopy], namespace: bytes, now_s: float) -> None:
         keys, depths = [copy.key for copy in disk_copies], [copy.position for copy in disk_copies]
@@ -151,25 +153,25 @@ class TieredIndex:
         if grant.ticket:
             wanted = [disk_copies[position] for position in grant.positions]
             self._groups[grant.ticket] = _Group(namespace, [copy.key for copy in wanted], len(wanted))
-            self._coming |= {copy.key: namespace for copy in wanted}
+            self._arriving |= {copy.key: namespace for copy in wanted}
             self._reads += [Read(grant.ticket, slot, copy) for slot, copy in zip(grant.slots, wanted, strict=True)]
 
-    # ---- what the disk is to do, and has done -------------------------------------------------------------------
+    # ---- disk jobs and their results -------------------------------------------------------------------------
 
     def take_changes(self) -> list[tuple[int, Record]]:
-        """As the index's own: what the arena's headers must say before anyone is answered."""
+        """Slots changed since the last call, as `PoolIndex.take_changes`."""
         changes = self.index.take_changes()
         if self.disk is not None and changes:
             self.disk.see(changes)
         return changes
 
     def take_reads(self) -> list[Read]:
-        """Each must be answered by `was_read`. Until then nobody but who does it writes into the slot."""
+        """Reads to start. Each must be answered by `was_read`; until then nothing else writes into its slot."""
         reads, self._reads = self._reads, []
         return reads
 
     def was_read(self, read: Read, checksum: int | None) -> None:
-        """`checksum` is that of what stands in the slot now; None: nothing could be read."""
+        """Result of a read: `checksum` of what is in the slot now; None if nothing could be read."""
         intact = checksum == read.copy.checksum
         if self.disk is not None and checksum is not None:
             self.disk.was_read(read.copy, intact)
@@ -182,12 +184,12 @@ class TieredIndex:
         del self._groups[read.ticket]
         self.index.commit(read.ticket, self._own, () if group.is_void else group.written)
         for key in group.keys:
-            del self._coming[key]
+            del self._arriving[key]
             for each in self._waiting.values():
-                each.coming.discard(key)
+                each.arriving.discard(key)
 
     def take_writes(self, now_s: float) -> list[Write]:
-        """Each must be answered by `wrote`."""
+        """Writes to start. Each must be answered by `wrote`."""
         return self.disk.next_writes(now_s) if self.disk is not None else []
 
     def wrote(self, write: Write, done: bool) -> None:
@@ -196,7 +198,7 @@ class TieredIndex:
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When something is to be done, if nothing happens before."""
+        """Time of the next deadline, if nothing else happens."""
         times = [self.index.next_deadline_s, self.disk.next_write_s if self.disk is not None else None]
         times += [each.deadline_s for each in self._waiting.values()]
         return min((time_s for time_s in times if time_s is not None), default=None)
@@ -204,14 +206,16 @@ class TieredIndex:
     # ---- tenants ------------------------------------------------------------------------------------------------
 
     def purge(self, namespace: bytes) -> tuple[int, Purge | None]:
-        """Forget a namespace in both tiers; how many blocks went, and what the disk must be told of it."""
+        """Evict a namespace from both tiers; returns the number of blocks, and the purge to record on disk."""
         for group in self._groups.values():
             group.is_void = group.is_void or group.namespace == namespace
         num_on_disk, purge = self.disk.purge(namespace) if self.disk is not None else (0, None)
         return num_on_disk + self.index.purge(namespace), purge
 
     def set_quotas(self, quotas: Mapping[bytes, int]) -> int:
-        """Slots by namespace; of the disk, each may have the same share. Returns how many blocks memory forgot."""
+        """Set quotas in slots by namespace; on disk each gets the same share. Returns the number of blocks evicted from
+        memory.
+        """
         self._quotas = dict(quotas)
         if self.disk is not None:
             unit = self.disk.capacity_bytes / self.index.num_slots
@@ -222,8 +226,10 @@ class TieredIndex:
         self.index.check()
         if self.disk is not None:
             self.disk.check()
-        coming = {key: group.namespace for group in self._groups.values() for key in group.keys}
-        assert coming == self._coming, "a block comes from nowhere"
-        assert all(each.coming <= coming.keys() for each in self._waiting.values()), "waits for what does not come"
+        arriving = {key: group.namespace for group in self._groups.values() for key in group.keys}
+        assert arriving == self._arriving, "a block arrives without a read"
+        assert all(each.arriving <= arriving.keys() for each in self._waiting.values()), (
+            "waits for a block that is not being read"
+        )
         for ticket in self._groups:
             assert self.index.writer_of(ticket) == self._own, f"reads into slots that are not reserved ({ticket})"

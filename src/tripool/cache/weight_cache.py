@@ -1,12 +1,12 @@
-"""The model cache of one machine: a folder of images, one per model and way of packing, within a quota.
+"""Weight cache of one machine: a folder of weight images in shared memory, one per model and packing, within a quota.
 
-Who needs a model that has no image writes it while loading from files; a second one that comes meanwhile waits for it,
-up to a bound, and then maps it. Locks are the kernel's: they end with the process that holds them, however it ends.
+A process that needs a model without an image writes the image while it loads the checkpoint; a second process waits for
+it, up to a bound, and then maps it. Locks are file locks, which the kernel releases when a process ends.
 
-| file | what |
+| file | contents |
 |---|---|
-| `KEY.image` | whole; locked (shared) by every process that has it mapped |
-| `KEY.lock` | locked (exclusive) by whoever writes the image |
+| `KEY.image` | complete; locked (shared) by every process that maps it |
+| `KEY.lock` | locked (exclusive) by the process that writes the image |
 | `KEY.unfinished` | being written, or left by a writer that died |
 """
 
@@ -26,23 +26,23 @@ from tripool.cache.weight_image import WeightImage, WeightImageDamaged, WeightIm
 from tripool.errors import ArenaError
 
 WAIT_S = 120.0
-"""How long to wait for another process that writes the same image."""
+"""Longest wait for another process that writes the same image."""
 _POLL_S = 0.01
 _FULL = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 
 
 @dataclass(slots=True)
 class WeightCacheCounters:
-    """Of this process."""
+    """Counts of this process."""
 
     hits: int = 0
     misses: int = 0
     written: int = 0
     damaged: int = 0
-    """Found and not usable: replaced."""
+    """Found damaged, and replaced."""
     evicted: int = 0
     refused: int = 0
-    """Loaded without an image: larger than the quota, the memory full, or another writer too slow."""
+    """Loaded without an image: larger than the quota, memory full, or another writer too slow."""
 
 
 class WeightCache:
@@ -57,15 +57,15 @@ class WeightCache:
     ) -> None:
         try:
             make_private(folder)
-        except NotPrivate as error:  # others may have made it first, where its name is known
+        except NotPrivate as error:  # another user may have created it: the name is predictable
             hint = "remove it, or serve without --keep-models"
-            raise ArenaError(f"no place for packed weights: {error.message}", hint=hint) from error
+            raise ArenaError(f"no folder for packed weights: {error.message}", hint=hint) from error
         self._folder, self.quota_bytes = folder, quota_bytes
         self._wait_s, self._clock, self._pause = wait_s, clock, pause
         self.counters = WeightCacheCounters()
 
     def find(self, key: str) -> WeightImage | None:
-        """Mapped and checked. A damaged one is removed, and is a miss."""
+        """Map and verify an image. A damaged one is removed and counts as a miss."""
         path = self._path(key)
         try:
             image = open_weight_image(path, key)
@@ -74,20 +74,19 @@ class WeightCache:
             return None
         if image is not None:
             self.counters.hits += 1
-            with contextlib.suppress(FileNotFoundError):  # removed by a person; it stays mapped
-                os.utime(path)  # used last: what eviction goes by
+            with contextlib.suppress(FileNotFoundError):  # removed by hand; it stays mapped
+                os.utime(path)  # eviction is by time of last use
         return image
 
     def discard(self, key: str) -> None:
-        """It was found and is of no use."""
+        """Remove an unusable image."""
         self.counters.damaged += 1
         self._path(key).unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def turn(self, key: str) -> Iterator[bool]:
-        """Alone with this key, among all processes: whoever comes second looks for the image again first.
-
-        False when it took others too long.
+    def exclusive(self, key: str) -> Iterator[bool]:
+        """Hold the lock of this key among all processes; the caller must look for the image again. False if it timed
+        out.
         """
         lock = os.open(self._folder / f"{key}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -96,7 +95,7 @@ class WeightCache:
             os.close(lock)
 
     def writer(self, key: str, most_bytes: int | None = None) -> WeightImageWriter | None:
-        """In one's turn only; for an image of `most_bytes` at most. None when there is no room for any image."""
+        """A writer for an image of at most `most_bytes`; None if there is no room. The caller must hold `exclusive`."""
         self.counters.misses += 1
         room_bytes = self.quota_bytes if most_bytes is None else min(self.quota_bytes, most_bytes)
         try:
@@ -108,16 +107,16 @@ class WeightCache:
             return None
 
     def make_room(self) -> bool:
-        """The memory is full: remove the image that was used longest ago. False when all of them are in use."""
+        """Remove the least recently used image; False if all of them are in use."""
         return self._evict(lambda size: size > 0)
 
     def publish(self, key: str, writer: WeightImageWriter, facts: bytes) -> None:
-        """Older images go until all are within the quota together. Those in use stay, even if that is too much."""
+        """Seal the image and evict older ones until all fit the quota. Images in use stay, even above the quota."""
         try:
             writer.seal(facts, self._path(key))
         except OSError as error:
-            writer.abandon()  # what was placed stays readable
-            if error.errno not in (errno.ENOENT, *_FULL):  # the folder may have gone with its server
+            writer.abandon()  # placed tensors stay readable
+            if error.errno not in (errno.ENOENT, *_FULL):  # the server may have removed the folder
                 raise
             self.counters.refused += 1
             return
@@ -125,11 +124,11 @@ class WeightCache:
         self._evict(lambda size: size > self.quota_bytes, keep=key, until_done=True)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each whole image, the one used longest ago first."""
+        """Bytes of each complete image, least recently used first."""
         return {path.stem: size for _, path, size in self._images()}
 
     def remove(self, key: str) -> bool:
-        """By hand. False when it is in use, or is not there."""
+        """Remove an image on request. False if it is in use or missing."""
         return self._remove(self._path(key))
 
     def _evict(self, too_much: Callable[[int], bool], *, keep: str = "", until_done: bool = False) -> bool:
@@ -156,12 +155,12 @@ class WeightCache:
             path.unlink(missing_ok=True)
             return True
         except BlockingIOError:
-            return False  # mapped by somebody
+            return False  # mapped by a process
         finally:
             os.close(file)
 
     def _sweep(self) -> None:
-        """What writers left that died."""
+        """Remove unfinished files of dead writers."""
         for path in self._folder.glob("*.unfinished"):
             with open(path.with_suffix(".lock"), "a") as lock, contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,14 +1,14 @@
-"""A model's final tensors as one file of shared memory: written once, then mapped by every process that needs them.
+"""Weight image: a model's packed tensors as one file in shared memory, written once and mapped by every process.
 
-| bytes | what |
+| bytes | contents |
 |---|---|
-| 0 to 63 | the head: a magic word, where the table is, its length and checksum |
-| from 64 | tensors, each at a multiple of 64, in the order in which they were kept |
-| the end | the table: facts about the model, and label, type, shape, place and checksum of each tensor |
+| 0 to 63 | the head: magic, offset, length and checksum of the table |
+| from 64 | tensors, each at a multiple of 64, in the order in which they were placed |
+| the end | the table: metadata of the model; label, dtype, shape, offset and checksum of each tensor |
 
-Knows bytes, types by name and shapes; nothing of networks, and no torch. The mapping is private: pages that nobody
-writes are the file's own, shared by all who map it, and a stray write reaches no one else. A reader's shared lock lives
-as long as its mapping, because the mapping has the file open: who gets the exclusive lock knows that nobody reads.
+Independent of torch and of network definitions. The mapping is private: unmodified pages are shared by all processes,
+and a stray write affects no other process. The mapping keeps the file open and with it the reader's shared lock, so
+holding the exclusive lock means that no process maps the file.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ ALIGN = 64
 _HEAD = struct.Struct("<8sQQQ")
 _MAX_TABLE_BYTES = 2**30
 _FLAGS = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)  # macOS overcommits anyway
-_PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE  # torch wants memory that could be written; see above
+_PROTECTION = mmap.PROT_READ | mmap.PROT_WRITE  # torch requires writable memory
 
 
 class WeightImageDamaged(TripoolError):
-    """An image is not what it says, or not of this model: it is a miss, and is replaced."""
+    """The image is damaged or of another model: it counts as a miss and is replaced."""
 
     code = "image_damaged"
 
@@ -56,7 +56,7 @@ class _Table(msgspec.Struct, frozen=True):
 
 
 class WeightImage:
-    """One that is whole, mapped. Views of it keep it mapped, and locked against removal, after it is gone itself."""
+    """A complete, mapped image. Views of it keep it mapped and locked after this object is gone."""
 
     def __init__(self, map_: mmap.mmap, table: _Table) -> None:
         self._map = map_
@@ -71,7 +71,7 @@ class WeightImage:
 
 
 def open_weight_image(path: Path, key: str) -> WeightImage | None:
-    """None: there is none (any more). Every byte is checked: an image is read by many, for long, and from memory."""
+    """Map an image and verify every checksum; None if it does not exist."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -82,16 +82,16 @@ def open_weight_image(path: Path, key: str) -> WeightImage | None:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise WeightImageDamaged("it is no file of this user alone")
+            raise WeightImageDamaged("it is not a private file of this user")
         if found.st_nlink == 0:
-            return None  # removed between the two
+            return None  # removed between open and lock
         if found.st_size < _HEAD.size:
-            raise WeightImageDamaged("it ends before its head does")
+            raise WeightImageDamaged("it is shorter than its head")
         map_ = mmap.mmap(file, found.st_size, flags=_FLAGS, prot=_PROTECTION)
     except BlockingIOError:
         return None  # being removed
     finally:
-        os.close(file)  # the mapping has it open by itself, and with it the lock
+        os.close(file)  # the mapping keeps the file open, and the lock
     return WeightImage(map_, _checked(map_, key))
 
 
@@ -118,8 +118,8 @@ def _checked(map_: mmap.mmap, key: str) -> _Table:
 
 
 class WeightImageWriter:
-    """Fills a new file. Mapped from the start with all the room it may need, which costs nothing until it is used; what
-    was placed is read back through the mapping, so that each tensor exists once."""
+    """Writes a new image. The file is mapped from the start at its largest size, which costs nothing until used; placed
+    tensors are read back through the mapping, so that each tensor exists once."""
 
     def __init__(self, path: Path, key: str, room_bytes: int) -> None:
         self._path, self._key = path, key
@@ -130,7 +130,7 @@ class WeightImageWriter:
         self._tensors: list[Tensor] = []
         try:
             os.ftruncate(self._file, room_bytes)
-            fcntl.flock(self._file, fcntl.LOCK_SH)  # before it has its name: what is mapped is never removed
+            fcntl.flock(self._file, fcntl.LOCK_SH)  # before the rename: a mapped image is never removed
             self._map = mmap.mmap(self._file, room_bytes, flags=_FLAGS, prot=_PROTECTION)
         except OSError:
             self.abandon()
@@ -141,7 +141,7 @@ class WeightImageWriter:
         return self._end
 
     def place(self, label: str, dtype: str, shape: Sequence[int], data: memoryview) -> memoryview | None:
-        """Its bytes in the image; None when it does not fit. Raises OSError when the memory is full."""
+        """Append a tensor; returns its bytes in the image, None if it does not fit. Raises OSError if full."""
         offset, num_bytes = self._end, data.nbytes
         if offset + num_bytes > self.room_bytes:
             return None
@@ -152,7 +152,7 @@ class WeightImageWriter:
         return memoryview(self._map)[offset : offset + num_bytes]
 
     def seal(self, facts: bytes, path: Path) -> None:
-        """Whole from now on, under its own name. The writer goes on using what it placed."""
+        """Write the table and rename the file. The writer may go on using the placed tensors."""
         table = msgspec.msgpack.encode(_Table(self._key, facts, tuple(self._tensors)))
         self._write(memoryview(table), self._end)
         os.pwrite(self._file, _HEAD.pack(MAGIC, self._end, len(table), xxh3_64_intdigest(table)), 0)
@@ -161,7 +161,7 @@ class WeightImageWriter:
         self._close()
 
     def abandon(self) -> None:
-        """No image. What was placed stays readable for as long as it is used."""
+        """Remove the file. Placed tensors stay readable while they are in use."""
         self._path.unlink(missing_ok=True)
         self._close()
 

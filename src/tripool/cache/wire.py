@@ -1,17 +1,17 @@
-"""Messages of the cache pool: small questions and answers; the blocks themselves travel through shared memory.
+"""Messages of the cache pool: small requests and replies; the blocks themselves go through shared memory.
 
 | from | to | messages |
 |---|---|---|
-| peer | member | Open, Lookup, Release, Used, Reserve, Commit, Ask, Purge, Quotas |
-| member | peer | Opened, Found, Granted, Told, Purged |
+| client | member | Open, Lookup, Release, Used, Reserve, Commit, GetStats, Purge, Quotas |
+| member | client | Opened, LookupResult, Granted, Stats, Purged |
 | supervisor | member | Suspect, Reaped (see `tripool.messages`) |
 
-Questions carry a number and answers repeat it: an answer that comes too late for its question is recognised. Release,
-Used and Commit are not answered. `nonce` names the arena that slots are of: one that was made anew has another.
+Requests carry a number and replies repeat it, so that a late reply is recognised. Release, Used and Commit have no
+reply. `nonce` identifies the arena that slots belong to: a recreated arena has another.
 
-One datagram of a local socket (SOCK_SEQPACKET) per message, not ZeroMQ: a look-up is most of what a small hit costs,
-and ZeroMQ's two more threads on the way make it several times slower. Arenas are mapped, so members and peers are on
-one machine anyway. When a peer dies its line closes, and its leases end at once.
+Each message is one datagram of a local socket (SOCK_SEQPACKET), not ZeroMQ: a look-up is most of the cost of a small
+hit, and ZeroMQ's two extra threads make it several times slower. Arenas are mapped, so members and clients are on one
+machine anyway. When a client dies its connection closes, and its leases end at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tripool.messages import SUPERVISOR, Checksum, FileName, Natural, Positive, 
 PROTOCOL = 2
 KEY_BYTES = 16
 MAX_KEYS = 4096
-"""Of one question: a context of 256 K tokens with one member."""
+"""Keys per request: a context of 256 K tokens on one member."""
 MAX_MESSAGE_BYTES = 2**18
 
 Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
@@ -36,7 +36,7 @@ _FEW = msgspec.Meta(max_length=MAX_KEYS)
 Keys = Annotated[tuple[Key, ...], _FEW]
 Slots = Annotated[tuple[Small, ...], _FEW]
 Numbers = Annotated[tuple[Natural, ...], _FEW]
-"""Leases and tickets."""
+"""Lease and ticket numbers."""
 Checksums = Annotated[tuple[Checksum, ...], _FEW]
 
 
@@ -48,9 +48,9 @@ class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Open(_Message, frozen=True):
-    """Where is your arena? First question to a member, and again whenever it has been away.
+    """GetStats for the arena: the first request to a member, repeated after every reconnect.
 
-    Who asks is writing nothing: what it had reserved, perhaps in answers that were lost, is free.
+    The sender is writing nothing: its reservations, also those whose replies were lost, are free.
     """
 
     number: Natural
@@ -64,26 +64,26 @@ class Lookup(_Message, frozen=True):
     namespace: Key
     keys: Keys
     done: Numbers = ()
-    """Leases that are not needed any more."""
+    """Leases to release."""
     wait_ms: Small = 0
-    """How long the answer may wait for blocks that come from disk."""
+    """How long the reply may wait for blocks from disk."""
 
 
 class Release(_Message, frozen=True):
     worker_id: WorkerId
     leases: Numbers
     bad: Slots = ()
-    """Slots of theirs whose bytes did not fit their checksums."""
+    """Slots of these leases whose bytes did not match their checksums."""
 
 
 class Used(_Message, frozen=True):
-    """Blocks that were read without asking."""
+    """Blocks read by shared reads, without a request."""
 
     worker_id: WorkerId
     slots: Slots
     tickets: Numbers
     bad: Slots = ()
-    """Slots whose bytes did not fit their checksums."""
+    """Slots whose bytes did not match their checksums."""
 
 
 class Reserve(_Message, frozen=True):
@@ -92,11 +92,11 @@ class Reserve(_Message, frozen=True):
     namespace: Key
     keys: Keys
     depths: Slots = ()
-    """Where each of them is in its chain: later blocks cost more to compute again."""
+    """Position of each key in its chain: later blocks cost more to recompute."""
 
 
 class Commit(_Message, frozen=True):
-    """Done with all slots of a ticket; those not listed were not written."""
+    """End a reservation; slots that are not listed were not written."""
 
     worker_id: WorkerId
     ticket: Natural
@@ -106,7 +106,7 @@ class Commit(_Message, frozen=True):
     form: Small = 0
 
 
-class Ask(_Message, frozen=True):
+class GetStats(_Message, frozen=True):
     number: Natural
 
 
@@ -116,7 +116,7 @@ class Purge(_Message, frozen=True):
 
 
 class Quotas(_Message, frozen=True):
-    """Most slots of these namespaces, instead of all that was said before. Answered by Purged."""
+    """Replace all quotas (slots by namespace). Answered by Purged."""
 
     number: Natural
     slots: dict[Key, Natural]
@@ -130,16 +130,16 @@ class Opened(_Message, frozen=True):
     protocol: Natural
     member: WorkerId
     arena: FileName
-    """In the folder that pool and peers share."""
+    """File name in the folder shared by members and clients."""
     nonce: Natural
     write_s: Annotated[float, msgspec.Meta(gt=0, le=3600)]
-    """How long a writer has from reservation to commit."""
+    """Longest time from reservation to commit."""
     reader_slot: Annotated[int, msgspec.Meta(ge=-1, le=255)] = -1
-    """Where this peer may sit in the arena to read without asking; -1: all seats are taken."""
+    """This client's reader slot in the arena for shared reads; -1: none is free."""
 
 
-class Found(_Message, frozen=True):
-    """Columns: one entry per block of the prefix."""
+class LookupResult(_Message, frozen=True):
+    """Columns with one entry per block of the prefix."""
 
     number: Natural
     nonce: Natural
@@ -149,7 +149,7 @@ class Found(_Message, frozen=True):
     sizes: Slots
     forms: Slots
     from_disk: Slots = ()
-    """Places in these columns of blocks that were on disk alone when this was asked."""
+    """Indices of the blocks that were only on disk when the request arrived."""
 
 
 class Granted(_Message, frozen=True):
@@ -161,32 +161,32 @@ class Granted(_Message, frozen=True):
 
 
 class Disk(msgspec.Struct, frozen=True, array_like=True):
-    """The tier behind a member's memory."""
+    """State of a member's disk tier."""
 
     state: str
-    """opening, on, or why it is off."""
+    """"opening", "on", or "off: " and the reason."""
     num_bytes: Natural
     used_bytes: Natural = 0
     blocks: Natural = 0
     pending: Natural = 0
-    """Blocks of memory that have no copy yet."""
+    """Blocks in memory without a copy on disk."""
     written: Natural = 0
     promoted: Natural = 0
-    """Blocks that came back to memory."""
+    """Blocks read back into memory."""
     lost: Natural = 0
-    """Forgotten by memory before they could be written."""
+    """Evicted from memory before they were written."""
     forgotten: Natural = 0
     bad: Natural = 0
 
 
-class Told(_Message, frozen=True):
+class Stats(_Message, frozen=True):
     number: Natural
     slot_bytes: Positive
     num_slots: Positive
     free: Natural
     reserved: Natural
     fenced: Natural
-    """Of the reserved ones: those of late or lost writers."""
+    """Reserved slots of late or lost writers."""
     committed: Natural
     leases: Natural
     hits: Natural
@@ -196,7 +196,7 @@ class Told(_Message, frozen=True):
     expired_leases: Natural
     strange_messages: Natural
     held: dict[Key, Natural]
-    """Slots in use by `namespace_tag`, of the largest namespaces."""
+    """Slots in use by `namespace_tag`, for the largest namespaces."""
     disk: Disk | None = None
 
 
@@ -205,41 +205,41 @@ class Purged(_Message, frozen=True):
     num_blocks: Natural
 
 
-Question = Open | Lookup | Release | Used | Reserve | Commit | Ask | Purge | Quotas | Suspect | Reaped
-Answer = Opened | Found | Granted | Told | Purged
+Request = Open | Lookup | Release | Used | Reserve | Commit | GetStats | Purge | Quotas | Suspect | Reaped
+Reply = Opened | LookupResult | Granted | Stats | Purged
 
 _encoder = msgspec.msgpack.Encoder()
-_questions: msgspec.msgpack.Decoder[Question] = msgspec.msgpack.Decoder(Question)
-_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def address(folder: Path, member: str) -> Path:
-    """Where a member listens: beside its arena."""
+    """Socket of a member, beside its arena."""
     return folder / f"{member}.sock"
 
 
-def encode(message: Question | Answer) -> bytes:
+def encode(message: Request | Reply) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_question(data: bytes | memoryview) -> Question:
-    """Raises msgspec.DecodeError, and nothing else, on anything else."""
-    return strictly(_questions, data)
+def decode_request(data: bytes | memoryview) -> Request:
+    """Raises only msgspec.DecodeError on invalid data."""
+    return strictly(_requests, data)
 
 
-def decode_answer(data: bytes | memoryview) -> Answer:
-    return strictly(_answers, data)
+def decode_reply(data: bytes | memoryview) -> Reply:
+    return strictly(_replies, data)
 
 
-def may_say(question: Question, worker_ids: set[WorkerId], member: WorkerId) -> bool:
-    """Whether the sender may send this. A connection speaks for one worker, then in `worker_ids`, and never for
-    the member itself; only the supervisor's connection reports that others have ended."""
-    if isinstance(question, (Suspect, Reaped)):
+def may_say(request: Request, worker_ids: set[WorkerId], member: WorkerId) -> bool:
+    """Whether the sender may send this. A connection speaks for one worker, recorded in `worker_ids`, and never for the
+    member itself; only the supervisor's connection reports that others have ended."""
+    if isinstance(request, (Suspect, Reaped)):
         return any(worker_id.name == SUPERVISOR for worker_id in worker_ids)
-    if isinstance(question, (Ask, Purge, Quotas)) or question.worker_id in worker_ids:
+    if isinstance(request, (GetStats, Purge, Quotas)) or request.worker_id in worker_ids:
         return True
-    name = question.worker_id.name  # a longer one does not fit into a header, which could not say whose the slot is
+    name = request.worker_id.name  # a longer name does not fit into a slot header
     if worker_ids or name == member.name or len(name.encode()) > MAX_WORKER_NAME_BYTES:
         return False
-    worker_ids.add(question.worker_id)
+    worker_ids.add(request.worker_id)
     return True

@@ -1,6 +1,6 @@
 """Checkpoints on disk, read into tensors that the caller owns.
 
-Supplies bytes, config and text files. Refuses to know networks: which tensors a model needs is `models`' business.
+Provides bytes, config and text files. Which tensors a model needs is decided in `models`.
 """
 
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """GGUF on first use: machines that measure GPUs do not have the format's package."""
+    """Import GGUF on first use: GPU test machines do not have the format's package."""
     if name == "GgufCheckpoint":
         from tripool.checkpoints.gguf import GgufCheckpoint
 

@@ -1,4 +1,4 @@
-"""What every checkpoint offers: names, shapes, bytes, config and text files. Knows nothing of networks or devices."""
+"""Interface of checkpoints: names, shapes, bytes, config and text files. Independent of networks and devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tripool.errors import TensorShape
 from tripool.text.files import TextFiles
 
 FLOAT_OUT = (torch.float32, torch.bfloat16, torch.float16)
-"""Types a caller may ask for; whatever is stored is dequantised or cast into them."""
+"""Types a caller may request; stored values are dequantised or cast into them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class TensorInfo:
 
 
 class Checkpoint(Protocol):
-    """One model on disk, mapped. Opening validates every header; bytes are touched by `read` alone.
+    """One model on disk, mapped. Opening validates every header; only `read` touches the data.
 
     Tensors are *logical*, under Hugging Face names: a quantised weight is one tensor and its scale is not listed.
     """
@@ -48,11 +48,11 @@ class Checkpoint(Protocol):
     def infos(self) -> Mapping[str, TensorInfo]: ...
 
     def read(self, name: str, out: torch.Tensor) -> None:
-        """Fill `out` (any strides, float32/bfloat16/float16) in small pieces; the pages touched are given back."""
+        """Fill `out` (any strides, float32/bfloat16/float16) in small pieces; touched pages are released."""
 
     def row_scales(self, name: str) -> torch.Tensor | None:
-        """Of a weight in eight bits: what one of them is worth, float32 [out]; where a row has several scales, the
-        largest. None for anything else."""
+        """Row scales of an 8-bit weight, float32 [out]; where a row has several scales, the largest. None for anything
+        else."""
 
     def stored_bytes(self) -> int:
         """Size of the weight files."""
@@ -72,11 +72,11 @@ def check_out(path: Path, name: str, stored: tuple[int, ...], out: torch.Tensor)
 
 
 def check_shape(path: Path, name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    """The caller's shape comes from the config, so a difference is the checkpoint contradicting itself."""
+    """The caller's shape comes from the config, so a mismatch means that the checkpoint is inconsistent."""
     if wanted != stored:
         raise TensorShape(
             f"stored as {list(stored)}, the config asks for {list(wanted)}",
-            hint="config.json and the weights are of different models; fetch both again from one place",
+            hint="config.json and the weights belong to different models; fetch both again from one place",
             file=path,
             tensor=name,
         )

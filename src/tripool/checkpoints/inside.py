@@ -1,9 +1,9 @@
-"""Opens the files of a checkpoint: regular files that lie inside the checkpoint's folder, wherever links lead.
+"""Opens the files of a checkpoint: regular files that are inside the checkpoint's folder after following links.
 
-A checkpoint is a stranger's: a link in it to a private file would show that file to whoever uses the model. Links that
-stay inside are fine, and so is Hugging Face's cache, where `models--ORG--NAME/snapshots/REVISION` links to files in
-`models--ORG--NAME/blobs`. What counts is the file that was opened, not the name that was looked at before: a link that
-changes in between changes nothing. Hard links cannot be told from the files themselves.
+A checkpoint is untrusted: a link in it to a private file would expose that file to users of the model. Links that stay
+inside are allowed, and so is Hugging Face's cache, where `models--ORG--NAME/snapshots/REVISION` links to files in
+`models--ORG--NAME/blobs`. The check is on the opened file, not on its name, so replacing a link meanwhile has no
+effect. Hard links cannot be distinguished from files.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from pathlib import Path
 
 from tripool.errors import CheckpointError, CheckpointMissing
 
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # a pipe without a writer is no reason to wait
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # do not block on a pipe without a writer
 _DESCRIPTORS = Path("/proc/self/fd")
 
 
 def open_inside(path: Path, *, anywhere: bool = False, hint: str = "fetch the file again") -> int:
-    """A descriptor. `anywhere`: for a file that the user named himself, which may be a link to any file."""
+    """A file descriptor. `anywhere`: for a file named by the user, which may be a link to any file."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # looked at first: opening a device may do something already
+        if not stat.S_ISREG(path.stat().st_mode):  # checked first: opening a device may have side effects
             raise _no_file(path)
         descriptor = os.open(path, _FLAGS)
     except FileNotFoundError as error:
         raise CheckpointMissing("no such file", hint=hint, file=path) from error
-    except ValueError as error:  # a zero byte, or half of a character
+    except ValueError as error:  # a zero byte or a lone surrogate
         problem = f"{path.name[:100]!a} is no name that a file can have"
         raise CheckpointError(problem, hint=hint, file=path.parent) from error
     except OSError as error:
@@ -50,12 +50,12 @@ def _check(path: Path, descriptor: int, *, anywhere: bool) -> None:
     except OSError as error:
         raise CheckpointError(f"cannot be followed: {error.strerror}", hint="check the folder", file=path) from error
     if root not in found.parents:
-        hint = "do not trust this checkpoint; if you made the link yourself, put the file itself there"
+        hint = "do not trust this checkpoint; if the link is yours, replace it by the file"
         raise CheckpointError("is a link that leads out of the checkpoint's folder", hint=hint, file=path)
 
 
 def _path_of(path: Path, descriptor: int) -> Path:
-    """Where the opened file lies, without links."""
+    """Path of the opened file, without links."""
     if _DESCRIPTORS.is_dir():
         return Path(os.readlink(_DESCRIPTORS / str(descriptor)))
     found = path.resolve()
@@ -65,7 +65,7 @@ def _path_of(path: Path, descriptor: int) -> Path:
 
 
 def _root(folder: Path) -> Path:
-    """What the files in `folder` may lie in."""
+    """The folder that must contain all files of `folder`."""
     model = folder.parent.parent
     return model if folder.parent.name == "snapshots" and model.name.startswith("models--") else folder
 

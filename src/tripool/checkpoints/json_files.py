@@ -12,7 +12,7 @@ from tripool.checkpoints.inside import open_inside
 from tripool.errors import CheckpointCorrupt, CheckpointError
 
 MAX_BYTES = 2**24
-"""Of a file with settings; the largest that are published have a tenth of this."""
+"""Size limit of a settings file; the largest published ones have a tenth of this."""
 MAX_TOKENIZER_BYTES = 2**26
 
 
@@ -31,7 +31,7 @@ def read_text(path: Path, *, most_bytes: int = MAX_BYTES, hint: str = "fetch the
 
 
 def parse_object(text: str | bytes, path: Path, *, what: str = "the file") -> dict[str, Any]:
-    """Objects only; a key given twice is refused, since no reader can know which one is meant."""
+    """Objects only; a duplicate key is refused, because its meaning is ambiguous."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

@@ -1,4 +1,4 @@
-"""A file as memory: mapped, never copied whole, pages given back after use. Knows nothing of formats."""
+"""Memory-mapped files: never copied whole, pages released after use. Independent of formats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tripool.checkpoints.inside import open_inside
 from tripool.errors import CheckpointError, CheckpointTruncated
 
 PIECE_BYTES = 4 * 2**20
-"""Work on this much at a time: temporaries and resident pages stay this small however large a tensor is."""
+"""Bytes processed at a time: bounds temporaries and resident pages for tensors of any size."""
 
 
 class MappedFile:
@@ -23,7 +23,7 @@ class MappedFile:
     """
 
     def __init__(self, path: Path, *, anywhere: bool = False) -> None:
-        """`anywhere`: as of `open_inside`."""
+        """`anywhere`: see `open_inside`."""
         self.path = path
         self._map: mmap.mmap | None = None
         hint = "check the name; a checkpoint must have every file that it names"
@@ -49,20 +49,20 @@ class MappedFile:
         """1-D view of the bytes; a copy where they are not aligned for `dtype`."""
         if start == stop:
             return torch.empty(0, dtype=dtype)
-        # Through a memoryview: the tensor then pins the mapping, which the bare map would not do.
+        # Through a memoryview: the tensor then keeps the mapping alive, which the bare map would not do.
         if start % dtype.itemsize == 0:
             return torch.frombuffer(self.view(start, stop), dtype=dtype)
         return torch.frombuffer(self.view(start, stop), dtype=torch.uint8).clone().view(dtype)
 
     def drop(self, start: int, stop: int) -> None:
-        """Give the pages back. They come again from the file when touched, so views stay valid."""
+        """Release the pages. They are read from the file again when touched, so views stay valid."""
         assert self._map is not None, "used after close"
         start -= start % mmap.PAGESIZE
         if start < stop:
             self._map.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
     def close(self) -> None:
-        """Views outlive it: the mapping goes with the last of them."""
+        """Views stay valid: the mapping ends with the last of them."""
         self._map = None
 
 

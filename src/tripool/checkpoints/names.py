@@ -1,4 +1,4 @@
-"""From what a user types to an open checkpoint: a known name, a folder, or a GGUF file."""
+"""Resolves a model name, a folder or a GGUF file to an open checkpoint."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class ModelEntry:
 
 
 def default_cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")  # where the platform says caches live: the one variable we read
+    base = os.environ.get("XDG_CACHE_HOME")  # the platform's cache folder: the only variable read here
     return (Path(base) if base else Path.home() / ".cache") / "tripool"
 
 
 def open_checkpoint(
     name_or_path: str | Path, *, cache_dir: Path | None = None, progress: Progress | None = None
 ) -> Checkpoint:
-    """A known name wins over a folder of the same name; write `./tiny` to mean the folder."""
+    """A known name takes precedence over a folder of the same name; use `./tiny` for the folder."""
     if isinstance(name_or_path, str):
         if name_or_path in BUNDLED:
             return FolderCheckpoint(BUNDLED[name_or_path], name=name_or_path)
@@ -68,7 +68,7 @@ def open_checkpoint(
 
 
 def locate(name_or_path: str | Path, *, cache_dir: Path | None = None) -> Path | None:
-    """Where `open_checkpoint` would find it, without opening or fetching anything; None: not here."""
+    """Where `open_checkpoint` would find it, without opening or fetching anything; None: not on this machine."""
     if isinstance(name_or_path, str):
         if name_or_path in BUNDLED:
             return BUNDLED[name_or_path]
@@ -80,7 +80,7 @@ def locate(name_or_path: str | Path, *, cache_dir: Path | None = None) -> Path |
 
 
 def list_models(cache_dir: Path | None = None) -> list[ModelEntry]:
-    """Every known name; sizes of what is here come from its headers."""
+    """Every known name; sizes of local models come from their headers."""
     cache_dir = cache_dir or default_cache_dir()
     entries = [_present(name, FolderCheckpoint(path, name=name)) for name, path in BUNDLED.items()]
     for name, model in FETCHED.items():
@@ -93,7 +93,7 @@ def list_models(cache_dir: Path | None = None) -> list[ModelEntry]:
 
 
 def _gguf(path: Path, name: str | None = None) -> Checkpoint:
-    """The format's own package is loaded for such a file only: machines that measure GPUs do not have it."""
+    """Import the format's package only for such a file: GPU test machines do not have it."""
     from tripool.checkpoints.gguf import GgufCheckpoint
 
     return GgufCheckpoint(path, name=name)

@@ -1,4 +1,4 @@
-"""Safetensors files, mapped. The header is believed only after it is checked against the file, byte for byte."""
+"""Memory-mapped safetensors files. Every claim of the header is checked against the file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 }
 
 MAX_HEADER_BYTES = 2**25
-"""Room for some hundred thousand tensors. As objects a header takes many times its size, so this bounds memory too."""
+"""Enough for some hundred thousand tensors. Also bounds memory: parsed, a header takes many times its size."""
 _MAX_DIMENSIONS = 8
 _MAX_SIZE = 2**62
 LFS_MARK = b"version https://git-lfs"
@@ -72,7 +72,7 @@ class MappedTensor:
         self.file.drop(self.start + first * self.row_bytes, self.start + last * self.row_bytes)
 
     def whole(self) -> torch.Tensor:
-        """All of it as a view, for the small ones."""
+        """The whole tensor as a view; for small tensors."""
         return self.file.tensor(self.start, self.stop, self.dtype).view(self.info.shape)
 
     def read(self, out: torch.Tensor) -> None:
@@ -85,7 +85,7 @@ class MappedTensor:
 
 
 class SafetensorsFile:
-    """`tensors` by name. Everything the header claims was checked when it opened."""
+    """`tensors` by name. The header was validated when the file was opened."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -172,7 +172,7 @@ def _fields(entry: Any) -> tuple[tuple[int, ...] | None, Any, tuple[int, int] | 
 
 
 def _sizes(value: Any) -> tuple[int, ...] | None:
-    """A few non-negative integers; JSON's true and 1.0 are neither."""
+    """A short list of non-negative integers; JSON's true and 1.0 are not accepted."""
     if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
         return None
     if all(type(item) is int and 0 <= item <= _MAX_SIZE for item in value):

@@ -1,4 +1,4 @@
-"""How one logical tensor is stored in a Hugging Face folder: plainly, as int8 rows, or as float8 blocks."""
+"""Storage formats of a logical tensor in a Hugging Face folder: plain, int8 rows, or float8 blocks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Int8Rows:
 
 @dataclass(frozen=True, slots=True)
 class Float8Blocks:
-    """DeepSeek's own: one float32 factor for each block of weights; blocks at the edges may be ragged."""
+    """DeepSeek's format: one float32 scale per block of weights; blocks at the edges may be smaller."""
 
     weight: MappedTensor
     scale: MappedTensor
@@ -84,7 +84,7 @@ class Float8Blocks:
         _check_scale(self.weight, self.scale, {grid})
 
     def row_scales(self) -> torch.Tensor:
-        """The largest of the blocks that a row goes through."""
+        """The largest scale among a row's blocks."""
         return self._grid().amax(1).repeat_interleave(self.block[0])[: self.weight.info.shape[0]]
 
     def _grid(self) -> torch.Tensor:
@@ -105,7 +105,7 @@ class Float8Blocks:
 
 
 def _float8(weight: MappedTensor, scale: MappedTensor, block: tuple[int, int]) -> Float8Blocks:
-    """A block larger than the weight is all of it: scales are spread over no more than there is."""
+    """A block larger than the weight covers all of it."""
     num_rows, num_columns = weight.info.shape
     return Float8Blocks(weight, scale, (min(block[0], max(num_rows, 1)), min(block[1], max(num_columns, 1))))
 
@@ -123,7 +123,7 @@ def _check_scale(weight: MappedTensor, scale: MappedTensor, allowed: set[tuple[i
 def logical_tensors(
     tensors: Mapping[str, MappedTensor], config: Mapping[str, Any], config_path: Path
 ) -> dict[str, Stored]:
-    """Pair weights with their scales, as config.json's quantization_config says they belong together."""
+    """Pair weights with their scales according to config.json's quantization_config."""
     quantisation = config.get("quantization_config")
     if quantisation is None:
         return {name: Plain(tensor) for name, tensor in tensors.items()}
@@ -168,7 +168,7 @@ def _paired(
 
 
 def _check_int8(quantisation: Mapping[str, Any], config_path: Path) -> None:
-    """Only what `Int8Rows` computes: 8-bit symmetric integers with one scale per output row."""
+    """Accept only what `Int8Rows` implements: 8-bit symmetric integers with one scale per output row."""
     wanted = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
     layout = quantisation.get("format")
     groups = quantisation.get("config_groups")

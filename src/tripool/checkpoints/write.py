@@ -1,6 +1,6 @@
-"""Safetensors files, written tensor by tensor: the header first, then each tensor to its place, in any order.
+"""Writes safetensors files tensor by tensor: the header first, then the tensors in any order.
 
-Knows the file format and our int8 layout; what becomes of which tensor is decided elsewhere.
+Implements the file format and the int8 layout; callers decide which tensor is stored how.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KEPT_AS_STORED = ("F32", "BF16", "F16")
 
 
 class SafetensorsWriter:
-    """Appears under its name when `finish` is called, whole; until then it is an `.unfinished` file beside it."""
+    """Writes an `.unfinished` file that `finish` renames when it is complete."""
 
     def __init__(self, path: Path, infos: Mapping[str, TensorInfo]) -> None:
         # Widest types first: then everything is aligned without padding.
@@ -53,7 +53,7 @@ class SafetensorsWriter:
         self._missing.discard(name)
 
     def finish(self) -> None:
-        """On disk, not only in the system's memory: whoever notes that it is done may then be killed."""
+        """Sync the file to disk, so that a crash right after recording its completion loses nothing."""
         assert not self._missing, f"never put: {sorted(self._missing)[:3]}"
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -66,7 +66,7 @@ class SafetensorsWriter:
 
 
 def int8_layout(targets: Sequence[str], ignore: Sequence[str]) -> dict[str, Any]:
-    """config.json's quantization_config: compressed-tensors, weights by row, activations by token as they come."""
+    """config.json's quantization_config: compressed-tensors, weights per row, activations dynamically per token."""
     eight_bits = {"num_bits": 8, "type": "int", "symmetric": True}
     return {
         "quant_method": "compressed-tensors",
@@ -106,6 +106,6 @@ def write_text_files(target: Path, text: TextFiles) -> None:
 
 
 def with_end_ids(config: dict[str, Any], text: TextFiles) -> dict[str, Any]:
-    """A config that says by itself what ends an answer."""
+    """The config with the token ids that end an answer."""
     ends = sorted(text.end_ids)
     return config | ({"eos_token_id": ends[0] if len(ends) == 1 else ends} if ends else {})

@@ -174,14 +174,14 @@ class _Measure:
 
     def run(self, load: _Load, limits: Goodput | None) -> tuple[Report, bool]:
         """The report, and whether Ctrl-C ended the run early."""
-        from tripool.bench.report import Asked, Report
+        from tripool.bench.report import Report, RunSettings
         from tripool.bench.summary import summarise, timeline
         from tripool.cli.bench_report import progress
 
         began = datetime.now().astimezone().isoformat(" ", "seconds")
         with progress(len(load.shots), "asking the server") as (told, ended):
             model, measured, interrupted = _run_fast(self._run(load, told, ended))
-        asked = Asked(
+        asked = RunSettings(
             url=self.url,
             model=model,
             endpoint=self.api,

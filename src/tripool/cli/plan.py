@@ -69,10 +69,10 @@ def register(app: typer.Typer) -> None:
             raise InvalidRequest("--rows is for --validate", hint="add --validate", param="rows")
         from tripool.cli.plan_show import show_plan, write_plan
         from tripool.planner.report import plan_data
-        from tripool.planner.search import Ask, make_plan
+        from tripool.planner.search import PlanGoal, make_plan
 
         work = _workload(trace, input_len, output_len)
-        ask = Ask(
+        ask = PlanGoal(
             model=_model(model), hardware=_hardware(hardware), chips=chips, input_tokens=work.input_tokens,
             output_tokens=work.output_tokens, cached_share=work.cached_share if cached is None else cached,
             ttft_s=ttft / 1e3, tpot_s=tpot / 1e3, precision=precision, accept=accept, price_per_hour=price,

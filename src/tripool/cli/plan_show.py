@@ -13,7 +13,7 @@ from tripool.planner.deployment import write_deployment
 from tripool.planner.page import pool_words, rate_words, render_plan
 from tripool.planner.report import parts_ms, why
 from tripool.planner.rows import Compared, Verdict
-from tripool.planner.search import Ask, Plan
+from tripool.planner.search import Plan, PlanGoal
 
 _WIDE = 200
 _PARTS = 4
@@ -25,7 +25,7 @@ def console() -> Console:
     return found if found.is_terminal else Console(highlight=False, width=_WIDE)
 
 
-def show_plan(ask: Ask, plan: Plan, wanted_per_s: float | None) -> None:
+def show_plan(ask: PlanGoal, plan: Plan, wanted_per_s: float | None) -> None:
     out, best = console(), plan.deployments[0]
     out.print(f"[bold]{ask.model.name} on {ask.chips} x {ask.hardware.title}[/]", markup=True)
     out.print(
@@ -59,7 +59,7 @@ def show_plan(ask: Ask, plan: Plan, wanted_per_s: float | None) -> None:
         out.print(f"the trace asks for {wanted_per_s:.2f} requests/s on average; this carries {times:,.2f} times that")
 
 
-def write_plan(ask: Ask, plan: Plan, html_file: Path | None, save_file: Path | None) -> None:
+def write_plan(ask: PlanGoal, plan: Plan, html_file: Path | None, save_file: Path | None) -> None:
     if html_file is not None:
         write_file(html_file, render_plan(ask, plan))
     if save_file is not None:

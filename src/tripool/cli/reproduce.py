@@ -55,7 +55,7 @@ def _show(tables: Sequence[Table]) -> None:
         for line in table.lines:
             drawn.add_row(*cells(line)[:shown])
         out.print(drawn)
-        out.print(table.said)
+        out.print(table.description)
         if found := sources(table):
             out.print(f"sources: {' / '.join(found)}")
         out.print()

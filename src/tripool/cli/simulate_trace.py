@@ -22,8 +22,7 @@ from tripool.cli.plan import _hardware, _model
 from tripool.cli.terminal import stderr
 from tripool.errors import InvalidRequest
 from tripool.planner.deployment import DeploymentFile, read_deployment, write_deployment
-from tripool.planner.search import Ask as PlanAsk
-from tripool.planner.search import make_plan
+from tripool.planner.search import PlanGoal, make_plan
 from tripool.simulate.supernode import lay_out, parse_fault, simulate_trace
 from tripool.simulate.supernode.page import render_comparison, render_run
 from tripool.simulate.supernode.rows import compared_rows, summary_rows
@@ -174,7 +173,7 @@ def uncollected() -> Iterator[None]:
 def _deployment(where: Where, reuse: Reuse) -> DeploymentFile:
     if where.deployment is not None:
         return read_deployment(read_file(where.deployment), str(where.deployment))
-    ask = PlanAsk(
+    ask = PlanGoal(
         model=_model(where.model), hardware=_hardware(where.hardware), chips=where.chips,
         input_tokens=reuse.input_tokens, output_tokens=reuse.output_tokens,
         cached_share=min(0.99, reuse.tokens), ttft_s=where.ttft_ms / 1e3, tpot_s=where.tpot_ms / 1e3,

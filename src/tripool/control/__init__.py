@@ -1,4 +1,4 @@
-"""Desired against actual: which processes there should be, and what happens when one is not there any more."""
+"""Process control: which processes should run, and what happens when one ends."""
 
 from tripool.control.backoff import Backoff
 

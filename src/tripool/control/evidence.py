@@ -1,7 +1,7 @@
-"""Whether a process ended of what it computed: it was too busy to answer, or took more memory than there is.
+"""Whether a process ended because of its own work: too busy to answer, or out of memory.
 
-Both look like a kill from outside: the signal is the same. What Linux counts tells them apart, and where it does not
-count, nothing is held against anyone.
+Both look like an external kill: the signal is the same. Linux's counters distinguish them; where they are missing, a
+process is not blamed.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections import deque
 from pathlib import Path
 
 _BUSY = 0.5
-"""Of the time in which it could have run, on a core: one that was stopped, or waited for something, is not busy."""
+"""Share of the time it could have run that it spent on a core: a stopped or waiting process is not busy."""
 _LEAST_BUSY = 0.1
-"""Of all the time: one that had hardly a core to run on says nothing."""
+"""Smallest share of the whole time with a core: with less, nothing can be concluded."""
 _SPAN_S = 2.0
 _LEAST_S = 0.5
-"""A shorter time says nothing: clock ticks are ten milliseconds."""
+"""Shortest meaningful time: clock ticks are ten milliseconds."""
 
 
 class CpuUse:
-    """Of one process, over the last seconds."""
+    """CPU use of one process over the last seconds."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -34,7 +34,7 @@ class CpuUse:
             self._seen.popleft()
 
     def is_busy(self, now_s: float) -> bool:
-        """Whether it has computed for most of that time. A stopped process is silent for that reason alone."""
+        """Whether it computed for most of that time. A stopped process is not busy."""
         self.look(now_s)
         if not self._seen or is_stopped(self._pid):
             return False
@@ -43,12 +43,12 @@ class CpuUse:
 
 
 def was_busy(span_s: float, used_s: float, waited_s: float) -> bool:
-    """`waited_s`: for a core, which others had."""
+    """`waited_s`: time spent runnable without a core."""
     return used_s >= _LEAST_BUSY * span_s and used_s >= _BUSY * (span_s - waited_s)
 
 
 def num_oom_kills() -> int:
-    """Processes that the kernel has ended for want of memory since it started."""
+    """Number of processes the kernel has killed for lack of memory since boot."""
     try:
         counters = Path("/proc/vmstat").read_text(encoding="ascii").split()
     except OSError:
@@ -57,7 +57,7 @@ def num_oom_kills() -> int:
 
 
 def is_stopped(pid: int) -> bool:
-    """By a signal or a debugger."""
+    """Whether the process is stopped, by a signal or a debugger."""
     try:
         return _stat_of(pid)[0] in ("T", "t")
     except (OSError, IndexError):
@@ -65,12 +65,12 @@ def is_stopped(pid: int) -> bool:
 
 
 def _stat_of(pid: int) -> list[str]:
-    """The fields behind the process's name."""
+    """Fields of /proc/PID/stat after the process name."""
     return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
 def times_of(pid: int) -> tuple[float, float] | None:
-    """Of all its threads: on a core, and of the first one, waiting for one. None once it is gone."""
+    """(CPU seconds of all threads, seconds the first thread waited for a core). None once it is gone."""
     try:
         fields = _stat_of(pid)
         used_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -78,6 +78,6 @@ def times_of(pid: int) -> tuple[float, float] | None:
         return None
     try:
         waited_s = int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):  # not every kernel counts it
+    except (OSError, ValueError, IndexError):  # not available on every kernel
         waited_s = 0.0
     return used_s, waited_s

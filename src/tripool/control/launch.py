@@ -1,4 +1,4 @@
-"""Children as processes of this machine: started with a leash, killed and reaped."""
+"""Starts child processes with a supervisor channel, kills and reaps them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tripool.messages import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A place among the processes that there should be."""
+    """One process that should run."""
 
     name: str
     argv: tuple[str, ...]
-    """Of `tripool`; a life's own options (`--epoch`, `--supervisor-channel`) are added to it."""
+    """Arguments of `tripool`; `--epoch` and `--supervisor-channel` are added at each start."""
     pass_fds: tuple[int, ...] = ()
     cache: tuple[str, ...] = ()
     """Cache members that hold this worker's blocks: they start once it has reported the size of one."""
@@ -39,7 +39,7 @@ class Child:
     ready: bool = False
 
     def kill(self) -> None:
-        """The child and whatever it started, for certain; also when it is stopped."""
+        """Kill the child's process group, also if it is stopped."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -51,7 +51,9 @@ class Child:
 def launch(
     spec: Spec, epoch: int, now_s: float, *, command: Sequence[str] = (sys.executable, "-m", "tripool")
 ) -> Child:
-    """A process group of its own: Ctrl-C in a terminal reaches the supervisor alone, which then ends its children."""
+    """Start a child in its own process group: Ctrl-C in a terminal reaches only the supervisor, which ends its
+    children.
+    """
     supervisor_channel, theirs = SupervisorChannel.pair()
     with theirs:
         worker_id_options = ("--epoch", str(epoch), "--supervisor-channel", str(theirs.fileno()))

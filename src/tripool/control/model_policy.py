@@ -1,16 +1,16 @@
-"""Which models are in memory: what is loaded, what is unloaded for it, what cannot be. Pure: facts in, decisions out.
+"""Decides which models are in memory: what to load and what to unload for it. Pure.
 
-| state | means | goes on to |
+| state | meaning | next |
 |---|---|---|
 | away | not in memory | loading, when wanted and there is room |
-| loading | its memory is taken already | ready, or away (with the reason) when it fails |
-| ready | answers | leaving, when idle and another needs the room; draining, when told to go |
-| draining | told to go: open answers go on, new ones are refused | leaving after the last; ready if told to stay |
-| leaving | its memory is being given back | away |
+| loading | its memory is reserved | ready, or away (with the reason) if loading fails |
+| ready | serves requests | leaving, when idle and another model needs the room; draining, on request |
+| draining | open answers continue, new ones are refused | leaving after the last; ready if the request is withdrawn |
+| leaving | its memory is being freed | away |
 
-Never unloaded: a model with an open answer, or with a request that waits for it. Wanted models get room in the order in
-which they were first wanted. A model that was told to go stays away until it is told to come; one that had to make room
-comes back when it is wanted. Knows no clock but the time it is told, and nothing of how models are loaded.
+A model with an open answer or a waiting request is never unloaded. Wanted models get room in the order in which they
+were first wanted. A model that an operator sent away stays away until an operator loads it; one that was unloaded to
+make room comes back when it is wanted. The time is an argument; loading itself is done elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Literal
 State = Literal["away", "loading", "ready", "draining", "leaving"]
 
 RETRY_S = 10.0
-"""A model that failed to load is not tried again by requests for so long; an operator may at any time."""
+"""For this long, requests do not retry a model that failed to load; an operator may at any time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Shortage:
     needs: int
     budget: int
     in_use: int
-    """Held by models that answer, load or are asked for: what cannot be given back now."""
+    """Bytes of models that serve, load or are requested: they cannot be freed now."""
 
     @property
     def missing(self) -> int:
@@ -54,16 +54,16 @@ class Shortage:
 
     @property
     def for_ever(self) -> bool:
-        """It would not fit alone."""
+        """Whether it would not fit even alone."""
         return self.needs > self.budget
 
 
 @dataclass(slots=True)
 class _Model:
     needs: int
-    """Bytes: planned, and known once it was loaded."""
+    """Bytes: an estimate until it is loaded, then the actual size."""
     planned: int
-    """What its memory was taken for, the last time."""
+    """The estimate at the last load."""
     state: State = "away"
     open: int = 0
     waiting: int = 0
@@ -81,18 +81,18 @@ class _Model:
 
 
 class ModelPolicy:
-    """`needs`: bytes of each model, as well as is known. `budget`: for all of them together; None: without end."""
+    """`needs`: estimated bytes of each model. `budget`: for all of them together; None: unlimited."""
 
     def __init__(self, needs: Mapping[str, int], budget: int | None) -> None:
         self._models = {name: _Model(num_bytes, num_bytes) for name, num_bytes in needs.items()}
         self._budget = budget
         self._wanted: dict[str, None] = {}
-        """Away and wanted, in order of asking."""
+        """Models that are away and wanted, in order of request."""
 
     # ---- facts ------------------------------------------------------------------------------------------------------
 
     def want(self, name: str, now_s: float, *, by_operator: bool = False) -> None:
-        """A request needs it, or an operator asks for it, who also takes back that it was sent away."""
+        """A request or an operator wants the model; an operator also withdraws an earlier `send_away`."""
         model = self._models[name]
         if by_operator:
             model.sent_away, model.failed_s = False, None
@@ -105,12 +105,12 @@ class ModelPolicy:
             self._wanted.setdefault(name)
 
     def unwant(self, name: str) -> None:
-        """Nobody waits for it any more."""
+        """No request waits for it any more."""
         if not self._models[name].waiting:
             self._wanted.pop(name, None)
 
     def send_away(self, name: str) -> None:
-        """An operator's word: it drains, and stays away until an operator wants it."""
+        """An operator unloads the model: it drains, and stays away until an operator wants it."""
         model = self._models[name]
         model.sent_away = True
         self._wanted.pop(name, None)
@@ -118,7 +118,7 @@ class ModelPolicy:
             model.state = "draining"
 
     def wait(self, name: str, now_s: float) -> None:
-        """A request waits for it, until `waited`."""
+        """A request starts waiting for it, until `waited`."""
         self._models[name].waiting += 1
         self.want(name, now_s)
 
@@ -129,7 +129,7 @@ class ModelPolicy:
         self.unwant(name)
 
     def opened(self, name: str, now_s: float) -> None:
-        """An answer begins."""
+        """An answer starts."""
         model = self._models[name]
         assert model.state == "ready"
         model.open += 1
@@ -142,7 +142,7 @@ class ModelPolicy:
         model.used_s = max(model.used_s, now_s)
 
     def loaded(self, name: str, num_bytes: int) -> None:
-        """`num_bytes`: what it takes in truth."""
+        """`num_bytes`: its actual size."""
         model = self._models[name]
         assert model.state == "loading"
         model.state, model.needs = "draining" if model.sent_away else "ready", num_bytes
@@ -160,7 +160,7 @@ class ModelPolicy:
     # ---- decisions --------------------------------------------------------------------------------------------------
 
     def decide(self) -> list[Decision]:
-        """What to begin now. Each is said once; the caller reports `loaded`, `failed` or `left`."""
+        """Actions to start now, each returned once; the caller reports `loaded`, `failed` or `left`."""
         decisions: list[Decision] = []
         for name, model in self._models.items():
             if model.state == "draining" and not model.open:
@@ -169,24 +169,24 @@ class ModelPolicy:
         for name in list(self._wanted):
             model = self._models[name]
             if model.state == "leaving":
-                break  # its old self first
+                break  # it must finish unloading first
             if self._free_bytes() >= model.needs:
                 del self._wanted[name]
                 model.state, model.planned = "loading", model.needs
                 decisions.append(Load(name))
                 continue
             decisions += self._make_room(model.needs)
-            break  # the first in line gets what becomes free
+            break  # freed memory goes to the first in the queue
         if not self._wanted:
-            decisions += self._make_room(0)  # one of them may have turned out larger than planned
+            decisions += self._make_room(0)  # a model may be larger than planned
         return decisions
 
     def fits_beside(self, name: str) -> bool:
-        """Without anybody having to go."""
+        """Whether it can be loaded without unloading another."""
         return self._free_bytes() >= self._models[name].needs
 
     def shortage(self, name: str) -> Shortage | None:
-        """None: it can be loaded, now or when what leaves has left."""
+        """None if it can be loaded, now or after models in state leaving are gone."""
         model = self._models[name]
         if self._budget is None or model.loaded_model:
             return None
@@ -195,7 +195,7 @@ class ModelPolicy:
         return short if short.missing > 0 else None
 
     def _make_room(self, num_bytes: int) -> list[Decision]:
-        """Unload what was used longest ago, if that is enough together with what is leaving already; else nothing."""
+        """Unload the least recently used idle models, if that suffices together with those leaving; else nothing."""
         if self._budget is None:
             return []
         lacking = num_bytes - self._free_bytes()
@@ -218,7 +218,7 @@ class ModelPolicy:
             return float("inf")
         return self._budget - sum(one.needs for one in self._models.values() if one.loaded_model)
 
-    # ---- for whoever asks -------------------------------------------------------------------------------------------
+    # ---- inspection --------------------------------------------------------------------------------------------------
 
     def state(self, name: str) -> State:
         return self._models[name].state

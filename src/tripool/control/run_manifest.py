@@ -1,4 +1,4 @@
-"""What the processes of a run share: written once into its folder, read by every process that starts or joins later."""
+"""Run manifest: data shared by the processes of a run, written once into its folder."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The parent of all processes of a run: starts them, reaps them, starts them again, and ends them in order.
+"""Supervisor: parent of all processes of a run. Starts, reaps and restarts them, and ends them in order.
 
-It is never on a token's way. A life is over when it is reaped here, and only then is its place started again: whatever
-it could still have written, it has written. Killed itself, it leaves leashes that end; its children notice and leave.
+It is never on the path of a token. A process is replaced only after it was reaped here, so nothing it could still write
+is pending. If the supervisor itself is killed, its channels close; its children notice and exit.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from tripool.messages import SUPERVISOR, Drain, Ready, Reaped, Suspect, WorkerId
 _LOG = logging.getLogger("tripool.supervisor")
 GATEWAY = "gateway"
 _LOOK_S = 0.2
-"""How often processes are looked at, even if nothing is heard: a leash may outlive its process."""
+"""Polling interval of the processes, besides messages: a channel may stay open after its process ended."""
 _START_S = 600.0
-"""Longest time from a child's start to its being ready; loading a model is in it."""
+"""Longest time from a child's start until it is ready, loading a model included."""
 _SILENCE_S = 5.0
-"""Longest silence of a gateway that was ready."""
+"""Longest silence of a ready gateway."""
 _DRAIN_S = 9.0
-"""For the gateway to end its streams, and longer than its own bounds for that."""
+"""Time for the gateway to end its streams; longer than its own limits for that."""
 _END_S = 3.0
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS)
 
 
 class Supervisor:
-    """`specs`: one for the gateway and for every worker. The cache members that they name are started from
-    `cache_spec(name, block_bytes)` once one of their workers has reported the size of its blocks."""
+    """`specs`: one for the gateway and one per worker. Cache members named by them are started from
+    `cache_spec(name, block_bytes)` once one of their workers has reported its block size."""
 
     def __init__(
         self,
@@ -54,17 +54,17 @@ class Supervisor:
         self._children: dict[str, Child] = {}
         self._backoffs = {spec.name: Backoff() for spec in specs}
         self._due = {spec.name: (clock(), spec) for spec in specs}
-        """Places without a process: when the next one starts."""
+        """Processes to start, and when."""
         self._cache, self._cache_spec = tuple(dict.fromkeys(name for spec in specs for name in spec.cache)), cache_spec
-        self._untold: list[Reaped] = []
-        """Lives of which not every cache member knows yet that they are over."""
-        # Lives are counted, not timed: a clock that is set back must not make the next one older than the last.
+        self._unreported: list[Reaped] = []
+        """Reaped workers that not every cache member has been informed of."""
+        # Epochs are counted, not timed: after a clock is set back, a new epoch must still be the highest.
         self._epochs = count(1)
         self._pool = PoolClient(LocalHost(folder), self._cache, WorkerId(SUPERVISOR, next(self._epochs)))
         self._was_ready = False
         self._num_oom_kills = num_oom_kills()
         self.stopping = False
-        """Set it, from a signal handler too: `run` ends the children in order and returns."""
+        """Set it, also from a signal handler: `run` ends the children in order and returns."""
 
     def run(self, on_ready: Callable[[], object]) -> None:
         """Until `stopping` is set. `on_ready` is called once the gateway and every worker have been ready together."""
@@ -91,8 +91,8 @@ class Supervisor:
                 del self._due[name]
                 try:
                     child = self._start(spec, next(self._epochs), now_s)
-                except OSError as error:  # no process or memory to spare now; what runs goes on
-                    self._again(spec, 0.0, "process not started", {"child": name, "reason": error.strerror})
+                except OSError as error:  # out of processes or memory; others keep running
+                    self._schedule(spec, 0.0, "process not started", {"child": name, "reason": error.strerror})
                     continue
                 _LOG.info("process started", extra=_facts(child))
                 self._children[name] = child
@@ -127,40 +127,40 @@ class Supervisor:
 
     def _look(self) -> None:
         now_s = self._clock()
-        self._untold = [reaped for reaped in self._untold if self._pool.report(reaped)]
+        self._unreported = [reaped for reaped in self._unreported if self._pool.report(reaped)]
         for child in list(self._children.values()):
             late = not child.ready and now_s - child.started_s > _START_S
             silent = child.ready and child.spec.name == GATEWAY and now_s - child.heard_s > _SILENCE_S
             if late or silent:
-                self._fell(child, f"not ready after {_START_S:g} s" if late else f"silent for {_SILENCE_S:g} s")
+                self._ended(child, f"not ready after {_START_S:g} s" if late else f"silent for {_SILENCE_S:g} s")
             elif child.supervisor_channel.ended or child.process.poll() is not None:
-                self._fell(child, None)
+                self._ended(child, None)
             else:
                 child.cpu.look(now_s)
         self._num_oom_kills = num_oom_kills()
 
     def _end(self, worker_id: WorkerId) -> None:
         child = self._children.get(worker_id.name)
-        if (
-            child is not None and child.worker_id == worker_id
-        ):  # else it is over already, and another lives in its place
+        if child is not None and child.worker_id == worker_id:  # else it has ended and was replaced
             busy = child.cpu.is_busy(self._clock())
-            self._fell(child, f"suspected by the gateway{', and busy' if busy else ''}", busy=busy)
+            self._ended(child, f"suspected by the gateway{', and busy' if busy else ''}", busy=busy)
 
-    def _fell(self, child: Child, reason: str | None, *, busy: bool = False) -> None:
-        """`reason`: of ours, if it is not over by itself. `busy`: computing instead of answering."""
+    def _ended(self, child: Child, reason: str | None, *, busy: bool = False) -> None:
+        """Reap a child and schedule its restart. `reason`: why the supervisor ends it, if so. `busy`: it was
+        computing.
+        """
         signals = {number.value: number.name for number in signal.Signals}
         ran_s, code = self._clock() - child.started_s, self._reap(child, busy=busy)
         how = {"signal": signals.get(-code, str(-code))} if code < 0 else {"exit_code": code}
-        self._again(child.spec, ran_s, "process ended", _facts(child) | how | {"reason": reason})
+        self._schedule(child.spec, ran_s, "process ended", _facts(child) | how | {"reason": reason})
 
-    def _again(self, spec: Spec, ran_s: float, what: str, facts: dict[str, str | int | None]) -> None:
-        wait_s = self._backoffs[spec.name].fell(ran_s)
+    def _schedule(self, spec: Spec, ran_s: float, what: str, facts: dict[str, str | int | None]) -> None:
+        wait_s = self._backoffs[spec.name].failed(ran_s)
         self._due[spec.name] = (self._clock() + wait_s, spec)
         _LOG.warning(what, extra=facts | {"ran_s": round(ran_s, 3), "again_in_s": round(wait_s, 3)})
 
     def _reap(self, child: Child, *, busy: bool = False) -> int:
-        """Over for certain; then, and not before, others are told and its memory is given back."""
+        """Kill and wait; only then inform the others and free its memory."""
         short_of_memory = num_oom_kills() > self._num_oom_kills and child.process.poll() == -signal.SIGKILL
         child.kill()
         code = child.process.wait()
@@ -170,17 +170,17 @@ class Supervisor:
         for left in self._folder.glob(f"{child.worker_id}.*"):
             left.unlink(missing_ok=True)
         if child.spec.name in self._cache or child.spec.name == GATEWAY:
-            return code  # neither writes into another's memory
+            return code  # these write to no other process's memory
         reaped = Reaped(child.worker_id, crashed=busy or short_of_memory or _crashed(code))
         gateway = self._children.get(GATEWAY)
         if gateway is not None:
             gateway.supervisor_channel.send(reaped)
         if self._cache:
-            self._untold.append(reaped)
+            self._unreported.append(reaped)
         return code
 
     def _stop(self) -> None:
-        """The gateway first, which lets open answers end for a while; then all others."""
+        """End the gateway first, which drains its streams; then all others."""
         _LOG.info("stopping", extra={"processes": len(self._children)})
         gateway = self._children.get(GATEWAY)
         if gateway is not None:
@@ -192,7 +192,7 @@ class Supervisor:
         self._await(rest, _END_S)
 
     def _await(self, children: Sequence[Child], timeout_s: float) -> None:
-        """Until they have ended by themselves, or the time is over."""
+        """Wait until they have ended, at most for `timeout_s`."""
         deadline_s = self._clock() + timeout_s
         waiting = list(children)
         while waiting and self._clock() < deadline_s:
@@ -206,7 +206,7 @@ class Supervisor:
 
 
 def _crashed(code: int) -> bool:
-    """Whether a process with this exit status ended by its own fault. A killed one did not, nor one that was told."""
+    """Whether a process with this exit status failed by itself, rather than being killed or asked to end."""
     return code > 0 or -code in _CRASHES
 
 

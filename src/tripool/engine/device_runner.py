@@ -153,8 +153,8 @@ class DeviceRunner(Runner):
 
     def _batch(self, work: Sequence[Work], first: int) -> tuple[Batch, torch.Tensor | None]:
         batch, order = batch_of(work, first=first)
-        columns = torch.stack((batch.tokens, batch.positions, batch.slots)).to(self.device)
-        batch.tokens, batch.positions, batch.slots = columns
+        columns = torch.stack((batch.tokens, batch.positions, batch.slot_mapping)).to(self.device)
+        batch.tokens, batch.positions, batch.slot_mapping = columns
         return batch, None if order is None else order.to(self.device)
 
     def _captured(self, work: Sequence[Work], hidden: torch.Tensor | None) -> torch.Tensor:

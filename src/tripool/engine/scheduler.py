@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 
-from tripool.cache import BlockPool, KeptBlocks
+from tripool.cache import BlockPool, HeldBlocks
 from tripool.config import SchedulerConfig
 from tripool.core import FinishReason, Request, TokenEvent
 from tripool.decode import DecodeScheduler, SloController, StepFacts
@@ -52,7 +52,7 @@ class Scheduler:
         """Adopted, their blocks being filled."""
         self.detached: list[Seq] = []
         """On their way to another process, their blocks being copied."""
-        self.kept = KeptBlocks(self.pool)
+        self.kept = HeldBlocks(self.pool)
         self.requests: dict[str, list[Seq]] = {}
         self._next_order = 0
         self.num_preemptions = self.num_drafted = self.num_accepted = 0

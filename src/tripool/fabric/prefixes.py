@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tripool.cache.client import PoolClient
 from tripool.cache.copying import Staging
-from tripool.cache.keys import next_key, stretches
+from tripool.cache.keys import namespace_ranges, next_key
 from tripool.core import Request
 from tripool.fabric.seam import PoolEngine
 
@@ -120,4 +120,4 @@ class Prefixes:
         return next(name for name, _, stop in self._stretches(one.request, len(one.keys)) if one.position < stop)
 
     def _stretches(self, request: Request, num_blocks: int) -> list[tuple[str, int, int]]:
-        return stretches(request.namespace, request.public_tokens // self._block_tokens, num_blocks)
+        return namespace_ranges(request.namespace, request.public_tokens // self._block_tokens, num_blocks)

@@ -13,7 +13,7 @@ from fastapi import APIRouter
 
 from tripool.cache import PUBLIC_NAMESPACE, namespace_tag
 from tripool.cache.client import PoolClient
-from tripool.cache.wire import Told
+from tripool.cache.wire import Stats
 from tripool.gateway.auth import Access
 from tripool.tenants import KeyTable
 from tripool.tenants.key_store import KeyStoreError
@@ -76,7 +76,7 @@ class CacheQuotas:
         self._cache.close()
 
 
-def described(key_table: KeyTable, stats: dict[str, Told | None]) -> dict[str, Any]:
+def described(key_table: KeyTable, stats: dict[str, Stats | None]) -> dict[str, Any]:
     """What `tripool cache stats` shows."""
     there = [said for said in stats.values() if said is not None]
     held: dict[bytes, int] = {}

@@ -17,7 +17,7 @@ import zmq
 from fastapi import APIRouter
 
 from tripool.cache.client import PoolClient
-from tripool.cache.wire import Told
+from tripool.cache.wire import Stats
 from tripool.config import RouterConfig
 from tripool.fabric.channel import Switchboard
 from tripool.gateway.pool_backend import PoolBackend, facts_of
@@ -223,7 +223,7 @@ def pools_routes(pools: Pools, cache: PoolClient) -> APIRouter:
     return routes
 
 
-def _member(name: str, stats: Told | None) -> dict[str, Any]:
+def _member(name: str, stats: Stats | None) -> dict[str, Any]:
     if stats is None:
         return {"member": name, "away": True}
     return {

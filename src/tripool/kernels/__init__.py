@@ -1,4 +1,6 @@
-"""The kernel room: what a layer computes. `ref/` is plain torch, the oracle; `cpu/` is fast torch; `cpu8/` is C."""
+"""Kernels: the operations of a layer. `ref/` is plain torch and the test oracle; `cpu/` uses torch's fused operators;
+`cpu8/` is C with 8-bit weights; `cuda/` and `triton/` are for GPUs.
+"""
 
 from tripool.kernels.batch import Batch
 from tripool.kernels.cpu8.table import CPU8

@@ -1,4 +1,4 @@
-"""One step's rows as tensors: built by the engine's runner, read by every layer."""
+"""Input of one step as tensors: built by the engine's runner, read by every layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tripool.kernels.sequence_rows import SequenceRows
 
 
 class Piece(Protocol):
-    """Tokens of one sequence at consecutive positions, in one form; what a batch is made of."""
+    """Tokens of one sequence at consecutive positions, in prompt form or in decode form; a batch is a list of them."""
 
     @property
     def tokens(self) -> Sequence[int]: ...
@@ -26,21 +26,23 @@ class Piece(Protocol):
 
 @dataclass(slots=True)
 class Batch:
-    """Prompt-form rows come first, decode-form rows after them; spans index rows within their own half."""
+    """Rows of one step: prompt-form rows first, then decode-form rows; `SequenceRows.row` counts within each of
+    the two.
+    """
 
     tokens: torch.Tensor
     """int64 [rows]."""
     positions: torch.Tensor
     """int64 [rows]."""
-    slots: torch.Tensor
-    """int64 [rows]: where each row's KV is written, block * 64 + offset."""
+    slot_mapping: torch.Tensor
+    """int64 [rows]: KV slot of each row, block * 64 + offset."""
     num_prompt_rows: int
     prompts: list[SequenceRows]
     decodes: list[SequenceRows]
     cos_sin: torch.Tensor | None = None
-    """complex64 [rows, rope / 2]: how far each row's position turns. Set by whoever needs it so."""
+    """complex64 [rows, rope / 2]: rotary embedding of each row's position. Set by the layers that need it."""
     native: object | None = None
-    """A table's own form of all this, made when it is first needed."""
+    """The kernel table's own form of the batch, made when first needed."""
 
     @property
     def num_rows(self) -> int:

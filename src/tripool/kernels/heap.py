@@ -1,5 +1,5 @@
-"""Freed memory, back to the system. glibc keeps what lies between things that are still used; loading a model leaves
-much of that behind (160 to 310 MB for one of 135 M weights), and nothing that comes after needs it."""
+"""Returns freed memory to the system. glibc keeps free memory between live allocations; loading a model leaves 160 to
+310 MB of it for 135 M weights, which nothing later needs."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import ctypes
 
 def give_back() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # other systems do it by themselves, or never
+    if trim is not None:  # only glibc has it
         trim(0)

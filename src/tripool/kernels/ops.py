@@ -1,4 +1,4 @@
-"""The small operations that plain halves are made of, as a set: signatures and meaning are those of `kernels/ref`."""
+"""The operations from which plain sublayers are built; signatures and semantics are those of `kernels/ref`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, list[SequenceRows], int, float], 
 class LinearOp(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
     def first(self, count: int) -> LinearOp:
-        """The same for the first outputs only, over the same memory."""
+        """The same operation restricted to the first outputs, sharing memory."""
         ...
 
     @property
@@ -50,7 +50,7 @@ class Ops:
     swiglu: Callable[[torch.Tensor], torch.Tensor]
     linear: Callable[[torch.Tensor, torch.Tensor | None], LinearOp]
     router: Callable[[torch.Tensor], LinearOp]
-    """A linear whose outcome is a decision: never rounded."""
+    """The router's linear layer: never quantised, because its result selects experts."""
     experts: Callable[[torch.Tensor, torch.Tensor], ExpertsOp]
     route: Callable[[torch.Tensor, torch.Tensor | None, RoutePlan], tuple[torch.Tensor, torch.Tensor]]
     attend_prompt: Attend

@@ -1,7 +1,7 @@
-"""The kernel table: one set of layer halves per kind of device, chosen once. Model code never asks where it runs.
+"""Kernel table: one set of sublayers per device, chosen once. Model code never asks on which device it runs.
 
-A half takes the residual stream x [rows, hidden] and adds to it in place. `plain_table` makes a table from small ops
-(see `tripool.kernels.ops`); a table may as well fuse a whole half into one call.
+A sublayer takes the residual stream x [rows, hidden] and adds to it in place. `plain_table` builds a table from small
+operations (see `tripool.kernels.ops`); a table may also fuse a whole sublayer into one call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tripool.kernels.weights import GqaWeights, JoinWeights, LatentWeights, MlpW
 
 class AttentionSublayer(Protocol):
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
-        """Writes the rows' KV into kv [slots, width], then attends; adds to x."""
+        """Write the rows' KV into kv [slots, width], attend, and add to x."""
         ...
 
     @property
@@ -44,7 +44,7 @@ class JoinOp(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftParts:
-    """What a draft goes through: an MTP layer with what it shares with the network around it."""
+    """Parts of the MTP layer, including those it shares with the main model."""
 
     embed: torch.Tensor
     """[vocab, hidden]."""
@@ -55,28 +55,28 @@ class DraftParts:
     mlp: MlpSublayer
     norm: Norm
     head: LinearOp
-    """Of the tokens that a draft may be."""
+    """Output head over the tokens that may be drafted."""
 
 
 class DraftOp(Protocol):
-    """`batch`: the successors at their own positions; `hidden`: the final states of the tokens before them."""
+    """`batch`: the next tokens at their own positions; `hidden`: final states of the tokens before them."""
 
     def hidden(self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """The layer's own final state of every row. Writes the rows' KV, as `logits` does."""
+        """Final state of every row. Writes the rows' KV, as `logits` does."""
         ...
 
     def logits(self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """What the layer says after these rows, given in rising order."""
+        """Logits of these rows, given in rising order."""
         ...
 
 
 Draw = tuple[float, int]
-"""How a token is chosen from logits as they are: the temperature, 0 for the largest, and the key of the noise."""
+"""How a token is sampled from logits: the temperature (0: argmax) and the key of the noise."""
 
 
 @runtime_checkable
 class ChoosingDraftOp(Protocol):
-    """A draft that can go on to the tokens themselves: small models spend as long on the way there as in the layer."""
+    """A draft operation that also samples: for small models, returning logits costs as much as the layer."""
 
     def choose(
         self,
@@ -86,13 +86,13 @@ class ChoosingDraftOp(Protocol):
         rows: Sequence[int],
         draws: Sequence[Draw],
     ) -> list[int]:
-        """What each draw chooses from the `logits` of its row. Pieces in prompt form come first."""
+        """The token that each draw samples from the `logits` of its row. Prompt-form pieces come first."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackParts:
-    """The whole network, from tokens to logits."""
+    """Parts of the whole network, from tokens to logits."""
 
     embed: torch.Tensor
     """[vocab, hidden]."""
@@ -107,19 +107,18 @@ class StackOp(Protocol):
     def step(
         self, pieces: Sequence[Piece], kv: torch.Tensor, rows: Sequence[int], draws: Sequence[Draw]
     ) -> tuple[torch.Tensor, list[int]]:
-        """Final normed states of all rows, and what each draw chooses from the logits of its row. Writes the rows' KV
-        into kv [layers or more, slots, width]. Pieces in prompt form come first; no row is drawn from twice."""
+        """Returns the normed final states of all rows and one sampled token per draw. Writes the rows' KV into kv
+        [layers or more, slots, width]. Prompt-form pieces come first; each row has at most one draw."""
         ...
 
     def step_and_guess(
         self, piece: Piece, kv: torch.Tensor, draws: Sequence[Draw], draft: DraftOp
     ) -> tuple[list[int], int]:
-        """As `step` for one piece in decode form, of one token or of one and a draft of the next; and then, with the
-        tokens that this has settled, as `draft.choose`. `draws`: of the next three tokens.
+        """As `step` for one piece in decode form, of one token or of one and a draft of the next, followed by
+        `draft.choose` with the accepted tokens. `draws`: of the next three tokens.
 
-        Returns what is chosen after each row, and the new draft: after the second row, if the first one says what the
-        draft said, else after the first. The draft's KV is the layer after the network's own.
-        """
+        Returns the token sampled after each row, and the new draft: after the second row if the first row's token
+        equals the draft, else after the first. The draft's KV is the layer after the network's own."""
         ...
 
 
@@ -135,13 +134,13 @@ class KernelTable:
     moe: Callable[[MoeWeights], MlpSublayer]
     draft: Callable[[DraftParts], DraftOp]
     over: Callable[[WeightStore], KernelTable] | None = None
-    """The same table with what it packs kept on a shelf; None: it packs nothing worth keeping."""
+    """The same table with its packed weights in a weight store; None: it packs nothing."""
     linear_of_scales: Callable[[torch.Tensor, torch.Tensor], LinearOp] | None = None
-    """As `linear`, of a weight and its scales."""
+    """As `linear`, for a weight and its scales."""
     stored: str | None = None
-    """The kind of eight bits whose scales it is told (`kernels/weights.py`); None: it computes with the floats."""
+    """The 8-bit type whose scales the table uses (`kernels/weights.py`); None: it computes with floats."""
     stack: Callable[[StackParts], StackOp] | None = None
-    """A whole step in one call, the same to the bit as half after half; None: there is no such call."""
+    """A whole step in one call, bit for bit equal to the sublayers one by one; None: not available."""
 
 
 def plain_table(name: str, ops: Ops, over: Callable[[WeightStore], KernelTable] | None = None) -> KernelTable:

@@ -1,7 +1,7 @@
-"""Where a network's final tensors come from: made now, or taken from where they were kept before.
+"""Weight stores: where packed tensors come from, newly made or from the weight cache.
 
-Everything that a kernel reads at each step goes through `keep`, under a label and in an order that depends on the
-network's shape alone. So a shelf that wrote them down once can hand them out again, and nothing is read or packed.
+Everything that a kernel reads at each step goes through `keep`, under a label and in an order that depend only on the
+network's shape. So a store that recorded the tensors once can return them again without reading or packing anything.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import torch
 
 class WeightStore(Protocol):
     def keep(self, label: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The tensor that `make` makes, or made once. Never changed afterwards: others may read the same memory."""
+        """The tensor that `make` returns, or an earlier one. It is never changed afterwards: processes may
+        share the memory.
+        """
         ...
 
 
@@ -24,10 +26,10 @@ _LINE_BYTES = 64
 
 
 class LargePages:
-    """Keeps nothing either, but puts everything side by side into large pages, where the system has them.
+    """Stores nothing, but places all tensors side by side in huge pages, where the system has them.
 
-    A step reads every weight once. In pages of 4 KB even a small network's are more than a CPU remembers the addresses
-    of, and looking them up took a tenth of the step.
+    A step reads every weight once. With 4 KB pages even a small network exceeds the TLB, and page walks took a tenth of
+    the step.
     """
 
     def __init__(self) -> None:
@@ -40,21 +42,21 @@ class LargePages:
             return made
         if self._used + made.nbytes > len(self._chunk):
             self._chunk, self._used = _large_pages(max(made.nbytes, _CHUNK_BYTES)), 0
-        # The tensor pins the view, and the view the memory.
-        place = torch.frombuffer(self._chunk, dtype=made.dtype, count=made.numel(), offset=self._used).view(made.shape)
+        # The tensor keeps the view alive, and the view the memory.
+        target = torch.frombuffer(self._chunk, dtype=made.dtype, count=made.numel(), offset=self._used).view(made.shape)
         self._used += -(-made.nbytes // _LINE_BYTES) * _LINE_BYTES
-        return place.copy_(made)
+        return target.copy_(made)
 
 
 def _large_pages(num_bytes: int) -> memoryview:
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # elsewhere the system decides by itself
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # not available on all systems
         pages.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(pages)
 
 
 class Fresh:
-    """Keeps nothing."""
+    """Stores nothing."""
 
     def keep(self, label: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         return make()

@@ -1,8 +1,8 @@
-"""A layer's weights, half by half, as the checkpoint has them: what a table packs into its own form.
+"""Weights of a layer, by sublayer, as the checkpoint has them: the input of a kernel table's packing.
 
-Where the checkpoint holds eight bits of the kind that the table takes, a field that ends in `scales` says what one is
-worth in each row (0: a row that is held in floats). The floats beside it are the products, in the type that the network
-was loaded in, so a table that computes in floats need not look.
+If the checkpoint holds the 8-bit type that the table uses, fields ending in `scales` hold the scale of each row (0: the
+row is stored as floats). The floats beside them are the dequantised values, so a table that computes in floats can
+ignore the scales.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tripool.kernels.ref.mla import MlaWeights
 from tripool.kernels.ref.route import RoutePlan
 
 INT8, E4M3 = "I8", "F8_E4M3"
-"""The two kinds, as checkpoints call them. Of e4m3 in blocks, a row's scale is that of its largest block."""
+"""The two 8-bit types, as checkpoints name them. For e4m3 in blocks, a row's scale is that of its largest block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinWeights:
-    """Of two rows, each normed, one after the other: how the MTP layer takes in its two inputs."""
+    """Weights that join two normed rows: the input of the MTP layer."""
 
     left: Norm
     right: Norm
@@ -69,7 +69,7 @@ class LatentWeights:
 class MlpWeights:
     norm: Norm
     gate_up: torch.Tensor
-    """[2 * width, hidden]: gates, then what they let through."""
+    """[2 * width, hidden]: gate rows, then up rows."""
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor
     down_bias: torch.Tensor | None
@@ -83,13 +83,13 @@ class MoeWeights:
     gate: torch.Tensor
     """[experts, hidden]."""
     gate_bias: torch.Tensor | None
-    """[experts]: changes who is chosen, not the weight."""
+    """[experts]: affects the choice, not the weight."""
     gate_up: torch.Tensor
     """[experts, 2 * width, hidden]."""
     down: torch.Tensor
     """[experts, hidden, width]."""
     shared: MlpWeights | None
-    """Runs on every token, beside the chosen ones. Its norm is this layer's own."""
+    """Runs on every token. Its norm is this layer's own."""
     plan: RoutePlan
     gate_up_scales: torch.Tensor | None = None
     """[experts, 2 * width]."""

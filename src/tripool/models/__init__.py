@@ -1,4 +1,4 @@
-"""The model room: network definitions. Reads checkpoints through `checkpoints`, computes through a kernel table."""
+"""Network definitions. Weights come from `checkpoints`; computation goes through a kernel table."""
 
 from tripool.kernels import Batch
 from tripool.models.decoder import Model

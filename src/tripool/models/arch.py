@@ -1,4 +1,4 @@
-"""The shape of a network, as data. Family files (`llama`, `qwen`, `deepseek`) read it from a Hugging Face config."""
+"""Architecture of a network as data. Family files (`llama`, `qwen`, `deepseek`) read it from a Hugging Face config."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tripool.kernels.ref.route import RoutePlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeShape:
-    """Rotary embedding: `kind` default, linear, llama3 or yarn, with that kind's own numbers in `extra`."""
+    """Rotary embedding: `kind` is default, linear, llama3 or yarn; `extra` holds the parameters of that kind."""
 
     dim: int
     theta: float
     kind: str
     extra: Mapping[str, Any]
     paired: bool = False
-    """Whether the checkpoint turns elements (2j, 2j + 1) together; otherwise (j, j + dim / 2)."""
+    """Whether the checkpoint pairs elements (2j, 2j + 1); otherwise (j, j + dim / 2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class MlaShape:
     bias: bool
     scale: float
     norm_eps: float = 1e-6
-    """Of the two inner norms; the published networks do not take it from the config."""
+    """Epsilon of the two inner norms; the published networks do not take it from the config."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +72,11 @@ class Arch:
     moe: MoeShape | None = None
     moe_layers: frozenset[int] = frozenset()
     mtp_layers: int = 0
-    """As the config promises; a checkpoint may still come without their tensors."""
+    """As declared by the config; a checkpoint may lack their tensors."""
 
     @property
     def kv_width(self) -> int:
-        """Numbers that one token leaves in one layer's cache."""
+        """KV numbers per token and layer."""
         a = self.attention
         return a.kv_rank + a.rope if isinstance(a, MlaShape) else 2 * a.kv_heads * a.head_dim
 
@@ -91,11 +91,11 @@ _MOST = {
 }
 _MOST_OTHERWISE = 2**20
 _MOST_FLOAT = 1e30
-"""Far above every published network. Sizes are multiplied, and walked through, before any tensor is looked at."""
+"""Far above every published network. Sizes are multiplied and iterated over before any tensor is read."""
 
 
 class ConfigReader:
-    """Typed access to a config dict; a missing or odd entry is the checkpoint's fault and says so."""
+    """Typed access to a config dict; a missing or invalid entry raises WrongArchitecture."""
 
     def __init__(self, config: Mapping[str, Any], source: str) -> None:
         self._config = config
@@ -118,7 +118,7 @@ class ConfigReader:
         return self.finite(key, value)
 
     def finite(self, key: str, value: Any) -> builtins.float:
-        """Of any entry, also of one that lies deeper."""
+        """A finite number, also from a nested entry."""
         if (
             isinstance(value, bool)
             or not isinstance(value, (builtins.int, builtins.float))
@@ -151,7 +151,7 @@ class ConfigReader:
 
 
 def _shown(value: object) -> str:
-    """A stranger's value may be of any length."""
+    """Shortened, because an untrusted value may be of any length."""
     if isinstance(value, int) and abs(value) >= 2**64:
         return "a number of more than 64 bits"
     text = repr(value)

@@ -1,6 +1,6 @@
-"""A network's final tensors in and out of an image of the model cache: one shelf that fills it, one that reads it.
+"""Weight stores over a weight image: one that fills it, one that reads it.
 
-What comes out of an image is what went in, byte for byte, at another address: the same kernels give the same bits.
+An image returns its tensors byte for byte at another address, so the same kernels give the same bits.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _DTYPES = {
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What is needed of a checkpoint besides its tensors: with it, none of its files is opened."""
+    """What a model needs from its checkpoint besides tensors, so that none of its files has to be opened."""
 
     name: str
     config: Mapping[str, Any]
     text: TextFiles
     has: Mapping[str, bool]
-    """Questions that were asked about tensors while loading, and the answers."""
+    """Results of `Source.has` while loading."""
 
 
 class ImageFilling:
-    """Writes down what is kept. When it no longer fits, the rest stays in this process's own memory.
+    """Writes tensors into an image. If they no longer fit, the rest stays in this process's own memory.
 
-    `make_room` is asked when the shared memory is full; False: there is none to be made.
+    `make_room` is called when shared memory is full; False: nothing can be evicted.
     """
 
     def __init__(self, writer: WeightImageWriter, make_room: Callable[[], bool]) -> None:
@@ -75,32 +75,32 @@ class ImageFilling:
 
 
 class MappedWeights:
-    """Hands out what was kept, in its order."""
+    """Returns the tensors of an image in their order."""
 
     def __init__(self, image: WeightImage) -> None:
         self._image = image
         self._tensors: Iterator[Tensor] = iter(image.tensors)
 
     def keep(self, label: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        kept = next(self._tensors, None)
-        if kept is None or kept.label != label or kept.dtype not in _DTYPES:
-            found = "nothing" if kept is None else f"'{kept.label}' ({kept.dtype})"
+        stored = next(self._tensors, None)
+        if stored is None or stored.label != label or stored.dtype not in _DTYPES:
+            found = "nothing" if stored is None else f"'{stored.label}' ({stored.dtype})"
             raise WeightImageDamaged(f"the network asks for '{label}', the image has {found}")
-        dtype = _DTYPES[kept.dtype]
-        if min(kept.shape, default=0) < 0 or math.prod(kept.shape) * dtype.itemsize != kept.num_bytes:
+        dtype = _DTYPES[stored.dtype]
+        if min(stored.shape, default=0) < 0 or math.prod(stored.shape) * dtype.itemsize != stored.num_bytes:
             raise WeightImageDamaged(f"'{label}' has another size than its shape says")
-        return _over(self._image.view(kept), dtype, kept.shape)
+        return _over(self._image.view(stored), dtype, stored.shape)
 
 
 def _over(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor pins the view, and the view the mapping."""
+    """The tensor keeps the view alive, and the view the mapping."""
     if not data.nbytes:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(data, dtype=dtype).view(shape)
 
 
-class _Asked:
-    """A source, and what it was asked."""
+class _RecordingSource:
+    """A source that records the results of `has`."""
 
     def __init__(self, source: Source) -> None:
         self._source, self.device = source, source.device
@@ -112,8 +112,10 @@ class _Asked:
         return self.answers[name]
 
 
-class _Nobody:
-    """Tensors with shapes and without bytes: they are never looked into, as the shelf has what would come of them."""
+class _MetaSource:
+    """Tensors with shapes but no bytes (device `meta`): the weight store has the packed result, so they are
+    never read.
+    """
 
     device = "meta"
 
@@ -135,8 +137,8 @@ class _Nobody:
 
 @torch.inference_mode()
 def fill_weight_image(checkpoint: Checkpoint, kernels: KernelTable, store: ImageFilling) -> tuple[Model, bytes]:
-    """The network, from files, and the facts that its image needs."""
-    source = _Asked(FromCheckpoint(checkpoint))
+    """Load the network from files into an image; also returns the facts to store with it."""
+    source = _RecordingSource(FromCheckpoint(checkpoint))
     model = Model(read_arch(checkpoint), Loader(source, kernels, torch.float32, store))
     facts = Facts(checkpoint.name, dict(checkpoint.config), checkpoint.text, source.answers)
     return model, msgspec.msgpack.encode(facts)
@@ -144,10 +146,10 @@ def fill_weight_image(checkpoint: Checkpoint, kernels: KernelTable, store: Image
 
 @torch.inference_mode()
 def model_of_weight_image(image: WeightImage, kernels: KernelTable) -> tuple[Model, Facts]:
-    """The network over the image's memory: no file is opened, nothing is packed or copied."""
+    """The network over the image's memory: opens no file, packs and copies nothing."""
     try:
         facts = msgspec.msgpack.decode(image.facts, type=Facts)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WeightImageDamaged(f"its facts cannot be read: {error}") from error
-    loader = Loader(_Nobody(facts.has), kernels, torch.float32, MappedWeights(image))
+    loader = Loader(_MetaSource(facts.has), kernels, torch.float32, MappedWeights(image))
     return Model(arch_of(facts.config, facts.name), loader), facts

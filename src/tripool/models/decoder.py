@@ -1,4 +1,4 @@
-"""The network every family shares: embed, layers of attention and feed-forward around a residual stream, norm, head."""
+"""The decoder that all families share: embedding, layers of attention and MLP around a residual stream, norm, head."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tripool.kernels.table import (
 from tripool.kernels.weights import GqaWeights, JoinWeights, LatentWeights, MlpWeights, MoeWeights, Norm
 from tripool.models.arch import Arch, GqaShape, MlaShape, MoeShape
 from tripool.models.loader import Loader
-from tripool.models.rope import to_pairs, turn_table
+from tripool.models.rope import rope_table, to_pairs
 
 
 def dense_mlp(loader: Loader, prefix: str, norm: Norm, arch: Arch) -> MlpSublayer:
@@ -34,7 +34,7 @@ def dense_mlp(loader: Loader, prefix: str, norm: Norm, arch: Arch) -> MlpSublaye
 def expert_mlp(loader: Loader, prefix: str, norm: Norm, arch: Arch, shape: MoeShape) -> MlpSublayer:
     gate_bias = None
     if shape.correction_bias:
-        # Part of a decision, and often large beside its differences: in bfloat16 many of them would be one.
+        # It selects experts, and is often large beside its differences: in bfloat16 many of them would be equal.
         gate_bias = loader.tensor(f"{prefix}.gate.e_score_correction_bias", shape.experts, dtype=torch.float32)
     shared = None
     if shape.shared_width:
@@ -152,7 +152,7 @@ def grouped_attention(loader: Loader, prefix: str, norm: Norm, arch: Arch, shape
 
 
 _DRAFT_TOKENS = 8192
-"""Least number of tokens a draft chooses from, of a larger vocabulary its first quarter: common ids come first."""
+"""Smallest vocabulary of drafts; of a larger vocabulary the first quarter, because common ids come first."""
 
 
 def attention_sublayer(loader: Loader, prefix: str, arch: Arch) -> AttentionSublayer:
@@ -171,7 +171,7 @@ def mlp_sublayer(loader: Loader, prefix: str, arch: Arch, *, moe: bool) -> MlpSu
 
 
 def join_sublayer(loader: Loader, prefix: str, arch: Arch) -> JoinOp:
-    """How the MTP layer takes in a token's final state and its successor."""
+    """The MTP layer's input: a token's final state joined with the next token's embedding."""
     embedded, hidden = (
         Norm(loader.tensor(f"{prefix}.{name}.weight", arch.hidden), arch.norm_eps) for name in ("enorm", "hnorm")
     )
@@ -193,7 +193,7 @@ class Layer:
 
 
 class Mtp:
-    """Multi-token prediction: from a token's final hidden state and its successor, guess the successor's successor."""
+    """Multi-token prediction: predicts token t + 2 from the final hidden state at t and token t + 1."""
 
     def __init__(self, loader: Loader, arch: Arch, embed: torch.Tensor, cos_sin: torch.Tensor, head: LinearOp) -> None:
         prefix = f"model.layers.{arch.layers}"
@@ -209,13 +209,13 @@ class Mtp:
 
 
 class Model:
-    """Stateless but for its weights: the KV cache and the batch are arguments."""
+    """A network: weights only. The KV cache and the batch are arguments."""
 
     def __init__(self, arch: Arch, loader: Loader) -> None:
         self.arch = arch
         self._k: KernelTable = loader.kernels
         self._embed = loader.tensor("model.embed_tokens.weight", arch.vocab, arch.hidden)
-        # Before the layers: what is largest takes most on the way, and nothing else is there yet.
+        # Before the layers: packing the head needs the most memory.
         if arch.tied_head:
             self._head = loader.pack(self._embed, loader.scales(["model.embed_tokens"], [arch.vocab]))
         else:
@@ -227,13 +227,13 @@ class Model:
             give_back()
         self._norm = loader.tensor("model.norm.weight", arch.hidden)
         has_mtp = arch.mtp_layers > 0 and loader.has(f"model.layers.{arch.layers}.eh_proj.weight")
-        self._cos_sin = loader.derived("turns", lambda: turn_table(arch.rope, arch.context_tokens))
+        self._cos_sin = loader.derived("cos_sin", lambda: rope_table(arch.rope, arch.context_tokens))
         self.mtp = Mtp(loader, arch, self._embed, self._cos_sin, self._head) if has_mtp else None
         self.num_bytes = loader.num_bytes
         self.stack = self._whole()
 
     def _whole(self) -> StackOp | None:
-        """`hidden` and, after some rows, choices from `logits`, in one call; None where there is none."""
+        """The fused step (`hidden`, and samples from `logits` of some rows) if the kernel table has one."""
         if self._k.stack is None:
             return None
         sublayers = [(layer.attention, layer.mlp) for layer in self._layers]
@@ -244,7 +244,7 @@ class Model:
 
     @property
     def kv_layers(self) -> int:
-        """Cache layers a sequence needs: one per layer, and one for the MTP layer."""
+        """KV cache layers: one per layer, and one for the MTP layer."""
         return self.arch.layers + (self.mtp is not None)
 
     def hidden(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
@@ -256,14 +256,14 @@ class Model:
         return self._k.rms_norm(x, self._norm, self.arch.norm_eps)
 
     def mtp_hidden(self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """`batch.tokens` are the successors at their own positions, `hidden` that of the tokens before them (after the
-        final norm), row by row."""
+        """`batch.tokens` are the next tokens at their own positions, `hidden` the final normed states of the tokens
+        before them, row by row."""
         assert self.mtp is not None
         return self.mtp.draft.hidden(batch, hidden, kv[self.arch.layers])
 
     def draft_logits(self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """As `mtp_hidden`, and then what it says after some of the rows, of the commonest tokens only: a guess need not
-        know rare words, and costs much less so."""
+        """Logits of some rows after `mtp_hidden`, over the commonest tokens only: drafts of rare tokens do not pay for
+        the larger product."""
         assert self.mtp is not None
         return self.mtp.draft.logits(batch, hidden, kv[self.arch.layers], rows)
 

@@ -24,7 +24,7 @@ def read_arch(config: ConfigReader) -> Arch:
 
 
 def dense_arch(family: str, config: ConfigReader, shape: GqaShape) -> Arch:
-    """A network of this shape with a dense feed-forward in every layer."""
+    """An architecture with this attention and a dense MLP in every layer."""
     config.positive("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
     config.positive("max_position_embeddings")
     if shape.kv_heads == 0 or shape.heads % shape.kv_heads:

@@ -1,4 +1,4 @@
-"""From an open checkpoint to a network, or a typed error and nothing."""
+"""Loads a network from an open checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_arch(checkpoint: Checkpoint) -> Arch:
 
 
 def arch_of(config: Mapping[str, Any], file: str) -> Arch:
-    """`file`: to be named if the config cannot be used."""
+    """`file`: named in the error if the config cannot be used."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         hint = f"this version runs {', '.join(sorted(FAMILIES))}"

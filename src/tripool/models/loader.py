@@ -1,7 +1,7 @@
-"""Reads a checkpoint's tensors straight into their final, fused place: each weight exists once in memory.
+"""Reads a checkpoint's tensors straight into their final, fused location: each weight exists once in memory.
 
-Where the final tensors were kept before, nothing is read: what would be packed has a shape and no bytes (torch's `meta`
-device), and the shelf has what would come of it.
+If the weight store has the packed tensors already, nothing is read: the tensors to pack have a shape and no bytes
+(torch's `meta` device).
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ Op = TypeVar("Op", bound=Packed)
 
 
 class Source(Protocol):
-    """Whose tensors are wanted: a checkpoint's, or nobody's because the shelf has them."""
+    """Source of tensors: a checkpoint, or none if the weight store has them."""
 
     device: str
 
     def has(self, name: str) -> bool: ...
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises if it is not there in this shape. Asked before memory is taken for it: shapes come from the config."""
+        """Raise unless the tensor exists in this shape. Called before memory is allocated: shapes come from the
+        config.
+        """
         ...
 
     def read(self, name: str, out: torch.Tensor) -> None: ...
     def scales(self, name: str, kind: str) -> torch.Tensor | None:
-        """Where it is stored in this kind of eight bits: what one is worth, float32 [rows]."""
+        """Row scales, float32 [rows], if the tensor is stored in this 8-bit type."""
         ...
 
 
@@ -55,7 +57,7 @@ class FromCheckpoint:
     def expect(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self._infos:
             hint = "the checkpoint is incomplete or of another architecture; fetch it again"
-            problem, file = "the config promises a tensor that is not there", self._checkpoint.path
+            problem, file = "a tensor that the config requires is missing", self._checkpoint.path
             raise TensorMissing(problem, hint=hint, tensor=name, file=file)
         check_shape(self._checkpoint.path, name, self._infos[name].shape, shape)
 
@@ -83,7 +85,7 @@ class Loader:
         then: Callable[[torch.Tensor], None] | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """One that is used as it is stored, but for what `then` does to it. `dtype`: if not the network's."""
+        """A tensor used as stored, after `then` modified it. `dtype`: if not the network's."""
 
         def read() -> torch.Tensor:
             self._source.expect(name, shape)
@@ -98,7 +100,7 @@ class Loader:
         return out
 
     def derived(self, label: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """One that is computed, such as a table, and not counted as a weight."""
+        """A computed tensor, such as a table, that does not count as a weight."""
         return self._store.keep(label, make)
 
     def into(self, name: str, out: torch.Tensor) -> None:
@@ -114,7 +116,7 @@ class Loader:
         return weight
 
     def scales(self, names: Sequence[str], outs: Sequence[int]) -> torch.Tensor | None:
-        """Of what `fused` gives for the same names, in the sense of `kernels/weights.py`."""
+        """Row scales of what `fused` returns for the same names (see `kernels/weights.py`)."""
         kind = self.kernels.stored
         if kind is None:
             return None
@@ -156,7 +158,7 @@ class Loader:
     def expert_scales(
         self, prefix: str, experts: int, width: int, hidden: int
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Of what `experts` gives."""
+        """Row scales of what `experts` returns."""
         both, downs = [f"{prefix}.{{}}.gate_proj", f"{prefix}.{{}}.up_proj"], [f"{prefix}.{{}}.down_proj"]
         gate_up, down = (
             self.scales([name.format(i) for i in range(experts) for name in names], outs * experts)
@@ -165,7 +167,7 @@ class Loader:
         return None if gate_up is None else gate_up.view(experts, -1), None if down is None else down.view(experts, -1)
 
     def counted(self, op: Op) -> Op:
-        """What a table has packed counts as the model's memory."""
+        """Count the op's packed weights as memory of the model."""
         self.num_bytes += op.num_bytes
         return op
 

@@ -1,7 +1,4 @@
-"""Rotary tables: angles for every position, for each published way of stretching a context.
-
-References: RoPE (arXiv 2104.09864), linear interpolation (2306.15595), YaRN (2309.00071), Llama 3.1's banded scaling.
-"""
+"""Rotary embedding tables for every position, with all published context extensions."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from tripool.models.arch import ConfigReader, RopeShape
 
 KINDS = ("default", "linear", "llama3", "yarn")
 MAX_TABLE_BYTES = 2**29
-"""A million positions of the usual width. The table is made whole, whatever fits into the KV cache."""
+"""A million positions of the usual width. The table is computed for the whole context length."""
 _PAIR_BYTES = 8
 _LEAST = 1e-9
 _NOT_NEGATIVE = (
@@ -42,7 +39,7 @@ def read_rope(config: ConfigReader, dim: int, *, paired: bool = False) -> RopeSh
             extra[key] = config.finite(key, extra[key])
         if extra.get(key) is not None and extra[key] < 0:
             raise config.error(f"'{key}' is below 0")
-        if extra.get(key) and extra[key] < _LEAST:  # what is divided by it, or into it, would be no number any more
+        if extra.get(key) and extra[key] < _LEAST:  # a division by it would overflow
             raise config.error(f"'{key}' is {extra[key]:g}, which no model has")
     original = extra.get("original_max_position_embeddings") or context
     if kind != "default":
@@ -74,7 +71,7 @@ def inverse_frequencies(rope: RopeShape) -> torch.Tensor:
 
 
 def amplitude(rope: RopeShape) -> float:
-    """Factor on cos and sin. YaRN sharpens attention a little when it stretches the context."""
+    """Factor on cos and sin. YaRN sharpens attention slightly when it extends the context."""
     if rope.kind != "yarn":
         return 1.0
     extra, factor = rope.extra, rope.extra["factor"]
@@ -89,34 +86,34 @@ def yarn_sharpness(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def turn_table(rope: RopeShape, positions: int) -> torch.Tensor:
-    """complex64 [positions, dim / 2]: the factor that turns each pair at each position."""
+def rope_table(rope: RopeShape, positions: int) -> torch.Tensor:
+    """complex64 [positions, dim / 2]: the rotation of each pair at each position."""
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * inverse_frequencies(rope)
     return torch.complex(angles.cos(), angles.sin()) * amplitude(rope)
 
 
 def to_pairs(rows: torch.Tensor, rope: RopeShape) -> None:
-    """Bring `dim` rows (of a weight, a bias or a norm) from the half layout to the paired one, in place."""
+    """Reorder `dim` rows (of a weight, a bias or a norm) from the half layout to the interleaved one, in place."""
     if not rope.paired and not rows.is_meta:  # a tensor without bytes has no order
         rows.copy_(rows.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1))
 
 
 def _llama3(inverse: torch.Tensor, rope: RopeShape) -> torch.Tensor:
-    """Long waves are slowed by the factor, short ones kept, those between blended."""
+    """Low frequencies are divided by the factor, high ones kept, those between interpolated."""
     extra = rope.extra
     low, high = extra["low_freq_factor"], extra["high_freq_factor"]
-    cos_sin = extra["original_max_position_embeddings"] * inverse / (2 * math.pi)
-    blend = ((cos_sin - low) / (high - low)).clamp(0, 1)
+    rotations = extra["original_max_position_embeddings"] * inverse / (2 * math.pi)
+    blend = ((rotations - low) / (high - low)).clamp(0, 1)
     slowed = inverse / float(extra["factor"])
     return torch.lerp(slowed, inverse, blend)
 
 
 def _yarn(inverse: torch.Tensor, rope: RopeShape) -> torch.Tensor:
-    """Pairs that turn often within the original context are kept, those that turn rarely are slowed by the factor."""
+    """Pairs with many rotations within the original context are kept, those with few are slowed by the factor."""
     extra = rope.extra
 
-    def pair_with(cos_sin: float) -> float:
-        ratio = extra["original_max_position_embeddings"] / (cos_sin * 2 * math.pi)
+    def pair_with(rotations: float) -> float:
+        ratio = extra["original_max_position_embeddings"] / (rotations * 2 * math.pi)
         return rope.dim * math.log(ratio) / (2 * math.log(rope.theta))
 
     low, high = pair_with(extra.get("beta_fast") or 32), pair_with(extra.get("beta_slow") or 1)

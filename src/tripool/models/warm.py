@@ -1,4 +1,4 @@
-"""A network ready to run, from the model cache if it is there, else from files and, on the way, into the cache."""
+"""Loads a network from the weight cache if possible, else from files, filling the cache on the way."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def weight_bytes(checkpoint: Checkpoint, kernels: KernelTable) -> int:
 
 
 _CODE = ("models", "kernels", "checkpoints")
-"""Rooms whose code decides what the final tensors are."""
+"""Packages whose code determines the packed tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +70,20 @@ def load_warm(
     found = _from_weight_image(weight_cache, key, kernels)
     if found is not None:
         return found
-    with weight_cache.turn(key) as alone:
-        if alone:  # who waited finds it now
+    with weight_cache.exclusive(key) as locked:
+        if locked:  # another process may have written it meanwhile
             found = _from_weight_image(weight_cache, key, kernels)
-        return found or _from_files(model, kernels, weight_cache if alone else None, key, progress)
+        return found or _from_files(model, kernels, weight_cache if locked else None, key, progress)
 
 
 def image_key(model: str, kernels: KernelTable) -> str | None:
-    """Names what an image holds: these very files, packed in this very way. None for a model that is not here yet."""
+    """Key of an image: these files, packed by this code. None for a model that is not on this machine."""
     path = locate(model)
     if path is None:
         return None
     files = sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
-    said = [str(path.resolve()), kernels.name, _code(), *(_stamp(one) for one in files)]
-    return _digest(said)
+    parts = [str(path.resolve()), kernels.name, _code(), *(_stamp(one) for one in files)]
+    return _digest(parts)
 
 
 def _from_weight_image(weight_cache: WeightCache, key: str, kernels: KernelTable) -> Loaded | None:
@@ -120,7 +120,7 @@ def _from_files(
 
 
 def _most_bytes(checkpoint: Checkpoint, kernels: KernelTable) -> int:
-    """Room for padding, tables, the draft's part of the head and the text, and to spare: it is only reserved."""
+    """Generous upper bound with padding, tables, the draft head and text: the room is only reserved."""
     return 2 * weight_bytes(checkpoint, kernels) + 2**28
 
 
@@ -135,7 +135,7 @@ def _checkpoint(model: str, progress: Callable[[str], None] | None) -> Iterator[
 
 @cache
 def _code() -> str:
-    """So that nobody has to remember to raise a number when packing changes."""
+    """Digest of the code, so that no version number has to be raised when packing changes."""
     root = Path(__file__).parents[1]
     return _digest(_stamp(one) for room in _CODE for one in sorted((root / room).rglob("*.py")))
 
@@ -145,5 +145,5 @@ def _stamp(path: Path) -> str:
     return f"{path.name} {found.st_size} {found.st_mtime_ns} {found.st_ino}"
 
 
-def _digest(said: Iterable[str]) -> str:
-    return xxh3_128_hexdigest("\0".join(said).encode())
+def _digest(parts: Iterable[str]) -> str:
+    return xxh3_128_hexdigest("\0".join(parts).encode())

@@ -1,4 +1,4 @@
-"""Is this machine fit to serve, and what happened while it did: doctor's facts and findings, and the log."""
+"""Diagnosis and logging: the facts and findings of `doctor`, and the log."""
 
 from tripool.observe.checks import Finding, check_machine
 from tripool.observe.machine import Machine

@@ -1,4 +1,4 @@
-"""From facts about a machine to verdicts with remedies. Pure: reads no file and asks nobody.
+"""Findings of `doctor` from facts about a machine, with remedies. Pure: reads no files.
 
 `fail`: serving this model here cannot work. `warn`: it works, but slower, with less room or less safely than it could.
 """
@@ -17,10 +17,10 @@ Verdict = Literal["ok", "warn", "fail"]
 
 _PYTHON = (3, 11)
 _BASE_BYTES = 300 * 10**6
-"""Of a process, beside weights and KV: see bench/start.py."""
+"""Memory of a process besides weights and KV: see bench/start.py."""
 _LEAST_KV_BYTES = 64 * 10**6
 _SHARED_BYTES = 512 * 2**20
-"""Of a split server as it is started by default: parcels of one prefill worker and a cache pool of a quarter GB."""
+"""Shared memory of a split server with default options: transfers of one prefill worker and a cache pool of 256 MB."""
 _FEW_FILES, _TOO_FEW_FILES = 1024, 128
 _JUMP_S = 0.5
 _REINSTALL = "install a C compiler, then the package again (in a clone: `touch setup.py && make serve`)"
@@ -50,7 +50,7 @@ def _packages(machine: Machine) -> Iterator[Finding]:
     packages = machine.software.packages
     if not packages:
         remedy = "install it: `pip install .` in a clone, or `make serve`"
-        yield Finding("packages", "warn", "Tripool runs from a folder that nobody installed", remedy)
+        yield Finding("packages", "warn", "Tripool runs from a folder that is not installed", remedy)
         return
     bad = [package for package in packages if not _fits(package)]
     for package in bad:
@@ -73,8 +73,8 @@ def _torch(machine: Machine) -> Iterator[Finding]:
 
 def _extras(machine: Machine) -> Iterator[Finding]:
     extras = machine.software.extras
-    told = ", ".join(f"{name} {version or 'not installed'}" for name, version in extras.items())
-    yield Finding("extras", "ok", f"{told} (needed on one machine: none)")
+    listed = ", ".join(f"{name} {version or 'not installed'}" for name, version in extras.items())
+    yield Finding("extras", "ok", f"{listed} (needed on one machine: none)")
 
 
 def _kernels(machine: Machine) -> Iterator[Finding]:
@@ -83,11 +83,11 @@ def _kernels(machine: Machine) -> Iterator[Finding]:
     if kernels.error is not None:
         yield Finding("kernels", "fail", f"cannot be loaded: {kernels.error}", _REINSTALL)
     elif not kernels.usable:
-        said = "none were compiled at install: float32 runs instead, slower and exact only up to rounding"
-        yield Finding("kernels", "warn", said, _REINSTALL)
+        problem = "none were compiled at install: float32 runs instead, slower and exact only up to rounding"
+        yield Finding("kernels", "warn", problem, _REINSTALL)
     elif best not in kernels.usable:
-        said = f"{kernels.usable[0]} runs; this CPU could run {best}, which was not compiled"
-        yield Finding("kernels", "warn", said, _REINSTALL)
+        problem = f"{kernels.usable[0]} runs; this CPU could run {best}, which was not compiled"
+        yield Finding("kernels", "warn", problem, _REINSTALL)
     else:
         yield Finding("kernels", "ok", f"{kernels.usable[0]} runs; compiled: {', '.join(kernels.compiled)}")
     if kernels.usable and kernels.usable[0] == best == "plain" and machine.cpu.machine in ("x86_64", "amd64"):
@@ -100,13 +100,15 @@ def _cpu(machine: Machine) -> Iterator[Finding]:
         f"{cpu.num_usable} of {cpu.num_cores} cores" if cpu.num_usable < cpu.num_cores else f"{cpu.num_cores} cores"
     )
     if cpu.quota_cores is not None and cpu.quota_cores < cpu.num_usable:
-        said = f"{usable}, but the control group grants only {cpu.quota_cores:g}: more threads than that wait in turns"
-        yield Finding("cpu", "warn", said, f"serve with --threads {max(1, ceil(cpu.quota_cores))}, or raise the quota")
+        problem = f"{usable}, but the control group grants only {cpu.quota_cores:g}: more threads than that only wait"
+        yield Finding(
+            "cpu", "warn", problem, f"serve with --threads {max(1, ceil(cpu.quota_cores))}, or raise the quota"
+        )
     else:
         yield Finding("cpu", "ok", f"{usable}, {cpu.model}")
     if cpu.load > cpu.num_usable:
-        said = f"{cpu.load:.1f} threads wanted to run over the last minute: others compute here too"
-        yield Finding("load", "warn", said, "end them, or expect less speed")
+        problem = f"{cpu.load:.1f} threads wanted to run over the last minute: others compute here too"
+        yield Finding("load", "warn", problem, "end them, or expect less speed")
 
 
 def _memory(machine: Machine) -> Iterator[Finding]:
@@ -134,8 +136,8 @@ def _shared(machine: Machine) -> Iterator[Finding]:
     shared = machine.shared
     where = f"{_gb(shared.free_bytes)} of {_gb(shared.total_bytes)} free in {shared.path}"
     if not shared.is_memory:
-        said = f"{shared.path} is no memory: a split server's blocks would be written to a disk"
-        yield Finding("shared memory", "warn", said, "mount a tmpfs on /dev/shm, or serve without --split")
+        problem = f"{shared.path} is no memory: a split server's blocks would be written to a disk"
+        yield Finding("shared memory", "warn", problem, "mount a tmpfs on /dev/shm, or serve without --split")
     elif shared.free_bytes < _SHARED_BYTES:
         remedy = "make it larger (in a container: --shm-size=2g), or serve without --split"
         yield Finding("shared memory", "warn", f"{where}: little for a split server", remedy)
@@ -161,8 +163,8 @@ def _port(machine: Machine) -> Iterator[Finding]:
         if port.ready:
             yield Finding("server", "ok", f"Tripool {port.server} answers at {port.url} and is ready")
         else:
-            said = f"Tripool {port.server} answers at {port.url} and is not ready: {port.says}"
-            yield Finding("server", "warn", said, "wait, see `tripool status`, or restart it")
+            problem = f"Tripool {port.server} answers at {port.url} and is not ready: {port.says}"
+            yield Finding("server", "warn", problem, "wait, see `tripool status`, or restart it")
     elif port.holder is not None:
         yield Finding("port", "warn", f"{where} is in use by {port.holder}", "choose another with --port")
     elif port.error is not None:
@@ -175,21 +177,21 @@ def _loopback(machine: Machine) -> Iterator[Finding]:
     if machine.loopback_error is None:
         yield Finding("loopback", "ok", "127.0.0.1 works")
     else:
-        said = f"127.0.0.1 does not work: {machine.loopback_error}"
-        yield Finding("loopback", "fail", said, "bring the lo interface up, and let no firewall close it")
+        problem = f"127.0.0.1 does not work: {machine.loopback_error}"
+        yield Finding("loopback", "fail", problem, "bring the lo interface up, and let no firewall close it")
 
 
 def _clock(machine: Machine) -> Iterator[Finding]:
     clock = machine.clock
     if clock.backwards:
-        said = "the monotonic clock ran backwards: every time-out here depends on it"
-        yield Finding("clock", "fail", said, "a fault of the kernel or the virtual machine; restart or move it")
+        problem = "the monotonic clock ran backwards: every time-out here depends on it"
+        yield Finding("clock", "fail", problem, "a fault of the kernel or the virtual machine; restart or move it")
     elif clock.wall_s < clock.installed_s:
-        said = f"the date is {(clock.installed_s - clock.wall_s) / 86400:,.1f} days before this was installed"
-        yield Finding("clock", "warn", said, "set the clock; use NTP")
+        problem = f"the date is {(clock.installed_s - clock.wall_s) / 86400:,.1f} days before this was installed"
+        yield Finding("clock", "warn", problem, "set the clock; use NTP")
     elif abs(clock.jump_s) > _JUMP_S:
-        said = f"the date jumped by {clock.jump_s:+.1f} s while this looked"
-        yield Finding("clock", "warn", said, "let NTP slew it instead of stepping")
+        problem = f"the date jumped by {clock.jump_s:+.1f} s while this looked"
+        yield Finding("clock", "warn", problem, "let NTP slew it instead of stepping")
     else:
         yield Finding("clock", "ok", "moves forward, and the date is plausible")
 
@@ -200,8 +202,8 @@ def _folders(machine: Machine) -> Iterator[Finding]:
         if not folder.writable:
             yield Finding("disk", "warn", f"{where} cannot be written", "give this user the right, or use another")
         elif folder.free_bytes < folder.needs_bytes:
-            said = f"{where}: {_gb(folder.free_bytes)} free, {_gb(folder.needs_bytes)} are needed"
-            yield Finding("disk", "warn", said, "free some space")
+            problem = f"{where}: {_gb(folder.free_bytes)} free, {_gb(folder.needs_bytes)} are needed"
+            yield Finding("disk", "warn", problem, "free some space")
         else:
             yield Finding("disk", "ok", f"{where}: {_gb(folder.free_bytes)} free")
 
@@ -210,8 +212,12 @@ def _leftovers(machine: Machine) -> Iterator[Finding]:
     found = machine.leftovers
     if found:
         size, many = sum(one.num_bytes for one in found), "folder" if len(found) == 1 else "folders"
-        said = f"{len(found)} {many} of runs whose processes are dead, {_gb(size)}: {', '.join(o.path for o in found)}"
-        yield Finding("leftovers", "warn", said, "`tripool doctor --fix` removes them; so does the next split server")
+        problem = (
+            f"{len(found)} {many} of runs whose processes are dead, {_gb(size)}: {', '.join(o.path for o in found)}"
+        )
+        yield Finding(
+            "leftovers", "warn", problem, "`tripool doctor --fix` removes them; so does the next split server"
+        )
     else:
         runs = f"; split servers that run: {machine.num_runs}" if machine.num_runs else ""
         yield Finding("leftovers", "ok", f"none{runs}")
@@ -234,22 +240,22 @@ CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
 
 
 def _fits(package: Package) -> bool:
-    """Whether a version keeps the bounds; of an exotic one only the leading numbers count."""
+    """Whether a version is within the bounds; only the leading numbers of an unusual version count."""
     if package.found is None:
         return False
     version = _numbers(package.found)
     for bound in filter(None, package.needs.split(",")):
         matched = re.fullmatch(r"\s*(>=|<=|==|!=|>|<|~=)\s*([^\s]+)\s*", bound)
         if matched is None:
-            continue  # not ours to judge
+            continue  # an unknown kind of bound
         other = _numbers(matched[2])
         width = max(len(version), len(other))
         ours, theirs = (n + (0,) * (width - len(n)) for n in (version, other))
-        kept = {
+        within = {
             ">=": ours >= theirs, "<=": ours <= theirs, "==": ours == theirs, "!=": ours != theirs,
             ">": ours > theirs, "<": ours < theirs, "~=": ours >= theirs and ours[: len(other) - 1] == other[:-1],
         }  # fmt: skip
-        if not kept[matched[1]]:
+        if not within[matched[1]]:
             return False
     return True
 

@@ -1,6 +1,6 @@
-"""Collects what `doctor` judges: asks the system, the installation, the port and the model. Changes nothing.
+"""Collects the facts for `doctor` from the system, the installation, the port and the model. Changes nothing.
 
-Only `remove_leftovers` does, when it is called.
+Only `remove_leftovers` removes files, when called.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tripool.tenants.key_store import default_path
 _EXTRAS = ("ray", "mooncake-transfer-engine")
 _ANSWER_S = 3.0
 _LOOKS = 50
-"""At the clocks, a millisecond apart."""
+"""Samples of the clocks, a millisecond apart."""
 _STATE_BYTES = 100 * 10**6
 
 
@@ -70,13 +70,13 @@ def collect(model: str, gateway: GatewayConfig, precision: Precision = "int8") -
 
 
 def leftovers() -> list[Path]:
-    """What dead processes of this user left behind: folders of runs, and fetches that never ended."""
+    """Files left by dead processes of this user: folders of runs, and unfinished fetches."""
     stale = [path for path, is_stale in run_folders(memory_folder()) if is_stale]
     return stale + [path for name in FETCHED for path in unfinished_in(default_cache_dir() / name)]
 
 
 def remove_leftovers() -> list[Path]:
-    """Those that were removed."""
+    """Remove leftovers; returns those that were removed."""
     found = leftovers()
     for path in found:
         if path.parent == memory_folder():
@@ -154,7 +154,7 @@ def _model(name: str, precision: str) -> Model:
     except TripoolError as error:
         return Model(name=name, path="", present=False, error=error.message, hint=error.hint)
     embedding = arch.vocab * arch.hidden
-    # 8 bits and a scale per 64 of them; the table of embeddings stays in float32.
+    # 8 bits and a scale per 64 weights; the embedding stays float32.
     weights = parameters * 17 // 16 + 4 * embedding if precision == "int8" else 4 * (parameters + embedding)
     mtp = arch.mtp_layers > 0
     blocks = kv_blocks(arch, EngineConfig(), mtp=mtp)
@@ -171,8 +171,8 @@ def _product(shape: tuple[int, ...]) -> int:
 
 def _folders(model: Model) -> tuple[Folder, ...]:
     needs = _STATE_BYTES if model.present or model.error else 2 * FETCHED[model.name].num_bytes
-    book = _folder("keys and usage", default_path().parent, _STATE_BYTES)
-    return (_folder("models that are fetched", default_cache_dir(), needs), book)
+    state = _folder("keys and usage", default_path().parent, _STATE_BYTES)
+    return (_folder("models that are fetched", default_cache_dir(), needs), state)
 
 
 def _folder(purpose: str, path: Path, needs_bytes: int) -> Folder:
@@ -183,7 +183,7 @@ def _folder(purpose: str, path: Path, needs_bytes: int) -> Folder:
 
 
 def _size(path: Path) -> int:
-    """What is still there: a server that starts sweeps such folders too, perhaps right now."""
+    """Size of the files that still exist: a starting server removes such folders concurrently."""
     num_bytes = 0
     with suppress(FileNotFoundError):
         for file in path.rglob("*"):
@@ -214,7 +214,7 @@ def _port(host: str, port: int) -> Port:
 
 
 def _ask(url: str) -> tuple[int, dict[str, Any]] | None:
-    """Status and JSON body, or None from whoever does not speak so."""
+    """Status and JSON body; None if the server does not answer in JSON."""
     try:
         with urllib.request.urlopen(url, timeout=_ANSWER_S) as answer:
             status, text = answer.status, answer.read(2**16)

@@ -1,8 +1,8 @@
-"""One line of the log from one record, as text or as JSON. Pure: the time is the record's.
+"""Formats one log record as one line of text or JSON. Pure: the time is the record's.
 
-A line is safe whatever a client has sent: everything outside of printable ASCII is escaped, so that no field can end a
-line or begin another; what looks like an API key is masked; objects are named by their type alone. What an exception
-says is left out once requests are served, because it may quote one: its type and its place tell where to look.
+A line is safe for any client input: characters outside printable ASCII are escaped, so that no field can end or start a
+line; anything that looks like an API key is masked; objects appear by type only. Once requests are served, exception
+messages are left out, because they may quote a request: type and location tell where to look.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from typing import Any, Literal
 Style = Literal["text", "json"]
 
 MAX_LINE_BYTES = 4096
-"""A pipe takes so much at once: lines of several processes that share one are not mixed."""
+"""Atomic write size of a pipe: lines of several processes that share one are not mixed."""
 _MAX_CHARS = (1000, 200, 40)
-"""Of one text in a line; less and less until the line is short enough."""
+"""Limits for one text in a line, tried in turn until the line is short enough."""
 _MAX_ITEMS = 32
 _BIG = 2**63
 _MAX_FRAMES, _MAX_CAUSE_FRAMES = 20, 4
 _MAX_CAUSES = 4
 _OWN = {"time", "level", "process", "pid", "logger", "message"}
 _NO_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | _OWN | {"asctime", "taskName", "color_message"}
-"""What every record has, what every line says of itself, and a text of uvicorn's for terminals."""
+"""Attributes of every record, of every line, and one that uvicorn adds for terminals."""
 _WORD = re.compile(r"[A-Za-z0-9_.:/@+~*,%-]+")
 _PLAIN = re.compile(r"[ !#-<>-~]+")
 """A message that needs no quotes: printable, without `"` and `=`."""
 _RUN = re.compile(r"[0-9A-Za-z_-]{20,}")
-"""The least of a text in which there may be a key, or most of one."""
+"""Shortest text that may contain a key or most of one."""
 _KEY = re.compile(r"(?:(?<![0-9A-Za-z])tp-|tp-(?=[a-z_-]{0,19}[0-9A-Z]))[0-9A-Za-z_-]{20,}")
-"""Wherever it stands. Behind other letters it must not be words alone: `http-request-of-alice`."""
+"""A key anywhere in a text. After other letters it must not consist of words alone: `http-request-of-alice`."""
 _KEY_CHARS = 43
 _CHANGES = re.compile("[a-z](?=[A-Z0-9])|[A-Z](?=[a-z0-9])|[0-9](?=[A-Za-z])")
 _MIN_CHANGES = 12
-"""Of so many characters drawn at random, 26 are followed by one of another kind; of names a handful."""
+"""Among 43 random characters, about 26 are followed by one of another class; in names only a few."""
 
 
 class LineFormatter(logging.Formatter):
-    """`process` and `pid` say who writes."""
+    """`process` and `pid` identify the writer."""
 
     def __init__(self, style: Style, process: str, pid: int) -> None:
         super().__init__()
         self._as, self._process, self._pid = style, process, pid
         self.serving = False
-        """Set when the first request may come: from then on no line says what an exception said."""
+        """Set before the first request: from then on lines leave out exception messages."""
 
     def format(self, record: logging.LogRecord) -> str:
         for max_chars in _MAX_CHARS:
@@ -65,9 +65,9 @@ class LineFormatter(logging.Formatter):
             head = {"time": time, "level": level, "process": self._process, "pid": self._pid, "logger": record.name}
             line = json.dumps({**head, "message": message, **fields})
         else:
-            said = message if _PLAIN.fullmatch(message) else json.dumps(message)
-            told = "".join([f" {name}={_text(value)}" for name, value in fields.items()])
-            line = f"{time} {level.upper()} {self._process}[{self._pid}] {said}{told}"
+            text = message if _PLAIN.fullmatch(message) else json.dumps(message)
+            listed = "".join([f" {name}={_text(value)}" for name, value in fields.items()])
+            line = f"{time} {level.upper()} {self._process}[{self._pid}] {text}{listed}"
         return line
 
     def _fields(self, record: logging.LogRecord, max_chars: int) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def _message(record: logging.LogRecord) -> str:
     if record.name.partition(".")[0] == "tripool":
         return text
     first = text.strip().partition("\n")[0]
-    # asyncio goes on with the arguments of callbacks and the messages of exceptions.
+    # asyncio appends arguments of callbacks and messages of exceptions.
     return first.partition("(")[0] if record.name == "asyncio" else first
 
 
@@ -96,7 +96,7 @@ def _clean(value: Any, max_chars: int) -> Any:
         return _cut(value, max_chars)
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    if isinstance(value, int):  # so are True and False
+    if isinstance(value, int):  # includes True and False
         return value if -_BIG < value < _BIG else f"<{value.bit_length()} bits>"
     if value is None:
         return None
@@ -106,10 +106,10 @@ def _clean(value: Any, max_chars: int) -> Any:
 
 
 def _cut(text: str, max_chars: int) -> str:
-    """Not longer, without keys, and without halves of surrogate pairs, which are no JSON."""
+    """At most this long, without keys, and without lone surrogates, which are not valid JSON."""
     if len(text) <= max_chars:
         text = _RUN.sub(_masked, text)
-    else:  # what is at the end of the piece may be the beginning of a key
+    else:  # the end of the piece may be the start of a key
         piece = _RUN.sub(_masked, text[: max_chars + 2 * _KEY_CHARS])
         text = f"{piece[: min(max_chars, len(piece) - 2 * _KEY_CHARS)]}..."
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
@@ -117,7 +117,7 @@ def _cut(text: str, max_chars: int) -> str:
 
 def _masked(run: re.Match[str]) -> str:
     text = _KEY.sub("tp-***", run[0])
-    both_cases = not text.islower() and not text.isupper()  # digests have one
+    both_cases = not text.islower() and not text.isupper()  # digests have one case
     is_random = both_cases and len(_CHANGES.findall(re.sub("[_-]", "", text))) >= _MIN_CHANGES
     return "***" if is_random and len(text) >= _KEY_CHARS else text
 
@@ -131,7 +131,7 @@ def _text(value: Any) -> str:
 
 
 def _raised(error: BaseException, max_chars: int, *, says: bool) -> dict[str, Any]:
-    """What was raised where, the cause of it last."""
+    """Type and location of an exception and its causes, the root cause last."""
     kinds: list[str] = []
     places: list[str] = []
     at: BaseException | None = error

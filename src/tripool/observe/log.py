@@ -1,9 +1,9 @@
-"""The log of one process: everything that is logged, warned of or raised where nobody catches it, on stderr.
+"""The log of one process: everything logged, warned or raised without a handler, on stderr.
 
-Lines are made where they are logged and written by a thread: a reader of stderr that has stopped holds up that thread
-and nobody else. What does not fit into the queue meanwhile is dropped, counted, and the count is the next line.
+Lines are formatted where they are logged and written by a thread, so a blocked reader of stderr blocks only that
+thread. Lines that do not fit into the queue meanwhile are dropped and counted; the count is the next line.
 
-Rooms log with `logging.getLogger("tripool.ROOM")`, a fixed message, and fields in `extra`; they need nothing of this.
+Rooms log with `logging.getLogger("tripool.ROOM")`, a fixed message, and fields in `extra`; they need nothing from here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LOG = logging.getLogger("tripool.log")
 _STDERR = 2
 _MAX_WAITING = 10_000
 _END_S = 1.0
-"""How long the end of the process waits for its last lines to be taken."""
+"""Longest wait for the last lines when the process ends."""
 _RETRY_S = 1.0
 _AT_WILL = ("tripool.connections", "tripool.strangers")
 _WINDOW_S, _PER_WINDOW, _MAX_KINDS = 10.0, 5, 100
@@ -63,9 +63,9 @@ class LineWriter:
         while data and not self._ending:
             try:
                 data = data[os.write(self._fd, data) :]
-            except BlockingIOError:  # whoever shares the terminal or pipe has made it so
+            except BlockingIOError:  # another process made the shared terminal or pipe non-blocking
                 select.select([], [self._fd], [], _RETRY_S)
-            except OSError:  # nobody reads it any more, or its disk is full: there is nowhere to say so
+            except OSError:  # the reader is gone or the disk is full: there is nowhere to report it
                 return
 
 
@@ -77,7 +77,7 @@ class LogHandler(logging.Handler):
         self._num_dropped = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Under the handler's lock."""
+        """Called under the handler's lock."""
         if self._writer.full:
             self._num_dropped += 1
             return
@@ -86,7 +86,7 @@ class LogHandler(logging.Handler):
             self._num_dropped = 0
         try:
             line = self.format(record)
-        except Exception:  # noqa: BLE001 (whoever logs is not to fail by it, whatever its arguments do)
+        except Exception:  # noqa: BLE001 (logging must never fail its caller)
             place = {"file": record.filename, "line": record.lineno}
             line = self._own_line(logging.ERROR, "a line could not be made", place)
         self._writer.put(line)
@@ -96,13 +96,13 @@ class LogHandler(logging.Handler):
 
 
 class Bounded:
-    """A filter: of lines that clients can cause at will, and of those that are not our own, a few of a kind in ten
-    seconds. Of requests only those are among them that were refused before it was known who sent them."""
+    """Rate limit for lines that clients can cause at will and for lines of libraries: a few of a kind in ten seconds.
+    Of requests, this applies only to those refused before their sender was known."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._kinds: dict[tuple[str, str], list[float]] = {}
-        """When the window began, how many there were in it."""
+        """(start of the window, lines in it) by kind."""
 
     def __call__(self, record: logging.LogRecord) -> bool:
         if record.name.partition(".")[0] == "tripool" and record.name not in _AT_WILL:
@@ -120,7 +120,7 @@ class Bounded:
 
 
 class Log:
-    """Of the whole process, from `with` to its end; what was there before is put back then."""
+    """Installs the log of the process inside `with`; restores the previous handlers at the end."""
 
     def __init__(self, process: str, level: Level, style: Style, *, fd: int = _STDERR) -> None:
         self._level, self._fd = level, fd
@@ -128,7 +128,7 @@ class Log:
         self._undo: list[Callable[[], Any]] = []
 
     def serving(self) -> None:
-        """From now on exceptions are told without what they say: it may quote a request."""
+        """From now on leave out exception messages, which may quote a request."""
         self._lines.serving = True
 
     def __enter__(self) -> Self:
@@ -158,8 +158,8 @@ class Log:
 
 def _thread_ended(args: threading.ExceptHookArgs) -> None:
     if args.exc_value is not None and not issubclass(args.exc_type, SystemExit):
-        told = (args.exc_type, args.exc_value, args.exc_traceback)
-        _LOG.error("a thread was ended by an exception", exc_info=told, extra={"thread_name": _name(args.thread)})
+        raised = (args.exc_type, args.exc_value, args.exc_traceback)
+        _LOG.error("a thread was ended by an exception", exc_info=raised, extra={"thread_name": _name(args.thread)})
 
 
 def _name(thread: threading.Thread | None) -> str:
@@ -168,5 +168,5 @@ def _name(thread: threading.Thread | None) -> str:
 
 def _unraisable(args: sys.UnraisableHookArgs) -> None:
     if args.exc_value is not None:
-        told = (args.exc_type, args.exc_value, args.exc_traceback)
-        _LOG.error("an exception could not be raised", exc_info=told)
+        raised = (args.exc_type, args.exc_value, args.exc_traceback)
+        _LOG.error("an exception could not be raised", exc_info=raised)

@@ -1,4 +1,4 @@
-"""What `doctor` looks at, as data: one machine, one installation, one model, at one moment. Judges nothing."""
+"""Facts for `doctor`: one machine, one installation, one model, at one moment. Plain data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 class Package:
     name: str
     needs: str
-    """Bounds on its version, as in `>=2.11,<=2.13.0`; empty: any."""
+    """Version bounds, such as `>=2.11,<=2.13.0`; empty: any."""
     found: str | None
     """None: not installed."""
 
@@ -20,13 +20,13 @@ class Software:
     python: tuple[int, int, int]
     tripool: str
     packages: tuple[Package, ...]
-    """What the installation asks for. Empty: it was not installed as a package."""
+    """Requirements of the installation. Empty: it was not installed as a package."""
     torch_error: str | None = None
     """Why torch cannot be loaded."""
     torch_cuda: bool = False
     """The large build, for GPUs."""
     extras: Mapping[str, str | None] = field(default_factory=dict)
-    """Optional packages, with the version that is there."""
+    """Optional packages with their installed versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +36,11 @@ class Cpu:
     """x86_64, aarch64, ..."""
     num_cores: int
     num_usable: int
-    """By this process."""
+    """Cores usable by this process."""
     quota_cores: float | None
     """Of the control group; None: no bound."""
     load: float
-    """Mean number of threads that wanted to run over the last minute."""
+    """Mean number of runnable threads over the last minute."""
     flags: frozenset[str]
 
 
@@ -48,7 +48,7 @@ class Cpu:
 class Kernels:
     compiled: tuple[str, ...]
     usable: tuple[str, ...]
-    """By this CPU, best first; the first is what runs."""
+    """Kernels this CPU can run, best first; the first one is used."""
     error: str | None = None
     """Why that one cannot be loaded."""
 
@@ -79,24 +79,24 @@ class Port:
     error: str | None = None
     """Why one cannot listen there."""
     holder: str | None = None
-    """Who does, as far as one may know."""
+    """The process that listens there, if it can be determined."""
     url: str = ""
     server: str | None = None
     """Version of the Tripool that answers there."""
     ready: bool = False
     says: str = ""
-    """What that server says when it is not ready."""
+    """The server's message when it is not ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock:
     wall_s: float
     installed_s: float
-    """When the newest file of the installation was written: no present is before that."""
+    """Time of the newest file of the installation: a lower bound of the present."""
     backwards: bool
-    """The monotonic clock was."""
+    """The monotonic clock ran backwards."""
     jump_s: float
-    """How far the wall clock moved against the monotonic one while somebody looked."""
+    """Drift of the wall clock against the monotonic clock during the check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class Folder:
     writable: bool
     free_bytes: int
     needs_bytes: int = 0
-    """What may still have to be written there."""
+    """Bytes that may still have to be written there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ class Model:
     weight_bytes: int = 0
     """In memory, in the precision that will run."""
     kv_bytes: int = 0
-    """That will be taken when nobody says how much."""
+    """Default KV size."""
     precision: str = "int8"
 
 

@@ -1,6 +1,6 @@
-"""What the operating system says about itself, read from its own files below a root folder that a test may invent.
+"""Reads facts about the operating system from its files below a root folder, which tests can replace.
 
-Files that are not there, as on another system, mean "not known", and then no bound.
+Missing files, as on another system, mean "unknown" and no bound.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def quota_cores(root: Path = ROOT) -> float | None:
 
 
 def memory_limit(root: Path = ROOT) -> tuple[int | None, int]:
-    """The tightest bound in bytes, and what is in use under it and cannot be dropped."""
+    """The tightest bound in bytes, and the used bytes under it that cannot be reclaimed."""
     found = []
     for group in _groups(root, "memory"):
         for limit_file, used_file in (
@@ -73,7 +73,7 @@ def memory_limit(root: Path = ROOT) -> tuple[int | None, int]:
 
 
 def _droppable(group: Path) -> int:
-    """Pages of files that count as used, and are given up when somebody needs memory."""
+    """File pages that count as used but can be reclaimed."""
     for line in _read(group / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
         if name in ("inactive_file", "total_inactive_file"):
@@ -82,7 +82,7 @@ def _droppable(group: Path) -> int:
 
 
 def _groups(root: Path, controller: str) -> list[Path]:
-    """Folders of this process's control group, from itself up to the top. Version 2 has one tree, version 1 several."""
+    """Folders of this process's control group, from itself to the root. Version 2 has one tree, version 1 several."""
     folders = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -93,13 +93,13 @@ def _groups(root: Path, controller: str) -> list[Path]:
         else:
             continue
         here = top / path.strip("/")
-        # In a container the path may be the host's, which is not there; the top is then the container's own.
+        # In a container the path may be the host's and missing here; the root is then the container's own.
         folders += [here, *(parent for parent in here.parents if parent.is_relative_to(top))]
     return folders
 
 
 def listener(port: int, root: Path = ROOT) -> str | None:
-    """Who listens on a TCP port: its name and process id, or that nobody may know."""
+    """Name and process id of the process that listens on a TCP port, or "unknown"."""
     inodes = set()
     for table in ("tcp", "tcp6"):
         for line in _read(root / "proc/net" / table).splitlines()[1:]:
@@ -117,14 +117,14 @@ def listener(port: int, root: Path = ROOT) -> str | None:
 def _open_files(process: Path) -> Iterator[str]:
     try:
         for link in (process / "fd").iterdir():
-            with suppress(FileNotFoundError):  # closed meanwhile, as the folder that is being listed will be
+            with suppress(FileNotFoundError):  # closed meanwhile, such as the descriptor of this listing
                 yield os.readlink(link)
     except OSError:
-        return  # another user's, or gone
+        return  # of another user, or ended
 
 
 def file_system(path: Path, root: Path = ROOT) -> str:
-    """Kind of the file system that a folder is on."""
+    """Type of the file system of a folder."""
     best, kind = -1, ""
     for line in _read(root / "proc/self/mounts").splitlines():
         fields = line.split()

@@ -1,4 +1,4 @@
-"""Pages and plots that rooms show their results in: HTML and SVG as text. Pure; opens no file and measures nothing."""
+"""HTML pages and SVG plots for reports, as text. Pure; opens no file and measures nothing."""
 
 from tripool.page.html import html_page, plots, table, tiles
 from tripool.page.svg import Plot

@@ -1,6 +1,6 @@
-"""The frame of every page: one HTML file that needs nothing else, light or dark as the reader's system is.
+"""Frame of every page: one self-contained HTML file, light or dark as the reader's system is.
 
-Takes words and escapes them, except `body`, which is HTML already. Knows nothing of what the page is about.
+Escapes all text except `body`, which is HTML already. Independent of the content.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ table{font-size:13px}th,td{padding:6px 5px}td:first-child{min-width:124px}}
 
 
 def html_page(title: str, body: str, style: str = "") -> str:
-    """`style` is what one page has beside what all have."""
+    """`style`: additional CSS of this page."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -50,7 +50,7 @@ def html_page(title: str, body: str, style: str = "") -> str:
 
 
 def tiles(rows: Iterable[tuple[str, str]]) -> str:
-    """The few numbers that a reader looks for first."""
+    """The headline numbers."""
     shown = "".join(
         f'<div class="tile"><span>{escape(name)}</span><b>{escape(value)}</b></div>' for name, value in rows
     )
@@ -64,5 +64,5 @@ def table(heads: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def plots(drawn: Iterable[str]) -> str:
-    """Side by side where there is room."""
+    """Plots side by side where there is room."""
     return f'<div class="plots">{"".join(drawn)}</div>'

@@ -12,7 +12,7 @@ WIDTH, HEIGHT = 560, 240
 _LEAST_SPAN = 1e-6
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 26, 42
 _LETTER, _ROW = 8.0, 17
-"""Room for one letter of a word, and for one row of words; on a narrow screen letters are larger (see `html`)."""
+"""Space for one letter and for one row of labels; on a narrow screen letters are larger (see `html`)."""
 
 
 def round_ticks(low: float, high: float, most: int = 6) -> list[float]:
@@ -45,7 +45,7 @@ class Plot:
 
     def __post_init__(self) -> None:
         self._words: list[tuple[int, float, float]] = []
-        """Row, left and right of the words of rules."""
+        """Row, left and right edge of the labels of rules."""
         self.x_ticks = round_ticks(0, self.x_high or 1)
         self.y_ticks = round_ticks(0, self.y_high or 1, most=4)
 
@@ -56,14 +56,14 @@ class Plot:
         return self.height - _BOTTOM - value / self.y_ticks[-1] * (self.height - _TOP - _BOTTOM)
 
     def bars(self, edges: Sequence[float], counts: Sequence[float], kind: str, hover: str) -> None:
-        """`hover` is said with low, high and count."""
+        """`hover` is formatted with low, high and count."""
         for low, high, count in zip(edges, edges[1:], counts, strict=False):
             if count:
                 left, top = self.x(low), self.y(count)
                 width = max(self.x(high) - left - 1, 1)
-                said = escape(hover.format(low=low, high=high, count=count))
+                text = escape(hover.format(low=low, high=high, count=count))
                 box = f'x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{self.y(0) - top:.1f}"'
-                self.marks.append(f'<rect class="{kind}" {box} rx="1"><title>{said}</title></rect>')
+                self.marks.append(f'<rect class="{kind}" {box} rx="1"><title>{text}</title></rect>')
 
     def steps(self, slice_length: float, values: Sequence[float], end: float, kind: str) -> None:
         """One level per slice, filled down to the axis."""
@@ -82,16 +82,16 @@ class Plot:
             self.marks.append(f'<polyline class="{kind} line" points="{corners}"/>')
 
     def points(self, points: Iterable[tuple[float, float, str]], kind: str) -> None:
-        """Each with what it says when pointed at."""
-        for x, y, said in points:
+        """Points, each with its hover text."""
+        for x, y, text in points:
             where = f'cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="3"'
-            self.marks.append(f'<circle class="{kind}" {where}><title>{escape(said)}</title></circle>')
+            self.marks.append(f'<circle class="{kind}" {where}><title>{escape(text)}</title></circle>')
 
-    def rule(self, value: float, said: str, kind: str = "rule") -> None:
-        """A vertical line with a word at its top, in the first row where it covers no other's."""
-        if not 0 <= value <= self.x_ticks[-1] * (1 + 1e-9):  # the largest value may sit on the last tick
+    def rule(self, value: float, text: str, kind: str = "rule") -> None:
+        """A vertical line with a label at its top, in the first row where it overlaps no other label."""
+        if not 0 <= value <= self.x_ticks[-1] * (1 + 1e-9):  # the largest value may be on the last tick
             return
-        at, width = self.x(value), _LETTER * len(said)
+        at, width = self.x(value), _LETTER * len(text)
         anchor, shift = ("end", -4) if at > WIDTH - 110 else ("start", 4)
         left = at + shift - (width if anchor == "end" else 0.0)
         row = next(
@@ -101,16 +101,16 @@ class Plot:
         top = _TOP + _ROW * row
         self.marks.append(f'<line class="{kind}" x1="{at:.1f}" x2="{at:.1f}" y1="{top}" y2="{self.y(0):.1f}"/>')
         self.marks.append(
-            f'<text class="{kind}" x="{at + shift:.1f}" y="{top + 9}" text-anchor="{anchor}">{escape(said)}</text>'
+            f'<text class="{kind}" x="{at + shift:.1f}" y="{top + 9}" text-anchor="{anchor}">{escape(text)}</text>'
         )
 
-    def level(self, value: float, said: str) -> None:
+    def level(self, value: float, text: str) -> None:
         """A horizontal line: a limit."""
         if 0 <= value <= self.y_ticks[-1]:
             at, right = self.y(value), WIDTH - _RIGHT
             self.marks.append(f'<line class="limit" x1="{_LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
             self.marks.append(
-                f'<text class="limit" x="{right}" y="{at - 4:.1f}" text-anchor="end">{escape(said)}</text>'
+                f'<text class="limit" x="{right}" y="{at - 4:.1f}" text-anchor="end">{escape(text)}</text>'
             )
 
     def render(self) -> str:

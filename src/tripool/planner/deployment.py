@@ -1,4 +1,4 @@
-"""The deployment file: what a plan decided, as TOML that `simulate` and `serve` read. Text in and out, no files."""
+"""Deployment file: a plan as TOML that `simulate` and `serve` read. Text in and out, no files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from tripool.planner.cost import Setup
 from tripool.planner.errors import BadDescription
-from tripool.planner.search import Ask, Deployment
+from tripool.planner.search import Deployment, PlanGoal
 
 VERSION = 1
 
@@ -41,18 +41,18 @@ class DeploymentFile:
     """Predicted."""
 
 
-def write_deployment(ask: Ask, found: Deployment) -> str:
+def write_deployment(goal: PlanGoal, found: Deployment) -> str:
     prefill, decode = found.prefill, found.decode
     lines = [
         "# Made by `tripool plan`; the numbers under [expected] are predictions, the rest are settings.",
-        f"version = {VERSION}", f'model = "{_plain(ask.model.name)}"', f'hardware = "{_plain(ask.hardware.name)}"',
-        f"chips = {ask.chips}", f"shared = {str(found.shared).lower()}", "",
+        f"version = {VERSION}", f'model = "{_plain(goal.model.name)}"', f'hardware = "{_plain(goal.hardware.name)}"',
+        f"chips = {goal.chips}", f"shared = {str(found.shared).lower()}", "",
         *_pool_lines("prefill", found.prefill_instances, prefill.chips, prefill.setup, prefill.tokens),
         *_pool_lines("decode", found.decode_instances, decode.chips, decode.setup, decode.batch),
         "[cache]", f"gb = {found.cache_bytes / 1e9:.1f}", "",
-        "[slo]", f"ttft_ms = {ask.ttft_s * 1e3:g}", f"tpot_ms = {ask.tpot_s * 1e3:g}", "",
-        "[workload]", f"input_tokens = {ask.input_tokens:g}", f"output_tokens = {ask.output_tokens:g}",
-        f"cached_share = {ask.cached_share:g}", "",
+        "[slo]", f"ttft_ms = {goal.ttft_s * 1e3:g}", f"tpot_ms = {goal.tpot_s * 1e3:g}", "",
+        "[workload]", f"input_tokens = {goal.input_tokens:g}", f"output_tokens = {goal.output_tokens:g}",
+        f"cached_share = {goal.cached_share:g}", "",
         "[expected]", f"requests_per_s = {found.requests_per_s:.4g}", f"ttft_ms = {found.ttft_s * 1e3:.4g}",
         f"tpot_ms = {found.tpot_s * 1e3:.4g}", f"cost_per_million = {found.cost_per_million:.4g}",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a user of the planner can get wrong: a description, a config, a table, a wish. Part of the one error tree."""
+"""Errors of the planner: invalid descriptions, configs and tables, and unreachable goals."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ class DoesNotFit(InvalidRequest):
 
 
 class NotReachable(InvalidRequest):
-    """No deployment keeps the promises asked for; the message says how far away the nearest one is."""
+    """No deployment reaches the goal; the message says how far away the nearest one is."""
 
     code = "slo_not_reachable"

@@ -1,4 +1,4 @@
-"""Numbers with their origin, read from TOML text. Knows no files: whoever calls has read the text.
+"""Numbers with their sources, read from TOML text. Opens no files.
 
 An entry is `name = { value = 1.6, source = "...", kind = "published" }`. Kinds: `published` (default), `measured` (on a
 machine of ours), `derived` (from published numbers, the source says how), `assumed`, and `calibrated` (chosen so that
@@ -25,7 +25,7 @@ class Fact:
 
 
 class Facts:
-    """Typed access to one description; every number read is remembered with its source."""
+    """Typed access to one description; records every number read, with its source."""
 
     def __init__(self, text: str, origin: str) -> None:
         self._origin = origin
@@ -61,7 +61,7 @@ class Facts:
         return {key: self._fact(f"{section}.{key}", entry, 0.0).value for key, entry in found.items()}
 
     def tables(self, section: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Of a list of tables: a path for messages, and the table."""
+        """(path for messages, table) of a list of tables."""
         found = self._tree.get(section, [])
         if not isinstance(found, list) or not all(isinstance(entry, Mapping) for entry in found):
             raise self.error(section, "is not a list of tables")

@@ -1,4 +1,4 @@
-"""The plan as one HTML file that needs nothing else: the best deployment, the others, and three plots."""
+"""A plan as one self-contained HTML file: the best deployment, the others, and three plots."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 from tripool.page import Plot, html_page, plots, table, tiles
 from tripool.planner.cost import DecodeModel
 from tripool.planner.report import parts_ms, why
-from tripool.planner.search import Ask, Deployment, Plan
+from tripool.planner.search import Deployment, Plan, PlanGoal
 
 _NUM_CURVE = 40
 _OWN_STYLE = """
@@ -16,38 +16,38 @@ _OWN_STYLE = """
 """
 
 
-def render_plan(ask: Ask, plan: Plan) -> str:
+def render_plan(goal: PlanGoal, plan: Plan) -> str:
     best = plan.deployments[0]
-    title = f"{ask.model.name} on {ask.chips} x {ask.hardware.title}"
+    title = f"{goal.model.name} on {goal.chips} x {goal.hardware.title}"
     asked = (
-        f"{ask.input_tokens:,.0f} tokens in ({ask.cached_share:.0%} cached), {ask.output_tokens:,.0f} out · "
-        f"first token within {ask.ttft_s * 1e3:,.0f} ms, then {ask.tpot_s * 1e3:g} ms per token · "
+        f"{goal.input_tokens:,.0f} tokens in ({goal.cached_share:.0%} cached), {goal.output_tokens:,.0f} out · "
+        f"first token within {goal.ttft_s * 1e3:,.0f} ms, then {goal.tpot_s * 1e3:g} ms per token · "
         f"{plan.num_considered:,} combinations considered"
     )
     levers = "".join(f"<p>{escape(lever.name)}: {lever.gain:+.1%}</p>" for lever in best.levers if lever.gain >= 0.005)
     body = (
-        f"<h1>{escape(title)}</h1><p>{escape(asked)}</p>{tiles(_tiles(ask, best))}"
+        f"<h1>{escape(title)}</h1><p>{escape(asked)}</p>{tiles(_tiles(goal, best))}"
         f"<h2>What binds</h2><p>{escape(why(best))}.</p>"
         f"<h2>What would lift it</h2>{levers or '<p>Nothing tried moves it by half a per cent.</p>'}"
-        f"<h2>Deployments, best first</h2>{_ranked(ask, plan)}"
-        f"<h2>Plots</h2>{plots(plot.render() for plot in _plots(ask, plan))}"
+        f"<h2>Deployments, best first</h2>{_ranked(goal, plan)}"
+        f"<h2>Plots</h2>{plots(plot.render() for plot in _plots(goal, plan))}"
         f"<h2>Where a step's time goes, milliseconds</h2>{_parts(best)}"
         "<p>Predictions of a cost model; `tripool plan --validate` prints its errors against published results.</p>"
     )
     return html_page(f"tripool plan: {title}", body, _OWN_STYLE)
 
 
-def _tiles(ask: Ask, best: Deployment) -> Iterator[tuple[str, str]]:
-    rate = best.requests_per_s * ask.output_tokens
+def _tiles(goal: PlanGoal, best: Deployment) -> Iterator[tuple[str, str]]:
+    rate = best.requests_per_s * goal.output_tokens
     yield "requests per second", rate_words(best.requests_per_s)
-    yield "output tokens per second and chip", f"{rate / ask.chips:,.0f}"
+    yield "output tokens per second and chip", f"{rate / goal.chips:,.0f}"
     yield "time per output token", f"{best.tpot_s * 1e3:.1f} ms"
     yield "time to first token", f"{best.ttft_s * 1e3:,.0f} ms"
-    yield "cost per million output tokens", f"{best.cost_per_million:,.2f} {ask.money}"
+    yield "cost per million output tokens", f"{best.cost_per_million:,.2f} {goal.money}"
     yield "power", f"{best.watts / 1e3:,.0f} kW, {best.watts / rate:,.1f} J per token"
     yield "prefill", pool_words(best, "prefill")
     yield "decode", pool_words(best, "decode")
-    yield "cache pool", f"{best.cache_bytes / 1e9:,.0f} GB keep contexts for {ask.keep_s / 60:g} min"
+    yield "cache pool", f"{best.cache_bytes / 1e9:,.0f} GB keep contexts for {goal.keep_s / 60:g} min"
 
 
 def rate_words(per_s: float) -> str:
@@ -67,12 +67,12 @@ def pool_words(found: Deployment, which: str) -> str:
     return f"{instances} x {chips} chips: {', '.join(extras)}"
 
 
-def _ranked(ask: Ask, plan: Plan) -> str:
-    heads = ["prefill", "decode", "requests/s", "out tok/s/chip", "TPOT ms", "TTFT ms", f"{ask.money} per M", "binds"]
+def _ranked(goal: PlanGoal, plan: Plan) -> str:
+    heads = ["prefill", "decode", "requests/s", "out tok/s/chip", "TPOT ms", "TTFT ms", f"{goal.money} per M", "binds"]
     rows = [
         [
             pool_words(found, "prefill"), pool_words(found, "decode"), rate_words(found.requests_per_s),
-            f"{found.requests_per_s * ask.output_tokens / ask.chips:,.0f}", f"{found.tpot_s * 1e3:.1f}",
+            f"{found.requests_per_s * goal.output_tokens / goal.chips:,.0f}", f"{found.tpot_s * 1e3:.1f}",
             f"{found.ttft_s * 1e3:,.0f}", f"{found.cost_per_million:,.2f}", found.bound,
         ]
         for found in plan.deployments
@@ -93,7 +93,7 @@ def _parts(best: Deployment) -> str:
     return table(["operator", "decode", "prefill"], [*rows, hidden, total])
 
 
-def _plots(ask: Ask, plan: Plan) -> Iterator[Plot]:
+def _plots(goal: PlanGoal, plan: Plan) -> Iterator[Plot]:
     fastest = max(point.tokens_per_s_per_user for point in plan.front)
     most = max(point.tokens_per_s_per_chip for point in plan.front)
     front = Plot(
@@ -112,22 +112,22 @@ def _plots(ask: Ask, plan: Plan) -> Iterator[Plot]:
         ),
         "one",
     )
-    front.rule(1.0 / ask.tpot_s, f"{ask.tpot_s * 1e3:g} ms")
+    front.rule(1.0 / goal.tpot_s, f"{goal.tpot_s * 1e3:g} ms")
     yield front
-    yield from _by_batch(ask, plan.deployments[0])
+    yield from _by_batch(goal, plan.deployments[0])
 
 
-def _by_batch(ask: Ask, best: Deployment) -> Iterator[Plot]:
-    model = DecodeModel(ask.hardware, ask.model, best.decode.setup)
+def _by_batch(goal: PlanGoal, best: Deployment) -> Iterator[Plot]:
+    model = DecodeModel(goal.hardware, goal.model, best.decode.setup)
     most = max(best.decode.batch * 2, 8)
     sizes = sorted({max(1, round(most * index / _NUM_CURVE)) for index in range(1, _NUM_CURVE + 1)})
-    steps = [(size, model.tpot_s(size, ask.mean_context)) for size in sizes]
+    steps = [(size, model.tpot_s(size, goal.mean_context)) for size in sizes]
     tpot = Plot("Best deployment: time per token by batch", "requests per rank", most, steps[-1][1] * 1e3, "ms")
     tpot.points(((size, s * 1e3, f"{size} requests: {s * 1e3:.1f} ms") for size, s in steps), "two")
-    tpot.level(ask.tpot_s * 1e3, f"limit {ask.tpot_s * 1e3:g}")
+    tpot.level(goal.tpot_s * 1e3, f"limit {goal.tpot_s * 1e3:g}")
     tpot.rule(best.decode.batch, f"batch {best.decode.batch}")
     yield tpot
-    rates = [(size, size * ask.hardware.ranks / s) for size, s in steps]
+    rates = [(size, size * goal.hardware.ranks / s) for size, s in steps]
     rate = Plot("Best deployment: throughput by batch", "requests per rank", most, max(r for _, r in rates), "per chip")
     rate.points(((size, r, f"{size} requests: {r:,.0f} tok/s a chip") for size, r in rates), "three")
     rate.rule(best.decode.batch, f"batch {best.decode.batch}")

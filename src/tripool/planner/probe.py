@@ -1,6 +1,6 @@
-"""The user's own machine as hardware: memory bandwidth and GEMM rate, measured with numpy in about a second.
+"""Describes the user's own machine as hardware: memory bandwidth and GEMM rate, measured with numpy in about a second.
 
-The worldly half of the planner: it reads a clock and the system's memory. Nothing else in this room imports it.
+Reads a clock and the system's memory; no other module of the planner imports it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def probe() -> Probed:
 
 
 def _fastest_s(run: Callable[[], object]) -> float:
-    """The best of what fits into a moment: others on the machine only make it slower."""
+    """Shortest of several runs: other load only makes a run slower."""
     run()
     best, end = float("inf"), time.perf_counter() + _WITHIN_S
     while True:
@@ -50,7 +50,7 @@ def _fastest_s(run: Callable[[], object]) -> float:
 
 
 def describe(found: Probed) -> str:
-    """TOML as `hardware/*.toml` have it."""
+    """TOML in the format of `hardware/*.toml`."""
     gb_s = found.copy_bytes_per_s / 1e9
     assumed: dict[str, dict[str, float]] = {
         "chip": {"ranks": 1, "node_chips": 1, "hbm_usable": 0.7},
@@ -79,7 +79,7 @@ def describe(found: Probed) -> str:
 
 
 def _plane(kind: str, gb_s: float) -> str:
-    """One machine has one plane, its own memory, that stands for all three."""
+    """One machine has one plane, its own memory, used for all three kinds."""
     alone = (_fact(key, 1, "assumed") for key in ("share", "latency_us", "domain_chips"))
     return f'\n[[planes]]\nname = "memory"\nkind = "{kind}"\n' + _fact("gb_s", gb_s, "measured") + "".join(alone)
 

@@ -1,13 +1,13 @@
-"""Plans and verdicts as plain data, for JSON and for whoever draws tables and pages."""
+"""Plans and verdicts as plain data, for JSON, tables and pages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from tripool.planner.cost import Setup, Step
+from tripool.planner.cost import Setup, StepCost
 from tripool.planner.rows import Compared, Verdict
-from tripool.planner.search import Ask, Deployment, Plan
+from tripool.planner.search import Deployment, Plan, PlanGoal
 
 BOUND_WORDS = {
     "prefill": "prefill carries least: more prefill chips, or more of the prompts cached",
@@ -21,18 +21,18 @@ STOPPED_WORDS = {
 }
 
 
-def plan_data(ask: Ask, plan: Plan) -> dict[str, Any]:
+def plan_data(goal: PlanGoal, plan: Plan) -> dict[str, Any]:
     return {
-        "model": ask.model.name,
-        "hardware": ask.hardware.name,
-        "chips": ask.chips,
-        "input_tokens": ask.input_tokens,
-        "output_tokens": ask.output_tokens,
-        "cached_share": ask.cached_share,
-        "ttft_ms": ask.ttft_s * 1e3,
-        "tpot_ms": ask.tpot_s * 1e3,
+        "model": goal.model.name,
+        "hardware": goal.hardware.name,
+        "chips": goal.chips,
+        "input_tokens": goal.input_tokens,
+        "output_tokens": goal.output_tokens,
+        "cached_share": goal.cached_share,
+        "ttft_ms": goal.ttft_s * 1e3,
+        "tpot_ms": goal.tpot_s * 1e3,
         "considered": plan.num_considered,
-        "deployments": [deployment_data(ask, found) for found in plan.deployments],
+        "deployments": [deployment_data(goal, found) for found in plan.deployments],
         "front": [
             {
                 "tokens_per_s_per_user": point.tokens_per_s_per_user,
@@ -46,21 +46,21 @@ def plan_data(ask: Ask, plan: Plan) -> dict[str, Any]:
     }
 
 
-def deployment_data(ask: Ask, found: Deployment) -> dict[str, Any]:
+def deployment_data(goal: PlanGoal, found: Deployment) -> dict[str, Any]:
     prefill, decode = found.prefill, found.decode
     return {
         "requests_per_s": found.requests_per_s,
-        "output_tokens_per_s": found.requests_per_s * ask.output_tokens,
-        "output_tokens_per_s_per_chip": found.requests_per_s * ask.output_tokens / ask.chips,
+        "output_tokens_per_s": found.requests_per_s * goal.output_tokens,
+        "output_tokens_per_s_per_chip": found.requests_per_s * goal.output_tokens / goal.chips,
         "tpot_ms": found.tpot_s * 1e3,
         "ttft_ms": found.ttft_s * 1e3,
         "bound": found.bound,
         "why": why(found),
         "levers": [{"name": lever.name, "gain": lever.gain} for lever in found.levers],
         "cost_per_million_output_tokens": found.cost_per_million,
-        "currency": ask.money,
+        "currency": goal.money,
         "watts": found.watts,
-        "joules_per_output_token": found.watts / (found.requests_per_s * ask.output_tokens),
+        "joules_per_output_token": found.watts / (found.requests_per_s * goal.output_tokens),
         "cache_gb": found.cache_bytes / 1e9,
         "transfer_share": found.transfer_share,
         "shared": found.shared,
@@ -88,15 +88,15 @@ def deployment_data(ask: Ask, found: Deployment) -> dict[str, Any]:
 
 
 def why(found: Deployment) -> str:
-    """The limit that binds, in words."""
+    """The binding limit, in words."""
     stopped = found.decode.stopped_by if found.bound != "prefill" else found.prefill.stopped_by
     pool = "decode" if found.bound != "prefill" else "prefill"
     words = "" if found.bound == "transfer" else f"; in a {pool} instance {STOPPED_WORDS[stopped]}"
     return BOUND_WORDS[found.bound] + words
 
 
-def parts_ms(step: Step) -> dict[str, float]:
-    """Of a step, what each operator takes by itself, the longest first."""
+def parts_ms(step: StepCost) -> dict[str, float]:
+    """Time of each operator of a step by itself, the longest first."""
     named = sorted(step.parts, key=lambda part: -part[1])
     return {name: seconds * 1e3 for name, seconds in named if seconds > 0}
 

@@ -1,4 +1,4 @@
-"""What a trace asks for, in the few numbers that a plan needs. Takes parsed requests, opens no file."""
+"""Workload of a trace in the few numbers that a plan needs. Takes parsed requests, opens no file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Workload:
     output_tokens: float
     """Means."""
     cached_share: float
-    """Of prompt tokens, seen before by a cache that forgets nothing."""
+    """Share of prompt tokens seen before, with an unlimited cache."""
     requests_per_s: float | None
     """None: one request, or all at once."""
     num_requests: int

@@ -1,7 +1,7 @@
-"""The quantiser: checkpoints into INT8 with as little loss as eight bits allow, and how much was lost.
+"""Quantises checkpoints to INT8 with calibration, and measures what was lost.
 
-Reads through `checkpoints`, computes calibration with `models`, writes the compressed-tensors W8A8 layout. Refuses to
-know who asks: the commands are in `cli`.
+Reads through `checkpoints`, runs calibration with `models`, writes the compressed-tensors W8A8 layout. The commands are
+in `cli`.
 """
 
 from tripool.quant.evaluate import Comparison, Side, compare

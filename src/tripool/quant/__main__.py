@@ -1,4 +1,4 @@
-"""`python -m tripool.quant SRC DST`: what `tripool quantize` does, on machines that have torch and little else."""
+"""`python -m tripool.quant SRC DST`: same as `tripool quantize`, for machines with little more than torch."""
 
 from __future__ import annotations
 

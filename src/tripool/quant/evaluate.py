@@ -1,9 +1,9 @@
-"""Two checkpoints on one text: perplexity of each, and how far the second says what the first says.
+"""Compares two checkpoints on one text: perplexity of each, and agreement of the second with the first.
 
-- perplexity: exp of the mean loss over every token of the text but each window's first.
-- next-token agreement: share of the same places where both, reading the text itself, find the same token likeliest.
-- KL: mean over the same places of KL(A ‖ B), in nats.
-- greedy agreement: both go on by themselves from the start of each window; share of A's tokens before the first that
+- perplexity: exp of the mean loss over every token of the text except the first of each window.
+- next-token agreement: share of the same positions at which both predict the same token, given the text.
+- KL: mean of KL(A ‖ B) over the same positions, in nats.
+- greedy agreement: both continue greedily from the start of each window; share of A's tokens before the first that
   differs.
 """
 
@@ -24,8 +24,9 @@ from tripool.models import load_model
 from tripool.quant.watched import W8A8
 
 Arithmetic = Literal["float32", "int8", "w8a8"]
-"""float32: stored integers are multiplied out. int8: our 8-bit kernels. w8a8: what the layout means, written out:
-integer weights, their inputs rounded by token, the rest in float32."""
+"""float32: weights are dequantised. int8: the 8-bit kernels. w8a8: the layout's definition in float32: integer weights,
+inputs quantised per token.
+"""
 
 TABLES: dict[Arithmetic, KernelTable] = {"float32": CPU, "int8": CPU8, "w8a8": W8A8}
 PROMPT_TOKENS = 32
@@ -50,7 +51,7 @@ class Comparison:
 
 
 class Side:
-    """One checkpoint, loaded, asked for logits."""
+    """One loaded checkpoint that computes logits."""
 
     def __init__(self, checkpoint: Checkpoint, arithmetic: Arithmetic, *, window: int, num_answers: int) -> None:
         self.name = checkpoint.name
@@ -60,12 +61,12 @@ class Side:
         self._runner = Runner(model, num_blocks=max(num_answers, 1) * self._blocks)
 
     def logits(self, window: Sequence[int]) -> torch.Tensor:
-        """What comes after each token of the window."""
+        """Logits after each token of the window."""
         work = Work(list(window), 0, self._table(0), False)
         return self._runner.logits(self._runner.hidden([work]))
 
     def greedy(self, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-        """Each prompt's likeliest continuation; nothing ends it early."""
+        """Greedy continuation of each prompt, without stopping early."""
         work = [Work(list(prompt), 0, self._table(i), False) for i, prompt in enumerate(prompts)]
         answers: list[list[int]] = [[] for _ in prompts]
         last = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
@@ -95,8 +96,8 @@ def compare(
     answer_tokens: int = 32,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Comparison:
-    """`starts`: of each window, the first token that counts; those before it are read only. None: all but the first."""
-    assert a.vocab == b.vocab, "told apart before this"
+    """`starts`: the first counted token of each window; tokens before it are context only. None: all but the first."""
+    assert a.vocab == b.vocab, "checked by the caller"
     loss_a = loss_b = kl = 0.0
     same = count = 0
     for i, window in enumerate(windows):
@@ -122,7 +123,7 @@ def compare(
 
 
 def _greedy(a: Side, b: Side, windows: Sequence[Sequence[int]], count: int) -> tuple[int, int]:
-    """Tokens of A that B wrote as well before it wrote another, and tokens of A in all."""
+    """(tokens of A that B generated too before the first difference, tokens of A)."""
     prompts = [window[:PROMPT_TOKENS] for window in windows]
     if not prompts:
         return 0, 0

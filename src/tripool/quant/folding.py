@@ -1,8 +1,8 @@
-"""Outlier suppression by scalings that change nothing: a factor out of an input's columns and into their weights.
+"""Outlier suppression by equivalent scalings: divide an input's columns by factors and multiply them into the weights.
 
-Where something that stays in 16-bit floats takes part (a router, a bias) factors are powers of two, and it stays the
-same bits. Elsewhere any number does: what is multiplied becomes integers of a per-row scale anyway, and a norm's gain,
-divided, is made to be a bfloat16. How far to go is tried out on calibration rows.
+Where a part that stays in 16-bit floats takes part (a router, a bias), factors are powers of two, so its bits do not
+change. Elsewhere any factor is allowed: the products become integers with a scale per row anyway, and a norm's divided
+gain is made to be a bfloat16. The strength is chosen on calibration rows.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from tripool.quant.rounding import Seen, largest_scales, to_integers
 from tripool.quant.watched import round_tokens
 
 STRENGTHS = (0.3, 0.5, 0.65, 0.8, 0.9, 1.0)
-"""How much of an outlier goes from the activations (0) into the weights (1); none at all is tried as well."""
+"""Strengths: how much of an outlier moves from the activations (0) to the weights (1); no scaling is tried as well."""
 _LEAST_ROWS = 16
 _MOST_OUTPUTS = 8192
-"""A choice is tried on no more of the readers' outputs than this: of many experts, some speak for all."""
+"""Most outputs of the readers on which a choice is tried: of many experts, a few are enough."""
 _TRIED_ROWS = 96
 _FURTHEST = 12
 _STEPS, _STEP = 8, 0.03
-"""Descent from the best strength: how many steps, and how far each factor goes in one, as a logarithm. A longer way
-learns the sample by heart: of six of SmolLM2's down projections, on text not seen, 8 steps leave 84 % of the error of
-powers of two, 32 steps 89 %."""
+"""Gradient descent from the best strength: number of steps, and step size in the logarithm of the factors. More steps
+overfit the sample: of six of SmolLM2's down projections, on unseen text, 8 steps leave 84 % of the error of powers of
+two, 32 steps 89 %.
+"""
 
 
 class Weights(Protocol):
-    """A layer's, by relative names."""
+    """Weights of a layer, by relative names."""
 
     def linear(self, name: str) -> torch.Tensor:
         """Weight of a linear or gain of a norm, float32."""
@@ -42,17 +43,17 @@ class Weights(Protocol):
 
 @dataclass(slots=True)
 class Factors:
-    """For a layer's tensors, by relative name; what is not named stays."""
+    """Factors for a layer's tensors, by relative name; tensors that are not named do not change."""
 
     norms: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Gains are divided by it."""
+    """Divides gains."""
     rows: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Rows of a weight, and its bias, are divided by it."""
+    """Divides rows of a weight and its bias."""
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Columns are multiplied by it."""
+    """Multiplies columns."""
 
     def apply(self, name: str, out: torch.Tensor) -> None:
-        """To a tensor of the layer, by its name: `input_layernorm.weight`, `self_attn.v_proj.bias`."""
+        """Apply to a tensor of the layer, by its name: `input_layernorm.weight`, `self_attn.v_proj.bias`."""
         module, _, kind = name.rpartition(".")
         if kind in ("weight", "bias"):
             if module in self.norms:
@@ -63,7 +64,7 @@ class Factors:
             out.mul_(self.columns[module])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """To be kept, and read again with `of_tensors`."""
+        """For storing; read again with `of_tensors`."""
         kinds = {"norms": self.norms, "rows": self.rows, "columns": self.columns}
         return {f"{kind}/{name}": values for kind, named in kinds.items() for name, values in named.items()}
 
@@ -90,10 +91,10 @@ def choose_factors(parts: LayerParts, seen: Mapping[str, Seen], weights: Weights
 
 
 def _choose(fold: Fold, stats: Seen, readers: Sequence[str], weights: Weights) -> torch.Tensor | None:
-    """Of the strengths, and none, the one that leaves the least error in what the readers make of the sample.
+    """The strength, or none, with the least output error of the readers on the sample.
 
-    What an activation's column is worth is its largest value or its usual one; either may serve better. From there it
-    goes on column by column, where factors need not be powers of two.
+    A column is weighted by its largest or by its root mean square value, whichever works better. The result is then
+    refined column by column, unless factors must be powers of two.
     """
     some, outputs = [], 0
     for name in readers:
@@ -121,7 +122,7 @@ def _choose(fold: Fold, stats: Seen, readers: Sequence[str], weights: Weights) -
 
 
 def _error(rows: torch.Tensor, weight: torch.Tensor) -> float:
-    """Squared, of the outputs: what rounding the rows does to them, and what rounding the weights does."""
+    """Squared output error caused by rounding the rows and by rounding the weights."""
     scale = largest_scales(weight)
     by_rows = (round_tokens(rows) - rows) @ weight.T
     by_weights = rows @ to_integers(weight, scale).mul_(scale).sub_(weight).T
@@ -129,11 +130,11 @@ def _error(rows: torch.Tensor, weight: torch.Tensor) -> float:
 
 
 def _descend(factor: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, fold: Fold) -> torch.Tensor:
-    """Down the expected error of the outputs.
+    """Gradient descent on the expected output error.
 
-    A step of rounding is a token's largest column, or a row's largest weight, so that error is, but for a constant,
+    A rounding step is a token's largest column, or a row's largest weight, so that error is, up to a constant,
     sum_t max_c (x_tc / f_c)^2 · sum_c f_c^2 |w_c|^2 + sum_r max_c (w_rc f_c)^2 · sum_c |x_c|^2 / f_c^2: convex in the
-    logarithms of f. Columns that make steps large are pressed down, all others give way.
+    logarithms of f. Columns that enlarge the steps are scaled down, all others up.
     """
     rows, weight, logs = rows.abs(), weight.abs(), factor.log()
     row_energy, weight_energy = rows.square().sum(0), weight.square().sum(0)
@@ -148,14 +149,16 @@ def _descend(factor: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, fol
 
 
 def _slope(values: torch.Tensor, energy: torch.Tensor) -> torch.Tensor:
-    """[width]: of sum_t max_c values^2 · sum_c energy, by log f, where values go with 1 / f and energy with f^2."""
+    """[width]: gradient of sum_t max_c values^2 · sum_c energy by log f, where values scale with 1 / f and
+    energy with f^2.
+    """
     largest, where = values.max(1)
     steps = largest.square()
     return energy * steps.sum() - torch.zeros_like(energy).index_add_(0, where, steps) * energy.sum()
 
 
 def _tied(fold: Fold, largest: torch.Tensor, weight_largest: torch.Tensor, strength: float) -> torch.Tensor:
-    """Columns that come from one row share what they are divided by."""
+    """Columns that come from one row share a factor."""
     if fold.source_rows:
         rows = torch.tensor(fold.source_rows)
         largest, weight_largest = (
@@ -174,7 +177,7 @@ def _settled(wanted: torch.Tensor, in_powers: bool) -> torch.Tensor:
 
 
 def _for_gains(factor: torch.Tensor, norms: Sequence[str], weights: Weights) -> torch.Tensor:
-    """The nearest factor by which the norms' gains, divided, are bfloat16: so nothing is lost when they are stored."""
+    """The nearest factor for which the norms' divided gains are bfloat16, so that storing them loses nothing."""
     gain = torch.cat([weights.linear(name) for name in norms])
     stored = (gain / factor).bfloat16().float()
     return torch.where(stored != 0, gain / stored, 1.0)

@@ -1,7 +1,7 @@
-"""What of a quantisation is done, on disk: a run that was killed goes on after the last shard that was finished.
+"""Journal of a quantisation on disk: a killed run resumes after the last finished shard.
 
-All of it lies in a folder of its own inside the target, which is removed at the end. config.json is written last, so a
-half-made folder is never taken for a checkpoint.
+It is in a folder of its own inside the target and is removed at the end. config.json is written last, so an unfinished
+folder is never taken for a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FOLDER = ".quantize"
 
 class Journal:
     def __init__(self, target: Path, plan: Mapping[str, Any]) -> None:
-        """`plan` names source and settings; a target that was begun with another plan is refused."""
+        """`plan` names source and settings; a target started with another plan is refused."""
         self.folder = target / FOLDER
         self._lines = self.folder / "journal.jsonl"
         plan_file = self.folder / "plan.json"
@@ -31,8 +31,8 @@ class Journal:
         elif not plan_file.exists():  # killed before anything was done
             _write_durably(plan_file, json.dumps(plan, sort_keys=True))
         elif json.loads(plan_file.read_text("utf-8")) != json.loads(json.dumps(plan)):
-            hint = "give the same source and options to go on with it, or remove the folder to begin anew"
-            raise QuantizeError(f"{target} was begun from another source or with other options", hint=hint)
+            hint = "give the same source and options to resume it, or remove the folder to start over"
+            raise QuantizeError(f"{target} was started from another source or with other options", hint=hint)
         self.done: dict[str, dict[str, Any]] = {}
         """Record of each finished step, by name."""
         for line in self._whole_lines():
@@ -40,7 +40,7 @@ class Journal:
             self.done[entry["step"]] = entry["record"]
 
     def _whole_lines(self) -> list[str]:
-        """A line that was cut off is one that was never written: it is cut away, so that the next begins afresh."""
+        """A truncated last line is removed, so that the next one starts on a new line."""
         text = self._lines.read_text("utf-8") if self._lines.exists() else ""
         whole, _, rest = text.rpartition("\n")
         if rest:
@@ -48,7 +48,7 @@ class Journal:
         return whole.splitlines()
 
     def finish(self, step: str, record: Mapping[str, Any]) -> None:
-        """Only after what the step made is on disk."""
+        """Call only after the step's output is on disk."""
         with self._lines.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "record": record}) + "\n")
             file.flush()
@@ -56,7 +56,7 @@ class Journal:
         self.done[step] = json.loads(json.dumps(record))
 
     def remove(self) -> None:
-        self._lines.unlink(missing_ok=True)  # first: what says that steps are done must not outlive what they made
+        self._lines.unlink(missing_ok=True)  # first: the journal must not outlive the files it records
         shutil.rmtree(self.folder)
 
 

@@ -1,4 +1,4 @@
-"""One layer into one shard: its linears as integers, the rest as it was, and what that cost, linear by linear."""
+"""Quantises one layer into one shard and reports the error of each linear."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tripool.quant.rounding import TRIED_ROWS, Feedback, Rounded, Seen, largest_
 from tripool.quant.watched import round_tokens
 
 _FEW_ROWS = 16
-"""Fewer tokens than this say nothing about an expert; it is rounded as if none had been seen."""
+"""With fewer calibration tokens than this, an expert is rounded without data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class LinearReport:
     weight_error: float
     """|W - W8| / |W|."""
     output_error: float
-    """|x8 W8^T - x W^T| / |x W^T| over a sample, with x8 rounded by token; `weight_error` where nothing was seen."""
+    """|x8 W8^T - x W^T| / |x W^T| over a sample, with x8 rounded per token; `weight_error` without calibration data."""
     mean_clip: float
-    """Where the rows' ranges end, relative to their largest weights."""
+    """Clipping range of the rows, relative to their largest weights."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,7 +54,7 @@ class FoldedSource:
         self._checkpoint, self._prefix, self._factors = checkpoint, f"{parts.prefix}.", factors
         self._shard, self.expect = shard, FromCheckpoint(checkpoint).expect
         self.rounded: Collection[str] = ()
-        """Linears, by relative name, that are taken from the shard."""
+        """Linears, by relative name, that are read from the shard."""
 
     def has(self, name: str) -> bool:
         return name in self._checkpoint.infos()
@@ -82,7 +82,7 @@ class FoldedSource:
         return out
 
     def linear(self, name: str) -> torch.Tensor:
-        """A linear's weight, or a norm's gain, by its name in the layer."""
+        """A linear's weight or a norm's gain, by its name in the layer."""
         return self.floats(f"{self._prefix}{name}.weight")
 
     def has_bias(self, name: str) -> bool:
@@ -99,7 +99,7 @@ class FoldedSource:
 def stored_infos(
     infos: Mapping[str, TensorInfo], integers: Collection[str], sublayers: Collection[str] = ()
 ) -> dict[str, TensorInfo]:
-    """What a shard will hold of these tensors. `integers` and `sublayers` (in 16 bits) are full names of weights."""
+    """Stored form of these tensors. `integers` and `sublayers` (in 16 bits) are full names of weights."""
     stored: dict[str, TensorInfo] = {}
     for name, info in infos.items():
         if name in integers:
@@ -187,7 +187,7 @@ def _relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def keep_in_floats(
     path: Path, checkpoint: Checkpoint, parts: LayerParts, factors: Factors, kept: Collection[str]
 ) -> None:
-    """Write a finished shard again with some linears (relative names) as 16-bit floats."""
+    """Rewrite a finished shard with some linears (relative names) as 16-bit floats."""
     shard = SafetensorsFile(path)
     source = FoldedSource(checkpoint, parts, factors)
     infos = layer_infos(checkpoint, parts)

@@ -29,7 +29,7 @@ def read_windows(file: Path | None, tokenizer: Tokenizer, *, num_tokens: int | N
 
 
 class QuantizeError(TripoolError):
-    """A quantisation cannot begin or go on."""
+    """A quantisation cannot start or continue."""
 
     status = 400
     code = "cannot_quantize"
@@ -38,16 +38,17 @@ class QuantizeError(TripoolError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Techniques:
     suppress: bool = True
-    """Outliers of activations are scaled down, and what reads them scaled up by the same power of two."""
+    """Outliers of activations are scaled down, and the weights that read them scaled up by the same factor."""
     search: bool = True
-    """Each channel's scale is the one, of several, with the least output error; else the largest weight decides."""
+    """Each channel's scale is the candidate with the least output error; otherwise the largest weight decides."""
     compensate: bool = True
-    """What rounding and clipping took from one column is given to those after it."""
+    """The rounding error of a column is compensated by the following columns."""
     keep: float = 0.4
-    """Mixed precision: the most sensitive parts stay in 16-bit floats, as long as the linears' bytes grow by no more
-    than this share. 0: none stays."""
+    """Mixed precision: the most sensitive parts stay in 16-bit floats, as long as the linears' bytes grow by at most
+    this share. 0: none.
+    """
     vocabulary: bool = False
-    """Embedding and head are rounded too, a scale for each token: in small models they are much of the file."""
+    """Embedding and head are quantised too, with a scale per token: in small models they are much of the file."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.keep < 1:
@@ -67,13 +68,13 @@ class Candidate:
 
     name: str
     sensitivity: float
-    """Error that its rounding adds to the residual stream, squared, relative to the stream."""
+    """Squared error that its rounding adds to the residual stream, relative to the stream."""
     extra_bytes: int
-    """What staying in floats would cost."""
+    """Bytes that floats would cost."""
 
 
 def choose_kept(candidates: list[Candidate], budget_bytes: int) -> list[str]:
-    """Most error saved per byte first; one that does not fit leaves room for smaller ones after it."""
+    """Greedy by error saved per byte; a candidate that does not fit is skipped."""
     kept, left = [], budget_bytes
     for one in sorted(candidates, key=lambda one: (-one.sensitivity / max(one.extra_bytes, 1), one.name)):
         if one.extra_bytes <= left and one.sensitivity > 0:

@@ -1,6 +1,6 @@
-"""A layer as the quantiser sees it: which linears read which input, and which scalings leave the layer as it was.
+"""Structure of a layer for the quantiser: which linears read which input, and which scalings are equivalent.
 
-Names are relative to the layer (`self_attn.q_proj`). Knows shapes, never values.
+Names are relative to the layer (`self_attn.q_proj`). Uses shapes, never values.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from tripool.models.arch import Arch, GqaShape, MlaShape
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """Linears that multiply one input, and so see it rounded in one way."""
+    """Linears that multiply one input, and therefore see it rounded in the same way."""
 
     label: str
     linears: tuple[str, ...]
     unit: str
-    """Keeps or loses its floats together: what others fuse into one product must have one precision."""
+    """Linears of one unit have one precision, because engines fuse them into one product."""
     like: str = ""
-    """Label of an input that is the same; "": nobody else's."""
+    """Label of an identical input; "": none."""
 
     @property
     def observed(self) -> str:
@@ -29,9 +29,9 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Whoever makes an input is divided by a vector, and whoever reads it is multiplied by it: nothing changes.
+    """An equivalent scaling: the producer of an input is divided by a vector and its readers are multiplied by it.
 
-    Made by norms, one after the other along the columns, or by the rows of a linear (`rows_of`): column c of the
+    The producers are norms, concatenated along the columns, or the rows of a linear (`rows_of`): column c of the
     readers belongs to row `source_rows[c]`.
     """
 
@@ -41,7 +41,7 @@ class Fold:
     rows_of: str = ""
     source_rows: tuple[int, ...] = ()
     readers_in_floats: tuple[str, ...] = ()
-    """Read the same input and are never rounded: the router."""
+    """Linears that read the same input and are never rounded: the router."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def _dense(prefix: str, width: int, unit: str = "", like: str = "") -> tuple[lis
 
 
 def _experts(arch: Arch) -> tuple[list[Input], list[Fold]]:
-    """All routed experts' precision is one: engines compute them in one grouped product."""
+    """All routed experts have one precision: engines compute them in one grouped product."""
     assert arch.moe is not None
     inputs: list[Input] = []
     folds: list[Fold] = []

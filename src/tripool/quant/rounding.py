@@ -1,6 +1,6 @@
-"""One linear into integers: a scale for each row, clipping, and feedback of the error along the columns.
+"""Quantises one linear to integers: a scale per row, clipping, and error compensation along the columns.
 
-What is minimised is the error of the output, x W^T, over rows x that were seen in calibration.
+Minimises the error of the output, x W^T, over rows x seen in calibration.
 """
 
 from __future__ import annotations
@@ -10,35 +10,36 @@ from dataclasses import dataclass
 import torch
 
 RATIOS = (1.0, 0.98, 0.96, 0.94, 0.91, 0.88, 0.84, 0.8)
-"""Of the largest weight in a row: where its range may end. What lies outside is clipped."""
+"""Candidate clipping ranges, as shares of the row's largest weight."""
 TRIED_ROWS = 256
 _BLOCK = 128
 _DAMPING = 1.0
-"""Of the mean square. Calibration sees a few thousand tokens: with little damping (0.01 is usual at four bits) what is
-learned from them harms other text. On tokens not seen, over five of SmolLM2's layers, 1 beat 0.1 and 0.01 nearly
-everywhere; more was not tried."""
+"""Damping, as a share of the mean square. Calibration sees a few thousand tokens: with little damping (0.01 is usual at
+four bits) the compensation overfits. On unseen tokens, over five of SmolLM2's layers, 1 beat 0.1 and 0.01 nearly
+everywhere; more was not tried.
+"""
 _LEAST = torch.finfo(torch.float32).tiny
 
 
 @dataclass(slots=True)
 class Seen:
-    """What calibration saw of one input."""
+    """Calibration statistics of one input."""
 
     second: torch.Tensor
     """float32 [width, width]: sum of x^T x."""
     largest: torch.Tensor
-    """float32 [width]: of each column, by magnitude."""
+    """float32 [width]: largest magnitude of each column."""
     rows: torch.Tensor
     """float32 [some, width]: a sample."""
     count: int
 
     def sample(self, count: int) -> torch.Tensor:
-        """No more of the rows than this, evenly."""
+        """At most this many rows, evenly spaced."""
         return self.rows[:: max(-(-len(self.rows) // count), 1)]
 
     def errors(self, difference: torch.Tensor) -> torch.Tensor:
-        """[out]: squared error that a difference of weights makes in each output, over all rows."""
-        if self.count == len(self.rows) < len(self.second):  # an expert that few tokens reached: they are all there
+        """[out]: squared output error caused by a difference of weights, over all rows."""
+        if self.count == len(self.rows) < len(self.second):  # few tokens: the sample holds all of them
             return output_errors(difference, self.rows)
         return (difference @ self.second).mul_(difference).sum(1)
 
@@ -47,7 +48,7 @@ class Seen:
         return (self.second.diagonal() / max(self.count, 1)).sqrt()
 
     def divided(self, by: torch.Tensor) -> Seen:
-        """As if each column had been divided."""
+        """The statistics with each column divided."""
         return Seen(self.second / by / by[:, None], self.largest / by, self.rows / by, self.count)
 
 
@@ -63,24 +64,24 @@ class Rounded:
 
 
 def largest_scales(weight: torch.Tensor) -> torch.Tensor:
-    """float32 [out, 1]: the largest weight of a row becomes 127."""
+    """float32 [out, 1]: maps the largest weight of a row to 127."""
     largest = weight.abs().amax(1, keepdim=True)
     return torch.where(largest > 0, largest / 127, 1.0).clamp_(min=_LEAST)
 
 
 def to_integers(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Still float32; symmetric, so that -128 does not occur."""
+    """Integers as float32; symmetric, so -128 does not occur."""
     return (weight / scale).round_().clamp_(-127, 127)
 
 
 def output_errors(difference: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """[out]: squared error of each output over the rows; of the weights themselves where nothing was seen."""
+    """[out]: squared error of each output over the rows; of the weights themselves without rows."""
     seen = difference if rows is None else rows @ difference.T
     return seen.square().sum(1 if rows is None else 0)
 
 
 def searched_scales(weight: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """Of the ratios, for each row, the one with the least output error."""
+    """For each row, the candidate range with the least output error."""
     whole = largest_scales(weight)
     best, best_error = whole, torch.full((len(weight),), torch.inf)
     for ratio in RATIOS:
@@ -93,10 +94,10 @@ def searched_scales(weight: torch.Tensor, rows: torch.Tensor | None) -> torch.Te
 
 
 class Feedback:
-    """Rounds column after column and moves each column's error to those not yet rounded, where it does least harm.
+    """Rounds column after column and compensates each column's error in the columns not yet rounded.
 
     This is optimal brain surgery with a fixed order (OBS; GPTQ, arXiv 2210.17323): the Cholesky factor of the inverse
-    of `second` says how a column's error is best made good by the later ones. Large columns come first.
+    of `second` gives the compensation. Large columns come first.
     """
 
     def __init__(self, second: torch.Tensor) -> None:
@@ -130,7 +131,7 @@ class Feedback:
 
 
 def round_linear(weight: torch.Tensor, seen: Seen | None, *, search: bool, feedback: Feedback | None) -> Rounded:
-    """A row takes the compensated integers only where they are better over all that was seen."""
+    """A row uses the compensated integers only where they are better over all calibration rows."""
     rows = None if seen is None else seen.sample(TRIED_ROWS)
     scale = searched_scales(weight, rows) if search else largest_scales(weight)
     integers = to_integers(weight, scale)

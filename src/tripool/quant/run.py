@@ -1,4 +1,4 @@
-"""A checkpoint into INT8, shard by shard: embedding and head first, then one layer at a time, in bounded memory."""
+"""Quantises a checkpoint shard by shard in bounded memory: embedding and head first, then one layer at a time."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ OnProgress = Callable[[int, int, str], None]
 REPORT = "quantize_report.json"
 _TEXT_FILES = ("tokenizer*", "chat_template*", "special_tokens_map.json", "generation_config.json", "vocab*", "merges*")
 _FOLLOWED = (2, 256)
-"""Of the calibration text, to measure sensitivity: windows, and tokens of each."""
+"""Part of the calibration text used to measure sensitivity: windows, and tokens of each."""
 _ROUTERS = ["re:.*mlp\\.gate$"]
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
     linears: list[dict[str, Any]]
-    """A `LinearReport` each, as a dict, with whether it was `kept` in floats."""
+    """One `LinearReport` per linear, as a dict, with whether it was `kept` in floats."""
     kept: list[str]
     """Units that stayed in floats."""
     resumed: int
@@ -61,7 +61,7 @@ def quantize(
     windows: Sequence[Sequence[int]],
     on_progress: OnProgress = lambda done, total, what: None,
 ) -> Quantized:
-    """`windows`: tokens of the calibration text; none: without data, where only `search` can do anything."""
+    """`windows`: tokens of the calibration text; empty: without data, where only `search` has an effect."""
     return _Run(source, target, techniques, windows, on_progress).run()
 
 
@@ -116,7 +116,7 @@ class _Run:
         return self._target / f"model-{index + 1:05}-of-{self._total:05}.safetensors"
 
     def _write_rest(self) -> dict[str, Any]:
-        """All that belongs to no layer: embedding, final norm, head."""
+        """Write the tensors outside the layers: embedding, final norm, head."""
         layers = tuple(f"{parts.prefix}." for parts in self._layers)
         infos = {name: info for name, info in self._source.infos().items() if not name.startswith(layers)}
         rounded = [name for name, info in infos.items() if self._techniques.vocabulary and len(info.shape) == 2]
@@ -145,7 +145,7 @@ class _Run:
         shard = self._shard(index + 1)
         reports = write_layer(shard, self._source, parts, factors, seen, self._techniques)
         _write_tensors(self._journal.folder / f"factors-{index}.safetensors", factors.tensors())
-        del seen  # second moments of many experts are as large as the layer, which is read again now
+        del seen  # as large as the layer, which is read again now
         found = {} if before is None else self._follow(index, parts, factors, before)
         if stream is not None:
             stream.write(self._stream_file(index + 1))
@@ -153,7 +153,9 @@ class _Run:
         return {"linears": [one.as_dict() for one in reports], "sensitivity": found}
 
     def _follow(self, index: int, parts: LayerParts, factors: Factors, stream: Stream) -> dict[str, float]:
-        """Carry the echoes of earlier layers through this one; unit -> disturbance, of those now old enough."""
+        """Carry disturbed streams of earlier layers through this one; returns the disturbance of units that are
+        complete.
+        """
         here, after = (self._journal.folder / f"echoes-{i}.safetensors" for i in (index, index + 1))
         echoes = echoes_of(_read_tensors(here)) if index else []
         echoes = follow(self._source, parts, factors, self._shard(index + 1), stream, echoes)
@@ -180,7 +182,7 @@ class _Run:
         return seen | stream.observe(parts, source)
 
     def _keep(self, linears: list[dict[str, Any]]) -> list[str]:
-        """Choose what stays in floats, and write the shards of those layers again."""
+        """Choose which units stay in floats and rewrite their shards."""
         if not self._techniques.keep:
             return []
         sizes: dict[str, int] = {}
@@ -231,11 +233,11 @@ class _Run:
 
     def _report(self, linears: list[dict[str, Any]], kept: list[str]) -> dict[str, Any]:
         tokens = sum(map(len, self._windows))
-        told = {"source": self._source.name, "calibration_tokens": tokens, "techniques": self._techniques.as_dict()}
-        return told | {"kept": kept, "linears": linears}
+        report = {"source": self._source.name, "calibration_tokens": tokens, "techniques": self._techniques.as_dict()}
+        return report | {"kept": kept, "linears": linears}
 
     def _copy_text(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Tokenizer and templates: the very files of a folder; of others, what they amount to."""
+        """Copy tokenizer and template files of a folder; for other formats, write equivalent ones."""
         source = self._source.path
         if source.is_dir():
             for pattern in _TEXT_FILES:
@@ -244,7 +246,7 @@ class _Run:
             return config
         try:
             text = self._source.text
-        except CheckpointMissing:  # bare weights are quantised all the same
+        except CheckpointMissing:  # weights without a tokenizer are fine
             return config
         write_text_files(self._target, text)
         return with_end_ids(config, text)

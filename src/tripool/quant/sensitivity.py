@@ -1,9 +1,9 @@
-"""How much the rounding of each part disturbs the residual stream, part by part, some layers later.
+"""Measures how much the rounding of each part disturbs the residual stream some layers later.
 
-Right behind a part its error says little. A layer may make one token that all later ones look at: an error there is one
-token's, until the next attention spreads it over all. So each disturbed stream, an echo, is carried along beside the
-undisturbed one, through layers in floats, and measured after a few of them. That costs the same for each layer, and
-memory for a few streams.
+Directly after a part its error says little: a layer may produce one token that all later ones attend to, and the next
+attention spreads its error over all of them. So each disturbed stream (an echo) is carried along beside the undisturbed
+one, through layers in floats, and measured after a few of them. The cost per layer is constant, and memory is needed
+for a few streams.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from tripool.quant.stream import Stream
 from tripool.quant.watched import W8A8
 
 FOLLOWED_LAYERS = 4
-"""On SmolLM2, with a fifth kept, choosing by what is seen after 0, 1, 2, 4 and 6 layers leaves 0.0039, 0.0030, 0.0030,
-0.0029 and 0.0029 nats of the network's KL; choosing by that KL itself, at a cost squared in layers, 0.0028."""
+"""On SmolLM2, with a fifth kept, choosing by the disturbance after 0, 1, 2, 4 and 6 layers leaves 0.0039, 0.0030,
+0.0030, 0.0029 and 0.0029 nats of the network's KL; choosing by that KL itself, at a cost squared in layers, 0.0028.
+"""
 
-Half = Callable[[torch.Tensor, Batch, torch.Tensor], None]
+Sublayer = Callable[[torch.Tensor, Batch, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A stream that the rounding of one unit disturbed."""
+    """A stream disturbed by the rounding of one unit."""
 
     unit: str
     age: int
-    """Layers that it has gone through."""
+    """Number of layers it has passed."""
     states: list[torch.Tensor]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """To be kept, and read again with `echoes_of`."""
+        """For storing; read again with `echoes_of`."""
         return {f"{self.unit}/{self.age}/{i}": state for i, state in enumerate(self.states)}
 
 
@@ -63,14 +64,14 @@ def follow(
     stream: Stream,
     echoes: list[Echo],
 ) -> list[Echo]:
-    """All echoes after the layer: those from before, carried through it, and one for each of its own units.
+    """All echoes after the layer: earlier ones carried through it, and one for each of its own units.
 
-    `stream` is as it was before the layer, and is moved on. One half of the layer is in memory at a time.
+    `stream` is the state before the layer, and is advanced. One sublayer is in memory at a time.
     """
     shard = SafetensorsFile(shard_path)
     source = FoldedSource(checkpoint, parts, factors, shard)
 
-    def half_of(rounded: tuple[str, ...], attention: bool) -> Half:
+    def sublayer_of(rounded: tuple[str, ...], attention: bool) -> Sublayer:
         source.rounded = rounded
         loader = Loader(source, W8A8, torch.float32)
         if attention:
@@ -84,30 +85,31 @@ def follow(
         for one in parts.inputs:
             if one.label.startswith(start):
                 units[one.unit] = units.get(one.unit, ()) + one.linears
-        floats = half_of((), attention)
+        floats = sublayer_of((), attention)
         echoes = [replace(echo, states=_run(stream, echo.states, floats)) for echo in echoes]
         wanted = _run(stream, stream.states, floats)
         del floats
         for unit, linears in units.items():
-            got = _run(stream, stream.states, half_of(linears, attention))
+            got = _run(stream, stream.states, sublayer_of(linears, attention))
             echoes.append(Echo(f"{parts.prefix}.{unit}", -1, got))
         stream.states = wanted
     shard.close()
     return [replace(echo, age=echo.age + 1) for echo in echoes]
 
 
-def _run(stream: Stream, states: list[torch.Tensor], half: Half) -> list[torch.Tensor]:
+def _run(stream: Stream, states: list[torch.Tensor], sublayer: Sublayer) -> list[torch.Tensor]:
     after = []
     for i, state in enumerate(states):
         x = state.clone()
-        half(x, *stream.batch(i))
+        sublayer(x, *stream.batch(i))
         after.append(x)
     return after
 
 
 def disturbance(echo: Echo, stream: Stream) -> float:
-    """Squared error, relative to the stream. Each token's is relative to that token, as the next norm sees it, so that
-    one very long token does not hide what happens to the others."""
+    """Squared error relative to the stream. Each token's error is relative to that token, as the next norm sees it, so
+    that a token of large norm does not hide the others.
+    """
     pairs = zip(echo.states, stream.states, strict=True)
     shares = [(a - b).square().sum(1) / b.square().sum(1).clamp_min(1e-30) for a, b in pairs]
     return float(torch.cat(shares).mean())

@@ -1,6 +1,6 @@
 """The residual stream of the calibration text, carried through the network layer by layer.
 
-Holds one layer's weights at a time. Between layers the stream is all there is, so it is what a resumed run reads.
+Holds one layer's weights at a time. Between layers the stream is the whole state, so a resumed run reads it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tripool.kernels.sequence_rows import SequenceRows
 from tripool.models.arch import Arch
 from tripool.models.decoder import Layer, join_sublayer
 from tripool.models.loader import Loader, Source
-from tripool.models.rope import turn_table
+from tripool.models.rope import rope_table
 from tripool.quant.parts import LayerParts
 from tripool.quant.rounding import Seen
 from tripool.quant.watched import watched_table
@@ -29,11 +29,11 @@ _SAMPLE_ROWS = 2048
 
 
 class Stream:
-    """`states`: one [tokens, hidden] for each window, before the layer that comes next."""
+    """`states`: one [tokens, hidden] per window, before the next layer."""
 
     def __init__(self, arch: Arch, windows: Sequence[Sequence[int]], states: list[torch.Tensor]) -> None:
         self.arch, self.windows, self.states = arch, windows, states
-        self._cos_sin = turn_table(arch.rope, max(map(len, windows)))
+        self._cos_sin = rope_table(arch.rope, max(map(len, windows)))
 
     @classmethod
     @torch.inference_mode()
@@ -56,13 +56,15 @@ class Stream:
         writer.finish()
 
     def start(self, num_windows: int, num_tokens: int) -> Stream:
-        """The first tokens of the first windows, as another stream: nothing after them has a part in them."""
+        """The first tokens of the first windows, as another stream; attention is causal, so they are unaffected
+        by the rest.
+        """
         windows = [window[:num_tokens] for window in self.windows[:num_windows]]
         states = [state[:num_tokens].clone() for state in self.states[:num_windows]]
         return Stream(self.arch, windows, states)
 
     def batch(self, window: int, *, first: int = 0) -> tuple[Batch, torch.Tensor]:
-        """One window's rows, from position `first` on, and room for their KV."""
+        """One window's rows, from position `first` on, and a buffer for their KV."""
         tokens, num_tokens = self.windows[window], len(self.windows[window])
         positions = torch.arange(first, num_tokens)
         blocks = -(-num_tokens // BLOCK_TOKENS)
@@ -73,7 +75,7 @@ class Stream:
 
     @torch.inference_mode()
     def observe(self, parts: LayerParts, source: Source) -> dict[str, Seen]:
-        """Run the layer over every window: the stream moves on, and what each input looked like is returned."""
+        """Run the layer over every window: advances the stream and returns the statistics of each input."""
         recorder = Recorder({one.observed for one in parts.inputs}, len(self.windows))
         loader = Loader(source, watched_table(recorder), torch.float32)
         layer = Layer(loader, parts.prefix, self.arch, moe=parts.moe)
@@ -84,7 +86,7 @@ class Stream:
 
     @torch.inference_mode()
     def enter_mtp(self, parts: LayerParts, checkpoint: Checkpoint, source: Source) -> dict[str, Seen]:
-        """From the last layer's output to the MTP layer's input: each final state with its successor."""
+        """From the last layer's output to the MTP layer's input: each final state with the next token."""
         recorder = Recorder({"eh"}, len(self.windows))
         join = join_sublayer(Loader(source, watched_table(recorder), torch.float32), parts.prefix, self.arch)
         embed, gain = _embedding(self.arch, checkpoint), torch.empty(self.arch.hidden)
@@ -104,11 +106,11 @@ def _embedding(arch: Arch, checkpoint: Checkpoint) -> torch.Tensor:
 
 
 class Recorder:
-    """Sums up what inputs look like, without keeping them.
+    """Accumulates statistics of inputs without storing them.
 
-    A row longer than the usual one counts as if it had the usual length. Some networks make the first token of a text
-    hundreds of times as long as any other; unshortened it alone would decide every factor, range and integer, for a
-    stream that is normalised afterwards anyway.
+    A row with a larger norm than usual is scaled to the usual norm. Some networks give the first token of a text a norm
+    hundreds of times larger; unscaled, it alone would determine every factor, range and integer, although the stream is
+    normalised afterwards.
     """
 
     def __init__(self, wanted: set[str], num_windows: int) -> None:

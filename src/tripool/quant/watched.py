@@ -1,7 +1,7 @@
-"""A kernel table in float32 that shows every linear's input to a function and multiplies what that returns.
+"""A float32 kernel table that passes every linear's input to a function and multiplies what it returns.
 
-With one function it records calibration data; with another it computes as engines do that read our checkpoints:
-inputs of integer weights rounded token by token. Labels are those of `parts`.
+One function records calibration data; another emulates W8A8 engines: inputs of integer weights rounded per token.
+Labels are those of `parts`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tripool.kernels.table import AttentionSublayer, JoinOp, KernelTable, MlpSub
 from tripool.kernels.weights import INT8, GqaWeights, JoinWeights, LatentWeights, MlpWeights, MoeWeights
 
 See = Callable[[str, torch.Tensor, bool], torch.Tensor]
-"""(label, input, whether the weights that follow are integers) -> what is multiplied instead."""
+"""(label, input, whether the weights are integers) -> the input to multiply."""
 
 Scales = torch.Tensor | None
 
@@ -102,7 +102,7 @@ def _swiglu(prefix: str, w: MlpWeights) -> list[tuple[str, Scales]]:
 
 
 def _ops(see: See, labels: Iterable[tuple[str, Scales]]) -> Ops:
-    """Plain ops whose linears get these labels in the order in which a half makes them."""
+    """Plain ops whose linears get these labels in the order in which a sublayer creates them."""
     return replace(CPU_OPS, linear=_maker(see, labels), router=Linear)
 
 
@@ -117,7 +117,7 @@ def _maker(see: See, labels: Iterable[tuple[str, Scales]]) -> Callable[[torch.Te
 
 
 def _mla(see: See, inner: Sequence[tuple[str, Scales]], core: MlaWeights) -> MlaOp:
-    """The decode form has no product with the latents themselves; engines compute it in floats, and so does this."""
+    """The decode form has no product with the latents themselves; engines compute it in floats, as here."""
     rounded = core.up_scales is not None
 
     def prompt(
@@ -137,7 +137,7 @@ def _mla(see: See, inner: Sequence[tuple[str, Scales]], core: MlaWeights) -> Mla
 
 
 def round_tokens(x: torch.Tensor) -> torch.Tensor:
-    """Each row to eight bits of its largest value, as floats; the step is that of the compressed-tensors library."""
+    """Round each row to 8 bits of its largest value, as floats, with the step of the compressed-tensors library."""
     step = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127.5
     return (x / step).round_().clamp_(-128, 127).mul_(step)
 
@@ -147,4 +147,4 @@ def _rounding(label: str, x: torch.Tensor, integers: bool) -> torch.Tensor:
 
 
 W8A8 = watched_table(_rounding)
-"""What the layout means, in plain float32: integer weights, each with its input rounded by token."""
+"""The layout's definition in plain float32: integer weights, each with its input rounded per token."""

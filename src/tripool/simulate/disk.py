@@ -128,7 +128,7 @@ class SimDiskIo:
     def fileno(self) -> int:
         raise AssertionError("there is no descriptor in virtual time")
 
-    def turn(self, now_s: float) -> None:
+    def poll(self, now_s: float) -> None:
         for read in self._tiered_index.take_reads():
             self._later(read.slot, self._read, read)
         for write in self._tiered_index.take_writes(now_s):

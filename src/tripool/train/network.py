@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tripool.models.arch import Arch, MlaShape
-from tripool.models.rope import turn_table
+from tripool.models.rope import rope_table
 from tripool.train.attention import Attend, LatentAttention
 from tripool.train.config import TrainError
 from tripool.train.experts import Dense, Experts
@@ -87,7 +87,7 @@ class Network(nn.Module):
         self.norm = Norm(arch.hidden, arch.norm_eps)
         self.head = self.embed if arch.tied_head else nn.Parameter(torch.empty(arch.vocab, arch.hidden))
         self.mtp = Mtp(arch, attend) if arch.mtp_layers else None
-        cos_sin = turn_table(arch.rope, row_tokens)[:, None]
+        cos_sin = rope_table(arch.rope, row_tokens)[:, None]
         self.register_buffer("cos", cos_sin.real.contiguous(), persistent=False)
         self.register_buffer("sin", cos_sin.imag.contiguous(), persistent=False)
 

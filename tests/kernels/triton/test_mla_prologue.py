@@ -15,9 +15,9 @@ def make(rows, q_rank, rank, rope, device, dtype=torch.bfloat16):
         "down": torch.randn(rows, q_rank + rank + rope).to(dtype) * 3,
         "q_gain": torch.rand(q_rank).to(dtype) + 0.5 if q_rank else None,
         "kv_gain": torch.rand(rank).to(dtype) + 0.5,
-        "turns": cos_sin,
+        "cos_sin": cos_sin,
         "positions": torch.randint(0, 300, (rows,)),
-        "slots": slots,
+        "slot_mapping": slots,
         "kv_blocks": torch.full((5, 64, rank + rope), float("nan"), dtype=dtype),
     }
     return {name: None if tensor is None else tensor.to(device) for name, tensor in data.items()}

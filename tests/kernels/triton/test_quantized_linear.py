@@ -90,14 +90,14 @@ def test_what_is_packed_is_what_is_stored() -> None:
     """From bfloat16, in which a network is loaded."""
     every = torch.arange(-127, 128).repeat(64, 2)[:, :496].float()
     scales = torch.rand(64) * 1e-2 + 1e-5
-    steps, kept = INTEGERS.kept(((every * scales[:, None]).bfloat16(), scales), "", FRESH)
+    steps, kept = INTEGERS.stored_weight(((every * scales[:, None]).bfloat16(), scales), "", FRESH)
     assert torch.equal(steps.float(), every) and torch.equal(kept, scales)
     every = torch.arange(256, dtype=torch.uint8)[(torch.arange(256) & 127) < 127].view(fp8.E4M3).float()  # no NaN
     every = every.repeat(64, 2)[:, :496]
-    steps, _ = FLOATS.kept(((every * scales[:, None]).bfloat16(), scales), "", FRESH)
+    steps, _ = FLOATS.stored_weight(((every * scales[:, None]).bfloat16(), scales), "", FRESH)
     assert torch.equal(steps.float(), every)
     many = held(INTEGERS, 3, 2**11, 2**10, device="cpu")  # more than a piece
-    assert torch.equal(INTEGERS.kept(many, "", FRESH)[0].float() * many[1][..., None], many[0])
+    assert torch.equal(INTEGERS.stored_weight(many, "", FRESH)[0].float() * many[1][..., None], many[0])
 
 
 def test_what_is_not_all_in_eight_bits_stays_in_floats() -> None:

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tripool.planner.hardware import named_hardware
-from tripool.planner.reproduce import Line, Table, cloudmatrix_tables, summarise
+from tripool.planner.reproduce import Table, TableLine, cloudmatrix_tables, summarise
 from tripool.planner.reproduce.ablations import ablation_tables, microbatching_gain, mtp_gain
 from tripool.planner.reproduce.lines import cells, error_words
 from tripool.planner.reproduce.pool import SHARES, cache_throughput, cache_ttft, loading, planes_ratio, pool_tables
-from tripool.planner.reproduce.published import published_series, told_rows
+from tripool.planner.reproduce.published import detailed_rows, published_series
 from tripool.planner.reproduce.serving import serving_tables
 from tripool.planner.reproduce.system import cloudmatrix, h800
 from tripool.planner.rows import bundled_rows, compare_rows
@@ -25,7 +25,7 @@ INPUTS = {"link_gb_s"}
 """Published, and used to predict: no line of its own."""
 
 
-def line_of(title: str, name: str) -> Line:
+def line_of(title: str, name: str) -> TableLine:
     (found,) = (line for table in TABLES if table.title.startswith(title) for line in table.lines if line.name == name)
     return found
 
@@ -40,14 +40,14 @@ def test_every_published_number_has_a_line() -> None:
         if name == "price":
             left -= {series[0]}  # the rate that the other two are told at
         assert not left or name in INPUTS, f"{name} hides {left}"
-    for row, told in told_rows():
+    for row, told in detailed_rows():
         assert "910C" not in row.hardware or {row.published, told.tok_s_per_tflops} <= shown
         assert told.tok_s_per_tflops in shown
 
 
 def test_nothing_else_is_called_published() -> None:
     known = {value for series in published_series().values() for value in series.values.values()}
-    for row, told in told_rows():
+    for row, told in detailed_rows():
         known |= {row.published, row.batch, told.tpot_ms, told.tok_s_per_tflops}
     assert {line.published for line in LINES if line.published is not None} <= known
     assert all(line.source for line in LINES if line.published is not None)
@@ -83,23 +83,23 @@ def test_rows_have_the_role_and_the_value_that_validation_gives_them() -> None:
 )
 def test_a_line_cannot_claim_what_is_not_published(wrong) -> None:
     with pytest.raises(AssertionError):
-        Line(name="x", unit="ms", predicted=1.0, **wrong)
+        TableLine(name="x", unit="ms", predicted=1.0, **wrong)
 
 
 # ---- errors -------------------------------------------------------------------------------------------------------
 
 
 def test_errors_are_relative_and_those_of_gains_are_differences() -> None:
-    slow = Line(name="a", unit="ms", role="validation", published=10.0, predicted=12.0, source="s")
-    gain = Line(name="b", unit="gain", role="validation", published=0.10, predicted=0.07, source="s")
-    alone = Line(name="c", unit="ms", role="not published", predicted=3.0)
+    slow = TableLine(name="a", unit="ms", role="validation", published=10.0, predicted=12.0, source="s")
+    gain = TableLine(name="b", unit="gain", role="validation", published=0.10, predicted=0.07, source="s")
+    alone = TableLine(name="c", unit="ms", role="not published", predicted=3.0)
     assert (error_words(slow), error_words(gain), error_words(alone)) == ("+20.0%", "-3.0 pt", "")
     assert cells(alone)[2:4] == ["-", "3.00"]
 
 
 def test_a_measurement_told_twice_counts_once() -> None:
-    first = Line(name="rate", unit="tok/s", role="validation", published=10.0, predicted=11.0, source="s")
-    gain = Line(name="gain", unit="gain", role="validation", published=0.1, predicted=0.2, source="s")
+    first = TableLine(name="rate", unit="tok/s", role="validation", published=10.0, predicted=11.0, source="s")
+    gain = TableLine(name="gain", unit="gain", role="validation", published=0.1, predicted=0.2, source="s")
     again = replace(first, name="time", predicted=99.0, repeats=True)
     fitted = replace(first, name="fit", predicted=99.0, role="fit to this ablation")
     found = summarise([Table("", "", (first, again, fitted, gain))])

@@ -1,13 +1,13 @@
-/* Copies a block and hashes the copy in one pass, past the caches.
+/* Copies a block and hashes the copy in one pass with non-temporal stores.
  *
- * The hash is XXH3 with 64 bits, as everywhere, for pieces of more than 240 bytes. What is hashed is what was stored: a
- * source that changes meanwhile gives a copy whose hash is its own. Targets of any alignment.
+ * The hash is 64-bit XXH3, here for pieces of more than 240 bytes. What is hashed is what was stored: if the source
+ * changes meanwhile, the hash is still that of the copy. Targets may have any alignment.
  *
- * A core that reads one place after another waits for most of them. So a block is copied as four streams side by side,
- * its quarters, each with a hash of its own: nearly twice as fast. Two cores are twice as fast again: a helper thread is
- * woken some microseconds before (`tripool_copy_soon`), which takes as long as half a copy. The caller begins with all
- * four streams, and hands two of them over, as far as they are, when the helper is there; from then on it has half of
- * every block. A helper that does not come is not waited for. */
+ * One stream of reads leaves a core waiting for memory most of the time. So a block is copied as four streams, its
+ * quarters, each with its own hash: nearly twice as fast. A second core doubles that again: a helper thread is woken
+ * some microseconds ahead (`tripool_copy_soon`), because waking takes as long as half a copy. The caller starts with
+ * all four streams and hands two of them over, with their progress, once the helper is running; from then on the
+ * helper copies half of every block. The caller never waits for a helper that has not started. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
@@ -27,7 +27,7 @@
 #define STRIPES_PER_BLOCK 16
 #define BLOCK (STRIPE * STRIPES_PER_BLOCK)
 #define STREAMS 4
-#define AHEAD 1024 /* bytes asked for before they are needed */
+#define AHEAD 1024 /* prefetch distance in bytes */
 
 static const uint64_t P32_1 = 0x9E3779B1u, P32_2 = 0x85EBCA77u, P32_3 = 0xC2B2AE3Du;
 static const uint64_t P64_1 = 0x9E3779B185EBCA87u, P64_2 = 0xC2B2AE3D27D4EB4Fu, P64_3 = 0x165667B19E3779F9u,
@@ -85,7 +85,7 @@ static uint64_t finish(const uint64_t sum[8], uint64_t bytes) {
     return h ^ h >> 32;
 }
 
-/* `count` stripes of each of `n` streams, from byte `at` on, which is where a block of the algorithm's begins. */
+/* Copies `count` stripes of each of `n` streams, from byte `at` on, the start of an XXH3 block. */
 typedef void (*Together)(Stream *streams, int n, size_t at, size_t count);
 
 static void together_plain(Stream *streams, int n, size_t at, size_t count) {
@@ -103,7 +103,7 @@ static void together_plain(Stream *streams, int n, size_t at, size_t count) {
 #define AVX2 __attribute__((target("avx2")))
 AVX2 INLINE void some_avx2(Stream *streams, const int n, size_t at, size_t count, const int aligned) {
     __m256i sum[STREAMS][2];
-    const uint8_t *places[STREAMS]; /* in registers: for all the compiler knows, a store may change `streams` */
+    const uint8_t *places[STREAMS]; /* local copies stay in registers: a store might alias `streams` */
     uint8_t *targets[STREAMS];
     for (int k = 0; k < n; k++) {
         memcpy(sum[k], streams[k].sum, sizeof sum[k]);
@@ -140,7 +140,7 @@ AVX2 INLINE void some_avx2(Stream *streams, const int n, size_t at, size_t count
 #define AVX512 __attribute__((target("avx512f")))
 AVX512 INLINE void some_avx512(Stream *streams, const int n, size_t at, size_t count, const int aligned) {
     __m512i sum[STREAMS];
-    const uint8_t *from[STREAMS]; /* in registers: for all the compiler knows, a store may change `streams` */
+    const uint8_t *from[STREAMS]; /* local copies stay in registers: a store might alias `streams` */
     uint8_t *to[STREAMS];
     for (int k = 0; k < n; k++) {
         sum[k] = _mm512_loadu_si512(streams[k].sum);
@@ -171,7 +171,7 @@ AVX512 INLINE void some_avx512(Stream *streams, const int n, size_t at, size_t c
     _mm_sfence();
 }
 
-/* Constant numbers of streams, so that their sums stay in registers. */
+/* The number of streams is a constant, so that their sums stay in registers. */
 #define TOGETHER(target, name, some, width)                                                                            \
     target static void name(Stream *streams, int n, size_t at, size_t count) {                                         \
         int aligned = 1;                                                                                               \
@@ -196,8 +196,8 @@ static Together best(void) {
     return together_plain;
 }
 
-/* Pieces of more than 240 bytes each (the algorithm treats fewer differently), as far as possible side by side: that is
- * for as many of the algorithm's blocks as each of them has, which is what this returns. */
+/* Starts streams of more than 240 bytes each (XXH3 treats shorter ones differently). Returns the number of XXH3
+ * blocks that all streams have, which can be copied side by side. */
 static size_t begin(Stream *streams, int n) {
     static const uint64_t start[8] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
     size_t common = SIZE_MAX;
@@ -210,7 +210,7 @@ static size_t begin(Stream *streams, int n) {
     return common;
 }
 
-/* What is left of streams of which `done` blocks were copied and `common` can be side by side. */
+/* Copies the rest of streams of which `done` blocks were copied and `common` can be side by side. */
 static void copy_rest(Together together, Stream *streams, int n, size_t done, size_t common, uint64_t *hashes) {
     together(streams, n, done * BLOCK, (common - done) * STRIPES_PER_BLOCK);
     for (int k = 0; k < n; k++) {
@@ -232,12 +232,12 @@ typedef struct {
 } Offer;
 
 #define HALF (STREAMS / 2)
-#define STEP 16 /* blocks of each stream between two looks for the helper: about 5 microseconds */
+#define STEP 16 /* blocks of each stream between two checks for the helper: about 5 microseconds */
 #define LOOK_NS 300000
-#define PATIENCE 4000 /* looks at the helper's half before its core is given away, perhaps to it */
+#define PATIENCE 4000 /* polls of the helper's result before yielding the core */
 
 static struct {
-    _Atomic(Offer *) offered; /* taken by whoever exchanges it for NULL */
+    _Atomic(Offer *) offered; /* taken by exchanging it for NULL */
     _Atomic int done;
     _Atomic int64_t look_until_ns;
     _Atomic int asleep, looking, busy;
@@ -246,7 +246,7 @@ static struct {
     pthread_t thread;
     int is_there;
 #if defined(__linux__)
-    cpu_set_t cores; /* where it may be, and which of them it keeps away from */
+    cpu_set_t cores; /* allowed cores, and the one to avoid */
     _Atomic int avoided;
 #endif
 } helper = {.once = PTHREAD_ONCE_INIT};
@@ -266,7 +266,7 @@ static void relax(void) {
 static void *help(void *nothing) {
     for (;;) {
         atomic_store(&helper.asleep, 1);
-        while (atomic_load(&helper.asleep)) sem_wait(&helper.wake); /* which signals may interrupt */
+        while (atomic_load(&helper.asleep)) sem_wait(&helper.wake); /* signals may interrupt the wait */
         atomic_store(&helper.looking, 1);
         while (atomic_load(&helper.look_until_ns) >= now_ns()) {
             Offer *offer = atomic_load(&helper.offered) ? atomic_exchange(&helper.offered, NULL) : NULL;
@@ -295,7 +295,7 @@ static void start_helper(void) {
     pthread_attr_destroy(&attributes);
 }
 
-/* Whoever is woken may be put on the core of who wakes it, where one of them waits for the other. */
+/* The scheduler may put the woken helper on the waker's core, where one of them waits for the other. */
 static void keep_away(void) {
 #if defined(__linux__)
     const int here = sched_getcpu();
@@ -306,7 +306,7 @@ static void keep_away(void) {
 #endif
 }
 
-/* Copying is about to begin. */
+/* Wakes the helper: copying is about to begin. */
 API void tripool_copy_soon(void) {
     pthread_once(&helper.once, start_helper);
     if (!helper.is_there) return;
@@ -343,7 +343,7 @@ static void copy_helped(Together together, Stream *streams, uint64_t *hashes) {
     atomic_store(&helper.done, 0);
     atomic_store(&helper.offered, &offer);
     copy_rest(together, streams, HALF, done, common, hashes);
-    if (atomic_exchange(&helper.offered, NULL)) { /* it has fallen asleep again */
+    if (atomic_exchange(&helper.offered, NULL)) { /* the helper fell asleep before it took the offer */
         copy_rest(together, offer.streams, HALF, done, common, offer.hashes);
         return;
     }
@@ -353,7 +353,7 @@ static void copy_helped(Together together, Stream *streams, uint64_t *hashes) {
     }
 }
 
-/* As four pieces of `quarter` bytes, the last one with what is left over; each of more than 240 bytes. */
+/* Copies a block as four pieces of `quarter` bytes, the last one with the remainder; each of more than 240 bytes. */
 static void copy_block(Together together, int helped, const uint8_t *from, uint8_t *to, uint64_t quarter, uint64_t bytes,
                        uint64_t hashes[STREAMS]) {
     Stream streams[STREAMS];
@@ -363,14 +363,14 @@ static void copy_block(Together together, int helped, const uint8_t *from, uint8
     else copy_alone(together, streams, hashes);
 }
 
-/* Four hashes. */
+/* Copies a block and returns the four hashes. */
 API void tripool_copy(const uint8_t *from, uint8_t *to, uint64_t quarter, uint64_t bytes, uint64_t *hashes) {
     const int ours = !atomic_exchange(&helper.busy, 1);
     copy_block(best(), ours, from, to, quarter, bytes, hashes);
     if (ours) atomic_store(&helper.busy, 0);
 }
 
-/* For tests: 0 plain, 1 AVX2, 2 AVX-512; 0 back when this CPU cannot. */
+/* For tests: 0 plain, 1 AVX2, 2 AVX-512; returns 0 if this CPU does not support it. */
 API int tripool_copy_by(int which, const uint8_t *from, uint8_t *to, uint64_t quarter, uint64_t bytes,
                         uint64_t hashes[STREAMS]) {
     Together together = together_plain;

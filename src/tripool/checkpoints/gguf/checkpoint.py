@@ -27,7 +27,7 @@ class GgufCheckpoint:
     def __init__(self, path: Path, *, name: str | None = None) -> None:
         self.path = path
         self.name = name or path.stem
-        self._file = MappedFile(path, anywhere=True)  # the very file that the user named
+        self._file = MappedFile(path, anywhere=True)  # the file that the user named
         try:
             self._header = read_header(self._file)
             self.config: Mapping[str, Any] = read_config(self._file, self._header)
@@ -50,7 +50,7 @@ class GgufCheckpoint:
         if name not in self._tensors:
             raise TensorMissing(
                 "the metadata promises a tensor that the file does not hold",
-                hint="the file was converted wrongly or for another program; fetch it again or convert it again",
+                hint="the file was converted wrongly or for another program; fetch or convert it again",
                 file=self.path,
                 tensor=name,
             )

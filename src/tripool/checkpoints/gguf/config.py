@@ -1,4 +1,4 @@
-"""A Hugging Face config from a GGUF file's metadata: the same keys, so that no network knows where it came from."""
+"""Builds a Hugging Face config from a GGUF file's metadata, with the same keys as in a folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODEL_TYPES: Mapping[str, tuple[str, str]] = {
 SIGMOID_GATING = 2
 
 EXPERT_GROUPS: Mapping[tuple[int, str], tuple[int, int]] = {(160, "softmax"): (8, 3), (256, "sigmoid"): (8, 4)}
-"""(experts, scoring) → (groups, groups used) of DeepSeek-V2 and V3, for files older than the keys that say so."""
+"""(experts, scoring) → (groups, groups used) of DeepSeek-V2 and V3, for files that predate those keys."""
 
 LLAMA3_LOW_FREQ, LLAMA3_HIGH_FREQ, LLAMA3_ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 """Every published Llama 3.x model; files keep only the resulting factors, which are checked against these."""
@@ -31,7 +31,7 @@ MAX_HEAD_DIM = 2**12
 
 
 class _Keys:
-    """Metadata under the architecture's prefix; what is required and absent is the file's fault."""
+    """Metadata under the architecture's prefix; a missing required key raises a typed error."""
 
     def __init__(self, header: Header, architecture: str) -> None:
         self._header = header
@@ -118,7 +118,7 @@ def _dense(header: Header, keys: _Keys, config: Mapping[str, Any]) -> dict[str, 
 
 def _deepseek(header: Header, keys: _Keys) -> dict[str, Any]:
     num_rope = keys.integer("rope.dimension_count")
-    # Files made for absorbed attention keep the heads' own widths under `_mla` and call the rest one wide head.
+    # Files made for absorbed attention store the head widths under `_mla` and treat the rest as one wide head.
     key_width = keys.integer("attention.key_length_mla", 0) or keys.integer("attention.key_length")
     value_width = keys.integer("attention.value_length_mla", 0) or keys.integer("attention.value_length")
     scoring = "sigmoid" if keys.integer("expert_gating_func", 0) == SIGMOID_GATING else "softmax"
@@ -180,7 +180,9 @@ def _rope_scaling(file: MappedFile, header: Header, keys: _Keys, config: Mapping
 
 
 def _llama3_scaling(file: MappedFile, header: Header, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Files keep one divisor per frequency instead of Llama 3's four numbers: find the numbers, check the divisors."""
+    """Files store one divisor per frequency instead of Llama 3's four numbers: recover the numbers, check the
+    divisors.
+    """
     entry = header.tensors["rope_freqs.weight"]
     head_dim = config.get("head_dim", 2 * math.prod(entry.shape))
     if 2 * math.prod(entry.shape) != head_dim or head_dim > MAX_HEAD_DIM:
@@ -206,7 +208,7 @@ def _llama3_scaling(file: MappedFile, header: Header, config: Mapping[str, Any])
 def _not_llama3(header: Header) -> WrongArchitecture:
     return WrongArchitecture(
         "rope factors that are not Llama 3's",
-        hint="use the model's Hugging Face folder, whose config says how they were made",
+        hint="use the model's Hugging Face folder, whose config has the original numbers",
         file=header.path,
         tensor="rope_freqs.weight",
     )

@@ -1,7 +1,7 @@
-"""The head of a GGUF file: metadata and where each tensor lies, checked against the file's size.
+"""Header of a GGUF file: metadata and tensor offsets, checked against the file's size.
 
-Our own parser, not the gguf package's reader: that one makes several arrays for each string of the vocabulary (seconds
-and hundreds of megabytes for a small model) and reads past the end of a cut file without noticing.
+An own parser, because the gguf package's reader creates several arrays per vocabulary string (seconds and hundreds of
+megabytes for a small model) and does not detect a truncated file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 4
 MAX_HEADER_BYTES = 2**26
 MAX_ITEMS = 2**23
-"""Of all lists of a header together: a byte of the file becomes an object. Vocabularies have half a million at most."""
+"""Limit for all lists of a header together, which become Python objects. Vocabularies have half a million items
+at most.
+"""
 
 SCALARS: Mapping[int, str] = {
     0: "B",
@@ -63,7 +65,7 @@ class TensorEntry:
 class Header:
     path: Path
     metadata: Mapping[str, Any]
-    """As the file has it, of any type: read it with the functions below."""
+    """Metadata as stored, of any type: read it with the methods below."""
     tensors: Mapping[str, TensorEntry]
 
     def text(self, key: str, default: str | None = None) -> str | None:
@@ -79,7 +81,7 @@ class Header:
         return value
 
     def items(self, key: str, kind: type[Item]) -> list[Item]:
-        """Empty when the file has none. Lists in a file are of one type, so the first item tells."""
+        """Empty if the key is missing. Lists in a file have one type, so the first item tells it."""
         values = self._of(key, [], list)
         assert values is not None
         if values and not isinstance(values[0], kind):
@@ -89,8 +91,8 @@ class Header:
     def wrong(self, key: str) -> CheckpointCorrupt:
         value = self.metadata.get(key)
         hint = "the file was converted wrongly; fetch it again or convert it again"
-        said = "missing" if value is None else f"{type(value).__name__} {str(value)[:50]!r}"
-        return CheckpointCorrupt(f"{key} is {said}", hint=hint, file=self.path)
+        shown = "missing" if value is None else f"{type(value).__name__} {str(value)[:50]!r}"
+        return CheckpointCorrupt(f"{key} is {shown}", hint=hint, file=self.path)
 
     def _of(self, key: str, default: Value | None, kind: type[Value]) -> Value | None:
         value = self.metadata.get(key, default)
@@ -100,7 +102,7 @@ class Header:
 
 
 class _Cursor:
-    """Reads forward through the mapped bytes; leaving them is the file's fault."""
+    """Reads forward through the mapped bytes; reading past the end raises CheckpointTruncated."""
 
     def __init__(self, file: MappedFile) -> None:
         self.path = file.path
@@ -142,7 +144,7 @@ class _Cursor:
             raise self.corrupt(f"the header holds a value of unknown type {kind}")
         item_kind, count = self.number("I"), self.number("Q")
         if count > len(self._bytes) - self.position:
-            self.take(count)  # raises: each of them takes a byte at least
+            self.take(count)  # raises: each item takes at least one byte
         self._items_left -= count
         if self._items_left < 0:
             raise self.corrupt(f"the header claims lists of more than {MAX_ITEMS} values")
@@ -158,7 +160,7 @@ class _Cursor:
 
 
 def shortest_float32(value: float) -> float:
-    """The decimal that was meant: 1e-05, where the nearest 32-bit number reads 9.999999747378752e-06."""
+    """Shortest decimal of a float32: 1e-05 instead of 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
@@ -194,13 +196,13 @@ def _check_magic(cursor: _Cursor, num_bytes: int) -> None:
 
 
 def _entry(cursor: _Cursor) -> TensorEntry:
-    """Offsets are still relative to the data that follows the header."""
+    """Offsets are still relative to the data section."""
     name = cursor.string()
     num_dimensions = cursor.number("I")
     if not 1 <= num_dimensions <= MAX_DIMENSIONS:
         raise cursor.corrupt(f"has {num_dimensions} dimensions", tensor=name)
     shape = tuple(reversed(cursor.numbers("Q", num_dimensions)))
-    if 0 in shape:  # it takes no bytes, so that the file would not bound its other dimensions
+    if 0 in shape:  # it takes no bytes, so the file size would not bound its other dimensions
         raise cursor.corrupt(f"is empty: {list(shape)}", tensor=name)
     number, offset = cursor.number("I"), cursor.number("Q")
     try:
@@ -215,7 +217,7 @@ def _entry(cursor: _Cursor) -> TensorEntry:
 
 
 def _placed(cursor: _Cursor, entries: list[TensorEntry], data_start: int, num_bytes: int) -> dict[str, TensorEntry]:
-    """Offsets within the file; every tensor lies inside it and on top of no other."""
+    """Absolute offsets; checks that every tensor is inside the file and that none overlap."""
     placed: dict[str, TensorEntry] = {}
     previous_stop = data_start
     for entry in sorted(entries, key=lambda e: (e.start, e.stop)):

@@ -1,7 +1,6 @@
-"""How GGUF stores numbers: the type numbers, their block sizes, and the common 8- and 4-bit blocks unpacked.
+"""GGUF number formats: type numbers, block sizes, and unpacking of the common 8- and 4-bit blocks.
 
-Types that are rare here are unpacked by the gguf package, which is asked for on their first use alone: machines that
-hold little but torch read ordinary files without it.
+Rare types are unpacked by the gguf package, which is imported on first use, so ordinary files need only torch.
 """
 
 from __future__ import annotations
@@ -76,22 +75,22 @@ def unpack(packed: Bytes, kind: Kind) -> Floats:
     return unpacked
 
 
-def _halves(blocks: Bytes) -> Floats:
+def _float16(blocks: Bytes) -> Floats:
     return np.ascontiguousarray(blocks).view(np.float16).astype(np.float32)
 
 
 def _nibbles(blocks: Bytes) -> Bytes:
-    """Sixteen bytes hold a block's first half in their low bits and its second half in their high bits."""
+    """Sixteen bytes hold a block's first sixteen values in their low bits and its last sixteen in their high bits."""
     return np.concatenate((blocks & 15, blocks >> 4), axis=1)
 
 
 def _q8_0(blocks: Bytes) -> Floats:
-    return _halves(blocks[:, :2]) * np.ascontiguousarray(blocks[:, 2:]).view(np.int8).astype(np.float32)
+    return _float16(blocks[:, :2]) * np.ascontiguousarray(blocks[:, 2:]).view(np.int8).astype(np.float32)
 
 
 def _q4_0(blocks: Bytes) -> Floats:
-    return _halves(blocks[:, :2]) * (_nibbles(blocks[:, 2:]).astype(np.float32) - np.float32(8))
+    return _float16(blocks[:, :2]) * (_nibbles(blocks[:, 2:]).astype(np.float32) - np.float32(8))
 
 
 def _q4_1(blocks: Bytes) -> Floats:
-    return _halves(blocks[:, :2]) * _nibbles(blocks[:, 4:]).astype(np.float32) + _halves(blocks[:, 2:4])
+    return _float16(blocks[:, :2]) * _nibbles(blocks[:, 4:]).astype(np.float32) + _float16(blocks[:, 2:4])

@@ -1,4 +1,4 @@
-"""GGUF tensor names to Hugging Face names, per architecture. A name nobody knows is refused, never skipped."""
+"""Maps GGUF tensor names to Hugging Face names, per architecture. An unknown name is refused, never skipped."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ BLOCK_NAMES: Mapping[str, Mapping[str, str]] = {
 }
 
 IGNORED = ("rope_freqs.weight",)
-"""Not weights: the config carries what they say."""
+"""Not weights: their information is in the config."""
 
 MAX_EXPERTS = 2**16
-"""Each becomes a tensor with a name of its own, and a file may be larger than what is written in it."""
+"""Limit: each becomes a logical tensor, and a header can claim more than the file contains."""
 
 BLOCK = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
 EXPERTS = re.compile(r"ffn_(gate|up|down)_exps")
@@ -128,7 +128,7 @@ def _experts(tensor: GgufTensor, prefix: str, suffix: str, header: Header) -> di
 
 
 def _join_key_value(file: MappedFile, header: Header, layer: str, logical: dict[str, Source]) -> None:
-    """Some files carry the joined tensor as well; then that one is read."""
+    """Join the split tensors, unless the file has the joined one as well."""
     if f"blk.{layer}.attn_kv_b.weight" in header.tensors:
         return
     parts = {}
@@ -136,7 +136,12 @@ def _join_key_value(file: MappedFile, header: Header, layer: str, logical: dict[
         name = f"blk.{layer}.attn_{part}_b.weight"
         hint = "convert the model again with a current converter"
         if name not in header.tensors:
-            raise TensorMissing("its other half is there, it is not", hint=hint, file=header.path, tensor=name)
+            raise TensorMissing(
+                "the other part of the split tensor is present, this one is missing",
+                hint=hint,
+                file=header.path,
+                tensor=name,
+            )
         parts[part] = GgufTensor(file, header.tensors[name])
         if len(parts[part].entry.shape) != 3:
             problem = f"stored as {list(parts[part].entry.shape)}, one matrix per head has three dimensions"

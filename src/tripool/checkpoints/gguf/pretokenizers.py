@@ -1,6 +1,6 @@
-"""How a byte-level vocabulary's text is cut before merging: data, by the name that GGUF metadata gives.
+"""Pre-tokenisers of byte-level vocabularies: data, by the name in the GGUF metadata.
 
-Each entry restates what the model's own tokenizer.json says; the file carries only the name.
+Each entry restates the model's own tokenizer.json; the file has only the name.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class PreTokenizer:
     steps: tuple[Step, ...]
     normalizer: Step | None = None
     whole_words: bool = False
-    """A piece that is itself in the vocabulary is taken whole, even if no merges lead to it."""
+    """Whether a piece that is in the vocabulary is taken whole, even without merges that lead to it."""
     adds_begin: bool = False
-    """What the model does when the file does not say whether the begin token is added."""
+    """Default for adding the begin token when the file does not say."""
 
 
 def _split(pattern: str) -> Step:

@@ -1,4 +1,4 @@
-"""How a logical tensor is made from what a GGUF file stores: rows, expert slices, heads in another order."""
+"""Logical tensors from stored GGUF tensors: rows, expert slices, reordered heads."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ QUANTISED = frozenset(
         *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
     }
 )
-"""What is unpacked, here or by the gguf package."""
+"""Types that are unpacked, here or by the gguf package."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One stored tensor as a matrix: its last dimension is a row, however many dimensions come before."""
+    """One stored tensor as a matrix: its last dimension is a row, the others are flattened."""
 
     file: MappedFile
     entry: TensorEntry
@@ -69,7 +69,7 @@ class GgufTensor:
 
 
 class Source(Protocol):
-    """A logical tensor: a shape, what it is stored as, and a way to fill a tensor of that shape."""
+    """A logical tensor: its shape, its stored type, and how to read it."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -97,8 +97,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class HalvesFromPairs:
-    """Query or key rows of a `llama` file. Rope turns row 2i with row 2i+1 there, row i with row i + half in Hugging
-    Face's layout: within each head, even rows go to the first half and odd rows to the second."""
+    """Query or key rows of a `llama` file, which pairs rows 2i and 2i + 1 for RoPE; Hugging Face's layout pairs rows i
+    and i + dim / 2: within each head, even rows go to the first half and odd rows to the second."""
 
     tensor: GgufTensor
     num_heads: int

@@ -13,12 +13,14 @@ from tripool.text.files import TextFiles
 from tripool.text.tokenizer_checks import MAX_TOKEN_CHARS
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
-"""Token types of the format; the others (unused, byte) need no care here."""
+"""Token types of the format that are used here."""
 
 SPECIAL_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 END_NAMES = ("eos", "eot", "eom")
 MAX_PIECE_CHARS, MAX_CUTS = 2**9, 2**23
-"""Of one token, and of all together: each is cut at each of its characters. Published ones have a tenth of this."""
+"""Limits for one token and for all together: merges are built from every split of a token. Published vocabularies have
+a tenth of this.
+"""
 SPACE = "\u2581"
 
 
@@ -48,7 +50,7 @@ class _Vocabulary:
         return self._header.items(f"tokenizer.ggml.{name}", kind)
 
     def token_id(self, name: str) -> int | None:
-        """Of a role such as "bos"; None when the file names none."""
+        """Token id of a role such as "bos"; None if the file names none."""
         token_id = self._header.integer(f"tokenizer.ggml.{name}_token_id")
         if token_id is None:
             return None
@@ -80,7 +82,7 @@ def read_text_files(header: Header) -> TextFiles:
         tokenizer_json=json.dumps(tokenizer, ensure_ascii=False),
         chat_template=header.text("tokenizer.chat_template"),
         special_tokens={name: vocabulary.tokens[i] for name, i in special_ids.items() if i is not None},
-        # A network never says what it has no logit for.
+        # The network has no logits for larger ids.
         end_ids=frozenset(token_id for token_id in end_ids if token_id is not None and token_id < num_logits),
     )
 
@@ -100,7 +102,7 @@ def _tokenizer(vocabulary: _Vocabulary, *, adds_begin: bool, **parts: Any) -> di
 
 
 def _added_tokens(vocabulary: _Vocabulary) -> list[dict[str, Any]]:
-    """Tokens that are matched whole in a text, before any cutting: the special ones and the user's own."""
+    """Tokens that are matched whole in a text before pre-tokenisation: special and user-defined ones."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
         {"id": vocabulary.ids[token], "content": token, **flags, "special": kind != USER_DEFINED}
@@ -192,7 +194,7 @@ def _sentence_pieces(vocabulary: _Vocabulary) -> dict[str, Any]:
 
 
 def _merges_from_scores(vocabulary: _Vocabulary) -> list[list[str]]:
-    """Sentence pieces join the neighbours whose union scores best: every way to cut a token in two is a merge, in the
+    """SentencePiece merges the neighbours with the best-scoring union: every split of a token in two is a merge, in the
     order of the tokens' scores; among equals the longer left part first."""
     scores = vocabulary.list_of("scores", float)
     if len(scores) != len(vocabulary.tokens):
@@ -202,7 +204,7 @@ def _merges_from_scores(vocabulary: _Vocabulary) -> list[list[str]]:
     ranked = []
     for token, kind, score in zip(vocabulary.tokens, vocabulary.types, scores, strict=True):
         if kind not in (NORMAL, USER_DEFINED):
-            continue  # control and byte tokens never come out of text
+            continue  # control and byte tokens do not result from text
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in vocabulary.ids and right in vocabulary.ids:

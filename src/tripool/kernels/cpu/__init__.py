@@ -1,1 +1,1 @@
-"""CPU versions in float32: the same names and meanings as `ref`, built from torch's fused operators."""
+"""Float32 kernels for CPUs: same names and semantics as `ref`, built from torch's fused operators."""

@@ -1,7 +1,7 @@
-"""Grouped-query attention through torch's fused kernel.
+"""Grouped-query attention with torch's fused kernel.
 
-Decode form: one row at a time, its query heads that share a key head being the "rows" of the fused kernel, so the work
-has the same shapes whoever else is in the batch. Prompt form: a span at a time under a causal mask.
+Decode form: one row at a time, with the query heads that share a key head as the rows of the fused kernel, so that the
+shapes do not depend on the rest of the batch. Prompt form: one sequence at a time under a causal mask.
 """
 
 import torch

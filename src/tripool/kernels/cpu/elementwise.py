@@ -1,4 +1,4 @@
-"""Norm, rotation and gate: what happens to each row between the products."""
+"""RMS norm, rotary embedding and SwiGLU."""
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def rope_(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
     if x.storage_offset() % 2 or any(stride % 2 for stride in x.stride()[:-1]):
-        plain_rope_(x, cos_sin)  # pairs do not sit where a complex view could see them
+        plain_rope_(x, cos_sin)  # the alignment does not allow a complex view
         return
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
     torch.mul(pairs, cos_sin[:, None], out=pairs)

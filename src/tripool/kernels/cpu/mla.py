@@ -1,7 +1,7 @@
-"""Latent attention through torch's fused kernel, in both forms.
+"""Multi-head latent attention with torch's fused kernel, in both forms.
 
-The fused kernel wants keys and values of one width. Expanded: values are padded with zeros to the keys' width.
-Absorbed: the cache rows serve as keys and as values, and the rotary part of the result is dropped.
+The fused kernel needs keys and values of one width. Expanded form: values are padded with zeros to the keys' width.
+Absorbed form: cache rows serve as keys and as values, and the rotary part of the result is dropped.
 """
 
 from dataclasses import replace
@@ -67,5 +67,5 @@ def mla_decode(
 
 class Mla(mla.Mla):
     def __init__(self, weights: mla.MlaWeights, store: WeightStore = FRESH) -> None:
-        kept = replace(weights, up=store.keep("up", lambda: weights.up))
-        super().__init__(kept, partial(Linear, store=store), rope_, mla_prompt, mla_decode)
+        stored = replace(weights, up=store.keep("up", lambda: weights.up))
+        super().__init__(stored, partial(Linear, store=store), rope_, mla_prompt, mla_decode)

@@ -1,4 +1,4 @@
-"""The float32 CPU set."""
+"""The operations of the float32 CPU kernels."""
 
 from functools import partial
 

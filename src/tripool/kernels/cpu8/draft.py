@@ -1,4 +1,4 @@
-"""A whole draft in one call into C."""
+"""The MTP layer, from tokens to drafts, as one call into C."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tripool.kernels.table import AttentionSublayer, DraftParts, Draw, MlpSublay
 
 
 def entry(embed: torch.Tensor, cos_sin: torch.Tensor) -> library.Entry:
-    """Points into both; `cos_sin`: float32 [positions, rope], cosine and sine by turns."""
+    """Points into both tensors; `cos_sin`: float32 [positions, rope], cosine and sine interleaved."""
     assert embed.is_contiguous() and cos_sin.is_contiguous()
     return library.Entry(embed.data_ptr(), cos_sin.data_ptr(), embed.shape[1], cos_sin.shape[1])
 

@@ -1,4 +1,4 @@
-"""Finds the compiled kernels for this CPU and describes their functions and structures to ctypes."""
+"""Loads the compiled kernels for this CPU and declares their functions and structures to ctypes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Layer(Structure):
 
 
 class Entry(Structure):
-    _fields_ = (("embed", c_void_p), ("turns", c_void_p), ("width", c_int32), ("turn_width", c_int32))
+    _fields_ = (("embed", c_void_p), ("cos_sin", c_void_p), ("width", c_int32), ("rope_width", c_int32))
 
 
 class Stack(Structure):
@@ -116,7 +116,7 @@ _VARIANTS = ("avx512", "avx2", "plain")
 
 
 def variants() -> list[str]:
-    """Names of the kernels that are there and that this CPU can run, best first."""
+    """Names of the compiled kernels that this CPU can run, best first."""
     vector = torch.backends.cpu.get_cpu_capability()
     able = {"plain"}
     if vector.startswith(("AVX2", "AVX512")):
@@ -132,11 +132,11 @@ def _file_of(variant: str) -> Path | None:
 
 @cache
 def library(variant: str | None = None) -> ctypes.CDLL:
-    """The kernels, for this CPU or by name."""
+    """The best kernels for this CPU, or those of a given variant."""
     found = variants()
     if variant not in (None, *found) or not found:
         hint = "install a C compiler and then the package again, or run with --precision float32"
-        raise KernelsMissing("the 8-bit kernels are not there for this CPU", hint=hint)
+        raise KernelsMissing("the 8-bit kernels are not compiled for this CPU", hint=hint)
     file = _file_of(variant or found[0])
     assert file is not None
     loaded = ctypes.CDLL(str(file))
@@ -149,5 +149,5 @@ def library(variant: str | None = None) -> ctypes.CDLL:
 
 
 def set_threads(threads: int) -> None:
-    """Of the whole process."""
+    """Set the number of threads of all kernels of this process."""
     library().tripool_threads(threads)

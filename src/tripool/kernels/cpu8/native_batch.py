@@ -1,4 +1,4 @@
-"""One step's rows as C sees them: made once per step, shared by all its layers."""
+"""The batch as the C kernels read it: made once per step, shared by all layers."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ _HEAD = (0,) * 7
 
 
 class NativeBatch:
-    """C's `Batch` (`native/layers.h`), and after it its spans (`native/attend.h`), as 64-bit words in one piece of
-    memory: a few microseconds, of which ctypes structures would take many."""
+    """C's `Batch` (`native/layers.h`) followed by its `SequenceRows` (`native/attend.h`), as 64-bit words in one array:
+    several times faster to fill than ctypes structures."""
 
     def __init__(self, batch: Batch) -> None:
         seqs = (*batch.prompts, *batch.decodes)
         self._tables = tables = array("i")
         for seq in seqs:
-            tables.extend(seq.table)
-        place, size = tables.buffer_info()[0], tables.itemsize
+            tables.extend(seq.block_table)
+        table_address, size = tables.buffer_info()[0], tables.itemsize
         self._words = words = array("q", _HEAD)
         context = 0
         for seq in seqs:
-            words.extend((seq.row | seq.count << 32, seq.start | seq.first << 32, place))
-            place += size * len(seq.table)
+            words.extend((seq.row | seq.count << 32, seq.start | seq.first << 32, table_address))
+            table_address += size * len(seq.block_table)
             context = max(context, seq.start + seq.count)
-        self._tensors = batch.slots, batch.cos_sin
+        self._tensors = batch.slot_mapping, batch.cos_sin
         self.address, _ = words.buffer_info()
         num_prompts, first_seq = len(batch.prompts), self.address + 8 * len(_HEAD)
         words[0] = batch.num_rows | batch.num_prompt_rows << 32
-        words[1] = batch.slots.data_ptr()
+        words[1] = batch.slot_mapping.data_ptr()
         words[2] = 0 if batch.cos_sin is None else batch.cos_sin.data_ptr()
         words[3] = num_prompts | len(batch.decodes) << 32
         words[4] = first_seq
@@ -47,7 +47,9 @@ def native_batch(batch: Batch) -> int:
 
 
 class NativePieces:
-    """The same of pieces of work, prompt-form ones first; where each row stands and turns is then found by C."""
+    """The same for pieces of work, prompt-form pieces first; C then computes slot mapping and rotary embedding
+    itself.
+    """
 
     def __init__(self, pieces: Sequence[Piece], first: int = 0) -> None:
         """`first`: see `SequenceRows.first`."""
@@ -57,13 +59,17 @@ class NativePieces:
             tokens.extend(piece.tokens)
             if not piece.decode:
                 num_prompts, num_prompt_rows = num_prompts + 1, len(tokens)
-        place, size = tables.buffer_info()[0], tables.itemsize
+        table_address, size = tables.buffer_info()[0], tables.itemsize
         words, row = array("q", _HEAD), 0
         for number, piece in enumerate(pieces):
             count, start = len(piece.tokens), piece.start
-            row = 0 if number == num_prompts else row  # decode-form rows count from the last prompt-form one
-            words.extend((row | count << 32, start | first << 32, place))
-            row, place, context = row + count, place + size * len(piece.table), max(context, start + count)
+            row = 0 if number == num_prompts else row  # decode-form rows are counted after the prompt-form ones
+            words.extend((row | count << 32, start | first << 32, table_address))
+            row, table_address, context = (
+                row + count,
+                table_address + size * len(piece.table),
+                max(context, start + count),
+            )
         self.num_rows, self.address = len(tokens), words.buffer_info()[0]
         self.tokens, _ = tokens.buffer_info()
         first_seq = self.address + 8 * len(_HEAD)
@@ -74,7 +80,7 @@ class NativePieces:
 
 
 class NativeDraws:
-    """C's `Draws` (`native/stack.h`) and what it points to. `count`: how many draws are of rows; default: all."""
+    """C's `Draws` (`native/stack.h`) and its arrays. `count`: number of draws that belong to rows; default: all."""
 
     def __init__(self, rows: Sequence[int], draws: Sequence[Draw], count: int | None = None) -> None:
         wanted, self._chosen = array("i", rows), array("i", rows)

@@ -1,4 +1,4 @@
-"""Weights in 8 bits, laid out in the order in which the kernels read them (see `native/product.h`)."""
+"""Quantises weights to 8 bits and packs them in the order in which the kernels read them (see `native/product.h`)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ GROUP = 64
 PANEL = 32
 _LANES = 16
 _ROWS_AT_ONCE = 128 * PANEL
-"""A vocabulary's head is packed in pieces: on the way it would take six times what it takes in the end."""
+"""Rows packed at a time: packing an output head at once would need six times its final memory."""
 _SMALLEST = 1e-30
-"""Stands in for the largest value of an all-zero group."""
+"""Replaces the largest value of an all-zero group."""
 
 
 def quantise(weight: torch.Tensor, row_scales: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """float [out, in] -> int8 [out, groups, 64] and float32 scales [out, groups], symmetric, to nearest.
 
-    A row whose scale is given (and not 0) is integers times that scale: exactly these integers come out.
+    A row with a given scale (not 0) consists of integers times that scale; exactly these integers are returned.
     """
     out, width = weight.shape
     groups = -(-width // GROUP)
@@ -33,13 +33,13 @@ def quantise(weight: torch.Tensor, row_scales: torch.Tensor | None = None) -> tu
 
 
 def dequantise(weight: torch.Tensor) -> torch.Tensor:
-    """What is left of a weight: the values that the kernels multiply with."""
+    """Quantise and dequantise: the values that the kernels multiply with."""
     steps, scales = quantise(weight)
     return (steps * scales[..., None]).flatten(1)[:, : weight.shape[1]]
 
 
 class Packed:
-    """One weight matrix. `struct` is what C sees; the tensors live as long as this object."""
+    """One packed weight matrix. `struct` points into tensors that this object keeps alive."""
 
     def __init__(self, out: int, width: int, panels: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._panels, self._bias = panels, bias
@@ -53,9 +53,9 @@ def packed(
     store: WeightStore = FRESH,
     scales: torch.Tensor | None = None,
 ) -> Packed:
-    kept = store.keep("panels", lambda: _panels(weight, scales))
-    kept_bias = None if bias is None else store.keep("bias", lambda: _padded(bias))
-    return Packed(len(weight), weight.shape[1], kept, kept_bias)
+    panels = store.keep("panels", lambda: _panels(weight, scales))
+    padded_bias = None if bias is None else store.keep("bias", lambda: _padded(bias))
+    return Packed(len(weight), weight.shape[1], panels, padded_bias)
 
 
 def packed_gate_up(
@@ -64,16 +64,16 @@ def packed_gate_up(
     store: WeightStore = FRESH,
     scales: torch.Tensor | None = None,
 ) -> Packed:
-    """Sixteen gates, then the sixteen values they let through, and so on: a panel then needs no other to be gated."""
+    """Pack with sixteen gate rows followed by their sixteen up rows, and so on, so that SwiGLU needs one panel only."""
 
     def row_scales() -> torch.Tensor | None:
         return None if scales is None else _interleaved(scales[:, None])[:, 0]
 
-    kept = store.keep("panels", lambda: _panels(_interleaved(gate_up), row_scales()))
-    kept_bias = None
+    panels = store.keep("panels", lambda: _panels(_interleaved(gate_up), row_scales()))
+    padded_bias = None
     if bias is not None:
-        kept_bias = store.keep("bias", lambda: _padded(_interleaved(bias[:, None])[:, 0]))
-    return Packed(len(gate_up), gate_up.shape[1], kept, kept_bias)
+        padded_bias = store.keep("bias", lambda: _padded(_interleaved(bias[:, None])[:, 0]))
+    return Packed(len(gate_up), gate_up.shape[1], panels, padded_bias)
 
 
 def _panels(weight: torch.Tensor, row_scales: torch.Tensor | None = None) -> torch.Tensor:

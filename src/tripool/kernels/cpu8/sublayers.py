@@ -1,4 +1,4 @@
-"""The halves of a layer, each one call into C."""
+"""Sublayers of a layer, attention and MLP, each one call into C."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class Linear8:
         scales: torch.Tensor | None = None,
         store: WeightStore = FRESH,
     ) -> None:
-        self._see(packed(weight, bias, store, scales), len(weight))
+        self._set(packed(weight, bias, store, scales), len(weight))
 
-    def _see(self, all_of_it: Packed, out: int) -> None:
-        """All of the packed weights, or the first of their outputs: panels stand in that order."""
-        self._packed, self._out = all_of_it, out
-        whole = all_of_it.struct
+    def _set(self, whole_weight: Packed, out: int) -> None:
+        """Use all packed weights, or those of the first outputs: panels are in that order."""
+        self._packed, self._out = whole_weight, out
+        whole = whole_weight.struct
         self.struct = library.Weight(whole.panels, whole.bias, out, whole.in_)
         self.at, self._run = addressof(self.struct), library.library().tripool_linear
-        self.num_bytes = all_of_it.num_bytes
+        self.num_bytes = whole_weight.num_bytes
 
     def first(self, count: int) -> Linear8:
         part = object.__new__(Linear8)
-        part._see(self._packed, count)
+        part._set(self._packed, count)
         return part
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -107,8 +107,8 @@ class Gqa8:
 
 
 class Mla8:
-    """A head's step into the latent space, and back, is a small product of its own: folded into the query and output
-    weights it would read twice the bytes at each token."""
+    """Each head's projection into the latent space and back is a small product of its own: folded into the query and
+    output weights, it would read twice the bytes per token."""
 
     def __init__(self, weights: LatentWeights, store: WeightStore = FRESH) -> None:
         core = weights.core
@@ -121,7 +121,7 @@ class Mla8:
             packed(core.out, core.out_bias, store, core.out_scales),
         ]
         keys, values, scales = up[:, :nope].transpose(1, 2), up[:, nope:], core.up_scales
-        # Turned round, a row of keys has one integer of each stored row: no scale fits, so these are rounded afresh.
+        # Transposed, a row holds one integer of each stored row, so no stored scale fits: these are quantised again.
         row_scales = (scales, None, None if scales is None else scales[:, nope:])
         by_head = [
             [packed(one, None, store, row) for one, row in zip(some, _each(rows, heads), strict=True)]
@@ -199,7 +199,7 @@ def _each(scales: torch.Tensor | None, count: int) -> Sequence[torch.Tensor | No
 
 
 def _gate_panels(gate: torch.Tensor) -> torch.Tensor:
-    """By sixteen experts, then by input: see `native/experts.h`."""
+    """Router weights by sixteen experts, then by input: see `native/experts.h`."""
     experts, hidden = gate.shape
     padded = torch.zeros(-(-experts // _LANES) * _LANES, hidden)
     padded[:experts] = gate

@@ -1,4 +1,4 @@
-"""The 8-bit CPU table, and a whole step of the network in one call into C."""
+"""The kernel table of the 8-bit CPU kernels, and a whole forward step of the network as one call into C."""
 
 from collections.abc import Sequence
 from ctypes import addressof

@@ -1,5 +1,5 @@
-"""CUDA versions: torch's fused operators and our Triton kernels, over rows that are described on the device.
+"""CUDA kernels: torch's fused operators and Triton kernels, over batches described on the device.
 
-Nothing here asks the host about values, so a step over decode rows can be captured in a graph. The torch parts run on
-any device, which is how they are tested where there is no GPU; Triton parts are used on CUDA alone.
+Nothing here reads device values on the host, so a decode step can be captured in a CUDA graph. The torch parts run on
+any device, which is how they are tested without a GPU; the Triton parts run on CUDA only.
 """

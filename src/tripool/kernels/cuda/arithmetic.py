@@ -1,7 +1,7 @@
-"""Eight bits as integers, which our kernels multiply, and as e4m3, which torch's own products do.
+"""8-bit arithmetic: int8 with our kernels, e4m3 with torch's scaled products.
 
-`fused`: with Triton kernels, for which a CUDA device (or Triton's interpreter) is needed; without, the same arithmetic
-in small steps on any device.
+`fused`: with Triton kernels, which need a CUDA device (or Triton's interpreter); otherwise the same arithmetic in small
+steps on any device.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def _packed_floats(steps: torch.Tensor) -> torch.Tensor:
 
 
 def _one_by_one(product: Product, rows: Rows8, weights: Rows8, starts: torch.Tensor) -> torch.Tensor:
-    """Experts in turn: asks the device where each one's rows begin."""
+    """One expert after the other. Reads the row offsets from the device."""
     out = torch.empty(len(rows[0]), weights[0].shape[1], dtype=torch.bfloat16, device=rows[0].device)
     bounds = starts.tolist()
     for expert, (start, stop) in enumerate(itertools.pairwise(bounds)):
         if start < stop:
-            mine = rows[0][start:stop], rows[1][start:stop]
-            out[start:stop] = product(mine, (weights[0][expert], weights[1][expert]))
+            expert_rows = rows[0][start:stop], rows[1][start:stop]
+            out[start:stop] = product(expert_rows, (weights[0][expert], weights[1][expert]))
     return out
 
 
@@ -57,7 +57,7 @@ def _scaled_mm(rows: Rows8, weights: Rows8) -> torch.Tensor:
 
 def _scaled_grouped_mm(rows: Rows8, weights: Rows8, starts: torch.Tensor) -> torch.Tensor:
     (x, by_row), (w, by_channel), ends = rows, weights, starts[1:]
-    return F.scaled_grouped_mm(  # type: ignore[attr-defined]  # torch's stubs have forgotten it
+    return F.scaled_grouped_mm(  # type: ignore[attr-defined]  # missing in torch's stubs
         x, w.mT, by_row, ScalingType.RowWise, by_channel, ScalingType.RowWise, offs=ends
     )
 
@@ -108,7 +108,7 @@ def _integers_fused(device: torch.device) -> QuantizedOps:
     arrived = arrivals(device)
 
     def groups(expert_order: ExpertOrder) -> Plan:
-        """Of the height of its blocks alone, which follows from how many rows there are for how many experts."""
+        """The plan depends only on the block height, which follows from the numbers of rows and experts."""
         experts, rows = len(expert_order.starts) - 1, expert_order.slots.numel()
         return make_plan(expert_order.starts, expert_order.starts.diff(), rows, _tiling(rows, 1, 1, experts))
 

@@ -1,8 +1,8 @@
-"""Attention over paged memory, described on the device. Grouped-query and latent, prompt form and decode form.
+"""Attention over paged KV described on the device: grouped-query and latent, prompt form and decode form.
 
-Prompt form: torch's fused kernel, a group of equal spans at a time. Decode form: the Triton kernel where it applies
-(`mla_decode`), else every request's blocks are gathered and attended under a mask: as many bytes again as the context
-has, but right for any width, and nothing depends on lengths that only the device knows.
+Prompt form: torch's fused kernel, one group of equally shaped sequences at a time. Decode form: the Triton kernel where
+it applies (`mla_decode`), else every request's blocks are gathered and attended under a mask. That copies the context,
+but supports any width, and nothing depends on lengths that only the device knows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def attend_prompt(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for group in groups:
         stop = group.start + group.count
-        pairs = context(kv, group.table)[:, group.first : stop].unflatten(2, (2, kv_heads, dim))
+        pairs = context(kv, group.block_table)[:, group.first : stop].unflatten(2, (2, kv_heads, dim))
         keys, values = pairs.unbind(2)
         out[group.rows] = _fused(q[group.rows], keys, values, group, scale, gqa=heads != kv_heads)
     return out.view(rows, heads * dim)
@@ -38,11 +38,11 @@ def mla_prompt(
     rank, v = up.shape[2], up.shape[1] - nope
     out = q.new_empty(rows, heads, v)
     for group in groups:
-        seen = context(kv, group.table)[:, group.first : group.start + group.count]
+        seen = context(kv, group.block_table)[:, group.first : group.start + group.count]
         expanded = F.linear(seen[..., :rank], up.flatten(0, 1)).unflatten(2, (heads, nope + v))
-        turned = seen[:, :, None, rank:].expand(-1, -1, heads, -1)
-        keys = torch.cat((expanded[..., :nope], turned), dim=3)
-        values = F.pad(expanded[..., nope:], (0, width - v))  # the fused kernel wants one width
+        rotated = seen[:, :, None, rank:].expand(-1, -1, heads, -1)
+        keys = torch.cat((expanded[..., :nope], rotated), dim=3)
+        values = F.pad(expanded[..., nope:], (0, width - v))  # the fused kernel needs one width
         out[group.rows] = _fused(q[group.rows], keys, values, group, scale)[..., :v]
     return out.flatten(1)
 
@@ -66,7 +66,7 @@ def _fused(
 def attend_decode(q: torch.Tensor, kv: torch.Tensor, rows: PagedRows, kv_heads: int, scale: float) -> torch.Tensor:
     """As `attend_prompt`, for decode rows."""
     total, heads, dim = q.shape
-    keys, values = context(kv, rows.table).unflatten(2, (2, kv_heads, dim)).unbind(2)
+    keys, values = context(kv, rows.block_table).unflatten(2, (2, kv_heads, dim)).unbind(2)
     attended = F.scaled_dot_product_attention(
         q.unflatten(0, (-1, rows.queries)).transpose(1, 2),
         keys.transpose(1, 2),
@@ -81,18 +81,18 @@ def attend_decode(q: torch.Tensor, kv: torch.Tensor, rows: PagedRows, kv_heads: 
 def latent_decode(q: torch.Tensor, kv: torch.Tensor, rows: PagedRows, rank: int, scale: float) -> torch.Tensor:
     """Absorbed. q [rows, heads, rank + rope]; kv [slots, rank + rope]; result [rows, heads, rank]."""
     queries = q.unflatten(0, (-1, rows.queries))
-    seen = context(kv, rows.table)
+    seen = context(kv, rows.block_table)
     scores = torch.einsum("bqhk,btk->bqht", queries, seen).float() * scale
     weights = scores.masked_fill(~rows.seen[:, :, None], float("-inf")).softmax(-1).to(q.dtype)
     return torch.einsum("bqht,btk->bqhk", weights, seen[..., :rank]).flatten(0, 1)
 
 
 def latent_decode_fused(q: torch.Tensor, kv: torch.Tensor, rows: PagedRows, rank: int, scale: float) -> torch.Tensor:
-    """The same by `triton.mla_decode`, which reads the context once, where it lies."""
-    if rows.first:  # only the MTP layer hides its first slot: one layer, and the kernel need not know
+    """The same with `triton.mla_decode`, which reads the context once, in place."""
+    if rows.first:  # only the MTP layer, which hides its first slot
         return latent_decode(q, kv, rows, rank, scale)
     from tripool.kernels.triton.mla_decode import mla_decode
 
     queries = q.unflatten(0, (-1, rows.queries)).contiguous()
     blocks = kv.view(-1, BLOCK_TOKENS, kv.shape[1])
-    return mla_decode(queries, blocks, rows.table, rows.lengths, scale, rank=rank).flatten(0, 1)
+    return mla_decode(queries, blocks, rows.block_table, rows.seq_lens, scale, rank=rank).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""The attention halves and the draft over rows described on the device."""
+"""Attention sublayers and the MTP draft over batches described on the device."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class GroupedAttention:
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
         w, rows, n = self._w, device_rows(batch), batch.num_prompt_rows
         assert batch.cos_sin is not None
-        turned = w.heads + w.kv_heads
-        qkv = self._qkv(self._norm(x)).unflatten(1, (turned + w.kv_heads, w.head_dim))
+        rotated = w.heads + w.kv_heads
+        qkv = self._qkv(self._norm(x)).unflatten(1, (rotated + w.kv_heads, w.head_dim))
         if w.q_norm is not None and w.k_norm is not None:
             qkv[:, : w.heads] = normed(qkv[:, : w.heads], w.q_norm)
-            qkv[:, w.heads : turned] = normed(qkv[:, w.heads : turned], w.k_norm)
-        rope_(qkv[:, :turned], batch.cos_sin)
-        kv.index_copy_(0, batch.slots, qkv[:, w.heads :].flatten(1))
+            qkv[:, w.heads : rotated] = normed(qkv[:, w.heads : rotated], w.k_norm)
+        rope_(qkv[:, :rotated], batch.cos_sin)
+        kv.index_copy_(0, batch.slot_mapping, qkv[:, w.heads :].flatten(1))
         q, parts = qkv[:, : w.heads], []
         if rows.prompts:
             parts.append(attention.attend_prompt(q[:n], kv, rows.prompts, w.kv_heads, w.scale))
@@ -45,8 +45,8 @@ class GroupedAttention:
 
 
 def prologue(w: LatentWeights, down: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor | None:
-    """Of the joint down-projection: the latent, normed, and the rotary key, turned, go into the cache; the queries'
-    part comes back normed, if there is one."""
+    """Takes the joint down-projection: writes the normed latent and the rotated key into the cache and returns the
+    normed query part, if there is one."""
     assert batch.cos_sin is not None
     queries = None
     if w.q_norm is not None:
@@ -55,20 +55,20 @@ def prologue(w: LatentWeights, down: torch.Tensor, batch: Batch, kv: torch.Tenso
     rank = len(w.kv_norm.gain)
     rope_(down[:, None, rank:], batch.cos_sin)
     down[:, :rank] = normed(down[:, :rank], w.kv_norm)
-    kv.index_copy_(0, batch.slots, down)
+    kv.index_copy_(0, batch.slot_mapping, down)
     return queries
 
 
 def prologue_fused(
     w: LatentWeights, down: torch.Tensor, batch: Batch, kv: torch.Tensor, *, int8: bool = False
 ) -> AnyRows | None:
-    """`int8`: the queries' part comes back in integers."""
+    """`int8`: the query part is returned in 8 bits."""
     from tripool.kernels.triton.mla_prologue import mla_prologue
 
     assert batch.cos_sin is not None
     q_gain, q_eps = (None, 0.0) if w.q_norm is None else (w.q_norm.gain, w.q_norm.eps)
     queries, scales = mla_prologue(
-        down, q_gain, w.kv_norm.gain, batch.cos_sin, device_rows(batch).order, batch.slots,
+        down, q_gain, w.kv_norm.gain, batch.cos_sin, device_rows(batch).order, batch.slot_mapping,
         kv.view(-1, BLOCK_TOKENS, kv.shape[1]), q_eps=q_eps, kv_eps=w.kv_norm.eps, int8=int8,
     )  # fmt: skip
     if w.q_norm is None:
@@ -76,12 +76,12 @@ def prologue_fused(
     return (queries, scales) if int8 else queries
 
 
-def turn_(q_rope: torch.Tensor, batch: Batch) -> None:
+def apply_rope_(q_rope: torch.Tensor, batch: Batch) -> None:
     assert batch.cos_sin is not None
     rope_(q_rope, batch.cos_sin)
 
 
-def turn_fused_(q_rope: torch.Tensor, batch: Batch) -> None:
+def apply_rope_fused_(q_rope: torch.Tensor, batch: Batch) -> None:
     from tripool.kernels.triton.mla_prologue import rope_queries
 
     assert batch.cos_sin is not None
@@ -99,7 +99,7 @@ class LatentAttention:
         integers = isinstance(self._query, Linear8) and self._query.quantized.stored == INT8
         self._prologue: Callable[[LatentWeights, torch.Tensor, Batch, torch.Tensor], AnyRows | None]
         self._prologue = partial(prologue_fused, int8=integers) if make.fused else prologue
-        self._turn_ = turn_fused_ if make.fused else turn_
+        self._apply_rope_ = apply_rope_fused_ if make.fused else apply_rope_
         self._latent_decode = attention.latent_decode_fused if make.fused else attention.latent_decode
         self.num_bytes = self._down.num_bytes + self._query.num_bytes + self._out.num_bytes + self._up.nbytes
 
@@ -109,7 +109,7 @@ class LatentAttention:
         outer = self._norm(x)
         inner = self._prologue(w, self._down(outer), batch, kv)
         q = self._query(outer if inner is None else inner).unflatten(1, (self._up.shape[0], -1))
-        self._turn_(q[..., w.core.nope :], batch)
+        self._apply_rope_(q[..., w.core.nope :], batch)
         parts = []
         if rows.prompts:
             parts.append(attention.mla_prompt(q[:n], kv, rows.prompts, self._up, w.core.nope, w.core.scale))
@@ -118,7 +118,7 @@ class LatentAttention:
         x += self._out(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _decode(self, q: torch.Tensor, kv: torch.Tensor, rows: PagedRows) -> torch.Tensor:
-        """Absorbed: the query moves into latent space, attends there, and what it found is turned into values."""
+        """Absorbed form: projects the query into the latent space, attends there, and projects the result to values."""
         nope, rank = self._w.core.nope, self._up.shape[2]
         key_up, value_up = self._up[:, :nope], self._up[:, nope:]
         q_latent = q.new_empty(len(q), q.shape[1], kv.shape[1])
@@ -142,6 +142,6 @@ class Draft:
 
     def logits(self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         final = self.hidden(batch, hidden, kv)
-        if len(rows) < len(final):  # choosing rows copies their numbers to the device, which no graph can hold
+        if len(rows) < len(final):  # indexing copies to the device, which a graph cannot capture
             final = final[torch.tensor(list(rows), dtype=torch.int64).to(final.device)]
         return self._parts.head(final)

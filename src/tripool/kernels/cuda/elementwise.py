@@ -1,4 +1,4 @@
-"""Norm, rotation and gate on the device. Rows come out in the type they are computed in next."""
+"""RMS norm, rotary embedding and SwiGLU on the device. Results have the type of the next computation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 
 def rope_(x: torch.Tensor, cos_sin: torch.Tensor) -> None:
-    """In float32, whatever x is: complex numbers have no narrower type, and angles no bits to lose."""
+    """Computed in float32 for any x: there is no narrower complex type."""
     pairs = torch.view_as_complex(x.to(torch.float32, copy=True).unflatten(-1, (-1, 2)))
     x.copy_(torch.view_as_real(pairs.mul_(cos_sin[:, None])).flatten(-2))
 

@@ -23,7 +23,7 @@ from tripool.kernels.weights import MoeWeights, Norm
 # device without that product) runs every expert over every row and keeps what was chosen: wasteful, plain, and the
 # oracle of the other two.
 MOST_FEW = 1024
-"""Rows times choices up to which a pass over the weights is the cost, not the products."""
+"""Up to this many (row, choice) pairs, reading the weights dominates the cost."""
 
 
 class Experts:
@@ -55,7 +55,7 @@ class Experts:
 def all_rows(
     x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """Every expert over every row."""
+    """Run every expert over every row and weight the results."""
     told = weights.new_zeros(len(x), len(gate_up)).scatter_(1, experts, weights)
     parts = swiglu(x.to(gate_up.dtype) @ gate_up.mT) @ down.mT  # [experts, rows, hidden]
     return torch.einsum("erh,re->rh", parts, told.to(parts.dtype))
@@ -64,7 +64,7 @@ def all_rows(
 def sorted_rows(
     x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """Rows stand together by expert, and a grouped product is told where each expert's end."""
+    """Sort the rows by expert for a grouped product."""
     rows, top_k = experts.shape
     flat, order = experts.flatten().sort(stable=True)
     every = torch.arange(len(gate_up), dtype=flat.dtype, device=x.device)
@@ -95,7 +95,7 @@ class Linear(linear.Linear):
 
 
 AnyRows = Any
-"""Rows in the table's type, or `Rows8` where whoever multiplies them takes those: made for them, never looked into."""
+"""Rows in the table's type, or `Rows8` where the next product takes 8 bits."""
 AnyLinear = Linear | Linear8
 AnyExperts = Experts | Experts8
 Route = Callable[[torch.Tensor, torch.Tensor | None, RoutePlan], tuple[torch.Tensor, torch.Tensor]]
@@ -108,7 +108,7 @@ class Make:
     fused: bool
     """Whether Triton kernels may be used: on CUDA, in bfloat16."""
     quantized: QuantizedOps | None = None
-    """Who multiplies what the checkpoint holds in eight bits; None: it is multiplied out when it is loaded."""
+    """Arithmetic for weights stored in 8 bits; None: they are dequantised when loaded."""
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, scales: torch.Tensor | None = None
@@ -119,7 +119,7 @@ class Make:
         return Linear(weight, bias, store=self.store, dtype=self.dtype)
 
     def router(self, weight: torch.Tensor) -> Linear:
-        """Its outcome is a decision: never rounded."""
+        """Never quantised, because the result selects experts."""
         return Linear(weight, store=self.store, dtype=torch.float32)
 
     def route(self) -> Route:
@@ -138,7 +138,7 @@ class Make:
 
 
 def norm_for(norm: Norm, *users: AnyLinear | AnyExperts) -> Callable[[torch.Tensor], AnyRows]:
-    """The norm of rows for who multiplies them next: in eight bits at once if all of them round."""
+    """RMS norm for these users: quantised at once if all of them take 8 bits."""
     quantized = _common(users)
     if quantized is None:
         return lambda x: rms_norm(x, norm.gain, norm.eps)
@@ -146,7 +146,7 @@ def norm_for(norm: Norm, *users: AnyLinear | AnyExperts) -> Callable[[torch.Tens
 
 
 def rounding_for(*users: AnyLinear | AnyExperts) -> Callable[[torch.Tensor], AnyRows]:
-    """Rows that are needed in floats too, for who multiplies them next: rounded once instead of by each."""
+    """Quantisation for these users, for rows that are also needed as floats: done once instead of by each user."""
     quantized = _common(users)
     return (lambda x: x) if quantized is None else quantized.quantise
 

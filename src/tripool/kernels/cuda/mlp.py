@@ -1,4 +1,4 @@
-"""Feed-forward halves and the draft's joint, of parts that are each in 16 or in 8 bits."""
+"""MLP sublayers and the MTP layer's join; each part is in 16 or in 8 bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tripool.kernels.weights import JoinWeights, MlpWeights, MoeWeights
 
 
 class Join:
-    """Two rows into one."""
+    """Norms two rows and projects their concatenation to one."""
 
     def __init__(self, make: Make, weights: JoinWeights) -> None:
         self._w = weights
@@ -37,7 +37,7 @@ class Swiglu:
 
 
 class Mlp:
-    """One dense SwiGLU."""
+    """A dense SwiGLU."""
 
     def __init__(self, make: Make, weights: MlpWeights) -> None:
         self._swiglu = Swiglu(make, weights)
@@ -49,7 +49,7 @@ class Mlp:
 
 
 class MoeMlp:
-    """Routed experts, and a shared one beside them."""
+    """Routed experts and an optional shared expert."""
 
     def __init__(self, make: Make, weights: MoeWeights) -> None:
         self._w = weights

@@ -1,7 +1,7 @@
-"""Products with a checkpoint's own eight bits: rows rounded by token, weights as they are stored, results in 16 bits.
+"""Products with a checkpoint's 8-bit weights: activations quantised per token, weights as stored, results in 16 bits.
 
-Parts that the checkpoint holds in floats stay in floats. Which eight bits, integers or e4m3, and who multiplies them is
-an `QuantizedOps` (see `arithmetic.py`).
+Parts that the checkpoint stores as floats stay floats. `QuantizedOps` selects int8 or e4m3 and the kernels (see
+`arithmetic.py`).
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from tripool.kernels.ref.w8a8 import Rows8
 from tripool.kernels.weight_store import FRESH, WeightStore
 
 Held = tuple[torch.Tensor, torch.Tensor]
-"""A weight in floats and its scales, beside it and above 0 in every row (`kernels/weights.py`)."""
+"""A weight as floats and its scales, which are above 0 in every row (`kernels/weights.py`)."""
 _WIDTH_MULTIPLE = 16
 _PIECE_WEIGHTS = 2**22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedOps:
-    """One arithmetic. Weights: eight bits, and float32 scales by channel."""
+    """One 8-bit arithmetic. Weights are 8-bit with float32 scales per channel."""
 
     stored: str
     """INT8 or E4M3 (`kernels/weights.py`)."""
     dtype: torch.dtype
     outs_multiple: int
-    """What the kernels want of the number of channels."""
+    """The number of channels must be a multiple of this."""
     pack: Callable[[torch.Tensor], torch.Tensor]
-    """Weights that were divided by their scales -> eight bits."""
+    """Weights divided by their scales -> 8 bits."""
     quantise: Callable[[torch.Tensor], Rows8]
     norm: Callable[[torch.Tensor, torch.Tensor, float], Rows8]
     swiglu: Callable[[torch.Tensor], Rows8]
     product: Callable[[Rows8, Rows8], torch.Tensor]
     """Rows, and weights [out, in] with scales [out] -> bfloat16 [rows, out]."""
     groups: Callable[[ExpertOrder], Any]
-    """What `grouped` wants to know of where each expert's rows are, for all products over the same rows."""
+    """Row groups per expert in the form that `grouped` takes, shared by all products over the same rows."""
     grouped: Callable[[Rows8, Rows8, Any], torch.Tensor]
     """Rows sorted by expert, weights [experts, out, in] with scales [experts, out], and the groups -> bfloat16 [rows,
     out]."""
@@ -48,17 +48,17 @@ class QuantizedOps:
     unpermute: Callable[[torch.Tensor, torch.Tensor, ExpertOrder], torch.Tensor]
 
     def held(self, weight: torch.Tensor, scales: torch.Tensor | None) -> Held | None:
-        """If every row is held in these eight bits, in a shape that the kernels take."""
+        """The weight and its scales if every row is stored in this 8-bit type and the kernels support the shape."""
         if scales is None or weight.shape[-1] % _WIDTH_MULTIPLE or weight.shape[-2] % self.outs_multiple:
             return None
-        without = scales <= 0  # in floats, or all zeros, which any scale gives
+        without = scales <= 0  # stored as floats, or all zeros, for which any scale is right
         if bool(without.any()) and bool(weight[without.to(weight.device)].any()):
             return None
         return weight, scales.float().masked_fill(without, 1.0).to(weight.device)
 
-    def kept(self, held: Held, name: str, store: WeightStore) -> Rows8:
-        """Of integers the very ones that are stored: the floats are their products with the scales, rounded to bfloat16
-        at worst, whose 2^-9 of 127 is just less than half a step."""
+    def stored_weight(self, held: Held, name: str, store: WeightStore) -> Rows8:
+        """The stored integers, recovered exactly: the floats are their products with the scales, rounded to bfloat16 at
+        worst, whose relative error of 2^-9 at 127 is below half a step."""
         weight, scales = held
         quantized = store.keep(
             f"{name}eight bits", lambda: self._packed(weight.flatten(0, -2), scales.flatten(), weight)
@@ -66,7 +66,7 @@ class QuantizedOps:
         return quantized, store.keep(f"{name}scales", lambda: scales)
 
     def _packed(self, rows: torch.Tensor, scales: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Piece by piece: a layer's experts in float32 would be four times what was read."""
+        """Packs piece by piece: a layer's experts in float32 would take four times the memory that was read."""
         out = torch.empty(rows.shape, dtype=self.dtype, device=rows.device)
         step = max(1, _PIECE_WEIGHTS // rows.shape[1])
         for first in range(0, len(rows), step):
@@ -79,19 +79,21 @@ class Linear8:
     def __init__(
         self, held: Held, bias: torch.Tensor | None = None, *, quantized: QuantizedOps, store: WeightStore = FRESH
     ) -> None:
-        kept = quantized.kept(held, "", store)
-        self._see(kept, None if bias is None else store.keep("bias", lambda: bias.to(torch.bfloat16)), quantized)
+        stored_weight = quantized.stored_weight(held, "", store)
+        self._set(
+            stored_weight, None if bias is None else store.keep("bias", lambda: bias.to(torch.bfloat16)), quantized
+        )
 
-    def _see(
+    def _set(
         self, weights: Rows8, bias: torch.Tensor | None, quantized: QuantizedOps, count: int | None = None
     ) -> None:
         self._weights, self._bias, self.quantized = weights, bias, quantized
         self._count = count
-        """Channels that are asked for, where the kernels want more."""
+        """Channels to return, where the kernels compute more."""
         self.num_bytes = weights[0].nbytes + weights[1].nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: torch.Tensor | Rows8) -> torch.Tensor:
-        """Of rows that are in eight bits already, or that become so here."""
+        """`x`: rows in 8 bits, or floats that are quantised here."""
         rows = self.quantized.quantise(x) if isinstance(x, torch.Tensor) else x
         out = self.quantized.product(rows, self._weights)[:, : self._count]
         return out if self._bias is None else out + self._bias
@@ -99,23 +101,26 @@ class Linear8:
     def first(self, count: int) -> Linear8:
         part, whole = object.__new__(Linear8), -(-count // self.quantized.outs_multiple) * self.quantized.outs_multiple
         (weight, scales), bias = self._weights, self._bias
-        part._see((weight[:whole], scales[:whole]), None if bias is None else bias[:count], self.quantized, count)
+        part._set((weight[:whole], scales[:whole]), None if bias is None else bias[:count], self.quantized, count)
         return part
 
 
 class Experts8:
-    """Rows stand together by expert; the host never learns how many each one got."""
+    """Sorts rows by expert; the host never reads how many each expert got."""
 
     def __init__(self, gate_up: Held, down: Held, *, quantized: QuantizedOps, store: WeightStore = FRESH) -> None:
         self.quantized = quantized
-        self._gate_up, self._down = quantized.kept(gate_up, "gate_up ", store), quantized.kept(down, "down ", store)
+        self._gate_up, self._down = (
+            quantized.stored_weight(gate_up, "gate_up ", store),
+            quantized.stored_weight(down, "down ", store),
+        )
         self.num_bytes = sum(one.nbytes for part in (self._gate_up, self._down) for one in part)
 
     def __call__(self, x: torch.Tensor | Rows8, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         quantized = self.quantized
         rows, scales = quantized.quantise(x) if isinstance(x, torch.Tensor) else x
         expert_order = quantized.sort(experts, len(self._gate_up[0]))
-        # Moved as bytes: not every device copies e4m3.
+        # Permuted as bytes: not every device copies e4m3.
         moved, moved_scales = quantized.permute(rows.view(torch.int8), scales, expert_order)
         groups = quantized.groups(expert_order)
         inner = quantized.grouped((moved.view(rows.dtype), moved_scales), self._gate_up, groups)

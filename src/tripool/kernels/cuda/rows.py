@@ -1,7 +1,7 @@
-"""One step's rows as the device sees them: block tables and lengths in tensors instead of lists.
+"""The batch as the device reads it: block tables and seq_lens in tensors instead of lists.
 
-Decode rows come as `queries` rows for each request; prompt rows in groups of equal shape, each one call of the fused
-kernel. A captured step has decode rows only, whose tensors keep their places while their values change.
+Decode rows come as `queries` rows per request; prompt rows in groups of equal shape, each one call of the fused kernel.
+A captured step has decode rows only, whose tensors keep their addresses while their values change.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tripool.kernels.batch import Batch
 from tripool.kernels.sequence_rows import SequenceRows
 
 MAX_QUERIES = 2
-"""Query tokens of one request that share a read of its context: the newest token and a draft."""
+"""Query tokens of one request that share one read of its context: the newest token and a draft."""
 
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    table: torch.Tensor
-    """int32 [requests, width]: blocks of each request; what lies beyond its length is a block that exists."""
-    lengths: torch.Tensor
+    block_table: torch.Tensor
+    """int32 [requests, width]: blocks of each request; entries beyond its length are valid block numbers."""
+    seq_lens: torch.Tensor
     """int32 [requests]: tokens in the context, the query tokens included."""
     queries: int
     first: int = 0
@@ -31,20 +31,22 @@ class PagedRows:
 
     @property
     def seen(self) -> torch.Tensor:
-        """bool [requests, queries, tokens]: query i of Q sees `lengths - Q + 1 + i` tokens, less the hidden first."""
-        device = self.lengths.device
-        positions = torch.arange(self.table.shape[1] * BLOCK_TOKENS, device=device)
-        ends = self.lengths[:, None] - self.queries + 1 + torch.arange(self.queries, device=device)
+        """bool [requests, queries, tokens]: query i of Q sees `seq_lens - Q + 1 + i` tokens, except those
+        before `first`.
+        """
+        device = self.seq_lens.device
+        positions = torch.arange(self.block_table.shape[1] * BLOCK_TOKENS, device=device)
+        ends = self.seq_lens[:, None] - self.queries + 1 + torch.arange(self.queries, device=device)
         return (positions < ends[..., None]) & (positions >= self.first)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptGroup:
-    """Spans of one start and one length, stacked."""
+    """Sequences with equal start and count, stacked."""
 
     rows: torch.Tensor
     """int64 [requests * count], among the prompt rows."""
-    table: torch.Tensor
+    block_table: torch.Tensor
     """int64 [requests, blocks]."""
     start: int
     count: int
@@ -52,7 +54,7 @@ class PromptGroup:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the context is these rows and nothing else: then a plain causal mask is right."""
+        """Whether the context consists of these rows only: then a plain causal mask is right."""
         return self.start == self.first
 
     def seen(self) -> torch.Tensor:
@@ -64,12 +66,12 @@ class PromptGroup:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """A batch's spans in this form; stands in `Batch.native`."""
+    """A batch's sequences in this form; stored in `Batch.native`."""
 
     prompts: tuple[PromptGroup, ...]
     decodes: PagedRows | None
     order: torch.Tensor
-    """int64 [rows]: 0, 1, 2 … (each row's place in what was gathered by row, such as turns)."""
+    """int64 [rows]: 0, 1, 2 … (the index of each row in tensors gathered by row, such as `cos_sin`)."""
 
 
 def device_rows(batch: Batch) -> DeviceRows:
@@ -81,10 +83,10 @@ def device_rows(batch: Batch) -> DeviceRows:
     return batch.native
 
 
-def context(kv: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """kv [slots, width] at the blocks of table [requests, blocks] -> [requests, tokens, width], a copy."""
+def context(kv: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
+    """kv [slots, width] at the blocks of block_table [requests, blocks] -> [requests, tokens, width], a copy."""
     blocks = kv.view(-1, BLOCK_TOKENS * kv.shape[1])
-    return blocks.index_select(0, table.flatten()).view(len(table), -1, kv.shape[1])
+    return blocks.index_select(0, block_table.flatten()).view(len(block_table), -1, kv.shape[1])
 
 
 def _groups(seqs: Sequence[SequenceRows], device: torch.device) -> tuple[PromptGroup, ...]:
@@ -94,21 +96,21 @@ def _groups(seqs: Sequence[SequenceRows], device: torch.device) -> tuple[PromptG
     groups = []
     for (start, count, first), members in alike.items():
         rows = torch.tensor([seq.row for seq in members])[:, None] + torch.arange(count)
-        table = torch.tensor([seq.table for seq in members])
-        groups.append(PromptGroup(rows.flatten().to(device), table.to(device), start, count, first))
+        block_table = torch.tensor([seq.block_table for seq in members])
+        groups.append(PromptGroup(rows.flatten().to(device), block_table.to(device), start, count, first))
     return tuple(groups)
 
 
 def _paged(seqs: Sequence[SequenceRows], device: torch.device) -> PagedRows:
-    """Requests of as many queries as they have rows where all have the same few; else each row by itself."""
+    """One request per sequence if all have the same few rows, else one request per row."""
     queries, first = seqs[0].count, seqs[0].first
     if queries > MAX_QUERIES or any(seq.count != queries for seq in seqs):
         queries = 1
-    width = max(len(seq.table) for seq in seqs)
-    tables, lengths = [], []
+    width = max(len(seq.block_table) for seq in seqs)
+    tables, seq_lens = [], []
     for seq in seqs:
         for stop in range(seq.start + queries, seq.stop + 1, queries):
-            tables.append(seq.table + seq.table[:1] * (width - len(seq.table)))
-            lengths.append(stop)
-    table = torch.tensor(tables, dtype=torch.int32).to(device)
-    return PagedRows(table, torch.tensor(lengths, dtype=torch.int32).to(device), queries, first)
+            tables.append(seq.block_table + seq.block_table[:1] * (width - len(seq.block_table)))
+            seq_lens.append(stop)
+    block_table = torch.tensor(tables, dtype=torch.int32).to(device)
+    return PagedRows(block_table, torch.tensor(seq_lens, dtype=torch.int32).to(device), queries, first)

@@ -20,7 +20,7 @@ from tripool.kernels.weight_store import FRESH, WeightStore
 
 
 class OnDevice:
-    """A shelf (see `kernels.store`) that keeps nothing but sends everything to one device."""
+    """A weight store that stores nothing and sends every tensor to one device."""
 
     def __init__(self, device: torch.device | str) -> None:
         self.device = torch.device(device)

@@ -1,8 +1,8 @@
 /* Attention over the paged cache, one sequence at a time, keys in the order of their positions.
  *
  * Decode: one query position, all the heads that share a key. Prompt: many positions; keys come in blocks of 64 that
- * begin at multiples of 64, with a running maximum and sum per query, so a row's result depends on its position and
- * not on how the prompt was cut. A key that a row may not see gets weight 0 exactly and leaves no trace. */
+ * start at multiples of 64, with a running maximum and sum per query, so a row's result depends on its position and
+ * not on the chunking of the prompt. A masked key gets weight exactly 0. */
 #ifndef TRIPOOL_ATTEND_H
 #define TRIPOOL_ATTEND_H
 
@@ -12,24 +12,24 @@
 #define BLOCK 64
 
 /* (Python fills this in as 64-bit words: see native_batch.py.)
- * Consecutive rows of one sequence: row `row` + i is position `start` + i and sees `first` .. itself. */
+ * Consecutive rows of one sequence: row `row` + i is at position `start` + i and attends to `first` .. itself. */
 typedef struct {
     int32_t row, count, start, first;
-    const int32_t *table;
-} Span;
+    const int32_t *block_table;
+} SequenceRows;
 
-INLINE int stop_of(const Span *s) { return s->start + s->count; }
+INLINE int stop_of(const SequenceRows *s) { return s->start + s->count; }
 
-/* Where a sequence's keys or values are: position p at base(p / 64) + (p % 64) * stride. */
+/* Location of a sequence's keys or values: position p is at block_of(p / 64) + (p % 64) * stride. */
 typedef struct {
     const float *data;
-    const int32_t *table; /* NULL: consecutive */
+    const int32_t *block_table; /* NULL: consecutive */
     size_t stride;
     int width;
 } Source;
 
 INLINE const float *block_of(const Source *s, int block) {
-    return s->data + (size_t)(s->table ? s->table[block] : block) * BLOCK * s->stride;
+    return s->data + (size_t)(s->block_table ? s->block_table[block] : block) * BLOCK * s->stride;
 }
 INLINE const float *at(const Source *s, int position) {
     return block_of(s, position / BLOCK) + (size_t)(position % BLOCK) * s->stride;
@@ -38,9 +38,9 @@ INLINE const float *at(const Source *s, int position) {
 #define DECODE_HEADS 4
 #define DECODE_KEYS 4
 
-/* scores[h][t] for `heads` (constant) queries and keys first + t. */
+/* Computes scores[h][t] for `heads` (constant) queries and keys first + t. */
 INLINE void decode_scores(const int heads, const float *q, size_t q_stride, const Source *keys, int first, int stop,
-                          float scale, float *scores, size_t room_) {
+                          float scale, float *scores, size_t score_stride) {
     const int width = keys->width;
     for (int p = first; p < stop; p += DECODE_KEYS) {
         const float *key[DECODE_KEYS];
@@ -69,12 +69,12 @@ INLINE void decode_scores(const int heads, const float *q, size_t q_stride, cons
             UNROLL for (int i = 0; i < DECODE_KEYS; i++) all[h * DECODE_KEYS + i] = h < heads ? sum[h][i] : (vf){0};
         float four[DECODE_HEADS][DECODE_KEYS];
         store(four[0], sums_of(all) * splat(scale));
-        UNROLL for (int h = 0; h < heads; h++) /* there is room for four; the padding is written over below */
-            memcpy(scores + h * room_ + (p - first), four[h], sizeof four[h]);
+        UNROLL for (int h = 0; h < heads; h++) /* the buffer has room for four; the padding is overwritten below */
+            memcpy(scores + h * score_stride + (p - first), four[h], sizeof four[h]);
     }
 }
 
-/* scores become e^(score - largest), padded with zeros to whole vectors; returns their sum. */
+/* Replaces scores by e^(score - largest), padded with zeros to whole vectors; returns their sum. */
 static float weigh(float *scores, int count) {
     const int padded = (count + LANES - 1) / LANES * LANES;
     for (int t = count; t < padded; t++) scores[t] = -INFINITY;
@@ -90,7 +90,7 @@ static float weigh(float *scores, int count) {
     return sum_of(sum);
 }
 
-/* Four vectors of a value; `whole`: all of them are there. */
+/* Loads four vectors of a value; `whole`: none of them is partial. */
 INLINE void load_value(const int whole, const float *value, int left, vf v[4]) {
     UNROLL for (int i = 0; i < 4; i++) {
         const int n = left - i * LANES;
@@ -98,7 +98,7 @@ INLINE void load_value(const int whole, const float *value, int left, vf v[4]) {
     }
 }
 
-INLINE void decode_values_at(const int heads, const int whole, int d, const float *weights, size_t room_,
+INLINE void decode_values_at(const int heads, const int whole, int d, const float *weights, size_t score_stride,
                              const float *sums, const Source *values, int first, int stop, float *out,
                              size_t out_stride) {
     const int left = values->width - d;
@@ -111,7 +111,7 @@ INLINE void decode_values_at(const int heads, const int whole, int d, const floa
             vf v[4];
             load_value(whole, value, left, v);
             UNROLL for (int h = 0; h < heads; h++) {
-                const vf w = splat(weights[h * room_ + (p - first)]);
+                const vf w = splat(weights[h * score_stride + (p - first)]);
                 UNROLL for (int i = 0; i < 4; i++) sum[h][i] = sum[h][i] + w * v[i];
             }
         }
@@ -127,24 +127,24 @@ INLINE void decode_values_at(const int heads, const int whole, int d, const floa
     }
 }
 
-INLINE void decode_values(const int heads, const float *weights, size_t room_, const float *sums, const Source *values,
-                          int first, int stop, float *out, size_t out_stride) {
+INLINE void decode_values(const int heads, const float *weights, size_t score_stride, const float *sums,
+                          const Source *values, int first, int stop, float *out, size_t out_stride) {
     int d = 0;
     for (; d + 4 * LANES <= values->width; d += 4 * LANES)
-        decode_values_at(heads, 1, d, weights, room_, sums, values, first, stop, out, out_stride);
-    if (d < values->width) decode_values_at(heads, 0, d, weights, room_, sums, values, first, stop, out, out_stride);
+        decode_values_at(heads, 1, d, weights, score_stride, sums, values, first, stop, out, out_stride);
+    if (d < values->width) decode_values_at(heads, 0, d, weights, score_stride, sums, values, first, stop, out, out_stride);
 }
 
 /* Up to DECODE_HEADS heads of one query position. `scores`: [DECODE_HEADS, room]. */
 static void attend_decode(int heads, const float *q, size_t q_stride, const Source *keys, const Source *values,
                           int first, int stop, float scale, float *out, size_t out_stride, float *scores,
-                          size_t room_) {
+                          size_t score_stride) {
     float sums[DECODE_HEADS];
 #define FOR_HEADS(n)                                                                                                   \
     case n:                                                                                                            \
-        decode_scores(n, q, q_stride, keys, first, stop, scale, scores, room_);                                        \
-        for (int h = 0; h < n; h++) sums[h] = weigh(scores + h * room_, stop - first);                                 \
-        decode_values(n, scores, room_, sums, values, first, stop, out, out_stride);                                   \
+        decode_scores(n, q, q_stride, keys, first, stop, scale, scores, score_stride);                                 \
+        for (int h = 0; h < n; h++) sums[h] = weigh(scores + h * score_stride, stop - first);                          \
+        decode_values(n, scores, score_stride, sums, values, first, stop, out, out_stride);                            \
         break;
     switch (heads) { FOR_HEADS(1) FOR_HEADS(2) FOR_HEADS(3) FOR_HEADS(4) }
 #undef FOR_HEADS
@@ -162,7 +162,7 @@ typedef struct {
     float **out;        /* where their results go */
     const int *position;
     int count;
-    const Source *keys[2]; /* the key is the one after the other; the second may be NULL */
+    const Source *keys[2]; /* the key is their concatenation; the second may be NULL */
     const Source *values;
     int first, stop;    /* positions that exist; first < 64 */
     float scale;
@@ -173,8 +173,8 @@ static size_t tile_room(int count, int key_width, int value_width) {
     return (size_t)BLOCK * key_width + (size_t)count * (value_width + 4 * LANES + 2) + PROMPT_ROWS * BLOCK + 64;
 }
 
-/* Keys of a block, turned: kt[d][0 .. 63]; zero where no position is. */
-static void turn_keys(const Tile *t, int block, int present, float *kt) {
+/* Transposes the keys of a block: kt[d][0 .. 63]; zero where there is no position. */
+static void transpose_keys(const Tile *t, int block, int present, float *kt) {
     int d0 = 0;
     for (int part = 0; part < 2 && t->keys[part]; part++) {
         const Source *s = t->keys[part];
@@ -272,7 +272,7 @@ static void attend_tile(const Tile *t, float *scratch_) {
     memset(acc, 0, sizeof(float) * (size_t)t->count * acc_width);
     for (int block = 0; block <= last / BLOCK; block++) {
         const int present = t->stop - block * BLOCK < BLOCK ? t->stop - block * BLOCK : BLOCK;
-        turn_keys(t, block, present, kt);
+        transpose_keys(t, block, present, kt);
         for (int from = 0; from < t->count; from += PROMPT_ROWS) {
             const int rows = t->count - from < PROMPT_ROWS ? t->count - from : PROMPT_ROWS;
 #define FOR_ROWS(n)                                                                                                    \

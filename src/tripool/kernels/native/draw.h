@@ -1,7 +1,7 @@
-/* One draw from the softmax of a row: the largest of logit / temperature + Gumbel noise.
+/* Samples from the softmax of a row: the argmax of logit / temperature + Gumbel noise.
  *
- * Noise is a function of the key and the token alone, the same to the bit on every CPU and in `engine/noise.py`, which is
- * its definition: integers, and floats without a fused multiply-add, which not every CPU has. */
+ * Noise is a function of the key and the token alone, equal to the bit on every CPU and in `engine/noise.py`, which
+ * defines it: integers, and floats without fused multiply-add, which not every CPU has. */
 #ifndef TRIPOOL_DRAW_H
 #define TRIPOOL_DRAW_H
 
@@ -9,7 +9,7 @@
 
 typedef uint64_t vq __attribute__((vector_size(128)));
 
-/* Keeps a product from being fused with what is added to it; in memory where a vector has no register of its own. */
+/* Keeps a product from being fused with an addition; in memory where a vector has no register of its own. */
 #if defined(__AVX512F__)
 #define ROUNDED(v) __asm__("" : "+v"(v))
 #else
@@ -56,14 +56,14 @@ INLINE vf gumbel_of(vi bits) {
     return -log_of(-log_of(uniform));
 }
 
-/* What `gumbel_of` stays below: -log(-log(1 - w)) < -log(w), and w is at least the power of two in its exponent. */
+/* Upper bound of `gumbel_of`: -log(-log(1 - w)) < -log(w), and w is at least the power of two in its exponent. */
 INLINE vf noise_below(vi bits) {
     const vf w = (__builtin_convertvector(splat_int(0x7fffff) - bits, vf) + splat(0.5f)) * splat(0x1p-23f);
     return __builtin_convertvector(splat_int(127) - ((vi)w >> 23), vf) * splat(0.6932f); /* a little over log(2) */
 }
 #define MOST_NOISE 16.7f /* of any token: w is 2^-24 or more */
 
-/* The first of the largest, of which each lane has its own first. */
+/* Index of the first of the largest values, given the first largest of each lane. */
 INLINE int first_of_largest(vf best, vi best_at) {
     int top = 0;
     for (int lane = 1; lane < LANES; lane++)
@@ -85,21 +85,21 @@ static int largest(const float *values, int count) {
     return first_of_largest(best, best_at);
 }
 
-/* The likeliest token with its noise is a mark that most others cannot reach: whatever theirs may be, or by a bound on
- * it. Only the few that are left need theirs, whose logarithms are most of the work. Sums are rounded in order: who is
- * below the mark with more noise is below it with its own. */
+/* The likeliest token with its noise gives a threshold that most others cannot reach, by the largest possible noise
+ * or by a bound of their own. Only the remaining few need exact noise, whose logarithms are most of the work. Sums
+ * are rounded monotonically: a token below the threshold with more noise is below it with its own. */
 static int draw(const float *logits, int count, float temperature, uint64_t key) {
     const int likeliest = largest(logits, count);
     const vf divisor = splat(temperature);
-    const vf mark = splat(logits[likeliest]) / divisor + gumbel_of(bits_of((uint64_t)likeliest - (vq){0}, key));
+    const vf threshold = splat(logits[likeliest]) / divisor + gumbel_of(bits_of((uint64_t)likeliest - (vq){0}, key));
     vf best = splat(-INFINITY);
     vi best_at = {0}, at = LANE_NUMBERS;
     vq tokens = LANE_NUMBERS;
     for (int i = 0; i < count; i += LANES, at += LANES, tokens += LANES) {
         vf value = load_upto(logits + i, count - i) / divisor;
-        if (!total_of(value + splat(MOST_NOISE) >= mark)) continue;
+        if (!total_of(value + splat(MOST_NOISE) >= threshold)) continue;
         const vi bits = bits_of(tokens, key);
-        if (!total_of(value + noise_below(bits) >= mark)) continue;
+        if (!total_of(value + noise_below(bits) >= threshold)) continue;
         value += gumbel_of(bits);
         const vi better = (value > best) & (at < splat_int(count));
         best = choose(better, value, best);

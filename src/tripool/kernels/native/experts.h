@@ -1,4 +1,4 @@
-/* Routed experts: each token runs through the experts it chose, each expert on its own tokens only, and a token's
+/* Routed experts: each token runs through its chosen experts, each expert computes only its own tokens, and a token's
  * results are added in the order of its choices. A shared expert, if there is one, runs on every token. */
 #ifndef TRIPOOL_EXPERTS_H
 #define TRIPOOL_EXPERTS_H
@@ -7,8 +7,8 @@
 
 typedef struct {
     Norm norm;
-    const float *gate;      /* [experts / 16 up, hidden, 16]: float32, because its outcome is a decision */
-    const float *bias;      /* [experts]: added for choosing, not for weighing; or NULL */
+    const float *gate;      /* [ceil(experts / 16), hidden, 16]: float32, because it selects experts */
+    const float *bias;      /* [experts]: affects the choice, not the weight; or NULL */
     const Weight *gate_up;  /* [experts] */
     const Weight *down;
     Weight shared_gate_up, shared_down; /* out 0: none */
@@ -16,7 +16,7 @@ typedef struct {
     float scaling;
 } Moe;
 
-/* Scores of one token for 16 experts at a time; four sums, joined in a fixed order. */
+/* Router scores of one token, 16 experts at a time; four sums, added in a fixed order. */
 static void gate_row(const Moe *m, const float *x, float *logits) {
     const int hidden = m->norm.width;
     for (int e = 0; e < m->experts; e += LANES) {
@@ -30,7 +30,7 @@ static void gate_row(const Moe *m, const float *x, float *logits) {
     }
 }
 
-/* The `count` largest, the first of equals first; returns their indices in falling order. */
+/* Indices of the `count` largest values in falling order, the first of equals first. */
 static void pick(const float *values, int n, int count, int *best) {
     for (int k = 0; k < count; k++) {
         int top = -1;
@@ -98,7 +98,7 @@ static void route_chunk(void *arguments, int chunk, int thread) {
     }
 }
 
-/* Pairs (token, choice) sorted by expert; `pair_of` says where each pair went. */
+/* Pairs (token, choice) sorted by expert; `pair_of` maps each pair to its sorted index. */
 typedef struct {
     int *row, *pair_of, *start; /* start: [experts + 1] */
     float *weight;

@@ -1,6 +1,7 @@
-/* The halves of a network's layer, each one call: the residual stream `x` [rows, hidden] goes in and is added to.
+/* Sublayers of a layer, each one call that adds to the residual stream `x` [rows, hidden].
  *
- * A half is a few phases, each divided among the pool's threads: norm and quantise rows; multiply; attend; and so on. */
+ * A sublayer is a few phases, each divided among the threads of the pool: normalise and quantise rows; multiply;
+ * attend. */
 #ifndef TRIPOOL_LAYERS_H
 #define TRIPOOL_LAYERS_H
 
@@ -13,22 +14,22 @@ typedef struct {
     int32_t width;
 } Norm;
 
-/* One step's rows: prompt-form rows first. */
+/* Rows of one step: prompt-form rows first. */
 typedef struct {
     int32_t rows, prompt_rows;
-    const int64_t *slots; /* [rows]: where a row's KV goes */
-    const float *turns;   /* [rows, rope]: cosine and sine by turns */
+    const int64_t *slot_mapping; /* [rows]: KV slot of each row */
+    const float *cos_sin;   /* [rows, rope]: cosine and sine interleaved */
     int32_t prompts, decodes;
-    const Span *prompt, *decode; /* a decode span's rows count from prompt_rows */
-    int32_t context;      /* largest number of positions of any span */
+    const SequenceRows *prompt, *decode; /* rows of a decode sequence are counted from prompt_rows */
+    int32_t context;      /* largest number of positions of any sequence */
 } Batch;
 
 /* Purposes of scratch memory. */
 enum { NORMED, INPUT, INNER, HIDDEN, MIDDLE, ATTENDED, QUERIES, STREAM, SOME, LATENT, PER_THREAD, TASKS, ROUTE, PAIRS,
-       SHARED, SHARED_ROWS, OUTPUT, PRODUCTS, LATENT_QUERIES, LOGITS, PLACES, FINAL };
+       SHARED, SHARED_ROWS, OUTPUT, PRODUCTS, LATENT_QUERIES, LOGITS, SLOT_MAPPING, FINAL };
 
-#define SMALL_ROWS 4 /* below this a phase over rows is not worth handing over */
-#define SMALL_GROUPS 32 /* nor, below this, one that quantises so many groups */
+#define SMALL_ROWS 4 /* below this a phase over rows runs on one thread */
+#define SMALL_GROUPS 32 /* likewise for groups to quantise */
 
 static void normalise(const float *x, const Norm *n, float *y) {
     vf sum = {0};
@@ -86,10 +87,10 @@ static Rows prepared(int slot, const float *x, size_t stride, int rows, int widt
     return to;
 }
 
-/* Elements 2j and 2j + 1 turn together, like the parts of a complex number. */
-static void turn(float *x, const float *turns, int width) {
+/* Rotary embedding: elements 2j and 2j + 1 are one complex number. */
+static void apply_rope(float *x, const float *cos_sin, int width) {
     for (int j = 0; j + 1 < width; j += 2) {
-        const float a = x[j], b = x[j + 1], c = turns[j], s = turns[j + 1];
+        const float a = x[j], b = x[j + 1], c = cos_sin[j], s = cos_sin[j + 1];
         x[j] = a * c - b * s;
         x[j + 1] = b * c + a * s;
     }
@@ -130,39 +131,39 @@ typedef struct {
     const Gqa *g;
     const Batch *b;
     float *qkv, *kv, *out;
-    size_t qkv_stride, kv_width, out_stride, score_room, thread_room;
+    size_t qkv_stride, kv_width, out_stride, score_stride, thread_room;
     const int32_t (*tasks)[3];
 } GqaWork;
 
-static void gqa_place_row(const GqaWork *w, int row) {
+static void gqa_write_kv_row(const GqaWork *w, int row) {
     const Gqa *g = w->g;
     float *qkv = w->qkv + (size_t)row * w->qkv_stride;
-    const float *turns = w->b->turns + (size_t)row * g->dim;
+    const float *cos_sin = w->b->cos_sin + (size_t)row * g->dim;
     for (int head = 0; head < g->heads + g->kv_heads; head++) {
         const Norm *norm = head < g->heads ? &g->q_norm : &g->k_norm;
         float *x = qkv + (size_t)head * g->dim;
         if (norm->gain) normalise(x, norm, x);
-        turn(x, turns, g->dim);
+        apply_rope(x, cos_sin, g->dim);
     }
-    memcpy(w->kv + (size_t)w->b->slots[row] * w->kv_width, qkv + (size_t)g->heads * g->dim, sizeof(float) * w->kv_width);
+    memcpy(w->kv + (size_t)w->b->slot_mapping[row] * w->kv_width, qkv + (size_t)g->heads * g->dim, sizeof(float) * w->kv_width);
 }
 
-static void gqa_place_chunk(void *arguments, int chunk, int thread) {
+static void gqa_write_kv_chunk(void *arguments, int chunk, int thread) {
     (void)thread;
     const GqaWork *w = arguments;
     for (int row = chunk * ROWS_PER_CHUNK; row < (chunk + 1) * ROWS_PER_CHUNK && row < w->b->rows; row++)
-        gqa_place_row(w, row);
+        gqa_write_kv_row(w, row);
 }
 
 #define PROMPT_TILE 48 /* positions */
 #define MLA_TILE 192
 
-static void gqa_prompt_task(const GqaWork *w, const Span *s, int kv_head, int from, float *memory) {
+static void gqa_prompt_task(const GqaWork *w, const SequenceRows *s, int kv_head, int from, float *memory) {
     const Gqa *g = w->g;
     const int group = g->heads / g->kv_heads;
     const int count = s->count - from < PROMPT_TILE ? s->count - from : PROMPT_TILE;
-    const Source keys = {w->kv + (size_t)kv_head * g->dim, s->table, w->kv_width, g->dim};
-    const Source values = {w->kv + (size_t)(g->kv_heads + kv_head) * g->dim, s->table, w->kv_width, g->dim};
+    const Source keys = {w->kv + (size_t)kv_head * g->dim, s->block_table, w->kv_width, g->dim};
+    const Source values = {w->kv + (size_t)(g->kv_heads + kv_head) * g->dim, s->block_table, w->kv_width, g->dim};
     const float *q[PROMPT_TILE * 16];
     float *out[PROMPT_TILE * 16];
     int position[PROMPT_TILE * 16];
@@ -181,22 +182,22 @@ static void gqa_prompt_task(const GqaWork *w, const Span *s, int kv_head, int fr
     }
 }
 
-static void gqa_decode_task(const GqaWork *w, const Span *s, int kv_head, int i, float *memory) {
+static void gqa_decode_task(const GqaWork *w, const SequenceRows *s, int kv_head, int i, float *memory) {
     const Gqa *g = w->g;
     const int group = g->heads / g->kv_heads;
-    const Source keys = {w->kv + (size_t)kv_head * g->dim, s->table, w->kv_width, g->dim};
-    const Source values = {w->kv + (size_t)(g->kv_heads + kv_head) * g->dim, s->table, w->kv_width, g->dim};
+    const Source keys = {w->kv + (size_t)kv_head * g->dim, s->block_table, w->kv_width, g->dim};
+    const Source values = {w->kv + (size_t)(g->kv_heads + kv_head) * g->dim, s->block_table, w->kv_width, g->dim};
     const size_t row = (size_t)(w->b->prompt_rows + s->row + i);
     for (int h = 0; h < group; h += DECODE_HEADS) {
         const int heads = group - h < DECODE_HEADS ? group - h : DECODE_HEADS;
         const size_t head = (size_t)(kv_head * group + h);
         attend_decode(heads, w->qkv + row * w->qkv_stride + head * g->dim, g->dim, &keys, &values, s->first,
                       s->start + i + 1, g->scale, w->out + row * w->out_stride + head * g->dim, g->dim, memory,
-                      w->score_room);
+                      w->score_stride);
     }
 }
 
-/* A task: {span (prompts first), head, first row within the span}. */
+/* A task: {sequence (prompts first), head, first row within the sequence}. */
 static void gqa_task(void *arguments, int chunk, int thread) {
     const GqaWork *w = arguments;
     const int32_t *task = w->tasks[chunk];
@@ -205,7 +206,7 @@ static void gqa_task(void *arguments, int chunk, int thread) {
     else gqa_decode_task(w, &w->b->decode[task[0] - w->b->prompts], task[1], task[2], memory);
 }
 
-/* The long ones first. Returns their number. */
+/* Lists the tasks, long ones first. Returns their number. */
 static int list_tasks(const Batch *b, int heads, int positions) {
     size_t most = 0;
     for (int i = 0; i < b->prompts; i++) most += (size_t)((b->prompt[i].count + positions - 1) / positions);
@@ -222,7 +223,7 @@ static int list_tasks(const Batch *b, int heads, int positions) {
 }
 
 /* Keys and values of all rows into the KV. */
-static GqaWork gqa_place(const Gqa *g, const float *x, float *kv, const Batch *b) {
+static GqaWork gqa_write_kv(const Gqa *g, const float *x, float *kv, const Batch *b) {
     const int hidden = g->norm.width, rows = b->rows;
     const size_t width = (size_t)g->qkv.out;
     const Rows input = prepared(INPUT, x, hidden, rows, hidden, &g->norm);
@@ -230,20 +231,20 @@ static GqaWork gqa_place(const Gqa *g, const float *x, float *kv, const Batch *b
     w.qkv = room(QUERIES, sizeof(float) * rows * width);
     product((Product){&g->qkv, &input, NULL, rows, w.qkv, width, 0, STORE, NULL, 0});
     if (rows < SMALL_ROWS)
-        for (int row = 0; row < rows; row++) gqa_place_row(&w, row);
+        for (int row = 0; row < rows; row++) gqa_write_kv_row(&w, row);
     else
-        in_parallel((rows + ROWS_PER_CHUNK - 1) / ROWS_PER_CHUNK, gqa_place_chunk, &w);
+        in_parallel((rows + ROWS_PER_CHUNK - 1) / ROWS_PER_CHUNK, gqa_write_kv_chunk, &w);
     return w;
 }
 
 static void gqa(const Gqa *g, float *x, float *kv, const Batch *b) {
     const int hidden = g->norm.width, rows = b->rows, group = g->heads / g->kv_heads;
     const size_t out_width = (size_t)g->heads * g->dim;
-    GqaWork w = gqa_place(g, x, kv, b);
+    GqaWork w = gqa_write_kv(g, x, kv, b);
     w.out_stride = out_width;
     w.out = room(ATTENDED, sizeof(float) * rows * out_width);
-    w.score_room = ((size_t)b->context + LANES) / LANES * LANES;
-    size_t need = DECODE_HEADS * w.score_room;
+    w.score_stride = ((size_t)b->context + LANES) / LANES * LANES;
+    size_t need = DECODE_HEADS * w.score_stride;
     if (b->prompts) {
         const size_t tiles = tile_room(PROMPT_TILE * (group < 16 ? group : 16), g->dim, g->dim);
         need = need > tiles ? need : tiles;

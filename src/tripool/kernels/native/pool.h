@@ -1,8 +1,8 @@
-/* A pool of threads that share the chunks of one phase after another.
+/* A thread pool that shares the chunks of one phase after another.
  *
- * A phase is `count` independent chunks; whoever is free takes the next one. The caller takes chunks too and waits only
- * for those that another thread is computing, so a thread that the system does not run at the moment delays nobody.
- * Threads look for work for a short while before they sleep: a step is hundreds of phases a few microseconds apart. */
+ * A phase is `count` independent chunks; an idle thread takes the next one. The caller takes chunks too and waits
+ * only for chunks that other threads are computing, so a descheduled thread without a chunk delays nothing. Threads
+ * spin for a short while before they sleep: a step is hundreds of phases a few microseconds apart. */
 #ifndef TRIPOOL_POOL_H
 #define TRIPOOL_POOL_H
 
@@ -26,8 +26,7 @@
 
 typedef void (*Chunk)(void *arguments, int chunk, int thread);
 
-/* Next chunk, their number, and the phase they belong to, in one word: a late thread cannot take a chunk of one phase
- * for the work of another. */
+/* Next chunk, number of chunks and phase in one word, so that a late thread cannot take a chunk of another phase. */
 #define TICKET(phase, count) ((uint64_t)(phase) << 40 | (uint64_t)(count) << 20)
 #define TICKET_NEXT(ticket) ((int)((ticket) & 0xfffff))
 #define TICKET_COUNT(ticket) ((int)((ticket) >> 20 & 0xfffff))
@@ -96,7 +95,7 @@ static void *work(void *number) {
             sleep_until_work();
             i = 0;
         } else {
-            sched_yield(); /* whoever has real work on this core goes first */
+            sched_yield(); /* let runnable threads on this core go first */
         }
     }
     return NULL;

@@ -2,7 +2,7 @@
  *
  * Both are divided into groups of 64 along the sum, each with a scale of its own. Within a group the sum is one of
  * integers, hence exact; groups are added in order, as floats, row by row: a row's result does not depend on its
- * neighbours. Weights stand in panels of 32 outputs, in the order in which they are read:
+ * neighbours. Weights are packed in panels of 32 outputs, in the order in which they are read:
  *
  *   panel: record of group 0, record of group 1, ...
  *   record: 16 times (4 inputs of 16 outputs, 4 inputs of the next 16), as bytes weight + 128; then 32 scales
@@ -108,7 +108,8 @@ INLINE vi dot4(vi sum, const uint8_t *w, const int8_t *x) {
 #else
 #define TILE_ROWS 2
 typedef int16_t vh __attribute__((vector_size(64)));
-/* In 16 bits, as above: each holds two neighbouring bytes, the first in its low half (all our CPUs are little-endian). */
+/* In 16 bits, as above: each holds two neighbouring bytes, the first in its low half (all our CPUs are
+ * little-endian). */
 INLINE vi dot4(vi sum, const uint8_t *w, const int8_t *x) {
     vh weight;
     memcpy(&weight, w, sizeof weight);
@@ -186,7 +187,7 @@ INLINE void tile(const int count, const int panels, const uint8_t *panel, size_t
     }
 }
 
-/* What becomes of a product. */
+/* What to do with a product. */
 typedef enum { STORE, ADD, GATE, SCALE } Then;
 
 typedef struct {
@@ -210,7 +211,7 @@ INLINE void finish(const Product *p, int panel, int row, vf low, vf high) {
         high = high + load(p->w->bias + from + LANES);
     }
     if (p->then == GATE) {
-        /* A panel holds 16 gates and the 16 values that they let through. */
+        /* A panel holds 16 gate outputs and the 16 matching up outputs. */
         store_upto(y + from / 2, silu(low) * high, (out - from) / 2 < LANES ? (out - from) / 2 : LANES);
         return;
     }
@@ -257,7 +258,7 @@ static void multiply(const Product *p, int from, int to) {
     }
 }
 
-/* How many panels make a chunk: enough work to be worth a hand-over, few enough that everybody has some. */
+/* Panels per chunk: enough work to be worth a hand-over, few enough that every thread has some. */
 static int panels_per_chunk(const Product *p) {
     const int panels = panels_of(p->w->out);
     const int64_t work = (int64_t)p->x->groups * (p->rows + 3);
@@ -301,8 +302,8 @@ static void products_chunk(void *arguments, int chunk, int thread) {
     product_chunk(&s->list[low], chunk - s->first[low], thread);
 }
 
-/* Each product is cut into as few chunks as keep every thread busy: weights come fast only once their way is known, so
- * each new place costs as much as a kilobyte or two. */
+/* Divides each product into as few chunks as keep every thread busy: the prefetcher needs a kilobyte or two to get
+ * going. */
 static void multiply_all(Products *s) {
     if (!s->count) return;
     const int pieces = (CHUNKS_PER_THREAD * pool.threads + s->count - 1) / s->count;

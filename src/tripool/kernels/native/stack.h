@@ -1,7 +1,7 @@
-/* A whole step in one call: from tokens to final states, and on to the tokens that follow some of the rows.
+/* A whole step in one call: from tokens to final states and to sampled tokens.
  *
- * A step streams every weight through the caches; whoever comes back to the interpreter between two layers finds its
- * memory gone from them, and small models then spend as long there as in the layers. */
+ * A step streams every weight through the caches, which evicts the interpreter's memory. Returning to Python between
+ * layers would cost small models as much time as the layers. */
 #ifndef TRIPOOL_STACK_H
 #define TRIPOOL_STACK_H
 
@@ -22,18 +22,18 @@ static void feed_forward(const Layer *l, float *x, int rows) {
     else mlp(l->mlp, x, rows);
 }
 
-/* The layer over all rows of x. `kv`: this layer's. */
+/* Runs the layer over all rows of x. `kv`: of this layer. */
 static void layer_rows(const Layer *l, float *x, float *kv, const Batch *b) {
     if (l->mla) mla(l->mla, x, kv, b);
     else gqa(l->gqa, x, kv, b);
     feed_forward(l, x, b->rows);
 }
 
-/* What every row begins with. */
+/* Embedding and rotary tables. */
 typedef struct {
     const float *embed; /* [vocab, hidden] */
-    const float *turns; /* [positions, turn_width] */
-    int32_t width, turn_width;
+    const float *cos_sin; /* [positions, rope_width] */
+    int32_t width, rope_width;
 } Entry;
 
 static void embed_rows(const Entry *e, const int64_t *tokens, int rows, float *x) {
@@ -42,31 +42,32 @@ static void embed_rows(const Entry *e, const int64_t *tokens, int rows, float *x
         memcpy(x + row * width, e->embed + (size_t)tokens[row] * width, sizeof(float) * width);
 }
 
-static void place_spans(const Entry *e, const Span *spans, int count, int first, int64_t *slots, float *turns) {
-    const size_t width = (size_t)e->turn_width;
+static void fill_slot_mapping(const Entry *e, const SequenceRows *seqs, int count, int first, int64_t *slot_mapping,
+                              float *cos_sin) {
+    const size_t width = (size_t)e->rope_width;
     for (int i = 0; i < count; i++) {
-        const Span *s = &spans[i];
+        const SequenceRows *s = &seqs[i];
         const size_t row = (size_t)(first + s->row);
-        memcpy(turns + row * width, e->turns + (size_t)s->start * width, sizeof(float) * width * (size_t)s->count);
+        memcpy(cos_sin + row * width, e->cos_sin + (size_t)s->start * width, sizeof(float) * width * (size_t)s->count);
         for (int j = 0; j < s->count; j++)
-            slots[row + j] = (int64_t)s->table[(s->start + j) / BLOCK] * BLOCK + (s->start + j) % BLOCK;
+            slot_mapping[row + j] = (int64_t)s->block_table[(s->start + j) / BLOCK] * BLOCK + (s->start + j) % BLOCK;
     }
 }
 
-/* The batch with each row's slot and turn, which its spans say. They may be moved: see `draft.h`. */
-static Batch placed(const Entry *e, const Batch *batch, float **turns) {
+/* Copies the batch and adds slot mapping and rotary embeddings, computed from its sequences. See also `draft.h`. */
+static Batch with_slot_mapping(const Entry *e, const Batch *batch, float **cos_sin) {
     const size_t rows = (size_t)batch->rows;
-    int64_t *slots = room(PLACES, rows * (sizeof(int64_t) + sizeof(float) * (size_t)e->turn_width));
-    *turns = (float *)(slots + rows);
-    place_spans(e, batch->prompt, batch->prompts, 0, slots, *turns);
-    place_spans(e, batch->decode, batch->decodes, batch->prompt_rows, slots, *turns);
+    int64_t *slot_mapping = room(SLOT_MAPPING, rows * (sizeof(int64_t) + sizeof(float) * (size_t)e->rope_width));
+    *cos_sin = (float *)(slot_mapping + rows);
+    fill_slot_mapping(e, batch->prompt, batch->prompts, 0, slot_mapping, *cos_sin);
+    fill_slot_mapping(e, batch->decode, batch->decodes, batch->prompt_rows, slot_mapping, *cos_sin);
     Batch b = *batch;
-    b.slots = slots;
-    b.turns = *turns;
+    b.slot_mapping = slot_mapping;
+    b.cos_sin = *cos_sin;
     return b;
 }
 
-/* How a token is chosen after each of `count` rows: the largest logit at temperature 0, else a draw. */
+/* How a token is sampled after each of `count` rows: argmax at temperature 0, else a draw. */
 typedef struct {
     const int32_t *row; /* of the batch */
     const float *temperature;
@@ -89,7 +90,7 @@ static void choose_chunk(void *arguments, int i, int thread) {
     d->chosen[i] = temperature == 0.0f ? largest(logits, c->width) : draw(logits, c->width, temperature, d->key[i]);
 }
 
-/* From the logits of their rows, one after the other. */
+/* Samples from the logits of the rows, one after the other. */
 static void choose_all(const Draws *d, const float *logits, int width) {
     in_parallel((int)d->count, choose_chunk, &(Choose){d, logits, width});
 }
@@ -106,13 +107,13 @@ typedef struct {
 static void step(const Stack *s, const int64_t *tokens, float *kv, size_t layer_floats, const Batch *batch,
                  const Draws *draws, float *hidden) {
     const size_t width = (size_t)s->norm.width, rows = (size_t)batch->rows, count = (size_t)draws->count;
-    float *turns, *x = room(STREAM, sizeof(float) * rows * width);
-    const Batch b = placed(&s->entry, batch, &turns);
+    float *cos_sin, *x = room(STREAM, sizeof(float) * rows * width);
+    const Batch b = with_slot_mapping(&s->entry, batch, &cos_sin);
     embed_rows(&s->entry, tokens, (int)rows, x);
     for (int64_t i = 0; i < s->layers; i++) layer_rows(&s->layer[i], x, kv + (size_t)i * layer_floats, &b);
     for (size_t row = 0; row < rows; row++) normalise(x + row * width, &s->norm, hidden + row * width);
     if (!count) return;
-    float *wanted = x; /* nobody needs the stream any more, and no row is wanted twice */
+    float *wanted = x; /* the residual stream is free now, and no row is wanted twice */
     for (size_t i = 0; i < count; i++)
         memcpy(wanted + i * width, hidden + (size_t)draws->row[i] * width, sizeof(float) * width);
     const Rows input = prepared(INPUT, wanted, width, (int)count, (int)width, NULL);

@@ -1,4 +1,4 @@
-/* What Python calls. One caller at a time: scratch memory and threads are the process's own. */
+/* Functions called from Python. One caller at a time: scratch memory and threads belong to the process. */
 #include "draft.h"
 
 #define API __attribute__((visibility("default")))

@@ -104,7 +104,7 @@ INLINE void transpose(vf v[16]) {
 /* To the nearest whole number, for |x| < 2^22: adding 1.5 * 2^23 pushes the fraction out of the mantissa. */
 INLINE vi nearest(vf x) { return (vi)(x + splat(12582912.0f)) - splat_int(0x4b400000); }
 
-/* e^x; exactly 1 at 0 and exactly 0 below -87 (where masked scores are), so that what is masked leaves no trace. */
+/* e^x; exactly 1 at 0 and exactly 0 below -87 (where masked scores are), so that masked keys have no effect. */
 INLINE vf exp_of(vf x) {
     const vi gone = x < splat(-87.0f);
     x = choose(x > splat(88.0f), splat(88.0f), choose(gone, splat(0.0f), x));

@@ -1,7 +1,7 @@
 """Grouped-query attention over a paged cache. One cache row holds all keys of a token, then all its values.
 
-q [rows, heads, dim]; kv [slots, 2 * kv_heads * dim]; result [rows, heads * dim]. Query heads share a key head in runs
-of heads / kv_heads. The prompt form and the decode form compute the same thing here; fast tables tell them apart.
+q [rows, heads, dim]; kv [slots, 2 * kv_heads * dim]; result [rows, heads * dim]. Query heads share a key head in groups
+of heads / kv_heads. Prompt form and decode form are the same here; fast tables distinguish them.
 """
 
 import torch

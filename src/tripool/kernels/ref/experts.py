@@ -1,7 +1,7 @@
-"""Routed experts: each token runs through its chosen SwiGLU experts; results are summed by weight.
+"""Routed experts: each token runs through its chosen SwiGLU experts, whose results are summed by weight.
 
-An expert computes only on its own tokens, and a token's results are added in the order of its choices, so that what a
-token gets does not depend on who else is in the batch.
+An expert computes only its own tokens, and a token's results are added in the order of its choices, so that a token's
+result does not depend on the rest of the batch.
 """
 
 import torch

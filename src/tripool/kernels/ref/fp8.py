@@ -1,4 +1,4 @@
-"""Rows and products in e4m3 in plain torch, as `kernels/triton` rounds and torch multiplies: the oracle of both.
+"""Rows and products in e4m3 in plain torch: the oracle of `kernels/triton`'s quantisation and torch's scaled products.
 
 A row of activations has one scale, a channel of weights has one scale; see `ref/w8a8` for the same with integers.
 """
@@ -13,11 +13,11 @@ from tripool.kernels.ref.w8a8 import LEAST, Rows8
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
-"""Of what e4m3 can say; it has no infinity to round to."""
+"""Largest e4m3 value; the type has no infinity."""
 
 
 def quantise_rows(x: torch.Tensor) -> Rows8:
-    """The row's largest magnitude becomes the largest number there is."""
+    """Scale each row so that its largest magnitude becomes the largest e4m3 value."""
     x = x.float()
     largest = x.abs().amax(-1).clamp_min(LEAST)
     return (x * (LARGEST / largest)[:, None]).clamp(-LARGEST, LARGEST).to(E4M3), largest / LARGEST

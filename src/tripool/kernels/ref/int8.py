@@ -1,4 +1,4 @@
-"""The 8-bit products in plain torch: what the C kernels compute, written out. Slow; the oracle of `kernels/cpu8`."""
+"""The 8-bit products of `kernels/cpu8` in plain torch: slow, the oracle of the C kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tripool.kernels.sequence_rows import SequenceRows
 
 
 def round_rows(x: torch.Tensor) -> torch.Tensor:
-    """Each row in groups of 64, each group to 127 steps either way of its own largest value."""
+    """Quantise and dequantise each row in groups of 64, to 127 steps either way of the group's largest value."""
     rows, width = x.shape
     padded = torch.zeros(rows, -(-width // GROUP) * GROUP, dtype=x.dtype)
     padded[:, :width] = x
@@ -48,7 +48,7 @@ class Experts8:
 
 
 class Mla8:
-    """Prompt form: as ever, the context expanded by an 8-bit product. Decode form: each head's own steps."""
+    """Prompt form: the context expanded by an 8-bit product. Decode form: projections per head."""
 
     def __init__(self, weights: mla.MlaWeights) -> None:
         self._w = w = weights
@@ -67,7 +67,7 @@ class Mla8:
         slots = torch.zeros(len(kv), dtype=torch.bool)
         for seq in seqs:
             for p in range(seq.first, seq.stop):
-                slots[seq.table[p // 64] * 64 + p % 64] = True
+                slots[seq.block_table[p // 64] * 64 + p % 64] = True
         expanded = torch.zeros(len(kv), heads, w.up.shape[1])
         expanded[slots] = self._up(kv[slots, :rank]).view(-1, heads, w.up.shape[1])
         keys = torch.cat((expanded[..., : w.nope], kv[:, None, rank:].expand(-1, heads, -1)), dim=2)
@@ -85,8 +85,8 @@ class Mla8:
         w = self._w
         q = self._query(x).view(len(x), self._heads, -1)
         rope_(q[..., w.nope :], cos_sin)
-        still = [to_latent(q[:, h, : w.nope]) for h, to_latent in enumerate(self._to_latent)]
-        queries = torch.cat((torch.stack(still, dim=1), q[..., w.nope :]), dim=2)
+        nope = [to_latent(q[:, h, : w.nope]) for h, to_latent in enumerate(self._to_latent)]
+        queries = torch.cat((torch.stack(nope, dim=1), q[..., w.nope :]), dim=2)
         pair = torch.stack((kv, kv), dim=1).flatten(1)
         attended = attention.attend(queries, pair, seqs, 1, w.scale).view(len(x), self._heads, -1)
         values = [back(attended[:, h, : self._rank]) for h, back in enumerate(self._from_latent)]

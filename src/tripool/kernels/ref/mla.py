@@ -1,9 +1,9 @@
 """Multi-head latent attention over a paged latent cache, in its two forms.
 
-A cache row is a token's latent (`rank` wide, normed) followed by its rotary key (shared by all heads).
-`up` [heads, nope + v, rank] turns a latent into a head's key and value. Expanded: do that for every token of the
-context, then attend as usual; right when many queries share the context. Absorbed: move the query into latent space
-instead and attend there; right when there is one query per sequence, because the context is then read once as it is.
+A cache row is a token's latent (`rank` wide, normed) followed by its rotary key (shared by all heads). `up` [heads,
+nope + v, rank] maps a latent to a head's key and value. Expanded form: apply it to every token of the context, then
+attend as usual; best when many queries share the context. Absorbed form: map the query into the latent space and attend
+there; best with one query per sequence, because the context is then read once, as it is.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ def mla_decode(
 
 @dataclass(frozen=True, slots=True)
 class MlaWeights:
-    """What lies between a layer's query input and its output."""
+    """Weights between a layer's query input and its output."""
 
     query: torch.Tensor  # [heads * (nope + rope), input]
     up: torch.Tensor  # [heads, nope + v, rank]
@@ -66,20 +66,22 @@ class MlaWeights:
 
 
 class Mla:
-    """From query input to attention output, in either form. A table may pack the weights differently for each."""
+    """From query input to attention output, in either form. A kernel table may pack the weights differently for
+    each.
+    """
 
     def __init__(
         self,
         weights: MlaWeights,
         linear: Callable[[torch.Tensor, torch.Tensor | None], Linear] = Linear,
-        turn_: Callable[[torch.Tensor, torch.Tensor], None] = rope_,
+        apply_rope_: Callable[[torch.Tensor, torch.Tensor], None] = rope_,
         attend_prompt: Callable[..., torch.Tensor] = mla_prompt,
         attend_decode: Callable[..., torch.Tensor] = mla_decode,
     ) -> None:
         self._up, self._nope, self._scale = weights.up, weights.nope, weights.scale
         self._query = linear(weights.query, None)
         self._out = linear(weights.out, weights.out_bias)
-        self._turn_, self._attend_prompt, self._attend_decode = turn_, attend_prompt, attend_decode
+        self._apply_rope_, self._attend_prompt, self._attend_decode = apply_rope_, attend_prompt, attend_decode
 
     def prompt(
         self, x: torch.Tensor, kv: torch.Tensor, seqs: list[SequenceRows], cos_sin: torch.Tensor
@@ -98,5 +100,5 @@ class Mla:
 
     def _queries(self, x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
         q = self._query(x).view(len(x), self._up.shape[0], -1)
-        self._turn_(q[..., self._nope :], cos_sin)
+        self._apply_rope_(q[..., self._nope :], cos_sin)
         return q

@@ -1,6 +1,6 @@
-"""Rows to the experts that were chosen for them and back, in plain torch: the oracle of `kernels/triton/permute`.
+"""Permutes rows to their chosen experts and back, in plain torch: the oracle of `kernels/triton/permute`.
 
-Choices of experts outside [first, first + count) are another rank's affair: they get no place.
+Choices of experts outside [first, first + count) belong to another rank and get no slot.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ExpertOrder:
-    """Where each choice's row lies among the rows sorted by expert; choices keep their order within an expert."""
+    """Slot of each choice among the rows sorted by expert; choices keep their order within an expert."""
 
     slots: torch.Tensor  # int32 [rows, top_k]; -1: not here
-    starts: torch.Tensor  # int32 [experts + 1]; the last one is the number of places
+    starts: torch.Tensor  # int32 [experts + 1]; the last one is the number of slots
 
 
 def sort_by_expert(experts: torch.Tensor, count: int, first: int = 0) -> ExpertOrder:
@@ -31,7 +31,7 @@ def sort_by_expert(experts: torch.Tensor, count: int, first: int = 0) -> ExpertO
 
 
 def permute(x: torch.Tensor, x_scale: torch.Tensor, expert_order: ExpertOrder) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 rows and their scales, one copy per place; places past the last one hold zeros."""
+    """int8 rows and their scales, one copy per slot; slots past the last one hold zeros."""
     rows, top_k = expert_order.slots.shape
     sorted_x = torch.zeros(rows * top_k, x.shape[1], dtype=x.dtype, device=x.device)
     sorted_scale = torch.zeros(rows * top_k, dtype=x_scale.dtype, device=x.device)
@@ -42,7 +42,7 @@ def permute(x: torch.Tensor, x_scale: torch.Tensor, expert_order: ExpertOrder) -
 
 
 def unpermute(y: torch.Tensor, weights: torch.Tensor, expert_order: ExpertOrder) -> torch.Tensor:
-    """Each row's results times their weights, added in float32 in the order of its choices; of y's type."""
+    """Weighted sum of each row's results, in float32 in the order of its choices; returned in y's type."""
     total = torch.zeros(len(weights), y.shape[1], dtype=torch.float32, device=y.device)
     for choice, slots in enumerate(expert_order.slots.long().T):
         here = slots >= 0

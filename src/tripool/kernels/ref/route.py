@@ -1,7 +1,7 @@
-"""Which experts a token goes to, and with what weight.
+"""Routing: the experts of each token and their weights.
 
-`score` is softmax over all experts or an independent sigmoid. A correction bias changes who is chosen, not the weight.
-With groups, only the best groups' experts compete; a group's worth is the sum of its `group_top` best scores.
+`score` is a softmax over all experts or independent sigmoids. A correction bias affects the choice, not the weight.
+With groups, only experts of the best groups compete; a group's value is the sum of its `group_top` best scores.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The halves of a layer in plain steps, over any set of small ops: what the fused ones compute, written out."""
+"""Sublayers of a layer in plain steps over any set of operations: what fused kernels compute, written out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _normed(ops: Ops, x: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 
 class Join:
-    """Two rows into one."""
+    """Norms two rows and projects their concatenation to one."""
 
     def __init__(self, ops: Ops, weights: JoinWeights) -> None:
         self._ops, self._w = ops, weights
@@ -43,14 +43,14 @@ class GroupedAttention:
 
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
         ops, w = self._ops, self._w
-        rows, turned = len(x), w.heads + w.kv_heads
+        rows, rotated = len(x), w.heads + w.kv_heads
         assert batch.cos_sin is not None
-        qkv = self._qkv(_normed(ops, x, w.norm)).view(rows, turned + w.kv_heads, w.head_dim)
+        qkv = self._qkv(_normed(ops, x, w.norm)).view(rows, rotated + w.kv_heads, w.head_dim)
         if w.q_norm is not None and w.k_norm is not None:
             qkv[:, : w.heads] = _normed(ops, qkv[:, : w.heads], w.q_norm)
-            qkv[:, w.heads : turned] = _normed(ops, qkv[:, w.heads : turned], w.k_norm)
-        ops.rope_(qkv[:, :turned], batch.cos_sin)
-        kv.index_copy_(0, batch.slots, qkv[:, w.heads :].flatten(1))
+            qkv[:, w.heads : rotated] = _normed(ops, qkv[:, w.heads : rotated], w.k_norm)
+        ops.rope_(qkv[:, :rotated], batch.cos_sin)
+        kv.index_copy_(0, batch.slot_mapping, qkv[:, w.heads :].flatten(1))
         q, n = qkv[:, : w.heads], batch.num_prompt_rows
         parts = []
         if n > 0:
@@ -61,7 +61,7 @@ class GroupedAttention:
 
 
 class LatentAttention:
-    """Queries through a low rank, keys and values through a shared latent (DeepSeek)."""
+    """Multi-head latent attention: low-rank queries, keys and values from a shared latent (DeepSeek)."""
 
     def __init__(self, ops: Ops, weights: LatentWeights) -> None:
         self._ops, self._w = ops, weights
@@ -80,7 +80,7 @@ class LatentAttention:
         rank = len(w.kv_norm.gain)
         ops.rope_(down[:, None, rank:], cos_sin)
         down[:, :rank] = _normed(ops, down[:, :rank], w.kv_norm)
-        kv.index_copy_(0, batch.slots, down)
+        kv.index_copy_(0, batch.slot_mapping, down)
         n = batch.num_prompt_rows
         if n > 0:
             x[:n] += self._core.prompt(queries[:n], kv, batch.prompts, cos_sin[:n])
@@ -100,7 +100,7 @@ class _Swiglu:
 
 
 class Mlp:
-    """One dense SwiGLU."""
+    """A dense SwiGLU."""
 
     def __init__(self, ops: Ops, weights: MlpWeights) -> None:
         self._ops, self._norm = ops, weights.norm
@@ -112,7 +112,7 @@ class Mlp:
 
 
 class MoeMlp:
-    """Routed experts, and a shared one beside them."""
+    """Routed experts and an optional shared expert."""
 
     def __init__(self, ops: Ops, weights: MoeWeights) -> None:
         self._ops, self._w = ops, weights
@@ -130,7 +130,7 @@ class MoeMlp:
 
 
 class Draft:
-    """An MTP layer: from a token's final state and its successor to the successor's successor."""
+    """The MTP layer: predicts token t + 2 from the final state at t and token t + 1."""
 
     def __init__(self, ops: Ops, parts: DraftParts) -> None:
         self._ops, self._parts = ops, parts

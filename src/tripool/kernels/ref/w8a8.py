@@ -1,7 +1,7 @@
-"""Eight-bit rows and products in plain torch, as the CUDA kernels compute them: the oracle of `kernels/triton`.
+"""8-bit rows and products in plain torch, as the CUDA kernels compute them: the oracle of `kernels/triton`.
 
-A row of activations has one scale, a channel of weights has one scale; products of integers are exact. Unlike
-`ref/int8`, where every 64 values share a step.
+A row of activations has one scale, a channel of weights has one scale; integer products are exact. (In `ref/int8`,
+every 64 values share a scale.)
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from tripool.kernels.ref.norm import rms_norm
 from tripool.kernels.ref.swiglu import swiglu
 
 LEAST = 1e-10
-"""Below this a row counts as zeros: it must not become infinite on the way back."""
+"""Smallest row maximum: avoids a division by zero."""
 
 Rows8 = tuple[torch.Tensor, torch.Tensor]
 """int8 [rows, width] and its float32 scales [rows]: value = integer * scale. In `ref/fp8` e4m3 instead."""
 
 
 def quantise_rows(x: torch.Tensor) -> Rows8:
-    """127 steps either way of the row's largest magnitude, halves to even."""
+    """Quantise to 127 steps either way of the row's largest magnitude, ties to even."""
     x = x.float()
     largest = x.abs().amax(-1).clamp_min(LEAST)
     steps = (x * (127.0 / largest)[:, None]).round().clamp(-127, 127)
@@ -27,7 +27,7 @@ def quantise_rows(x: torch.Tensor) -> Rows8:
 
 
 def rms_norm_quant(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> Rows8:
-    """Norm of `x`, or of `x + residual`; that sum, rounded to its type, is left in `residual`."""
+    """Norm of `x`, or of `x + residual`, which is stored in `residual` rounded to its type."""
     if residual is not None:
         residual.copy_(x.float() + residual.float())
         x = residual

@@ -1,9 +1,8 @@
-"""Routed experts for few rows, in Triton: what a decode step costs is one pass over the chosen experts' weights.
+"""Routed experts for few rows, in Triton: a decode step costs one pass over the chosen experts' weights.
 
 Three launches. Each expert lists the (row, choice) pairs that chose it; then a program takes one expert and a strip of
-its gate and up rows, reads the strip once and leaves gated values by pair; then the same for down, weighted. A pair's
-result has its own place, so nothing is added in an order that depends on the others. An expert that nobody chose costs
-nothing.
+its gate and up rows, reads the strip once and writes gated values by pair; then the same for down, weighted. Each pair
+has its own result, so no order of additions depends on other rows. An expert without pairs costs nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which experts a token goes to, on CUDA: `ref/route` in one kernel, a warp for each row.
+"""Routing on CUDA: `ref/route` in one kernel, one warp per row.
 
-Ties go to the expert with the lower number; `ref/route` leaves them open.
+Ties go to the expert with the lower number; `ref/route` leaves them unspecified.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def route_kernel(
     SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALISE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Scores lie as groups x members, both padded to powers of two; padding ranks below everybody."""
+    """Scores are laid out as groups x members, both padded to powers of two; padding ranks last."""
     row = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK_P)[None, :]
     number = group * per_group + member

@@ -1,8 +1,9 @@
-"""Products by expert on CUDA: each expert's rows with that expert's int8 weights, counts known on the device alone.
+"""Grouped int8 product on CUDA: each expert's rows with that expert's weights, with row counts known on the device
+only.
 
-Where rows lie is said by `starts` and `counts`. Contiguous (rows sorted by expert): starts are the offsets of the sort.
-Masked (a buffer of fixed height per expert, for decoding): starts are multiples of that height. A small kernel turns
-them into a plan, a list of blocks of rows with their expert, and the products walk that list: no tile is spent on an
+`starts` and `counts` give the rows of each expert. Contiguous (rows sorted by expert): starts are the offsets of the
+sort. Masked (a buffer of fixed height per expert, for decoding): starts are multiples of that height. A small kernel
+turns them into a plan, a list of row blocks with their expert, which the product kernels walk: no tile is spent on an
 expert without rows, and the host never waits for a count. One plan serves all products over the same rows.
 """
 
@@ -20,24 +21,24 @@ from tripool.kernels.triton.tilings import NUM_SMS, Narrow, Wide
 
 @triton.jit
 def plan_kernel(starts, counts, plan, num_blocks, experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """One program per expert: where its blocks begin follows from everybody's counts."""
-    me = tl.program_id(0)
+    """One program per expert: its first block follows from the counts of all experts."""
+    expert = tl.program_id(0)
     every = tl.arange(0, BLOCK_E)
     blocks = tl.cdiv(tl.load(counts + every, mask=every < experts, other=0), BLOCK_M)
-    before = tl.sum(tl.where(every < me, blocks, 0), axis=0)
-    if me == 0:
+    before = tl.sum(tl.where(every < expert, blocks, 0), axis=0)
+    if expert == 0:
         tl.store(num_blocks, tl.sum(blocks, axis=0))
-    start, count = tl.load(starts + me), tl.load(counts + me)
+    start, count = tl.load(starts + expert), tl.load(counts + expert)
     for block in range(tl.cdiv(count, BLOCK_M)):
         at = plan + 3 * (before + block)
-        tl.store(at, me)
+        tl.store(at, expert)
         tl.store(at + 1, start + block * BLOCK_M)
         tl.store(at + 2, start + count)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """blocks: int32 [at most, 3] of expert, first row, row to stop at; how many there are lies on the device."""
+    """blocks: int32 [at most, 3] of (expert, first row, stop row); their number is on the device."""
 
     blocks: torch.Tensor
     num_blocks: torch.Tensor
@@ -45,7 +46,7 @@ class Plan:
 
 
 def choose_grouped(rows_per_expert: int, n: int, k: int, experts: int) -> Narrow | Wide:
-    """By the rows an expert is expected to get; more or fewer cost time, never correctness."""
+    """Chosen by the expected rows per expert; other counts cost time, never correctness."""
     if rows_per_expert > 256:
         return Wide()
     block_m = 16
@@ -83,7 +84,7 @@ def grouped_gemm(
 ) -> torch.Tensor:  # fmt: skip
     """x int8 [rows, k], w int8 [experts, n, k], scales float32 [rows] and [experts, n] -> bfloat16 [rows, n].
 
-    Rows that no expert has are left as they are. k is a multiple of 16.
+    Rows without an expert are left unchanged. k is a multiple of 16.
     """
     (rows, k), n = x.shape, w.shape[1]
     assert w.shape[2] == k and w_scale.shape == w.shape[:2] and x_scale.shape == (rows,) and k % 16 == 0

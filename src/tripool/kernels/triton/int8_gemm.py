@@ -1,13 +1,13 @@
 """int8 [rows, in] x int8 [out, in]^T -> bfloat16 [rows, out], scaled by row and by channel, on CUDA.
 
-Four kernels. Narrow, here: weights are the tall side of each product and tokens its narrow side, so a batch of 16
-costs no padding and the weights are read once; the depth is cut into splits until every multiprocessor has work. Splits
-leave integer parts, and whoever comes last adds them: sums of integers, so the result does not depend on who that was.
-Wide (`wide.py`), in Gluon, for 128 rows and more, where the matrix units are the limit. Stream (`stream.py`), in Gluon
-too, for up to 256 rows: as Narrow, but with even shares instead of splits, and weights loaded before their turn. And
-Resident (`resident.py`) for few rows and small weights, which it fetches while the product before still computes.
+Four kernels. Narrow, here: weights are the tall side of each product and tokens the narrow side, so a batch of 16 needs
+no padding and weights are read once; the depth is split until every multiprocessor has work. Splits write integer
+partial sums and the last program to arrive adds them: integer sums, so the result does not depend on the order. Wide
+(`wide.py`), in Gluon, for 128 rows and more, where the matrix units are the limit. Stream (`stream.py`), also in Gluon,
+for up to 256 rows: as Narrow, but with even shares instead of splits, and with weights loaded ahead. Resident
+(`resident.py`) for few rows and small weights, which it fetches while the previous product still computes.
 
-Which of them runs is said in `tilings.py`.
+`tilings.py` chooses among them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tripool.kernels.triton.tilings import Narrow, Resident, Stream, Tiling, Wid
 
 @triton.jit
 def _finish(total, out, x_scale, w_scale, rows, stop, cols, N, expert):
-    """Channels x tokens of integers -> scaled, written as tokens x channels."""
+    """Scale channels x tokens of integers and write them as tokens x channels."""
     by_token = tl.load(x_scale + rows, mask=rows < stop, other=0.0)
     by_channel = tl.load(w_scale + expert * N + cols, mask=cols < N, other=0.0)
     y = (total.to(tl.float32) * by_token[None, :] * by_channel[:, None]).to(tl.bfloat16)
@@ -32,8 +32,8 @@ def _finish(total, out, x_scale, w_scale, rows, stop, cols, N, expert):
 
 
 @triton.jit
-def _ask_for(w, row, first, last, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Brings this program's weights towards the L2, a line of 128 bytes at a time, and does not wait for them."""
+def _prefetch(w, row, first, last, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Prefetch this program's weights into the L2, a line of 128 bytes at a time, without waiting."""
     rows = tl.minimum(row + tl.arange(0, BLOCK_N), N - 1).to(tl.int64) * K
     lines = tl.arange(0, BLOCK_K // 128) * 128
     for k in range(first, last):
@@ -49,7 +49,7 @@ def narrow_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, GROUPED: tl.constexpr,
     BAND: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of tokens, blocks of channels, splits). With a plan each block of tokens has its expert."""
+    """Grid (blocks of tokens, blocks of channels, splits). With a plan, each block of tokens has its expert."""
     m, n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if BAND > 0:
         place, per_band = n * tl.num_programs(0) + m, BAND * tl.num_programs(1)
@@ -58,9 +58,9 @@ def narrow_kernel(
         m, n = above + place % per_band % height, place % per_band // height
     if EARLY > 0:
         gdc_launch_dependents()
-        if EARLY == 2 and not GROUPED:  # lines only move to the L2, where writes go too: safe before the wait
+        if EARLY == 2 and not GROUPED:  # a prefetch into the L2 is coherent with writes: safe before the wait
             steps = tl.cdiv(K, BLOCK_K)
-            _ask_for(w, n * BLOCK_N, split * steps // splits, (split + 1) * steps // splits, N, K, BLOCK_N, BLOCK_K)
+            _prefetch(w, n * BLOCK_N, split * steps // splits, (split + 1) * steps // splits, N, K, BLOCK_N, BLOCK_K)
         gdc_wait()
     expert, row, stop = 0, m * BLOCK_M, M
     if GROUPED:
@@ -82,17 +82,17 @@ def narrow_kernel(
         inside = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
         mine = parts + tile * splits * (BLOCK_M * BLOCK_N)
         tl.store(mine + split * (BLOCK_M * BLOCK_N) + inside, total)
-        tl.debug_barrier()  # every thread's part is written before one thread says so
+        tl.debug_barrier()  # all threads have written before one of them signals
         if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == splits - 1:
             total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.int32)
             for s in range(splits):
                 total += tl.load(mine + s * (BLOCK_M * BLOCK_N) + inside, cache_modifier=".cg")
             _finish(total, out, x_scale, w_scale, rows, stop, cols, N, expert)
-            tl.store(arrived + tile, 0)  # as it was found: the next call counts from zero
+            tl.store(arrived + tile, 0)  # the next call counts from zero
 
 
 def arrivals(device: torch.device | str, count: int = 1 << 21) -> torch.Tensor:
-    """Counters and sums: zeros, and zeros again after every call. One per stream; big enough for any shape here."""
+    """Counters and sums: zeros before and after every call. One per stream; large enough for any shape here."""
     return torch.zeros(count, dtype=torch.int32, device=device)
 
 
@@ -103,7 +103,7 @@ def int8_gemm(
 ) -> torch.Tensor:  # fmt: skip
     """x int8 [m, k], w int8 [n, k], scales float32 [m] and [n] -> bfloat16 [m, n]. k is a multiple of 16.
 
-    `arrived` comes from `arrivals`; without it split shapes pay for zeroing their counters.
+    `arrived` comes from `arrivals`; without it split shapes zero their own counters.
     """
     (m, k), n = x.shape, len(w)
     assert w.shape == (n, k) and x_scale.shape == (m,) and w_scale.shape == (n,) and k % 16 == 0

@@ -2,13 +2,14 @@
 
 Rows are a request's (query token, head) pairs, flattened. A program takes a block of rows and one part of the context;
 a tile of the cache is loaded once and serves as keys (its whole width) and as values (its first `rank` columns). With
-more than one split each program leaves a normalised part and its log-sum-exp, and a second kernel joins them.
+more than one split, each program writes a normalised partial result and its log-sum-exp, and a second kernel merges
+them.
 
-Two plain forms of the main kernel. Rows: rows x tokens, 64 rows a program, for many heads. Swapped: tokens x rows, so
-that few rows (16 heads) are the narrow side of the product and padding costs little. A third, `mla_decode_hopper`, is
-for one kind of chip and one shape. `bench/gpu/mla.py` times them all.
+Two forms of the main kernel. Rows: rows x tokens, 64 rows per program, for many heads. Swapped: tokens x rows, so that
+few rows (16 heads) are the narrow side of the product and padding costs little. A third, `mla_decode_hopper`, is for
+one architecture and one shape. `bench/gpu/mla.py` times them all.
 
-Nothing here depends on the lengths on the host: the grid follows from shapes, so a call can be captured in a graph.
+Nothing here depends on seq_lens on the host: the grid follows from shapes, so a call can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How the main kernel is cut. Not part of what is computed."""
+    """Tiling of the main kernel; does not affect the result."""
 
     kind: Literal["rows", "swapped", "hopper"]
     block_rows: int = 64
@@ -46,9 +47,9 @@ SIZES = ["num_rows", "heads", "queries", "table_width", "splits"]
 
 
 @triton.jit
-def _span(lengths, request, split, splits, BLOCK_N: tl.constexpr):
-    """This split's tokens: [first, stop), and the request's length."""
-    length = tl.load(lengths + request)
+def _span(seq_lens, request, split, splits, BLOCK_N: tl.constexpr):
+    """(first, stop) token of this split, and the request's length."""
+    length = tl.load(seq_lens + request)
     tiles = tl.cdiv(length, BLOCK_N)
     each = tl.cdiv(tiles, splits)
     first = split * each * BLOCK_N
@@ -59,7 +60,7 @@ def _span(lengths, request, split, splits, BLOCK_N: tl.constexpr):
 def _tile(
     kv, table_row, first, stop, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr
 ):
-    """Cache rows of tokens [first, first + BLOCK_N); zeros from `stop` on, for what lies there may be anything."""
+    """Cache rows of tokens [first, first + BLOCK_N); zeros from `stop` on, where memory may hold anything."""
     if BLOCK_N <= PAGE:  # within one page
         page = tl.load(table_row + first // PAGE).to(tl.int64)
         slots = page * PAGE + first % PAGE + tl.arange(0, BLOCK_N)
@@ -76,20 +77,20 @@ def _tile(
 
 @triton.jit(do_not_specialize=SIZES)
 def _decode_rows(
-    q, kv, table, lengths, out, parts, sums, scale, num_rows, heads, queries, table_width, splits,
+    q, kv, table, seq_lens, out, parts, sums, scale, num_rows, heads, queries, table_width, splits,
     WHOLE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     split, request = tl.program_id(1), tl.program_id(2)
-    first, stop, length = _span(lengths, request, split, splits, BLOCK_N)
+    first, stop, length = _span(seq_lens, request, split, splits, BLOCK_N)
     rows = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     real = rows < num_rows
-    sees = length - queries + 1 + rows // heads  # a query token sees itself and all before it
+    sees = length - queries + 1 + rows // heads  # causal mask
     at = (request.to(tl.int64) * num_rows + rows)[:, None]
     q_latent = tl.load(q + at * (RANK + ROPE) + tl.arange(0, RANK)[None, :], mask=real[:, None], other=0.0)
     q_rope = tl.load(q + at * (RANK + ROPE) + (RANK + tl.arange(0, ROPE))[None, :], mask=real[:, None], other=0.0)
 
-    top = tl.full([BLOCK_H], -1e30, tl.float32)  # finite: a row that sees nothing yet must not make NaN
+    top = tl.full([BLOCK_H], -1e30, tl.float32)  # finite, so that a row without visible tokens does not become NaN
     total = tl.zeros([BLOCK_H], tl.float32)
     acc = tl.zeros([BLOCK_H, RANK], tl.float32)
     for start in tl.range(first, stop, BLOCK_N):
@@ -119,12 +120,12 @@ def _decode_rows(
 
 @triton.jit(do_not_specialize=SIZES)
 def _decode_swapped(
-    q, kv, table, lengths, out, parts, sums, scale, num_rows, heads, queries, table_width, splits,
+    q, kv, table, seq_lens, out, parts, sums, scale, num_rows, heads, queries, table_width, splits,
     WHOLE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     split, request = tl.program_id(1), tl.program_id(2)
-    first, stop, length = _span(lengths, request, split, splits, BLOCK_N)
+    first, stop, length = _span(seq_lens, request, split, splits, BLOCK_N)
     rows = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     real = rows < num_rows
     sees = length - queries + 1 + rows // heads
@@ -161,8 +162,8 @@ def _decode_swapped(
 
 
 @triton.jit(do_not_specialize=["num_rows", "splits"])
-def _join(parts, sums, out, num_rows, splits, RANK: tl.constexpr):
-    """One row of one request: its parts, weighted by how much of the softmax each holds."""
+def _merge(parts, sums, out, num_rows, splits, RANK: tl.constexpr):
+    """Merge the parts of one row of one request, weighted by their shares of the softmax."""
     row, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     columns = tl.arange(0, RANK)
     top = tl.full([], -1e30, tl.float32)
@@ -174,7 +175,7 @@ def _join(parts, sums, out, num_rows, splits, RANK: tl.constexpr):
         part = (request * splits + split) * num_rows + row
         held = tl.load(sums + part)
         weight = tl.exp2(held - top)
-        # An empty split left its part unwritten.
+        # An empty split wrote no part.
         acc += weight * tl.load(parts + part * RANK + columns, mask=held > float("-inf"), other=0.0)
         total += weight
     share = acc / tl.where(total > 0, total, 1.0)
@@ -182,15 +183,15 @@ def _join(parts, sums, out, num_rows, splits, RANK: tl.constexpr):
 
 
 def choose_splits(num_requests: int, row_blocks: int, max_tokens: int, num_units: int, block_tokens: int = 64) -> int:
-    """How many parts of the context keep all of the device's units busy: the fewest whose last wave is nearly full.
+    """Number of splits that keeps all multiprocessors busy: the fewest whose last wave is nearly full.
 
-    By the largest length a batch may have, not by lengths: those live on the device.
+    Based on the largest length that a batch may have: actual lengths are on the device.
     """
     tiles = max(1, -(-max_tokens // block_tokens))
     best, best_time = 1, float("inf")
     for splits in range(1, min(MAX_SPLITS, tiles) + 1):
         waves = -(-num_requests * row_blocks * splits // num_units)
-        # Tiles that one unit goes through; a program's start and end cost about two more, joining about three.
+        # Tiles per multiprocessor; starting and ending a program costs about two more, merging about three.
         time = waves * (-(-tiles // splits) + 2) + (3 if splits > 1 else 0)
         if time < best_time * 0.98:
             best, best_time = splits, time
@@ -212,7 +213,7 @@ def mla_decode(
     q_latent: torch.Tensor,
     kv_blocks: torch.Tensor,
     block_table: torch.Tensor,
-    lengths: torch.Tensor,
+    seq_lens: torch.Tensor,
     scale: float,
     *,
     rank: int = 512,
@@ -221,17 +222,17 @@ def mla_decode(
     tiling: Tiling | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q_latent [B, Q, H, rank + rope], absorbed and turned; kv_blocks [blocks, 64, rank + rope], holding the query
-    tokens too; block_table int32 [B, width]; lengths int32 [B], query tokens included; result [B, Q, H, rank].
+    """q_latent [B, Q, H, rank + rope], absorbed and rotated; kv_blocks [blocks, 64, rank + rope], holding the query
+    tokens too; block_table int32 [B, width]; seq_lens int32 [B], query tokens included; result [B, Q, H, rank].
 
-    Query token i of Q sees `lengths - Q + 1 + i` tokens; one that sees none (padding: length 0) gets zeros. Entries of
-    the table beyond a length are never used. `max_tokens`: what no length exceeds (the table's width if None).
+    Query token i of Q sees `seq_lens - Q + 1 + i` tokens; one that sees none (padding: length 0) gets zeros. Entries of
+    the table beyond a length are never used. `max_tokens`: upper bound of the lengths (default: the table's width).
     """
     batch, queries, heads, width = q_latent.shape
     num_rows = queries * heads
     assert kv_blocks.shape[1:] == (PAGE_TOKENS, width) and q_latent.is_contiguous() and kv_blocks.is_contiguous()
-    assert block_table.stride(1) == 1 and lengths.shape == (batch,) and block_table.shape[0] == batch
-    assert block_table.dtype == lengths.dtype == torch.int32 and kv_blocks.dtype == q_latent.dtype
+    assert block_table.stride(1) == 1 and seq_lens.shape == (batch,) and block_table.shape[0] == batch
+    assert block_table.dtype == seq_lens.dtype == torch.int32 and kv_blocks.dtype == q_latent.dtype
     cut = tiling or choose_tiling(q_latent, rank)
     row_blocks = triton.cdiv(num_rows, cut.block_rows)
     if splits is None:
@@ -245,19 +246,19 @@ def mla_decode(
     sums = torch.empty(batch, splits, num_rows, dtype=torch.float32, device=out.device)
     scale_log2 = scale * LOG2E
     if cut.kind == "hopper":
-        mla_decode_hopper.launch(q_latent, kv_blocks, block_table, lengths, scale_log2, out, parts, sums, splits)
+        mla_decode_hopper.launch(q_latent, kv_blocks, block_table, seq_lens, scale_log2, out, parts, sums, splits)
     else:
         (_decode_swapped if cut.kind == "swapped" else _decode_rows)[(row_blocks, splits, batch)](
-            q_latent, kv_blocks, block_table, lengths, out, parts, sums, scale_log2,
+            q_latent, kv_blocks, block_table, seq_lens, out, parts, sums, scale_log2,
             num_rows, heads, queries, block_table.stride(0), splits, WHOLE=splits == 1, RANK=rank, ROPE=width - rank,
             BLOCK_H=cut.block_rows, BLOCK_N=cut.block_tokens, PAGE=PAGE_TOKENS,
             num_warps=cut.num_warps, num_stages=cut.num_stages,
         )  # fmt: skip
     if splits > 1:
-        _join[(num_rows, batch)](parts, sums, out, num_rows, splits, RANK=rank, num_warps=4)
+        _merge[(num_rows, batch)](parts, sums, out, num_rows, splits, RANK=rank, num_warps=4)
     return out
 
 
 def num_units(device: torch.device) -> int:
-    """Multiprocessors; under the interpreter, a number like one."""
+    """Number of multiprocessors; a typical number under the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132

@@ -7,12 +7,13 @@ run at the same time. 64 rows a program; a tile is one page of 64 tokens, two ti
 | 4 | right | P.V for the right half |
 | 1 | loads | bulk copies of the next page: left half with the rotary part, right half |
 
-Each half of a tile is given back as soon as its only reader of values is done with it: `left_free` by scores,
-`right_free` by right. P and the factor by which older sums fade go from scores to right through `passed` and come back
-through `taken`; one last pass carries the row sums. Barriers have two phases; a wait names the phase that must be over.
+Each half of a tile is released as soon as the role that reads its values is done with it: `left_free` by scores,
+`right_free` by right. P and the rescaling factor of older sums go from scores to right through `passed` and are
+released through `taken`; one last pass carries the row sums. Barriers have two phases; a wait names the phase that must
+be over.
 
 Whole pages are copied, so every slot of a page in use must hold finite numbers: a masked token's weight is zero, and
-zero times NaN is not. Caches start as zeros and are overwritten by tokens only.
+zero times NaN is NaN. Caches start as zeros and are overwritten by tokens only.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ RANK, ROPE = 512, 64
 BLOCK_ROWS = 64
 SHARED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 MAX_REGISTERS = 168
-"""Of 12 warps (9, rounded up to warp groups) at the start; the roles then take what they need from each other."""
+"""Registers per thread of 12 warps (9, rounded up to warp groups) at start; the roles then reallocate among
+themselves.
+"""
 
 
 @gluon.jit
@@ -132,7 +135,7 @@ def _loads(
     tma.async_copy_global_to_shared(q_half_desc, [q_row, 0], q_ready, q_left)
     tma.async_copy_global_to_shared(q_half_desc, [q_row, 256], q_ready, q_right)
     tma.async_copy_global_to_shared(q_rope_desc, [q_row, 512], q_ready, q_rope)
-    page = gl.load(table_row + first_page, mask=num_tiles > 0, other=0)  # no tile: perhaps no such entry
+    page = gl.load(table_row + first_page, mask=num_tiles > 0, other=0)  # without tiles the entry may not exist
     for i in range(num_tiles):
         b = i & 1
         free = ((i >> 1) & 1) ^ 1
@@ -149,11 +152,11 @@ def _loads(
 
 @gluon.jit(do_not_specialize=["num_rows", "heads", "queries", "table_width", "splits"])
 def decode_hopper(
-    q_half_desc, q_rope_desc, half_desc, rope_desc, table, lengths, out, parts, sums, scale,
+    q_half_desc, q_rope_desc, half_desc, rope_desc, table, seq_lens, out, parts, sums, scale,
     num_rows, heads, queries, table_width, splits, WHOLE: gl.constexpr,
 ):  # fmt: skip
     split, request = gl.program_id(1), gl.program_id(2)
-    length = gl.load(lengths + request)
+    length = gl.load(seq_lens + request)
     tiles = (length + 63) // 64
     each = (tiles + splits - 1) // splits
     first_page = gl.minimum(split * each, tiles)
@@ -215,7 +218,7 @@ def decode_hopper(
 
 
 def launch(
-    q_latent: torch.Tensor, kv_blocks: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor,
+    q_latent: torch.Tensor, kv_blocks: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor,
     scale_log2: float, out: torch.Tensor, parts: torch.Tensor, sums: torch.Tensor, splits: int,
 ) -> None:  # fmt: skip
     """Shapes as in `mla_decode`, checked there; bf16, rank 512, rope 64."""
@@ -227,6 +230,6 @@ def launch(
         TensorDescriptor.from_tensor(q, [BLOCK_ROWS, ROPE], SHARED),
         TensorDescriptor.from_tensor(kv, [64, RANK // 2], SHARED),
         TensorDescriptor.from_tensor(kv, [64, ROPE], SHARED),
-        block_table, lengths, out, parts, sums, scale_log2, num_rows, heads, queries, block_table.stride(0),
+        block_table, seq_lens, out, parts, sums, scale_log2, num_rows, heads, queries, block_table.stride(0),
         splits, WHOLE=splits == 1, num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip

@@ -1,8 +1,9 @@
-"""What comes before latent attention on CUDA, in two kernels around the query's up-projection.
+"""Prologue of latent attention on CUDA, in two kernels around the query's up-projection.
 
-`mla_prologue`: of the joint down-projection, norm the query's part (and round it to 8 bits where the next product wants
-that), norm the latent, turn the rotary key, write both into the paged cache. `rope_queries`: turn the rotary part of
-the queries into its place behind their absorbed part. Turns are a table by position: complex, paired layout.
+`mla_prologue` takes the joint down-projection: it normalises the query part (and quantises it to 8 bits if the next
+product takes that), normalises the latent, rotates the key and writes both into the paged cache. `rope_queries` rotates
+the rotary part of the queries into its target behind their absorbed part. `cos_sin` is a table by position, complex, in
+the interleaved layout.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import triton
 import triton.language as tl
 
 ROUND = tl.constexpr(12582912.0)
-"""1.5 * 2**23: added and taken away again, it leaves a float32 rounded to the nearest whole number, ties to even."""
+"""1.5 * 2**23: adding and subtracting it rounds a float32 to the nearest integer, ties to even."""
 
 
 @triton.jit
-def _turn(even, odd, cos_sin, position, pairs, count):
-    """Element pairs as complex numbers, times the turn of their position."""
+def _rotate(even, odd, cos_sin, position, pairs, count):
+    """Multiply element pairs, as complex numbers, by the rotation of their position."""
     at = cos_sin + (position * count + pairs) * 2
     cos = tl.load(at, mask=pairs < count, other=0.0)
     sin = tl.load(at + 1, mask=pairs < count, other=0.0)
@@ -29,7 +30,7 @@ def _write(
     latent, cache, gain, cos_sin, position, eps,
     RANK: tl.constexpr, ROPE: tl.constexpr, KV_BLOCK: tl.constexpr, PAIR_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row's normed latent and turned key into its place. (Names may not change their shape inside a branch.)"""
+    """Write one row's normed latent and rotated key. (Names may not change their shape inside a branch.)"""
     columns = tl.arange(0, KV_BLOCK)
     inside = columns < RANK
     x = tl.load(latent + columns, mask=inside, other=0.0).to(tl.float32)
@@ -39,14 +40,14 @@ def _write(
     is_pair = pairs < ROPE // 2
     even = tl.load(latent + RANK + 2 * pairs, mask=is_pair, other=0.0).to(tl.float32)
     odd = tl.load(latent + RANK + 2 * pairs + 1, mask=is_pair, other=0.0).to(tl.float32)
-    even, odd = _turn(even, odd, cos_sin, position, pairs, ROPE // 2)
+    even, odd = _rotate(even, odd, cos_sin, position, pairs, ROPE // 2)
     tl.store(cache + RANK + 2 * pairs, even.to(cache.dtype.element_ty), mask=is_pair)
     tl.store(cache + RANK + 2 * pairs + 1, odd.to(cache.dtype.element_ty), mask=is_pair)
 
 
 @triton.jit
 def _prologue(
-    down, q_gain, kv_gain, cos_sin, positions, slots, cache, q_out, scales, q_eps, kv_eps, down_stride,
+    down, q_gain, kv_gain, cos_sin, positions, slot_mapping, cache, q_out, scales, q_eps, kv_eps, down_stride,
     Q_RANK: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, INT8: tl.constexpr,
     Q_BLOCK: tl.constexpr, KV_BLOCK: tl.constexpr, PAIR_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -65,11 +66,11 @@ def _prologue(
             tl.store(scales + row, largest / 127.0)
         else:
             tl.store(q_out + row * Q_RANK + columns, y.to(q_out.dtype.element_ty), mask=inside)
-    slot = tl.load(slots + row)
-    if slot >= 0:  # rows that only fill up a batch have none
+    slot = tl.load(slot_mapping + row)
+    if slot >= 0:  # padding rows have no slot
         position = tl.load(positions + row)
-        place = cache + slot * (RANK + ROPE)
-        _write(down + Q_RANK, place, kv_gain, cos_sin, position, kv_eps, RANK, ROPE, KV_BLOCK, PAIR_BLOCK)
+        target = cache + slot * (RANK + ROPE)
+        _write(down + Q_RANK, target, kv_gain, cos_sin, position, kv_eps, RANK, ROPE, KV_BLOCK, PAIR_BLOCK)
 
 
 @triton.jit
@@ -77,19 +78,19 @@ def _rope_queries(
     q, cos_sin, positions, out, heads, q_row_stride, q_head_stride, out_row_stride, out_head_stride,
     ROPE: tl.constexpr, HEAD_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Whole heads are read and written side by side, and taken apart into pairs in between."""
+    """Reads and writes whole heads contiguously and splits them into pairs in between."""
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK))[:, None]
     columns = tl.arange(0, ROPE_BLOCK)
     inside = head < heads
     if ROPE < ROPE_BLOCK:
         inside = inside & (columns < ROPE)[None, :]
-    turn = tl.load(cos_sin + tl.load(positions + row) * ROPE + columns, mask=columns < ROPE, other=0.0)
-    cos, sin = tl.split(tl.reshape(turn, (1, ROPE_BLOCK // 2, 2)))
+    rotation = tl.load(cos_sin + tl.load(positions + row) * ROPE + columns, mask=columns < ROPE, other=0.0)
+    cos, sin = tl.split(tl.reshape(rotation, (1, ROPE_BLOCK // 2, 2)))
     x = tl.load(q + row * q_row_stride + head * q_head_stride + columns[None, :], mask=inside, other=0.0)
     even, odd = tl.split(tl.reshape(x.to(tl.float32), (HEAD_BLOCK, ROPE_BLOCK // 2, 2)))
-    turned = tl.join(even * cos - odd * sin, odd * cos + even * sin)
-    y = tl.reshape(turned, (HEAD_BLOCK, ROPE_BLOCK)).to(out.dtype.element_ty)
+    rotated = tl.join(even * cos - odd * sin, odd * cos + even * sin)
+    y = tl.reshape(rotated, (HEAD_BLOCK, ROPE_BLOCK)).to(out.dtype.element_ty)
     tl.store(out + row * out_row_stride + head * out_head_stride + columns[None, :], y, mask=inside)
 
 
@@ -99,15 +100,15 @@ def mla_prologue(
     kv_gain: torch.Tensor,
     cos_sin: torch.Tensor,
     positions: torch.Tensor,
-    slots: torch.Tensor,
+    slot_mapping: torch.Tensor,
     kv_blocks: torch.Tensor,
     *,
     q_eps: float,
     kv_eps: float,
     int8: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """down [rows, q_rank + rank + rope]; turns complex64 [positions, rope / 2]; positions, slots int64 [rows], slots
-    below zero: not written; kv_blocks [blocks, 64, rank + rope].
+    """down [rows, q_rank + rank + rope]; cos_sin complex64 [positions, rope / 2]; positions, slot_mapping int64 [rows],
+    slot -1: not written; kv_blocks [blocks, 64, rank + rope].
 
     Returns the normed query part [rows, q_rank], int8 or as `down`, and a float32 step per row (empty unless int8). A
     model without a query rank gives no q_gain: `down` then starts with the latent, and the result is empty.
@@ -120,7 +121,7 @@ def mla_prologue(
     scales = torch.empty(rows if int8 else 0, dtype=torch.float32, device=down.device)
     if rows > 0:
         _prologue[(rows,)](
-            down, kv_gain if q_gain is None else q_gain, kv_gain, torch.view_as_real(cos_sin), positions, slots,
+            down, kv_gain if q_gain is None else q_gain, kv_gain, torch.view_as_real(cos_sin), positions, slot_mapping,
             kv_blocks, q_out, scales, q_eps, kv_eps, down.stride(0), Q_RANK=q_rank, RANK=rank, ROPE=rope, INT8=int8,
             Q_BLOCK=triton.next_power_of_2(max(1, q_rank)), KV_BLOCK=triton.next_power_of_2(rank),
             PAIR_BLOCK=triton.next_power_of_2(rope // 2), num_warps=4,
@@ -129,7 +130,7 @@ def mla_prologue(
 
 
 def rope_queries(q_rope: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, out: torch.Tensor) -> None:
-    """q_rope [rows, heads, rope], turned into out of the same shape; both may be views of wider rows.
+    """q_rope [rows, heads, rope], rotated into out of the same shape; both may be views of wider rows.
 
     Usually q_rope is the end of the projected queries and out the end of the absorbed ones.
     """

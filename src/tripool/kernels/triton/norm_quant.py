@@ -1,8 +1,7 @@
-"""Rows that become int8 or e4m3: as they are, or on their way out of RMS norm (with or without a residual sum) or
-SwiGLU. One pass each, on CUDA.
+"""Quantises rows to int8 or e4m3, alone or fused with RMS norm (with or without a residual sum) or SwiGLU, on CUDA.
 
-A program holds one row in registers: it is read once and written once, in eight bits with one scale. The arithmetic is
-float32 whatever the input's type. Rows may be a slice of wider ones.
+A program holds one row in registers: it is read once and written once, in 8 bits with one scale. The arithmetic is
+float32 for any input type. Rows may be slices of wider ones.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ def _put_quantised(y, row, width, q, scale, LEAST: tl.constexpr, BLOCK: tl.const
     largest = tl.maximum(tl.max(tl.abs(y), axis=0), LEAST)
     steps = y * (most / largest)
     if q.dtype.element_ty == tl.int8:
-        steps = (steps + 12582912.0) - 12582912.0  # 1.5 * 2^23: leaves an integer, halves to even
+        steps = (steps + 12582912.0) - 12582912.0  # 1.5 * 2^23: rounds to an integer, ties to even
     steps = tl.minimum(tl.maximum(steps, -most), most)
     cols = tl.arange(0, BLOCK)
     tl.store(q + row * width + cols, steps.to(q.dtype.element_ty), mask=cols < width)
@@ -48,7 +47,7 @@ def rms_norm_quant_kernel(
         at = residual + row * residual_stride + cols
         rounded = (v + tl.load(at, mask=inside, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
         tl.store(at, rounded, mask=inside)
-        v = rounded.to(tl.float32)  # what later layers will see is what is normed
+        v = rounded.to(tl.float32)  # normalise the rounded value that later layers read
     v = v * tl.rsqrt(tl.sum(v * v, axis=0) / width + eps)
     v = v * tl.load(weight + cols, mask=inside, other=0.0).to(tl.float32)
     _put_quantised(v, row, width, q, scale, LEAST, BLOCK)
@@ -93,7 +92,7 @@ def rms_norm_quant(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, out: Rows8 | None = None,
     dtype: torch.dtype = torch.int8,
 ) -> Rows8:  # fmt: skip
-    """x [rows, width]; with `residual`, the norm of x + residual, and that sum is left in `residual`."""
+    """x [rows, width]; with `residual`, the norm of x + residual, which is stored in `residual`."""
     rows, width = x.shape
     assert x.stride(1) == 1 and weight.shape == (width,)
     assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1)
@@ -112,7 +111,7 @@ def swiglu_quant(
 ) -> Rows8:
     """gate_up [rows, 2 * width] -> silu(first half) * second half.
 
-    With counts int32 [parts] the rows lie in parts of equal height, and of each only the first counts[part] are
+    With counts int32 [parts] the rows are in parts of equal height, and of each only the first counts[part] are
     computed: [num_rows] for sorted rows, one count per expert for buffers of fixed height.
     """
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2

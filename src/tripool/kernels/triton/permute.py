@@ -1,7 +1,8 @@
-"""Rows to their experts and back on CUDA: a counting sort of the choices, copies of rows, and the weighted sum.
+"""Permutes rows to their experts and back on CUDA: a counting sort of the choices, copies of rows, and the weighted
+sum.
 
-The sort is stable and asks nothing of the host: counts by chunk of choices, a running sum over chunks for each expert,
-and places within the chunk. Choices of experts that are not here get no place (-1).
+The sort is stable and needs nothing from the host: counts per chunk of choices, a running sum over chunks for each
+expert, and slots within the chunk. Choices of experts that are not on this rank get no slot (-1).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ CHUNK = 128
 
 @triton.jit
 def _local(experts, chunk, num_choices, first, count, CHUNK: tl.constexpr):
-    """This chunk's choices, counted from the first expert here; `count` for those that are not."""
+    """This chunk's choices relative to the first local expert; `count` for those that are not local."""
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     local = tl.load(experts + at, mask=at < num_choices, other=-1).to(tl.int32) - first
     return at, tl.where((at < num_choices) & (local >= 0) & (local < count), local, count)
@@ -34,7 +35,7 @@ def count_kernel(experts, by_chunk, num_choices, first, count, chunks, CHUNK: tl
 
 @triton.jit(do_not_specialize=["chunks"])
 def running_sum_kernel(by_chunk, totals, chunks, BLOCK: tl.constexpr):
-    """For each expert: how many of its choices lie in earlier chunks, in place; and how many there are."""
+    """For each expert: the number of its choices in earlier chunks, in place, and in total."""
     expert = tl.program_id(0)
     total = 0
     for block in range(tl.cdiv(chunks, BLOCK)):
@@ -69,7 +70,7 @@ def place_kernel(
 
 @triton.jit
 def permute_kernel(x, x_scale, slots, out, out_scale, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """One program per row: read once, written once per place."""
+    """One program per row: read once, written once per slot."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     v = tl.load(x + row * width + cols, mask=cols < width)
@@ -117,7 +118,7 @@ def permute(
     expert_order: ExpertOrder,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 rows and scales -> room for rows * top_k of each; what lies past the last place is left as it is."""
+    """int8 rows and scales -> buffers of rows * top_k; what is past the last slot is left unchanged."""
     (rows, width), top_k = x.shape, expert_order.slots.shape[1]
     assert x.is_contiguous() and len(expert_order.slots) == rows
     if out is None:
@@ -141,7 +142,7 @@ def permute(
 def unpermute(
     y: torch.Tensor, weights: torch.Tensor, expert_order: ExpertOrder, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Each row's results times their float32 weights, added in float32 in the order of its choices; of y's type."""
+    """Weighted sum of each row's results, in float32 in the order of its choices; returned in y's type."""
     (rows, top_k), width = expert_order.slots.shape, y.shape[1]
     assert y.is_contiguous() and weights.shape == (rows, top_k) and weights.is_contiguous()
     out = torch.empty(rows, width, dtype=y.dtype, device=y.device) if out is None else out

@@ -1,11 +1,10 @@
-"""The int8 product of few rows whose weights are all on the multiprocessors before the rows are there, in Gluon.
+"""int8 product of few rows whose weights are loaded onto the multiprocessors before the rows are ready, in Gluon.
 
 As in `stream.py`, weights are the tall side of a product; here each program has one piece of one tile, of a size known
-when it is compiled. The first steps of a piece go on from shared memory to registers, in the form in which products
-read them; the last ones stay. So two programs fit on a multiprocessor, one of this product and one of the next, which
-fetches its weights while this one computes. It does so slowly, a few steps at a time: a memory that is asked for
-everything at once answers late, and the rows of this product would be among the last. Nobody may write weights right
-before a product that reads them.
+at compile time. The first steps of a piece move on from shared memory to registers, in operand layout; the last ones
+stay. So two programs fit on a multiprocessor, one of this product and one of the next, which fetches its weights while
+this one computes. It fetches a few steps at a time: a saturated memory system would delay the rows of this product.
+Weights must not be written right before a product that reads them.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from tripool.kernels.triton.stream import (
     DEEPEST,
     MOST_STEPS,
     add_piece,
-    get_ready,
     pairs_of,
+    prefetch_descriptors,
     scales_of_pairs,
 )
 
@@ -39,12 +38,12 @@ if TYPE_CHECKING:
 
 
 AT_ONCE = gl.constexpr(2)
-"""Steps of weights on their way together: enough to keep the memory busy."""
+"""Weight loads in flight: enough to keep the memory busy."""
 
 
 @gluon.jit
 def _keep(held):
-    """Registers that a product reads while the program goes on must not be used for anything else until here."""
+    """Keep registers that an asynchronous product reads from being reused before this point."""
     gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [held], dtype=gl.int8, is_pure=False, pack=4)
 
 
@@ -65,7 +64,7 @@ def resident_kernel(
     w_tiles = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
     x_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     w_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    get_ready("resident_kernel", 2)
+    prefetch_descriptors("resident_kernel", 2)
     if EARLY > 0:
         gdc_launch_dependents()
     mbarrier.init(x_full.index(0), count=1)
@@ -83,10 +82,10 @@ def resident_kernel(
             mbarrier.wait(w_full.index((step - AT_ONCE) % STAGES), (step - AT_ONCE) // STAGES & 1)
             if step - AT_ONCE < HELD:
                 held = held + (w_tiles.index((step - AT_ONCE) % STAGES).load(in_registers),)  # type: ignore[assignment]  # noqa: RUF005
-                fence_async_shared()  # it is read before it is written again
-        room, arrival = w_tiles.index(step % STAGES), w_full.index(step % STAGES)
+                fence_async_shared()  # read before it is overwritten
+        target, arrival = w_tiles.index(step % STAGES), w_full.index(step % STAGES)
         mbarrier.expect(arrival, w_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(w_desc, [col, depth + step * BLOCK_K], arrival, room)
+        tma.async_copy_global_to_shared(w_desc, [col, depth + step * BLOCK_K], arrival, target)
     if EARLY == 2:
         gdc_wait()
     mbarrier.expect(x_full.index(0), HELD * x_desc.block_type.nbytes)

@@ -1,12 +1,12 @@
-"""The int8 product of few rows for Hopper, in Gluon: weights stream through a ring, everybody has an even share.
+"""int8 product of few rows for Hopper, in Gluon: weights stream through a ring buffer, programs have even shares.
 
-Weights are the tall side of each product and tokens its narrow side. The steps of all tiles lie one behind the other
-and are cut into as many even shares as there are programs, wherever the cuts fall: no last wave with idle
-multiprocessors. Who has a piece of a tile adds its integers to what lies there, together with how deep the piece is;
-whoever finds that an element is as deep as the product now, writes it: nobody waits for anybody.
-Weights, unlike rows, do not come from the kernel before this one: with `early` the ring is filled with them while that
-one still runs, so nobody may write weights right before a product that reads them. As in `wide.py`, all warps do the
-same things, and on a CPU the narrow kernel stands in.
+Weights are the tall side of each product and tokens the narrow side. The steps of all tiles are numbered consecutively
+and divided into even shares, one per program, wherever the cuts fall: no last wave with idle multiprocessors. A program
+with a piece of a tile adds its integers, together with the depth of the piece, to a sum in memory; the program whose
+addition completes an element writes it, so no program waits for another.
+Weights, unlike rows, do not come from the previous kernel: with `early` the ring is filled with them while that kernel
+still runs, so weights must not be written right before a product that reads them. As in `wide.py`, all warps do the
+same work, and on a CPU the narrow kernel is used instead.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 DEEPEST, MOST_STEPS = 16384, 64
 STAGING_BYTES = 16384
-"""Of shared memory, for turning tiles round on their way out; larger ones go in parts."""
+"""Shared memory for transposing tiles on output; larger ones go in parts."""
 
 
 @gluon.jit
@@ -41,8 +41,8 @@ def _next(slot, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _place(tile, tiles_m, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ONE: gl.constexpr):
-    """First row and first channel of a tile: tiles of the same weights are neighbours."""
+def _tile_origin(tile, tiles_m, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ONE: gl.constexpr):
+    """First row and first channel of a tile: tiles of the same weights are adjacent."""
     if ONE:
         return tile * 0, tile * BLOCK_N
     else:  # noqa: RET505  (both returns are compiled otherwise)
@@ -51,14 +51,14 @@ def _place(tile, tiles_m, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, ONE: gl.
 
 @gluon.jit
 def _after(tile, step, steps):
-    """The step after this one. Dividing each time would take longer than a load does."""
+    """The next step. A division each time would take longer than a load."""
     last = step == steps - 1
     return gl.where(last, tile + 1, tile), gl.where(last, 0, step + 1)
 
 
 @gluon.jit
-def get_ready(KERNEL: gl.constexpr, NUM: gl.constexpr):
-    """Fetches the kernel's first descriptors, or the first use of each would wait for it."""
+def prefetch_descriptors(KERNEL: gl.constexpr, NUM: gl.constexpr):
+    """Prefetch the kernel's descriptors, so that their first use does not wait."""
     for i in gl.static_range(NUM):
         gl.inline_asm_elementwise(
             f"prefetch.param.tensormap [{KERNEL}_param_{5 * i}]; // $0",
@@ -68,8 +68,8 @@ def get_ready(KERNEL: gl.constexpr, NUM: gl.constexpr):
 
 @gluon.jit
 def _put(out_desc, staging, y, row, col):
-    """Channels x tokens -> tokens x channels, on its way out while the next tile is computed."""
-    tma.store_wait(0)  # the staging tile may still be on its way
+    """Transpose channels x tokens to tokens x channels and store asynchronously."""
+    tma.store_wait(0)  # the staging tile may still be in use
     staging.store(gl.permute(y, (1, 0)))
     fence_async_shared()
     tma.async_copy_shared_to_global(out_desc, [row, col], staging)
@@ -77,7 +77,7 @@ def _put(out_desc, staging, y, row, col):
 
 @gluon.jit
 def put_all(out_desc, staging, y, row, col):
-    """In as many parts as the staging tile is smaller: it takes its room from the ring."""
+    """Store in as many parts as the staging tile requires."""
     CHANNELS: gl.constexpr = y.shape[0]
     HALF: gl.constexpr = y.shape[1] // 2
     if staging.shape[0] > HALF:
@@ -90,7 +90,7 @@ def put_all(out_desc, staging, y, row, col):
 
 @gluon.jit
 def _lanes_together(n, pair, BLOCK_N: gl.constexpr):
-    """Where a pair lies among the sums of its tile: any order would do; in this one a warp's are neighbours."""
+    """Index of a pair among the sums of its tile, ordered so that a warp's accesses are contiguous."""
     by_lane = (pair & 3) + (n & 7) * 4 + (n >> 4) * 32
     return by_lane + ((n >> 3 & 1) + (pair >> 2) * 2) * (2 * BLOCK_N)
 
@@ -109,7 +109,7 @@ def pairs_of(total):
 
 @gluon.jit
 def scales_of_pairs(x_scale, w_scale, row, col, M, N, like):
-    """By even row, by odd row and by channel, for tensors that lie as this one: asked for before they are needed."""
+    """Scales by even row, by odd row and by channel, in the layout of `like`; loaded before they are needed."""
     n = col + gl.expand_dims(gl.arange(0, like.shape[0], gl.SliceLayout(1, like.type.layout)), 1)
     m = row + 2 * gl.expand_dims(gl.arange(0, like.shape[1], gl.SliceLayout(0, like.type.layout)), 0)
     by_even = gl.load(x_scale + m, mask=m < M, other=0.0)
@@ -119,11 +119,11 @@ def scales_of_pairs(x_scale, w_scale, row, col, M, N, like):
 
 @gluon.jit
 def add_piece(total, scales, sums, out, row, col, depth, steps, M, N):
-    """Adds a piece of a tile to the tile's sums, and writes the elements that are whole by that.
+    """Add a piece of a tile to the tile's sums and write the elements that are complete.
 
-    Two rows are one 64-bit number: 6 bits count the steps that were added, 29 and 29 are sums, which products less than
-    16,384 deep cannot leave. Two in one, because the L2 adds so many numbers in a second, however long they are. Whole
-    pairs are left as they were found, zeros, for the next call.
+    Two rows share one 64-bit number: 6 bits count the steps added, 29 and 29 bits are sums, which products less than
+    16,384 deep cannot overflow. Two in one, because the L2 is limited by the number of atomic additions, not by their
+    width. Completed pairs are reset to zero for the next call.
     """
     even, odd = pairs_of(total.to(gl.int64))
     by_even, by_odd, by_channel = scales
@@ -146,13 +146,15 @@ def add_piece(total, scales, sums, out, row, col, depth, steps, M, N):
 @gluon.jit
 def _fill(
     x_desc, w_desc, tiles, full, tile, step, num, steps, tiles_m,
-    ONE: gl.constexpr, WEIGHTS: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, TOLD: gl.constexpr,
+    ONE: gl.constexpr, WEIGHTS: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr, EXPECT_FROM: gl.constexpr,
 ):  # fmt: skip
-    """Sends for one operand of stages from FIRST to LAST; tells what stages from TOLD on will hold. The step after."""
+    """Load one operand of stages FIRST to LAST and set the expected bytes of stages from EXPECT_FROM on.
+    Returns the next step.
+    """
     for stage in gl.static_range(FIRST, LAST):
-        if stage >= TOLD:
+        if stage >= EXPECT_FROM:
             mbarrier.expect(full.index(stage), x_desc.block_type.nbytes + w_desc.block_type.nbytes, pred=stage < num)
-        row, col = _place(tile, tiles_m, x_desc.block_type.shape[0], w_desc.block_type.shape[0], ONE)
+        row, col = _tile_origin(tile, tiles_m, x_desc.block_type.shape[0], w_desc.block_type.shape[0], ONE)
         depth = step * w_desc.block_type.shape[1]
         if WEIGHTS:
             tma.async_copy_global_to_shared(
@@ -171,7 +173,7 @@ def stream_kernel(
     x_desc, w_desc, out_desc, out, x_scale, w_scale, sums, M, N, K, share, longer,
     STAGES: gl.constexpr, WHOLE: gl.constexpr, EARLY: gl.constexpr, ONE: gl.constexpr, BEFORE: gl.constexpr,
 ):  # fmt: skip
-    """Each program has `share` steps (of whole tiles: so many tiles), the first `longer` of them one more."""
+    """Each program has `share` steps (or whole tiles), the first `longer` programs one more."""
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = w_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[1]
@@ -184,15 +186,15 @@ def stream_kernel(
     w_tiles = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, BLOCK_K], w_desc.layout)
     staging = gl.allocate_shared_memory(gl.bfloat16, out_desc.block_type.shape, out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    get_ready("stream_kernel", 3)
+    prefetch_descriptors("stream_kernel", 3)
     if EARLY > 0:
         gdc_launch_dependents()
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
     fence_async_shared()
-    me = gl.program_id(0)
+    program = gl.program_id(0)
     tiles_m, steps = gl.cdiv(M, BLOCK_M), gl.cdiv(K, BLOCK_K)
-    first, num = me * share + gl.minimum(me, longer), share + (me < longer).to(gl.int32)
+    first, num = program * share + gl.minimum(program, longer), share + (program < longer).to(gl.int32)
     if WHOLE:
         tile, step, num = first, first * 0, num * steps
     else:
@@ -211,19 +213,19 @@ def stream_kernel(
     inside_n = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))
     lanes = gl.arange(0, BLOCK_M, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     while done < num:
-        top, left = _place(tile, tiles_m, BLOCK_M, BLOCK_N, ONE)
-        # Asked for now, needed at the end: they come from memory while the tile is computed.
+        top, left = _tile_origin(tile, tiles_m, BLOCK_M, BLOCK_N, ONE)
+        # Loaded now, needed at the end: the latency is hidden by the product.
         by_col = gl.load(w_scale + left + inside_n, mask=left + inside_n < N, other=0.0)
         by_row = gl.load(x_scale + top + lanes, mask=top + lanes < M, other=0.0)
         total = gl.zeros((BLOCK_N, BLOCK_M), gl.int32, layout)
         piece = gl.minimum(steps - step, num - done)
         for k in range(piece):
             mbarrier.wait(full.index(slot), phase)
-            turned = x_tiles.index(slot).permute((1, 0))
-            total = warpgroup_mma(w_tiles.index(slot), turned, total, use_acc=k > 0, is_async=True)
+            transposed = x_tiles.index(slot).permute((1, 0))
+            total = warpgroup_mma(w_tiles.index(slot), transposed, total, use_acc=k > 0, is_async=True)
             total = warpgroup_mma_wait(1, deps=(total,))  # the step before this one is done with its operands
             if (done + k > 0) & (done + k + STAGES - 1 < num):
-                row, col = _place(ahead, tiles_m, BLOCK_M, BLOCK_N, ONE)
+                row, col = _tile_origin(ahead, tiles_m, BLOCK_M, BLOCK_N, ONE)
                 arrival, depth = full.index(into), deep * BLOCK_K
                 mbarrier.expect(arrival, BOTH)
                 tma.async_copy_global_to_shared(w_desc, [col, depth], arrival, w_tiles.index(into))
@@ -248,7 +250,7 @@ def stream_kernel(
 
 
 def num_shares(t: Stream, m: int, n: int, k: int, num_sms: int) -> int:
-    """How many programs share the steps; of whole tiles, as few as need no more time."""
+    """Number of programs; for whole tiles, the fewest that need no more time."""
     tiles = -(-m // t.block_m) * -(-n // t.block_n)
     most = num_sms * t.per_sm
     if t.whole:
@@ -261,7 +263,7 @@ def launch_stream(
     arrived: torch.Tensor | None, t: Stream,
 ) -> torch.Tensor:  # fmt: skip
     (m, k), n = x.shape, len(w)
-    if not t.whole and (k >= DEEPEST or k > MOST_STEPS * t.block_k):  # pieces' sums and steps have so many bits
+    if not t.whole and (k >= DEEPEST or k > MOST_STEPS * t.block_k):  # limits of the packed sums and step counts
         t = replace(t, whole=True)
     tiles = -(-m // t.block_m) * -(-n // t.block_n)
     sms = t.programs or torch.cuda.get_device_properties(x.device).multi_processor_count
@@ -269,16 +271,16 @@ def launch_stream(
     share, longer = divmod(tiles if t.whole else tiles * -(-k // t.block_k), programs)
     size = tiles * t.block_m * t.block_n  # two 32-bit numbers for each pair of rows
     if t.whole:
-        arrived = torch.empty(2, dtype=torch.int32, device=x.device)  # nobody looks at it
+        arrived = torch.empty(2, dtype=torch.int32, device=x.device)  # unused
     elif arrived is None or len(arrived) < size:
         arrived = torch.zeros(size, dtype=torch.int32, device=x.device)
-    turned = [min(t.block_m, STAGING_BYTES // (2 * t.block_n)), t.block_n]
+    transposed = [min(t.block_m, STAGING_BYTES // (2 * t.block_n)), t.block_n]
     bytes_8 = gl.NVMMASharedLayout.get_default_for([t.block_n, t.block_k], gl.int8)
-    bytes_16 = gl.NVMMASharedLayout.get_default_for(turned, gl.bfloat16)
+    bytes_16 = gl.NVMMASharedLayout.get_default_for(transposed, gl.bfloat16)
     stream_kernel[(programs,)](
         TensorDescriptor.from_tensor(x, [t.block_m, t.block_k], bytes_8),
         TensorDescriptor.from_tensor(w, [t.block_n, t.block_k], bytes_8),
-        TensorDescriptor.from_tensor(out, turned, bytes_16),
+        TensorDescriptor.from_tensor(out, transposed, bytes_16),
         out, x_scale, w_scale, arrived.view(torch.int64), m, n, k, share, longer,
         STAGES=t.num_stages, WHOLE=t.whole, EARLY=t.early, ONE=m <= t.block_m, BEFORE=t.before or t.num_stages,
         num_warps=t.num_warps, **({"launch_pdl": True} if t.early else {}),

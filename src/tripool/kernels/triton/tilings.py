@@ -1,7 +1,7 @@
-"""How an int8 product may be cut up, which of the four kernels computes it, and what was found to be fastest.
+"""Tilings of the int8 product, the choice among its four kernels, and measured best tilings.
 
-From shapes alone: nothing is tuned or synchronised at run time, and calls can be captured in a graph. Which tilings win
-was measured; see `bench/gpu/gemm.py`. Knows no tensor.
+Chosen from shapes alone: nothing is tuned or synchronised at run time, and calls can be captured in a CUDA graph. The
+tilings were measured with `bench/gpu/gemm.py`. Uses no tensors.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 NUM_SMS = 132
-"""Of the card the table was measured on; another count costs speed, never correctness."""
+"""Multiprocessors of the GPU the table was measured on; another count costs speed, never correctness."""
 
 
 @dataclass(frozen=True, slots=True)
 class Narrow:
-    """Tokens, channels and depth of a tile, and into how many parts the depth is cut."""
+    """Tokens, channels and depth of a tile, and the number of splits of the depth."""
 
     block_m: int
     block_n: int = 64
@@ -23,9 +23,11 @@ class Narrow:
     num_warps: int = 4
     num_stages: int = 4
     band: int = 0
-    """Blocks of tokens that go together through all channels, so that both operands stay in the L2; 0: all."""
+    """Blocks of tokens processed together through all channels, so that both operands stay in the L2; 0: all."""
     early: int = 0
-    """1: starts while the kernel before it ends; 2: and asks for its weights before that one's results are there."""
+    """1: starts while the previous kernel ends; 2: also prefetches its weights before that kernel's results are
+    ready.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +42,14 @@ class Wide:
     band: int = 8
     per_sm: int = 1
     early: int = 0
-    """1: starts while the kernel before it ends."""
+    """1: starts while the previous kernel ends."""
     programs: int = 0
     """Multiprocessors to use, where others hold some; 0: all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Tokens, channels and depth of a tile; `per_sm` programs share a multiprocessor, and all the steps evenly."""
+    """Tokens, channels and depth of a tile; `per_sm` programs share a multiprocessor; all programs have even shares."""
 
     block_m: int
     block_n: int = 64
@@ -56,18 +58,18 @@ class Stream:
     num_warps: int = 4
     per_sm: int = 1
     whole: bool = False
-    """Only whole tiles: fewer programs, and nothing to add up."""
+    """Whole tiles only: fewer programs, and no partial sums."""
     early: int = 2
-    """1: starts while the kernel before it ends; 2: and loads weights before that one's results are there."""
+    """1: starts while the previous kernel ends; 2: also loads weights before that kernel's results are ready."""
     programs: int = 0
     """Multiprocessors to use, where others hold some; 0: all."""
     before: int = 0
-    """Tiles of weights that are asked for before the rows, which queue behind them; 0: as many as the ring has."""
+    """Weight tiles loaded before the rows; 0: as many as the ring has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """Tokens, channels and depth of a step; `stages` and `held` make a piece, `splits` pieces the depth."""
+    """Tokens, channels and depth of a step; `stages` + `held` steps make a piece, `splits` pieces the depth."""
 
     block_m: int
     stages: int
@@ -82,10 +84,10 @@ class Resident:
 Tiling = Narrow | Wide | Stream | Resident
 
 EARLY = 1
-"""How products of few rows start (see `Narrow.early`): half a microsecond sooner, of seven to fourteen."""
+"""How products of few rows start (see `Narrow.early`): saves half a microsecond of seven to fourteen."""
 
 MANY_ROWS = Wide(block_m=256, block_n=128)
-"""For more rows than a batch in decoding has."""
+"""For more rows than a decode batch has."""
 
 MEASURED: dict[tuple[int, int, int], Tiling] = {
     (16, 2112, 7168): Resident(16, stages=2, held=5, splits=4),  # 4.3 µs
@@ -121,11 +123,11 @@ MEASURED: dict[tuple[int, int, int], Tiling] = {
     (256, 36864, 7168): Stream(256, num_stages=5, whole=True),  # 112 µs
     (256, 7168, 18432): Stream(256, num_stages=5, whole=True),  # 52.7 µs
 }
-"""(rows at most, channels, depth) of a model's own products -> what won; `gemm.py --only stream` prints such lines."""
+"""(most rows, channels, depth) of model products -> fastest tiling; `gemm.py --only stream` prints such lines."""
 
 
 def choose(m: int, n: int, k: int) -> Tiling:
-    """By shape alone: what won on an H200, see the sweep of `bench/gpu/gemm.py`."""
+    """Chosen by shape alone: the fastest on an H200 in the sweep of `bench/gpu/gemm.py`."""
     if m > 256:
         return MANY_ROWS
     known = MEASURED.get((max(16, 1 << (m - 1).bit_length()), n, k))

@@ -1,11 +1,11 @@
-"""The wide int8 product for Hopper, in Gluon: one product stays in flight while the next operands are awaited.
+"""The wide int8 product for Hopper, in Gluon: one product is in flight while the next operands are awaited.
 
-Triton's own loop drains the matrix unit at every step; this one waits for the step before, and gives that step's place
-in shared memory to the load that comes next. All warps of a program do the same things: no roles, hence nobody who
-could wait for somebody else for ever. The grid is persistent: a program takes every so many-th tile, in bands of rows
-so that neighbours share operands in the L2, and the first loads of a tile run while the one before it is written.
+Triton's own loop drains the matrix unit at every step; this one waits for the previous step and reuses its stage of
+shared memory for the next load. All warps of a program do the same work, so no warp role can wait for another for ever.
+The grid is persistent: a program takes every n-th tile, in bands of rows so that adjacent programs share operands in
+the L2, and the first loads of a tile run while the previous one is written.
 
-Gluon has no interpreter: on a CPU `int8_gemm` and `grouped_gemm` use the narrow kernel; tests of this one need a card.
+Gluon has no interpreter: on a CPU `int8_gemm` and `grouped_gemm` use the narrow kernel; tests of this one need a GPU.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 @gluon.jit
-def _place(tile, plan, tiles_m, tiles_n, BAND: gl.constexpr, BLOCK_M: gl.constexpr, GROUPED: gl.constexpr):
-    """Expert, first row, row to stop at, and block of channels of a tile; one past the end is as good as the last."""
+def _tile_origin(tile, plan, tiles_m, tiles_n, BAND: gl.constexpr, BLOCK_M: gl.constexpr, GROUPED: gl.constexpr):
+    """(expert, first row, stop row, channel block) of a tile; clamped to the last tile."""
     tile = gl.maximum(gl.minimum(tile, tiles_m * tiles_n - 1), 0)
     per_band = BAND * tiles_n
     first = tile // per_band * BAND
@@ -46,7 +46,7 @@ def _place(tile, plan, tiles_m, tiles_n, BAND: gl.constexpr, BLOCK_M: gl.constex
 
 @gluon.jit
 def _load(x_desc, w_desc, x_tiles, w_tiles, full, slot, row, w_row, depth, pred):
-    """One step's operands on their way to a slot; `full` says when both are there."""
+    """Load one step's operands into a stage; the barrier `full` completes when both have arrived."""
     arrival = full.index(slot)
     mbarrier.expect(arrival, x_desc.block_type.nbytes + w_desc.block_type.nbytes, pred=pred)
     tma.async_copy_global_to_shared(x_desc, [row, depth], arrival, x_tiles.index(slot), pred=pred)
@@ -60,7 +60,7 @@ def _next(slot, STAGES: gl.constexpr):
 
 @gluon.jit
 def _put(out_desc, staging, y, row, col):
-    tma.store_wait(0)  # the staging tile may still be on its way out
+    tma.store_wait(0)  # the staging tile may still be in use
     staging.store(y)
     fence_async_shared()
     tma.async_copy_shared_to_global(out_desc, [row, col], staging)
@@ -68,7 +68,7 @@ def _put(out_desc, staging, y, row, col):
 
 @gluon.jit
 def _put_some(out, y, rows, cols, stop, N):
-    """Rows from `stop` on belong to another expert."""
+    """Masked store: rows from `stop` on belong to another expert."""
     at = out + gl.expand_dims(rows.to(gl.int64) * N, 1) + gl.expand_dims(cols, 0)
     gl.store(at, y, mask=gl.expand_dims(rows < stop, 1) & gl.expand_dims(cols < N, 0))
 
@@ -78,18 +78,18 @@ def _finish(
     total, out_desc, staging, out, x_scale, w_scale, expert, row, stop, col, M, N,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
-    """Scales a tile and writes it in two halves of its channels, so that half a tile of shared memory is enough."""
+    """Scale a tile and write it in two halves of its channels, so that half a tile of shared memory is enough."""
     HALF: gl.constexpr = BLOCK_N // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, HALF, 32]
     )
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     by_row = gl.load(x_scale + rows, mask=rows < M, other=0.0)
-    sublayers = gl.split(gl.permute(gl.reshape(total, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+    channel_halves = gl.split(gl.permute(gl.reshape(total, (BLOCK_M, 2, HALF)), (0, 2, 1)))
     for half in gl.static_range(2):
         cols = col + half * HALF + gl.arange(0, HALF, gl.SliceLayout(0, layout))
         by_col = gl.load(w_scale + expert * N + cols, mask=cols < N, other=0.0)
-        y = gl.convert_layout(sublayers[half], layout).to(gl.float32)
+        y = gl.convert_layout(channel_halves[half], layout).to(gl.float32)
         y = (y * gl.expand_dims(by_row, 1) * gl.expand_dims(by_col, 0)).to(gl.bfloat16)
         if GROUPED:
             if row + BLOCK_M <= stop:
@@ -128,7 +128,7 @@ def wide_kernel(
     tiles = tiles_m * tiles_n
     ahead = gl.program_id(0)  # the tile whose operands are being loaded, and how deep
     step = 0
-    expert, row, _, n = _place(ahead, plan, tiles_m, tiles_n, BAND, BLOCK_M, GROUPED)
+    expert, row, _, n = _tile_origin(ahead, plan, tiles_m, tiles_n, BAND, BLOCK_M, GROUPED)
     w_row = expert * N + n * BLOCK_N
     into = 0
     for _stage in gl.static_range(STAGES - 1):
@@ -138,7 +138,7 @@ def wide_kernel(
         if step == steps:
             step = 0
             ahead += programs
-            expert, row, _, n = _place(ahead, plan, tiles_m, tiles_n, BAND, BLOCK_M, GROUPED)
+            expert, row, _, n = _tile_origin(ahead, plan, tiles_m, tiles_n, BAND, BLOCK_M, GROUPED)
             w_row = expert * N + n * BLOCK_N
     slot = 0
     phase = 0
@@ -157,12 +157,12 @@ def wide_kernel(
             if step == steps:
                 step = 0
                 ahead += programs
-                expert, row, _, n = _place(ahead, plan, tiles_m, tiles_n, BAND, BLOCK_M, GROUPED)
+                expert, row, _, n = _tile_origin(ahead, plan, tiles_m, tiles_n, BAND, BLOCK_M, GROUPED)
                 w_row = expert * N + n * BLOCK_N
         total = warpgroup_mma_wait(0, deps=(total,))
-        mine, top, stop, column = _place(tile, plan, tiles_m, tiles_n, BAND, BLOCK_M, GROUPED)
+        tile_expert, top, stop, column = _tile_origin(tile, plan, tiles_m, tiles_n, BAND, BLOCK_M, GROUPED)
         _finish(
-            total, out_desc, staging, out, x_scale, w_scale, mine, top, stop, column * BLOCK_N, M, N,
+            total, out_desc, staging, out, x_scale, w_scale, tile_expert, top, stop, column * BLOCK_N, M, N,
             BLOCK_M, BLOCK_N, GROUPED,
         )  # fmt: skip
     tma.store_wait(0)

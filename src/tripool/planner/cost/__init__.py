@@ -1,10 +1,10 @@
-"""The cost model: operators of prefill and decode on described hardware. Pure: shapes in, seconds out."""
+"""Cost model: time of prefill and decode steps on described hardware. Pure: shapes in, seconds out."""
 
 from tripool.planner.cost.decode import DecodeModel
 from tripool.planner.cost.memory import Footprint, footprint
 from tripool.planner.cost.prefill import PrefillModel
-from tripool.planner.cost.setup import Balance, Routing, Setup, Step, named_routing
+from tripool.planner.cost.setup import Balance, Routing, Setup, StepCost, named_routing
 
 __all__ = [
-    "Balance", "DecodeModel", "Footprint", "PrefillModel", "Routing", "Setup", "Step", "footprint", "named_routing",
+    "Balance", "DecodeModel", "Footprint", "PrefillModel", "Routing", "Setup", "StepCost", "footprint", "named_routing",
 ]  # fmt: skip

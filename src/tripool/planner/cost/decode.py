@@ -1,4 +1,4 @@
-"""Decode: one step of a running batch. Cheap and pure, so that a simulator can ask for every step."""
+"""Cost of decode: one step of a running batch. Fast enough for a simulator to call at every step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import sqrt
 
 from tripool.planner.cost.exchange import decode_exchange, reduce_s
 from tripool.planner.cost.layer import LayerModel, attention_s, overlapped
-from tripool.planner.cost.setup import Routing, Setup, Step, named_routing
+from tripool.planner.cost.setup import Routing, Setup, StepCost, named_routing
 from tripool.planner.cost.skew import deviations
 from tripool.planner.hardware import Hardware
 from tripool.planner.models import ModelShape
@@ -25,7 +25,7 @@ class _Layers:
 
 
 class DecodeModel:
-    """Step times of one decode instance."""
+    """StepCost times of one decode instance."""
 
     def __init__(self, hardware: Hardware, model: ModelShape, setup: Setup, routing: Routing | None = None) -> None:
         self.hardware, self.model, self.setup = hardware, model, setup
@@ -33,12 +33,13 @@ class DecodeModel:
         self._layer = LayerModel(hardware, model, setup, self.routing)
 
     def step_s(self, requests: float, context_tokens: float) -> float:
-        """Of a step with `requests` per rank, whose contexts sum to `context_tokens` per rank."""
+        """Time of a step with `requests` per rank, whose contexts sum to `context_tokens` per rank."""
         return self.step(requests, context_tokens / requests if requests else 0.0).seconds
 
-    def step(self, requests: float, context: float, *, context_spread: float = 0.0) -> Step:
-        """`requests` per rank with `context` cached tokens on average. `context_spread`: of one request's context, over
-        the mean; the slowest rank is the one that got the longest ones."""
+    def step(self, requests: float, context: float, *, context_spread: float = 0.0) -> StepCost:
+        """`requests` per rank with `context` cached tokens on average. `context_spread`: standard deviation of a
+        request's context over the mean; the slowest rank has the longest contexts.
+        """
         if requests and context_spread:
             context *= 1.0 + context_spread * deviations(self.setup.ep // self.setup.tp) / sqrt(requests)
         model, setup = self.model, self.setup
@@ -59,7 +60,7 @@ class DecodeModel:
         compute_s = head_s + step_s + sum(count * layer.compute_s for count, layer in kinds)
         exchange_s = sum(count * layer.exchange_s for count, layer in kinds)
         hidden_s = max(0.0, compute_s + exchange_s - total_s)
-        return Step(total_s, compute_s, exchange_s, hidden_s, kinds[0][1].hot, tuple(parts.items()))
+        return StepCost(total_s, compute_s, exchange_s, hidden_s, kinds[0][1].hot, tuple(parts.items()))
 
     def tpot_s(self, requests: float, context: float) -> float:
         return self.step(requests, context).seconds / self.setup.tokens_per_step

@@ -1,4 +1,4 @@
-"""Dispatch and combine over the planes, and the sums of tensor parallelism. Seconds per layer and microbatch."""
+"""Cost of dispatch and combine over the planes, and of tensor-parallel reductions. Seconds per layer and microbatch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ SCALE_BYTES = 512  # a quantised token's scales, padded, as published: 7,168 + 5
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """`fixed_s` waits and takes nothing from compute; `bytes_s` takes cores and memory bandwidth; `dispatch` share."""
+    """`fixed_s`: latency that takes nothing from compute; `bytes_s`: transfer, which takes cores and memory bandwidth;
+    `dispatch`: its share.
+    """
 
     fixed_s: float
     bytes_s: float
@@ -24,7 +26,7 @@ class Exchanged:
 
 
 def message_bytes(model: ModelShape, precision: str) -> tuple[int, int]:
-    """Of one token: dispatched in 8 bits (4 where weights have 4), combined in BF16."""
+    """(dispatch, combine) bytes of one token: dispatched in 8 bits (4 where weights have 4), combined in BF16."""
     dispatched = {"bf16": 2 * model.hidden, "fp4": model.hidden // 2 + SCALE_BYTES}
     return dispatched.get(precision, model.hidden + SCALE_BYTES), 2 * model.hidden
 
@@ -32,7 +34,7 @@ def message_bytes(model: ModelShape, precision: str) -> tuple[int, int]:
 def decode_exchange(
     hardware: Hardware, model: ModelShape, precision: str, *, ep: int, tokens: float, hot_tokens: float
 ) -> Exchanged:
-    """`tokens` leave each rank; the busiest one receives `hot_tokens` and sends as many back. A copy is a message."""
+    """Each rank sends `tokens`; the busiest one receives `hot_tokens` and sends as many back. A copy is a message."""
     if ep == 1:
         return Exchanged(0.0, 0.0, 0.0, 0.0)
     plane, remote = _plane_of(hardware, ep)
@@ -48,7 +50,7 @@ def decode_exchange(
 def prefill_exchange(
     hardware: Hardware, model: ModelShape, precision: str, *, ep: int, tokens: float, hot: float
 ) -> Exchanged:
-    """Over a slow plane a token crosses once per node, whatever number of its experts live there."""
+    """Over a slow plane a token crosses once per node, for any number of experts there."""
     assert model.moe is not None
     if ep == 1:
         return Exchanged(0.0, 0.0, 0.0, 0.0)
@@ -65,7 +67,7 @@ def prefill_exchange(
 
 
 def nodes_touched(moe: Moe, nodes: float) -> float:
-    """Of `nodes` that hold equal parts of the experts, how many one token's choices lie on, on average."""
+    """Mean number of nodes, of `nodes` with equal parts of the experts, that one token's choices are on."""
     per_node = moe.groups / nodes
     if moe.groups > 1 and per_node >= 1:
         missed = comb(moe.groups - int(per_node), moe.groups_chosen) / comb(moe.groups, moe.groups_chosen)
@@ -74,7 +76,7 @@ def nodes_touched(moe: Moe, nodes: float) -> float:
 
 
 def reduce_s(hardware: Hardware, model: ModelShape, *, tp: int, tokens: float) -> float:
-    """Sum of partial results over a tensor-parallel group, all-reduce in BF16."""
+    """All-reduce of partial results over a tensor-parallel group in BF16."""
     if tp == 1:
         return 0.0
     plane, _ = _plane_of(hardware, tp)
@@ -83,7 +85,7 @@ def reduce_s(hardware: Hardware, model: ModelShape, *, tp: int, tokens: float) -
 
 
 def _plane_of(hardware: Hardware, ranks: int) -> tuple[Plane, float]:
-    """The plane that binds, and the share of a token's copies that cross it."""
+    """The limiting plane, and the share of a token's copies that cross it."""
     if ranks <= hardware.domain_ranks:
         return hardware.plane("memory"), (ranks - 1) / ranks
     return hardware.plane("transfer"), 1.0 - hardware.domain_ranks / ranks

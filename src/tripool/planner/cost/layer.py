@@ -1,4 +1,4 @@
-"""One layer's operators outside attention scores, the same for prefill and decode."""
+"""Cost of a layer's operators except attention scores, for prefill and decode."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ExpertWork:
     seconds: float
     hot: float
     hot_tokens: float
-    """Copies of tokens that the busiest rank computes."""
+    """Token copies that the busiest rank computes."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class LayerModel:
         return place_experts(self.model, setup.ep, self.routing.redundant_share, setup.balance)
 
     def projections_s(self, tokens: float) -> float:
-        """Of attention; a tensor-parallel group shares weights and tokens."""
+        """Attention projections; a tensor-parallel group shares weights and tokens."""
         tp = self.setup.tp
         return gemm_s(self.hardware, self.model.attention_params / tp, tokens * tp, self.setup.precision)
 
@@ -59,11 +59,11 @@ class LayerModel:
         return gemm_s(self.hardware, self.model.dense_params / tp, tokens * tp, self.setup.precision)
 
     def passes_s(self, tokens: float) -> float:
-        """Everything that only reads and writes activations."""
+        """Operators that only read and write activations."""
         return memory_s(self.hardware, tokens * self.model.hidden * 2 * self.routing.activation_passes)
 
     def head_s(self, rows: float) -> float:
-        """BF16, split like attention."""
+        """Output head in BF16, split like attention."""
         tp = self.setup.tp
         return gemm_s(self.hardware, self.model.head_params / tp, rows * tp, "bf16")
 
@@ -74,11 +74,11 @@ class LayerModel:
         return gemm_s(self.hardware, self.model.shared_params, tokens, self.setup.precision)
 
     def jitter_s(self, compute_s: float) -> float:
-        """What the slowest rank of the instance takes longer than the mean, for equal work."""
+        """Extra time of the slowest rank over the mean, for equal work."""
         return compute_s * self.routing.jitter * deviations(self.setup.ep)
 
     def experts(self, tokens: float, drift: float) -> ExpertWork:
-        """Routed experts on the busiest rank, when every rank sends `tokens`."""
+        """Routed experts on the busiest rank, if every rank sends `tokens`."""
         moe, placed, setup = self.model.moe, self.placed, self.setup
         assert moe is not None and placed is not None
         mean = tokens * moe.top_k * setup.ep / placed.routed_ranks
@@ -87,7 +87,7 @@ class LayerModel:
             popularity=self.routing.popularity, drift=drift, balance=setup.balance,
         )  # fmt: skip
         hot_tokens = mean * hot
-        # Few tokens leave some experts unread.
+        # With few tokens, some experts are not read.
         active = placed.per_rank * (1.0 - exp(-hot_tokens / placed.per_rank))
         seconds = gemm_s(
             self.hardware, self.model.expert_params * active, hot_tokens / max(active, 1e-9), setup.precision,
@@ -101,8 +101,9 @@ class LayerModel:
 
 
 def overlapped(compute_s: float, fixed_s: float, bytes_s: float, exposed: float, microbatches: int) -> float:
-    """One microbatch: one after the other. Two: the longer hides the shorter, but moving bytes takes cores and memory
-    bandwidth from compute."""
+    """One microbatch: compute and exchange in sequence. Two: the longer hides the shorter, but moving bytes takes cores
+    and memory bandwidth from compute.
+    """
     exchange_s = fixed_s + bytes_s
     if microbatches == 1:
         return compute_s + exchange_s

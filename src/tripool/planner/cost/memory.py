@@ -1,4 +1,4 @@
-"""What fits: bytes of weights, buffers and KV on one rank."""
+"""Memory footprint of one rank: bytes of weights, buffers and KV."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Footprint:
 
     @property
     def kv(self) -> float:
-        """What is left for KV; below 0 the weights do not fit."""
+        """Bytes left for KV; negative if the weights do not fit."""
         return self.available - self.weights - self.buffers
 
     def max_requests(self, tokens_each: float) -> float:

@@ -1,10 +1,10 @@
-"""Prefill: one batch of prompts, packed, in one go. Cached prefixes are loaded first, not computed."""
+"""Cost of prefill: one batch of packed prompts. Cached prefixes are loaded first, not computed."""
 
 from __future__ import annotations
 
 from tripool.planner.cost.exchange import prefill_exchange, reduce_s
 from tripool.planner.cost.layer import LayerModel, attention_s, overlapped
-from tripool.planner.cost.setup import Routing, Setup, Step, named_routing
+from tripool.planner.cost.setup import Routing, Setup, StepCost, named_routing
 from tripool.planner.hardware import Hardware
 from tripool.planner.models import ModelShape
 
@@ -20,8 +20,8 @@ class PrefillModel:
     def step_s(self, tokens: float, prompt: float, cached: float = 0.0, *, plane: str = "memory") -> float:
         return self.step(tokens, prompt, cached, plane=plane).seconds
 
-    def step(self, tokens: float, prompt: float, cached: float = 0.0, *, plane: str = "memory") -> Step:
-        """`tokens` new ones per rank, of prompts `prompt` tokens long of which `cached` are in the pool."""
+    def step(self, tokens: float, prompt: float, cached: float = 0.0, *, plane: str = "memory") -> StepCost:
+        """`tokens` new tokens per rank, of prompts of `prompt` tokens of which `cached` are in the pool."""
         assert 0.0 <= cached < prompt
         load_s = self._load_s(tokens * cached / (prompt - cached), plane)
         scores_s = self._scores_s(tokens, cached + (prompt - cached) / 2)
@@ -37,7 +37,7 @@ class PrefillModel:
         total_s = moe_layers * moe_s + dense_layers * dense_s + head_s + self.hardware.step_s + load_s
         exchange_s = parts.get("dispatch", 0.0) + parts.get("combine", 0.0)
         compute_s = sum(parts.values()) - exchange_s
-        return Step(
+        return StepCost(
             total_s, compute_s, exchange_s, max(0.0, compute_s + exchange_s - total_s), hot, tuple(parts.items())
         )
 
@@ -49,7 +49,7 @@ class PrefillModel:
         return prompts * prompt * self.hardware.ranks / self.step_s(tokens, prompt, cached, plane=plane)
 
     def _load_s(self, cached_tokens: float, plane: str) -> float:
-        """Before the batch starts: `cached_tokens` per rank from the pool."""
+        """Time to load `cached_tokens` per rank from the pool before the batch starts."""
         num_bytes = cached_tokens * self.model.kv_bytes_per_token(self.setup.kv_element_bytes) * self.hardware.ranks
         return num_bytes / self.hardware.cache_bytes_per_s[plane]
 

@@ -1,4 +1,4 @@
-"""What a cost is asked about: one instance's parallelism and options; and what is answered: a step and its parts."""
+"""Input of the cost model (parallelism and options of one instance) and its output (a step and its parts)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Balance = Literal["none", "balanced", "perfect"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """How unevenly tokens choose experts. The same on any hardware."""
+    """Imbalance of expert choices; independent of the hardware."""
 
     popularity: float
     decode_drift: float
@@ -24,7 +24,7 @@ class Routing:
     redundant_share: float
     activation_passes: float
     jitter: float
-    """Spread of a rank's compute time between two exchanges: clocks, refresh, launches."""
+    """Relative spread of a rank's compute time between two exchanges: clocks, refresh, launches."""
 
 
 @lru_cache(maxsize=1)
@@ -60,19 +60,19 @@ class Setup:
 
     @property
     def tokens_per_step(self) -> float:
-        """Gained per request and step."""
+        """Tokens generated per request and step."""
         return 1.0 + self.drafts * self.accept
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where routed and shared experts live."""
+    """Placement of routed and shared experts."""
 
     slots: int
-    """Of routed experts, replicas counted, over all ranks."""
+    """Slots for routed experts over all ranks, replicas included."""
     routed_ranks: int
     shared_ranks: int
-    """Ranks that hold a shared expert and nothing else; 0: every rank has its own copy."""
+    """Ranks with only a shared expert; 0: every rank has its own copy."""
 
     @property
     def per_rank(self) -> int:
@@ -93,19 +93,19 @@ def place_experts(model: ModelShape, ep: int, redundant_share: float, balance: B
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One step of one instance, in seconds. `parts` are what each operator takes by itself, over all layers."""
+class StepCost:
+    """One step of one instance, in seconds. `parts` is the time of each operator by itself, over all layers."""
 
     seconds: float
     compute_s: float
     exchange_s: float
     hidden_s: float
-    """Of compute and exchange, what runs at the same time as the other."""
+    """Overlapped time of compute and exchange."""
     hot: float
     """Load of the busiest rank over the mean."""
     parts: tuple[tuple[str, float], ...]
 
     @property
     def bound(self) -> str:
-        """The operator that takes longest."""
+        """The slowest operator."""
         return max(self.parts, key=lambda part: part[1])[0]

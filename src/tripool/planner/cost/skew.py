@@ -1,8 +1,8 @@
-"""Expert imbalance: how much more the busiest rank gets than the mean, with and without balancing.
+"""Expert imbalance: load of the busiest rank over the mean, with and without balancing.
 
 Popularity of experts is log-normal, taken at its quantiles. Balancing gives replicas to the most loaded experts and
-packs them greedily, as the published balancers do. What remains is drift: a step's choices differ from the statistics
-the placement was made by, independently per expert, and few tokens scatter more than many. A step waits for its busiest
+packs them greedily, as the published balancers do. The rest is drift: a step's choices differ from the statistics
+behind the placement, independently per expert, and few tokens scatter more than many. A step waits for its busiest
 rank: the median of the maximum over ranks.
 """
 
@@ -15,7 +15,7 @@ from statistics import NormalDist
 
 from tripool.planner.cost.setup import Balance
 
-_STRIDE = 97  # odd, and prime to usual numbers of experts: without balancing, popular experts lie anywhere
+_STRIDE = 97  # coprime to usual numbers of experts: without balancing, popular experts are anywhere
 _GRID = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 _ROUNDS = 18
 _MEDIAN = 0.6931  # expected number of ranks above the median of the maximum: -ln(1/2)
@@ -24,7 +24,7 @@ _MEDIAN = 0.6931  # expected number of ranks above the median of the maximum: -l
 def hottest(
     experts: int, slots: int, ranks: int, tokens: float, *, popularity: float, drift: float, balance: Balance
 ) -> float:
-    """Busiest rank over mean rank, when a mean rank gets `tokens`. 1.0 is perfect balance."""
+    """Busiest rank over mean rank, if a mean rank gets `tokens`. 1.0 is perfect balance."""
     if balance == "perfect" or ranks == 1:
         return 1.0
     scatter = min(1.0 / sqrt(max(tokens, 1e-9)), _GRID[-1])
@@ -46,7 +46,7 @@ def _on_grid(
 def _rank_loads(
     experts: int, slots: int, ranks: int, popularity: float, balance: Balance
 ) -> list[tuple[float, float, int]]:
-    """Per kind of rank: load over mean, root of its experts' summed squares over mean, number of such ranks."""
+    """Per kind of rank: load over mean, root of the summed squares of its experts over mean, number of such ranks."""
     normal = NormalDist()
     chosen = [exp(popularity * normal.inv_cdf((index + 0.5) / experts)) for index in range(experts)]
     per_rank = slots // ranks
@@ -65,7 +65,7 @@ def _as_they_come(chosen: list[float], per_rank: int, ranks: int) -> list[list[f
 
 
 def _packed(chosen: list[float], slots: int, ranks: int) -> list[list[float]]:
-    """Replicas to whoever has most per replica, then the heaviest first to the lightest rank with room."""
+    """Give replicas to the expert with the highest load per replica, then pack greedily onto the least loaded rank."""
     heap = [(-load, load, 1) for load in chosen]
     heapq.heapify(heap)
     for _ in range(slots - len(chosen)):
@@ -85,7 +85,7 @@ def _packed(chosen: list[float], slots: int, ranks: int) -> list[list[float]]:
 
 @lru_cache(maxsize=256)
 def deviations(ranks: int) -> float:
-    """How far above the mean, in standard deviations, the slowest of so many ranks is (the median of the maximum)."""
+    """Median of the maximum of so many ranks, in standard deviations above the mean."""
     return NormalDist().inv_cdf(0.5 ** (1.0 / ranks)) if ranks > 1 else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Hardware as data: chips, planes between them, prices; a source for each number. Knows no model."""
+"""Hardware as data: chips, the planes between them, prices; a source for each number."""
 
 from tripool.planner.hardware.describe import Hardware, Plane, hardware_names, named_hardware, parse_hardware
 

@@ -1,4 +1,4 @@
-"""One kind of chip in its surroundings, read from TOML. Rates are per rank: a die of a chip that has several.
+"""Description of one type of chip and its networks, read from TOML. Rates are per rank: a die of a multi-die chip.
 
 A rank is what runs one copy of attention and holds experts. Published tables count chips; `Hardware.ranks` converts.
 """
@@ -28,7 +28,7 @@ class Plane:
     gb_s: float
     """One way, per chip, as built."""
     share: float
-    """Of it, what applications see."""
+    """Share available to applications."""
     latency_us: float
     domain_chips: int
     """Chips that reach each other over it."""
@@ -38,12 +38,12 @@ class Plane:
 
     @property
     def bytes_per_s(self) -> float:
-        """What one chip moves one way with many flows."""
+        """Rate of one chip, one way, with many flows."""
         return self.gb_s * 1e9 * self.share
 
     @property
     def flow_bytes_per_s(self) -> float:
-        """What one flow gets."""
+        """Rate of a single flow."""
         return self.bytes_per_s if self.multi_path else self.bytes_per_s / self.paths
 
 
@@ -54,11 +54,11 @@ class Exchange:
     fixed_us: float
     per_peer_us: float
     token_us: float
-    """Of the sender's cores, per token of a dispatch: routing, quantisation, addresses."""
+    """Time of the sender's cores per dispatched token: routing, quantisation, addresses."""
     prefill_core_share: float
-    """Of the cores, kept by communication while it overlaps with prefill compute."""
+    """Share of the cores used by communication while it overlaps with prefill compute."""
     decode_exposed: float
-    """Of the time that bytes are on their way, what two microbatches cannot hide: it takes cores and bandwidth."""
+    """Share of the transfer time that two microbatches cannot hide: it takes cores and bandwidth."""
     prefill_exposed: float
 
 
@@ -67,7 +67,7 @@ class Hardware:
     name: str
     title: str
     family: str
-    """How published tables call it."""
+    """Name in published tables."""
     ranks: int
     """Per chip."""
     node_chips: int
@@ -81,7 +81,7 @@ class Hardware:
     attention_compute_share: float
     attention_memory_share: float
     gemm_rows: float
-    """Rows that a GEMM loses to tiles and to filling its pipeline, per expert."""
+    """Rows that a GEMM loses to tiling and filling its pipeline, per expert."""
     layer_s: float
     step_s: float
     prefill_stack: float

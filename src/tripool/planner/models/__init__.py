@@ -1,4 +1,4 @@
-"""Models as data: shapes from a Hugging Face config, and what they weigh and cost. Knows no hardware."""
+"""Models as data: shapes from a Hugging Face config, and their sizes and costs. Independent of hardware."""
 
 from tripool.planner.models.config import model_names, named_model, read_config
 from tripool.planner.models.shape import Gqa, Mla, ModelShape, Moe

@@ -1,6 +1,6 @@
-"""Hugging Face configs to shapes: DeepSeek-V2/V3/R1 and Kimi-K2, Qwen3(-MoE) and Qwen2, Llama.
+"""Reads Hugging Face configs into shapes: DeepSeek-V2/V3/R1 and Kimi-K2, Qwen3(-MoE) and Qwen2, Llama.
 
-Takes dicts, and opens no file but the small configs that are bundled.
+Takes dicts, and opens no file but the small bundled configs.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def model_names() -> list[str]:
 
 
 def named_model(name: str) -> ModelShape:
-    """As it is called here or on Hugging Face: `deepseek-r1` is `deepseek-ai/DeepSeek-R1`."""
+    """By its name here or on Hugging Face: `deepseek-r1` is `deepseek-ai/DeepSeek-R1`."""
     known = name.rpartition("/")[2].lower()
     if known not in model_names():
         hint = f"known: {', '.join(model_names())}; or the path of a config.json"

@@ -1,4 +1,4 @@
-"""The shape of a network as the planner needs it: numbers of parameters, operations and bytes."""
+"""Shape of a network for the planner: numbers of parameters, operations and bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 
 @dataclass(frozen=True, kw_only=True)
 class Mla:
-    """Latent attention: one small vector per token is cached, whatever the number of heads."""
+    """Latent attention: one small vector per token is cached, for any number of heads."""
 
     heads: int
     q_rank: int | None
@@ -98,7 +98,7 @@ class ModelShape:
     moe: Moe | None = None
     mtp_layers: int = 0
     mtp_accept: float = 0.7
-    """Share of drafts accepted, where a table does not say."""
+    """Default share of accepted drafts."""
     tied_head: bool = False
 
     @property

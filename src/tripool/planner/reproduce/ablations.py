@@ -1,17 +1,17 @@
-"""Exchange by EP degree, microbatching and MTP on and off: what each part of the published system is worth."""
+"""Ablations: exchange by EP degree, microbatching and MTP on and off."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tripool.planner.reproduce.lines import Line, Role, Table, Unit
+from tripool.planner.reproduce.lines import Role, Table, TableLine, Unit
 from tripool.planner.reproduce.published import Series, published_series
 from tripool.planner.reproduce.system import CONTEXT, System
 
 DEGREES = (8, 16, 32, 64, 128, 256)
 BATCHES = (8, 16, 24, 32, 64, 96, 128)
 MTP_BATCHES = (8, 16, 24, 32, 64, 96)
-"""Those between the smallest and the largest published batch at 4,096 tokens of context."""
+"""Batches between the smallest and the largest published one at 4,096 tokens of context."""
 PROMPTS = (1024, 2048, 4096, 8192)
 
 
@@ -24,13 +24,13 @@ def ablation_tables(system: System, deepep: System) -> Iterator[Table]:
     yield _mtp(system)
 
 
-def point(series: Series, at: float, name: str, unit: Unit, predicted: float, note: str = "") -> Line:
+def point(series: Series, at: float, name: str, unit: Unit, predicted: float, note: str = "") -> TableLine:
     """A line of a published curve; a prediction alone where the curve has no point."""
     published = series.get(at)
     if published is None:
-        return Line(name=name, unit=unit, role="not published", predicted=predicted, note=note)
+        return TableLine(name=name, unit=unit, role="not published", predicted=predicted, note=note)
     role: Role = "fit to this ablation" if series.fitted(at) else "validation"
-    return Line(
+    return TableLine(
         name=name, unit=unit, role=role, published=published, predicted=predicted, source=series.source, note=note
     )
 
@@ -41,11 +41,11 @@ def _exchange(system: System, dispatch: Series, combine: Series) -> Table:
         dispatch_us, combine_us = system.exchange_us(ep)
         lines.append(point(dispatch, ep, f"dispatch, EP{ep}", "us", dispatch_us))
         lines.append(point(combine, ep, f"combine, EP{ep}", "us", combine_us))
-    said = (
+    description = (
         "128 tokens a rank, evenly routed. Three constants (fixed, per peer, per token) were derived from these four "
         "numbers."
     )
-    return Table("Dispatch and combine on CloudMatrix384, by EP degree", said, tuple(lines))
+    return Table("Dispatch and combine on CloudMatrix384, by EP degree", description, tuple(lines))
 
 
 def _deepep(deepep: System) -> Table:
@@ -59,13 +59,15 @@ def _deepep(deepep: System) -> Table:
         predicted = dict(zip(("dispatch", "combine"), deepep.exchange_us(ep), strict=True))
         for name, us in predicted.items():
             first = series[f"deepep_first_{name}_us"]
-            line = Line(
+            line = TableLine(
                 name=f"{name}, EP{ep}, first release", unit="us", role="shown", published=first[ep], predicted=us,
                 source=first.source, note="the model is of the later release",
             )  # fmt: skip
             lines.append(line)
-    said = "What it is compared with: DeepEP on H800, 128 tokens a rank. Constants were derived from the later release."
-    return Table("Dispatch and combine of DeepEP, by EP degree", said, tuple(lines))
+    description = (
+        "What it is compared with: DeepEP on H800, 128 tokens a rank. Constants were derived from the later release."
+    )
+    return Table("Dispatch and combine of DeepEP, by EP degree", description, tuple(lines))
 
 
 def microbatching_gain(system: System, batch: float) -> float:
@@ -78,11 +80,11 @@ def _decode_microbatching(system: System) -> Table:
         point(series, batch, f"batch {batch}", "gain", microbatching_gain(system, batch), _both(system, batch))
         for batch in BATCHES
     ]
-    said = (
+    description = (
         "Throughput of two microbatches over one, 4,096 tokens of context. One constant, the share of the exchange "
         "that cannot be hidden, was chosen by the three published gains together."
     )
-    return Table("Microbatching in decode", said, tuple(lines))
+    return Table("Microbatching in decode", description, tuple(lines))
 
 
 def _both(system: System, batch: float) -> str:
@@ -100,17 +102,17 @@ def _prefill_microbatching(system: System) -> Table:
     gains = {prompt: prefill_microbatching_gain(system, prompt) for prompt in PROMPTS}
     lines = _ends(series, list(gains.values()), f"prompts of {PROMPTS[0]:,} to {PROMPTS[-1]:,}")
     lines += [
-        Line(name=f"prompts of {prompt:,}", unit="gain", role="not published", predicted=gain)
+        TableLine(name=f"prompts of {prompt:,}", unit="gain", role="not published", predicted=gain)
         for prompt, gain in gains.items()
     ]
-    said = (
+    description = (
         "Throughput of two microbatches over one. Published is a range; which prompts it spans is not, so the lengths "
         "are ours."
     )
-    return Table("Microbatching in prefill", said, tuple(lines))
+    return Table("Microbatching in prefill", description, tuple(lines))
 
 
-def _ends(series: Series, gains: Sequence[float], over: str) -> list[Line]:
+def _ends(series: Series, gains: Sequence[float], over: str) -> list[TableLine]:
     """A published range: its two ends beside those of the predictions."""
     return [
         point(series, 0, f"smallest gain, {over}", "gain", min(gains)),
@@ -135,11 +137,12 @@ def _mtp(system: System) -> Table:
         for drafts in (0, 1)
     ]  # fmt: skip
     lines += [
-        Line(name=f"batch {batch}", unit="gain", role="not published", predicted=gain) for batch, gain in gains.items()
+        TableLine(name=f"batch {batch}", unit="gain", role="not published", predicted=gain)
+        for batch, gain in gains.items()
     ]
-    said = (
+    description = (
         "Throughput with one draft (70 % accepted) over none, each with the better number of microbatches, 4,096 "
         "tokens of context. Published is a range, largest at small batch; its batches are not, so those of the TPOT "
         "classes are taken. A layer is of a step with two microbatches."
     )
-    return Table("Multi-token prediction", said, tuple(lines))
+    return Table("Multi-token prediction", description, tuple(lines))

@@ -1,4 +1,4 @@
-"""What the page plots: predicted curves and published points, in data coordinates. Draws nothing."""
+"""Data of the plots: predicted curves and published points."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tripool.planner.reproduce.pool import (
     cache_ttft,
     loading,
 )
-from tripool.planner.reproduce.published import Series, published_series, told_rows
+from tripool.planner.reproduce.published import Series, detailed_rows, published_series
 from tripool.planner.reproduce.serving import compared_rows, cost_per_million
 from tripool.planner.reproduce.system import System
 
@@ -38,7 +38,7 @@ class Figure:
     y_label: str
     curves: tuple[Curve, ...]
     levels: tuple[tuple[float, str], ...] = ()
-    """Published values that belong to no place on the x axis."""
+    """Published values without a position on the x axis."""
 
 
 def figures(system: System, deepep: System) -> list[Figure]:
@@ -68,14 +68,16 @@ def _points(series: Series, scale: float = 1.0) -> Pairs:
 
 def _decode(system: System) -> Iterator[Figure]:
     """One curve for each published context, with the rows of that context."""
-    told = [(row, told) for row, told in told_rows() if row.phase == "decode" and "910C" in row.hardware]
+    rows = [(row, details) for row, details in detailed_rows() if row.phase == "decode" and "910C" in row.hardware]
     contexts = ((4224.0, "4K context"), (2176.0, "2K"), (1536.0, "1K in, 1K out"))
     batches = range(4, 141, 4)
     times, rates = [], []
     for context, name in contexts:
-        # The row without an answer's length (4,096) stands with those of 4,096 and 256.
-        own = [(row, told) for row, told in told if row.context and row.batch and abs(row.context - context) <= 128]
-        tpots = tuple((row.batch or 0.0, told.tpot_ms or 0.0) for row, told in own)
+        # The row without an answer length (4,096) belongs to those of 4,096 and 256.
+        own = [
+            (row, details) for row, details in rows if row.context and row.batch and abs(row.context - context) <= 128
+        ]
+        tpots = tuple((row.batch or 0.0, details.tpot_ms or 0.0) for row, details in own)
         published = tuple((row.batch or 0.0, row.published) for row, _ in own)
         predicted = [(batch, system.decode_rate(batch, context)) for batch in batches]
         times.append(Curve(name, tuple((batch, batch / rate * 1e3) for batch, rate in predicted), tpots))
@@ -85,7 +87,7 @@ def _decode(system: System) -> Iterator[Figure]:
 
 
 def _rows(system: System) -> Figure:
-    """All rows that can be asked: where a point lies above the line, the prediction is too high."""
+    """All comparable rows: a point above the line is a prediction that is too high."""
     found = [compared for compared, _ in compared_rows(system) if compared.prediction.predicted is not None]
     most = max(max(each.prediction.row.published, each.prediction.predicted or 0.0) for each in found)
     curves = [Curve("equal", ((0.0, 0.0), (most, most)))]

@@ -1,4 +1,4 @@
-"""The nouns: a line is one quantity, published and predicted, with its error; a table is one experiment's lines."""
+"""Data of the tables: a line is one quantity, published and predicted, with its error; a table is one experiment."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def tables_data(tables: Sequence[Table]) -> dict[str, Any]:
             "worst_gain": {"name": found.worst_gain.name, "error": found.worst_gain.error},
         },
         "tables": [
-            {"title": each.title, "said": each.said, "lines": [_line_data(line) for line in each.lines]}
+            {"title": each.title, "description": each.description, "lines": [_line_data(line) for line in each.lines]}
             for each in tables
         ],
     }
 
 
-def _line_data(line: Line) -> dict[str, Any]:
+def _line_data(line: TableLine) -> dict[str, Any]:
     return {
         "name": line.name,
         "unit": line.unit,
@@ -50,13 +50,13 @@ ROLES: dict[Role, str] = {
     "shown": "not compared: no batch is published, or not what is modelled",
     "arithmetic": "follows from published numbers, no model in it",
 }
-"""What each says about a line's error."""
+"""Meaning of each role for a line's error."""
 
 Unit = Literal["tok/s", "requests", "ms", "us", "s", "x", "gain", "tok/s/TFLOPS", "CNY/M", "M tokens/h"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class TableLine:
     name: str
     unit: Unit
     role: Role
@@ -65,15 +65,15 @@ class Line:
     source: str = ""
     note: str = ""
     repeats: bool = False
-    """Another line tells the same measurement; counted once."""
+    """Another line shows the same measurement; counted once."""
 
     def __post_init__(self) -> None:
         assert (self.published is None) == (self.role == "not published"), self.name
-        assert self.published is None or self.source, f"{self.name} says nowhere where it is from"
+        assert self.published is None or self.source, f"{self.name} has no source"
 
     @property
     def error(self) -> float | None:
-        """Signed. Relative; of a gain, which is a share already, the difference."""
+        """Signed. Relative; for a gain, which is a share already, the difference."""
         if self.published is None or self.predicted is None:
             return None
         return self.predicted - self.published if self.unit == "gain" else self.predicted / self.published - 1.0
@@ -82,20 +82,22 @@ class Line:
 @dataclass(frozen=True, slots=True)
 class Table:
     title: str
-    said: str
-    """How it was set up, and what is not known about that."""
-    lines: tuple[Line, ...]
+    description: str
+    """Setup of the experiment, and what is not known about it."""
+    lines: tuple[TableLine, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of the validation lines of all tables, each measurement once; gains apart: their errors are differences."""
+    """Errors of the validation lines of all tables, each measurement once; gains apart: their errors are
+    differences.
+    """
 
     num_validation: int
     median: float
-    worst: Line
+    worst: TableLine
     num_gains: int
-    worst_gain: Line
+    worst_gain: TableLine
 
 
 def summarise(tables: Iterable[Table]) -> Summary:
@@ -108,8 +110,8 @@ def summarise(tables: Iterable[Table]) -> Summary:
     )
 
 
-def size(line: Line) -> float:
-    """Of its error, whichever sign."""
+def size(line: TableLine) -> float:
+    """Magnitude of its error."""
     return abs(line.error or 0.0)
 
 
@@ -124,7 +126,7 @@ def value_words(value: float | None, unit: Unit) -> str:
     return f"{value:,.{digits}f}"
 
 
-def error_words(line: Line) -> str:
+def error_words(line: TableLine) -> str:
     if line.error is None:
         return ""
     return f"{line.error * 100:+.1f} pt" if line.unit == "gain" else f"{line.error:+.1%}"
@@ -133,8 +135,8 @@ def error_words(line: Line) -> str:
 HEADS = ("", "unit", "published", "predicted", "error", "line", "note", "source")
 
 
-def cells(line: Line) -> list[str]:
-    """As shown everywhere: terminal, page, document."""
+def cells(line: TableLine) -> list[str]:
+    """Cells of a line, as shown in terminal, page and document."""
     published = "-" if line.published is None else value_words(line.published, line.unit)
     predicted = "-" if line.predicted is None else value_words(line.predicted, line.unit)
     unit = "" if line.unit in ("x", "gain") else line.unit

@@ -1,4 +1,4 @@
-"""The tables and figures as one HTML file that needs nothing else. Lines are predicted, dots are published."""
+"""Tables and figures as one self-contained HTML file. Lines are predicted, dots are published."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class SignedPlot(Plot):
 
 
 def render_page(tables: Sequence[Table], figures: Sequence[Figure]) -> str:
-    roles = "".join(f"<dt>{escape(role)}</dt><dd>{escape(said)}</dd>" for role, said in ROLES.items())
+    roles = "".join(f"<dt>{escape(role)}</dt><dd>{escape(text)}</dd>" for role, text in ROLES.items())
     shown = "".join(
-        f"<h2>{escape(each.title)}</h2><p>{escape(each.said)}</p>{table(HEADS, map(cells, each.lines))}"
+        f"<h2>{escape(each.title)}</h2><p>{escape(each.description)}</p>{table(HEADS, map(cells, each.lines))}"
         for each in tables
     )
     body = (
@@ -80,19 +80,19 @@ def draw(figure: Figure) -> str:
         plot.marks.append(f'<line class="axis" x1="{left:.1f}" x2="{right:.1f}" y1="{at:.1f}" y2="{at:.1f}"/>')
     for kind, curve in zip(_KINDS, figure.curves, strict=False):
         plot.line(curve.predicted, kind)
-    for height, said in figure.levels:
-        _draw_level(plot, height, said, [pair for curve in figure.curves for pair in curve.predicted])
+    for height, text in figure.levels:
+        _draw_level(plot, height, text, [pair for curve in figure.curves for pair in curve.predicted])
     for kind, curve in zip(_KINDS, figure.curves, strict=False):
         for x, y in curve.published:
-            said = escape(f"published: {curve.name} {y:,.4g} at {x:,.4g}")
+            text = escape(f"published: {curve.name} {y:,.4g} at {x:,.4g}")
             where = f'cx="{plot.x(x):.1f}" cy="{plot.y(y):.1f}" r="4.5"'
-            plot.marks.append(f'<circle class="{kind} dot" {where}><title>{said}</title></circle>')
+            plot.marks.append(f'<circle class="{kind} dot" {where}><title>{text}</title></circle>')
     _name_curves(plot, figure.curves)
     return plot.render()
 
 
-def _draw_level(plot: Plot, height: float, said: str, line: Sequence[tuple[float, float]]) -> None:
-    """A published value as a line across, its words at that end where the predicted line is further away."""
+def _draw_level(plot: Plot, height: float, text: str, line: Sequence[tuple[float, float]]) -> None:
+    """Draw a published value as a horizontal line, with its label at the end farther from the predicted line."""
     last = plot.x_ticks[-1]
     gaps = {
         "start": min((abs(y - height) for x, y in line if x < 0.4 * last), default=height),
@@ -102,11 +102,11 @@ def _draw_level(plot: Plot, height: float, said: str, line: Sequence[tuple[float
     left, right, at = plot.x(0), plot.x(last), plot.y(height)
     plot.marks.append(f'<line class="limit" x1="{left:.1f}" x2="{right:.1f}" y1="{at:.1f}" y2="{at:.1f}"/>')
     x = left + 4 if anchor == "start" else right
-    plot.marks.append(f'<text class="limit" x="{x:.1f}" y="{at - 4:.1f}" text-anchor="{anchor}">{escape(said)}</text>')
+    plot.marks.append(f'<text class="limit" x="{x:.1f}" y="{at - 4:.1f}" text-anchor="{anchor}">{escape(text)}</text>')
 
 
 def _name_curves(plot: Plot, curves: Sequence[Curve]) -> None:
-    """In a row above the plot, in their colours, from the right."""
+    """Label the curves in a row above the plot, in their colours, from the right."""
     named = [(kind, curve.name) for kind, curve in zip(_KINDS, curves, strict=False) if curve.name]
     spans = "  ".join(f'<tspan class="{kind}">{escape(name)}</tspan>' for kind, name in named)
     at = plot.x(plot.x_ticks[-1])

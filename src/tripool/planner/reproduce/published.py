@@ -1,4 +1,4 @@
-"""Published numbers with their source, and which constant they fixed. Opens nothing but what is bundled."""
+"""Published numbers with their sources, and the constants fitted to them. Opens only bundled files."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tripool.planner.rows import Row, bundled_rows
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One published curve or set of values, by whatever they are published by: batch, EP degree, share."""
+    """One published curve or set of values, by its parameter: batch, EP degree, share."""
 
     source: str
     fits: str | None
-    """Hardware and constant that was chosen by these numbers; None: no constant was."""
+    """Hardware and constant fitted to these numbers; None: none was."""
     fits_at: tuple[float, ...]
-    """Which of them it was chosen by."""
+    """The parameters it was fitted at."""
     values: Mapping[float, float]
 
     def __getitem__(self, at: float) -> float:
@@ -46,21 +46,21 @@ def published_series() -> Mapping[str, Series]:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What a published row says beside its throughput."""
+class RowDetails:
+    """Values of a published row besides its throughput."""
 
     tpot_ms: float | None
     tok_s_per_tflops: float | None
 
 
-def told_rows(name: str = "published") -> Iterator[tuple[Row, Told]]:
+def detailed_rows(name: str = "published") -> Iterator[tuple[Row, RowDetails]]:
     text = files("tripool.planner.rows").joinpath(f"{name}.csv").read_text("utf-8")
     for row, cells in zip(bundled_rows(name), csv.DictReader(text.splitlines()), strict=True):
-        yield row, Told(_number(cells["tpot_ms"]), _number(cells["tok_s_per_tflops"]))
+        yield row, RowDetails(_number(cells["tpot_ms"]), _number(cells["tok_s_per_tflops"]))
 
 
 def _number(text: str) -> float | None:
-    """Tables write `~100 (stated)`: then it is no measurement, and not taken."""
+    """None for cells such as `~100 (stated)`, which are not measurements."""
     try:
         return float(text)
     except ValueError:

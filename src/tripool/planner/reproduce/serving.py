@@ -1,11 +1,11 @@
-"""Prefill, decode, TPOT classes, efficiency against other systems, and cost: what the published rows are about."""
+"""Tables of the published rows: prefill, decode, TPOT classes, efficiency against other systems, and cost."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tripool.planner.reproduce.lines import Line, Role, Table
-from tripool.planner.reproduce.published import Told, published_series, told_rows
+from tripool.planner.reproduce.lines import Role, Table, TableLine
+from tripool.planner.reproduce.published import RowDetails, detailed_rows, published_series
 from tripool.planner.reproduce.system import ACCEPT, CONTEXT, PREFILL_TOKENS, System
 from tripool.planner.rows import Compared, Row, compare_rows
 
@@ -19,8 +19,8 @@ CLASSES = (
 )
 
 
-def compared_rows(system: System) -> list[tuple[Compared, Told]]:
-    return [(compare_rows([row], system.model)[0], told) for row, told in told_rows()]
+def compared_rows(system: System) -> list[tuple[Compared, RowDetails]]:
+    return [(compare_rows([row], system.model)[0], details) for row, details in detailed_rows()]
 
 
 def role_of(compared: Compared) -> Role:
@@ -30,7 +30,7 @@ def role_of(compared: Compared) -> Role:
 
 def serving_tables(system: System) -> Iterator[Table]:
     rows = compared_rows(system)
-    own = [(compared, told) for compared, told in rows if "910C" in compared.prediction.row.hardware]
+    own = [(compared, details) for compared, details in rows if "910C" in compared.prediction.row.hardware]
     yield _prefill(system, own)
     yield _decode(system, own)
     yield _classes(system, own)
@@ -38,18 +38,18 @@ def serving_tables(system: System) -> Iterator[Table]:
     yield _cost(system)
 
 
-def _prefill(system: System, own: list[tuple[Compared, Told]]) -> Table:
+def _prefill(system: System, own: list[tuple[Compared, RowDetails]]) -> Table:
     lines = [_rate(compared) for compared, _ in own if compared.prediction.row.phase == "prefill"]
     for prompt in (1024, 2048, 8192):
         rate = PREFILL_TOKENS / system.prefill_s(prompt=prompt)
-        lines.append(Line(name=f"prompts of {prompt:,}", unit="tok/s", role="not published", predicted=rate))
-    said = "16 chips, EP32, 16,384 tokens a chip and batch, prompts of 4,096 unless a line says so. Per chip."
-    return Table("Prefill throughput", said, tuple(lines))
+        lines.append(TableLine(name=f"prompts of {prompt:,}", unit="tok/s", role="not published", predicted=rate))
+    description = "16 chips, EP32, 16,384 tokens a chip and batch, prompts of 4,096 unless a line says so. Per chip."
+    return Table("Prefill throughput", description, tuple(lines))
 
 
-def _rate(compared: Compared) -> Line:
+def _rate(compared: Compared) -> TableLine:
     row, prediction = compared.prediction.row, compared.prediction
-    return Line(
+    return TableLine(
         name=_row_name(row), unit="tok/s", role=role_of(compared), published=row.published,
         predicted=prediction.predicted, source=row.source,
     )  # fmt: skip
@@ -59,17 +59,17 @@ def _row_name(row: Row) -> str:
     return f"{row.system}, batch {row.batch:.0f}" if row.phase == "decode" and row.batch else row.system
 
 
-def _decode(system: System, own: list[tuple[Compared, Told]]) -> Table:
+def _decode(system: System, own: list[tuple[Compared, RowDetails]]) -> Table:
     lines = []
-    for compared, told in own:
+    for compared, details in own:
         row, prediction = compared.prediction.row, compared.prediction
         if row.phase != "decode":
             continue
         lines.append(_rate(compared))
-        if told.tpot_ms and row.batch and prediction.predicted:
+        if details.tpot_ms and row.batch and prediction.predicted:
             tpot_ms = row.batch / prediction.predicted * 1e3
-            line = Line(
-                name="its time per output token", unit="ms", role=role_of(compared), published=told.tpot_ms,
+            line = TableLine(
+                name="its time per output token", unit="ms", role=role_of(compared), published=details.tpot_ms,
                 predicted=tpot_ms, source=row.source, repeats=True,
             )  # fmt: skip
             lines.append(line)
@@ -78,65 +78,69 @@ def _decode(system: System, own: list[tuple[Compared, Told]]) -> Table:
         batch = requests * system.hardware.ranks
         step_ms = system.decode_step(batch, CONTEXT).seconds * 1e3
         role: Role = "calibration" if batch == 96 else "validation"
-        line = Line(
+        line = TableLine(
             name=f"one step, {requests:.0f} requests a die", unit="ms", role=role, published=published_ms,
             predicted=step_ms, source=series.source, repeats=True,
         )  # fmt: skip
         lines.append(line)
-    said = (
+    description = (
         f"160 chips, EP320, one draft of which {ACCEPT:.0%} are accepted; batch and throughput per chip; the context "
-        "is the prompt and half the answer. Throughput, TPOT and step are one measurement told three ways."
+        "is the prompt and half the answer. Throughput, TPOT and step are one measurement in three forms."
     )
-    return Table("Decode throughput at the published batches", said, tuple(lines))
+    return Table("Decode throughput at the published batches", description, tuple(lines))
 
 
-def _classes(system: System, own: list[tuple[Compared, Told]]) -> Table:
-    by_name = {compared.prediction.row.system: (compared, told) for compared, told in own}
+def _classes(system: System, own: list[tuple[Compared, RowDetails]]) -> Table:
+    by_name = {compared.prediction.row.system: (compared, details) for compared, details in own}
     lines = []
     for limit_ms, prompt, answer, name in CLASSES:
-        compared, told = by_name[name]
+        compared, details = by_name[name]
         row = compared.prediction.row
         assert row.context is not None and row.batch is not None
         found = system.largest_within(limit_ms, row.context, prompt + answer)
         what = f"{limit_ms:.0f} ms, {prompt:,} in" + (f", {answer:,} out" if answer else "")
         used = "no batch keeps it"
         if found is not None:
-            used = f"published runs at {told.tpot_ms:g} ms, this at {found.tpot_ms:.1f}; stopped by {found.stopped_by}"
+            used = (
+                f"published runs at {details.tpot_ms:g} ms, this at {found.tpot_ms:.1f}; stopped by {found.stopped_by}"
+            )
         role = role_of(compared)
-        line = Line(
+        line = TableLine(
             name=f"{what}: batch", unit="requests", role=role, published=row.batch,
             predicted=found.batch if found else None, source=row.source, note=used,
         )  # fmt: skip
         lines.append(line)
-        line = Line(
+        line = TableLine(
             name=f"{what}: throughput", unit="tok/s", role=role, published=row.published,
             predicted=found.tok_s if found else None, source=row.source,
         )  # fmt: skip
         lines.append(line)
-    said = (
+    description = (
         "The model chooses the largest batch within the limit, one request a die at a time. Published batches leave "
         "some of the limit unused (24.6 of 30 ms), which the model does not know."
     )
-    return Table("TPOT classes, batch chosen by the model", said, tuple(lines))
+    return Table("TPOT classes, batch chosen by the model", description, tuple(lines))
 
 
-def _per_tflops(rows: list[tuple[Compared, Told]]) -> Table:
+def _per_tflops(rows: list[tuple[Compared, RowDetails]]) -> Table:
     lines = []
-    for compared, told in rows:
+    for compared, details in rows:
         row, prediction = compared.prediction.row, compared.prediction
-        if told.tok_s_per_tflops is None or prediction.hardware is None:
+        if details.tok_s_per_tflops is None or prediction.hardware is None:
             continue
         tflops = prediction.hardware.flops[row.precision] * prediction.hardware.ranks / 1e12
         predicted = None if prediction.predicted is None else prediction.predicted / tflops
-        line = Line(
+        line = TableLine(
             name=f"{row.phase}: {_row_name(row)}, {prediction.hardware.family}", unit="tok/s/TFLOPS",
-            role=role_of(compared), published=told.tok_s_per_tflops, predicted=predicted, source=row.source,
+            role=role_of(compared), published=details.tok_s_per_tflops, predicted=predicted, source=row.source,
             note="" if predicted is not None else "no batch: an average over a day",
             repeats=prediction.hardware.family == "910C",
         )  # fmt: skip
         lines.append(line)
-    said = "Throughput over the chip's peak at the row's precision (INT8 or FP8). Those of the 910C stand above too."
-    return Table("Efficiency against other systems", said, tuple(lines))
+    description = (
+        "Throughput over the chip's peak at the row's precision (INT8 or FP8). Those of the 910C stand above too."
+    )
+    return Table("Efficiency against other systems", description, tuple(lines))
 
 
 def _cost(system: System) -> Table:
@@ -144,18 +148,18 @@ def _cost(system: System) -> Table:
     per_hour = system.hardware.price_per_hour
     rate, millions, yuan = series[0], series[1], series[2]
     lines = [
-        Line(
+        TableLine(
             name=f"at {rate:,.0f} tok/s a card: per hour", unit="M tokens/h", role="arithmetic", published=millions,
             predicted=rate * 3600 / 1e6, source=series.source,
         ),
-        Line(
+        TableLine(
             name=f"at {rate:,.0f} tok/s a card: per million", unit="CNY/M", role="arithmetic", published=yuan,
             predicted=cost_per_million(per_hour, rate), source=series.source,
         ),
     ]  # fmt: skip
     for limit_ms, prompt, answer, _ in CLASSES:
         found = system.largest_within(limit_ms, prompt + answer / 2, prompt + answer)
-        line = Line(
+        line = TableLine(
             name=f"decode within {limit_ms:.0f} ms, {prompt:,} in" + (f", {answer:,} out" if answer else ""),
             unit="CNY/M", role="not published",
             predicted=cost_per_million(per_hour, found.tok_s) if found else None,
@@ -163,16 +167,16 @@ def _cost(system: System) -> Table:
         )  # fmt: skip
         lines.append(line)
     rate = PREFILL_TOKENS / system.prefill_s()
-    line = Line(
+    line = TableLine(
         name="prefill, prompts of 4,096", unit="CNY/M", role="not published",
         predicted=cost_per_million(per_hour, rate), note=f"{rate:,.0f} tok/s",
     )  # fmt: skip
     lines.append(line)
-    said = (
+    description = (
         f"{per_hour:g} yuan per card and hour, as the press has it. Each pool by itself: per million tokens that it "
         "makes (decode) or reads (prefill). For which batch and context the 2,300 hold is not published."
     )
-    return Table("Cost per million tokens", said, tuple(lines))
+    return Table("Cost per million tokens", description, tuple(lines))
 
 
 def cost_per_million(price_per_hour: float, tok_s: float) -> float:

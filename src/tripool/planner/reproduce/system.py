@@ -1,13 +1,13 @@
-"""The published deployment of DeepSeek-R1 through the cost model: prefill over 32 dies, decode over 320.
+"""The published deployment of DeepSeek-R1 in the cost model: prefill over 32 dies, decode over 320.
 
-Whether two microbatches were used is told by ablations only; elsewhere the better of one and two is taken, as for rows.
+Only the ablations say whether two microbatches were used; elsewhere the better of one and two is taken, as for rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tripool.planner.cost import DecodeModel, PrefillModel, Setup, Step, footprint
+from tripool.planner.cost import DecodeModel, PrefillModel, Setup, StepCost, footprint
 from tripool.planner.cost.exchange import decode_exchange
 from tripool.planner.hardware import Hardware, named_hardware
 from tripool.planner.models import ModelShape, named_model
@@ -38,8 +38,10 @@ class System:
     hardware: Hardware
     model: ModelShape
 
-    def decode_step(self, batch: float, context: float, *, drafts: int = 1, microbatches: int | None = None) -> Step:
-        """`batch` requests per chip; without `microbatches` the better of one and two."""
+    def decode_step(
+        self, batch: float, context: float, *, drafts: int = 1, microbatches: int | None = None
+    ) -> StepCost:
+        """`batch` requests per chip; by default the better of one and two microbatches."""
         counts = (1, 2) if microbatches is None else (microbatches,)
         steps = (self._decoder(drafts, count).step(batch / self.hardware.ranks, context) for count in counts)
         return min(steps, key=lambda step: step.seconds)
@@ -53,8 +55,9 @@ class System:
         return batch / self.decode_rate(batch, context) * 1e3
 
     def largest_within(self, tpot_ms: float, context: float, final_context: float) -> Chosen | None:
-        """Batches grow by one request a rank: by bisection, because a step never gets shorter with more requests. None:
-        not even one request a rank keeps it."""
+        """Batches grow by one request per rank; found by bisection, because step time does not fall with more requests.
+        None: not even one request per rank meets the TPOT.
+        """
         ranks = self.hardware.ranks
         setup = self._setup(DECODE_EP, drafts=1, microbatches=2)
         most = int(footprint(self.hardware, self.model, setup).max_requests(final_context))
@@ -77,13 +80,13 @@ class System:
     def prefill_s(
         self, reused: float = 0.0, *, prompt: float = PROMPT, plane: str = "memory", microbatches: int | None = None
     ) -> float:
-        """Of one batch of prompts, PREFILL_TOKENS of them per chip, of which a share is `reused` and not computed."""
+        """Time of one batch of prompts, PREFILL_TOKENS per chip, of which a share is `reused` and not computed."""
         tokens = PREFILL_TOKENS / self.hardware.ranks * (1.0 - reused)
         counts = (1, 2) if microbatches is None else (microbatches,)
         return min(self._prefiller(count).step_s(tokens, prompt, prompt * reused, plane=plane) for count in counts)
 
     def exchange_us(self, ep: int) -> tuple[float, float]:
-        """Dispatch and combine of EXCHANGE_TOKENS per rank, evenly routed as in a benchmark of the exchange alone."""
+        """Dispatch and combine of EXCHANGE_TOKENS per rank, routed evenly as in a benchmark of the exchange."""
         assert self.model.moe is not None
         moved = decode_exchange(
             self.hardware, self.model, PRECISION, ep=ep, tokens=EXCHANGE_TOKENS,
@@ -92,7 +95,7 @@ class System:
         return moved.dispatch_s * 1e6, moved.combine_s * 1e6
 
     def rank_weight_bytes(self) -> float:
-        """What one die of a prefill instance holds, replicas and copies of attention included."""
+        """Weight bytes of one die of a prefill instance, replicas and copies of attention included."""
         return footprint(self.hardware, self.model, self._setup(PREFILL_EP, drafts=0, microbatches=1)).weights
 
     def _setup(self, ep: int, *, drafts: int, microbatches: int) -> Setup:
@@ -112,5 +115,5 @@ def cloudmatrix() -> System:
 
 
 def h800() -> System:
-    """For the exchange alone: what DeepEP is compared on."""
+    """The hardware of DeepEP's published exchange times."""
     return System(named_hardware("h800"), named_model("deepseek-r1"))

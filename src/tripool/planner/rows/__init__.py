@@ -1,4 +1,4 @@
-"""Published rows beside predictions: reading a table, predicting each row, judging the errors."""
+"""Published rows beside predictions: reading a table, predicting each row, evaluating errors."""
 
 from tripool.planner.rows.accuracy import Bar, Compared, Verdict, compare_rows, verdicts
 from tripool.planner.rows.predict import Prediction, hardware_of, predict

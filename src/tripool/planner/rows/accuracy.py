@@ -1,4 +1,6 @@
-"""Errors against bars. Calibration rows and validation rows are different rows; bars are held by validation rows."""
+"""Errors against accuracy targets. Calibration rows and validation rows are disjoint; targets apply to
+validation rows.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class Verdict:
     num_calibration: int
     num_validation: int
     median: float | None
-    """Of validation rows, unsigned; None where there are none."""
+    """Errors of validation rows, unsigned; None without such rows."""
     worst: float | None
     median_bar: float | None
     worst_bar: float | None

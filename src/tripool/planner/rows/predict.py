@@ -1,4 +1,4 @@
-"""One row's prediction: the published system's parallelism and batch through the cost model."""
+"""Predicts one row: the published system's parallelism and batch in the cost model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tripool.planner.cost import DecodeModel, PrefillModel, Setup, Step
+from tripool.planner.cost import DecodeModel, PrefillModel, Setup, StepCost
 from tripool.planner.cost.setup import Routing
 from tripool.planner.hardware import Hardware, hardware_names, named_hardware
 from tripool.planner.models import ModelShape
@@ -18,10 +18,10 @@ from tripool.planner.rows.read import Row
 class Prediction:
     row: Row
     hardware: Hardware | None
-    """None: not one that is described."""
+    """None: no description of this hardware."""
     predicted: float | None
-    """Tokens per second and chip; None for a row that cannot be asked: no batch, no such hardware or precision."""
-    step: Step | None
+    """Tokens per second and chip; None if the row has no batch, no known hardware or no such precision."""
+    step: StepCost | None
     microbatches: int
 
     @property
@@ -32,13 +32,13 @@ class Prediction:
 
 @lru_cache(maxsize=1)
 def _families() -> tuple[tuple[str, str], ...]:
-    """Family to name, the longest first: H20 must not take H200's rows."""
+    """(family, name), the longest first: H20 must not match rows of H200."""
     found = ((named_hardware(name).family, name) for name in hardware_names())
     return tuple(sorted(found, key=lambda pair: -len(pair[0])))
 
 
 def hardware_of(row: Row) -> Hardware | None:
-    """However it is written: `H100`, `8xH100`, `NVIDIA H100-80GB`, `Ascend910C`; neither `GH100` nor `H1000`."""
+    """Matches `H100`, `8xH100`, `NVIDIA H100-80GB`, `Ascend910C`; neither `GH100` nor `H1000`."""
     for family, name in _families():
         begin = r"(?<![0-9])" if family[0].isdigit() else r"(?:(?<![A-Za-z0-9])|(?<=[0-9]x))"
         if re.search(rf"{begin}{re.escape(family)}(?![0-9])", row.hardware, re.IGNORECASE):
@@ -49,8 +49,9 @@ def hardware_of(row: Row) -> Hardware | None:
 def predict(
     row: Row, model: ModelShape, *, hardware: Mapping[str, Hardware] | None = None, routing: Routing | None = None
 ) -> Prediction:
-    """Microbatching is not told by tables: the better of on and off, as a tuned system has it. `hardware` replaces
-    descriptions by name."""
+    """Tables do not say whether microbatching is used: the better of on and off is taken, as in a tuned system.
+    `hardware` replaces descriptions by name.
+    """
     found = hardware_of(row)
     if found is None or not row.batch or not row.context or not found.supports(row.precision):
         return Prediction(row, found, None, None, 1)

@@ -1,4 +1,4 @@
-"""A CSV of published results, as `validation_points.csv` has them. Takes text, opens nothing but what is bundled."""
+"""Reads a CSV of published results in the format of `validation_points.csv`. Opens only bundled files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LENGTHS = re.compile(r"prompt\s*(\d+)\s*/\s*out\s*(\d+)", re.IGNORECASE)
 _NUMBER = re.compile(r"[~≈]?\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([km](?![a-z]))?", re.IGNORECASE)
 _TIMES = {"": 1.0, "k": 1e3, "m": 1e6}
 _MOST = 1e9
-"""No device has more of anything that a row counts."""
+"""Upper bound of any number in a row."""
 _RATE = re.compile(r"(?<![\d.])(0?\.\d+)")
 _EVEN = re.compile(r"perfect|balanced routing", re.IGNORECASE)
 _UNEVEN = re.compile(r"(?:\bno|without|w/o) (?:eplb|load balanc|balanc)", re.IGNORECASE)
@@ -36,10 +36,10 @@ class Row:
     batch: float | None
     """Per chip: requests in decode, prompt tokens in prefill. None: a daily average, shown and not compared."""
     context: float | None
-    """Mean length of what is attended to: prompt plus half the answer, where the answer's length is told."""
+    """Mean context length: prompt plus half the answer, if the answer's length is published."""
     drafts: int
     accept: float | None
-    """None: MTP is on and the rate is not told."""
+    """None: MTP is on at an unpublished rate."""
     balance: Balance
     published: float
     source: str
@@ -66,60 +66,60 @@ def parse_rows(text: str, origin: str) -> list[Row]:
     return rows
 
 
-def _row(cells: Mapping[str, str | None], where: str) -> Row:
-    told = {name: (value or "").strip() for name, value in cells.items() if isinstance(name, str)}
-    phase = told["phase"].lower()
+def _row(line: Mapping[str, str | None], where: str) -> Row:
+    cells = {name: (value or "").strip() for name, value in line.items() if isinstance(name, str)}
+    phase = cells["phase"].lower()
     if phase not in ("prefill", "decode"):
-        raise BadRows(f"{where}: phase is {told['phase']!r}", hint="prefill or decode")
-    published = _number(told, "tok_s_per_device", where)
+        raise BadRows(f"{where}: phase is {cells['phase']!r}", hint="prefill or decode")
+    published = _number(cells, "tok_s_per_device", where)
     if not published:
         raise BadRows(f"{where}: tok_s_per_device is missing", hint="it is what predictions are compared by")
-    words = f"{told['system']} {told['source']}"
-    context = _number(told, "context_len", where)
-    lengths = _LENGTHS.search(told["system"])
+    words = f"{cells['system']} {cells['source']}"
+    context = _number(cells, "context_len", where)
+    lengths = _LENGTHS.search(cells["system"])
     if lengths and phase == "decode":
         context = int(lengths[1]) + int(lengths[2]) / 2
-    drafts, accept = _drafts(told["mtp"])
+    drafts, accept = _drafts(cells["mtp"])
     return Row(
-        system=told["system"], hardware=told["hardware"], phase=phase,
-        chips=_whole(told, "n_devices", where) or 1,
-        precision=_precision(told["precision"]), ep=_whole(told, "ep", where), context=context, drafts=drafts,
-        batch=_number(told, "batch_per_device", where), accept=accept, published=published, source=told["source"],
+        system=cells["system"], hardware=cells["hardware"], phase=phase,
+        chips=_whole(cells, "n_devices", where) or 1,
+        precision=_precision(cells["precision"]), ep=_whole(cells, "ep", where), context=context, drafts=drafts,
+        batch=_number(cells, "batch_per_device", where), accept=accept, published=published, source=cells["source"],
         balance="perfect" if _EVEN.search(words) else "none" if _UNEVEN.search(words) else "balanced",
     )  # fmt: skip
 
 
-def _drafts(told: str) -> tuple[int, float | None]:
-    """`0`, empty or `no`: off. A rate such as 0.70 or `simulated 0.6`; `yes`: on, at a rate that is not told."""
-    if told.lower() in ("", "0", "no", "off", "none"):
+def _drafts(cell: str) -> tuple[int, float | None]:
+    """`0`, empty or `no`: off. A rate such as 0.70 or `simulated 0.6`; `yes`: on, at an unpublished rate."""
+    if cell.lower() in ("", "0", "no", "off", "none"):
         return 0, 0.0
-    rate = _RATE.search(told)
+    rate = _RATE.search(cell)
     return 1, float(rate[1]) if rate else None
 
 
-def _number(told: Mapping[str, str], column: str, where: str) -> float | None:
+def _number(cells: Mapping[str, str], column: str, where: str) -> float | None:
     """The first number of a cell: tables write `~100 (stated)`. Empty, `n/a` or `?`: not known."""
-    text = told[column].replace(",", "")
+    text = cells[column].replace(",", "")
     if not text or text.lower() in ("n/a", "na", "?", "-"):
         return None
     found = _NUMBER.match(text)
     if found is None:
-        raise BadRows(f"{where}: {column} is {told[column]!r}", hint="a number, or empty where it is not known")
+        raise BadRows(f"{where}: {column} is {cells[column]!r}", hint="a number, or empty where it is not known")
     value = float(found[1]) * _TIMES[(found[2] or "").lower()]
     if value > _MOST:
-        raise BadRows(f"{where}: {column} is {told[column]!r}", hint=f"at most {_MOST:g}")
+        raise BadRows(f"{where}: {column} is {cells[column]!r}", hint=f"at most {_MOST:g}")
     return value
 
 
-def _whole(told: Mapping[str, str], column: str, where: str) -> int | None:
-    """None where it is not known; 0 says as little."""
-    value = _number(told, column, where)
+def _whole(cells: Mapping[str, str], column: str, where: str) -> int | None:
+    """None if unknown or 0."""
+    value = _number(cells, column, where)
     if value is not None and value != int(value):
-        raise BadRows(f"{where}: {column} is {told[column]!r}", hint="a whole number, or empty where it is not known")
+        raise BadRows(f"{where}: {column} is {cells[column]!r}", hint="a whole number, or empty where it is not known")
     return int(value) if value else None
 
 
-def _precision(told: str) -> str:
-    """The lowest that is named: weights and matrix products go by it."""
+def _precision(cell: str) -> str:
+    """The lowest precision named, which is that of weights and matrix products."""
     known = {"fp4": "fp4", "w8a8": "int8", "int8": "int8", "fp8": "fp8", "bf16": "bf16", "fp16": "bf16"}
-    return next((name for word, name in known.items() if word in told.lower()), told.lower() or "bf16")
+    return next((name for word, name in known.items() if word in cell.lower()), cell.lower() or "bf16")

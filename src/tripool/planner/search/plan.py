@@ -1,4 +1,4 @@
-"""The plan: pools, matched and ranked; the front of the decode pool; levers; and a plain answer where nothing works."""
+"""Makes a plan: matches and ranks pools, computes the decode Pareto front and levers, and explains failures."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from math import ceil
 
 from tripool.planner.cost import DecodeModel
 from tripool.planner.errors import DoesNotFit, NotReachable
-from tripool.planner.search.ask import Ask
-from tripool.planner.search.found import DecodePool, Deployment, Lever, Plan, Point, PrefillPool
+from tripool.planner.search.goal import PlanGoal
 from tripool.planner.search.match import best_matches
 from tripool.planner.search.pools import MAX_BATCH, all_setups, decode_pools, fastest_decode, prefill_pools, setups
+from tripool.planner.search.results import DecodePool, Deployment, Lever, Plan, Point, PrefillPool
 
 _KEEP = 10
 _DECODE_OPTIONS = 48
@@ -21,52 +21,52 @@ _LEVER = 1.25
 _EVER = 1e9
 
 
-def make_plan(ask: Ask) -> Plan:
-    _check_fit(ask)
-    decodes = sorted(decode_pools(ask), key=lambda pool: -pool.tokens_per_s_per_chip)
+def make_plan(goal: PlanGoal) -> Plan:
+    _check_fit(goal)
+    decodes = sorted(decode_pools(goal), key=lambda pool: -pool.tokens_per_s_per_chip)
     if not decodes:
-        raise _too_slow(ask)
-    prefills = _prefills(ask, decodes)
+        raise _too_slow(goal)
+    prefills = _prefills(goal, decodes)
     if not prefills:
-        raise _too_late(ask, decodes)
+        raise _too_late(goal, decodes)
     options = _spread(decodes)
-    deployments = list(best_matches(ask, prefills, options, _KEEP))
+    deployments = list(best_matches(goal, prefills, options, _KEEP))
     if not deployments:
-        raise _no_room(ask, prefills, decodes)
-    deployments[0] = replace(deployments[0], levers=_levers(ask, deployments[0]))
+        raise _no_room(goal, prefills, decodes)
+    deployments[0] = replace(deployments[0], levers=_levers(goal, deployments[0]))
     considered = len(decodes) + len(prefills) + len(options) * len(prefills)
-    return Plan(deployments=tuple(deployments), front=tuple(front(ask)), num_considered=considered)
+    return Plan(deployments=tuple(deployments), front=tuple(front(goal)), num_considered=considered)
 
 
-def _prefills(ask: Ask, decodes: Sequence[DecodePool]) -> list[PrefillPool]:
+def _prefills(goal: PlanGoal, decodes: Sequence[DecodePool]) -> list[PrefillPool]:
     first_s = min(pool.step.seconds for pool in decodes)
-    found = sorted(prefill_pools(ask, first_s), key=lambda pool: -pool.tokens_per_s_per_chip)
+    found = sorted(prefill_pools(goal, first_s), key=lambda pool: -pool.tokens_per_s_per_chip)
     smallest = sorted(found, key=lambda pool: pool.chips)[:2]
     return [*found[:_PREFILL_OPTIONS], *(pool for pool in smallest if pool not in found[:_PREFILL_OPTIONS])]
 
 
 def _spread(decodes: Sequence[DecodePool]) -> list[DecodePool]:
-    """The best overall, and the best of each size: a smaller instance may leave fewer chips over."""
-    kept = list(decodes[:_DECODE_OPTIONS])
+    """The best overall, and the best of each size: a smaller instance may leave fewer chips unused."""
+    chosen = list(decodes[:_DECODE_OPTIONS])
     for chips in {pool.chips for pool in decodes}:
         best = next(pool for pool in decodes if pool.chips == chips)
-        if best not in kept:
-            kept.append(best)
-    return kept
+        if best not in chosen:
+            chosen.append(best)
+    return chosen
 
 
-def front(ask: Ask) -> list[Point]:
-    """Speed for a user against throughput per chip, over every parallelism and batch, whatever the TPOT asked for."""
+def front(goal: PlanGoal) -> list[Point]:
+    """Pareto front of speed per user and throughput per chip, over every parallelism and batch, for any TPOT."""
     points: list[Point] = []
-    for setup, room in setups(ask, ask.ranks, drafts=(0, 1) if ask.model.mtp_layers else (0,)):
-        most = min(MAX_BATCH, int(room.max_requests(ask.input_tokens + ask.output_tokens)))
-        one = DecodeModel(ask.hardware, ask.model, setup)
-        pairs = (one, one.with_microbatches(2)) if ask.model.moe is not None and setup.ep > 1 else (one,)
+    for setup, room in setups(goal, goal.ranks, drafts=(0, 1) if goal.model.mtp_layers else (0,)):
+        most = min(MAX_BATCH, int(room.max_requests(goal.input_tokens + goal.output_tokens)))
+        one = DecodeModel(goal.hardware, goal.model, setup)
+        pairs = (one, one.with_microbatches(2)) if goal.model.moe is not None and setup.ep > 1 else (one,)
         for model in pairs:
             for batch in (size for size in _FRONT_BATCHES if size <= most):
-                tpot_s = model.tpot_s(batch, ask.mean_context)
-                per_chip = batch * ask.hardware.ranks / tpot_s
-                chips = max(1, ceil(setup.ep / ask.hardware.ranks))
+                tpot_s = model.tpot_s(batch, goal.mean_context)
+                per_chip = batch * goal.hardware.ranks / tpot_s
+                chips = max(1, ceil(setup.ep / goal.hardware.ranks))
                 points.append(
                     Point(
                         tokens_per_s_per_user=1.0 / tpot_s,
@@ -80,19 +80,19 @@ def front(ask: Ask) -> list[Point]:
 
 
 def undominated(points: Sequence[Point]) -> list[Point]:
-    """Fastest user first; each later one carries more per chip."""
-    best, kept = 0.0, []
+    """Non-dominated points, fastest per user first."""
+    best, chosen = 0.0, []
     for point in sorted(points, key=lambda point: (-point.tokens_per_s_per_user, -point.tokens_per_s_per_chip)):
         if point.tokens_per_s_per_chip > best:
             best = point.tokens_per_s_per_chip
-            kept.append(point)
-    return kept
+            chosen.append(point)
+    return chosen
 
 
-def _levers(ask: Ask, chosen: Deployment) -> tuple[Lever, ...]:
-    """The same search with one thing a quarter better, over the chosen precision only."""
-    hardware = ask.hardware
-    base = replace(ask, precision=chosen.decode.setup.precision)
+def _levers(goal: PlanGoal, chosen: Deployment) -> tuple[Lever, ...]:
+    """Repeat the search with one parameter a quarter better, at the chosen precision."""
+    hardware = goal.hardware
+    base = replace(goal, precision=chosen.decode.setup.precision)
     faster = {name: rate * _LEVER for name, rate in hardware.flops.items()}
     planes = tuple(replace(plane, gb_s=plane.gb_s * _LEVER) for plane in hardware.planes)
     tries = {
@@ -102,8 +102,8 @@ def _levers(ask: Ask, chosen: Deployment) -> tuple[Lever, ...]:
         ),
         "a quarter more memory": replace(base, hardware=replace(hardware, hbm_bytes=hardware.hbm_bytes * _LEVER)),
         "a quarter more bandwidth on every plane": replace(base, hardware=replace(hardware, planes=planes)),
-        "a TPOT a quarter longer": replace(base, tpot_s=ask.tpot_s * _LEVER),
-        "a TTFT a quarter longer": replace(base, ttft_s=ask.ttft_s * _LEVER),
+        "a TPOT a quarter longer": replace(base, tpot_s=goal.tpot_s * _LEVER),
+        "a TTFT a quarter longer": replace(base, ttft_s=goal.ttft_s * _LEVER),
     }
     found = []
     for name, tried in tries.items():
@@ -113,70 +113,72 @@ def _levers(ask: Ask, chosen: Deployment) -> tuple[Lever, ...]:
     return tuple(sorted(found, key=lambda lever: -lever.gain))
 
 
-def _check_fit(ask: Ask) -> None:
-    rooms = list(all_setups(ask, ask.ranks, drafts=(0,)))
+def _check_fit(goal: PlanGoal) -> None:
+    rooms = list(all_setups(goal, goal.ranks, drafts=(0,)))
     setup, room = max(rooms, key=lambda pair: pair[1].kv)
     if room.kv > 0:
         return
     held_gb = room.available * setup.ep / 1e9
     needed_gb = (room.weights + room.buffers) * setup.ep / 1e9
-    told = (
-        f"{ask.model.name} does not fit on {ask.chips} x {ask.hardware.title}: "
+    problem = (
+        f"{goal.model.name} does not fit on {goal.chips} x {goal.hardware.title}: "
         f"in {setup.precision} over {setup.ep} ranks weights and buffers take {needed_gb:,.0f} GB of {held_gb:,.0f} GB"
     )
-    enough = _least_chips(ask)
+    enough = _least_chips(goal)
     more = f"; {enough} chips hold it" if enough else "; no number of chips holds it: a rank is too small"
-    raise DoesNotFit(told, hint=f"{needed_gb - held_gb:,.0f} GB are missing{more}")
+    raise DoesNotFit(problem, hint=f"{needed_gb - held_gb:,.0f} GB are missing{more}")
 
 
-def _least_chips(ask: Ask) -> int | None:
-    """By doubling: each rank repeats attention, so more chips help only as far as experts or heads are split."""
+def _least_chips(goal: PlanGoal) -> int | None:
+    """Found by doubling: each rank repeats attention, so more chips help only as far as experts or heads are split."""
     for power in range(1, 14):
-        chips = ask.chips * 2**power
-        larger = replace(ask, chips=chips)
+        chips = goal.chips * 2**power
+        larger = replace(goal, chips=chips)
         fitting = [setup.ep for setup, _ in setups(larger, larger.ranks, drafts=(0,))]
         if fitting:
-            return max(1, ceil(min(fitting) / ask.hardware.ranks))
+            return max(1, ceil(min(fitting) / goal.hardware.ranks))
     return None
 
 
-def _too_slow(ask: Ask) -> NotReachable:
-    found = fastest_decode(ask)
+def _too_slow(goal: PlanGoal) -> NotReachable:
+    found = fastest_decode(goal)
     if found is None:
-        tokens = int(ask.input_tokens + ask.output_tokens)
-        told = (
-            f"the KV of one request of {tokens:,} tokens fits beside the weights in no parallelism of {ask.chips} chips"
+        tokens = int(goal.input_tokens + goal.output_tokens)
+        problem = (
+            f"no parallelism of {goal.chips} chips fits the KV of one request of {tokens:,} tokens beside the weights"
         )
-        return NotReachable(told, hint="more chips, a shorter context or a smaller precision")
+        return NotReachable(problem, hint="more chips, a shorter context or a smaller precision")
     tpot_s, setup = found
-    told = f"no deployment reaches a TPOT of {ask.tpot_s * 1e3:.1f} ms"
+    problem = f"no deployment reaches a TPOT of {goal.tpot_s * 1e3:.1f} ms"
     hint = (
         f"the fastest is {tpot_s * 1e3:.1f} ms (EP{setup.ep}, TP{setup.tp}, one request per rank): "
-        f"{(tpot_s - ask.tpot_s) * 1e3:.1f} ms are missing"
+        f"{(tpot_s - goal.tpot_s) * 1e3:.1f} ms are missing"
     )
-    return NotReachable(told, hint=hint)
+    return NotReachable(problem, hint=hint)
 
 
-def _too_late(ask: Ask, decodes: Sequence[DecodePool]) -> NotReachable:
-    relaxed = _prefills(replace(ask, ttft_s=_EVER), decodes)
+def _too_late(goal: PlanGoal, decodes: Sequence[DecodePool]) -> NotReachable:
+    relaxed = _prefills(replace(goal, ttft_s=_EVER), decodes)
     if not relaxed:
-        told = f"the KV of one prompt of {int(ask.input_tokens):,} tokens fits in no prefill instance"
-        return NotReachable(told, hint="more chips, a shorter prompt or a smaller precision")
-    least = min(_fastest_ttft(ask, decodes), *(pool.ttft_s for pool in relaxed))
-    told = f"no deployment reaches a TTFT of {ask.ttft_s:.3f} s"
-    return NotReachable(told, hint=f"the soonest is {least:.3f} s: {least - ask.ttft_s:.3f} s are missing")
+        problem = f"the KV of one prompt of {int(goal.input_tokens):,} tokens fits in no prefill instance"
+        return NotReachable(problem, hint="more chips, a shorter prompt or a smaller precision")
+    least = min(_fastest_ttft(goal, decodes), *(pool.ttft_s for pool in relaxed))
+    problem = f"no deployment reaches a TTFT of {goal.ttft_s:.3f} s"
+    return NotReachable(problem, hint=f"the soonest is {least:.3f} s: {least - goal.ttft_s:.3f} s are missing")
 
 
-def _fastest_ttft(ask: Ask, decodes: Sequence[DecodePool]) -> float:
-    """By halving and doubling: the least promise that something keeps."""
-    low, high = ask.ttft_s, _EVER
+def _fastest_ttft(goal: PlanGoal, decodes: Sequence[DecodePool]) -> float:
+    """Smallest reachable TTFT, found by halving and doubling."""
+    low, high = goal.ttft_s, _EVER
     while high / low > 1.01:
         middle = (low * high) ** 0.5
-        low, high = (low, middle) if _prefills(replace(ask, ttft_s=middle), decodes) else (middle, high)
+        low, high = (low, middle) if _prefills(replace(goal, ttft_s=middle), decodes) else (middle, high)
     return high
 
 
-def _no_room(ask: Ask, prefills: Sequence[PrefillPool], decodes: Sequence[DecodePool]) -> NotReachable:
+def _no_room(goal: PlanGoal, prefills: Sequence[PrefillPool], decodes: Sequence[DecodePool]) -> NotReachable:
     need = min(pool.chips for pool in prefills) + min(pool.chips for pool in decodes)
-    told = f"{ask.chips} chips hold no prefill instance beside a decode instance, and one pool for both breaks the TPOT"
-    return NotReachable(told, hint=f"at least {need} chips, {need - ask.chips} more")
+    problem = (
+        f"{goal.chips} chips hold no prefill instance beside a decode instance, and one pool for both breaks the TPOT"
+    )
+    return NotReachable(problem, hint=f"at least {need} chips, {need - goal.chips} more")

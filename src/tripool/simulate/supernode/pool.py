@@ -55,7 +55,7 @@ class CachePool:
     def find(self, keys: Sequence[bytes], first: int, reader: WorkerId, namespace: bytes, now_s: float) -> Found:
         """From position `first` on, as far as the chain is known without a gap."""
         leases, num_blocks = [], 0
-        for stretch in self._ring.stretches(keys, first):
+        for stretch in self._ring.member_ranges(keys, first):
             member = self.members[stretch.member]
             if not member.up:
                 break
@@ -74,7 +74,7 @@ class CachePool:
     def reserve(self, keys: Sequence[bytes], writer: WorkerId, namespace: bytes, now_s: float) -> Writing:
         """Room for those blocks of a chain that the pool does not know."""
         grants, num_blocks = [], 0
-        for stretch in self._ring.stretches(keys):
+        for stretch in self._ring.member_ranges(keys):
             member = self.members[stretch.member]
             if member.up:
                 depths = range(stretch.start, stretch.stop)

@@ -1,10 +1,10 @@
-"""What a search answers. Data only."""
+"""Results of a search. Plain data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tripool.planner.cost import Setup, Step
+from tripool.planner.cost import Setup, StepCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class DecodePool:
     """Of one instance."""
     stopped_by: str
     """Why the batch is not larger: tpot, memory, or neither."""
-    step: Step
+    step: StepCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,16 +32,16 @@ class PrefillPool:
     """Prompt tokens, cached ones included."""
     chips: int
     stopped_by: str
-    step: Step
+    step: StepCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lever:
-    """What would lift the limit, and by how much."""
+    """A change that would raise throughput, and by how much."""
 
     name: str
     gain: float
-    """Of requests per second; 0.1 is a tenth more."""
+    """Relative gain of requests per second; 0.1 is a tenth more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,22 +50,22 @@ class Deployment:
     decode: DecodePool
     prefill_instances: int
     decode_instances: int
-    """Of one shared pool both numbers count the same instances."""
+    """For one shared pool, both numbers count the same instances."""
     shared: bool
-    """One pool does both, in turn."""
+    """One pool alternates between prefill and decode."""
     spare_chips: int
     requests_per_s: float
     bound: str
     """prefill, decode or transfer."""
     transfer_share: float
-    """Of the transfer plane's rate, used."""
+    """Used share of the transfer plane's rate."""
     tpot_s: float
     ttft_s: float
     cost_per_million: float
-    """Of output tokens."""
+    """Per million output tokens."""
     watts: float
     cache_bytes: float
-    """Of the pool, to keep finished contexts as long as asked."""
+    """Size of the cache pool that keeps finished contexts for `keep_s`."""
     levers: tuple[Lever, ...] = ()
 
     @property
@@ -76,7 +76,7 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """Of the decode pool's front: nobody is faster for a user and carries more per chip."""
+    """A point of the decode pool's Pareto front of speed per user and throughput per chip."""
 
     tokens_per_s_per_user: float
     tokens_per_s_per_chip: float

@@ -1,4 +1,4 @@
-"""What a plan is asked for."""
+"""Goal of a plan: model, hardware, chips, workload and SLO."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EIGHT_BITS = ("int8", "fp8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class PlanGoal:
     model: ModelShape
     hardware: Hardware
     chips: int
@@ -21,7 +21,7 @@ class Ask:
     ttft_s: float
     tpot_s: float
     cached_share: float = 0.0
-    """Of a prompt, found in the cache pool."""
+    """Share of a prompt that is found in the cache pool."""
     precision: str | None = None
     """None: the hardware's 8 bits where it has them, and BF16."""
     accept: float | None = None
