@@ -1,4 +1,4 @@
-"""A tenant's share of the cache pool, in the members' own measure. Pure."""
+"""Tenants' cache quotas, in slots per cache member. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PUBLIC_SHARE = 0.25
 
 
 def spread(cache_bytes: int, slot_bytes: int, num_members: int) -> list[int]:
-    """Slots at each member; all together never more bytes than given."""
+    """Slots at each member; in total never more bytes than given."""
     each, left = divmod(cache_bytes // slot_bytes, num_members)
     return [each + (number < left) for number in range(num_members)]
 
@@ -20,9 +20,9 @@ def spread(cache_bytes: int, slot_bytes: int, num_members: int) -> list[int]:
 def tables(
     tenants: Iterable[Tenant], members: Sequence[str], slot_bytes: int, num_slots: Mapping[str, int]
 ) -> dict[str, dict[bytes, int]]:
-    """By member: most slots by namespace tag. Tenants without a quota have no line and no bound but the pool's size.
+    """By member: most slots by namespace tag. Tenants without a quota are only bound by the pool's size.
 
-    Members that are away have their share all the same: quotas do not move when one comes or goes.
+    Members that are away keep their share: quotas do not move when a member joins or leaves.
     """
     public = namespace_tag(PUBLIC_NAMESPACE)
     table = {name: {public: int(num_slots.get(name, 0) * PUBLIC_SHARE)} for name in members}
