@@ -48,7 +48,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_key_book_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Servers and verbs look for the key book in the state folder; here that is an empty one."""
+    """Servers and commands look for the key store in the state folder; here that is an empty one."""
     before = {name: os.environ.pop(name, None) for name in ("XDG_STATE_HOME", "TRIPOOL_API_KEY")}
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
     yield

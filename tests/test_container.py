@@ -89,7 +89,7 @@ def test_its_health_check_asks_for_a_route_that_needs_no_key():
     assert re.search(rf"`{route[1]}`[^.]* are open\.", page)
 
 
-def test_it_runs_as_nobody_special_and_keeps_its_state_in_the_volume():
+def test_it_runs_unprivileged_and_keeps_its_state_in_the_volume():
     assert steps("USER")[-1] != "root"
     (volume,) = steps("VOLUME")
     assert [part.split("=")[1].startswith(f"{volume}/") for part in steps("ENV")[0].split()] == [True, True]

@@ -153,7 +153,7 @@ def test_a_typo_is_named_and_the_hint_helps() -> None:
     assert "temperature" in str(caught.value)
 
 
-def test_the_wrong_size_is_told_apart() -> None:
+def test_sizes_are_checked_separately() -> None:
     with pytest.raises(InvalidRequest, match="min_tokens is above max_tokens") as caught:
         SamplingParams(min_tokens=3, max_tokens=2)
     assert caught.value.param == "min_tokens"

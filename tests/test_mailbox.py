@@ -68,7 +68,7 @@ def test_what_was_read_makes_room() -> None:
         assert [one.index for one in read(mailbox)] == [index, index + 1]
 
 
-def test_a_failure_waits_its_turn_or_overtakes() -> None:
+def test_a_failure_comes_after_unread_events_or_at_once() -> None:
     for at_once in (False, True):
         noting = Noting()
         mailbox = Mailbox([request("a")], noting)

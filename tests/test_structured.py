@@ -127,7 +127,7 @@ def test_the_grammar_wins(llm):
             assert answer.text in ("no", "never"), option
 
 
-def test_truncation_is_told_and_bad_grammars_leave_nothing_behind(llm, engine):
+def test_truncation_is_reported_and_bad_grammars_leave_nothing_behind(llm, engine):
     (cut,) = llm.chat(ASK, params(Structure("regex", "[a-z ]{200}"), 1, 1.0, max_tokens=5))
     assert (cut.finish_reason, cut.usage.completion_tokens) == ("length", 5)
     held = engine.scheduler.pool.num_held

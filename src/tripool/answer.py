@@ -1,6 +1,6 @@
-"""Token events of one request in, text out: where choices, stop strings and usage come together.
+"""Answer: collects the token events of one request into text, stop strings and usage.
 
-Used by everything that shows text (the Python API, the gateway). Knows the tokenizer; knows no engine and no wire.
+Used by the Python API and the gateway. Depends on the tokenizer, not on engines or protocols.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The answer to one prompt; with `n` = 1 its `text` and kin are those of the only choice."""
+    """The answer to one prompt. `text`, `token_ids`, `finish_reason` and `logprobs` are those of the first choice."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -51,7 +51,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one token added to one choice. `text` may be empty (half a character) or longer than the token's own."""
+    """What one token adds to a choice. `text` may be empty (an incomplete character) or longer than the token's own."""
 
     choice: int
     text: str
@@ -62,7 +62,7 @@ class Delta:
 
 @dataclass(slots=True)
 class _Draft:
-    """A choice in the making."""
+    """A choice under construction."""
 
     detokenizer: Detokenizer
     texts: list[str] = field(default_factory=list)
@@ -71,22 +71,22 @@ class _Draft:
     finish_reason: FinishReason | None = None
     num_drafted: int = 0
     num_accepted: int = 0
-    """As its newest event says."""
+    """Verified and accepted drafts, from its newest event."""
 
 
 class Answer:
-    """Feed it every event of its request; once `done`, whoever feeds it cancels the request if the engine goes on."""
+    """Takes every event of its request; once `done`, the caller cancels the request if the engine goes on."""
 
     keeps_logprobs = True
-    """For `generation`. Whoever passes them on as they come has no use for them here, and they are large."""
+    """Whether `generation` holds them. They are large: a caller that streams them sets this to False."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer, finder: StopFinder | None = None) -> None:
-        """`finder`: of its stop strings, where several requests have the same."""
+        """`finder`: a shared StopFinder, where several requests have the same stop strings."""
         self.request = request
         finder = StopFinder(request.params.stop) if finder is None else finder
         self._drafts = [_Draft(Detokenizer(tokenizer, request.params, finder)) for _ in range(request.params.n)]
         self._num_cached_tokens = 0
-        # Sums over the choices: a stream may show its usage with every token.
+        # Sums over the choices: a stream may report its usage with every token.
         self._num_tokens = self._num_drafted = self._num_accepted = 0
 
     @property
@@ -95,19 +95,19 @@ class Answer:
 
     @property
     def finish_reasons(self) -> list[FinishReason]:
-        """Of every choice; one that is not finished says "abort"."""
+        """Of every choice; "abort" for an unfinished one."""
         return [draft.finish_reason or "abort" for draft in self._drafts]
 
     def stop_string(self, choice: int) -> str | None:
-        """Which of the request's stop strings has ended the choice, if one has."""
+        """The stop string that ended the choice, if one did."""
         return self._drafts[choice].detokenizer.stopped
 
     def take(self, event: TokenEvent) -> Delta | None:
-        """None when the choice had already ended, at a stop string that the engine knows nothing of."""
+        """None when the choice has already ended at a stop string, which the engine does not know."""
         draft = self._drafts[event.choice]
         if draft.finish_reason is not None:
             return None
-        assert event.index == len(draft.token_ids), "an event of this choice was lost or came twice"
+        assert event.index == len(draft.token_ids), "an event of this choice was lost or duplicated"
         self._num_cached_tokens = event.num_cached_tokens
         self._num_tokens += 1
         self._num_drafted += event.num_draft_tokens - draft.num_drafted
@@ -122,7 +122,7 @@ class Answer:
 
     def _text_of(self, event: TokenEvent, detokenizer: Detokenizer) -> tuple[str, FinishReason | None]:
         params = self.request.params
-        # A token that ends the answer by its id is a mark, not text, unless the caller wants to see it.
+        # A token that ends the answer by its id is not part of the text, unless the caller wants to see it.
         ended = event.finish_reason == "stop" and event.token_id in self.request.stop_ids
         mark = ended and not params.include_stop_str_in_output
         text = "" if mark else detokenizer.push(event.token_id)
@@ -144,11 +144,11 @@ class Answer:
         )
 
     def generation(self) -> Generation:
-        """The answer so far; a choice that was not finished says "abort"."""
+        """The answer so far; "abort" is the finish reason of an unfinished choice."""
         return Generation(self.request.id, self.request.prompt_ids, tuple(self.choices()), self.usage)
 
     def choices(self) -> Iterator[Choice]:
-        """Those of `generation`, one by one."""
+        """The choices of `generation`, one by one."""
         wants_logprobs = self.request.params.logprobs is not None and self.keeps_logprobs
         for index, draft in enumerate(self._drafts):
             yield Choice(

@@ -40,14 +40,14 @@ class EngineConfig:
     step_tokens: int = 512
     prefix_reuse: bool = True
     mtp: bool = True
-    """Draft with the model's own MTP layer, if it has one: fewer steps, the same text."""
+    """Draft with the model's MTP layer, if it has one: fewer steps, the same text."""
     precision: Precision = "int8"
-    """int8: a quarter of the memory, faster, and exact in any batch. float32: the checkpoint's own values,
-    and what runs where the 8-bit kernels could not be compiled."""
+    """int8: a quarter of the memory, faster, and exact in any batch. float32: the checkpoint's own values; also the
+    fallback where the 8-bit kernels could not be compiled."""
     threads: int | None = None
     """CPU threads of one step. None: every core this process may use."""
     device: Device = "cpu"
-    """cuda: bfloat16, and on Hopper 8 bits where the checkpoint has them; or all in float32, if that is asked for."""
+    """cuda: bfloat16, or 8 bits on Hopper where the checkpoint has them, or float32 if `precision` says so."""
 
     def __post_init__(self) -> None:
         for name in ("kv_gb", "max_running", "step_tokens", "threads"):
@@ -66,33 +66,33 @@ class GatewayConfig:
     port: int = 8000
     max_body_bytes: int = 4 * 2**20
     stall_s: float = 20.0
-    """Work but no step for so long: the server no longer calls itself ready."""
+    """Seconds with work but without a finished step after which the server reports itself as not ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """Bounds of the gateway's own waiting: nothing in it waits without one of these."""
+    """Deadlines and queue bounds of the coordinator: every wait has one of these."""
 
     prefill_ahead_tokens: int = 8192
-    """Given to one prefill worker at once; the rest waits here, where any worker can take it."""
+    """Tokens placed on one prefill worker ahead of time; the rest waits in the coordinator, for any worker."""
     heartbeat_s: float = 0.25
-    """Longest silence that a worker is asked for."""
+    """Interval of heartbeats that workers are asked for."""
     silence_s: float = 2.0
-    """Longest silence that is borne: then the worker is suspected and its requests are placed again."""
+    """Longest silence of a worker; after it the worker is suspected and its requests are placed again."""
     stall_s: float = 30.0
-    """Work but no step for so long: as good as silent."""
+    """Longest time with work but without a step; after it the worker counts as silent."""
     distrust_s: float = 10.0
-    """A suspected life that nobody ended by then may say hello again."""
+    """After this time a suspected worker that was not reaped may register again."""
     queue_s: float = 60.0
-    """Longest wait for a worker to be there, or to have room."""
+    """Longest wait for a worker with room."""
     prefill_s: float = 60.0
     transfer_s: float = 10.0
     token_s: float = 30.0
     """Longest wait for the next token of an answer."""
     rest_s: float = 0.1
-    """Before a request that a worker gave back is placed again; longer each time."""
+    """Backoff before a refused request is placed again; it grows each time."""
     max_losses: int = 8
-    """Times that one request may lose its worker before it is given up: it may be what they die of."""
+    """Times that one request may lose its worker before it fails: the request itself may be the cause."""
 
     def __post_init__(self) -> None:
         assert 0 < self.heartbeat_s < self.silence_s <= self.stall_s
@@ -101,22 +101,22 @@ class RouterConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionConfig:
-    """Bounds of the waiting before a backend, where the order is decided."""
+    """Bounds of admission and of the queue in front of a backend."""
 
     queue_tokens: int = 262_144
-    """Tokens of requests without a first token; more are refused."""
+    """Tokens of requests without a first token; beyond it, requests are refused."""
     max_wait_s: float = 60.0
-    """Longest wait of a request that names no longest time to its first token."""
+    """Longest wait of a request without a TTFT objective."""
     window_s: float = 0.01
-    """How much work is inside at once while requests compete: as little as keeps the backend busy."""
+    """Work admitted at once while requests compete, in seconds of the backend's time: as little as keeps it busy."""
     wide_tokens: int = 8192
-    """How much is inside at once, for each prompt that is worked on, while all requests are alike."""
+    """Tokens admitted at once per prefill worker while requests do not compete."""
     credit_s: float = 0.25
-    """How much of the backend's time a tenant may have saved up by asking for less than its share."""
+    """Most backend time that a tenant may save up by asking for less than its share."""
     compete_s: float = 60.0
-    """How long after two different tenants or priorities were seen they are still thought to compete."""
+    """How long tenants or priorities count as competing after two different ones were seen."""
     reserve: float = 0.125
-    """Share of the decode slots that is kept for tenants below their share while requests compete."""
+    """Share of the decode slots kept for tenants below their share while requests compete."""
 
     def __post_init__(self) -> None:
         for name in ("queue_tokens", "max_wait_s", "window_s", "wide_tokens"):
@@ -129,15 +129,15 @@ class AdmissionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskConfig:
-    """What stands behind one cache member's memory."""
+    """Disk tier of one cache member."""
 
     folder: str
     """Each member has its own folder in it."""
     num_bytes: int
     fingerprint: str = "00" * 16
-    """Whose blocks these are, in hexadecimal: what was written for another model or layout is not read."""
+    """Fingerprint of model and layout, in hexadecimal: blocks written under another one are not read."""
     write_bytes_per_s: float = 200e6
-    """Bound of what is written in the long run; what does not fit is not copied, and counted."""
+    """Long-term bound of the write rate; blocks beyond it are not written, and counted."""
 
     def __post_init__(self) -> None:
         for name in ("num_bytes", "write_bytes_per_s"):
@@ -150,14 +150,14 @@ class CacheConfig:
     """One member of the cache pool."""
 
     slot_bytes: int
-    """Largest block it takes."""
+    """Largest block that fits."""
     num_slots: int
     lease_s: float = 5.0
-    """How long a reader may read; afterwards what it reads may be gone, which it notices."""
+    """Longest read; afterwards the block may be evicted, which the reader detects."""
     write_s: float = 5.0
-    """How long a writer may write; afterwards others may write the same block elsewhere."""
+    """Longest write; afterwards others may write the same block elsewhere."""
     namespace_slots: int | None = None
-    """Most slots of one tenant. None: all of them."""
+    """Largest number of slots of one tenant. None: all of them."""
     disk: DiskConfig | None = None
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The nouns: what a request asks for, what a step says, what a caller gets. No tensor, clock or socket."""
+"""The types that every room shares: requests, sampling parameters, token events, usage. No tensor, clock or socket."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any, Literal, cast, get_args
 from tripool.errors import InvalidRequest
 
 BLOCK_TOKENS = 64
-"""Tokens in one KV block: the unit of paging, prefix reuse and hand-over."""
+"""Tokens in one KV block: the unit of paging, prefix reuse and KV transfer."""
 
 SALT_MARK = "\x1f"
-"""Between a namespace's owner and what a client adds to it. No owner's own namespace contains it."""
+"""Separates a namespace's owner from the salt that a client adds to it. No owner's own namespace contains it."""
 
 MAX_LOGPROBS = 20
 MAX_STOPS, MAX_STOP_CHARS = 64, 4096
 MAX_STOP_IDS = 1024
-"""Each costs something in every choice, and travels with every prompt."""
+"""Bounds of stop conditions: each is checked for every choice, and travels with every prompt."""
 MAX_SLO_MS = 1e12
 
 GREEDY_BELOW = 1e-5
-"""Temperatures below this one are 0. Noise could no longer change a choice, and logits divided by them would leave what
-a float holds."""
+"""Temperatures below this one count as 0: noise could no longer change a choice, and logits divided by them could
+overflow a float."""
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -36,7 +36,7 @@ MAX_CHOICES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What an answer must look like, to the letter: `Structure("json_schema", {"type": "object", ...})`.
+    """The form that an answer must have: `Structure("json_schema", {"type": "object", ...})`.
 
     | kind | value |
     |---|---|
@@ -50,9 +50,9 @@ class Structure:
 
     kind: StructureKind
     value: Any = ""
-    """Kept as text, or as a tuple of strings for `choice`: equal structures are compiled once."""
+    """Stored as text, or as a tuple of strings for `choice`: equal structures are compiled once."""
     param: str = field(default="structure", compare=False)
-    """How the caller names it, for errors."""
+    """The caller's name for it, used in errors."""
 
     def __post_init__(self) -> None:
         value = self.value
@@ -68,7 +68,7 @@ class Structure:
             hint = f"known: {', '.join(get_args(StructureKind))}"
             raise InvalidRequest(f"unknown structure {str(self.kind)[:100]!r}", hint=hint, param=self.param)
         elif not isinstance(value, str) or not value:
-            raise InvalidRequest(f"the {self.kind} is not a text, or empty", param=self.param)
+            raise InvalidRequest(f"the {self.kind} is not a string, or is empty", param=self.param)
         texts = value if isinstance(value, tuple) else (value,)
         try:
             size = sum(len(text.encode()) for text in texts)
@@ -81,7 +81,7 @@ class Structure:
 
     @classmethod
     def of(cls, option: Mapping[str, Any], *, param: str = "structure") -> Structure:
-        """From an object with one name, as options have it: `{"regex": "[a-z]+"}`, `{"json_object": true}`."""
+        """From an object with one entry, as in options: `{"regex": "[a-z]+"}`, `{"json_object": true}`."""
         if len(option) != 1:
             hint = f"one of {', '.join(get_args(StructureKind))}"
             raise InvalidRequest(f"{param} has {len(option)} kinds", hint=hint, param=param)
@@ -89,7 +89,7 @@ class Structure:
         return cls(cast(StructureKind, kind), value, param)
 
     def _json_text(self, value: object) -> str:
-        """The same JSON, on one line. The order of keys stays: answers follow it."""
+        """The same JSON on one line. Keys keep their order, because answers follow it."""
         try:
             parsed = json.loads(value) if isinstance(value, str) else value
             if not isinstance(parsed, Mapping):
@@ -114,7 +114,7 @@ class Structure:
 
 
 def _depth(value: object) -> int:
-    """Levels of nesting; may meet the recursion limit."""
+    """Levels of nesting; may reach the recursion limit."""
     if isinstance(value, Mapping):
         return 1 + max(map(_depth, value.values()), default=0)
     return 1 + max(map(_depth, value), default=0) if isinstance(value, (list, tuple)) else 0
@@ -122,10 +122,10 @@ def _depth(value: object) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen and when to stop. Defaults sample plainly until the model ends or the context is full."""
+    """How tokens are sampled and when to stop. By default: until the model ends the answer or the context is full."""
 
     temperature: float = 1.0
-    """0 picks the most likely token, and so does anything below `GREEDY_BELOW`, which becomes 0 here."""
+    """0 picks the most likely token. Values below `GREEDY_BELOW` become 0."""
     top_p: float = 1.0
     top_k: int = 0
     """0 (or -1) considers every token."""
@@ -137,7 +137,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
-    """None: none. k: log-probability of each chosen token and of the k likeliest."""
+    """k: return the log-probability of each sampled token and of the k most likely ones. None: return none."""
     n: int = 1
     seed: int | None = None
     stop: tuple[str, ...] = ()
@@ -148,7 +148,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structure: Structure | None = None
-    """What the answer must look like. It wins over penalties, bias and `min_tokens`."""
+    """The form that the answer must have. It takes precedence over penalties, bias and `min_tokens`."""
 
     def __post_init__(self) -> None:
         if isinstance(self.structure, Mapping):
@@ -208,7 +208,7 @@ class SamplingParams:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> SamplingParams:
-        """From a dict of option names, as a command line or a JSON body has them; unknown names are refused by name."""
+        """From a dict of option names, as on a command line or in a JSON body; an unknown name is an error."""
         known = {f.name for f in fields(cls)}
         for name in options:
             if name not in known:
@@ -216,7 +216,7 @@ class SamplingParams:
                 raise InvalidRequest(f"unknown sampling option '{name}'", hint=hint, param=name)
         try:
             return cls(**options)
-        except TypeError as error:  # e.g. a string where a number belongs, caught by a comparison
+        except TypeError as error:  # e.g. a comparison with a string in place of a number
             raise InvalidRequest(f"a sampling option has the wrong type: {error}") from error
 
 
@@ -236,55 +236,56 @@ def _whole(name: str, value: int, low: int, high: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """What a request was promised and whom it is for. It decides when and where a request runs, never what it says."""
+    """Latency objectives and tenant of a request. They decide when and where it runs, never which tokens it gets."""
 
     tpot_ms: float | None = None
-    """Longest mean time per answered token after the first. None: as it comes."""
+    """Longest mean time per output token after the first. None: best effort."""
     ttft_ms: float | None = None
-    """Longest time to the first token. None: as it comes, within the queue's bounds."""
+    """Longest time to the first token. None: best effort, within the queue's bounds."""
     priority: int = 0
     """Lower goes first among the requests of one tenant."""
     tenant: str = ""
     """Name of the key's owner; empty where the server has no keys."""
     weight: float = 1.0
-    """Of the tenant's share, where tenants compete."""
+    """Weight of the tenant's share while tenants compete."""
     job: str = ""
-    """The client's request that it is a part of, where several prompts may be one; within a tenant, these share."""
+    """Id of the HTTP request that this prompt is part of; the prompts of one HTTP request share one slice of the
+    tenant's share."""
 
     def __post_init__(self) -> None:
         for name, value in (("tpot_ms", self.tpot_ms), ("ttft_ms", self.ttft_ms)):
-            if value is not None and not 0 <= value <= MAX_SLO_MS:  # NaN is in no range
-                raise InvalidRequest(f"{name} is no time that can be promised", param=name)
+            if value is not None and not 0 <= value <= MAX_SLO_MS:  # also false for NaN
+                raise InvalidRequest(f"{name} is not a valid time", param=name)
         if not 0 < self.weight < float("inf"):
             raise InvalidRequest(f"weight is {self.weight!r}", hint="must be above 0", param="weight")
 
     @property
     def group(self) -> tuple[str, str]:
-        """With whom it shares a place among others: its tenant's and its client's request's."""
+        """The unit of fair sharing: tenant and HTTP request."""
         return self.tenant, self.job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt with everything that decides its answer: the same request gives the same tokens anywhere."""
+    """One prompt with everything that determines its answer: the same request gives the same tokens anywhere."""
 
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
-    """Resolved: the client's, or one drawn for it when it gave none."""
+    """The client's seed, or one drawn by the gateway when the client gave none."""
     end_ids: frozenset[int] = frozenset()
     """The model's own end-of-text tokens."""
     namespace: str = ""
-    """Salt of the prefix cache: requests of different namespaces never share a block, but for public ones. Its owner,
-    and behind a mark what the client added to it."""
+    """Salt of the prefix cache: requests of different namespaces never share a block, except public ones. The owner,
+    then `SALT_MARK` and the client's own salt, if it gave one."""
     public_tokens: int = 0
-    """Leading prompt tokens that anyone may know: their full blocks are shared with all who have the same ones."""
+    """Leading prompt tokens that are not secret: their full blocks are shared between all namespaces."""
     slo: Slo = Slo()
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """Tokens that end an answer once `min_tokens` are there."""
+        """Tokens that end an answer once it has `min_tokens`."""
         ends = frozenset() if self.params.ignore_eos else self.end_ids
         stops = self.params.stop_token_ids
         return ends | frozenset(stops) if stops else ends
@@ -300,20 +301,20 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Where a choice's time went before its first token, as far as whoever computed it can tell."""
+    """Time that a choice spent in each stage before its first token, as measured by the worker that computed it."""
 
     queue_s: float = 0.0
-    """From being handed over until the first work on it."""
+    """From submission until the first work on it."""
     lookup_s: float = 0.0
-    """Asking the cache pool for its prefix and fetching that."""
+    """Lookup of its prefix in the cache pool, and the fetch of the blocks found."""
     prefill_s: float = 0.0
-    """From the first work on it to its first token, other requests' shares of those steps included."""
+    """From the first work on it to its first token, including other requests' shares of those steps."""
     transfer_s: float = 0.0
-    """Moving its KV to the worker that goes on with it."""
+    """KV transfer to the decode worker."""
     fetched_tokens: int = 0
     """Prompt tokens whose KV came from the cache pool."""
     disk_tokens: int = 0
-    """Of those, the ones that the pool had on disk alone when it was asked."""
+    """Of those, tokens whose blocks were only on disk at lookup."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,40 +331,40 @@ class TokenEvent:
     """Prompt tokens that came from the prefix cache; the same in every event of a request."""
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
-    """Drafts verified for this choice so far, and those of them that came true."""
+    """Drafts verified for this choice so far, and how many of them were accepted."""
     stages: Stages | None = None
-    """On a choice's first event. A transfer that comes after the first token is told by a later one, on its own."""
+    """On a choice's first event. A transfer after the first token is reported by a later event, alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingStats:
-    """What serves requests, at a glance. Counters count from the start and never go back."""
+    """Load and counters of a backend. Counters start at 0 with the process and never decrease."""
 
     running: int = 0
     """Choices that are being computed."""
     waiting: int = 0
     kv_usage: float = 0.0
-    """Share of the KV blocks that running choices hold, 0 to 1."""
+    """Share of the KV blocks held by running choices, 0 to 1."""
     num_steps: int = 0
     num_preemptions: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
-    """Drafts that were verified, and those of them that came true."""
+    """Drafts verified, and how many of them were accepted."""
     stalled_s: float = 0.0
-    """How long there has been work without a step being finished; 0 when there is none."""
+    """Seconds since the last finished step while there is work; 0 without work."""
     missing: str = ""
-    """What is not there and nothing can be answered without."""
+    """What the backend lacks and cannot answer without, e.g. a worker of one role."""
     held_by: str = ""
-    """Which limit keeps the oldest that waits from being computed; empty when nobody waits."""
+    """Limit that keeps the oldest waiting request from running; empty when none waits."""
     slo_ceiling: int | None = None
-    """Choices that may run at once so that promised times per token are kept. None: no promise bounds them."""
+    """Choices that may run at once within the TPOT objectives. None: no objective bounds them."""
     slo_held_back: bool = False
-    """Whether somebody waits now only for the sake of a promise."""
+    """Whether a request waits only because of a TPOT objective."""
     predicted_step_ms: float = 0.0
-    """What the last step was expected to take; and by how much such predictions are off, on average:"""
+    """Predicted time of the last step; below it, the mean error of such predictions."""
     step_error_ms: float = 0.0
     num_slos_given_up: int = 0
-    """Promised times per token that could not be kept any more, or never could."""
+    """TPOT objectives that were missed beyond repair, or could never be met."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,9 +373,9 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     draft_tokens: int = 0
-    """Guessed by the model's own MTP layer and verified."""
+    """Drafted by the model's MTP layer and verified."""
     accepted_draft_tokens: int = 0
-    """Those that came true: each of them was a step saved."""
+    """Accepted drafts: each saved a step."""
 
     @property
     def total_tokens(self) -> int:

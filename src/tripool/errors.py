@@ -1,6 +1,6 @@
-"""Every error a user can meet: a typed tree, each with an HTTP status, a stable code and a hint.
+"""Every error that a user can see: a typed tree, each with an HTTP status, a stable code and a hint.
 
-The message says what is wrong, the hint says what to do about it. Our own mistakes are assertions, never these.
+The message says what is wrong, the hint what to do about it. Mistakes of our own are assertions, never these.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class TripoolError(Exception):
-    """Root of the tree. `status` is what HTTP answers, `code` is what programs match on."""
+    """Root of the tree. `status` is the HTTP status, `code` is what programs match on."""
 
     status = 500
     code = "internal_error"
@@ -24,7 +24,7 @@ class TripoolError(Exception):
 
 
 class InvalidRequest(TripoolError):
-    """The caller asked for something that can never work."""
+    """The request can never succeed."""
 
     status = 400
     code = "invalid_request"
@@ -35,7 +35,7 @@ class InvalidRequest(TripoolError):
 
 
 class ContextOverflow(InvalidRequest):
-    """Prompt (plus what it asks to generate) exceeds the model's context or the KV memory."""
+    """The prompt, or the prompt with its `max_tokens`, exceeds the model's context or the KV memory."""
 
     code = "context_length_exceeded"
 
@@ -53,69 +53,69 @@ class EngineStopped(TripoolError):
 
 
 class RequestFailed(TripoolError):
-    """Something went wrong with this request alone, and not by its own fault. Others are served on."""
+    """This request failed inside the server, not through its own fault. Other requests are not affected."""
 
-    def __init__(self, message: str, *, hint: str = "the server's log says more under this id") -> None:
+    def __init__(self, message: str, *, hint: str = "see the server's log for this id") -> None:
         super().__init__(message, hint=hint)
 
     @classmethod
     def of(cls, request_id: str) -> RequestFailed:
-        """Says which one it was, and nothing of what went wrong: that is for the log."""
+        """Names the request and not the cause, which only the log shows."""
         return cls(f"request {request_id} failed inside the server")
 
 
 class Overloaded(TripoolError):
-    """More waits already than may wait. Nothing of this request was begun."""
+    """The queue is full. No work on this request was begun."""
 
     status = 429
     code = "overloaded"
 
     def __init__(self, message: str, *, hint: str = "", retry_after_s: float = 1.0) -> None:
-        super().__init__(message, hint=hint)
+        super().__init__(message, hint=hint or f"try again in about {max(1.0, retry_after_s):.0f} s")
         self.retry_after_s = retry_after_s
 
 
 class RateLimited(Overloaded):
-    """The tenant asks faster than it may."""
+    """The tenant exceeds its rate limit."""
 
     code = "rate_limited"
 
 
 class SlowReader(TripoolError):
-    """A client takes its answer so much more slowly than it is made that nobody keeps the rest for it."""
+    """The client reads its answer so much more slowly than it is generated that the rest is dropped."""
 
     status = 408
     code = "slow_reader"
 
 
 class AboveRateLimit(InvalidRequest):
-    """One request asks for more than its tenant's limit holds: waiting does not help."""
+    """One request asks for more than the tenant's limit per minute: waiting does not help."""
 
     code = "above_rate_limit"
 
 
 class TtftUnreachable(Overloaded):
-    """The first token would come later than the request says it may."""
+    """The predicted time to first token exceeds the request's TTFT objective."""
 
     code = "ttft_unreachable"
 
 
 class NoWorkers(TripoolError):
-    """No worker of a pool came within the time that a request may wait for one."""
+    """No worker of a pool became available within the time that a request may wait for one."""
 
     status = 503
     code = "no_workers"
 
 
 class WorkersFailed(TripoolError):
-    """Every worker that was given this request was lost or gave it back."""
+    """Every worker that this request was placed on was lost or refused it."""
 
     status = 503
     code = "workers_failed"
 
 
 class WorkersCrashed(TripoolError):
-    """Workers crash of this request, or while they compute it; it is not tried again."""
+    """Workers crash while they compute this request; it is not placed again."""
 
     code = "workers_crashed"
 
@@ -146,7 +146,7 @@ class CheckpointTruncated(CheckpointError):
 
 
 class CheckpointCorrupt(CheckpointError):
-    """The bytes are all there but are not what they claim to be (checksum, overlap, invalid JSON)."""
+    """The file is complete but its content is invalid (checksum, overlap, invalid JSON)."""
 
     code = "checkpoint_corrupt"
 
@@ -164,7 +164,7 @@ class WrongDtype(CheckpointError):
 
 
 class TensorMissing(CheckpointError):
-    """The config promises a tensor that no file holds."""
+    """The config requires a tensor that no file holds."""
 
     code = "tensor_missing"
 
@@ -176,7 +176,7 @@ class TensorShape(CheckpointError):
 
 
 def error_of(code: str, message: str, hint: str) -> TripoolError:
-    """The error that another process named by its code; the root of the tree for a code that is not known here."""
+    """The error for a code received from another process; a `TripoolError` if the code is unknown here."""
     found, tree = TripoolError, [TripoolError]
     while tree:
         kind = tree.pop()
@@ -186,12 +186,12 @@ def error_of(code: str, message: str, hint: str) -> TripoolError:
 
 
 class ArenaError(TripoolError):
-    """A cache member's shared memory cannot be made, or is not what it should be."""
+    """A cache member's shared memory cannot be created, or is not valid."""
 
     code = "bad_arena"
 
 
 class DiskError(TripoolError):
-    """A cache member's disk cannot be used, or cannot be used any more; memory goes on without it."""
+    """A cache member's disk cannot be used (any more); the member goes on without it."""
 
     code = "bad_disk"

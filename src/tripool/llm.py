@@ -1,7 +1,7 @@
-"""The Python surface: `LLM("tiny").generate(prompts, params)`. Drives an engine in the caller's own thread.
+"""The Python API: `LLM("tiny").generate(prompts, params)` runs an engine in the caller's thread.
 
-Not thread-safe; a server uses `EngineThread` instead. Several streams may be open at once, and each goes on while
-another is read. Whatever ends a call early (an exception, Ctrl-C, a closed stream) cancels its requests.
+Not thread-safe; a server uses `EngineThread` instead. Several streams may be open at once, and reading one advances all
+of them. Whatever ends a call early (an exception, Ctrl-C, a closed stream) cancels its requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OnProgress = Callable[[int, int], None]
 class LLM:
     """A model in this process.
 
-    `model` is a name (`tiny`, `smollm2`), the path of a checkpoint, or an engine that is already there.
+    `model` is a name (`tiny`, `smollm2`), the path of a checkpoint, or an existing engine.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class LLM:
         on_load: Callable[[str], None] | None = None,
     ) -> None:
         if isinstance(model, str):
-            # Here, so that `import tripool` and the command line's help do not pay for torch.
+            # Imported here, so that `import tripool` and the command line's help do not load torch.
             from tripool.engine.load import load_engine
 
             config = EngineConfig(kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads)
@@ -54,7 +54,7 @@ class LLM:
         self.context_tokens = model.context_tokens
         self.tokenizer = Tokenizer(model.text)
         self._mapped: dict[str, deque[TokenEvent | RequestFailed]] = {}
-        """Events not yet read, per open request: a step made for one reader serves them all."""
+        """Unread events per open request: one step serves all readers."""
 
     def generate(
         self,
@@ -83,14 +83,14 @@ class LLM:
         return self.run(requests, on_progress=on_progress)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> TextStream:
-        """Text as it comes; iterate, then read `.generation`."""
+        """Text as it is generated; iterate, then read `.generation`."""
         return TextStream(self._stream(self.request(prompt, params)))
 
     def stream_chat(self, conversation: Conversation, params: SamplingParams | None = None) -> TextStream:
         return TextStream(self._stream(self.chat_request(conversation, params)))
 
     def request(self, prompt: Prompt, params: SamplingParams | None = None, *, id: str | None = None) -> Request:
-        """A request to `run` later; text is tokenised here. `id` must be new; errors about the request name it."""
+        """A request for `run`; text is tokenised here. `id` must be new; errors about the request name it."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         return self._request(ids, params, id)
 
@@ -100,7 +100,7 @@ class LLM:
         return self._request(self.tokenizer.encode_chat(conversation), params, id)
 
     def run(self, requests: Sequence[Request], *, on_progress: OnProgress | None = None) -> list[Generation]:
-        """Answers in the order of the requests. One that cannot be served stops the call before any work."""
+        """Answers in the order of the requests. An invalid request fails the call before any work."""
         answers = {request.id: Answer(request, self.tokenizer) for request in requests}
         assert len(answers) == len(requests), "two requests share an id"
         left = dict(answers)
@@ -121,7 +121,7 @@ class LLM:
         return [answer.generation() for answer in answers.values()]
 
     def close(self) -> None:
-        """Cancel what is open and let go of the engine's memory. Closing twice is fine."""
+        """Cancel open requests and release the engine's memory. Closing twice is fine."""
         for request_id in list(self._mapped):
             self._forget(request_id)
         self._engine = None
@@ -179,14 +179,14 @@ class LLM:
                 self._mapped[request_id].append(RequestFailed.of(request_id))
 
     def _feed(self, answer: Answer) -> bool:
-        """Give an answer what has come for it; True when it is done."""
+        """Pass the pending events to an answer; True when it is done."""
         receiver = self._mapped[answer.request.id]
         while receiver:
             answer.take(_event(receiver.popleft()))
         return answer.done
 
     def _forget(self, request_id: str) -> None:
-        """Cancelling is idempotent, so this is right for finished requests and for those never added too."""
+        """Cancelling is idempotent: also right for finished requests and for those never added."""
         self._mapped.pop(request_id, None)
         if self._engine is not None:
             self._engine.cancel(request_id)
@@ -198,7 +198,7 @@ class LLM:
 
 
 class TextStream(Iterator[str]):
-    """Pieces of one answer's text; `generation` is there once they are all read. `close()` cancels the rest."""
+    """Pieces of one answer's text; `generation` is set once all are read. `close()` cancels the rest."""
 
     def __init__(self, pieces: Generator[str, None, Generation]) -> None:
         self._pieces = pieces
@@ -208,7 +208,7 @@ class TextStream(Iterator[str]):
         try:
             return next(self._pieces)
         except StopIteration as end:
-            if end.value is not None:  # a generator gives its value once, then None
+            if end.value is not None:  # a generator returns its value once, then None
                 self.generation = end.value
             raise StopIteration from None
 

@@ -1,7 +1,7 @@
-"""What was made for one consumer and is not read yet: counted when it comes, bounded while it waits.
+"""Mailbox: a bounded buffer of token events between a backend and the one consumer that reads them.
 
-Whatever computes tokens puts them here. Whoever has to account for them is told when they come (`Watcher`), not when
-they are read: what was computed for a client that never reads it was computed all the same.
+A `Watcher` accounts for tokens when they are put in, not when they are read: tokens generated for a client that never
+reads them were computed all the same.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from tripool.core import Request, TokenEvent
 from tripool.errors import SlowReader, TripoolError
 
 MAX_UNREAD = 2**18
-"""Tokens and scores beside them that may wait for one reader: some tens of megabytes."""
+"""Unread tokens and top log-probabilities per reader: some tens of megabytes."""
 
 _Item = TokenEvent | TripoolError | None
 """None only wakes the consumer: one of its requests was cancelled."""
 
 
 class Watcher:
-    """Is told of every token before it is read. On the consumer's event loop; by itself it does nothing."""
+    """Callbacks for every token before it is read, on the consumer's event loop. The default does nothing."""
 
     max_unread: float = MAX_UNREAD
-    """More ends the stream with SlowReader. May change: without a bound while it is not the client that is slow."""
+    """Beyond it the stream ends with SlowReader. May change: infinite while the delay is not the client's."""
 
     def made(self, event: TokenEvent) -> None:
-        """Whether it will ever be read or not."""
+        """A token was generated; it may never be read."""
 
     def over(self, request_id: str) -> None:
-        """Nothing more is made for it, however much is still to be read. May be said again."""
+        """No more tokens will be generated for the request; some may be unread. May be called again."""
 
 
 class Tally(Watcher):
-    """Counts."""
+    """Counts generated tokens."""
 
     def __init__(self, max_unread: float = MAX_UNREAD) -> None:
         self.max_unread = max_unread
         self.num_made: dict[str, int] = {}
         """Tokens, by request."""
         self.num_cached: dict[str, int] = {}
-        """Prompt tokens that were cached, as the first of them said."""
+        """Cached prompt tokens, from the request's first event."""
 
     def made(self, event: TokenEvent) -> None:
         request_id = event.request_id
@@ -53,13 +53,13 @@ class Tally(Watcher):
 
 
 class Mailbox:
-    """Of one or several requests with one consumer. All of it belongs to the consumer's event loop."""
+    """Buffer of one or several requests with one consumer; used on the consumer's event loop only."""
 
     def __init__(self, requests: Iterable[Request], watcher: Watcher | None = None) -> None:
         self.choices_left = {request.id: request.params.n for request in requests}
-        """Whose end was not read yet."""
+        """Choices per request whose end was not read yet."""
         self._to_make = dict(self.choices_left)
-        """Whose end has not come yet."""
+        """Choices per request whose end was not generated yet."""
         self._watcher = watcher or Watcher()
         self._items: deque[_Item] = deque()
         self._num_unread = 0
@@ -68,11 +68,11 @@ class Mailbox:
 
     @property
     def waiting(self) -> bool:
-        """Whether something can be read at once."""
+        """Whether an item can be read at once."""
         return bool(self._items)
 
     def put(self, event: TokenEvent) -> bool:
-        """False, once, when so much is unread that no more should be made: it ends with SlowReader."""
+        """False, once, when too much is unread: the stream ends with SlowReader and no more should be generated."""
         self._watcher.made(event)
         if event.finish_reason is not None:
             self._made_last(event.request_id)
@@ -87,7 +87,7 @@ class Mailbox:
         return True
 
     def fail(self, error: TripoolError, *, at_once: bool = False) -> None:
-        """It ends so, behind what came before, or `at_once`: then what was not read is forgotten."""
+        """End the stream with an error, after the unread items, or `at_once`: then they are dropped."""
         self._failed = True
         for request_id in tuple(self._to_make):
             self._over(request_id)
@@ -101,7 +101,7 @@ class Mailbox:
         self._append(None)
 
     async def get(self) -> _Item:
-        # One reader, and no more bookkeeping than that needs: every token of every stream comes through here.
+        # One reader, and no more bookkeeping than one needs: every token of every stream passes here.
         while not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter

@@ -1,4 +1,4 @@
-"""Every message that crosses a process: msgspec structs, msgpack on the wire, one version for all of them.
+"""Every message between processes: msgspec structs, msgpack on the wire, one protocol version for all of them.
 
 | from | to | messages |
 |---|---|---|
@@ -35,7 +35,7 @@ Role = Literal["prefill", "decode", "cache"]
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Checksum = Annotated[int, msgspec.Meta(ge=0)]
-"""64 bits, all that the wire has."""
+"""64 bits, the largest integer on the wire."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 FileName = Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=r"^[^/\x00]+$")]
@@ -56,32 +56,32 @@ class WorkerId(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answered(msgspec.Struct, frozen=True, array_like=True):
-    """What a client already has of one choice: replayed through the decode form, never sampled again."""
+    """Tokens of one choice that its client already has: replayed through the decode form, never sampled again."""
 
     choice: Natural
     tokens: tuple[Natural, ...]
 
 
 class KvDescriptor(msgspec.Struct, frozen=True, array_like=True):
-    """A choice's KV, packed for another worker: blocks in an arena, readable until the lease ends."""
+    """Where a choice's KV lies for transfer: blocks in an arena, readable until the lease ends."""
 
     arena: FileName
-    """Below the run folder."""
+    """Relative to the run folder."""
     lease: Natural
-    """Unique within the worker's life."""
+    """Unique within the worker's epoch."""
     offsets: tuple[Natural, ...]
     """Byte offset of each block, in order of position; the last may be partly filled."""
     checksums: tuple[Checksum, ...]
     block_bytes: Positive
     num_tokens: Natural
-    """Leading tokens (prompt and answer) whose KV is here."""
+    """Leading tokens (prompt and answer) whose KV the blocks hold."""
 
 
 # ---- worker to gateway -------------------------------------------------------------------------------------------
 
 
 class Hello(Message, frozen=True):
-    """First message of a life, and again whenever a gateway's Welcome shows that the gateway is a new one."""
+    """Registers a worker: its first message, and again when a Welcome comes from a new gateway."""
 
     protocol: int
     role: Role
@@ -89,7 +89,7 @@ class Hello(Message, frozen=True):
     pid: Natural
     model: str
     kv_tokens: Natural
-    """Tokens whose KV fits."""
+    """KV capacity in tokens."""
     max_running: Positive
     context_tokens: Positive
     vocab: Positive
@@ -104,16 +104,16 @@ class Hello(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """A worker's periodic sign of life and its progress. A worker with work and no new step is stalled."""
+    """Reports periodically that a worker is alive, and its progress. A worker with work and no new step is stalled."""
 
     worker_id: WorkerId
     num_steps: Natural
     waiting_tokens: Natural
     running: Natural
     blocks_held: Natural
-    """KV blocks that some sequence or parcel holds; 0 when idle, or something leaks."""
+    """KV blocks held by sequences or transfers; anything but 0 in an idle worker is a leak."""
     ceiling: Natural | None = None
-    """Sequences that may run there at once so that promised times per token are kept. None: nothing was promised."""
+    """Sequences that may run at once within the TPOT objectives. None: no objective."""
 
 
 class Stamped(msgspec.Struct, frozen=True, array_like=True):
@@ -129,7 +129,7 @@ class Tokens(Message, frozen=True):
 
 
 class TransferReady(Message, frozen=True):
-    """Prefill is done with a choice: its first tokens are sampled, its KV waits for a decode worker."""
+    """A choice's prefill is done: its first token is sampled, its KV is ready for a decode worker."""
 
     worker_id: WorkerId
     request_id: str
@@ -139,7 +139,7 @@ class TransferReady(Message, frozen=True):
 
 
 class TransferDone(Message, frozen=True):
-    """A decode worker has copied and checked a parcel; it may be released."""
+    """The decode worker has copied and verified the KV; the lease may be released."""
 
     worker_id: WorkerId
     request_id: str
@@ -148,21 +148,21 @@ class TransferDone(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """A worker will not, or could not, do its part of an attempt; it holds nothing of it any more."""
+    """A worker refuses its part of an attempt, or failed at it; it holds nothing of it any more."""
 
     worker_id: WorkerId
     request_id: str
     attempt: Natural
     code: str
-    """`code` of the error tree."""
+    """`code` of an error in `tripool.errors`."""
     message: str
     hint: str
     final: bool
-    """True: no other worker could (the request is at fault). False: worth another attempt elsewhere."""
+    """True: the request is at fault, and no other worker could serve it. False: it may be placed elsewhere."""
 
 
 class Left(Message, frozen=True):
-    """Drained: nothing is held, the process ends."""
+    """The worker is drained, holds nothing, and its process ends."""
 
     worker_id: WorkerId
 
@@ -173,74 +173,74 @@ class Left(Message, frozen=True):
 class Welcome(Message, frozen=True):
     gateway_epoch: Natural
     heartbeat_s: Annotated[float, msgspec.Meta(ge=0.001, le=60)]
-    """Longest silence between two pulses."""
+    """Longest interval between two heartbeats."""
 
 
 class StartPrefill(Message, frozen=True):
-    """To prefill: compute prompt and answers so far, sample each choice's next token, pack what goes on."""
+    """To a prefill worker: compute prompt and answers so far, sample each choice's next token, offer its KV."""
 
     request: Request
     attempt: Natural
     answered: tuple[Answered, ...]
-    """The choices still open. At the first attempt: all of them, without tokens."""
+    """The choices still open; at the first attempt all of them, without tokens."""
     deadline_s: Seconds
-    """From receipt; then the worker refuses it as not final."""
+    """From receipt; afterwards the worker refuses the request as not final."""
     lease_s: float = 60.0
-    """How long a packed choice is kept, if nobody says anything about it."""
+    """How long the worker keeps a choice's KV without a Release or Cancel."""
 
 
 class StartDecode(Message, frozen=True):
-    """To decode: take a parcel over and go on from there."""
+    """To a decode worker: copy the KV and continue the choice."""
 
     request: Request
     attempt: Natural
     answered: Answered
-    """Tokens so far, the newest of which has no KV yet."""
+    """Tokens so far; the newest has no KV yet."""
     descriptor: KvDescriptor
     num_cached_tokens: Natural
     deadline_s: Seconds
 
 
 class Release(Message, frozen=True):
-    """To prefill: this parcel is copied, or nobody will come for it."""
+    """To a prefill worker: the KV is copied, or not needed any more."""
 
     lease: Natural
 
 
 class Cancel(Message, frozen=True):
-    """Forget every choice of this attempt, parcels included. Unknown and finished ones are fine."""
+    """Drop every choice of this attempt and its KV. Unknown and finished attempts are ignored."""
 
     request_id: str
     attempt: Natural
 
 
 class Drain(Message, frozen=True):
-    """Take no more work; send Left once nothing is held."""
+    """Accept no more work; send Left once nothing is held."""
 
 
 # ---- supervisor --------------------------------------------------------------------------------------------------
 
 
 class Suspect(Message, frozen=True):
-    """To the supervisor: this life is silent. Kill it, reap it, say so, start another."""
+    """To the supervisor: this worker is silent. Kill it, reap it, send Reaped, start another."""
 
     worker_id: WorkerId
 
 
 class Reaped(Message, frozen=True):
-    """This life is over for certain: it will never write anywhere again."""
+    """This process has ended and is reaped: it will never write anywhere again."""
 
     worker_id: WorkerId
     crashed: bool = False
-    """It ended by its own fault, not because somebody ended it."""
+    """It ended through its own fault, not by a signal of the supervisor or the operator."""
 
 
 class Ready(Message, frozen=True):
-    """From a child to the supervisor: it serves. A gateway says so again and again, because nobody else watches it."""
+    """From a child to the supervisor: it serves. A gateway repeats it, since only the supervisor monitors a gateway."""
 
     worker_id: WorkerId
     block_bytes: Natural = 0
-    """Of a worker that has KV blocks: what the cache pool's slots must hold."""
+    """Size of the worker's KV blocks, 0 if it has none: the cache pool's slots must hold one."""
 
 
 FromWorker = Hello | Heartbeat | Tokens | TransferReady | TransferDone | Refused | Left
@@ -252,7 +252,7 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
 
-# Besides DecodeError: bad UTF-8, nesting without end, and a request that its own class refuses.
+# Besides DecodeError: invalid UTF-8, unbounded nesting, and a request that its own class refuses.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError, TripoolError)
 
 T = TypeVar("T")
@@ -263,7 +263,7 @@ def encode(message: AnyMessage) -> bytes:
 
 
 def decode(data: bytes) -> AnyMessage:
-    """Raises msgspec.DecodeError, and nothing else, on anything that is not one of these messages."""
+    """Raises msgspec.DecodeError, and nothing else, on anything else than one of these messages."""
     return strictly(_decoder, data)
 
 
@@ -279,4 +279,4 @@ def strictly(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T
     try:
         return decoder.decode(data)
     except _UNREADABLE as error:
-        raise msgspec.DecodeError(f"no message of ours: {error}") from error
+        raise msgspec.DecodeError(f"not a valid message: {error}") from error

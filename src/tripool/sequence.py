@@ -1,7 +1,7 @@
-"""One choice of one request on its way through an engine: tokens, progress and the blocks it holds. Pure data.
+"""The state of one choice in an engine: tokens, progress, and the KV blocks it holds. Pure data.
 
-Positions below the prompt's end are computed in prompt form, all others in decode form, also when they are computed
-again after a preemption: a token's KV is then the same whoever computes it and whenever.
+Positions within the prompt are computed in prompt form, all others in decode form, also when they are computed again
+after a preemption: so a token's KV does not depend on which worker computes it, or when.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from tripool.core import FinishReason, Request, TokenLogprobs
 
 
 class Guide(Protocol):
-    """One answer on its way through a grammar. Ask for the mask, sample, accept the token once it is final."""
+    """State of one answer in its grammar. Ask for the mask, sample, accept the token once it is final."""
 
     def mask(self) -> Any:
-        """numpy bool [vocab], not to be changed: the tokens that may come next, those that end the answer included."""
+        """numpy bool [vocab], read-only: the tokens allowed next, including those that end the answer."""
         ...
 
     def accept(self, token_id: int) -> None: ...
 
     @property
     def mask_s(self) -> float:
-        """How long the newest mask took: about as long as the next one will."""
+        """Duration of the newest mask: an estimate for the next one."""
         ...
 
     @property
     def done(self) -> bool:
-        """Complete: nothing but an end can follow."""
+        """The grammar is complete: only an end can follow."""
         ...
 
     @property
     def spent(self) -> bool:
-        """Nothing may come next: done without a token that says so, or lost in a limit of the grammar's."""
+        """No token is allowed next: complete without an end token, or stopped by a limit of the grammar engine."""
         ...
 
 
@@ -47,29 +47,29 @@ class Seq:
     tokens: list[int]
     """Prompt, then everything generated so far."""
     num_computed: int = 0
-    """Tokens whose KV stands in the blocks of `table`."""
+    """Tokens whose KV is in the blocks of `table`."""
     table: list[int] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
-    """Chain keys of the leading full blocks; they outlive a preemption, which only loses the blocks."""
+    """Chain keys of the leading full blocks; a preemption keeps them and frees only the blocks."""
     num_published: int = 0
-    """Leading blocks of `table` already offered to the prefix index."""
+    """Leading blocks of `table` already published to the prefix index."""
     num_cached: int | None = None
-    """Prompt tokens found in the prefix cache at the first admission; None before it."""
+    """Prompt tokens found in the prefix cache when it was first scheduled; None before."""
     leader: Seq | None = None
     """The request's first choice: the others wait for its prompt and then share its blocks."""
     finish: FinishReason | None = None
     draft: int | None = None
-    """A guess at the token after the newest one, for the next step to verify."""
+    """Draft of the token after the newest one, for the next step to verify."""
     num_drafted: int = 0
     num_accepted: int = 0
-    """Drafts that were verified, and those of them that came true."""
+    """Drafts verified, and how many of them were accepted."""
     carry: object | None = None
-    """What whoever drafts keeps between two steps, lost with the blocks. Opaque: may hold a tensor."""
+    """State of the drafter between two steps, lost with the blocks. Opaque: may hold a tensor."""
     guide: Guide | None = None
-    """What may come next under the request's grammar, after the tokens so far; a preemption leaves it as it is."""
+    """The request's grammar after the tokens so far; a preemption leaves it as it is."""
     prompt_len: int = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
-    """Tokens that end this sequence once `min_tokens` are there."""
+    """Tokens that end this sequence once it has `min_tokens`."""
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.request.prompt_ids)
@@ -89,12 +89,12 @@ class Seq:
 
     @property
     def mask_s(self) -> float:
-        """How long its grammar will keep the next step."""
+        """Expected duration of the next mask."""
         return 0.0 if self.guide is None else self.guide.mask_s
 
     @property
     def wants_draft(self) -> bool:
-        """Whether two more tokens may come: the verified one, and the one that a right draft gives on top of it."""
+        """Whether two more tokens may follow: the sampled one, and the one that an accepted draft adds."""
         answering = self.prompt_done and self.num_computed == len(self.tokens) - 1
         return self.finish is None and answering and self.num_generated + 2 <= self.max_new_tokens
 
@@ -109,7 +109,7 @@ class Seq:
 
 @dataclass(slots=True)
 class Work:
-    """Tokens to run at consecutive positions. KV of position p lives in block table[p // 64], slot p % 64."""
+    """Tokens to run at consecutive positions. The KV of position p is in block table[p // 64], slot p % 64."""
 
     tokens: list[int]
     start: int
@@ -128,13 +128,13 @@ class Task:
 
     seq: Seq
     work: Work
-    """Tokens that are certain."""
+    """Known tokens."""
     draft: int | None = None
-    """Runs as one more row. Nothing counts it as computed before the row above it has said the same token."""
+    """Runs as one more row; counts as computed only if the row before it yields the same token."""
 
     @property
     def rows(self) -> Work:
-        """What the device runs: the work, and the draft after it."""
+        """What the device runs: the work, then the draft."""
         work = self.work
         if self.draft is None:
             return work
@@ -146,7 +146,7 @@ class Task:
 
     @property
     def samples(self) -> bool:
-        """Whether the work's last row yields a new token: only when nothing known is left to compute."""
+        """Whether the work's last row yields a new token: only when no known token is left to compute."""
         return self.work.stop == len(self.seq.tokens)
 
 

@@ -171,7 +171,7 @@ def test_a_server_that_says_nothing():
     assert asyncio.run(main()).kind == "timeout"
 
 
-def test_nobody_there():
+def test_no_server():
     with socket.socket() as bound:  # bound and not listening: nobody else can take the port meanwhile
         bound.bind(("127.0.0.1", 0))
         client = HttpClient(Address("127.0.0.1", bound.getsockname()[1], False, ""))

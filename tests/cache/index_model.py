@@ -291,7 +291,7 @@ class IndexMachine(RuleBasedStateMachine):
             model.touch(sorted(chain, key=lambda key: written[key][1]))
 
     @invariant()
-    def books_are_right(self) -> None:
+    def quotas_hold(self) -> None:
         if not hasattr(self, "index"):
             return
         for slot, record in self.index.take_changes():

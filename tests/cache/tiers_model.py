@@ -239,7 +239,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.writes = []
 
     @invariant()
-    def books_are_right(self) -> None:
+    def quotas_hold(self) -> None:
         if not hasattr(self, "tiers"):
             return
         self.settle()

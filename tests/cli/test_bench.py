@@ -18,7 +18,7 @@ DEADLINE_S = 60.0
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server as a process of its own: the client is measured against another processor's work, as in life."""
+    """A server as a process of its own: the client and server run on different processors, as in production."""
     with subprocess.Popen([sys.executable, "-c", FAKE], stdout=subprocess.PIPE, text=True) as running:
         watchdog = threading.Timer(2 * DEADLINE_S, running.kill)
         watchdog.start()
@@ -28,13 +28,13 @@ def url() -> Iterator[str]:
 
 
 def test_a_closed_loop_and_its_files(tripool, url, tmp_path):
-    told, page = tmp_path / "told.json", tmp_path / "page.html"
+    reported, page = tmp_path / "reported.json", tmp_path / "page.html"
     sizes = ("--requests", "20", "--input-len", "30", "--output-len", "10")
-    files = ("--json", str(told), "--html", str(page))
+    files = ("--json", str(reported), "--html", str(page))
     ran = tripool("bench", "--url", url, "--concurrency", "4", *sizes, *files, "--goodput", "ttft:60000")
     assert ran.code == 0, ran.err
     assert "20 of 20" in ran.out and "first token" in ran.out and "100.0%" in ran.out
-    found = json.loads(told.read_text())
+    found = json.loads(reported.read_text())
     assert found["summary"]["completed"] == found["summary"]["good"] == 20
     assert found["summary"]["output_tokens"] == 200
     assert found["asked"]["load"] == "4 at once"
@@ -42,17 +42,17 @@ def test_a_closed_loop_and_its_files(tripool, url, tmp_path):
 
 
 def test_a_trace_at_its_times(tripool, url, tmp_path):
-    trace, told = tmp_path / "trace.jsonl", tmp_path / "told.json"
+    trace, reported = tmp_path / "trace.jsonl", tmp_path / "reported.json"
     line = '{{"timestamp": {}, "input_length": 1300, "output_length": 40, "hash_ids": [1, 2, {}]}}\n'
     trace.write_text("".join(line.format(200 * number, 10 + number) for number in range(4)))
     scaled = ("--speed", "2", "--scale-tokens", "0.25", "--max-requests", "3", "--endpoint", "completions")
-    ran = tripool("bench", "--url", url, "--trace", str(trace), *scaled, "--json", str(told))
+    ran = tripool("bench", "--url", url, "--trace", str(trace), *scaled, "--json", str(reported))
     assert ran.code == 0, ran.err
-    rows = json.loads(told.read_text())["requests"]
+    rows = json.loads(reported.read_text())["requests"]
     assert [row["due_s"] for row in rows] == [0.0, 0.1, 0.2]
     assert [row["prompt_tokens"] for row in rows] == [2 * 128 + 69] * 3
     assert [row["completion_tokens"] for row in rows] == [10] * 3
-    assert sorted(row["cached_tokens"] for row in rows) == [0, 256, 256], "whoever is there first pays"
+    assert sorted(row["cached_tokens"] for row in rows) == [0, 256, 256], "the first request computes it"
 
 
 def test_poisson(tripool, url):
@@ -61,7 +61,7 @@ def test_poisson(tripool, url):
     assert "15 of 15" in ran.out and "Poisson, 200/s" in ran.out and "sent late" in ran.out
 
 
-def test_nobody_there(tripool):
+def test_no_server(tripool):
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         ran = tripool("bench", "--url", f"http://127.0.0.1:{bound.getsockname()[1]}")

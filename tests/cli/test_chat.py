@@ -10,7 +10,7 @@ from tripool.engine.fake_paged import PagedFake
 
 
 def expected(*contents: str, system: str | None = None, **options: int) -> str:
-    """Turns of user and assistant by turns."""
+    """Messages of user and assistant, alternating."""
     messages = [{"role": "system", "content": system}] if system else []
     messages += [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
     with LLM(PagedFake(fake_text())) as llm:

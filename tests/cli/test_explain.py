@@ -45,7 +45,7 @@ def shown(**changes) -> str:
 def test_tokens_and_times_come_first():
     text = shown()
     assert text.startswith("cmpl-1: finished (1 stop), completions, streamed\n")
-    assert "1,200 prompt tokens, 960 of them cached; 64 answered; 7 of 10 drafts came true" in text
+    assert "1,200 prompt tokens, 960 of them cached; 64 answered; 7 of 10 drafts accepted" in text
     lines = {line.split()[0]: line for line in text.splitlines() if line}
     assert "60.0 ms" in lines["decode"] and lines["decode"].count("█") == 18
     assert lines["queue"].count("█") == 9
@@ -66,7 +66,7 @@ def test_rows_become_a_table_without_columns_that_say_nothing():
     assert "1,200.0" in text
 
 
-def test_several_prompts_are_told_apart():
+def test_several_prompts_are_separated():
     text = shown(prompts=2, n=3, placement=[{"mode": "x"}, {"mode": "y"}])
     assert "prompt 0" in text and "prompt 1" in text
     assert "64 answered to 2 prompts in 3 choices each" in text

@@ -173,9 +173,9 @@ def hang_up(server: Server) -> None:
 
 
 def ask_until_said(server: Server, log: Path, words: str) -> None:
-    """The key book is looked at when somebody asks, and not each time."""
+    """The key store is read on demand, and not each time."""
     deadline_s = time.monotonic() + DEADLINE_S
-    while f"the key book {words}" not in log.read_text():
+    while f"the key store {words}" not in log.read_text():
         assert server.ask("/v1/models") == 200 and time.monotonic() < deadline_s
 
 
@@ -195,7 +195,7 @@ def check(server: Server, log: str, lines: list[dict[str, Any]]) -> dict[str, li
     assert Counter((line["route"], int(line["status"])) for line in requests) == known
     strangers = [line for line in by_message["request"] if int(line["status"]) == 401]
     assert {line["error"] for line in strangers} == {"invalid_api_key"}
-    assert 3 <= len(strangers) < 50, "of what anybody can cause a few are told"
+    assert 3 <= len(strangers) < 50, "of what anyone can cause only a few are logged"
     mine = next(line for line in requests if line["request_id"] == "mine")
     assert (mine["tenant"], int(mine["prompt_tokens"]), mine["ended"]) == ("alice", len(BIRD), "finished")
     errors = {line["error"] for line in requests if int(line["status"]) in (401, 403, 429)}
@@ -225,21 +225,21 @@ def test_a_server_of_one_process(keys: tuple[dict[str, str], str], tmp_path: Pat
         knock(server, 200)
         assert server.ask("/detokenize", {"tokens": [1, 2], "user": BIRD}) in (400, 500)
         os.link(path, f"{path}.away")
-        Path(f"{path}.bad").write_bytes(b"no key book" * 1000)
+        Path(f"{path}.bad").write_bytes(b"not a key store" * 1000)
         os.replace(f"{path}.bad", path)
         ask_until_said(server, log, "cannot be read")
         os.replace(f"{path}.away", path)
-        ask_until_said(server, log, "is read again")
+        ask_until_said(server, log, "is readable again")
         assert server.ask("/drain", who="boss", method="POST") == 200
         assert server.ask("/drain", who="boss", method="DELETE") == 200
         assert server.ask(COMPLETIONS, {"prompt": BIRD, "max_tokens": 666}) >= 500  # the engine fails on it
     lines = [json.loads(line) if style == "json" else read_text(line) for line in log.read_text().splitlines()]
-    told = check(server, log.read_text(), lines)
+    reported = check(server, log.read_text(), lines)
     assert {line["process"] for line in lines} == {"server"}
     assert [line["message"] for line in lines][:2] == ["start", "ready"] and lines[-1]["message"] == "stopped"
-    assert told["ready"][0]["keys"] == "needed"
-    assert {"draining", "no longer draining", "stopping"} <= told.keys()
-    failed = next(line for line in told["request"] if line["route"] == "/detokenize")
+    assert reported["ready"][0]["keys"] == "needed"
+    assert {"draining", "no longer draining", "stopping"} <= reported.keys()
+    failed = next(line for line in reported["request"] if line["route"] == "/detokenize")
     assert failed["exception"] == "ValueError" and " fail" in str(failed["traceback"])
     assert "RuntimeError" in log.read_text()
 
@@ -264,15 +264,15 @@ def test_a_server_of_several_processes(keys: tuple[dict[str, str], str], tmp_pat
             assert [part for part in parts if part][-1] == "data: [DONE]"
         server.sent[COMPLETIONS, 200] += 1
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    told = check(server, log.read_text(), lines)
+    reported = check(server, log.read_text(), lines)
     names = {"supervisor", "gateway", "prefill-0", "decode-0", "cache-0", "cache-1"}
     assert {line["process"] for line in lines} == names
-    assert {line["child"] for line in told["process started"]} == names - {"supervisor"}
-    (ended,) = told["process ended"]
+    assert {line["child"] for line in reported["process started"]} == names - {"supervisor"}
+    (ended,) = reported["process ended"]
     assert (ended["child"], ended["child_pid"], ended["signal"]) == ("decode-0", pid, "SIGKILL")
-    (lost,) = [line for line in told["worker lost"] if line["epoch"] == ended["epoch"]]
+    (lost,) = [line for line in reported["worker lost"] if line["epoch"] == ended["epoch"]]
     assert (lost["worker"], lost["placed_again"], lost["level"]) == ("decode-0", 1, "warning")
-    assert [line["worker"] for line in told["worker joined"]].count("decode-0") == 2
+    assert [line["worker"] for line in reported["worker joined"]].count("decode-0") == 2
     assert (lines[-1]["process"], lines[-1]["message"]) == ("supervisor", "stopped")
 
 

@@ -25,14 +25,14 @@ def test_a_broken_bar_is_an_exit_code(tripool, tmp_path):
     ran = tripool("plan", "--validate", "--rows", str(rows))
     assert ran.code == 1 and "wonder" in ran.out and "broken" in ran.out
     ran = tripool("plan", "--validate", "--rows", str(rows), "--json")
-    told = json.loads(ran.out)
-    assert ran.code == 1 and not told["ok"] and told["rows"][0]["error"] < -0.5
+    reported = json.loads(ran.out)
+    assert ran.code == 1 and not reported["ok"] and reported["rows"][0]["error"] < -0.5
 
 
 def test_a_plan_with_its_files(tripool, tmp_path):
     page, saved = tmp_path / "plan.html", tmp_path / "deployment.toml"
     ran = tripool("plan", *SMALL, "--html", str(page), "--save", str(saved), "--price", "3", "--currency", "EUR")
-    assert ran.code == 0 and "EUR/M out" in ran.out and "what would lift it" in ran.out
+    assert ran.code == 0 and "EUR/M out" in ran.out and "what would raise it" in ran.out
     assert page.read_text().startswith("<!doctype html>") and 'model = "qwen3-30b-a3b"' in saved.read_text()
 
 

@@ -28,8 +28,8 @@ def test_files(tripool, tmp_path):
     page, lines = tmp_path / "page.html", tmp_path / "lines.json"
     ran = tripool("reproduce", "--html", str(page), "--json", str(lines))
     assert ran.code == 0 and page.read_text("utf-8").startswith("<!doctype html>")
-    told = json.loads(lines.read_text("utf-8"))
-    assert told["system"] == "cloudmatrix" and told["validation"]["lines"] > 10
+    reported = json.loads(lines.read_text("utf-8"))
+    assert reported["system"] == "cloudmatrix" and reported["validation"]["lines"] > 10
 
 
 @pytest.mark.parametrize(

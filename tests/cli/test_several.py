@@ -70,7 +70,7 @@ def tight(other, tmp_path) -> Iterator[Running]:
     )
 
 
-def test_models_take_turns_within_the_budget_and_come_back_from_memory(tight, tripool):
+def test_models_are_swapped_within_the_budget_and_reload_from_memory(tight, tripool):
     assert "tiny: ready, default" in tight.banner and "other: unloaded" in tight.banner
     first = tight.say("tiny")["choices"][0]["text"]
     sizes = []
@@ -78,7 +78,7 @@ def test_models_take_turns_within_the_budget_and_come_back_from_memory(tight, tr
         answer = tight.say(name)
         assert (answer["model"], answer["choices"][0]["text"]) == (name, first)
         models = tight.models()
-        assert {one: told["state"] for one, told in models.items()} == {
+        assert {one: reported["state"] for one, reported in models.items()} == {
             name: "ready",
             ({"tiny", "other"} - {name}).pop(): "unloaded",
         }

@@ -67,16 +67,16 @@ def test_client_sets_and_made_up_requests(tripool, deployment, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "reported"),
     [
         (("--fault", "flood:decode-0@1+1"), "not understood"),
-        (("--faults",), "simulated lives"),
+        (("--faults",), "seeded runs"),
         (("--synthetic", "3"), "makes its own requests"),
     ],
 )
-def test_what_does_not_go_together_is_refused(tripool, deployment, trace, more, told):
+def test_what_does_not_go_together_is_refused(tripool, deployment, trace, more, reported):
     ran = tripool("simulate", "--trace", trace, "--deployment", deployment, *more)
-    assert ran.code != 0 and told in ran.err
+    assert ran.code != 0 and reported in ran.err
 
 
 def test_a_file_that_is_no_report_is_not_compared(tripool, trace):

@@ -1,4 +1,4 @@
-"""A real server on a real socket, and fake engines that can be watched, held up and told what to say."""
+"""A real server on a real socket, and fake engines that can be watched, held up and scripted."""
 
 from __future__ import annotations
 

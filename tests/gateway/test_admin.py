@@ -114,15 +114,20 @@ def test_explain(server):
     messages: Any = [{"role": "user", "content": "explained " * 40}]
     for _ in range(2):
         answer = server.openai.chat.completions.create(model="fake", messages=messages, n=2, max_tokens=3, seed=1)
-    told = server.http.get(f"/v1/requests/{answer.id}/explain").json()
-    assert (told["id"], told["api"], told["state"], told["stream"]) == (answer.id, "chat", "finished", False)
-    assert told["cached_tokens"] == answer.usage.prompt_tokens_details.cached_tokens > 0
-    assert (told["prompt_tokens"], told["completion_tokens"]) == (answer.usage.prompt_tokens, 6)
-    assert told["finish_reasons"] == {"length": 2}
-    assert told["timing"] == answer.model_extra["tripool"]["timing"]
-    (placement,) = told["placement"]
+    shown = server.http.get(f"/v1/requests/{answer.id}/explain").json()
+    assert (shown["id"], shown["api"], shown["state"], shown["stream"]) == (
+        answer.id,
+        "chat",
+        "finished",
+        False,
+    )
+    assert shown["cached_tokens"] == answer.usage.prompt_tokens_details.cached_tokens > 0
+    assert (shown["prompt_tokens"], shown["completion_tokens"]) == (answer.usage.prompt_tokens, 6)
+    assert shown["finish_reasons"] == {"length": 2}
+    assert shown["timing"] == answer.model_extra["tripool"]["timing"]
+    (placement,) = shown["placement"]
     assert placement.items() >= {"mode": "colocated", "engine": "fake", "waited for admission": "0.0 ms"}.items()
-    assert "explained" not in str(told)
+    assert "explained" not in str(shown)
 
 
 def test_explain_by_the_clients_own_id(server):
@@ -143,8 +148,8 @@ def test_explain_says_what_became_of_a_request(serve, check_refusal):
         engine.in_flight.set()
         assert engine.wait_idle()
         served.http.post("/v1/completions", json={"prompt": [10**6], "request_id": "bad"})
-        told = served.http.get("/v1/requests/bad/explain").json()
-        assert (told["state"], told["error"]) == ("failed", "invalid_request")
+        shown = served.http.get("/v1/requests/bad/explain").json()
+        assert (shown["state"], shown["error"]) == ("failed", "invalid_request")
         served.wait_empty()
         assert served.http.get("/v1/requests/gone/explain").json()["state"] == "cancelled"
         unknown = served.http.get("/v1/requests/nobody/explain")

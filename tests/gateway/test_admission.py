@@ -1,4 +1,4 @@
-"""The door over real sockets: refusals in both dialects, waiting, order, and that nothing is left behind."""
+"""Admission over real sockets: refusals in both dialects, waiting, order, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tripool.router.admission_types import Capacity
 from tripool.tenants import Limits, Tenant
 
 NARROW = AdmissionConfig(window_s=1e-9, wide_tokens=1, max_wait_s=3600.0)
-"""One prompt inside at a time; patient: a machine that stood still while the door learned its pace predicts much."""
+"""One prompt admitted at a time; a long wait: a machine that paused while the predictor learned predicts much."""
 
 
 def limited(**limits: Any) -> Callable[[str], Tenant]:
@@ -75,7 +75,7 @@ def blocked(
 
 
 def begin(served: Served, pool: ThreadPoolExecutor, prompt: str, **more: Any) -> Future[httpx.Response]:
-    """A request that waits at the door."""
+    """A request that waits for admission."""
     before = num_waiting(served)
     future = pool.submit(ask, served, prompt, **more)
     wait_for(lambda: future.done() or num_waiting(served) == before + 1)
@@ -118,9 +118,9 @@ def test_explain_names_the_limit_that_refused(serve: Serve) -> None:
         assert ask(served, "some words").status_code == 200
         refused = ask(served, "some words here", headers={"x-request-id": "refused-one"})
         assert refused.status_code == 429
-        told = served.http.get("/v1/requests/refused-one/explain").json()
-        assert (told["state"], told["error"]) == ("failed", "rate_limited")
-        assert "20 tokens per minute" in told["placement"][0]["refused by admission control"]
+        shown = served.http.get("/v1/requests/refused-one/explain").json()
+        assert (shown["state"], shown["error"]) == ("failed", "rate_limited")
+        assert "20 tokens per minute" in shown["placement"][0]["refused by admission control"]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_who_waits_too_long_is_refused(serve: Serve) -> None:
 # ---- waiting --------------------------------------------------------------------------------------------------------
 
 
-def test_who_waited_is_served_and_told_how_long(serve: Serve) -> None:
+def test_a_request_that_waited_is_served_and_reports_how_long(serve: Serve) -> None:
     with blocked(serve, NARROW) as (served, pool):
         first = enter(served, pool)
         second = begin(served, pool, "second", headers={"x-request-id": "waited"})
@@ -254,9 +254,9 @@ def test_who_waited_is_served_and_told_how_long(serve: Serve) -> None:
         assert first.result().status_code == 200
         answer = second.result().json()
         assert answer["tripool"]["timing"]["queue"] > 0
-        (told,) = served.http.get("/v1/requests/waited/explain").json()["placement"]
-        assert "because" in told["waited for admission"]
-        assert told["predicted first token ms"] >= 0, "a prediction was made; of a fake engine it may round to nothing"
+        (shown,) = served.http.get("/v1/requests/waited/explain").json()["placement"]
+        assert "because" in shown["waited for admission"]
+        assert shown["predicted first token ms"] >= 0, "a prediction was made; of a fake engine it may round to nothing"
 
 
 def test_lower_priorities_overtake(serve: Serve) -> None:
@@ -339,6 +339,8 @@ def test_promises_of_the_wrong_shape_are_refused(
 
 # ---- without sockets ------------------------------------------------------------------------------------------------
 
+"""A backend that answers on demand."""
+
 
 class Slow:
     """A backend that answers when it is told to."""
@@ -411,7 +413,7 @@ def test_what_is_left_of_a_visit_goes_through() -> None:
     asyncio.run(go())
 
 
-def test_who_waits_when_the_door_is_closed_is_still_served_and_who_comes_later_is_not() -> None:
+def test_refuse_serves_waiting_requests_but_no_new_ones() -> None:
     """A server that loses its supervisor ends what it has begun, and a request that waits has begun for its client."""
 
     async def go() -> None:
@@ -431,7 +433,7 @@ def test_who_waits_when_the_door_is_closed_is_still_served_and_who_comes_later_i
     asyncio.run(go())
 
 
-def test_a_task_cancelled_at_any_moment_leaves_the_door_empty() -> None:
+def test_a_task_cancelled_at_any_moment_leaves_admission_idle() -> None:
     async def go(turns: int) -> None:
         slow = Slow()
         admission = AdmissionBackend(slow, NARROW)
@@ -483,7 +485,7 @@ def test_a_refusal_is_remembered_for_a_while_and_not_for_ever() -> None:
     asyncio.run(go())
 
 
-def test_who_only_reads_holds_nothing_at_the_door() -> None:
+def test_a_request_that_only_has_to_be_read_holds_nothing_in_admission() -> None:
     """The engine has long made all of it: its tenant's slots are free, and `explain` still knows how it came in."""
 
     async def go() -> None:
@@ -499,6 +501,9 @@ def test_who_only_reads_holds_nothing_at_the_door() -> None:
         assert [event.request_id async for event in first] == ["first"] and admission._admission.idle
 
     asyncio.run(go())
+
+
+"""Has everything at once, and gives it to its reader."""
 
 
 class Ready(Slow):

@@ -204,7 +204,7 @@ def test_half_open_connections_make_room_for_newcomers(serve):
                 line.close()
 
 
-def test_when_all_connections_wait_for_answers_a_newcomer_is_told(serve):
+def test_when_all_connections_wait_for_answers_a_new_one_is_refused(serve):
     engine = GatedEngine()
     with serve(engine=engine, limits=ConnectionLimits(max_open=1)) as served, connected(served) as first:
         first.sendall(post(CHAT, {"messages": HELLO, "max_tokens": 1}))
@@ -283,7 +283,7 @@ def test_strange_beginnings_end_cleanly(serve, capfd):
 # ---- clients that do not read --------------------------------------------------------------------------------------
 
 
-def test_a_stream_that_nobody_reads_ends(serve):
+def test_an_unread_stream_ends(serve):
     with serve(engine=ScriptedEngine(" pool" * 20_000, context_tokens=10**9), limits=SHORT_TAKE) as served:
         with connected(served, receive_bytes=2048) as line:
             body = {"messages": HELLO, "stream": True, "request_id": "deaf", "max_tokens": 15_000}
@@ -292,12 +292,12 @@ def test_a_stream_that_nobody_reads_ends(serve):
             assert served.engine.wait_idle()
             assert wait_ended(line)
         served.wait_empty()
-        told = served.http.get("/v1/requests/deaf/explain").json()
-        assert (told["state"], told["error"]) == ("cancelled", "slow_reader")
+        reported = served.http.get("/v1/requests/deaf/explain").json()
+        assert (reported["state"], reported["error"]) == ("cancelled", "slow_reader")
         assert ended_by_code(served) == {"slow_reader": 1}
 
 
-def test_an_answer_that_nobody_reads_ends(serve):
+def test_an_unread_answer_ends(serve):
     """Computed and written, it takes no slot any more: but memory and a connection."""
     long = ScriptedEngine(" pool", context_tokens=10**9)  # whose context has room for the text
     with serve(engine=long, limits=SHORT_TAKE, max_body_bytes=2**20) as served:

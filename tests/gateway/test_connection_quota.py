@@ -60,8 +60,8 @@ def test_one_tenant_cannot_take_all_connections(tmp_path):
             for kept in lines[:7]:
                 assert kept.recv(12) == b"HTTP/1.1 200"
         served.wait_empty(keys["admin"])
-        told = served.http.get("/metrics", headers=bearer(keys["admin"])).text
-        assert 'code="tenant_connections"' in told
+        reported = served.http.get("/metrics", headers=bearer(keys["admin"])).text
+        assert 'code="tenant_connections"' in reported
         assert served.http.post(CHAT, json=STREAM, headers=bearer(keys["alice"])).status_code == 200, "it is free again"
 
 

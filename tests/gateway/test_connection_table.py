@@ -18,7 +18,7 @@ def test_the_unknown_go_first_then_the_oldest_and_those_that_are_claimed_never()
     assert table.superfluous("idle") is None
     for name in ("half a head", "newer", "newest"):
         table.waits(name, known=False)
-    table.works("newer")  # a request that nobody answers for yet
+    table.works("newer")  # a request that is not claimed yet
     gone = []
     while (victim := table.superfluous("newest")) is not None:
         gone.append(victim)
@@ -27,7 +27,7 @@ def test_the_unknown_go_first_then_the_oldest_and_those_that_are_claimed_never()
     assert len(table) == 2
 
 
-def test_a_newcomer_goes_itself_only_if_nobody_else_can():
+def test_a_new_connection_is_closed_only_if_no_other_can_be():
     table: ConnectionTable[str] = ConnectionTable(1)
     table.waits("idle", known=True)
     table.waits("newcomer", known=False)
@@ -56,7 +56,7 @@ def test_after_ten_have_taken_all_they_can_the_next_finds_something():
     assert sum(got) <= 4096 * 7 // 8
     table.closed("tenant 0 5")
     table.waits("again", known=True)
-    assert table.claim("again", "tenant 0") is Claim.TENANT_FULL, "what it gave back is for whoever has less"
+    assert table.claim("again", "tenant 0") is Claim.TENANT_FULL, "what it gave back is for tenants that have less"
 
 
 def test_on_a_server_without_keys_all_but_the_reserve_can_be_claimed():

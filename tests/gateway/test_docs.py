@@ -43,7 +43,7 @@ def test_ignored_parameters():
 
 
 def test_parameters_that_may_ask_for_nothing():
-    said = words(part("Only with the value that asks for nothing"))
+    said = words(part("Accepted only with the default value"))
     assert said == {*(CHAT.only_plain or ()), *(COMPLETION.only_plain or ())}
 
 

@@ -1,4 +1,4 @@
-"""Work before admission: nobody's takes the threads from others, and what waits is bounded."""
+"""Work before admission: no tenant takes all threads, and the queue is bounded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEADLINE_S = 60.0
 
 
 class Stage:
-    """Work that tells when it began and ends when it is told to."""
+    """Work that signals when it began and ends on an event."""
 
     def __init__(self) -> None:
         self.order: list[str] = []
@@ -107,7 +107,7 @@ def test_errors_come_back_and_threads_go_on() -> None:
     assert asyncio.run(go()) == "fine"
 
 
-def test_who_waits_too_long_is_told_and_who_leaves_is_forgotten() -> None:
+def test_waiting_too_long_is_an_error_and_a_cancelled_piece_is_dropped() -> None:
     async def go() -> None:
         stage, shared = Stage(), pool(num_threads=1, max_wait_s=0.05)
         inside = asyncio.ensure_future(shared.run("a", stage.work("inside")))

@@ -129,14 +129,14 @@ def test_a_form_of_another_site_changes_nothing(server):
 def test_probes_may_use_any_name_and_learn_nothing(tmp_path):
     """Load balancers call a server what they like. On one without keys the rest stays closed to such names."""
     with guarded_server(tmp_path / "keys.db") as opened:
-        for path, told in (
+        for path, reported in (
             ("/health", "status"),
             ("/ping", "status"),
             ("/health/ready", "status"),
             ("/version", "version"),
         ):
             answer = opened.http.get(path, headers={"host": "evil.example"})
-            assert (answer.status_code, list(answer.json())) == (200, [told])
+            assert (answer.status_code, list(answer.json())) == (200, [reported])
         assert opened.http.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
 
 

@@ -129,8 +129,8 @@ def test_models_are_listed_with_their_state(house):
         say(http, "two")
         assert states(http) == {"one": "unloaded", "two": "ready", "three": "unloaded"}
         until(lambda: not http.get("/load").json()["server_load"])
-        told = http.get("/v1/models/two").json()
-        assert (told["default"], told["bytes"], told["open"]) == (False, 4 * MB, 0)
+        shown = http.get("/v1/models/two").json()
+        assert (shown["default"], shown["bytes"], shown["open"]) == (False, 4 * MB, 0)
         assert http.get("/v1/models/four").status_code == 404
 
 
@@ -199,8 +199,8 @@ def test_a_model_that_cannot_be_loaded_says_why_and_can_be_tried_again(house):
     with serving(house, None) as http:
         for answer in (say(http, "two"), http.post("/v1/models/load", json={"model": "two"})):
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "checkpoint_missing")
-        told = http.get("/v1/models/two").json()
-        assert told["state"] == "failed" and "put it back" in told["error"]
+        shown = http.get("/v1/models/two").json()
+        assert shown["state"] == "failed" and "put it back" in shown["error"]
         house.broken.clear()
         assert http.post("/v1/models/load", json={"model": "two"}).json()["state"] == "ready"
         assert "error" not in http.get("/v1/models/two").json()
@@ -214,8 +214,10 @@ def test_unloading_lets_open_answers_end_and_nothing_stays_behind(house):
         with http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             assert next(lines)
-            told: list[httpx.Response] = []
-            unload = threading.Thread(target=lambda: told.append(http.post("/v1/models/unload", json={"model": "one"})))
+            shown: list[httpx.Response] = []
+            unload = threading.Thread(
+                target=lambda: shown.append(http.post("/v1/models/unload", json={"model": "one"}))
+            )
             unload.start()
             until(lambda: states(http)["one"] == "draining")
             refused = say(http, "one")
@@ -224,7 +226,7 @@ def test_unloading_lets_open_answers_end_and_nothing_stays_behind(house):
             chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
         unload.join(DEADLINE_S)
-        assert told[0].json()["state"] == "unloaded"
+        assert shown[0].json()["state"] == "unloaded"
         engine = weakref.ref(house.engines.pop("one")[0])
         until(lambda: is_gone(engine))  # the server lets go of an answer a moment after its client has it
         assert not any(thread.name == "tripool-engine" for thread in set(threading.enumerate()) - before)
@@ -240,8 +242,8 @@ def test_an_unload_that_takes_long_says_so_and_goes_on(house):
         with http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             assert next(lines)
-            told = http.post("/v1/models/unload", json={"model": "one"}).json()
-            assert (told["state"], told["open"]) == ("draining", 1)
+            shown = http.post("/v1/models/unload", json={"model": "one"}).json()
+            assert (shown["state"], shown["open"]) == ("draining", 1)
             assert http.post("/v1/models/load", json={"model": "one"}).json()["state"] == "ready"
             house.engines["one"][0].in_flight.set()
             list(lines)

@@ -133,8 +133,8 @@ def test_template_options(serve, check_refusal):
     with serve(engine=engine) as served:
 
         def prompt(**options: Any) -> str:
-            told = served.http.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 1} | options)
-            assert told.status_code == 200, told.text
+            reported = served.http.post("/v1/chat/completions", json={"messages": HELLO, "max_tokens": 1} | options)
+            assert reported.status_code == 200, reported.text
             ids = engine.added[-1].prompt_ids
             return str(served.http.post("/detokenize", json={"tokens": ids}).json()["prompt"])
 

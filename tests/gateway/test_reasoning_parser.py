@@ -1,4 +1,4 @@
-"""Reasoning told from the answer: by the text alone, however it was cut, and no letter of an answer lost."""
+"""Reasoning is split from the answer: by the text alone, however it was cut, and without losing a character."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from gateway.serving import ScriptedEngine
 from tripool.engine.fake import fake_text
 from tripool.gateway.output_parser import OutputParser
 from tripool.gateway.reasoning_parser import CLOSING, OPENING, ReasoningParser
-from tripool.gateway.tool_parser import Content, Said
+from tripool.gateway.tool_parser import Content, ParsedOutput
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
-def read(pieces: list[str], *, opened: bool) -> Said:
-    reader, said = ReasoningParser(opened=opened), Said()
+def read(pieces: list[str], *, opened: bool) -> ParsedOutput:
+    reader, parsed = ReasoningParser(opened=opened), ParsedOutput()
     for piece in pieces:
         for part in reader.push(piece):
             assert part.text, "an empty piece"
-            said.add(part)
+            parsed.add(part)
     for part in reader.finish():
-        said.add(part)
-    return said
+        parsed.add(part)
+    return parsed
 
 
 def all_cuts(text: str) -> Iterator[list[str]]:
@@ -62,8 +62,8 @@ EXAMPLES = [
 @pytest.mark.parametrize(("text", "opened", "reasoning", "content"), EXAMPLES)
 def test_examples_at_every_cut(text, opened, reasoning, content):
     for pieces in all_cuts(text):
-        said = read(pieces, opened=opened)
-        assert (said.reasoning, said.content) == (reasoning, content), pieces
+        parsed = read(pieces, opened=opened)
+        assert (parsed.reasoning, parsed.content) == (reasoning, content), pieces
 
 
 @given(st.lists(st.sampled_from([OPENING, CLOSING, "\n", " ", "a", "<", "/", "think>", "<tool_call>"])), st.booleans())
@@ -78,7 +78,7 @@ def test_any_text_is_read_alike(parts, opened):
 @given(st.text(alphabet="ab<th/ink>\n ", max_size=40).filter(lambda text: not text.lstrip().startswith("<th")))
 @settings(max_examples=200, derandomize=True, deadline=None)
 def test_text_without_the_mark_is_untouched(text):
-    assert read(list(text), opened=False) == Said(content=text)
+    assert read(list(text), opened=False) == ParsedOutput(content=text)
 
 
 def test_speech_counts_reasoning_tokens_and_knows_when_it_is_plain():
@@ -105,9 +105,9 @@ def test_calls_come_after_the_reasoning():
             parser.push(piece, last=False)
         parser.push("", last=True)
         assert parser.called
-        assert parser.said.reasoning == f"shall I {call}?"
-        assert parser.said.content == "I do."
-        assert [(c.name, c.arguments) for c in parser.said.calls] == [("f", "{}")]
+        assert parser.parsed.reasoning == f"shall I {call}?"
+        assert parser.parsed.content == "I do."
+        assert [(c.name, c.arguments) for c in parser.parsed.calls] == [("f", "{}")]
 
 
 THOUGHTS = "hm peer\nor pool?"

@@ -41,7 +41,7 @@ def played(times_s: list[float], events: list[TokenEvent]) -> Record:
     answer = Answer(made.requests[0], TOKENIZER)
     for event in events:
         answer.take(event)
-        record.came(event)
+        record.token(event)
     record.ended("finished", [answer])
     return record
 
@@ -72,9 +72,9 @@ seconds = st.floats(min_value=0, max_value=100, allow_nan=False)
 
 @given(st.lists(seconds, min_size=2, max_size=8), st.tuples(seconds, seconds, seconds, seconds), seconds)
 @settings(max_examples=200, derandomize=True, deadline=None)
-def test_stages_always_add_up(times_s, told, late_s):
+def test_stages_always_add_up(times_s, reported, late_s):
     times_s.sort()
-    events = [token(i, Stages(*told) if i == 0 else Stages(transfer_s=late_s)) for i in range(len(times_s) - 2)]
+    events = [token(i, Stages(*reported) if i == 0 else Stages(transfer_s=late_s)) for i in range(len(times_s) - 2)]
     record = played(times_s, events)
     stages, timing = record.stages_us(), record.timing()
     assert tuple(stages) == STAGES
@@ -88,20 +88,20 @@ def test_stages_always_add_up(times_s, told, late_s):
 def test_over_http_the_total_is_less_than_the_client_saw(server):
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20, "ignore_eos": True}
     for stream in (False, True):
-        wishes = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        header_slo = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
         begun_s = time.monotonic()
-        response = server.http.post("/v1/chat/completions", json=body | wishes)
+        response = server.http.post("/v1/chat/completions", json=body | header_slo)
         seen_ms = (time.monotonic() - begun_s) * 1e3
         text = response.text.split("data: ")[-2] if stream else response.text
-        told = json.loads(text)["tripool"]
-        timing = told["timing"]
+        reported = json.loads(text)["tripool"]
+        timing = reported["timing"]
         assert timing.keys() == {*STAGES, "first_token", "per_token", "total"}
         assert round(sum(timing[name] for name in STAGES), 3) == timing["total"] <= seen_ms
         assert 0 < timing["first_token"] <= timing["total"]
         before = sum(timing[name] for name in ("gateway", "queue", "lookup", "prefill"))
         assert round(before, 3) == timing["first_token"]
         assert min(timing.values()) >= 0
-        assert response.headers["x-request-id"] == told["request_id"]
+        assert response.headers["x-request-id"] == reported["request_id"]
 
 
 def test_the_journal_forgets_the_oldest():

@@ -82,7 +82,7 @@ def test_an_answer_has_one_line_with_its_counts_and_stages(server: Served, reque
         ("GET", "/health", {}, b"", 200, None),
     ],
 )
-def test_refusals_have_one_line_and_its_id_is_told(
+def test_refusals_have_one_line_and_return_its_id(
     server: Served,
     requests: Requests,
     method: str,
@@ -92,8 +92,8 @@ def test_refusals_have_one_line_and_its_id_is_told(
     status: int,
     error: str | None,
 ) -> None:
-    told = {"content-type": "application/json", "host": "localhost", "content-length": str(len(body)), **headers}
-    head = "".join(f"{name}: {value}\r\n" for name, value in told.items())
+    reported = {"content-type": "application/json", "host": "localhost", "content-length": str(len(body)), **headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in reported.items())
     answer = raw(server, f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + body).decode()
     (line,) = requests()
     assert (line["method"], line["status"], line["error"]) == (method, status, error)
@@ -119,7 +119,7 @@ def test_a_client_that_hangs_up_has_one_line(serve: Serve, requests: Requests) -
     ]
 
 
-def test_our_mistake_has_one_line_with_its_place_and_the_id_that_the_client_is_told(
+def test_an_internal_error_has_one_line_with_its_place_and_the_clients_id(
     server: Served, requests: Requests, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: TokenService, body: bytes) -> dict[str, Any]:
@@ -185,11 +185,11 @@ def test_an_id_is_shown_if_it_can_be_nothing_else(server: Served, requests: Requ
     answer = server.http.post("/v1/completions", json=BODY | more, headers=headers)
     assert answer.headers["x-request-id"] == given, "to its client it is what the client calls it"
     again = server.http.post("/v1/completions", json=BODY | more | {"temperature": "hot"}, headers=headers)
-    told = server.http.get(f"/v1/requests/{given}/explain").json()
+    reported = server.http.get(f"/v1/requests/{given}/explain").json()
     lines = {(line["route"], line["status"]): line for line in requests(3)}
     first, second = lines["/v1/completions", 200], lines["/v1/completions", 400]
     assert (answer.status_code, again.status_code) == (200, 400)
-    assert first["key"] == told["key"] and re.fullmatch("[0-9a-f]{24}", second["key"])
+    assert first["key"] == reported["key"] and re.fullmatch("[0-9a-f]{24}", second["key"])
     if given in SHOWN:
         assert first["request_id"] == given
     else:
@@ -199,11 +199,14 @@ def test_an_id_is_shown_if_it_can_be_nothing_else(server: Served, requests: Requ
         assert second["request_id"] == first["request_id"], "lines of one id belong together"
 
 
-def test_refusals_of_strangers_have_a_logger_of_their_own(server: Served, requests: Requests) -> None:
+def test_refusals_of_unauthenticated_callers_have_a_logger_of_their_own(server: Served, requests: Requests) -> None:
     """Of its lines only some are written: tests/observe/test_log.py."""
     server.http.get("/v1/models", headers={"host": "rebound.example"})
     server.http.get("/v1/models/nobodys")
-    assert {line["status"]: line["name"] for line in requests(2)} == {403: "tripool.strangers", 404: "tripool.gateway"}
+    assert {line["status"]: line["name"] for line in requests(2)} == {
+        403: "tripool.unauthenticated",
+        404: "tripool.gateway",
+    }
 
 
 def test_a_client_cannot_choose_the_method_that_is_shown(server: Served, requests: Requests) -> None:

@@ -52,7 +52,7 @@ class Ticking:
 
 
 def test_what_a_client_leaves_unread_does_not_pile_up(serve: Serve) -> None:
-    """The engine is told to stop, long before the answer's end; who reads on is told why there is no more."""
+    """The engine stops long before the answer's end; a client that reads on gets the error."""
     with serve(context_tokens=10**9) as served, socket.socket() as connection:
         body = {"prompt": "a", "n": 64, "logprobs": 5, "ignore_eos": True, "stream": True, "request_id": "unread"}
         raw = json.dumps(body).encode()
@@ -71,13 +71,13 @@ def test_what_a_client_leaves_unread_does_not_pile_up(serve: Serve) -> None:
             last = last[-1000:] + got
         assert b'"code":"slow_reader"' in last
         served.wait_empty()
-        told = served.http.get("/v1/requests/unread/explain").json()
-        assert (told["state"], told["error"]) == ("failed", "slow_reader")
-        assert told["completion_tokens"] > 2**18 / 6, "all that was made counts"
+        shown = served.http.get("/v1/requests/unread/explain").json()
+        assert (shown["state"], shown["error"]) == ("failed", "slow_reader")
+        assert shown["completion_tokens"] > 2**18 / 6, "all that was made counts"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_whoever_takes_an_answer_too_slowly_is_cut_off(serve: Serve, stream: bool) -> None:
+def test_a_client_that_reads_too_slowly_is_cut_off(serve: Serve, stream: bool) -> None:
     """By a clock that makes every part of it wait; the connection itself sees nothing wrong."""
     clock, engine = Ticking(), GatedEngine()
     engine.in_flight.set()
@@ -89,6 +89,6 @@ def test_whoever_takes_an_answer_too_slowly_is_cut_off(serve: Serve, stream: boo
             served.http.post("/v1/completions", json=body)
         assert engine.wait_idle()
         served.wait_empty()
-        told = served.http.get("/v1/requests/slow/explain").json()
-        assert (told["state"], told["error"]) == (("cancelled", "slow_reader") if stream else ("finished", None))
+        shown = served.http.get("/v1/requests/slow/explain").json()
+        assert (shown["state"], shown["error"]) == (("cancelled", "slow_reader") if stream else ("finished", None))
         assert 'code="slow_reader"' in served.http.get("/metrics").text

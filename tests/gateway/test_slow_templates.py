@@ -17,7 +17,7 @@ LONG = "{{ 'hello ' * 5000 }}{{ messages[0].content }}"
 
 
 @pytest.mark.parametrize(("source", "place"), [(SLOW, "reading"), (LONG, "reading"), (None, "loop")])
-def test_short_bodies_are_rendered_where_they_hold_nobody_up(serve, monkeypatch, source, place):
+def test_short_bodies_are_rendered_without_blocking_others(serve, monkeypatch, source, place):
     done_in: list[str] = []
     render = Template.render
 

@@ -16,24 +16,24 @@ HELLO: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "cont
 
 def test_a_prompt_and_back(server):
     text = "Once upon a pool, é 🦊"
-    told = server.http.post("/tokenize", json={"model": "fake", "prompt": text}).json()
-    assert told["count"] == len(told["tokens"])
-    assert told["max_model_len"] == 2048
-    assert told["token_strs"] is None
-    back = server.http.post("/detokenize", json={"model": "fake", "tokens": told["tokens"]}).json()
+    reported = server.http.post("/tokenize", json={"model": "fake", "prompt": text}).json()
+    assert reported["count"] == len(reported["tokens"])
+    assert reported["max_model_len"] == 2048
+    assert reported["token_strs"] is None
+    back = server.http.post("/detokenize", json={"model": "fake", "tokens": reported["tokens"]}).json()
     assert back == {"prompt": text}
     server.openai.completions.create(model="fake", prompt=text, max_tokens=1)
-    assert list(server.engine.added[0].prompt_ids) == told["tokens"]
+    assert list(server.engine.added[0].prompt_ids) == reported["tokens"]
 
 
 def test_a_chat(server):
-    told = server.http.post("/tokenize", json={"messages": HELLO, "return_token_strs": True}).json()
-    assert len(told["token_strs"]) == told["count"]
-    assert told["token_strs"][-1] == "<|assistant|>"
+    reported = server.http.post("/tokenize", json={"messages": HELLO, "return_token_strs": True}).json()
+    assert len(reported["token_strs"]) == reported["count"]
+    assert reported["token_strs"][-1] == "<|assistant|>"
     server.openai.chat.completions.create(model="fake", messages=HELLO, max_tokens=1)
-    assert list(server.engine.added[0].prompt_ids) == told["tokens"]
+    assert list(server.engine.added[0].prompt_ids) == reported["tokens"]
     without = {"messages": HELLO, "add_generation_prompt": False}
-    assert server.http.post("/tokenize", json=without).json()["tokens"] == told["tokens"][:-1]
+    assert server.http.post("/tokenize", json=without).json()["tokens"] == reported["tokens"][:-1]
 
 
 def test_tools_count(server):
@@ -106,7 +106,7 @@ def test_a_body_too_large_for_any_text_is_not_even_parsed(server, check_refusal)
 
 
 def test_other_threads_run_while_a_text_is_encoded():
-    """The library can hold the interpreter's lock for seconds. Then nobody counts."""
+    """The library can hold the interpreter's lock for seconds. Then the counter stands still."""
     tokenizer = Tokenizer(fake_text())
     counted, stop = [0], threading.Event()
 

@@ -8,32 +8,32 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tripool.gateway.tool_parser import Said, ToolParser
+from tripool.gateway.tool_parser import ParsedOutput, ToolParser
 from tripool.grammar.tools import CLOSING, OPENING
 
 
-def read_calls(text: str) -> Said:
-    reader, said = ToolParser(), Said()
+def read_calls(text: str) -> ParsedOutput:
+    reader, parsed = ToolParser(), ParsedOutput()
     for piece in reader.push(text) + reader.finish():
-        said.add(piece)
-    said.complete = reader.complete
-    return said
+        parsed.add(piece)
+    parsed.complete = reader.complete
+    return parsed
 
 
 def written(name: str, arguments: dict) -> str:
     return f"{OPENING}\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n{CLOSING}"
 
 
-def streamed(pieces: list[str]) -> Said:
-    reader, said = ToolParser(), Said()
+def streamed(pieces: list[str]) -> ParsedOutput:
+    reader, parsed = ToolParser(), ParsedOutput()
     for piece in pieces:
         for part in reader.push(piece):
-            said.add(part)
+            parsed.add(part)
     for part in reader.finish():
-        said.add(part)
-    assert len(said.calls) == reader.num_calls
-    said.complete = reader.complete
-    return said
+        parsed.add(part)
+    assert len(parsed.calls) == reader.num_calls
+    parsed.complete = reader.complete
+    return parsed
 
 
 def cut(text: str, rng: Random) -> list[str]:
@@ -56,11 +56,11 @@ def test_text_and_calls_come_back(text, calls, rng):
     if calls and any(text.endswith(OPENING[:size]) for size in range(1, len(OPENING))):
         text += "."
     whole = text + "\n".join(written(*call) for call in calls)
-    said = read_calls(whole)
-    assert said.content == text
-    assert [(call.name, json.loads(call.arguments)) for call in said.calls] == calls
-    assert streamed(cut(whole, rng)) == said
-    assert streamed(list(whole)) == said
+    parsed = read_calls(whole)
+    assert parsed.content == text
+    assert [(call.name, json.loads(call.arguments)) for call in parsed.calls] == calls
+    assert streamed(cut(whole, rng)) == parsed
+    assert streamed(list(whole)) == parsed
 
 
 @given(
@@ -78,10 +78,10 @@ def test_a_call_that_is_cut_off():
     head = whole.index("{", whole.index("arguments"))
     assert read_calls(whole).complete
     for size in range(len(whole)):
-        said = read_calls(whole[:size])
-        assert said.complete == (size < len(OPENING))
+        parsed = read_calls(whole[:size])
+        assert parsed.complete == (size < len(OPENING))
         if size <= head:
-            assert (said.content, said.calls) == (whole[:size], [])
+            assert (parsed.content, parsed.calls) == (whole[:size], [])
         else:
-            assert said.content == ""
-            assert [call.arguments for call in said.calls] == [whole[head : min(size, whole.index("}\n"))]]
+            assert parsed.content == ""
+            assert [call.arguments for call in parsed.calls] == [whole[head : min(size, whole.index("}\n"))]]

@@ -163,13 +163,13 @@ def test_a_conversation_goes_on_after_a_call(server):
 def test_templates_without_tools_get_text():
     """The model sees offers, calls and results in the convention that its own calls follow."""
     spoken = [CALLED[0], {"role": "assistant", "content": "One moment.", "tool_calls": _objects(CALLED[1])}, CALLED[2]]
-    told = as_text(spoken, [WEATHER])
-    assert [message["role"] for message in told] == ["system", "user", "assistant", "user"]
-    assert json.dumps(WEATHER, ensure_ascii=False) in told[0]["content"]
-    assert told[2]["content"] == (
+    reported = as_text(spoken, [WEATHER])
+    assert [message["role"] for message in reported] == ["system", "user", "assistant", "user"]
+    assert json.dumps(WEATHER, ensure_ascii=False) in reported[0]["content"]
+    assert reported[2]["content"] == (
         'One moment.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'
     )
-    assert told[3]["content"] == "<tool_response>\nsunny, 21 °C\n</tool_response>"
+    assert reported[3]["content"] == "<tool_response>\nsunny, 21 °C\n</tool_response>"
     merged = as_text([{"role": "system", "content": "Be kind."}, *spoken], [WEATHER])
     assert merged[0]["content"].startswith("Be kind.\n\n") and len(merged) == 4
     assert as_text([CALLED[0]], []) == [CALLED[0]]

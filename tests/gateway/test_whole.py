@@ -17,7 +17,7 @@ from tripool.engine.fake_paged import PagedFake
 from tripool.gateway.job import Api, Job
 from tripool.gateway.logprobs import chat_logprobs, completion_logprobs
 from tripool.gateway.output_parser import OutputParser
-from tripool.gateway.respond import Shapes, encode
+from tripool.gateway.respond import OpenAIFormatter, encode
 from tripool.gateway.stream import _gathered
 from tripool.text import Tokenizer
 
@@ -49,10 +49,10 @@ def job(api: Api, *, num_prompts: int = 1, echo: bool = False, ids: bool = False
     )
 
 
-def answered(made: Job, tokenizer: Tokenizer) -> tuple[Shapes, list[Answer], list[Answer]]:
+def answered(made: Job, tokenizer: Tokenizer) -> tuple[OpenAIFormatter, list[Answer], list[Answer]]:
     """The shapes with what they keep, and answers that keep everything."""
     lean, full = ([Answer(request, tokenizer) for request in made.requests] for _ in range(2))
-    shapes = Shapes(made, tokenizer, lean, model="m", created_s=1)
+    shapes = OpenAIFormatter(made, tokenizer, lean, model="m", created_s=1)
     engine, n = PagedFake(TEXT), made.requests[0].params.n
     for request in made.requests:
         engine.add(request)
@@ -78,17 +78,17 @@ def plain(made: Job, tokenizer: Tokenizer, answers: Sequence[Answer], usage: Any
                 if chat:
                     parser = OutputParser(calls=False, thinks=None)
                     parser.push(choice.text, last=True)
-                    message = {"role": "assistant", "content": parser.said.content, "refusal": None}
-                    said: dict[str, Any] = {"message": message}
+                    message = {"role": "assistant", "content": parser.parsed.content, "refusal": None}
+                    body: dict[str, Any] = {"message": message}
                 else:
-                    said = {"text": (made.echoes[position] if made.echoes else "") + choice.text}
+                    body = {"text": (made.echoes[position] if made.echoes else "") + choice.text}
                     ids |= {"prompt_token_ids": answer.request.prompt_ids} if ids else {}
                 logprobs = None
                 if choice.logprobs is not None:
                     pairs = list(zip(choice.token_ids, choice.logprobs, strict=True))
                     logprobs = chat_logprobs(tokenizer, pairs) if chat else completion_logprobs(tokenizer, pairs, 0)
                 index = position * n + choice.index
-                yield {"index": index, **said, "logprobs": logprobs, "finish_reason": choice.finish_reason, **ids}
+                yield {"index": index, **body, "logprobs": logprobs, "finish_reason": choice.finish_reason, **ids}
 
     head = {"id": "id", "object": "chat.completion" if chat else "text_completion", "created": 1, "model": "m"}
     body = head | {"choices": list(choices()), "usage": usage, "tripool": FACTS}
@@ -129,7 +129,7 @@ def test_scores_are_shaped_as_they_come_and_leave_in_small_pieces(api: Api) -> N
     assert not any(answer.generation().logprobs for answer in lean), "kept twice"
 
 
-def test_others_have_their_turn_while_a_body_is_put_together() -> None:
+def test_other_tasks_run_while_a_body_is_joined() -> None:
     async def go() -> tuple[list[bytes], int]:
         num_turns, done = 0, False
 

@@ -1,4 +1,4 @@
-"""What is asked of llguidance, counted; and a compiler that waits until it is told to go on."""
+"""Counts calls of llguidance; and a compiler that waits on an event."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def test_equal_structures_are_compiled_once(text, monkeypatch):
     compiler.guide(Structure("json_schema", {"type": "null"}), text.end_ids)
     assert len(compiled) == compiler_module.MAX_KEPT + 2
     compiler.guide(Structure("json_schema", {"type": "null"}), text.end_ids, "another tenant")
-    assert len(compiled) == compiler_module.MAX_KEPT + 3, "nobody learns what others have had compiled"
+    assert len(compiled) == compiler_module.MAX_KEPT + 3, "no tenant learns what others have had compiled"
 
 
 def test_a_vocabulary_without_end_and_words():
@@ -255,7 +255,7 @@ def test_what_was_prepared_is_compiled_elsewhere_and_there_while_it_is_held(text
     assert {name for name, _ in compiled}.isdisjoint({threading.current_thread().name})
 
 
-def test_what_is_wrong_with_a_prepared_grammar_is_told_by_its_guide(text):
+def test_the_error_of_a_prepared_grammar_is_raised_by_its_guide(text):
     compiler = GrammarCompiler(text, 8192)
     for structure in (Structure("regex", "[", "regex"), Structure("tool_calls", {"functions": []}, "regex")):
         future = compiler.prepare(structure)

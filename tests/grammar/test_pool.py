@@ -1,4 +1,4 @@
-"""Grammars are compiled beside whoever needs them: in turn for everybody, and nothing is left behind."""
+"""Grammars are compiled in another thread: round robin by tenant, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tripool.grammar.compiler import CompilePool
 DEADLINE_S = 60.0
 
 
-def test_tenants_take_turns_however_much_one_of_them_sends() -> None:
+def test_tenants_are_round_robin_however_much_one_of_them_sends() -> None:
     pool: CompilePool[None] = CompilePool()
     gate, done = threading.Event(), []
     first = pool.submit("many", lambda: done.append("first") if gate.wait(DEADLINE_S) else None)
@@ -25,7 +25,7 @@ def test_tenants_take_turns_however_much_one_of_them_sends() -> None:
     assert [name for name in done if name.startswith("many")] == [f"many-{i}" for i in range(5)]
 
 
-def test_what_fails_is_told_to_whoever_asks_and_harms_nobody() -> None:
+def test_an_error_reaches_its_caller_and_no_other() -> None:
     pool: CompilePool[int] = CompilePool()
     failed = pool.submit("a", lambda: 1 // 0)
     with pytest.raises(ZeroDivisionError):

@@ -51,8 +51,8 @@ def test_only_schemas_are_touched():
     narrow = {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 0.5}
     closed = {"type": "number", "minimum": 0.001, "exclusiveMaximum": 0.5}
     named = {"properties": {"const": narrow, "exclusiveMinimum": {"type": "string"}}}
-    told = {"properties": {"const": closed, "exclusiveMinimum": {"type": "string"}}, "additionalProperties": False}
-    assert prepared(named, "x") == told
+    reported = {"properties": {"const": closed, "exclusiveMinimum": {"type": "string"}}, "additionalProperties": False}
+    assert prepared(named, "x") == reported
     assert prepared({"anyOf": [narrow, {"items": narrow}]}, "x") == {"anyOf": [closed, {"items": closed}]}
     for same in (
         {"const": narrow},

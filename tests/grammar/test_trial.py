@@ -18,7 +18,7 @@ from tripool.grammar import trial as trial_module
 from tripool.grammar.trial import TrialFailed
 
 CHAIN = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(4000)) + 'r4000: "a"'
-"""Overflows the stack of whoever compiles it."""
+"""Overflows the stack of the thread that compiles it."""
 ENDLESS = {"allOf": [{"type": "string", "pattern": f"a.{{{i}}}b"} for i in range(40)]}
 """Takes hours."""
 FIXPOINT = "\n".join(f"r{i} ::= r{i + 1}" for i in range(3500)) + '\nr3500 ::= "a"\nroot ::= r0'
@@ -210,17 +210,17 @@ def test_verdicts_are_a_tenants_own(monkeypatch):
     for number in range(trial_module.MAX_KEPT + 1):
         trial._verdicts.put("one", Structure("regex", f"a{number}"), "")
     assert not trial.is_known(structure, "one")
-    assert trial.is_known(structure, "two"), "nobody displaces what is another's"
+    assert trial.is_known(structure, "two"), "no tenant evicts another's verdict"
 
 
 def test_it_runs_at_a_lower_priority_than_the_server(monkeypatch, tmp_path):
-    program, told = tmp_path / "process.py", tmp_path / "nice"
+    program, reported = tmp_path / "process.py", tmp_path / "nice"
     source = Path(trial_process.__file__).read_text()
-    tell = f"    main()\n    open({str(told)!r}, 'w').write(str(os.nice(0)))\n"
+    tell = f"    main()\n    open({str(reported)!r}, 'w').write(str(os.nice(0)))\n"
     program.write_text(source.removesuffix("    main()\n") + tell)
     monkeypatch.setattr(trial_process, "__file__", str(program))
     Trial().check(Structure("regex", "b+"))
-    assert int(told.read_text()) >= min(19, os.nice(0) + 5)
+    assert int(reported.read_text()) >= min(19, os.nice(0) + 5)
 
 
 def test_a_trial_that_fails_in_the_middle_is_no_good_verdict(monkeypatch, tmp_path):

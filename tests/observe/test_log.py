@@ -158,7 +158,7 @@ def test_nobody_is_harmed_when_nobody_reads() -> None:
 
 @pytest.mark.parametrize(
     ("name", "seen"),
-    [("uvicorn.error", 5), ("tripool.connections", 5), ("tripool.strangers", 5), ("tripool.gateway", 50)],
+    [("uvicorn.error", 5), ("tripool.connections", 5), ("tripool.unauthenticated", 5), ("tripool.gateway", 50)],
 )
 def test_what_clients_can_cause_at_will_is_told_a_few_times(name: str, seen: int) -> None:
     now_s = 0.0

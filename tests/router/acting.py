@@ -37,7 +37,7 @@ def ask(request_id: str = "r", *, prompt: int = 5, n: int = 1, max_tokens: int =
 
 
 class Stage:
-    """A coordinator at a time that moves on when told. Checks its invariants after every call."""
+    """A coordinator with a manual clock. Checks its invariants after every call."""
 
     def __init__(self, *worker_ids: WorkerId, **config: Any) -> None:
         self.now_s = 100.0

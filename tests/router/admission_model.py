@@ -1,4 +1,4 @@
-"""A backend in virtual time for tests of the door: prompts one after another, answers beside each other."""
+"""A backend in virtual time for tests of admission: prompts one after another, answers in parallel."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Model:
             self._at(self.now_s + TICK_S, "tick", "")
 
 
-def new_door(
+def new_admission(
     *, lanes: int = 1, slots: int | None = None, rate_limiter: RateLimiter | None = None, **config: Any
 ) -> AdmissionController:
     return AdmissionController(AdmissionConfig(**config), rate_limiter, Capacity(lanes, slots))

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from router.admission_model import new_door, tenant
+from router.admission_model import new_admission, tenant
 from tripool.core import Slo
 from tripool.errors import AboveRateLimit
 from tripool.router.admission_types import Admit, Arrival, Capacity, Decision, Refuse
@@ -23,14 +23,14 @@ OWNERS = [
 MAX_WAIT_S = 5.0
 
 
-class DoorMachine(RuleBasedStateMachine):
+class AdmissionMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 1000.0
         self.ticked_s = self.now_s
         self.number = 0
         self.waiting: dict[str, float] = {}
-        self.inside: list[str] = []
+        self.prefilling: list[str] = []
         self.answering: list[str] = []
         self.prompts: dict[str, int] = {}
         self.later: dict[str, str] = {}
@@ -44,7 +44,7 @@ class DoorMachine(RuleBasedStateMachine):
     )
     def build(self, lanes: int, slots: int | None, queue_tokens: int, wide_tokens: int) -> None:
         self.rate_limiter = RateLimiter()
-        self.admission = new_door(
+        self.admission = new_admission(
             lanes=lanes,
             slots=slots,
             rate_limiter=self.rate_limiter,
@@ -62,7 +62,7 @@ class DoorMachine(RuleBasedStateMachine):
             else:
                 del self.waiting[decision.id]  # each is decided once
             if isinstance(decision, Admit):
-                self.inside.append(decision.id)
+                self.prefilling.append(decision.id)
             elif isinstance(decision.error, AboveRateLimit):
                 assert decision.error.status == 400 and decision.error.hint
             else:
@@ -99,10 +99,10 @@ class DoorMachine(RuleBasedStateMachine):
         self.later |= {} if _refuses(decisions, came) else {one.id: request_id for one in later}
         self.do(decisions)
 
-    @precondition(lambda self: self.inside)
+    @precondition(lambda self: self.prefilling)
     @rule(which=st.integers(0, 10**6), cached=st.floats(0, 1))
     def first_token(self, which: int, cached: float) -> None:
-        request_id = self.inside.pop(which % len(self.inside))
+        request_id = self.prefilling.pop(which % len(self.prefilling))
         self.answering.append(request_id)
         uncached = max(1, round(self.prompts[request_id] * (1 - cached)))
         self.do(self.admission.first_token(request_id, uncached, self.now_s))
@@ -116,14 +116,14 @@ class DoorMachine(RuleBasedStateMachine):
         self.do(self.admission.finished(request_id, tokens - tokens // 2, self.now_s))
         assert request_id not in self.admission
 
-    @precondition(lambda self: self.waiting or self.inside or self.answering)
+    @precondition(lambda self: self.waiting or self.prefilling or self.answering)
     @rule(which=st.integers(0, 10**6))
     def cancel(self, which: int) -> None:
-        everyone = [*self.waiting, *self.inside, *self.answering, *self.later]
+        everyone = [*self.waiting, *self.prefilling, *self.answering, *self.later]
         request_id = everyone[which % len(everyone)]
         self.waiting.pop(request_id, None)
         self.later.pop(request_id, None)
-        for group in (self.inside, self.answering):
+        for group in (self.prefilling, self.answering):
             if request_id in group:
                 group.remove(request_id)
         self.do(self.admission.cancelled(request_id, self.now_s))
@@ -147,10 +147,10 @@ class DoorMachine(RuleBasedStateMachine):
         assert not late, "a wait without a bound"
 
     def teardown(self) -> None:
-        if not hasattr(self, "door"):
+        if not hasattr(self, "admission"):
             return
-        while self.inside or self.answering:
-            while self.inside:
+        while self.prefilling or self.answering:
+            while self.prefilling:
                 self.first_token(0, 0.5)
             self.finish(0, 1)
             self.admission.check(self.now_s)
@@ -161,5 +161,5 @@ def _refuses(decisions: list[Decision], came: Arrival) -> bool:
     return any(isinstance(decision, Refuse) and decision.id == came.id for decision in decisions)
 
 
-DoorMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
-TestDoor = DoorMachine.TestCase
+AdmissionMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestDoor = AdmissionMachine.TestCase

@@ -1,4 +1,4 @@
-"""The coordinator, one story at a time. What any history keeps is shown by tests/simulate."""
+"""The coordinator, one scenario at a time. Invariants of any history are tested by tests/simulate."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def test_every_choice_goes_its_own_way() -> None:
     assert {adopt.worker_id for adopt in adopts} == {D0, D1}, "transfers of one prefill worker are spread"
 
 
-def test_a_lost_decode_worker_costs_nobody_a_token() -> None:
+def test_a_lost_decode_worker_loses_no_token() -> None:
     stage = Stage(P0, D0, D1)
     worker_id, attempt = stage.to_decode()
     stage.tokens(worker_id, attempt, 1, 12)
     begin = sent(stage.receive(Reaped(worker_id)), StartPrefill)[0]
     assert begin.message.attempt > attempt and begin.message.answered[0].tokens == (11, 12)
-    assert stage.tokens(worker_id, attempt, 2, 13) == [], "a dead life's last words"
+    assert stage.tokens(worker_id, attempt, 2, 13) == [], "a late message of an ended worker"
     stage.tokens(P0, begin.message.attempt, 2, 13, num_cached_tokens=5)
     adopt = sent(stage.packed(P0, begin.message.attempt, 9, num_tokens=7), StartDecode)[0]
     other = D1 if worker_id == D0 else D0
     assert adopt.worker_id == other
     assert emitted(stage.tokens(other, adopt.message.attempt, 3, 14, finish="stop")) == [14]
     assert emitted(stage.outputs) == [11, 12, 13, 14]
-    assert sent(stage.outputs, Release)[-1].message.lease == 9, "a token says that its parcel was adopted"
+    assert sent(stage.outputs, Release)[-1].message.lease == 9, "a token implies that its KV was copied"
 
 
 def test_cached_tokens_are_those_of_the_first_attempt() -> None:
@@ -94,10 +94,10 @@ def test_a_silent_worker_is_suspected_and_hears_nothing() -> None:
     stage.receive(Reaped(worker_id))
     again = WorkerId(worker_id.name, 2)
     assert sent(stage.receive(hello(again, "decode")), Welcome)
-    assert stage.receive(hello(worker_id, "decode")) == [], "nobody comes back from the dead"
+    assert stage.receive(hello(worker_id, "decode")) == [], "an ended worker does not come back"
 
 
-def test_a_suspect_that_nobody_ends_may_come_back() -> None:
+def test_a_suspected_worker_that_is_not_reaped_may_register_again() -> None:
     stage = Stage(P0, distrust_s=10.0)
     assert suspects(stage.later(2.5)) == [P0]
     assert stage.receive(hello(P0, "prefill")) == []
@@ -126,7 +126,7 @@ def test_what_was_lost_on_the_way_is_noticed() -> None:
     assert [begin.message.attempt for begin in sent(outputs, StartPrefill)] == [2]
 
 
-def test_a_lost_prefill_worker_takes_its_parcels_with_it() -> None:
+def test_a_lost_prefill_worker_loses_its_kv() -> None:
     stage = Stage(P0, D0)
     stage.submit(ask())
     stage.tokens(P0, 1, 0, 11)
@@ -135,10 +135,10 @@ def test_a_lost_prefill_worker_takes_its_parcels_with_it() -> None:
     assert sent(outputs, Cancel)[0].worker_id == D0 and not sent(outputs, Release)
     outputs = stage.receive(hello(P1, "prefill"))
     assert sent(outputs, StartPrefill)[0].message.answered[0].tokens == (11,)
-    assert stage.adopted(D0, 2) == sent(stage.outputs, Cancel)[1:], "told again, if it goes on with it"
+    assert stage.adopted(D0, 2) == sent(stage.outputs, Cancel)[1:], "cancelled again, if it goes on with it"
 
 
-def test_a_parcel_outlives_a_decode_worker_that_never_took_it() -> None:
+def test_kv_survives_a_decode_worker_that_never_copied_it() -> None:
     stage = Stage(P0, D0, D1)
     stage.submit(ask())
     stage.tokens(P0, 1, 0, 11)
@@ -159,7 +159,7 @@ def test_cancel_gives_everything_back() -> None:
     assert {(send.worker_id, send.message.attempt) for send in sent(outputs, Cancel)} == {(P0, 1), (D0, 2)}
     assert [send.message.lease for send in sent(outputs, Release)] == [5]
     assert sent(stage.packed(P0, 1, lease=6, num_tokens=5, choice=1), Release)[0].message.lease == 6
-    assert sent(stage.tokens(D0, 2, 1, 12), Cancel), "it crossed; it is told again"
+    assert sent(stage.tokens(D0, 2, 1, 12), Cancel), "it crossed; it is cancelled again"
 
 
 def test_it_takes_whatever_admission_lets_in() -> None:
@@ -186,7 +186,7 @@ def test_requests_wait_here_and_the_oldest_goes_first() -> None:
     assert [(begin.worker_id, begin.message.request.id) for begin in begins] == [(P1, "r2"), (P1, "r3")]
 
 
-def test_the_next_has_its_turn_when_the_head_of_the_queue_is_cancelled() -> None:
+def test_the_next_is_placed_when_the_head_of_the_queue_is_cancelled() -> None:
     stage = Stage(P0, prefill_ahead_tokens=20)
     for name, prompt in {"first": 10, "large": 15, "small": 5}.items():
         stage.submit(ask(name, prompt=prompt))
@@ -199,7 +199,7 @@ def test_a_final_refusal_is_the_clients_and_others_are_not() -> None:
     stage.submit(ask())
     assert not failed(stage.receive(Refused(P0, "r", 1, "no_shared_memory", "full", "", False)))
     begin = sent(stage.later(0.3), StartPrefill)[0]
-    assert begin.worker_id == P1, "somebody else, if there is one"
+    assert begin.worker_id == P1, "another worker, if there is one"
     (ended,) = failed(stage.receive(Refused(P1, "r", 2, "context_length_exceeded", "too long", "cut it", True)))
     assert (ended.error.status, ended.error.code, ended.error.hint) == (400, "context_length_exceeded", "cut it")
 
@@ -260,4 +260,4 @@ def test_hello_again_means_that_nothing_is_held() -> None:
     outputs = stage.receive(hello(P0, "prefill"))
     assert [send.message.attempt for send in sent(outputs, StartPrefill)] == [2] and not sent(outputs, Cancel)
     stage.receive(hello(WorkerId("prefill-0", 2), "prefill"))
-    assert P0 not in stage.coordinator.view, "a worker has one life at a time"
+    assert P0 not in stage.coordinator.view, "a worker has one epoch at a time"

@@ -1,4 +1,4 @@
-"""A full decode worker is sent what it owes: one request with many choices shuts nobody out of a split server."""
+"""A full decode worker still gets requests of groups with fewer slots: many choices of one request block no other."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def arrive(stage: Stage, request_id: str, tenant: str) -> list[StartDecode]:
     return [send.message for send in sent(outputs, StartDecode)]
 
 
-def test_another_tenants_parcel_goes_to_a_full_worker() -> None:
+def test_another_tenants_choice_goes_to_a_full_worker() -> None:
     stage = full_stage("a")
     (adopt,) = arrive(stage, "one", "b")
     assert adopt.request.id == "one"

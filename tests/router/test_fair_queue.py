@@ -1,4 +1,4 @@
-"""Tenants share by weight on tokens, whoever asks for less goes first, and nobody starves."""
+"""Tenants share by weight on tokens, a tenant that asks for less goes first, and none starves."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_tokens_are_shared_by_weight_not_by_requests() -> None:
     assert got["heavy"] == pytest.approx(2 * got["small"], abs=200)
 
 
-def test_a_late_guest_goes_before_a_flood_but_saves_nothing_up() -> None:
+def test_a_late_tenant_goes_before_a_flood_but_saves_nothing_up() -> None:
     queue = FairQueue()
     for number in range(100):
         push(queue, "flood", number, 100)
@@ -66,7 +66,7 @@ def test_credit_lets_a_quiet_tenant_send_two_at_once() -> None:
         push(queue, "late", number, 100)
     order = [pop(queue).partition("-")[0] for _ in range(9)]
     assert order[:3] == ["late"] * 3, "within its credit it goes first"
-    assert order.count("late") == 6, "afterwards they take turns"
+    assert order.count("late") == 6, "afterwards they alternate"
 
 
 def test_who_paid_too_much_is_given_back() -> None:
@@ -86,7 +86,7 @@ def test_who_paid_too_much_is_given_back() -> None:
     assert got["cached"] >= 9 * got["cold"]
 
 
-def test_priorities_order_one_tenant_and_nobody_else() -> None:
+def test_priorities_order_one_tenant_and_no_other() -> None:
     queue = FairQueue()
     push(queue, "a", 0, 10, priority=5)
     push(queue, "a", 1, 10, priority=-5)
@@ -112,7 +112,7 @@ def test_passed_over_tenants_keep_their_place() -> None:
     asked=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 200), st.integers(-2, 2)), max_size=60),
     removed=st.sets(st.integers(0, 59)),
 )
-def test_everything_pushed_comes_out_once_and_in_turn(asked: list[tuple[int, int, int]], removed: set[int]) -> None:
+def test_everything_pushed_comes_out_once_and_in_order(asked: list[tuple[int, int, int]], removed: set[int]) -> None:
     queue = FairQueue()
     for number, (name, cost, priority) in enumerate(asked):
         push(queue, str(name), number, cost, weight=1.0 + name, priority=priority)
@@ -132,7 +132,7 @@ def test_everything_pushed_comes_out_once_and_in_turn(asked: list[tuple[int, int
     costs=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 300)), min_size=1, max_size=80),
     newcomers=st.lists(st.integers(1, 300), max_size=20),
 )
-def test_nobody_waits_for_more_than_its_share_of_the_others(costs: list[tuple[int, int]], newcomers: list[int]) -> None:
+def test_no_tenant_waits_for_more_than_the_others_shares(costs: list[tuple[int, int]], newcomers: list[int]) -> None:
     """Starvation: before a request goes, another tenant gets at most as much as its own tenant had before it, and one
     request more; however much comes in behind."""
     queue = FairQueue()
@@ -160,15 +160,13 @@ def test_nobody_waits_for_more_than_its_share_of_the_others(costs: list[tuple[in
     asked=st.lists(st.tuples(st.floats(0, 1000), st.floats(0.1, 10)), min_size=1, max_size=10),
     capacity=st.floats(0, 5000),
 )
-def test_max_min_gives_no_more_than_asked_and_lets_nobody_envy(
-    asked: list[tuple[float, float]], capacity: float
-) -> None:
+def test_max_min_gives_no_more_than_asked_and_is_envy_free(asked: list[tuple[float, float]], capacity: float) -> None:
     wants, weights = [a for a, _ in asked], [w for _, w in asked]
     got = max_min(wants, weights, capacity)
     assert sum(got) == pytest.approx(min(capacity, sum(wants)), rel=1e-6, abs=1e-6)
     for i, (want, weight) in enumerate(asked):
         assert got[i] <= want + 1e-6
-        if got[i] < want - 1e-6:  # whoever got less than it asked for got no less per weight than anybody
+        if got[i] < want - 1e-6:  # a tenant that got less than it asked for got no less per weight than any other
             assert all(got[i] / weight >= got[j] / weights[j] - 1e-6 for j in range(len(got)))
 
 

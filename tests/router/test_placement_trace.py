@@ -1,4 +1,4 @@
-"""A request's story: whom the router looked at, why it waited, what became of it, and never more than a page."""
+"""Placement traces: which workers the router considered, why a request waited, how it ended, bounded in size."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def test_a_placement_names_its_candidates_with_their_loads_at_that_time():
     assert f"{step['worker']}: 0 requests, 0 tokens" in step["candidates"]
 
 
-def test_waiting_for_a_worker_is_told_with_the_reason():
+def test_waiting_for_a_worker_is_reported_with_the_reason():
     stage = Stage(D0)
     stage.submit(ask("r"))
     stage.later(2.0)
@@ -51,7 +51,7 @@ def test_the_next_in_line_waits_for_room_and_those_behind_for_it():
     stage.cancel("first")
     ((ahead,), (behind,)) = steps(stage, "next"), steps(stage)
     assert ahead["waited ms"] == behind["waited ms"] == 500.0
-    assert ahead["held by"] == "all prefill workers have as much ahead as they may"
+    assert ahead["held by"] == "all prefill workers have full queues"
     assert behind["held by"] == "older requests go first"
 
 
@@ -79,9 +79,9 @@ def test_what_was_cached_and_where_comes_with_the_first_token():
     begin = sent(stage.submit(ask("r", prompt=200)), StartPrefill)[0].message
     event = TokenEvent("r", 0, 0, 11, num_cached_tokens=192, stages=Stages(fetched_tokens=128, disk_tokens=64))
     stage.receive(Tokens(P0, (Stamped(begin.attempt, event),)))
-    told = facts(stage)
-    assert told["cached at the prefill worker"] == "64 tokens"
-    assert told["fetched from the cache pool"] == "128 tokens (64 from memory, 64 from disk)"
+    reported = facts(stage)
+    assert reported["cached at the prefill worker"] == "64 tokens"
+    assert reported["fetched from the cache pool"] == "128 tokens (64 from memory, 64 from disk)"
 
 
 def test_losses_and_refusals_are_steps_too():
@@ -92,23 +92,23 @@ def test_losses_and_refusals_are_steps_too():
     stage.later(1.0)
     worker = steps(stage)[-1]["worker"]
     stage.receive(Left(P0 if worker == "prefill-0" else P1))
-    told = facts(stage)
-    assert "lost while prefilling" in [step["what"] for step in told["steps"]]
-    assert told["workers lost"] == 1, "no room is no loss"
-    assert told["placements"] == 4
+    reported = facts(stage)
+    assert "lost while prefilling" in [step["what"] for step in reported["steps"]]
+    assert reported["workers lost"] == 1, "no room is no loss"
+    assert reported["placements"] == 4
 
 
-def test_a_story_is_bounded_and_keeps_its_beginning_and_its_end():
+def test_a_trace_is_bounded_and_keeps_its_first_and_last_steps():
     trace = PlacementTrace(0.0)
     for number in range(100):
         trace.left("w", f"step {number}", 0, float(number))
     trace.failed("too many")
-    told = trace.facts()
-    rows = told["steps"]
+    reported = trace.facts()
+    rows = reported["steps"]
     assert isinstance(rows, list)
-    assert len(rows) == 16 and told["steps left out"] == 84
+    assert len(rows) == 16 and reported["steps left out"] == 84
     assert rows[0]["what"] == "step 0" and rows[-1]["what"] == "step 99"
-    assert told["failed"] == "too many"
+    assert reported["failed"] == "too many"
 
 
 def test_without_stories_everything_is_placed_the_same():

@@ -41,7 +41,7 @@ def test_a_request_that_crashed_two_workers_is_not_placed_a_third_time() -> None
     assert len(sent(stage.outputs, StartPrefill)) == 2
 
 
-def test_workers_that_were_killed_accuse_nobody() -> None:
+def test_killed_workers_make_no_suspects() -> None:
     stage = Stage()
     stage.submit(ask())
     for epoch in range(1, 7):
@@ -64,7 +64,7 @@ def test_a_crash_that_was_first_seen_as_silence_counts_as_well() -> None:
     assert isinstance(ended.error, WorkersCrashed)
 
 
-def test_nobody_joins_a_suspect_before_it_has_come_further() -> None:
+def test_no_request_joins_a_suspect_before_it_has_made_tokens() -> None:
     stage = Stage(P0, D0)
     stage.submit(ask("r"))
     stage.submit(ask("other"))
@@ -97,7 +97,7 @@ def replace_epoch(worker_id: WorkerId, epoch: int) -> WorkerId:
 
 @dataclass
 class Fleet:
-    """Workers that do at once what they are told, until one is given the killer and crashes of it."""
+    """Workers that respond at once, until one is given the killer request and crashes."""
 
     stage: Stage
     killers: dict[str, tuple[Role, int]]

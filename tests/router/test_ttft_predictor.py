@@ -18,7 +18,7 @@ def test_a_line_is_found_again(per_request: float, per_token: float, sizes: list
         assert line.seconds_for(1, size) == pytest.approx(per_request + per_token * size, rel=1e-3, abs=1e-6)
 
 
-def test_overhead_and_tokens_are_told_apart() -> None:
+def test_overhead_and_tokens_are_separated() -> None:
     line = Line()
     for size in (10, 1000, 50, 400, 2000, 5):
         line.learn(size, 0.02 + size / 1000)
@@ -34,7 +34,7 @@ def test_nothing_known_predicts_nothing() -> None:
     assert predictor.predict_s(0, 0, 100, 9.0) == pytest.approx(0.5)
 
 
-def test_only_full_time_counts_as_a_turn() -> None:
+def test_only_a_full_backend_teaches_the_queue_line() -> None:
     predictor, now_s = TtftPredictor(), 0.0
     for _ in range(20):
         predictor.full(True, now_s)
@@ -56,7 +56,7 @@ def test_what_is_under_way_is_partly_done() -> None:
     assert predictor.predict_s(2, 200, 100, 99.0) == pytest.approx(2.0), "at most its own turn"
 
 
-def test_a_slow_time_that_is_over_is_forgotten_by_whoever_comes_alone() -> None:
+def test_an_outdated_slow_fit_is_corrected_by_an_unhindered_request() -> None:
     predictor = TtftPredictor()
     predictor.full(True, 0.0)
     for number in range(50):

@@ -20,7 +20,7 @@ def fleet(role: str, count: int) -> FleetView:
     return view
 
 
-def test_equal_loads_take_turns() -> None:
+def test_equal_loads_are_round_robin() -> None:
     view = fleet("prefill", 5)
     picked: Counter[str] = Counter()
     for _ in range(50):
@@ -37,7 +37,7 @@ def test_a_pulse_says_what_is_left_to_do() -> None:
     view.place(P1, 100, 0.0)
     assert view.pick_prefill(1, 10_000).worker_id == P1
     view.heard(Heartbeat(P0, 5, 20, 1, 3), 1.0)
-    assert view.get(P0).load_tokens == 1000, "its last placement may have crossed the pulse"
+    assert view.get(P0).load_tokens == 1000, "its last placement may have crossed the heartbeat"
     view.heard(Heartbeat(P0, 6, 20, 1, 3), 2.0)
     assert view.get(P0).load_tokens == 20
     assert view.pick_prefill(1, 10_000).worker_id == P0
@@ -173,7 +173,7 @@ def test_what_a_worker_can_bear_counts_as_its_size() -> None:
     for _ in range(8):
         put(view, 15.0)
     counts = {worker_id: view.get(worker_id).num_placed for worker_id in (D0, D1)}
-    assert counts == {D0: 6, D1: 20}, "two more than it runs are at hand; nobody is sent beyond that"
+    assert counts == {D0: 6, D1: 20}, "two more than it runs wait there, and no more"
     view.place(D1, 100, 0.0, P0, 15.0)
     view.place(D1, 100, 0.0, P0, 15.0)
     assert view.pick_decode(100, P0, tpot_ms=15.0) is None

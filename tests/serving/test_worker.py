@@ -18,7 +18,7 @@ def test_costs_may_be_fractions_and_sizes_may_not() -> None:
             load_pool_engine(f"fake:{wrong}", EngineConfig())
 
 
-def test_the_ceiling_is_told_while_a_promise_is_served() -> None:
+def test_the_ceiling_is_reported_while_an_objective_is_served() -> None:
     engine = load_pool_engine("fake:running=8", EngineConfig())
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     for number in range(4):

@@ -72,7 +72,7 @@ class Oracle:
 
 
 class Adversary:
-    """Draws attacks from a seed. `tenants`: as the book has them, namespaces too: guessing right must not help."""
+    """Draws attacks from a seed. `tenants`: as in the key store, namespaces too: guessing right must not help."""
 
     def __init__(self, seed: int, tenants: Mapping[str, Tenant], keys: Mapping[str, str]) -> None:
         self._rng = random.Random(seed)

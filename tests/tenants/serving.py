@@ -1,4 +1,4 @@
-"""A real server with a key book on a real socket, over the fake engine that has an engine's memory."""
+"""A real server with a key store on a real socket, over the fake engine that has an engine's memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOW_S = 1_800_000_000.0
 
 
 class Clock:
-    """Stands still until it is told to move."""
+    """A clock that moves on demand."""
 
     def __init__(self, now_s: float = 0.0) -> None:
         self.now_s = now_s

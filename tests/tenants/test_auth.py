@@ -1,4 +1,4 @@
-"""Who comes in by which door: real clients, a real server, a key book that changes while it runs."""
+"""Access by key and route: real clients, a real server, a key store that changes while it runs."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_usual_clients_understand_the_refusal(server: Guarded, keys: dict[st
         assert known.messages.create(model="fake", max_tokens=4, messages=[{"role": "user", "content": "x"}]).usage
 
 
-def test_tenants_are_told_of_their_own_requests_alone(server: Guarded, keys: dict[str, str]) -> None:
+def test_tenants_see_only_their_own_requests(server: Guarded, keys: dict[str, str]) -> None:
     def say(name: str) -> int:
         body = CHAT | {"request_id": "same"}
         answer = server.http.post("/v1/chat/completions", json=body, headers=bearer(keys[name])).raise_for_status()
@@ -153,7 +153,9 @@ def test_keys_come_and_go_while_it_runs(tmp_path: Path) -> None:
             assert server.http.post("/v1/chat/completions", json=CHAT, headers=bearer(other)).status_code == 401
         path.unlink()
         watch.now_s += STALE_S + 1
-        assert server.http.post("/v1/chat/completions", json=CHAT).status_code == 503, "a lost book is no open door"
+        assert server.http.post("/v1/chat/completions", json=CHAT).status_code == 503, (
+            "a lost key store does not open the server"
+        )
         assert server.http.get("/health").status_code == 200
         assert server.http.get("/metrics").status_code == 503
         KeyStore(path, create=True).close()  # or its end would complain of usage that it cannot write
@@ -168,7 +170,7 @@ def test_a_refused_body_is_not_read(server: Guarded) -> None:
 
 
 def test_nothing_but_http_reaches_the_application(server: Guarded) -> None:
-    """There are no websockets; one that somebody adds is not open by oversight."""
+    """There are no websockets; one that is added later is not open by oversight."""
     reached, sent = list[str](), list[dict[str, Any]]()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

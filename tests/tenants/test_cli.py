@@ -104,7 +104,7 @@ def test_usage_is_shown_in_groups(tripool: Run, path: Path) -> None:
     assert json.loads(tripool("usage", "--since", "2027-01-16", "--json").out) == []
 
 
-def test_quota_and_purge_change_the_book(tripool: Run, path: Path) -> None:
+def test_quota_and_purge_change_the_key_store(tripool: Run, path: Path) -> None:
     tripool("keys", "add", "alice")
     with KeyStore(path) as key_store:
         before = key_store.key_table().tenants["alice"]
@@ -129,11 +129,11 @@ def test_a_server_starts_open_only_where_that_was_chosen(path: Path, monkeypatch
         assert AccessConfig(path, True).starts_open(here)
         with pytest.raises(OpenToAll, match="other machines"):
             AccessConfig(None, False).starts_open(world)
-        with pytest.raises(OpenToAll, match="there is no key book"):
+        with pytest.raises(OpenToAll, match="there is no key store"):
             AccessConfig(path, False).starts_open(here)
         assert not path.exists()
         with KeyStore(path, create=True) as key_store:
-            assert AccessConfig(path, False).starts_open(here), "a book without keys"
+            assert AccessConfig(path, False).starts_open(here), "a key store without keys"
             key_store.add_key("alice", now_s=0.0)
             for may_be_open in (False, True):
                 assert not AccessConfig(path, may_be_open).starts_open(world), "keys count, --open or not"
@@ -145,11 +145,11 @@ def test_a_server_starts_open_only_where_that_was_chosen(path: Path, monkeypatch
                 AccessConfig(path, True).starts_open(here)
 
 
-def test_only_adding_a_key_makes_a_book(tripool: Run, path: Path) -> None:
+def test_only_adding_a_key_creates_a_key_store(tripool: Run, path: Path) -> None:
     verbs = [("keys", "list"), ("keys", "revoke", "alice"), ("usage",), ("cache", "purge", "alice")]
     for argv in [*verbs, ("cache", "quota", "alice", "1")]:
         ran = tripool(*argv)
-        assert ran.code == 2 and "there is no key book" in ran.err and "tripool keys add" in ran.err, argv
+        assert ran.code == 2 and "there is no key store" in ran.err and "tripool keys add" in ran.err, argv
     tripool("keys", "add", "a b")
     assert not path.exists()
 
@@ -166,5 +166,5 @@ def test_times_on_the_command_line() -> None:
     assert ago_s("12h", now_s=86400.0, param="x") == 43200
     assert later_s("2026-12-31", now_s=0.0, param="x") == ago_s("2026-12-31", now_s=0.0, param="x") == 1798675200
     for wrong in ("", "h", "5y", "-3d", "tomorrow"):
-        with pytest.raises(InvalidRequest, match="is no time"):
+        with pytest.raises(InvalidRequest, match="is not a time"):
             later_s(wrong, now_s=0.0, param="x")

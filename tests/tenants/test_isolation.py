@@ -54,7 +54,7 @@ def test_nothing_is_found_in_ten_thousand_tries(tmp_path: Path) -> None:
 
 
 def test_the_test_sees_a_leak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same attack on a server that takes namespaces from clients, or from nobody."""
+    """The same attack on a server that takes namespaces from clients, or has none."""
     monkeypatch.setattr("tripool.gateway.parse._namespace", lambda fields, tenant: "")
     with pytest.raises(AssertionError, match="may find"):
         attack(tmp_path / "keys.db", 500, seed=1)

@@ -1,4 +1,4 @@
-"""The key book: what is kept of keys, what others may see of it, and two processes at once."""
+"""The key store: what is stored of keys, what others can see of it, and two processes at once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_file_that_others_can_read_is_not_used(path: Path) -> None:
         KeyStore(path, create=True)
 
 
-def test_only_who_makes_a_key_makes_a_book(path: Path) -> None:
+def test_only_adding_a_key_creates_the_file(path: Path) -> None:
     with pytest.raises(KeyStoreMissing, match="tripool keys add"):
         KeyStore(path)
     assert not path.parent.exists()
@@ -52,10 +52,10 @@ def test_only_who_makes_a_key_makes_a_book(path: Path) -> None:
     path.touch(0o600)
     with pytest.raises(KeyStoreError, match="empty"):
         KeyStore(path)
-    assert path.read_bytes() == b"" and files(path) == [path], "nothing was written into what is no book"
+    assert path.read_bytes() == b"" and files(path) == [path], "nothing was written into another file"
     path.unlink()
     path.mkdir(0o700)
-    with pytest.raises(KeyStoreError, match="no file"):
+    with pytest.raises(KeyStoreError, match="not a file"):
         KeyStore(path)
 
 
@@ -87,7 +87,7 @@ def test_a_key_is_its_tenants_until_it_is_revoked_or_expires(path: Path) -> None
             key_store.revoke("tp-", now_s=NOW_S)
 
 
-def test_revoked_keys_stay_in_the_book(path: Path) -> None:
+def test_revoked_keys_stay_in_the_store(path: Path) -> None:
     with KeyStore(path, create=True) as key_store:
         assert not key_store.key_table().keys
         key_store.add_key("alice", now_s=NOW_S)
@@ -158,7 +158,7 @@ def test_a_wait_for_another_writer_is_bounded(path: Path) -> None:
         other.add_key("bob", now_s=NOW_S)
 
 
-def test_what_is_no_key_book_is_said(path: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_key_store_is_an_error(path: Path, tmp_path: Path) -> None:
     wrong = tmp_path / "text.db"
     wrong.write_text("not a database, but long enough to be looked at\n" * 50)
     wrong.chmod(0o600)
@@ -183,7 +183,7 @@ def test_a_reading_is_kept_while_nothing_changes(path: Path) -> None:
         assert key_store.key_table(key_table) is not key_table
 
 
-def test_digests_of_two_books_cannot_be_compared(path: Path, tmp_path: Path) -> None:
+def test_digests_of_two_stores_cannot_be_compared(path: Path, tmp_path: Path) -> None:
     with KeyStore(path, create=True) as key_store, KeyStore(tmp_path / "other.db", create=True) as other:
         key = key_store.add_key("alice", now_s=NOW_S)
         theirs = KeyTable(key_store.key_table().tenants.values(), key_store.key_table().keys, pepper=other._pepper())

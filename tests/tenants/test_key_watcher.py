@@ -1,4 +1,4 @@
-"""A running server's view of the book: changes are noticed in time, and a book that is lost is no open door."""
+"""A running server's view of the key store: changes are noticed in time, and a lost store does not open the server."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_is_no_change_of_keys_is_not_read_again(path: Path) -> None:
     key_watcher.close()
 
 
-def test_a_book_that_comes_later_closes_the_door(path: Path) -> None:
+def test_a_later_key_store_ends_open_access(path: Path) -> None:
     clock = Clock()
     key_watcher = KeyWatcher(path, may_be_open=True, clock=clock)
     assert not key_watcher.key_table().keys and key_watcher.is_open
@@ -58,7 +58,7 @@ def test_a_book_that_comes_later_closes_the_door(path: Path) -> None:
     key_watcher.close()
 
 
-def test_a_book_that_is_gone_counts_for_a_while_and_then_nobody_comes_in(path: Path) -> None:
+def test_a_missing_key_store_counts_for_a_while_and_then_requests_are_refused(path: Path) -> None:
     clock = Clock()
     with KeyStore(path, create=True) as key_store:
         key = key_store.add_key("alice", now_s=NOW_S)
@@ -79,7 +79,7 @@ def test_a_book_that_is_gone_counts_for_a_while_and_then_nobody_comes_in(path: P
     key_watcher.close()
 
 
-def test_another_book_in_its_place_is_the_one_that_counts(path: Path, tmp_path: Path) -> None:
+def test_a_replaced_key_store_takes_effect(path: Path, tmp_path: Path) -> None:
     clock = Clock()
     keys = []
     for name in (path, tmp_path / "new.db"):
@@ -108,15 +108,15 @@ def test_a_revocation_is_seen_though_the_side_files_were_deleted(path: Path) -> 
     key_watcher.close()
 
 
-def test_a_keyed_server_without_a_book_lets_nobody_in_until_there_is_one(path: Path) -> None:
-    """As a gateway finds it that is started again while the book is away."""
+def test_a_keyed_server_without_a_key_store_refuses_all(path: Path) -> None:
+    """As seen by a gateway that is restarted while the key store is missing."""
     clock, learnt = Clock(), list[str]()
     key_watcher = KeyWatcher(path, may_be_open=False, on_keyed=lambda: learnt.append("keyed"), clock=clock)
     with pytest.raises(KeyStoreMissing):
         key_watcher.key_table()
     KeyStore(path, create=True).close()
     clock.now_s += LOOK_S
-    with pytest.raises(KeyStoreError, match="no keys any more"):
+    with pytest.raises(KeyStoreError, match="no longer has keys"):
         key_watcher.key_table()
     with KeyStore(path) as key_store:
         key = key_store.add_key("alice", now_s=NOW_S)
@@ -126,7 +126,7 @@ def test_a_keyed_server_without_a_book_lets_nobody_in_until_there_is_one(path: P
     key_watcher.close()
 
 
-def test_an_open_server_that_cannot_note_its_first_key_lets_nobody_in(path: Path) -> None:
+def test_an_open_server_that_cannot_note_its_first_key_refuses_all(path: Path) -> None:
     clock = Clock()
 
     def on_keyed() -> None:
@@ -141,7 +141,7 @@ def test_an_open_server_that_cannot_note_its_first_key_lets_nobody_in(path: Path
     key_watcher.close()
 
 
-def test_a_damaged_book_lets_nobody_in(path: Path) -> None:
+def test_a_damaged_key_store_refuses_all(path: Path) -> None:
     path.touch(0o600)
     path.write_text("x" * 5000)
     for may_be_open in (False, True):

@@ -157,9 +157,9 @@ def test_who_reads_nothing_is_metered_with_all_that_was_computed(tmp_path: Path)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.close()
         server.wait_empty(keys["admin"])
-        told = server.http.get("/v1/requests/unread/explain", headers=bearer(keys["alice"])).json()
+        reported = server.http.get("/v1/requests/unread/explain", headers=bearer(keys["alice"])).json()
         found = metered(path, server)[keys["alice"][:11]]
-    assert (told["state"], told["completion_tokens"]) == ("cancelled", 800)
+    assert (reported["state"], reported["completion_tokens"]) == ("cancelled", 800)
     assert found == Counter(requests=1, prompt_tokens=3, completion_tokens=800, cached_tokens=0)
 
 

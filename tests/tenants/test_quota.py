@@ -1,4 +1,4 @@
-"""Quotas of cache bytes: no namespace gets more slots than it may hold, whoever writes and whenever they change."""
+"""Quotas of cache bytes: no namespace gets more slots than its quota, whoever writes and whenever quotas change."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class QuotaMachine(RuleBasedStateMachine):
                 for slot, record in enumerate(self.index._slots.records)
                 if record.namespace == tag and record.state is State.COMMITTED and self.index._slots.is_idle(slot)
             ]
-            assert len(records) <= quota or not idle, "an excess stayed that nobody used"
+            assert len(records) <= quota or not idle, "an unused excess stayed"
 
     @rule(wait_s=st.floats(0, 2))
     def wait(self, wait_s: float) -> None:
@@ -112,7 +112,7 @@ class QuotaMachine(RuleBasedStateMachine):
         self.index.expire(self.now_s)
 
     @invariant()
-    def books_are_right(self) -> None:
+    def quotas_hold(self) -> None:
         self.index.check()
 
 

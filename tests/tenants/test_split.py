@@ -189,9 +189,7 @@ def test_a_quota_and_a_purge_take_effect_while_it_runs(server: SplitServer, path
     server.wait(lambda _: cached(ask(server, keys["carol"], prompt=prompts[3])) == 256)  # and it is cached anew
 
 
-def test_quotas_are_told_again_to_a_member_that_starts_again(
-    server: SplitServer, path: Path, keys: dict[str, str]
-) -> None:
+def test_quotas_are_sent_again_to_a_restarted_member(server: SplitServer, path: Path, keys: dict[str, str]) -> None:
     with KeyStore(path) as key_store:
         key_store.change("alice", {"cache_bytes": 6 * BLOCK_BYTES})
     for name in ("cache-0", "cache-1"):

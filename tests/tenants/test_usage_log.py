@@ -1,4 +1,4 @@
-"""What was used, written down: nothing is lost or counted twice, whoever adds and whatever the disk does."""
+"""The usage log: nothing is lost or counted twice, with concurrent writers and failing disks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_sums_are_exact_while_many_add_and_batches_are_written(path: Path) -> No
 def test_what_cannot_be_written_is_kept_and_written_later(path: Path) -> None:
     clock = Clock(NOW_S)
     usage_log = UsageLog(path, clock=clock)
-    path.chmod(0o644)  # which makes the book refuse it
+    path.chmod(0o644)  # which makes the key store refuse it
     usage_log.add(caller("a"), "m", [Usage(10, 5, 2)])
     with pytest.raises(KeyStoreError):
         usage_log.flush()
@@ -77,7 +77,7 @@ def test_what_cannot_be_written_is_kept_and_written_later(path: Path) -> None:
     usage_log.close()
 
 
-def test_a_book_that_is_gone_is_not_made_anew(path: Path) -> None:
+def test_a_missing_key_store_is_not_created(path: Path) -> None:
     usage_log = UsageLog(path, clock=lambda: NOW_S)
     saved = path.rename(path.parent / "saved.db")
     usage_log.add(caller("a"), "m", [Usage(10, 5, 2)])

@@ -187,7 +187,7 @@ def test_extra_names_override_special_tokens_but_not_arguments() -> None:
         template.render([HELLO], extra={"mood": object()})
 
 
-def test_the_templates_own_refusal_is_told_to_the_caller() -> None:
+def test_the_templates_own_error_reaches_the_caller() -> None:
     with pytest.raises(InvalidRequest, match="Roles must alternate: user, assistant, user") as caught:
         make(SOURCES["strict"]).render([HELLO, MORE])
     assert caught.value.param == "messages"

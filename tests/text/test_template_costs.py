@@ -18,7 +18,7 @@ from tripool.text import template as template_module
 from tripool.text.template import NotQuick, Template
 
 HELLO = {"role": "user", "content": "Hello"}
-REFUSED = r"sandbox|too much work|cannot render|cannot be compiled|line 1 of"
+REFUSED = r"sandbox|exceeds its budget|cannot render|cannot be compiled|line 1 of"
 
 
 def doubled(text: str, times: int, name: str = "a") -> str:

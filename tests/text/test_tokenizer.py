@@ -1,4 +1,4 @@
-"""Against transformers, which nobody here wrote."""
+"""Tokenizer against transformers as an independent oracle."""
 
 from __future__ import annotations
 

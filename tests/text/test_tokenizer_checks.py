@@ -154,7 +154,7 @@ def test_patterns_that_may_never_end_are_refused(pattern: str) -> None:
         check_pattern(pattern)
 
 
-def test_patterns_that_nobody_knows_run_outside_of_an_event_loop() -> None:
+def test_unknown_patterns_run_outside_of_an_event_loop() -> None:
     def cutting(pattern: str) -> dict[str, Any]:
         return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 

@@ -1,4 +1,4 @@
-"""A question to a running server, and what to say when there is no answer."""
+"""HTTP requests of the command line to a running server, and their errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NoAnswer(TripoolError):
 
 
 def ask(url: str, path: str, api_key: str | None, *, without: str) -> dict[str, Any]:
-    """`without`: what to say of a server that does not know the path."""
+    """`without`: the hint for a server that does not have the path."""
     address = f"{url.rstrip('/').removesuffix('/v1')}{path}"
     request = urllib.request.Request(address, headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"})
     try:

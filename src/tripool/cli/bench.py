@@ -1,4 +1,4 @@
-"""`tripool bench`: load on any OpenAI endpoint; a table, a JSON file, a page with plots."""
+"""`tripool bench`: generates load on any OpenAI endpoint; a table, a JSON file, a page with plots."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Rate = Annotated[float | None, typer.Option(min=0.0001, help="Requests per secon
 Requests = Annotated[int | None, typer.Option(min=1, max=10**6, help="How many, without a trace.")]
 InputLen = Annotated[int, typer.Option("--input-len", min=1, max=2**20, help="Prompt tokens, without a trace.")]
 OutputLen = Annotated[int, typer.Option("--output-len", min=1, max=2**20, help="Answer tokens, without a trace.")]
-Limits = Annotated[str | None, typer.Option(help="Promises in ms, as ttft:500,tpot:50 (or e2e:...).")]
+Limits = Annotated[str | None, typer.Option(help="SLO in ms, as ttft:500,tpot:50 (or e2e:...).")]
 RunSeed = Annotated[int, typer.Option(help="The same seed sends the same prompts at the same times.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos/--no-ignore-eos", help="Ask for answers of full length.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=0.001, help="Seconds that one request may take.")]
@@ -57,7 +57,7 @@ HtmlFile = Annotated[Path | None, typer.Option("--html", help="Write a page with
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Load:
-    """What to send and how fast, with words for the report."""
+    """What to send and how fast, with descriptions for the report."""
 
     shots: list[Shot]
     concurrency: int | None
@@ -179,8 +179,8 @@ class _Measure:
         from tripool.cli.bench_report import progress
 
         began = datetime.now().astimezone().isoformat(" ", "seconds")
-        with progress(len(load.shots), "asking the server") as (told, ended):
-            model, measured, interrupted = _run_fast(self._run(load, told, ended))
+        with progress(len(load.shots), "asking the server") as (describe, ended):
+            model, measured, interrupted = _run_fast(self._run(load, describe, ended))
         asked = RunSettings(
             url=self.url,
             model=model,
@@ -203,7 +203,7 @@ class _Measure:
         return report, interrupted
 
     async def _run(
-        self, load: _Load, told: Callable[[str], None], ended: Callable[[Sample], None]
+        self, load: _Load, describe: Callable[[str], None], ended: Callable[[Sample], None]
     ) -> tuple[str, Measured, bool]:
         from tripool.bench.endpoint import BodyMaker, find_model, make_prompts
         from tripool.bench.run import Run
@@ -214,7 +214,7 @@ class _Measure:
         try:
             model = await find_model(client, address, self.model)
             prompts = await make_prompts(client, self.api, model, self.seed)
-            told(model)
+            describe(model)
             run = Run(
                 client,
                 BodyMaker(self.api, model, prompts, self.seed, self.ignore_eos),
@@ -241,7 +241,7 @@ class _Measure:
 
 def _run_fast(work: Coroutine[Any, Any, tuple[str, Measured, bool]]) -> tuple[str, Measured, bool]:
     make_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
-    with suppress(ImportError):  # not on every system; asyncio's own loop is slower and does the same
+    with suppress(ImportError):  # not on every system; asyncio's own loop is slower
         from uvloop import new_event_loop
 
         make_loop = new_event_loop

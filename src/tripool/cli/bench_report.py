@@ -1,4 +1,4 @@
-"""What `tripool bench` shows: progress on stderr, tables on stdout, files on request."""
+"""Output of `tripool bench`: progress on stderr, tables on stdout, files on request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress(total: int, first: str) -> Iterator[tuple[Callable[[str], None], Callable[[Sample], None]]]:
-    """Two functions: one says what is going on, the other takes each request that has ended."""
+    """Two functions: one sets the description, the other takes each ended request."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[failed]}"), console=stderr(), refresh_per_second=4) as bar:
         task = bar.add_task(first, total=total, failed="")
@@ -36,10 +36,10 @@ def progress(total: int, first: str) -> Iterator[tuple[Callable[[str], None], Ca
             failed += not sample.ok
             bar.update(task, advance=1, failed=f"{failed:,} failed" if failed else "")
 
-        def told(text: str) -> None:
+        def describe(text: str) -> None:
             bar.update(task, description=harmless(text))
 
-        yield told, ended
+        yield describe, ended
 
 
 def show(report: Report) -> None:
@@ -66,8 +66,8 @@ def show(report: Report) -> None:
     console.print(latencies)
     details = {sample.error: sample.detail for sample in reversed(report.samples) if sample.error is not None}
     for kind, count in summary.errors.items():
-        said = f"failed, {count:,} times: {kind}: {details[kind]}"
-        console.print(Text(harmless(said), style="red"), soft_wrap=True)
+        message = f"failed, {count:,} times: {kind}: {details[kind]}"
+        console.print(Text(harmless(message), style="red"), soft_wrap=True)
     for warning in summary.warnings:
         console.print(Text(f"note: {warning}", style="yellow"), soft_wrap=True)
 

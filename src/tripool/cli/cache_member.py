@@ -1,4 +1,4 @@
-"""`tripool cache-member`: a process of the cache pool. Started by `tripool serve --split`, not by people."""
+"""`tripool cache-member`: a process of the cache pool. Started by `tripool serve --split`, not by users."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
         log_level: LogLevel = _LOGS.level,
         log_format: LogFormat = _LOGS.style,
     ) -> None:
-        """Keep blocks for prefill and decode workers of this machine."""
+        """Cache blocks for the prefill and decode workers of this machine."""
         from tripool.cache.member import run_member
         from tripool.config import CacheConfig, DiskConfig
         from tripool.fabric.supervisor_channel import SupervisorChannel
@@ -44,7 +44,7 @@ def register(app: typer.Typer) -> None:
         worker_id = WorkerId(name, epoch)
         tied = SupervisorChannel.inherited(supervisor_channel)
         tied.send(Ready(worker_id))
-        # Who its parent is says nothing if that died before anybody looked; the leash knows also then.
+        # The parent's pid is no evidence if it died before the first check; the channel reports that too.
         threading.Thread(target=_end_with, args=(tied,), daemon=True).start()
         disk = None
         if disk_bytes:
@@ -54,7 +54,7 @@ def register(app: typer.Typer) -> None:
             _LOG.info("start", extra={"epoch": epoch, "slots": num_slots, "slot_bytes": slot_bytes})
             run_member(folder, worker_id, CacheConfig(slot_bytes=slot_bytes, num_slots=num_slots, disk=disk))
             _LOG.info("stopped")
-        tied.close()  # not before: without it, the supervisor would take this process for dead
+        tied.close()  # not before: the supervisor takes a closed channel for a dead process
 
 
 def _end_with(supervisor_channel: SupervisorChannel) -> None:

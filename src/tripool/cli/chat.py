@@ -1,4 +1,4 @@
-"""`tripool chat`: talk to a model in the terminal, or ask it one question from a script."""
+"""`tripool chat`: chat with a model in the terminal, or ask it one question from a script."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def register(app: typer.Typer, load: Load) -> None:
         threads: Threads = None,
         device: DeviceOf = _DEFAULT.device,
     ) -> None:
-        """Talk to MODEL; /reset starts again, /exit leaves."""
+        """Chat with MODEL; /reset starts again, /exit leaves."""
         from tripool.llm import LLM
 
         params = SamplingParams.from_options(
@@ -84,11 +84,11 @@ class _Talk:
         self.history.clear()
 
     def ask(self, question: str, *, raise_interrupt: bool) -> None:
-        """Print the answer while it comes. In a conversation, Ctrl-C ends the answer and what was said of it stays."""
+        """Print the answer as it is generated. In a conversation, Ctrl-C ends it, and its text so far is kept."""
         first: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
-        turn: list[Message] = [{"role": "user", "content": question}]
+        exchange: list[Message] = [{"role": "user", "content": question}]
         console, pieces, started_s, first_s = Console(), list[str](), time.perf_counter(), 0.0
-        stream = self.llm.stream_chat(first + self.history + turn, self.params)
+        stream = self.llm.stream_chat(first + self.history + exchange, self.params)
         try:
             for piece in stream:
                 first_s = first_s or time.perf_counter() - started_s
@@ -101,7 +101,7 @@ class _Talk:
         finally:
             stream.close()
             console.print()
-        self.history += [*turn, {"role": "assistant", "content": "".join(pieces)}]
+        self.history += [*exchange, {"role": "assistant", "content": "".join(pieces)}]
         if stream.generation is not None:
             num_tokens, taken_s = stream.generation.usage.completion_tokens, time.perf_counter() - started_s
             rate = f"{num_tokens / taken_s:.1f} tokens/s"
@@ -110,7 +110,7 @@ class _Talk:
 
 def _converse(talk: _Talk) -> None:
     if importlib.util.find_spec("readline"):
-        importlib.import_module("readline")  # gives input() its line editing; absent on some platforms
+        importlib.import_module("readline")  # line editing for input(); absent on some platforms
     console = Console()
     console.print(f"{talk.llm.name}: /reset starts again, /exit or Ctrl-D leaves", style="dim", markup=False)
     while True:

@@ -1,4 +1,4 @@
-"""`tripool doctor`: is this machine fit to serve, and what to do if not."""
+"""`tripool doctor`: checks whether this machine can serve a model, and suggests remedies."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def render(findings: Sequence[Finding]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for finding in findings:
-        said = Text(finding.says)
+        text = Text(finding.says)
         if finding.remedy:
-            said.append(f"\n→ {finding.remedy}", style="bold")
-        table.add_row(Text(finding.verdict, style=_STYLES[finding.verdict]), Text(finding.name), said)
+            text.append(f"\n→ {finding.remedy}", style="bold")
+        table.add_row(Text(finding.verdict, style=_STYLES[finding.verdict]), Text(finding.name), text)
     return table

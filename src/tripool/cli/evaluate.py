@@ -1,4 +1,4 @@
-"""`tripool eval`: how far one checkpoint says what another says."""
+"""`tripool eval`: how far two checkpoints agree."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tripool.cli.terminal import stderr
 from tripool.errors import InvalidRequest
 
 Arithmetic = Literal["float32", "int8", "w8a8"]
-_HOW = "float32; int8: our 8-bit kernels; w8a8: integers and rounding by token, as the layout says, in plain steps."
+_HOW = "float32; int8: our 8-bit kernels; w8a8: the layout's integers and rounding per token, in plain torch."
 
 
 def register(app: typer.Typer) -> None:
     @app.command(name="eval")
     def evaluate(
-        a: Annotated[str, typer.Argument(metavar="A", help="The checkpoint that is right, such as the original.")],
-        b: Annotated[str, typer.Argument(metavar="B", help="The one that is held against it.")],
+        a: Annotated[str, typer.Argument(metavar="A", help="The reference checkpoint, such as the original.")],
+        b: Annotated[str, typer.Argument(metavar="B", help="The checkpoint to compare with it.")],
         text: Annotated[Path, typer.Option(help="A file of plain text, other than what B was calibrated on.")],
         tokens: Annotated[int, typer.Option(min=2, help="Read at most this much of the text.")] = 8192,
         window: Annotated[int, typer.Option(min=64, help="Tokens read at a time.")] = 512,
@@ -90,5 +90,5 @@ def _evaluate(
     table.add_row("greedy agreement", f"{found.greedy_agreement:.3%} of {found.num_greedy_tokens:,}")
     Console().print(table)
     if json_file is not None:
-        told = {"a": a[0], "precision_a": a[1], "b": b[0], "precision_b": b[1]} | found.as_dict()
-        json_file.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        report = {"a": a[0], "precision_a": a[1], "b": b[0], "precision_b": b[1]} | found.as_dict()
+        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

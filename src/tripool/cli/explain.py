@@ -1,6 +1,6 @@
 """`tripool explain ID`: where a request's time went, where it ran and why, what was cached, what held it back.
 
-Knows the layout of what a server tells and none of its facts: whatever a backend names is shown under that name.
+Depends on the layout of the server's response only: facts are shown under whatever names a backend gives them.
 """
 
 from __future__ import annotations
@@ -33,51 +33,51 @@ def register(app: typer.Typer) -> None:
         api_key: ApiKey = None,
         format: Annotated[Format, typer.Option(help="For people, or for programs.")] = Format.table,
     ) -> None:
-        """Say where a request's time went, where it ran and why, and what held it back."""
-        told = ask(url, f"/v1/requests/{quote(id, safe='')}/explain", api_key, without=_UNKNOWN)
+        """Show where a request's time went, where it ran and why, and what held it back."""
+        answer = ask(url, f"/v1/requests/{quote(id, safe='')}/explain", api_key, without=_UNKNOWN)
         if format is Format.json:
-            typer.echo(json.dumps(told, indent=2))
+            typer.echo(json.dumps(answer, indent=2))
         else:
-            Console().print(render(told))
+            Console().print(render(answer))
 
 
-def render(told: Mapping[str, Any]) -> Group:
-    return Group(*_parts(told))
+def render(answer: Mapping[str, Any]) -> Group:
+    return Group(*_parts(answer))
 
 
-def _parts(told: Mapping[str, Any]) -> Iterator[RenderableType]:
-    yield Text(_headline(told), style="bold")
-    yield Text(_tokens(told))
+def _parts(answer: Mapping[str, Any]) -> Iterator[RenderableType]:
+    yield Text(_headline(answer), style="bold")
+    yield Text(_tokens(answer))
     yield Text("")
-    yield _times(told["timing"])
-    for number, facts in enumerate(told["placement"]):
+    yield _times(answer["timing"])
+    for number, facts in enumerate(answer["placement"]):
         yield Text("")
-        if len(told["placement"]) > 1:
+        if len(answer["placement"]) > 1:
             yield Text(f"prompt {number}", style="bold")
         yield from _facts(facts)
 
 
-def _headline(told: Mapping[str, Any]) -> str:
-    reasons = ", ".join(f"{count} {reason}" for reason, count in told["finish_reasons"].items())
-    how = reasons or told["error"] or ""
-    kind = f"{told['api']}, streamed" if told["stream"] else str(told["api"])
-    return f"{_plain(told['id'])}: {told['state']}" + (f" ({how})" if how else "") + f", {kind}"
+def _headline(answer: Mapping[str, Any]) -> str:
+    reasons = ", ".join(f"{count} {reason}" for reason, count in answer["finish_reasons"].items())
+    how = reasons or answer["error"] or ""
+    kind = f"{answer['api']}, streamed" if answer["stream"] else str(answer["api"])
+    return f"{_plain(answer['id'])}: {answer['state']}" + (f" ({how})" if how else "") + f", {kind}"
 
 
-def _tokens(told: Mapping[str, Any]) -> str:
-    line = f"{told['prompt_tokens']:,} prompt tokens, {told['cached_tokens']:,} of them cached; "
-    line += f"{told['completion_tokens']:,} answered"
-    if told["prompts"] > 1:
-        line += f" to {told['prompts']} prompts"
-    if told["n"] > 1:
-        line += f" in {told['n']} choices" + (" each" if told["prompts"] > 1 else "")
-    if told["draft_tokens"]:
-        line += f"; {told['accepted_draft_tokens']:,} of {told['draft_tokens']:,} drafts came true"
+def _tokens(answer: Mapping[str, Any]) -> str:
+    line = f"{answer['prompt_tokens']:,} prompt tokens, {answer['cached_tokens']:,} of them cached; "
+    line += f"{answer['completion_tokens']:,} answered"
+    if answer["prompts"] > 1:
+        line += f" to {answer['prompts']} prompts"
+    if answer["n"] > 1:
+        line += f" in {answer['n']} choices" + (" each" if answer["prompts"] > 1 else "")
+    if answer["draft_tokens"]:
+        line += f"; {answer['accepted_draft_tokens']:,} of {answer['draft_tokens']:,} drafts accepted"
     return line
 
 
 def _times(timing: Mapping[str, float]) -> Table:
-    """The stages, which add up to the total, and what the client felt."""
+    """The stages, which add up to the total, and the latencies of the client."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column()
     table.add_column(justify="right")
@@ -106,18 +106,18 @@ def _facts(facts: Mapping[str, Any]) -> Iterator[RenderableType]:
 
 
 def _rows(rows: list[Mapping[str, Any]]) -> Table:
-    """Columns in the order in which they first come up; those in which nothing is said are left out."""
+    """Columns in order of first appearance; empty ones are left out."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = Table(box=None, header_style="bold", pad_edge=False)
-    said = [name for name in names if any(row.get(name) not in ("", None) for row in rows)]
-    for name in said:
+    filled = [name for name in names if any(row.get(name) not in ("", None) for row in rows)]
+    for name in filled:
         numbers = all(isinstance(row.get(name), (int, float)) for row in rows)
         table.add_column(Text(_plain(name)), justify="right" if numbers else "left")
     for row in rows:
-        table.add_row(*(Text(_plain(row.get(name, ""))) for name in said))
+        table.add_row(*(Text(_plain(row.get(name, ""))) for name in filled))
     return table
 
 
 def _plain(value: object) -> str:
-    """Ids are a client's own words: they must not drive a terminal."""
+    """Ids are chosen by clients: they must not control a terminal."""
     return harmless(f"{value:,}" if isinstance(value, (int, float)) and not isinstance(value, bool) else str(value))

@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
         http_fd: Annotated[int, typer.Option(help="The listening socket.")],
         epoch: Annotated[int, typer.Option()],
         supervisor_channel: Annotated[int, typer.Option()],
-        keys: Annotated[Path, typer.Option(help="The key book.")],
+        keys: Annotated[Path, typer.Option(help="The key store.")],
         log_level: LogLevel = _LOGS.level,
         log_format: LogFormat = _LOGS.style,
     ) -> None:

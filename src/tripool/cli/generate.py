@@ -1,4 +1,4 @@
-"""`tripool generate`: a file of prompts in, a file of answers out."""
+"""`tripool generate`: answers a file of prompts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _generate(
     from tripool.cli.prompts import read_prompts, to_requests
     from tripool.llm import LLM
 
-    lines = read_prompts(prompts)  # before the model: a typing error should not cost its loading time
+    lines = read_prompts(prompts)  # before loading the model, which takes time
     check_folder(out)
     with LLM(load(model, config)) as llm:
         requests = list(to_requests(prompts, lines, llm, defaults))
@@ -102,14 +102,14 @@ def _choice(choice: Choice) -> dict[str, Any]:
 
 
 def _write_whole(out: Path, content: str) -> None:
-    """A reader sees the old file or the complete new one, whatever happens in between."""
+    """A reader sees the old file or the complete new one, never a part."""
     try:
         with NamedTemporaryFile("w", encoding="utf-8", dir=out.parent, prefix=f".{out.name}.", delete=False) as file:
             try:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-                Path(file.name).chmod(0o644)  # a temporary file begins as private to its owner
+                Path(file.name).chmod(0o644)  # a temporary file is created private to its owner
                 Path(file.name).replace(out)
             finally:
                 Path(file.name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""`tripool keys`: make, show and revoke API keys. Works on the key book itself; a running server notices."""
+"""`tripool keys`: create, show and revoke API keys. Works on the key store; a running server notices changes."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from tripool.tenants.key_store import KeyStore
 
 KeysFile = Annotated[
-    Path | None, typer.Option("--keys", help="The key book; in the state folder of this user when not given.")
+    Path | None, typer.Option("--keys", help="The key store; in the state folder of this user when not given.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 _GB = 2**30
 
 
 def open_key_store(path: Path | None) -> KeyStore:
-    """One that is there; only `keys add` makes one."""
+    """An existing one; only `keys add` creates one."""
     from tripool.tenants.key_store import KeyStore, default_path
 
     return KeyStore(path or default_path())
 
 
 def register(app: typer.Typer) -> None:
-    keys = typer.Typer(help="API keys of a server: make, show, revoke.", no_args_is_help=True)
+    keys = typer.Typer(help="API keys of a server: create, show, revoke.", no_args_is_help=True)
     app.add_typer(keys, name="keys")
     _register_add(keys)
 
@@ -59,7 +59,7 @@ def register(app: typer.Typer) -> None:
         keys: KeysFile = None,
         as_json: AsJson = False,
     ) -> None:
-        """End a key at once: a running server refuses it within a second. Answers under way go on."""
+        """Revoke a key: a running server refuses it within a second. Answers under way go on."""
         with open_key_store(keys) as key_store:
             revoked = key_store.revoke(which, now_s=time.time())
         if as_json:
@@ -75,9 +75,9 @@ def _register_add(keys: typer.Typer) -> None:
         rpm: Annotated[float | None, typer.Option(help="Most requests per minute.")] = None,
         tpm: Annotated[float | None, typer.Option(help="Most tokens per minute, cached ones not counted.")] = None,
         cache_gb: Annotated[float | None, typer.Option("--cache-gb", min=0, help="Most of the cache pool.")] = None,
-        weight: Annotated[float | None, typer.Option(help="Share of work and places, 1 when not given.")] = None,
-        tpot_ms: Annotated[float | None, typer.Option("--tpot-ms", help="Promised time per token.")] = None,
-        ttft_ms: Annotated[float | None, typer.Option("--ttft-ms", help="Promised time to the first token.")] = None,
+        weight: Annotated[float | None, typer.Option(help="Share of work and slots, 1 when not given.")] = None,
+        tpot_ms: Annotated[float | None, typer.Option("--tpot-ms", help="Default TPOT objective.")] = None,
+        ttft_ms: Annotated[float | None, typer.Option("--ttft-ms", help="Default TTFT objective.")] = None,
         public_prefix: Annotated[
             bool | None,
             typer.Option("--public-prefix/--no-public-prefix", help="Share cached system prompts with others who do."),
@@ -87,7 +87,7 @@ def _register_add(keys: typer.Typer) -> None:
         keys: KeysFile = None,
         as_json: AsJson = False,
     ) -> None:
-        """Make a key for NAME and show it, once. Limits are the tenant's; those given replace what it had."""
+        """Create a key for NAME and show it, once. Limits are the tenant's; those given replace what it had."""
         from tripool.tenants.key_store import KeyStore, check_tenant, default_path
 
         now_s = time.time()
@@ -95,7 +95,7 @@ def _register_add(keys: typer.Typer) -> None:
         settings = given(rpm=rpm, tpm=tpm, cache_bytes=cache_bytes, weight=weight, tpot_ms=tpot_ms, ttft_ms=ttft_ms)
         settings |= given(public_prefix=public_prefix)
         expires_s = None if expires is None else later_s(expires, now_s=now_s, param="expires")
-        check_tenant(name, settings)  # before a book is made for it
+        check_tenant(name, settings)  # before the store is created
         with KeyStore(keys or default_path(), create=True) as key_store:
             key = key_store.add_key(name, now_s=now_s, settings=settings, admin=admin, expires_s=expires_s)
             path = key_store.path

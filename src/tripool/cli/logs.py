@@ -1,4 +1,4 @@
-"""The log of a verb that serves: its options, and what becomes of errors that end it."""
+"""Logging of the serving commands: their options, and the log of errors that end them."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class LogOptions:
     style: Style = "text"
 
     def argv(self) -> tuple[str, ...]:
-        """For a process that logs alike."""
+        """For a process with the same logging."""
         return "--log-level", self.level, "--log-format", self.style
 
 
 @contextmanager
 def logged(process: str, options: LogOptions) -> Iterator[Log]:
-    """`process` names it in every line. Whatever ends the block is in the log, and nothing of it beside the log.
+    """`process` names it in every line. Whatever ends the block is logged, and printed nowhere else.
 
-    But an error that a user can mend is one plain line where lines are plain: `main` says it.
+    Except that with plain lines, an error that a user can fix is one plain line, printed by `main`.
     """
     with Log(process, options.level, options.style) as log:
         try:
@@ -46,14 +46,14 @@ def logged(process: str, options: LogOptions) -> Iterator[Log]:
                 raise
             _LOG.error("ended by an error", extra={"error": error.code, "reason": str(error)})
             raise SystemExit(2) from error
-        except Exception as error:  # (told here: the interpreter would print what it says, which may quote a request)
+        except Exception as error:  # (logged here: the interpreter would print the message, which may quote a request)
             _LOG.error("ended by an exception", exc_info=True)
             raise SystemExit(1) from error
 
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Leave by an exception, so that everything is closed on the way: the signal itself ends a process at once."""
+    """Leave by an exception, so that everything is closed: the signal itself ends a process at once."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(0)

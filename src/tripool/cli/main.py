@@ -1,4 +1,4 @@
-"""`tripool`: puts the verbs together, and turns errors into one line and an exit code."""
+"""`tripool`: registers the commands, and turns errors into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tripool.errors import TripoolError
 
 
 def create_cli(load: Load = load_model) -> typer.Typer:
-    """`load` makes an engine of a model's name."""
+    """`load` makes an engine from a model's name."""
     app = typer.Typer(
         name="tripool",
         help="Serve mixture-of-experts language models.",
@@ -62,7 +62,7 @@ def create_cli(load: Load = load_model) -> typer.Typer:
 
 
 def main(argv: Sequence[str] | None = None, load: Load = load_model) -> None:
-    """Exits with 0, with 2 for an error that a user can mend, or with 130 after Ctrl-C (which typer sees to)."""
+    """Exits with 0, with 2 for an error that a user can fix, or with 130 after Ctrl-C (which typer handles)."""
     try:
         create_cli(load)(args=argv)
     except TripoolError as error:

@@ -1,4 +1,4 @@
-"""`tripool models`: what can be served by name, and what a running server has in memory."""
+"""`tripool models`: models known by name, and the models in a running server's memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tripool.cli.asking import DEFAULT_URL, ApiKey, Url, ask
 from tripool.errors import TripoolError
 
 _PATIENCE_S = 660.0
-"""A large model takes minutes to load; the server has bounds of its own."""
+"""A large model takes minutes to load; the server has its own deadlines."""
 
 
 class Format(StrEnum):
@@ -29,7 +29,7 @@ _Model = Annotated[str, typer.Argument(help="As `tripool models list` shows it."
 
 
 class Refused(TripoolError):
-    """What a server says when it will not."""
+    """The server refuses to load or unload a model."""
 
     code = "refused"
 
@@ -46,26 +46,26 @@ def register(app: typer.Typer) -> None:
 
     @models.command(name="list")
     def list_(url: Url = DEFAULT_URL, api_key: ApiKey = None, format: FormatOf = Format.table) -> None:
-        """Show the models of a running server: which are in memory, and what they take."""
-        told = ask(url, "/v1/models", api_key, without="is it a Tripool server?")["data"]
+        """Show the models of a running server: which are in memory, and how much they take."""
+        served = ask(url, "/v1/models", api_key, without="is it a Tripool server?")["data"]
         if format is Format.json:
-            typer.echo(json.dumps(told, indent=2))
+            typer.echo(json.dumps(served, indent=2))
         else:
-            Console().print(_served_table(told))
+            Console().print(_served_table(served))
 
     @models.command()
     def load(model: _Model, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
-        """Bring MODEL into a running server's memory; comes back when it is ready."""
-        told = _tell(url, "/v1/models/load", api_key, model)
-        took = f" in {told['load_s']:.2f} s" if "load_s" in told else ""
-        typer.echo(f"{model} is {told['state']}{took}{' (model cache)' if told.get('from_model_cache') else ''}")
+        """Load MODEL in a running server; returns when it is ready."""
+        loaded = _post(url, "/v1/models/load", api_key, model)
+        took = f" in {loaded['load_s']:.2f} s" if "load_s" in loaded else ""
+        typer.echo(f"{model} is {loaded['state']}{took}{' (model cache)' if loaded.get('from_model_cache') else ''}")
 
     @models.command()
     def unload(model: _Model, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
-        """Let MODEL's open answers end and give its memory back. It stays away until it is loaded again."""
-        told = _tell(url, "/v1/models/unload", api_key, model)
-        still = f": {told['open']} answers are still open" if told.get("open") else ""
-        typer.echo(f"{model} is {told['state']}{still}")
+        """Finish MODEL's open answers and free its memory. It stays unloaded until it is loaded again."""
+        unloaded = _post(url, "/v1/models/unload", api_key, model)
+        still = f": {unloaded['open']} answers are still open" if unloaded.get("open") else ""
+        typer.echo(f"{model} is {unloaded['state']}{still}")
 
     @models.command()
     def forget() -> None:
@@ -104,11 +104,11 @@ def _show_known(format: Format) -> None:
     Console().print(table)
 
 
-def _served_table(told: list[dict[str, Any]]) -> Table:
+def _served_table(served: list[dict[str, Any]]) -> Table:
     table = Table("model", "state", box=None, header_style="bold")
     for column in ("memory", "open", "context", "loaded in"):
         table.add_column(column, justify="right")
-    for model in told:
+    for model in served:
         cached = " (model cache)" if model.get("from_model_cache") else ""
         table.add_row(
             model["id"] + (" (default)" if model.get("default") else ""),
@@ -121,14 +121,14 @@ def _served_table(told: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _tell(url: str, path: str, api_key: str | None, model: str) -> dict[str, Any]:
+def _post(url: str, path: str, api_key: str | None, model: str) -> dict[str, Any]:
     address = f"{url.rstrip('/').removesuffix('/v1')}{path}"
     headers = {"Content-Type": "application/json"} | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
     request = urllib.request.Request(address, json.dumps({"model": model}).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=_PATIENCE_S) as answer:
-            told: dict[str, Any] = json.load(answer)
-            return told
+            found: dict[str, Any] = json.load(answer)
+            return found
     except urllib.error.HTTPError as error:
         with error:
             raise Refused(_reason(error), hint=f"{address} answers {error.code}") from error
@@ -139,5 +139,5 @@ def _tell(url: str, path: str, api_key: str | None, model: str) -> dict[str, Any
 def _reason(error: urllib.error.HTTPError) -> str:
     try:
         return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):  # not one of ours
+    except (ValueError, KeyError, TypeError):  # not a Tripool error
         return str(error.reason)

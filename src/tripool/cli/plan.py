@@ -1,4 +1,4 @@
-"""`tripool plan`: which deployment of a model on so many chips keeps a promise; and how far the predictions are off."""
+"""`tripool plan`: ranks deployments of a model on so many chips by an SLO, or validates the predictions."""
 
 from __future__ import annotations
 

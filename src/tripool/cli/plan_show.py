@@ -1,4 +1,4 @@
-"""What `tripool plan` shows: tables on stdout, files on request."""
+"""Output of `tripool plan`: tables on stdout, files on request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PARTS = 4
 
 
 def console() -> Console:
-    """Wide enough that no row wraps where it is not a terminal: a log, a pipe."""
+    """Wide enough that no row wraps outside of a terminal: in a log, a pipe."""
     found = Console(highlight=False)
     return found if found.is_terminal else Console(highlight=False, width=_WIDE)
 
@@ -44,7 +44,7 @@ def show_plan(ask: PlanGoal, plan: Plan, wanted_per_s: float | None) -> None:
     out.print(table)
     out.print(f"best: {why(best)}")
     lifts = [f"{lever.name} {lever.gain:+.1%}" for lever in best.levers if lever.gain >= 0.005]
-    out.print(f"what would lift it: {'; '.join(lifts) if lifts else 'nothing tried moves it by half a per cent'}")
+    out.print(f"what would raise it: {'; '.join(lifts) if lifts else 'nothing tried changes it by half a per cent'}")
     longest = list(parts_ms(best.decode.step).items())[:_PARTS]
     out.print(
         f"decode step {best.decode.step.seconds * 1e3:.1f} ms: " + ", ".join(f"{n} {ms:.1f}" for n, ms in longest)

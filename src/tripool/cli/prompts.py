@@ -1,4 +1,4 @@
-"""Files of prompts, read for `tripool generate`: plain lines, or JSON lines with options of their own."""
+"""Reads prompt files of `tripool generate`: plain lines, or JSON lines with their own options."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIELDS = Fields(
 
 
 class BadPrompts(InvalidRequest):
-    """A prompts file that cannot be used; the message names the file and the line."""
+    """A prompts file is not valid; the message names the file and the line."""
 
     code = "bad_prompts"
 

@@ -1,4 +1,4 @@
-"""`tripool quantize`: a checkpoint in, the same model in INT8 out."""
+"""`tripool quantize`: converts a checkpoint to INT8."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def _quantize(
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             task = progress.add_task(checkpoint.name, total=None)
 
-            def tell(done: int, total: int, what: str) -> None:
+            def report(done: int, total: int, what: str) -> None:
                 progress.update(task, completed=done, total=total, description=what)
-                if not console.is_terminal:  # a log: a line for each, so that one can see where it is
+                if not console.is_terminal:  # a log: one line each, to show progress
                     console.print(f"{done} of {total}: {what}", soft_wrap=True)
 
-            done = quantize(checkpoint, target, techniques=techniques, windows=windows, on_progress=tell)
+            done = quantize(checkpoint, target, techniques=techniques, windows=windows, on_progress=report)
     if done.resumed:
-        console.print(f"went on after {done.resumed} finished shards")
+        console.print(f"resumed after {done.resumed} finished shards")
     _print(done.linears)
     console.print(f"kept in floats: {', '.join(done.kept) or 'nothing'}", soft_wrap=True)
 

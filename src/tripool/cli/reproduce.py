@@ -1,4 +1,4 @@
-"""`tripool reproduce`: the published tables of a system beside what the planner predicts, with the error of each."""
+"""`tripool reproduce`: published tables of a system beside the planner's predictions, with the error of each."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _show(tables: Sequence[Table]) -> None:
     from tripool.cli.plan_show import console
     from tripool.planner.reproduce.lines import HEADS, ROLES, cells, sources, summarise, summary_words
 
-    out, shown = console(), len(HEADS) - 1  # sources stand below a table: they are long
+    out, shown = console(), len(HEADS) - 1  # sources are printed below a table: they are long
     for table in tables:
         drawn = RichTable(title=table.title, title_justify="left", caption_justify="left")
         for index, head in enumerate(HEADS[:shown]):

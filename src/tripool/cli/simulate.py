@@ -1,4 +1,4 @@
-"""`tripool simulate`: a deployment in virtual time, through many lives full of faults, or through a trace."""
+"""`tripool simulate`: a deployment in virtual time, in many seeded runs with faults, or with a trace."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ TraceOf = Annotated[
         help="Mooncake .jsonl, Azure .csv, or a ServeGen folder or archive. Without a file, with --seed: print all.",
     ),
 ]
-Seed = Annotated[int | None, typer.Option(min=0, help="One life only; or of what is drawn for a trace.")]
-SyntheticOf = Annotated[int | None, typer.Option("--synthetic", min=1, help="So many made-up requests, no trace.")]
-Rate = Annotated[float | None, typer.Option(min=1e-9, help="Requests per second: of made-up ones, or a trace's anew.")]
-PrefixShare = Annotated[float, typer.Option(min=0.0, max=1.0, help="Of a made-up prompt, shared with others.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="One run only; or of what is drawn for a trace.")]
+SyntheticOf = Annotated[int | None, typer.Option("--synthetic", min=1, help="This many synthetic requests, no trace.")]
+Rate = Annotated[float | None, typer.Option(min=1e-9, help="Requests per second: of synthetic ones, or of a trace.")]
+PrefixShare = Annotated[
+    float, typer.Option(min=0.0, max=1.0, help="Share of a synthetic prompt in common with others.")
+]
 DeploymentOf = Annotated[Path | None, typer.Option("--deployment", help="What `tripool plan --save` wrote.")]
 FaultOf = Annotated[
     list[str] | None, typer.Option("--fault", help="Such as chip:decode-0.3@120s+60s; may be given several times.")
@@ -29,19 +31,17 @@ BeginS = Annotated[float, typer.Option(min=0.0, help="ServeGen: where in its wee
 Length = Annotated[float, typer.Option(min=1.0, help="ServeGen: for how long, in seconds.")]
 HtmlFile = Annotated[Path | None, typer.Option("--html", help="Write a page with plots here.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report here; `simulate compare` reads it.")]
-Ideal = Annotated[
-    bool, typer.Option("--ideal", help="Only say what is in the trace, and how much of it is asked again.")
-]
+Ideal = Annotated[bool, typer.Option("--ideal", help="Only summarise the trace and its reuse.")]
 Real = Annotated[bool, typer.Option("--compare-real", help="Replay on this machine too, and print the difference.")]
 
 
 class _Simulate(TyperGroup):
-    """`--trace` without a file prints a life's events."""
+    """`--trace` without a file prints a run's events."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         after = [*args[1:], "-"]
         bare = [
-            "--tell" if arg == "--trace" and following.startswith("-") else arg
+            "--events" if arg == "--trace" and following.startswith("-") else arg
             for arg, following in zip(args, after, strict=True)
         ]
         parsed: list[str] = super().parse_args(ctx, bare)
@@ -56,20 +56,20 @@ def register(app: typer.Typer) -> None:
     def simulate(
         ctx: typer.Context,
         faults: Annotated[
-            bool, typer.Option("--faults", help="Kill, stop, slow, cut, fill and restart things.")
+            bool, typer.Option("--faults", help="Inject faults: kill, stop, slow, cut, fill, restart.")
         ] = False,
-        seeds: Annotated[int, typer.Option(min=1, help="How many lives.")] = 100,
+        seeds: Annotated[int, typer.Option(min=1, help="How many runs.")] = 100,
         first: Annotated[int, typer.Option(min=0, help="The first of their seeds.")] = 0,
         seed: Seed = None,
         trace: TraceOf = None,
-        tell: Annotated[bool, typer.Option("--tell", hidden=True)] = False,
+        events: Annotated[bool, typer.Option("--events", hidden=True)] = False,
         workers: Annotated[int | None, typer.Option(min=1, help="Processes; all cores when not given.")] = None,
         synthetic: SyntheticOf = None,
         rate: Rate = None,
-        input_len: Annotated[float, typer.Option(min=1, help="Mean made-up prompt, tokens.")] = 2048.0,
-        output_len: Annotated[float, typer.Option(min=1, help="Mean made-up answer, tokens.")] = 256.0,
+        input_len: Annotated[float, typer.Option(min=1, help="Mean synthetic prompt, tokens.")] = 2048.0,
+        output_len: Annotated[float, typer.Option(min=1, help="Mean synthetic answer, tokens.")] = 256.0,
         prefix_share: PrefixShare = 0.0,
-        tenants: Annotated[int, typer.Option(min=1, help="Made-up tenants.")] = 1,
+        tenants: Annotated[int, typer.Option(min=1, help="Synthetic tenants.")] = 1,
         begin: BeginS = 36000.0,
         length: Length = 3600.0,
         max_requests: Annotated[int | None, typer.Option(min=1, help="The first ones of the trace only.")] = None,
@@ -77,25 +77,25 @@ def register(app: typer.Typer) -> None:
         model: Annotated[str, typer.Option("--model", help="As for `tripool plan`.")] = "deepseek-r1",
         hardware: Annotated[str, typer.Option("--hardware", help="As for `tripool plan`.")] = "ascend-910c",
         chips: Annotated[int, typer.Option(min=1, max=10**6, help="How many there are.")] = 384,
-        ttft: Annotated[float, typer.Option(min=0.001, help="Promised time to the first token, ms.")] = 2000.0,
-        tpot: Annotated[float, typer.Option(min=0.001, help="Promised time per output token, ms.")] = 50.0,
+        ttft: Annotated[float, typer.Option(min=0.001, help="TTFT objective, ms.")] = 2000.0,
+        tpot: Annotated[float, typer.Option(min=0.001, help="TPOT objective, ms.")] = 50.0,
         fault: FaultOf = None,
         ideal: Ideal = False,
         html_file: HtmlFile = None,
         json_file: JsonFile = None,
         compare_real: Real = False,
     ) -> None:
-        """Send router, schedulers and cache index through simulated lives, or a trace through a whole deployment."""
+        """Run router, schedulers and cache index in seeded simulations, or a trace through a whole deployment."""
         if ctx.invoked_subcommand is not None:
             return
         if trace is None and synthetic is None and not compare_real:
             from tripool.cli.simulate_faults import run
 
-            run(faults, seeds, first, seed, tell, workers)
+            run(faults, seeds, first, seed, events, workers)
             return
-        if tell or faults:
-            hint = "--fault KIND:TARGET@START+LENGTH strikes a trace's deployment"
-            raise InvalidRequest("--faults and a bare --trace are for simulated lives", hint=hint)
+        if events or faults:
+            hint = "--fault KIND:TARGET@START+LENGTH injects faults into a trace's deployment"
+            raise InvalidRequest("--faults and a bare --trace are for seeded runs", hint=hint)
         from tripool.cli import simulate_trace
 
         if trace is not None and synthetic is not None:

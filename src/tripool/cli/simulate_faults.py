@@ -1,4 +1,4 @@
-"""`tripool simulate --seeds`: many lives in virtual time, each drawn from a seed and held to account."""
+"""`tripool simulate --seeds`: many runs in virtual time, each drawn from a seed and checked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BATCH = 10
 
 @dataclass(frozen=True, slots=True)
 class _Broken:
-    """A seed whose life broke a rule, and the rule."""
+    """A seed whose run broke an invariant, and the invariant."""
 
     seed: int
     rule: str
@@ -41,9 +41,9 @@ class _Total:
     num_tokens: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     runs: Counter[str] = field(default_factory=Counter)
-    """Lives with a fault of each kind."""
+    """Runs with a fault of each kind."""
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Requests by (kind of fault in their life, how they ended); "" stands for all lives."""
+    """Requests by (kind of fault in their run, outcome); "" stands for all runs."""
     seen: Counter[str] = field(default_factory=Counter)
 
     def add(self, report: Report) -> None:
@@ -59,12 +59,12 @@ class _Total:
                 self.outcomes[kind, outcome] += count
 
 
-def run(faults: bool, seeds: int, first: int, seed: int | None, tell: bool, workers: int | None) -> None:
-    """Send router, schedulers and cache index through simulated lives, and check that nothing is lost."""
+def run(faults: bool, seeds: int, first: int, seed: int | None, events: bool, workers: int | None) -> None:
+    """Run router, schedulers and cache index in simulation, and check that nothing is lost."""
     total = _Total()
     started_s = time.monotonic()
     if seed is not None:
-        results: Iterator[Report | _Broken] = iter([_run(seed, faults, tell)])
+        results: Iterator[Report | _Broken] = iter([_run(seed, faults, events)])
         seeds = 1
     else:
         results = _run_all(range(first, first + seeds), faults, workers or len(os.sched_getaffinity(0)))
@@ -109,39 +109,39 @@ def _run_all(seeds: range, faults: bool, num_workers: int) -> Iterator[Report | 
 
 def _run_batch(seeds: range, faults: bool) -> list[Report | _Broken]:
     results = [_run(seed, faults, False) for seed in seeds]
-    gc.collect()  # a world is full of circles; once per batch is often enough
+    gc.collect()  # a simulation has many reference cycles; once per batch is enough
     return results
 
 
 def _run(seed: int, faults: bool, trace: bool) -> Report | _Broken:
-    from tripool.simulate import simulate  # here: help must come in a moment
+    from tripool.simulate import simulate  # here, so that --help is fast
 
     try:
         return simulate(seed, faults=faults, trace=typer.echo if trace else None)
     except AssertionError as error:
-        return _Broken(seed, str(error) or "an assertion without words")
+        return _Broken(seed, str(error) or "an assertion without a message")
 
 
 def _show(total: _Total, elapsed_s: float) -> None:
     console = Console()
     outcomes = sorted({outcome for _, outcome in total.outcomes}, key=lambda o: -total.outcomes["", o])
-    table = Table("fault", title="requests by their end, in lives with each kind of fault")
-    for name in ("injected", "lives", *outcomes):
+    table = Table("fault", title="requests by outcome, in runs with each kind of fault")
+    for name in ("injected", "runs", *outcomes):
         table.add_column(name, justify="right")
     for kind in sorted(total.faults):
         counts = [total.faults[kind], total.runs[kind], *(total.outcomes[kind, o] for o in outcomes)]
         table.add_row(kind, *(f"{count:,}" for count in counts))
     everything = [total.faults.total(), total.num_runs, *(total.outcomes["", o] for o in outcomes)]
     table.add_section()
-    table.add_row("all lives", *(f"{count:,}" for count in everything))
+    table.add_row("all runs", *(f"{count:,}" for count in everything))
     console.print(table)
-    what = Table("what they made happen", show_header=True)
+    what = Table("consequences", show_header=True)
     what.add_column("times", justify="right")
     for name, count in sorted(total.seen.items()):
         what.add_row(name, f"{count:,}")
     console.print(what)
     console.print(
-        f"{total.num_runs:,} lives, {total.num_requests:,} requests, {total.num_tokens:,} tokens, "
+        f"{total.num_runs:,} runs, {total.num_requests:,} requests, {total.num_tokens:,} tokens, "
         f"{total.num_events:,} events in {elapsed_s:.1f} s: {total.num_events / elapsed_s:,.0f} events/s"
     )
-    console.print("lost tokens 0, repeated 0, changed 0, hung requests 0, leaked blocks 0 (checked in every life)")
+    console.print("lost tokens 0, repeated 0, changed 0, hung requests 0, leaked blocks 0 (checked in every run)")

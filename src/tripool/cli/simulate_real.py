@@ -1,8 +1,8 @@
 """`tripool simulate --compare-real`: the same requests on this machine's own server and in simulation, side by side.
 
-The server is `tripool serve` of the bundled model, over HTTP. How long its steps take is measured first, on other
-requests: prompts alone, and batches of several sizes. Then the trace is replayed, scaled to what the machine can bear,
-and simulated with the real door and scheduler on those step times.
+The server is `tripool serve` of the bundled model, over HTTP. Its step times are measured first, on other requests:
+prompts alone, and batches of several sizes. Then the trace is replayed, scaled to what the machine can bear, and
+simulated with the real admission control and scheduler on those step times.
 """
 
 from __future__ import annotations
@@ -47,38 +47,38 @@ _BATCHES = (1, 2, 4, 8, 16)
 _LONG = 320
 _ANSWER, _SHORT = 48, 16
 _ROUNDS = 5
-_GUESTS = 12
+_ARRIVALS = 12
 _REQUESTS = 150
 _INPUT, _OUTPUT = 96.0, 48.0
 _LOAD = 0.5
-"""Of what the machine could bear at most."""
+"""Load as a share of the machine's maximum."""
 _CONTEXT = 2048
 _KV_BLOCKS = 8 * _CONTEXT // BLOCK_TOKENS
 _BARS = (("output tokens per second", "tokens/s", 0.10), ("TTFT p50", "ms", 0.20), ("TPOT p50", "ms", 0.20))
 
 
 Shooter = Callable[[list[Shot], int], Awaitable[list[Sample]]]
-"""Sends shots, so many at once, and measures them."""
+"""Sends requests, so many at once, and measures them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """How long this machine's engine takes, as its clients see it."""
+    """Times of this machine's engine, as its clients see them."""
 
     batches: tuple[tuple[int, float], ...]
-    """Seconds of a step by rows, at short contexts; drafts that came true make it shorter."""
+    """Seconds of a step by rows, at short contexts; accepted drafts make it shorter."""
     context_token_s: float
     prompt_token_s: float
     later_token_s: float
-    """Of a prompt token, what the next step still has to do: drafts are made when the tokens are out."""
+    """Per prompt token, work left for the next step: drafts are made after the tokens are sent."""
     request_s: float
-    """By which a request's coming delays a step: parsing, answering, and whoever asks are on the same cores."""
+    """Delay of a step by an arriving request: parsing, answering and the client run on the same cores."""
     first_s: float
-    """A first token without any prompt, all around it included."""
+    """Time to a first token without any prompt."""
 
     @property
     def around_s(self) -> float:
-        """Of that, what no step takes."""
+        """The part of it outside of steps."""
         return max(0.0, self.first_s - self.batches[0][1] - self.request_s)
 
     def mean(self, other: Measured) -> Measured:
@@ -89,7 +89,7 @@ class Measured:
         return Measured(tuple(batches), *((getattr(self, name) + getattr(other, name)) / 2 for name in names))
 
     def rows_s(self, rows: float) -> float:
-        """Between two measured batches a straight line, and beyond the last as before it."""
+        """Linear between two measured batches, and extrapolated beyond the last."""
         sizes = [size for size, _ in self.batches]
         at = min(max(1, bisect_right(sizes, rows)), len(sizes) - 1)
         (low, low_s), (high, high_s) = self.batches[at - 1], self.batches[at]
@@ -105,7 +105,7 @@ class Measured:
 
 
 class _Server:
-    """A child of this process, from when it answers until it is told to end."""
+    """A child process, from its first response until it is closed."""
 
     def __init__(self) -> None:
         with socket.socket() as probe:
@@ -127,7 +127,7 @@ class _Server:
 
 
 def compare_with_real(asked: Asked, json_file: Path | None) -> bool:
-    """Whether all differences are within their bars."""
+    """Whether all differences are within their bounds."""
     console = Console()
     server = _Server()
     try:
@@ -165,7 +165,7 @@ async def _measure(server: _Server, asked: Asked) -> tuple[Measured, list[Shot],
         before = await _calibrate(shoot, "before")
         shots = _scaled(asked, before)
         samples = await shoot(shots)
-        # Again: a machine's pace drifts, and the replay lies between the two.
+        # Again: a machine's speed drifts, and the replay lies between the two.
         after = await _calibrate(shoot, "after")
         return before.mean(after), shots, samples, [prompts.ids(shot.pieces) for shot in shots]
     finally:
@@ -184,7 +184,7 @@ async def _when_ready(server: _Server, client: HttpClient, address: Address) -> 
 
 
 async def _calibrate(shoot: Shooter, when: str) -> Measured:
-    """On prompts that nobody asks for at any other time."""
+    """On prompts that are not used at any other time."""
     await shoot(_alike(f"{when} warm", 16, _PROMPTS[-1], 8), 16)
     firsts: dict[int, list[float]] = {size: [] for size in _PROMPTS}
     rests: dict[int, list[float]] = {size: [] for size in _PROMPTS}
@@ -210,21 +210,21 @@ async def _calibrate(shoot: Shooter, when: str) -> Measured:
 
 
 async def _disturbance_s(shoot: Shooter, when: str) -> float:
-    """By how much one answer is delayed by each short request that comes meanwhile."""
+    """Delay of one answer by each short request that arrives meanwhile."""
     found = []
     for number in range(_ROUNDS):
         (alone,) = await shoot(_alike(f"{when} undisturbed {number}", 1, _PROMPTS[0], _LONG), 1)
-        pending_requests = _alike(f"{when} guest {number}", _GUESTS, _PROMPTS[0], 1)
+        pending_requests = _alike(f"{when} arrival {number}", _ARRIVALS, _PROMPTS[0], 1)
         (disturbed,), _ = await asyncio.gather(
             shoot(_alike(f"{when} disturbed {number}", 1, _PROMPTS[0], _LONG), 1), shoot(pending_requests, 1)
         )
-        found.append((sum(disturbed.gaps_s()) - sum(alone.gaps_s())) / _GUESTS)
+        found.append((sum(disturbed.gaps_s()) - sum(alone.gaps_s())) / _ARRIVALS)
     return median(found)
 
 
 async def _pace_s(shoot: Shooter, when: str, batch: int, prompt: int) -> float:
-    """Time per token while so many answer at once. What the last of them still waits for is not counted."""
-    paces = []
+    """Time per token with so many answers at once. Excludes the time when only the last of them is left."""
+    tpots = []
     for number in range(_ROUNDS):
         samples = await shoot(_alike(f"{when} pace {batch} {prompt} {number}", batch, prompt, _ANSWER), batch)
         began_s = max(sample.events_s[0] for sample in samples)
@@ -232,8 +232,8 @@ async def _pace_s(shoot: Shooter, when: str, batch: int, prompt: int) -> float:
             later = [at_s for at_s in sample.events_s if at_s >= began_s]
             share = (sample.tokens - 1) / max(1, len(sample.events_s) - 1)
             if len(later) > 1:
-                paces.append((later[-1] - later[0]) / ((len(later) - 1) * share))
-    return median(paces)
+                tpots.append((later[-1] - later[0]) / ((len(later) - 1) * share))
+    return median(tpots)
 
 
 def _alike(name: str, count: int, prompt: int, answer: int) -> list[Shot]:
@@ -241,7 +241,7 @@ def _alike(name: str, count: int, prompt: int, answer: int) -> list[Shot]:
 
 
 def _scaled(asked: Asked, measured: Measured) -> list[Shot]:
-    """The trace's first requests, with lengths and rate that this machine can bear; or made-up ones."""
+    """The trace's first requests, with lengths and rate that this machine can bear; or synthetic ones."""
     work_s = _INPUT * measured.prompt_token_s + _OUTPUT * measured.rows_s(8) / 8 + measured.batches[0][1]
     rate = _LOAD / work_s
     if asked.trace is None:
@@ -250,7 +250,7 @@ def _scaled(asked: Asked, measured: Measured) -> list[Shot]:
         for index in range(asked.max_requests or _REQUESTS):
             prompt = min(_PROMPTS[-1], max(4, round(lognormal_of(rng, _INPUT, 0.5))))
             answer = min(4 * _ANSWER, max(4, round(lognormal_of(rng, _OUTPUT, 0.5))))
-            shots.append(Shot(index, None, (Piece(f"made up {index}", prompt),), answer))
+            shots.append(Shot(index, None, (Piece(f"synthetic {index}", prompt),), answer))
         return at_times(shots, poisson_arrivals(len(shots), rate=rate, seed=asked.seed))
     requests = parse_trace(read_file(asked.trace).splitlines(), max_requests=asked.max_requests or _REQUESTS)
     mean = sum(request.input_tokens + request.output_tokens for request in requests) / len(requests)
@@ -261,7 +261,7 @@ def _scaled(asked: Asked, measured: Measured) -> list[Shot]:
 
 
 def _bounded(shot: Shot) -> Shot:
-    """A prompt beyond what was measured is cut: the comparison is of queues and batches, not of a guess."""
+    """A prompt beyond what was measured is cut: the comparison is of queues and batches, not of extrapolation."""
     pieces, left = [], 2 * _PROMPTS[-1]
     for piece in shot.pieces:
         if left > 0:
@@ -273,21 +273,21 @@ def _bounded(shot: Shot) -> Shot:
 def _numbers(samples: Sequence[Sample]) -> tuple[float, float, float]:
     span_s = max(sample.end_s for sample in samples) - min(sample.sent_s for sample in samples)
     firsts = [sample.ttft_s for sample in samples if sample.ttft_s is not None]
-    paces = [sample.tpot_s for sample in samples if sample.tpot_s is not None]
-    return sum(sample.tokens for sample in samples) / span_s, 1e3 * median(firsts), 1e3 * median(paces)
+    tpots = [sample.tpot_s for sample in samples if sample.tpot_s is not None]
+    return sum(sample.tokens for sample in samples) / span_s, 1e3 * median(firsts), 1e3 * median(tpots)
 
 
 def _simulated(table: RequestTable) -> tuple[float, float, float]:
     done = [number for number in range(len(table)) if table.outcome[number] == DONE]
     span_s = max(table.last_s[number] for number in done) - min(table.arrived_s[number] for number in done)
     firsts = [table.first_s[number] - table.arrived_s[number] for number in done]
-    paces = [
+    tpots = [
         (table.last_s[number] - table.first_s[number]) / (table.output_tokens[number] - 1)
         for number in done
         if table.output_tokens[number] > 1
     ]
     tokens = sum(table.output_tokens[number] for number in done)
-    return tokens / span_s, 1e3 * median(firsts), 1e3 * median(paces)
+    return tokens / span_s, 1e3 * median(firsts), 1e3 * median(tpots)
 
 
 def _rows(real: Sequence[float], simulated: Sequence[float]) -> list[dict[str, float | str | bool]]:
@@ -303,15 +303,13 @@ def _rows(real: Sequence[float], simulated: Sequence[float]) -> list[dict[str, f
 
 def _show(console: Console, measured: Measured, rows: list[dict[str, float | str | bool]], count: int) -> None:
     steps = ", ".join(f"{1e3 * seconds:.2f} ms with {size}" for size, seconds in measured.batches)
-    told = (
+    summary = (
         f"measured: a token takes {steps} at once; a prompt token {1e6 * measured.prompt_token_s:.0f} us, and "
-        f"{1e6 * measured.later_token_s:.0f} us of the next step; a request's coming "
+        f"{1e6 * measured.later_token_s:.0f} us of the next step; a request's arrival "
         f"{1e3 * measured.request_s:.1f} ms, and {1e3 * measured.around_s:.1f} ms around a first token"
     )
-    console.print(told, soft_wrap=True)
-    table = Table(
-        "", "real", "simulated", "difference", "may be", title=f"{count} requests over HTTP and in simulation"
-    )
+    console.print(summary, soft_wrap=True)
+    table = Table("", "real", "simulated", "difference", "bound", title=f"{count} requests over HTTP and in simulation")
     for row in rows:
         mark = "[green]✓[/]" if row["ok"] else "[red]✗[/]"
         table.add_row(f"{mark} {row['name']}, {row['unit']}", f"{row['real']:,.2f}", f"{row['simulated']:,.2f}",

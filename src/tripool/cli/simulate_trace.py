@@ -1,4 +1,4 @@
-"""`tripool simulate --trace`: read what is asked for, simulate it with progress, show and write what came of it."""
+"""`tripool simulate --trace`: reads a workload, simulates it with progress, shows and writes the results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SLICES = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Which requests."""
+    """The workload."""
 
     trace: Path | None
     synthetic: int | None
@@ -61,12 +61,12 @@ class Asked:
     def title(self) -> str:
         if self.trace is not None:
             return self.trace.name
-        return f"{self.synthetic:,} made-up requests" if self.synthetic else "made-up requests"
+        return f"{self.synthetic:,} synthetic requests" if self.synthetic else "synthetic requests"
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """On what."""
+    """The deployment."""
 
     deployment: Path | None
     model: str
@@ -77,7 +77,7 @@ class Where:
 
 
 def requests_of(asked: Asked) -> Callable[[], Iterable[Ask]]:
-    """Called anew for each pass: made-up requests are never all there at once."""
+    """Called for each pass: synthetic requests are never all in memory."""
     if asked.synthetic is not None:
         made_up = Synthetic(
             requests=asked.synthetic, rate_per_s=asked.rate or 10.0, input_tokens=asked.input_len,
@@ -102,7 +102,7 @@ def _from_trace(asked: Asked, path: Path) -> list[Ask]:
         drawn = draw_clients(clients, seed=asked.seed, begin_s=asked.begin_s, length_s=asked.length_s, scale=scale)
         found = [ask for _, ask in zip(range(asked.max_requests or 10**9), drawn, strict=False)]
         if not found:
-            raise InvalidRequest("no client asks anything then", hint="--begin and --length choose the time")
+            raise InvalidRequest("there are no requests at that time", hint="--begin and --length choose the time")
         return found
     lines = read_file(path).splitlines()
     if path.suffix == ".csv":
@@ -127,10 +127,10 @@ def _members(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def show_ideal(asked: Asked) -> None:
-    Console().print(_said(ideal_reuse(requests_of(asked)())), soft_wrap=True)
+    Console().print(_summary(ideal_reuse(requests_of(asked)())), soft_wrap=True)
 
 
-def _said(found: Reuse) -> str:
+def _summary(found: Reuse) -> str:
     return (
         f"{found.num_requests:,} requests in {found.span_s:,.0f} s, {found.input_tokens:,.0f} tokens in and "
         f"{found.output_tokens:,.0f} out on average; asked before: {found.blocks:.1%} of blocks, "
@@ -146,7 +146,7 @@ def simulate(asked: Asked, where: Where, faults: list[str], html_file: Path | No
     struck = [parse_fault(text, layout) for text in faults]
     began_s = time.process_time()
     console = Console()
-    console.print(f"{layout.title}; {asked.title}: {_said(reuse)}", soft_wrap=True)
+    console.print(f"{layout.title}; {asked.title}: {_summary(reuse)}", soft_wrap=True)
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=stderr(), transient=True) as progress, uncollected():
         task = progress.add_task("", total=reuse.num_requests)
@@ -162,7 +162,7 @@ def simulate(asked: Asked, where: Where, faults: list[str], html_file: Path | No
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """A run makes no circles worth looking for, and looking takes longer the more there is."""
+    """A run makes few reference cycles, and collections get slower the more objects there are."""
     gc.disable()
     try:
         yield

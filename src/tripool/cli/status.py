@@ -1,4 +1,4 @@
-"""`tripool status`: the pools of a server that runs, as they are now."""
+"""`tripool status`: the pools of a running server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def register(app: typer.Typer) -> None:
 def render(pools: dict[str, Any]) -> Group:
     several = len({worker["model"] for worker in pools["workers"]}) > 1
     table = Table("worker", *(["model"] if several else []), "pid", box=None, header_style="bold")
-    for column in ("steps", "requests", "running", "waiting tokens", "blocks held", "KV promised"):
+    for column in ("steps", "requests", "running", "waiting tokens", "blocks held", "KV reserved"):
         table.add_column(column, justify="right")
     for worker in pools["workers"]:
         table.add_row(

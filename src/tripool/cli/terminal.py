@@ -1,4 +1,4 @@
-"""What the verbs say besides their results: progress and errors, always on stderr."""
+"""Output of commands besides their results: progress and errors, always on stderr."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def stderr() -> Console:
 
 
 def load_model(model: str, config: EngineConfig, weight_cache: WeightCache | None = None) -> StepEngine:
-    from tripool.engine.load import load_engine  # here, because torch takes seconds and help must not
+    from tripool.engine.load import load_engine  # here, so that --help does not load torch
 
     console = stderr()
     with console.status(f"loading {model}") as status:
@@ -30,11 +30,11 @@ def load_model(model: str, config: EngineConfig, weight_cache: WeightCache | Non
 
 
 def print_error(error: TripoolError) -> None:
-    """One line in red. Notes say which of many requests it was."""
+    """One line in red. Notes name the request it was, of many."""
     notes = "".join(f" [{note}]" for note in getattr(error, "__notes__", []))
     stderr().print(Text(f"error: {error}{notes}", style="red"), soft_wrap=True)
 
 
 def harmless(text: str) -> str:
-    """Without control characters but tab and newline: a model must not be able to drive the terminal."""
+    """Without control characters except tab and newline: a model must not control the terminal."""
     return text.translate(_CONTROLS)

@@ -1,4 +1,4 @@
-"""`tripool train`: a folder of conversations in, a model that can be served out."""
+"""`tripool train`: trains a model on a folder of conversations and writes a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
         from tripool.train.config import read_config
 
         plan = read_config(config)
-        from tripool.train.run import train as run  # torch takes a while: a wrong config should not
+        from tripool.train.run import train as run  # here, so that a wrong config fails before torch is loaded
 
         console = stderr()
 

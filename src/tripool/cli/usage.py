@@ -1,4 +1,4 @@
-"""`tripool usage`: what tenants have used, as the server wrote it down."""
+"""`tripool usage`: requests and tokens of tenants, from the usage log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times on the command line: spans such as `90m`, `12h`, `30d`, or a date of the calendar, in UTC."""
+"""Times on the command line: durations such as `90m`, `12h`, `30d`, or a date, in UTC."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _date_s(text: str, param: str) -> float:
     try:
         return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
     except ValueError as error:
-        hint = "a span such as 90m, 12h or 30d, or a date such as 2026-12-31"
-        raise InvalidRequest(f"'{text[:50]}' is no time", hint=hint, param=param) from error
+        hint = "a duration such as 90m, 12h or 30d, or a date such as 2026-12-31"
+        raise InvalidRequest(f"'{text[:50]}' is not a time", hint=hint, param=param) from error
 
 
 def shown(at_s: float | None) -> str:

@@ -23,7 +23,7 @@ from tripool.grammar import GrammarCompiler
 from tripool.sequence import Guide, Sampled, Seq, Task
 from tripool.text.files import TextFiles
 
-_PROMISES = "promised times per token"
+_PROMISES = "TPOT objectives"
 _MAX_FAILED_STEPS = 3
 """So many steps that fail in a row are the engine's own fault."""
 

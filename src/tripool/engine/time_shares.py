@@ -61,7 +61,7 @@ class StepLimits:
         return seq.request.slo.tenant in self.tenants
 
 
-NOBODY = StepLimits()
+NO_LIMITS = StepLimits()
 
 
 class TimeShares:
@@ -139,7 +139,7 @@ class TimeShares:
         tenants = self.heavy()
         if not tenants:
             self._stood_still = False
-            return NOBODY
+            return NO_LIMITS
         prompts = list(prompts)
         own = [seq for seq in prompts if seq.request.slo.tenant in tenants]
         rows = [seq for seq in decoding if seq.request.slo.tenant in tenants]

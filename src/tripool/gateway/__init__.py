@@ -1,4 +1,4 @@
-"""HTTP in, tokens out: the OpenAI surface. Knows text and HTTP, never tensors; imports no engine."""
+"""The HTTP gateway: the OpenAI and Anthropic APIs. Knows text and HTTP, never tensors; imports no engine."""
 
 from tripool.gateway.app import create_models_app
 from tripool.gateway.backend import Backend

@@ -1,4 +1,4 @@
-"""Routes for whoever runs the server: is it alive, is it ready, how full is it, drain it, explain a request."""
+"""Operator routes: health, readiness, load, metrics, drain, explain."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from tripool.gateway.refusals import Draining, NotReady, RequestUnknown
 
 
 class InFlight:
-    """For one event loop: it has no lock."""
+    """For one event loop: no lock."""
 
     def __init__(self) -> None:
         self.draining = False
-        self.num_inside = 0
+        self.num_open = 0
 
     def check(self) -> None:
         if self.draining:
-            raise Draining("this server takes no more requests", hint="send it to another one, or later")
+            raise Draining("this server accepts no more requests", hint="send it to another one, or later")
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
-        self.num_inside += 1
+    def request(self) -> Iterator[None]:
+        self.num_open += 1
         try:
             yield
         finally:
-            self.num_inside -= 1
+            self.num_open -= 1
 
 
 _LOG = logging.getLogger("tripool.gateway")
 
 
 def admin_routes(models: Models, in_flight: InFlight, journal: Journal, *, stall_s: float) -> APIRouter:
-    """`stall_s`: how long work may wait without any step before the server stops calling itself ready."""
+    """`stall_s`: longest time with work but without a step before the server reports itself as not ready."""
     routes = APIRouter()
     _add_health(routes, models, in_flight, stall_s)
     _add_load(routes, models, in_flight)
@@ -58,24 +58,24 @@ def _add_health(routes: APIRouter, models: Models, in_flight: InFlight, stall_s:
     @routes.get("/health")
     @routes.get("/ping")
     async def health() -> dict[str, str]:
-        """Alive: 200 while requests can be served, 503 after."""
+        """Liveness: 200 while requests can be served, 503 after."""
         if not models.alive:
             raise EngineStopped("the engine has stopped", hint="restart the server")
         return {"status": "ok"}
 
     @routes.get("/health/ready")
     async def ready() -> dict[str, str]:
-        """Moving: 503 while draining, without workers, and when there is work and nothing is done about it."""
+        """Readiness: 503 while draining, without workers, and when there is work but no progress."""
         await health()
         if in_flight.draining:
             raise NotReady("draining", hint="send requests elsewhere")
         stats = models.stats()
         if stats.missing:
-            raise NotReady(stats.missing, hint="wait for one, or see what the log says")
+            raise NotReady(stats.missing, hint="wait for one, or see the log")
         stalled_s = stats.stalled_s
         if stalled_s > stall_s:
             raise NotReady(
-                f"no step for {stalled_s:.1f} s while requests wait", hint="restart the server if it stays so"
+                f"no step for {stalled_s:.1f} s while requests wait", hint="restart the server if this persists"
             )
         return {"status": "ready"}
 
@@ -89,7 +89,7 @@ def _add_load(routes: APIRouter, models: Models, in_flight: InFlight) -> None:
     async def load() -> dict[str, Any]:
         stats = models.stats()
         return {
-            "server_load": in_flight.num_inside,
+            "server_load": in_flight.num_open,
             "running": stats.running,
             "waiting": stats.waiting,
             "kv_usage": stats.kv_usage,
@@ -104,13 +104,13 @@ def _add_load(routes: APIRouter, models: Models, in_flight: InFlight) -> None:
 def _add_drain(routes: APIRouter, in_flight: InFlight) -> None:
     def drained(draining: bool) -> dict[str, Any]:
         if in_flight.draining != draining:
-            _LOG.info("draining" if draining else "no longer draining", extra={"open": in_flight.num_inside})
+            _LOG.info("draining" if draining else "no longer draining", extra={"open": in_flight.num_open})
         in_flight.draining = draining
-        return {"draining": draining, "open_requests": in_flight.num_inside}
+        return {"draining": draining, "open_requests": in_flight.num_open}
 
     @routes.post("/drain")
     async def drain(resume: Annotated[bool, Query()] = False) -> dict[str, Any]:
-        """Refuse new requests and let the open ones end; says how many there are. `?resume=true` takes it back."""
+        """Refuse new requests and finish the open ones; returns how many there are. `?resume=true` undoes it."""
         return drained(not resume)
 
     @routes.delete("/drain")
@@ -119,13 +119,13 @@ def _add_drain(routes: APIRouter, in_flight: InFlight) -> None:
 
     @routes.get("/drain")
     async def draining() -> dict[str, Any]:
-        return {"draining": in_flight.draining, "open_requests": in_flight.num_inside}
+        return {"draining": in_flight.draining, "open_requests": in_flight.num_open}
 
 
 def _add_explain(routes: APIRouter, journal: Journal) -> None:
     @routes.get("/v1/requests/{request_id}/explain")
     async def explain(request_id: str, http: HttpRequest) -> dict[str, Any]:
-        """Where a request's time went, what it cost and where it ran. Tenants are told of their own."""
+        """Where a request's time went, what it cost and where it ran. Tenants see only their own requests."""
         caller = caller_of(http)
         record = journal.find_anyones(request_id) if caller.admin else journal.find(request_id, caller.tenant.name)
         if record is None:

@@ -1,7 +1,7 @@
-"""A backend with a door before it: drives the pure door with a clock, and carries what it decides.
+"""A backend behind admission control: drives the pure `AdmissionController` with a clock and executes its decisions.
 
-Looks like any other backend to the application. A refused request never reaches the backend behind; one that waits is a
-future here and nothing there. Whatever ends a stream, in whatever state, ends its visit at the door. Decides nothing.
+It has the interface of any other backend. A refused request never reaches the backend behind it; a waiting one is a
+future here and unknown there. However a stream ends, its request is removed from admission. Decides nothing itself.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from tripool.tenants import ANONYMOUS, Tenant
 
 _TICK_S = 0.02
 _CHARGE_TOKENS = 32
-"""An answer's tokens are charged to its tenant's rate so many at a time, and the rest at its end."""
+"""An answer's tokens are charged to its tenant's rate this many at a time, and the rest at its end."""
 _MAX_LABELS = 20
-"""Tenants that metrics name; the others are counted together."""
+"""Tenants with a metrics label of their own; the others are counted together."""
 _MAX_REFUSED = 256
 _MERGED_AHEAD = 64
-"""Events of several prompts that wait for their reader."""
+"""Buffered events of several prompts."""
 _ERRORS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
 class _OpenRequest(Watcher):
-    """One request at the door; a stream of several has one for each. Sees its tokens as they are made."""
+    """One open request; a stream of several prompts has one for each. Watches its tokens as they are generated."""
 
     def __init__(
         self, admission: AdmissionBackend, request: Request, opened: asyncio.Future[None], now_s: float
     ) -> None:
         self._admission = admission
         self.watcher, self.share = Watcher(), 1.0
-        """Of whoever reads it, and which part this is of what that reads."""
+        """The reader's watcher, and this request's share of the reader's buffer."""
         self.id = request.id
         self.request = request
         self.opened = opened
-        """Done when it is let through, or fails with the refusal."""
+        """Done when it is admitted, or fails with the refusal."""
         self.arrived_s = now_s
         self.waited_s = 0.0
         self.begun = False
         self.cancelled = False
-        """Before it was let through."""
+        """Before it was admitted."""
         self.left = False
         self.done = False
-        """At the door: nothing is computed for it any more, whoever still reads it."""
-        self.told: Facts = {}
-        """What the door had to say of it then."""
+        """Generation has ended and admission has released it; the client may still read."""
+        self.explained: Facts = {}
+        """What admission had to explain of it then."""
         self.num_tokens = 0
 
     @property
@@ -79,16 +79,16 @@ class _OpenRequest(Watcher):
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Of one of several merged streams."""
+    """End of one of several merged streams."""
 
     error: Exception | None
 
 
 class AdmissionBackend:
-    """`room` says how much the backend works on at a time; `tenant_of` finds a tenant by its name.
+    """`room` returns the backend's capacity; `tenant_of` finds a tenant by its name.
 
-    `rate_limiter` is shared by all models of one server: a tenant's limits hold over all of them. `clock` is not the
-    event loop's: uvloop's has a resolution of one millisecond, too coarse to learn the time of short prompts.
+    `rate_limiter` is shared by all models of one server: a tenant's limits apply to all of them together. `clock` is
+    not the event loop's: uvloop's has a resolution of one millisecond, too coarse for the times of short prompts.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class AdmissionBackend:
         self._tenant_of = tenant_of or _unlimited
         self._clock = clock
         self._open: dict[str, _OpenRequest] = {}
-        """By the id of each of their requests."""
+        """By request id."""
         self._refused: OrderedDict[str, Facts] = OrderedDict()
         self._timer: asyncio.TimerHandle | None = None
         self._errors = Histogram(_ERRORS_S)
         self._refusing: str | None = None
 
-    # ---- what the gateway needs of a backend ------------------------------------------------------------------------
+    # ---- Backend ----------------------------------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
@@ -134,7 +134,7 @@ class AdmissionBackend:
         self._admission.rate_limiter.read(self._tenant_of(tenant.name), num_bytes, self._clock())
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Raises what can be known of requests before anything is prepared for them."""
+        """Raises the errors that can be found before anything is prepared for the requests."""
         self._check_lengths(requests)
         context_tokens, tenant = self.context_tokens, self._tenant_of(requests[0].slo.tenant)
         check_answers(requests, context_tokens)
@@ -171,7 +171,7 @@ class AdmissionBackend:
                 self._leave(open_request)
 
     async def _one(self, open_request: _OpenRequest) -> AsyncGenerator[TokenEvent, None]:
-        """Once it is let through; leaves when it is over."""
+        """Starts once it is admitted; leaves admission when it ends."""
         try:
             if not open_request.opened.done():
                 await open_request.opened
@@ -186,7 +186,7 @@ class AdmissionBackend:
             self._leave(open_request)
 
     async def _merged(self, open_requests: Sequence[_OpenRequest]) -> AsyncGenerator[TokenEvent, None]:
-        """Several in one: each begins when it is let through, and the first that fails ends all."""
+        """Several streams in one: each starts when it is admitted, and the first error ends all."""
         events: asyncio.Queue[TokenEvent | _End] = asyncio.Queue(_MERGED_AHEAD)
 
         async def pump(open_request: _OpenRequest) -> None:
@@ -222,7 +222,7 @@ class AdmissionBackend:
             self.over(open_request)
 
     def made(self, open_request: _OpenRequest, event: TokenEvent) -> None:
-        """A token came for it, which may never be read. Its first tells how much was cached."""
+        """A token was generated, read or not. The first one reports the cached tokens."""
         open_request.num_tokens += 1
         if open_request.num_tokens % _CHARGE_TOKENS == 0:
             self._admission.answered(open_request.id, _CHARGE_TOKENS, self._clock())
@@ -236,27 +236,27 @@ class AdmissionBackend:
             self._admission.predictions.clear()
 
     def over(self, open_request: _OpenRequest) -> None:
-        """Nothing more is computed for it: what it holds at the door is free, whoever still reads its answer."""
+        """Generation has ended: admission releases what the request holds, even if its answer is not read yet."""
         if not open_request.done:
             open_request.done = True
             now_s, uncharged = self._clock(), open_request.num_tokens % _CHARGE_TOKENS
-            open_request.told = self._admission.explain(open_request.id, now_s)
+            open_request.explained = self._admission.explain(open_request.id, now_s)
             self._do(self._admission.finished(open_request.id, uncharged, now_s), open_request.opened.get_loop())
 
     @property
     def num_open(self) -> int:
-        """Requests that are inside, those included that wait to be let through."""
+        """Open requests, including those that wait for admission."""
         return len(self._open)
 
     def refuse(self, why: str) -> None:
-        """Take no new request; those that are inside go on."""
+        """Accept no new request; open ones go on."""
         self._refusing = self._refusing or why
 
     def cancel(self, request_id: str) -> None:
         open_request = self._open.get(request_id)
         if open_request is not None and not open_request.opened.done():
             open_request.cancelled = True
-            open_request.opened.set_result(None)  # nothing is left to be let through; its stream ends
+            open_request.opened.set_result(None)  # wakes its stream, which ends
             return
         self._backend.cancel(request_id)
 
@@ -269,20 +269,22 @@ class AdmissionBackend:
         open_request = self._open.get(request_id)
         if open_request is None:
             return self._refused.get(request_id) or self._backend.explain(request_id)
-        admission = open_request.told if open_request.done else self._admission.explain(open_request.id, self._clock())
+        admission = (
+            open_request.explained if open_request.done else self._admission.explain(open_request.id, self._clock())
+        )
         return {**self._backend.explain(request_id), **admission} if open_request.opened.done() else admission
 
-    # ---- the door ---------------------------------------------------------------------------------------------------
+    # ---- admission --------------------------------------------------------------------------------------------------
 
     def _check_lengths(self, requests: Sequence[Request]) -> None:
-        """All of them before the first begins: a prompt that cannot be answered fails the request as a whole."""
+        """Checks all prompts before the first begins: one that is too long fails the whole request."""
         longest = max(len(request.prompt_ids) for request in requests)
         if 0 < self.context_tokens <= longest:
             hint = f"at most {self.context_tokens - 1} prompt tokens fit; shorten the prompt or give more KV memory"
             raise ContextOverflow(f"the prompt has {longest} tokens", hint=hint, param="prompt")
 
     def _arrivals(self, requests: Sequence[Request], asked: Sequence[Request], tenant: Tenant) -> Iterator[Arrival]:
-        """`asked`: the same as their client sent them."""
+        """`asked`: the same requests as sent by the client, before lengths were bounded."""
         slo, context_tokens = requests[0].slo, self.context_tokens
         for request, original in zip(requests, asked, strict=True):
             yield Arrival(
@@ -294,7 +296,7 @@ class AdmissionBackend:
                 choices=request.params.n,
                 slo=slo,
             )
-            slo = replace(slo, ttft_ms=None)  # the first prompt's first token is the request's
+            slo = replace(slo, ttft_ms=None)  # only the first prompt's first token counts for TTFT
 
     def _do(self, decisions: list[Decision], loop: asyncio.AbstractEventLoop) -> None:
         for decision in decisions:
@@ -316,11 +318,11 @@ class AdmissionBackend:
         self._timer = None
         self._do(self._admission.tick(self._clock(), self._room()), loop)
 
-    # ---- for people -------------------------------------------------------------------------------------------------
+    # ---- metrics ----------------------------------------------------------------------------------------------------
 
     def families(self, labels: dict[str, str]) -> Iterator[Metric]:
-        """What the door knows, for Prometheus."""
-        waiting = GaugeMetricFamily("tripool_admission_waiting", "Requests at the door.", labels=[*labels, "tenant"])
+        """Prometheus metrics of admission."""
+        waiting = GaugeMetricFamily("tripool_admission_waiting", "Waiting requests.", labels=[*labels, "tenant"])
         ranked = sorted(((a.total_waiting, a.name) for a in self._admission.queue if a.num_waiting), reverse=True)
         shown = ranked[:_MAX_LABELS]
         for number, name in shown:
@@ -329,10 +331,10 @@ class AdmissionBackend:
         if rest or not shown:
             waiting.add_metric([*labels.values(), "(others)"], rest)
         yield waiting
-        index = GaugeMetricFamily("tripool_fairness_index", "Jain's, over the last minute.", labels=list(labels))
+        index = GaugeMetricFamily("tripool_fairness_index", "Jain's index of the last minute.", labels=list(labels))
         index.add_metric(list(labels.values()), self._fairness())
         yield index
-        about = "How far predicted times to first tokens were off."
+        about = "Error of predicted times to first token."
         yield self._errors.family("tripool_ttft_prediction_error_seconds", about, labels)
 
     def _fairness(self) -> float:
@@ -340,7 +342,7 @@ class AdmissionBackend:
 
 
 def _staged(event: TokenEvent, waited_s: float) -> TokenEvent:
-    """The first event of a choice tells how long it took; the time at the door belongs to it."""
+    """Adds the time spent waiting for admission to the stages of a choice's first event."""
     stages = event.stages or Stages()
     return replace(event, stages=replace(stages, queue_s=stages.queue_s + waited_s))
 

@@ -1,7 +1,7 @@
-"""How much one request may be answered with: what its client named, or what there is room for. Pure.
+"""Limits of answer length: bounds what one request may generate and refuses what is too much. Pure.
 
-An answer without `max_tokens` ends at the context's end. Where that is too much, it gets a length of its own here and
-ends with `length`, as if its client had named it; what was named and is too much is refused.
+An answer without `max_tokens` may extend to the context's end. Where that is too much, it gets a `max_tokens` here and
+ends with `length`, as if its client had set it. An explicit `max_tokens` that is too large is refused.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from tripool.errors import InvalidRequest
 from tripool.gateway.job import Job
 
 USUAL_TOKENS = 256
-"""What an answer without `max_tokens` is expected to have, and may have at least."""
+"""Expected length of an answer without `max_tokens`, and the least that it may have."""
 MAX_SCORES = 2**22
-"""Tokens of all answers to one request, each with the scores beside it: a body of a few hundred megabytes."""
+"""Tokens of all answers to one request, counting top log-probabilities: a body of a few hundred megabytes."""
 MAX_ECHOED = 2**26
-"""Characters of prompts that one answer repeats."""
+"""Prompt characters that one answer may repeat."""
 _SHARE = 0.5
-"""Of the tokens that its tenant has left: the next request needs some too."""
+"""Share of the tenant's remaining tokens that one request may take: the next request needs some too."""
 
 
 def room_for(request: Request, context_tokens: int) -> float:
-    """Longest answer that fits behind its prompt. `context_tokens` of 0: not known yet."""
+    """Longest answer that fits after its prompt. `context_tokens` of 0: unknown."""
     return max(1, context_tokens - len(request.prompt_ids)) if context_tokens else inf
 
 
 def answer_tokens(request: Request, context_tokens: int) -> int:
-    """What its answers have together: at most, or where no length is named probably."""
+    """Tokens of all its answers: the maximum, or an estimate where no length is given."""
     params, room = request.params, room_for(request, context_tokens)
     return params.n * int(min(params.max_tokens or max(USUAL_TOKENS, params.min_tokens), room))
 
 
 def most_tokens(request: Request, context_tokens: int) -> int:
-    """What its answers may have together. Like `answer_tokens`, but all the room there is where no length is named."""
+    """Most tokens of all its answers: like `answer_tokens`, but all the room where no length is given."""
     room = room_for(request, context_tokens)
     if request.params.max_tokens is not None or room == inf:
         return answer_tokens(request, context_tokens)
@@ -44,7 +44,7 @@ def most_tokens(request: Request, context_tokens: int) -> int:
 
 
 def check_answers(requests: Sequence[Request], context_tokens: int) -> None:
-    """All requests of one client's. Raises InvalidRequest."""
+    """Checks all prompts of one HTTP request. Raises InvalidRequest."""
     params = requests[0].params
     named = max(1, params.min_tokens, params.max_tokens or 0)
     num_scores = sum(_row(request) * min(named, room_for(request, context_tokens)) for request in requests)
@@ -63,11 +63,11 @@ def check_echoes(job: Job) -> None:
 
 
 def bounded(requests: Sequence[Request], context_tokens: int, tokens_left: float | None) -> tuple[Request, ...]:
-    """The same with a `max_tokens` wherever the room is larger than what may be used of it.
+    """The same requests, with a `max_tokens` wherever the room exceeds what may be used of it.
 
-    `tokens_left`: of the tenant's rate, prompts included; None without one. All that its answers may have is taken
-    from it before they begin, so that no rate is exceeded; with half of what is left, a few requests that name no
-    length can run at a time, and an answer that is not longer than usual is never cut.
+    `tokens_left`: of the tenant's rate, prompts included; None without a limit. All that the answers may have is taken
+    from it before they begin, so that no rate is exceeded. Half of what is left allows a few requests without
+    `max_tokens` at a time, and an answer of usual length is never cut.
     """
     if not context_tokens and tokens_left is None:
         return tuple(requests)
@@ -88,5 +88,5 @@ def _bounded(request: Request, most: float, context_tokens: int) -> Request:
 
 
 def _row(request: Request) -> int:
-    """Scores in one token of each choice."""
+    """Scores per token of all choices."""
     return request.params.n * (1 + (request.params.logprobs or 0))

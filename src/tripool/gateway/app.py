@@ -1,4 +1,4 @@
-"""The HTTP application: routes, `/v1/models` among them, and the shape of every refusal."""
+"""The HTTP application: routes, `/v1/models` among them, and the error responses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tripool.core import Request
 from tripool.errors import TripoolError
 from tripool.gateway.admin import InFlight, admin_routes
 from tripool.gateway.answer_limits import check_echoes
-from tripool.gateway.anthropic.respond import MessageShapes
+from tripool.gateway.anthropic.respond import AnthropicFormatter
 from tripool.gateway.auth import Access, Guard, caller_of
 from tripool.gateway.bodies import Bodies
 from tripool.gateway.body import body_docs, decode_json
@@ -34,9 +34,9 @@ from tripool.gateway.options import ANTHROPIC, CHAT, COMPLETION, ONE_MODEL
 from tripool.gateway.parse import header_id
 from tripool.gateway.record import Journal, Record
 from tripool.gateway.refusals import dialect_of, error_body, error_headers, error_shape
-from tripool.gateway.request_log import RequestLog, note_error, note_record, request_id_of, tell_connection
-from tripool.gateway.respond import Shapes, Voice
-from tripool.gateway.slo import Wishes, header_wishes
+from tripool.gateway.request_log import RequestLog, log_connection, note_error, note_record, request_id_of
+from tripool.gateway.respond import Formatter, OpenAIFormatter
+from tripool.gateway.slo import HeaderSlo, read_header_slo
 from tripool.gateway.stream import AnswerResponse
 from tripool.gateway.tokens import token_routes
 from tripool.grammar import Trial
@@ -62,14 +62,14 @@ def model_routes(models: Models, bodies: Bodies) -> APIRouter:
 
     @routes.post("/v1/models/load", openapi_extra=body_docs(ONE_MODEL.schema()))
     async def load(http: HttpRequest) -> dict[str, Any]:
-        """Bring a model into memory; answers when it is ready, or with what is missing."""
+        """Load a model; returns when it is ready, or with the error."""
         served = await named(http)
         await models.control.load(served.name)
         return shown(served)
 
     @routes.post("/v1/models/unload", openapi_extra=body_docs(ONE_MODEL.schema()))
     async def unload(http: HttpRequest) -> dict[str, Any]:
-        """Let a model's open answers end and give its memory back; it stays away until it is loaded again."""
+        """Finish a model's open answers and free its memory; it stays unloaded until it is loaded again."""
         served = await named(http)
         await models.control.unload(served.name)
         return shown(served)
@@ -82,11 +82,11 @@ def model_routes(models: Models, bodies: Bodies) -> APIRouter:
 
 
 _SHORT_BYTES = 4096
-"""Parsed in well under a millisecond, unless a chat template does more than real ones do: handing it to another thread
-and back would take longer."""
+"""Bodies up to this size are parsed on the event loop, in under a millisecond unless the chat template is unusually
+slow: handing them to another thread would take longer."""
 _READING_THREADS = 2
 _MAX_READING_BYTES = 64 * 2**20
-"""Of bodies that wait to be read."""
+"""Total size of bodies that wait to be parsed."""
 _TRIALS = 2
 _MAX_TRIALS_WAITING = 64
 
@@ -110,7 +110,7 @@ def create_models_app(
 
     def connection_ended(code: str) -> None:
         models.default.metrics.connection_ended(code)
-        tell_connection(code)
+        log_connection(code)
 
     app.state.on_connection_ended = connection_ended
     answering = Answering(models, in_flight, journal, bodies, clock, access, reading)
@@ -137,7 +137,7 @@ def create_models_app(
 
 
 class Answering:
-    """From a generation endpoint's request to the response that runs it."""
+    """Handles a generation request: from the HTTP request to the response that runs it."""
 
     def __init__(
         self,
@@ -158,31 +158,31 @@ class Answering:
         )
         self._access = access
         self._reading = reading
-        """For bodies that take a while to encode: long ones, and those whose chat template does much."""
+        """For bodies that take long to encode: large ones, and those with a slow chat template."""
         self._trial, self._trying = Trial(), FairPool("trials", num_threads=_TRIALS, max_waiting=_MAX_TRIALS_WAITING)
 
     async def answer(self, http: HttpRequest, api: Api) -> Response:
         received_s = self._clock()
         self._in_flight.check()
-        with self._in_flight.inside():
+        with self._in_flight.request():
             served, job = await self._read(http, api)
         created_s = int(time.time())
         tokenizer = served.tokenizer
-        finder = StopFinder(job.requests[0].params.stop)  # all prompts have the same
+        finder = StopFinder(job.requests[0].params.stop)  # shared by all prompts
         answers = [Answer(request, tokenizer, finder) for request in job.requests]
-        voice: Voice = (
-            MessageShapes(job, model=served.name)
+        formatter: Formatter = (
+            AnthropicFormatter(job, model=served.name)
             if job.api == "messages"
-            else Shapes(job, tokenizer, answers, model=served.name, created_s=created_s)
+            else OpenAIFormatter(job, tokenizer, answers, model=served.name, created_s=created_s)
         )
         metrics = served.metrics
         record = Record(job, self._clock, received_s=received_s, created_s=created_s, on_gaps=metrics.gaps)
         self._journal.keep(record)
         note_record(http.scope, record, served.name)
-        inside = partial(self._inside, served)
+        in_flight = partial(self._answering, served)
         on_end = partial(self._ended, caller_of(http), served)
         return AnswerResponse(
-            job, served.backend, answers, voice, record, clock=self._clock, inside=inside, on_end=on_end
+            job, served.backend, answers, formatter, record, clock=self._clock, in_flight=in_flight, on_end=on_end
         )
 
     def _ended(self, caller: Caller, served: Served, record: Record) -> None:
@@ -191,12 +191,12 @@ class Answering:
             self._access.ended(record, caller, served.name)
 
     async def _read(self, http: HttpRequest, api: Api) -> tuple[Served, Job]:
-        tenant, wishes = caller_of(http).tenant, header_wishes(http.headers)
+        tenant, header_slo = caller_of(http).tenant, read_header_slo(http.headers)
         self._models.enter(tenant)
         raw = await self._bodies.read(http)
         self._models.read(tenant, len(raw))
         request_id = header_id(http.headers.get("x-request-id"))
-        parse = partial(self._parse, raw, request_id, api, tenant, wishes)
+        parse = partial(self._parse, raw, request_id, api, tenant, header_slo)
         served, job = await self._parsed(tenant, len(raw), parse)
         check_echoes(job)
         served.check(job.requests)
@@ -204,7 +204,7 @@ class Answering:
         return served, job
 
     async def _try(self, request: Request, tenant: Tenant) -> None:
-        """A grammar is tried before an engine meets it."""
+        """Compile a grammar in a sandbox before it reaches an engine."""
         structure, namespace = request.params.structure, request.namespace
         if structure is None:
             return
@@ -222,16 +222,23 @@ class Answering:
         return await self._reading.run(tenant.name, parse, size=num_bytes)
 
     def _parse(
-        self, raw: bytes, request_id: str | None, api: Api, tenant: Tenant, wishes: Wishes, *, quick: bool = False
+        self,
+        raw: bytes,
+        request_id: str | None,
+        api: Api,
+        tenant: Tenant,
+        header_slo: HeaderSlo,
+        *,
+        quick: bool = False,
     ) -> tuple[Served, Job]:
         served = self._models.meant_by(raw)
         parser = served.parser.quick if quick else served.parser
         parse = {"chat": parser.chat, "completion": parser.completion, "messages": parser.messages}
-        return served, parse[api](raw, request_id, tenant, wishes)
+        return served, parse[api](raw, request_id, tenant, header_slo)
 
     @contextmanager
-    def _inside(self, served: Served) -> Iterator[None]:
-        with self._in_flight.inside(), served.inside():
+    def _answering(self, served: Served) -> Iterator[None]:
+        with self._in_flight.request(), served.answering():
             yield
 
 
@@ -261,6 +268,6 @@ def _shape_errors(app: FastAPI, models: Models) -> None:
 
     @app.exception_handler(Exception)
     async def our_mistake(http: HttpRequest, error: Exception) -> Response:
-        # Starlette raises it again after this answer; the log has its type and its place, under the request's id.
-        message, dialect = "the server made a mistake; its log says more", dialect_of(http.url.path)
+        # Starlette raises it again after this answer; the log has its type and place, under the request's id.
+        message, dialect = "internal server error; see the server's log", dialect_of(http.url.path)
         return shaped(http, 500, error_body(500, message, code=TripoolError.code, dialect=dialect))

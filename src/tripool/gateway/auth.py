@@ -1,13 +1,13 @@
-"""Who a request is from: its API key, looked up in the key book, before anything of it is read.
+"""Authentication: finds the caller of a request by its API key, before anything else of the request is read.
 
-| path | who may |
+| path | access |
 |---|---|
-| `/health`, `/ping`, `/health/ready`, `/version` | everybody |
+| `/health`, `/ping`, `/health/ready`, `/version` | public |
 | generation, token counts, `GET /v1/models`, `explain` of one's own requests | every key |
 | all else: metrics, load, drain, pools, cache, loading models | keys made with `--admin` |
 
-What is not named here is the operator's: a new route is closed until someone opens it. A server that was started open
-is so until its book has a key, and until then everyone is its operator.
+A path that is not listed is the operator's: a new route is closed until it is added here. A server started without keys
+is open until its key store has one; until then every caller is its operator.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tripool.gateway.record import Record
 from tripool.gateway.refusals import dialect_of, error_headers, error_shape
 from tripool.gateway.request_log import CALLER as _CALLER
 from tripool.gateway.request_log import note_error
-from tripool.tenants import ANONYMOUS, NOBODY, Caller, KeyTable, Tenant
+from tripool.tenants import ANONYMOUS, OPEN_CALLER, Caller, KeyTable, Tenant
 from tripool.tenants.key_watcher import KeyWatcher
 from tripool.tenants.usage_log import UsageLog
 
@@ -42,26 +42,26 @@ _FOR_TENANTS = frozenset(
     }
 )
 _ASK = "ask the operator for another"
-_STRANGER = Caller(tenant=ANONYMOUS)
-"""Who asks for what everybody may see."""
+_PUBLIC = Caller(tenant=ANONYMOUS)
+"""The caller of public paths."""
 
 
 class KeyRefused(TripoolError):
-    """No key, or not one that is good."""
+    """The key is missing or not valid."""
 
     status = 401
     code = "invalid_api_key"
 
 
 class NotOperator(TripoolError):
-    """A good key, for something that is not its business."""
+    """The key is valid but not an operator's."""
 
     status = 403
     code = "admin_key_needed"
 
 
 class Access:
-    """The door of one server: its book as it is now, and the meter behind it. Used from the event loop."""
+    """Access control of one server: its current keys and its usage log. Used from the event loop."""
 
     def __init__(self, key_watcher: KeyWatcher, usage_log: UsageLog, *, clock: Callable[[], float] = time.time) -> None:
         self._key_watcher, self._usage_log, self._clock = key_watcher, usage_log, clock
@@ -72,7 +72,7 @@ class Access:
 
     @property
     def is_open(self) -> bool:
-        """Whether no key is asked for. Raises KeyStoreError as `caller` does."""
+        """Whether no key is required. Raises KeyStoreError as `caller` does."""
         self._key_watcher.key_table()
         return self._key_watcher.is_open
 
@@ -82,34 +82,34 @@ class Access:
         return "none" if self.is_open else "needed"
 
     def tenant_named(self, name: str) -> Tenant:
-        """One who was let in, with the limits of now. Raises KeyRefused for one who is gone from the book since."""
+        """An authenticated tenant with its current limits. Raises KeyRefused if it was removed since."""
         if name == ANONYMOUS.name:
             return ANONYMOUS
         tenant = self.key_table.tenants.get(name)
         if tenant is None:
-            raise KeyRefused("this API key's tenant is not in the key book any more", hint=_ASK)
+            raise KeyRefused("this API key's tenant no longer exists", hint=_ASK)
         return tenant
 
     def caller(self, scope: Scope) -> Caller:
-        """Raises KeyRefused, or KeyStoreError when the book has been unreadable for too long."""
+        """Raises KeyRefused, or KeyStoreError when the key store has been unreadable for too long."""
         key_table = self._key_watcher.key_table()
         if self._key_watcher.is_open:
-            return NOBODY
+            return OPEN_CALLER
         presented = _presented(scope)
         if presented is None:
             hint = "send 'Authorization: Bearer tp-...' or 'x-api-key: tp-...'; `tripool keys add NAME` makes a key"
-            raise KeyRefused("this server wants an API key", hint=hint)
+            raise KeyRefused("this server requires an API key", hint=hint)
         caller = key_table.find(presented, self._clock())
         if caller is None:
             raise KeyRefused("this API key is unknown, revoked or expired", hint=_ASK)
         return caller
 
     def ended(self, record: Record, caller: Caller, model: str) -> None:
-        """Meter a request that is over. One that failed before its first token cost its sender nothing.
+        """Log the usage of an ended request. One that failed before its first token is free.
 
-        One that was cancelled before its first token counts with its prompt: nobody here knows how much was computed.
+        One that was cancelled before its first token is charged its prompt: how much was computed is unknown here.
         """
-        if caller.key and (record.tokens_came or record.state == "cancelled"):
+        if caller.key and (record.has_tokens or record.state == "cancelled"):
             usages: list[Usage] = list(record.usages)
             self._usage_log.add(caller, model, usages)
 
@@ -119,17 +119,17 @@ class Access:
 
 
 class Guard:
-    """In front of every route. Refuses by itself, in the caller's dialect; `on_refused` is told the code."""
+    """Middleware in front of every route. Refuses in the caller's dialect; `on_refused` is called with the code."""
 
     def __init__(self, app: ASGIApp, access: Access, on_refused: Callable[[str], object]) -> None:
         self._app, self._access, self._on_refused = app, access, on_refused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":  # there are none, and nobody asks one for its key
+        if scope["type"] == "websocket":  # there are none
             await send({"type": "websocket.close", "code": 1008})
             return
         if scope["type"] == "http" and scope["path"] in OPEN_PATHS:
-            scope[_CALLER] = _STRANGER
+            scope[_CALLER] = _PUBLIC
         elif scope["type"] == "http":
             try:
                 scope[_CALLER] = caller = self._access.caller(scope)
@@ -138,26 +138,26 @@ class Guard:
                     raise NotOperator(f"{scope['method']} {scope['path'][:200]} needs an admin key", hint=hint)
             except TripoolError as error:
                 self._on_refused(error.code)
-                note_error(scope, error.code, stranger=_CALLER not in scope)
+                note_error(scope, error.code, unauthenticated=_CALLER not in scope)
                 await _refusal(scope, error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
 def caller_of(http: HttpRequest) -> Caller:
-    """Whom the guard let in; everybody, where there is no guard."""
-    caller: Caller = http.scope.get(_CALLER, NOBODY)
+    """The authenticated caller; the operator where the application has no guard."""
+    caller: Caller = http.scope.get(_CALLER, OPEN_CALLER)
     return caller
 
 
 def needed_no_key(scope: Scope, *, guarded: bool) -> bool:
-    """Whether whoever sends this is the operator without a key. What everybody may see is not meant."""
-    caller: Caller | None = scope.get(_CALLER, None if guarded else NOBODY)
-    return caller == NOBODY
+    """Whether the caller is the operator without a key. Public paths do not count."""
+    caller: Caller | None = scope.get(_CALLER, None if guarded else OPEN_CALLER)
+    return caller == OPEN_CALLER
 
 
 def _presented(scope: Scope) -> str | None:
-    headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # of two with one name, the first
+    headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first of duplicates wins
     kind, _, bearer = headers.get(b"authorization", b"").partition(b" ")
     key = bearer.strip() if kind.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
     return key.decode("latin-1") or None

@@ -1,4 +1,4 @@
-"""What the gateway needs from whatever computes tokens: a thread of this process, or workers elsewhere."""
+"""The interface between the gateway and what generates tokens: an engine thread, or workers in other processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Facts = Mapping[str, Fact]
 class Backend(Protocol):
     @property
     def alive(self) -> bool:
-        """False once nothing will be served any more."""
+        """False once no request can be served any more."""
         ...
 
     @property
@@ -27,9 +27,9 @@ class Backend(Protocol):
         ...
 
     def stream(self, *requests: Request, watcher: Watcher | None = None) -> AsyncGenerator[TokenEvent, None]:
-        """Events of all the requests until the last is over; closing it early cancels what is left.
+        """Events of all the requests until the last one ends; closing it early cancels the rest.
 
-        `watcher` is told of each when it comes, also of those that are never read.
+        `watcher` is called for each token as it is generated, also for those that are never read.
         """
         ...
 
@@ -38,9 +38,9 @@ class Backend(Protocol):
         ...
 
     def stats(self) -> ServingStats:
-        """Cheap: asked for by every health check and every scrape."""
+        """Must be cheap: every health check and every scrape calls it."""
         ...
 
     def explain(self, request_id: str) -> Facts:
-        """Where the request runs and why, as `explain` shows it. Asked while its stream is open; empty if unknown."""
+        """Where the request runs and why. Called while its stream is open; empty if unknown."""
         ...

@@ -1,4 +1,4 @@
-"""How much memory the bodies of requests may take while they arrive: each, those of one tenant, and all together."""
+"""Bounds the memory of request bodies while they arrive: per body, per tenant, and in total."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tripool.gateway.auth import caller_of
 from tripool.gateway.body import read_body
 
 _FREE_BYTES = 2**16
-"""Of each body: what is short is never refused, and there are only so many connections."""
+"""Bytes per body that are not counted: a short body is never refused, and connections are bounded."""
 _MAX_HELD_BYTES = 256 * 2**20
 _TENANTS_PART = 4
 """One tenant may hold a quarter, so that its slow senders do not shut out the others."""
 
 
 class Bodies:
-    """For one event loop. `max_bytes` is for each body."""
+    """For one event loop. `max_bytes`: of each body."""
 
     def __init__(self, max_bytes: int, *, max_held_bytes: int = _MAX_HELD_BYTES) -> None:
         self._max_bytes, self._max_held_bytes = max_bytes, max_held_bytes

@@ -1,4 +1,4 @@
-"""A request's bytes, read within bounds and decoded as strict JSON. Knows no field of any endpoint."""
+"""Reads a request body within bounds and decodes it as strict JSON. Independent of endpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BodyTooLarge(InvalidRequest):
 
 
 class NotJson(InvalidRequest):
-    """The content type. A web page can post other types to a loopback server without asking; JSON it cannot."""
+    """Wrong content type. A web page can post other types to a loopback server without a preflight, but not JSON."""
 
     status = 415
     code = "unsupported_media_type"
@@ -32,18 +32,18 @@ class BodyTooSlow(InvalidRequest):
 
 
 class BodyCutOff(InvalidRequest):
-    """The client went away in the middle of it; nobody reads this answer."""
+    """The client disconnected while sending it; this error is never read."""
 
     code = "request_cut_off"
 
 
 MIN_INTEGER, MAX_INTEGER = -(2**63), 2**64 - 1
 _MAX_DIGITS = 20
-"""Of the largest, and of the smallest with its sign."""
+"""Digits of a 64-bit integer, with its sign."""
 MAX_DEPTH = 64
 """Levels of objects and lists in a body; real tool schemas have about ten."""
 _WITHIN_S = 60.0
-"""For a whole body. Whoever sends half of one and waits would otherwise be inside for ever."""
+"""Deadline of a whole body: a client that stops in the middle of one must not hold a connection for ever."""
 
 
 async def read_body(
@@ -53,12 +53,12 @@ async def read_body(
     hold: Callable[[int], object] = lambda size: None,
     within_s: float = _WITHIN_S,
 ) -> bytes:
-    """`hold` is told how much there is so far, and may refuse more."""
+    """`hold` is called with the size so far, and may refuse more."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise NotJson(f"the content type is '{kind}'", hint="send 'Content-Type: application/json'")
-    promised = http.headers.get("content-length", "").lstrip("0")
-    if promised.isdecimal() and (len(promised) > _MAX_DIGITS or int(promised) > max_bytes):
+    declared = http.headers.get("content-length", "").lstrip("0")
+    if declared.isdecimal() and (len(declared) > _MAX_DIGITS or int(declared) > max_bytes):
         raise _too_large(max_bytes)
     parts: list[bytes] = []
     size = 0
@@ -66,14 +66,14 @@ async def read_body(
         async with asyncio.timeout(within_s):
             async for part in http.stream():
                 size += len(part)
-                if size > max_bytes:  # a chunked body promises no length
+                if size > max_bytes:  # a chunked body declares no length
                     raise _too_large(max_bytes)
                 hold(size)
                 parts.append(part)
     except TimeoutError as error:
-        raise BodyTooSlow(f"the body was not there after {within_s:g} s", hint="send it faster, or less") from error
+        raise BodyTooSlow(f"the body was not complete after {within_s:g} s", hint="send it faster, or less") from error
     except ClientDisconnect as error:
-        raise BodyCutOff("the body ends before its end") from error
+        raise BodyCutOff("the body is incomplete") from error
     return b"".join(parts)
 
 
@@ -82,12 +82,12 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
 
 
 def body_docs(schema: dict[str, Any]) -> dict[str, Any]:
-    """A JSON body of this schema, for the OpenAPI page: we read bodies ourselves, so FastAPI knows nothing of them."""
+    """A JSON body of this schema, for the OpenAPI page: FastAPI does not read bodies here, so cannot describe them."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def decode_json(raw: bytes) -> dict[str, Any]:
-    """A body. Given bytes, the library would let half surrogates through and guess at UTF-16."""
+    """A body. `json.loads` on bytes would accept lone surrogates and guess at UTF-16."""
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
@@ -96,17 +96,17 @@ def decode_json(raw: bytes) -> dict[str, Any]:
 
 
 def decode_object(text: str, what: str, *, param: str | None = None) -> dict[str, Any]:
-    """A JSON object, wherever a client sends one as text; `what` names it in errors.
+    """A JSON object that a client sent as text; `what` names it in errors.
 
-    Refuses NaN, Infinity and what would become it, half surrogates, and more levels than anybody needs: what is behind
-    this may walk, print and copy by recursion.
+    Refuses NaN, Infinity, numbers that overflow to it, lone surrogates, and deep nesting: later code may walk, print
+    and copy by recursion.
     """
     try:
         value = _DECODER.decode(text)
         _check_depth(text, value)
-        if "\\ud" in text or "\\uD" in text:  # only an escape can smuggle in half of a surrogate pair
+        if "\\ud" in text or "\\uD" in text:  # only an escape can encode a lone surrogate
             json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:  # ValueError: bad JSON, half surrogates, endless digits
+    except (ValueError, RecursionError) as error:  # ValueError: bad JSON, lone surrogates, too many digits
         raise InvalidRequest(f"{what} is not valid JSON: {error}", param=param) from error
     if not isinstance(value, dict):
         raise InvalidRequest(f"{what} is a JSON {type(value).__name__}", hint="send an object", param=param)
@@ -114,7 +114,7 @@ def decode_object(text: str, what: str, *, param: str | None = None) -> dict[str
 
 
 def _check_depth(text: str, value: object) -> None:
-    if text.count("[") + text.count("{") <= MAX_DEPTH:  # nearly all, also long lists of token ids
+    if text.count("[") + text.count("{") <= MAX_DEPTH:  # the usual case, also for long lists of token ids
         return
     level, depth = [value], 0
     while level := [one for one in level if isinstance(one, (dict, list))]:
@@ -129,8 +129,8 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _integer(digits: str) -> int | float:
-    """Of 64 bits, with a sign or without: nothing behind this can hold more. What is larger is a number, no integer."""
-    if len(digits) < _MAX_DIGITS - 1:  # nearly all, and token ids come by the hundred thousand
+    """64 bits, signed or unsigned; a larger integer becomes a float."""
+    if len(digits) < _MAX_DIGITS - 1:  # fast path: token ids come by the hundred thousand
         return int(digits)
     if len(digits) <= _MAX_DIGITS and MIN_INTEGER <= (value := int(digits)) <= MAX_INTEGER:
         return value

@@ -1,7 +1,7 @@
-"""Tells the cache pool's members what each tenant may hold, and which namespaces are nobody's any more.
+"""Distributes tenants' cache quotas to the cache members, and purges namespaces of removed tenants.
 
-The key book is the only place where quotas are set: a change is noticed, and given to the members, within a second or
-two. Members know namespaces by tags and forget quotas when they start again, so they are told anew from time to time.
+The key store is the only source of quotas; a change reaches the members within a second or two. Members know namespaces
+by tags and lose quotas when they restart, so quotas are sent again from time to time.
 """
 
 from __future__ import annotations
@@ -20,51 +20,51 @@ from tripool.tenants.key_store import KeyStoreError
 from tripool.tenants.key_table import tables
 
 ROUND_S = 1.0
-_TELL_AGAIN_ROUNDS = 5
+_RESEND_ROUNDS = 5
 
 
 class CacheQuotas:
-    """`cache` must be its own: a client is for one thread at a time. Give `keep` to the server's event loop."""
+    """`cache` must not be shared: a client is for one thread at a time. Run `keep` on the server's event loop."""
 
     def __init__(self, cache: PoolClient, access: Access) -> None:
         self._cache, self._access = cache, access
         self._asking = asyncio.Lock()
         self._known: set[bytes] = set()
-        self._told: dict[str, dict[bytes, int]] = {}
+        self._sent: dict[str, dict[bytes, int]] = {}
         self._rounds_left = 0
 
     async def keep(self) -> None:
-        """For as long as the server runs."""
+        """Runs as long as the server."""
         while True:
             try:
                 key_table = self._access.key_table
                 if not self._access.is_open:
-                    async with self._asking:  # members answer within bounds, but not on the event loop
+                    async with self._asking:  # bounded, but blocking
                         await asyncio.to_thread(self.round, key_table)
             except KeyStoreError:
-                pass  # whoever asks for tokens is told; the members keep what they have
+                pass  # requests are refused; the members keep their quotas
             await asyncio.sleep(ROUND_S)
 
     def round(self, key_table: KeyTable) -> None:
-        """Compare what members hold with who there is, and tell them what is new. Not on the event loop."""
+        """Compare the members' namespaces with the tenants and send changes. Blocking: not on the event loop."""
         stats = self._cache.stats()
-        there = {name: said for name, said in stats.items() if said is not None}
-        if not there:
+        present = {name: one for name, one in stats.items() if one is not None}
+        if not present:
             return
         known = {namespace_tag(tenant.namespace) for tenant in key_table.tenants.values()}
         known.add(namespace_tag(PUBLIC_NAMESPACE))
-        # Those that were somebody's may have blocks on disk alone; those that members hold may be late.
-        nobodys = (self._known | {tag for said in there.values() for tag in said.held}) - known
-        if nobodys:
-            self._cache.purge_tags(sorted(nobodys))
+        # Namespaces of removed tenants may have blocks on disk only; those that members report may be new.
+        removed = (self._known | {tag for one in present.values() for tag in one.held}) - known
+        if removed:
+            self._cache.purge_tags(sorted(removed))
         self._known = known
-        slot_bytes = max(said.slot_bytes for said in there.values())
-        num_slots = {name: said.num_slots for name, said in there.items()}
+        slot_bytes = max(one.slot_bytes for one in present.values())
+        num_slots = {name: one.num_slots for name, one in present.items()}
         table = tables(key_table.tenants.values(), list(stats), slot_bytes, num_slots)
         self._rounds_left -= 1
-        if table != self._told or self._rounds_left <= 0:
+        if table != self._sent or self._rounds_left <= 0:
             missing = self._cache.limit(table)
-            self._told, self._rounds_left = (table if not missing else {}), _TELL_AGAIN_ROUNDS
+            self._sent, self._rounds_left = (table if not missing else {}), _RESEND_ROUNDS
 
     async def describe(self) -> dict[str, Any]:
         key_table = self._access.key_table
@@ -77,12 +77,12 @@ class CacheQuotas:
 
 
 def described(key_table: KeyTable, stats: dict[str, Stats | None]) -> dict[str, Any]:
-    """What `tripool cache stats` shows."""
-    there = [said for said in stats.values() if said is not None]
+    """The response of `GET /cache`, shown by `tripool cache stats`."""
+    present = [one for one in stats.values() if one is not None]
     held: dict[bytes, int] = {}
-    for said in there:
-        for tag, slots in said.held.items():
-            held[tag] = held.get(tag, 0) + slots * said.slot_bytes
+    for one in present:
+        for tag, slots in one.held.items():
+            held[tag] = held.get(tag, 0) + slots * one.slot_bytes
     rows = [
         {
             "tenant": tenant.name,
@@ -96,15 +96,15 @@ def described(key_table: KeyTable, stats: dict[str, Stats | None]) -> dict[str, 
         "members": [
             {
                 "member": name,
-                "away": said is None,
-                **({} if said is None else {"bytes": said.num_slots * said.slot_bytes, "free": said.free}),
+                "away": one is None,
+                **({} if one is None else {"bytes": one.num_slots * one.slot_bytes, "free": one.free}),
             }
-            for name, said in stats.items()
+            for name, one in stats.items()
         ],
-        "bytes": sum(said.num_slots * said.slot_bytes for said in there),
-        "hits": sum(said.hits for said in there),
-        "misses": sum(said.misses for said in there),
-        "evicted": sum(said.evicted for said in there),
+        "bytes": sum(one.num_slots * one.slot_bytes for one in present),
+        "hits": sum(one.hits for one in present),
+        "misses": sum(one.misses for one in present),
+        "evicted": sum(one.evicted for one in present),
         "tenants": rows,
         "public_bytes": public,
         "other_bytes": sum(held.values()),

@@ -1,18 +1,18 @@
-"""One HTTP connection, bounded in bytes and in time: uvicorn's own waits and reads for as long as its client likes.
+"""One HTTP connection, bounded in bytes and in time: uvicorn's own reads and waits without bounds.
 
-| phase | we wait for | bound |
+| phase | waiting for | bound |
 |---|---|---|
 | head | the request line and all headers | 64 KiB, 100 headers, 10 s; then 431 or 408 |
 | body | the rest of the request | the application's own; little may surround the chunks, trailers are dropped |
-| working | nothing: the client waits for us | the write deadline |
-| leftover | the rest of a body that was answered already | 8 MiB, 5 s |
+| working | nothing: the client waits for the answer | the write deadline |
+| leftover | the rest of a body whose request was already answered | 8 MiB, 5 s |
 | idle | another request | 5 s |
-| refused | the client to see why | 8 MiB, 2 s |
+| refused | the client to read the refusal | 8 MiB, 2 s |
 
-In every phase a client that has to take bytes from us must take 16 KiB, or all there are, within 30 s; how long a whole
-answer may take is the application's to say (`gateway/stream.py`). Requests that are sent before the last one was
-answered are dropped, and the connection is closed after that answer: clients must be prepared for that (RFC 9112,
-9.3.2), and an end of the connection is then always seen at once.
+In every phase a client with bytes to read must take 16 KiB, or all there are, within 30 s; the application bounds the
+time of a whole answer (`gateway/stream.py`). Pipelined requests are dropped, and the connection is closed after the
+current answer: clients must be prepared for that (RFC 9112, 9.3.2), and the end of a connection is then always
+detected at once.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class _Phase(Enum):
 _BOUNDED = {_Phase.HEAD: "head_s", _Phase.LEFTOVER: "leftover_s", _Phase.IDLE: "idle_s", _Phase.REFUSED: "refused_s"}
 
 _AT_ONCE_BYTES, _PAUSE_S = 2**18, 0.02
-"""Of what is dropped; then a piece at a time, with pauses: a few megabytes a second."""
+"""Bytes dropped at full speed; beyond it in pieces with pauses: a few megabytes a second."""
 
 
 class _StopParsing(Exception):
-    """Raised inside the parser: it goes no further, and says so."""
+    """Raised inside the parser to stop it."""
 
 
 class Connection(HttpToolsProtocol):
-    """`on_ended` is told the code of every refusal and cut that happens here, below the application."""
+    """`on_ended` is called with the code of every refusal and cut below the application."""
 
     def __init__(
         self,
@@ -81,24 +81,24 @@ class Connection(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._take_deadline: asyncio.TimerHandle | None = None
         self._known = False
-        """Whether a complete head has ever come."""
+        """Whether a complete head was received before."""
         self._begun = False
         self._head_complete = False
         self._message_complete = False
         self._num_headers = 0
         self._head_bytes = 0
-        """As parsed. What the parser holds back of an unfinished header is in `_raw_bytes` only."""
+        """As parsed. An unfinished header that the parser buffers is counted in `_raw_bytes` only."""
         self._raw_bytes = 0
-        """Of this message's present part (head or body), but for the piece in which it began."""
+        """Bytes of this message's current part (head or body), except the piece in which it began."""
         self._body_bytes = 0
         self._unwanted_bytes = 0
-        self._retold = False
-        """The parser hears a head from us that stands for the one it has read."""
-        self._deaf = False
-        """Nothing that comes is looked at any more."""
+        self._substituted = False
+        """The parser is fed a substitute for the head that another parser has read."""
+        self._ignoring = False
+        """Received bytes are ignored from now on."""
         self._refusal: TripoolError | None = None
 
-    # ---- what the event loop tells -----------------------------------------------------------------------------------
+    # ---- callbacks of the event loop ---------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -119,7 +119,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
+        if self._ignoring:
             self._drop(len(data))
             return
         if self._working():
@@ -128,10 +128,10 @@ class Connection(HttpToolsProtocol):
         before = self._phase
         try:
             self._feed(data)
-        except httptools.HttpParserUpgrade:  # offered, not accepted: it was answered as what it is besides
+        except httptools.HttpParserUpgrade:  # an upgrade is offered, not accepted: answered as HTTP/1.1
             self._stop_listening()
         except httptools.HttpParserError:
-            if self._working():  # the request was fine; what follows it is not
+            if self._working():  # the request was valid; what follows it is not
                 self._stop_listening()
             else:
                 hint = "this is an HTTP/1.1 port, without TLS"
@@ -151,8 +151,8 @@ class Connection(HttpToolsProtocol):
             self._stop_watching()
 
     def _feed(self, data: bytes) -> None:
-        """The parser takes whatever follows an offer to upgrade for another protocol. Java's client makes such an offer
-        with every request: so the body goes to another parser, which has heard of no offer."""
+        """After an upgrade offer, which Java's client sends with every request, the parser treats what follows as
+        another protocol: so the body goes to a new parser that has not seen the offer."""
         while True:
             try:
                 self.parser.feed_data(data)
@@ -162,15 +162,15 @@ class Connection(HttpToolsProtocol):
                 if head is None:
                     raise
             self.parser = httptools.HttpRequestParser(self)
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as the base class has it
-            self._retold = True
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as in the base class
+            self._substituted = True
             self.parser.feed_data(head)
-            self._retold = False
+            self._substituted = False
 
-    # ---- what the parser finds ---------------------------------------------------------------------------------------
+    # ---- callbacks of the parser -------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        if self._retold:
+        if self._substituted:
             return
         if self._working():
             raise _StopParsing
@@ -179,20 +179,20 @@ class Connection(HttpToolsProtocol):
         self._num_headers = self._head_bytes = self._raw_bytes = self._body_bytes = self._unwanted_bytes = 0
 
     def on_url(self, url: bytes) -> None:
-        if self._retold:
+        if self._substituted:
             return
         super().on_url(url)
         self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._head_complete:
-            return  # a trailer; nothing here wants one, and it must not pass for a header
+            return  # a trailer; it is not used and must not pass for a header
         self._num_headers += 1
         self._count_head(len(name) + len(value) + 4)
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        if self._retold:
+        if self._substituted:
             return
         try:
             check_framing(self.headers, self.parser.get_http_version())
@@ -210,12 +210,12 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade() and body_head(self.headers) is not None:
-            return  # so the parser thinks: its body comes
+            return  # not really: the body follows
         self._message_complete = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        # In place of the base class's: no request ever waits behind another, and the idle time is one of our phases.
+        # Replaces the base class's: requests are never pipelined, and the idle time is one of our phases.
         self.server_state.total_requests += 1
         if self.transport.is_closing():
             self._watch_reader()
@@ -237,7 +237,7 @@ class Connection(HttpToolsProtocol):
         return _Phase.WORKING if self._message_complete else _Phase.BODY
 
     def _enter(self, phase: _Phase) -> None:
-        """A phase's time runs from its beginning, however much arrives in the meantime."""
+        """The deadline of a phase counts from its beginning, however much arrives meanwhile."""
         if phase is self._phase:
             return
         self._phase = phase
@@ -257,14 +257,14 @@ class Connection(HttpToolsProtocol):
         self._deadline = None
         if self._phase is _Phase.HEAD and self._begun:
             seconds = self._limits.head_s
-            self._refuse(HeadTooSlow(f"the headers were not there after {seconds:g} s", hint="send them at once"))
+            self._refuse(HeadTooSlow(f"the headers were not complete after {seconds:g} s", hint="send them at once"))
         elif self._phase in (_Phase.HEAD, _Phase.IDLE):
             self._close()
         else:
             self._abort()
 
     def claim(self, tenant: str, *, shared: bool) -> tuple[Claim, bool]:
-        """`tenant` answers for the request here. Also says whether all of the request has come."""
+        """`tenant` claims this connection for its request. Also returns whether the request is complete."""
         if self._phase is _Phase.REFUSED:
             return Claim.ALL_FULL, True
         whole = self._message_complete
@@ -283,7 +283,7 @@ class Connection(HttpToolsProtocol):
             raise _StopParsing
 
     def _check_size(self, num_bytes: int) -> None:
-        """After a piece that lay within one phase."""
+        """After a piece that lies within one phase."""
         self._raw_bytes += num_bytes
         limits = self._limits
         if self._phase is _Phase.HEAD and self._raw_bytes > limits.head_bytes:
@@ -291,7 +291,7 @@ class Connection(HttpToolsProtocol):
         elif self._phase is _Phase.BODY:
             around = self._raw_bytes - self._body_bytes
             if around > limits.head_bytes + limits.frame_bytes * self._body_bytes:
-                self._refuse(HeadTooLarge("there is more around this body than in it", hint="send larger chunks"))
+                self._refuse(HeadTooLarge("the chunk framing is larger than the body", hint="send larger chunks"))
         elif self._phase is _Phase.LEFTOVER:
             self._drop(num_bytes)
 
@@ -300,7 +300,7 @@ class Connection(HttpToolsProtocol):
         return HeadTooLarge("the request line and headers are too large", hint=hint)
 
     def _drop(self, num_bytes: int) -> None:
-        """Slowly, if it is much: reading what nobody wants must not delay those whose requests are wanted."""
+        """Slowly, if it is much: reading dropped bytes must not delay other requests."""
         self._unwanted_bytes += num_bytes
         if self._unwanted_bytes > self._limits.unwanted_bytes:
             self._abort()
@@ -315,7 +315,7 @@ class Connection(HttpToolsProtocol):
     # ---- ends --------------------------------------------------------------------------------------------------------
 
     def make_room(self) -> None:
-        """Ended in favour of a connection that came later."""
+        """Closed in favour of a newer connection."""
         self._table.closed(self)
         self._end_for(TooManyConnections.code)
         if self._phase is _Phase.IDLE:
@@ -324,8 +324,8 @@ class Connection(HttpToolsProtocol):
             self._abort()
 
     def _stop_listening(self) -> None:
-        """After the answer under way, which is what was asked for, the connection ends."""
-        self._deaf = True
+        """The connection ends after the current answer."""
+        self._ignoring = True
         if self.cycle.response_complete:
             self._close()
         else:
@@ -333,13 +333,13 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def _refuse(self, error: TripoolError) -> None:
-        """Say why, below the application, and end."""
+        """Send the error, below the application, and close."""
         if self.transport.is_closing():
             return
         self._end_for(error.code)
-        cycle, self._deaf = self.cycle, True
+        cycle, self._ignoring = self.cycle, True
         if cycle is not None and not cycle.response_complete:
-            # To the application the client has hung up; whatever it still sends is dropped.
+            # For the application the client has disconnected; whatever it still sends is dropped.
             cycle.disconnected = True
             cycle.message_event.set()
             if cycle.response_started:
@@ -351,11 +351,11 @@ class Connection(HttpToolsProtocol):
         lines = [f"{name}: {value}\r\n" for name, value in (headers | error_headers(error)).items()]
         self.transport.write(STATUS_LINE[error.status] + "".join(lines).encode() + b"\r\n" + body)
         self.transport.write_eof()
-        self.flow.resume_reading()  # what it still sends is dropped, and its end is seen
+        self.flow.resume_reading()  # what it still sends is dropped, and its disconnect is detected
         self._enter(_Phase.REFUSED)
 
     def _abort(self) -> None:
-        """At once, with a reset: the system would otherwise keep what the client did not take, and the connection."""
+        """At once, with a reset: the system would otherwise keep the unsent bytes and the connection."""
         line = self.transport.get_extra_info("socket")
         if line is not None:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -366,7 +366,7 @@ class Connection(HttpToolsProtocol):
         self._watch_reader()
 
     def _cut(self, reason: str) -> None:
-        """The application has had enough of its client."""
+        """The application ends the connection."""
         if not self.transport.is_closing():
             self._end_for(reason)
             self._abort()
@@ -375,7 +375,7 @@ class Connection(HttpToolsProtocol):
         self._end.reason = reason
         self._on_ended(reason)
 
-    # ---- clients that do not take what was sent ----------------------------------------------------------------------
+    # ---- slow readers ------------------------------------------------------------------------------------------------
 
     def _watch_reader(self) -> None:
         if self._take_deadline is None:
@@ -388,7 +388,7 @@ class Connection(HttpToolsProtocol):
             self._take_deadline = None
 
     def _look_at_reader(self, size_before: int) -> None:
-        """Nothing is written while this is watched, so that what is missing was taken."""
+        """Nothing is written meanwhile, so a smaller buffer means that the client has read."""
         self._take_deadline = None
         size = self.transport.get_write_buffer_size()
         if size and size_before - size < self._limits.taken_bytes:

@@ -1,21 +1,21 @@
-"""Which connections are open, whose they are, and which has to go when there are too many. Pure: no socket, no clock.
+"""Open connections, the tenants that claim them, and which one to close when there are too many. Pure.
 
-**Claimed** is a connection while a tenant is answerable for the request on it. Such a one is never ended for another's
-sake, so there are only so many:
+A connection is **claimed** while a tenant is known for the request on it. A claimed connection is never closed in
+favour of another one, so their number is bounded:
 
 | claimed | at most |
 |---|---|
-| by all | seven eighths of all: the rest is for those of whom nothing is known yet, and for health checks |
-| by one tenant | a third of what is left, so a quarter when it is alone; one in any case |
-| on a server without keys, where everybody is one tenant | no other bound |
+| in total | seven eighths of all: the rest is for unauthenticated connections and health checks |
+| by one tenant | a third of what is left, so a quarter when it is alone; at least one |
+| on a server without keys, where all are one tenant | no other bound |
 
-So after ten tenants have taken all they can, of 4,096 the next one still finds fifty. Addresses are not counted: all
-users of a reverse proxy, or of this machine, share one, and a bound on it would shut out the wrong ones.
+So after ten tenants have taken all they can, of 4,096 the next one still gets fifty. Addresses are not counted: all
+users of a reverse proxy, or of this machine, share one.
 
-**All others** can be ended in favour of a newcomer: one that has never sent a complete head first, then one that is
-idle or whose request nobody answers for yet, then one whose claimed request is still being sent; of each kind the one
-that has been so for longest, and the newcomer itself only if there is no other. Who sends a request at once is
-therefore heard while thousands hold connections open.
+**Other connections** are closed in favour of a new one: first one that never sent a complete head, then one that is
+idle or whose request is not claimed yet, then one whose claimed request is still being sent; of each group the oldest,
+and the new one itself only if there is no other. So a request that is sent at once is served while thousands of
+connections are held open.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ C = TypeVar("C", bound=Hashable)
 
 _SPARE_PART = 8
 _TENANTS_PART = 3
-"""Of what is left."""
+"""One tenant's divisor of what is left."""
 
 
 class Claim(Enum):
@@ -44,21 +44,20 @@ class ConnectionTable(Generic[C]):
         self._max_open = max_open
         self._max_claimed = max(1, max_open - max(1, max_open // _SPARE_PART))
         self._open: set[C] = set()
-        # Insertion order is the order of time; a set has none.
+        # Dicts keep insertion order, the order of time; a set has none.
         self._unknown: dict[C, None] = {}
         self._known: dict[C, None] = {}
         self._claimed: dict[C, str] = {}
         """With the tenant's name."""
         self._num_claimed: Counter[str] = Counter()
         self._sending: dict[C, None] = {}
-        """Of the claimed ones, those whose requests are not complete."""
+        """Claimed connections whose requests are not complete."""
 
     def __len__(self) -> int:
         return len(self._open)
 
     def waits(self, connection: C, *, known: bool) -> None:
-        """From now on we wait for its client, or for somebody who answers for its request. `known`: it has sent a
-        complete head before."""
+        """It waits for its client, or for its request to be claimed. `known`: it has sent a complete head before."""
         self._leave(connection)
         self._open.add(connection)
         (self._known if known else self._unknown)[connection] = None
@@ -70,9 +69,9 @@ class ConnectionTable(Generic[C]):
             self.waits(connection, known=True)
 
     def claim(self, connection: C, tenant: str, *, shared: bool = True, sending: bool = False) -> Claim:
-        """Until it waits again, or is closed. `shared`: the tenant is one of several; `sending`: its request is not
+        """Until it waits again, or is closed. `shared`: the server has several tenants; `sending`: its request is not
         complete yet."""
-        if connection not in self._open:  # ended before anybody could answer for it
+        if connection not in self._open:  # closed before it could be claimed
             return Claim.ALL_FULL
         self.waits(connection, known=True)
         left = self._max_claimed - len(self._claimed)
@@ -88,7 +87,7 @@ class ConnectionTable(Generic[C]):
         return Claim.GRANTED
 
     def sending_longest(self) -> C | None:
-        """Which one to end for a request that is complete, when all that may be claimed are."""
+        """The connection to close for a complete request when no more may be claimed."""
         return next(iter(self._sending), None)
 
     def closed(self, connection: C) -> None:
@@ -96,7 +95,7 @@ class ConnectionTable(Generic[C]):
         self._open.discard(connection)
 
     def superfluous(self, newcomer: C) -> C | None:
-        """Which one to end, now that `newcomer` is there. None: there is room."""
+        """The connection to close now that `newcomer` is open. None: there is room."""
         if len(self._open) <= self._max_open:
             return None
         others = (one for some in (self._unknown, self._known, self._sending) for one in some if one != newcomer)

@@ -2,9 +2,9 @@
 
 A text that cannot fit into the context is refused before any work on it.
 
-Encoding takes about a second and some hundred megabytes for each megabyte of text. No token stands for more bytes than
-the vocabulary's longest one, so a text of more bytes than all tokens of a context could spell needs no encoding to be
-known as too long. Short contexts leave room for texts of some pages, so that a client can ask how long its text is.
+Encoding takes about a second and some hundred megabytes per megabyte of text. No token is longer than the vocabulary's
+longest one, so a text with more bytes than a full context of those is too long without encoding it. Short contexts
+still allow texts of some pages, so that a client can ask how long its text is.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ _ROLES = ("system", "developer")
 def public_tokens(tokenizer: Tokenizer, conversation: Conversation, prompt_ids: Sequence[int]) -> int:
     """Leading tokens of the prompt that the system message alone would give as well.
 
-    The conversation without its other messages, without tools and options is written a second time; what the prompt has
-    in common with that is a function of the system message, whatever the template does with the rest.
+    The conversation is rendered a second time without its other messages, tools and options; the common prefix
+    depends on the system message only, whatever the template does with the rest.
     """
     if not conversation or conversation[0]["role"] not in _ROLES:
         return 0
     try:
         alone = tokenizer.encode_chat([conversation[0]], continue_final_message=True)
-    except InvalidRequest:  # a template that wants a user, or moves the system message elsewhere
+    except InvalidRequest:  # a template that requires a user message, or moves the system message
         return 0
     pairs = zip(alone, prompt_ids, strict=False)
     return next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(alone), len(prompt_ids)))
 
 
 MIN_TEXT_BYTES = 2**16
-"""As much may be encoded whatever the context; takes tens of milliseconds."""
+"""Always encoded, whatever the context; takes tens of milliseconds."""
 MIN_IDS = 2**14
 _ESCAPED = 6
-"""Bytes of JSON that one byte of text may take: `\\u0041`."""
+"""Most bytes of JSON per byte of text: `\\u0041`."""
 _AROUND_BYTES = 2**16
-"""Of a body besides its text: names, roles, options."""
+"""Bytes of a body besides its text: names, roles, options."""
 
 
 class Encoder:
-    """`context_tokens` is asked each time; it says 0 before it is known, and then only bodies are bounded."""
+    """`context_tokens` is called each time; while it returns 0 (unknown), only bodies are bounded."""
 
     def __init__(self, tokenizer: Tokenizer, context_tokens: Callable[[], int]) -> None:
         self._tokenizer, self._context_tokens = tokenizer, context_tokens
@@ -60,7 +60,7 @@ class Encoder:
         return self._tokenizer.encode(text, special=special)
 
     def check_body(self, num_bytes: int, param: str) -> None:
-        """Before its JSON is read: whether its text can be short enough, however it is written."""
+        """Before its JSON is parsed: whether its text can be short enough in any encoding."""
         most = self._max_bytes(num_bytes)
         if most is not None and num_bytes > _ESCAPED * most + _AROUND_BYTES:
             raise self._too_long(f"the body has {num_bytes} bytes", most, param)
@@ -69,7 +69,7 @@ class Encoder:
         most = max(MIN_IDS, 2 * self._context_tokens())
         if count > most:
             hint = f"send at most {most} at once"
-            raise ContextOverflow(f"{count} tokens are more than this model can have", hint=hint, param=param)
+            raise ContextOverflow(f"{count} tokens are more than this model's context", hint=hint, param=param)
 
     def _check(self, num_bytes: int, param: str) -> None:
         most = self._max_bytes(num_bytes)

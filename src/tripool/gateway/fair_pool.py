@@ -1,8 +1,8 @@
-"""A few threads for blocking work of requests before admission: fair between tenants, bounded in what may wait.
+"""A thread pool for blocking work before admission: fair between tenants, with a bounded queue.
 
-Of the tenants that wait, the one with the fewest pieces of work running is next, then the one whose last piece started
-longest ago. So a tenant's second piece waits behind everybody else's first, however many it has waiting; and a named
-tenant never has all threads, so that others need not wait for the end of what it began.
+Of the waiting tenants, the one with the fewest running pieces is next, then the one whose last piece started longest
+ago. So a tenant's second piece waits behind every other tenant's first, and a named tenant never has all threads, so
+that others need not wait for its pieces to end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tripool.errors import Overloaded
 T = TypeVar("T")
 
 _SHARE = 0.25
-"""Of what may wait, a named tenant gets so much at most. Everybody on a server without keys is one tenant, unnamed."""
+"""Largest share of the queue for a named tenant. On a server without keys all are one unnamed tenant."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +45,7 @@ class FairPool:
         self._last_started: dict[str, int] = {}
 
     async def run(self, tenant: str, work: Callable[[], T], *, size: int = 1) -> T:
-        """What `work` returns or raises. Raises Overloaded when too much waits, or it waited for too long."""
+        """The result of `work`. Raises Overloaded when the queue is full, or after too long a wait."""
         self._check_room(tenant, size)
         loop = asyncio.get_running_loop()
         piece = _Piece(work, size, loop.create_future())
@@ -64,11 +64,11 @@ class FairPool:
         return result
 
     def _check_room(self, tenant: str, size: int) -> None:
-        """Whoever has nothing waiting may wait, whatever its size: bodies are bounded elsewhere."""
+        """A tenant with nothing waiting may always queue one piece: bodies are bounded elsewhere."""
         own, total = self._waiting_size[tenant], self._waiting_size.total()
         most = self._max_waiting * _SHARE if tenant else self._max_waiting
         if own and (own + size > most or total + size > self._max_waiting):
-            raise Overloaded(f"too much is waiting already ({self._name})", hint="try again in a moment")
+            raise Overloaded(f"the queue is full ({self._name})", hint="try again in a moment")
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         while self._running.total() < self._num_threads:
@@ -78,7 +78,7 @@ class FairPool:
             tenant = min(may, key=lambda name: (self._running[name], self._last_started.get(name, 0)))
             piece = self._waiting[tenant][0]
             self._take_out(tenant, piece)
-            if piece.started.done():  # cancelled a moment ago
+            if piece.started.done():  # cancelled
                 continue
             self._running[tenant] += 1
             self._num_started += 1
@@ -91,19 +91,19 @@ class FairPool:
         return max(1, self._num_threads - bool(tenant))
 
     def _done(self, loop: asyncio.AbstractEventLoop, tenant: str, _: Future[Any]) -> None:
-        """In the thread that did it."""
-        with suppress(RuntimeError):  # the loop has ended, and nothing waits any more
+        """Runs in the worker thread."""
+        with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(self._ended, loop, tenant)
 
     def _ended(self, loop: asyncio.AbstractEventLoop, tenant: str) -> None:
         self._running[tenant] -= 1
-        self._running += Counter()  # only those that are above zero stay
+        self._running += Counter()  # drops zero counts
         if len(self._last_started) > 1024:
             self._last_started = {name: n for name, n in self._last_started.items() if name in self._waiting}
         self._start(loop)
 
     def _take_out(self, tenant: str, piece: _Piece) -> None:
-        """From what waits, if it does."""
+        """Remove it if it still waits."""
         queue = self._waiting.get(tenant)
         if queue is None or piece not in queue:
             return

@@ -1,11 +1,11 @@
-"""Keeps web pages away from a server without keys, where everyone who reaches it is its operator.
+"""Protects a server without keys from web pages: every caller of such a server is its operator.
 
-A page in the browser of someone who reaches the server has two ways to it. A name of the page's own site that resolves
-to the server's address (DNS rebinding) makes the server part of that site: so `Host` must be a name that no other site
-can have. And a form or a script may post to any address without reading the answer: so what changes something may not
-come from a page of another site. Programs send neither `Origin` nor foreign hosts. Where keys are asked for they are
-the defence, and nothing is checked here. Nor is it where everybody may look, with or without keys: load balancers ask
-`/health` under any name, and are told no more than whether the server works, and its version.
+A page in a local browser can reach the server in two ways. A host name of the page's own site that resolves to the
+server's address (DNS rebinding) makes the server part of that site: so `Host` must be a name that no other site can
+have. And a form or script may post to any address without reading the answer: so a request that changes something may
+not come from a page of another site. Programs send neither `Origin` nor foreign hosts. Where keys are required, they
+are the defence, and nothing is checked here. Public paths are never checked: load balancers ask `/health` under any
+name, and learn only whether the server works, and its version.
 
 | connection | `Host` may be |
 |---|---|
@@ -32,20 +32,20 @@ from tripool.gateway.request_log import note_error
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _OWN_SITES = frozenset({"same-origin", "none"})
 _PRIVATE_ENDS = (".local", ".internal")
-"""Reserved: nobody can register such a name."""
+"""Reserved: such a name cannot be registered."""
 _SITES_HAVE = frozenset({"http", "https", "ws", "wss", "ftp", "ftps", "file", "data", "blob", "about", "javascript"})
-"""Schemes under which somebody else's page may come; apps have made up others."""
+"""Schemes of other sites' pages; apps use schemes of their own."""
 _HOST = re.compile(
     r"(?:\[(?P<address>[0-9A-Fa-f:.]+(?:%[0-9A-Za-z]+)?)\]|(?P<name>[0-9A-Za-z_-]+(?:\.[0-9A-Za-z_-]+)*)\.?)?(?::[0-9]{0,5})?"
 )
 _MAX_HOST_CHARS = 300
-"""No name is longer, with its port."""
+"""Longest host name with its port."""
 
 Headers = Sequence[tuple[bytes, bytes]]
 
 
 class HostCheck:
-    """`guarded`: whether a guard in front of this says who needed no key. `on_refused` is told the code."""
+    """`guarded`: whether a guard in front of this marks callers without a key. `on_refused` is called with the code."""
 
     def __init__(self, app: ASGIApp, *, guarded: bool, on_refused: Callable[[str], object]) -> None:
         self._app, self._guarded, self._on_refused = app, guarded, on_refused
@@ -59,7 +59,7 @@ class HostCheck:
                     check_site(scope["headers"])
             except TripoolError as error:
                 self._on_refused(error.code)
-                note_error(scope, error.code, stranger=True)
+                note_error(scope, error.code, unauthenticated=True)
                 body = error_shape(error, dialect_of(scope["path"]))
                 await JSONResponse(body, status_code=error.status)(scope, receive, send)
                 return
@@ -67,22 +67,22 @@ class HostCheck:
 
 
 def check_host(headers: Headers, reached_at: str, own_name: str) -> None:
-    """`reached_at`: the server's address of this connection; a connection that has none is not made by a browser."""
+    """`reached_at`: the server's address of this connection; a connection without one does not come from a browser."""
     hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
-    if not hosts:  # browsers never leave it out
+    if not hosts:  # browsers always send it
         return
     if len(hosts) > 1 or len(hosts[0]) > _MAX_HOST_CHARS or not _may_be_called(hosts[0], reached_at, own_name):
         hint = (
             "call it localhost, or by its address; a server with API keys (`tripool keys add NAME`) may have any name"
         )
-        raise HostRefused(f"this server without keys is not called '{hosts[0][:100]}'", hint=hint)
+        raise HostRefused(f"this server without keys does not accept the host '{hosts[0][:100]}'", hint=hint)
 
 
 def check_site(headers: Headers) -> None:
-    """Browsers name the page's origin whenever it posts, and newer ones how that relates to us: both must be good.
+    """Browsers send a page's origin with every post, and newer ones how it relates to this server: both must match.
 
-    Pages of apps and extensions (`app://...`) are no sites: those that a browser trusts with this address say nothing
-    of another site.
+    Pages of apps and extensions (`app://...`) are not web sites: a browser that lets them reach this address sends
+    no relation to another site.
     """
     given: dict[bytes, list[str]] = {}
     for name, value in headers:
@@ -95,12 +95,12 @@ def check_site(headers: Headers) -> None:
 
 def _is_own(origin: str, host: str) -> bool:
     scheme, mark, where = origin.partition("://")
-    if not mark or not where:  # "null" is what a page says that hides where it is from
+    if not mark or not where:  # "null" is the origin of a page that hides it
         return False
     return where == host if scheme in ("http", "https") else scheme not in _SITES_HAVE
 
 
-@lru_cache(maxsize=64)  # asked for every request, and nearly always the same
+@lru_cache(maxsize=64)  # called for every request, nearly always with the same host
 def _may_be_called(host: str, reached_at: str, own_name: str) -> bool:
     name, address = _name(host), _address(reached_at)
     literal = _address(name)
@@ -114,7 +114,7 @@ def _may_be_called(host: str, reached_at: str, own_name: str) -> bool:
 
 
 def _name(host: str) -> str:
-    """Without its port. What holds more than these is nobody's: a lenient reading would find a good name in it."""
+    """Without its port. A value with other characters is no host name: lenient parsing could find a valid one in it."""
     found = _HOST.fullmatch(host)
     return "?.?" if found is None else (found["address"] or found["name"] or "").lower()
 

@@ -1,4 +1,4 @@
-"""One HTTP request for tokens, parsed: what to compute, and how to answer. Pure data."""
+"""One parsed HTTP request for tokens: what to compute, and how to answer. Pure data."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Api = Literal["chat", "completion", "messages"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     id: str
-    """As the body names it, such as `chatcmpl-...`."""
+    """The id in the response body, such as `chatcmpl-...`."""
     request_id: str
-    """The client's own, or one drawn for it: what `X-Request-Id` says and `explain` finds."""
+    """The client's `X-Request-Id`, or a generated one; `explain` finds the request by it."""
     key: str
-    """Drawn here: two clients may choose the same `request_id`, and nothing inside may mix them up."""
+    """Generated here: two clients may choose the same `request_id`, and internal ids must differ."""
     api: Api
     requests: tuple[Request, ...]
     """One per prompt; a choice's index over HTTP is prompt index x n + choice."""

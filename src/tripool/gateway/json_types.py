@@ -1,6 +1,6 @@
 """JSON types that a field of a body may have: how each is recognised, named in an error and written in a schema.
 
-Integers have at most 64 bits and numbers are finite: `decode_json` lets no others in.
+Integers have at most 64 bits and numbers are finite: `decode_json` refuses others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _is_text(value: object) -> bool:
 
 
 def _is_ids(value: object) -> bool:
-    """Of a list that may be very long: nothing of Python's own runs for each item."""
+    """Without a Python call per item: the list may be very long."""
     return isinstance(value, list) and set(map(type, value)) <= {int}
 
 

@@ -1,7 +1,7 @@
-"""Log-probabilities in the two styles of OpenAI's clients: per token for a chat, in columns for a completion.
+"""Log-probabilities in OpenAI's two formats: per token for a chat, in columns for a completion.
 
-A stream shows them token by token. For a whole answer they are shaped as they come, each into its own bytes: all of
-them at its end would hold up the event loop for a long time.
+A stream shows them token by token. For a whole answer each is encoded as it arrives: encoding all of them at the end
+would block the event loop for a long time.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from tripool.core import TokenLogprobs
 from tripool.text import Tokenizer
 
 _LEAST = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+"""Stands for minus infinity, which JSON cannot express."""
 _AT_ONCE = 64
-"""Tokens that are put together in one piece."""
+"""Tokens joined in one piece."""
 
 Pairs = Iterable[tuple[int, TokenLogprobs]]
 _encode = msgspec.json.Encoder().encode
@@ -40,12 +40,12 @@ def completion_logprobs(tokenizer: Tokenizer, pairs: Pairs, text_offset: int) ->
 
 
 class Scores(Protocol):
-    """Of one choice, as JSON in the making."""
+    """Log-probabilities of one choice, encoded incrementally."""
 
     def add(self, token_id: int, logprobs: TokenLogprobs) -> None: ...
 
     def pieces(self) -> Iterator[bytes]:
-        """All of it, a little at a time."""
+        """The whole JSON, in small pieces."""
         ...
 
 
@@ -107,7 +107,7 @@ def _scored(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, An
 
 
 def _likeliest(tokenizer: Tokenizer, token: str, logprobs: TokenLogprobs) -> dict[str, float]:
-    """The chosen token is always listed, also when it was not among the likeliest."""
+    """The chosen token is always listed, also when it is not among the likeliest."""
     scores = {tokenizer.token_text(i): max(score, _LEAST) for i, score in logprobs.top}
     return {token: max(logprobs.chosen, _LEAST)} | scores
 

@@ -1,4 +1,4 @@
-"""Messages of a chat, as OpenAI's clients send them, in a chat template's words. Their content is checked in `text`."""
+"""Converts OpenAI chat messages to those of chat templates. Their content is checked in `text`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tripool.errors import InvalidRequest
 from tripool.gateway.body import decode_object
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""Accepted roles and what a chat template calls them."""
+"""Accepted roles and their names in chat templates."""
 _FIELDS = {"assistant": {"tool_calls", "reasoning_content", "reasoning"}, "tool": {"tool_call_id"}}
 """Beyond role, content and name."""
 _OPTIONAL = ("name", "tool_call_id", "tool_calls", "reasoning_content")
@@ -32,9 +32,9 @@ def to_message(message: Mapping[str, Any], where: str) -> Message:
             raise InvalidRequest(f"{where} has a {name} that is not a string", param="messages")
     if fields.get("tool_calls"):
         fields["tool_calls"] = _tool_calls(fields["tool_calls"], where)
-    if "reasoning" in fields:  # templates know the other name; an answer of ours that is sent back has both
+    if "reasoning" in fields:  # templates use the other name; our own answers have both
         fields.setdefault("reasoning_content", fields["reasoning"])
-    # Templates tell null from absent, and a list without calls from none.
+    # Templates distinguish null from absent, and an empty list of calls from none.
     optional = {name: fields[name] for name in _OPTIONAL if fields.get(name)}
     return {"content": message.get("content"), "role": _ROLES[role], **optional}
 
@@ -46,7 +46,7 @@ def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
 
 
 def _tool_call(call: object, where: str) -> dict[str, Any]:
-    """Over HTTP arguments are a JSON text; templates print the object."""
+    """Over HTTP, arguments are JSON text; templates print the object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or call.get("type", "function") != "function":
         raise InvalidRequest(f"{where} has a tool call that is not of type 'function'", param="messages")

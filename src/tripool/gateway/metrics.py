@@ -1,7 +1,7 @@
-"""Counters and histograms of one gateway, in its own names and in those that vLLM's dashboards read.
+"""Counters and histograms of one gateway, under its own names and under those that vLLM's dashboards read.
 
-A request is counted once, when it ends; only the pauses between tokens come earlier, a handful at a time. What the
-backend knows is asked for when someone looks.
+A request is counted once, when it ends; only the gaps between tokens are reported earlier, a handful at a time.
+Backend statistics are read when Prometheus scrapes.
 """
 
 from __future__ import annotations
@@ -25,26 +25,31 @@ _HISTOGRAMS: Sequence[tuple[str, str | None, Sequence[float], str]] = (
     ("time_to_first_token_seconds", "time_to_first_token_seconds", _SECONDS, "From the request's arrival."),
     ("inter_token_latency_seconds", "inter_token_latency_seconds", _GAPS, "Between two tokens of a choice."),
     ("request_seconds", "e2e_request_latency_seconds", _SECONDS, "From a request's arrival to its last byte."),
-    ("gateway_seconds", None, _SECONDS, "Reading, tokenising and handing over."),
+    ("gateway_seconds", None, _SECONDS, "Reading, tokenising and submitting."),
     ("queue_seconds", "request_queue_time_seconds", _SECONDS, "Until the first work on a request."),
-    ("lookup_seconds", None, _SECONDS, "Asking the cache pool."),
+    ("lookup_seconds", None, _SECONDS, "Lookup in the cache pool."),
     ("prefill_seconds", "request_prefill_time_seconds", _SECONDS, "From the first work to the first token."),
-    ("transfer_seconds", None, _SECONDS, "Moving KV between workers."),
+    ("transfer_seconds", None, _SECONDS, "KV transfer between workers."),
     ("decode_seconds", "request_decode_time_seconds", _SECONDS, "After the first token."),
     ("prompt_tokens_per_request", "request_prompt_tokens", _TOKENS, "Prompt tokens of a request."),
-    ("completion_tokens_per_request", "request_generation_tokens", _TOKENS, "Tokens that a request got."),
-    ("max_tokens_per_request", "request_max_num_generation_tokens", _TOKENS, "Most tokens that it asked for."),
+    ("completion_tokens_per_request", "request_generation_tokens", _TOKENS, "Generated tokens of a request."),
+    (
+        "max_tokens_per_request",
+        "request_max_num_generation_tokens",
+        _TOKENS,
+        "Most tokens that a request may generate.",
+    ),
 )
 
 _COUNTERS: Sequence[tuple[str, Sequence[str], str]] = (
     ("prompt_tokens", ("prompt_tokens", "prefix_cache_queries"), "Prompt tokens."),
     ("cached_prompt_tokens", ("prompt_tokens_cached", "prefix_cache_hits"), "Those found in the prefix cache."),
-    ("completion_tokens", ("generation_tokens",), "Tokens that answers got."),
+    ("completion_tokens", ("generation_tokens",), "Generated tokens."),
 )
 
 
 class Histogram:
-    """Buckets of one quantity. prometheus-client's own would look up a lock for every value."""
+    """Buckets of one quantity. prometheus-client's own takes a lock for every value."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = list(bounds)
@@ -75,7 +80,7 @@ class Metrics(Collector):
         num_open: Callable[[], int],
         more: Callable[[dict[str, str]], Iterable[Metric]] | None = None,
     ) -> None:
-        """`more`: what the backend has besides, under the same labels."""
+        """`more`: further metrics of the backend, under the same labels."""
         self._labels, self._more = {"model_name": model}, more
         self._stats, self._num_open = stats, num_open
         self._histograms = {name: Histogram(bounds) for name, _, bounds, _ in _HISTOGRAMS}
@@ -86,11 +91,11 @@ class Metrics(Collector):
         self._connections_ended: Counter[str] = Counter()
 
     def refused(self, code: str) -> None:
-        """Before any token came: by an error of this code."""
+        """Refused with this error code before any token."""
         self._refused[code] += 1
 
     def connection_ended(self, code: str) -> None:
-        """By the server, before or beside any request."""
+        """Closed by the server, before or outside any request."""
         self._connections_ended[code] += 1
 
     def ended(self, record: Record) -> None:
@@ -105,7 +110,7 @@ class Metrics(Collector):
             self._observe("max_tokens_per_request", record.max_tokens)
         if record.state == "finished":
             self._finished.update(record.finish_reasons)
-        if record.tokens_came:
+        if record.has_tokens:
             stages = record.stages_us()
             self._observe("time_to_first_token_seconds", record.first_token_us / 1e6)
             self._observe("request_seconds", sum(stages.values()) / 1e6)
@@ -113,7 +118,7 @@ class Metrics(Collector):
                 self._observe(f"{name}_seconds", microseconds / 1e6)
 
     def gaps(self, gaps_s: Iterable[float]) -> None:
-        """Pauses between tokens."""
+        """Gaps between tokens."""
         observe = self._histograms["inter_token_latency_seconds"].observe
         for gap_s in gaps_s:
             observe(gap_s)
@@ -122,7 +127,7 @@ class Metrics(Collector):
         self._histograms[name].observe(value)
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the names are this class's own, and a scrape asks the backend."""
+        """Empty: the names are this class's own, and a scrape asks the backend."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
@@ -142,12 +147,18 @@ class Metrics(Collector):
         ended = [((reason,), count) for reason, count in self._finished.items()]
         refused = [((code,), count) for code, count in self._refused.items()]
         cut = [((code,), count) for code, count in self._connections_ended.items()]
-        yield self._family(CounterMetricFamily, "tripool_requests", "By how they ended.", by_state, ("api", "state"))
-        yield self._family(CounterMetricFamily, "tripool_requests_refused", "By error code.", refused, ("code",))
-        yield self._family(CounterMetricFamily, "tripool_connections_ended", "By the server.", cut, ("code",))
+        yield self._family(
+            CounterMetricFamily, "tripool_requests", "Requests by final state.", by_state, ("api", "state")
+        )
+        yield self._family(
+            CounterMetricFamily, "tripool_requests_refused", "Refused requests by error code.", refused, ("code",)
+        )
+        yield self._family(
+            CounterMetricFamily, "tripool_connections_ended", "Connections closed by the server.", cut, ("code",)
+        )
         for name, label in (("tripool_choices_finished", "reason"), ("vllm:request_success", "finished_reason")):
-            yield self._family(CounterMetricFamily, name, "Choices that came to an end.", ended, (label,))
-        yield self._family(GaugeMetricFamily, "tripool_requests_open", "Being answered.", [((), self._num_open())])
+            yield self._family(CounterMetricFamily, name, "Finished choices.", ended, (label,))
+        yield self._family(GaugeMetricFamily, "tripool_requests_open", "Open requests.", [((), self._num_open())])
 
     def _backend_families(self, stats: ServingStats) -> Iterator[Metric]:
         gauges: tuple[tuple[str, Sequence[str], float], ...] = (
@@ -165,7 +176,7 @@ class Metrics(Collector):
             ("preemptions", ("num_preemptions",), stats.num_preemptions),
             ("draft_tokens", ("spec_decode_num_draft_tokens", "spec_decode_num_drafts"), stats.num_drafted),
             ("accepted_draft_tokens", ("spec_decode_num_accepted_tokens",), stats.num_accepted),
-            ("promises_given_up", (), stats.num_slos_given_up),
+            ("slos_given_up", (), stats.num_slos_given_up),
         )
         for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, aliases, value in rows:
@@ -187,7 +198,7 @@ class Metrics(Collector):
 
 
 class _Merged(Collector):
-    """Each name once, with the samples of every model."""
+    """Each metric once, with the samples of every model."""
 
     def __init__(self, several: Sequence[Metrics]) -> None:
         self._several = several
@@ -203,7 +214,7 @@ class _Merged(Collector):
 
 
 def scrape(several: Sequence[Metrics]) -> bytes:
-    """What Prometheus reads."""
+    """The Prometheus text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Merged(several))
     return generate_latest(registry)

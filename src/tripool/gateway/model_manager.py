@@ -1,7 +1,7 @@
 """Loads and unloads the models behind one gateway, as `control/model_policy.py` decides.
 
-Lives on the gateway's event loop; opening and closing a model takes seconds and happens in threads beside it. A request
-for a model that is not ready waits here, within a bound. How a model is opened is the caller's affair.
+Runs on the gateway's event loop; opening and closing a model takes seconds and happens in threads. A request for a
+model that is not ready waits here, with a deadline. The caller provides the function that opens a model.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ T = TypeVar("T")
 _LOG = logging.getLogger("tripool.models")
 
 WAIT_S = 60.0
-"""How long a request waits for its model."""
+"""Longest wait of a request for its model."""
 DRAIN_S = 60.0
-"""How long an operator's unload waits for open answers before it says that they are still open."""
+"""How long an operator's unload waits for open answers before it returns."""
 
 
 class ModelLoading(TripoolError):
@@ -41,14 +41,14 @@ class ModelLoading(TripoolError):
 
 
 class ModelUnloaded(TripoolError):
-    """An operator sent it away."""
+    """Unloaded by the operator."""
 
     status = 503
     code = "model_unloaded"
 
 
 class NoRoom(TripoolError):
-    """Its memory is taken by models that are in use."""
+    """The memory is used by other models that are serving requests."""
 
     status = 503
     code = "no_room"
@@ -56,7 +56,7 @@ class NoRoom(TripoolError):
 
 
 class ModelTooLarge(TripoolError):
-    """More than the whole budget."""
+    """Larger than the whole memory budget."""
 
     status = 507
     code = "model_too_large"
@@ -70,16 +70,16 @@ class LoadedModel(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """All that it takes."""
+        """Total memory use."""
         ...
 
     @property
     def from_memory(self) -> bool:
-        """Whether its weights came from the model cache."""
+        """Whether its weights came from the weight cache."""
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """End what is open, give everything back. Blocks: called outside the event loop."""
+        """Cancel open requests and free everything. Blocks: called outside the event loop."""
         ...
 
 
@@ -90,7 +90,7 @@ class _Held:
 
 
 class ModelManager:
-    """A `ModelControl`. `open_model` makes a model by name, blocking, in any thread; its errors go to whoever waits."""
+    """A `ModelControl`. `open_model` opens a model by name, blocking, in any thread; waiting requests get errors."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class ModelManager:
         self._changed: set[asyncio.Future[None]] = set()
         self._ended = False
 
-    # ---- a keeper's part --------------------------------------------------------------------------------------------
+    # ---- ModelControl -----------------------------------------------------------------------------------------------
 
     def describe(self, name: str) -> dict[str, Any]:
         policy, held = self._policy, self._held.get(name)
@@ -137,22 +137,22 @@ class ModelManager:
         deadline_s = self._clock() + self._drain_s
         while self._policy.state(name) != "away" and self._policy.sent_away(name):
             if not await self._change(deadline_s):
-                return  # it goes on by itself; its state says so
+                return  # draining goes on; the state shows it
 
     def prefer(self, name: str) -> None:
-        """Load it if nobody has to go for it."""
+        """Load it if no other model has to be unloaded for it."""
         if self._policy.state(name) == "away" and self._policy.fits_beside(name):
             self._policy.want(name, self._clock())
             self._act()
 
     def check_fits(self, name: str) -> None:
-        """Refuse what would not fit alone, before anything is loaded."""
+        """Refuse a model that would not fit alone, before anything is loaded."""
         short = self._policy.shortage(name)
         if short is not None:
             raise _no_room(short)
 
     def add(self, name: str, loaded_model: LoadedModel, load_s: float) -> None:
-        """One that was opened before there was an event loop. Before anything else."""
+        """Add a model opened before the event loop started. Call it before anything else."""
         policy = self._policy
         policy.want(name, self._clock(), by_operator=True)
         assert policy.decide() == [Load(name)]
@@ -162,7 +162,7 @@ class ModelManager:
     # ---- for requests -----------------------------------------------------------------------------------------------
 
     async def enter(self, name: str) -> Backend:
-        """Ready and kept so until `leave`; waits for that within the bound."""
+        """Waits until it is ready, within the deadline; it stays loaded until `leave`."""
         if self._policy.state(name) != "ready":
             await self._until_ready(name, opens=True)
         else:
@@ -178,7 +178,7 @@ class ModelManager:
         return None if held is None else held.loaded_model.backend
 
     def past(self, name: str) -> ServingStats:
-        """What was counted in earlier loads of it."""
+        """Counters of earlier loads."""
         return self._past.get(name, ServingStats())
 
     async def _until_ready(self, name: str, *, opens: bool = False) -> None:
@@ -216,60 +216,60 @@ class ModelManager:
             self._policy.unwant(name)
             raise _no_room(short)
 
-    # ---- carrying out -----------------------------------------------------------------------------------------------
+    # ---- executing decisions ----------------------------------------------------------------------------------------
 
     def _act(self) -> None:
         if self._ended:
             return
         for decision in self._policy.decide():
-            work = self._bring(decision.name) if isinstance(decision, Load) else self._send(decision.name)
+            work = self._load(decision.name) if isinstance(decision, Load) else self._unload(decision.name)
             task = asyncio.get_running_loop().create_task(work)
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _bring(self, name: str) -> None:
+    async def _load(self, name: str) -> None:
         began_s = self._clock()
-        told: TripoolError | None = EngineStopped(f"'{name}' failed to load", hint="the server's log says more")
+        failure: TripoolError | None = EngineStopped(f"'{name}' failed to load", hint="see the server's log")
         try:
-            loaded_model = await _aside(lambda: self._open_model(name))
+            loaded_model = await _in_thread(lambda: self._open_model(name))
             self._held[name] = _Held(loaded_model, self._clock() - began_s)
-            told = None
+            failure = None
         except TripoolError as error:
-            told = error
-        except (OSError, RuntimeError, MemoryError) as error:  # a disk, torch, the machine
-            told = EngineStopped(f"'{name}' failed to load: {error}")
-        finally:  # a mistake of ours goes on to the log; whoever waits hears of it all the same
-            if told is None:
+            failure = error
+        except (OSError, RuntimeError, MemoryError) as error:  # disk, torch, memory
+            failure = EngineStopped(f"'{name}' failed to load: {error}")
+        finally:  # an unexpected exception is logged; waiting requests get an error either way
+            if failure is None:
                 self._errors.pop(name, None)
                 self._policy.loaded(name, self._held[name].loaded_model.num_bytes)
                 _LOG.info("model loaded", extra={"model": name} | self.describe(name))
             else:
-                _LOG.warning("model not loaded", extra={"model": name, "error": told.code, "reason": str(told)})
-                self._errors[name] = told
+                _LOG.warning("model not loaded", extra={"model": name, "error": failure.code, "reason": str(failure)})
+                self._errors[name] = failure
                 self._policy.failed(name, self._clock())
             self._act()
-            self._tell()
+            self._notify()
 
-    async def _send(self, name: str) -> None:
+    async def _unload(self, name: str) -> None:
         loaded_model: LoadedModel | None = self._held.pop(name).loaded_model
         assert loaded_model is not None
-        while not await _aside(partial(loaded_model.close, self._drain_s)):
-            pass  # a step that hangs holds its memory: it has not left
+        while not await _in_thread(partial(loaded_model.close, self._drain_s)):
+            pass  # a hanging step holds its memory: it is not unloaded yet
         self._past[name] = _counted(ServingStats(), self.past(name), loaded_model.backend.stats())
-        loaded_model = None  # with it goes the last of its memory
+        loaded_model = None  # drops the last reference
         self._policy.left(name)
         _LOG.info("model unloaded", extra={"model": name})
         self._act()
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for future in self._changed:
             if not future.done():
                 future.set_result(None)
         self._changed.clear()
 
     async def _change(self, deadline_s: float) -> bool:
-        """Until something has changed; False when the time is over."""
+        """Wait for a state change; False after the deadline."""
         future = asyncio.get_running_loop().create_future()
         self._changed.add(future)
         try:
@@ -286,7 +286,7 @@ class ModelManager:
         self._ended = True
         for held in self._held.values():
             held.loaded_model.close(0)
-        self._tell()
+        self._notify()
 
     def close(self, timeout_s: float) -> None:
         """After the event loop has ended."""
@@ -301,17 +301,17 @@ def _no_room(short: Shortage) -> TripoolError:
     if short.for_ever:
         hint = "raise --memory-gb, or lower --kv-gb"
         return ModelTooLarge(f"'{short.name}' needs {needs}, all models together may take {budget}", hint=hint)
-    told = f"'{short.name}' needs {needs}; of {budget}, models in use hold {_gb(short.in_use)}"
+    message = f"'{short.name}' needs {needs}; of {budget}, models in use hold {_gb(short.in_use)}"
     hint = "try again when they are idle, unload one, or raise --memory-gb"
-    return NoRoom(f"{told}: {_gb(short.missing)} are missing", hint=hint)
+    return NoRoom(f"{message}: {_gb(short.missing)} are missing", hint=hint)
 
 
 def _gb(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.3f} GB"
 
 
-async def _aside(work: Callable[[], T]) -> T:
-    """In a thread of its own that nobody waits for at the end: loading may take minutes, Ctrl-C may not."""
+async def _in_thread(work: Callable[[], T]) -> T:
+    """In a daemon thread: loading may take minutes, and must not delay an exit."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -327,7 +327,7 @@ async def _aside(work: Callable[[], T]) -> T:
             result = work()
         except BaseException as raised:  # noqa: BLE001 (not swallowed: raised again where it is awaited)
             error = raised
-        with suppress(RuntimeError):  # the loop has ended, and nobody awaits it
+        with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(done, result, error)
 
     threading.Thread(target=run, name="tripool-models", daemon=True).start()
@@ -335,7 +335,7 @@ async def _aside(work: Callable[[], T]) -> T:
 
 
 class ManagedBackend:
-    """One of them as a Backend. Its counters go on counting when the model behind it is another load of the same."""
+    """One model as a Backend. Its counters continue over reloads."""
 
     def __init__(self, manager: ModelManager, name: str, context_tokens: int) -> None:
         self._manager, self._name = manager, name
@@ -343,7 +343,7 @@ class ManagedBackend:
 
     @property
     def alive(self) -> bool:
-        """A model that is away is not dead."""
+        """An unloaded model is not dead."""
         backend = self._manager.current(self._name)
         return backend is None or backend.alive
 
@@ -378,6 +378,6 @@ class ManagedBackend:
 
 
 def _counted(now: ServingStats, *several: ServingStats) -> ServingStats:
-    """`now`, with the counters of several."""
+    """`now`, with the summed counters of several."""
     counters = ("num_steps", "num_preemptions", "num_drafted", "num_accepted")
     return replace(now, **{name: sum(getattr(stats, name) for stats in several) for name in counters})

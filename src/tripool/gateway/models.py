@@ -1,4 +1,4 @@
-"""The models behind one gateway, by name. Says which of them a body means; knows nothing of loading or memory.
+"""The models behind one gateway, by name, and which of them a body names. Independent of loading and memory.
 
 `ModelControl` loads and unloads them: `Fixed` never does, `gateway/model_manager.py` keeps to a memory budget.
 """
@@ -30,23 +30,23 @@ class ModelStays(TripoolError):
 
 
 class ModelControl(Protocol):
-    """Whoever decides which models are in memory. Names are those of the registry."""
+    """Decides which models are in memory. Names are those of the registry."""
 
     def describe(self, name: str) -> dict[str, Any]:
         """At least `state`: ready, loading, draining, unloaded or failed."""
         ...
 
     async def load(self, name: str) -> None:
-        """Until it is ready, or a typed error says why not."""
+        """Returns when it is ready, or raises a typed error."""
         ...
 
     async def unload(self, name: str) -> None:
-        """Until what it was answering has ended and its memory is free."""
+        """Returns when its open requests have ended and its memory is free."""
         ...
 
 
 class Served:
-    """One model as the application sees it. The tokenizer is there also while the weights are not."""
+    """One model as the application sees it. The tokenizer is available even while the weights are unloaded."""
 
     def __init__(self, name: str, backend: Backend, tokenizer: Tokenizer) -> None:
         self.name, self.backend, self.tokenizer = name, backend, tokenizer
@@ -57,13 +57,13 @@ class Served:
         self.num_open = 0
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Raises what can be known of requests before anything is prepared for them."""
+        """Raises the errors that can be found before anything is prepared for the requests."""
         if isinstance(self.backend, AdmissionBackend):
             self.backend.check(requests)
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
-        """While it answers."""
+    def answering(self) -> Iterator[None]:
+        """While a request of it is open."""
         self.num_open += 1
         try:
             yield
@@ -72,7 +72,7 @@ class Served:
 
 
 class Fixed:
-    """One model, or several, that stay for as long as the server does."""
+    """Models that stay loaded as long as the server runs."""
 
     def __init__(self, served: Sequence[Served]) -> None:
         self._served = {one.name: one for one in served}
@@ -81,15 +81,15 @@ class Fixed:
         return {"state": "ready" if self._served[name].backend.alive else "failed"}
 
     async def load(self, name: str) -> None:
-        """It is."""
+        """Already loaded."""
 
     async def unload(self, name: str) -> None:
         hint = "a server of one process that is given several models loads and unloads them"
-        raise ModelStays(f"'{name}' stays for as long as this server does", hint=hint)
+        raise ModelStays(f"'{name}' stays loaded as long as this server runs", hint=hint)
 
 
 class _Name(msgspec.Struct):
-    """All that is read of a body before it is known whose it is."""
+    """The only field read before the model of a body is known."""
 
     model: str | None = None
 
@@ -121,34 +121,34 @@ class Models:
         return self._served[name]
 
     def meant_by(self, raw: bytes) -> Served:
-        """Whose body this is. One that cannot be read is the default's, whose parser says what is wrong with it."""
+        """The model that a body names. An unreadable body goes to the default model, whose parser reports the error."""
         if len(self._served) == 1:
             return self.default
         try:
             name = msgspec.json.decode(raw, type=_Name).model
-        except (msgspec.DecodeError, RecursionError):  # DecodeError: also for a `model` that is no text
+        except (msgspec.DecodeError, RecursionError):  # DecodeError: also for a `model` that is not a string
             return self.default
         return self.default if name is None else self.find(name)
 
     def enter(self, tenant: Tenant) -> None:
-        """Count a request of whoever sent it, before anything of it is read. Raises RateLimited."""
-        backend = self.default.backend  # a tenant's rates hold over all models
+        """Count a request of its tenant, before anything of it is read. Raises RateLimited."""
+        backend = self.default.backend  # a tenant's rates apply to all models together
         if isinstance(backend, AdmissionBackend):
             backend.enter(tenant)
 
     def read(self, tenant: Tenant, num_bytes: int) -> None:
-        """Its body was read, and costs its sender that."""
+        """Charge the tenant for reading a body."""
         if isinstance(self.default.backend, AdmissionBackend):
             self.default.backend.read(tenant, num_bytes)
 
-    # ---- all of them together, for whoever asks how the server is ---------------------------------------------------
+    # ---- all models together ----------------------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
         return all(one.backend.alive for one in self)
 
     def stats(self) -> ServingStats:
-        """Sums; of shares and of stalls the worst."""
+        """Sums; of ratios and stalls the worst."""
         several = [one.backend.stats() for one in self]
         return ServingStats(
             running=sum(stats.running for stats in several),

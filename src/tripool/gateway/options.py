@@ -1,6 +1,6 @@
-"""The fields that request bodies may have: one table, from which both the checks and the OpenAPI schema come.
+"""The fields of request bodies: one table from which both the checks and the OpenAPI schema are made.
 
-Types are checked here; ranges belong to SamplingParams. A null is the same as leaving the field out.
+Types are checked here, ranges in SamplingParams. A null is the same as leaving the field out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tripool.gateway.json_types import (
 
 MAX_PROMPTS = 256
 MAX_ANSWERS = 1024
-"""Of one request: its prompts times its choices."""
+"""Prompts times choices of one request."""
 
 SAMPLING: Mapping[str, JsonType] = {
     "temperature": NUMBER,
@@ -54,7 +54,7 @@ SAMPLING: Mapping[str, JsonType] = {
     "include_stop_str_in_output": BOOLEAN,
     "skip_special_tokens": BOOLEAN,
 }
-"""Handed to SamplingParams under the same names."""
+"""Passed to SamplingParams under the same names."""
 
 STRUCTURE: Mapping[str, JsonType] = {
     "response_format": OBJECT,
@@ -66,7 +66,7 @@ STRUCTURE: Mapping[str, JsonType] = {
     "guided_choice": CHOICES,
     "guided_grammar": TEXT,
 }
-"""Ways to say what an answer must look like, of which a request may use one."""
+"""Ways to constrain an answer's form; a request may use one of them."""
 
 ALIASES: Mapping[str, str] = {
     "max_completion_tokens": "max_tokens",
@@ -74,7 +74,7 @@ ALIASES: Mapping[str, str] = {
     "rid": "request_id",
     "stop_sequences": "stop",
 }
-"""Other clients' names of the same field. Where both are given, the one on the left wins."""
+"""Other clients' names of the same field. Where both are given, the one on the left takes precedence."""
 
 _GENERATION: Mapping[str, JsonType] = {
     **SAMPLING,
@@ -98,7 +98,7 @@ _TEMPLATE: Mapping[str, JsonType] = {
     "continue_final_message": BOOLEAN,
     "chat_template_kwargs": OBJECT,
 }
-"""What decides how a chat is rendered, besides its messages."""
+"""Fields that affect how a chat is rendered, besides its messages."""
 
 _IGNORED = (
     "user",
@@ -138,12 +138,12 @@ class Fields:
     known: Mapping[str, JsonType]
     required: tuple[str, ...]
     ignored: tuple[str, ...] = ()
-    """Accepted and without effect: they steer a hosted service, not the answer."""
+    """Accepted without effect: they control a hosted service, not the answer."""
     only_plain: Mapping[str, tuple[Any, ...]] | None = None
-    """Known to clients and not served: accepted with the values that ask for nothing."""
+    """Known to clients but not supported: accepted only with the values that request nothing."""
 
     def checked(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields that mean something, each of the right type. Unknown ones are refused by name, never dropped."""
+        """The effective fields, each of the right type. Unknown ones are refused by name, never dropped."""
         fields: dict[str, Any] = {}
         plain = self.only_plain or {}
         for name, value in body.items():
@@ -180,7 +180,7 @@ class Fields:
 
 
 def _check_plain(name: str, value: object, plain: tuple[Any, ...]) -> None:
-    # Compared with their types, as Python would take 0 for False and 1.0 for 1.
+    # Compared with their types: Python treats 0 as False and 1.0 as 1.
     if value is not None and not any(value == v and type(value) is type(v) for v in plain):
         values = " or ".join(map(repr, plain))
         hint = f"leave it out, or send {values}" if plain else "leave it out"

@@ -1,38 +1,38 @@
-"""One choice's text as it arrives, told apart: reasoning, content, tool calls. The same whole and in pieces."""
+"""Splits one choice's text into reasoning, content and tool calls as it arrives, independent of pieces."""
 
 from __future__ import annotations
 
 from tripool.gateway.reasoning_parser import ReasoningParser
-from tripool.gateway.tool_parser import Content, Piece, Said, ToolParser
+from tripool.gateway.tool_parser import Content, ParsedOutput, Piece, ToolParser
 
 
 class OutputParser:
-    """`thinks`: whether reasoning is split off; None when not, else whether the prompt has opened it already."""
+    """`thinks`: whether reasoning is split off; None when not, else whether the prompt already opened it."""
 
     def __init__(self, *, calls: bool, thinks: bool | None) -> None:
         self._calls = ToolParser() if calls else None
         self._thinking = None if thinks is None else ReasoningParser(opened=thinks)
-        self.said = Said()
+        self.parsed = ParsedOutput()
         """Everything so far."""
         self._num_before_answer = 0
 
     @property
     def plain(self) -> bool:
-        """Every further letter is content, and comes out as it goes in."""
+        """All further text is content, and passes unchanged."""
         return self._calls is None and (self._thinking is None or self._thinking.answering)
 
     @property
     def called(self) -> bool:
-        """Whether the text is a complete list of calls: one cut off inside a call calls nothing."""
+        """Whether the text is a complete list of calls: one cut off inside a call does not count."""
         return self._calls is not None and self._calls.num_calls > 0 and self._calls.complete
 
     @property
     def reasoning_tokens(self) -> int:
-        """Tokens up to the end of the reasoning; none where there was none."""
+        """Tokens up to the end of the reasoning; 0 without reasoning."""
         return self._num_before_answer if self._thinking is not None and self._thinking.thought else 0
 
     def push(self, text: str, *, last: bool) -> list[Piece]:
-        """What one more token's text adds. Call it once for every token, the last one marked."""
+        """The pieces that one more token's text adds. Call it once for every token, the last one marked."""
         pieces: list[Piece] = []
         for part in self._split(text, last=last):
             if self._calls is not None and isinstance(part, Content):
@@ -41,9 +41,9 @@ class OutputParser:
                 pieces.append(part)
         if last and self._calls is not None:
             pieces += self._calls.finish()
-            self.said.complete = self._calls.complete
+            self.parsed.complete = self._calls.complete
         for piece in pieces:
-            self.said.add(piece)
+            self.parsed.add(piece)
         return pieces
 
     def _split(self, text: str, *, last: bool) -> list[Piece]:

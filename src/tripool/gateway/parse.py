@@ -1,4 +1,4 @@
-"""Bodies of the generation endpoints, turned into requests for the engine. Pure but for the seeds and ids it draws."""
+"""Parses bodies of the generation endpoints into engine requests. Pure except for the seeds and ids it draws."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tripool.gateway.options import (
     Fields,
 )
 from tripool.gateway.reasoning_parser import OPENING
-from tripool.gateway.slo import Wishes, read_slo
+from tripool.gateway.slo import HeaderSlo, read_slo
 from tripool.gateway.structure import read_structure
 from tripool.gateway.tools import Tools, as_text, read_tools
 from tripool.tenants import ANONYMOUS, Tenant
@@ -38,7 +38,7 @@ _ID_PREFIX: Mapping[Api, str] = {"chat": "chatcmpl-", "completion": "cmpl-", "me
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@+=~-]{1,128}")
 """Safe in a header, a path and a log."""
 MAX_SALT_CHARS = 256
-_NO_WISHES: Wishes = {}
+_NO_SLO: HeaderSlo = {}
 _TAIL_TOKENS = 8
 """Enough to see how a prompt ends."""
 
@@ -51,8 +51,8 @@ class _Prompts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Whose:
-    """What a request has from its sender's key."""
+class _Origin:
+    """The parts of a request that come from its tenant."""
 
     namespace: str
     public_tokens: int
@@ -60,7 +60,7 @@ class _Whose:
 
 
 class Parser:
-    """Tokenising takes milliseconds for long prompts: call these outside the event loop then."""
+    """Tokenising takes milliseconds for long prompts: call it outside the event loop then."""
 
     def __init__(self, tokenizer: Tokenizer, name: str, context_tokens: Callable[[], int] = lambda: 0) -> None:
         self._tokenizer = tokenizer
@@ -76,18 +76,18 @@ class Parser:
         return twin
 
     def chat(
-        self, raw: bytes, request_id: str | None = None, tenant: Tenant = ANONYMOUS, wishes: Wishes = _NO_WISHES
+        self, raw: bytes, request_id: str | None = None, tenant: Tenant = ANONYMOUS, header_slo: HeaderSlo = _NO_SLO
     ) -> Job:
-        """`request_id`, `wishes`: from headers; fields of the body win over them."""
+        """`request_id`, `header_slo`: from headers; fields of the body take precedence."""
         fields = self.fields(raw, CHAT)
         conversation = [to_message(message, f"messages[{i}]") for i, message in enumerate(fields["messages"])]
-        return self._chat_job(fields, conversation, "chat", request_id, tenant, wishes)
+        return self._chat_job(fields, conversation, "chat", request_id, tenant, header_slo)
 
     def messages(
-        self, raw: bytes, request_id: str | None = None, tenant: Tenant = ANONYMOUS, wishes: Wishes = _NO_WISHES
+        self, raw: bytes, request_id: str | None = None, tenant: Tenant = ANONYMOUS, header_slo: HeaderSlo = _NO_SLO
     ) -> Job:
         fields, conversation = to_chat(self.fields(raw, ANTHROPIC))
-        return self._chat_job(fields, conversation, "messages", request_id, tenant, wishes)
+        return self._chat_job(fields, conversation, "messages", request_id, tenant, header_slo)
 
     def count(self, raw: bytes) -> int:
         """Tokens of an Anthropic prompt."""
@@ -95,7 +95,7 @@ class Parser:
         return len(self.chat_ids(fields, conversation, read_tools(fields)))
 
     def completion(
-        self, raw: bytes, request_id: str | None = None, tenant: Tenant = ANONYMOUS, wishes: Wishes = _NO_WISHES
+        self, raw: bytes, request_id: str | None = None, tenant: Tenant = ANONYMOUS, header_slo: HeaderSlo = _NO_SLO
     ) -> Job:
         fields = self.fields(raw, COMPLETION)
         if fields.get("best_of", fields.get("n", 1)) != fields.get("n", 1):
@@ -104,7 +104,9 @@ class Parser:
             )
         prompts = self._completion_prompts(fields)
         structure = self._structure(fields)
-        return self._job(fields, prompts, fields.get("logprobs"), structure, "completion", request_id, tenant, wishes)
+        return self._job(
+            fields, prompts, fields.get("logprobs"), structure, "completion", request_id, tenant, header_slo
+        )
 
     def fields(self, raw: bytes, known: Fields) -> dict[str, Any]:
         fields = known.checked(decode_json(raw))
@@ -113,7 +115,7 @@ class Parser:
         return fields
 
     def chat_ids(self, fields: Mapping[str, Any], conversation: Conversation, tools: Tools) -> list[int]:
-        """Tokens of a conversation, as its template writes it."""
+        """Tokens of a conversation, rendered by its template."""
         go_on = fields.get("continue_final_message", False)
         if go_on and fields.get("add_generation_prompt"):
             hint = "a message is either continued or followed by a new one"
@@ -138,7 +140,7 @@ class Parser:
         api: Api,
         request_id: str | None,
         tenant: Tenant,
-        wishes: Wishes,
+        header_slo: HeaderSlo,
     ) -> Job:
         logprobs = None
         if fields.get("logprobs"):
@@ -149,15 +151,15 @@ class Parser:
         structure = self._structure(fields, tools.structure)
         prompt_ids = _truncated(self.chat_ids(fields, conversation, tools), fields)
         thinks: bool | None = None
-        # Where a grammar decides from the first letter on, there is no room for thoughts.
+        # A grammar that applies from the first character leaves no room for reasoning.
         if fields.get("separate_reasoning", True) and (structure is tools.structure and not tools.required):
             tail = self._tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special=False)
             thinks = tail.rstrip().endswith(OPENING)
-        # Who brings a salt wants to be apart from others.
+        # A salt requests isolation from other requests.
         shares = tenant.public_prefix and "cache_salt" not in fields
         public = public_tokens(self._tokenizer, conversation, prompt_ids) if shares else 0
         prompts = _Prompts([prompt_ids], public_tokens=public)
-        return self._job(fields, prompts, logprobs, structure, api, request_id, tenant, wishes, thinks=thinks)
+        return self._job(fields, prompts, logprobs, structure, api, request_id, tenant, header_slo, thinks=thinks)
 
     def _completion_prompts(self, fields: Mapping[str, Any]) -> _Prompts:
         special = fields.get("add_special_tokens", True)
@@ -194,7 +196,7 @@ class Parser:
         api: Api,
         request_id: str | None,
         tenant: Tenant,
-        wishes: Wishes,
+        header_slo: HeaderSlo,
         *,
         thinks: bool | None = None,
     ) -> Job:
@@ -206,9 +208,9 @@ class Parser:
             raise InvalidRequest(f"{len(prompts.ids)} prompts with {params.n} choices each", hint=hint, param="n")
         key = secrets.token_hex(12)
         request_id = _request_id(fields) or request_id or key
-        slo = read_slo(fields, tenant, wishes, key)
-        whose = _Whose(_namespace(fields, tenant), prompts.public_tokens, slo)
-        requests = tuple(self._request(f"{key}-{i}", prompt, params, whose) for i, prompt in enumerate(prompts.ids))
+        slo = read_slo(fields, tenant, header_slo, key)
+        origin = _Origin(_namespace(fields, tenant), prompts.public_tokens, slo)
+        requests = tuple(self._request(f"{key}-{i}", prompt, params, origin) for i, prompt in enumerate(prompts.ids))
         stream, shown = fields.get("stream", False), fields.get("stream_options", {})
         if "stream_options" in fields and not stream:
             raise InvalidRequest("'stream_options' needs 'stream'", hint='send "stream": true', param="stream_options")
@@ -227,7 +229,7 @@ class Parser:
             thinks=thinks,
         )
 
-    def _request(self, key: str, prompt_ids: Sequence[int], params: SamplingParams, whose: _Whose) -> Request:
+    def _request(self, key: str, prompt_ids: Sequence[int], params: SamplingParams, origin: _Origin) -> Request:
         if not prompt_ids:
             raise InvalidRequest("a prompt is empty", hint="send at least one token", param="prompt")
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -237,14 +239,14 @@ class Parser:
             params=params,
             seed=seed,
             end_ids=self._tokenizer.end_ids,
-            namespace=whose.namespace,
-            public_tokens=whose.public_tokens,
-            slo=whose.slo,
+            namespace=origin.namespace,
+            public_tokens=origin.public_tokens,
+            slo=origin.slo,
         )
 
 
 def header_id(header: str | None) -> str | None:
-    """The client's `X-Request-Id`, if it is fit to be one. Proxies add such headers: a strange one is no error."""
+    """The client's `X-Request-Id`, if it is valid. Proxies add such headers: an invalid one is no error."""
     return header if header is not None and _REQUEST_ID.fullmatch(header) else None
 
 
@@ -257,7 +259,7 @@ def _request_id(fields: Mapping[str, Any]) -> str | None:
 
 
 def _namespace(fields: Mapping[str, Any], tenant: Tenant) -> str:
-    """A client's salt can only narrow the namespace that the server gives it, never name another."""
+    """A client's salt can only narrow its tenant's namespace, never select another."""
     salt = fields.get("cache_salt")
     if salt is None:
         return tenant.namespace
@@ -267,7 +269,7 @@ def _namespace(fields: Mapping[str, Any], tenant: Tenant) -> str:
 
 
 def _truncated(prompt: list[int], fields: Mapping[str, Any]) -> list[int]:
-    """The last tokens, if only so many were asked for."""
+    """The last tokens, if the request limits them."""
     count = fields.get("truncate_prompt_tokens")
     if count is None:
         return prompt

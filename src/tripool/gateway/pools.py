@@ -216,8 +216,8 @@ def pools_routes(pools: Pools, cache: PoolClient) -> APIRouter:
     async def show() -> dict[str, Any]:
         """Workers, their load, requests by stage, and the cache pool's members."""
         async with asking:  # it answers within bounds, but one question at a time and not on the event loop
-            told = await asyncio.to_thread(cache.stats)
-        members = [_member(name, stats) for name, stats in told.items()]
+            counters = await asyncio.to_thread(cache.stats)
+        members = [_member(name, stats) for name, stats in counters.items()]
         return pools.describe() | {"cache": members}
 
     return routes

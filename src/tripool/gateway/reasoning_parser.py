@@ -1,7 +1,7 @@
-"""Tells what a model says to itself (`<think>...</think>` at the beginning) from its answer, while the text arrives.
+"""Splits a model's reasoning (`<think>...</think>` at the beginning) from its answer, while the text arrives.
 
-What comes out depends on the text alone, not on how it was cut into pieces. A text that does not begin with the mark is
-all answer. Line breaks next to the marks belong to neither side.
+The result depends on the text alone, not on how it was cut into pieces. A text that does not begin with the tag is all
+answer. Line breaks next to the tags belong to neither side.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from tripool.gateway.tool_parser import Content, Thought, overlap
 OPENING = "<think>"
 CLOSING = "</think>"
 _MAX_BLANKS = 16
-"""Blanks that may stand before the opening mark."""
+"""Blanks allowed before the opening tag."""
 
 
 class ReasoningParser:
-    """States: start → thought → gap → answer. What is not certain yet waits in `_held`.
+    """States: start → thought → gap → answer. Text that is not decided yet is in `_held`.
 
-    `opened`: the prompt ends with the opening mark, so the text begins inside.
+    `opened`: the prompt ends with the opening tag, so the text begins inside.
     """
 
     def __init__(self, *, opened: bool = False) -> None:
         self.thought = opened
-        """Whether there was anything to split off, if only an empty thought."""
+        """Whether there was reasoning, even if empty."""
         self._held = ""
         self._state = self._inside if opened else self._start
         self._said = False
 
     @property
     def thinking(self) -> bool:
-        """Not past the reasoning yet, as far as one can tell."""
+        """Whether the reasoning has not ended, as far as known."""
         return self._state in (self._start, self._inside)
 
     @property
     def answering(self) -> bool:
-        """From here on everything is answer, letter by letter as it comes."""
+        """Whether all further text is answer."""
         return self._state == self._answer
 
     def push(self, text: str) -> list[Thought | Content]:
@@ -49,7 +49,7 @@ class ReasoningParser:
         return pieces
 
     def finish(self) -> list[Thought | Content]:
-        """The rest, when no more text comes. A thought that was never closed is still a thought."""
+        """The rest, at the end of the text. Reasoning that was never closed is still reasoning."""
         held, self._held = self._held, ""
         if not held or self._state == self._gap:
             return []
@@ -75,7 +75,7 @@ class ReasoningParser:
             self._held = self._held[at + len(CLOSING) :]
             self._state = self._gap
         else:
-            self._held = self._held[len(thought) :]  # line breaks wait: the closing mark may follow
+            self._held = self._held[len(thought) :]  # hold line breaks: the closing tag may follow
         if thought:
             self._said = True
             yield Thought(thought)

@@ -1,7 +1,7 @@
-"""What is remembered of a request for tokens: when each thing happened, what came out. No prompt and no answer.
+"""Record of a generation request: its times, tokens and outcome. No prompt and no answer.
 
-The times are those of one clock, read here and nowhere else. All stages are kept in whole microseconds and the last one
-is what the others leave over, so they add up to the total to the digit.
+All times are of one clock, read only here. Stages are whole microseconds and the last one is the remainder, so they add
+up to the total exactly.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _GAPS_AT_ONCE = 64
 
 
 class Record:
-    """One job. Made when it has been parsed, `ended` once.
+    """One job. Created when it has been parsed, `ended` once.
 
-    `on_gaps` gets the pauses between tokens, a handful at a time.
+    `on_gaps` gets the gaps between tokens, a handful at a time.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class Record:
         self.usages: Sequence[Usage] = ()
         self.finish_reasons: Counter[str] = Counter()
         self.placements: dict[int, Facts] = {}
-        """Per prompt, what the backend says about it."""
+        """Facts of the backend, per prompt."""
         self.look: Callable[[], dict[int, Facts]] | None = None
-        """Asks the backend about those that are still open."""
+        """Asks the backend about prompts that are still open."""
         self._clock, self._on_gaps = clock, on_gaps
         self._received_s, self._created_s = received_s, created_s
         self._stages = Stages()
@@ -63,11 +63,11 @@ class Record:
         self._gap_sum_s, self._num_gaps = 0.0, 0
 
     @property
-    def tokens_came(self) -> bool:
-        """Whether or not its client ever saw them."""
+    def has_tokens(self) -> bool:
+        """Whether tokens were generated, read by the client or not."""
         return self._first_s is not None or self._num_made > 0
 
-    def came(self, event: TokenEvent) -> None:
+    def token(self, event: TokenEvent) -> None:
         """Called for every token: no more than a clock, a dict and a list."""
         now_s = self._clock()
         choice = (event.request_id, event.choice)
@@ -75,7 +75,7 @@ class Record:
         if last_s is not None:
             self._gaps_s.append(now_s - last_s)
             if len(self._gaps_s) == _GAPS_AT_ONCE:
-                self._tell_gaps()
+                self._report_gaps()
         self._last_s[choice] = now_s
         if event.stages is not None:
             self._learn(event.stages, now_s)
@@ -83,13 +83,13 @@ class Record:
             self._first_s = now_s
 
     def _learn(self, stages: Stages, now_s: float) -> None:
-        """The stages of the choice whose token came first are what the client waited for."""
+        """The client waited for the stages of the choice whose token came first."""
         if self._first_s is None:
             self._first_s, self._stages = now_s, stages
         elif not self._stages.transfer_s:
             self._late_transfer_s = max(self._late_transfer_s, stages.transfer_s)
 
-    def _tell_gaps(self) -> None:
+    def _report_gaps(self) -> None:
         self._on_gaps(self._gaps_s)
         self._gap_sum_s += sum(self._gaps_s)
         self._num_gaps += len(self._gaps_s)
@@ -98,14 +98,14 @@ class Record:
     def ended(
         self, state: State, answers: Sequence[Answer], error_code: str | None = None, tally: Tally | None = None
     ) -> None:
-        """An answer that its client did not take to its end counts with all that was made for it."""
+        """An answer that its client did not read to its end counts with all that was generated for it."""
         tally = tally or Tally()
         self._ended_s = self._clock()
         self.state, self.error_code = state, error_code
         self.usages = [answer.usage if state == "finished" else _made(answer, tally) for answer in answers]
         self._num_made = sum(tally.num_made.values())
         self.finish_reasons = Counter(reason for answer in answers for reason in answer.finish_reasons)
-        self._tell_gaps()
+        self._report_gaps()
         self._last_s = {}
 
     @property
@@ -120,13 +120,18 @@ class Record:
         return before, max(0, round((end_s - first_s) * 1e6))
 
     def stages_us(self) -> dict[str, int]:
-        """In order of time; they add up to what passed so far."""
+        """In order of time; they add up to the time so far."""
         before, after = self._spans_us()
-        told, left = self._stages, before
+        staged, left = self._stages, before
         stages = {}
-        named = {"queue": told.queue_s, "lookup": told.lookup_s, "prefill": told.prefill_s, "transfer": told.transfer_s}
+        named = {
+            "queue": staged.queue_s,
+            "lookup": staged.lookup_s,
+            "prefill": staged.prefill_s,
+            "transfer": staged.transfer_s,
+        }
         for name, seconds in named.items():
-            # Another process's clock may run ahead: what it says it took cannot be more than what passed here.
+            # Another process's clock may run ahead: a stage cannot be longer than what passed here.
             stages[name] = min(max(0, round(seconds * 1e6)), left)
             left -= stages[name]
         late = min(max(0, round(self._late_transfer_s * 1e6)), after)
@@ -143,7 +148,7 @@ class Record:
         return shown
 
     def facts(self) -> dict[str, Any]:
-        """What an answer tells beside its usage. Once ended."""
+        """Shown in an answer beside its usage. Once ended."""
         return {"request_id": self.request_id, "timing": self.timing()}
 
     def explain(self) -> dict[str, Any]:
@@ -181,10 +186,10 @@ def _made(answer: Answer, tally: Tally) -> Usage:
 
 
 class Journal:
-    """The last requests, found by the id of the request or of its answer. Of two with the same id, the later.
+    """The last requests, by the id of the request or of its answer. Of two with the same id, the later.
 
-    Tenants choose ids for themselves: one's names neither find nor hide another's requests. Nor does one's number: when
-    there are too many, the oldest of whoever has most is forgotten.
+    Tenants choose their ids: one tenant's ids neither find nor hide another's requests. When there are too many
+    records, the oldest of the tenant with most is dropped.
     """
 
     def __init__(self, max_kept: int = MAX_KEPT) -> None:
@@ -193,7 +198,7 @@ class Journal:
         """In order of time, as are those of each tenant."""
         self._by_tenant: dict[str, dict[str, Record]] = {}
         self._names: dict[tuple[str, str], str] = {}
-        """By tenant and name."""
+        """By tenant and id."""
 
     def __len__(self) -> int:
         return len(self._records)

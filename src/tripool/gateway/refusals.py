@@ -1,4 +1,4 @@
-"""The shapes of refusals, one per dialect, and the errors that only the gateway knows."""
+"""Error responses in OpenAI's and Anthropic's formats, and the errors that only the gateway raises."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ANTHROPIC_TYPES = {
 
 
 class Draining(TripoolError):
-    """Another server will take it, or this one later."""
+    """The server accepts no new requests."""
 
     status = 503
     code = "draining"
@@ -30,7 +30,7 @@ class Draining(TripoolError):
 
 
 class NotReady(TripoolError):
-    """What `/health/ready` says when it would be wrong to send requests here."""
+    """The response of `/health/ready` when the server should not receive requests."""
 
     status = 503
     code = "not_ready"
@@ -43,14 +43,14 @@ class RequestUnknown(TripoolError):
 
 
 class NotHttp(TripoolError):
-    """Bytes that are no HTTP/1 request: TLS or HTTP/2 on the plain port, or nonsense."""
+    """Not an HTTP/1 request: TLS or HTTP/2 on the plain port, or garbage."""
 
     status = 400
     code = "not_http"
 
 
 class HeadTooLarge(TripoolError):
-    """Request line and headers, or what surrounds the chunks of a body."""
+    """The request line and headers, or the framing of a chunked body, are too large."""
 
     status = 431
     code = "head_too_large"
@@ -68,7 +68,7 @@ class TooManyConnections(TripoolError):
 
 
 class TenantConnections(TripoolError):
-    """One tenant's share of them. The others are for others."""
+    """One tenant uses its share of the connections."""
 
     status = 429
     code = "tenant_connections"
@@ -76,14 +76,14 @@ class TenantConnections(TripoolError):
 
 
 class HostRefused(TripoolError):
-    """A name that a web page may have given this server, to pass for a part of itself."""
+    """A host name that another web site may have given this server (DNS rebinding)."""
 
     status = 403
     code = "host_refused"
 
 
 class OtherSite(TripoolError):
-    """A web page of another site may not steer a server that happens to run on its reader's machine."""
+    """A page of another web site may not control a server that runs on its visitor's machine."""
 
     status = 403
     code = "other_site"
@@ -109,6 +109,6 @@ def error_body(
 
 
 def error_headers(error: TripoolError) -> dict[str, str]:
-    """`Retry-After`, where trying again makes sense."""
+    """`Retry-After`, where a retry makes sense."""
     seconds = getattr(error, "retry_after_s", None)
     return {} if seconds is None else {"retry-after": str(max(1, math.ceil(seconds)))}

@@ -1,10 +1,10 @@
-"""One line in the log for every HTTP request, however it ends: who, what, how it went, where the time was.
+"""Logs one line per HTTP request, however it ends: caller, route, outcome, times.
 
-| who | leaves in the request's scope |
+| source | stored in the request's scope |
 |---|---|
-| this middleware | the request's id, until the body names another, and our own name of it |
-| whoever refuses | the error's code: its message may quote what was sent |
-| the guard | the caller, of which the tenant's name is told |
+| this middleware | the request's id, until the body names another, and our own id of it |
+| code that refuses | the error's code: its message may quote what was sent |
+| the guard | the caller, of which the tenant's name is logged |
 | a generation endpoint | the record |
 
 `shown_id` says what is shown of ids that clients choose. Of paths, the words that a route has are shown; the rest
@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tripool.errors import TripoolError
 from tripool.gateway.parse import header_id
 from tripool.gateway.record import Record
-from tripool.tenants import NOBODY, Caller
+from tripool.tenants import OPEN_CALLER, Caller
 
 # A client may put anything into `X-Request-Id`, also by mistake: its key, or words of a prompt. So the log shows the
 # client's id only where it can be nothing but an id, else a keyed hash.
@@ -39,7 +39,7 @@ from tripool.tenants import NOBODY, Caller
 # The hash key is random for each process, so a reader of the log cannot try words on it. `explain` maps a client's id
 # to the server's own id, which every line has.
 _SHORT = re.compile(r"[0-9A-Za-z_-]{1,32}")
-"""A key has 43 such characters behind its mark."""
+"""A key has 43 such characters after its prefix."""
 _DIGITS = re.compile(r"(?:[A-Za-z]{1,16}[_-])?[0-9A-Fa-f-]{1,64}")
 _LIKE_A_KEY = re.compile(r"(?<!ht)tp-[0-9A-Za-z_-]{8}", re.IGNORECASE)
 
@@ -52,13 +52,13 @@ def shown_id(request_id: str, secret: bytes) -> str:
 
 
 LOG = logging.getLogger("tripool.gateway")
-_STRANGERS = logging.getLogger("tripool.strangers")
-"""For requests that anybody can send who reaches the port: of these the log takes only so many."""
+_UNAUTHENTICATED_LOG = logging.getLogger("tripool.unauthenticated")
+"""For requests of unauthenticated callers: the log limits their rate."""
 CALLER = "tripool.caller"
 _ID, _KEY, _ERROR = "tripool.request_id", "tripool.key", "tripool.error"
-_RECORD, _MODEL, _STRANGER = "tripool.record", "tripool.model", "tripool.stranger"
+_RECORD, _MODEL, _UNAUTHENTICATED = "tripool.record", "tripool.model", "tripool.unauthenticated"
 _HUNG_UP = 499
-"""As nginx says it: the client went before it had a status."""
+"""As in nginx: the client disconnected before it had a status."""
 _WORDS = frozenset(
     {
         "", "v1", "chat", "completions", "messages", "count_tokens", "tokenize", "detokenize", "models", "load",
@@ -66,42 +66,42 @@ _WORDS = frozenset(
         "docs", "oauth2-redirect", "redoc", "openapi.json",
     }
 )  # fmt: skip
-"""Of all routes; whatever else stands in a path is somebody's own."""
+"""Words of all routes; anything else in a path is the client's own."""
 _MAX_WORDS = 8
 _QUIET = frozenset({"/health", "/ping", "/health/ready", "/load", "/metrics", "/version"})
-"""Asked for every few seconds by machines."""
+"""Polled every few seconds by machines."""
 _IN_THE_LOG = "this is in the log already"
 
 
-def note_error(scope: Scope, code: str | None, *, stranger: bool = False) -> None:
-    """Why the request is refused. `stranger`: before anything was known of who sent it."""
-    scope[_ERROR], scope[_STRANGER] = code, stranger
+def note_error(scope: Scope, code: str | None, *, unauthenticated: bool = False) -> None:
+    """The code of the error that refuses the request. `unauthenticated`: before the caller was authenticated."""
+    scope[_ERROR], scope[_UNAUTHENTICATED] = code, unauthenticated
 
 
 def note_record(scope: Scope, record: Record, model: str) -> None:
     scope[_RECORD], scope[_MODEL] = record, model
 
 
-def tell_connection(code: str) -> None:
-    """One that was refused or cut below the application; a logger of its own, because clients cause this at will."""
+def log_connection(code: str) -> None:
+    """A connection refused or cut below the application. A logger of its own: clients can cause this at will."""
     logging.getLogger("tripool.connections").info("connection ended", extra={"error": code})
 
 
 def request_id_of(scope: Scope) -> str | None:
-    """What the client calls it, or we; None where nothing is logged."""
+    """The client's id of the request, or ours; None where nothing is logged."""
     found: str | None = scope.get(_ID)
     return found
 
 
-def is_news(record: logging.LogRecord) -> bool:
-    """A filter of what uvicorn says: not the exceptions of which a request's line has told, and no advice."""
+def is_wanted(record: logging.LogRecord) -> bool:
+    """A filter for uvicorn's log: drops exceptions that a request's line already reports, and advice."""
     error = record.exc_info[1] if record.exc_info else None
-    advice = str(record.msg).startswith("No supported WebSocket library")  # there is to be none
+    advice = str(record.msg).startswith("No supported WebSocket library")  # not used on purpose
     return not advice and _IN_THE_LOG not in getattr(error, "__notes__", ())
 
 
 class RequestLog:
-    """Around all other middleware."""
+    """The outermost middleware."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -117,7 +117,7 @@ class RequestLog:
         scope[_ID] = request_id = header_id(asked.decode("latin-1")) or key
         status = _HUNG_UP
 
-        def noted(message: Message) -> Any:  # not a coroutine of its own: every token comes through here
+        def noted(message: Message) -> Any:  # not a coroutine: called for every token
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -130,13 +130,13 @@ class RequestLog:
         finally:
             error = sys.exception()
             if isinstance(error, Exception):
-                status = 500 if status == _HUNG_UP else status  # what the application answers around us
+                status = 500 if status == _HUNG_UP else status  # the outer error handler answers with it
                 error.add_note(_IN_THE_LOG)
             took_s = time.perf_counter() - began_s
-            _tell(scope, status, took_s, error if isinstance(error, Exception) else None, self._secret)
+            _log(scope, status, took_s, error if isinstance(error, Exception) else None, self._secret)
 
 
-def _tell(scope: Scope, status: int, took_s: float, error: Exception | None, secret: bytes) -> None:
+def _log(scope: Scope, status: int, took_s: float, error: Exception | None, secret: bytes) -> None:
     record: Record | None = scope.get(_RECORD)
     route, code = shown_path(scope["path"]), scope.get(_ERROR) or (record and record.error_code)
     level = logging.INFO
@@ -146,10 +146,10 @@ def _tell(scope: Scope, status: int, took_s: float, error: Exception | None, sec
         level = logging.DEBUG
     elif status >= 500:
         level = logging.WARNING
-    log = _STRANGERS if scope.get(_STRANGER) else LOG
+    log = _UNAUTHENTICATED_LOG if scope.get(_UNAUTHENTICATED) else LOG
     if not log.isEnabledFor(level):
         return
-    caller: Caller = scope.get(CALLER, NOBODY)
+    caller: Caller = scope.get(CALLER, OPEN_CALLER)
     fields: dict[str, Any] = {
         "request_id": shown_id(scope[_ID] if record is None else record.request_id, secret),
         "key": scope[_KEY] if record is None else record.key,
@@ -166,20 +166,20 @@ def _tell(scope: Scope, status: int, took_s: float, error: Exception | None, sec
 
 
 def shown_path(path: str) -> str:
-    """Without what a client made up."""
+    """Without words chosen by the client."""
     words = path.split("/")
     shown = "/".join([word if word in _WORDS else "*" for word in words[:_MAX_WORDS]])
     return f"{shown}/*" if len(words) > _MAX_WORDS else shown
 
 
 def _method(method: str) -> str:
-    """Clients may make up others."""
+    """Unknown methods are a star."""
     return method if method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS") else "*"
 
 
 def _of(record: Record) -> dict[str, Any]:
-    """Counts and times of a request for tokens: all stages, also those that took no time."""
-    told: dict[str, Any] = {
+    """Counts and times of a generation request: all stages, also those of 0 ms."""
+    fields: dict[str, Any] = {
         "stream": record.stream,
         "ended": record.state,
         "prompts": record.num_prompts,
@@ -190,5 +190,5 @@ def _of(record: Record) -> dict[str, Any]:
         "finish": ",".join(f"{reason}:{number}" for reason, number in sorted(record.finish_reasons.items())) or None,
     }
     stages = {f"{name}_ms": us / 1e3 for name, us in record.stages_us().items()}
-    first = {"first_token_ms": record.first_token_us / 1e3} if record.tokens_came else {}
-    return told | stages | first
+    first = {"first_token_ms": record.first_token_us / 1e3} if record.has_tokens else {}
+    return fields | stages | first

@@ -1,4 +1,4 @@
-"""The shapes of answers, field by field as OpenAI's clients expect them. Knows no socket and no clock."""
+"""Response bodies in OpenAI's format. Independent of sockets and clocks."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from tripool.gateway.job import Job
 from tripool.gateway.logprobs import ChatScores, CompletionScores, Scores, chat_logprobs, completion_logprobs
 from tripool.gateway.output_parser import OutputParser
 from tripool.gateway.refusals import error_shape
-from tripool.gateway.tool_parser import CallBegins, Content, Piece, Said, Thought
+from tripool.gateway.tool_parser import CallBegins, Content, ParsedOutput, Piece, Thought
 from tripool.text import Tokenizer
 
 Facts = Mapping[str, Any]
-"""What we tell beside the dialect's own fields: request id and timing."""
+"""Fields besides the dialect's own: request id and timing."""
 
 encode = msgspec.json.Encoder().encode
 
 
-class Voice(Protocol):
-    """The bodies that answer one job in one dialect: every delta to `take` and then `whole`; or `opening` for each
-    choice before its first `chunk`, and `closing` (or `error`) at the end."""
+class Formatter(Protocol):
+    """Formats the response of one job in one dialect: either every delta to `take` and then `whole`; or `opening` for
+    each choice before its first `chunk`, and `closing` (or `error`) at the end."""
 
     def take(self, index: int, delta: Delta) -> None: ...
 
     def whole(self, answers: Sequence[Answer], facts: Facts) -> Iterator[bytes]:
-        """One body in pieces, none of which takes long to make."""
+        """One body in pieces, each quick to make."""
         ...
 
     def opening(self, index: int, answer: Answer) -> bytes: ...
 
     def chunk(self, index: int, delta: Delta) -> bytes | None:
-        """None when the token brought nothing to show, as in the middle of a character."""
+        """None when the token adds nothing to show, as in the middle of a character."""
         ...
 
     def closing(self, answers: Sequence[Answer], facts: Facts) -> bytes: ...
 
     def error(self, error: TripoolError) -> bytes:
-        """Inside a stream whose status has already gone out."""
+        """In a stream whose status was already sent."""
         ...
 
 
-class Shapes:
+class OpenAIFormatter:
     """OpenAI's dialect. A token of plain content costs one concatenation; everything else is built as a dict."""
 
     def __init__(
@@ -57,17 +57,17 @@ class Shapes:
         self._head = {"id": job.id, "object": self._object_name(), "created": created_s, "model": model}
         self._parsers: dict[int, OutputParser] = {}
         self._scores: dict[int, Scores] = {}
-        """Of an answer at once, where log-probabilities were asked for."""
+        """For a whole answer with log-probabilities."""
         self._token_chars: dict[int, int] = {}
-        """Characters of the tokens streamed so far, per choice: completion logprobs say where each token begins."""
+        """Characters of the tokens streamed so far, per choice: completion logprobs contain text offsets."""
         self._plain = not (job.return_token_ids or job.continuous_usage)
         self._before: dict[int, bytes] = {}
-        """What stands before the text in a chunk of plain content, once a choice says nothing else."""
+        """Bytes before the text in a chunk of plain content, once a choice has only that."""
         after = '},"logprobs":null' if self._chat else ',"logprobs":null'
         usage = ',"usage":null' if job.include_usage else ""
         self._after = f'{after},"finish_reason":null}}]{usage}}}\n\n'.encode()
 
-    # ---- at once ------------------------------------------------------------------------------------------------
+    # ---- whole answers ------------------------------------------------------------------------------------------
 
     def take(self, index: int, delta: Delta) -> None:
         if self._chat:
@@ -94,12 +94,12 @@ class Shapes:
         ids: dict[str, Any] = {"token_ids": choice.token_ids} if self._job.return_token_ids else {}
         if self._chat:
             parser = self._parser(index)
-            said: dict[str, Any] = {"message": self._message(index, parser.said)}
+            parsed: dict[str, Any] = {"message": self._message(index, parser.parsed)}
             finish_reason = _finish_reason(finish_reason, parser)
         else:
-            said = {"text": self._echo(index) + choice.text}
+            parsed = {"text": self._echo(index) + choice.text}
             ids |= {"prompt_token_ids": answer.request.prompt_ids} if ids else {}
-        yield encode({"index": index, **said})[:-1] + b',"logprobs":'
+        yield encode({"index": index, **parsed})[:-1] + b',"logprobs":'
         if answer.request.params.logprobs is None:
             yield b"null"
         else:
@@ -113,18 +113,18 @@ class Shapes:
             scores = self._scores[index] = kind(self._tokenizer)
         return scores
 
-    def _message(self, index: int, said: Said) -> dict[str, Any]:
-        calls = [self._call(index, number, call.name, call.arguments) for number, call in enumerate(said.calls)]
-        content = said.content or None if self._job.calls else said.content
+    def _message(self, index: int, parsed: ParsedOutput) -> dict[str, Any]:
+        calls = [self._call(index, number, call.name, call.arguments) for number, call in enumerate(parsed.calls)]
+        content = parsed.content or None if self._job.calls else parsed.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if said.reasoning:
-            message |= _reasoning(said.reasoning)
+        if parsed.reasoning:
+            message |= _reasoning(parsed.reasoning)
         return message | ({"tool_calls": calls} if calls else {})
 
-    # ---- as a stream --------------------------------------------------------------------------------------------
+    # ---- streams ------------------------------------------------------------------------------------------------
 
     def opening(self, index: int, answer: Answer) -> bytes:
-        """A chat first says whose turn it is, a completion repeats its prompt if it was asked to."""
+        """A chat begins with the role, a completion repeats its prompt if asked to."""
         ids: dict[str, Any] = {}
         if self._job.return_token_ids:
             ids = {"prompt_token_ids": answer.request.prompt_ids}
@@ -141,7 +141,7 @@ class Shapes:
             if before is not None:
                 return before + encode(text) + self._after if text else None
             if not text and not self._job.return_token_ids:
-                self.take(index, delta)  # it may count as reasoning
+                self.take(index, delta)  # it may be reasoning
                 return None
         logprobs = None
         if scores is not None:
@@ -165,7 +165,7 @@ class Shapes:
         return _event(error_shape(error))
 
     def _chat_chunks(self, index: int, delta: Delta, logprobs: object, ids: dict[str, Any]) -> bytes | None:
-        """What a token adds to a chat message, in one or several steps; and why the message ends, if it does."""
+        """The chunks that a token adds to a chat message, and the finish reason if the message ends."""
         parser, finish = self._parser(index), delta.finish_reason
         parts = [self._part(index, piece) for piece in parser.push(delta.text, last=finish is not None)]
         if self._plain and parser.plain:
@@ -239,12 +239,12 @@ class Shapes:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Under both of the names that clients look for."""
+    """Under both names that clients look for."""
     return {"reasoning_content": text, "reasoning": text}
 
 
 def _finish_reason(finish_reason: str | None, parser: OutputParser) -> str | None:
-    """An answer that was cut off, by its length or by a stop string inside a call, calls nothing."""
+    """An answer that was cut off, by its length or by a stop string inside a call, has no calls."""
     return "tool_calls" if finish_reason == "stop" and parser.called else finish_reason
 
 

@@ -1,4 +1,4 @@
-"""The HTTP server around the application: a listening socket, a word when it is ready, a bounded shutdown."""
+"""The HTTP server: a listening socket, a ready callback, a bounded shutdown."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from tripool.errors import TripoolError
 from tripool.gateway.connection import Connection
 from tripool.gateway.connection_limits import ConnectionLimits
 from tripool.gateway.connection_table import ConnectionTable
-from tripool.gateway.request_log import is_news
+from tripool.gateway.request_log import is_wanted
 
 _SWITCH_S = 0.0005
-"""How long a thread of a serving process waits for one that is busy with Python, such as reading a long body. With
-Python's own 5 ms, a first token that passes through three threads waits that long many times."""
+"""The interpreter's switch interval: how long a thread waits for one that runs Python, e.g. parsing a long body. With
+the default of 5 ms, a first token that passes through three threads waits that long many times."""
 _LOG = logging.getLogger("tripool.gateway")
 _DRAIN_S = 3
-"""How long open answers may go on after a signal to stop; then they are told that the engine has stopped."""
+"""How long open answers may go on after a signal to stop; then they end with an error."""
 _CUT_S = 3
-"""How much longer before connections that are still open are cut."""
+"""How much longer until open connections are cut."""
 _SPARE_FILES = 1024
-"""Descriptors for all that is not a connection: pools, disks, models, and connections that are accepted before others
+"""File descriptors for all except connections: pools, disks, models, and connections that are accepted before others
 are closed for them."""
 _SEND_BYTES = 2**16
-"""Of an answer, in the system's hands. Left to itself it would hold megabytes for a client that reads nothing."""
+"""Send buffer of a connection. The system's default would hold megabytes for a client that reads nothing."""
 
 
 class CannotListen(TripoolError):
@@ -41,7 +41,7 @@ class CannotListen(TripoolError):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bound before a model is loaded, so that a taken port is said at once. Port 0 picks a free one."""
+    """Bound before a model is loaded, so that a port in use is reported at once. Port 0 picks a free one."""
     listener: socket.socket | None = None
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -64,8 +64,8 @@ def url_of(listener: socket.socket) -> str:
 
 
 def allow_connections(max_open: int) -> int:
-    """Let this process have enough files for so many. Returns how many there may be: an `accept` without a file left
-    would stop the listening."""
+    """Raise the file limit for so many connections. Returns how many there may be: an `accept` without a free
+    descriptor would stop the listener."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_open + _SPARE_FILES
     if soft < wanted and soft != hard:
@@ -78,7 +78,7 @@ class Server(uvicorn.Server):
     """Serves until `should_exit` or a signal.
 
     `on_ready` is called once connections are accepted. `end_answers` is called, and must not block, when answers are
-    still open some seconds after the end was asked for: it makes the backend end them with an error.
+    still open some seconds after the shutdown began: it makes the backend end them with an error.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Server(uvicorn.Server):
         end_answers: Callable[[], object],
         limits: ConnectionLimits | None = None,
     ) -> None:
-        # No handlers of its own: what it says goes where everything goes. Below a warning it quotes paths and queries.
-        logging.getLogger("uvicorn.error").addFilter(is_news)
+        # No handlers of its own: uvicorn logs to the root logger. Below a warning it quotes paths and queries.
+        logging.getLogger("uvicorn.error").addFilter(is_wanted)
         limits = limits or ConnectionLimits()
         self.connections: ConnectionTable[Connection] = ConnectionTable(allow_connections(limits.max_open))
         connection: Any = partial(

@@ -1,4 +1,4 @@
-"""What a request was promised: from its body, its headers, or its key, in this order of precedence. Pure."""
+"""Reads a request's SLO: from its body, its headers, or its key, in this order of precedence. Pure."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ HEADERS: Mapping[str, str] = {"x-tripool-tpot-ms": "tpot_ms", "x-tripool-ttft-ms
 MAX_PRIORITY = 1000
 _MAX_MS = 3_600_000.0
 
-Wishes = Mapping[str, float]
-"""Promises that a request's headers ask for, by the names of the body's fields."""
+HeaderSlo = Mapping[str, float]
+"""Objectives in a request's headers, by the names of the body's fields."""
 
 
-def header_wishes(headers: Mapping[str, str]) -> Wishes:
+def read_header_slo(headers: Mapping[str, str]) -> HeaderSlo:
     """`headers` are found by lower-case names."""
-    wishes = {}
+    header_slo = {}
     for header, field in HEADERS.items():
         given = headers.get(header)
         if given is not None:
             try:
-                wishes[field] = float(given)
+                header_slo[field] = float(given)
             except ValueError as error:
                 raise _wrong(header, given) from error
-            _check(header, wishes[field])
-    return wishes
+            _check(header, header_slo[field])
+    return header_slo
 
 
-def read_slo(fields: Mapping[str, Any], tenant: Tenant, wishes: Wishes, job: str = "") -> Slo:
+def read_slo(fields: Mapping[str, Any], tenant: Tenant, header_slo: HeaderSlo, job: str = "") -> Slo:
     slo: Mapping[str, Any] = fields.get("slo", {})
     for name in slo:
         if name not in ("tpot_ms", "ttft_ms"):
             raise InvalidRequest(f"'slo' has '{str(name)[:100]}'", hint="known: tpot_ms, ttft_ms", param="slo")
-    chosen = {"tpot_ms": tenant.tpot_ms, "ttft_ms": tenant.ttft_ms} | dict(wishes)
+    chosen = {"tpot_ms": tenant.tpot_ms, "ttft_ms": tenant.ttft_ms} | dict(header_slo)
     for name, value in slo.items():
         if value is not None:
             _check(f"slo.{name}", value)
@@ -56,7 +56,7 @@ def read_slo(fields: Mapping[str, Any], tenant: Tenant, wishes: Wishes, job: str
 
 
 def _check(name: str, value: object) -> None:
-    # Compared as it is: a whole number may be too large to become a float.
+    # Compared as it is: an integer may be too large for a float.
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= _MAX_MS:
         raise _wrong(name, value)
 

@@ -1,4 +1,4 @@
-"""Answers written with raw ASGI sends, one per token, and cancelled when the client goes away."""
+"""Sends answers with raw ASGI sends, one per token, and cancels them when the client disconnects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tripool.gateway.backend import Backend, Facts
 from tripool.gateway.connection_limits import SLOW_READER, cut_off, cut_off_because
 from tripool.gateway.job import Job
 from tripool.gateway.record import Record, State
-from tripool.gateway.respond import Voice
+from tripool.gateway.respond import Formatter
 from tripool.mailbox import MAX_UNREAD, Tally
 
 # A connection only sees whether anything is read at all (`gateway/connection.py`). A client that reads a little now and
@@ -29,26 +29,26 @@ BYTES_PER_S = 2**14
 
 
 class SlowReaderLimit:
-    """Half a minute of waiting for a client in all; every 16 KiB that it took bring a second back."""
+    """30 s of waiting for a client in all; every 16 KiB that it reads gives a second back."""
 
     def __init__(self) -> None:
         self._left_s = SPARE_S
 
     def lasts(self, num_bytes: int, waited_s: float) -> bool:
-        """After so many bytes more went out, for which we had to wait so long."""
+        """Call after sending so many bytes, which took `waited_s`. False: the client is too slow."""
         self._left_s = min(SPARE_S, self._left_s + num_bytes / BYTES_PER_S) - waited_s
         return self._left_s >= 0
 
 
 Headers = list[tuple[bytes, bytes]]
 _PART_BYTES = 2**16
-"""Of a body, made and sent at once: others have their turn in between."""
+"""Size of one send of a body: other tasks run in between."""
 
 
 class AnswerResponse(Response):
-    """Runs a job while its client listens. What goes wrong before the first byte is raised and so gets a status.
+    """Runs a job while its client is connected. An error before the first byte is raised and so gets a status.
 
-    It is entered into `inside` meanwhile; `on_end` is called once, however it ends.
+    Runs inside the context manager `in_flight`; `on_end` is called once, however it ends.
     """
 
     def __init__(
@@ -56,23 +56,23 @@ class AnswerResponse(Response):
         job: Job,
         backend: Backend,
         answers: Sequence[Answer],
-        voice: Voice,
+        formatter: Formatter,
         record: Record,
         *,
         clock: Callable[[], float],
-        inside: Callable[[], AbstractContextManager[None]],
+        in_flight: Callable[[], AbstractContextManager[None]],
         on_end: Callable[[Record], object],
     ) -> None:
-        # The base class's own start would render a body, and there is none yet.
+        # The base class's constructor would render a body, and there is none yet.
         self.background = None
-        self._job, self._backend, self._voice, self._record = job, backend, voice, record
+        self._job, self._backend, self._formatter, self._record = job, backend, formatter, record
         self._answers = answers
         for answer in answers:
-            answer.keeps_logprobs = False  # they are shaped as they come
+            answer.keeps_logprobs = False  # they are formatted as they arrive
         self._tally = Tally(inf)
         self._clock, self._patience = clock, SlowReaderLimit()
         self._scope: Scope = {}
-        self._inside, self._on_end = inside, on_end
+        self._in_flight, self._on_end = in_flight, on_end
         self._places = {answer.request.id: (i, answer) for i, answer in enumerate(answers)}
         self._n = job.requests[0].params.n
 
@@ -80,12 +80,12 @@ class AnswerResponse(Response):
         self._scope = scope
         self._record.look = self._explain_now
         try:
-            with self._inside():
+            with self._in_flight():
                 await _while_connected(receive, self._stream(send) if self._job.stream else self._whole(send))
         except TripoolError as error:
             self._end_record("failed", error.code)
             raise
-        finally:  # a hang-up and a shutdown come here without an error
+        finally:  # a disconnect and a shutdown arrive here without an error
             self._explain_all()
             failed = isinstance(sys.exception(), Exception)
             self._end_record("failed" if failed else "cancelled", None if failed else cut_off_because(scope))
@@ -96,9 +96,9 @@ class AnswerResponse(Response):
             async for event in events:
                 found = self._take(event)
                 if found is not None:
-                    self._voice.take(*found)
+                    self._formatter.take(*found)
         self._end_record("finished")
-        body = await _gathered(self._voice.whole(self._answers, self._record.facts()))
+        body = await _gathered(self._formatter.whole(self._answers, self._record.facts()))
         num_bytes = str(sum(map(len, body))).encode()
         await _start(send, b"application/json", [*self._own_headers(), (b"content-length", num_bytes)])
         body.reverse()
@@ -109,17 +109,17 @@ class AnswerResponse(Response):
                 await asyncio.sleep(0)
 
     async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
-        """Whoever takes a whole answer too slowly is cut off, and what piles up while we wait for it is bounded."""
+        """A client that reads too slowly is cut off, and what is buffered meanwhile is bounded."""
         begun_s = self._clock()
         self._tally.max_unread = MAX_UNREAD
         await send({"type": "http.response.body", "body": body, "more_body": more})
         self._tally.max_unread = inf
         if not self._patience.lasts(len(body), self._clock() - begun_s) and not cut_off(self._scope, SLOW_READER):
-            raise SlowReader("its client takes this answer too slowly", hint="read faster")
+            raise SlowReader("the client reads this answer too slowly", hint="read faster")
 
     async def _stream(self, send: Send) -> None:
         opened: set[int] = set()  # choices that have begun
-        chunk = self._voice.chunk
+        chunk = self._formatter.chunk
         try:
             async with aclosing(self._backend.stream(*self._job.requests, watcher=self._tally)) as events:
                 async for event in events:
@@ -133,16 +133,16 @@ class AnswerResponse(Response):
                             headers = [*self._own_headers(), (b"cache-control", b"no-cache")]
                             await _start(send, b"text/event-stream; charset=utf-8", headers)
                         opened.add(index)
-                        body = self._voice.opening(index, self._places[event.request_id][1]) + (body or b"")
+                        body = self._formatter.opening(index, self._places[event.request_id][1]) + (body or b"")
                     if body:
                         await self._send(send, body)
             self._end_record("finished")
-            last = self._voice.closing(self._answers, self._record.facts())
+            last = self._formatter.closing(self._answers, self._record.facts())
         except TripoolError as error:
             if not opened:
                 raise
             self._end_record("failed", error.code)
-            last = self._voice.error(error)
+            last = self._formatter.error(error)
         await send({"type": "http.response.body", "body": last})
 
     def _take(self, event: TokenEvent) -> tuple[int, Delta] | None:
@@ -151,24 +151,24 @@ class AnswerResponse(Response):
         delta = answer.take(event)
         if delta is None:
             return None
-        self._record.came(event)
+        self._record.token(event)
         if delta.finish_reason is not None and answer.done:
             self._record.placements[position] = self._backend.explain(event.request_id)
             self._backend.cancel(event.request_id)
         return position * self._n + delta.choice, delta
 
     def _explain_all(self) -> None:
-        """What the backend still knows of requests that did not finish: which limit held them back, above all."""
+        """What the backend knows of unfinished requests: above all, which limit held them back."""
         self._record.look = None
         if len(self._record.placements) < len(self._places):
             self._record.placements = {**self._explain_now(), **self._record.placements}
 
     def _explain_now(self) -> dict[int, Facts]:
-        told = {position: self._backend.explain(request_id) for request_id, (position, _) in self._places.items()}
-        return {position: facts for position, facts in told.items() if facts}
+        found = {position: self._backend.explain(request_id) for request_id, (position, _) in self._places.items()}
+        return {position: facts for position, facts in found.items() if facts}
 
     def _end_record(self, state: State, error_code: str | None = None) -> None:
-        """The first word on how it ended is the last."""
+        """The first call sets the final state."""
         if self._record.state == "open":
             self._record.ended(state, self._answers, error_code, self._tally)
 
@@ -177,7 +177,7 @@ class AnswerResponse(Response):
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Cancel the work, and with it the engine's part, when the client hangs up."""
+    """Cancel the work, and with it the engine's part, when the client disconnects."""
     working, hung_up = asyncio.ensure_future(work), asyncio.ensure_future(_hang_up(receive))
     try:
         await asyncio.wait({working, hung_up}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""What an answer must look like, in the words of OpenAI's, vLLM's and SGLang's clients. One structure per request."""
+"""Reads the structure of an answer from OpenAI's, vLLM's and SGLang's fields. One structure per request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STRUCTURED: Mapping[str, StructureKind] = {
     "choice": "choice",
     "grammar": "ebnf",
 }
-"""Names inside `structured_outputs`."""
+"""Keys of `structured_outputs`."""
 
 
 def read_structure(fields: Mapping[str, Any]) -> Structure | None:
@@ -60,7 +60,7 @@ def _response_format(value: Mapping[str, Any]) -> list[Structure]:
     if not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
         hint = 'like {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
         raise InvalidRequest("response_format has no schema", hint=hint, param=param)
-    # `strict` asks for what is done in any case: the answer follows the schema, or the schema is refused.
+    # `strict` has no effect: the answer always follows the schema, or the schema is refused.
     _refuse_unknown(named, ("name", "description", "schema", "strict"), param)
     return [Structure("json_schema", named["schema"], param)]
 

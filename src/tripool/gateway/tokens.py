@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, in vLLM's shapes, and Anthropic's count: text to tokens and back, no engine."""
+"""`/tokenize` and `/detokenize` in vLLM's format, and Anthropic's token count: no engine needed."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tripool.tenants import Tenant
 from tripool.text import Tokenizer
 
 _LEAST_SIZE = 1024
-"""What a body counts for besides its bytes, so that many small ones are bounded too."""
+"""Added to the bytes of each body, so that many small ones are bounded too."""
 
 
 class TokenService:
-    """Takes bodies, gives answers as JSON. Long texts take a while: call it outside the event loop."""
+    """Bodies in, JSON out. Long texts take a while: call it outside the event loop."""
 
     def __init__(self, parser: Parser, tokenizer: Tokenizer, context_tokens: Callable[[], int]) -> None:
         self._parser, self._tokenizer, self._context_tokens = parser, tokenizer, context_tokens
@@ -78,8 +78,8 @@ def token_routes(
     rate_limiter: RateLimiter,
     pool: FairPool,
 ) -> APIRouter:
-    """`service_of` a body: that of the model which the body names. The work is done in `pool`, the rendering of long
-    answers included."""
+    """`service_of` a body: that of the model that the body names. The work runs in `pool`, including the encoding of
+    long answers."""
     routes = APIRouter()
 
     async def answer(http: HttpRequest, read: Callable[[TokenService, bytes], dict[str, Any]]) -> Response:

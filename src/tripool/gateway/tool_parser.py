@@ -1,7 +1,7 @@
-"""Finds tool calls in an answer's text while it arrives. The grammar of `tripool.grammar.tools` has shaped it already.
+"""Finds tool calls in an answer's text while it arrives. The grammar of `tripool.grammar.tools` ensures their format.
 
-What comes out depends on the text alone, not on how it was cut into pieces: an answer read at once has the same content
-and calls as one that was streamed.
+The result depends on the text alone, not on how it was cut into pieces: a whole answer has the same content and calls
+as a streamed one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TAIL = "}\n" + CLOSING
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A piece of text that is no call."""
+    """A piece of text outside of calls."""
 
     text: str
 
@@ -39,7 +39,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """A piece of what a model says to itself before it answers: see `tripool.gateway.reasoning_parser`."""
+    """A piece of the model's reasoning: see `tripool.gateway.reasoning_parser`."""
 
     text: str
 
@@ -55,7 +55,7 @@ class Call:
 
 
 @dataclass(slots=True)
-class Said:
+class ParsedOutput:
     """A whole answer."""
 
     content: str = ""
@@ -76,14 +76,14 @@ class Said:
 
 
 class ToolParser:
-    """States: text → head (of a call) → arguments → tail → text. What is not certain yet waits in `_held`."""
+    """States: text → head (of a call) → arguments → tail → text. Text that is not decided yet is in `_held`."""
 
     def __init__(self) -> None:
         self.num_calls = 0
         self._held = ""
         self._state = self._text
         self._after_call = False
-        # Inside arguments:
+        # While in arguments:
         self._depth = 0
         self._in_string = False
         self._escaped = False
@@ -103,7 +103,7 @@ class ToolParser:
         return pieces
 
     def finish(self) -> list[CallPiece]:
-        """The rest, when no more text comes. A call cut off before its name was complete is text."""
+        """The rest, at the end of the text. A call cut off before its name was complete is text."""
         held, self._held = self._held, ""
         if self._state == self._head:
             return [Content(OPENING + held)]
@@ -111,7 +111,7 @@ class ToolParser:
 
     def _text(self) -> Iterator[CallPiece]:
         if self._after_call:
-            self._held = self._held.lstrip("\n")  # calls stand on lines of their own
+            self._held = self._held.lstrip("\n")  # calls are on lines of their own
             self._after_call = not self._held
         at = self._held.find(OPENING)
         if at >= 0:
@@ -162,7 +162,7 @@ class ToolParser:
 
 
 def overlap(text: str, mark: str) -> int:
-    """How much of the end of `text` may be the beginning of `mark`."""
+    """Length of the longest end of `text` that may be the beginning of `mark`."""
     return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if text.endswith(mark[:size])), 0)
 
 

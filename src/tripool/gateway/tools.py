@@ -1,4 +1,4 @@
-"""Tools of a chat: what a client offers, how the model is told, and the grammar its calls must follow."""
+"""Tools of a chat: the client's functions, how they are shown to the model, and the grammar of calls."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _PREFACE = (
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What the model is shown, and what it may answer. No `structure`: it is to answer in plain text."""
+    """What the model is shown, and what it may answer. Without `structure` it answers in plain text."""
 
     shown: Sequence[Mapping[str, Any]] = ()
     structure: Structure | None = None
     required: bool = False
-    """Whether it must call one at once."""
+    """Whether it must begin with a call."""
 
 
 def read_tools(fields: Mapping[str, Any]) -> Tools:
@@ -69,15 +69,15 @@ def _chosen_name(choice: Mapping[str, Any]) -> str:
 
 
 def as_text(messages: Conversation, shown: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The same conversation for a template that knows nothing of tools: offers, calls and results become text."""
-    told = [_as_text(message) for message in messages]
+    """The same conversation for a template without tool support: functions, calls and results become text."""
+    converted = [_as_text(message) for message in messages]
     if not shown:
-        return told
+        return converted
     listed = "".join(json.dumps(tool, ensure_ascii=False) + "\n" for tool in shown)
     preface = f"{_PREFACE}{listed}</tools>"
-    if told[0]["role"] == "system" and isinstance(told[0]["content"], str):
-        return [{**told[0], "content": f"{told[0]['content']}\n\n{preface}"}, *told[1:]]
-    return [{"role": "system", "content": preface}, *told]
+    if converted[0]["role"] == "system" and isinstance(converted[0]["content"], str):
+        return [{**converted[0], "content": f"{converted[0]['content']}\n\n{preface}"}, *converted[1:]]
+    return [{"role": "system", "content": preface}, *converted]
 
 
 def _as_text(message: Message) -> Message:

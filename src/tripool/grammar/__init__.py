@@ -1,7 +1,7 @@
-"""Which tokens may come next so that an answer has the structure its caller asked for. Over llguidance; no tensors.
+"""Structured output: computes which tokens may follow so that an answer has its structure. Over llguidance; no tensors.
 
-A `Structure` is translated into llguidance's own grammar, tried (`Trial`, where callers are strangers), compiled once
-per model (`GrammarCompiler`), and followed by one `Guide` per answer. Knows neither sampling nor scheduling.
+A `Structure` is translated into llguidance's grammar, checked in a sandbox (`Trial`, for untrusted callers), compiled
+once per model (`GrammarCompiler`), and followed by one `Guide` per answer. Independent of sampling and scheduling.
 """
 
 from tripool.grammar.compiler import GrammarCompiler

@@ -1,4 +1,4 @@
-"""A grammar that is compiled for one model, in its initial state: what all answers under it begin with."""
+"""A grammar compiled for one model, in its initial state, shared by all answers under it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 
 
 class Compiled:
-    """`matcher` is to be copied, never to be used. Its first mask is computed once, not once for every answer."""
+    """`matcher` is only copied, never advanced. Its first mask is computed once, not for every answer."""
 
     def __init__(self, matcher: LLMatcher, num_ids: int) -> None:
-        """Over a vocabulary of `num_ids` ids and an end behind them."""
+        """For a vocabulary of `num_ids` ids, and one id for the end after them."""
         self.matcher, self.num_ids = matcher, num_ids
-        looking = matcher.deep_copy()  # what a mask makes a matcher remember would be copied with it
+        looking = matcher.deep_copy()  # a mask fills caches that would be copied too
         began_s = time.thread_time()
         self.first = looking.compute_bitmask()
         self.mask_s = time.thread_time() - began_s
-        """How long that took of the processor."""
+        """CPU time of the first mask."""
         self.error: str = looking.get_error()
 
     @cached_property
@@ -30,7 +30,7 @@ class Compiled:
         return unpacked(self.first, self.num_ids)
 
     def wrong_with(self, ends: Iterable[int]) -> tuple[str, str] | None:
-        """Why no answer that may end with `ends` can have a token: the reason, if it is known, and a hint."""
+        """Why no answer that may end with `ends` can have a token: the reason, if known, and a hint."""
         bits = self._first_bits
         may_end = bool(bits[-1])
         if not self.error and (bits[:-1].any() or (may_end and any(end < self.num_ids for end in ends))):
@@ -40,13 +40,13 @@ class Compiled:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Refusal:
-    """What takes the place of a grammar that does not compile."""
+    """Stands in for a grammar that does not compile."""
 
     message: str
     hint: str
 
 
 def unpacked(packed: bytes, num_ids: int) -> NDArray[np.bool_]:
-    """[num_ids + 1], the caller's own: which tokens may come, and whether the end may."""
+    """[num_ids + 1], owned by the caller: which tokens are allowed, and whether the end is."""
     bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), count=num_ids + 1, bitorder="little")
     return bits.view(np.bool_)

@@ -1,4 +1,4 @@
-"""Compiles structures for one model, and remembers the last ones. Bad grammars become InvalidRequest."""
+"""Compiles structures for one model and caches the latest. An invalid grammar becomes an InvalidRequest."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class CompilePool(Generic[T]):
                 queue = self._waiting.pop(tenant)
                 future, work = queue.popleft()
                 if queue:
-                    self._waiting[tenant] = queue  # behind the others
+                    self._waiting[tenant] = queue  # after the others
                 if future.set_running_or_notify_cancel():
                     return future, work
             self._working = False
@@ -72,7 +72,7 @@ class CompilePool(Generic[T]):
 # Ids that no text of a grammar uses are hidden from llguidance: special tokens, ends, and ids beyond the tokenizer. It
 # has one end of its own behind the last real id, because the ends of an answer differ from request to request.
 def read_vocabulary(text: TextFiles, num_ids: int) -> LLTokenizer:
-    """Of ids 0 to `num_ids` - 1 and, behind them, llguidance's end. Takes about 5 µs per id."""
+    """Ids 0 to `num_ids` - 1 and, after them, llguidance's end. Takes about 5 µs per id."""
     spelling = _Spelling(text, num_ids)
     vocabulary = LLTokenizer(TokenizerWrapper(spelling), eos_token=num_ids)
     spelling.vocabulary = vocabulary
@@ -80,7 +80,7 @@ def read_vocabulary(text: TextFiles, num_ids: int) -> LLTokenizer:
 
 
 class _Spelling:
-    """What `TokenizerWrapper` asks for, under its names."""
+    """The interface that `TokenizerWrapper` expects, under its names."""
 
     def __init__(self, text: TextFiles, num_ids: int) -> None:
         self._tokenizer = Tokenizer(text)
@@ -92,48 +92,48 @@ class _Spelling:
         self.vocabulary: LLTokenizer | None = None
 
     def __call__(self, raw: bytes) -> list[int]:
-        """How the model itself would cut a text that a grammar leaves no choice about.
+        """The model's own tokenization of a text that the grammar forces.
 
-        Some tokenizers cannot say: they read "<|end|>" as a mark, or put a space in front of every text.
+        Some tokenizers cannot give it: they read "<|end|>" as a special token, or put a space in front of every text.
         """
         ids = self._tokenizer.encode(raw.decode(), special=False)
-        told = all(i < len(self.tokens) and i not in self._bans for i in ids)
-        if not told or b"".join(self.tokens[i] for i in ids) != raw:
+        known = all(i < len(self.tokens) and i not in self._bans for i in ids)
+        if not known or b"".join(self.tokens[i] for i in ids) != raw:
             assert self.vocabulary is not None
             return self.vocabulary.greedy_tokenize(raw.decode())
         return ids
 
 
 MAX_KEPT = 16
-"""Of each tenant, besides those in use."""
+"""Cached grammars per tenant, besides those in use."""
 _MAX_TENANTS = 64
 MAX_MESSAGE_CHARS = 500
 
 Outcome = Compiled | Refusal
 _Key = tuple[str, Structure]
-"""Whose, and what."""
+"""Tenant and structure."""
 
 
 class GrammarCompiler:
     """Thread-safe. The vocabulary is read at the first use, as most requests need none.
 
-    Whoever must not wait asks for `prepare` first and keeps what it is given until its guides are made: what somebody
-    holds is not forgotten. Without that, `guide` compiles by itself.
+    A caller that must not block calls `prepare` first and holds the result until its guides are made: what is
+    referenced stays cached. Otherwise `guide` compiles by itself.
     """
 
     def __init__(self, text: TextFiles, num_ids: int) -> None:
-        """`num_ids` is the model's, which may be more than its tokenizer's."""
+        """`num_ids`: of the model, which may have more than its tokenizer."""
         self._text = text
         self._num_ids = num_ids
         self._pool: CompilePool[Outcome] = CompilePool()
         self._lock = threading.Lock()
         """Guards the fields below."""
-        self._kept: OwnedCache[Outcome] = OwnedCache(per_tenant=MAX_KEPT, max_tenants=_MAX_TENANTS)
+        self._cache: OwnedCache[Outcome] = OwnedCache(per_tenant=MAX_KEPT, max_tenants=_MAX_TENANTS)
         self._used: WeakValueDictionary[_Key, Outcome] = WeakValueDictionary()
         self._under_way: dict[_Key, Future[Outcome]] = {}
 
     def prepare(self, structure: Structure, namespace: str = "") -> Future[Outcome]:
-        """Have it compiled, in another thread. The future never holds what is wrong with a grammar: `guide` tells."""
+        """Compile it in another thread. The future never raises for an invalid grammar: `guide` does."""
         key = owner(namespace), structure
         with self._lock:
             future = self._under_way.get(key)
@@ -149,13 +149,13 @@ class GrammarCompiler:
         return future
 
     def guide(self, structure: Structure, ends: Iterable[int], namespace: str = "", known: Sequence[int] = ()) -> Guide:
-        """For one answer. `ends`: the tokens that end it; `namespace`: whose it is; `known`: what it begins with."""
+        """For one answer. `ends`: tokens that end it; `namespace`: its owner; `known`: tokens it already has."""
         return self.guides(structure, frozenset(ends), [known], namespace)[0]
 
     def guides(
         self, structure: Structure, ends: frozenset[int], known: Iterable[Sequence[int]], namespace: str = ""
     ) -> list[Guide]:
-        """One for each answer in `known`. Costs no more than one look at the grammar, however many they are."""
+        """One for each answer in `known`, for the cost of one lookup."""
         with self._lock:
             outcome = self._known(namespace, structure)
         if outcome is None:
@@ -170,7 +170,7 @@ class GrammarCompiler:
         return [Guide(outcome, ends, tokens) for tokens in known]
 
     def _known(self, namespace: str, structure: Structure) -> Outcome | None:
-        return self._kept.get(namespace, structure) or self._used.get((owner(namespace), structure))
+        return self._cache.get(namespace, structure) or self._used.get((owner(namespace), structure))
 
     def _compile(self, namespace: str, structure: Structure) -> Outcome:
         key = owner(namespace), structure
@@ -181,7 +181,7 @@ class GrammarCompiler:
             with self._lock:
                 self._under_way.pop(key, None)
                 if outcome is not None:
-                    self._kept.put(namespace, structure, outcome)
+                    self._cache.put(namespace, structure, outcome)
                     self._used[key] = outcome
         return outcome
 

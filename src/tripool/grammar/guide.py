@@ -1,4 +1,4 @@
-"""One answer on its way through a compiled grammar: what may come next, token by token."""
+"""The state of one answer in a compiled grammar: which tokens are allowed next."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from tripool.grammar.compiled import Compiled, unpacked
 class Guide:
     """`ends` are the tokens that end this answer. They are allowed exactly when the text so far is complete.
 
-    llguidance may give up in the middle of an answer: its limits are on what a state costs, and no trial sees them all.
-    Then the guide is spent and not done: the answer ends where it is. Whoever asks for one more token all the same (a
+    llguidance may give up in the middle of an answer: it limits the cost of a state, and no trial covers all states.
+    Then the guide is spent and not done: the answer ends there. A caller that asks for one more token all the same (a
     replay that gave up where the first run did not) is given an end, if there is one.
 
-    A token that ends the answer and could also be text (a stop token the caller chose) is an end, so that what was cut
-    off by it is complete; only where it is the one way on does it stay.
+    A token that ends the answer and could also be text (a stop token of the caller's) is an end, so that the text cut
+    off by it is complete; it is text only where nothing else is allowed.
 
-    Making one costs nothing: the matcher is copied, and told what is known already, when it is needed first.
+    Creating one is cheap: the matcher is copied, and given the known tokens, at the first use.
     """
 
     def __init__(self, compiled: Compiled, ends: Iterable[int], known: Sequence[int] = ()) -> None:
-        """`known`: tokens that the answer has already. It did not end with them."""
+        """`known`: tokens that the answer already has. They did not end it."""
         self._compiled = compiled
         self._all_ends = ends
         self._known = known
         self._copy: LLMatcher | None = None
-        """This guide's own, once it was needed."""
+        """This guide's own copy, once needed."""
         self._ended = False
         self._allowed: NDArray[np.bool_] | None = None
-        """The mask after the tokens so far, once it was asked for."""
+        """The mask after the tokens so far, once computed."""
         self._may_end = False
         self._done = False
         self.mask_s = compiled.mask_s
-        """How long the newest mask kept the processor busy, and what had to be done for it first; before there is one,
-        what the first took when it was compiled."""
+        """CPU time of the newest mask, including the work it required first; before there is one, that of the first
+        mask when it was compiled."""
 
     def mask(self) -> NDArray[np.bool_]:
-        """[num_ids], not to be changed: the tokens that may come next. None may after an end."""
+        """[num_ids], read-only: the tokens allowed next. None after an end."""
         if self._allowed is None:
             began_s = time.thread_time()
             self._allowed = self._compute()
@@ -63,13 +63,13 @@ class Guide:
 
     @property
     def done(self) -> bool:
-        """Complete: nothing but an end can follow."""
+        """Complete: only an end can follow."""
         self.mask()
         return self._done
 
     @property
     def spent(self) -> bool:
-        """Nothing may follow: done without an end to say so, or lost in one of llguidance's limits."""
+        """Nothing may follow: done without an end token, or stopped by one of llguidance's limits."""
         allowed = self.mask()
         return self._gave_up or not allowed.any()
 
@@ -84,7 +84,7 @@ class Guide:
 
     @property
     def _matcher(self) -> LLMatcher:
-        """Without a mask for what is known: nobody chooses there."""
+        """No masks are computed for known tokens: they are not sampled."""
         if self._copy is None:
             self._copy = copy = self._compiled.matcher.deep_copy()
             for token_id in self._known:

@@ -1,7 +1,7 @@
-"""A cache whose entries belong to a tenant: found by nobody else, and displaced by nobody but their owner.
+"""A cache whose entries belong to a tenant: only their owner finds and evicts them.
 
-Whether something was found shows in how long an answer takes. A shared entry would tell one tenant what another sent.
-A tenant's salts share theirs: else a new one for each request would have the same grammar compiled for each.
+A hit shows in the response time, so a shared entry would tell one tenant what another sent. A tenant's salts share its
+entries: else a new salt per request would compile the same grammar each time.
 """
 
 from __future__ import annotations
@@ -40,5 +40,5 @@ class OwnedCache(Generic[T]):
 
 
 def owner(namespace: str) -> str:
-    """Whose a namespace is, whatever its salt."""
+    """The tenant of a namespace, without its salt."""
     return namespace.partition(SALT_MARK)[0]

@@ -1,9 +1,9 @@
-"""A JSON schema before llguidance reads it: narrowed in two places, so that all it then allows was allowed before.
+"""Prepares a JSON schema for llguidance: narrows it in two places, so that all it then allows was allowed before.
 
-**Objects are closed** where they declare properties and say nothing about others. By the letter of JSON Schema anything
-may follow then, and a small model takes the invitation. Where closing could contradict other parts it is left alone.
+**Objects are closed** where they declare properties and do not mention others. Strictly, JSON Schema allows any further
+property there, and a small model adds some. Where closing could contradict other parts it is not done.
 
-**Open bounds** at a whole number become closed ones a little further in, if the other bound is less than 1 away:
+**Exclusive bounds** at a whole number become inclusive ones slightly further in, if the other bound is within 1:
 llguidance gives "34" for a number above 34 and below 34.5, as both begin with the same digits.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from tripool.errors import InvalidRequest
 
 _DATA = frozenset({"const", "enum", "default", "examples"})
-"""Their values are no schemas, whatever they look like."""
+"""Their values are data, not schemas."""
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 """Their keys are names, their values schemas."""
 _BRANCHES = frozenset({"anyOf", "oneOf"})
@@ -23,9 +23,9 @@ _COMPOSED = _BRANCHES | {"$ref", "allOf"}
 _OTHERS = frozenset(
     {"additionalProperties", "unevaluatedProperties", "patternProperties", "minProperties", "maxProperties"}
 )
-"""What says something about undeclared properties."""
+"""Keywords about undeclared properties."""
 _OPEN = {"exclusiveMinimum": 1, "exclusiveMaximum": -1}
-"""Keyword to the direction in which the allowed numbers lie."""
+"""Keyword to the direction of the allowed numbers."""
 
 
 def prepared(schema: dict[str, Any], param: str) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def _prepared(schema: object, param: str, close: bool) -> object:
         elif keyword in _NAMED and isinstance(value, dict):
             copy[keyword] = {name: _prepared(item, param, close) for name, item in value.items()}
         else:
-            # A branch that is closed would forbid what stands beside it.
+            # A closed branch would forbid the properties beside it.
             copy[keyword] = _prepared(value, param, close and not (keyword in _BRANCHES and "properties" in schema))
     for keyword, direction in _OPEN.items():
         _move_in(copy, keyword, direction, param)
@@ -92,5 +92,5 @@ def _width(schema: Mapping[str, Any]) -> float:
 
 
 def _is_number(value: object) -> bool:
-    """One that a float can hold, as all of llguidance's bounds are."""
+    """A number within the range of a float, as all of llguidance's bounds are."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300

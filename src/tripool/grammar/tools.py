@@ -4,8 +4,8 @@
     {"name": "get_weather", "arguments": {"city": "Bern"}}
     </tool_call>
 
-Spaces after ':' and ',' as those templates print them, so that a model meets what it has seen. Several calls stand on
-lines of their own. Where no call is required the answer may be any text, and calls may follow it.
+Spaces after ':' and ',' are as in those templates, so that a model sees its training format. Several calls are on lines
+of their own. Where no call is required, the answer may be any text, and calls may follow it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def tool_structure(
 
 
 def tool_grammar(structure: Structure) -> str:
-    """Lark. Raises InvalidRequest for what is no function; llguidance judges the parameters' schemas."""
+    """Lark. Raises InvalidRequest for an invalid function; llguidance checks the parameters' schemas."""
     value = json.loads(structure.value)
     functions = value.get("functions")
     if value.keys() - {"functions", "required", "parallel"} or not isinstance(functions, list):
@@ -71,13 +71,13 @@ def _start(required: bool, more: str) -> list[str]:
     return [
         f"start: TEXT | opening call{more}",
         f"TEXT: /(?s:.*)/ & ~/(?s:.*{OPENING}.*)/",
-        # Text and the mark that ends it are one lexeme: a lexer cannot go back to where the mark began.
+        # Text and the tag that ends it are one lexeme: a lexer cannot go back to where the tag began.
         f"opening[lazy]: /(?s:.*){OPENING}/",
     ]
 
 
 def _function(function: object, param: str) -> tuple[str, dict[str, Any]]:
-    """Name, and the schema of the arguments: where it declares none, there are none."""
+    """Name, and the schema of the arguments; without a schema it takes none."""
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not _NAME.fullmatch(name):
         hint = "a name has 1 to 64 of a-z, A-Z, 0-9, '_' and '-'"

@@ -1,4 +1,4 @@
-"""From a `Structure` to the text of a grammar as llguidance reads it. Loads no vocabulary and compiles nothing."""
+"""Translates a `Structure` to llguidance's grammar text. Loads no vocabulary and compiles nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OPTIONS = "x-guidance"
 
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 _CLASSES = {r"\w": r"[\p{L}\p{N}_]", r"\W": r"[^\p{L}\p{N}_]"}
-"""Patterns come from people who try them in Python, where a word has no combining marks."""
+"""Patterns follow Python, where \\w has no combining marks."""
 
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,
@@ -27,11 +27,11 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 20_000,
     "max_grammar_size": 100_000,
 }
-"""A fifth or so of llguidance's defaults: a mask stays within milliseconds, and an answer's memory within 40 MB."""
+"""About a fifth of llguidance's defaults: a mask stays within milliseconds, and an answer's memory within 40 MB."""
 
 
 def grammar_text(structure: Structure) -> str:
-    """What is wrong with the grammar itself shows when it is compiled."""
+    """Errors in the grammar itself appear when it is compiled."""
     try:
         if structure.kind == "json_schema":
             return _json(structure.value, structure.param)
@@ -42,7 +42,7 @@ def grammar_text(structure: Structure) -> str:
         if structure.kind == "ebnf":
             return grammar_from("ebnf", structure.value)
         if structure.kind == "choice":
-            # One terminal, not a rule with alternatives: a lexer takes a thousand of them in its stride.
+            # One terminal, not a rule with alternatives: a lexer handles a thousand of them easily.
             choices = " | ".join(json.dumps(text) for text in structure.value)
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
         assert structure.kind == "tool_calls"
@@ -52,12 +52,12 @@ def grammar_text(structure: Structure) -> str:
 
 
 def _as_python(escape: re.Match[str]) -> str:
-    """Where Python's classes are not Rust's, a class of its own. One may stand inside another."""
+    """Replaces classes that differ between Python and Rust. A class may be nested in another."""
     return _CLASSES.get(escape[0], escape[0])
 
 
 def _json(schema: str, param: str) -> str:
-    """Compact, so that no model can fill its answer with spaces; what is not understood is refused, never ignored."""
+    """Compact, so that a model cannot fill its answer with spaces; unknown keywords are refused, never ignored."""
     parsed = json.loads(schema)
     if _OPTIONS in parsed:
         raise InvalidRequest(f"the schema has '{_OPTIONS}', which is not supported", param=param)

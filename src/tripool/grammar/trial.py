@@ -1,8 +1,8 @@
-"""Compiles a stranger's grammar in a process of its own first, where it can neither crash nor stall a server.
+"""Compiles an untrusted grammar in a separate process first, where it can neither crash nor stall the server.
 
-llguidance's limits bound most of what it does, not all: a chain of a few thousand rules overflows the stack, and some
-schemas take minutes. A grammar that came through here compiles in the engine's process in about the same time, and its
-answers hold up nobody else's: what it takes to compile it, to copy it and to follow it is measured here.
+llguidance's limits do not bound everything: a chain of a few thousand rules overflows the stack, and some schemas take
+minutes. A grammar that passes compiles in the engine's process in about the same time and delays no other answer: the
+times to compile, copy and follow it are measured here.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tripool.grammar.translate import LIMITS, grammar_text
 # for every byte of every token. At this bound a mask takes a millisecond; a literal as long as a request, thirty.
 MAX_LITERAL_BYTES = 4096
 _RUN = re.compile(r"[\w ]+")
-"""Of a pattern or a grammar, what is surely a literal, or a name."""
+"""In a pattern or a grammar: certainly a literal, or a name."""
 _NO_TEXT = frozenset({"description", "title", "$comment", "default", "examples", "$id", "$schema"})
-"""Of a schema or a function, what says nothing about answers."""
+"""Keywords of a schema or a function that do not affect answers."""
 
 
 def check_literals(structure: Structure) -> None:
-    """Raises InvalidRequest for one that is too long. What is put together of several is left to the trial."""
+    """Raises InvalidRequest for a literal that is too long. Those composed of several parts are left to the trial."""
     for text in _literals(structure):
         size = len(text.encode()) if 4 * len(text) > MAX_LITERAL_BYTES else 0
         if size > MAX_LITERAL_BYTES:
@@ -64,27 +64,27 @@ def _strings(schema: Any) -> Iterator[str]:
 
 CPU_S = 0.5
 MOST: Mapping[str, float] = {"compile_s": 0.2, "copy_s": 0.004, "follow_s": 0.1}
-"""Of processor time: to compile it, to copy it, and to follow it over so many bytes as a long token has. What people
-send takes a sixth of it at most, an object with 400 optional properties a fifth."""
+"""CPU time to compile it, to copy it, and to follow it over the bytes of a long token. Real grammars take a sixth at
+most, an object with 400 optional properties a fifth."""
 MEMORY_BYTES = 2**30
 MAX_KEPT = 64
-"""Of each tenant."""
+"""Cached verdicts per tenant."""
 _MAX_TENANTS = 256
 _SMALL_BYTES = 4096
-"""So many in all choices together are harmless, whatever they say."""
+"""Choices of this total size are harmless, whatever they contain."""
 _SLOW_HINT = "shorter texts, fewer alternatives, smaller numbers in repetitions and multiples"
 _WALL_S = 30.0
 
 
 class TrialFailed(TripoolError):
-    """Not the grammar's fault: there was no process to try it in."""
+    """Not the grammar's fault: no process could be started for it."""
 
     status = 503
     code = "grammar_trial_failed"
 
 
 class Trial:
-    """Thread-safe. Takes some 100 ms, once for each of a tenant's last structures; do not call it in an event loop."""
+    """Thread-safe. Takes about 100 ms, once for each of a tenant's last structures: not on an event loop."""
 
     def __init__(self, *, cpu_s: float = CPU_S, most: Mapping[str, float] = MOST) -> None:
         self._cpu_s, self._most = cpu_s, most
@@ -92,14 +92,14 @@ class Trial:
         self._verdicts: OwnedCache[str] = OwnedCache(per_tenant=MAX_KEPT, max_tenants=_MAX_TENANTS)
 
     def is_known(self, structure: Structure, namespace: str = "") -> bool:
-        """Whether `check` will answer at once."""
+        """Whether `check` returns at once."""
         if _is_harmless(structure):
             return True
         with self._lock:
             return self._verdicts.get(namespace, structure) is not None
 
     def check(self, structure: Structure, namespace: str = "") -> None:
-        """Raises InvalidRequest when the grammar is bad, or dangerous. `namespace`: whose it is."""
+        """Raises InvalidRequest when the grammar is invalid or too expensive. `namespace`: its owner."""
         if _is_harmless(structure):
             return
         with self._lock:
@@ -113,8 +113,8 @@ class Trial:
             raise InvalidRequest(f"the {structure.kind} cannot be used: {verdict}", hint=hint, param=structure.param)
 
     def _try(self, structure: Structure) -> str:
-        """What is wrong with it; empty when nothing is."""
-        # Translating EBNF takes a Python program, which some grammars keep busy for long: that is tried as well.
+        """The problem; empty when there is none."""
+        # Translating EBNF runs Python code that takes long for some grammars: it is tried as well.
         ebnf = structure.kind == "ebnf"
         check_literals(structure)
         grammar = structure.value if ebnf else grammar_text(structure)
@@ -131,13 +131,13 @@ class Trial:
             raise TrialFailed(f"cannot start a process to try the grammar: {error.strerror}") from error
         if done.returncode == 0 and done.stdout.startswith(trial_process.TRIED):
             return done.stdout.removeprefix(trial_process.TRIED).decode()
-        if done.returncode < 0:  # killed: by the timer, for its memory, or by a stack that overflowed
+        if done.returncode < 0:  # killed by the timer, for its memory, or by a stack overflow
             return "it is too deep, or takes too long or too much memory to compile"
         raise TrialFailed(f"cannot try the grammar: {done.stderr.decode(errors='replace')[-300:]}")
 
 
 def _is_harmless(structure: Structure) -> bool:
-    """Where its size is all that a caller decides about, and it is small."""
+    """Whether the caller decides nothing but its size, and it is small."""
     return structure.kind == "json_object" or (
         structure.kind == "choice" and sum(len(text.encode()) for text in structure.value) <= _SMALL_BYTES
     )

@@ -1,9 +1,8 @@
 """The process in which `Trial` compiles and measures: run as a file, so that it starts without loading the package.
 
-Reads one task from standard input and writes `TRIED` and what is wrong with its grammar to standard output: without the
-mark nothing was tried, whatever the exit status. Takes no more than its share of processor time and memory: the kernel
-ends it. Runs at a lower priority than the server, which must not notice it, but not at the lowest: whoever sent the
-grammar waits for it, also while the processors are busy.
+Reads one task from standard input and writes `TRIED` and the grammar's problem, if any, to standard output: without the
+mark nothing was tried, whatever the exit status. The kernel enforces its limits of CPU time and memory. Its priority is
+lower than the server's, so as not to disturb it, but not the lowest: the client waits for it, also under load.
 """
 
 import json
@@ -20,22 +19,22 @@ from typing import Any
 
 MAX_MESSAGE_CHARS = 500
 TRIED = b"tried:"
-"""An exception in the thread that compiles ends the thread alone."""
+"""Marks a result: an exception in the compiling thread ends that thread alone."""
 _STACK_BYTES = 2**20
-"""Less than any thread that compiles in earnest: what fits here has room to spare there."""
+"""Less than any thread that compiles in the server has: what fits here fits there."""
 SLOW = "it takes too long "
 _TRIES = 2
-"""Of what takes too long: the shorter one counts, so that a busy machine refuses nothing."""
+"""Runs of a slow step: the faster one counts, so that a busy machine refuses nothing."""
 _LONG_TOKEN_BYTES = 16
-"""A mask goes as far ahead as the longest token that fits: this much of an answer, byte by byte, is one of those."""
+"""A mask looks ahead as far as the longest token that fits: about this many bytes of an answer."""
 _FOLLOWED_BYTES = 2 * _LONG_TOKEN_BYTES
 _END = 256
 _NICE = 10
-"""A tenth of what the server gets where they compete."""
+"""A tenth of the server's share under contention."""
 
 
 class _Bytes:
-    """The least vocabulary that can spell everything."""
+    """The smallest vocabulary that can spell everything."""
 
     eos_token_id = _END
     bos_token_id = None
@@ -48,12 +47,12 @@ class _Bytes:
 
 def main() -> None:
     os.nice(_NICE)
-    import llguidance  # noqa: F401 (most of the time that this takes: at the lower priority, before the limits count)
+    import llguidance  # noqa: F401 (the slowest part: at the lower priority, before the limits apply)
 
     task = json.load(sys.stdin.buffer)
     resource.setrlimit(resource.RLIMIT_AS, (task["memory_bytes"], task["memory_bytes"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.setitimer(signal.ITIMER_PROF, task["cpu_s"])  # its signal ends a process that does not handle it
+    signal.setitimer(signal.ITIMER_PROF, task["cpu_s"])  # the unhandled signal ends the process
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=_compile, args=(task,))
     thread.start()
@@ -78,7 +77,7 @@ def _wrong_with(task: dict[str, Any]) -> str:
     compiled, compile_s = _least(partial(LLMatcher, vocabulary, grammar, log_level=0, limits=limits), most["compile_s"])
     if compiled.is_error():
         return str(compiled.get_error())
-    # The first mask, and the one behind what every answer begins with: there most grammars that are too large give up.
+    # The first mask, and the one after the usual first token: most grammars that are too large give up there.
     matcher = compiled.deep_copy()
     matcher.compute_bitmask()
     if not matcher.is_error() and matcher.consume_tokens(list(matcher.compute_ff_bytes())):
@@ -95,7 +94,7 @@ def _wrong_with(task: dict[str, Any]) -> str:
 
 
 def _least(make: Callable[[], Any], most_s: float) -> tuple[Any, float]:
-    """What it makes, and the processor time that this takes; tried again when that is too much."""
+    """The result, and the CPU time that it takes; retried when that is too much."""
     least_s = float("inf")
     for _ in range(_TRIES):
         began_s = time.thread_time()
@@ -107,7 +106,7 @@ def _least(make: Callable[[], Any], most_s: float) -> tuple[Any, float]:
 
 
 def _slowest_s(matcher: Any) -> float:
-    """What the slowest stretch as long as a token takes, of an answer at random."""
+    """CPU time of the slowest token-sized stretch of a random answer."""
     rng, slowest_s = Random(0), 0.0
     for _ in range(0, _FOLLOWED_BYTES, _LONG_TOKEN_BYTES):
         stretch_s = 0.0

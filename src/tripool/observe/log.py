@@ -29,7 +29,7 @@ _MAX_WAITING = 10_000
 _END_S = 1.0
 """Longest wait for the last lines when the process ends."""
 _RETRY_S = 1.0
-_AT_WILL = ("tripool.connections", "tripool.strangers")
+_AT_WILL = ("tripool.connections", "tripool.unauthenticated")
 _WINDOW_S, _PER_WINDOW, _MAX_KINDS = 10.0, 5, 100
 
 

@@ -1,4 +1,4 @@
-"""The router: who computes what, who owns it, and what happens when they vanish. Pure; a gateway drives it."""
+"""The router: admission, fairness, placement, and the ledger of requests. Pure; the gateway drives it."""
 
 from tripool.router.coordinator import Coordinator
 from tripool.router.outputs import Emit, Fail, Output, Send, ToSupervisor

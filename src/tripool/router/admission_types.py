@@ -1,4 +1,4 @@
-"""The nouns of the door: who comes, what room there is, what is decided. Pure data."""
+"""Types of admission control: arrivals, capacity, decisions, pending requests. Pure data."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Arrival:
     id: str
     prompt_tokens: int
     answer_tokens: int = 0
-    """That it may have, all choices together: its tenant's rate must have room for them too."""
+    """Most tokens that all its choices together may generate: its tenant's rate must have room for them."""
     usual_tokens: int | None = None
-    """That it probably has, where that is less: what it is compared with others by."""
+    """Tokens that they probably generate, where that is less: used to compare tenants."""
     tenant: Tenant = ANONYMOUS
     choices: int = 1
     slo: Slo = field(default_factory=Slo)
@@ -36,12 +36,12 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How much a backend works on at a time."""
+    """How much a backend can compute at a time."""
 
     lanes: int = 1
-    """Workers that compute prompts."""
+    """Prefill workers."""
     slots: int | None = None
-    """Choices that can be answered at the same time. None: not known, and not minded."""
+    """Choices that can decode at the same time. None: unknown, and not limited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Nothing of it was begun."""
+    """No work on it was begun."""
 
     id: str
     error: TripoolError
@@ -62,8 +62,8 @@ Decision = Admit | Refuse
 
 class Stage(Enum):
     WAITING = "waiting"
-    INSIDE = "inside"
-    """Let through, no token yet."""
+    PREFILLING = "prefilling"
+    """Admitted, no token yet."""
     ANSWERING = "answering"
 
 
@@ -72,27 +72,27 @@ class PendingRequest:
     arrival: Arrival
     account: Account
     cost: float
-    """Tokens that it was charged: what will probably have to be computed."""
+    """Tokens charged to its tenant: those that will probably have to be computed."""
     reserved_tokens: float
-    """Of its answers, taken from its tenant's rate and not come yet."""
+    """Tokens of its answers that are charged to its tenant's rate and not generated yet."""
     rest: deque[Arrival]
-    """Further prompts of the same request, each of which arrives when the one before it is let through."""
+    """Further prompts of the same request; each arrives when the one before it is admitted."""
     arrived_s: float
     ahead_tokens: float
-    """That were to go before it when it came."""
+    """Tokens queued before it at its arrival."""
     predicted_s: float | None
     stage: Stage = Stage.WAITING
     why: str = ""
-    """What it had to wait for when it came."""
+    """What it had to wait for at its arrival."""
     admitted_s: float = 0.0
     unhindered: bool = False
-    """There was a free lane when it was let through."""
+    """A prefill worker was free when it was admitted."""
 
 
 def check_account(account: Account, pending_requests: Sequence[PendingRequest]) -> None:
-    """The invariants of one tenant. `pending_requests`: all of its own."""
+    """Invariants of one tenant. `pending_requests`: all of its own."""
     held = [pending for pending in pending_requests if pending.stage is not Stage.WAITING]
-    assert account.slots_held == sum(pending.arrival.choices for pending in held) and account.num_inside == len(held)
-    assert account.num_unbegun == sum(pending.stage is Stage.INSIDE for pending in held)
+    assert account.slots_held == sum(pending.arrival.choices for pending in held) and account.num_admitted == len(held)
+    assert account.num_prefilling == sum(pending.stage is Stage.PREFILLING for pending in held)
     asked = [one for pending in pending_requests for one in (pending.arrival, *pending.rest)]
-    assert account.open_tokens == sum(one.asked_tokens for one in asked), "what is asked for is miscounted"
+    assert account.open_tokens == sum(one.asked_tokens for one in asked), "asked tokens are miscounted"

@@ -1,11 +1,11 @@
-"""What the gateway drives: requests and messages in, messages and tokens out, every wait bounded. Pure.
+"""The coordinator: takes requests, messages and the time, and returns messages, tokens and failures to send. Pure.
 
-`submit`, `cancel`, `receive`, `drain` and `tick` take the time and return what is to be done, in order. Call `tick`
-every few tens of milliseconds.
+`submit`, `cancel`, `receive`, `drain` and `tick` take the time and return outputs, in order. Call `tick` every few tens
+of milliseconds: every wait has a deadline.
 
 A worker is trusted from its Hello until it is silent, leaves or is reaped. A Hello says that its sender holds nothing:
-whatever was placed on that life before is placed again. Whoever is no longer trusted gets no answer, so that it hears
-silence, drops everything and says Hello by itself, if nobody has ended it by then.
+whatever was placed on it before is placed again. A worker that is not trusted gets no answer; it then drops everything
+and sends Hello again, unless it was killed before.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ from tripool.router.view import Member
 
 class Coordinator:
     def __init__(self, config: RouterConfig, *, gateway_epoch: int, traces: bool = True) -> None:
-        """`traces`: whether each request keeps why it went where it went; nothing is decided by it."""
+        """`traces`: whether each request keeps a placement trace; it does not affect decisions."""
         self._config = config
         self._welcome = Welcome(gateway_epoch, config.heartbeat_s)
         self._placing = Placing(config, traces=traces)
         self.ledger = self._placing.ledger
         self.view = self._placing.view
         self._alarms: list[tuple[float, str, int]] = []
-        """When to look at a life (worker, epoch) again."""
+        """When to check a worker (name, epoch) again."""
         self._suspected: dict[WorkerId, float] = {}
         self._computed: dict[WorkerId, dict[str, set[int]]] = {}
-        """What lives that are suspected were working on, until it is known how they ended."""
+        """What suspected workers were computing, until it is known how they ended."""
         self._newest: dict[str, int] = {}
-        """Epoch of the newest life that each worker has had."""
+        """Newest epoch of each worker."""
         self._over: dict[str, int] = {}
-        """Epoch up to which a worker's lives have ended for certain."""
+        """Epoch up to which a worker's processes are known to have ended."""
 
-    # ---- what a gateway calls ---------------------------------------------------------------------------------------
+    # ---- called by the gateway --------------------------------------------------------------------------------------
 
     def submit(self, request: Request, now_s: float) -> list[Output]:
         """Takes what admission lets in. Raises InvalidRequest for an id in use."""
@@ -71,7 +71,7 @@ class Coordinator:
         return self._placing.settle(now_s)
 
     def cancel(self, request_id: str, now_s: float) -> list[Output]:
-        """The client is gone or has enough. Unknown and finished requests are fine."""
+        """The client disconnected or needs no more. Unknown and finished requests are ignored."""
         entry = self.ledger.get(request_id)
         if entry is not None:
             self._placing.drop(entry)
@@ -101,14 +101,14 @@ class Coordinator:
         return self._placing.settle(now_s)
 
     def advance(self, worker_id: WorkerId, runs: Iterable[tuple[Stamped, Sequence[int]]], now_s: float) -> list[Output]:
-        """Tokens of many steps in one go, by choice: the newest, and those that came right before it. The ledger takes
-        them as it takes single ones; clients get the newest alone. For a simulation that leaps over quiet steps."""
+        """Tokens of many steps at once, by choice: the newest, and those right before it. The ledger takes them like
+        single ones; clients get only the newest. For a simulation that fast-forwards over quiet steps."""
         for stamped, before in runs:
             self._token(worker_id, stamped, before, now_s)
         return self._placing.settle(now_s)
 
     def drain(self, worker_id: WorkerId, now_s: float) -> list[Output]:
-        """No new work for this worker. Its streams go on elsewhere if there is another; else it finishes them."""
+        """No new work for this worker. Its streams move to another worker if there is one; else it finishes them."""
         member = self.view.get(worker_id)
         if member is not None and not member.draining:
             self._drain(member, now_s)
@@ -116,7 +116,7 @@ class Coordinator:
         return self._placing.settle(now_s)
 
     def tick(self, now_s: float) -> list[Output]:
-        """Look at the clock: deadlines of requests, silence of workers."""
+        """Checks deadlines of requests and silence of workers."""
         for entry, choice in self.ledger.overdue(now_s):
             self._overdue(entry, choice, now_s)
         while self._alarms and self._alarms[0][0] <= now_s:
@@ -136,15 +136,15 @@ class Coordinator:
         return self._placing.settle(now_s)
 
     def check(self, now_s: float | None = None) -> None:
-        """The invariants, at length. With the time: nothing is past its deadline (after a tick)."""
+        """The invariants, in full. With the time: nothing is past its deadline (after a tick)."""
         self._placing.check(now_s)
         watched = {(worker, epoch) for _, worker, epoch in self._alarms}
         for member in self.view:
-            assert member.worker_id.epoch > self._over.get(member.worker_id.name, 0), "a life that is over is trusted"
-            assert member.worker_id not in self._suspected, "a suspected life is trusted"
-            assert (member.worker_id.name, member.worker_id.epoch) in watched, "nobody watches a worker"
+            assert member.worker_id.epoch > self._over.get(member.worker_id.name, 0), "an ended worker is trusted"
+            assert member.worker_id not in self._suspected, "a suspected worker is trusted"
+            assert (member.worker_id.name, member.worker_id.epoch) in watched, "a worker without an alarm"
 
-    # ---- workers come and go ----------------------------------------------------------------------------------------
+    # ---- workers join and leave -------------------------------------------------------------------------------------
 
     def _hello(self, hello: Hello, now_s: float) -> None:
         worker_id, worker = hello.worker_id, hello.worker_id.name
@@ -156,7 +156,7 @@ class Coordinator:
         newest = self._newest.get(worker, worker_id.epoch)
         if worker_id.epoch < newest:
             return
-        # The same life again holds nothing. Nobody starts a worker's next life before the last one is over.
+        # The same epoch again holds nothing. A worker's next epoch starts only after the last one has ended.
         self._lose(WorkerId(worker, newest), now_s)
         self._newest[worker] = worker_id.epoch
         self.view.add(hello, now_s)
@@ -166,22 +166,22 @@ class Coordinator:
     def _heartbeat(self, heartbeat: Heartbeat, now_s: float) -> None:
         worker_id = heartbeat.worker_id
         if worker_id not in self.view:
-            return  # it hears silence, and will say Hello
+            return  # without an answer it will send Hello
         member = self.view.heard(heartbeat, now_s)
         self._placing.out.append(Send(worker_id, self._welcome))
         if member.draining:
-            self._placing.out.append(Send(worker_id, Drain()))  # again: the first may have been lost
+            self._placing.out.append(Send(worker_id, Drain()))  # repeated: the first may have been lost
         idle_s = now_s - max(member.idle_s, member.placed_s) if member.idle_s is not None else 0.0
         if member.num_placed and idle_s > self._config.silence_s:
-            # It has had nothing for longer than anything can be on its way: what we sent, or its answer, was lost.
+            # It has been idle for longer than any message travels: what we sent, or its answer, was lost.
             for request_id, placement in self.ledger.placements_at(worker_id):
                 self._placing.cancel_placement(request_id, placement, now_s, lost=True)
 
     def _ended(self, worker_id: WorkerId, now_s: float, *, crashed: bool) -> None:
-        """Over for certain."""
+        """The process has ended for certain."""
         self._over[worker_id.name] = max(self._over.get(worker_id.name, 0), worker_id.epoch)
         computed = self._computed.get(worker_id)
-        if crashed and computed is not None:  # it was silent first: all that was there is elsewhere already
+        if crashed and computed is not None:  # it was silent first: its work is already placed again
             self._placing.accuse(computed)
         self._lose(worker_id, now_s, crashed=crashed)
 
@@ -197,16 +197,16 @@ class Coordinator:
             for request_id, placement in self.ledger.placements_at(member.worker_id):
                 self._placing.cancel_placement(request_id, placement, now_s, lost=False)
 
-    # ---- what workers say about requests ----------------------------------------------------------------------------
+    # ---- messages about requests ------------------------------------------------------------------------------------
 
     def _tokens(self, message: Tokens, now_s: float) -> None:
         member = self.view.get(message.worker_id)
         for stamped in message.events:
-            if member is None or self._is_token(stamped.event, member):  # else a gap, which is noticed
+            if member is None or self._is_token(stamped.event, member):  # else it is a gap, which the ledger detects
                 self._token(message.worker_id, stamped, (), now_s)
 
     def _is_token(self, event: TokenEvent, member: Member) -> bool:
-        """Whether it can be one of this model and request. What a worker says goes on to clients and into sums."""
+        """Whether it is valid for this model and request: it is forwarded to clients and counted."""
         entry = self.ledger.get(event.request_id)
         num_prompt = len(entry.request.prompt_ids) if entry is not None else 0
         known = entry is None or 0 <= event.num_cached_tokens <= num_prompt
@@ -241,7 +241,7 @@ class Coordinator:
         entry, choice = found
         placement = entry.placements[message.attempt]
         if message.descriptor.num_tokens != len(entry.request.prompt_ids) + len(choice.tokens) - 1:
-            # Its tokens were lost on the way. The parcel goes with the placement.
+            # Its tokens were lost on the way. Its KV is dropped with the placement.
             self._placing.cancel_placement(message.request_id, placement, now_s, lost=True)
             return
         self._placing.lift(entry, choice)
@@ -274,14 +274,14 @@ class Coordinator:
         choices = self._placing.choices_under(entry, placement)
         for choice in choices:
             choice.avoid = message.worker_id
-        # A decode worker without room says nothing against the parcel; any other reason does.
+        # A refusal for want of room does not invalidate the KV; any other one does.
         keeps_descriptor = full or message.code == "draining"
         void = message.worker_id if placement.source is None else None if keeps_descriptor else placement.source
         lost, why = not keeps_descriptor, f"refused ({message.code})"
         self._placing.again(entry, choices, now_s, lost=lost, void=void, rest=True, why=why)
 
     def _stray(self, worker_id: WorkerId, request_id: str, attempt: int) -> None:
-        """A worker that we trust goes on with something that is nobody's: its Cancel was lost, or crosses this."""
+        """A trusted worker works on an attempt that no longer exists: its Cancel was lost, or crosses this message."""
         if worker_id in self.view:
             self._placing.out.append(Send(worker_id, Cancel(request_id, attempt)))
 
@@ -293,7 +293,7 @@ class Coordinator:
         elif choice.stage in (Stage.QUEUED, Stage.PACKED):
             self._found_no_room(entry, choice, now_s)
         else:
-            # Its worker is there and has no room for it, or no time; elsewhere there may be some.
+            # Its worker has no room or time for it; another may have.
             placement = entry.placements[choice.attempt]
             if self._stands_still(entry, now_s):
                 self._placing.fail(entry, self._waited_for("prefill" if placement.source is None else "decode"))
@@ -303,17 +303,17 @@ class Coordinator:
             self._placing.cancel_placement(entry.request.id, placement, now_s, lost=False)
 
     def _found_no_room(self, entry: Entry, choice: ChoiceState, now_s: float) -> None:
-        """Given up, unless it is its own other choices that it waits for: they go on, and will make room."""
+        """Fails it, unless it waits for other choices of its own request: they go on, and will free their room."""
         packed = choice.stage is Stage.PACKED
         if now_s - entry.moved_s >= self._config.queue_s:
             self._placing.fail(entry, self._waited_for("decode" if packed else "prefill"))
-        elif choice.lease is not None:  # which its worker will soon give up: it is computed again
+        elif choice.lease is not None:  # its lease will soon expire: it is computed again
             self._placing.again(entry, [choice], now_s, lost=False, void=choice.lease.worker_id, why="waited too long")
         else:
             self.ledger.move(entry, choice, Stage.QUEUED, now_s, self._config.queue_s)
 
     def _stands_still(self, entry: Entry, now_s: float) -> bool:
-        """Whether its client has got nothing for as long as waiting and computing may take together."""
+        """Whether its client has received nothing for as long as waiting and computing may take together."""
         return now_s - entry.moved_s >= self._config.queue_s + self._config.prefill_s
 
     def _waited_for(self, role: Role) -> TripoolError:

@@ -1,7 +1,7 @@
-"""Whose choices each decode worker has, and who may have one there though it is full. Pure.
+"""Decode slots held per tenant and request at each decode worker, and who may join a full one. Pure.
 
-A decode worker shares its batch by tenant and request (`engine/batch_shares.py`): a group with less takes a slot from
-the group with most. So a request of a group with less is sent there also when no slot is free; the worker makes room.
+A decode worker shares its batch by tenant and request (`engine/batch_shares.py`): a group with fewer slots takes one
+from the group with most. So a request of a group with fewer is placed there even when no slot is free.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ class DecodeSlots:
             self._weights.clear()
 
     def owes(self, worker_id: WorkerId, slo: Slo, over: int = 0) -> bool:
-        """Whether another tenant, or another request of its own, would have no less there after giving up a place.
-
-        `over`: so many are there beyond its places, for which it has to give some up already.
+        """Whether another tenant, or another request of the same one, would keep at least as many slots after giving
+        one up. `over`: choices placed beyond the worker's slots, for which it has to preempt others already.
         """
         given = 1 + max(0, over)
         held = self._held.get(worker_id, Counter())
@@ -51,4 +50,4 @@ class DecodeSlots:
         held = Counter(
             {(worker_id, group): n for worker_id, groups in self._held.items() for group, n in groups.items()}
         )
-        assert held == placed, "whose choices are where is miscounted"
+        assert held == placed, "decode slots are miscounted"

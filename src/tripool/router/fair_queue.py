@@ -1,16 +1,15 @@
-"""Whose request is next: deficit round robin over tenants, on uncached tokens, weighted. Pure and incremental.
+"""Fair queue: weighted deficit round robin over tenants, on uncached tokens. Pure and incremental.
 
-A ring that gives every waiting tenant a small quantum per round and lets whoever's deficit is paid off go next needs no
-walk: the quantum may as well be nothing, and the order is then that of one number per tenant, the tokens it has been
-given divided by its weight. The least is next (`Account.given`). Two rules keep that fair over time:
+With a vanishing quantum, round robin orders tenants by one number each: the tokens it was given divided by its weight
+(`Account.given`). The tenant with the least is next. Two rules keep that fair over time:
 
-- Whoever comes back starts level with the ring (`_level`), but for a bounded credit (`credit_tokens`) from what it did
-  not use meanwhile: two requests at once after a quiet time are no flood. What it owes stays.
-- A prompt is charged by what will probably have to be computed, and corrected once its first token says what was found
-  in the cache.
+- A tenant that returns starts at the current level (`_level`), less a bounded credit (`credit_tokens`) for the share it
+  did not use: two requests at once after an idle time are no flood. Its debt stays.
+- A prompt is charged by what will probably have to be computed, and corrected once its first token shows what was
+  cached.
 
-So a tenant that asks for less than its share is served before one that asks for more, however much that has waiting,
-and of two that ask for more each gets its share. Within a tenant, lower priorities go first, then who came first.
+So a tenant that asks for less than its share is served before one that asks for more, however much that one has
+waiting, and two that ask for more get their shares. Within a tenant, lower priorities go first, then earlier arrivals.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from tripool.tenants import Tenant
 
 
 def jain(values: Sequence[float]) -> float:
-    """1 when all are equal, 1/n when one has everything."""
+    """Jain's index: 1 when all are equal, 1/n when one has everything."""
     squares = sum(value * value for value in values)
     return sum(values) ** 2 / (len(values) * squares) if squares else 1.0
 
 
 def max_min(asked: Sequence[float], weights: Sequence[float], capacity: float) -> list[float]:
-    """What each is entitled to of a capacity: nobody gets more than it asked for, and what it leaves is shared."""
+    """Weighted max-min shares of a capacity: none exceeds its demand, and unused shares are redistributed."""
     got = [0.0] * len(asked)
     left, weight = capacity, sum(weights)
     for i in sorted(range(len(asked)), key=lambda i: asked[i] / weights[i]):
@@ -41,7 +40,7 @@ def max_min(asked: Sequence[float], weights: Sequence[float], capacity: float) -
 
 
 def fairness(accounts: Iterable[Account], now_s: float) -> float:
-    """Jain's index of what tenants got of what they were entitled to, over the last minute or so."""
+    """Jain's index of served over entitled tokens per tenant, over about the last minute."""
     known = list(accounts)
     for account in known:
         account.count(now_s)
@@ -54,39 +53,39 @@ def fairness(accounts: Iterable[Account], now_s: float) -> float:
 
 
 _MEMORY_S = 60.0
-"""Over which asked and served tokens are compared."""
+"""Time constant over which asked and served tokens are compared."""
 _HIT_WEIGHT = 0.1
 _IDLE_ACCOUNTS = 1024
 
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """One tenant at one door."""
+    """One tenant in one queue."""
 
     name: str
     weight: float
     given: float = 0.0
     """Tokens per weight: the deficit, counted upwards."""
     version: int = 0
-    """Of its newest place in the ring."""
+    """Version of its newest heap entry."""
     waiting_tokens: dict[int, float] = field(default_factory=dict)
     """By priority; no entry where nothing waits."""
     num_waiting: Counter[int] = field(default_factory=Counter)
     queue: list[tuple[int, int, str]] = field(default_factory=list)
-    """(priority, serial, id), some of them gone already."""
-    num_inside: int = 0
-    num_unbegun: int = 0
-    """Of those inside, the ones without a first token."""
+    """(priority, serial, id); may hold stale entries."""
+    num_admitted: int = 0
+    num_prefilling: int = 0
+    """Of the admitted requests, those without a first token."""
     slots_held: int = 0
-    """Choices that were let through and have not ended."""
+    """Choices admitted and not ended."""
     hit_ratio: float = 0.0
-    """Of its prompts, lately: what share was found in the cache."""
+    """Recent share of its prompt tokens found in the cache."""
     asked_tokens: float = 0.0
     served_tokens: float = 0.0
-    """Uncached, of the last minute or so."""
+    """Uncached tokens over about the last minute."""
     counted_s: float = 0.0
     open_tokens: int = 0
-    """Of prompts and answers, cached or not, of all its requests that are not over."""
+    """Prompt and answer tokens, cached or not, of all its open requests."""
 
     @property
     def total_waiting(self) -> int:
@@ -94,11 +93,11 @@ class Account:
 
     @property
     def present(self) -> bool:
-        return bool(self.num_waiting or self.num_inside)
+        return bool(self.num_waiting or self.num_admitted)
 
     @property
     def asks(self) -> float:
-        """How much it wants of the backend just now, by its weight."""
+        """How much it currently asks of the backend, by its weight."""
         return self.open_tokens / self.weight
 
     def cost_of(self, prompt_tokens: int) -> float:
@@ -125,7 +124,7 @@ class Waiting:
 
 
 class FairQueue:
-    """Requests that wait, by tenant, and the order in which they will go."""
+    """Waiting requests by tenant, and the order in which they are admitted."""
 
     def __init__(self) -> None:
         self.credit_tokens = 0.0
@@ -133,15 +132,15 @@ class FairQueue:
         self._entries: dict[str, Waiting] = {}
         self._ring: list[tuple[float, int, str]] = []
         self._level = 0.0
-        """`given` of whoever was served last, when it was."""
+        """`given` of the tenant served last, at that time."""
         self._highest = 0.0
         self._versions = 0
         self._serials = 0
         self.waiting_tokens = 0.0
         self.active_weight = 0.0
-        """Of tenants with something waiting."""
+        """Of tenants with waiting requests."""
         self.present_weight = 0.0
-        """Of tenants with something waiting or inside."""
+        """Of tenants with waiting or admitted requests."""
         self._num_active = 0
 
     def __len__(self) -> int:
@@ -157,7 +156,7 @@ class FairQueue:
         return self._accounts.get(name)
 
     def account(self, tenant: Tenant) -> Account:
-        """Made at its first request. A new weight counts once nothing of the tenant is here."""
+        """Created at its first request. A new weight takes effect once the tenant has no request here."""
         account = self._accounts.get(tenant.name)
         if account is None:
             if len(self._accounts) > _IDLE_ACCOUNTS + 2 * self._num_active:
@@ -169,12 +168,12 @@ class FairQueue:
         return account
 
     def _forget(self) -> None:
-        """Those who have nothing here and owe nothing; rarely, so that each request pays for little of it."""
+        """Drop tenants without requests and debt; called rarely, to keep the cost per request low."""
         for name, account in list(self._accounts.items()):
             if not account.present and account.given <= self._level:
                 del self._accounts[name]
 
-    # ---- in and out -------------------------------------------------------------------------------------------------
+    # ---- push and pop -----------------------------------------------------------------------------------------------
 
     def push(self, request_id: str, account: Account, priority: int, cost: float) -> None:
         self._serials += 1
@@ -193,7 +192,7 @@ class FairQueue:
             self._sort_in(account)
 
     def pop(self, allowed: Callable[[Account], bool]) -> str | None:
-        """The next request, charged to its tenant. None: nothing waits, or nobody who is allowed."""
+        """The next request, charged to its tenant. None: nothing waits, or no waiting tenant is allowed."""
         passed_over: list[tuple[float, int, str]] = []
         found: str | None = None
         while self._ring and found is None:
@@ -207,7 +206,7 @@ class FairQueue:
             found = self._head(account)
             self._level = max(self._level, account.given)
             cost = self._entries[found].cost
-            self._take_out(found, inside=True)
+            self._take_out(found, admitted=True)
             account.given += cost / account.weight
             self._highest = max(self._highest, account.given)
             if account.num_waiting:
@@ -218,32 +217,32 @@ class FairQueue:
 
     def remove(self, request_id: str) -> None:
         """Refused or cancelled while it waited: nothing is charged."""
-        self._take_out(request_id, inside=False)
+        self._take_out(request_id, admitted=False)
 
     def left(self, account: Account) -> None:
-        """One that was let through has ended."""
+        """An admitted request has ended."""
         was_present = account.present
-        account.num_inside -= 1
-        assert account.num_inside >= 0, "left more often than let through"
+        account.num_admitted -= 1
+        assert account.num_admitted >= 0, "more requests ended than were admitted"
         self._presence(account, was_present)
 
     def correct(self, account: Account, tokens: float) -> None:
-        """So much more than it was charged has been computed for it; less, if negative."""
+        """Correct the charge: `tokens` more than charged were computed, or fewer if negative."""
         account.given += tokens / account.weight
         self._highest = max(self._highest, account.given)
         if account.num_waiting:
             self._sort_in(account)
 
     def rest(self) -> None:
-        """Nothing waits and nothing is to be begun: all start level, with all their credit, and debts are forgiven.
+        """The backend is idle: all tenants start level, with full credit and without debt.
 
-        What was used while there was enough for everybody is held against nobody: else those who were here would stand
-        behind one that comes fresh, and floods.
+        Use of an idle backend is not held against a tenant; else the present tenants would rank behind a new one that
+        floods the queue.
         """
         self._level = max(self._level, self._highest + self.credit_tokens)
 
     def ahead(self, account: Account, priority: int) -> tuple[float, float]:
-        """Requests and tokens that will go before a new one, at most; looks at this tenant's priorities alone."""
+        """Upper bound of requests and tokens served before a new one; looks at this tenant's priorities only."""
         if not self._entries:
             return 0.0, 0.0
         own_requests = sum(n for p, n in account.num_waiting.items() if p <= priority)
@@ -254,12 +253,12 @@ class FairQueue:
         others_weight = self.active_weight - (account.weight if account.num_waiting else 0.0)
         num_others = self._num_active - bool(account.num_waiting)
         mean = self.waiting_tokens / len(self._entries)
-        # Each of the others is served up to the same level, and may begin one more below it.
+        # Each of the others is served up to the same level, and may start one more request below it.
         reach = others_weight * max(0.0, start - self._level) + num_others * mean
         others = max(0.0, min(self.waiting_tokens - own_all, reach))
         return own_requests + (others / mean if mean else 0.0), own_tokens + others
 
-    # ---- inside -----------------------------------------------------------------------------------------------------
+    # ---- internals --------------------------------------------------------------------------------------------------
 
     def _head(self, account: Account) -> str:
         while True:
@@ -269,7 +268,7 @@ class FairQueue:
                 return request_id
             heappop(account.queue)
 
-    def _take_out(self, request_id: str, *, inside: bool) -> None:
+    def _take_out(self, request_id: str, *, admitted: bool) -> None:
         entry = self._entries.pop(request_id)
         account, priority = entry.account, entry.priority
         was_present = account.present
@@ -279,13 +278,13 @@ class FairQueue:
         if not account.num_waiting[priority]:
             account.num_waiting.pop(priority)
             account.waiting_tokens.pop(priority)
-        account.num_inside += inside
+        account.num_admitted += admitted
         if not account.num_waiting:
             account.queue.clear()
             self.active_weight -= account.weight
             self._num_active -= 1
             if not self._num_active:
-                self.active_weight = self.waiting_tokens = 0.0  # sheds what rounding has left
+                self.active_weight = self.waiting_tokens = 0.0  # drops rounding errors
         elif len(account.queue) > 64 + 2 * account.total_waiting:
             account.queue = [item for item in account.queue if self._is_there(item)]
             heapify(account.queue)
@@ -312,9 +311,9 @@ class FairQueue:
         return account is not None and account.version == entry[1] and bool(account.num_waiting)
 
     def check(self) -> None:
-        """The invariants, at length."""
+        """The invariants, in full."""
         active = [account for account in self if account.num_waiting]
-        assert self._num_active == len(active), "tenants that wait are miscounted"
+        assert self._num_active == len(active), "waiting tenants are miscounted"
         assert _near(self.active_weight, sum(account.weight for account in active))
         assert _near(self.present_weight, sum(account.weight for account in self if account.present))
         assert _near(self.waiting_tokens, sum(entry.cost for entry in self._entries.values()))
@@ -323,7 +322,7 @@ class FairQueue:
             assert account.num_waiting == Counter(entry.priority for entry in own), f"{account.name}: miscounted"
             assert _near(sum(account.waiting_tokens.values()), sum(entry.cost for entry in own))
             queued = {request_id for _, serial, request_id in account.queue if self._is_there((0, serial, request_id))}
-            assert len(queued) == len(own), f"{account.name}: a request that cannot be picked"
+            assert len(queued) == len(own), f"{account.name}: a request cannot be picked"
         current = Counter(entry[2] for entry in self._ring if self._is_current(entry))
         assert current == Counter(account.name for account in active), "a tenant cannot be picked, or twice"
 

@@ -1,17 +1,18 @@
-"""The owner of every request: what its client has of each choice, where each choice is, and who holds what for it.
+"""The ledger of requests: which tokens each client has, where each choice is placed, and which KV leases it holds.
 
-| a choice is  | placement       | lease                    | ends by                                   |
-|--------------|-----------------|--------------------------|-------------------------------------------|
-| queued       | none            | none                     | a prefill worker with room                |
-| resting      | none            | at the prefill life, or none | its deadline: then it queues again    |
-| prefilling   | a prefill life  | none                     | Packed, or a first token that is the last |
-| packed       | none            | at the prefill life      | a decode worker with room                 |
-| transferring | a decode life   | at the prefill life      | Adopted, or a token that implies it       |
-| decoding     | a decode life   | none                     | its last token                            |
-| done         | none            | none                     |                                           |
+| stage        | placement        | lease                     | ends by                                        |
+|--------------|------------------|---------------------------|------------------------------------------------|
+| queued       | none             | none                      | a prefill worker with room                     |
+| resting      | none             | at prefill worker or none | its deadline: then it is queued again          |
+| prefilling   | a prefill worker | none                      | TransferReady, or a first token that is last   |
+| packed       | none             | at the prefill worker     | a decode worker with room                      |
+| transferring | a decode worker  | at the prefill worker     | TransferDone, or a token that implies it       |
+| decoding     | a decode worker  | none                      | its last token                                 |
+| done         | none             | none                      |                                                |
 
-A placement is one Begin or one Adopt and has its own attempt number within the request. Whatever another process says
-is about a placement; if that is no longer the choice's own, it is dropped. Pure; sends nothing and chooses nobody.
+A placement is one StartPrefill or StartDecode and has its own attempt number within the request. Every message from a
+worker is about a placement; if that is no longer the choice's current one, it is dropped. Pure; sends nothing and makes
+no placement decisions.
 """
 
 from __future__ import annotations
@@ -37,33 +38,33 @@ class Stage(Enum):
     DONE = "done"
 
 
-# Tuples: a stage is found in one by what it is; in a set its name would be hashed first, in Python.
+# Tuples: membership compares by identity; a set would hash the stage's name first, in Python.
 _PLACED = (Stage.PREFILLING, Stage.TRANSFERRING, Stage.DECODING)
 _LEASED = (Stage.PACKED, Stage.TRANSFERRING)
 
 
 @dataclass(slots=True, eq=False)
 class Placement:
-    """One Begin or Adopt at one life, while any choice of it is still there."""
+    """One StartPrefill or StartDecode at one worker, while it has choices left."""
 
     attempt: int
     worker_id: WorkerId
     weight_tokens: int
     choices: set[int]
     source: WorkerId | None = None
-    """Whose parcel an Adopt takes over."""
+    """The prefill worker whose KV a StartDecode copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A parcel that a prefill life keeps for one choice."""
+    """KV that a prefill worker keeps for one choice."""
 
     worker_id: WorkerId
     attempt: int
-    """Of the Begin that packed it: cancelling that frees the parcel too."""
+    """Of its StartPrefill: cancelling that releases the KV too."""
     descriptor: KvDescriptor
     until_s: float
-    """It is kept longer than this, long enough to be copied."""
+    """The worker keeps it longer than this, long enough to be copied."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,45 +74,45 @@ class ChoiceState:
     since_s: float
     deadline_s: float
     tokens: list[int] = field(default_factory=list)
-    """Everything the client has."""
+    """Tokens that the client has."""
     attempt: int = 0
-    """Its current placement; 0: none."""
+    """Of its current placement; 0: none."""
     lease: Lease | None = None
     alarm_s: float | None = None
-    """When the heap of deadlines will next look at it."""
+    """When the deadline heap next looks at it."""
     avoid: WorkerId | None = None
-    """Who gave it back last."""
+    """The worker that refused it last."""
     num_refused: int = 0
-    """Times that it was given back since it was last adopted."""
+    """Refusals since its last KV transfer."""
     proof_tokens: int | None = None
-    """It was on a worker that crashed: how many tokens clear it of that. See `router.suspects`."""
+    """Set after a crash of its worker: the token count that clears it of suspicion. See `router.suspects`."""
     num_drafted: int = 0
     num_accepted: int = 0
     drafted_before: int = 0
     accepted_before: int = 0
-    """By earlier placements; an event counts from its own."""
+    """Of earlier placements; an event counts from its own."""
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
     request: Request
     order: int
-    """Arrival number: older ones are placed first."""
+    """Arrival number: older requests are placed first."""
     choices: list[ChoiceState]
     trace: PlacementTrace
     held_by: str = ""
-    """Why it found no room when it was the next to be placed; empty again once it is."""
+    """Why no worker had room for it when it was next; empty once it is placed."""
     placements: dict[int, Placement] = field(default_factory=dict)
     num_attempts: int = 0
     num_losses: int = 0
-    """Workers that fell, or messages that were lost, with it. Waiting for room is no loss, however it is told."""
+    """Workers or messages lost with it. Waiting for room does not count."""
     num_crashes: int = 0
     """Of those workers, the ones that crashed."""
     moved_s: float = 0.0
-    """When its client last got something, or asked."""
+    """When its client last received a token, or sent the request."""
     num_open: int = 0
     num_cached_tokens: int | None = None
-    """Of the first attempt that said anything; the client is told this one for good."""
+    """From the first attempt that reported it; later attempts do not change what the client sees."""
 
     def answered(self, choice: ChoiceState) -> Answered:
         return Answered(choice.index, tuple(choice.tokens))
@@ -126,11 +127,11 @@ class Ledger:
         self._entries: dict[str, Entry] = {}
         self._next_order = 0
         self.num_dropped = 0
-        """Events of placements that are no longer a choice's own."""
+        """Events of placements that are no longer current."""
         self._at: dict[WorkerId, dict[tuple[str, int], Placement]] = {}
-        """Placements by life, then by (request, attempt)."""
+        """Placements by worker, then by (request, attempt)."""
         self._leases: dict[WorkerId, dict[int, tuple[str, int]]] = {}
-        """Parcels by prefill life, then lease: (request, choice)."""
+        """KV leases by prefill worker, then lease: (request, choice)."""
         self._alarms: list[tuple[float, int, str, int]] = []
         self._num_alarms = 0
 
@@ -143,10 +144,10 @@ class Ledger:
     def get(self, request_id: str) -> Entry | None:
         return self._entries.get(request_id)
 
-    # ---- a choice's way ---------------------------------------------------------------------------------------------
+    # ---- a choice's stages ------------------------------------------------------------------------------------------
 
     def open(self, request: Request, now_s: float) -> Entry:
-        """Queued; the caller says for how long."""
+        """Adds a queued request; the caller sets its deadline."""
         assert request.id not in self._entries
         choices = [ChoiceState(index, Stage.QUEUED, now_s, now_s) for index in range(request.params.n)]
         trace, count = PlacementTrace(now_s), len(choices)
@@ -165,7 +166,7 @@ class Ledger:
         now_s: float,
         wait_s: float,
     ) -> Placement:
-        """A Begin (prefilling) of several choices, or an Adopt (transferring) of one."""
+        """A StartPrefill (prefilling) of several choices, or a StartDecode (transferring) of one."""
         entry.num_attempts += 1
         attempt = entry.num_attempts
         lease = choices[0].lease
@@ -181,7 +182,7 @@ class Ledger:
         return placement
 
     def lift(self, entry: Entry, choice: ChoiceState) -> Placement | None:
-        """Take a choice off its placement. The placement comes back if that was its last choice: then it is over."""
+        """Take a choice off its placement. Returns the placement if that was its last choice and it is over."""
         placement = entry.placements[choice.attempt]
         choice.attempt = 0
         choice.drafted_before, choice.accepted_before = choice.num_drafted, choice.num_accepted
@@ -201,7 +202,7 @@ class Ledger:
         self._leases.setdefault(lease.worker_id, {})[lease.descriptor.lease] = (entry.request.id, choice.index)
 
     def let_go(self, choice: ChoiceState) -> Lease | None:
-        """Forget a parcel; the caller tells its keeper."""
+        """Drop a lease; the caller notifies the worker that holds it."""
         lease, choice.lease = choice.lease, None
         if lease is not None:
             held = self._leases[lease.worker_id]
@@ -211,21 +212,21 @@ class Ledger:
         return lease
 
     def move(self, entry: Entry, choice: ChoiceState, stage: Stage, now_s: float, wait_s: float) -> None:
-        """The only place where a stage changes, so that what is counted by stage is counted here."""
+        """The only method that changes a stage, so that counts by stage are kept here."""
         entry.num_open -= stage is Stage.DONE
         choice.stage, choice.since_s, choice.deadline_s = stage, now_s, now_s + wait_s
         if stage is not Stage.DONE:
             self._set_alarm(entry, choice)
 
     def close(self, entry: Entry) -> None:
-        """Over, one way or another. Placements and leases are gone before."""
+        """Remove an ended request. Its placements and leases are removed before."""
         assert not entry.placements and all(choice.lease is None for choice in entry.choices)
         del self._entries[entry.request.id]
 
-    # ---- what others say --------------------------------------------------------------------------------------------
+    # ---- messages ---------------------------------------------------------------------------------------------------
 
     def find(self, worker_id: WorkerId, request_id: str, attempt: int) -> tuple[Entry, Placement] | None:
-        """The placement that a message is about, if it is still anyone's."""
+        """The placement that a message is about, if it still exists."""
         there = self._at.get(worker_id)
         placement = there.get((request_id, attempt)) if there is not None else None
         if placement is None:
@@ -251,9 +252,9 @@ class Ledger:
         wait_s: float,
         before: Sequence[int] = (),
     ) -> TokenEvent | Gap | None:
-        """A token as the client shall see it, if it is the next one of its choice. None: it has that one already.
+        """A token as the client sees it, if it is the next one of its choice. None: the client already has it.
 
-        `before`: tokens that came right before it and were not told one by one.
+        `before`: tokens right before it that were not reported one by one.
         """
         index = event.index - len(before)
         if index != len(choice.tokens):
@@ -269,8 +270,8 @@ class Ledger:
         choice.num_accepted = choice.accepted_before + event.num_accepted_draft_tokens
         choice.deadline_s = max(choice.deadline_s, now_s + wait_s)
         cached = entry.num_cached_tokens
-        told = (event.num_cached_tokens, event.num_draft_tokens, event.num_accepted_draft_tokens)
-        if told == (cached, choice.num_drafted, choice.num_accepted):
+        reported = (event.num_cached_tokens, event.num_draft_tokens, event.num_accepted_draft_tokens)
+        if reported == (cached, choice.num_drafted, choice.num_accepted):
             return event
         return replace(
             event,
@@ -279,17 +280,17 @@ class Ledger:
             num_accepted_draft_tokens=choice.num_accepted,
         )
 
-    # ---- by life, by time -------------------------------------------------------------------------------------------
+    # ---- by worker, by time -----------------------------------------------------------------------------------------
 
     def placements_at(self, worker_id: WorkerId) -> list[tuple[str, Placement]]:
         return [(request_id, placement) for (request_id, _), placement in self._at.get(worker_id, {}).items()]
 
     def leases_at(self, worker_id: WorkerId) -> list[tuple[str, int]]:
-        """(request, choice) of the parcels that this life keeps."""
+        """(request, choice) of the KV that this worker keeps."""
         return list(self._leases.get(worker_id, {}).values())
 
     def overdue(self, now_s: float) -> Iterator[tuple[Entry, ChoiceState]]:
-        """Choices past their deadline. Each is looked at again only once its deadline has been moved."""
+        """Choices past their deadline. Each is yielded again only once its deadline has moved."""
         while self._alarms and self._alarms[0][0] <= now_s:
             alarm_s, _, request_id, index = heappop(self._alarms)
             entry = self._entries.get(request_id)
@@ -305,7 +306,7 @@ class Ledger:
                 yield entry, choice
 
     def _set_alarm(self, entry: Entry, choice: ChoiceState) -> None:
-        """A deadline that only moved further away is found when the earlier alarm rings."""
+        """A deadline that moved later is found when the earlier alarm fires."""
         if choice.alarm_s is None or choice.deadline_s < choice.alarm_s:
             choice.alarm_s = choice.deadline_s
             self._num_alarms += 1
@@ -314,11 +315,11 @@ class Ledger:
     # ---- invariants -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Every open choice is in one stage and holds what that stage says; every placement and lease has an owner."""
+        """Every open choice holds what its stage requires; every placement and lease has an owner."""
         placements: Counter[tuple[WorkerId, str, int]] = Counter()
         leases: Counter[tuple[WorkerId, int, str, int]] = Counter()
         for request_id, entry in self._entries.items():
-            assert entry.request.id == request_id and entry.num_open > 0, "a finished request is kept"
+            assert entry.request.id == request_id and entry.num_open > 0, "a finished request is still open"
             owned: dict[int, set[int]] = {}
             for choice in entry.choices:
                 stage = choice.stage
@@ -329,7 +330,7 @@ class Ledger:
                     owned.setdefault(choice.attempt, set()).add(choice.index)
                 if choice.lease:
                     leases[choice.lease.worker_id, choice.lease.descriptor.lease, request_id, choice.index] += 1
-                assert stage is Stage.DONE or choice.alarm_s is not None, f"{request_id}: nobody watches its deadline"
+                assert stage is Stage.DONE or choice.alarm_s is not None, f"{request_id}: no alarm for its deadline"
             assert owned == {a: p.choices for a, p in entry.placements.items()}, f"{request_id}: a choice is misplaced"
             placements.update((p.worker_id, request_id, p.attempt) for p in entry.placements.values())
             assert entry.num_open == sum(choice.stage is not Stage.DONE for choice in entry.choices)

@@ -1,4 +1,4 @@
-"""What the coordinator wants done: messages to send, tokens for clients, failures, and calls for the supervisor."""
+"""Outputs of the coordinator: messages to send, tokens for clients, failures, and notices for supervisor and log."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tripool.messages import Cancel, Drain, Release, StartDecode, StartPrefill, 
 @dataclass(frozen=True, slots=True)
 class Send:
     worker_id: WorkerId
-    """This run of the worker and no other: a message for a life that is over must be dropped, not redirected."""
+    """This epoch of the worker and no other: a message for an ended one must be dropped, not redirected."""
     message: Welcome | StartPrefill | StartDecode | Release | Cancel | Drain
 
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """A token for the client, each exactly once and in order. A request is over when all its choices have a finish."""
+    """A token for the client, each exactly once and in order. A request is over when all its choices are finished."""
 
     event: TokenEvent
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The request is over; nothing of it is held anywhere."""
+    """The request has failed; nothing of it is held anywhere."""
 
     request_id: str
     error: TripoolError
@@ -38,7 +38,7 @@ class ToSupervisor:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """For the log: a worker counts no more, and what it had of so many requests is placed again or given up."""
+    """For the log: a worker was lost, and so many requests on it are placed again or fail."""
 
     worker_id: WorkerId
     num_requests: int

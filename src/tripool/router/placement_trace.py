@@ -1,6 +1,6 @@
-"""Why a request went where it went and what held it up, as data, kept with its ledger entry. Pure, and bounded in size.
+"""Placement trace: why a request went where it went and what held it up, kept with its ledger entry. Pure and bounded.
 
-It decides nothing, and nothing decides by it: a router without stories would place every request the same.
+It is never an input of a decision: without traces the router places every request the same.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from tripool.messages import Role
 from tripool.router.view import Member
 
 _MAX_STEPS = 16
-"""Beyond that the middle is left out: how it began and how it ended say most."""
+"""Beyond it, steps in the middle are left out: the first and the last ones explain most."""
 
 Row = dict[str, str | float]
 
 
 class Candidate(NamedTuple):
-    """A worker that was looked at, with its load as it was then. (A tuple: every placement makes several.)"""
+    """A worker that was considered, with its load at that time. (A tuple: every placement makes several.)"""
 
     worker: str
     num_placed: int
     load_tokens: int
-    """To compute (prefill), or of KV memory promised away (decode)."""
+    """Tokens to compute (prefill), or KV memory reserved (decode)."""
 
 
 class Step(NamedTuple):
     at_s: float
-    """Since the request came."""
+    """Since the request's arrival."""
     what: str
     worker: str
     waited_s: float = 0.0
@@ -48,11 +48,11 @@ class PlacementTrace:
         """Times that it lost a worker."""
         self._failed = ""
         self._waited_s: dict[str, float] = {}
-        """By what held it back."""
+        """Waiting time by the limit that caused it."""
         self._fetched_tokens = self._disk_tokens = 0
         self._cached_tokens: int | None = None
 
-    # ---- what the router tells --------------------------------------------------------------------------------------
+    # ---- recording --------------------------------------------------------------------------------------------------
 
     def placed(
         self,
@@ -65,7 +65,7 @@ class PlacementTrace:
         held_by: str,
         now_s: float,
     ) -> None:
-        """Before the view counts it, so that loads are those that it was chosen by."""
+        """Call before the view counts the placement, so that the loads are those of the decision."""
         candidates = tuple([Candidate(m.worker_id.name, m.num_placed, _load(m)) for m in considered])
         self._num_placed += 1
         if held_by:
@@ -81,7 +81,7 @@ class PlacementTrace:
         self._failed = why
 
     def begun(self, event: TokenEvent) -> None:
-        """Its first token is there, and says what was cached."""
+        """Its first token arrived, with the number of cached tokens."""
         self._cached_tokens = event.num_cached_tokens
         if event.stages is not None:
             self._fetched_tokens, self._disk_tokens = event.stages.fetched_tokens, event.stages.disk_tokens
@@ -92,7 +92,7 @@ class PlacementTrace:
             self._num_left_out += 1
         self._steps.append(step)
 
-    # ---- what a person reads ----------------------------------------------------------------------------------------
+    # ---- reading ----------------------------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, str | int | list[Row]]:
         facts: dict[str, str | int | list[Row]] = {"placements": self._num_placed, "workers lost": self.num_lost}
@@ -113,11 +113,11 @@ class PlacementTrace:
 
 
 def why_full(role: Role, considered: Sequence[Member], tokens: int) -> str:
-    """Which limit keeps so many tokens from all of the workers that were looked at."""
+    """Which limits keep so many tokens off all the workers considered."""
     if not considered:
         return f"there is no {role} worker"
     if role == "prefill":
-        return "all prefill workers have as much ahead as they may"
+        return "all prefill workers have full queues"
     limits = set()
     for member in considered:
         if member.placed_tokens + tokens > member.hello.kv_tokens:
@@ -125,7 +125,7 @@ def why_full(role: Role, considered: Sequence[Member], tokens: int) -> str:
         elif member.num_placed >= member.hello.max_running:
             limits.add("batch slots")
         else:
-            limits.add("promised times per token")
+            limits.add("TPOT objectives")
     return f"all decode workers are full: {', '.join(sorted(limits))}"
 
 
@@ -139,6 +139,6 @@ def _row(step: Step) -> Row:
     row["waited ms"] = round(1e3 * step.waited_s, 1)
     row["held by"] = step.held_by
     looked_at = {one.worker: one for one in step.candidates}
-    told = (f"{one.worker}: {one.num_placed} requests, {one.load_tokens} tokens" for one in looked_at.values())
-    row["candidates"] = "; ".join(told)
+    loads = (f"{one.worker}: {one.num_placed} requests, {one.load_tokens} tokens" for one in looked_at.values())
+    row["candidates"] = "; ".join(loads)
     return row

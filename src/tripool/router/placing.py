@@ -1,11 +1,12 @@
-"""Ledger and view kept in step: choices go onto workers, come off them, and are placed again. Pure.
+"""Placement: puts choices on workers, takes them off, and places them again; updates ledger and view together. Pure.
 
-Two queues, oldest request first: choices that need a prefill worker, and parcels that need a decode worker. A request
-that comes back after a loss is older than what has arrived since, so it is placed first. Nothing waits for the two
-pools at once: prefill starts without a decode worker in mind, and one is chosen when the parcel is there.
+Two queues, oldest request first: choices that need a prefill worker, and those with KV ready that need a decode worker.
+A request that is queued again after a loss is older than later arrivals, so it is placed first. No request waits for
+both pools at once: a decode worker is chosen when the KV is ready.
 
-A choice goes as if its request had come as many requests later as it has choices before it: one with many lets others
-in between. Where a parcel finds no room, those of other clients may: a full worker takes what it owes (`places.py`).
+A choice is ordered as if its request had arrived as many requests later as it has choices before it, so that a request
+with many choices lets others in between. Where a choice finds no room, those of other clients may: a full worker takes
+a request of a group with fewer slots (`decode_slots.py`).
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from tripool.router.suspects import Suspects
 from tripool.router.view import FleetView, Member
 
 _GROWTH_TOKENS = 256
-"""Longest answer that a decode worker's memory is promised to; what gets longer may be preempted there."""
+"""Answer length for which a decode worker's memory is reserved; a longer answer may be preempted there."""
 _LOOK_AHEAD = 32
-"""Parcels behind one without room that are looked at for a place of their own."""
+"""Choices behind one without room that are considered."""
 _MOST_OVER = 8
-"""Given to a full decode worker at once; it makes room for one in a step."""
+"""Choices placed beyond the slots of a full decode worker; it preempts one per step for them."""
 _APART = "a request from a crashed worker is tried alone"
 
 
@@ -43,12 +44,12 @@ class Placing:
         self.places = DecodeSlots()
         self.out: list[Output] = []
         self._to_prefill: list[tuple[int, str]] = []
-        """(order, request). Both heaps may hold what has moved on meanwhile."""
+        """(order, request). Both heaps may hold stale entries."""
         self._to_decode: list[tuple[int, str, int]] = []
         """(turn, request, choice)"""
         self._num_changes = 0
         self._tried = (-1, -1)
-        """Of view and queues when all was placed that could be: nothing has room that had none, until one changes."""
+        """Changes of view and queues when all was placed that could be: retrying is useless until one changes."""
 
     # ---- into the queues --------------------------------------------------------------------------------------------
 
@@ -59,24 +60,24 @@ class Placing:
         heappush(self._to_prefill, (entry.order, entry.request.id))
 
     def pack(self, entry: Entry, choice: ChoiceState, now_s: float) -> None:
-        """A parcel that needs a decode worker."""
+        """Queue a choice with KV ready for a decode worker."""
         assert choice.lease is not None
         wait_s = max(0.0, min(self._config.queue_s, choice.lease.until_s - now_s))
         self.ledger.move(entry, choice, Stage.PACKED, now_s, wait_s)
         self._num_changes += 1
         heappush(self._to_decode, (entry.order + choice.index, entry.request.id, choice.index))
 
-    # ---- onto workers -----------------------------------------------------------------------------------------------
+    # ---- placing ----------------------------------------------------------------------------------------------------
 
     def settle(self, now_s: float) -> list[Output]:
-        """Place whatever there is room for; returns all that is to be done since the last time."""
+        """Place whatever there is room for; returns all outputs since the last call."""
         if self._tried != (self.view.num_changes, self._num_changes):
             self.pump(now_s)
         out, self.out = self.out, []
         return out
 
     def pump(self, now_s: float) -> None:
-        # Head first, until one finds no room: nobody overtakes it, so nothing starves.
+        # Head first, until one finds no room: no request overtakes it, so nothing starves.
         while self._to_prefill and self._place_prefill(*self._to_prefill[0], now_s):
             heappop(self._to_prefill)
         while self._to_decode and self._place_decode(*self._to_decode[0], now_s):
@@ -86,8 +87,8 @@ class Placing:
         self._tried = (self.view.num_changes, self._num_changes)
 
     def _pass_by(self, now_s: float) -> None:
-        """The head has no room: the next of other clients, a few of them, need not wait for it. They stay in the heap,
-        and are passed over there."""
+        """The head has no room: try the next choices of other clients. They stay in the heap, where they are skipped
+        later."""
         tried = set()
         for turn, request_id, index in sorted(self._to_decode[:_LOOK_AHEAD]):
             entry = self.ledger.get(request_id)
@@ -114,7 +115,7 @@ class Placing:
         placement = self.ledger.place(entry, choices, Stage.PREFILLING, member.worker_id, tokens, now_s, wait_s)
         self.view.place(member.worker_id, tokens, now_s)
         answered = tuple(entry.answered(choice) for choice in choices)
-        # A parcel waits for a decode worker, and then to be copied; what is told about it is a little late.
+        # The lease must last while the KV waits for a decode worker, and while it is copied; messages may be late.
         lease_s = self._config.queue_s + 2 * self._config.transfer_s
         self.out.append(
             Send(member.worker_id, StartPrefill(entry.request, placement.attempt, answered, wait_s, lease_s))
@@ -150,7 +151,7 @@ class Placing:
         return True
 
     def _owing(self, slo: Slo) -> Member | None:
-        """Of those that were looked at and are full, one where somebody has more than its share of the places."""
+        """A full worker, of those considered, where a group has more than its share of the slots."""
         for member in self.view.considered:
             over = member.num_placed - member.bearable
             if member.ceiling is None and over < _MOST_OVER and self.places.owes(member.worker_id, slo, over):
@@ -167,10 +168,10 @@ class Placing:
         indices, seen = [choice.index for choice in choices], self.view.considered
         entry.trace.placed(role, member, seen, indices, waited_s=waited_s, held_by=held_by, now_s=now_s)
 
-    # ---- off workers ------------------------------------------------------------------------------------------------
+    # ---- taking off -------------------------------------------------------------------------------------------------
 
     def lift(self, entry: Entry, choice: ChoiceState) -> None:
-        """Off its worker; what is left of the parcel's way is over too."""
+        """Take a choice off its worker; a transfer under way ends too."""
         placement = entry.placements[choice.attempt]
         if choice.stage is Stage.TRANSFERRING:
             self._end_transfer(placement)
@@ -186,7 +187,7 @@ class Placing:
         self.ledger.move(entry, choice, Stage.DECODING, now_s, self._config.token_s)
 
     def decoded(self, entry: Entry, choice: ChoiceState, *, done: bool) -> None:
-        """A decode worker has given a token."""
+        """A decode worker has made a token."""
         if self.suspects.came_further(entry, choice, done=done):
             self._num_changes += 1
 
@@ -198,9 +199,9 @@ class Placing:
             self.ledger.close(entry)
 
     def drop(self, entry: Entry) -> None:
-        """The request is over: everyone who holds something of it is told."""
-        told = [Send(p.worker_id, Cancel(entry.request.id, p.attempt)) for p in entry.placements.values()]
-        self.out += told
+        """The request is over: notify every worker that holds something of it."""
+        cancels = [Send(p.worker_id, Cancel(entry.request.id, p.attempt)) for p in entry.placements.values()]
+        self.out += cancels
         for choice in entry.choices:
             if choice.attempt:
                 self.lift(entry, choice)
@@ -214,7 +215,7 @@ class Placing:
         self.out.append(Fail(entry.request.id, error))
 
     def cancel_placement(self, request_id: str, placement: Placement, now_s: float, *, lost: bool) -> None:
-        """A placement has come to nothing, or shall go elsewhere. Its worker may have it still and is told."""
+        """A placement failed, or moves elsewhere. Its worker may still hold it and is sent a Cancel."""
         entry = self.ledger.get(request_id)
         if entry is None or entry.placements.get(placement.attempt) is not placement:
             return  # ended meanwhile, with another of the same request
@@ -223,14 +224,14 @@ class Placing:
         self.again(entry, self.choices_under(entry, placement), now_s, lost=lost, void=void)
 
     def computed_at(self, worker_id: WorkerId) -> dict[str, set[int]]:
-        """By request, the choices that this life works on."""
+        """By request, the choices that this worker computes."""
         computed: dict[str, set[int]] = {}
         for request_id, placement in self.ledger.placements_at(worker_id):
             computed.setdefault(request_id, set()).update(placement.choices)
         return computed
 
     def accuse(self, computed: Mapping[str, Iterable[int]]) -> None:
-        """A life that worked on these has crashed. Whoever is guilty of it fails."""
+        """A worker that computed these has crashed. Guilty requests fail."""
         found = {name: (entry, computed[name]) for name in computed if (entry := self.ledger.get(name)) is not None}
         for entry in self.suspects.accuse(found):
             message = f"{entry.num_crashes} workers crashed while they computed request {entry.request.id}"
@@ -238,7 +239,7 @@ class Placing:
         self._num_changes += 1
 
     def lose(self, worker_id: WorkerId, now_s: float, *, crashed: bool = False) -> None:
-        """Nothing this life holds counts any more: it is forgotten, and its choices are placed again."""
+        """Nothing this worker holds counts any more: it is removed, and its choices are placed again."""
         self.view.drain(worker_id)  # or it would be picked for its own work
         start = len(self.out)
         if crashed:
@@ -252,11 +253,11 @@ class Placing:
             self.again(entry, [entry.choices[index] for index in sorted(indices)], now_s, lost=True, void=worker_id)
         self.view.remove(worker_id)
         self.out.append(Lost(worker_id, len(touched)))
-        # It is told nothing: it must hear silence.
+        # It is sent nothing: it must notice the silence.
         self.out[start:] = [o for o in self.out[start:] if not (isinstance(o, Send) and o.worker_id == worker_id)]
 
     def choices_under(self, entry: Entry, placement: Placement) -> list[ChoiceState]:
-        """Those that a Cancel of this placement ends: also the parcels that it has packed."""
+        """Choices that a Cancel of this placement ends, including those whose KV it keeps."""
 
         def packed_there(lease: Lease | None) -> bool:
             return lease is not None and (lease.worker_id, lease.attempt) == (placement.worker_id, placement.attempt)
@@ -274,9 +275,9 @@ class Placing:
         rest: bool = False,
         why: str = "",
     ) -> None:
-        """Off their workers and into a queue: for decode if their parcel is still good, else for prefill.
+        """Take choices off their workers and queue them: for decode if their KV is still valid, else for prefill.
 
-        Parcels of `void` are not. `rest`: a moment later, longer each time. `why`: for the request's story.
+        KV of `void` is not. `rest`: after a backoff that grows each time. `why`: for the placement trace.
         """
         entry.num_losses += lost
         entry.trace.num_lost = entry.num_losses
@@ -348,7 +349,7 @@ class Placing:
                 elif choice.stage is Stage.TRANSFERRING and choice.lease is not None:
                     transfers.append((choice.lease.worker_id, entry.placements[choice.attempt].worker_id))
                 if choice.lease is not None:
-                    assert choice.lease.worker_id in self.view, f"{name} counts on a parcel of nobody"
+                    assert choice.lease.worker_id in self.view, f"{name} has a lease at a lost worker"
                 late = now_s is not None and choice.stage is not Stage.DONE and choice.deadline_s <= now_s
                 assert not late, f"{name} is {choice.stage.value} past its deadline"
         self.view.check(placed, transfers)

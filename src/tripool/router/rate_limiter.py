@@ -1,9 +1,9 @@
-"""How fast a tenant may ask: token buckets for requests and tokens, one minute deep. Pure; time is an argument.
+"""Rate limits of tenants: token buckets for requests and tokens, one minute deep. Pure; time is an argument.
 
-A bucket fills at its rate up to one minute's worth. All that a request may use is taken at once: one that asks for more
-than a full bucket holds never fits. What it did not use (of its answers, of a prompt that turned out to be cached) is
-given back. Only what is charged afterwards, the reading of a body, can leave a bucket in debt, and nothing more is let
-through until that is paid: over any time, a tenant gets its rate and at most one minute more.
+A bucket fills at its rate up to one minute's worth. A request is charged at once for all that it may use, and refunded
+what it did not use (answer tokens not generated, prompt tokens found in the cache). A request above a full bucket never
+fits. Only what is charged afterwards, reading a body, can leave a bucket in debt, and nothing is admitted until that is
+paid: over any period a tenant gets its rate and at most one minute more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tripool.tenants import Limits, Tenant
 
 Limit = Literal["requests", "tokens"]
 _BYTES_PER_TOKEN = 1024
-"""Of a body: reading so many costs its tenant a token."""
+"""Of a body: reading this many costs its tenant a token."""
 
 
 class Bucket:
@@ -27,27 +27,27 @@ class Bucket:
 
     @property
     def capacity(self) -> float:
-        """One minute's worth; a rate of less than one a minute still lets one through."""
+        """One minute's worth, and at least 1, so that a rate below one per minute still admits a request."""
         return max(1.0, self.per_minute)
 
     def level(self, now_s: float) -> float:
-        """What is there; below zero when more was used than had been there."""
+        """Current level; below zero when in debt."""
         passed_s = max(0.0, now_s - self._updated_s)
         return min(self.capacity, self._level + passed_s * self.per_minute / 60.0)
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """Until so much can be taken; for ever, if it is more than the bucket holds."""
+        """Until this amount can be taken; infinite if it exceeds the capacity."""
         if amount > self.capacity:
             return inf
         return max(0.0, (amount - self.level(now_s)) * 60.0 / self.per_minute)
 
     def take(self, amount: float, now_s: float) -> None:
-        """A negative amount gives back; the bucket never holds more than a minute's worth."""
+        """A negative amount is a refund; the level never exceeds the capacity."""
         self._level = min(self.capacity, self.level(now_s) - amount)
         self._updated_s = max(self._updated_s, now_s)
 
     def change(self, per_minute: float, now_s: float) -> None:
-        """The limit was set anew; what was used stays used."""
+        """Sets a new limit; the amount used stays used."""
         used = self.capacity - self.level(now_s)
         self.per_minute = per_minute
         self._level = self.capacity - used
@@ -55,13 +55,13 @@ class Bucket:
 
 
 class RateLimiter:
-    """All tenants' buckets; shared by every door of a server. A tenant without limits has none."""
+    """The buckets of all tenants, shared by all models of a server. A tenant without limits has none."""
 
     def __init__(self) -> None:
         self._buckets: dict[tuple[str, Limit], Bucket] = {}
 
     def wait_s(self, tenant: Tenant, tokens: float, now_s: float, *, requests: float = 1) -> tuple[float, Limit]:
-        """How long so many tokens and requests more have to wait, and for which limit."""
+        """How long so many more tokens and requests have to wait, and for which limit."""
         waits: list[tuple[float, Limit]] = [(0.0, "requests")]
         if self._is_free(tenant):
             return waits[0]
@@ -72,30 +72,29 @@ class RateLimiter:
         return max(waits)
 
     def refusal(self, tenant: Tenant, requests: float, tokens: float, now_s: float) -> TripoolError | None:
-        """Why so many may not be let through now, or ever."""
+        """Why this many may not be admitted now, or ever."""
         wait_s, limit = self.wait_s(tenant, tokens, now_s, requests=requests)
         limits = tenant.limits
         if wait_s == inf:
-            message = f"it asks for up to {tokens:.0f} tokens, and '{tenant.name}' may use "
+            message = f"it asks for up to {tokens:.0f} tokens, and the limit of '{tenant.name}' is "
             message += f"{limits.tokens_per_minute:g} per minute"
             return AboveRateLimit(message, hint="send fewer prompts or choices, or a smaller max_tokens")
         if wait_s <= 0:
             return None
         per_minute = limits.requests_per_minute if limit == "requests" else limits.tokens_per_minute
-        message, hint = f"'{tenant.name}' may use {per_minute:g} {limit} per minute", f"{max(1.0, wait_s):.0f} s"
-        return RateLimited(message, hint=f"try again in about {hint}", retry_after_s=wait_s)
+        return RateLimited(f"'{tenant.name}' may use {per_minute:g} {limit} per minute", retry_after_s=wait_s)
 
     def read(self, tenant: Tenant, num_bytes: int, now_s: float) -> None:
-        """A body was read, whatever comes of it. Reading it takes time as well, and costs a few tokens."""
+        """A body was read: that takes time too, and costs a few tokens whatever comes of it."""
         self.take(tenant, 0, num_bytes / _BYTES_PER_TOKEN, now_s)
 
     def tokens_left(self, tenant: Tenant, now_s: float) -> float | None:
-        """What may be used now; None where nothing limits it."""
+        """Tokens available now; None without a limit."""
         bucket = self._bucket(tenant.name, "tokens", tenant.limits, now_s)
         return None if bucket is None else bucket.level(now_s)
 
     def take(self, tenant: Tenant, requests: float, tokens: float, now_s: float) -> None:
-        """Negative amounts give back."""
+        """Negative amounts are refunds."""
         if self._is_free(tenant):
             return
         for limit, amount in self._amounts(requests, tokens):
@@ -113,7 +112,7 @@ class RateLimiter:
             assert bucket.level(now_s) <= bucket.capacity, f"{name}: more than a minute's {limit}"
 
     def _is_free(self, tenant: Tenant) -> bool:
-        """Where nobody has a limit, there is nothing to look up."""
+        """Fast path for servers without limits."""
         limits = tenant.limits
         return not self._buckets and limits.requests_per_minute is None and limits.tokens_per_minute is None
 

@@ -1,13 +1,13 @@
-"""Requests that a worker was computing when it crashed, until they have shown that it was not their doing. Pure.
+"""Requests that a worker was computing when it crashed, until they are cleared of having caused the crash. Pure.
 
-One of them may be what the worker crashed of, and would be again: the same request gives the same tokens anywhere. So
-each is placed again, but beside nobody who has just begun, and nobody joins it before it has come a few tokens further.
-Who has not when a second worker crashes is guilty and not placed a third time; those that only stood beside it at the
-first crash go on. A guilty one therefore costs two workers, and costs no other request its answer.
+One of them may have caused the crash, and would again: the same request gives the same tokens anywhere. So each is
+placed again, but not beside a request that has just begun, and no request joins it before it has made a few tokens. A
+suspect that has not when a second worker crashes is guilty and fails; requests that were only beside it at the first
+crash go on. So a guilty request costs two workers, and no other request its answer.
 
-It is evidence, not proof: where two requests are guilty at once and one of them strikes late in its answer, a suspect
-beside it may be taken for it. Who computed instead of answering, or ran out of memory, has crashed as well (see
-`control.evidence`); a worker that was killed from outside, or was stopped, says nothing about its requests.
+This is evidence, not proof: where two requests are guilty at once and one crashes its worker late in its answer, a
+suspect beside it may be found guilty instead. A worker that hung in a computation or ran out of memory also counts as
+crashed (see `control.evidence`); one that was killed or stopped from outside does not.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tripool.messages import WorkerId
 from tripool.router.ledger import ChoiceState, Entry
 
 MAX_CRASHES = 2
-"""Workers that may crash with one request on them."""
+"""Workers that may crash while computing one request."""
 _PROOF_TOKENS = 4
-"""So many tokens further, from a decode worker, and it is none any more: the token that came next is long past."""
+"""Tokens from a decode worker that clear a suspect: it is then well past the token at the time of the crash."""
 
 
 class Suspects:
@@ -28,7 +28,7 @@ class Suspects:
         self._entries: dict[str, Entry] = {}
 
     def accuse(self, computed: Mapping[str, tuple[Entry, Iterable[int]]]) -> list[Entry]:
-        """A worker crashed: by request, the choices that it was computing. Returns the requests that are guilty."""
+        """A worker crashed. `computed`: the choices it was computing, by request. Returns the guilty requests."""
         guilty = []
         for request_id, (entry, indices) in computed.items():
             choices = [entry.choices[index] for index in indices]
@@ -42,7 +42,7 @@ class Suspects:
         return guilty
 
     def came_further(self, entry: Entry, choice: ChoiceState, *, done: bool) -> bool:
-        """A decode worker has given a token of it. Whether that may open a worker to others."""
+        """A decode worker made a token of it. Returns whether that may open a worker to other requests."""
         if not self._entries:
             return False
         if choice.proof_tokens is None:
@@ -58,9 +58,9 @@ class Suspects:
         self._entries.pop(entry.request.id, None)
 
     def closed_to(self, entry: Entry, everyone: Iterable[Entry]) -> set[WorkerId]:
-        """Workers where another one has yet to show what it does: a suspect, or, for a suspect, whoever has just begun.
+        """Workers with a request that has yet to be cleared: a suspect, or, for a suspect, any that has just begun.
 
-        Nobody overtakes one that waits for such a worker, so there it is soon the only one."""
+        No request overtakes one that waits for such a worker, so that worker is soon free of others."""
         if not self._entries:
             return set()
         wary = entry.request.id in self._entries
@@ -74,7 +74,7 @@ class Suspects:
 
     def check(self, entries: Iterable[Entry]) -> None:
         found = {e.request.id for e in entries if any(c.proof_tokens is not None for c in e.choices)}
-        assert found == self._entries.keys(), "a suspect is forgotten, or is none"
+        assert found == self._entries.keys(), "suspects are miscounted"
 
 
 def _unproven(choice: ChoiceState, wary: bool) -> bool:

@@ -1,14 +1,14 @@
-"""How long until a first token: learned while serving, from what stood before each request. Pure; time is an argument.
+"""Predicts time to first token, fitted online from the load ahead of each request. Pure; time is an argument.
 
 Two lines are fitted, each `seconds = a x requests + b x tokens` over the last few dozen first tokens:
 
-| line | learned from | says |
+| line | fitted to | predicts |
 |---|---|---|
-| turn | the time between two first tokens while the backend was full | how fast what is ahead is worked off |
-| alone | admission to first token, where nothing stood in the way | how long its own prompt takes |
+| `queue` | time between two first tokens while the backend was full | how fast the load ahead is worked off |
+| `own` | admission to first token, where a worker was free | how long the prompt itself takes |
 
-A backend whose decode slots are taken gives first tokens only as slots get free: that wait is in the first line without
-being asked for. Besides the lines, `Trust` remembers how far predictions were off, and how far to distrust the next.
+A backend without a free decode slot yields first tokens only as slots become free; the first line includes that wait.
+`Trust` tracks the error of past predictions and gives the safety factor of the next.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _KEEP = 0.97
-"""Weight of a sample after the next one: some thirty samples count."""
+"""Decay per sample: about thirty samples count."""
 _KEEP_TRUST = 0.995
-"""The same for how far predictions were off: some two hundred count, so that a hiccup is not forgotten at once."""
+"""Decay of prediction errors: about two hundred count, so that an outlier is remembered for a while."""
 _MIN_SAMPLES = 3.0
 _FACTORS = (0.5, 4.0)
 _CAUTION = 4.0
-"""Mean deviations that are added to a prediction: about one in a hundred is further off."""
+"""Mean deviations added to a prediction: about one in a hundred is further off."""
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Line:
         return self.count >= _MIN_SAMPLES - 0.5
 
     def fit(self) -> tuple[float, float]:
-        """Seconds per request and per token. Where prompts are too alike to tell the two apart, all is per token."""
+        """Seconds per request and per token; all per token where prompts are too similar to separate the two."""
         if not self.count:
             return 0.0, 0.0
         spread = self.count * self.tokens_squared - self.tokens**2
@@ -67,7 +67,7 @@ class Line:
 
 @dataclass(slots=True)
 class Trust:
-    """How far predictions were off, long ones counting most: those are the ones that decide."""
+    """Error of past predictions, weighted by their length: long ones decide about admission."""
 
     predicted: float = 0.0
     over: float = 0.0
@@ -88,7 +88,7 @@ class Trust:
 
     @property
     def factor(self) -> float:
-        """Times a prediction: what will almost certainly be enough."""
+        """Multiplier that makes a prediction almost certainly sufficient."""
         if not self.predicted:
             return 1.0
         low, high = _FACTORS
@@ -96,12 +96,12 @@ class Trust:
 
 
 class TtftPredictor:
-    """Told of every change in what is inside the backend; says how long things will take."""
+    """Tracks the backend's load and predicts times to first token."""
 
     def __init__(self) -> None:
-        self.turn, self.alone, self.trust = Line(), Line(), Trust()
+        self.queue, self.own, self.trust = Line(), Line(), Trust()
         self._full_since_s: float | None = None
-        """Since when the backend has had as much as it can work on, or the last first token if that was later."""
+        """Start of the current full period of the backend, or its last first token if that was later."""
 
     def full(self, is_full: bool, now_s: float) -> None:
         if not is_full:
@@ -109,43 +109,43 @@ class TtftPredictor:
         elif self._full_since_s is None:
             self._full_since_s = now_s
 
-    def first_token(self, tokens: float, inside_s: float, now_s: float, *, unhindered: bool) -> None:
-        """`unhindered`: nothing was inside before it that it had to wait for; `inside_s`: since its admission."""
+    def first_token(self, tokens: float, admitted_for_s: float, now_s: float, *, unhindered: bool) -> None:
+        """`unhindered`: a worker was free at its admission; `admitted_for_s`: time since its admission."""
         if self._full_since_s is not None:
-            self.turn.learn(tokens, now_s - self._full_since_s)
+            self.queue.learn(tokens, now_s - self._full_since_s)
             self._full_since_s = now_s
         if unhindered:
-            self.alone.learn(tokens, inside_s)
-            # A backend cannot be slower at many than at one after the other: forget a slow time that is over.
-            if self.turn.known and self.turn.seconds_for(1, tokens) > inside_s:
-                self.turn.learn(tokens, inside_s)
+            self.own.learn(tokens, admitted_for_s)
+            # A loaded backend is never slower per prompt than an unloaded one: drop an outdated slow fit.
+            if self.queue.known and self.queue.seconds_for(1, tokens) > admitted_for_s:
+                self.queue.learn(tokens, admitted_for_s)
 
     @property
     def known(self) -> bool:
-        return self.turn.known or self.alone.known
+        return self.queue.known or self.own.known
 
     def predict_s(self, requests: float, tokens: float, own_tokens: float, now_s: float) -> float | None:
-        """To the first token of a prompt with so much before it; None before anything is known."""
+        """Seconds to the first token of a prompt with this load ahead; None without samples."""
         if not self.known:
             return None
-        line = self.turn if self.turn.known else self.alone
+        line = self.queue if self.queue.known else self.own
         ahead_s = line.seconds_for(requests, tokens)
         if requests and self._full_since_s is not None:
-            # The one that is being worked on has a part of its turn behind it.
+            # A part of the current prompt's time has already passed.
             ahead_s -= min(now_s - self._full_since_s, ahead_s / max(1.0, requests))
         return ahead_s + self.own_s(own_tokens)
 
     def own_s(self, tokens: float) -> float:
-        return max(line.seconds_for(1, tokens) for line in (self.turn, self.alone))
+        return max(line.seconds_for(1, tokens) for line in (self.queue, self.own))
 
     def safe_s(self, predicted_s: float) -> float:
         return predicted_s * self.trust.factor
 
     def tokens_per_s(self) -> float | None:
-        """At which what is inside is worked off; None before anything is known."""
-        line = self.turn
+        """Throughput at which the load is worked off; None without samples."""
+        line = self.queue
         if not line.known:
-            line = self.alone
+            line = self.own
             if not line.known:
                 return None
         return line.tokens / line.seconds if line.seconds > 0 else None

@@ -1,15 +1,14 @@
-"""The fleet as the router sees it: who is there, how much each has to do, and who is next. Pure and incremental.
+"""The router's view of the fleet: workers, their loads, and which is next. Pure and incremental.
 
 Placing a request looks at a handful of workers, however many there are: each pool is a heap by load whose outdated
-entries are skipped when they come up. Cache location is no reason to choose a worker: any peer can read any block.
+entries are skipped. Cache location is no reason to choose a worker: any peer can read any block.
 
-A prefill worker's load is what it reported plus what it was given since; a decode worker's is the share of its KV
-memory, or of the batch that it can bear, that the ledger has promised away.
+A prefill worker's load is what it reported plus what was placed on it since; a decode worker's is the reserved share of
+its KV memory, or of the batch that it can run.
 
-A decode worker's batch runs at the pace of the strictest time per token that was promised in it. So answers look for
-their like: a strict one shrinks no large batch while there is a small one, and a relaxed one leaves the small batches
-to those who need them, until the difference in load is worth more. For this the workers are also kept by the strictest
-class that they have, each twice as fast as the next.
+A decode worker's batch runs at the pace of its strictest TPOT objective. So requests are grouped by TPOT class, each
+class twice as fast as the next: a strict request does not shrink a large batch while there is a small one, and a
+relaxed one leaves the small batches to strict ones, until the difference in load outweighs that.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from tripool.messages import Heartbeat, Hello, Role, WorkerId
 _CANDIDATES = 4
 """How many of the least loaded workers are compared more closely."""
 _IN_WAIT = 2
-"""Given to a decode worker beyond what it can bear for its promises: it has them at hand, and is patient, not deaf."""
+"""Choices placed on a decode worker beyond its TPOT ceiling: they wait there and start without a round trip."""
 _SCARCE = 0.5
-"""What it weighs, in load, to put an answer without a hurry beside one with all the hurry in the world."""
+"""Cost, in load, of placing a request without a TPOT objective beside the strictest one."""
 _ALIKE = 0.1
-"""Closer than this, in load, two workers are equally good."""
+"""Two workers whose loads differ by less are equally good."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,39 +36,39 @@ class Member:
     hello: Hello
     heard_s: float
     progress_s: float
-    """When it last made a step, or had nothing to do."""
+    """When it last finished a step, or was idle."""
     placed_s: float
     """When it was last given work."""
     num_steps: int = 0
     idle_s: float | None = None
-    """Since when its pulses say that it has nothing."""
+    """Since when its heartbeats report nothing held."""
     draining: bool = False
     whole: bool = True
     """Every rank of its instance is there."""
     num_placed: int = 0
     placed_tokens: int = 0
-    """Everything the ledger has there."""
+    """Tokens of all its placements in the ledger."""
     reported_tokens: int = 0
     recent_tokens: int = 0
-    """Given since the last pulse."""
+    """Placed since the last heartbeat."""
     crossing_tokens: int = 0
-    """Given between the last two pulses: the last one may have been on its way already."""
+    """Placed between the last two heartbeats: the last one may not include it."""
     blocks_held: int = 0
     running: int = 0
     ceiling: int | None = None
-    """What it last said it can run at once for its promises' sake."""
+    """Sequences that it can run at once within the TPOT objectives, from its last heartbeat."""
     classes: Counter[float] = field(default_factory=Counter)
-    """Promised milliseconds per token of what is placed there."""
+    """TPOT objectives in milliseconds of what is placed there."""
     strictest_ms: float = inf
     turn: int = 0
-    """Of equally loaded workers, the one whose turn is longest ago is next."""
+    """Order of the last placement: of equally loaded workers, the one placed on longest ago is next."""
     version: int = 0
-    """Of its newest heap entry; -1 once it is gone."""
+    """Version of its newest heap entry; -1 once removed."""
     cost: float = 0.0
-    """By which it was last sorted in."""
+    """Load of its newest heap entry."""
     worker_id: WorkerId = field(init=False)
     bearable: int = field(init=False)
-    """Most that may be placed on it at once; what runs there already does, whatever it says of its promises."""
+    """Most choices that may be placed on it; those running there already count even above its ceiling."""
 
     def __post_init__(self) -> None:
         self.worker_id, self.bearable = self.hello.worker_id, self.hello.max_running
@@ -81,7 +80,7 @@ class Member:
 
     @property
     def load_tokens(self) -> int:
-        """Tokens to compute before it is idle: never more than the ledger knows of."""
+        """Tokens to compute before it is idle; at most what the ledger has placed there."""
         return min(self.placed_tokens, self.reported_tokens + self.crossing_tokens + self.recent_tokens)
 
     def weigh(self) -> float:
@@ -91,7 +90,7 @@ class Member:
 
 
 _Entry = tuple[float, int, int, Member]
-"""Cost, turn and version: no two entries agree in those, so members are never compared."""
+"""Cost, turn, version, member. No two entries agree in the first three, so members are never compared."""
 
 
 class FleetView:
@@ -101,19 +100,19 @@ class FleetView:
         """Ranks that are there, by role and instance. A request is placed on an instance that is whole, at one of its
         ranks; without expert parallelism every worker is an instance of one rank."""
         self._ready: Counter[str] = Counter()
-        """Members by role that take new work."""
+        """Members that accept work, by role."""
         self._heaps: dict[str, list[_Entry]] = {"prefill": [], "decode": []}
         self._by_class: dict[int, list[_Entry]] = {}
-        """Decode workers that have something, by the strictest class among it; the same entries as above."""
-        self._num_promised = 0
-        """Placements at decode workers that carry a promise."""
+        """Decode workers with placements, by their strictest TPOT class; the same entries as above."""
+        self._num_with_tpot = 0
+        """Placements with a TPOT objective at decode workers."""
         self._transfers: Counter[tuple[WorkerId, WorkerId]] = Counter()
-        """Parcels under way from a prefill to a decode worker; absent where there are none."""
+        """Transfers under way from a prefill to a decode worker; no entry where there are none."""
         self._turns = 0
         self.num_changes = 0
-        """Of loads and members; a worker that had no room has none until this moves on."""
+        """Counts changes of loads and members; a worker without room has none until this changes."""
         self.considered: list[Member] = []
-        """Whom the last pick compared."""
+        """Members that the last pick compared."""
 
     def __contains__(self, worker_id: WorkerId) -> bool:
         return worker_id in self._members
@@ -130,7 +129,7 @@ class FleetView:
     # ---- facts ------------------------------------------------------------------------------------------------------
 
     def add(self, hello: Hello, now_s: float) -> None:
-        assert hello.worker_id not in self._members, "a life joins once"
+        assert hello.worker_id not in self._members, "a worker joined twice"
         member = Member(hello, heard_s=now_s, progress_s=now_s, placed_s=now_s)
         self._members[hello.worker_id] = member
         ranks = self._instances.setdefault((hello.role, hello.instance_name), [])
@@ -140,7 +139,7 @@ class FleetView:
         self._sort_in(member)
 
     def remove(self, worker_id: WorkerId) -> None:
-        """After its placements are taken off; its heap entries go when they come up."""
+        """After its placements are removed; its heap entries are dropped when they come up."""
         member = self._members.pop(worker_id)
         assert member.num_placed == 0 and member.placed_tokens == 0, "a member left with work placed on it"
         self._ready[member.hello.role] -= member.ready
@@ -186,7 +185,7 @@ class FleetView:
             limit if heartbeat.ceiling is None else min(limit, max(heartbeat.ceiling, heartbeat.running) + _IN_WAIT)
         )
         member.crossing_tokens, member.recent_tokens = member.recent_tokens, 0
-        if before != (member.load_tokens, member.bearable):  # most pulses say nothing new
+        if before != (member.load_tokens, member.bearable):  # most heartbeats change nothing
             self._sort_in(member)
         return member
 
@@ -198,7 +197,7 @@ class FleetView:
         source: WorkerId | None = None,
         tpot_ms: float | None = None,
     ) -> None:
-        """`source`: whose parcel it will take over, if any."""
+        """`source`: the prefill worker whose KV it will copy, if any."""
         member = self._members[worker_id]
         self._count_class(member, tpot_ms, 1)
         self._turns += 1
@@ -220,9 +219,9 @@ class FleetView:
         self._sort_in(member)
 
     def _count_class(self, member: Member, tpot_ms: float | None, change: int) -> None:
-        """A prefill worker's answers are promised nothing by it."""
+        """Only decode workers count: a prefill worker does not affect TPOT."""
         if tpot_ms is not None and member.hello.role == "decode":
-            self._num_promised += change
+            self._num_with_tpot += change
             count = member.classes.get(tpot_ms, 0) + change
             if count:
                 member.classes[tpot_ms] = count
@@ -231,7 +230,7 @@ class FleetView:
             member.strictest_ms = min(member.classes, default=inf)
 
     def transferred(self, source: WorkerId, worker_id: WorkerId) -> None:
-        """A parcel is no longer under way: copied, refused or void."""
+        """A transfer is no longer under way: copied, refused or void."""
         left = self._transfers.pop((source, worker_id)) - 1
         if left > 0:
             self._transfers[source, worker_id] = left
@@ -241,7 +240,7 @@ class FleetView:
     def pick_prefill(
         self, tokens: int, ahead_tokens: int, avoid: WorkerId | None = None, closed: Collection[WorkerId] = ()
     ) -> Member | None:
-        """The least loaded that has room for so many tokens; one that has nothing always has. None of `closed`."""
+        """The least loaded with room for so many tokens; an empty one always has. None of `closed`."""
         self.considered = self._lightest(self._heaps["prefill"], avoid, closed)
         for member in self.considered:
             if member.num_placed == 0 or member.load_tokens + tokens <= ahead_tokens:
@@ -256,21 +255,20 @@ class FleetView:
         tpot_ms: float | None = None,
         closed: Collection[WorkerId] = (),
     ) -> Member | None:
-        """Of the few least loaded that have room, the one with the fewest parcels under way from `source`. None of
+        """Of the few least loaded with room, the one with the fewest transfers under way from `source`. None of
         `closed`.
 
-        Where times per token are promised: of those, and of the least loaded of its own class, the ones that suit it
-        best come first.
+        With TPOT objectives: of those, and of the least loaded of its own class, the best match comes first.
         """
-        promised = self._num_promised > 0 or tpot_ms is not None
+        with_tpot = self._num_with_tpot > 0 or tpot_ms is not None
         own_ms = inf if tpot_ms is None else tpot_ms
         lightest = self._lightest(self._heaps["decode"], avoid, closed)
-        if promised:
+        if with_tpot:
             alike = self._lightest(self._by_class.get(_class_of(own_ms), []), avoid, closed)
             lightest += [m for m in alike if m not in lightest]
         self.considered = lightest
         fitting = [m for m in lightest if _has_room(m, tokens)]
-        if promised and fitting:
+        if with_tpot and fitting:
             costs = [m.cost + _mismatch(m, own_ms) for m in fitting]
             best = min(costs)
             fitting = [m for m, cost in zip(fitting, costs, strict=True) if cost < best + _ALIKE]
@@ -279,7 +277,7 @@ class FleetView:
         return min(fitting, key=lambda m: self._transfers.get((source, m.worker_id), 0))
 
     def _lightest(self, heap: list[_Entry], avoid: WorkerId | None, closed: Collection[WorkerId]) -> list[Member]:
-        """A few of the least loaded, least loaded first. `avoid` only counts when there is another."""
+        """A few of the least loaded, least loaded first. `avoid` is excluded if there is another."""
         entries: list[_Entry] = []
         skipped: list[_Entry] = []
         while heap and len(entries) < _CANDIDATES:
@@ -311,13 +309,13 @@ class FleetView:
     # ---- invariants -------------------------------------------------------------------------------------------------
 
     def check(self, placed: dict[WorkerId, tuple[int, int]], transfers: Iterable[tuple[WorkerId, WorkerId]]) -> None:
-        """`placed`: number and tokens of the ledger's placements by life; `transfers`: its parcels under way."""
+        """`placed`: number and tokens of the ledger's placements by worker; `transfers`: its transfers under way."""
         for worker_id, member in self._members.items():
             expected = placed.get(worker_id, (0, 0))
             assert (member.num_placed, member.placed_tokens) == expected, f"{worker_id}: load is not what was placed"
             assert 0 <= member.load_tokens <= member.placed_tokens
         assert not placed.keys() - self._members.keys(), "work is placed on a worker that is not there"
-        assert Counter(transfers) == self._transfers, "parcels under way are miscounted"
+        assert Counter(transfers) == self._transfers, "transfers are miscounted"
         for role, heap in self._heaps.items():
             ready = [m for m in self._members.values() if m.hello.role == role and m.ready]
             assert self._ready[role] == len(ready), "ready workers are miscounted"
@@ -325,18 +323,18 @@ class FleetView:
             worker_ids = Counter(entry[3].worker_id for entry in current)
             assert worker_ids == Counter(m.worker_id for m in ready), "a worker cannot be picked"
             assert all(entry[0] == entry[3].weigh() for entry in current), "sorted by an old load"
-        assert self._num_promised == sum(m.classes.total() for m in self), "promises are miscounted"
+        assert self._num_with_tpot == sum(m.classes.total() for m in self), "TPOT objectives are miscounted"
         for ranks in self._instances.values():
             assert all(m.whole == (len(ranks) >= m.hello.num_ranks) for m in ranks), "an instance is whole or not"
         assert Counter(map(id, self)) == Counter(id(m) for ranks in self._instances.values() for m in ranks)
         busy = [m for m in self if m.hello.role == "decode" and m.num_placed and m.ready]
         for member in self._members.values():
             assert member.strictest_ms == min(member.classes, default=inf), "not its strictest"
-            assert member.classes.total() <= member.num_placed, "promises that are placed nowhere"
+            assert member.classes.total() <= member.num_placed, "TPOT objectives without a placement"
         for number, heap in self._by_class.items():
             alike = [m.worker_id for m in busy if _class_of(m.strictest_ms) == number]
             worker_ids = Counter(entry[3].worker_id for entry in filter(_is_current, heap))
-            assert worker_ids == Counter(alike), "a worker is not among its like"
+            assert worker_ids == Counter(alike), "a worker is in the wrong class"
 
 
 def _is_current(entry: _Entry) -> bool:
@@ -345,7 +343,7 @@ def _is_current(entry: _Entry) -> bool:
 
 
 def _has_room(member: Member, tokens: int) -> bool:
-    """Room in KV memory and batch; whoever has nothing takes anything."""
+    """Room in KV memory and batch; an empty worker takes anything."""
     if member.num_placed == 0:
         return True
     fits = member.placed_tokens + tokens <= member.hello.kv_tokens
@@ -353,12 +351,12 @@ def _has_room(member: Member, tokens: int) -> bool:
 
 
 def _class_of(tpot_ms: float) -> int:
-    """Promises within a factor of two of each other are much the same; absurd ones are all one, and so are none."""
+    """Objectives within a factor of two share a class; extreme ones are clamped, and no objective is a class."""
     return 17 if tpot_ms == inf else max(-8, min(16, frexp(tpot_ms)[1]))
 
 
 def _mismatch(member: Member, own_ms: float) -> float:
-    """What it costs the others, in load: a stricter one shrinks the batch, a more relaxed one takes a scarce place."""
+    """Cost to the others, in load: a stricter request shrinks the batch, a more relaxed one takes a scarce slot."""
     there_ms = member.strictest_ms
     if own_ms == there_ms or member.num_placed == 0:
         return 0.0

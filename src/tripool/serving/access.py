@@ -64,7 +64,7 @@ class AccessConfig:
         if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
             raise OpenToAll(f"other machines reach {host}, and there are no API keys", hint=hint)
         if self.keys is not None and missing:
-            raise OpenToAll(f"there is no key book {self.path}, and so there are no API keys", hint=hint)
+            raise OpenToAll(f"there is no key store {self.path}, so there are no API keys", hint=hint)
         return True
 
     def open_for(self, listener: socket.socket) -> Access:

@@ -27,7 +27,7 @@ from tripool.serving.weight_cache import WeightCacheConfig
 from tripool.text.files import TextFiles
 
 _CACHE_MEMBERS = 2
-"""Of each model. The death of one loses only its half."""
+"""Of each model. The loss of one loses only a part of the blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

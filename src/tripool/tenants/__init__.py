@@ -1,9 +1,9 @@
-"""Who may use this server, how much of it, and what they have used. Pure names only.
+"""Tenants: API keys, limits and usage. Pure names only.
 
-Modules that do I/O are imported by name: `tenants.key_store` (the file), `tenants.key_watcher` (reads it again when it
+Modules that do I/O are imported by name: `tenants.key_store` (the file), `tenants.key_watcher` (reloads it when it
 changes), `tenants.usage_log` (records usage).
 """
 
-from tripool.tenants.key_table import ANONYMOUS, NOBODY, Caller, Key, KeyTable, Limits, Tenant
+from tripool.tenants.key_table import ANONYMOUS, OPEN_CALLER, Caller, Key, KeyTable, Limits, Tenant
 
-__all__ = ["ANONYMOUS", "NOBODY", "Caller", "Key", "Limits", "KeyTable", "Tenant"]
+__all__ = ["ANONYMOUS", "OPEN_CALLER", "Caller", "Key", "Limits", "KeyTable", "Tenant"]

@@ -1,4 +1,4 @@
-"""The key book: tenants, their keys and what they used, in one SQLite file that only its owner can read.
+"""The key store: tenants, their keys and their usage, in one SQLite file that only its owner can read.
 
 Server and command line open the same file at the same time. Every wait for the other is bounded; a change is on disk
 when the call returns. The file must be on a local disk: SQLite's write-ahead log needs memory shared between processes.
@@ -48,14 +48,14 @@ CREATE TABLE usage (
 
 
 class KeyStoreError(TripoolError):
-    """The key book cannot be read or written."""
+    """The key store cannot be read or written."""
 
     status = 503
     code = "bad_key_book"
 
 
 class KeyStoreMissing(KeyStoreError):
-    """There is no key book where one was looked for."""
+    """There is no key store at the given path."""
 
     code = "no_key_book"
 
@@ -71,7 +71,7 @@ class KeyUnknown(TripoolError):
 
 
 def default_path() -> Path:
-    """Where the book is when nobody says otherwise."""
+    """The key store's path when none is given."""
     home = os.environ.get("XDG_STATE_HOME", "")
     state = Path(home) if Path(home).is_absolute() else Path.home() / ".local" / "state"
     return state / "tripool" / "keys.db"
@@ -81,9 +81,9 @@ class KeyStore:
     """One connection. For one thread at a time, any thread."""
 
     def __init__(self, path: Path, *, create: bool = False, busy_s: float = BUSY_S) -> None:
-        """Without `create` the book must be there: who reads it or writes usage into it never makes an empty one."""
+        """Without `create` the file must exist: readers and the usage log never create an empty one."""
         self.path = path
-        with _told(path):
+        with _typed_errors(path):
             if create:
                 _make_private(path)
             _check_private(path)
@@ -108,8 +108,8 @@ class KeyStore:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """What is read in one of these belongs together."""
-        with _told(self.path):
+        """A read transaction."""
+        with _typed_errors(self.path):
             self._db.execute("BEGIN")
             try:
                 yield self._db
@@ -118,8 +118,8 @@ class KeyStore:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """All of it or nothing."""
-        with _told(self.path):
+        """A write transaction: all or nothing."""
+        with _typed_errors(self.path):
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
@@ -130,19 +130,19 @@ class KeyStore:
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
-        """As `writing`, for what running servers must notice."""
+        """As `writing`, for changes that running servers must notice."""
         with self.writing() as db:
             yield db
             db.execute("UPDATE book SET generation = generation + 1")
 
     def version(self) -> int:
-        """Another number once another process has written anything. Cheap."""
-        with _told(self.path):
+        """Changes once another process has written anything. Cheap."""
+        with _typed_errors(self.path):
             number: int = self._db.execute("PRAGMA data_version").fetchone()[0]
             return number
 
     def key_table(self, known: KeyTable | None = None) -> KeyTable:
-        """Everyone in the book; `known` itself if it says the same."""
+        """All tenants and keys; `known` itself if nothing has changed."""
         with self.reading() as db:
             pepper, generation = db.execute("SELECT pepper, generation FROM book").fetchone()
             if known is not None and known.generation == generation:
@@ -162,9 +162,10 @@ class KeyStore:
         admin: bool = False,
         expires_s: float | None = None,
     ) -> str:
-        """A new key, which is never seen again. The tenant is made with its first one; given settings replace its own.
+        """Creates and returns a key, which is never shown again. The tenant is created with its first key; given
+        settings replace the tenant's own.
 
-        A tenant's namespace is drawn here, at random: nothing that a client sends has a part in it.
+        A tenant's namespace is random: no client input is part of it.
         """
         check_tenant(name, settings or {})
         key = KEY_MARK + secrets.token_urlsafe(32)
@@ -180,7 +181,7 @@ class KeyStore:
         return key
 
     def revoke(self, which: str, *, now_s: float) -> list[str]:
-        """The key with this prefix, or all keys of this tenant; returns the prefixes of those that were good."""
+        """The key with this prefix, or all keys of this tenant; returns the prefixes of those that were valid."""
         with self._changing() as db:
             column = "substr(prefix, 1, ?)" if which.startswith(KEY_MARK) else "tenant"
             values: tuple[Any, ...] = (len(which), which) if which.startswith(KEY_MARK) else (which,)
@@ -199,19 +200,19 @@ class KeyStore:
             _set(db, name, settings)
 
     def renew_namespace(self, name: str) -> None:
-        """From now on nothing that was cached for this tenant is found again, anywhere."""
+        """From now on nothing that was cached for this tenant is found again."""
         with self._changing() as db:
             _must_exist(db, name)
             db.execute("UPDATE tenants SET namespace = ? WHERE name = ?", (_new_namespace(), name))
 
-    # ---- parts --------------------------------------------------------------------------------------------------
+    # ---- internals ----------------------------------------------------------------------------------------------
 
     def _pepper(self) -> bytes:
         pepper: bytes = self._db.execute("SELECT pepper FROM book").fetchone()[0]
         return pepper
 
     def _write_ahead(self, busy_s: float) -> None:
-        """SQLite does not wait for others here, as it does everywhere else: who comes second is told so at once."""
+        """Unlike everywhere else, SQLite does not wait for other processes here: retry until the deadline."""
         deadline_s = time.monotonic() + busy_s
         while True:
             try:
@@ -225,19 +226,19 @@ class KeyStore:
     def _check_schema(self, *, may_be_empty: bool) -> int:
         schema: int = self._db.execute("PRAGMA user_version").fetchone()[0]
         if schema == 0 and not may_be_empty:
-            raise KeyStoreError(f"{self.path} is no key book: it is empty", hint="restore it, or use another")
+            raise KeyStoreError(f"{self.path} is not a key store: it is empty", hint="restore it, or use another")
         if schema not in (0, SCHEMA):
             hint = "it was made by another version of Tripool: use that one, or another file"
-            raise KeyStoreError(f"{self.path} is a key book of schema {schema}, not {SCHEMA}", hint=hint)
+            raise KeyStoreError(f"{self.path} is a key store of schema {schema}, not {SCHEMA}", hint=hint)
         return schema
 
     def _prepare(self) -> None:
-        self._db.execute("PRAGMA synchronous = FULL")  # a key that was revoked stays so after a power cut
+        self._db.execute("PRAGMA synchronous = FULL")  # a revoked key stays revoked after a power cut
         self._db.execute("PRAGMA foreign_keys = ON")
         if self._db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA:
             return
         with self.writing() as db:
-            if self._check_schema(may_be_empty=True) == 0:  # else somebody has made it meanwhile
+            if self._check_schema(may_be_empty=True) == 0:  # else another process has created it meanwhile
                 for statement in _TABLES.split(";"):
                     db.execute(statement)
                 db.execute("INSERT INTO book VALUES (?, 1)", (secrets.token_bytes(32),))
@@ -245,7 +246,7 @@ class KeyStore:
 
 
 def check_tenant(name: str, settings: Mapping[str, float | int | bool | None]) -> None:
-    """Raises InvalidRequest for what no book would take."""
+    """Raises InvalidRequest for an invalid name or setting."""
     if not _NAME.fullmatch(name) or name.startswith(KEY_MARK):
         hint = f"1 to 64 letters, digits and . _ @ -, not beginning with '{KEY_MARK}'"
         raise InvalidRequest(f"'{name[:100]}' cannot be a tenant's name", hint=hint, param="name")
@@ -253,7 +254,7 @@ def check_tenant(name: str, settings: Mapping[str, float | int | bool | None]) -
 
 
 def _make_private(path: Path) -> None:
-    """Readable for its owner alone, before anything is in it. SQLite gives its side files the same mode."""
+    """Created readable for its owner alone. SQLite gives its side files the same mode."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
@@ -263,12 +264,12 @@ def _check_private(path: Path) -> None:
     try:
         found = path.stat()
     except FileNotFoundError:
-        raise KeyStoreMissing(f"there is no key book {path}", hint="`tripool keys add NAME` makes one") from None
+        raise KeyStoreMissing(f"there is no key store {path}", hint="`tripool keys add NAME` makes one") from None
     if not stat.S_ISREG(found.st_mode):
-        raise KeyStoreError(f"{path} is no key book: it is no file", hint="restore it, or use another")
+        raise KeyStoreError(f"{path} is not a key store: it is not a file", hint="restore it, or use another")
     if found.st_uid not in (os.geteuid(), 0):
         raise KeyStoreError(
-            f"{path} belongs to another user (uid {found.st_uid})", hint="who owns it could add keys to it"
+            f"{path} belongs to another user (uid {found.st_uid})", hint="that user could add keys to it"
         )
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o077:
@@ -276,17 +277,19 @@ def _check_private(path: Path) -> None:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """SQLite's errors and the file system's, as ours."""
+def _typed_errors(path: Path) -> Iterator[None]:
+    """Converts errors of SQLite and the file system."""
     try:
         yield
     except sqlite3.OperationalError as error:
         hint = "another process may be writing, or the disk may be full: try again"
-        raise KeyStoreError(f"the key book {path} cannot be used: {error}", hint=hint) from error
+        raise KeyStoreError(f"the key store {path} cannot be used: {error}", hint=hint) from error
     except sqlite3.DatabaseError as error:
-        raise KeyStoreError(f"{path} is no key book, or damaged: {error}", hint="restore it, or use another") from error
+        raise KeyStoreError(
+            f"{path} is not a key store, or is damaged: {error}", hint="restore it, or use another"
+        ) from error
     except OSError as error:
-        raise KeyStoreError(f"the key book {path} cannot be opened: {error.strerror}", hint="--keys FILE") from error
+        raise KeyStoreError(f"the key store {path} cannot be opened: {error.strerror}", hint="--keys FILE") from error
 
 
 def _new_namespace() -> str:

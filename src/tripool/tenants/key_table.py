@@ -38,7 +38,7 @@ def tables(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a tenant may take. None: no limit of its own."""
+    """Limits of a tenant. None: no limit of its own."""
 
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
@@ -46,7 +46,7 @@ class Limits:
     cache_bytes: int | None = None
     """In the cache pool, all members together."""
     weight: float = 1.0
-    """Share of the work and of the places in a batch, when tenants compete for them."""
+    """Share of the work and of the slots in a batch, while tenants compete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,34 +57,34 @@ class Tenant:
     limits: Limits = Limits()
     tpot_ms: float | None = None
     ttft_ms: float | None = None
-    """Defaults for requests that bring no promise of their own."""
+    """Default SLO of requests that set none."""
     public_prefix: bool = False
     """Opted in: the blocks of its system prompts are shared with other tenants that did."""
 
 
 ANONYMOUS = Tenant(name="", namespace="")
-"""Everybody, on a server without keys."""
+"""The tenant of all requests on a server without keys."""
 
 
 KEY_MARK = "tp-"
 MAX_KEY_CHARS = 256
-"""Longer ones are nobody's, and are not hashed to find that out."""
+"""Longer ones are refused without hashing."""
 _HEAD_BYTES = 8
 
 
 def key_digest(pepper: bytes, key: str) -> bytes:
-    """How a key is kept.
+    """The digest that is stored of a key.
 
-    A fast hash is right here: slow ones protect words that people choose, which can be guessed one by one. A key has
-    256 random bits, and guessing those is hopeless at any speed; a slow hash would only slow down every request. It is
-    keyed with the book's own random bytes, so that digests of two books cannot be compared.
+    A fast hash is right here: slow ones protect passwords, which can be guessed. A key has 256 random bits and cannot
+    be guessed at any speed; a slow hash would only delay every request. It is keyed with the store's own random bytes,
+    so that digests of two stores cannot be compared.
     """
     return blake2b(key.encode(), key=pepper, digest_size=32, person=b"tripool-key").digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """All that is kept of one; the key itself is shown once and then nowhere."""
+    """What is stored of one; the key itself is shown once and not stored."""
 
     prefix: str
     """Its first characters, for people to tell keys apart."""
@@ -102,7 +102,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who sent a request, as its key says."""
+    """The sender of a request, by its key."""
 
     tenant: Tenant
     key: str = ""
@@ -110,12 +110,12 @@ class Caller:
     admin: bool = False
 
 
-NOBODY = Caller(tenant=ANONYMOUS, admin=True)
-"""Everybody, on a server without keys: there everyone is the operator."""
+OPEN_CALLER = Caller(tenant=ANONYMOUS, admin=True)
+"""The caller on a server without keys: everyone is the operator."""
 
 
 class KeyTable:
-    """Immutable. `generation` grows with every change of the book."""
+    """Immutable. `generation` grows with every change of the store."""
 
     def __init__(
         self, tenants: Iterable[Tenant] = (), keys: Iterable[Key] = (), *, pepper: bytes = b"", generation: int = 0
@@ -123,17 +123,17 @@ class KeyTable:
         self.generation = generation
         self.tenants = {tenant.name: tenant for tenant in tenants}
         self.keys = tuple(keys)
-        """All that were ever made, revoked ones too."""
+        """All that were ever created, including revoked ones."""
         self._pepper = pepper
         self._by_head: dict[bytes, list[Key]] = {}
         for key in self.keys:
             self._by_head.setdefault(key.digest[:_HEAD_BYTES], []).append(key)
 
     def find(self, presented: str, now_s: float) -> Caller | None:
-        """Whose key this is; None for one that is unknown, revoked or expired.
+        """The caller with this key; None for an unknown, revoked or expired one.
 
-        How long it takes says nothing about keys: what is looked up is the head of a keyed digest, which nobody outside
-        can steer, and the rest is compared in constant time.
+        Timing reveals nothing about keys: the lookup uses the head of a keyed digest, which callers cannot control, and
+        the rest is compared in constant time.
         """
         if not presented.startswith(KEY_MARK) or len(presented) > MAX_KEY_CHARS:
             return None

@@ -1,14 +1,15 @@
-"""The key book as a running server sees it: read again when another process has changed it.
+"""A running server's view of the key store: reloaded when another process has changed it.
 
 | the server | becomes | when |
 |---|---|---|
-| open, as it was started | keyed | the book has a key |
+| open, as it was started | keyed | the store has a key |
 | keyed | | never anything else |
 
-Open is what a server was started as, never what it finds later. A keyed server whose book is gone, damaged, empty or
-without keys goes on with the last reading for a while; then nobody comes in until a book with keys is back.
+A server is open only if it was started so, never because of what it finds later. A keyed server whose store is missing,
+damaged, empty or without keys goes on with the last reading for a while; then every request is refused until a store
+with keys is back.
 
-A look costs microseconds and happens at most twice a second, when somebody asks.
+A check costs microseconds and happens at most twice a second, on demand.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _LOG = logging.getLogger("tripool.tenants")
 LOOK_S = 0.5
 """How long a change, such as a revoked key, may go unnoticed."""
 STALE_S = 30.0
-"""How long the last reading of a book counts when it cannot be read any more."""
+"""How long the last reading counts when the store cannot be read any more."""
 _BUSY_S = 0.1
-"""Readers do not wait for writers; this is for the rare moment when the file itself is being made."""
+"""Readers do not wait for writers; this covers the moment when the file is being created."""
 _SIDE_FILES = ("-wal", "-shm")
 
 
@@ -36,7 +37,7 @@ def _nothing() -> None:
 
 
 class KeyWatcher:
-    """For one thread. `on_keyed` is called once, before the first key of a server that was open counts."""
+    """For one thread. `on_keyed` is called once, before the first key of an open server takes effect."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class KeyWatcher:
         self._on_keyed, self._clock = on_keyed, clock
         self._key_store: KeyStore | None = None
         self._files: tuple[object, ...] = ()
-        """Which files `_key_store` has open."""
+        """Identity of the files that `_key_store` has open."""
         self._version: int | None = None
         self._key_table = KeyTable()
         self._error: KeyStoreError | None = None
@@ -61,7 +62,7 @@ class KeyWatcher:
         self._look()
 
     def key_table(self) -> KeyTable:
-        """Raises KeyStoreError when there is no reading that still counts."""
+        """Raises KeyStoreError when no reading counts any more."""
         now_s = self._clock()
         if now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
@@ -81,17 +82,17 @@ class KeyWatcher:
         except KeyStoreError as error:
             self.close()
             if self._error is None:
-                _LOG.warning("the key book cannot be read", extra={"path": str(self.path), "reason": str(error)})
+                _LOG.warning("the key store cannot be read", extra={"path": str(self.path), "reason": str(error)})
             self._error = error
         else:
             if self._error is not None:
-                _LOG.info("the key book is read again", extra={"path": str(self.path)})
+                _LOG.info("the key store is readable again", extra={"path": str(self.path)})
             self._error, self._read_s = None, self._looked_s
 
     def _read(self) -> None:
         files = self._files_now()
         if self._key_store is None or files != self._files:
-            # Other files in the same place: SQLite would go on with those that it has open, and see no change.
+            # The files were replaced: SQLite would keep using the ones it has open, and see no change.
             self.close()
             self._files = self._files_now()
             try:
@@ -103,21 +104,21 @@ class KeyWatcher:
         version = self._key_store.version()
         if version != self._version:
             self._take(self._key_store.key_table(None if self._version is None else self._key_table))
-            if self._version is None:  # the side files may have come with the first reading
+            if self._version is None:  # the first read may have created the side files
                 self._files = (self._files[0], *self._files_now()[1:])
             self._version = version
 
     def _take(self, key_table: KeyTable) -> None:
         if not key_table.keys and not self.is_open:
-            hint = "put the one with the keys back; a server that had keys does not become open"
-            raise KeyStoreError(f"the key book {self.path} has no keys any more", hint=hint)
+            hint = "restore the one with the keys; a server that had keys does not become open"
+            raise KeyStoreError(f"the key store {self.path} no longer has keys", hint=hint)
         if key_table.keys and self.is_open:
             self._on_keyed()
             self.is_open = False
         self._key_table = key_table
 
     def _files_now(self) -> tuple[object, ...]:
-        """Other values when the book or one of its side files is another file, or the book was overwritten in place."""
+        """Changes when the store or a side file was replaced, or the store was overwritten in place."""
         found: list[object] = []
         for suffix in ("", *_SIDE_FILES):
             try:
@@ -125,7 +126,7 @@ class KeyWatcher:
             except FileNotFoundError:
                 found.append(None)
             except OSError as error:
-                raise KeyStoreError(f"the key book {self.path} cannot be reached: {error.strerror}") from error
+                raise KeyStoreError(f"the key store {self.path} cannot be reached: {error.strerror}") from error
             else:
                 written = () if suffix else (there.st_size, there.st_mtime_ns)
                 found.append((there.st_dev, there.st_ino, there.st_mode, *written))

@@ -1,8 +1,8 @@
-"""What tenants have used, by hour, key and model: gathered in memory, written to the key book in batches.
+"""Usage log: tokens used by hour, tenant, key and model, gathered in memory and written to the key store in batches.
 
-A batch is written within a second of its first request. A server that is killed loses at most that second; one that
-ends in order loses nothing. While the book is gone or cannot be written the batch waits; the book is never made anew
-here. When too many hours have come together they are summed: a batch has at most a few numbers per key and model.
+A batch is written within a second of its first request. A killed server loses at most that second; an orderly shutdown
+loses nothing. While the store is missing or cannot be written, the batch waits; the store is never created here. When
+too many hours have accumulated they are merged: a batch has at most a few rows per key and model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tripool.tenants.key_table import Caller
 HOUR_S = 3600
 _BATCH_S = 0.5
 _MAX_LINES = 10_000
-"""Of a batch that cannot be written: with more than these, usage goes to the earliest hour of its key and model."""
+"""Of a batch that cannot be written: beyond it, usage is added to the earliest hour of its key and model."""
 _WRITE = """
 INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET
     requests = requests + excluded.requests, prompt_tokens = prompt_tokens + excluded.prompt_tokens,
@@ -46,7 +46,7 @@ class Used:
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompt tokens: those that did not have to be computed."""
+    """Prompt tokens that did not have to be computed."""
     completion_tokens: int = 0
 
     def add(self, other: Used) -> None:
@@ -57,7 +57,7 @@ class Used:
 
 
 class UsageLog:
-    """`add` from any thread, and never waits for the disk: a thread of its own writes."""
+    """`add` may be called from any thread and never waits for the disk: a background thread writes."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         self._path, self._clock = path, clock
@@ -65,7 +65,7 @@ class UsageLog:
         self._waiting: dict[tuple[int, str, str, str], Used] = {}
         self._last_used_s: dict[str, float] = {}
         self._writing = threading.Lock()
-        """One batch at a time: `flush` returns when what was added before it is on disk."""
+        """One batch at a time: `flush` returns when everything added before it is on disk."""
         self._some = threading.Event()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._main, name="tripool-meter", daemon=True)
@@ -87,7 +87,7 @@ class UsageLog:
         self._some.set()
 
     def flush(self) -> None:
-        """Write what was added so far; raises KeyStoreError, and keeps it, when that cannot be done."""
+        """Write what was added so far; on failure raises KeyStoreError and keeps it."""
         with self._writing:
             with self._lock:
                 waiting, self._waiting = self._waiting, {}
@@ -101,7 +101,7 @@ class UsageLog:
                 raise
 
     def close(self) -> None:
-        """Write the rest; raises KeyStoreError when that cannot be done, and then it is lost."""
+        """Write the rest; on failure raises KeyStoreError, and the rest is lost."""
         self._ending.set()
         self._some.set()
         self._thread.join()
@@ -125,7 +125,7 @@ class UsageLog:
         self._some.set()
 
     def _sum_hours(self) -> None:
-        """Sums stay exact; only the hour is less so."""
+        """Sums stay exact; only the hour becomes coarser."""
         summed: dict[tuple[str, str, str], tuple[int, Used]] = {}
         for (hour_s, *rest), used in sorted(self._waiting.items(), key=lambda item: item[0]):
             tenant, key, model = rest
@@ -140,13 +140,13 @@ class UsageLog:
             try:
                 self.flush()
             except KeyStoreError:
-                continue  # it is kept, and tried again with the next batch
+                continue  # kept, and retried with the next batch
 
 
 def read_usage(
     key_store: KeyStore, *, tenant: str | None = None, since_s: float | None = None, by: By = "day"
 ) -> list[dict[str, Any]]:
-    """Sums, one row per tenant and group; hours and days are UTC, as the second they begin with."""
+    """Sums, one row per tenant and group; hours and days are UTC, given by their first second."""
     group = _GROUPS[by]
     columns = "tenant" if by == "tenant" else f"tenant, {group}"
     where, values = ["1"], list[Any]()

@@ -1,4 +1,4 @@
-"""Text in, tokens out, and back: tokenizer, chat template, incremental detokenizer. Knows no tensor or engine."""
+"""Tokenizer, chat template and incremental detokenizer. Independent of tensors and engines."""
 
 from tripool.text.detokenizer import Detokenizer
 from tripool.text.files import TextFiles

@@ -1,7 +1,7 @@
-"""What a chat template may cost: steps of one rendering, and the size of one value.
+"""The budget of a chat template: steps of one rendering, and the size of one value.
 
-Deterministic: there is no clock, so that the same conversation is rendered or refused alike on every machine. A step is
-about a microsecond. The steps grow with the conversation: real templates take some hundred for each message.
+Deterministic: without a clock, so that a conversation is rendered or refused alike on every machine. A step is about a
+microsecond. The budget grows with the conversation: real templates take some hundred steps per message.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MAX_NUMBER_BITS = 2**12
 _MAX_DEPTH = 100
 _STEPS, _STEPS_PER_MESSAGE = 100_000, 2_000
 CHARS_PER_STEP = 64
-"""Text is copied and compared so much faster than code runs."""
+"""Characters copied or compared per step."""
 ITEMS_PER_STEP = 8
-"""As many places of a list are filled meanwhile."""
+"""List items filled per step."""
 _OTHER_CHARS = 64
-"""Of what is neither text nor data: a macro, a generator. Its own attributes are not looked into."""
+"""Size of a value that is neither text nor data: a macro, a generator. Its attributes are not measured."""
 BUDGET_NAME = " budget"
-"""A name that no template can spell."""
+"""A name that no template can write."""
 
 _VIEWS = (KeysView, ValuesView, ItemsView)
 SIZED = (list, tuple, dict, range, *_VIEWS)
@@ -40,23 +40,23 @@ class TooMuchWork(Exception):
 
 
 class Size(NamedTuple):
-    """Of a value with all that is in it, however often a part of it comes."""
+    """Of a value with all that it contains, repeated parts counted each time."""
 
     chars: int
-    """About, as text."""
+    """Approximate length as text."""
     items: int = 0
     depth: int = 0
 
 
 class Budget:
-    """Of one rendering. Measures values, and remembers those that cannot change."""
+    """Of one rendering. Measures values, and caches the sizes of immutable ones."""
 
     def __init__(
         self, messages: Sequence[Mapping[str, Any]], tools: Any = None, most_steps: float = float("inf")
     ) -> None:
         self.left = float("inf")
         self._known: dict[int, tuple[Any, Size]] = {}
-        """By identity: the value, so that it stays where it is, and its size."""
+        """By identity: the value, to keep it alive, and its size."""
         size = sum(len(message.get("content") or "") for message in messages) + self.measure(tools).chars
         self.left = min(float(_STEPS + _STEPS_PER_MESSAGE * len(messages) + size), most_steps)
 
@@ -66,8 +66,8 @@ class Budget:
             raise TooMuchWork
 
     def take(self, *values: Any, extra: float = 0, times: float = 1) -> None:
-        """Pay for work on these, with all that is in them. `extra`: characters that are made besides; `times`: as slow
-        as so many copies."""
+        """Charge for work on these with all that they contain. `extra`: characters that are made besides; `times`:
+        slowness in copies."""
         size = extra
         for value in values:
             size += len(value) if type(value) is str else self.text_size(value)
@@ -78,15 +78,15 @@ class Budget:
             raise TooMuchWork
 
     def glance(self, *values: Any) -> None:
-        """Pay for work on these, and on nothing inside them."""
+        """Charge for work on these, but not on their contents."""
         steps = 1.0 + len(values)
         for value in values:
             steps += length(value)
         self.spend(steps)
 
     def settle(self, made: Any) -> Any:
-        """Pay for a result as it came out: what was foretold may have been too little by a factor, such as that of
-        escapes. No number grows beyond its bound."""
+        """Charge for a result by its actual size: the estimate may have been too low by a factor, such as that of
+        escapes. Also bounds numbers."""
         if isinstance(made, str):
             check(len(made), 2 * MAX_CHARS)
             self.spend(len(made) / CHARS_PER_STEP)
@@ -113,9 +113,9 @@ class Budget:
         if isinstance(value, range):
             return Size(8 * len(value), len(value), 1)
         if isinstance(value, _VIEWS):
-            return self._inside(list(value), depth)  # made anew each time: not remembered
+            return self._measure_items(list(value), depth)  # a new list each time: not cached
         if not isinstance(value, (list, tuple, dict)):
-            if depth:  # it may change, or lead to more than it says: `[loop]` has all that `loop.previtem` has
+            if depth:  # it may change, or reach more than it shows: `[loop]` contains `loop.previtem`
                 raise SecurityError(f"a {type(value).__name__} in a list is out of bounds here")
             return Size(_OTHER_CHARS)
         known = self._known.get(id(value))
@@ -123,11 +123,11 @@ class Budget:
             return known[1]
         if depth > _MAX_DEPTH:
             raise SecurityError(f"a value is nested more than {_MAX_DEPTH} levels deep")
-        size = self._inside(value, depth)
+        size = self._measure_items(value, depth)
         self._known[id(value)] = value, size
         return size
 
-    def _inside(self, value: Any, depth: int) -> Size:
+    def _measure_items(self, value: Any, depth: int) -> Size:
         self.spend(1 + len(value) / 2)
         parts = value if not isinstance(value, dict) else [part for item in value.items() for part in item]
         chars, items, deepest = 2, len(value), 0
@@ -142,7 +142,7 @@ def budget_of(context: Context) -> Budget:
 
 
 def length(value: Any) -> float:
-    """Steps that it takes to go through it once."""
+    """Steps to iterate over it once."""
     if isinstance(value, str):
         return len(value) / CHARS_PER_STEP
     return float(len(value)) if isinstance(value, SIZED) else 0.0
@@ -154,7 +154,7 @@ def check(size: float, most: float) -> None:
 
 
 def metered(budget: Budget, value: Any, steps: float = 1.0) -> Any:
-    """The same, to be gone through once at so many steps for each item."""
+    """The same value, charged this many steps per item when iterated."""
     if isinstance(value, Iterator):
         return _counted(budget, value, steps)
     if isinstance(value, (str, *SIZED)):
@@ -169,7 +169,7 @@ def _counted(budget: Budget, items: Iterator[Any], steps: float) -> Iterator[Any
 
 
 def listed(budget: Budget, value: Any) -> Any:
-    """What is made item by item, whole, so that it can be measured."""
+    """An iterator as a list, so that it can be measured."""
     if not isinstance(value, Iterator):
         return value
     found = []
@@ -181,7 +181,7 @@ def listed(budget: Budget, value: Any) -> Any:
 
 
 def pay_search(budget: Budget, in_chars: int, for_chars: int, *, backwards: bool = False) -> None:
-    """Python looks for long texts in linear time, but not in short ones, and never from the end."""
+    """Python searches long texts in linear time, but not short ones, and never backwards."""
     budget.spend(1 + in_chars / CHARS_PER_STEP)
     if backwards or in_chars < 2500 or (for_chars < 100 and in_chars < 30_000):
         budget.spend(max(in_chars - for_chars + 1, 0) * for_chars / _COMPARED_PER_STEP)
@@ -190,13 +190,13 @@ def pay_search(budget: Budget, in_chars: int, for_chars: int, *, backwards: bool
 
 
 def pay_product(budget: Budget, left_chars: int, right_chars: int) -> None:
-    """Each character of one is looked for in the other."""
+    """For each character of one, a search in the other."""
     budget.spend(left_chars * right_chars / _COMPARED_PER_STEP)
 
 
 def pay_keys(budget: Budget, keys: Sequence[Any]) -> None:
-    """About to be hashed together. Anybody can make numbers, and pairs of them, that all have one hash; then each is
-    compared with each. Texts have secret hashes."""
+    """Keys about to be hashed together. Numbers, and pairs of them, can be chosen to have one hash; then each is
+    compared with each. Hashes of strings are secret."""
     for key in keys:
         if isinstance(key, int) and abs(key) >= MAX_KEY:
             raise SecurityError("a number is too large for a key")

@@ -1,6 +1,6 @@
-"""Checks what callers send as a conversation and turns it into plain data for a template. Knows no template.
+"""Validates a conversation and converts it to plain data for a template. Independent of templates.
 
-Only dicts, lists, strings, numbers and None get through: an object with methods has no business in a sandbox.
+Only dicts, lists, strings, numbers and None are allowed: an object with methods must not enter the sandbox.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_DEPTH = 64
 
 
 def plain_messages(conversation: object) -> list[dict[str, Any]]:
-    """A list of messages, each with a role and with text as content; text in parts is joined."""
+    """A list of messages, each with a role and text content; text in parts is joined."""
     if not isinstance(conversation, (list, tuple)):
         kind = type(conversation).__name__
         raise InvalidRequest(f"a conversation must be a list of messages, not {kind}", param="messages")
@@ -25,7 +25,7 @@ def plain_messages(conversation: object) -> list[dict[str, Any]]:
 
 
 def plain_tools(tools: object) -> list[dict[str, Any]] | None:
-    """No tools and an empty list of tools are the same to a caller, but not to every template: both give None."""
+    """No tools and an empty list are the same to a caller, but not to every template: both give None."""
     if tools is None:
         return None
     if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -40,7 +40,7 @@ def plain_data(value: object, where: str, depth: int = 0) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value)  # of the base class: an enum's own would print the member's name
+        return str.__str__(value)  # the base class's: an enum would print its member's name
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
@@ -64,9 +64,11 @@ def _plain_message(message: object, where: str) -> dict[str, Any]:
     if content is not None:
         plain["content"] = _plain_text(content, where)
     elif not plain.get("tool_calls"):
-        raise InvalidRequest(f"{where} has no content", hint="only tool calls may stand without", param="messages")
+        raise InvalidRequest(
+            f"{where} has no content", hint="only a message with tool calls may have none", param="messages"
+        )
     elif "content" in message:
-        plain["content"] = None  # templates tell null from absent
+        plain["content"] = None  # templates distinguish null from absent
     return plain
 
 
@@ -75,7 +77,7 @@ def _plain_text(content: object, where: str) -> str:
         return str.__str__(content)
     if not isinstance(content, (list, tuple)):
         raise InvalidRequest(f"the content of {where} is neither text nor a list of parts", param="messages")
-    # Templates that walk over parts themselves write them without anything between, so neither do we.
+    # Templates that iterate over parts write them without a separator, so they are joined the same way.
     return "".join(_plain_part(part, where) for part in content)
 
 

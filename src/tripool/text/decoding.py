@@ -1,9 +1,9 @@
-"""A tokenizer's decoder as a stream: one token in, the text it adds out. Knows nothing of stop strings or requests.
+"""Incremental decoding: one token in, the text it adds out. Independent of stop strings and requests.
 
 The `tokenizers` library decodes a whole list at once. Decoding the list again for every new token is quadratic, and
 decoding only its end is wrong: decoders treat the first token specially and characters span tokens. So the decoder's
-own description is read once into a `DecoderPlan`, whose streams keep the few bytes of state that decoding needs.
-Decoders that no supported model uses (word pieces, CTC, regular expressions) are refused by name when loading.
+description is read once into a `DecoderPlan`, whose streams keep the few bytes of state that decoding needs. Decoders
+that no supported model uses (word pieces, CTC, regular expressions) are refused by name when loading.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The visible characters that byte-level BPE writes instead of bytes: Latin-1's own, then 256 onwards."""
+    """The visible characters that byte-level BPE writes for bytes: Latin-1's own, then 256 onwards."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
@@ -36,7 +36,7 @@ _BYTE_OF_CHAR = _byte_alphabet()
 def _byte_level(token: str) -> bytes:
     try:
         return bytes(map(_BYTE_OF_CHAR.__getitem__, token))
-    except KeyError:  # an added token with characters outside the alphabet stands for its own text, as in the library
+    except KeyError:  # an added token outside the alphabet is its own text, as in the library
         return token.encode()
 
 
@@ -61,7 +61,7 @@ class Replace:
 
 @dataclass(frozen=True, slots=True)
 class Metaspace:
-    """The mark of a word's beginning is a space, but not in the first token when the encoder put it there."""
+    """The mark of a word's beginning becomes a space, except in the first token if the encoder added it."""
 
     mark: str
     first_is_dropped: bool
@@ -99,7 +99,7 @@ class Strip:
 class Separate:
     """A tokenizer without a decoder puts a space between its tokens."""
 
-    middle: int = 0  # a token alone, away from its neighbours, has no separator
+    middle: int = 0  # a single token has no separator
 
     def apply(self, text: str, state: int) -> tuple[str, int]:
         return (" " + text if state else text), 1
@@ -109,15 +109,15 @@ class Step(NamedTuple):
     """What one token does to the text."""
 
     text: str
-    """Appended. Never holds part of a character."""
+    """Text to append. Never contains part of a character."""
     void: bool = False
-    """First take back what was appended since the last settled step."""
+    """First remove what was appended since the last settled step."""
     settled: bool = True
-    """Whatever comes, everything up to here stands."""
+    """Everything up to here is final."""
 
 
 class Pieces(Protocol):
-    """One way of making text of decoded tokens."""
+    """Turns decoded tokens into text."""
 
     def push(self, piece: str) -> Step: ...
 
@@ -133,7 +133,7 @@ class _PlainPieces:
 
 
 class _Utf8Pieces:
-    """Byte-level tokens: an unfinished character waits, a broken one becomes U+FFFD."""
+    """Byte-level tokens: an unfinished character is held back, an invalid one becomes U+FFFD."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -149,7 +149,7 @@ class _FallbackPieces:
     """Tokens of text with runs of byte tokens between them.
 
     The library decodes a run as a whole: text if all of it is UTF-8, else one U+FFFD per byte. So a run's characters
-    are a guess until a text token ends it, and become certain (as U+FFFD) the moment one byte does not fit.
+    are provisional until a text token ends it, and final (as U+FFFD) as soon as one byte does not fit.
     """
 
     def __init__(self) -> None:
@@ -200,11 +200,11 @@ class DecoderPlan:
     after: tuple[Stage, ...]
 
     def token_bytes(self, token: str) -> bytes:
-        """What a token means in the middle of a text."""
+        """The bytes of a token in the middle of a text."""
         for stage in self.before:
             token, _ = stage.apply(token, stage.middle)
         if self.byte_rule == "utf8":
-            return _byte_level(token)  # later stages see text, and a token may be half a character
+            return _byte_level(token)  # later stages need text, and a token may be part of a character
         if self.byte_rule == "fallback" and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(match[1])
         for stage in self.after:
@@ -213,7 +213,7 @@ class DecoderPlan:
 
 
 class TextStream:
-    """The text of one growing sequence of tokens; the state is a few numbers and at most one unfinished run."""
+    """The text of one growing sequence of tokens; its state is a few numbers and at most one unfinished run."""
 
     def __init__(self, plan: DecoderPlan) -> None:
         self._plan = plan
@@ -227,11 +227,11 @@ class TextStream:
         return self._finish_step(self._pieces.push(token))
 
     def finish(self) -> Step:
-        """Settles what is open: nothing more will come."""
+        """Settles what is open: no more tokens follow."""
         return self._finish_step(self._pieces.finish())
 
     def _finish_step(self, step: Step) -> Step:
-        # The states need not be taken back with a void step's text: its own begins with U+FFFD, which ends stripping.
+        # States are not reverted with a void step's text: its replacement begins with U+FFFD, which ends stripping.
         text = step.text
         for i, stage in enumerate(self._plan.after):
             text, self._after[i] = stage.apply(text, self._after[i])
@@ -255,7 +255,7 @@ def read_decoder(description: Mapping[str, Any] | None) -> DecoderPlan:
                 byte_rule = "fallback"
             case {"type": "Fuse"}:
                 fused = True
-            # Once tokens have been joined, a longer pattern could match across two of them.
+            # After tokens are joined, a longer pattern could match across two of them.
             case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old and (
                 per_token or len(old) == 1
             ):

@@ -1,6 +1,6 @@
-"""Text of one answer while its tokens arrive, up to a stop string. Knows no engine and no HTTP.
+"""Incremental detokenizer of one answer, up to a stop string. Independent of engines and HTTP.
 
-What `push` returns never changes afterwards: no half characters, and nothing that may turn out to be a stop string.
+What `push` returns never changes afterwards: no incomplete characters, and nothing that may become a stop string.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Detokenizer:
 
     The token that ends an answer (the model's end token, a stop token) is not text: the caller does not push it.
 
-    `finder`: of the same stop strings. It holds nothing of one answer, so all that have the same ones may share it.
+    `finder`: for the same stop strings. It is stateless, so answers with the same ones may share it.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, finder: StopFinder | None = None) -> None:
@@ -31,17 +31,17 @@ class Detokenizer:
         self._finder = StopFinder(params.stop) if finder is None else finder
         self._stream = tokenizer.stream()
         self._num_tokens = 0
-        # Text in order: given out | _held (certain, may begin a stop string) | _open (may still be taken back).
+        # Text in order: returned | _held (final, may begin a stop string) | _open (may still be removed).
         self._held = ""
         self._open: list[str] = []
-        self._state_held = 0  # the finder's state after _held, to return to when _open is taken back
+        self._state_held = 0  # the finder's state after _held, restored when _open is removed
         self._state = 0  # and after _open
         self._closed = False
         self.stopped: str | None = None
         """The stop string that was hit."""
 
     def push(self, token_id: int) -> str:
-        """Text that is now certain. Nothing after a stop."""
+        """Text that is final now. Nothing after a stop."""
         if self._closed:
             return ""
         self._num_tokens += 1
@@ -51,7 +51,7 @@ class Detokenizer:
         return "" if token is None else self._take(self._stream.push(token))
 
     def finish(self) -> str:
-        """The rest, when no more tokens come: text held back, and U+FFFD for a character that was never completed."""
+        """The rest, when no more tokens follow: text held back, and U+FFFD for an incomplete character."""
         if self._closed:
             return ""
         text = self._take(self._stream.finish())

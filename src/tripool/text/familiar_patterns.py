@@ -1,4 +1,4 @@
-"""How published models cut texts before merging: regular expressions that take time by a text's length only."""
+"""Pre-tokenizer patterns of published models: known to take time linear in a text's length."""
 
 from __future__ import annotations
 

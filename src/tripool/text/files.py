@@ -1,4 +1,4 @@
-"""What a checkpoint says about text: handed from the checkpoint reader to the tokenizer, and across processes."""
+"""The text files of a checkpoint: passed from the checkpoint reader to the tokenizer, and between processes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class TextFiles:
     """Contents, not paths: a gateway on another machine needs no checkpoint folder."""
 
     tokenizer_json: str
-    """The `tokenizers` library's own serialisation."""
+    """Serialised by the `tokenizers` library."""
     chat_template: str | None = None
     """Jinja source; None when the model is not a chat model."""
     special_tokens: dict[str, str] = field(default_factory=dict)
-    """Names a template may use, such as bos_token and eos_token, to their text."""
+    """Text by the name that a template uses, such as bos_token and eos_token."""
     end_ids: frozenset[int] = frozenset()
     """Tokens that end an answer."""

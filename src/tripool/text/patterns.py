@@ -1,8 +1,8 @@
-"""Regular expressions of a tokenizer: a stranger's programs, run on every text by an engine that tries all ways.
+"""Checks a tokenizer's regular expressions: untrusted patterns, run on every text by a backtracking engine.
 
-Refused is what can take exponential time, or memory when it is compiled: repeats of what itself repeats or has
-alternatives, references back, large counts, many repeats in a row. Published tokenizers have none of these. What
-remains may still take a power of the text's length, which is not promised away: see docs/security.md.
+Refuses what can take exponential time, or memory when compiled: repeats of what itself repeats or has alternatives,
+back references, large counts, many repeats in a row. Published tokenizers have none of these. The rest may still take
+polynomial time: see docs/security.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tripool.errors import CheckpointCorrupt
 
 MAX_PATTERN_CHARS = 2**13
 MAX_REPEATS = 3
-"""One behind the other: a text of n characters may be cut among them in n to that power of ways."""
+"""In a row: a text of n characters may be split among them in n to that power of ways."""
 MAX_COUNT = 256
 _FEW = 8
 _MAX_DEPTH = 20
@@ -27,13 +27,13 @@ _QUANTIFIER = re.compile(r"(?:([*+?])[?+]?|\{(\d*)(,?)(\d*)\}\??)")
 @dataclass(slots=True)
 class _Group:
     repeats: int = 0
-    """Of the present alternative."""
+    """Of the current alternative."""
     most_repeats: int = 0
-    """Of those before."""
+    """Of the alternatives before."""
     choices: bool = False
-    """Alternatives, or what may be left out."""
+    """Has alternatives, or an optional part."""
     copies: int = 1
-    """Of its atoms, once its counts are written out."""
+    """Of its atoms, with counts expanded."""
 
     def end(self) -> int:
         return max(self.repeats, self.most_repeats)
@@ -81,7 +81,7 @@ def _behind_atom(pattern: str, at: int) -> int:
 
 
 def _behind_class(pattern: str, at: int) -> int:
-    """`[^a-z]`, with classes inside."""
+    """`[^a-z]`, with nested classes."""
     depth = 0
     while at < len(pattern):
         if pattern[at] == "\\":
@@ -89,7 +89,7 @@ def _behind_class(pattern: str, at: int) -> int:
             continue
         if pattern[at] == "[":
             depth += 1
-            # A bracket that closes at once is a letter.
+            # A bracket that closes at once is a literal.
             at += 1 + pattern.startswith("^", at + 1)
             at += pattern.startswith("]", at)
             continue
@@ -102,7 +102,7 @@ def _behind_class(pattern: str, at: int) -> int:
 
 
 def _quantified(pattern: str, at: int, inner: _Group, outer: _Group) -> int:
-    """Counts an atom, with what is repeated behind it, into the group it is in."""
+    """Adds an atom and its quantifier to the counts of its group."""
     repeats, copies, choices = inner.end(), inner.copies, inner.choices
     while (found := _QUANTIFIER.match(pattern, at)) is not None and found[0] not in ("{}", "{,}"):
         at = found.end()
@@ -124,5 +124,5 @@ def _quantified(pattern: str, at: int, inner: _Group, outer: _Group) -> int:
 
 
 def _refused(pattern: str, problem: str) -> CheckpointCorrupt:
-    hint = "it could take for ever; if this is a published model, tell us"
+    hint = "it could take exponential time; if this is a published model, please report it"
     return CheckpointCorrupt(f"the tokenizer's pattern '{pattern[:60]}' {problem}", hint=hint, file="tokenizer.json")

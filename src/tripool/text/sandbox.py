@@ -1,16 +1,16 @@
-"""Where chat templates run: Jinja's sandbox with a budget. A template is a stranger's program inside the server.
+"""Sandbox of chat templates: Jinja's sandbox with a budget. A template is untrusted code inside the server.
 
-| a template could | and here |
+| a template could | prevented by |
 |---|---|
-| reach Python's own objects | Jinja's sandbox refuses |
-| use what nobody thought of | only filters, tests, methods and functions that have a cost exist |
-| loop for ever: loops, macros, blocks, filters over lists | every pass costs steps, by how much code it runs |
-| make one huge value: `center`, `*`, `~`, `join`, `replace`, `%`, `round` | the size is known, and refused, before |
-| grow a value step by step, or nest one in itself | whatever is compared, printed or joined is measured |
-| let Python do the work: searches, sorts, hashes, large numbers | paid by what the worst case takes |
-| let the compiler do the work: constants folded when it is loaded | nothing is folded |
+| reach Python's own objects | Jinja's sandbox |
+| use what was not considered | only filters, tests, methods and functions with a known cost exist |
+| loop for ever: loops, macros, blocks, filters over lists | every pass costs steps, by the size of its code |
+| make one huge value: `center`, `*`, `~`, `join`, `replace`, `%`, `round` | the size is computed before, and bounded |
+| grow a value step by step, or nest one in itself | values are measured when compared, printed or joined |
+| let Python do the work: searches, sorts, hashes, large numbers | charged by the worst case |
+| let the compiler do the work: constants folded when it is loaded | no constant folding |
 
-`text/budget.py` counts; `template_calls.py`, `template_filters.py` and `template_formats.py` know what things cost.
+`text/budget.py` counts; `template_calls.py`, `template_filters.py` and `template_formats.py` define costs.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from tripool.text.template_formats import pay_percent
 _NODES_PER_STEP = 4
 _SPEND, _WHOLE, _PART, _CONCAT, _IN = " spend", " whole", " part", " concat", " in"
 _GLOBALS = ("dict", "namespace", "range")
-"""Of Jinja's own. The others (`cycler`, `joiner`, `lipsum`) keep values where they are not measured, or are random."""
+"""Of Jinja's own. The others (`cycler`, `joiner`, `lipsum`) hold values unmeasured, or are random."""
 _NUMBERS = (int, float, complex)
 _JINJAS_OWN = ("_loop_vars", "_block_vars")
 """Arguments that compiled templates add for `Context.call`."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """`compile_template` makes what it runs, and `names` what a rendering is given."""
+    """`compile_template` compiles a template, `names` makes the context of a rendering."""
 
     intercepted_binops = frozenset({"+", "-", "*", "/", "//", "%", "**"})
 
@@ -61,7 +61,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals = {name: self.globals[name] for name in _GLOBALS}
 
     def compile_template(self, source: str) -> jinja2.Template:
-        """After all filters are there."""
+        """Call after all filters are registered."""
         self.filters = guarded_filters(self.filters)
         self.filters |= {_SPEND: _spend, _WHOLE: _whole, _PART: _part, _CONCAT: _concat, _IN: _in}
         self.tests = guarded_tests(self.tests)
@@ -74,7 +74,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return {**names, "messages": messages, BUDGET_NAME: Budget(messages, names.get("tools"), most_steps)}
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
-        """Jinja would print nothing here and only raise on further use: a prompt with holes."""
+        """Jinja would print nothing here and only raise on further use: a prompt with gaps."""
         raise SecurityError(f"'{attribute[:100]}' of a {type(obj).__name__} is out of bounds")
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
@@ -87,7 +87,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             check(bits, MAX_NUMBER_BITS)
             budget.spend(1)
         elif operator == "%" and isinstance(left, str):
-            budget.take(right, times=5 if hasattr(left, "__html__") else 1)  # which escapes it
+            budget.take(right, times=5 if hasattr(left, "__html__") else 1)  # it escapes the value
             pay_percent(budget, left, right)
         elif operator == "*":
             _pay_repeated(budget, left, right)
@@ -97,7 +97,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             check(sum(len(value) for value in (left, right) if isinstance(value, str)), MAX_CHARS)
         elif not all(isinstance(value, (*_NUMBERS, jinja2.Undefined)) for value in (left, right)):
             kinds = f"{type(left).__name__} and {type(right).__name__}"
-            raise TypeError(f"unsupported operand types for {operator}: {kinds}")  # sets of keys have some
+            raise TypeError(f"unsupported operand types for {operator}: {kinds}")  # key views support some
         return budget.settle(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,11 +114,11 @@ def _pay_repeated(budget: Budget, left: Any, right: Any) -> None:
         budget.spend(1 + length(value) * times)
 
 
-# ---- what is written into the template's own code ------------------------------------------------------------------
+# ---- instrumentation of the template's code ------------------------------------------------------------------------
 
 
 class _Metered(NodeTransformer):
-    """Bodies that can run more than once pay for themselves; operators that look into values measure them first."""
+    """Bodies that can run more than once charge for themselves; operators that inspect values measure them first."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -179,7 +179,7 @@ def _pay(body: list[nodes.Node]) -> None:
 
 
 def _weight(body: list[Any]) -> int:
-    """What one pass through it costs; loops inside pay for themselves."""
+    """Cost of one pass through it; inner loops charge for themselves."""
     total, chars, open_ = 0, 0, list(body)
     while open_:
         node = open_.pop()
@@ -201,9 +201,9 @@ def _spend(context: Context, steps: int) -> bool:
 
 @pass_context
 def _whole(context: Context, value: Any) -> Any:
-    """About to be compared or hashed, with all that is in it."""
+    """About to be compared or hashed, with all that it contains."""
     kind = type(value)
-    if kind is not int and kind is not bool and kind is not Namespace:  # of which only the identity is
+    if kind is not int and kind is not bool and kind is not Namespace:  # compared by identity
         budget: Budget = context.parent[BUDGET_NAME]
         budget.take(value)
     return value

@@ -1,7 +1,7 @@
-"""Finds stop strings in text that arrives in pieces. Knows characters only: no tokens, no requests.
+"""Finds stop strings in text that arrives in pieces. Works on characters: no tokens, no requests.
 
-An Aho-Corasick automaton: a state is the longest end of the text so far that could be the beginning of a stop string,
-so the work per character depends neither on how many stop strings there are nor on how long they are.
+An Aho-Corasick automaton: a state is the longest end of the text so far that could begin a stop string, so the work per
+character depends neither on the number of stop strings nor on their lengths.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class StopHit(NamedTuple):
-    """Where a stop string lies, counted from the beginning of the piece that completed it: `start` may be negative."""
+    """Position of a stop string, relative to the piece that completed it: `start` may be negative."""
 
     stop: str
     start: int
@@ -20,7 +20,7 @@ class StopHit(NamedTuple):
 
 
 class StopFinder:
-    """Immutable once built; the caller keeps the state (0 at the beginning of a text) and may go back to an old one."""
+    """Immutable once built; the caller keeps the state (0 at the beginning of a text) and may return to an old one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
@@ -44,7 +44,7 @@ class StopFinder:
         self._found[state] = stop
 
     def _link(self) -> None:
-        """Breadth first, so that shorter states are complete before longer ones look at them."""
+        """Breadth first, so that shorter states are complete before longer ones use them."""
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()
@@ -59,15 +59,15 @@ class StopFinder:
         return self._next[state].get(char, 0)
 
     def held_chars(self, state: int) -> int:
-        """How many characters at the end of the text may yet turn out to be the beginning of a stop string."""
-        while state and not self._next[state]:  # a whole stop string, which nothing can extend, begins no other
+        """How many characters at the end of the text may be the beginning of a stop string."""
+        while state and not self._next[state]:  # a complete stop string that nothing extends begins no other
             state = self._fallback[state]
         return self._depth[state]
 
     def advance(self, state: int, text: str) -> tuple[int, StopHit | None]:
         """The state after `text`, and of the stop strings completed in it the one that starts first.
 
-        Of two that start at the same character, the shorter: it was there first.
+        Of two that start at the same character, the shorter: it was complete first.
         """
         hit: StopHit | None = None
         if not self._next[0]:

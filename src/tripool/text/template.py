@@ -1,7 +1,7 @@
 """A model's chat template: untrusted Jinja from the checkpoint, compiled once and rendered in a sandbox.
 
-Names, filters and tags are those that templates on the Hugging Face hub rely on. `text/sandbox.py` keeps a template
-away from Python and bounds what it does.
+Names, filters and tags are those that templates on the Hugging Face hub rely on. `text/sandbox.py` isolates a template
+from Python and bounds its work.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from tripool.text.conversation import plain_data, plain_messages, plain_tools
 from tripool.text.sandbox import Sandbox
 
 MAX_SOURCE_CHARS = 2**16
-"""Real templates stay below 2**15. As many characters again take a second to compile."""
+"""Real templates are below 2**15. Twice as many characters take a second longer to compile."""
 MAX_RENDERED_CHARS = 2**24
 QUICK_STEPS, QUICK_CHARS = 10_000, 2**14
-"""What an event loop has time for: some 20 milliseconds of rendering, and as long for encoding what comes out."""
-_MAX_SAID_CHARS = 1000
-"""Of what a template says when it refuses, or fails."""
+"""Limits on an event loop: about 20 milliseconds of rendering, and as long to encode the result."""
+_MAX_ERROR_CHARS = 1000
+"""Length of a template's own error message that is shown."""
 _MAX_TIME_FORM_CHARS = 100
 
 _OURS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 """Names that `extra` may not set: they are arguments of their own."""
 
-# What a template's operations raise when a message lacks what they expect, or holds it in another type.
+# Raised by a template's operations when a message lacks an expected field or has one of another type.
 _RENDER_ERRORS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError
 )  # fmt: skip
 
 
 class NotQuick(Exception):
-    """It takes longer than an event loop can wait; whether it can be rendered at all is another question."""
+    """It takes longer than an event loop can wait; it may still fail otherwise."""
 
 
 class Template:
@@ -55,12 +55,12 @@ class Template:
         self._special_tokens = dict(special_tokens)
         self._sandbox, self._compiled = _compile(source, now)
         self.knows_tools = "tools" in source and "tool_calls" in source
-        """Whether it shows a model its tools, and the calls it made. One that does not says nothing about it."""
+        """Whether it renders tools and calls. A template without support ignores them silently."""
         self._is_quick = False
 
     @property
     def quick(self) -> Template:
-        """The same, which raises NotQuick instead of taking long."""
+        """The same template, which raises NotQuick instead of taking long."""
         twin = copy.copy(self)
         twin._is_quick = True
         return twin
@@ -76,8 +76,8 @@ class Template:
     ) -> str:
         """The prompt. `extra` holds further names for the template, such as `documents` or `enable_thinking`.
 
-        `continue_final_message` leaves the last message open, for the model to write on; as that is the opposite of
-        opening a new one, `add_generation_prompt` then has no effect.
+        `continue_final_message` leaves the last message open for the model to continue; `add_generation_prompt` then
+        has no effect.
         """
         messages = plain_messages(conversation)
         names = self._names(tools, extra or {})
@@ -109,7 +109,7 @@ class Template:
             if self._is_quick:
                 raise NotQuick from error
             hint = "send a shorter conversation; if that does not help, do not trust this checkpoint"
-            problem = "the model's chat template does too much work for this conversation"
+            problem = "the model's chat template exceeds its budget for this conversation"
             raise InvalidRequest(problem, hint=hint, param="messages") from error
         except (jinja2.exceptions.SecurityError, RecursionError, MemoryError) as error:
             hint = "do not trust this checkpoint: chat templates only need to write text"
@@ -121,23 +121,23 @@ class Template:
             raise InvalidRequest(problem, hint="send a shorter conversation", param="messages") from error
         except _RENDER_ERRORS as error:
             hint = "the model's chat template expects messages of another shape"
-            problem = f"cannot render the conversation: {str(error)[:_MAX_SAID_CHARS]}"
+            problem = f"cannot render the conversation: {str(error)[:_MAX_ERROR_CHARS]}"
             raise InvalidRequest(problem, hint=hint, param="messages") from error
 
 
 def _joined(parts: Iterator[str], most_chars: int) -> str:
-    kept: list[str] = []
+    joined: list[str] = []
     num_chars = 0
     for part in parts:
         num_chars += len(part)
         if num_chars > most_chars:
             raise _TooLong
-        kept.append(part)
-    return "".join(kept)
+        joined.append(part)
+    return "".join(joined)
 
 
 def _unused_mark(content: str) -> str:
-    # It ends in a space, so that a template that trims messages shows it by trimming the mark.
+    # It ends in a space, so that a template that trims messages reveals it by trimming the mark.
     mark = "\ue000continue\ue000"
     while mark in content:
         mark = f"\ue000{mark}\ue000"
@@ -151,13 +151,13 @@ def _cut_at_mark(rendered: str, content: str, mark: str) -> str:
         raise InvalidRequest("the final message cannot be continued", hint=hint, param="messages")
     if rendered.startswith(mark, at):
         return rendered[:at]
-    # The template trims: the content's own trailing space would have gone too, had the mark not stood behind it.
+    # The template trims: the content's own trailing space would have been trimmed too without the mark after it.
     trimmed = content.rstrip()
     return rendered[:at].removesuffix(content[len(trimmed) :]) if trimmed else rendered[:at]
 
 
 class _TooLong(Exception):
-    """The prompt is."""
+    """The prompt is too long."""
 
 
 class _Refusal(jinja2.TemplateError):
@@ -165,7 +165,7 @@ class _Refusal(jinja2.TemplateError):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks what the model wrote, for training; here its body is rendered like any other."""
+    """`{% generation %}` marks the model's text for training; here its body is rendered like any other."""
 
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
@@ -195,12 +195,12 @@ def _compile(source: str, now: Callable[[], datetime]) -> tuple[Sandbox, jinja2.
 
 
 def _refuse(message: object) -> None:
-    raise _Refusal(str(message)[:_MAX_SAID_CHARS])
+    raise _Refusal(str(message)[:_MAX_ERROR_CHARS])
 
 
 def _time(form: str, now: Callable[[], datetime]) -> str:
     if len(form) > _MAX_TIME_FORM_CHARS or re.search(r"%[^a-zA-Z%]*\d", form):
-        raise jinja2.exceptions.SecurityError("a date in such a form would be too long")  # some systems pad: %999999d
+        raise jinja2.exceptions.SecurityError("a date in this format would be too long")  # some systems pad: %999999d
     return now().strftime(form)
 
 
@@ -211,5 +211,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter escapes for HTML, which no model was trained on."""
+    """Jinja's own filter escapes for HTML, which models are not trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,6 +1,6 @@
-"""What a chat template may call, and what a call costs: everything else is refused.
+"""The calls that a chat template may make, and their costs; everything else is refused.
 
-Costs are those of CPython's own code, worst case: where that compares each character with each, they are a product.
+Costs are worst cases of CPython's code: where that compares every pair of characters, they are a product.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _DATA_METHODS: Mapping[type, frozenset[str]] = {
     LoopContext: frozenset({"changed", "cycle"}),
 }
 SLOW = 4
-"""Copies that a character takes as long as when it is looked up, turned or made an object."""
+"""Cost per character, in copies, of a lookup, a conversion or a new object."""
 _ESCAPED = 5
 """Characters of `&#34;`."""
 
 
 def pay_call(budget: Budget, called: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments to call it with."""
+    """Charges for the call and returns the arguments to call it with."""
     budget.glance(*args, *kwargs.values())
-    if isinstance(called, (Macro, BlockReference, LoopContext, jinja2.Undefined)):  # undefined ones say so themselves
+    if isinstance(called, (Macro, BlockReference, LoopContext, jinja2.Undefined)):  # an undefined one raises by itself
         return args
     if called in (dict, Namespace):
         return _pay_pairs(budget, args, kwargs)
@@ -68,7 +68,7 @@ def pay_call(budget: Budget, called: Any, args: tuple[Any, ...], kwargs: Mapping
             budget.take(owner if name in ("count", "index") else (), *args, *kwargs.values())
             budget.glance(owner if name in ("copy", "count", "index") else ())
             return args
-    if owner is None and isinstance(function, FunctionType):  # ours
+    if owner is None and isinstance(function, FunctionType):  # one of our own
         budget.take(*args, *kwargs.values())
         return args
     raise SecurityError(f"'{name[:100]}' of a {type(owner or called).__name__} is out of bounds")
@@ -83,7 +83,7 @@ def _pay_pairs(budget: Budget, args: tuple[Any, ...], kwargs: Mapping[str, Any])
             budget.take(pairs)
             pay_keys(budget, [pair[0] for pair in pairs if isinstance(pair, (list, tuple, str)) and pair])
         elif not isinstance(pairs, jinja2.Undefined):
-            raise SecurityError(f"a {type(pairs).__name__} is no pairs")
+            raise SecurityError(f"a {type(pairs).__name__} does not hold pairs")
     return args
 
 
@@ -95,13 +95,13 @@ def _pay_text_method(
         raise SecurityError(f"'{name[:100]}' of a text is out of bounds")
     if name == "join":
         args = tuple(listed(budget, arg) for arg in args)
-    if hasattr(text, "__html__"):  # it escapes what it is given
+    if hasattr(text, "__html__"):  # it escapes its arguments
         budget.take(*args, *kwargs.values(), times=_ESCAPED)
     pay(budget, text, *args, **kwargs)
     return args
 
 
-# ---- the methods of a text: each as if it were the method, but only paying -----------------------------------------
+# ---- costs of string methods, with the signatures of the methods ---------------------------------------------------
 
 
 def _copied(budget: Budget, text: str, *args: Any, **kwargs: Any) -> None:
@@ -147,7 +147,7 @@ def stripped(budget: Budget, text: str, chars: Any = None) -> None:
 def _split(budget: Budget, text: str, sep: Any = None, maxsplit: Any = -1, *, backwards: bool = False) -> None:
     if isinstance(sep, str) and sep:
         pay_search(budget, len(text), len(sep), backwards=backwards)
-        pieces = text.count(sep) + 1  # forwards, which is as many at least
+        pieces = text.count(sep) + 1  # counted forwards, an upper bound
     else:
         pieces = len(text) // 4 + 1
     check(pieces, MAX_ITEMS)
@@ -174,7 +174,7 @@ def _tabs_expanded(budget: Budget, text: str, tabsize: Any = 8) -> None:
 
 def replaced(budget: Budget, text: str, old: Any, new: Any, count: Any = -1) -> None:
     if not isinstance(old, str) or not isinstance(new, str):
-        raise TypeError("only texts replace texts")
+        raise TypeError("replace needs strings")
     pay_search(budget, len(text), len(old))
     found = text.count(old) if old else len(text) + 1
     found = min(found, count) if isinstance(count, int) and count >= 0 else found

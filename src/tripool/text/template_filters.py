@@ -1,7 +1,7 @@
-"""What a chat template's filters and tests cost: each as if it were the filter, but only paying. No others exist here.
+"""Costs of a chat template's filters and tests, each with the signature of its filter. No other filters exist.
 
-A filter that reads items is given a list of them, so that all it compares or writes is measured before: a generator
-says nothing of what it will give. Those that only hand items on stay lazy, and pay for each.
+A filter that reads items is given a list, so that all it compares or writes is measured before: the size of a
+generator's items is unknown. Filters that only pass items on stay lazy, and are charged per item.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from tripool.text.template_calls import SLOW, joined, padded, replaced, stripped
 from tripool.text.template_formats import pay_percent
 
 _VERY_SLOW = 32
-"""As `SLOW`: regular expressions, and code in Python."""
+"""As `SLOW`: regular expressions, and Python code."""
 _ATTRIBUTE_STEPS = 2
 _ESCAPES = 6
-"""Characters of JSON that one character may take: `\\u0000`."""
+"""Most characters of JSON per character: `\\u0000`."""
 _MAX_AROUND = 64
 """Of indents and separators in JSON."""
 _MAX_DIGITS = 1024
@@ -44,12 +44,12 @@ _MAX_DIGITS = 1024
 _MAX_PRECISION = 64
 
 Cost = Callable[..., Any]
-"""Takes what the filter takes, after the context; gives the value that the filter is to work on."""
+"""Takes the filter's arguments after the context; returns the value for the filter."""
 
 
 def guarded_filters(filters: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that have a cost, with the context as first argument: that also keeps them from being called when a
-    template is compiled."""
+    """The filters with a cost. They take the context first, which also keeps them from being called when a template is
+    compiled."""
     return {name: _guarded(name, filters[name], cost) for name, cost in _COSTS.items() if name in filters}
 
 
@@ -68,7 +68,7 @@ def _guarded(name: str, filter: Callable[..., Any], cost: Cost) -> Callable[...,
 
 
 def _leading(context: Context, function: Any) -> tuple[Any, ...]:
-    """What Jinja itself would have given the function first."""
+    """The arguments that Jinja itself would have passed first."""
     asked = getattr(function, "jinja_pass_arg", None)
     if asked is None:
         return ()
@@ -93,7 +93,7 @@ def _read(context: Context, value: Any, *args: Any, times: float = 1, **kwargs: 
 
 
 def _text(context: Context, value: Any) -> str:
-    """As filters make a text of it."""
+    """Converted to text as filters do."""
     budget_of(context).take(value)
     return value if isinstance(value, str) else str(value)
 
@@ -175,7 +175,7 @@ def _integer(context: Context, value: Any, default: Any = 0, base: Any = 10) -> 
 
 
 def _rounded(context: Context, value: Any, precision: Any = 0, method: Any = "common") -> Any:
-    _numbers(value, precision)  # of a text, the filter would make many copies first
+    _numbers(value, precision)  # for a string, the filter would make many copies first
     check(abs(precision), _MAX_PRECISION)
     return value
 
@@ -185,7 +185,7 @@ def _numbers(*values: Any) -> None:
         if isinstance(value, jinja2.Undefined):
             value._fail_with_undefined_error()
         if not isinstance(value, (int, float, complex)):
-            raise TypeError(f"a {type(value).__name__} is no number")
+            raise TypeError(f"a {type(value).__name__} is not a number")
 
 
 # ---- lists ---------------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def _selected_by(context: Context, value: Any, attribute: Any = None, *args: Any
 
 
 def _keys(context: Context, value: Any, attribute: Any, default: Any = None) -> tuple[Any, list[Any]]:
-    """The value as a list, and what the filter will look at in each item, which is paid for once."""
+    """The value as a list, and the key of each item that the filter will use, charged once."""
     budget = budget_of(context)
     if value is not None and not isinstance(value, (str, *SIZED)):
         value = listed(budget, value)
@@ -351,7 +351,7 @@ _COMPARING = frozenset(
 )
 _WRITING = frozenset({"lower", "upper"})
 _COUNTING = frozenset({"divisibleby", "even", "odd"})
-"""They take the remainder, which of a text is its format."""
+"""They use `%`, which on a string is formatting."""
 _LOOKING = frozenset(
     {"boolean", "callable", "defined", "escaped", "false", "filter", "float", "integer", "iterable", "mapping", "none"}
 ) | {"number", "sameas", "sequence", "string", "test", "true", "undefined"}
@@ -386,7 +386,7 @@ def is_in(context: Context, value: Any, container: Any) -> bool:
         return value in container
     container = listed(budget, container)
     if isinstance(container, dict):
-        budget.take(value)  # hashed, then compared with the few keys that have its hash
+        budget.take(value)  # hashed, then compared with the few keys of the same hash
     else:
         budget.take(value, container)
         budget.glance(container)

@@ -1,4 +1,4 @@
-"""How long a text gets by `%` and by `format`: what Python's own parsers would find, in one pass."""
+"""Length of the results of `%` and `format`: what Python's parsers would find, in one pass."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _percent_fields(form: str) -> Iterator[tuple[str, str, str]]:
             end = form.find(")", at)
             if end < 0:
                 raise ValueError("incomplete format key")
-            if form.find("(", at + 1, end) >= 0:  # Python counts them: the name goes on behind this `)`
+            if form.find("(", at + 1, end) >= 0:  # Python counts them: the name continues after this `)`
                 raise SecurityError("a name in a format has parentheses")
             at = end + 1
         found = _FLAGS.match(form, at)
@@ -54,7 +54,7 @@ def _percent_fields(form: str) -> Iterator[tuple[str, str, str]]:
 
 def pay_format(budget: Budget, form: str, values: list[Any]) -> None:
     if any(callable(value) and not isinstance(value, jinja2.Undefined) for value in values):
-        raise SecurityError("only data can be formatted")  # `{0.previtem}` of a loop is as long as it likes
+        raise SecurityError("only data can be formatted")  # `{0.previtem}` of a loop has any length
     budget.take(form, times=4)
     largest, size = max(map(budget.text_size, values), default=0), len(form)
     for _, field, spec, _ in string.Formatter().parse(form):

@@ -1,4 +1,4 @@
-"""Text to tokens and back, over the `tokenizers` library. Knows no model and no tensor; the clock is handed in."""
+"""Tokenizer and chat template of a model, over the `tokenizers` library. No tensors; the clock is an argument."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tripool.text.template import NotQuick, Template
 from tripool.text.tokenizer_checks import check_tokenizer
 
 _QUICK_PATTERN_CHARS = 128
-"""What a checkpoint's own regular expressions can do to so few is done soon, whatever they are."""
+"""A checkpoint's own regular expressions are fast on so few characters, whatever they are."""
 
 _SPELLINGS = 2**15
 
@@ -28,7 +28,7 @@ class Tokenizer:
     """A model's own tokenizer and chat template. Immutable and safe to share between threads."""
 
     def __init__(self, files: TextFiles, *, now: Callable[[], datetime] = datetime.now) -> None:
-        """`now` is what templates that print the date see."""
+        """`now`: the clock of templates that print the date."""
         self._has_strange_patterns = check_tokenizer(files.tokenizer_json)
         self._library = _load(files.tokenizer_json)
         self._is_quick = False
@@ -43,7 +43,7 @@ class Tokenizer:
 
     @cached_property
     def quick(self) -> Tokenizer:
-        """The same, which raises NotQuick instead of taking long: for an event loop."""
+        """The same tokenizer, which raises NotQuick instead of taking long: for an event loop."""
         twin = copy.copy(self)
         twin._is_quick = True
         twin._template = None if self._template is None else self._template.quick
@@ -51,22 +51,22 @@ class Tokenizer:
 
     @property
     def knows_tools(self) -> bool:
-        """Whether the chat template can show tools and the calls that were made."""
+        """Whether the chat template renders tools and calls."""
         return self._template is not None and self._template.knows_tools
 
     @cached_property
     def vocab_size(self) -> int:
-        """One past the largest token id; ids below it that name no token decode to nothing."""
+        """One past the largest token id; unused ids below it decode to nothing."""
         return max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
     def longest_token_bytes(self) -> int:
-        """What one token can stand for at most. Looks at the whole vocabulary once: not on an event loop."""
+        """Longest token. Reads the whole vocabulary once: not on an event loop."""
         ids = self._library.get_vocab(with_added_tokens=True).values()
         return max((len(self.token_bytes(i)) for i in ids), default=1) or 1
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """`special` adds what the tokenizer puts around a plain text, such as the begin token."""
+        """`special` adds the tokens that belong around a plain text, such as the begin token."""
         if not isinstance(text, str):
             raise InvalidRequest(f"a prompt must be text, not {type(text).__name__}", param="prompt")
         if self._is_quick and self._has_strange_patterns and len(text) > _QUICK_PATTERN_CHARS:
@@ -77,17 +77,17 @@ class Tokenizer:
             hint = "send text that UTF-8 can write; half of a \\ud83d\\ude00 pair is not a character"
             raise InvalidRequest(f"character {error.start} is a lone surrogate", hint=hint, param="prompt") from error
         try:
-            # Of the library's ways to encode, those for a batch let other threads run meanwhile; the fast one also
-            # keeps no offsets, which nobody asks for and which take most of the memory.
+            # Of the library's methods, those for a batch release the GIL; the fast one also keeps no offsets, which
+            # are not needed and take most of the memory.
             return self._library.encode_batch_fast([text], add_special_tokens=special)[0].ids
-        except BaseException as error:  # the library raises nothing narrower, e.g. for what its vocabulary cannot write
+        except BaseException as error:  # the library raises nothing narrower, e.g. for unknown characters
             _raise_what_is_not_its_own(error)
             raise InvalidRequest(f"this model cannot tokenize the text: {error}", param="prompt") from error
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Ids that name no token are passed over, as by transformers."""
+        """Unused ids are skipped, as by transformers."""
         try:
-            # As above: the one for a batch lets other threads run.
+            # As above: the batch method releases the GIL.
             return self._library.decode_batch([list(ids)], skip_special_tokens=skip_special)[0]
         except OverflowError as error:
             raise InvalidRequest("a token id is negative or above 32 bits", param="prompt") from error
@@ -96,21 +96,21 @@ class Tokenizer:
             raise InvalidRequest(f"this model cannot write the tokens as text: {error}", param="prompt") from error
 
     def token(self, token_id: int) -> str | None:
-        """As the vocabulary spells it (`Ġthe`, `▁the`, `<0x0A>`); None when no token has this id."""
+        """As in the vocabulary (`Ġthe`, `▁the`, `<0x0A>`); None for an unused id."""
         return self._library.id_to_token(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token stands for in the middle of a text: perhaps only part of a character."""
+        """The token's bytes in the middle of a text: perhaps only part of a character."""
         token = self.token(token_id)
         return b"" if token is None else self._plan.token_bytes(token)
 
     def token_text(self, token_id: int) -> str:
-        """As `token_bytes`, with U+FFFD where the bytes are no whole character."""
+        """As `token_bytes`, with U+FFFD where the bytes are not a whole character."""
         return self.spelling(token_id)[0]
 
     @cached_property
     def spelling(self) -> Callable[[int], tuple[str, bytes]]:
-        """`token_text` and `token_bytes` of a token. Remembered for many: log-probabilities ask for the same again."""
+        """`token_text` and `token_bytes` of a token. Cached: log-probabilities ask for the same again."""
 
         def spell(token_id: int) -> tuple[str, bytes]:
             raw = self.token_bytes(token_id)
@@ -131,7 +131,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as the model's template writes it. See `Template.render`."""
+        """The conversation rendered by the model's template. See `Template.render`."""
         if self._template is None:
             hint = "it was not trained to chat: give it a plain prompt instead"
             raise InvalidRequest("this model has no chat template", hint=hint, param="messages")
@@ -152,7 +152,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         extra: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Tokens of `render_chat`, to which nothing is added: the template itself writes the begin token."""
+        """Tokens of `render_chat`; nothing is added, since the template writes the begin token."""
         text = self.render_chat(
             conversation,
             add_generation_prompt=add_generation_prompt,
@@ -170,13 +170,13 @@ def _load(tokenizer_json: str) -> tokenizers.Tokenizer:
         _raise_what_is_not_its_own(error)
         hint = "fetch the file again, or write it with tokenizers' own save()"
         raise CheckpointCorrupt(f"cannot read the tokenizer: {error}", hint=hint, file="tokenizer.json") from error
-    # Some files carry the truncation and padding of their training run; a prompt must come through whole.
+    # Some files contain the truncation and padding of a training run; a prompt must not be changed by them.
     library.no_truncation()
     library.no_padding()
     return library
 
 
 def _raise_what_is_not_its_own(error: BaseException) -> None:
-    """Panics of the library's Rust are no Exceptions, and would end whatever thread they come up in."""
+    """Panics of the library's Rust code are not Exceptions, and would end their thread."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error

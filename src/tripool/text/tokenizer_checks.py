@@ -1,8 +1,7 @@
-"""A tokenizer.json before the `tokenizers` library has it: its Rust ends the process where memory does not suffice.
+"""Checks a tokenizer.json before the `tokenizers` library loads it: its Rust code aborts when memory runs out.
 
-So everything that a text may grow by when it is encoded, or tokens when they are decoded, is multiplied here and
-bounded, and so are ids, which others count up to. What the library itself does to a text (Unicode's normal forms) is
-not a checkpoint's choice and not counted.
+So all factors by which a text may grow when encoded, or tokens when decoded, are multiplied and bounded, and so are
+ids, which size arrays elsewhere. What the library does to every text (Unicode normalisation) is not counted.
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ MAX_IDS = 2**21
 """Published vocabularies have a quarter of a million tokens."""
 MAX_TOKEN_CHARS = 2**12
 MAX_ADDED_CHARS = 2**22
-"""Of all added tokens, which one automaton looks for."""
+"""Of all added tokens, which one automaton searches for."""
 MAX_GROWTH = 64
-"""Times; published tokenizers double at most."""
+"""Growth factor; published tokenizers double at most."""
 MAX_AROUND = 1024
-"""Characters or tokens that are put before and after a text, whatever its length."""
+"""Characters or tokens added before and after a text, whatever its length."""
 _MAX_PARTS = 64
 _MAX_WORD_CHARS = 10_000
 
 _BYTES_AS_CHARS = 2
-_HINT = "fetch the file again; if it stays so, do not trust this checkpoint"
+_HINT = "fetch the file again; if that does not help, do not trust this checkpoint"
 
 
 def check_tokenizer(source: str) -> bool:
-    """Raises CheckpointCorrupt; says whether it cuts texts by patterns that nobody knows, which take their own time."""
+    """Raises CheckpointCorrupt; returns whether it splits texts by unknown patterns, whose run time is unknown."""
     try:
         tokenizer = json.loads(source, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise _corrupt(f"it is no JSON: {str(error)[:200]}") from error
+        raise _corrupt(f"it is not JSON: {str(error)[:200]}") from error
     if not isinstance(tokenizer, dict):
-        raise _corrupt("it is no object")
+        raise _corrupt("it is not an object")
     _check_ids(tokenizer)
     _check_model(tokenizer.get("model"))
     parts = [*_parts(tokenizer.get("normalizer")), *_parts(tokenizer.get("pre_tokenizer"))]
@@ -86,7 +85,7 @@ def _num_ids(tokenizer: Mapping[str, Any]) -> int:
 
 def _check_ids(tokenizer: Mapping[str, Any]) -> None:
     vocabulary, added = _vocabulary(tokenizer), _added(tokenizer)
-    if isinstance(vocabulary, dict):  # of a unigram model it is a list, whose places are the ids
+    if isinstance(vocabulary, dict):  # of a unigram model it is a list indexed by id
         for token, token_id in vocabulary.items():
             _check_token(token, token_id)
     elif isinstance(vocabulary, list):
@@ -102,7 +101,7 @@ def _check_ids(tokenizer: Mapping[str, Any]) -> None:
 
 def _check_token(token: Any, token_id: Any) -> None:
     if not isinstance(token, str) or len(token) > MAX_TOKEN_CHARS:
-        raise _corrupt(f"token {str(token_id)[:30]} is no text of at most {MAX_TOKEN_CHARS} characters")
+        raise _corrupt(f"token {str(token_id)[:30]} is not a string of at most {MAX_TOKEN_CHARS} characters")
     if type(token_id) is not int or not 0 <= token_id < MAX_IDS:
         raise _corrupt(f"the id of '{token[:50]}' is {str(token_id)[:30]}; ids run from 0 to {MAX_IDS - 1}")
 
@@ -110,7 +109,7 @@ def _check_token(token: Any, token_id: Any) -> None:
 def _check_model(model: Any) -> None:
     if not isinstance(model, dict):
         return
-    for name in ("continuing_subword_prefix", "end_of_word_suffix"):  # written for every character of a text
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):  # added for every character of a text
         if isinstance(model.get(name), str) and len(model[name]) > MAX_GROWTH:
             raise _corrupt(f"its {name} is longer than {MAX_GROWTH} characters")
     word_chars = model.get("max_input_chars_per_word")
@@ -119,7 +118,7 @@ def _check_model(model: Any) -> None:
 
 
 def _parts(description: Any) -> Iterator[dict[str, Any]]:
-    """One after the other, whatever sequences they are in."""
+    """The parts in order, with sequences flattened."""
     open_, found = [description], 0
     while open_:
         part = open_.pop()
@@ -127,11 +126,13 @@ def _parts(description: Any) -> Iterator[dict[str, Any]]:
             continue
         found += 1
         if not isinstance(part, dict) or found > _MAX_PARTS:
-            raise _corrupt(f"a normalizer, pre_tokenizer or decoder is no object, or has more than {_MAX_PARTS} parts")
+            raise _corrupt(
+                f"a normalizer, pre_tokenizer or decoder is not an object, or has more than {_MAX_PARTS} parts"
+            )
         inner = [part[name] for name in ("normalizers", "pretokenizers", "decoders") if name in part]
         for parts in inner:
             if not isinstance(parts, list):
-                raise _corrupt("a sequence of its parts is no list")
+                raise _corrupt("a sequence of its parts is not a list")
             open_ += reversed(parts)
         if not inner:
             yield part
@@ -155,13 +156,13 @@ def _growth(part: Mapping[str, Any]) -> float:
             return max(1, _longest_entry(charsmap))
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
             return max(1.0, len(new.encode(errors="replace")) / len(old.encode(errors="replace")))
-        case {"type": "Replace", "content": str(new)}:  # of what may match nothing, between all characters
+        case {"type": "Replace", "content": str(new)}:  # an empty match inserts it between all characters
             return 1.0 + len(new)
     return 1.0
 
 
 def _longest_entry(charsmap: Any) -> int:
-    """Sentencepiece's table: the size of an index, the index, then what characters become, each with a zero behind."""
+    """Sentencepiece's table: the size of an index, the index, then replacements, each with a trailing zero."""
     try:
         table = base64.b64decode(charsmap) if isinstance(charsmap, str) else bytes(charsmap)
     except (binascii.Error, ValueError, TypeError) as error:
@@ -171,7 +172,7 @@ def _longest_entry(charsmap: Any) -> int:
 
 
 def _check_around(description: Any, num_ids: int) -> None:
-    """A text is put in once, and few tokens around it, all of them known."""
+    """The text is inserted once, with few and only known tokens around it."""
     processors = description.get("processors") if isinstance(description, dict) else None
     if processors is not None and not isinstance(processors, list):
         raise _corrupt("its post_processor is malformed")
@@ -212,4 +213,4 @@ def _template_tokens(processor: Mapping[str, Any], num_ids: int) -> int:
 def _check_known(ids: list[Any], num_ids: int) -> None:
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id < num_ids:
-            raise _corrupt(f"its post_processor adds token {str(token_id)[:30]}, which there is not")
+            raise _corrupt(f"its post_processor adds token {str(token_id)[:30]}, which does not exist")

@@ -1,1 +1,1 @@
-"""The Messages dialect of Anthropic's clients, translated to and from what the rest of the gateway speaks."""
+"""Anthropic's Messages API, translated to and from the gateway's own requests and answers."""

@@ -1,4 +1,4 @@
-"""Bodies of `/v1/messages`, in the words of a chat completion: the same parser then goes on with them."""
+"""Translates bodies of `/v1/messages` to fields of a chat completion, which the same parser then reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ROLES = ("user", "assistant")
 _TOOL_CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
 _IGNORED_IN_TOOLS = {"cache_control", "strict", "defer_loading", "eager_input_streaming", "input_examples"}
 _IGNORED_IN_BLOCKS = {"cache_control", "citations", "caller"}
-"""Accepted and without effect, like those of the body itself."""
+"""Accepted without effect, like those of the body itself."""
 _BLOCKS: Mapping[str, set[str]] = {
     "text": {"text"},
     "tool_use": {"id", "name", "input"},
@@ -20,18 +20,18 @@ _BLOCKS: Mapping[str, set[str]] = {
     "thinking": {"thinking", "signature"},
     "redacted_thinking": {"data"},
 }
-"""Kinds of content and their fields."""
+"""Types of content blocks and their fields."""
 
 
 def to_chat(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[Message]]:
-    """Fields of a chat completion, and the conversation in a template's words."""
+    """Fields of a chat completion, and the conversation for a chat template."""
     same = ("model", "max_tokens", "stop", "stream", "temperature", "top_p", "top_k", "slo", "priority")
     chat: dict[str, Any] = {name: fields[name] for name in same if name in fields}
     conversation = list(_system(fields.get("system")))
     for number, message in enumerate(fields["messages"]):
         conversation += _messages(message, f"messages[{number}]")
     if conversation and conversation[-1]["role"] == "assistant" and not conversation[-1].get("tool_calls"):
-        chat["continue_final_message"] = True  # how these clients put words into a model's mouth
+        chat["continue_final_message"] = True  # prefill of the answer, in these clients' form
     if "tools" in fields:
         chat["tools"] = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(fields["tools"])]
     if "tool_choice" in fields:
@@ -50,7 +50,7 @@ def _system(system: str | list[Any] | None) -> Iterator[Message]:
 
 
 def _messages(message: Mapping[str, Any], where: str) -> Iterator[Message]:
-    """One of theirs may be several of ours: every tool result is a message of its own, in its place."""
+    """One message may become several: every tool result is a message of its own, in its place."""
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
         raise _wrong(f"{where} has the role {str(role)[:100]!r}", hint=f"known: {', '.join(_ROLES)}")
@@ -150,7 +150,7 @@ def _tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _thinking(thinking: Mapping[str, Any]) -> dict[str, Any]:
-    """Told to the templates that can be told. How long a model thinks (`budget_tokens`) is its own affair."""
+    """Passed to templates that support it. `budget_tokens` has no effect."""
     kind = thinking.get("type")
     if kind not in ("enabled", "disabled", "adaptive"):
         hint = "known: enabled, disabled, adaptive"

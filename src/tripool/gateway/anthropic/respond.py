@@ -1,4 +1,4 @@
-"""Answers in the shapes of Anthropic's Messages: content in blocks, and named events while it streams."""
+"""Response bodies in the format of Anthropic's Messages: content blocks, and named events in a stream."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tripool.gateway.tool_parser import CallBegins, Content, Piece, Thought
 _AFTER = b"}}\n\n"
 
 
-class MessageShapes:
-    """One job has one answer here. Blocks are opened when their first letter comes and closed before the next."""
+class AnthropicFormatter:
+    """A job has one answer here. A block is opened with its first text and closed before the next."""
 
     def __init__(self, job: Job, *, model: str) -> None:
         self._job, self._model = job, model
@@ -27,26 +27,26 @@ class MessageShapes:
         self._block = -1
         """Index of the newest block."""
         self._kind: str | None = None
-        """And what it holds; None when it is closed."""
+        """Its type; None when it is closed."""
         self._before: bytes | None = None
-        """What stands before the text in an event of plain text, once nothing else can come."""
+        """Bytes before the text in an event of plain text, once nothing else can follow."""
 
     def take(self, index: int, delta: Delta) -> None:
         self._parser.push(delta.text, last=delta.finish_reason is not None)
 
     def whole(self, answers: Sequence[Answer], facts: Facts) -> Iterator[bytes]:
-        said = self._parser.said
+        parsed = self._parser.parsed
         content: list[dict[str, Any]] = []
-        if said.reasoning:
-            content.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
-        if said.content:
-            content.append({"type": "text", "text": said.content})
-        content += [self._call(number, call.name, _parsed(call.arguments)) for number, call in enumerate(said.calls)]
+        if parsed.reasoning:
+            content.append({"type": "thinking", "thinking": parsed.reasoning, "signature": ""})
+        if parsed.content:
+            content.append({"type": "text", "text": parsed.content})
+        content += [self._call(number, call.name, _parsed(call.arguments)) for number, call in enumerate(parsed.calls)]
         ended = self._ended(answers[0])
         yield encode(self._message(content, answers[0].usage) | ended | {"tripool": facts})
 
     def opening(self, index: int, answer: Answer) -> bytes:
-        # No token is counted before the first is sent.
+        # No token counts before the first one is sent.
         usage = Usage(answer.usage.prompt_tokens, 0, answer.usage.cached_tokens)
         message = self._message([], usage) | {"stop_reason": None, "stop_sequence": None}
         return _event("message_start", {"message": message})
@@ -106,7 +106,7 @@ class MessageShapes:
         return {"type": "tool_use", "id": f"toolu_{self._job.key}{number:02x}", "name": name, "input": arguments}
 
     def _ended(self, answer: Answer) -> dict[str, Any]:
-        """Why it ended, in these clients' words."""
+        """The stop reason in Anthropic's terms."""
         stop_string, finish = answer.stop_string(0), answer.finish_reasons[0]
         if finish == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
@@ -118,7 +118,7 @@ class MessageShapes:
 
 
 def _parsed(arguments: str) -> dict[str, Any]:
-    """Arguments that were cut off, or go too deep to be written out, are none."""
+    """Incomplete or too deeply nested arguments become an empty object."""
     try:
         return decode_object(arguments, "the model's arguments")
     except InvalidRequest:
@@ -126,7 +126,7 @@ def _parsed(arguments: str) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, int]:
-    """Input is counted apart by where it came from."""
+    """Input tokens are counted by where they came from."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_read_input_tokens": usage.cached_tokens,

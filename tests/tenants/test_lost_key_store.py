@@ -1,4 +1,4 @@
-"""A key book that is lost while the server runs: whatever becomes of the file, nobody comes in who could not before."""
+"""A key store that is lost while the server runs: whatever happens to the file, no caller gains access."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .serving import Clock, Guarded, bearer, guarded_server, make_keys
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 
 
-def _empty_book(path: Path) -> None:
+def _empty_store(path: Path) -> None:
     path.unlink()
     KeyStore(path, create=True).close()
 
@@ -59,7 +59,7 @@ LOSSES: dict[str, Callable[[Path], object]] = {
     "truncated": lambda path: os.truncate(path, 0),
     "half": lambda path: os.truncate(path, 5000),
     "garbage": lambda path: path.write_bytes(b"x" * 20_000),
-    "another, without keys": _empty_book,
+    "another, without keys": _empty_store,
     "all keys removed from it": _unkeyed,
     "a folder in its place": _folder,
     "a link to nothing": _link_to_nothing,
@@ -119,7 +119,7 @@ def test_an_open_server_that_had_a_key_does_not_become_open_again(tmp_path: Path
         assert statuses(server, key) == (401, 401) and statuses(server, other) == (200, 200), "a new one counts"
 
 
-def test_a_tenant_who_is_gone_from_the_book_is_not_one_without_limits(tmp_path: Path) -> None:
+def test_a_removed_tenant_is_refused(tmp_path: Path) -> None:
     path, key_watcher = tmp_path / "keys.db", Clock()
     make_keys(path, "alice", settings={"rpm": 5})
     with guarded_server(path, watch_clock=key_watcher) as server:
@@ -132,7 +132,7 @@ def test_a_tenant_who_is_gone_from_the_book_is_not_one_without_limits(tmp_path: 
 
 
 def test_a_gateway_that_starts_again_knows_that_there_were_keys(tmp_path: Path) -> None:
-    """Of a server that was started open, got a key, lost its book, and then its gateway."""
+    """Of a server that was started open, got a key, lost its key store, and then its gateway."""
     path = tmp_path / "keys.db"
     with split_server("fake", options=("--keys", str(path), "--open", "--cache-gb", "0")) as server:
 
