@@ -91,7 +91,7 @@ def planner_document(text: str) -> str:
 def reproduce_document(text: str, tables: Sequence[Table]) -> str:
     """`docs/reproduce.md` with its tables made anew."""
     parts = [f"{summary_words(summarise(tables))}.\n"]
-    parts += [f"### {each.title}\n\n{each.said}\n\n{_table(HEADS, map(cells, each.lines))}" for each in tables]
+    parts += [f"### {each.title}\n\n{each.description}\n\n{_table(HEADS, map(cells, each.lines))}" for each in tables]
     return _filled(text, "tables", "\n".join(parts))
 
 
