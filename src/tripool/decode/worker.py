@@ -49,6 +49,8 @@ class _Job:
     deadline_s: float
     grammar: Future[Any] | None = None
     """Being compiled until it is done; held so that what was compiled is there when it is attached."""
+    arrived: Callable[[], bool] | None = None
+    """Whether its blocks can be read; None before it has a sequence."""
     started_s: float | None = None
     """When it had all its blocks; None again once that is told."""
     seq: Seq | None = None
@@ -185,6 +187,10 @@ class DecodeWorker:
                 if job.seq is None:
                     full.add(job.start.request.slo.group)
                     continue
+                if job.arrived is None:
+                    job.arrived = self._transfer.begin(job.start.descriptor)
+                    if not job.arrived():
+                        continue
                 while intact and job.num_filled < num_blocks and budget > 0:
                     intact = self._fill(job, job.seq)
                     budget -= self._engine.block_bytes
@@ -203,12 +209,15 @@ class DecodeWorker:
                 job.started_s = self._clock()
                 start = job.start
                 self._send(TransferDone(self._worker_id, start.request.id, start.attempt, start.answered.choice))
-        self._is_full = bool(self._queue) and budget > 0 and num_adopted < _MAX_ADOPTED
+        waits = bool(self._queue) and all(job.seq is None for job in self._queue)  # else blocks are under way
+        self._is_full = waits and budget > 0 and num_adopted < _MAX_ADOPTED
 
     def _next(self, full: set[tuple[str, str]]) -> _Job | None:
-        """One whose blocks are on their way, or else the oldest of a client for whom there may be room."""
-        under_way = next((job for job in self._queue if job.seq is not None), None)
-        return under_way or next((job for job in self._queue if job.start.request.slo.group not in full), None)
+        """The oldest whose blocks are here to be read, or else the oldest of a client for whom there may be room."""
+        for job in self._queue:
+            if job.arrived is not None and job.arrived():
+                return job
+        return next((job for job in self._queue if job.seq is None and job.start.request.slo.group not in full), None)
 
     def _attach(self, job: _Job) -> Seq | None:
         if job.grammar is not None and not job.grammar.done():
@@ -228,11 +237,14 @@ class DecodeWorker:
     def _shared(self, start: StartDecode) -> list[int]:
         """Leading full blocks that another choice of the same request brought here: the same bytes, by their sums."""
         best: list[int] = []
-        sums = start.descriptor.checksums[: start.descriptor.num_tokens // self._engine.block_tokens]
+        if start.request.params.n == 1:
+            return best
+        size = self._engine.block_tokens
+        sums = start.descriptor.checksums[: start.descriptor.num_tokens // size]
         for other in self._jobs.values():
             if other.seq is None or other in self._queue or other.start.request.id != start.request.id:
                 continue
-            theirs = other.start.descriptor.checksums[: other.start.descriptor.num_tokens // self._engine.block_tokens]
+            theirs = other.start.descriptor.checksums[: other.start.descriptor.num_tokens // size]
             alike = next((i for i, (a, b) in enumerate(zip(sums, theirs, strict=False)) if a != b), None)
             count = min(len(sums), len(theirs)) if alike is None else alike
             if count > len(best) and len(other.seq.table) >= count:  # one that was preempted has none

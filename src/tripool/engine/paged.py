@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+from tripool.cache import next_key
 from tripool.core import Request, ServingStats, TokenEvent
 from tripool.engine.scheduler import Scheduler
 from tripool.grammar import GrammarCompiler
@@ -161,6 +162,16 @@ class Paged(ABC):
         compile by themselves what was not prepared."""
         structure = request.params.structure
         return None if structure is None else self._grammars.prepare(structure, request.namespace)
+
+    def prompt_keys(self, request: Request, num_tokens: int) -> list[bytes]:
+        """Keys of the full blocks among a prompt's first tokens."""
+        keys: list[bytes] = []
+        size, prompt, namespace = self.block_tokens, request.prompt_ids, request.namespace
+        num_public = request.public_tokens // size
+        for start in range(0, num_tokens // size * size, size):
+            tokens = prompt[start : start + size]
+            keys.append(next_key(keys, tokens, model=self.name, namespace=namespace, num_public=num_public))
+        return keys
 
     def add(self, request: Request, answered: Mapping[int, Sequence[int]] | None = None) -> None:
         """Accept a request, or refuse it with a typed error before any work. `answered`: see `Scheduler.add`."""

@@ -73,7 +73,7 @@ class KvSender:
         keys mean equal contents. A key of None is a block of this sequence alone."""
         known = [self._slot_of.get(key) if key is not None else None for key in keys]
         need = known.count(None)
-        if need > len(self._free) or not all(self.arena.back(slot) for slot in heapq.nsmallest(need, self._free)):
+        if need > len(self._free) or not self._back(need):
             return None
         slots = [self._hold(slot, key) for slot, key in zip(known, keys, strict=True)]
         lease = Lease(self._next_lease, request_id, attempt, choice, num_tokens, slots, deadline_s)
@@ -133,6 +133,13 @@ class KvSender:
     def close(self) -> None:
         self.arena.close()
 
+    def _back(self, need: int) -> bool:
+        """Whether there is memory behind the next `need` free slots."""
+        slots = [heapq.heappop(self._free) for _ in range(need)]
+        for slot in slots:
+            heapq.heappush(self._free, slot)
+        return all(self.arena.back(slot) for slot in slots)
+
     def _hold(self, number: int | None, key: bytes | None) -> int:
         if number is not None:
             self._slots[number].refs += 1
@@ -150,6 +157,9 @@ class KvReceiver:
     def __init__(self, maps: MappedMemory) -> None:
         self._maps = maps
 
+    def begin(self, descriptor: KvDescriptor) -> Callable[[], bool]:
+        return _always  # the blocks are in memory that this process maps
+
     def read(self, descriptor: KvDescriptor, index: int, into: memoryview) -> bool:
         if not 0 <= index < min(len(descriptor.offsets), len(descriptor.checksums)):
             return False
@@ -162,3 +172,7 @@ class KvReceiver:
 
     def close(self) -> None:
         self._maps.close()
+
+
+def _always() -> bool:
+    return True

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self
 
-from tripool.cache.client import PoolClient
 from tripool.cache.copying import Staging
-from tripool.cache.keys import namespace_ranges, next_key
+from tripool.cache.keys import namespace_ranges
 from tripool.core import Request
 from tripool.fabric.seam import PoolEngine
 
@@ -21,17 +22,55 @@ _MAX_PUBLISHING = 64
 """Finished answers that wait to be published; more than that are not worth the blocks they hold."""
 
 
+class FoundPrefix(Protocol):
+    """Blocks that a pool holds, readable within the `with` statement."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def from_disk(self) -> Sequence[bool]: ...
+
+    def read(self, into: Sequence[Any]) -> int:
+        """Fill these buffers, one per block; returns how many hold their block."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None: ...
+
+
+class PrefixPool(Protocol):
+    """What is needed of a client of the cache pool: see `tripool.cache.client.PoolClient`."""
+
+    def find(self, keys: Sequence[bytes], *, namespace: str, first: int = 0) -> FoundPrefix: ...
+
+    def store(
+        self, keys: Sequence[bytes], blocks: Sequence[Any], *, namespace: str, first: int = 0, form: int = 0
+    ) -> int: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class _Publishing:
-    request: Request
     keys: Sequence[bytes]
     blocks: list[int]
     position: int
     form: int
+    parts: list[tuple[str, int, int]]
+    """Namespaces of its blocks: see `namespace_ranges`."""
+
+    @property
+    def namespace(self) -> str:
+        """Of the next block."""
+        return next(name for name, _, stop in self.parts if self.position < stop)
 
 
 class Prefixes:
-    def __init__(self, engine: PoolEngine, pool: PoolClient) -> None:
+    def __init__(self, engine: PoolEngine, pool: PrefixPool) -> None:
         self._engine, self._pool, self._block_tokens = engine, pool, engine.block_tokens
         self._waiting: deque[_Publishing] = deque()
         self._staging = bytearray(engine.block_bytes)
@@ -46,7 +85,7 @@ class Prefixes:
 
         Returns how many tokens that are, and how many of them came from disk.
         """
-        keys = self._keys(request, len(request.prompt_ids) - 1)  # the last token is always computed
+        keys = self._engine.prompt_keys(request, len(request.prompt_ids) - 1)  # the last token is always computed
         if not keys:
             return 0, 0
         kept = self._engine.keep(keys)
@@ -77,11 +116,12 @@ class Prefixes:
 
     def publish_prompt_later(self, request: Request) -> None:
         """The blocks of a prompt whose answer is over."""
-        self._wait(request, self._keys(request, len(request.prompt_ids)), 0, PROMPT_FORM)
+        self._wait(request, self._engine.prompt_keys(request, len(request.prompt_ids)), 0, PROMPT_FORM)
 
     def _wait(self, request: Request, keys: Sequence[bytes], first: int, form: int) -> None:
         if first < len(keys) and len(self._waiting) < _MAX_PUBLISHING:
-            self._waiting.append(_Publishing(request, keys, self._engine.keep(keys), first, form))
+            parts = self._stretches(request, len(keys))
+            self._waiting.append(_Publishing(keys, self._engine.keep(keys), first, form, parts))
 
     def work(self, budget_bytes: int) -> None:
         """Publish a little of what waits."""
@@ -90,8 +130,7 @@ class Prefixes:
             if one.position < len(one.blocks):
                 view = memoryview(self._staging)
                 self._engine.export_block(one.blocks[one.position], view)
-                namespace = self._namespace(one)
-                self._pool.store(one.keys, [view], namespace=namespace, first=one.position, form=one.form)
+                self._pool.store(one.keys, [view], namespace=one.namespace, first=one.position, form=one.form)
                 one.position += 1
                 budget_bytes -= len(view)
             if one.position >= len(one.blocks):
@@ -104,20 +143,6 @@ class Prefixes:
 
     def close(self) -> None:
         self._pool.close()
-
-    def _keys(self, request: Request, num_tokens: int) -> list[bytes]:
-        """Of the full blocks among a prompt's first tokens."""
-        keys: list[bytes] = []
-        size, prompt, namespace = self._block_tokens, request.prompt_ids, request.namespace
-        num_public = request.public_tokens // size
-        for start in range(0, num_tokens // size * size, size):
-            tokens = prompt[start : start + size]
-            keys.append(next_key(keys, tokens, model=self._engine.name, namespace=namespace, num_public=num_public))
-        return keys
-
-    def _namespace(self, one: _Publishing) -> str:
-        """Of its next block."""
-        return next(name for name, _, stop in self._stretches(one.request, len(one.keys)) if one.position < stop)
 
     def _stretches(self, request: Request, num_blocks: int) -> list[tuple[str, int, int]]:
         return namespace_ranges(request.namespace, request.public_tokens // self._block_tokens, num_blocks)

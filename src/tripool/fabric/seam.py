@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -59,6 +59,14 @@ class PoolEngine(Protocol):
 
     def prepare(self, request: Request) -> Future[Any] | None:
         """Begin what `add` and `attach` would take long for, if there is any. Hold the future until one of them."""
+        ...
+
+    def check(self, request: Request) -> None:
+        """Raises what makes a request impossible here, before any work."""
+        ...
+
+    def prompt_keys(self, request: Request, num_tokens: int) -> Sequence[bytes]:
+        """Keys of the full blocks among a prompt's first tokens."""
         ...
 
     def add(self, request: Request, answered: Mapping[int, Sequence[int]] | None = None) -> None:
@@ -119,6 +127,10 @@ class PoolEngine(Protocol):
 
 class Transfer(Protocol):
     """How a parcel's bytes reach the worker that adopts it. Between machines another one stands here."""
+
+    def begin(self, descriptor: KvDescriptor) -> Callable[[], bool]:
+        """Start to bring the blocks to this machine. The result says whether `read` can be called, without waiting."""
+        ...
 
     def read(self, descriptor: KvDescriptor, index: int, into: memoryview) -> bool:
         """Fetch one block. False: the bytes are not there, or not those that were packed."""

@@ -220,7 +220,8 @@ class PrefillWorker:
             raise InvalidRequest("the answer so far has tokens that this model does not have")
 
     def _look_up(self, job: _Job, request: Request) -> None:
-        if self._prefixes is not None and all(0 <= token_id < self._engine.vocab for token_id in request.prompt_ids):
+        if self._prefixes is not None:
+            self._engine.check(request)  # its blocks are named by its tokens
             began_s = self._clock()
             job.fetched_tokens, job.disk_tokens = self._prefixes.fetch(request)
             job.lookup_s = self._clock() - began_s
@@ -285,8 +286,9 @@ class PrefillWorker:
 
     def _lease(self, leaving: _Leaving, now_s: float) -> Lease | None:
         seq, job = leaving.seq, leaving.job
-        keys: list[bytes | None] = [None] * -(-seq.num_computed // self._engine.block_tokens)
-        full = seq.keys[: seq.num_computed // self._engine.block_tokens]
+        size = self._engine.block_tokens
+        keys: list[bytes | None] = [None] * -(-seq.num_computed // size)
+        full = seq.keys[: seq.num_computed // size]
         keys[: len(full)] = full
         return self._sender.lease(
             job.request_id,

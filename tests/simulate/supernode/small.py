@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tripool.config import AdmissionConfig, RouterConfig, SchedulerConfig
-from tripool.simulate.supernode.engines import DecodeTimes, PrefillTimes
 from tripool.simulate.supernode.layout import Layout, Links, PoolLayout
+from tripool.simulate.supernode.step_times import DecodeTimes, PrefillTimes
 
 
 def small_layout(

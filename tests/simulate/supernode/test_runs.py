@@ -15,9 +15,9 @@ from tripool.planner.deployment import read_deployment
 from tripool.planner.hardware import named_hardware
 from tripool.planner.models import named_model
 from tripool.simulate.supernode import lay_out, parse_fault, simulate_trace
-from tripool.simulate.supernode.engines import DecodeTimes, Line, span_fs, steps_in, steps_within
 from tripool.simulate.supernode.page import render_comparison, render_run
 from tripool.simulate.supernode.rows import compared_rows, summary_rows
+from tripool.simulate.supernode.step_times import DecodeTimes, Line, span_fs, steps_in, steps_within
 from tripool.simulate.supernode.world import World
 from tripool.simulate.traces import Ask
 
@@ -156,7 +156,9 @@ def test_after_a_run_nothing_is_held() -> None:
     world.pool.check()
     assert not len(world.coordinator.ledger) and world.admission.idle
     for instance in world.decodes:
-        assert all(rank is not None and not rank.scheduler.pool.num_held and not rank.jobs for rank in instance.ranks)
+        assert all(rank is not None and rank.process.worker.heartbeat().blocks_held == 0 for rank in instance.ranks)
+    for keeper in world.prefills:
+        assert keeper is not None and keeper.process.worker.heartbeat().blocks_held == 0
 
 
 # ---- the parts -----------------------------------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from re import fullmatch
 
 from tripool.errors import InvalidRequest
 from tripool.messages import Reaped, WorkerId
-from tripool.simulate.supernode.engines import NO_TROUBLE
 from tripool.simulate.supernode.layout import Layout
+from tripool.simulate.supernode.step_times import NO_TROUBLE
 from tripool.simulate.supernode.timeline import FAULT, to_fs
 from tripool.simulate.supernode.world import World
 
@@ -126,7 +126,7 @@ class Faults:
             keeper = world.prefills[index]
             if keeper is not None:
                 self._lose(struck, [keeper.worker_id], told=fault.kind == "chip")
-                keeper.dead = True
+                keeper.kill()
                 world.prefills[index] = None
                 later(world.start_prefill, index)
         else:

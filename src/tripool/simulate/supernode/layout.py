@@ -11,7 +11,7 @@ from tripool.planner.cost import DecodeModel, PrefillModel, Setup, footprint
 from tripool.planner.deployment import DeploymentFile
 from tripool.planner.hardware import Hardware
 from tripool.planner.models import ModelShape
-from tripool.simulate.supernode.engines import DecodeTimes, PrefillTimes
+from tripool.simulate.supernode.step_times import DecodeTimes, PrefillTimes
 
 BLOCK_TOKENS = 512
 """Of one simulated KV block: what traces hash together."""

@@ -1,19 +1,25 @@
-"""The cache pool in virtual time: the real index of each member, placed on the real ring. Pure.
+"""The cache pool in virtual time: the real index of each member on the real ring, and a worker's client of it. Pure.
 
-Blocks have no bytes here; moving them takes the time that their bytes would. A member that falls loses its memory.
+Blocks have no bytes; moving them takes the time that their bytes would. A member that fails loses its memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
-from tripool.cache import PoolIndex, Ring
+from tripool.cache import PoolIndex, Ring, namespace_tag
 from tripool.cache.records import Written
 from tripool.messages import WorkerId
+from tripool.simulate.supernode.links import Link, carry
+from tripool.simulate.supernode.site import Site
+from tripool.simulate.supernode.timeline import ARRIVAL, to_fs
 
 _LEASE_S = 30.0
 _WRITE_S = 30.0
+_WAIT_FS = to_fs(0.25)
+"""Longest wait for the link, as that of `tripool.cache.client.PoolClient`: what would take longer is a miss."""
 
 
 class Member:
@@ -71,10 +77,12 @@ class CachePool:
         for member, lease in found.leases:
             member.index.release(lease, reader)
 
-    def reserve(self, keys: Sequence[bytes], writer: WorkerId, namespace: bytes, now_s: float) -> Writing:
-        """Room for those blocks of a chain that the pool does not know."""
+    def reserve(
+        self, keys: Sequence[bytes], writer: WorkerId, namespace: bytes, now_s: float, first: int = 0
+    ) -> Writing:
+        """Room for those blocks of a chain, from position `first` on, that the pool does not know."""
         grants, num_blocks = [], 0
-        for stretch in self._ring.member_ranges(keys):
+        for stretch in self._ring.member_ranges(keys, first):
             member = self.members[stretch.member]
             if member.up:
                 depths = range(stretch.start, stretch.stop)
@@ -100,3 +108,72 @@ class CachePool:
     def check(self) -> None:
         for member in self.members.values():
             member.index.check()
+
+
+class ModelledClient:
+    """A prefill worker's client of the pool, over a link of its own; stands where `PoolClient` does.
+
+    The worker waits while blocks are read: `wait_fs` tells the instance for how long. Blocks that are stored
+    leave by themselves, and can be found once they are there.
+    """
+
+    def __init__(self, site: Site, pool: CachePool, worker_id: WorkerId, number: int) -> None:
+        self._site, self._pool, self._worker_id, self._number = site, pool, worker_id, number
+        self.link, self._first_fs = Link(site.layout.links.cache_bytes_per_s), to_fs(site.layout.links.cache_s)
+        self._until_fs = 0
+
+    @property
+    def wait_fs(self) -> int:
+        """How long the worker still has to wait for what it has read."""
+        return max(0, self._until_fs - self._site.timeline.now_fs)
+
+    def find(self, keys: Sequence[bytes], *, namespace: str, first: int = 0) -> ModelledPrefix:
+        timeline = self._site.timeline
+        if self.link.free_fs - timeline.now_fs > _WAIT_FS:
+            return ModelledPrefix(0)
+        found = self._pool.find(keys, first, self._worker_id, namespace_tag(namespace), timeline.now_s)
+        if found.num_blocks:
+            self._until_fs = self._move(found.num_blocks, "cache reads")
+            timeline.at(self._until_fs, ARRIVAL, self._number, self._pool.release, found, self._worker_id)
+        return ModelledPrefix(found.num_blocks)
+
+    def store(
+        self, keys: Sequence[bytes], blocks: Sequence[Any], *, namespace: str, first: int = 0, form: int = 0
+    ) -> int:
+        chain, timeline = keys[: first + len(blocks)], self._site.timeline
+        writing = self._pool.reserve(chain, self._worker_id, namespace_tag(namespace), timeline.now_s, first)
+        if writing.num_blocks:
+            there_fs = self._move(writing.num_blocks, "cache writes")
+            timeline.at(there_fs, ARRIVAL, self._number, self._stored, writing)
+        return writing.num_blocks
+
+    def close(self) -> None:
+        pass
+
+    def _move(self, num_blocks: int, name: str) -> int:
+        """To or from the pool; returns when it is there."""
+        num_bytes, now_fs = num_blocks * self._site.layout.block_bytes, self._site.timeline.now_fs
+        self._site.slices.count(name, num_bytes, now_fs)
+        return carry((self.link,), num_bytes, now_fs, self._first_fs)
+
+    def _stored(self, writing: Writing) -> None:
+        if self._site.trusts(self._worker_id):
+            self._pool.commit(writing, self._worker_id, self._site.layout.block_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelledPrefix:
+    num_blocks: int
+
+    @property
+    def from_disk(self) -> Sequence[bool]:
+        return ()
+
+    def read(self, into: Sequence[Any]) -> int:
+        return min(self.num_blocks, len(into))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass

@@ -1,7 +1,7 @@
 """Virtual time in whole femtoseconds: sums of step times are exact, so many steps at once end when single ones would.
 
 Events of one time happen by kind, then by whose they are, then as they were planned. None of these depends on how many
-events there were before, so that a run that leaps over steps and one that takes each of them agree. Pure.
+events there were before, so that a run that skips quiet steps and one that takes each of them agree. Pure.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ class Timeline:
         self.now_s = 0.0
         self.num_events = 0
         self.over = False
-        """Whoever planned the events may say that the rest is of no interest."""
+        """Set when the remaining events are of no interest."""
         self._events: list[tuple[int, int, int, int, Callable[..., None], tuple[Any, ...]]] = []
         self._serial = 0
+
+    def clock(self) -> float:
+        return self.now_s
 
     def at(self, time_fs: int, kind: int, owner: int, action: Callable[..., None], *args: Any) -> None:
         self._serial += 1
         heappush(self._events, (time_fs, kind, owner, self._serial, action, args))
 
     def run(self, most: int) -> bool:
-        """The next events, at most so many; False when there is none left, or someone said that it is over."""
+        """The next events, at most so many; False when there is none left, or `over` is set."""
         events = self._events
         for _ in range(most):
             if self.over or not events:

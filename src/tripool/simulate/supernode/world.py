@@ -1,7 +1,7 @@
-"""A whole deployment in virtual time: the real door, coordinator, schedulers, SLO controller and cache index. Pure.
+"""A whole deployment in virtual time: the admission control, coordinator, workers and cache index that serve. Pure.
 
 Engines and links take the time that the planner's cost model says. Requests come from a trace, faults from a list. The
-same trace, deployment and faults give the same bytes, whether quiet decode steps are leapt over or taken one by one.
+same trace, deployment and faults give the same bytes, whether quiet decode steps are skipped or taken one by one.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from tripool.core import Request, SamplingParams, Slo, TokenEvent
-from tripool.messages import AnyMessage, Welcome, WorkerId
+from tripool.messages import AnyMessage, Tokens, Welcome, WorkerId
 from tripool.router import Coordinator, Emit, Fail, Output, Send, ToSupervisor
 from tripool.router.admission import AdmissionController
 from tripool.router.admission_types import Admit, Arrival, Capacity, Decision
-from tripool.simulate.supernode.decode import DecodeInstance
+from tripool.simulate.supernode.instances import DecodeInstance, PrefillInstance
 from tripool.simulate.supernode.layout import Layout
 from tripool.simulate.supernode.links import Link, Slices, carry
+from tripool.simulate.supernode.modelled_engine import TokenRun
 from tripool.simulate.supernode.pool import CachePool
-from tripool.simulate.supernode.prefill import PrefillInstance
 from tripool.simulate.supernode.request_table import DONE, FAILED, REFUSED, Open, RequestTable
-from tripool.simulate.supernode.site import Run
 from tripool.simulate.supernode.timeline import ARRIVAL, TICK, Timeline, to_fs
 from tripool.simulate.traces import Ask, chain_keys
 from tripool.tenants import Tenant
@@ -50,7 +49,7 @@ class World:
         self.on_token: Callable[[str], None] | None = None
         self.on_end: Callable[[str], None] | None = None
         self.on_suspect: Callable[[WorkerId], None] | None = None
-        """For those who watch: a request got a token; it ended without its last; a worker is silent."""
+        """Callbacks: a request got a token; it ended without its last; a worker is silent."""
         self._waiting: dict[str, Request] = {}
         self._tenants: dict[str, tuple[Tenant, Slo]] = {}
         self._params: dict[int, SamplingParams] = {}
@@ -79,7 +78,7 @@ class World:
             for index, name in enumerate(names):
                 self.numbers[name] = first + index
                 self.in_links[first + index] = Link(self.layout.links.transfer_bytes_per_s)
-            self.decodes.append(DecodeInstance(self, first, [self.new_worker_id(name) for name in names], first))
+            self.decodes.append(DecodeInstance(self, [self.new_worker_id(name) for name in names], first))
         self._next_ask()
         self.timeline.over = self._all_came
         self.timeline.at(_TICK_FS, TICK, _GATEWAY, self._tick)
@@ -135,9 +134,9 @@ class World:
             found = self._tenants[name] = Tenant(name=name, namespace=name), slo
         return found
 
-    def _keys_of(self, request_id: str) -> Sequence[bytes]:
-        request = self.open.get(request_id)
-        return request.keys if request is not None else ()
+    def _keys_of(self, request: Request) -> Sequence[bytes]:
+        found = self.open.get(str(request.seed))  # workers rename requests, attempt by attempt; the seed stays
+        return found.keys if found is not None else ()
 
     def _decide(self, decisions: list[Decision]) -> None:
         for decision in decisions:
@@ -203,18 +202,20 @@ class World:
 
     # ---- what workers ask for (Site) --------------------------------------------------------------------------------
 
-    def tell(self, number: int, worker_id: WorkerId, messages: Sequence[AnyMessage]) -> None:
+    def tell(self, number: int, messages: Sequence[AnyMessage]) -> None:
         self.timeline.at(self.timeline.now_fs + self._hop_fs, ARRIVAL, number, self._hear, messages)
 
     def _hear(self, messages: Sequence[AnyMessage]) -> None:
+        now_s = self.timeline.now_s
         for message in messages:
-            self._do(self.coordinator.receive(message, self.timeline.now_s))
-
-    def tell_runs(self, number: int, worker_id: WorkerId, runs: Sequence[Run]) -> None:
-        self.timeline.at(self.timeline.now_fs + self._hop_fs, ARRIVAL, number, self._hear_runs, worker_id, runs)
-
-    def _hear_runs(self, worker_id: WorkerId, runs: Sequence[Run]) -> None:
-        self._do(self.coordinator.advance(worker_id, runs, self.timeline.now_s))
+            if isinstance(message, Tokens):
+                runs = [
+                    (stamped, stamped.event.earlier if isinstance(stamped.event, TokenRun) else ())
+                    for stamped in message.events
+                ]
+                self._do(self.coordinator.advance(message.worker_id, runs, now_s))
+            else:
+                self._do(self.coordinator.receive(message, now_s))
 
     def trusts(self, worker_id: WorkerId) -> bool:
         number = self.numbers[worker_id.name]
@@ -229,7 +230,7 @@ class World:
         return carry(links, num_bytes, now_fs, self._transfer_fs)
 
     def _deliver(self, number: int, worker_id: WorkerId, message: AnyMessage) -> None:
-        """To this life and no other."""
+        """To this run of the worker and no other."""
         if number < len(self.prefills):
             keeper = self.prefills[number]
             if keeper is not None and keeper.worker_id == worker_id and not keeper.dead:
