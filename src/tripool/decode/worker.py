@@ -176,6 +176,8 @@ class DecodeWorker:
     def _fetch(self, budget: int) -> None:
         """Blocks of the oldest that waits, then of the next: nothing of its own client's overtakes it, so a long one
         gets its room, and others need not wait for that."""
+        if not self._queue:
+            return
         full: set[tuple[str, str]] = set()
         num_adopted = 0
         while budget > 0 and num_adopted < _MAX_ADOPTED and (job := self._next(full)) is not None:

@@ -7,7 +7,7 @@ has been leased again since: it finds out by the checksum of its copy.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tripool.fabric.arena import MappedMemory, SlotMemory, checksum
@@ -72,10 +72,10 @@ class KvSender:
         """One slot per key; None while there are not enough. The slot of a key that is here already is shared: equal
         keys mean equal contents. A key of None is a block of this sequence alone."""
         known = [self._slot_of.get(key) if key is not None else None for key in keys]
-        need = known.count(None)
-        if need > len(self._free) or not self._back(need):
+        new = self._take(known.count(None))
+        if new is None:
             return None
-        slots = [self._hold(slot, key) for slot, key in zip(known, keys, strict=True)]
+        slots = [self._hold(slot, key, new) for slot, key in zip(known, keys, strict=True)]
         lease = Lease(self._next_lease, request_id, attempt, choice, num_tokens, slots, deadline_s)
         self.leases[lease.number] = lease
         self._next_lease += 1
@@ -133,18 +133,22 @@ class KvSender:
     def close(self) -> None:
         self.arena.close()
 
-    def _back(self, need: int) -> bool:
-        """Whether there is memory behind the next `need` free slots."""
+    def _take(self, need: int) -> Iterator[int] | None:
+        """So many free slots that have memory, lowest first; None: there are not so many."""
+        if need > len(self._free):
+            return None
         slots = [heapq.heappop(self._free) for _ in range(need)]
+        if all(self.arena.back(slot) for slot in slots):
+            return iter(slots)
         for slot in slots:
             heapq.heappush(self._free, slot)
-        return all(self.arena.back(slot) for slot in slots)
+        return None
 
-    def _hold(self, number: int | None, key: bytes | None) -> int:
+    def _hold(self, number: int | None, key: bytes | None, new: Iterator[int]) -> int:
         if number is not None:
             self._slots[number].refs += 1
             return number
-        number = heapq.heappop(self._free)
+        number = next(new)
         self._slots[number] = _Slot(1, key)
         if key is not None:
             self._slot_of[key] = number

@@ -108,8 +108,6 @@ class DecodeRank:
             return DecodeWorker(engine, worker_id, transfer, process.send, clock=site.timeline.clock)
 
         self.process = Process(site, "decode", worker_id, number, engine, make)
-        self.woken = False
-        """Whether the worker has something to do at the end of the step that runs."""
 
 
 class DecodeInstance:
@@ -124,6 +122,8 @@ class DecodeInstance:
         """Each rank's share of those."""
         self._live: set[int] = set()
         """Ranks whose current step is taken by itself, and those that join at its end."""
+        self._woken: set[int] = set()
+        """Ranks whose worker has something to do at the end of the current step."""
         self._news: list[tuple[int, int, int]] = []
         """(step, rank, version): in which step something happens next, for ranks whose steps are skipped."""
         self._versions = [0] * len(worker_ids)
@@ -153,10 +153,10 @@ class DecodeInstance:
         if self.ranks[index] is not rank:
             return
         engine = rank.engine
-        if engine.skipping:
-            self._catch_up(rank, index)
-        if engine.tasks is not None:
-            rank.woken = True
+        if engine.skipping or engine.tasks is not None:
+            if index not in self._woken:
+                self._woken.add(index)
+                self._cut()
             return
         rank.process.turn()
         if not engine.busy:
@@ -166,7 +166,7 @@ class DecodeInstance:
             self._cut()
         else:
             self._origin_fs = self._site.timeline.now_fs
-            self._go_on(rank, index)
+            self._go_on(index)
             self._plan()
 
     def set_trouble(self, trouble: Trouble) -> None:
@@ -181,14 +181,14 @@ class DecodeInstance:
             if rank is None:
                 continue
             if rank.engine.skipping:
-                self._catch_up(rank, index)
-            # What was computed before has been sent.
-            rank.engine.reports_all = True
+                rank.engine.pass_quietly(self._steps_done())
+            rank.engine.reports = True  # what was computed before the end has been sent
             rank.process.worker.work(self._site.timeline.now_s)
             rank.process.flush()
             rank.process.dead = True
             self.ranks[index] = None
             self._live.discard(index)
+            self._woken.discard(index)
             self._versions[index] += 1
             self._register(index, 0, 0)
         if self._stepping:
@@ -207,14 +207,6 @@ class DecodeInstance:
             return self._origin
         span, most = self._site.timeline.now_fs - self._origin_fs, self._target - self._origin - 1
         return self._origin + steps_in(self._line, self._context, self._batch, most, span)
-
-    def _catch_up(self, rank: DecodeRank, index: int) -> None:
-        """A rank whose steps are skipped comes to the present, and takes the step that runs by itself."""
-        rank.engine.fast_forward_to(self._steps_done())
-        rank.engine.begin()
-        self._live.add(index)
-        self._versions[index] += 1
-        self._cut()
 
     def _cut(self) -> None:
         """Something changes: the next step is the last one that can be foreseen."""
@@ -241,23 +233,24 @@ class DecodeInstance:
         self._site.slices.span("decode busy", 1, self._origin_fs, now_fs)
         self._resume(step)
         self._origin_fs, self._origin = now_fs, step
-        live = [(index, rank) for index in sorted(self._live) if (rank := self.ranks[index]) is not None]
-        for _, rank in live:
-            self._settle(rank, last_fs / FS)
-        for index, rank in live:
-            self._go_on(rank, index)
+        here = sorted(self._live | self._woken)
+        for index in here:
+            self._settle(index, last_fs / FS)
+        self._woken.clear()
+        for index in here:
+            self._go_on(index)
         self._plan()
 
-    def _settle(self, rank: DecodeRank, step_s: float) -> None:
+    def _settle(self, index: int, step_s: float) -> None:
+        rank = self._rank(index)
         engine = rank.engine
-        if engine.tasks is None:
-            return  # it joins now
-        if not (engine.noisy or rank.woken):
+        if engine.tasks is not None and engine.noisy:
+            engine.over_s = step_s
+        elif engine.tasks is not None or engine.skipping:
             engine.pass_quietly(self._origin)
-            return
-        rank.woken, engine.over_s = False, step_s
-        rank.process.turn()
-        rank.process.heartbeat(after_fs=_NEWS_FS)
+        if engine.over_s is not None or index in self._woken:
+            rank.process.turn()
+            rank.process.heartbeat(after_fs=_NEWS_FS)
 
     def _resume(self, step: int) -> None:
         """Ranks in whose part of this step something happens take it by itself."""
@@ -271,10 +264,12 @@ class DecodeInstance:
                 rank.engine.begin()
                 self._live.add(index)
 
-    def _go_on(self, rank: DecodeRank, index: int) -> None:
-        """After a step that was taken by itself: how the next ones are taken."""
+    def _go_on(self, index: int) -> None:
+        """After a step at which the rank came to the present: how the next ones are taken."""
+        rank = self._rank(index)
         engine = rank.engine
         self._live.discard(index)
+        self._versions[index] += 1
         engine.synced = self._origin
         rows = engine.rows
         self._register(index, rows, engine.context - rows * self._origin)
@@ -302,8 +297,7 @@ class DecodeInstance:
         target = self._origin + steps_within(self._line, context, rows)
         if self._live:
             target = self._origin + 1
-            work = [self.ranks[index].engine.prompt_work for index in self._live]  # type: ignore[union-attr]
-            again = max(work)
+            again = max(self._rank(index).engine.prompt_work for index in self._live)
             if again[0]:
                 self._extra_fs += to_fs(layout.replay_times.step_s(*again))
         while self._news and self._news[0][2] != self._versions[self._news[0][1]]:
@@ -311,6 +305,11 @@ class DecodeInstance:
         if self._news:
             target = min(target, self._news[0][0])
         self._aim(target)
+
+    def _rank(self, index: int) -> DecodeRank:
+        rank = self.ranks[index]
+        assert rank is not None
+        return rank
 
     # ---- ticks ------------------------------------------------------------------------------------------------------
 
@@ -332,5 +331,6 @@ class DecodeInstance:
     def _report(self) -> None:
         for index, rank in enumerate(self.ranks):
             if rank is not None and rank.engine.has_due:
+                rank.engine.reports = True
                 self.wake(rank, index)
         self._site.timeline.at(self._site.timeline.now_fs + _REPORT_FS, TICK, self._first, self._report)

@@ -6,7 +6,7 @@ A serving worker drives such an engine as it drives any other. A step takes virt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -65,7 +65,12 @@ class ModelledEngine:
 
     @property
     def busy(self) -> bool:
-        return self.over_s is not None or self.scheduler.busy
+        return self.has_results or self.scheduler.busy
+
+    @property
+    def has_results(self) -> bool:
+        """Whether `step` has something to complete or to report."""
+        return self.over_s is not None
 
     @property
     def num_held_blocks(self) -> int:
@@ -73,7 +78,8 @@ class ModelledEngine:
 
     @property
     def num_waiting_tokens(self) -> int:
-        return self.scheduler.num_waiting_tokens
+        prefill = self.scheduler.prefill
+        return self.scheduler.num_waiting_tokens if prefill.waiting or prefill.running else 0
 
     def stats(self) -> ServingStats:
         """The ceiling is that of the last completed step: one that is computed later would depend on skipped steps."""
@@ -206,8 +212,8 @@ class DecodeEngine(ModelledEngine):
         """Whether the step that runs is one of those that are skipped."""
         self.noisy = False
         """Whether something happens in the step that runs."""
-        self.reports_all = False
-        """Whether the next call of `step` reports everything that was held back."""
+        self.reports = False
+        """Whether the next call of `step` reports tokens of answers that go on."""
         self._fresh = False
         """Whether a sequence has started that the SLO controller has not seen: the next step is not quiet."""
         self._facts = _NO_FACTS
@@ -246,14 +252,27 @@ class DecodeEngine(ModelledEngine):
         self._facts = StepFacts.of(self.tasks) if self.noisy else _NO_FACTS
 
     def pass_quietly(self, step: int) -> None:
-        """A quiet step is over that was taken by itself: nothing comes of it."""
-        assert self.tasks is not None and not self.noisy
-        self._settle(self.tasks)
-        self.tasks, self.synced = None, step
+        """Quiet steps are over, up to this one: nothing comes of them."""
+        if self.tasks is None:
+            self.fast_forward_to(step)
+        else:
+            self._settle(self.tasks)
+        self.tasks, self.synced, self.skipping = None, step, False
+
+    @property
+    def has_results(self) -> bool:
+        return self.over_s is not None or self.reports
 
     def step(self) -> list[TokenEvent]:
-        if self.over_s is None:
-            return self._held_back(self._answers) if self.reports_all else []
+        events = self._complete() if self.over_s is not None else []
+        if self.reports:
+            self.reports = False
+            found = [name for name, answer in self._answers.items() if answer.seq.num_generated > answer.num_reported]
+            events += [self._run(name, None) for name in found]
+        return events
+
+    def _complete(self) -> list[TokenEvent]:
+        assert self.over_s is not None
         tasks, step_s, now_s = self.tasks or [], self.over_s, self._timeline.now_s
         self.tasks = self.over_s = None
         facts, self._facts = self._facts, _NO_FACTS
@@ -262,8 +281,7 @@ class DecodeEngine(ModelledEngine):
         if self.noisy and tasks:
             slo_controller.settled(now_s, step_s, facts, 0, (task.seq for task in tasks))
         self._ceiling = slo_controller.ceiling
-        runs: list[TokenEvent] = [self._run(event.request_id, event) for event in events if event.finish_reason]
-        return runs + self._held_back(self._due())
+        return [self._run(event.request_id, event) for event in events if event.finish_reason]
 
     # ---- sequences --------------------------------------------------------------------------------------------------
 
@@ -294,16 +312,9 @@ class DecodeEngine(ModelledEngine):
 
     @property
     def has_due(self) -> bool:
-        return bool(self._due())
-
-    def _due(self) -> list[str]:
+        """Whether an answer's tokens have been held back for long."""
         late_fs = self._timeline.now_fs - _REPORT_FS
-        return [name for name, answer in self._answers.items() if answer.reported_fs <= late_fs]
-
-    def _held_back(self, names: Iterable[str]) -> list[TokenEvent]:
-        """Of answers that go on."""
-        found = [name for name in names if self._answers[name].seq.num_generated > self._answers[name].num_reported]
-        return [self._run(name, None) for name in found]
+        return any(answer.reported_fs <= late_fs for answer in self._answers.values())
 
     def _run(self, name: str, last: TokenEvent | None) -> TokenRun:
         answer = self._answers[name] if last is None else self._answers.pop(name)

@@ -47,7 +47,7 @@ class Process:
     def turn(self) -> None:
         """Complete the step that is over, if there is one; then do what has come meanwhile."""
         worker, now_s = self.worker, self._site.timeline.now_s
-        if self._engine.over_s is not None:
+        if self._engine.has_results:
             worker.work(now_s)
         messages, self.messages = self.messages, []
         for message in messages:
