@@ -238,6 +238,24 @@ def test_between_much_that_is_adopted_the_batch_gets_its_step(bench: Bench, monk
     assert done.count("a") == 100 and max(map(len, "".join(done).split("s"))) <= 64
 
 
+def test_blocks_under_way_hold_up_their_own_request_only(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    (slow,), (fast,) = bench.descriptors("slow", 100), bench.descriptors("fast", 100)
+    here = {slow.descriptor.lease: False, fast.descriptor.lease: True}
+    monkeypatch.setattr(KvReceiver, "begin", lambda _, descriptor: lambda: here[descriptor.lease])
+    bench.attach(slow, fast)
+    assert [m.request_id for m in bench.work(3) if isinstance(m, TransferDone)] == ["fast"]
+    assert bench.worker.moving
+    here[slow.descriptor.lease] = True
+    assert [m.request_id for m in bench.work() if isinstance(m, TransferDone)] == ["slow"]
+    assert not bench.worker.moving
+    (late,) = bench.descriptors("late", 100)
+    here[late.descriptor.lease] = False
+    bench.attach(late)
+    bench.work()
+    bench.now_s += 5.0
+    assert [m.request_id for m in bench.work() if isinstance(m, Refused)] == ["late"]
+
+
 def test_a_grammar_that_is_being_compiled_holds_up_its_own_request_only(bench: Bench, monkeypatch) -> None:
     guided = bench.descriptors("guided", 100, structure=Structure("regex", "[a-z ]{50}"), tenant="one")
     plain = bench.descriptors("plain", 100, tenant="another")

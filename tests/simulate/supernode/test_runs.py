@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from tests.simulate.supernode.small import small_layout
+from tripool.decode.worker import DecodeWorker
 from tripool.errors import InvalidRequest
 from tripool.planner.cost import DecodeModel
 from tripool.planner.deployment import read_deployment
 from tripool.planner.hardware import named_hardware
 from tripool.planner.models import named_model
+from tripool.prefill.worker import PrefillWorker
 from tripool.simulate.supernode import lay_out, parse_fault, simulate_trace
 from tripool.simulate.supernode.page import render_comparison, render_run
 from tripool.simulate.supernode.rows import compared_rows, summary_rows
@@ -130,6 +132,22 @@ def test_a_cut_link_and_a_lost_cache_member() -> None:
     assert cut["requests"]["done"] == 20 and cut["tpot_ms"]["max"] > 10 * calm["tpot_ms"]["max"]
     without = run(asks, "cache:cache-0@0s+60s", "cache:cache-1@0s+60s")
     assert without["hits"]["cache pool"] == 0.0 and without["requests"]["done"] == 20
+
+
+def test_a_cut_link_to_the_pool_is_a_miss_after_a_bounded_wait() -> None:
+    asks = [Ask(number * 0.5, 129, 4, tuple(range(9)), "", 16) for number in range(10)]
+    calm, cut = run(asks, prefills=1), run(asks, "link:prefill-0@0.4s+20s", prefills=1)
+    assert calm["ttft_ms"]["max"] == pytest.approx(cut["ttft_ms"]["max"]) and cut["requests"]["done"] == 10
+    lost = run(asks, "chip:prefill-0@1.2s+0.1s", "link:prefill-0@1.4s+20s", prefills=1)
+    assert lost["requests"]["done"] == 10 and lost["hits"]["cache pool"] == 0.0 < calm["hits"]["prefill memory"]
+
+
+def test_the_workers_are_those_that_serve() -> None:
+    world = World(small_layout(), [])
+    workers = [keeper.process.worker for keeper in world.prefills if keeper is not None]
+    assert {type(worker) for worker in workers} == {PrefillWorker}
+    ranks = [rank for instance in world.decodes for rank in instance.ranks if rank is not None]
+    assert {type(rank.process.worker) for rank in ranks} == {DecodeWorker} and len(ranks) == 3
 
 
 @pytest.mark.parametrize(

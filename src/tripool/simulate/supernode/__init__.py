@@ -1,7 +1,7 @@
 """A deployment of many chips in virtual time, on modelled engines, over the code that serves. Pure.
 
-`simulate_trace` sends requests through a layout (`lay_out` makes one of a deployment file), strikes it with faults, and
-says what came of it.
+`simulate_trace` sends requests through a layout (`lay_out` makes one of a deployment file) under faults, and
+reports what came of it.
 """
 
 from __future__ import annotations
