@@ -65,7 +65,7 @@ class ModelledEngine:
 
     @property
     def busy(self) -> bool:
-        return self.has_results or self.scheduler.busy
+        return self.scheduler.busy or self.has_results
 
     @property
     def has_results(self) -> bool:

@@ -7,6 +7,7 @@ its end. The worker's engine, clock, memory and transfer are modelled; its code 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -95,14 +96,16 @@ class ModelledTransfer:
     def begin(self, descriptor: KvDescriptor) -> Callable[[], bool]:
         timeline = self._site.timeline
         num_bytes = descriptor.num_tokens * self._site.layout.token_bytes
-        there_fs = self._site.transfer(_source(descriptor), self._number, num_bytes)
+        there_fs = self._site.transfer(_source(descriptor.arena), self._number, num_bytes)
         timeline.at(there_fs, ARRIVAL, self._number, self._arrived)
         return lambda: timeline.now_fs >= there_fs
 
     def read(self, descriptor: KvDescriptor, index: int, into: memoryview) -> bool:
-        return self._site.trusts(_source(descriptor))
+        return self._site.trusts(_source(descriptor.arena))
 
 
-def _source(descriptor: KvDescriptor) -> WorkerId:
-    worker, _, epoch = descriptor.arena.rpartition(".")
+@lru_cache(maxsize=2**12)
+def _source(arena: str) -> WorkerId:
+    """The worker whose memory is called so: see `NominalArena`."""
+    worker, _, epoch = arena.rpartition(".")
     return WorkerId(worker, int(epoch))
