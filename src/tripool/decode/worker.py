@@ -177,6 +177,7 @@ class DecodeWorker:
         """Blocks of the oldest that waits, then of the next: nothing of its own client's overtakes it, so a long one
         gets its room, and others need not wait for that."""
         if not self._queue:
+            self._is_full = False
             return
         full: set[tuple[str, str]] = set()
         num_adopted = 0

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
 from typing import Literal
 
-from tripool.fabric.arena import Arena
 from tripool.fabric.loop import RoleWorker
 from tripool.messages import PROTOCOL, AnyMessage, Hello, KvDescriptor, WorkerId
 from tripool.simulate.supernode.modelled_engine import ModelledEngine
@@ -70,11 +68,11 @@ class Process:
             self._site.tell(self.number, [self.worker.heartbeat()])
 
 
-class NominalArena(Arena):
-    """Memory for KV that is sent: slots without bytes. `tripool.fabric.KvSender` keeps account of them."""
+class NominalArena:
+    """`SlotMemory` for KV that is sent: slots without bytes. `tripool.fabric.KvSender` keeps account of them."""
 
     def __init__(self, name: str, num_slots: int) -> None:
-        self.path, self.slot_bytes, self.num_slots = Path(name), 1, num_slots
+        self.name, self.slot_bytes, self.num_slots = name, 1, num_slots
         self._byte = memoryview(bytearray(1))
 
     def back(self, slot: int) -> bool:
