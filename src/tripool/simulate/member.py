@@ -24,7 +24,7 @@ LEASE_S = 0.5
 WRITE_S = 0.3
 _LATENCY_S = (0.00002, 0.0002)
 _LATE_S = 0.5
-_TURN_S = 0.001
+_TURN_S = 0.01
 """Least time between two turns of a member that nothing happens to."""
 
 
