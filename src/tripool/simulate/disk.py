@@ -41,6 +41,8 @@ class SimDisk:
         self._damaged: set[int] = set()
         """Numbers of copies that are not what they were, by a fault."""
         self.is_full = False
+        self.in_read: Callable[[], None] | None = None
+        """A fault that strikes during the next read."""
 
     def new_tier(self) -> DiskTier:
         segment_bytes = PAGE + _SEGMENT_BLOCKS * self._block_bytes
@@ -131,6 +133,9 @@ class SimDiskIo:
     def poll(self, now_s: float) -> None:
         for read in self._tiered_index.take_reads():
             self._later(read.slot, self._read, read)
+            if self._disk.in_read is not None:
+                strike, self._disk.in_read = self._disk.in_read, None
+                self._clock.at(now_s, strike)
         for write in self._tiered_index.take_writes(now_s):
             self._writing[write.copy.number] = write, tuple(self._arena.view(write.slot, write.copy.num_bytes).tolist())
             self._later(write.slot, self._wrote, write.copy.number)

@@ -46,9 +46,11 @@ class Faults:
                         other.run.slots.num_to_spoil += 1
             case "cache restart":
                 member = world.rng.pick(world.members)
-                if member.up:
-                    member.kill()
-                    world.clock.expect(heal_s, self._restart, member)
+                strike = partial(self._kill_member, member, fault.length_s)
+                if member.disk is not None and world.rng.chance(_IN_COPY_CHANCE):
+                    member.disk.in_read = strike
+                else:
+                    strike()
             case "purge":
                 namespace = world.rng.pick(["", "other"])
                 for member in world.members:
@@ -66,7 +68,8 @@ class Faults:
     def _now_or_in_copy(self, run: WorkerRun, strike: Callable[[], None]) -> None:
         """Copies are short, and the worst places to stop or die in: some faults wait for one."""
         if self._world.rng.chance(_IN_COPY_CHANCE):
-            run.process.in_copy[self._world.rng.pick(["read", "read", "write", "transfer"])] = strike
+            copies = ["transfer", "write"] if run.slots is None else ["read", "read", "write"]
+            run.process.in_copy[self._world.rng.pick(copies)] = strike
         else:
             strike()
 
@@ -94,6 +97,11 @@ class Faults:
             self._world.network.mend_link(place.name)
             if noticed:
                 self._world.network.disconnect(place.name)
+
+    def _kill_member(self, member: SimMember, length_s: float) -> None:
+        if member.up:
+            member.kill()
+            self._world.clock.expect(self._world.now_s + length_s, self._restart, member)
 
     def _restart(self, member: SimMember) -> None:
         self._world.restart_member(member)

@@ -24,7 +24,7 @@ LEASE_S = 0.5
 WRITE_S = 0.3
 _LATENCY_S = (0.00002, 0.0002)
 _LATE_S = 0.5
-_TURN_S = 0.001
+_TURN_S = 0.01
 """Least time between two turns of a member that nothing happens to."""
 
 
@@ -81,15 +81,15 @@ class SimMember:
             for copy in tier.disk_copies.values():
                 assert self.disk.keeps(copy), "the index knows a block that is not on disk"
 
-    @property
-    def holds_nothing(self) -> bool:
+    def holds_nothing(self, alive: set[WorkerId]) -> bool:
+        """`alive`: the workers that run now."""
         index, arena = self.member.index, self.member.arena
         if not self.up or index.num_leases or any(map(arena.is_read, range(arena.num_slots))):
             return False
         writers = {record.writer for record in index.records if record.state is State.RESERVED}
-        # A client that was late for its grant gives it back when it next uses this member.
-        late = {worker_id for channel in self._channels if channel.readable for worker_id in channel.worker_ids}
-        return writers <= late
+        # A client that was late for its grant, or has lost its connection, gives it back when it next uses this member.
+        busy = {worker_id for channel in self._channels if not channel.readable for worker_id in channel.worker_ids}
+        return writers <= alive - busy
 
     def remember(self) -> None:
         """Count what this run of the member did; the next one counts from zero."""

@@ -66,7 +66,8 @@ class SimMaps:
             return None
         if slots.num_to_spoil:
             slots.num_to_spoil -= 1
-            slots.data[start] ^= 1
+            for at in range(start, start + num_bytes, 8):  # in every position's KV: only some are read
+                slots.data[at] ^= 1
         return slots.data[start : start + num_bytes]
 
     def close(self) -> None:

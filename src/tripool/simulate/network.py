@@ -18,8 +18,8 @@ from tripool.simulate.rng import Rng
 _LATENCY_S = (0.0002, 0.003)
 _POLL_S = 0.001
 """From a message's arrival to its being read by a worker that is idle."""
-_TURN_S = 0.0001
-"""Least time that a turn of a worker's loop takes."""
+_TURN_S = 0.001
+"""Time that a turn of a worker's loop takes in which nothing is computed."""
 _NO_HEARTBEAT_S = 0.05
 """Between two looks for a heartbeat to send."""
 

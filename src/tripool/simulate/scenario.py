@@ -129,7 +129,7 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
         if fault.kind == "burst":
             burst = [_request(rng, f"r{len(arrivals) + i}", prompt_tokens=30) for i in range(rng.between(4, 8))]
             arrivals += [Arrival(fault.time_s, request, None) for request in burst]
-    num_members, member_slots = rng.between(1, 3), rng.pick([16, 48, 96])
+    num_members, member_slots = rng.between(1, 3), rng.pick([8, 16, 48])
     # Of its own dice, so that the rest of a life is what it was before there was a door.
     entry = _entry(admission_rng := Rng(seed + 2**33), may_refuse)
     arrivals = [replace(a, request=_promised(admission_rng, a.request, entry, may_refuse)) for a in arrivals]

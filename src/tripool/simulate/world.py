@@ -125,7 +125,8 @@ class World:
     def _holders(self) -> Iterator[str]:
         """Who still holds or does something."""
         yield from (p.name for p in self.places.values() if p.run is None or not p.run.holds_nothing)
-        yield from (member.name for member in self.members if not member.holds_nothing)
+        alive = {place.worker_id for place in self.places.values() if place.run is not None}
+        yield from (member.name for member in self.members if not member.holds_nothing(alive))
         if not self.admission.idle:
             yield "door"
 
