@@ -86,7 +86,7 @@ PLANTS: list[tuple[Plant, str]] = [
     (what_the_disk_gives_is_believed, "instead of"),
     (a_look_up_waits_for_ever, "past its deadline"),
     (a_reader_is_not_fenced_after_a_restart, "hangs|past its deadline"),
-    (segments_are_reused_while_their_blocks_are_known, "two lives|not on disk|overlap|more than there is room for"),
+    (segments_are_reused_while_their_blocks_are_known, "generations|not on disk|overlap|more than there is room for"),
     (a_restart_forgets_the_disk, "are gone"),
     (blocks_are_read_into_slots_that_are_given_back, "others may read|not reserved"),
 ]
