@@ -101,13 +101,14 @@ def test_planted_bug_is_caught(plant: Plant, caught_by: str, monkeypatch: pytest
 
 def test_lives_have_disks_that_are_used() -> None:
     seen = simulate(0).seen
-    for seed in range(1, 20):
+    for seed in range(1, 60):
         seen += simulate(seed).seen
     for event, times in {
         "blocks written to disk": 500,
-        "blocks read from disk": 10,
-        "blocks fetched from disk": 5,
+        "blocks read from disk": 100,
+        "blocks fetched from disk": 50,
         "blocks found on disk": 50,
+        "blocks torn on disk": 1,
         "bad blocks on disk": 1,
     }.items():
         assert seen[event] >= times, f"{event}: only {seen[event]} times"

@@ -178,17 +178,6 @@ def lease_of_a_prefix_is_released_before_it_is_read(patch: pytest.MonkeyPatch) -
     patch.setattr(Prefix, "read", hasty)
 
 
-@bug("instead of")
-def blocks_are_used_that_could_not_be_read(patch: pytest.MonkeyPatch) -> None:
-    read = Prefix.read
-
-    def hopeful(self: Prefix, into: Any) -> int:
-        read(self, into)
-        return len(into)
-
-    patch.setattr(Prefix, "read", hopeful)
-
-
 @bug("not what was written|instead of|writes where others may read")
 def commit_comes_before_the_blocks(patch: pytest.MonkeyPatch) -> None:
     write = PoolClient._write
