@@ -86,7 +86,7 @@ def test_its_health_check_asks_for_a_route_that_needs_no_key():
     assert route
     page = (ROOT / "docs" / "http.md").read_text("utf-8")
     assert f"| `GET {route[1]}` |" in page
-    assert re.search(rf"`{route[1]}`[^.]* are open\.", page)
+    assert re.search(rf"`{route[1]}`[^.]* are public\.", page)
 
 
 def test_it_runs_unprivileged_and_keeps_its_state_in_the_volume():

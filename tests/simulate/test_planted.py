@@ -16,7 +16,7 @@ from tripool.prefill.worker import PrefillWorker
 from tripool.router import Coordinator
 from tripool.router.admission import AdmissionController
 from tripool.router.admission_types import Admit, Arrival, PendingRequest
-from tripool.router.admission_types import Stage as GuestStage
+from tripool.router.admission_types import Stage as AdmissionStage
 from tripool.router.coordinator import Emit, Send
 from tripool.router.fair_queue import Account, FairQueue
 from tripool.router.ledger import ChoiceState, Entry, Ledger, Placement
@@ -150,8 +150,8 @@ def deadlines_are_not_met(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ledger, "overdue", lambda self, now_s: iter(()))
 
 
-@bug("counts on a parcel of nobody")
-def parcels_of_a_lost_worker_still_count(patch: pytest.MonkeyPatch) -> None:
+@bug("has a lease at a lost worker")
+def kv_of_a_lost_worker_still_counts(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ledger, "leases_at", lambda self, worker_id: [])
 
 
@@ -292,13 +292,13 @@ def slots_of_cancelled_requests_stay_taken(patch: pytest.MonkeyPatch) -> None:
     def sloppy(self: AdmissionController, request_id: str, pending: PendingRequest, now_s: float) -> None:
         held = self._slots_held
         drop(self, request_id, pending, now_s)
-        if pending.stage is GuestStage.INSIDE:
+        if pending.stage is AdmissionStage.PREFILLING:
             self._slots_held = held
 
     patch.setattr(AdmissionController, "_drop", sloppy)
 
 
-@bug("hangs: .*'door'|before a backend that has nothing to do")
+@bug("hangs: .*'admission'|although the backend is idle")
 def only_arrivals_open_the_door(patch: pytest.MonkeyPatch) -> None:
     """Who waits when the last one comes waits for ever."""
     settle, arrive = AdmissionController._settle, AdmissionController.arrive
