@@ -23,7 +23,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from tripool.cli.main import main
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
-main(["serve", "fake", "--port", "0"], lambda model, config: PagedFake(fake_text(), context_tokens=10**9))
+main(["serve", "fake", "--port", "0"], lambda model, config: PagedFake(fake_text(), context_tokens=10**9, step_s=0.005))
 """
 
 
