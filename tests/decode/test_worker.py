@@ -141,7 +141,7 @@ def test_a_parcel_that_is_not_what_it_was_is_refused_but_not_for_good(bench: Ben
     bench.worker.work(bench.now_s)
     (refused,) = bench.sent
     assert isinstance(refused, Refused)
-    assert (refused.code, refused.final, refused.attempt) == ("bad_parcel", False, 2)
+    assert (refused.code, refused.final, refused.attempt) == ("bad_kv", False, 2)
     assert bench.held == 0
     assert not bench.worker.moving
 

@@ -45,16 +45,16 @@ def test_sixty_lives_keep_every_promise() -> None:
         "woke up trusted": 5,
         "woke up in a write": 1,
         "woke up in a read": 5,
-        "tokens of an untrusted life": 5,
+        "tokens of an untrusted worker": 5,
         "messages of an earlier session": 5,
         "dropped events of old attempts": 20,
         "preempted": 10,
-        "refused: bad_parcel": 20,
+        "refused: bad_kv": 20,
         "left after a drain": 5,
         "blocks fetched from the cache": 500,
         "blocks evicted": 500,
-        "waited at the door": 300,
-        "cancelled at the door": 20,
+        "waited for admission": 300,
+        "cancelled before admission": 20,
     }.items():
         assert seen[event] >= times, f"{event}: only {seen[event]} times"
 

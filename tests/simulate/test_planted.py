@@ -324,7 +324,7 @@ def every_promise_is_thought_impossible(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TtftPredictor, "safe_s", lambda self, predicted_s: 1e9)
 
 
-@bug("decided about twice|the door has forgotten someone|refused, and still at the door")
+@bug("decided about twice|admission has lost a request|refused, and still pending")
 def who_waited_too_long_is_refused_and_kept(patch: pytest.MonkeyPatch) -> None:
     tick = AdmissionController.tick
 

@@ -1,6 +1,6 @@
-"""A decode worker: adopts packed sequences, a few blocks between two steps, and runs its batch to the last token.
+"""A decode worker: receives the KV of sequences, a few blocks between two steps, and decodes its batch to the end.
 
-When its memory is full, parcels wait where they are, leased. A sequence that is preempted here is computed again here.
+When its memory is full, KV waits at its sender, leased. A sequence that is preempted here is computed again here.
 """
 
 from __future__ import annotations
@@ -154,15 +154,15 @@ class DecodeWorker:
         if len(self._queue) >= _MAX_QUEUED:
             self._refuse(job, "overloaded", "too many wait here already")
         elif start.descriptor.block_bytes != self._engine.block_bytes:
-            self._refuse(job, "bad_parcel", "it was packed by a worker with another kind of KV memory")
+            self._refuse(job, "bad_kv", "the sender has another kind of KV memory")
         elif not self._fits(start):
-            self._refuse(job, "bad_parcel", "it is not of what its request and answer say")
+            self._refuse(job, "bad_kv", "the KV does not fit the request and its answer")
         else:
             job.grammar = self._engine.prepare(start.request)
             self._queue.append(job)
 
     def _fits(self, start: StartDecode) -> bool:
-        """Whether parcel, answer and request are of one sequence: everything here is counted by them."""
+        """Whether descriptor, answer and request belong to one sequence: block counts here follow from them."""
         request, descriptor, tokens = start.request, start.descriptor, start.answered.tokens
         num_blocks = -(-descriptor.num_tokens // self._engine.block_tokens)
         return (
@@ -205,7 +205,7 @@ class DecodeWorker:
                 self._fail(job)
                 continue
             if not intact:
-                self._refuse(job, "bad_parcel", "its bytes are not those that were packed")
+                self._refuse(job, "bad_kv", "the bytes are not those that were sent")
             elif job.num_filled == num_blocks:
                 self._queue.remove(job)
                 self._engine.start(job.seq)

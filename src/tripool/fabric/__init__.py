@@ -1,4 +1,4 @@
-"""Between processes: lines for messages, parcels for KV, the folder they live in. Knows no policy and no tensor."""
+"""Between processes: message channels, KV transfer and the folder of a run. Knows no policy and no tensor."""
 
 from tripool.fabric.channel import Line, Switchboard
 from tripool.fabric.kv_transfer import KvReceiver, KvSender

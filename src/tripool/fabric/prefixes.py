@@ -1,4 +1,4 @@
-"""A worker's use of the cache pool: known beginnings come in before a prompt is computed, new blocks go out after.
+"""A worker's use of the cache pool: fetches known prefixes before a prompt is computed, publishes new blocks after.
 
 The pool is a help, never a need. What it does not know, cannot give in time or gives damaged is computed.
 """

@@ -1,4 +1,4 @@
-"""What a worker needs: of an engine, and of whatever moves KV. Workers know these, never a tensor or a device."""
+"""The protocols of an engine and of a KV transfer, as workers use them: no tensors, no devices."""
 
 from __future__ import annotations
 
@@ -126,14 +126,14 @@ class PoolEngine(Protocol):
 
 
 class Transfer(Protocol):
-    """How a parcel's bytes reach the worker that adopts it. Between machines another one stands here."""
+    """Brings the KV of a sequence from its sender to this worker. Shared memory is one implementation."""
 
     def begin(self, descriptor: KvDescriptor) -> Callable[[], bool]:
         """Start to bring the blocks to this machine. The result says whether `read` can be called, without waiting."""
         ...
 
     def read(self, descriptor: KvDescriptor, index: int, into: memoryview) -> bool:
-        """Fetch one block. False: the bytes are not there, or not those that were packed."""
+        """Fetch one block. False: the bytes are not there, or not those that were sent."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What ties a child to its supervisor: a pair of sockets, one end inherited. Whose peer is gone reads its end.
+"""The channel between a child process and its supervisor: a socket pair, one end inherited. It ends with either.
 
 Messages keep their borders. Nobody ever waits: what does not fit is dropped by the sender, and every message here is
 either said again or replaced by the death of its receiver.

@@ -1,7 +1,7 @@
-"""A prefill worker: computes what is known of a request, samples each choice's next token, packs the rest away.
+"""A prefill worker: computes prompts, samples each choice's next token and hands the KV to a decode worker.
 
 Both kinds of worker run the same scheduler. This one takes a sequence out of its batch as soon as it has a token, and
-copies its blocks into the outbox a few at a time: computing never waits for packing, packing waits for room.
+copies its blocks into the KV sender a few at a time: steps never wait for copies, copies wait for free slots.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Job:
     attempt: int
     deadline_s: float
     lease_s: float
-    """How long a parcel may wait to be fetched."""
+    """How long the KV of a choice may wait to be fetched."""
     choices: set[int]
     lookup_s: float = 0.0
     fetched_tokens: int = 0
@@ -306,7 +306,7 @@ class PrefillWorker:
         self._sender.drop(lambda lease: lease.packed and lease.deadline_s <= now_s)
 
     def _done(self, name: str, choice: int) -> None:
-        """Nothing more to do here for a choice; its parcel, if any, has a lease of its own."""
+        """Nothing more to do here for a choice; its KV, if any, has a lease of its own."""
         job = self._jobs[name]
         job.choices.discard(choice)
         if not job.choices:

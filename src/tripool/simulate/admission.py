@@ -1,4 +1,4 @@
-"""The real door in virtual time, before the coordinator, and a watch over what it does. Pure.
+"""The real admission control in virtual time, before the coordinator, with checks of its decisions. Pure.
 
 Watches from outside: nobody is decided about twice, nobody of one tenant and priority is overtaken, who is refused
 was never begun, and nobody sends faster than it may.
@@ -93,7 +93,7 @@ class SimAdmission:
 
     def check(self, now_s: float) -> None:
         self.admission.check(now_s)
-        assert self.admission.num_waiting == len(self._waiting), "the door has forgotten someone"
+        assert self.admission.num_waiting == len(self._waiting), "admission has lost a request"
         for name, number in self._num_taken.items():
             per_minute = self._tenants[name].limits.requests_per_minute or float("inf")
             most = per_minute * (1 + (now_s - self._opened_s) / 60)
@@ -116,5 +116,5 @@ class SimAdmission:
                 self._admit(request)
             else:
                 line.remove(decision.id)
-                assert decision.id not in self.admission, "refused, and still at the door"
+                assert decision.id not in self.admission, "refused, and still pending"
                 self._refuse(request, decision.error)

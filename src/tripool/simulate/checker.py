@@ -69,7 +69,7 @@ class Checker:
                         del self._placed[message.request_id, choice]
 
     def lost(self, worker_id: WorkerId) -> None:
-        """The gateway has given this life up."""
+        """The gateway has given this worker up."""
         for key in [key for key, (holder, _) in self._placed.items() if holder == worker_id]:
             del self._placed[key]
 
@@ -126,7 +126,7 @@ class Checker:
         return client.request
 
     def refused(self, request: Request, error: TripoolError) -> None:
-        """By the door: only where that may be, with a reason that fits, and before anybody was asked for anything."""
+        """By admission control: only where that may be, with a fitting reason, and before the request was placed."""
         client = self._open[request.id]
         begun = any(client.num_seen) or any((request.id, choice) in self._placed for choice in range(request.params.n))
         assert not begun, f"{request.id}: refused after it was begun"

@@ -64,7 +64,7 @@ class SimDisk:
     def put(self, copy: DiskCopy, values: Values) -> None:
         worker_id = self._segments[copy.segment]
         if worker_id.generation != copy.generation:
-            assert copy.generation > worker_id.generation, "a segment's earlier life is written"
+            assert copy.generation > worker_id.generation, "an earlier generation of a segment is written"
             self._segments[copy.segment] = worker_id = _Life(copy.generation)
         worker_id.blocks = {
             at: each for at, each in (worker_id.blocks or {}).items() if each[0].end <= copy.offset or at >= copy.end

@@ -21,7 +21,7 @@ class Faults:
             world.clock.expect(fault.time_s, self._strike, fault)
 
     def _strike(self, fault: Fault) -> None:
-        """Kinds that find nothing to strike just now (a worker between two lives, say) still count as injected."""
+        """Kinds that find nothing to strike just now (a worker that is restarting, say) still count as injected."""
         world = self._world
         world.faults[fault.kind] += 1
         world.clock.note(f"fault: {fault.kind}")

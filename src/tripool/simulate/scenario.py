@@ -1,4 +1,4 @@
-"""What happens in one simulated life, drawn from its seed: requests, workers, memory, bounds and faults. Pure."""
+"""What happens in one simulated run, drawn from its seed: requests, workers, memory, bounds and faults. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FaultKind = Literal[
     "kill", "stop", "slow", "cut", "loss", "spoil", "cache restart", "gateway restart", "burst", "drain", "purge",
     "disk full", "disk rot",
 ]  # fmt: skip
-"""cut: a connection breaks and both ends notice. loss: messages vanish and nobody notices. spoil: parcels change after
+"""cut: a connection breaks and both ends notice. loss: messages vanish and nobody notices. spoil: KV changes after
 they were packed. burst: more at once than memory holds. purge: a tenant's blocks are to be forgotten. disk full, disk
 rot: a cache member's disk takes nothing more, or has changed what was on it."""
 
@@ -65,7 +65,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """How requests come in: the door, and whose they are."""
+    """Admission control and the tenants."""
 
     admission: AdmissionConfig
     tenants: dict[str, Tenant]
@@ -130,7 +130,7 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
             burst = [_request(rng, f"r{len(arrivals) + i}", prompt_tokens=30) for i in range(rng.between(4, 8))]
             arrivals += [Arrival(fault.time_s, request, None) for request in burst]
     num_members, member_slots = rng.between(1, 3), rng.pick([8, 16, 48])
-    # Of its own dice, so that the rest of a life is what it was before there was a door.
+    # From an rng of its own, so that the rest of a run does not depend on it.
     entry = _entry(admission_rng := Rng(seed + 2**33), may_refuse)
     arrivals = [replace(a, request=_promised(admission_rng, a.request, entry, may_refuse)) for a in arrivals]
     disk, disk_faults = _disk(Rng(seed + 2**34), span_s)
@@ -139,7 +139,7 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
 
 
 def _disk(rng: Rng, span_s: float) -> tuple[DiskSpec | None, list[Fault]]:
-    """Of its own dice too."""
+    """From an rng of its own too."""
     kinds: list[FaultKind] = ["purge"] if rng.chance(0.3) else []
     spec = None
     if rng.chance(0.8):

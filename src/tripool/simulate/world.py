@@ -128,7 +128,7 @@ class World:
         alive = {place.worker_id for place in self.places.values() if place.run is not None}
         yield from (member.name for member in self.members if not member.holds_nothing(alive))
         if not self.admission.idle:
-            yield "door"
+            yield "admission"
 
     def check(self) -> None:
         if self.coordinator is not None:
@@ -157,7 +157,7 @@ class World:
             member.remember()
             self.seen += member.seen
         self.seen["dropped events of old attempts"] += self.coordinator.ledger.num_dropped
-        self.seen["waited at the door"] += self.admission.num_waited
+        self.seen["waited for admission"] += self.admission.num_waited
         return Report(
             self.scenario.seed,
             self.num_events,
@@ -195,7 +195,7 @@ class World:
             self.clock.note(f"{request_id} is cancelled")
             self.checker.cancelled(request_id)
             if self.admission.gone(request_id, self.now_s):
-                self.seen["cancelled at the door"] += 1
+                self.seen["cancelled before admission"] += 1
             else:
                 self.do(self.coordinator.cancel(request_id, self.now_s))
 
@@ -263,10 +263,10 @@ class World:
             return
         self.clock.note(f"{type(message).__name__} from {worker_id}")
         if isinstance(message, Tokens) and worker_id not in self.coordinator.view:
-            self.seen["tokens of an untrusted life"] += 1
+            self.seen["tokens of an untrusted worker"] += 1
         if isinstance(message, Refused):
             self.seen[f"refused: {message.code}"] += 1
-            if message.code == "bad_parcel":
+            if message.code == "bad_kv":
                 self._check_lost_transfer(message)
         if isinstance(message, Tokens):
             self.checker.sent(message)
@@ -353,7 +353,7 @@ class World:
 
     def kill_gateway(self) -> None:
         self.coordinator = None
-        self.seen["waited at the door"] += self.admission.num_waited
+        self.seen["waited for admission"] += self.admission.num_waited
         self.admission = self._new_admission()
         self.network.forget_sessions()
         self._gateway_died_s = self.now_s

@@ -1,4 +1,4 @@
-"""One engine that does prefill and decode, in virtual time: the real door and scheduler, measured step times. Pure.
+"""One engine that does prefill and decode, in virtual time: the real admission and scheduler, measured steps. Pure.
 
 What `tripool serve` runs in one process. Prompts are the very tokens that a server is sent, so that prefixes are found
 where it would find them.

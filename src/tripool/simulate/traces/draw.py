@@ -1,4 +1,4 @@
-"""Numbers of common distributions from dice: exponential, normal, gamma, Weibull. Pure."""
+"""Numbers of common distributions from an rng: exponential, normal, gamma, Weibull. Pure."""
 
 from __future__ import annotations
 
