@@ -10,6 +10,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Collection, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -61,12 +62,17 @@ def modules(root: Path) -> dict[str, Path]:
     return found
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text("utf-8"))))
+
+
 def imports(root: Path, name: str, path: Path) -> Iterator[str]:
     """Absolute dotted names that this module imports, as far as the text says."""
     package = [root.name, *name.split(".")] if name else [root.name]
     if path.name != "__init__.py":
         package = package[:-1]
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -163,7 +169,7 @@ def test_the_simulation_handles_no_messages_of_a_worker() -> None:
             continue
         handled = [
             node.cls.id
-            for node in ast.walk(ast.parse(path.read_text("utf-8")))
+            for node in nodes(path)
             if isinstance(node, ast.MatchClass) and isinstance(node.cls, ast.Name) and node.cls.id in TO_WORKERS
         ]
         known = {target.rpartition(".")[2] for target in imports(ROOT, name, path)}

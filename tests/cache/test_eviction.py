@@ -13,7 +13,7 @@ from tripool.cache.records import Record, State
 
 NUM_SLOTS = 40
 SPACES = [b"a" * 16, b"b" * 16]
-SUITE = settings(max_examples=100, deadline=None, derandomize=True, database=None)
+SUITE = settings(max_examples=40, deadline=None, derandomize=True, database=None)
 
 
 def record(slot: int, space: int = 0) -> Record:

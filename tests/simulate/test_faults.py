@@ -55,6 +55,12 @@ def test_sixty_lives_keep_every_promise() -> None:
         "blocks evicted": 500,
         "waited for admission": 300,
         "cancelled before admission": 20,
+        "blocks written to disk": 500,
+        "blocks read from disk": 100,
+        "blocks fetched from disk": 50,
+        "blocks found on disk": 50,
+        "blocks torn on disk": 1,
+        "bad blocks on disk": 1,
     }.items():
         assert seen[event] >= times, f"{event}: only {seen[event]} times"
 

@@ -10,7 +10,6 @@ import pytest
 from tripool.cache.disk_records import PAGE, Purge, Segment
 from tripool.cache.index import PoolIndex
 from tripool.cache.tiered_index import DiskTier, Read, TieredIndex
-from tripool.simulate import simulate
 from tripool.simulate.memory import SimArena
 
 from .test_planted import run_seeds
@@ -97,18 +96,3 @@ def test_planted_bug_is_caught(plant: Plant, caught_by: str, monkeypatch: pytest
     plant(monkeypatch)
     with pytest.raises(AssertionError, match=caught_by):
         run_seeds()
-
-
-def test_lives_have_disks_that_are_used() -> None:
-    seen = simulate(0).seen
-    for seed in range(1, 60):
-        seen += simulate(seed).seen
-    for event, times in {
-        "blocks written to disk": 500,
-        "blocks read from disk": 100,
-        "blocks fetched from disk": 50,
-        "blocks found on disk": 50,
-        "blocks torn on disk": 1,
-        "bad blocks on disk": 1,
-    }.items():
-        assert seen[event] >= times, f"{event}: only {seen[event]} times"
