@@ -16,8 +16,7 @@ from tripool.planner.hardware import Hardware, hardware_names, named_hardware
 from tripool.planner.models import ModelShape, model_names, named_model
 from tripool.planner.reproduce import Table
 from tripool.planner.reproduce.lines import HEADS, cells, summarise, summary_words
-from tripool.planner.rows import Row, bundled_rows, compare_rows, predict, verdicts
-from tripool.planner.rows.accuracy import CALIBRATION
+from tripool.planner.rows import CALIBRATION, Row, bundled_rows, compare_rows, predict, verdicts
 
 _MODEL = "deepseek-r1"
 _CONSTANTS_OF = ("ascend-910c", "h100", "h800")
@@ -120,7 +119,7 @@ def errors_table() -> str:
         rows.append([row.system, row.hardware, row.phase, f"{row.ep or ''}", *cells, error, each.role])
     heads = ["system", "hardware", "phase", "EP", "batch", "context", "published", "predicted", "error", "row"]
     lines = [
-        f"{each.family}: {each.num_validation} validation rows, median {each.median:.1%}, worst {each.worst:.1%}."
+        f"{each.family}: {each.validation_rows} validation rows, median {each.median:.1%}, worst {each.worst:.1%}."
         for each in verdicts(compared)
         if each.median is not None and each.worst is not None
     ]

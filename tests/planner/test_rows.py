@@ -11,9 +11,16 @@ from tripool.planner.cost.setup import named_routing
 from tripool.planner.errors import BadRows
 from tripool.planner.hardware import named_hardware
 from tripool.planner.models import named_model
-from tripool.planner.rows import bundled_rows, compare_rows, hardware_of, parse_rows, predict, verdicts
-from tripool.planner.rows.accuracy import CALIBRATION
-from tripool.planner.rows.read import COLUMNS
+from tripool.planner.rows import (
+    CALIBRATION,
+    COLUMNS,
+    bundled_rows,
+    compare_rows,
+    hardware_of,
+    parse_rows,
+    predict,
+    verdicts,
+)
 
 R1 = named_model("deepseek-r1")
 HEAD = ",".join(COLUMNS)
@@ -31,10 +38,10 @@ def test_the_bars_hold() -> None:
     found = {each.family: each for each in verdicts(compare_rows(bundled_rows(), R1))}
     assert all(each.ok for each in found.values())
     ascend, h100, h800 = found["910C"], found["H100"], found["H800"]
-    assert ascend.num_calibration <= 3 and ascend.num_validation >= 4
+    assert ascend.calibration_rows <= 3 and ascend.validation_rows >= 4
     assert ascend.median <= 0.05 and ascend.worst <= 0.12
     for gpu in (h100, h800):
-        assert gpu.num_calibration == 1 and gpu.num_validation >= 1 and gpu.worst <= 0.15
+        assert gpu.calibration_rows == 1 and gpu.validation_rows >= 1 and gpu.worst <= 0.15
 
 
 def test_rows_outside_the_table_hold_too() -> None:

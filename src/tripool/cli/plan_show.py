@@ -89,11 +89,11 @@ def show_validation(compared: Sequence[Compared], found: Sequence[Verdict]) -> N
 
 def _line(verdict: Verdict) -> str:
     if verdict.median is None or verdict.worst is None:
-        return f"{verdict.family}: {verdict.num_calibration} calibration rows, none to validate"
+        return f"{verdict.family}: {verdict.calibration_rows} calibration rows, none to validate"
     median_bar = "" if verdict.median_bar is None else f" (bar {verdict.median_bar:.0%})"
     worst_bar = "" if verdict.worst_bar is None else f" (bar {verdict.worst_bar:.0%})"
     mark = "[green]ok[/]" if verdict.ok else "[red]broken[/]"
     return (
-        f"{verdict.family}: {verdict.num_validation} validation rows, median {verdict.median:.1%}{median_bar}, "
-        f"worst {verdict.worst:.1%}{worst_bar}; {verdict.num_calibration} calibration rows: {mark}"
+        f"{verdict.family}: {verdict.validation_rows} validation rows, median {verdict.median:.1%}{median_bar}, "
+        f"worst {verdict.worst:.1%}{worst_bar}; {verdict.calibration_rows} calibration rows: {mark}"
     )

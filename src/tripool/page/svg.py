@@ -41,19 +41,25 @@ class Plot:
     y_high: float
     y_label: str = ""
     height: int = HEIGHT
+    y_low: float | None = None
+    """The y axis begins at or below this; None: at 0."""
     marks: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._words: list[tuple[int, float, float]] = []
         """Row, left and right edge of the labels of rules."""
         self.x_ticks = round_ticks(0, self.x_high or 1)
-        self.y_ticks = round_ticks(0, self.y_high or 1, most=4)
+        if self.y_low is None:
+            self.y_ticks = round_ticks(0, self.y_high or 1, most=4)
+        else:
+            self.y_ticks = round_ticks(min(self.y_low, 0.0), max(self.y_high, 1e-6), most=5)
 
     def x(self, value: float) -> float:
         return _LEFT + value / self.x_ticks[-1] * (WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
-        return self.height - _BOTTOM - value / self.y_ticks[-1] * (self.height - _TOP - _BOTTOM)
+        low, high = self.y_ticks[0], self.y_ticks[-1]
+        return self.height - _BOTTOM - (value - low) / (high - low) * (self.height - _TOP - _BOTTOM)
 
     def bars(self, edges: Sequence[float], counts: Sequence[float], kind: str, hover: str) -> None:
         """`hover` is formatted with low, high and count."""
@@ -81,10 +87,10 @@ class Plot:
         if corners := " ".join(f"{self.x(x):.1f},{self.y(y):.1f}" for x, y in points):
             self.marks.append(f'<polyline class="{kind} line" points="{corners}"/>')
 
-    def points(self, points: Iterable[tuple[float, float, str]], kind: str) -> None:
+    def points(self, points: Iterable[tuple[float, float, str]], kind: str, radius: float = 3) -> None:
         """Points, each with its hover text."""
         for x, y, text in points:
-            where = f'cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="3"'
+            where = f'cx="{self.x(x):.1f}" cy="{self.y(y):.1f}" r="{radius}"'
             self.marks.append(f'<circle class="{kind}" {where}><title>{escape(text)}</title></circle>')
 
     def rule(self, value: float, text: str, kind: str = "rule") -> None:
@@ -104,14 +110,16 @@ class Plot:
             f'<text class="{kind}" x="{at + shift:.1f}" y="{top + 9}" text-anchor="{anchor}">{escape(text)}</text>'
         )
 
-    def level(self, value: float, text: str) -> None:
-        """A horizontal line: a limit."""
-        if 0 <= value <= self.y_ticks[-1]:
-            at, right = self.y(value), WIDTH - _RIGHT
-            self.marks.append(f'<line class="limit" x1="{_LEFT}" x2="{right}" y1="{at:.1f}" y2="{at:.1f}"/>')
-            self.marks.append(
-                f'<text class="limit" x="{right}" y="{at - 4:.1f}" text-anchor="end">{escape(text)}</text>'
-            )
+    def across(self, value: float, kind: str) -> None:
+        at = f'y1="{self.y(value):.1f}" y2="{self.y(value):.1f}"'
+        self.marks.append(f'<line class="{kind}" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" {at}/>')
+
+    def level(self, value: float, text: str, anchor: str = "end") -> None:
+        """A horizontal line: a limit. `anchor`: start or end, where its label is."""
+        if self.y_ticks[0] <= value <= self.y_ticks[-1]:
+            self.across(value, "limit")
+            x, y = (WIDTH - _RIGHT if anchor == "end" else _LEFT + 4), f"{self.y(value) - 4:.1f}"
+            self.marks.append(f'<text class="limit" x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>')
 
     def render(self) -> str:
         right, bottom = WIDTH - _RIGHT, self.height - _BOTTOM

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from tripool.planner.cost import Setup, StepCost
@@ -56,7 +57,7 @@ def deployment_data(goal: PlanGoal, found: Deployment) -> dict[str, Any]:
         "ttft_ms": found.ttft_s * 1e3,
         "bound": found.bound,
         "why": why(found),
-        "levers": [{"name": lever.name, "gain": lever.gain} for lever in found.levers],
+        "levers": [asdict(lever) for lever in found.levers],
         "cost_per_million_output_tokens": found.cost_per_million,
         "currency": goal.money,
         "watts": found.watts,
@@ -113,33 +114,23 @@ def _setup(setup: Setup) -> dict[str, Any]:
 
 
 def validation_data(compared: Sequence[Compared], found: Sequence[Verdict]) -> dict[str, Any]:
-    rows = [
-        {
-            "system": each.prediction.row.system,
-            "hardware": each.prediction.hardware.name if each.prediction.hardware else each.prediction.row.hardware,
-            "phase": each.prediction.row.phase,
-            "ep": each.prediction.row.ep,
-            "batch_per_device": each.prediction.row.batch,
-            "context": each.prediction.row.context,
-            "published": each.prediction.row.published,
-            "predicted": each.prediction.predicted,
-            "error": each.prediction.error,
-            "role": each.role,
-            "source": each.prediction.row.source,
-        }
-        for each in compared
-    ]
-    families = [
-        {
-            "family": each.family,
-            "calibration_rows": each.num_calibration,
-            "validation_rows": each.num_validation,
-            "median": each.median,
-            "median_bar": each.median_bar,
-            "worst": each.worst,
-            "worst_bar": each.worst_bar,
-            "ok": each.ok,
-        }
-        for each in found
-    ]
+    rows = [_row_data(each) for each in compared]
+    families = [{**asdict(each), "ok": each.ok} for each in found]
     return {"rows": rows, "families": families, "ok": all(each.ok for each in found)}
+
+
+def _row_data(compared: Compared) -> dict[str, Any]:
+    row, prediction = compared.prediction.row, compared.prediction
+    return {
+        "system": row.system,
+        "hardware": prediction.hardware.name if prediction.hardware else row.hardware,
+        "phase": row.phase,
+        "ep": row.ep,
+        "batch_per_device": row.batch,
+        "context": row.context,
+        "published": row.published,
+        "predicted": prediction.predicted,
+        "error": prediction.error,
+        "role": compared.role,
+        "source": row.source,
+    }

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import comb
 
-from tripool.planner.hardware import Hardware
-from tripool.planner.hardware.describe import Plane
+from tripool.planner.hardware import Hardware, Plane
 from tripool.planner.models import ModelShape
 from tripool.planner.models.shape import Moe
 

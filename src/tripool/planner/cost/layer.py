@@ -1,13 +1,15 @@
-"""Cost of a layer's operators except attention scores, for prefill and decode."""
+"""Cost of one layer and of a step of layers, for prefill and decode; attention scores are an argument."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp
 
-from tripool.planner.cost.setup import Placed, Routing, Setup, place_experts
+from tripool.planner.cost.exchange import Exchanged, reduce_s
+from tripool.planner.cost.setup import Placed, Routing, Setup, StepCost, place_experts
 from tripool.planner.cost.skew import deviations, hottest
-from tripool.planner.hardware.describe import WEIGHT_BYTES, Hardware
+from tripool.planner.hardware import WEIGHT_BYTES, Hardware
 from tripool.planner.models import ModelShape
 
 
@@ -35,6 +37,15 @@ class ExpertWork:
     """Token copies that the busiest rank computes."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    seconds: float
+    hot: float
+    """Load of the busiest rank over the mean."""
+    parts: tuple[tuple[str, float], ...]
+    """Time of each operator by itself."""
+
+
 @dataclass(frozen=True)
 class LayerModel:
     hardware: Hardware
@@ -49,29 +60,26 @@ class LayerModel:
             return None
         return place_experts(self.model, setup.ep, self.routing.redundant_share, setup.balance)
 
-    def projections_s(self, tokens: float) -> float:
-        """Attention projections; a tensor-parallel group shares weights and tokens."""
-        tp = self.setup.tp
-        return gemm_s(self.hardware, self.model.attention_params / tp, tokens * tp, self.setup.precision)
-
-    def dense_s(self, tokens: float) -> float:
-        tp = self.setup.tp
-        return gemm_s(self.hardware, self.model.dense_params / tp, tokens * tp, self.setup.precision)
-
     def passes_s(self, tokens: float) -> float:
         """Operators that only read and write activations."""
         return memory_s(self.hardware, tokens * self.model.hidden * 2 * self.routing.activation_passes)
 
     def head_s(self, rows: float) -> float:
-        """Output head in BF16, split like attention."""
-        tp = self.setup.tp
-        return gemm_s(self.hardware, self.model.head_params / tp, rows * tp, "bf16")
+        return self._split_s(self.model.head_params, rows, "bf16")
 
     def shared_s(self, tokens: float) -> float:
         placed = self.placed
         if placed is None or placed.shared_ranks or not self.model.shared_params:
             return 0.0
         return gemm_s(self.hardware, self.model.shared_params, tokens, self.setup.precision)
+
+    def _split_s(self, params: float, tokens: float, precision: str | None = None) -> float:
+        """Attention projections, dense FFN, head: a tensor-parallel group shares weights and tokens."""
+        tp = self.setup.tp
+        return gemm_s(self.hardware, params / tp, tokens * tp, precision or self.setup.precision)
+
+    def _reduce_s(self, tokens: float) -> float:
+        return reduce_s(self.hardware, self.model, tp=self.setup.tp, tokens=tokens * self.setup.tp)
 
     def jitter_s(self, compute_s: float) -> float:
         """Extra time of the slowest rank over the mean, for equal work."""
@@ -98,6 +106,60 @@ class LayerModel:
             seconds = max(seconds, gemm_s(self.hardware, self.model.shared_params, shared_tokens, setup.precision))
             hot_tokens = max(hot_tokens, shared_tokens)
         return ExpertWork(seconds, hot, hot_tokens)
+
+    def dense_layer(self, tokens: float, scores_s: float, *, stack: float = 1.0) -> LayerCost:
+        """`stack`: time of the compute operators over the sum of their own times."""
+        parts = (
+            ("projections", stack * self._split_s(self.model.attention_params, tokens)),
+            ("attention", stack * scores_s),
+            ("dense FFN", stack * self._split_s(self.model.dense_params, tokens)),
+            ("activations", stack * self.passes_s(tokens)),
+            ("tensor parallel", 2 * self._reduce_s(tokens)),
+            ("layer", self.hardware.layer_s),
+        )
+        return LayerCost(sum(seconds for _, seconds in parts), 1.0, parts)
+
+    def moe_layer(
+        self, tokens: float, scores_s: float, exchange: Callable[[float, ExpertWork], Exchanged], *, drift: float,
+        exposed: float, core_share: float = 0.0, stack: float = 1.0,
+    ) -> LayerCost:  # fmt: skip
+        """`exchange`: cost of one microbatch's tokens; `exposed`: share of it that two microbatches cannot hide;
+        `core_share`: share of the cores that the exchange uses meanwhile.
+        """
+        count = self.setup.microbatches
+        share = tokens / count
+        work = self.experts(share, drift)
+        moved = exchange(share, work)
+        parts: tuple[tuple[str, float], ...] = (
+            ("projections", stack * count * self._split_s(self.model.attention_params, share)),
+            ("attention", stack * scores_s),
+            ("experts", stack * count * work.seconds),
+            ("shared expert", stack * count * self.shared_s(share)),
+            ("activations", stack * count * self.passes_s(share)),
+            ("tensor parallel", count * self._reduce_s(share)),
+            ("layer", self.hardware.layer_s),
+        )
+        worked_s = sum(seconds for _, seconds in parts)
+        jitter_s = self.jitter_s(worked_s)
+        compute_s = worked_s + jitter_s
+        if count > 1:
+            compute_s /= 1.0 - core_share
+        seconds = overlapped(compute_s, count * moved.fixed_s, count * moved.bytes_s, exposed, count)
+        exchanged = (("dispatch", count * moved.dispatch_s), ("combine", count * moved.combine_s))
+        return LayerCost(seconds, work.hot, (*parts, ("jitter", jitter_s), *exchanged))
+
+
+def step_cost(layers: Sequence[tuple[int, LayerCost]], fixed: dict[str, float]) -> StepCost:
+    """A step of so many layers of each kind, and of what a step does once."""
+    parts = dict(fixed)
+    for count, layer in layers:
+        for name, seconds in layer.parts:
+            parts[name] = parts.get(name, 0.0) + count * seconds
+    total_s = sum(fixed.values()) + sum(count * layer.seconds for count, layer in layers)
+    exchange_s = parts.get("dispatch", 0.0) + parts.get("combine", 0.0)
+    worked_s = sum(parts.values())
+    hidden_s = max(0.0, worked_s - total_s)
+    return StepCost(total_s, worked_s - exchange_s, exchange_s, hidden_s, layers[0][1].hot, tuple(parts.items()))
 
 
 def overlapped(compute_s: float, fixed_s: float, bytes_s: float, exposed: float, microbatches: int) -> float:

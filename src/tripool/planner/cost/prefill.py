@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tripool.planner.cost.exchange import prefill_exchange, reduce_s
-from tripool.planner.cost.layer import LayerModel, attention_s, overlapped
+from tripool.planner.cost.exchange import Exchanged, prefill_exchange
+from tripool.planner.cost.layer import ExpertWork, LayerModel, attention_s, step_cost
 from tripool.planner.cost.setup import Routing, Setup, StepCost, named_routing
 from tripool.planner.hardware import Hardware
 from tripool.planner.models import ModelShape
@@ -23,23 +23,18 @@ class PrefillModel:
     def step(self, tokens: float, prompt: float, cached: float = 0.0, *, plane: str = "memory") -> StepCost:
         """`tokens` new tokens per rank, of prompts of `prompt` tokens of which `cached` are in the pool."""
         assert 0.0 <= cached < prompt
-        load_s = self._load_s(tokens * cached / (prompt - cached), plane)
+        hardware, stack = self.hardware, self.hardware.prefill_stack
         scores_s = self._scores_s(tokens, cached + (prompt - cached) / 2)
-        moe_s, moe_parts, hot = self._moe_layer(tokens, scores_s)
-        dense_s, dense_parts = self._dense_layer(tokens, scores_s)
-        moe_layers, dense_layers = self.model.moe_layers, self.model.dense_layers
-        rows = tokens / prompt  # only a prompt's last position needs the head
-        head_s = self._layer.head_s(rows)
-        parts = {"head": head_s, "step": self.hardware.step_s, "cached prefix": load_s}
-        for count, layer_parts in ((moe_layers, moe_parts), (dense_layers, dense_parts)):
-            for name, seconds in layer_parts:
-                parts[name] = parts.get(name, 0.0) + count * seconds
-        total_s = moe_layers * moe_s + dense_layers * dense_s + head_s + self.hardware.step_s + load_s
-        exchange_s = parts.get("dispatch", 0.0) + parts.get("combine", 0.0)
-        compute_s = sum(parts.values()) - exchange_s
-        return StepCost(
-            total_s, compute_s, exchange_s, max(0.0, compute_s + exchange_s - total_s), hot, tuple(parts.items())
-        )
+        layers = [(self.model.dense_layers, self._layer.dense_layer(tokens, scores_s, stack=stack))]
+        if self.model.moe is not None:
+            moe = self._layer.moe_layer(
+                tokens, scores_s, self._exchange, drift=self.routing.prefill_drift, stack=stack,
+                exposed=hardware.exchange.prefill_exposed, core_share=hardware.exchange.prefill_core_share,
+            )  # fmt: skip
+            layers.insert(0, (self.model.moe_layers, moe))
+        head_s = self._layer.head_s(tokens / prompt)  # only a prompt's last position needs the head
+        load_s = self._load_s(tokens * cached / (prompt - cached), plane)
+        return step_cost(layers, {"head": head_s, "step": hardware.step_s, "cached prefix": load_s})
 
     def tokens_per_s_per_chip(
         self, tokens: float, prompt: float, cached: float = 0.0, *, plane: str = "memory"
@@ -57,41 +52,6 @@ class PrefillModel:
         flops = tokens * mean_context * self.model.attention.prefill_flops
         return attention_s(self.hardware, flops, 0.0)
 
-    def _moe_layer(self, tokens: float, scores_s: float) -> tuple[float, tuple[tuple[str, float], ...], float]:
-        if self.model.moe is None:
-            return 0.0, (), 1.0
-        layer, setup, hardware, count = self._layer, self.setup, self.hardware, self.setup.microbatches
-        share = tokens / count
-        work = layer.experts(share, self.routing.prefill_drift)
-        moved = prefill_exchange(hardware, self.model, setup.precision, ep=setup.ep, tokens=share, hot=work.hot)
-        stack = hardware.prefill_stack
-        parts: tuple[tuple[str, float], ...] = (
-            ("projections", stack * count * layer.projections_s(share)),
-            ("attention", stack * scores_s),
-            ("experts", stack * count * work.seconds),
-            ("shared expert", stack * count * layer.shared_s(share)),
-            ("activations", stack * count * layer.passes_s(share)),
-            ("tensor parallel", count * reduce_s(hardware, self.model, tp=setup.tp, tokens=share * setup.tp)),
-            ("layer", hardware.layer_s),
-        )
-        worked_s = sum(seconds for _, seconds in parts)
-        parts = (*parts, ("jitter", layer.jitter_s(worked_s)))
-        compute_s = worked_s + layer.jitter_s(worked_s)
-        if count > 1:
-            compute_s /= 1.0 - hardware.exchange.prefill_core_share
-        fixed_s, bytes_s = count * moved.fixed_s, count * moved.bytes_s
-        seconds = overlapped(compute_s, fixed_s, bytes_s, hardware.exchange.prefill_exposed, count)
-        exchanged = (("dispatch", count * moved.dispatch_s), ("combine", count * moved.combine_s))
-        return seconds, (*parts, *exchanged), work.hot
-
-    def _dense_layer(self, tokens: float, scores_s: float) -> tuple[float, tuple[tuple[str, float], ...]]:
-        layer, tp, stack = self._layer, self.setup.tp, self.hardware.prefill_stack
-        parts = (
-            ("projections", stack * layer.projections_s(tokens)),
-            ("attention", stack * scores_s),
-            ("dense FFN", stack * layer.dense_s(tokens)),
-            ("activations", stack * layer.passes_s(tokens)),
-            ("tensor parallel", 2 * reduce_s(self.hardware, self.model, tp=tp, tokens=tokens * tp)),
-            ("layer", self.hardware.layer_s),
-        )
-        return sum(seconds for _, seconds in parts), parts
+    def _exchange(self, tokens: float, work: ExpertWork) -> Exchanged:
+        setup = self.setup
+        return prefill_exchange(self.hardware, self.model, setup.precision, ep=setup.ep, tokens=tokens, hot=work.hot)

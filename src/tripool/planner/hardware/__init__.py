@@ -1,5 +1,172 @@
-"""Hardware as data: chips, the planes between them, prices; a source for each number."""
+"""Hardware as data: one type of chip, its networks and prices, read from TOML with a source for each number.
 
-from tripool.planner.hardware.describe import Hardware, Plane, hardware_names, named_hardware, parse_hardware
+Rates are per rank, a die of a multi-die chip: what runs one copy of attention and holds experts. Published tables count
+chips; `Hardware.ranks` converts.
+"""
 
-__all__ = ["Hardware", "Plane", "hardware_names", "named_hardware", "parse_hardware"]
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Literal
+
+from tripool.planner.errors import BadDescription
+from tripool.planner.facts import Fact, Facts
+
+PlaneKind = Literal["memory", "transfer", "service"]
+PLANE_KINDS = ("memory", "transfer", "service")
+PRECISIONS = ("fp4", "fp8", "int8", "bf16")
+WEIGHT_BYTES = {"fp4": 0.5, "fp8": 1.0, "int8": 1.0, "bf16": 2.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plane:
+    """A network that a chip is attached to."""
+
+    name: str
+    kind: PlaneKind
+    gb_s: float
+    """One way, per chip, as built."""
+    share: float
+    """Share available to applications."""
+    latency_us: float
+    domain_chips: int
+    """Chips that reach each other over it."""
+    paths: int = 1
+    multi_path: bool = True
+    """Whether one flow is spread over all paths."""
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Rate of one chip, one way, with many flows."""
+        return self.gb_s * 1e9 * self.share
+
+    @property
+    def flow_bytes_per_s(self) -> float:
+        """Rate of a single flow."""
+        return self.bytes_per_s if self.multi_path else self.bytes_per_s / self.paths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """Dispatch and combine of expert parallelism."""
+
+    fixed_us: float
+    per_peer_us: float
+    token_us: float
+    """Time of the sender's cores per dispatched token: routing, quantisation, addresses."""
+    prefill_core_share: float
+    """Share of the cores used by communication while it overlaps with prefill compute."""
+    decode_exposed: float
+    """Share of the transfer time that two microbatches cannot hide: it takes cores and bandwidth."""
+    prefill_exposed: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    name: str
+    title: str
+    family: str
+    """Name in published tables."""
+    ranks: int
+    """Per chip."""
+    node_chips: int
+    flops: Mapping[str, float]
+    """Per rank and precision, per second."""
+    hbm_bytes: float
+    hbm_usable: float
+    hbm_bytes_per_s: float
+    gemm_share: float
+    memory_share: float
+    attention_compute_share: float
+    attention_memory_share: float
+    gemm_rows: float
+    """Rows that a GEMM loses to tiling and filling its pipeline, per expert."""
+    layer_s: float
+    step_s: float
+    prefill_stack: float
+    """A prefill layer's compute time over the sum of its operators at their own efficiencies."""
+    buffers_bytes: float
+    exchange: Exchange
+    planes: tuple[Plane, ...]
+    cache_bytes_per_s: Mapping[str, float]
+    """Per chip, reading cached KV over the memory and over the service plane."""
+    price_per_hour: float
+    currency: str
+    watts: float
+    facts: Mapping[str, Fact] = field(default_factory=dict, repr=False, compare=False, hash=False)
+
+    def plane(self, kind: PlaneKind) -> Plane:
+        return next(plane for plane in self.planes if plane.kind == kind)
+
+    @property
+    def domain_ranks(self) -> int:
+        return self.plane("memory").domain_chips * self.ranks
+
+    def supports(self, precision: str) -> bool:
+        return precision in self.flops
+
+
+def parse_hardware(text: str, origin: str) -> Hardware:
+    facts = Facts(text, origin)
+    ranks = facts.number("chip", "ranks", least=1)
+    planes = tuple(_plane(facts, path, table) for path, table in facts.tables("planes"))
+    if {plane.kind for plane in planes} != set(PLANE_KINDS):
+        raise facts.error("planes", f"must hold one each of {', '.join(PLANE_KINDS)}")
+    flops = {name: tera * 1e12 / ranks for name, tera in facts.table("tflops").items()}
+    if "bf16" not in flops or not flops.keys() <= set(PRECISIONS):
+        raise facts.error("tflops", f"must hold bf16, and may hold {', '.join(PRECISIONS)}")
+    number = facts.number
+    return Hardware(
+        name=facts.text("name"), title=facts.text("title"), family=facts.text("family"),
+        currency=facts.text("currency"),
+        ranks=int(ranks), node_chips=int(number("chip", "node_chips", least=1)), flops=flops, planes=planes,
+        hbm_bytes=number("chip", "hbm_gb") * 1e9 / ranks,
+        hbm_usable=number("chip", "hbm_usable"),
+        hbm_bytes_per_s=number("chip", "hbm_tb_s") * 1e12 / ranks,
+        gemm_share=number("shares", "gemm"), memory_share=number("shares", "memory"),
+        attention_compute_share=number("shares", "attention_compute"),
+        attention_memory_share=number("shares", "attention_memory"),
+        gemm_rows=number("overheads", "gemm_rows"),
+        layer_s=number("overheads", "layer_us") * 1e-6,
+        step_s=number("overheads", "step_us") * 1e-6,
+        prefill_stack=number("overheads", "prefill_stack", least=0.1),
+        buffers_bytes=number("overheads", "buffers_gb") * 1e9 / ranks,
+        exchange=_exchange(facts),
+        cache_bytes_per_s={kind: number("cache", f"{kind}_gb_s") * 1e9 for kind in ("memory", "service")},
+        price_per_hour=number("economy", "price_per_hour"), watts=number("economy", "watts"), facts=facts.read,
+    )  # fmt: skip
+
+
+def _exchange(facts: Facts) -> Exchange:
+    names = ("fixed_us", "per_peer_us", "token_us", "prefill_core_share", "decode_exposed", "prefill_exposed")
+    return Exchange(**{name: facts.number("exchange", name) for name in names})
+
+
+def _plane(facts: Facts, path: str, table: Mapping[str, object]) -> Plane:
+    name, kind, multi_path = table.get("name"), table.get("kind"), table.get("multi_path", True)
+    if not isinstance(name, str) or kind not in PLANE_KINDS or not isinstance(multi_path, bool):
+        raise facts.error(path, f"needs a name and a kind ({', '.join(PLANE_KINDS)}); multi_path is true or false")
+    return Plane(
+        name=name, kind=kind, multi_path=multi_path,  # type: ignore[arg-type]
+        gb_s=facts.entry(path, table, "gb_s"),
+        share=facts.entry(path, table, "share"),
+        latency_us=facts.entry(path, table, "latency_us"),
+        domain_chips=int(facts.entry(path, table, "domain_chips")),
+        paths=int(facts.entry(path, table, "paths", 1)),
+    )  # fmt: skip
+
+
+def hardware_names() -> list[str]:
+    here = files("tripool.planner.hardware")
+    return sorted(entry.name.removesuffix(".toml") for entry in here.iterdir() if entry.name.endswith(".toml"))
+
+
+def named_hardware(name: str) -> Hardware:
+    known = name.lower()
+    if known not in hardware_names():
+        hint = f"known: {', '.join(hardware_names())}, this; or the path of a TOML file"
+        raise BadDescription(f"no hardware called '{name}'", hint=hint)
+    text = files("tripool.planner.hardware").joinpath(f"{known}.toml").read_text("utf-8")
+    return parse_hardware(text, f"{known}.toml")

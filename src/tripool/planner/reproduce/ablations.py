@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tripool.planner.reproduce.lines import Role, Table, TableLine, Unit
+from tripool.planner.reproduce.lines import Role, Table, TableLine, Unit, unpublished
 from tripool.planner.reproduce.published import Series, published_series
 from tripool.planner.reproduce.system import CONTEXT, System
 
@@ -16,8 +16,7 @@ PROMPTS = (1024, 2048, 4096, 8192)
 
 
 def ablation_tables(system: System, deepep: System) -> Iterator[Table]:
-    series = published_series()
-    yield _exchange(system, series["dispatch_us"], series["combine_us"])
+    yield _exchange(system)
     yield _deepep(deepep)
     yield _decode_microbatching(system)
     yield _prefill_microbatching(system)
@@ -28,42 +27,42 @@ def point(series: Series, at: float, name: str, unit: Unit, predicted: float, no
     """A line of a published curve; a prediction alone where the curve has no point."""
     published = series.get(at)
     if published is None:
-        return TableLine(name=name, unit=unit, role="not published", predicted=predicted, note=note)
+        return unpublished(name, unit, predicted, note)
     role: Role = "fit to this ablation" if series.fitted(at) else "validation"
     return TableLine(
         name=name, unit=unit, role=role, published=published, predicted=predicted, source=series.source, note=note
     )
 
 
-def _exchange(system: System, dispatch: Series, combine: Series) -> Table:
-    lines = []
-    for ep in DEGREES:
-        dispatch_us, combine_us = system.exchange_us(ep)
-        lines.append(point(dispatch, ep, f"dispatch, EP{ep}", "us", dispatch_us))
-        lines.append(point(combine, ep, f"combine, EP{ep}", "us", combine_us))
+def _times(system: System) -> list[tuple[int, str, float]]:
+    """(EP degree, dispatch or combine, predicted microseconds)."""
+    return [
+        (ep, name, us)
+        for ep in DEGREES
+        for name, us in zip(("dispatch", "combine"), system.exchange_us(ep), strict=True)
+    ]
+
+
+def _exchange(system: System) -> Table:
+    series = published_series()
+    lines = tuple(point(series[f"{name}_us"], ep, f"{name}, EP{ep}", "us", us) for ep, name, us in _times(system))
     description = (
         "128 tokens a rank, evenly routed. Three constants (fixed, per peer, per token) were derived from these four "
         "numbers."
     )
-    return Table("Dispatch and combine on CloudMatrix384, by EP degree", description, tuple(lines))
+    return Table("Dispatch and combine on CloudMatrix384, by EP degree", description, lines)
 
 
 def _deepep(deepep: System) -> Table:
-    series = published_series()
-    lines = []
-    for ep in DEGREES:
-        predicted = dict(zip(("dispatch", "combine"), deepep.exchange_us(ep), strict=True))
-        for name, us in predicted.items():
-            lines.append(point(series[f"deepep_{name}_us"], ep, f"{name}, EP{ep}", "us", us))
-    for ep in DEGREES:
-        predicted = dict(zip(("dispatch", "combine"), deepep.exchange_us(ep), strict=True))
-        for name, us in predicted.items():
-            first = series[f"deepep_first_{name}_us"]
-            line = TableLine(
-                name=f"{name}, EP{ep}, first release", unit="us", role="shown", published=first[ep], predicted=us,
-                source=first.source, note="the model is of the later release",
-            )  # fmt: skip
-            lines.append(line)
+    series, times = published_series(), _times(deepep)
+    lines = [point(series[f"deepep_{name}_us"], ep, f"{name}, EP{ep}", "us", us) for ep, name, us in times]
+    for ep, name, us in times:
+        first = series[f"deepep_first_{name}_us"]
+        line = TableLine(
+            name=f"{name}, EP{ep}, first release", unit="us", role="shown", published=first[ep], predicted=us,
+            source=first.source, note="the model is of the later release",
+        )  # fmt: skip
+        lines.append(line)
     description = (
         "What it is compared with: DeepEP on H800, 128 tokens a rank. Constants were derived from the later release."
     )
@@ -101,10 +100,7 @@ def _prefill_microbatching(system: System) -> Table:
     series = published_series()["prefill_microbatching"]
     gains = {prompt: prefill_microbatching_gain(system, prompt) for prompt in PROMPTS}
     lines = _ends(series, list(gains.values()), f"prompts of {PROMPTS[0]:,} to {PROMPTS[-1]:,}")
-    lines += [
-        TableLine(name=f"prompts of {prompt:,}", unit="gain", role="not published", predicted=gain)
-        for prompt, gain in gains.items()
-    ]
+    lines += [unpublished(f"prompts of {prompt:,}", "gain", gain) for prompt, gain in gains.items()]
     description = (
         "Throughput of two microbatches over one. Published is a range; which prompts it spans is not, so the lengths "
         "are ours."
@@ -129,17 +125,10 @@ def _mtp(system: System) -> Table:
     gains = {batch: mtp_gain(system, batch) for batch in BATCHES}
     over = f"batch {MTP_BATCHES[0]} to {MTP_BATCHES[-1]}"
     lines = _ends(series, [gains[batch] for batch in MTP_BATCHES], over)
-    lines += [
-        point(
-            layer, drafts, f"one layer, batch 96, {'one draft' if drafts else 'no draft'}", "us",
-            system.layer_us(96, CONTEXT, drafts),
-        )
-        for drafts in (0, 1)
-    ]  # fmt: skip
-    lines += [
-        TableLine(name=f"batch {batch}", unit="gain", role="not published", predicted=gain)
-        for batch, gain in gains.items()
-    ]
+    for drafts, word in enumerate(("no draft", "one draft")):
+        layer_us = system.layer_us(96, CONTEXT, drafts)
+        lines.append(point(layer, drafts, f"one layer, batch 96, {word}", "us", layer_us))
+    lines += [unpublished(f"batch {batch}", "gain", gain) for batch, gain in gains.items()]
     description = (
         "Throughput with one draft (70 % accepted) over none, each with the better number of microbatches, 4,096 "
         "tokens of context. Published is a range, largest at small batch; its batches are not, so those of the TPOT "

@@ -6,16 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tripool.planner.reproduce.ablations import DEGREES, microbatching_gain, mtp_gain, prefill_microbatching_gain
-from tripool.planner.reproduce.pool import (
-    INSTANCES,
-    OBJECT_STORE,
-    PLANES,
-    POOL_COLD,
-    POOL_WARM,
-    cache_throughput,
-    cache_ttft,
-    loading,
-)
+from tripool.planner.reproduce.pool import INSTANCES, PLANES, cache_throughput, cache_ttft, loading
 from tripool.planner.reproduce.published import Series, detailed_rows, published_series
 from tripool.planner.reproduce.serving import compared_rows, cost_per_million
 from tripool.planner.reproduce.system import System
@@ -129,8 +120,7 @@ def _levels(series: Series) -> tuple[tuple[float, str], ...]:
 
 
 def _context_cache(system: System) -> Iterator[Figure]:
-    series = published_series()
-    shares = _evenly(0.0, 0.9)
+    series, shares = published_series(), _evenly(0.0, 0.9)
     kinds: Sequence[tuple[str, str, Callable[[float, str], float], Pairs]] = (
         (
             "Context cache: prefill throughput", "times that without reuse",
@@ -156,19 +146,16 @@ def _context_cache(system: System) -> Iterator[Figure]:
 
 def _model_cache(system: System) -> Figure:
     found, series = loading(system), published_series()["model_cache_s"]
-    counts = range(1, INSTANCES + 1)
-    curves = (
-        Curve(
-            "object storage", _over(counts, lambda count: found.object_store_s(int(count))), _at(series, OBJECT_STORE)
-        ),
-        Curve("pool, cold", _over(counts, lambda _: found.pool_cold_s()), _at(series, POOL_COLD)),
-        Curve("pool, warm", _over(counts, lambda _: found.pool_warm_s()), _at(series, POOL_WARM)),
+    ways: dict[str, Callable[[float], float]] = {
+        "object storage": lambda count: found.object_store_s(int(count)),
+        "pool, cold": lambda _: found.pool_cold_s(),
+        "pool, warm": lambda _: found.pool_warm_s(),
+    }
+    curves = tuple(
+        Curve(name, _over(range(1, INSTANCES + 1), seconds), ((float(INSTANCES), series[at]),))
+        for at, (name, seconds) in enumerate(ways.items())
     )
     return Figure("Loading 671 GB of weights", "instances at once", "seconds", curves)
-
-
-def _at(series: Series, which: int) -> Pairs:
-    return ((float(INSTANCES), series[which]),)
 
 
 def _cost(system: System) -> Figure:
@@ -177,11 +164,5 @@ def _cost(system: System) -> Figure:
     for batch in range(8, 129, 4):
         rate = system.decode_rate(batch, 4224.0)
         points.append((batch / rate * 1e3, cost_per_million(system.hardware.price_per_hour, rate)))
-    level = (price[2], f"press: about {price[2]:g}")
-    return Figure(
-        "Decode: yuan per million tokens, 4K context",
-        "ms per output token",
-        "CNY",
-        (Curve("", tuple(points)),),
-        (level,),
-    )
+    title, levels = "Decode: yuan per million tokens, 4K context", ((price[2], f"press: about {price[2]:g}"),)
+    return Figure(title, "ms per output token", "CNY", (Curve("", tuple(points)),), levels)

@@ -79,6 +79,10 @@ class TableLine:
         return self.predicted - self.published if self.unit == "gain" else self.predicted / self.published - 1.0
 
 
+def unpublished(name: str, unit: Unit, predicted: float | None, note: str = "") -> TableLine:
+    return TableLine(name=name, unit=unit, role="not published", predicted=predicted, note=note)
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     title: str

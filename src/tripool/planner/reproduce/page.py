@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 
 from tripool.page import Plot, html_page, plots, table, tiles
-from tripool.page.svg import round_ticks
 from tripool.planner.reproduce.curves import Curve, Figure
 from tripool.planner.reproduce.lines import HEADS, ROLES, Table, cells, error_words, summarise
 
@@ -24,21 +22,6 @@ dt{font-weight:600}dd{margin:0;color:var(--soft)}
 @media (max-width:560px){td:first-child{min-width:124px}td:nth-child(n+7){white-space:nowrap}
 dl{grid-template-columns:1fr}dd{margin-bottom:6px}}
 """
-
-
-@dataclass
-class SignedPlot(Plot):
-    """A plot whose y axis may begin below 0."""
-
-    y_low: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.y_ticks = round_ticks(min(self.y_low, 0.0), max(self.y_high, 1e-6), most=5)
-
-    def y(self, value: float) -> float:
-        low, high = self.y_ticks[0], self.y_ticks[-1]
-        return super().y((value - low) / (high - low) * high)
 
 
 def render_page(tables: Sequence[Table], figures: Sequence[Figure]) -> str:
@@ -72,21 +55,18 @@ def _tiles(tables: Sequence[Table]) -> list[tuple[str, str]]:
 def draw(figure: Figure) -> str:
     pairs = [pair for curve in figure.curves for pair in (*curve.predicted, *curve.published)]
     heights = [y for _, y in pairs] + [y for y, _ in figure.levels]
-    plot = SignedPlot(
+    plot = Plot(
         figure.title, figure.x_label, max(x for x, _ in pairs), max(heights) * 1.08, figure.y_label, y_low=min(heights)
     )
     if plot.y_ticks[0] < 0:
-        left, right, at = plot.x(0), plot.x(plot.x_ticks[-1]), plot.y(0)
-        plot.marks.append(f'<line class="axis" x1="{left:.1f}" x2="{right:.1f}" y1="{at:.1f}" y2="{at:.1f}"/>')
+        plot.across(0, "axis")
     for kind, curve in zip(_KINDS, figure.curves, strict=False):
         plot.line(curve.predicted, kind)
     for height, text in figure.levels:
         _draw_level(plot, height, text, [pair for curve in figure.curves for pair in curve.predicted])
     for kind, curve in zip(_KINDS, figure.curves, strict=False):
-        for x, y in curve.published:
-            text = escape(f"published: {curve.name} {y:,.4g} at {x:,.4g}")
-            where = f'cx="{plot.x(x):.1f}" cy="{plot.y(y):.1f}" r="4.5"'
-            plot.marks.append(f'<circle class="{kind} dot" {where}><title>{text}</title></circle>')
+        dots = ((x, y, f"published: {curve.name} {y:,.4g} at {x:,.4g}") for x, y in curve.published)
+        plot.points(dots, f"{kind} dot", radius=4.5)
     _name_curves(plot, figure.curves)
     return plot.render()
 
@@ -99,10 +79,7 @@ def _draw_level(plot: Plot, height: float, text: str, line: Sequence[tuple[float
         "end": min((abs(y - height) for x, y in line if x > 0.6 * last), default=height),
     }
     anchor = max(gaps, key=lambda end: gaps[end])
-    left, right, at = plot.x(0), plot.x(last), plot.y(height)
-    plot.marks.append(f'<line class="limit" x1="{left:.1f}" x2="{right:.1f}" y1="{at:.1f}" y2="{at:.1f}"/>')
-    x = left + 4 if anchor == "start" else right
-    plot.marks.append(f'<text class="limit" x="{x:.1f}" y="{at - 4:.1f}" text-anchor="{anchor}">{escape(text)}</text>')
+    plot.level(height, text, anchor)
 
 
 def _name_curves(plot: Plot, curves: Sequence[Curve]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tripool.planner.reproduce.ablations import point
-from tripool.planner.reproduce.lines import Role, Table, TableLine
+from tripool.planner.reproduce.lines import Table, TableLine, unpublished
 from tripool.planner.reproduce.published import published_series
 from tripool.planner.reproduce.system import PREFILL_EP, PREFILL_TOKENS, System
 
@@ -93,11 +93,9 @@ def _model_cache(system: System) -> Table:
     series, found = published_series()["model_cache_s"], loading(system)
     every_die_s = system.rank_weight_bytes() / found.link_bytes_per_s
     rate = found.store_bytes_per_s / 1e9
-    fitted: Role = "fit to this ablation"
-    chosen = "of two readings, chosen knowing the answer"
     lines = (
         TableLine(
-            name="through the pool, cold", unit="s", role=fitted, published=series[POOL_COLD],
+            name="through the pool, cold", unit="s", role="fit to this ablation", published=series[POOL_COLD],
             predicted=found.pool_cold_s(), source=series.source, note=f"gives the store's rate: {rate:.2f} GB/s",
         ),
         TableLine(
@@ -105,12 +103,11 @@ def _model_cache(system: System) -> Table:
             predicted=found.object_store_s(INSTANCES), source=series.source,
             note=f"each reads everything by itself: {INSTANCES} times the line above",
         ),
+        unpublished("object storage, 1 instance", "s", found.object_store_s(1)),
         TableLine(
-            name="object storage, 1 instance", unit="s", role="not published", predicted=found.object_store_s(1),
-        ),
-        TableLine(
-            name="through the pool, warm: one link an instance", unit="s", role=fitted, published=series[POOL_WARM],
-            predicted=found.pool_warm_s(), source=series.source, note=chosen,
+            name="through the pool, warm: one link an instance", unit="s", role="fit to this ablation",
+            published=series[POOL_WARM], predicted=found.pool_warm_s(), source=series.source,
+            note="of two readings, chosen knowing the answer",
         ),
         TableLine(
             name="through the pool, warm: every die its part", unit="s", role="shown", published=series[POOL_WARM],

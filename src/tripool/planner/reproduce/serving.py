@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tripool.planner.reproduce.lines import Role, Table, TableLine
+from tripool.planner.reproduce.lines import Table, TableLine, Unit, unpublished
 from tripool.planner.reproduce.published import RowDetails, detailed_rows, published_series
 from tripool.planner.reproduce.system import ACCEPT, CONTEXT, PREFILL_TOKENS, System
 from tripool.planner.rows import Compared, Row, compare_rows
@@ -23,11 +23,6 @@ def compared_rows(system: System) -> list[tuple[Compared, RowDetails]]:
     return [(compare_rows([row], system.model)[0], details) for row, details in detailed_rows()]
 
 
-def role_of(compared: Compared) -> Role:
-    roles: dict[str, Role] = {"calibration": "calibration", "validation": "validation", "shown": "shown"}
-    return roles[compared.role]
-
-
 def serving_tables(system: System) -> Iterator[Table]:
     rows = compared_rows(system)
     own = [(compared, details) for compared, details in rows if "910C" in compared.prediction.row.hardware]
@@ -42,17 +37,26 @@ def _prefill(system: System, own: list[tuple[Compared, RowDetails]]) -> Table:
     lines = [_rate(compared) for compared, _ in own if compared.prediction.row.phase == "prefill"]
     for prompt in (1024, 2048, 8192):
         rate = PREFILL_TOKENS / system.prefill_s(prompt=prompt)
-        lines.append(TableLine(name=f"prompts of {prompt:,}", unit="tok/s", role="not published", predicted=rate))
+        lines.append(unpublished(f"prompts of {prompt:,}", "tok/s", rate))
     description = "16 chips, EP32, 16,384 tokens a chip and batch, prompts of 4,096 unless a line says so. Per chip."
     return Table("Prefill throughput", description, tuple(lines))
 
 
-def _rate(compared: Compared) -> TableLine:
-    row, prediction = compared.prediction.row, compared.prediction
+def _line(
+    of: Compared, name: str, unit: Unit, published: float, predicted: float | None, *, note: str = "",
+    repeats: bool = False,
+) -> TableLine:  # fmt: skip
+    """A line about a published row."""
+    source = of.prediction.row.source
     return TableLine(
-        name=_row_name(row), unit="tok/s", role=role_of(compared), published=row.published,
-        predicted=prediction.predicted, source=row.source,
+        name=name, unit=unit, role=of.role, published=published, predicted=predicted, source=source, note=note,
+        repeats=repeats,
     )  # fmt: skip
+
+
+def _rate(compared: Compared) -> TableLine:
+    row = compared.prediction.row
+    return _line(compared, _row_name(row), "tok/s", row.published, compared.prediction.predicted)
 
 
 def _row_name(row: Row) -> str:
@@ -68,19 +72,14 @@ def _decode(system: System, own: list[tuple[Compared, RowDetails]]) -> Table:
         lines.append(_rate(compared))
         if details.tpot_ms and row.batch and prediction.predicted:
             tpot_ms = row.batch / prediction.predicted * 1e3
-            line = TableLine(
-                name="its time per output token", unit="ms", role=role_of(compared), published=details.tpot_ms,
-                predicted=tpot_ms, source=row.source, repeats=True,
-            )  # fmt: skip
-            lines.append(line)
+            lines.append(_line(compared, "its time per output token", "ms", details.tpot_ms, tpot_ms, repeats=True))
     series = published_series()["iteration_ms"]
     for requests, published_ms in series.values.items():
         batch = requests * system.hardware.ranks
         step_ms = system.decode_step(batch, CONTEXT).seconds * 1e3
-        role: Role = "calibration" if batch == 96 else "validation"
         line = TableLine(
-            name=f"one step, {requests:.0f} requests a die", unit="ms", role=role, published=published_ms,
-            predicted=step_ms, source=series.source, repeats=True,
+            name=f"one step, {requests:.0f} requests a die", unit="ms", published=published_ms, predicted=step_ms,
+            role="calibration" if batch == 96 else "validation", source=series.source, repeats=True,
         )  # fmt: skip
         lines.append(line)
     description = (
@@ -98,28 +97,22 @@ def _classes(system: System, own: list[tuple[Compared, RowDetails]]) -> Table:
         row = compared.prediction.row
         assert row.context is not None and row.batch is not None
         found = system.largest_within(limit_ms, row.context, prompt + answer)
-        what = f"{limit_ms:.0f} ms, {prompt:,} in" + (f", {answer:,} out" if answer else "")
-        used = "no batch keeps it"
+        what = _limit_words(limit_ms, prompt, answer)
+        batch, rate, used = None, None, "no batch keeps it"
         if found is not None:
-            used = (
-                f"published runs at {details.tpot_ms:g} ms, this at {found.tpot_ms:.1f}; stopped by {found.stopped_by}"
-            )
-        role = role_of(compared)
-        line = TableLine(
-            name=f"{what}: batch", unit="requests", role=role, published=row.batch,
-            predicted=found.batch if found else None, source=row.source, note=used,
-        )  # fmt: skip
-        lines.append(line)
-        line = TableLine(
-            name=f"{what}: throughput", unit="tok/s", role=role, published=row.published,
-            predicted=found.tok_s if found else None, source=row.source,
-        )  # fmt: skip
-        lines.append(line)
+            batch, rate, stopped = found.batch, found.tok_s, found.stopped_by
+            used = f"published runs at {details.tpot_ms:g} ms, this at {found.tpot_ms:.1f}; stopped by {stopped}"
+        lines.append(_line(compared, f"{what}: batch", "requests", row.batch, batch, note=used))
+        lines.append(_line(compared, f"{what}: throughput", "tok/s", row.published, rate))
     description = (
         "The model chooses the largest batch within the limit, one request a die at a time. Published batches leave "
         "some of the limit unused (24.6 of 30 ms), which the model does not know."
     )
     return Table("TPOT classes, batch chosen by the model", description, tuple(lines))
+
+
+def _limit_words(limit_ms: float, prompt: int, answer: int) -> str:
+    return f"{limit_ms:.0f} ms, {prompt:,} in" + (f", {answer:,} out" if answer else "")
 
 
 def _per_tflops(rows: list[tuple[Compared, RowDetails]]) -> Table:
@@ -130,13 +123,11 @@ def _per_tflops(rows: list[tuple[Compared, RowDetails]]) -> Table:
             continue
         tflops = prediction.hardware.flops[row.precision] * prediction.hardware.ranks / 1e12
         predicted = None if prediction.predicted is None else prediction.predicted / tflops
-        line = TableLine(
-            name=f"{row.phase}: {_row_name(row)}, {prediction.hardware.family}", unit="tok/s/TFLOPS",
-            role=role_of(compared), published=details.tok_s_per_tflops, predicted=predicted, source=row.source,
-            note="" if predicted is not None else "no batch: an average over a day",
-            repeats=prediction.hardware.family == "910C",
-        )  # fmt: skip
-        lines.append(line)
+        family = prediction.hardware.family
+        note = "" if predicted is not None else "no batch: an average over a day"
+        name = f"{row.phase}: {_row_name(row)}, {family}"
+        published, repeats = details.tok_s_per_tflops, family == "910C"
+        lines.append(_line(compared, name, "tok/s/TFLOPS", published, predicted, note=note, repeats=repeats))
     description = (
         "Throughput over the chip's peak at the row's precision (INT8 or FP8). Those of the 910C stand above too."
     )
@@ -159,19 +150,13 @@ def _cost(system: System) -> Table:
     ]  # fmt: skip
     for limit_ms, prompt, answer, _ in CLASSES:
         found = system.largest_within(limit_ms, prompt + answer / 2, prompt + answer)
-        line = TableLine(
-            name=f"decode within {limit_ms:.0f} ms, {prompt:,} in" + (f", {answer:,} out" if answer else ""),
-            unit="CNY/M", role="not published",
-            predicted=cost_per_million(per_hour, found.tok_s) if found else None,
-            note=f"batch {found.batch}, {found.tok_s:,.0f} tok/s" if found else "no batch keeps it",
-        )  # fmt: skip
-        lines.append(line)
+        name = f"decode within {_limit_words(limit_ms, prompt, answer)}"
+        cost = cost_per_million(per_hour, found.tok_s) if found else None
+        note = f"batch {found.batch}, {found.tok_s:,.0f} tok/s" if found else "no batch keeps it"
+        lines.append(unpublished(name, "CNY/M", cost, note))
     rate = PREFILL_TOKENS / system.prefill_s()
-    line = TableLine(
-        name="prefill, prompts of 4,096", unit="CNY/M", role="not published",
-        predicted=cost_per_million(per_hour, rate), note=f"{rate:,.0f} tok/s",
-    )  # fmt: skip
-    lines.append(line)
+    cost = cost_per_million(per_hour, rate)
+    lines.append(unpublished("prefill, prompts of 4,096", "CNY/M", cost, f"{rate:,.0f} tok/s"))
     description = (
         f"{per_hour:g} yuan per card and hour, as the press has it. Each pool by itself: per million tokens that it "
         "makes (decode) or reads (prefill). For which batch and context the 2,300 hold is not published."

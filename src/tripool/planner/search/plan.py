@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil
 
-from tripool.planner.cost import DecodeModel
 from tripool.planner.errors import DoesNotFit, NotReachable
 from tripool.planner.search.goal import PlanGoal
 from tripool.planner.search.match import best_matches
-from tripool.planner.search.pools import MAX_BATCH, all_setups, decode_pools, fastest_decode, prefill_pools, setups
+from tripool.planner.search.pools import (
+    all_setups,
+    decode_models,
+    decode_pools,
+    fastest_decode,
+    instance_chips,
+    prefill_pools,
+    setups,
+)  # fmt: skip
 from tripool.planner.search.results import DecodePool, Deployment, Lever, Plan, Point, PrefillPool
 
 _KEEP = 10
@@ -56,31 +62,15 @@ def _spread(decodes: Sequence[DecodePool]) -> list[DecodePool]:
 
 
 def front(goal: PlanGoal) -> list[Point]:
-    """Pareto front of speed per user and throughput per chip, over every parallelism and batch, for any TPOT."""
+    """Pareto front of speed per user and throughput per chip, over every parallelism and batch, for any TPOT; the
+    fastest per user first.
+    """
     points: list[Point] = []
-    for setup, room in setups(goal, goal.ranks, drafts=(0, 1) if goal.model.mtp_layers else (0,)):
-        most = min(MAX_BATCH, int(room.max_requests(goal.input_tokens + goal.output_tokens)))
-        one = DecodeModel(goal.hardware, goal.model, setup)
-        pairs = (one, one.with_microbatches(2)) if goal.model.moe is not None and setup.ep > 1 else (one,)
-        for model in pairs:
-            for batch in (size for size in _FRONT_BATCHES if size <= most):
-                tpot_s = model.tpot_s(batch, goal.mean_context)
-                per_chip = batch * goal.hardware.ranks / tpot_s
-                chips = max(1, ceil(setup.ep / goal.hardware.ranks))
-                points.append(
-                    Point(
-                        tokens_per_s_per_user=1.0 / tpot_s,
-                        tokens_per_s_per_chip=per_chip,
-                        setup=model.setup,
-                        batch=batch,
-                        chips=chips,
-                    )
-                )
-    return undominated(points)
-
-
-def undominated(points: Sequence[Point]) -> list[Point]:
-    """Non-dominated points, fastest per user first."""
+    for model, most in decode_models(goal):
+        for batch in (size for size in _FRONT_BATCHES if size <= most):
+            tpot_s = model.tpot_s(batch, goal.mean_context)
+            per_chip, chips = batch * goal.hardware.ranks / tpot_s, instance_chips(goal, model.setup.ep)
+            points.append(Point(1.0 / tpot_s, per_chip, model.setup, batch, chips))
     best, chosen = 0.0, []
     for point in sorted(points, key=lambda point: (-point.tokens_per_s_per_user, -point.tokens_per_s_per_chip)):
         if point.tokens_per_s_per_chip > best:
@@ -136,7 +126,7 @@ def _least_chips(goal: PlanGoal) -> int | None:
         larger = replace(goal, chips=chips)
         fitting = [setup.ep for setup, _ in setups(larger, larger.ranks, drafts=(0,))]
         if fitting:
-            return max(1, ceil(min(fitting) / goal.hardware.ranks))
+            return instance_chips(goal, min(fitting))
     return None
 
 

@@ -51,16 +51,19 @@ def all_setups(goal: PlanGoal, most: int, *, drafts: tuple[int, ...]) -> Iterato
                     yield setup, footprint(goal.hardware, goal.model, setup)
 
 
-def decode_pools(goal: PlanGoal) -> Iterator[DecodePool]:
-    drafts = (0, 1) if goal.model.mtp_layers else (0,)
-    for setup, room in setups(goal, goal.ranks, drafts=drafts):
+def decode_models(goal: PlanGoal) -> Iterator[tuple[DecodeModel, int]]:
+    """Every setup that fits, with one and two microbatches; and the largest batch whose KV fits."""
+    for setup, room in setups(goal, goal.ranks, drafts=(0, 1) if goal.model.mtp_layers else (0,)):
         most = min(MAX_BATCH, int(room.max_requests(goal.input_tokens + goal.output_tokens)))
-        one = DecodeModel(goal.hardware, goal.model, setup)
-        pairs = (one, one.with_microbatches(2)) if goal.model.moe is not None and setup.ep > 1 else (one,)
-        for model in pairs:
-            batch = _largest(most, model, goal)
-            if batch:
-                yield decode_pool(goal, model, batch, "memory" if batch == most < MAX_BATCH else "tpot")
+        for each in _microbatched(goal, setup):
+            yield DecodeModel(goal.hardware, goal.model, each), most
+
+
+def decode_pools(goal: PlanGoal) -> Iterator[DecodePool]:
+    for model, most in decode_models(goal):
+        batch = _largest(most, model, goal)
+        if batch:
+            yield decode_pool(goal, model, batch, "memory" if batch == most < MAX_BATCH else "tpot")
 
 
 def decode_pool(goal: PlanGoal, model: DecodeModel, batch: int, stopped_by: str) -> DecodePool:
@@ -68,7 +71,7 @@ def decode_pool(goal: PlanGoal, model: DecodeModel, batch: int, stopped_by: str)
     tpot_s = step.seconds / model.setup.tokens_per_step
     return DecodePool(
         setup=model.setup, batch=batch, tpot_s=tpot_s, step=step, stopped_by=stopped_by,
-        tokens_per_s_per_chip=batch * goal.hardware.ranks / tpot_s, chips=_chips(goal, model.setup.ep),
+        tokens_per_s_per_chip=batch * goal.hardware.ranks / tpot_s, chips=instance_chips(goal, model.setup.ep),
     )  # fmt: skip
 
 
@@ -77,15 +80,12 @@ def prefill_pools(goal: PlanGoal, first_token_s: float) -> Iterator[PrefillPool]
     fresh = goal.input_tokens - goal.cached_tokens
     move_s = goal.kv_bytes() / goal.hardware.plane("transfer").flow_bytes_per_s
     for setup, room in setups(goal, _PREFILL_RANKS, drafts=(0,)):
-        one = PrefillModel(goal.hardware, goal.model, setup)
-        pairs = [one]
-        if goal.model.moe is not None and setup.ep > 1:
-            pairs.append(PrefillModel(goal.hardware, goal.model, _two(setup)))
         # Ranks of one fast domain share a long prompt; others keep a prompt on one rank.
         least = fresh / setup.ep if setup.ep <= goal.hardware.domain_ranks else fresh / setup.tp
         sizes = sorted({ceil(least), *(size for size in _PREFILL_TOKENS if size > least)})
         sizes = [size for size in sizes if size * goal.input_tokens / fresh * room.kv_per_token <= room.kv]
-        for model in pairs:
+        for each in _microbatched(goal, setup):
+            model = PrefillModel(goal.hardware, goal.model, each)
             yield from _prefill_pool(goal, model, sizes, first_token_s + move_s)
 
 
@@ -102,7 +102,8 @@ def _prefill_pool(goal: PlanGoal, model: PrefillModel, sizes: list[int], other_s
         if best is None or rate > best.tokens_per_s_per_chip:
             best = PrefillPool(
                 setup=model.setup, tokens=size, batch_s=step.seconds, ttft_s=ttft_s, tokens_per_s_per_chip=rate,
-                chips=_chips(goal, model.setup.ep), stopped_by="ttft" if size != sizes[-1] else "memory", step=step,
+                chips=instance_chips(goal, model.setup.ep), step=step,
+                stopped_by="ttft" if size != sizes[-1] else "memory",
             )  # fmt: skip
     if best is not None:
         yield best
@@ -110,20 +111,20 @@ def _prefill_pool(goal: PlanGoal, model: PrefillModel, sizes: list[int], other_s
 
 def fastest_decode(goal: PlanGoal) -> tuple[float, Setup] | None:
     """The lowest TPOT of any setup that fits, with one request per rank."""
-    drafts = (0, 1) if goal.model.mtp_layers else (0,)
     found = (
-        (DecodeModel(goal.hardware, goal.model, setup).tpot_s(1, goal.mean_context), setup)
-        for setup, room in setups(goal, goal.ranks, drafts=drafts)
-        if room.max_requests(goal.input_tokens + goal.output_tokens) >= 1
+        (model.tpot_s(1, goal.mean_context), model.setup)
+        for model, most in decode_models(goal)
+        if most >= 1 and model.setup.microbatches == 1
     )
     return min(found, key=lambda pair: pair[0], default=None)
 
 
-def _two(setup: Setup) -> Setup:
-    return replace(setup, microbatches=2)
+def _microbatched(goal: PlanGoal, setup: Setup) -> tuple[Setup, ...]:
+    """One microbatch, and two where there is an exchange to hide."""
+    return (setup, replace(setup, microbatches=2)) if goal.model.moe is not None and setup.ep > 1 else (setup,)
 
 
-def _chips(goal: PlanGoal, ep: int) -> int:
+def instance_chips(goal: PlanGoal, ep: int) -> int:
     return max(1, ceil(ep / goal.hardware.ranks))
 
 

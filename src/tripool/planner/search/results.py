@@ -74,7 +74,7 @@ class Deployment:
         return prefill + self.decode_instances * self.decode.chips
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Point:
     """A point of the decode pool's Pareto front of speed per user and throughput per chip."""
 
