@@ -23,14 +23,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness import REPO, Origin, Row, print_table, write_json
-from tripool.bench.trace import parse_trace
+from tripool.bench.trace import TraceRequest, measure_trace, parse_trace
 from tripool.planner.deployment import DeploymentFile, read_deployment, write_deployment
 from tripool.planner.hardware import named_hardware
 from tripool.planner.models import named_model
 from tripool.planner.search import PlanGoal, make_plan
 from tripool.simulate.supernode.layout import lay_out
 from tripool.simulate.supernode.world import World
-from tripool.simulate.traces import Ask, Synthetic, from_mooncake, ideal_reuse
+from tripool.simulate.traces import Synthetic
 
 TRACE_S, MILLION_S, MILLION_GB, GROWTH = 25.0, 900.0, 4.0, 1.3
 LIKE_CONVERSATION = Synthetic(
@@ -48,7 +48,7 @@ def deployment(chips: int, input_tokens: float, output_tokens: float, cached: fl
     return read_deployment(write_deployment(ask, make_plan(ask).deployments[0]), "plan")
 
 
-def run(file: DeploymentFile, asks: Iterable[Ask], most_blocks: int | None = None) -> tuple[float, World]:
+def run(file: DeploymentFile, asks: Iterable[TraceRequest], most_blocks: int | None = None) -> tuple[float, World]:
     """CPU seconds, and the world as it ended."""
     layout = lay_out(file, named_hardware(file.hardware), named_model(file.model))
     gc.collect()
@@ -63,14 +63,14 @@ def run(file: DeploymentFile, asks: Iterable[Ask], most_blocks: int | None = Non
 
 def hour(trace: Path | None, share: float) -> dict[str, float]:
     """The conversation trace, or one made up like it, through 384 chips."""
-    asks = list(from_mooncake(parse_trace(trace.read_text("utf-8").splitlines()))) if trace else []
+    asks = parse_trace(trace.read_text("utf-8").splitlines()) if trace else []
     asks = asks or list(LIKE_CONVERSATION.draw())
     asks = asks[: max(1, int(len(asks) * share))]
-    reuse = ideal_reuse(asks)
-    file = deployment(384, reuse.input_tokens, reuse.output_tokens, reuse.tokens)
-    spent_s, world = run(file, asks, reuse.most_blocks)
-    return {"s": spent_s, "requests": len(world.table), "virtual_s": world.timeline.now_s, "blocks": reuse.blocks,
-            "tokens": reuse.tokens, "done": world.table.outcome.count(0)}  # fmt: skip
+    reuse = measure_trace(asks)
+    file = deployment(384, reuse.input_tokens, reuse.output_tokens, reuse.cached_share)
+    spent_s, world = run(file, asks, reuse.num_blocks)
+    return {"s": spent_s, "requests": len(world.table), "virtual_s": world.timeline.now_s, "tokens": reuse.cached_share,
+            "blocks": reuse.cached_block_share, "done": world.table.outcome.count(0)}  # fmt: skip
 
 
 def million(requests: int) -> dict[str, float]:

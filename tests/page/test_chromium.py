@@ -17,6 +17,7 @@ import pytest
 from tests.bench.test_page import SAMPLES, report
 from tests.simulate.supernode.small import small_layout
 from tripool.bench.page import render_page as render_bench
+from tripool.bench.trace import TraceRequest
 from tripool.planner.hardware import named_hardware
 from tripool.planner.models import named_model
 from tripool.planner.page import render_plan
@@ -25,7 +26,6 @@ from tripool.planner.reproduce.page import render_page as render_reproduced
 from tripool.planner.search import PlanGoal, make_plan
 from tripool.simulate.supernode import parse_fault, simulate_trace
 from tripool.simulate.supernode.page import render_comparison, render_run
-from tripool.simulate.traces import Ask
 
 WIDTHS = (390, 1280)
 FAULTS = ("chip:decode-0.1@1s+1s", "node:decode-0.0@1.1s+1s", "link:prefill-1@1.2s+1s", "slow:decode-0@2.9s+1sx2")
@@ -61,7 +61,7 @@ onload = () => {
 
 def simulated(*faults: str) -> dict[str, Any]:
     layout = small_layout()
-    asks = [Ask(0.01 * number, 40, 60, tenant=f"tenant-{number % 3}") for number in range(300)]
+    asks = [TraceRequest(0.01 * number, 40, 60, tenant=f"tenant-{number % 3}") for number in range(300)]
     struck = [parse_fault(text, layout) for text in faults]
     return simulate_trace(layout, asks, trace="made up", faults=struck, slice_s=0.1)
 

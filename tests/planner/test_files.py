@@ -11,13 +11,12 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tripool.bench.trace import TraceRequest
+from tripool.bench.trace import TraceRequest, measure_trace
 from tripool.planner import Plan, PlanGoal, make_plan, named_hardware, named_model
 from tripool.planner.deployment import read_deployment, write_deployment
 from tripool.planner.errors import BadDescription
 from tripool.planner.page import render_plan
 from tripool.planner.report import plan_data
-from tripool.planner.workload import measure_trace
 
 
 @lru_cache(maxsize=1)
@@ -109,7 +108,7 @@ class NoTorch:
             raise ImportError(f"{name} is blocked here")
 sys.meta_path.insert(0, NoTorch())
 from tripool.planner import PlanGoal, make_plan, named_hardware, named_model
-import tripool.planner.deployment, tripool.planner.page, tripool.planner.rows, tripool.planner.workload
+import tripool.planner.deployment, tripool.planner.page, tripool.planner.rows, tripool.bench.trace
 ask = PlanGoal(model=named_model("llama-3-8b"), hardware=named_hardware("h100"), chips=4, input_tokens=500,
           output_tokens=100, ttft_s=2.0, tpot_s=0.05)
 print(len(make_plan(ask).deployments))

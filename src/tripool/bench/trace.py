@@ -1,4 +1,4 @@
-"""Mooncake traces: arrival times, prompt and answer lengths, and shared prompt blocks.
+"""Requests of a trace: arrival times, prompt and answer lengths, shared prompt blocks; and Mooncake's format of them.
 
 Takes lines and opens no file. A block's id stands for its tokens and everything before them, so two requests share a
 prefix exactly as far as their ids agree.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tripool.errors import InvalidRequest
@@ -29,8 +29,56 @@ class TraceRequest:
     """Since the first request of the trace."""
     input_tokens: int
     output_tokens: int
-    block_ids: tuple[int, ...]
-    """One per block of the prompt; the last block may be partly filled, or missing when only full ones were hashed."""
+    block_ids: tuple[int, ...] = ()
+    """One per block of the prompt; the last block may be partly filled, or missing when only full ones were hashed.
+    Empty: it shares nothing."""
+    tenant: str = ""
+    block_tokens: int = TRACE_BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A trace in the few numbers that a plan or a simulation needs."""
+
+    num_requests: int = 0
+    input_tokens: float
+    output_tokens: float
+    """Means."""
+    cached_share: float = 0.0
+    """Share of prompt tokens in a prefix that came before: what a cache that forgets nothing finds."""
+    cached_block_share: float = 0.0
+    num_blocks: int = 0
+    """Of all prompts together."""
+    span_s: float = 0.0
+
+    @property
+    def requests_per_s(self) -> float | None:
+        """None: one request, or all at once."""
+        return (self.num_requests - 1) / self.span_s if self.span_s > 0 else None
+
+
+def measure_trace(requests: Iterable[TraceRequest]) -> Workload:
+    seen: set[tuple[str, int]] = set()
+    count = known_blocks = num_blocks = known_tokens = prompts = answers = 0
+    first_s = last_s = 0.0
+    for request in requests:
+        first_s, last_s = first_s if count else request.arrival_s, request.arrival_s
+        count += 1
+        prompts += request.input_tokens
+        answers += request.output_tokens
+        ids, known = request.block_ids, 0
+        while known < len(ids) and (request.tenant, ids[known]) in seen:
+            known += 1
+        seen.update((request.tenant, block_id) for block_id in ids[known:])
+        known_blocks += known
+        num_blocks += len(ids) or -(-request.input_tokens // request.block_tokens)
+        # The last token is always computed: something has to be sampled from.
+        known_tokens += min(known * request.block_tokens, request.input_tokens - 1)
+    return Workload(
+        num_requests=count, input_tokens=prompts / max(1, count), output_tokens=answers / max(1, count),
+        cached_share=known_tokens / max(1, prompts), cached_block_share=known_blocks / max(1, num_blocks),
+        num_blocks=num_blocks, span_s=last_s - first_s,
+    )  # fmt: skip
 
 
 def parse_trace(
@@ -46,7 +94,7 @@ def parse_trace(
     if not requests:
         raise BadTrace("the trace holds no requests", hint="one JSON object per line, as Mooncake publishes them")
     begin_s = min(request.arrival_s for request in requests)
-    shifted = (TraceRequest(r.arrival_s - begin_s, r.input_tokens, r.output_tokens, r.block_ids) for r in requests)
+    shifted = (replace(request, arrival_s=request.arrival_s - begin_s) for request in requests)
     return sorted(shifted, key=lambda request: request.arrival_s)
 
 
@@ -68,7 +116,7 @@ def _request(line: str, number: int, block_tokens: int) -> TraceRequest:
     if len(block_ids) not in (full, partly):
         problem = f"line {number}: {input_tokens} tokens have {partly} blocks of {block_tokens}, not {len(block_ids)}"
         raise BadTrace(problem, hint="--block-tokens says how many tokens the trace hashes together")
-    return TraceRequest(timestamp_ms / 1e3, input_tokens, output_tokens, tuple(block_ids))
+    return TraceRequest(timestamp_ms / 1e3, input_tokens, output_tokens, tuple(block_ids), block_tokens=block_tokens)
 
 
 def _count(fields: dict[str, Any], name: str, number: int) -> int:

@@ -12,8 +12,8 @@ from tripool.cli.files import read_file
 from tripool.errors import InvalidRequest
 
 if TYPE_CHECKING:
+    from tripool.bench.trace import Workload
     from tripool.planner import Hardware, ModelShape
-    from tripool.planner.workload import Workload
 
 _DEFAULT_MODEL = "deepseek-r1"
 _BROKEN = 1
@@ -131,14 +131,10 @@ def _hardware(name: str) -> Hardware:
 
 
 def _workload(trace: Path | None, input_len: float | None, output_len: float | None) -> Workload:
-    from tripool.bench.trace import parse_trace
-    from tripool.planner.workload import Workload, measure_trace
+    from tripool.bench.trace import Workload, measure_trace, parse_trace
 
     if trace is not None:
         if input_len is not None or output_len is not None:
             raise InvalidRequest("--trace has its own lengths", hint="leave --input-len and --output-len out")
         return measure_trace(parse_trace(read_file(trace).splitlines()))
-    return Workload(
-        input_tokens=input_len or 4096.0, output_tokens=output_len or 1024.0, cached_share=0.0, requests_per_s=None,
-        num_requests=0,
-    )  # fmt: skip
+    return Workload(input_tokens=input_len or 4096.0, output_tokens=output_len or 1024.0)

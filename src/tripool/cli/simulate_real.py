@@ -38,7 +38,6 @@ from tripool.errors import InvalidRequest
 from tripool.simulate.rng import Rng
 from tripool.simulate.supernode.colocated import ColocatedWorld, Prompt
 from tripool.simulate.supernode.request_table import DONE, RequestTable
-from tripool.simulate.traces.draw import lognormal_of
 
 _MODEL = "tiny"
 _START_WITHIN_S = 120.0
@@ -248,8 +247,8 @@ def _scaled(asked: Asked, measured: Measured) -> list[Shot]:
         rng = Rng(asked.seed)
         shots = []
         for index in range(asked.max_requests or _REQUESTS):
-            prompt = min(_PROMPTS[-1], max(4, round(lognormal_of(rng, _INPUT, 0.5))))
-            answer = min(4 * _ANSWER, max(4, round(lognormal_of(rng, _OUTPUT, 0.5))))
+            prompt = min(_PROMPTS[-1], max(4, round(rng.lognormal(_INPUT, 0.5))))
+            answer = min(4 * _ANSWER, max(4, round(rng.lognormal(_OUTPUT, 0.5))))
             shots.append(Shot(index, None, (Piece(f"synthetic {index}", prompt),), answer))
         return at_times(shots, poisson_arrivals(len(shots), rate=rate, seed=asked.seed))
     requests = parse_trace(read_file(asked.trace).splitlines(), max_requests=asked.max_requests or _REQUESTS)

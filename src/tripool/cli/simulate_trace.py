@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tripool.bench.trace import parse_trace
+from tripool.bench.trace import TraceRequest, Workload, measure_trace, parse_trace
 from tripool.cli.files import read_file, write_file
 from tripool.cli.plan import _hardware, _model
 from tripool.cli.terminal import stderr
@@ -26,17 +26,7 @@ from tripool.planner.search import PlanGoal, make_plan
 from tripool.simulate.supernode import lay_out, parse_fault, simulate_trace
 from tripool.simulate.supernode.page import render_comparison, render_run
 from tripool.simulate.supernode.rows import compared_rows, summary_rows
-from tripool.simulate.traces import (
-    Ask,
-    Reuse,
-    Synthetic,
-    draw_clients,
-    from_mooncake,
-    ideal_reuse,
-    mean_rate,
-    parse_azure,
-    parse_clients,
-)
+from tripool.simulate.traces import Synthetic, draw_clients, mean_rate, parse_azure, parse_clients
 
 _SLICES = 120
 
@@ -76,7 +66,7 @@ class Where:
     tpot_ms: float
 
 
-def requests_of(asked: Asked) -> Callable[[], Iterable[Ask]]:
+def requests_of(asked: Asked) -> Callable[[], Iterable[TraceRequest]]:
     """Called for each pass: synthetic requests are never all in memory."""
     if asked.synthetic is not None:
         made_up = Synthetic(
@@ -92,7 +82,7 @@ def requests_of(asked: Asked) -> Callable[[], Iterable[Ask]]:
     return lambda: found
 
 
-def _from_trace(asked: Asked, path: Path) -> list[Ask]:
+def _from_trace(asked: Asked, path: Path) -> list[TraceRequest]:
     if path.is_dir() or ".tar" in path.suffixes:
         clients = parse_clients(dict(_members(path)))
         scale = 1.0
@@ -107,7 +97,7 @@ def _from_trace(asked: Asked, path: Path) -> list[Ask]:
     lines = read_file(path).splitlines()
     if path.suffix == ".csv":
         return parse_azure(lines, max_requests=asked.max_requests)
-    return list(from_mooncake(parse_trace(lines, max_requests=asked.max_requests)))
+    return parse_trace(lines, max_requests=asked.max_requests)
 
 
 def _members(path: Path) -> Iterator[tuple[str, str]]:
@@ -127,32 +117,32 @@ def _members(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def show_ideal(asked: Asked) -> None:
-    Console().print(_summary(ideal_reuse(requests_of(asked)())), soft_wrap=True)
+    Console().print(_summary(measure_trace(requests_of(asked)())), soft_wrap=True)
 
 
-def _summary(found: Reuse) -> str:
+def _summary(found: Workload) -> str:
     return (
         f"{found.num_requests:,} requests in {found.span_s:,.0f} s, {found.input_tokens:,.0f} tokens in and "
-        f"{found.output_tokens:,.0f} out on average; asked before: {found.blocks:.1%} of blocks, "
-        f"{found.tokens:.1%} of tokens"
+        f"{found.output_tokens:,.0f} out on average; asked before: {found.cached_block_share:.1%} of blocks, "
+        f"{found.cached_share:.1%} of tokens"
     )
 
 
 def simulate(asked: Asked, where: Where, faults: list[str], html_file: Path | None, json_file: Path | None) -> None:
     requests = requests_of(asked)
-    reuse = ideal_reuse(requests())
-    file = _deployment(where, reuse)
+    work = measure_trace(requests())
+    file = _deployment(where, work)
     layout = lay_out(file, _hardware(file.hardware), _model(file.model))
     struck = [parse_fault(text, layout) for text in faults]
     began_s = time.process_time()
     console = Console()
-    console.print(f"{layout.title}; {asked.title}: {_summary(reuse)}", soft_wrap=True)
+    console.print(f"{layout.title}; {asked.title}: {_summary(work)}", soft_wrap=True)
     columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=stderr(), transient=True) as progress, uncollected():
-        task = progress.add_task("", total=reuse.num_requests)
+        task = progress.add_task("", total=work.num_requests)
         data = simulate_trace(
-            layout, requests(), trace=asked.title, faults=struck, most_blocks=reuse.most_blocks,
-            slice_s=max(0.5, reuse.span_s / _SLICES), progress=lambda done: progress.update(task, completed=done),
+            layout, requests(), trace=asked.title, faults=struck, most_blocks=work.num_blocks,
+            slice_s=max(0.5, work.span_s / _SLICES), progress=lambda done: progress.update(task, completed=done),
         )  # fmt: skip
     write_file(json_file, json.dumps(data, indent=1) + "\n")
     write_file(html_file, render_run(data))
@@ -170,13 +160,13 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def _deployment(where: Where, reuse: Reuse) -> DeploymentFile:
+def _deployment(where: Where, work: Workload) -> DeploymentFile:
     if where.deployment is not None:
         return read_deployment(read_file(where.deployment), str(where.deployment))
     ask = PlanGoal(
         model=_model(where.model), hardware=_hardware(where.hardware), chips=where.chips,
-        input_tokens=reuse.input_tokens, output_tokens=reuse.output_tokens,
-        cached_share=min(0.99, reuse.tokens), ttft_s=where.ttft_ms / 1e3, tpot_s=where.tpot_ms / 1e3,
+        input_tokens=work.input_tokens, output_tokens=work.output_tokens,
+        cached_share=min(0.99, work.cached_share), ttft_s=where.ttft_ms / 1e3, tpot_s=where.tpot_ms / 1e3,
     )  # fmt: skip
     found = next((each for each in make_plan(ask).deployments if not each.shared), None)
     if found is None:

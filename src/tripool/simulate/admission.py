@@ -1,7 +1,7 @@
 """The real admission control in virtual time, before the coordinator, with checks of its decisions. Pure.
 
-Watches from outside: nobody is decided about twice, nobody of one tenant and priority is overtaken, who is refused
-was never begun, and nobody sends faster than it may.
+Checks from outside: no request is decided about twice or overtaken by one of its tenant and priority, a refused one
+was never begun, and no tenant exceeds its rate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tripool.tenants import Tenant
 
 
 class SimAdmission:
-    """`admit` is called with each request that is let through, `refuse` with each that is not."""
+    """`admit` is called with each admitted request, `refuse` with each refused one."""
 
     def __init__(
         self,
@@ -37,11 +37,11 @@ class SimAdmission:
         self._admit, self._refuse = admit, refuse
         self._waiting: dict[str, Request] = {}
         self._inside: dict[str, list[int]] = {}
-        """Choices that have not ended, of those who were let through: tokens of each."""
+        """Tokens of each unfinished choice of the admitted requests."""
         self._lines: dict[tuple[str, int], deque[str]] = {}
-        """Who waits, by tenant and priority, in order of arrival."""
+        """Waiting requests by tenant and priority, in order of arrival."""
         self._num_taken: Counter[str] = Counter()
-        """Requests of each tenant that were let in to be read."""
+        """Requests of each tenant that passed its rate limit."""
         self.num_waited = 0
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class SimAdmission:
                 self.gone(request.id, now_s)
 
     def gone(self, request_id: str, now_s: float) -> bool:
-        """Finished, failed or cancelled. True if it had not been let through yet."""
+        """Finished, failed or cancelled. True if it was not admitted yet."""
         waited = self._waiting.pop(request_id, None)
         if waited is not None:
             self._lines[waited.slo.tenant, waited.slo.priority].remove(request_id)
@@ -99,10 +99,6 @@ class SimAdmission:
             most = per_minute * (1 + (now_s - self._opened_s) / 60)
             assert number <= most + 1e-6, f"'{name}' got {number} requests through, and may {most:.1f}"
         assert all(request_id in self.admission for request_id in (*self._waiting, *self._inside))
-
-    @property
-    def idle(self) -> bool:
-        return self.admission.idle
 
     def _do(self, decisions: list[Decision]) -> None:
         for decision in decisions:

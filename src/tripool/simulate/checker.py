@@ -33,8 +33,7 @@ class Checker:
     num_requests: int = 0
     _open: dict[str, _Client] = field(default_factory=dict)
     _placed: dict[tuple[str, int], tuple[WorkerId, int]] = field(default_factory=dict)
-    """Who was told last to answer each (request, choice), and as which attempt."""
-
+    """The worker last asked for each (request, choice), and as which attempt."""
     _senders: dict[tuple[str, int], str] = field(default_factory=dict)
     """Whose memory the KV of each (request, attempt) was to be read from."""
 
@@ -52,8 +51,7 @@ class Checker:
         self._open[request.id] = _Client(request, answers, [0] * count, count)
         self.num_requests += 1
 
-    def told(self, worker_id: WorkerId, message: AnyMessage) -> None:
-        """The gateway tells a worker something."""
+    def sent_to_worker(self, worker_id: WorkerId, message: AnyMessage) -> None:
         match message:
             case StartPrefill():
                 for each in message.answered:
@@ -89,7 +87,7 @@ class Checker:
                 due[key] = event.index + 1
 
     def source(self, event: TokenEvent, worker_id: WorkerId, attempt: int) -> None:
-        """Before a token that a message brought is counted: whether it comes from whoever was asked for it."""
+        """Before a token that a message brought is counted: whether it comes from the worker that was asked for it."""
         own = self._placed.get((event.request_id, event.choice)) == (worker_id, attempt)
         assert own, f"{event.request_id} choice {event.choice}: a token of attempt {attempt}, which is not its own"
 

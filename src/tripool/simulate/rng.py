@@ -1,8 +1,9 @@
-"""Chance from a seed: the same throws on every machine and every Python. Pure."""
+"""Random numbers from a seed: the same on every machine and every Python. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import cos, exp, log, pi, sqrt
 from typing import TypeVar
 
 _MASK = 2**64 - 1
@@ -39,3 +40,28 @@ class Rng:
 
     def pick(self, items: Sequence[Item]) -> Item:
         return items[self.bits() % len(items)]
+
+    def exponential(self) -> float:
+        return -log(1.0 - self.bits() / 2.0**64)
+
+    def normal(self) -> float:
+        return sqrt(2.0 * self.exponential()) * cos(self.uniform(0.0, 2.0 * pi))
+
+    def lognormal(self, mean: float, sigma: float) -> float:
+        return mean * exp(sigma * self.normal() - sigma * sigma / 2.0)
+
+    def weibull(self, shape: float) -> float:
+        """Of scale 1."""
+        return float(self.exponential() ** (1.0 / shape))
+
+    def gamma(self, shape: float) -> float:
+        """Of scale 1; by Marsaglia and Tsang's squeeze."""
+        if shape < 1.0:
+            return float(self.gamma(shape + 1.0) * exp(-self.exponential() / shape))
+        d = shape - 1.0 / 3.0
+        c = 1.0 / sqrt(9.0 * d)
+        while True:
+            x = self.normal()
+            v = (1.0 + c * x) ** 3
+            if v > 0.0 and self.exponential() > d * (v - 1.0 - log(v)) - x * x / 2.0:
+                return d * v

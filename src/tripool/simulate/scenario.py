@@ -21,7 +21,7 @@ FaultKind = Literal[
     "kill", "stop", "slow", "cut", "loss", "spoil", "cache restart", "gateway restart", "burst", "drain", "purge",
     "disk full", "disk rot",
 ]  # fmt: skip
-"""cut: a connection breaks and both ends notice. loss: messages vanish and nobody notices. spoil: KV changes after
+"""cut: a connection breaks and both ends notice. loss: messages vanish unnoticed. spoil: KV changes after
 they were packed. burst: more at once than memory holds. purge: a tenant's blocks are to be forgotten. disk full, disk
 rot: a cache member's disk takes nothing more, or has changed what was on it."""
 

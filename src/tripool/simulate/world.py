@@ -127,7 +127,7 @@ class World:
         yield from (p.name for p in self.places.values() if p.run is None or not p.run.holds_nothing)
         alive = {place.worker_id for place in self.places.values() if place.run is not None}
         yield from (member.name for member in self.members if not member.holds_nothing(alive))
-        if not self.admission.idle:
+        if not self.admission.admission.idle:
             yield "admission"
 
     def check(self) -> None:
@@ -159,16 +159,9 @@ class World:
         self.seen["dropped events of old attempts"] += self.coordinator.ledger.num_dropped
         self.seen["waited for admission"] += self.admission.num_waited
         return Report(
-            self.scenario.seed,
-            self.num_events,
-            self.checker.num_requests,
-            self.checker.num_tokens,
-            self.now_s,
-            self.clock.trace_hash,
-            self.faults,
-            self.checker.outcomes,
-            self.seen,
-        )
+            self.scenario.seed, self.num_events, self.checker.num_requests, self.checker.num_tokens, self.now_s,
+            self.clock.trace_hash, self.faults, self.checker.outcomes, self.seen,
+        )  # fmt: skip
 
     # ---- clients and gateway ----------------------------------------------------------------------------------------
 
@@ -212,7 +205,7 @@ class World:
 
     def _admitted(self, request: Request) -> None:
         assert self.coordinator is not None
-        self.clock.note(f"{request.id} is let through")
+        self.clock.note(f"{request.id} is admitted")
         self.do(self.coordinator.submit(request, self.now_s))
 
     def _refused(self, request: Request, error: TripoolError) -> None:
@@ -239,7 +232,7 @@ class World:
         for output in outputs:
             match output:
                 case Send():
-                    self.checker.told(output.worker_id, output.message)
+                    self.checker.sent_to_worker(output.worker_id, output.message)
                     self.network.send_to_worker(output.worker_id, output.message)
                 case Emit():
                     event = output.event

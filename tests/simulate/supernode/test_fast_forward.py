@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.simulate.supernode.small import small_layout
+from tripool.bench.trace import TraceRequest
 from tripool.config import SchedulerConfig
 from tripool.core import Request, SamplingParams, Slo
 from tripool.engine.fast_forward import fast_forward, quiet_steps
@@ -18,7 +19,6 @@ from tripool.sequence import Sampled, Seq
 from tripool.simulate.supernode import Fault, simulate_trace
 from tripool.simulate.supernode.faults import Faults
 from tripool.simulate.supernode.world import World
-from tripool.simulate.traces import Ask
 
 requests = st.lists(
     st.tuples(
@@ -41,18 +41,18 @@ faults = st.lists(
 )
 
 
-def asks_of(drawn: list[tuple[float, int, int, int, str]]) -> list[Ask]:
+def asks_of(drawn: list[tuple[float, int, int, int, str]]) -> list[TraceRequest]:
     """Prompts with one of four beginnings."""
     asks = []
     for number, (at_s, prompt, answer, beginning, tenant) in enumerate(sorted(drawn)):
         count = -(-prompt // 16)
         shared = range(beginning * 100, beginning * 100 + count // 2)
         own = range(1000 + number * 100, 1000 + number * 100 + count - count // 2)
-        asks.append(Ask(at_s, prompt, answer, (*shared, *own), tenant, 16))
+        asks.append(TraceRequest(at_s, prompt, answer, (*shared, *own), tenant, 16))
     return asks
 
 
-def both(asks: list[Ask], struck: list[Fault], **sizes: Any) -> tuple[str, str]:
+def both(asks: list[TraceRequest], struck: list[Fault], **sizes: Any) -> tuple[str, str]:
     runs = []
     for fast_forwards in (True, False):
         data = simulate_trace(
@@ -78,7 +78,7 @@ def test_the_same_report_whether_leaping_or_stepping(
 
 
 def test_a_leap_saves_events() -> None:
-    asks = [Ask(0.1 * number, 64, 200, (), "", 16) for number in range(8)]
+    asks = [TraceRequest(0.1 * number, 64, 200, (), "", 16) for number in range(8)]
     counts = []
     for fast_forwards in (True, False):
         world = World(small_layout(blocks=80), asks, fast_forwards=fast_forwards)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.simulate.supernode.small import small_layout
+from tripool.bench.trace import TraceRequest
 from tripool.decode.worker import DecodeWorker
 from tripool.errors import InvalidRequest
 from tripool.planner.cost import DecodeModel
@@ -21,7 +22,6 @@ from tripool.simulate.supernode.page import render_comparison, render_run
 from tripool.simulate.supernode.rows import compared_rows, summary_rows
 from tripool.simulate.supernode.step_times import DecodeTimes, Line, span_fs, steps_in, steps_within
 from tripool.simulate.supernode.world import World
-from tripool.simulate.traces import Ask
 
 DEPLOYMENT = """
 version = 1
@@ -63,11 +63,11 @@ requests_per_s = 1
 """
 
 
-def alike(count: int, gap_s: float, *, prompt: int = 64, answer: int = 30) -> list[Ask]:
-    return [Ask(number * gap_s, prompt, answer, (), "", 16) for number in range(count)]
+def alike(count: int, gap_s: float, *, prompt: int = 64, answer: int = 30) -> list[TraceRequest]:
+    return [TraceRequest(number * gap_s, prompt, answer, (), "", 16) for number in range(count)]
 
 
-def run(asks: list[Ask], *faults: str, **sizes: Any) -> dict[str, Any]:
+def run(asks: list[TraceRequest], *faults: str, **sizes: Any) -> dict[str, Any]:
     layout = small_layout(**sizes)
     return simulate_trace(layout, asks, trace="t", faults=[parse_fault(f, layout) for f in faults], slice_s=0.5)
 
@@ -91,7 +91,7 @@ def test_more_load_fills_the_pools_and_slows_first_tokens() -> None:
 
 
 def test_prefixes_are_found_here_or_in_the_pool_and_only_by_their_tenant() -> None:
-    same = [Ask(number * 2.0, 129, 4, tuple(range(9)), "", 16) for number in range(10)]
+    same = [TraceRequest(number * 2.0, 129, 4, tuple(range(9)), "", 16) for number in range(10)]
     found = run(same, prefills=2)["hits"]
     assert found["prefill memory"] + found["cache pool"] == pytest.approx(0.9 * 128 / 129, rel=0.01)
     assert found["cache pool"] > 0
@@ -126,7 +126,7 @@ def test_a_lost_prefill_instance_a_slow_rank_and_a_hot_expert() -> None:
 
 
 def test_a_cut_link_and_a_lost_cache_member() -> None:
-    asks = [Ask(number * 0.2, 129, 20, tuple(range(9)), "", 16) for number in range(20)]
+    asks = [TraceRequest(number * 0.2, 129, 20, tuple(range(9)), "", 16) for number in range(20)]
     calm = run(asks, workers=1)
     cut = run(asks, "link:decode-0@1s+2s", workers=1)
     assert cut["requests"]["done"] == 20 and cut["tpot_ms"]["max"] > 10 * calm["tpot_ms"]["max"]
@@ -135,7 +135,7 @@ def test_a_cut_link_and_a_lost_cache_member() -> None:
 
 
 def test_a_cut_link_to_the_pool_is_a_miss_after_a_bounded_wait() -> None:
-    asks = [Ask(number * 0.5, 129, 4, tuple(range(9)), "", 16) for number in range(10)]
+    asks = [TraceRequest(number * 0.5, 129, 4, tuple(range(9)), "", 16) for number in range(10)]
     calm, cut = run(asks, prefills=1), run(asks, "link:prefill-0@0.4s+20s", prefills=1)
     assert calm["ttft_ms"]["max"] == pytest.approx(cut["ttft_ms"]["max"]) and cut["requests"]["done"] == 10
     lost = run(asks, "chip:prefill-0@1.2s+0.1s", "link:prefill-0@1.4s+20s", prefills=1)
@@ -214,7 +214,7 @@ def test_a_deployment_file_becomes_a_layout_and_runs() -> None:
     layout = lay_out(file, named_hardware("ascend-910c"), named_model("deepseek-r1"))
     assert (layout.prefill.instances, layout.decode.workers, layout.num_members) == (1, 24, 5)
     assert layout.decode.config.max_running == 40
-    data = simulate_trace(layout, [Ask(0.5 * n, 3000, 100) for n in range(20)], trace="t")
+    data = simulate_trace(layout, [TraceRequest(0.5 * n, 3000, 100) for n in range(20)], trace="t")
     assert data["requests"]["done"] == 20 and 5 < data["tpot_ms"]["p50"] < 50
     with pytest.raises(InvalidRequest, match="both prefill and decode"):
         lay_out(replace(file, shared=True), named_hardware("ascend-910c"), named_model("deepseek-r1"))

@@ -7,22 +7,12 @@ from itertools import pairwise
 
 import pytest
 
-from tripool.bench.trace import BadTrace, parse_trace
+from tripool.bench.trace import BadTrace, TraceRequest, measure_trace, parse_trace
 from tripool.errors import InvalidRequest
 from tripool.simulate.rng import Rng
-from tripool.simulate.traces import (
-    Ask,
-    Synthetic,
-    chain_keys,
-    draw_clients,
-    from_mooncake,
-    ideal_reuse,
-    mean_rate,
-    parse_azure,
-    parse_clients,
-)
+from tripool.simulate.supernode.pool import chain_keys
+from tripool.simulate.traces import Synthetic, draw_clients, mean_rate, parse_azure, parse_clients
 from tripool.simulate.traces.azure import nanoseconds
-from tripool.simulate.traces.draw import gamma_of, weibull_of
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
@@ -100,12 +90,12 @@ def test_broken_client_sets_are_refused() -> None:
 @pytest.mark.parametrize("shape", [0.3, 1.0, 4.0])
 def test_draws_have_the_mean_and_spread_of_their_distribution(shape: float) -> None:
     rng = Rng(9)
-    drawn = [gamma_of(rng, shape) for _ in range(20_000)]
+    drawn = [rng.gamma(shape) for _ in range(20_000)]
     mean = sum(drawn) / len(drawn)
     assert mean == pytest.approx(shape, rel=0.06)
     assert sum((value - mean) ** 2 for value in drawn) / len(drawn) == pytest.approx(shape, rel=0.15)
     if shape == 1.0:  # then it is an exponential, too
-        other = [weibull_of(rng, shape) for _ in range(20_000)]
+        other = [rng.weibull(shape) for _ in range(20_000)]
         assert sum(other) / len(other) == pytest.approx(1.0, rel=0.05)
 
 
@@ -115,10 +105,10 @@ def test_synthetic_requests_keep_their_numbers() -> None:
         block_tokens=64,
     )  # fmt: skip
     asks = list(made_up.draw())
-    found = ideal_reuse(asks)
+    found = measure_trace(asks)
     assert found.num_requests == 4000 and found.span_s == pytest.approx(200, rel=0.1)
     assert found.input_tokens == pytest.approx(1000, rel=0.05) and found.output_tokens == pytest.approx(100, rel=0.05)
-    assert found.tokens == pytest.approx(0.5, abs=0.05)
+    assert found.cached_share == pytest.approx(0.5, abs=0.05)
     assert {ask.tenant for ask in asks} == {"tenant-0", "tenant-1", "tenant-2"}
     assert asks == list(made_up.draw())
     with pytest.raises(InvalidRequest, match="prefix-share"):
@@ -131,16 +121,16 @@ def test_ideal_reuse_counts_leading_blocks_only() -> None:
         {"timestamp": 10, "input_length": 1536, "output_length": 1, "hash_ids": [1, 9, 3]},
         {"timestamp": 20, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]},
     ]
-    found = ideal_reuse(from_mooncake(parse_trace(map(json.dumps, lines))))
-    assert found.blocks == pytest.approx(3 / 8)
-    assert found.tokens == pytest.approx((512 + 1023) / (1536 + 1536 + 1024))
-    assert found.most_blocks == 8
+    found = measure_trace(parse_trace(map(json.dumps, lines)))
+    assert found.cached_block_share == pytest.approx(3 / 8)
+    assert found.cached_share == pytest.approx((512 + 1023) / (1536 + 1536 + 1024))
+    assert found.num_blocks == 8
 
 
 def test_equal_ids_are_equal_keys_in_one_namespace_only() -> None:
-    one, other = Ask(0.0, 40, 1, (5, 6), "", 32), Ask(0.0, 64, 1, (5, 7), "", 32)
+    one, other = TraceRequest(0.0, 40, 1, (5, 6), "", 32), TraceRequest(0.0, 64, 1, (5, 7), "", 32)
     assert chain_keys(one, 0, 16, "a")[:2] == chain_keys(other, 1, 16, "a")[:2]
     assert len(chain_keys(one, 0, 16, "a")) == 2 and len(chain_keys(other, 1, 16, "a")) == 4
     assert not set(chain_keys(one, 0, 16, "a")) & set(chain_keys(one, 0, 16, "b"))
-    alone = Ask(0.0, 64, 1)
+    alone = TraceRequest(0.0, 64, 1)
     assert not set(chain_keys(alone, 0, 16, "")) & set(chain_keys(alone, 1, 16, ""))

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from tripool.bench.trace import TraceRequest
 from tripool.simulate.supernode.faults import Fault, Faults, parse_fault
 from tripool.simulate.supernode.layout import Layout, lay_out
 from tripool.simulate.supernode.report import Tree, report_data
 from tripool.simulate.supernode.world import World
-from tripool.simulate.traces import Ask
 
 __all__ = ["Fault", "Layout", "lay_out", "parse_fault", "simulate_trace"]
 
 
 def simulate_trace(
     layout: Layout,
-    asks: Iterable[Ask],
+    requests: Iterable[TraceRequest],
     *,
     trace: str,
     faults: Sequence[Fault] = (),
@@ -29,7 +29,7 @@ def simulate_trace(
     progress: Callable[[int], None] | None = None,
 ) -> Tree:
     """`trace`: the name of the requests. `fast_forwards`: False runs every decode step, with the same result."""
-    world = World(layout, asks, fast_forwards=fast_forwards, slice_s=slice_s, most_blocks=most_blocks)
+    world = World(layout, requests, fast_forwards=fast_forwards, slice_s=slice_s, most_blocks=most_blocks)
     struck = Faults(world, list(faults)).struck
     world.run(progress)
     return report_data(world, struck, trace)

@@ -4,7 +4,7 @@
 |---|---|---|
 | chip | decode-0.3 | chip 3 is gone: its workers' answers go on elsewhere; the others stand still until it is masked |
 | chip | prefill-2 | the instance is gone: a batch needs all its chips |
-| node | decode-0.1 | all chips of node 1, and whoever would have told of it: the gateway notices by silence |
+| node | decode-0.1 | all chips of node 1 and its supervisor: the gateway notices by silence |
 | node | prefill-2 | the same, for an instance |
 | link | prefill-2, decode-0.3 | nothing new gets onto its links |
 | cache | cache-5 | a member is gone with what it held |
@@ -125,7 +125,7 @@ class Faults:
         elif role == "prefill":
             keeper = world.prefills[index]
             if keeper is not None:
-                self._lose(struck, [keeper.worker_id], told=fault.kind == "chip")
+                self._lose(struck, [keeper.worker_id], reported=fault.kind == "chip")
                 keeper.kill()
                 world.prefills[index] = None
                 later(world.start_prefill, index)
@@ -148,17 +148,17 @@ class Faults:
     def _lose_ranks(self, struck: Struck, index: int) -> None:
         instance, ranks = self._world.decodes[index], self._ranks(struck.fault)
         worker_ids = [rank.worker_id for number in ranks if (rank := instance.ranks[number]) is not None]
-        self._lose(struck, worker_ids, told=struck.fault.kind == "chip")
+        self._lose(struck, worker_ids, reported=struck.fault.kind == "chip")
         instance.kill(list(ranks), _MASK_S)
 
-    def _lose(self, struck: Struck, worker_ids: list[WorkerId], *, told: bool) -> None:
+    def _lose(self, struck: Struck, worker_ids: list[WorkerId], *, reported: bool) -> None:
         world, ledger = self._world, self._world.coordinator.ledger
         touched: set[str] = set()
         for worker_id in worker_ids:
             touched.update(request_id for request_id, _ in ledger.placements_at(worker_id))
             touched.update(request_id for request_id, _ in ledger.leases_at(worker_id))
             self._dead.add(worker_id)
-            if told:
+            if reported:
                 reaped_fs = world.timeline.now_fs + to_fs(_REAP_S)
                 world.timeline.at(reaped_fs, FAULT, len(self.struck), self._reap, worker_id)
         # What was sent before the fault still arrives.
@@ -176,7 +176,7 @@ class Faults:
         self._world.receive(Reaped(worker_id))
 
     def _suspected(self, worker_id: WorkerId) -> None:
-        assert worker_id in self._dead, f"{worker_id} is suspected and lives"
+        assert worker_id in self._dead, f"{worker_id} is suspected and runs"
         look_fs = self._world.timeline.now_fs + to_fs(_ASK_S)
         self._world.timeline.at(look_fs, FAULT, len(self.struck), self._reap, worker_id)
 

@@ -14,11 +14,11 @@ from tripool.fabric.kv_transfer import KvSender
 from tripool.fabric.prefixes import Prefixes
 from tripool.messages import AnyMessage, WorkerId
 from tripool.prefill.worker import PrefillWorker
+from tripool.simulate.supernode.layout import Site
 from tripool.simulate.supernode.links import Link
 from tripool.simulate.supernode.modelled_engine import DecodeEngine, KeysOf, PrefillEngine
 from tripool.simulate.supernode.pool import CachePool, ModelledClient
 from tripool.simulate.supernode.process import ModelledTransfer, NominalArena, Process
-from tripool.simulate.supernode.site import Site
 from tripool.simulate.supernode.step_times import NO_TROUBLE, Line, Trouble, span_fs, steps_in, steps_within
 from tripool.simulate.supernode.timeline import FS, STEP, TICK, to_fs
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import ceil
+from typing import Protocol
 
 from tripool.config import AdmissionConfig, RouterConfig, SchedulerConfig
 from tripool.errors import InvalidRequest
+from tripool.messages import AnyMessage, WorkerId
 from tripool.planner.cost import DecodeModel, PrefillModel, Setup, footprint
 from tripool.planner.deployment import DeploymentFile
 from tripool.planner.hardware import Hardware
 from tripool.planner.models import ModelShape
+from tripool.simulate.supernode.links import Slices
 from tripool.simulate.supernode.step_times import DecodeTimes, PrefillTimes
+from tripool.simulate.supernode.timeline import Timeline
 
 BLOCK_TOKENS = 512
 """Of one simulated KV block: what traces hash together."""
@@ -73,6 +77,25 @@ class Layout:
     admission: AdmissionConfig
     promised: bool = True
     """Whether requests carry the time per token as a promise, or are only judged by it."""
+
+
+class Site(Protocol):
+    """The deployment as an instance and its workers see it: time, messages to the gateway, links."""
+
+    timeline: Timeline
+    layout: Layout
+    slices: Slices
+    fast_forwards: bool
+    """Whether quiet steps are skipped, or taken one by one: the plain way, for comparison."""
+
+    def tell(self, number: int, messages: Sequence[AnyMessage]) -> None:
+        """Send to the gateway, in this order. `number`: the worker's own, among all."""
+
+    def trusts(self, worker_id: WorkerId) -> bool:
+        """Whether this worker runs: the KV that it sends can be read."""
+
+    def transfer(self, source: WorkerId, number: int, num_bytes: int) -> int:
+        """Start to move KV into a worker's memory; when it will be there, in femtoseconds."""
 
 
 def lay_out(file: DeploymentFile, hardware: Hardware, model: ModelShape, *, block_tokens: int = BLOCK_TOKENS) -> Layout:
@@ -145,8 +168,3 @@ def _links(file: DeploymentFile, hardware: Hardware) -> Links:
         hop_s=service.latency_us * 1e-6,
         totals=tuple((plane.kind, plane.bytes_per_s * file.chips) for plane in (memory, transfer, service)),
     )  # fmt: skip
-
-
-def num_nodes(layout: Layout, pool: PoolLayout) -> int:
-    """Of one instance."""
-    return ceil(pool.chips / layout.node_chips)

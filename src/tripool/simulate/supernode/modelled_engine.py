@@ -52,11 +52,8 @@ class ModelledEngine:
         self.config, self._timeline = config, timeline
         self.scheduler = Scheduler(config, model=MODEL, context_tokens=context_tokens)
         self.context_tokens = self.scheduler.context_tokens
-        self.max_running, self.num_blocks, self.block_tokens = (
-            config.max_running,
-            config.num_blocks,
-            config.block_tokens,
-        )
+        self.max_running, self.num_blocks = config.max_running, config.num_blocks
+        self.block_tokens = config.block_tokens
         self.tasks: list[Task] | None = None
         """Of the step that runs, unless it is skipped."""
         self.over_s: float | None = None

@@ -9,17 +9,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+from tripool.bench.trace import TraceRequest
 from tripool.cache import PoolIndex, Ring, namespace_tag
 from tripool.cache.records import Written
 from tripool.messages import WorkerId
+from tripool.simulate.supernode.layout import Site
 from tripool.simulate.supernode.links import Link, carry
-from tripool.simulate.supernode.site import Site
 from tripool.simulate.supernode.timeline import ARRIVAL, to_fs
 
 _LEASE_S = 30.0
 _WRITE_S = 30.0
 _WAIT_FS = to_fs(0.25)
 """Longest wait for the link, as that of `tripool.cache.client.PoolClient`: what would take longer is a miss."""
+
+_OWN = 1 << 62
+"""Names of blocks that no other request shares begin here."""
+
+
+def chain_keys(request: TraceRequest, serial: int, block_tokens: int, namespace: str) -> list[bytes]:
+    """Of the prompt's full blocks of `block_tokens`. A trace's id stands for a block and all before it, as keys do."""
+    salt = namespace_tag(namespace)[:8]
+    count = request.input_tokens // block_tokens
+    if not request.block_ids:
+        first = _OWN + (serial << 24)
+        return [salt + (first + number).to_bytes(8, "little") for number in range(count)]
+    assert request.block_tokens % block_tokens == 0, "a trace's block holds a whole number of ours"
+    parts = request.block_tokens // block_tokens
+    names = (block_id * parts + part for block_id in request.block_ids for part in range(parts))
+    return [salt + name.to_bytes(8, "little", signed=True) for name, _ in zip(names, range(count), strict=False)]
 
 
 class Member:

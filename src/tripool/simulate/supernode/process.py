@@ -12,8 +12,8 @@ from typing import Literal
 
 from tripool.fabric.loop import RoleWorker
 from tripool.messages import PROTOCOL, AnyMessage, Hello, KvDescriptor, WorkerId
+from tripool.simulate.supernode.layout import Site
 from tripool.simulate.supernode.modelled_engine import ModelledEngine
-from tripool.simulate.supernode.site import Site
 from tripool.simulate.supernode.timeline import ARRIVAL
 
 

@@ -160,13 +160,7 @@ def _timeline(world: World, done: list[int], good: set[int]) -> Tree:
         firsts[int(table.first_s[number] / slice_s)].append(_ttft_s(table, number))
         if table.output_tokens[number] > 1:
             paces[last].append(_tpot_s(table, number))
-        _spread(
-            tokens,
-            slice_s,
-            table.first_s[number],
-            table.last_s[number],
-            table.output_tokens[number],
-        )
+        _spread(tokens, slice_s, table.first_s[number], table.last_s[number], table.output_tokens[number])
     slots = layout.decode.instances * layout.decode.workers * layout.decode.config.max_running
     fs = slices.slice_fs
 

@@ -1,7 +1,7 @@
 """How long a modelled engine takes: the planner's cost model, asked rarely and remembered. Pure.
 
 A decode step's time is a straight line in the batch's context, between knots. A line has whole femtoseconds, so that
-the time of many steps is a sum in whole numbers, whoever adds it up.
+the time of many steps is a sum in whole numbers, in any order.
 """
 
 from __future__ import annotations

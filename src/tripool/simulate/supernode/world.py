@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from tripool.bench.trace import TraceRequest
 from tripool.core import Request, SamplingParams, Slo, TokenEvent
 from tripool.messages import AnyMessage, Tokens, Welcome, WorkerId
 from tripool.router import Coordinator, Emit, Fail, Output, Send, ToSupervisor
@@ -17,10 +18,9 @@ from tripool.simulate.supernode.instances import DecodeInstance, PrefillInstance
 from tripool.simulate.supernode.layout import Layout
 from tripool.simulate.supernode.links import Link, Slices, carry
 from tripool.simulate.supernode.modelled_engine import TokenRun
-from tripool.simulate.supernode.pool import CachePool
+from tripool.simulate.supernode.pool import CachePool, chain_keys
 from tripool.simulate.supernode.request_table import DONE, FAILED, REFUSED, Open, RequestTable
 from tripool.simulate.supernode.timeline import ARRIVAL, TICK, Timeline, to_fs
-from tripool.simulate.traces import Ask, chain_keys
 from tripool.tenants import Tenant
 
 _TICK_FS = to_fs(0.05)
@@ -33,7 +33,7 @@ class World:
     def __init__(
         self,
         layout: Layout,
-        asks: Iterable[Ask],
+        requests: Iterable[TraceRequest],
         *,
         fast_forwards: bool = True,
         slice_s: float = 30.0,
@@ -53,7 +53,7 @@ class World:
         self._waiting: dict[str, Request] = {}
         self._tenants: dict[str, tuple[Tenant, Slo]] = {}
         self._params: dict[int, SamplingParams] = {}
-        self._asks = iter(asks)
+        self._requests = iter(requests)
         self._num_asked = 0
         self._all_came = False
         self._hop_fs, self._transfer_fs = to_fs(layout.links.hop_s), to_fs(layout.links.transfer_s)
@@ -102,13 +102,13 @@ class World:
     # ---- clients ----------------------------------------------------------------------------------------------------
 
     def _next_ask(self) -> None:
-        ask = next(self._asks, None)
+        ask = next(self._requests, None)
         if ask is None:
             self._all_came = True
         else:
             self.timeline.at(to_fs(ask.arrival_s), ARRIVAL, _GATEWAY, self._arrive, ask)
 
-    def _arrive(self, ask: Ask) -> None:
+    def _arrive(self, ask: TraceRequest) -> None:
         serial = self._num_asked
         self._num_asked += 1
         self._next_ask()

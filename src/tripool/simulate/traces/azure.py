@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from calendar import timegm
 from collections.abc import Iterable
 
-from tripool.bench.trace import BadTrace
-from tripool.simulate.traces.ask import Ask
+from tripool.bench.trace import BadTrace, TraceRequest
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
-def parse_azure(lines: Iterable[str], *, max_requests: int | None = None) -> list[Ask]:
+def parse_azure(lines: Iterable[str], *, max_requests: int | None = None) -> list[TraceRequest]:
     """In order of arrival, the first at 0. Requests without an answer are left out: nothing was generated."""
     rows = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows or rows[0][1].lstrip("\ufeff") != HEADER:
@@ -25,7 +25,7 @@ def parse_azure(lines: Iterable[str], *, max_requests: int | None = None) -> lis
     if not found:
         raise BadTrace("the trace holds no requests", hint=f"lines of {HEADER}")
     begin_ns = min(row[0] for row in found)
-    return [Ask((at_ns - begin_ns) / 1e9, prompt, answer) for at_ns, prompt, answer in sorted(found)]
+    return [TraceRequest((at_ns - begin_ns) / 1e9, prompt, answer) for at_ns, prompt, answer in sorted(found)]
 
 
 def _row(line: str, number: int) -> tuple[int, int, int]:
@@ -37,14 +37,8 @@ def _row(line: str, number: int) -> tuple[int, int, int]:
 
 
 def nanoseconds(when: str) -> int:
-    """Of `2023-11-16 18:17:03.9799600`, with or without a zone, since some day long ago."""
-    date, _, clock = when.strip().replace("T", " ").removesuffix("Z").partition(" ")
-    clock, _, _ = clock.partition("+")
-    year, month, day = map(int, date.split("-"))
-    hours, minutes, rest = clock.split(":")
-    whole, _, part = rest.partition(".")
-    # Days of the civil calendar, counted from a first of March.
-    year -= month <= 2
-    days = 365 * year + year // 4 - year // 100 + year // 400 + (153 * ((month + 9) % 12) + 2) // 5 + day
-    seconds = 86400 * days + 3600 * int(hours) + 60 * int(minutes) + int(whole)
-    return seconds * 10**9 + int(part.ljust(9, "0")[:9])
+    """Of `2023-11-16 18:17:03.9799600`, with or without a zone, since 1970."""
+    day, _, clock = when.strip().replace("T", " ").removesuffix("Z").partition(" ")
+    seconds, _, part = clock.partition("+")[0].partition(".")
+    whole = timegm((*map(int, day.split("-")), *map(int, seconds.split(":"))))
+    return whole * 10**9 + int(part.ljust(9, "0")[:9])

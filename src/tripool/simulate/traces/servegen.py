@@ -19,10 +19,8 @@ from math import gamma
 from re import fullmatch
 from typing import Any
 
-from tripool.bench.trace import BadTrace
+from tripool.bench.trace import BadTrace, TraceRequest
 from tripool.simulate.rng import Rng
-from tripool.simulate.traces.ask import Ask
-from tripool.simulate.traces.draw import gamma_of, weibull_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +108,12 @@ def _table(said: object) -> Lengths | None:
 
 def draw_clients(
     clients: list[Client], *, seed: int, begin_s: float = 0.0, length_s: float = 3600.0, scale: float = 1.0
-) -> Iterator[Ask]:
+) -> Iterator[TraceRequest]:
     """Requests of all clients from `begin_s` of their day on; `scale` times their rates."""
     streams = (
         _stream(client, Rng(seed * 2**20 + number), begin_s, length_s, scale) for number, client in enumerate(clients)
     )
-    return merge(*streams, key=lambda ask: ask.arrival_s)
+    return merge(*streams, key=lambda request: request.arrival_s)
 
 
 def mean_rate(clients: list[Client], begin_s: float, length_s: float) -> float:
@@ -133,7 +131,7 @@ def _spans(client: Client) -> Iterator[tuple[Window, float]]:
         yield window, windows[number + 1].begin_s if number + 1 < len(windows) else window.begin_s + width_s
 
 
-def _stream(client: Client, rng: Rng, begin_s: float, length_s: float, scale: float) -> Iterator[Ask]:
+def _stream(client: Client, rng: Rng, begin_s: float, length_s: float, scale: float) -> Iterator[TraceRequest]:
     starts = [start for start, _, _ in client.lengths]
     for window, end_s in _spans(client):
         end_s = min(end_s, begin_s + length_s)
@@ -142,11 +140,11 @@ def _stream(client: Client, rng: Rng, begin_s: float, length_s: float, scale: fl
         at_s = max(window.begin_s, begin_s)
         while (at_s := at_s + _gap_s(window, window.rate * scale, rng)) < end_s:
             _, prompts, answers = client.lengths[max(0, bisect_right(starts, at_s) - 1)]
-            yield Ask(at_s - begin_s, prompts.draw(rng), answers.draw(rng), tenant=client.name)
+            yield TraceRequest(at_s - begin_s, prompts.draw(rng), answers.draw(rng), tenant=client.name)
 
 
 def _gap_s(window: Window, rate: float, rng: Rng) -> float:
     shape = window.shape
     if window.pattern == "Gamma":
-        return gamma_of(rng, shape) / (shape * rate)
-    return weibull_of(rng, shape) / (gamma(1.0 + 1.0 / shape) * rate)
+        return rng.gamma(shape) / (shape * rate)
+    return rng.weibull(shape) / (gamma(1.0 + 1.0 / shape) * rate)

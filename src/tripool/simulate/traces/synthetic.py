@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tripool.bench.trace import TRACE_BLOCK_TOKENS
+from tripool.bench.trace import TRACE_BLOCK_TOKENS, TraceRequest
 from tripool.errors import InvalidRequest
 from tripool.simulate.rng import Rng
-from tripool.simulate.traces.ask import Ask
-from tripool.simulate.traces.draw import exponential_of, lognormal_of
 
 _PROMPTS = 8
 """Different beginnings of one tenant's prompts."""
@@ -40,17 +38,17 @@ class Synthetic:
             if is_wrong:
                 raise InvalidRequest(f"{name} is out of range", hint="above 0; shares up to 1", param=name)
 
-    def draw(self) -> Iterator[Ask]:
+    def draw(self) -> Iterator[TraceRequest]:
         """One by one: a million take no room."""
         rng, at_s = Rng(self.seed), 0.0
         for serial in range(self.requests):
-            prompt = max(1, round(lognormal_of(rng, self.input_tokens, _SIGMA)))
-            answer = max(1, round(lognormal_of(rng, self.output_tokens, _SIGMA)))
+            prompt = max(1, round(rng.lognormal(self.input_tokens, _SIGMA)))
+            answer = max(1, round(rng.lognormal(self.output_tokens, _SIGMA)))
             tenant, beginning = rng.between(0, self.tenants - 1), rng.between(0, _PROMPTS - 1)
             ids = self._ids(serial, prompt, tenant * _PROMPTS + beginning)
             name = f"tenant-{tenant}" if self.tenants > 1 else ""
-            yield Ask(at_s, prompt, answer, ids, name, self.block_tokens)
-            at_s += exponential_of(rng) / self.rate_per_s
+            yield TraceRequest(at_s, prompt, answer, ids, name, self.block_tokens)
+            at_s += rng.exponential() / self.rate_per_s
 
     def _ids(self, serial: int, prompt: int, beginning: int) -> tuple[int, ...]:
         """Shared ones first; a name is never given twice."""
