@@ -37,12 +37,7 @@ def _latencies(report: Report) -> str:
         ("client: sent late", summary.late_ms),
     )
     heads = ["", "mean", *(f"p{percent}" for percent in PERCENTILES), "max"]
-    return table(heads, [[name, *_numbers(found)] for name, found in rows if found is not None])
-
-
-def _numbers(found: Distribution) -> list[str]:
-    values = (found.mean, found.p50, found.p90, found.p95, found.p99, found.max)
-    return [f"{value:,.2f}" for value in values]
+    return table(heads, [[name, *found.cells()] for name, found in rows if found is not None])
 
 
 def _errors(report: Report) -> str:
@@ -104,13 +99,8 @@ def _scatters(report: Report, served: Sequence[Sample], limits: dict[str, float]
     over_time = Plot(
         f"Each request: first token{which}", "sent, seconds since the start", report.summary.duration_s, highest, "ms"
     )
-    by_length = Plot(
-        f"Each request: first token by uncached prompt{which}",
-        "prompt tokens not in the cache",
-        max(map(_uncached, shown)),
-        highest,
-        "ms",
-    )
+    title, longest = f"Each request: first token by uncached prompt{which}", max(map(_uncached, shown))
+    by_length = Plot(title, "prompt tokens not in the cache", longest, highest, "ms")
     over_time.points(((s.sent_s, (s.ttft_s or 0.0) * 1e3, _hover(s)) for s in shown), "one")
     by_length.points(((_uncached(s), (s.ttft_s or 0.0) * 1e3, _hover(s)) for s in shown), "three")
     failed = [sample for sample in report.samples if not sample.ok][:_MAX_POINTS]

@@ -81,6 +81,10 @@ class Distribution:
         p50, p90, p95, p99 = (percentile(ordered, percent) * 1e3 for percent in PERCENTILES)
         return cls(len(ordered), mean * 1e3, p50, p90, p95, p99, ordered[-1] * 1e3)
 
+    def cells(self) -> list[str]:
+        """For a table: mean, the percentiles, largest."""
+        return [f"{value:,.2f}" for value in (self.mean, self.p50, self.p90, self.p95, self.p99, self.max)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:

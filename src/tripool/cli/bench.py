@@ -176,10 +176,10 @@ class _Measure:
         """The report, and whether Ctrl-C ended the run early."""
         from tripool.bench.report import Report, RunSettings
         from tripool.bench.summary import summarise, timeline
-        from tripool.cli.bench_report import progress
+        from tripool.cli.bench_report import request_progress
 
         began = datetime.now().astimezone().isoformat(" ", "seconds")
-        with progress(len(load.shots), "asking the server") as (describe, ended):
+        with request_progress(len(load.shots), "asking the server") as (describe, ended):
             model, measured, interrupted = _run_fast(self._run(load, describe, ended))
         asked = RunSettings(
             url=self.url,

@@ -9,37 +9,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from tripool.bench.page import render_page
 from tripool.bench.report import Report, summary_rows
-from tripool.bench.summary import PERCENTILES, Distribution
+from tripool.bench.summary import PERCENTILES
 from tripool.cli.files import write_file
-from tripool.cli.terminal import harmless, stderr
+from tripool.cli.terminal import harmless, progress
 
 if TYPE_CHECKING:
     from tripool.bench.samples import Sample
 
 
 @contextmanager
-def progress(total: int, first: str) -> Iterator[tuple[Callable[[str], None], Callable[[Sample], None]]]:
+def request_progress(total: int, first: str) -> Iterator[tuple[Callable[[str], None], Callable[[Sample], None]]]:
     """Two functions: one sets the description, the other takes each ended request."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[failed]}"), console=stderr(), refresh_per_second=4) as bar:
-        task = bar.add_task(first, total=total, failed="")
+    with progress(first, total, TimeElapsedColumn(), TextColumn("{task.fields[note]}")) as update:
         failed = 0
 
         def ended(sample: Sample) -> None:
             nonlocal failed
             failed += not sample.ok
-            bar.update(task, advance=1, failed=f"{failed:,} failed" if failed else "")
+            update(advance=1, note=f"{failed:,} failed" if failed else "")
 
-        def describe(text: str) -> None:
-            bar.update(task, description=harmless(text))
-
-        yield describe, ended
+        yield (lambda text: update(description=harmless(text))), ended
 
 
 def show(report: Report) -> None:
@@ -62,7 +57,7 @@ def show(report: Report) -> None:
     )
     for name, found in rows:
         if found is not None:
-            latencies.add_row(name, *_numbers(found))
+            latencies.add_row(name, *found.cells())
     console.print(latencies)
     details = {sample.error: sample.detail for sample in reversed(report.samples) if sample.error is not None}
     for kind, count in summary.errors.items():
@@ -70,10 +65,6 @@ def show(report: Report) -> None:
         console.print(Text(harmless(message), style="red"), soft_wrap=True)
     for warning in summary.warnings:
         console.print(Text(f"note: {warning}", style="yellow"), soft_wrap=True)
-
-
-def _numbers(found: Distribution) -> list[str]:
-    return [f"{v:,.2f}" for v in (found.mean, found.p50, found.p90, found.p95, found.p99, found.max)]
 
 
 def write_files(report: Report, json_file: Path | None, html_file: Path | None) -> None:

@@ -6,14 +6,13 @@ import importlib
 import importlib.util
 import sys
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from tripool.cli import options
-from tripool.cli.options import DeviceOf, KvGb, Load, Model, Mtp, PrecisionOf, Threads
+from tripool.cli.options import Load, Model, engine_options, sampling_options
 from tripool.cli.terminal import harmless, print_error, stderr
 from tripool.config import EngineConfig
 from tripool.core import Message, SamplingParams
@@ -22,48 +21,26 @@ from tripool.errors import ContextOverflow
 if TYPE_CHECKING:
     from tripool.llm import LLM
 
-_DEFAULT = EngineConfig()
-
 
 def register(app: typer.Typer, load: Load) -> None:
     @app.command()
+    @engine_options("max_running")
+    @sampling_options
     def chat(
         model: Model = "tiny",
         question: Annotated[str | None, typer.Argument(help="Ask this and exit; also read from a pipe.")] = None,
         system: Annotated[str | None, typer.Option(help="Instructions that come before the conversation.")] = None,
-        temperature: options.Temperature = None,
-        top_p: options.TopP = None,
-        top_k: options.TopK = None,
-        min_p: options.MinP = None,
-        repetition_penalty: options.RepetitionPenalty = None,
-        max_tokens: options.MaxTokens = None,
-        seed: options.Seed = None,
-        stop: options.Stop = None,
-        kv_gb: KvGb = None,
-        mtp: Mtp = _DEFAULT.mtp,
-        precision: PrecisionOf = _DEFAULT.precision,
-        threads: Threads = None,
-        device: DeviceOf = _DEFAULT.device,
+        *,
+        sampling: dict[str, Any],
+        config: EngineConfig,
     ) -> None:
         """Chat with MODEL; /reset starts again, /exit leaves."""
         from tripool.llm import LLM
 
-        params = SamplingParams.from_options(
-            options.given(
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                max_tokens=max_tokens,
-                seed=seed,
-                stop=stop,
-            )
-        )
+        params = SamplingParams.from_options(sampling)
         if question is None and not sys.stdin.isatty():
             question = sys.stdin.read().strip()
-        config = EngineConfig(kv_gb=kv_gb, max_running=1, mtp=mtp, precision=precision, threads=threads, device=device)
-        with LLM(load(model, config)) as llm:
+        with LLM(load(model, replace(config, max_running=1))) as llm:
             talk = _Talk(llm, params, system)
             if question is not None:
                 talk.ask(question, raise_interrupt=True)

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tripool.cli.terminal import stderr
+from tripool.cli.files import write_file
+from tripool.cli.terminal import progress
 from tripool.errors import InvalidRequest
 
 Arithmetic = Literal["float32", "int8", "w8a8"]
@@ -71,17 +71,11 @@ def _evaluate(
     if sides[0].vocab != sides[1].vocab:
         problem = f"vocabularies of {sides[0].vocab} and {sides[1].vocab} tokens"
         raise InvalidRequest(problem, hint="give two forms of one model")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr()) as progress:
-        task = progress.add_task("windows", total=len(windows))
+    with progress("windows", len(windows)) as update:
         found = compare(
-            sides[0],
-            sides[1],
-            windows,
-            num_answers=answers,
-            answer_tokens=answer_tokens,
-            on_progress=lambda done, total: progress.update(task, completed=done),
-        )
+            sides[0], sides[1], windows, num_answers=answers, answer_tokens=answer_tokens,
+            on_progress=lambda done, total: update(completed=done),
+        )  # fmt: skip
     table = Table("", "value", title=f"{a[0]} ({a[1]}) against {b[0]} ({b[1]})")
     table.add_row("perplexity A", f"{found.perplexity_a:.4f}")
     table.add_row("perplexity B", f"{found.perplexity_b:.4f} ({found.perplexity_change:+.3%})")
@@ -89,6 +83,5 @@ def _evaluate(
     table.add_row("mean KL(A ‖ B)", f"{found.mean_kl:.6f} nats")
     table.add_row("greedy agreement", f"{found.greedy_agreement:.3%} of {found.num_greedy_tokens:,}")
     Console().print(table)
-    if json_file is not None:
-        report = {"a": a[0], "precision_a": a[1], "b": b[0], "precision_b": b[1]} | found.as_dict()
-        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    report = {"a": a[0], "precision_a": a[1], "b": b[0], "precision_b": b[1]} | found.as_dict()
+    write_file(json_file, json.dumps(report, indent=1) + "\n")

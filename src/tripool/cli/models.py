@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -12,8 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tripool.cli.asking import DEFAULT_URL, ApiKey, Url, ask
-from tripool.errors import TripoolError
+from tripool.cli.asking import DEFAULT_URL, ApiKey, Url, ask, post
 
 _PATIENCE_S = 660.0
 """A large model takes minutes to load; the server has its own deadlines."""
@@ -26,12 +23,6 @@ class Format(StrEnum):
 
 FormatOf = Annotated[Format, typer.Option(help="For people, or for programs.")]
 _Model = Annotated[str, typer.Argument(help="As `tripool models list` shows it.")]
-
-
-class Refused(TripoolError):
-    """The server refuses to load or unload a model."""
-
-    code = "refused"
 
 
 def register(app: typer.Typer) -> None:
@@ -56,14 +47,14 @@ def register(app: typer.Typer) -> None:
     @models.command()
     def load(model: _Model, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
         """Load MODEL in a running server; returns when it is ready."""
-        loaded = _post(url, "/v1/models/load", api_key, model)
+        loaded = post(url, "/v1/models/load", api_key, {"model": model}, timeout_s=_PATIENCE_S)
         took = f" in {loaded['load_s']:.2f} s" if "load_s" in loaded else ""
         typer.echo(f"{model} is {loaded['state']}{took}{' (model cache)' if loaded.get('from_model_cache') else ''}")
 
     @models.command()
     def unload(model: _Model, url: Url = DEFAULT_URL, api_key: ApiKey = None) -> None:
         """Finish MODEL's open answers and free its memory. It stays unloaded until it is loaded again."""
-        unloaded = _post(url, "/v1/models/unload", api_key, model)
+        unloaded = post(url, "/v1/models/unload", api_key, {"model": model}, timeout_s=_PATIENCE_S)
         still = f": {unloaded['open']} answers are still open" if unloaded.get("open") else ""
         typer.echo(f"{model} is {unloaded['state']}{still}")
 
@@ -80,17 +71,8 @@ def _show_known(format: Format) -> None:
 
     entries = list_models()
     if format is Format.json:
-        rows = [
-            {
-                "name": entry.name,
-                "architecture": entry.architecture,
-                "parameters": entry.parameters,
-                "stored_bytes": entry.stored_bytes,
-                "present": entry.present,
-                "path": str(entry.path),
-            }
-            for entry in entries
-        ]
+        names = ("name", "architecture", "parameters", "stored_bytes", "present")
+        rows = [{name: getattr(entry, name) for name in names} | {"path": str(entry.path)} for entry in entries]
         typer.echo(json.dumps(rows, indent=2))
         return
     table = Table("name", "architecture")
@@ -119,25 +101,3 @@ def _served_table(served: list[dict[str, Any]]) -> Table:
             f"{model['load_s']:.2f} s{cached}" if "load_s" in model else "",
         )
     return table
-
-
-def _post(url: str, path: str, api_key: str | None, model: str) -> dict[str, Any]:
-    address = f"{url.rstrip('/').removesuffix('/v1')}{path}"
-    headers = {"Content-Type": "application/json"} | ({} if api_key is None else {"Authorization": f"Bearer {api_key}"})
-    request = urllib.request.Request(address, json.dumps({"model": model}).encode(), headers)
-    try:
-        with urllib.request.urlopen(request, timeout=_PATIENCE_S) as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
-    except urllib.error.HTTPError as error:
-        with error:
-            raise Refused(_reason(error), hint=f"{address} answers {error.code}") from error
-    except (OSError, ValueError) as error:
-        raise Refused(f"{address} does not answer: {error}", hint="is `tripool serve` running?") from error
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):  # not a Tripool error
-        return str(error.reason)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Annotated, Any
 
 import typer
@@ -22,24 +24,76 @@ ModelNames = Annotated[
     typer.Argument(metavar="[MODEL]...", help="Names that `tripool models` shows, or paths; the first is the default."),
 ]
 
-KvGb = Annotated[float | None, typer.Option("--kv-gb", min=0.001, help=_KV)]
-MaxRunning = Annotated[int, typer.Option("--max-running", min=1, max=256, help="Sequences computed at once.")]
-Mtp = Annotated[bool, typer.Option("--mtp/--no-mtp", help="Draft tokens with the model's MTP layer, if it has one.")]
 PrecisionOf = Annotated[Precision, typer.Option("--precision", help="int8: fast, and exact on a CPU; or float32.")]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, help=_THREADS)]
 _DEVICE = "cpu, or cuda: bfloat16, and on Hopper 8 bits where the checkpoint has them; or float32."
-DeviceOf = Annotated[Device, typer.Option("--device", help=_DEVICE)]
+_ENGINE = {
+    "kv_gb": Annotated[float | None, typer.Option("--kv-gb", min=0.001, help=_KV)],
+    "max_running": Annotated[int, typer.Option("--max-running", min=1, max=256, help="Sequences computed at once.")],
+    "mtp": Annotated[
+        bool, typer.Option("--mtp/--no-mtp", help="Draft tokens with the model's MTP layer, if it has one.")
+    ],
+    "precision": PrecisionOf,
+    "threads": Annotated[int | None, typer.Option("--threads", min=1, help=_THREADS)],
+    "device": Annotated[Device, typer.Option("--device", help=_DEVICE)],
+}
+_SAMPLING = {
+    "temperature": Annotated[float | None, typer.Option(help="0 picks the most likely token.")],
+    "top_p": Annotated[float | None, typer.Option("--top-p", help="Keep the likeliest tokens up to this probability.")],
+    "top_k": Annotated[
+        int | None, typer.Option("--top-k", help="Keep this many of the likeliest tokens; 0 keeps all.")
+    ],
+    "min_p": Annotated[
+        float | None, typer.Option("--min-p", help="Drop tokens less likely than this times the likeliest.")
+    ],
+    "repetition_penalty": Annotated[
+        float | None, typer.Option("--repetition-penalty", help="Above 1 discourages tokens already seen.")
+    ],
+    "max_tokens": Annotated[int | None, typer.Option("--max-tokens", help="The longest answer.")],
+    "seed": Annotated[int | None, typer.Option(help="The same seed gives the same answer.")],
+    "stop": Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be given several times.")],
+}
 
-Temperature = Annotated[float | None, typer.Option(help="0 picks the most likely token.")]
-TopP = Annotated[float | None, typer.Option("--top-p", help="Keep the likeliest tokens up to this probability.")]
-TopK = Annotated[int | None, typer.Option("--top-k", help="Keep this many of the likeliest tokens; 0 keeps all.")]
-MinP = Annotated[float | None, typer.Option("--min-p", help="Drop tokens less likely than this times the likeliest.")]
-RepetitionPenalty = Annotated[
-    float | None, typer.Option("--repetition-penalty", help="Above 1 discourages tokens already seen.")
-]
-MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="The longest answer.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be given several times.")]
+Command = Callable[..., None]
+
+
+def engine_options(*without: str) -> Callable[[Command], Command]:
+    """For a command with a parameter `config: EngineConfig`: its fields become options, except those in `without`."""
+    fields = {name: option for name, option in _ENGINE.items() if name not in without}
+    defaults = EngineConfig()
+    return _grouped("config", fields, {name: getattr(defaults, name) for name in fields}, EngineConfig)
+
+
+def sampling_options(command: Command) -> Command:
+    """For a command with a parameter `sampling`: the sampling options that were given, by name."""
+    return _grouped("sampling", _SAMPLING, dict.fromkeys(_SAMPLING), given)(command)
+
+
+def _grouped(
+    parameter: str, options: Mapping[str, Any], defaults: Mapping[str, Any], make: Callable[..., Any]
+) -> Callable[[Command], Command]:
+    """Replaces a parameter of a command by options; `make` builds its value from theirs."""
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def run(**values: Any) -> None:
+            found = make(**{name: values.pop(name) for name in options})
+            command(**values, **{parameter: found})
+
+        parameters: list[inspect.Parameter] = []
+        for each in inspect.signature(command, eval_str=True).parameters.values():
+            if each.name == parameter:
+                kind = inspect.Parameter.KEYWORD_ONLY
+                parameters += [
+                    inspect.Parameter(name, kind, default=defaults[name], annotation=option)
+                    for name, option in options.items()
+                ]
+            else:
+                parameters.append(each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
 
 
 def given(**options: Any) -> dict[str, Any]:

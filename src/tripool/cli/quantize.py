@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tripool.cli.terminal import stderr
+from tripool.cli.terminal import progress, stderr
 
 if TYPE_CHECKING:
     from tripool.quant import Techniques
@@ -62,12 +61,10 @@ def _quantize(
         if tokens:
             tokenizer = Tokenizer(checkpoint.text)
             windows = read_windows(calibration, tokenizer, num_tokens=tokens, window=_WINDOW)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-            task = progress.add_task(checkpoint.name, total=None)
+        with progress(checkpoint.name, None, enabled=console.is_terminal) as update:
 
             def report(done: int, total: int, what: str) -> None:
-                progress.update(task, completed=done, total=total, description=what)
+                update(completed=done, total=total, description=what)
                 if not console.is_terminal:  # a log: one line each, to show progress
                     console.print(f"{done} of {total}: {what}", soft_wrap=True)
 

@@ -16,7 +16,7 @@ import typer
 from tripool import __version__
 from tripool.cli.keys import KeysFile
 from tripool.cli.logs import LogFormat, LogLevel, LogOptions, ended_by_sigterm, logged
-from tripool.cli.options import DeviceOf, KvGb, Load, MaxRunning, ModelNames, Mtp, PrecisionOf, Threads
+from tripool.cli.options import Load, ModelNames, engine_options
 from tripool.cli.terminal import load_model, stderr
 from tripool.config import EngineConfig, GatewayConfig
 from tripool.errors import InvalidRequest
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("tripool.serve")
 _CACHE_GB = 0.25
-_ENGINE, _GATEWAY, _LOGS = EngineConfig(), GatewayConfig(), LogOptions()
+_GATEWAY, _LOGS = GatewayConfig(), LogOptions()
 
 Open = Annotated[
     bool,
@@ -53,16 +53,13 @@ DiskDir = Annotated[
 
 def register(app: typer.Typer, load: Load) -> None:
     @app.command()
+    @engine_options()
     def serve(
         models: ModelNames = None,
         host: Annotated[str, typer.Option(help="Address to listen on.")] = _GATEWAY.host,
         port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = _GATEWAY.port,
-        kv_gb: KvGb = None,
-        max_running: MaxRunning = _ENGINE.max_running,
-        mtp: Mtp = _ENGINE.mtp,
-        precision: PrecisionOf = _ENGINE.precision,
-        threads: Threads = None,
-        device: DeviceOf = _ENGINE.device,
+        *,
+        config: EngineConfig,
         split: Annotated[bool, typer.Option("--split", help="Prefill and decode in processes of their own.")] = False,
         prefill: Annotated[int | None, typer.Option(min=1, max=256, help="Prefill workers; implies --split.")] = None,
         decode: Annotated[int | None, typer.Option(min=1, max=256, help="Decode workers; implies --split.")] = None,
@@ -85,9 +82,6 @@ def register(app: typer.Typer, load: Load) -> None:
         from tripool.serving import AccessConfig, WeightCacheConfig, build_colocated, build_split
         from tripool.serving.split import SplitConfig
 
-        config = EngineConfig(
-            kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads, device=device
-        )
         models, gateway = models or ["tiny"], GatewayConfig(host=host, port=port)
         access, weights = AccessConfig(keys, open), WeightCacheConfig(model_cache_gb, keep_models)
         logs = LogOptions(log_level, log_format)

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 from rich.table import Table
 
-from tripool.cli.terminal import stderr
+from tripool.cli.terminal import progress, stderr
 
 if TYPE_CHECKING:
     from tripool.simulate import Report
@@ -80,14 +80,12 @@ def run(faults: bool, seeds: int, first: int, seed: int | None, events: bool, wo
 
 def _follow(results: Iterator[Report | _Broken], total: _Total, num_runs: int) -> _Broken | None:
     """Count until the first that is broken."""
-    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=stderr(), transient=True) as progress:
-        task = progress.add_task("", total=num_runs)
+    with progress("simulating", num_runs, TimeElapsedColumn(), transient=True) as update:
         for result in results:
             if isinstance(result, _Broken):
                 return result
             total.add(result)
-            progress.advance(task)
+            update(advance=1)
     return None
 
 

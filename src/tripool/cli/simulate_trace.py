@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import TimeElapsedColumn
 from rich.table import Table
 
 from tripool.bench.trace import TraceRequest, Workload, measure_trace, parse_trace
 from tripool.cli.files import read_file, write_file
 from tripool.cli.plan import _hardware, _model
-from tripool.cli.terminal import stderr
+from tripool.cli.terminal import progress
 from tripool.errors import InvalidRequest
 from tripool.planner.deployment import DeploymentFile, read_deployment, write_deployment
 from tripool.planner.search import PlanGoal, make_plan
@@ -137,12 +137,10 @@ def simulate(asked: Asked, where: Where, faults: list[str], html_file: Path | No
     began_s = time.process_time()
     console = Console()
     console.print(f"{layout.title}; {asked.title}: {_summary(work)}", soft_wrap=True)
-    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=stderr(), transient=True) as progress, uncollected():
-        task = progress.add_task("", total=work.num_requests)
+    with progress("simulating", work.num_requests, TimeElapsedColumn(), transient=True) as update, uncollected():
         data = simulate_trace(
             layout, requests(), trace=asked.title, faults=struck, most_blocks=work.num_blocks,
-            slice_s=max(0.5, work.span_s / _SLICES), progress=lambda done: progress.update(task, completed=done),
+            slice_s=max(0.5, work.span_s / _SLICES), progress=lambda done: update(completed=done),
         )  # fmt: skip
     write_file(json_file, json.dumps(data, indent=1) + "\n")
     write_file(html_file, render_run(data))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from tripool.config import EngineConfig
@@ -19,6 +22,17 @@ _CONTROLS = dict.fromkeys([*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0)]
 
 def stderr() -> Console:
     return Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def progress(
+    description: str, total: int | None, *last: ProgressColumn, enabled: bool = True, transient: bool = False
+) -> Iterator[Callable[..., None]]:
+    """A bar on stderr, with its time in the `last` columns. Yields `update`: `completed`, `advance`, `description`."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *(last or (TimeRemainingColumn(),)))
+    with Progress(*columns, console=stderr(), disable=not enabled, transient=transient, refresh_per_second=4) as bar:
+        task = bar.add_task(description, total=total, note="")
+        yield lambda **changes: bar.update(task, **changes)
 
 
 def load_model(model: str, config: EngineConfig, weight_cache: WeightCache | None = None) -> StepEngine:

@@ -11,15 +11,16 @@ from typing import Annotated, Literal
 import typer
 
 from tripool.cli.logs import LogFormat, LogLevel, LogOptions, logged
-from tripool.cli.options import DeviceOf, KvGb, MaxRunning, Model, Mtp, PrecisionOf, Threads
+from tripool.cli.options import Model, engine_options
 from tripool.config import EngineConfig
 from tripool.errors import InvalidRequest
 
-_DEFAULT, _LOGS = EngineConfig(), LogOptions()
+_LOGS = LogOptions()
 
 
 def register(app: typer.Typer) -> None:
     @app.command()
+    @engine_options()
     def worker(
         model: Model = "tiny",
         role: Annotated[Literal["prefill", "decode"], typer.Option(help="Which pool it joins.")] = "decode",
@@ -27,12 +28,8 @@ def register(app: typer.Typer) -> None:
         name: Annotated[str | None, typer.Option(hidden=True)] = None,
         epoch: Annotated[int | None, typer.Option(hidden=True)] = None,
         supervisor_channel: Annotated[int | None, typer.Option(hidden=True)] = None,
-        kv_gb: KvGb = None,
-        max_running: MaxRunning = _DEFAULT.max_running,
-        mtp: Mtp = _DEFAULT.mtp,
-        precision: PrecisionOf = _DEFAULT.precision,
-        threads: Threads = None,
-        device: DeviceOf = _DEFAULT.device,
+        *,
+        config: EngineConfig,
         log_level: LogLevel = _LOGS.level,
         log_format: LogFormat = _LOGS.style,
     ) -> None:
@@ -47,9 +44,6 @@ def register(app: typer.Typer) -> None:
         if not join.startswith("ipc://"):
             hint = "`tripool status` shows the address of a server on this machine; it begins with ipc://"
             raise InvalidRequest(f"cannot join '{join}'", hint=hint, param="join")
-        config = EngineConfig(
-            kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads, device=device
-        )
         channel = SupervisorChannel.inherited(supervisor_channel) if supervisor_channel is not None else None
         # A worker that joins by itself has no supervisor to count its epochs. Its name may come again with its process
         # number, but later by a clock that is never set back.

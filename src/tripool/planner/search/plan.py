@@ -6,17 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tripool.planner.errors import DoesNotFit, NotReachable
+from tripool.planner.search import pools
 from tripool.planner.search.goal import PlanGoal
 from tripool.planner.search.match import best_matches
-from tripool.planner.search.pools import (
-    all_setups,
-    decode_models,
-    decode_pools,
-    fastest_decode,
-    instance_chips,
-    prefill_pools,
-    setups,
-)  # fmt: skip
 from tripool.planner.search.results import DecodePool, Deployment, Lever, Plan, Point, PrefillPool
 
 _KEEP = 10
@@ -29,7 +21,7 @@ _EVER = 1e9
 
 def make_plan(goal: PlanGoal) -> Plan:
     _check_fit(goal)
-    decodes = sorted(decode_pools(goal), key=lambda pool: -pool.tokens_per_s_per_chip)
+    decodes = sorted(pools.decode_pools(goal), key=lambda pool: -pool.tokens_per_s_per_chip)
     if not decodes:
         raise _too_slow(goal)
     prefills = _prefills(goal, decodes)
@@ -46,7 +38,7 @@ def make_plan(goal: PlanGoal) -> Plan:
 
 def _prefills(goal: PlanGoal, decodes: Sequence[DecodePool]) -> list[PrefillPool]:
     first_s = min(pool.step.seconds for pool in decodes)
-    found = sorted(prefill_pools(goal, first_s), key=lambda pool: -pool.tokens_per_s_per_chip)
+    found = sorted(pools.prefill_pools(goal, first_s), key=lambda pool: -pool.tokens_per_s_per_chip)
     smallest = sorted(found, key=lambda pool: pool.chips)[:2]
     return [*found[:_PREFILL_OPTIONS], *(pool for pool in smallest if pool not in found[:_PREFILL_OPTIONS])]
 
@@ -66,10 +58,10 @@ def front(goal: PlanGoal) -> list[Point]:
     fastest per user first.
     """
     points: list[Point] = []
-    for model, most in decode_models(goal):
+    for model, most in pools.decode_models(goal):
         for batch in (size for size in _FRONT_BATCHES if size <= most):
             tpot_s = model.tpot_s(batch, goal.mean_context)
-            per_chip, chips = batch * goal.hardware.ranks / tpot_s, instance_chips(goal, model.setup.ep)
+            per_chip, chips = batch * goal.hardware.ranks / tpot_s, pools.instance_chips(goal, model.setup.ep)
             points.append(Point(1.0 / tpot_s, per_chip, model.setup, batch, chips))
     best, chosen = 0.0, []
     for point in sorted(points, key=lambda point: (-point.tokens_per_s_per_user, -point.tokens_per_s_per_chip)):
@@ -97,14 +89,14 @@ def _levers(goal: PlanGoal, chosen: Deployment) -> tuple[Lever, ...]:
     }
     found = []
     for name, tried in tries.items():
-        decodes = sorted(decode_pools(tried), key=lambda pool: -pool.tokens_per_s_per_chip)
+        decodes = sorted(pools.decode_pools(tried), key=lambda pool: -pool.tokens_per_s_per_chip)
         best = next(best_matches(tried, _prefills(tried, decodes), _spread(decodes), 1), chosen)
         found.append(Lever(name=name, gain=max(0.0, best.requests_per_s / chosen.requests_per_s - 1.0)))
     return tuple(sorted(found, key=lambda lever: -lever.gain))
 
 
 def _check_fit(goal: PlanGoal) -> None:
-    rooms = list(all_setups(goal, goal.ranks, drafts=(0,)))
+    rooms = list(pools.all_setups(goal, goal.ranks, drafts=(0,)))
     setup, room = max(rooms, key=lambda pair: pair[1].kv)
     if room.kv > 0:
         return
@@ -124,14 +116,14 @@ def _least_chips(goal: PlanGoal) -> int | None:
     for power in range(1, 14):
         chips = goal.chips * 2**power
         larger = replace(goal, chips=chips)
-        fitting = [setup.ep for setup, _ in setups(larger, larger.ranks, drafts=(0,))]
+        fitting = [setup.ep for setup, _ in pools.setups(larger, larger.ranks, drafts=(0,))]
         if fitting:
-            return instance_chips(goal, min(fitting))
+            return pools.instance_chips(goal, min(fitting))
     return None
 
 
 def _too_slow(goal: PlanGoal) -> NotReachable:
-    found = fastest_decode(goal)
+    found = pools.fastest_decode(goal)
     if found is None:
         tokens = int(goal.input_tokens + goal.output_tokens)
         problem = (
