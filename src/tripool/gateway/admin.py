@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -16,29 +14,19 @@ from tripool import __version__
 from tripool.errors import EngineStopped
 from tripool.gateway.auth import caller_of
 from tripool.gateway.metrics import scrape
-from tripool.gateway.models import Models
+from tripool.gateway.models import Models, OpenRequests
 from tripool.gateway.record import MAX_KEPT, Journal
 from tripool.gateway.refusals import Draining, NotReady, RequestUnknown
 
 
-class InFlight:
-    """For one event loop: no lock."""
+class InFlight(OpenRequests):
+    """Of the whole server, which may be draining."""
 
-    def __init__(self) -> None:
-        self.draining = False
-        self.num_open = 0
+    draining = False
 
     def check(self) -> None:
         if self.draining:
             raise Draining("this server accepts no more requests", hint="send it to another one, or later")
-
-    @contextmanager
-    def request(self) -> Iterator[None]:
-        self.num_open += 1
-        try:
-            yield
-        finally:
-            self.num_open -= 1
 
 
 _LOG = logging.getLogger("tripool.gateway")

@@ -31,12 +31,12 @@ from tripool.gateway.host_check import HostCheck
 from tripool.gateway.job import Api, Job
 from tripool.gateway.models import Models, Served
 from tripool.gateway.options import ANTHROPIC, CHAT, COMPLETION, ONE_MODEL
-from tripool.gateway.parse import header_id
+from tripool.gateway.parse import Sender, header_id
 from tripool.gateway.record import Journal, Record
 from tripool.gateway.refusals import dialect_of, error_body, error_headers, error_shape
 from tripool.gateway.request_log import RequestLog, log_connection, note_error, note_record, request_id_of
 from tripool.gateway.respond import Formatter, OpenAIFormatter
-from tripool.gateway.slo import HeaderSlo, read_header_slo
+from tripool.gateway.slo import read_header_slo
 from tripool.gateway.stream import AnswerResponse
 from tripool.gateway.tokens import token_routes
 from tripool.grammar import Trial
@@ -149,15 +149,8 @@ class Answering:
         access: Access | None,
         reading: FairPool,
     ) -> None:
-        self._models, self._in_flight, self._journal, self._bodies, self._clock = (
-            models,
-            in_flight,
-            journal,
-            bodies,
-            clock,
-        )
-        self._access = access
-        self._reading = reading
+        self._models, self._in_flight, self._journal, self._bodies = models, in_flight, journal, bodies
+        self._clock, self._access, self._reading = clock, access, reading
         """For bodies that take long to encode: large ones, and those with a slow chat template."""
         self._trial, self._trying = Trial(), FairPool("trials", num_threads=_TRIALS, max_waiting=_MAX_TRIALS_WAITING)
 
@@ -195,9 +188,8 @@ class Answering:
         self._models.enter(tenant)
         raw = await self._bodies.read(http)
         self._models.read(tenant, len(raw))
-        request_id = header_id(http.headers.get("x-request-id"))
-        parse = partial(self._parse, raw, request_id, api, tenant, header_slo)
-        served, job = await self._parsed(tenant, len(raw), parse)
+        sender = Sender(tenant, header_id(http.headers.get("x-request-id")), header_slo)
+        served, job = await self._parsed(tenant, len(raw), partial(self._parse, raw, api, sender))
         check_echoes(job)
         served.check(job.requests)
         await self._try(job.requests[0], tenant)
@@ -221,24 +213,15 @@ class Answering:
                 return parse(quick=True)
         return await self._reading.run(tenant.name, parse, size=num_bytes)
 
-    def _parse(
-        self,
-        raw: bytes,
-        request_id: str | None,
-        api: Api,
-        tenant: Tenant,
-        header_slo: HeaderSlo,
-        *,
-        quick: bool = False,
-    ) -> tuple[Served, Job]:
+    def _parse(self, raw: bytes, api: Api, sender: Sender, *, quick: bool = False) -> tuple[Served, Job]:
         served = self._models.meant_by(raw)
         parser = served.parser.quick if quick else served.parser
         parse = {"chat": parser.chat, "completion": parser.completion, "messages": parser.messages}
-        return served, parse[api](raw, request_id, tenant, header_slo)
+        return served, parse[api](raw, sender)
 
     @contextmanager
     def _answering(self, served: Served) -> Iterator[None]:
-        with self._in_flight.request(), served.answering():
+        with self._in_flight.request(), served.open.request():
             yield
 
 

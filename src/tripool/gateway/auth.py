@@ -16,31 +16,22 @@ import time
 from collections.abc import Callable
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tripool.core import Usage
 from tripool.errors import TripoolError
 from tripool.gateway.parse import header_id
 from tripool.gateway.record import Record
-from tripool.gateway.refusals import dialect_of, error_headers, error_shape
 from tripool.gateway.request_log import CALLER as _CALLER
-from tripool.gateway.request_log import note_error
+from tripool.gateway.request_log import refuse
 from tripool.tenants import ANONYMOUS, OPEN_CALLER, Caller, KeyTable, Tenant
 from tripool.tenants.key_watcher import KeyWatcher
 from tripool.tenants.usage_log import UsageLog
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/health/ready", "/version"})
-_FOR_TENANTS = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/tokenize",
-        "/detokenize",
-    }
-)
+_FOR_TENANTS = frozenset({"/tokenize", "/detokenize"}) | {
+    f"/v1/{path}" for path in ("chat/completions", "completions", "messages", "messages/count_tokens")
+}
 _ASK = "ask the operator for another"
 _PUBLIC = Caller(tenant=ANONYMOUS)
 """The caller of public paths."""
@@ -137,9 +128,10 @@ class Guard:
                     hint = "if it exists at all: make one with `tripool keys add NAME --admin`"
                     raise NotOperator(f"{scope['method']} {scope['path'][:200]} needs an admin key", hint=hint)
             except TripoolError as error:
-                self._on_refused(error.code)
-                note_error(scope, error.code, unauthenticated=_CALLER not in scope)
-                await _refusal(scope, error)(scope, receive, send)
+                headers, unauthenticated = _refusal_headers(scope, error), _CALLER not in scope
+                await refuse(
+                    scope, receive, send, error, self._on_refused, headers=headers, unauthenticated=unauthenticated
+                )
                 return
         await self._app(scope, receive, send)
 
@@ -171,11 +163,7 @@ def _for_tenants(method: str, path: str) -> bool:
     return looks and (about_models or (path.startswith("/v1/requests/") and path.endswith("/explain")))
 
 
-def _refusal(scope: Scope, error: TripoolError) -> JSONResponse:
-    headers = error_headers(error)
-    if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
+def _refusal_headers(scope: Scope, error: TripoolError) -> dict[str, str]:
     asked = header_id(HttpRequest(scope).headers.get("x-request-id"))
-    if asked is not None:
-        headers["x-request-id"] = asked
-    return JSONResponse(error_shape(error, dialect_of(scope["path"])), status_code=error.status, headers=headers)
+    named = {} if asked is None else {"x-request-id": asked}
+    return named | ({"www-authenticate": "Bearer"} if error.status == 401 else {})

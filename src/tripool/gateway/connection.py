@@ -29,18 +29,10 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tripool.errors import TripoolError
+from tripool.gateway import refusals
 from tripool.gateway.connection_limits import CLAIM, CONNECTION_END, SLOW_READER, ConnectionEnd, ConnectionLimits
 from tripool.gateway.connection_table import Claim, ConnectionTable
 from tripool.gateway.framing import body_head, check_framing
-from tripool.gateway.refusals import (
-    HeadTooLarge,
-    HeadTooSlow,
-    NotHttp,
-    TooManyConnections,
-    dialect_of,
-    error_headers,
-    error_shape,
-)
 
 
 class _Phase(Enum):
@@ -107,7 +99,7 @@ class Connection(HttpToolsProtocol):
         self._set_deadline(self._limits.head_s)
         victim = self._table.superfluous(self)
         if victim is self:
-            self._refuse(TooManyConnections("all connections are in use", hint="try again in a moment"))
+            self._refuse(refusals.TooManyConnections("all connections are in use", hint="try again in a moment"))
         elif victim is not None:
             victim.make_room()
 
@@ -135,7 +127,7 @@ class Connection(HttpToolsProtocol):
                 self._stop_listening()
             else:
                 hint = "this is an HTTP/1.1 port, without TLS"
-                self._refuse(self._refusal or NotHttp("this is not an HTTP request", hint=hint))
+                self._refuse(self._refusal or refusals.NotHttp("this is not an HTTP request", hint=hint))
         else:
             self._enter(self._phase_now())
             if self._phase is before:
@@ -196,7 +188,7 @@ class Connection(HttpToolsProtocol):
             return
         try:
             check_framing(self.headers, self.parser.get_http_version())
-        except NotHttp as error:
+        except refusals.NotHttp as error:
             self._refusal = error
             raise _StopParsing from error
         self._known = self._head_complete = True
@@ -257,7 +249,9 @@ class Connection(HttpToolsProtocol):
         self._deadline = None
         if self._phase is _Phase.HEAD and self._begun:
             seconds = self._limits.head_s
-            self._refuse(HeadTooSlow(f"the headers were not complete after {seconds:g} s", hint="send them at once"))
+            self._refuse(
+                refusals.HeadTooSlow(f"the headers were not complete after {seconds:g} s", hint="send them at once")
+            )
         elif self._phase in (_Phase.HEAD, _Phase.IDLE):
             self._close()
         else:
@@ -291,13 +285,15 @@ class Connection(HttpToolsProtocol):
         elif self._phase is _Phase.BODY:
             around = self._raw_bytes - self._body_bytes
             if around > limits.head_bytes + limits.frame_bytes * self._body_bytes:
-                self._refuse(HeadTooLarge("the chunk framing is larger than the body", hint="send larger chunks"))
+                self._refuse(
+                    refusals.HeadTooLarge("the chunk framing is larger than the body", hint="send larger chunks")
+                )
         elif self._phase is _Phase.LEFTOVER:
             self._drop(num_bytes)
 
-    def _head_too_large(self) -> HeadTooLarge:
+    def _head_too_large(self) -> refusals.HeadTooLarge:
         hint = f"at most {self._limits.head_bytes} bytes and {self._limits.num_headers} headers"
-        return HeadTooLarge("the request line and headers are too large", hint=hint)
+        return refusals.HeadTooLarge("the request line and headers are too large", hint=hint)
 
     def _drop(self, num_bytes: int) -> None:
         """Slowly, if it is much: reading dropped bytes must not delay other requests."""
@@ -317,7 +313,7 @@ class Connection(HttpToolsProtocol):
     def make_room(self) -> None:
         """Closed in favour of a newer connection."""
         self._table.closed(self)
-        self._end_for(TooManyConnections.code)
+        self._end_for(refusals.TooManyConnections.code)
         if self._phase is _Phase.IDLE:
             self._close()
         else:
@@ -346,9 +342,9 @@ class Connection(HttpToolsProtocol):
                 self._abort()
                 return
         path = self.url.decode("latin-1").partition("?")[0]
-        body = json.dumps(error_shape(error, dialect_of(path))).encode()
+        body = json.dumps(refusals.error_shape(error, refusals.dialect_of(path))).encode()
         headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
-        lines = [f"{name}: {value}\r\n" for name, value in (headers | error_headers(error)).items()]
+        lines = [f"{name}: {value}\r\n" for name, value in (headers | refusals.error_headers(error)).items()]
         self.transport.write(STATUS_LINE[error.status] + "".join(lines).encode() + b"\r\n" + body)
         self.transport.write_eof()
         self.flow.resume_reading()  # what it still sends is dropped, and its disconnect is detected

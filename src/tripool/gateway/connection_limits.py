@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tripool.errors import TripoolError
 from tripool.gateway.auth import OPEN_PATHS
 from tripool.gateway.connection_table import Claim
-from tripool.gateway.refusals import TenantConnections, TooManyConnections, dialect_of, error_headers, error_shape
-from tripool.gateway.request_log import CALLER, note_error
+from tripool.gateway.refusals import TenantConnections, TooManyConnections
+from tripool.gateway.request_log import CALLER, refuse
 from tripool.tenants import OPEN_CALLER, Caller
 
 _HINT = "close some, or wait until one of your requests has ended"
@@ -41,12 +40,9 @@ class ConnectionQuota:
             error = TenantConnections(
                 "this key's requests already use as many connections as one tenant may", hint=_HINT
             )
-        self._on_refused(error.code)
-        note_error(scope, error.code)
         # Closing while the client still sends would lose the answer: the rest is dropped, within bounds.
-        headers = error_headers(error) | ({"connection": "close"} if whole else {})
-        body = error_shape(error, dialect_of(scope["path"]))
-        await JSONResponse(body, status_code=error.status, headers=headers)(scope, receive, send)
+        headers = {"connection": "close"} if whole else {}
+        await refuse(scope, receive, send, error, self._on_refused, headers=headers)
 
 
 SLOW_READER = "slow_reader"

@@ -21,13 +21,12 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tripool.errors import TripoolError
 from tripool.gateway.auth import needed_no_key
-from tripool.gateway.refusals import HostRefused, OtherSite, dialect_of, error_shape
-from tripool.gateway.request_log import note_error
+from tripool.gateway.refusals import HostRefused, OtherSite
+from tripool.gateway.request_log import refuse
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 _OWN_SITES = frozenset({"same-origin", "none"})
@@ -58,10 +57,7 @@ class HostCheck:
                 if scope["method"] not in _SAFE_METHODS:
                     check_site(scope["headers"])
             except TripoolError as error:
-                self._on_refused(error.code)
-                note_error(scope, error.code, unauthenticated=True)
-                body = error_shape(error, dialect_of(scope["path"]))
-                await JSONResponse(body, status_code=error.status)(scope, receive, send)
+                await refuse(scope, receive, send, error, self._on_refused, unauthenticated=True)
                 return
         await self._app(scope, receive, send)
 

@@ -23,29 +23,8 @@ class JsonType:
     fits: Callable[[Any], bool]
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _is_number(value: object) -> bool:
-    return isinstance(value, float) or _is_integer(value)
-
-
-def _is_list_of(fits: Callable[[Any], bool], value: object, max_items: int | None = None) -> bool:
-    return isinstance(value, list) and (max_items is None or len(value) <= max_items) and all(map(fits, value))
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_ids(value: object) -> bool:
-    """Without a Python call per item: the list may be very long."""
-    return isinstance(value, list) and set(map(type, value)) <= {int}
-
-
-def _is_prompt(value: object) -> bool:
-    return _is_text(value) or _is_ids(value) or _is_list_of(_is_text, value) or _is_list_of(_is_ids, value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _is_bias(value: object) -> bool:
@@ -55,53 +34,57 @@ def _is_bias(value: object) -> bool:
     )
 
 
-def _is_stop(value: object) -> bool:
-    return _is_text(value) or _is_list_of(_is_text, value, MAX_STOPS)
-
-
 def _is_stream_options(value: object) -> bool:
     known = {"include_usage", "include_obfuscation", "continuous_usage_stats"}
     return isinstance(value, dict) and value.keys() <= known and all(isinstance(v, bool) for v in value.values())
 
 
-def _is_object(value: object) -> bool:
-    return isinstance(value, dict)
+def _list_of(item: JsonType, says: str, *, most: int | None = None) -> JsonType:
+    schema = {"type": "array", "items": item.schema} | ({} if most is None else {"maxItems": most})
+
+    def fits(value: object) -> bool:
+        return isinstance(value, list) and (most is None or len(value) <= most) and all(map(item.fits, value))
+
+    return JsonType(says, schema, fits)
 
 
-def _is_choices(value: object) -> bool:
-    return _is_list_of(_is_text, value)
+def _any_of(says: str, *kinds: JsonType) -> JsonType:
+    schema = {"anyOf": [kind.schema for kind in kinds]}
+    return JsonType(says, schema, lambda value: any(kind.fits(value) for kind in kinds))
 
 
-def _list_schema(items: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items}
-
-
-_TEXT_SCHEMA = {"type": "string"}
-_INTEGER_SCHEMA = {"type": "integer", "minimum": MIN_INTEGER, "maximum": MAX_INTEGER}
-_IDS_SCHEMA = _list_schema(_INTEGER_SCHEMA)
-
-INTEGER = JsonType("an integer", _INTEGER_SCHEMA, _is_integer)
+INTEGER = JsonType(
+    "an integer",
+    {"type": "integer", "minimum": MIN_INTEGER, "maximum": MAX_INTEGER},
+    lambda value: isinstance(value, int) and not isinstance(value, bool),
+)
 NUMBER = JsonType("a number", {"type": "number"}, _is_number)
 BOOLEAN = JsonType("true or false", {"type": "boolean"}, lambda value: isinstance(value, bool))
-TEXT = JsonType("a string", _TEXT_SCHEMA, _is_text)
-IDS = JsonType("a list of token ids", _IDS_SCHEMA, _is_ids)
-STOP = JsonType(
-    f"a string or a list of at most {MAX_STOPS} strings",
-    {"anyOf": [_TEXT_SCHEMA, _list_schema(_TEXT_SCHEMA) | {"maxItems": MAX_STOPS}]},
-    _is_stop,
+TEXT = JsonType("a string", {"type": "string"}, lambda value: isinstance(value, str))
+OBJECT = JsonType("an object", {"type": "object"}, lambda value: isinstance(value, dict))
+IDS = JsonType(
+    "a list of token ids",
+    {"type": "array", "items": INTEGER.schema},
+    # Without a Python call per item: the list may be very long.
+    lambda value: isinstance(value, list) and set(map(type, value)) <= {int},
 )
+CHOICES = _list_of(TEXT, "a list of strings")
+TOOLS = _list_of(OBJECT, "a list of objects")
+STOPS = _list_of(TEXT, f"a list of at most {MAX_STOPS} strings", most=MAX_STOPS)
+STOP = _any_of(f"a string or {STOPS.says}", TEXT, STOPS)
+PROMPT = _any_of(
+    "a string, a list of token ids, or a list of either", TEXT, CHOICES, IDS, _list_of(IDS, "lists of ids")
+)
+TOOL_CHOICE = _any_of("a string, or an object that names a function", TEXT, OBJECT)
+SCHEMA = _any_of("a JSON schema: an object, or its text", TEXT, OBJECT)
+TEXT_OR_BLOCKS = _any_of("a string, or a list of text blocks", TEXT, TOOLS)
 BIAS = JsonType(
     "an object from token ids to numbers", {"type": "object", "additionalProperties": {"type": "number"}}, _is_bias
 )
-PROMPT = JsonType(
-    "a string, a list of token ids, or a list of either",
-    {"anyOf": [_TEXT_SCHEMA, _list_schema(_TEXT_SCHEMA), _IDS_SCHEMA, _list_schema(_IDS_SCHEMA)]},
-    _is_prompt,
-)
 MESSAGES = JsonType(
     "a list of messages with role and content",
-    _list_schema({"type": "object", "required": ["role", "content"]}) | {"minItems": 1},
-    lambda value: _is_list_of(lambda message: isinstance(message, dict), value) and bool(value),
+    {"type": "array", "items": {"type": "object", "required": ["role", "content"]}, "minItems": 1},
+    lambda value: TOOLS.fits(value) and bool(value),
 )
 STREAM_OPTIONS = JsonType(
     'an object like {"include_usage": true}',
@@ -110,27 +93,4 @@ STREAM_OPTIONS = JsonType(
         "properties": {"include_usage": {"type": "boolean"}, "continuous_usage_stats": {"type": "boolean"}},
     },
     _is_stream_options,
-)
-OBJECT = JsonType("an object", {"type": "object"}, _is_object)
-TOOLS = JsonType("a list of objects", _list_schema({"type": "object"}), lambda value: _is_list_of(_is_object, value))
-TOOL_CHOICE = JsonType(
-    "a string, or an object that names a function",
-    {"anyOf": [_TEXT_SCHEMA, {"type": "object"}]},
-    lambda value: _is_text(value) or _is_object(value),
-)
-SCHEMA = JsonType(
-    "a JSON schema: an object, or its text",
-    {"anyOf": [_TEXT_SCHEMA, {"type": "object"}]},
-    lambda value: _is_text(value) or _is_object(value),
-)
-CHOICES = JsonType("a list of strings", _list_schema(_TEXT_SCHEMA), _is_choices)
-TEXT_OR_BLOCKS = JsonType(
-    "a string, or a list of text blocks",
-    {"anyOf": [_TEXT_SCHEMA, _list_schema({"type": "object"})]},
-    lambda value: _is_text(value) or _is_list_of(_is_object, value),
-)
-STOPS = JsonType(
-    f"a list of at most {MAX_STOPS} strings",
-    _list_schema(_TEXT_SCHEMA) | {"maxItems": MAX_STOPS},
-    lambda value: _is_list_of(_is_text, value, MAX_STOPS),
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -33,12 +34,7 @@ _HISTOGRAMS: Sequence[tuple[str, str | None, Sequence[float], str]] = (
     ("decode_seconds", "request_decode_time_seconds", _SECONDS, "After the first token."),
     ("prompt_tokens_per_request", "request_prompt_tokens", _TOKENS, "Prompt tokens of a request."),
     ("completion_tokens_per_request", "request_generation_tokens", _TOKENS, "Generated tokens of a request."),
-    (
-        "max_tokens_per_request",
-        "request_max_num_generation_tokens",
-        _TOKENS,
-        "Most tokens that a request may generate.",
-    ),
+    ("max_tokens_per_request", "request_max_num_generation_tokens", _TOKENS, "Most tokens that it may generate."),
 )
 
 _COUNTERS: Sequence[tuple[str, Sequence[str], str]] = (
@@ -147,17 +143,15 @@ class Metrics(Collector):
         ended = [((reason,), count) for reason, count in self._finished.items()]
         refused = [((code,), count) for code, count in self._refused.items()]
         cut = [((code,), count) for code, count in self._connections_ended.items()]
-        yield self._family(
-            CounterMetricFamily, "tripool_requests", "Requests by final state.", by_state, ("api", "state")
+        counters: tuple[tuple[str, str, list[tuple[Any, int]], tuple[str, ...]], ...] = (
+            ("tripool_requests", "Requests by final state.", by_state, ("api", "state")),
+            ("tripool_requests_refused", "Refused requests by error code.", refused, ("code",)),
+            ("tripool_connections_ended", "Connections closed by the server.", cut, ("code",)),
+            ("tripool_choices_finished", "Finished choices.", ended, ("reason",)),
+            ("vllm:request_success", "Finished choices.", ended, ("finished_reason",)),
         )
-        yield self._family(
-            CounterMetricFamily, "tripool_requests_refused", "Refused requests by error code.", refused, ("code",)
-        )
-        yield self._family(
-            CounterMetricFamily, "tripool_connections_ended", "Connections closed by the server.", cut, ("code",)
-        )
-        for name, label in (("tripool_choices_finished", "reason"), ("vllm:request_success", "finished_reason")):
-            yield self._family(CounterMetricFamily, name, "Finished choices.", ended, (label,))
+        for name, help_text, samples, labels in counters:
+            yield self._family(CounterMetricFamily, name, help_text, samples, labels)
         yield self._family(GaugeMetricFamily, "tripool_requests_open", "Open requests.", [((), self._num_open())])
 
     def _backend_families(self, stats: ServingStats) -> Iterator[Metric]:

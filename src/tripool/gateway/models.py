@@ -45,6 +45,21 @@ class ModelControl(Protocol):
         ...
 
 
+class OpenRequests:
+    """Counts open requests. For one event loop: no lock."""
+
+    def __init__(self) -> None:
+        self.num_open = 0
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+
 class Served:
     """One model as the application sees it. The tokenizer is available even while the weights are unloaded."""
 
@@ -53,22 +68,13 @@ class Served:
         self.parser = Parser(tokenizer, name, lambda: backend.context_tokens)
         self.tokens = TokenService(self.parser, tokenizer, lambda: backend.context_tokens)
         more = backend.families if isinstance(backend, AdmissionBackend) else None
-        self.metrics = Metrics(name, backend.stats, lambda: self.num_open, more)
-        self.num_open = 0
+        self.open = OpenRequests()
+        self.metrics = Metrics(name, backend.stats, lambda: self.open.num_open, more)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raises the errors that can be found before anything is prepared for the requests."""
         if isinstance(self.backend, AdmissionBackend):
             self.backend.check(requests)
-
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """While a request of it is open."""
-        self.num_open += 1
-        try:
-            yield
-        finally:
-            self.num_open -= 1
 
 
 class Fixed:
@@ -150,14 +156,10 @@ class Models:
     def stats(self) -> ServingStats:
         """Sums; of ratios and stalls the worst."""
         several = [one.backend.stats() for one in self]
+        sums = ("running", "waiting", "num_steps", "num_preemptions", "num_drafted", "num_accepted")
         return ServingStats(
-            running=sum(stats.running for stats in several),
-            waiting=sum(stats.waiting for stats in several),
+            **{name: sum(getattr(stats, name) for stats in several) for name in sums},
             kv_usage=max(stats.kv_usage for stats in several),
-            num_steps=sum(stats.num_steps for stats in several),
-            num_preemptions=sum(stats.num_preemptions for stats in several),
-            num_drafted=sum(stats.num_drafted for stats in several),
-            num_accepted=sum(stats.num_accepted for stats in several),
             stalled_s=max(stats.stalled_s for stats in several),
             missing=next((stats.missing for stats in several if stats.missing), ""),
         )

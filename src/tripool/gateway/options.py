@@ -10,61 +10,43 @@ from dataclasses import dataclass
 from typing import Any
 
 from tripool.errors import InvalidRequest
-from tripool.gateway.json_types import (
-    BIAS,
-    BOOLEAN,
-    CHOICES,
-    IDS,
-    INTEGER,
-    MESSAGES,
-    NUMBER,
-    OBJECT,
-    PROMPT,
-    SCHEMA,
-    STOP,
-    STOPS,
-    STREAM_OPTIONS,
-    TEXT,
-    TEXT_OR_BLOCKS,
-    TOOL_CHOICE,
-    TOOLS,
-    JsonType,
-)
+from tripool.gateway import json_types as of
+from tripool.gateway.json_types import JsonType
 
 MAX_PROMPTS = 256
 MAX_ANSWERS = 1024
 """Prompts times choices of one request."""
 
 SAMPLING: Mapping[str, JsonType] = {
-    "temperature": NUMBER,
-    "top_p": NUMBER,
-    "top_k": INTEGER,
-    "min_p": NUMBER,
-    "repetition_penalty": NUMBER,
-    "frequency_penalty": NUMBER,
-    "presence_penalty": NUMBER,
-    "logit_bias": BIAS,
-    "n": INTEGER,
-    "seed": INTEGER,
-    "stop": STOP,
-    "stop_token_ids": IDS,
-    "min_tokens": INTEGER,
-    "max_tokens": INTEGER,
-    "ignore_eos": BOOLEAN,
-    "include_stop_str_in_output": BOOLEAN,
-    "skip_special_tokens": BOOLEAN,
+    "temperature": of.NUMBER,
+    "top_p": of.NUMBER,
+    "top_k": of.INTEGER,
+    "min_p": of.NUMBER,
+    "repetition_penalty": of.NUMBER,
+    "frequency_penalty": of.NUMBER,
+    "presence_penalty": of.NUMBER,
+    "logit_bias": of.BIAS,
+    "n": of.INTEGER,
+    "seed": of.INTEGER,
+    "stop": of.STOP,
+    "stop_token_ids": of.IDS,
+    "min_tokens": of.INTEGER,
+    "max_tokens": of.INTEGER,
+    "ignore_eos": of.BOOLEAN,
+    "include_stop_str_in_output": of.BOOLEAN,
+    "skip_special_tokens": of.BOOLEAN,
 }
 """Passed to SamplingParams under the same names."""
 
 STRUCTURE: Mapping[str, JsonType] = {
-    "response_format": OBJECT,
-    "structured_outputs": OBJECT,
-    "regex": TEXT,
-    "ebnf": TEXT,
-    "guided_json": SCHEMA,
-    "guided_regex": TEXT,
-    "guided_choice": CHOICES,
-    "guided_grammar": TEXT,
+    "response_format": of.OBJECT,
+    "structured_outputs": of.OBJECT,
+    "regex": of.TEXT,
+    "ebnf": of.TEXT,
+    "guided_json": of.SCHEMA,
+    "guided_regex": of.TEXT,
+    "guided_choice": of.CHOICES,
+    "guided_grammar": of.TEXT,
 }
 """Ways to constrain an answer's form; a request may use one of them."""
 
@@ -79,24 +61,24 @@ ALIASES: Mapping[str, str] = {
 _GENERATION: Mapping[str, JsonType] = {
     **SAMPLING,
     **STRUCTURE,
-    "model": TEXT,
-    "stream": BOOLEAN,
-    "stream_options": STREAM_OPTIONS,
-    "no_stop_trim": BOOLEAN,
-    "request_id": TEXT,
-    "rid": TEXT,
-    "cache_salt": TEXT,
-    "slo": OBJECT,
-    "priority": INTEGER,
-    "truncate_prompt_tokens": INTEGER,
-    "return_token_ids": BOOLEAN,
+    "model": of.TEXT,
+    "stream": of.BOOLEAN,
+    "stream_options": of.STREAM_OPTIONS,
+    "no_stop_trim": of.BOOLEAN,
+    "request_id": of.TEXT,
+    "rid": of.TEXT,
+    "cache_salt": of.TEXT,
+    "slo": of.OBJECT,
+    "priority": of.INTEGER,
+    "truncate_prompt_tokens": of.INTEGER,
+    "return_token_ids": of.BOOLEAN,
 }
 
 _TEMPLATE: Mapping[str, JsonType] = {
-    "tools": TOOLS,
-    "add_generation_prompt": BOOLEAN,
-    "continue_final_message": BOOLEAN,
-    "chat_template_kwargs": OBJECT,
+    "tools": of.TOOLS,
+    "add_generation_prompt": of.BOOLEAN,
+    "continue_final_message": of.BOOLEAN,
+    "chat_template_kwargs": of.OBJECT,
 }
 """Fields that affect how a chat is rendered, besides its messages."""
 
@@ -189,16 +171,16 @@ def _check_plain(name: str, value: object, plain: tuple[Any, ...]) -> None:
 
 CHAT = Fields(
     known={
-        "messages": MESSAGES,
+        "messages": of.MESSAGES,
         **_GENERATION,
         **_TEMPLATE,
-        "max_completion_tokens": INTEGER,
-        "logprobs": BOOLEAN,
-        "top_logprobs": INTEGER,
-        "tool_choice": TOOL_CHOICE,
-        "parallel_tool_calls": BOOLEAN,
-        "reasoning_effort": TEXT,
-        "separate_reasoning": BOOLEAN,
+        "max_completion_tokens": of.INTEGER,
+        "logprobs": of.BOOLEAN,
+        "top_logprobs": of.INTEGER,
+        "tool_choice": of.TOOL_CHOICE,
+        "parallel_tool_calls": of.BOOLEAN,
+        "reasoning_effort": of.TEXT,
+        "separate_reasoning": of.BOOLEAN,
     },
     required=("messages",),
     ignored=_IGNORED,
@@ -207,12 +189,12 @@ CHAT = Fields(
 
 COMPLETION = Fields(
     known={
-        "prompt": PROMPT,
+        "prompt": of.PROMPT,
         **_GENERATION,
-        "logprobs": INTEGER,
-        "echo": BOOLEAN,
-        "best_of": INTEGER,
-        "add_special_tokens": BOOLEAN,
+        "logprobs": of.INTEGER,
+        "echo": of.BOOLEAN,
+        "best_of": of.INTEGER,
+        "add_special_tokens": of.BOOLEAN,
     },
     required=("prompt",),
     ignored=_IGNORED,
@@ -225,25 +207,25 @@ COMPLETION = Fields(
 )
 
 _TOKENIZE: Mapping[str, JsonType] = {
-    "model": TEXT,
-    "prompt": TEXT,
-    "messages": MESSAGES,
+    "model": of.TEXT,
+    "prompt": of.TEXT,
+    "messages": of.MESSAGES,
     **_TEMPLATE,
-    "add_special_tokens": BOOLEAN,
-    "return_token_strs": BOOLEAN,
+    "add_special_tokens": of.BOOLEAN,
+    "return_token_strs": of.BOOLEAN,
 }
 TOKENIZE = Fields(known=_TOKENIZE, required=())
-ONE_MODEL = Fields(known={"model": TEXT}, required=("model",))
-DETOKENIZE = Fields(known={"model": TEXT, "tokens": IDS}, required=("tokens",))
+ONE_MODEL = Fields(known={"model": of.TEXT}, required=("model",))
+DETOKENIZE = Fields(known={"model": of.TEXT, "tokens": of.IDS}, required=("tokens",))
 
 _ANTHROPIC: Mapping[str, JsonType] = {
-    "messages": MESSAGES,
-    "model": TEXT,
-    "system": TEXT_OR_BLOCKS,
-    "tools": TOOLS,
-    "tool_choice": OBJECT,
-    "thinking": OBJECT,
-    "output_config": OBJECT,
+    "messages": of.MESSAGES,
+    "model": of.TEXT,
+    "system": of.TEXT_OR_BLOCKS,
+    "tools": of.TOOLS,
+    "tool_choice": of.OBJECT,
+    "thinking": of.OBJECT,
+    "output_config": of.OBJECT,
 }
 _ANTHROPIC_IGNORED = (
     "metadata",
@@ -258,14 +240,14 @@ _ANTHROPIC_IGNORED = (
 ANTHROPIC = Fields(
     known={
         **_ANTHROPIC,
-        "max_tokens": INTEGER,
-        "stop_sequences": STOPS,
-        "stream": BOOLEAN,
-        "temperature": NUMBER,
-        "top_p": NUMBER,
-        "top_k": INTEGER,
-        "slo": OBJECT,
-        "priority": INTEGER,
+        "max_tokens": of.INTEGER,
+        "stop_sequences": of.STOPS,
+        "stream": of.BOOLEAN,
+        "temperature": of.NUMBER,
+        "top_p": of.NUMBER,
+        "top_k": of.INTEGER,
+        "slo": of.OBJECT,
+        "priority": of.INTEGER,
     },
     required=("messages", "max_tokens"),
     ignored=_ANTHROPIC_IGNORED,

@@ -6,27 +6,18 @@ import copy
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from tripool.core import SALT_MARK, Conversation, Request, SamplingParams, Slo, Structure
+from tripool.core import SALT_MARK, Conversation, Request, SamplingParams, Structure
 from tripool.errors import InvalidRequest, ModelNotFound
+from tripool.gateway import options
 from tripool.gateway.anthropic.parse import to_chat
 from tripool.gateway.body import decode_json
 from tripool.gateway.encoding import Encoder, public_tokens
 from tripool.gateway.job import Api, Job
 from tripool.gateway.messages import to_message
-from tripool.gateway.options import (
-    ANTHROPIC,
-    ANTHROPIC_COUNT,
-    CHAT,
-    COMPLETION,
-    MAX_ANSWERS,
-    MAX_PROMPTS,
-    SAMPLING,
-    Fields,
-)
 from tripool.gateway.reasoning_parser import OPENING
 from tripool.gateway.slo import HeaderSlo, read_slo
 from tripool.gateway.structure import read_structure
@@ -38,7 +29,6 @@ _ID_PREFIX: Mapping[Api, str] = {"chat": "chatcmpl-", "completion": "cmpl-", "me
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@+=~-]{1,128}")
 """Safe in a header, a path and a log."""
 MAX_SALT_CHARS = 256
-_NO_SLO: HeaderSlo = {}
 _TAIL_TOKENS = 8
 """Enough to see how a prompt ends."""
 
@@ -51,12 +41,15 @@ class _Prompts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Origin:
-    """The parts of a request that come from its tenant."""
+class Sender:
+    """The tenant of a request and what its headers say; fields of the body take precedence over headers."""
 
-    namespace: str
-    public_tokens: int
-    slo: Slo
+    tenant: Tenant = ANONYMOUS
+    request_id: str | None = None
+    slo: HeaderSlo = field(default_factory=dict)
+
+
+_UNKNOWN = Sender()
 
 
 class Parser:
@@ -75,40 +68,29 @@ class Parser:
         twin.encoder = self.encoder.quick
         return twin
 
-    def chat(
-        self, raw: bytes, request_id: str | None = None, tenant: Tenant = ANONYMOUS, header_slo: HeaderSlo = _NO_SLO
-    ) -> Job:
-        """`request_id`, `header_slo`: from headers; fields of the body take precedence."""
-        fields = self.fields(raw, CHAT)
+    def chat(self, raw: bytes, sender: Sender = _UNKNOWN) -> Job:
+        fields = self.fields(raw, options.CHAT)
         conversation = [to_message(message, f"messages[{i}]") for i, message in enumerate(fields["messages"])]
-        return self._chat_job(fields, conversation, "chat", request_id, tenant, header_slo)
+        return self._chat_job(fields, conversation, "chat", sender)
 
-    def messages(
-        self, raw: bytes, request_id: str | None = None, tenant: Tenant = ANONYMOUS, header_slo: HeaderSlo = _NO_SLO
-    ) -> Job:
-        fields, conversation = to_chat(self.fields(raw, ANTHROPIC))
-        return self._chat_job(fields, conversation, "messages", request_id, tenant, header_slo)
+    def messages(self, raw: bytes, sender: Sender = _UNKNOWN) -> Job:
+        fields, conversation = to_chat(self.fields(raw, options.ANTHROPIC))
+        return self._chat_job(fields, conversation, "messages", sender)
 
     def count(self, raw: bytes) -> int:
         """Tokens of an Anthropic prompt."""
-        fields, conversation = to_chat(self.fields(raw, ANTHROPIC_COUNT))
+        fields, conversation = to_chat(self.fields(raw, options.ANTHROPIC_COUNT))
         return len(self.chat_ids(fields, conversation, read_tools(fields)))
 
-    def completion(
-        self, raw: bytes, request_id: str | None = None, tenant: Tenant = ANONYMOUS, header_slo: HeaderSlo = _NO_SLO
-    ) -> Job:
-        fields = self.fields(raw, COMPLETION)
+    def completion(self, raw: bytes, sender: Sender = _UNKNOWN) -> Job:
+        fields = self.fields(raw, options.COMPLETION)
         if fields.get("best_of", fields.get("n", 1)) != fields.get("n", 1):
-            raise InvalidRequest(
-                "'best_of' differs from 'n'", hint="leave it out: all answers are sent", param="best_of"
-            )
+            hint = "leave it out: all answers are sent"
+            raise InvalidRequest("'best_of' differs from 'n'", hint=hint, param="best_of")
         prompts = self._completion_prompts(fields)
-        structure = self._structure(fields)
-        return self._job(
-            fields, prompts, fields.get("logprobs"), structure, "completion", request_id, tenant, header_slo
-        )
+        return self._job(fields, prompts, fields.get("logprobs"), self._structure(fields), "completion", sender)
 
-    def fields(self, raw: bytes, known: Fields) -> dict[str, Any]:
+    def fields(self, raw: bytes, known: options.Fields) -> dict[str, Any]:
         fields = known.checked(decode_json(raw))
         if fields.get("model", self._name) != self._name:
             raise ModelNotFound(f"there is no model '{fields['model'][:100]}'", hint=f"this server has '{self._name}'")
@@ -133,15 +115,7 @@ class Parser:
         )
         return self.encoder.encode(text, special=False, param="messages")
 
-    def _chat_job(
-        self,
-        fields: dict[str, Any],
-        conversation: Conversation,
-        api: Api,
-        request_id: str | None,
-        tenant: Tenant,
-        header_slo: HeaderSlo,
-    ) -> Job:
+    def _chat_job(self, fields: dict[str, Any], conversation: Conversation, api: Api, sender: Sender) -> Job:
         logprobs = None
         if fields.get("logprobs"):
             logprobs = fields.get("top_logprobs", 0)
@@ -156,10 +130,10 @@ class Parser:
             tail = self._tokenizer.decode(prompt_ids[-_TAIL_TOKENS:], skip_special=False)
             thinks = tail.rstrip().endswith(OPENING)
         # A salt requests isolation from other requests.
-        shares = tenant.public_prefix and "cache_salt" not in fields
+        shares = sender.tenant.public_prefix and "cache_salt" not in fields
         public = public_tokens(self._tokenizer, conversation, prompt_ids) if shares else 0
         prompts = _Prompts([prompt_ids], public_tokens=public)
-        return self._job(fields, prompts, logprobs, structure, api, request_id, tenant, header_slo, thinks=thinks)
+        return self._job(fields, prompts, logprobs, structure, api, sender, thinks=thinks)
 
     def _completion_prompts(self, fields: Mapping[str, Any]) -> _Prompts:
         special = fields.get("add_special_tokens", True)
@@ -172,13 +146,11 @@ class Parser:
             hint = "the prompt's own log-probabilities are not computed: leave one of them out"
             raise InvalidRequest("'echo' cannot go with 'logprobs'", hint=hint, param="echo")
         whole = "truncate_prompt_tokens" not in fields
-        return _Prompts(
-            prompts,
-            tuple(
-                text if whole and isinstance(text, str) else self._tokenizer.decode(prompt, skip_special=False)
-                for text, prompt in zip(given, prompts, strict=True)
-            ),
+        echoes = (
+            text if whole and isinstance(text, str) else self._tokenizer.decode(prompt, skip_special=False)
+            for text, prompt in zip(given, prompts, strict=True)
         )
+        return _Prompts(prompts, tuple(echoes))
 
     def _structure(self, fields: Mapping[str, Any], calls: Structure | None = None) -> Structure | None:
         structure = read_structure(fields)
@@ -194,23 +166,30 @@ class Parser:
         logprobs: int | None,
         structure: Structure | None,
         api: Api,
-        request_id: str | None,
-        tenant: Tenant,
-        header_slo: HeaderSlo,
+        sender: Sender,
         *,
         thinks: bool | None = None,
     ) -> Job:
-        options = {name: fields[name] for name in SAMPLING if name in fields}
-        options["logit_bias"] = {int(token_id): bias for token_id, bias in fields.get("logit_bias", {}).items()}
-        params = SamplingParams.from_options(options | {"logprobs": logprobs, "structure": structure})
-        if len(prompts.ids) * params.n > MAX_ANSWERS:
-            hint = f"prompts times choices must be at most {MAX_ANSWERS}; use several requests"
+        chosen = {name: fields[name] for name in options.SAMPLING if name in fields}
+        chosen["logit_bias"] = {int(token_id): bias for token_id, bias in fields.get("logit_bias", {}).items()}
+        params = SamplingParams.from_options(chosen | {"logprobs": logprobs, "structure": structure})
+        if len(prompts.ids) * params.n > options.MAX_ANSWERS:
+            hint = f"prompts times choices must be at most {options.MAX_ANSWERS}; use several requests"
             raise InvalidRequest(f"{len(prompts.ids)} prompts with {params.n} choices each", hint=hint, param="n")
         key = secrets.token_hex(12)
-        request_id = _request_id(fields) or request_id or key
-        slo = read_slo(fields, tenant, header_slo, key)
-        origin = _Origin(_namespace(fields, tenant), prompts.public_tokens, slo)
-        requests = tuple(self._request(f"{key}-{i}", prompt, params, origin) for i, prompt in enumerate(prompts.ids))
+        request_id = _request_id(fields) or sender.request_id or key
+        slo = read_slo(fields, sender.tenant, sender.slo, key)
+        namespace = _namespace(fields, sender.tenant)
+        if not all(prompts.ids):
+            raise InvalidRequest("a prompt is empty", hint="send at least one token", param="prompt")
+        requests = tuple(
+            Request(
+                id=f"{key}-{i}", prompt_ids=tuple(prompt), params=params, end_ids=self._tokenizer.end_ids,
+                seed=secrets.randbits(63) if params.seed is None else params.seed, namespace=namespace,
+                public_tokens=prompts.public_tokens, slo=slo,
+            )
+            for i, prompt in enumerate(prompts.ids)
+        )  # fmt: skip
         stream, shown = fields.get("stream", False), fields.get("stream_options", {})
         if "stream_options" in fields and not stream:
             raise InvalidRequest("'stream_options' needs 'stream'", hint='send "stream": true', param="stream_options")
@@ -227,21 +206,6 @@ class Parser:
             echoes=prompts.echoes,
             calls=structure is not None and structure.kind == "tool_calls",
             thinks=thinks,
-        )
-
-    def _request(self, key: str, prompt_ids: Sequence[int], params: SamplingParams, origin: _Origin) -> Request:
-        if not prompt_ids:
-            raise InvalidRequest("a prompt is empty", hint="send at least one token", param="prompt")
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        return Request(
-            id=key,
-            prompt_ids=tuple(prompt_ids),
-            params=params,
-            seed=seed,
-            end_ids=self._tokenizer.end_ids,
-            namespace=origin.namespace,
-            public_tokens=origin.public_tokens,
-            slo=origin.slo,
         )
 
 
@@ -282,7 +246,7 @@ def _truncated(prompt: list[int], fields: Mapping[str, Any]) -> list[int]:
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
         return [prompt]
-    if not 0 < len(prompt) <= MAX_PROMPTS:
-        hint = f"send 1 to {MAX_PROMPTS}, or use several requests"
+    if not 0 < len(prompt) <= options.MAX_PROMPTS:
+        hint = f"send 1 to {options.MAX_PROMPTS}, or use several requests"
         raise InvalidRequest(f"'prompt' holds {len(prompt)} prompts", hint=hint, param="prompt")
     return prompt

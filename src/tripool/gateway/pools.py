@@ -16,29 +16,20 @@ import msgspec
 import zmq
 from fastapi import APIRouter
 
+from tripool import messages
 from tripool.cache.client import PoolClient
 from tripool.cache.wire import Stats
 from tripool.config import RouterConfig
 from tripool.fabric.channel import Switchboard
 from tripool.gateway.pool_backend import PoolBackend, facts_of
-from tripool.messages import (
-    AnyMessage,
-    Heartbeat,
-    Hello,
-    Left,
-    Reaped,
-    Refused,
-    Suspect,
-    Tokens,
-    TransferDone,
-    TransferReady,
-    WorkerId,
-)
+from tripool.messages import AnyMessage, Heartbeat, Hello, Left, Reaped, Suspect, WorkerId
 
 _LOG = logging.getLogger("tripool.gateway")
 _TICK_S = 0.05
 
-_FROM_WORKERS = (Heartbeat, Tokens, TransferReady, TransferDone, Refused, Left)
+_FROM_WORKERS = (
+    Heartbeat, messages.Tokens, messages.TransferReady, messages.TransferDone, messages.Refused, Left
+)  # fmt: skip
 
 
 class _Route(NamedTuple):
@@ -226,16 +217,11 @@ def pools_routes(pools: Pools, cache: PoolClient) -> APIRouter:
 def _member(name: str, stats: Stats | None) -> dict[str, Any]:
     if stats is None:
         return {"member": name, "away": True}
+    counts = ("committed", "reserved", "leases", "hits", "misses", "evicted", "bad")
     return {
         "member": name,
         "away": False,
         "slots": stats.num_slots,
-        "committed": stats.committed,
-        "reserved": stats.reserved,
-        "leases": stats.leases,
-        "hits": stats.hits,
-        "misses": stats.misses,
-        "evicted": stats.evicted,
-        "bad": stats.bad,
+        **{count: getattr(stats, count) for count in counts},
         "disk": None if stats.disk is None else msgspec.structs.asdict(stats.disk),
     }

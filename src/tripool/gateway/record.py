@@ -20,6 +20,7 @@ from tripool.mailbox import Tally
 State = Literal["open", "finished", "cancelled", "failed"]
 MAX_KEPT = 1000
 _GAPS_AT_ONCE = 64
+_USED = ("cached_tokens", "completion_tokens", "draft_tokens", "accepted_draft_tokens")
 
 
 class Record:
@@ -124,15 +125,9 @@ class Record:
         before, after = self._spans_us()
         staged, left = self._stages, before
         stages = {}
-        named = {
-            "queue": staged.queue_s,
-            "lookup": staged.lookup_s,
-            "prefill": staged.prefill_s,
-            "transfer": staged.transfer_s,
-        }
-        for name, seconds in named.items():
+        for name in ("queue", "lookup", "prefill", "transfer"):
             # Another process's clock may run ahead: a stage cannot be longer than what passed here.
-            stages[name] = min(max(0, round(seconds * 1e6)), left)
+            stages[name] = min(max(0, round(getattr(staged, f"{name}_s") * 1e6)), left)
             left -= stages[name]
         late = min(max(0, round(self._late_transfer_s * 1e6)), after)
         stages["transfer"] += late
@@ -151,8 +146,11 @@ class Record:
         """Shown in an answer beside its usage. Once ended."""
         return {"request_id": self.request_id, "timing": self.timing()}
 
+    def used(self, name: str) -> int:
+        """A field of `Usage`, of all prompts together."""
+        return sum(getattr(usage, name) for usage in self.usages)
+
     def explain(self) -> dict[str, Any]:
-        usages = self.usages
         placements = {**(self.look() if self.look is not None else {}), **self.placements}
         return {
             "id": self.id,
@@ -167,10 +165,7 @@ class Record:
             "prompts": self.num_prompts,
             "n": self.n,
             "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": sum(usage.cached_tokens for usage in usages),
-            "completion_tokens": sum(usage.completion_tokens for usage in usages),
-            "draft_tokens": sum(usage.draft_tokens for usage in usages),
-            "accepted_draft_tokens": sum(usage.accepted_draft_tokens for usage in usages),
+            **{name: self.used(name) for name in _USED},
             "finish_reasons": dict(self.finish_reasons),
             "timing": self.timing(),
             "placement": [dict(placements[i]) for i in sorted(placements)],

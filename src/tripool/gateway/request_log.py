@@ -18,14 +18,17 @@ import re
 import secrets
 import sys
 import time
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import Any
 
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tripool.errors import TripoolError
 from tripool.gateway.parse import header_id
 from tripool.gateway.record import Record
+from tripool.gateway.refusals import dialect_of, error_headers, error_shape
 from tripool.tenants import OPEN_CALLER, Caller
 
 # A client may put anything into `X-Request-Id`, also by mistake: its key, or words of a prompt. So the log shows the
@@ -76,6 +79,18 @@ _IN_THE_LOG = "this is in the log already"
 def note_error(scope: Scope, code: str | None, *, unauthenticated: bool = False) -> None:
     """The code of the error that refuses the request. `unauthenticated`: before the caller was authenticated."""
     scope[_ERROR], scope[_UNAUTHENTICATED] = code, unauthenticated
+
+
+async def refuse(
+    scope: Scope, receive: Receive, send: Send, error: TripoolError, on_refused: Callable[[str], object],
+    *, headers: Mapping[str, str] | None = None, unauthenticated: bool = False,
+) -> None:  # fmt: skip
+    """The answer of a middleware that refuses the request, in its caller's dialect. `on_refused` gets the code."""
+    on_refused(error.code)
+    note_error(scope, error.code, unauthenticated=unauthenticated)
+    body = error_shape(error, dialect_of(scope["path"]))
+    response = JSONResponse(body, status_code=error.status, headers=error_headers(error) | dict(headers or {}))
+    await response(scope, receive, send)
 
 
 def note_record(scope: Scope, record: Record, model: str) -> None:
@@ -185,8 +200,8 @@ def _of(record: Record) -> dict[str, Any]:
         "prompts": record.num_prompts,
         "n": record.n,
         "prompt_tokens": record.prompt_tokens,
-        "cached_tokens": sum(usage.cached_tokens for usage in record.usages),
-        "completion_tokens": sum(usage.completion_tokens for usage in record.usages),
+        "cached_tokens": record.used("cached_tokens"),
+        "completion_tokens": record.used("completion_tokens"),
         "finish": ",".join(f"{reason}:{number}" for reason, number in sorted(record.finish_reasons.items())) or None,
     }
     stages = {f"{name}_ms": us / 1e3 for name, us in record.stages_us().items()}
