@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import typer
 from hypothesis import given
@@ -52,4 +54,4 @@ def test_the_command_has_the_defaults_of_the_library() -> None:
     app = typer.Typer()
     register(app)
     said = {one.name: one.default for one in typer.main.get_command(app).params}
-    assert {name: said[name] for name in Techniques().as_dict()} == Techniques().as_dict()
+    assert {name: said[name] for name in asdict(Techniques())} == asdict(Techniques())

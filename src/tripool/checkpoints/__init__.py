@@ -13,15 +13,9 @@ if TYPE_CHECKING:
     from tripool.checkpoints.gguf import GgufCheckpoint
 
 __all__ = [
-    "Checkpoint",
-    "FolderCheckpoint",
-    "GgufCheckpoint",
-    "ModelEntry",
-    "TensorInfo",
-    "list_models",
-    "locate",
+    "Checkpoint", "FolderCheckpoint", "GgufCheckpoint", "ModelEntry", "TensorInfo", "list_models", "locate",
     "open_checkpoint",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -61,9 +60,7 @@ class Checkpoint(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 def check_out(path: Path, name: str, stored: tuple[int, ...], out: torch.Tensor) -> None:
@@ -74,9 +71,6 @@ def check_out(path: Path, name: str, stored: tuple[int, ...], out: torch.Tensor)
 def check_shape(path: Path, name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     """The caller's shape comes from the config, so a mismatch means that the checkpoint is inconsistent."""
     if wanted != stored:
-        raise TensorShape(
-            f"stored as {list(stored)}, the config asks for {list(wanted)}",
-            hint="config.json and the weights belong to different models; fetch both again from one place",
-            file=path,
-            tensor=name,
-        )
+        problem = f"stored as {list(stored)}, the config asks for {list(wanted)}"
+        hint = "config.json and the weights belong to different models; fetch both again from one place"
+        raise TensorShape(problem, hint=hint, file=path, tensor=name)

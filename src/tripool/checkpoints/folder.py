@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -67,20 +66,15 @@ class FolderCheckpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _stored(self, name: str) -> Stored:
         assert self._files, "read after close"
         if name not in self._tensors:
-            raise TensorMissing(
-                "the config promises a tensor that no file holds",
-                hint="config.json and the weights belong to different models, or a shard is old; fetch them again",
-                file=self.path,
-                tensor=name,
-            )
+            problem = "the config promises a tensor that no file holds"
+            hint = "config.json and the weights belong to different models, or a shard is old; fetch them again"
+            raise TensorMissing(problem, hint=hint, file=self.path, tensor=name)
         return self._tensors[name]
 
     def _mapped(self) -> dict[str, MappedTensor]:
@@ -90,11 +84,9 @@ class FolderCheckpoint:
             return self._sharded(self.path / INDEX_FILE)
         pickled = sorted([*self.path.glob("*.bin"), *self.path.glob("*.pt"), *self.path.glob("*.pth")])
         if pickled:
-            raise WrongDtype(
-                "the weights are pickled, which can run code when read and is refused",
-                hint="convert them with transformers: save_pretrained(..., safe_serialization=True)",
-                file=pickled[0],
-            )
+            problem = "the weights are pickled, which can run code when read and is refused"
+            hint = "convert them with transformers: save_pretrained(..., safe_serialization=True)"
+            raise WrongDtype(problem, hint=hint, file=pickled[0])
         hint = f"the folder needs {SINGLE_FILE} or {INDEX_FILE} with its shards"
         raise CheckpointMissing("no weights in the folder", hint=hint, file=self.path / SINGLE_FILE)
 

@@ -115,11 +115,9 @@ def _header(file: MappedFile) -> tuple[dict[str, Any], int]:
         raise CheckpointTruncated(f"ends after {len(begin)} bytes, inside its header", hint=hint, file=file.path)
     (header_bytes,) = struct.unpack("<Q", begin[:8])
     if header_bytes > MAX_HEADER_BYTES or 8 + header_bytes > file.num_bytes:
-        raise CheckpointTruncated(
-            f"its header claims {header_bytes} bytes, the file has {file.num_bytes}",
-            hint="the download broke off or this is no safetensors file; fetch it again",
-            file=file.path,
-        )
+        problem = f"its header claims {header_bytes} bytes, the file has {file.num_bytes}"
+        hint = "the download broke off or this is no safetensors file; fetch it again"
+        raise CheckpointTruncated(problem, hint=hint, file=file.path)
     data_start = 8 + header_bytes
     return parse_object(bytes(file.view(8, data_start)), file.path, what="the header"), data_start
 
@@ -154,12 +152,9 @@ def _tensor(file: MappedFile, name: str, entry: Any, data_start: int) -> MappedT
         problem = f"{dtype} {list(shape)} does not fill bytes {begin} to {end}"
         raise CheckpointCorrupt(problem, hint=hint, file=file.path, tensor=name)
     if data_start + end > file.num_bytes:
-        raise CheckpointTruncated(
-            f"its data ends at byte {data_start + end}, the file at {file.num_bytes}",
-            hint="the download broke off; fetch the file again",
-            file=file.path,
-            tensor=name,
-        )
+        problem = f"its data ends at byte {data_start + end}, the file at {file.num_bytes}"
+        hint = "the download broke off; fetch the file again"
+        raise CheckpointTruncated(problem, hint=hint, file=file.path, tensor=name)
     return MappedTensor(file, name, TensorInfo(shape, dtype), data_start + begin, data_start + end)
 
 

@@ -33,12 +33,9 @@ class Plain:
 
     def read(self, out: torch.Tensor) -> None:
         if self.weight.info.dtype in UNSCALED_8_BIT:
-            raise WrongDtype(
-                f"stored as {self.weight.info.dtype}, and nothing says how it is scaled",
-                hint="config.json needs the quantization_config that the checkpoint was made with",
-                file=self.weight.file.path,
-                tensor=self.weight.name,
-            )
+            problem = f"stored as {self.weight.info.dtype}, and nothing says how it is scaled"
+            hint = "config.json needs the quantization_config that the checkpoint was made with"
+            raise WrongDtype(problem, hint=hint, file=self.weight.file.path, tensor=self.weight.name)
         self.weight.read(out)
 
     def row_scales(self) -> None:
@@ -112,12 +109,9 @@ def _float8(weight: MappedTensor, scale: MappedTensor, block: tuple[int, int]) -
 
 def _check_scale(weight: MappedTensor, scale: MappedTensor, allowed: set[tuple[int, ...]]) -> None:
     if scale.info.shape not in allowed:
-        raise TensorShape(
-            f"scales are {list(scale.info.shape)} for a weight of {list(weight.info.shape)}",
-            hint="the checkpoint was quantised in a layout that this version does not read",
-            file=scale.file.path,
-            tensor=scale.name,
-        )
+        problem = f"scales are {list(scale.info.shape)} for a weight of {list(weight.info.shape)}"
+        hint = "the checkpoint was quantised in a layout that this version does not read"
+        raise TensorShape(problem, hint=hint, file=scale.file.path, tensor=scale.name)
 
 
 def logical_tensors(
@@ -137,11 +131,8 @@ def logical_tensors(
     if method == "fp8":
         block = _block(quantisation, config_path)
         return _paired(tensors, "F8_E4M3", "_scale_inv", lambda weight, scale: _float8(weight, scale, block))
-    raise WrongDtype(
-        f"quantised with '{method}', which is not read",
-        hint="readable: compressed-tensors (int8 per channel), fp8 (block scales), or an unquantised checkpoint",
-        file=config_path,
-    )
+    hint = "readable: compressed-tensors (int8 per channel), fp8 (block scales), or an unquantised checkpoint"
+    raise WrongDtype(f"quantised with '{method}', which is not read", hint=hint, file=config_path)
 
 
 def _paired(
@@ -177,19 +168,13 @@ def _check_int8(quantisation: Mapping[str, Any], config_path: Path) -> None:
     differing = [w for w in weights if not isinstance(w, dict) or any(w.get(k) != v for k, v in wanted.items())]
     if layout != "int-quantized" or not weights or differing:
         detail = f"format '{layout}'" + (f", weights {differing[0]}" if differing else "")
-        raise WrongDtype(
-            f"compressed-tensors of a kind that is not read: {detail}",
-            hint="readable: format int-quantized with 8-bit symmetric integer weights per channel",
-            file=config_path,
-        )
+        hint = "readable: format int-quantized with 8-bit symmetric integer weights per channel"
+        raise WrongDtype(f"compressed-tensors of a kind that is not read: {detail}", hint=hint, file=config_path)
 
 
 def _block(quantisation: Mapping[str, Any], config_path: Path) -> tuple[int, int]:
     block = quantisation.get("weight_block_size")
     if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
         return block[0], block[1]
-    raise WrongDtype(
-        f"fp8 with weight_block_size {block}, which is not read",
-        hint="readable: fp8 with one scale per block of weights, such as [128, 128]",
-        file=config_path,
-    )
+    hint = "readable: fp8 with one scale per block of weights, such as [128, 128]"
+    raise WrongDtype(f"fp8 with weight_block_size {block}, which is not read", hint=hint, file=config_path)

@@ -11,19 +11,20 @@ import os
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from tripool.checkpoints.base import TensorInfo
-from tripool.checkpoints.safetensors import TORCH_DTYPES
+from tripool.checkpoints.safetensors import TORCH_DTYPES, SafetensorsFile
 from tripool.text.files import TextFiles
 
 KEPT_AS_STORED = ("F32", "BF16", "F16")
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class SafetensorsWriter:
-    """Writes an `.unfinished` file that `finish` renames when it is complete."""
+    """Writes an `.unfinished` file that `finish` renames when it is complete. In `with`, an exception removes it."""
 
     def __init__(self, path: Path, infos: Mapping[str, TensorInfo]) -> None:
         # Widest types first: then everything is aligned without padding.
@@ -63,6 +64,31 @@ class SafetensorsWriter:
     def abandon(self) -> None:
         self._file.close()
         self._unfinished.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.abandon()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Each in its own type."""
+    infos = {name: TensorInfo(tuple(values.shape), _NAMES[values.dtype]) for name, values in tensors.items()}
+    with SafetensorsWriter(path, infos) as writer:
+        for name, values in tensors.items():
+            writer.put(name, values.detach().cpu())
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    file = SafetensorsFile(path)
+    try:
+        return {name: tensor.whole().clone() for name, tensor in file.tensors.items()}
+    finally:
+        file.close()
 
 
 def int8_layout(targets: Sequence[str], ignore: Sequence[str]) -> dict[str, Any]:

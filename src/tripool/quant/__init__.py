@@ -9,13 +9,5 @@ from tripool.quant.options import PLAIN, QuantizeError, Techniques, read_windows
 from tripool.quant.run import Quantized, quantize
 
 __all__ = [
-    "PLAIN",
-    "Comparison",
-    "QuantizeError",
-    "Quantized",
-    "Side",
-    "Techniques",
-    "compare",
-    "quantize",
-    "read_windows",
-]
+    "PLAIN", "Comparison", "QuantizeError", "Quantized", "Side", "Techniques", "compare", "quantize", "read_windows",
+]  # fmt: skip

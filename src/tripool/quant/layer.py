@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -38,9 +37,6 @@ class LinearReport:
     """|x8 W8^T - x W^T| / |x W^T| over a sample, with x8 rounded per token; `weight_error` without calibration data."""
     mean_clip: float
     """Clipping range of the rows, relative to their largest weights."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class FoldedSource:
@@ -128,18 +124,13 @@ def write_layer(
     infos = layer_infos(checkpoint, parts)
     integers = {f"{parts.prefix}.{name}.weight" for name in parts.linears()}
     plan = stored_infos(infos, integers)
-    writer = SafetensorsWriter(path, plan)
     reports: list[LinearReport] = []
-    try:
+    with SafetensorsWriter(path, plan) as writer:
         for name in infos.keys() - integers:
             writer.put(name, source.floats(name).to(TORCH_DTYPES[plan[name].dtype]))
         for one in parts.inputs:
             known = seen.get(one.observed)
             reports += _write_input(writer, parts.prefix, one, source, known, factors, techniques)
-    except BaseException:
-        writer.abandon()
-        raise
-    writer.finish()
     return reports
 
 
@@ -193,17 +184,13 @@ def keep_in_floats(
     infos = layer_infos(checkpoint, parts)
     integers = {f"{parts.prefix}.{name}.weight" for name in parts.linears() if name not in kept}
     plan = stored_infos(infos, integers, sublayers={f"{parts.prefix}.{name}.weight" for name in kept})
-    writer = SafetensorsWriter(path, plan)
     try:
-        for name, info in plan.items():
-            there = shard.tensors.get(name)
-            if there is not None and there.info == info:
-                writer.put(name, there.whole())
-            else:
-                writer.put(name, source.floats(name).to(TORCH_DTYPES[info.dtype]))
-    except BaseException:
-        writer.abandon()
-        raise
+        with SafetensorsWriter(path, plan) as writer:
+            for name, info in plan.items():
+                there = shard.tensors.get(name)
+                if there is not None and there.info == info:
+                    writer.put(name, there.whole())
+                else:
+                    writer.put(name, source.floats(name).to(TORCH_DTYPES[info.dtype]))
     finally:
         shard.close()
-    writer.finish()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tripool.errors import InvalidRequest, TripoolError
 from tripool.text import Tokenizer
@@ -53,9 +52,6 @@ class Techniques:
     def __post_init__(self) -> None:
         if not 0 <= self.keep < 1:
             raise InvalidRequest(f"keep is {self.keep!r}", hint="a share: at least 0 and below 1", param="keep")
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 PLAIN = Techniques(suppress=False, search=False, compensate=False, keep=0.0)

@@ -5,23 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tripool.checkpoints import Checkpoint, TensorInfo
+from tripool.checkpoints import Checkpoint, write
+from tripool.checkpoints.folder import INDEX_FILE
 from tripool.checkpoints.safetensors import TORCH_DTYPES, SafetensorsFile
-from tripool.checkpoints.write import (
-    SafetensorsWriter,
-    int8_layout,
-    quantise_rows,
-    with_end_ids,
-    write_json,
-    write_text_files,
-)
 from tripool.errors import CheckpointMissing
 from tripool.models import read_arch
 from tripool.quant.folding import Factors, choose_factors
@@ -102,7 +95,7 @@ class _Run:
             "source": str(path.resolve()),
             "files": _digest("\0".join(stamps).encode()),
             "windows": _digest(json.dumps(self._windows).encode()),
-            "techniques": self._techniques.as_dict(),
+            "techniques": asdict(self._techniques),
         }
 
     def _step(self, name: str, make: Callable[[], dict[str, Any]]) -> None:
@@ -121,17 +114,15 @@ class _Run:
         infos = {name: info for name, info in self._source.infos().items() if not name.startswith(layers)}
         rounded = [name for name, info in infos.items() if self._techniques.vocabulary and len(info.shape) == 2]
         plan = stored_infos(infos, rounded)
-        writer = SafetensorsWriter(self._shard(0), plan)
-        for name, info in infos.items():
-            values = torch.empty(info.shape, dtype=torch.float32 if name in rounded else TORCH_DTYPES[plan[name].dtype])
-            self._source.read(name, values)
-            if name not in rounded:
+        with write.SafetensorsWriter(self._shard(0), plan) as writer:
+            for name, info in infos.items():
+                dtype = torch.float32 if name in rounded else TORCH_DTYPES[plan[name].dtype]
+                values = torch.empty(info.shape, dtype=dtype)
+                self._source.read(name, values)
+                if name in rounded:
+                    values, scales = write.quantise_rows(values)
+                    writer.put(f"{name}_scale", scales)
                 writer.put(name, values)
-                continue
-            integers, scales = quantise_rows(values)
-            writer.put(name, integers)
-            writer.put(f"{name}_scale", scales)
-        writer.finish()
         return {}
 
     def _write_layer(self, index: int, parts: LayerParts) -> dict[str, Any]:
@@ -144,25 +135,25 @@ class _Run:
                 factors = choose_factors(parts, seen, FoldedSource(self._source, parts, Factors()))
         shard = self._shard(index + 1)
         reports = write_layer(shard, self._source, parts, factors, seen, self._techniques)
-        _write_tensors(self._journal.folder / f"factors-{index}.safetensors", factors.tensors())
+        write.write_tensors(self._journal.folder / f"factors-{index}.safetensors", factors.tensors())
         del seen  # as large as the layer, which is read again now
         found = {} if before is None else self._follow(index, parts, factors, before)
         if stream is not None:
             stream.write(self._stream_file(index + 1))
             self._stream_file(index - 1).unlink(missing_ok=True)
-        return {"linears": [one.as_dict() for one in reports], "sensitivity": found}
+        return {"linears": [asdict(one) for one in reports], "sensitivity": found}
 
     def _follow(self, index: int, parts: LayerParts, factors: Factors, stream: Stream) -> dict[str, float]:
         """Carry disturbed streams of earlier layers through this one; returns the disturbance of units that are
         complete.
         """
         here, after = (self._journal.folder / f"echoes-{i}.safetensors" for i in (index, index + 1))
-        echoes = echoes_of(_read_tensors(here)) if index else []
+        echoes = echoes_of(write.read_tensors(here)) if index else []
         echoes = follow(self._source, parts, factors, self._shard(index + 1), stream, echoes)
         last = index == self._arch.layers - 1
         old = [echo for echo in echoes if last or echo.age == FOLLOWED_LAYERS]
         young = [echo for echo in echoes if not last and echo.age < FOLLOWED_LAYERS]
-        _write_tensors(after, {name: values for echo in young for name, values in echo.tensors().items()})
+        write.write_tensors(after, {name: values for echo in young for name, values in echo.tensors().items()})
         (self._journal.folder / f"echoes-{index - 1}.safetensors").unlink(missing_ok=True)
         return {echo.unit: disturbance(echo, stream) for echo in old}
 
@@ -195,13 +186,10 @@ class _Run:
         budget = int(self._techniques.keep * sum(one["num_weights"] for one in linears))
         kept = set(choose_kept(candidates, budget))
         for i, parts in enumerate(self._layers):
-            mine = {
-                one["name"].removeprefix(f"{parts.prefix}.")
-                for one in self._journal.done[parts.prefix]["linears"]
-                if one["unit"] in kept
-            }
+            own = self._journal.done[parts.prefix]["linears"]
+            mine = {one["name"].removeprefix(f"{parts.prefix}.") for one in own if one["unit"] in kept}
             if mine:
-                factors = Factors.of_tensors(_read_tensors(self._journal.folder / f"factors-{i}.safetensors"))
+                factors = Factors.of_tensors(write.read_tensors(self._journal.folder / f"factors-{i}.safetensors"))
                 keep_in_floats(self._shard(i + 1), self._source, parts, factors, mine)
         return sorted(kept)
 
@@ -217,23 +205,20 @@ class _Run:
                     in_floats.append(name.removesuffix(".weight"))
             shard.close()
         in_floats = [name for name in in_floats if not name.endswith((".mlp.gate", "_scale"))]
-        write_json(
-            self._target / "model.safetensors.index.json",
-            {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(index.items()))},
-            indent=1,
-        )
-        write_json(self._target / REPORT, self._report(linears, kept), indent=1)
+        weights = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(index.items()))}
+        write.write_json(self._target / INDEX_FILE, weights, indent=1)
+        write.write_json(self._target / REPORT, self._report(linears, kept), indent=1)
         config = dict(self._source.config)
         whole = self._techniques.vocabulary
         targets, always = (["Linear", "Embedding"], _ROUTERS) if whole else (["Linear"], ["lm_head", *_ROUTERS])
-        config["quantization_config"] = int8_layout(targets, [*always, *sorted(in_floats)])
+        config["quantization_config"] = write.int8_layout(targets, [*always, *sorted(in_floats)])
         config.setdefault("torch_dtype", "bfloat16")
-        write_json(self._target / "config.json", self._copy_text(config), indent=1)
+        write.write_json(self._target / "config.json", self._copy_text(config), indent=1)
         self._journal.remove()
 
     def _report(self, linears: list[dict[str, Any]], kept: list[str]) -> dict[str, Any]:
         tokens = sum(map(len, self._windows))
-        report = {"source": self._source.name, "calibration_tokens": tokens, "techniques": self._techniques.as_dict()}
+        report = {"source": self._source.name, "calibration_tokens": tokens, "techniques": asdict(self._techniques)}
         return report | {"kept": kept, "linears": linears}
 
     def _copy_text(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -248,23 +233,9 @@ class _Run:
             text = self._source.text
         except CheckpointMissing:  # weights without a tokenizer are fine
             return config
-        write_text_files(self._target, text)
-        return with_end_ids(config, text)
+        write.write_text_files(self._target, text)
+        return write.with_end_ids(config, text)
 
 
 def _digest(data: bytes) -> str:
     return blake2b(data, digest_size=16).hexdigest()
-
-
-def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    writer = SafetensorsWriter(path, {name: TensorInfo(tuple(t.shape), "F32") for name, t in tensors.items()})
-    for name, values in tensors.items():
-        writer.put(name, values)
-    writer.finish()
-
-
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    file = SafetensorsFile(path)
-    tensors = {name: tensor.whole().clone() for name, tensor in file.tensors.items()}
-    file.close()
-    return tensors

@@ -11,9 +11,7 @@ from pathlib import Path
 import torch
 
 from tripool.checkpoints import Checkpoint
-from tripool.checkpoints.base import TensorInfo
-from tripool.checkpoints.safetensors import SafetensorsFile
-from tripool.checkpoints.write import SafetensorsWriter
+from tripool.checkpoints.write import read_tensors, write_tensors
 from tripool.core import BLOCK_TOKENS
 from tripool.kernels import CPU, Batch
 from tripool.kernels.sequence_rows import SequenceRows
@@ -43,17 +41,11 @@ class Stream:
 
     @classmethod
     def read(cls, arch: Arch, windows: Sequence[Sequence[int]], path: Path) -> Stream:
-        file = SafetensorsFile(path)
-        states = [file.tensors[str(i)].whole().clone() for i in range(len(windows))]
-        file.close()
-        return cls(arch, windows, states)
+        states = read_tensors(path)
+        return cls(arch, windows, [states[str(i)] for i in range(len(windows))])
 
     def write(self, path: Path) -> None:
-        infos = {str(i): TensorInfo(tuple(state.shape), "F32") for i, state in enumerate(self.states)}
-        writer = SafetensorsWriter(path, infos)
-        for i, state in enumerate(self.states):
-            writer.put(str(i), state)
-        writer.finish()
+        write_tensors(path, {str(i): state for i, state in enumerate(self.states)})
 
     def start(self, num_windows: int, num_tokens: int) -> Stream:
         """The first tokens of the first windows, as another stream; attention is causal, so they are unaffected

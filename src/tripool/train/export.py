@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from tripool.checkpoints import Checkpoint, TensorInfo
+from tripool.checkpoints import Checkpoint
 from tripool.checkpoints.folder import INDEX_FILE
-from tripool.checkpoints.write import SafetensorsWriter, with_end_ids, write_json, write_text_files
+from tripool.checkpoints.write import with_end_ids, write_json, write_tensors, write_text_files
 from tripool.text import TextFiles
 from tripool.train.attention import LatentAttention
 from tripool.train.experts import Dense, Experts
@@ -32,11 +32,11 @@ def order_by_use(text: TextFiles, counts: Sequence[int]) -> list[int]:
 
 
 def renumbered(text: TextFiles, order: Sequence[int]) -> TextFiles:
-    told = json.loads(text.tokenizer_json)
+    tokenizer = json.loads(text.tokenizer_json)
     number_of = {old: new for new, old in enumerate(order)}
-    vocab = {token: number_of[number] for token, number in told["model"]["vocab"].items()}
-    told["model"]["vocab"] = dict(sorted(vocab.items(), key=lambda pair: pair[1]))
-    return replace(text, tokenizer_json=json.dumps(told, ensure_ascii=False, separators=(",", ":")))
+    vocab = {token: number_of[number] for token, number in tokenizer["model"]["vocab"].items()}
+    tokenizer["model"]["vocab"] = dict(sorted(vocab.items(), key=lambda pair: pair[1]))
+    return replace(text, tokenizer_json=json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":")))
 
 
 def _special(text: TextFiles) -> set[int]:
@@ -97,15 +97,11 @@ def write_model(
         shards[-1][name] = values
         room -= size
         total += size
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         path = folder / f"model-{number:05}-of-{len(shards):05}.safetensors"
-        infos = {name: TensorInfo(tuple(values.shape), labels[name]) for name, values in shard.items()}
-        writer = SafetensorsWriter(path, infos)
-        for name, values in shard.items():
-            writer.put(name, values.detach().to("cpu", STORED[labels[name]]))
-            weight_map[name] = path.name
-        writer.finish()
+        write_tensors(path, {name: values.to(STORED[labels[name]]) for name, values in shard.items()})
+        weight_map |= dict.fromkeys(shard, path.name)
     write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)
     write_text_files(folder, text)
     write_json(folder / "config.json", config, indent=1)

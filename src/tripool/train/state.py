@@ -15,14 +15,11 @@ from typing import Any
 
 import torch
 
-from tripool.checkpoints import TensorInfo
-from tripool.checkpoints.safetensors import TORCH_DTYPES, SafetensorsFile
-from tripool.checkpoints.write import SafetensorsWriter
+from tripool.checkpoints.write import read_tensors, write_tensors
 from tripool.train.config import TrainError
 from tripool.train.network import Network
 
 FILE = "state.safetensors"
-_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -57,24 +54,12 @@ def save(
     for name, weight in network.named_parameters():
         moments = optimiser.state[weight]
         tensors |= {f"{kind}.{name}": moments[kind] for kind in _MOMENTS}
-    infos = {name: TensorInfo(tuple(value.shape), _NAMES[value.dtype]) for name, value in tensors.items()}
-    writer = SafetensorsWriter(folder / FILE, infos)
-    try:
-        for name, value in tensors.items():
-            writer.put(name, value.detach().cpu())
-    except BaseException:
-        writer.abandon()
-        raise
-    writer.finish()
+    write_tensors(folder / FILE, tensors)
     sync_folder(folder)
 
 
 def restore(folder: Path, network: Network, optimiser: torch.optim.Optimizer, plan: Mapping[str, Any]) -> Place:
-    file = SafetensorsFile(folder / FILE)
-    try:
-        held = {name: tensor.whole().clone() for name, tensor in file.tensors.items()}
-    finally:
-        file.close()
+    held = read_tensors(folder / FILE)
     if not torch.equal(held["plan"], plan_digest(plan)):
         hint = "give the config and the documents it was begun with, or another --out"
         raise TrainError("was begun with another config or other documents", hint=hint, file=folder / FILE)

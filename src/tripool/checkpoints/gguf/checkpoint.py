@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -48,12 +47,9 @@ class GgufCheckpoint:
 
     def read(self, name: str, out: torch.Tensor) -> None:
         if name not in self._tensors:
-            raise TensorMissing(
-                "the metadata promises a tensor that the file does not hold",
-                hint="the file was converted wrongly or for another program; fetch or convert it again",
-                file=self.path,
-                tensor=name,
-            )
+            problem = "the metadata promises a tensor that the file does not hold"
+            hint = "the file was converted wrongly or for another program; fetch or convert it again"
+            raise TensorMissing(problem, hint=hint, file=self.path, tensor=name)
         source = self._tensors[name]
         check_out(self.path, name, source.shape, out)
         source.read(out)
@@ -70,7 +66,5 @@ class GgufCheckpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

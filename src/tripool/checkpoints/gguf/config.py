@@ -206,9 +206,6 @@ def _llama3_scaling(file: MappedFile, header: Header, config: Mapping[str, Any])
 
 
 def _not_llama3(header: Header) -> WrongArchitecture:
-    return WrongArchitecture(
-        "rope factors that are not Llama 3's",
-        hint="use the model's Hugging Face folder, whose config has the original numbers",
-        file=header.path,
-        tensor="rope_freqs.weight",
-    )
+    problem = "rope factors that are not Llama 3's"
+    hint = "use the model's Hugging Face folder, whose config has the original numbers"
+    return WrongArchitecture(problem, hint=hint, file=header.path, tensor="rope_freqs.weight")

@@ -29,19 +29,7 @@ MAX_ITEMS = 2**23
 at most.
 """
 
-SCALARS: Mapping[int, str] = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+SCALARS: Mapping[int, str] = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """Value types by number, as `struct` letters. 8 is a string, 9 an array."""
 FLOAT32, STRING, ARRAY = 6, 8, 9
 

@@ -24,41 +24,19 @@ class Kind(IntEnum):
     IQ1_M, BF16, TQ1_0, TQ2_0, MXFP4, NVFP4, Q1_0 = 29, 30, 34, 35, 39, 40, 41
 
 
+_BLOCK_BYTES: Mapping[int, Mapping[str, int]] = {
+    1: {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I8": 1, "I16": 2, "I32": 4, "I64": 8},
+    32: {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q8_1": 40, "IQ4_NL": 18, "MXFP4": 17},
+    64: {"NVFP4": 36},
+    128: {"Q1_0": 18},
+    256: {
+        "Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "Q8_K": 292, "TQ1_0": 54, "TQ2_0": 66,
+        "IQ2_XXS": 66, "IQ2_XS": 74, "IQ2_S": 82, "IQ1_S": 50, "IQ3_XXS": 98, "IQ3_S": 110, "IQ4_XS": 136,
+        "IQ1_M": 56,
+    },
+}  # fmt: skip
 BLOCKS: Mapping[Kind, tuple[int, int]] = {
-    Kind.F32: (1, 4),
-    Kind.F16: (1, 2),
-    Kind.BF16: (1, 2),
-    Kind.F64: (1, 8),
-    Kind.I8: (1, 1),
-    Kind.I16: (1, 2),
-    Kind.I32: (1, 4),
-    Kind.I64: (1, 8),
-    Kind.Q4_0: (32, 18),
-    Kind.Q4_1: (32, 20),
-    Kind.Q5_0: (32, 22),
-    Kind.Q5_1: (32, 24),
-    Kind.Q8_0: (32, 34),
-    Kind.Q8_1: (32, 40),
-    Kind.IQ4_NL: (32, 18),
-    Kind.MXFP4: (32, 17),
-    Kind.Q2_K: (256, 84),
-    Kind.Q3_K: (256, 110),
-    Kind.Q4_K: (256, 144),
-    Kind.Q5_K: (256, 176),
-    Kind.Q6_K: (256, 210),
-    Kind.Q8_K: (256, 292),
-    Kind.TQ1_0: (256, 54),
-    Kind.TQ2_0: (256, 66),
-    Kind.IQ2_XXS: (256, 66),
-    Kind.IQ2_XS: (256, 74),
-    Kind.IQ2_S: (256, 82),
-    Kind.IQ1_S: (256, 50),
-    Kind.IQ3_XXS: (256, 98),
-    Kind.IQ3_S: (256, 110),
-    Kind.IQ4_XS: (256, 136),
-    Kind.IQ1_M: (256, 56),
-    Kind.NVFP4: (64, 36),
-    Kind.Q1_0: (128, 18),
+    Kind[name]: (values, size) for values, sizes in _BLOCK_BYTES.items() for name, size in sizes.items()
 }
 """Values and bytes of one block."""
 

@@ -136,12 +136,9 @@ def _join_key_value(file: MappedFile, header: Header, layer: str, logical: dict[
         name = f"blk.{layer}.attn_{part}_b.weight"
         hint = "convert the model again with a current converter"
         if name not in header.tensors:
-            raise TensorMissing(
-                "the other part of the split tensor is present, this one is missing",
-                hint=hint,
-                file=header.path,
-                tensor=name,
-            )
+            problem = "the other part of the split tensor is present, this one is missing"
+            hint = hint
+            raise TensorMissing(problem, hint=hint, file=header.path, tensor=name)
         parts[part] = GgufTensor(file, header.tensors[name])
         if len(parts[part].entry.shape) != 3:
             problem = f"stored as {list(parts[part].entry.shape)}, one matrix per head has three dimensions"
@@ -155,9 +152,6 @@ def _join_key_value(file: MappedFile, header: Header, layer: str, logical: dict[
 
 def _unknown(header: Header, name: str) -> WrongArchitecture:
     architecture = header.metadata["general.architecture"]
-    return WrongArchitecture(
-        f"a tensor that this version's '{architecture}' does not have",
-        hint="the file is of a newer or different variant of the model; use its Hugging Face folder",
-        file=header.path,
-        tensor=name,
-    )
+    problem = f"a tensor that this version's '{architecture}' does not have"
+    hint = "the file is of a newer or different variant of the model; use its Hugging Face folder"
+    return WrongArchitecture(problem, hint=hint, file=header.path, tensor=name)
