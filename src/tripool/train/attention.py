@@ -17,7 +17,31 @@ from torch import nn
 from torch.nn import functional as F
 
 from tripool.models.arch import Arch, MlaShape
-from tripool.train.parts import Linear, Norm
+
+
+class Linear(nn.Module):
+    def __init__(self, inputs: int, outputs: int, *, out: bool = False) -> None:
+        """`out`: writes into the residual stream, and starts smaller."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.out = out
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+
+class Norm(nn.Module):
+    """RMS norm, in float32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self._eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps) * self.weight
+
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 """q and k [rows, row_tokens, heads, qk], v [rows, row_tokens, heads, v], sight, scale -> [rows, row_tokens, heads, v].
@@ -94,7 +118,7 @@ def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
 
 
 class LatentAttention(nn.Module):
-    """Adds nothing: gives what the attention half adds to the stream."""
+    """Returns what the attention sublayer adds to the stream; adds nothing itself."""
 
     def __init__(self, arch: Arch, attend: Attend) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ from tripool.train.config import TrainError
 from tripool.train.documents import Document
 
 SKIPPED, PROMPT, ANSWER = 0, 1, 2
-"""What a token is to whoever predicts it: nothing to learn from, a prompt's, or an answer's."""
+"""What a token is as a target: nothing to learn from, a prompt's, or an answer's."""
 CUT_TOKENS = 8
 """Untrained at a cut: a few words before it, because a text about to break off is already not what one would say."""
 _BATCH = 4096
@@ -74,7 +74,7 @@ class Writer:
 
 
 def encode_in_processes(text: TextFiles, documents: Sequence[Document], num_processes: int) -> list[Encoded]:
-    """In the order of the documents, whoever did the work."""
+    """In the order of the documents."""
     batches = [documents[start : start + _BATCH] for start in range(0, len(documents), _BATCH)]
     if num_processes < 2 or len(batches) < 2:
         writer = Writer(text)

@@ -1,4 +1,4 @@
-"""Feed-forward halves as they are trained.
+"""Feed-forward sublayers as they are trained.
 
 Every expert works on every token, as one wide SwiGLU, and what was not chosen is multiplied by zero before the way
 down: the same sums as sending each token to its few experts, and the same gradients. It costs experts / top_k times the
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tripool.kernels.ref.route import RoutePlan
 from tripool.models.arch import Arch, MoeShape
-from tripool.train.parts import Linear
+from tripool.train.attention import Linear
 
 
 def best(values: torch.Tensor, count: int) -> torch.Tensor:

@@ -95,12 +95,7 @@ class Learner:
         try:
             one = torch.ones((), device=self.device)
             self._pass(self.batches(0)[0], one, one)
-        except (
-            RuntimeError,
-            ImportError,
-            OSError,
-            NotImplementedError,
-        ) as error:  # no compiler, or none for this torch
+        except (RuntimeError, ImportError, OSError) as error:  # no compiler, or none for this torch
             tell(f"not compiled: {line_of(error)}")
             self._each = token_losses
             for layer in layers:

@@ -48,8 +48,7 @@ def loss_plot(lines: Sequence[Mapping[str, Any]]) -> str:
     highest = max([line[key] for line in steps for key in ("loss", "mtp_loss")], default=1.0)
     plot = Plot("loss by step", "step", last, highest, "nats per token; points: held out", height=320)
     for key, kind in (("mtp_loss", "two"), ("loss", "one")):
-        corners = " ".join(f"{plot.x(x):.1f},{plot.y(y):.1f}" for x, y in _thinned(steps, key))
-        plot.marks.append(f'<polyline class="{kind} line" points="{corners}"/>')
+        plot.line(_thinned(steps, key), kind)
     plot.points([(step, loss, f"step {step}: {loss:.3f} held out") for step, loss in held], "three")
     drawn = plot.render()
     inner = drawn[drawn.index("<svg") : drawn.index("</svg>") + len("</svg>")]

@@ -14,10 +14,9 @@ from torch.nn import functional as F
 
 from tripool.models.arch import Arch, MlaShape
 from tripool.models.rope import rope_table
-from tripool.train.attention import Attend, LatentAttention
+from tripool.train.attention import Attend, LatentAttention, Linear, Norm
 from tripool.train.config import TrainError
 from tripool.train.experts import Dense, Experts
-from tripool.train.parts import Linear, Norm
 
 
 def trainable(arch: Arch) -> MlaShape:
