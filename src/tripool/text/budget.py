@@ -52,8 +52,14 @@ class Budget:
     """Of one rendering. Measures values, and caches the sizes of immutable ones."""
 
     def __init__(
-        self, messages: Sequence[Mapping[str, Any]], tools: Any = None, most_steps: float = float("inf")
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any = None,
+        most_steps: float = float("inf"),
+        environment: jinja2.Environment | None = None,
     ) -> None:
+        self.environment = environment or jinja2.Environment()
+        """Of the rendering: filters look attributes up by it."""
         self.left = float("inf")
         self._known: dict[int, tuple[Any, Size]] = {}
         """By identity: the value, to keep it alive, and its size."""

@@ -265,11 +265,9 @@ def read_decoder(description: Mapping[str, Any] | None) -> DecoderPlan:
             case {"type": "Strip", "content": str(char), "start": int(limit), "stop": 0} if per_token or fused:
                 (before if per_token else after).append(Strip(char, limit, fused))
             case _:
-                raise WrongArchitecture(
-                    f"the tokenizer's decoder has a part this version cannot stream: {dict(part)}",
-                    hint="byte-level decoders and byte-fallback decoders of the Llama kind are supported",
-                    file="tokenizer.json",
-                )
+                problem = f"the tokenizer's decoder has a part this version cannot stream: {dict(part)}"
+                hint = "byte-level decoders and byte-fallback decoders of the Llama kind are supported"
+                raise WrongArchitecture(problem, hint=hint, file="tokenizer.json")
     return DecoderPlan(tuple(before), byte_rule, tuple(after))
 
 

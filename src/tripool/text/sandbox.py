@@ -71,7 +71,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def names(
         self, messages: Sequence[Mapping[str, Any]], names: Mapping[str, Any], most_steps: float = float("inf")
     ) -> dict[str, Any]:
-        return {**names, "messages": messages, BUDGET_NAME: Budget(messages, names.get("tools"), most_steps)}
+        return {**names, "messages": messages, BUDGET_NAME: Budget(messages, names.get("tools"), most_steps, self)}
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> jinja2.Undefined:
         """Jinja would print nothing here and only raise on further use: a prompt with gaps."""

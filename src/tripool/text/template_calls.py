@@ -6,6 +6,7 @@ Costs are worst cases of CPython's code: where that compares every pair of chara
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -121,21 +122,12 @@ def _looked_at(budget: Budget, text: str) -> None:
     budget.take(text, times=SLOW)
 
 
-def _found(budget: Budget, text: str, part: Any, *bounds: Any) -> None:
-    pay_search(budget, len(text), len(part) if isinstance(part, str) else 0)
+def _found(budget: Budget, text: str, part: Any, *bounds: Any, backwards: bool = False) -> None:
+    pay_search(budget, len(text), len(part) if isinstance(part, str) else 0, backwards=backwards)
 
 
-def _found_backwards(budget: Budget, text: str, part: Any, *bounds: Any) -> None:
-    pay_search(budget, len(text), len(part) if isinstance(part, str) else 0, backwards=True)
-
-
-def _parted(budget: Budget, text: str, part: Any) -> None:
-    _found(budget, text, part)
-    budget.take(text)
-
-
-def _parted_backwards(budget: Budget, text: str, part: Any) -> None:
-    _found_backwards(budget, text, part)
+def _parted(budget: Budget, text: str, part: Any, *, backwards: bool = False) -> None:
+    _found(budget, text, part, backwards=backwards)
     budget.take(text)
 
 
@@ -153,10 +145,6 @@ def _split(budget: Budget, text: str, sep: Any = None, maxsplit: Any = -1, *, ba
     check(pieces, MAX_ITEMS)
     budget.take(text)
     budget.spend(pieces / ITEMS_PER_STEP)
-
-
-def _split_backwards(budget: Budget, text: str, sep: Any = None, maxsplit: Any = -1) -> None:
-    _split(budget, text, sep, maxsplit, backwards=True)
 
 
 def _split_lines(budget: Budget, text: str, keepends: Any = False) -> None:
@@ -198,14 +186,14 @@ TEXT_METHODS: Mapping[str, Callable[..., None]] = {
     **dict.fromkeys(("isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower"), _looked_at),
     **dict.fromkeys(("isnumeric", "isprintable", "isspace", "istitle", "isupper"), _looked_at),
     **dict.fromkeys(("count", "find", "index"), _found),
-    **dict.fromkeys(("rfind", "rindex"), _found_backwards),
+    **dict.fromkeys(("rfind", "rindex"), partial(_found, backwards=True)),
     **dict.fromkeys(("strip", "lstrip", "rstrip"), stripped),
     **dict.fromkeys(("center", "ljust", "rjust", "zfill"), padded),
     **dict.fromkeys(("format", "format_map"), _formatted),
     "partition": _parted,
-    "rpartition": _parted_backwards,
+    "rpartition": partial(_parted, backwards=True),
     "split": _split,
-    "rsplit": _split_backwards,
+    "rsplit": partial(_split, backwards=True),
     "splitlines": _split_lines,
     "expandtabs": _tabs_expanded,
     "replace": replaced,

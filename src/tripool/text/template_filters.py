@@ -21,6 +21,7 @@ from tripool.text.budget import (
     ITEMS_PER_STEP,
     MAX_ITEMS,
     SIZED,
+    Budget,
     budget_of,
     check,
     length,
@@ -44,7 +45,7 @@ _MAX_DIGITS = 1024
 _MAX_PRECISION = 64
 
 Cost = Callable[..., Any]
-"""Takes the filter's arguments after the context; returns the value for the filter."""
+"""Takes the budget and the filter's arguments; returns the value for the filter where it replaces the value."""
 
 
 def guarded_filters(filters: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +61,8 @@ def _guarded(name: str, filter: Callable[..., Any], cost: Cost) -> Callable[...,
             raise SecurityError(f"a namespace has no '{name}'")
         budget = budget_of(context)
         budget.spend(1)
-        value = cost(context, value, *args, **kwargs)
+        replacing = cost(budget, value, *args, **kwargs)
+        value = value if replacing is None else replacing
         made = filter(*_leading(context, filter), value, *args, **kwargs)
         return metered(budget, made) if isinstance(made, Iterator) else budget.settle(made)
 
@@ -75,109 +77,94 @@ def _leading(context: Context, function: Any) -> tuple[Any, ...]:
     return ({"context": context, "eval_context": context.eval_ctx, "environment": context.environment}[asked.name],)
 
 
-def _constant(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-    return value
+def _constant(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> None:
+    """Nothing besides the filter's own step."""
 
 
-def _attribute(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-    budget_of(context).spend(_ATTRIBUTE_STEPS)
-    return value
+def _attribute(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> None:
+    budget.spend(_ATTRIBUTE_STEPS)
 
 
 # ---- texts ---------------------------------------------------------------------------------------------------------
 
 
-def _read(context: Context, value: Any, *args: Any, times: float = 1, **kwargs: Any) -> Any:
-    budget_of(context).take(value, *args, *kwargs.values(), times=times)
-    return value
+def _read(budget: Budget, value: Any, *args: Any, times: float = 1, **kwargs: Any) -> None:
+    budget.take(value, *args, *kwargs.values(), times=times)
 
 
-def _text(context: Context, value: Any) -> str:
+def _text(budget: Budget, value: Any) -> str:
     """Converted to text as filters do."""
-    budget_of(context).take(value)
+    budget.take(value)
     return value if isinstance(value, str) else str(value)
 
 
-def _turned(context: Context, value: Any) -> Any:
-    turned(budget_of(context), _text(context, value))
-    return value
+def _on_text(pay: Callable[..., None]) -> Cost:
+    """The cost of a string method on the value as text."""
+    return lambda budget, value, *args, **kwargs: pay(budget, _text(budget, value), *args, **kwargs)
 
 
-def _escaped(context: Context, value: Any) -> Any:
-    budget_of(context).take(value, extra=4 * budget_of(context).text_size(value))
-    return value
+def _center(budget: Budget, text: str, width: Any = 80) -> None:
+    padded(budget, text, width)
 
 
-def _url(context: Context, value: Any) -> Any:
-    budget_of(context).take(value, extra=11 * budget_of(context).text_size(value), times=SLOW)
-    return value
+def _escaped(budget: Budget, value: Any) -> None:
+    budget.take(value, extra=4 * budget.text_size(value))
 
 
-def _centered(context: Context, value: Any, width: Any = 80) -> Any:
-    padded(budget_of(context), _text(context, value), width)
-    return value
+def _url(budget: Budget, value: Any) -> None:
+    budget.take(value, extra=11 * budget.text_size(value), times=SLOW)
 
 
-def _formatted(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-    pay_percent(budget_of(context), _text(context, value), kwargs or args)
-    return value
+def _formatted(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> None:
+    pay_percent(budget, _text(budget, value), kwargs or args)
 
 
-def _indented(context: Context, value: Any, width: Any = 4, first: Any = False, blank: Any = False) -> Any:
+def _indented(budget: Budget, value: Any, width: Any = 4, first: Any = False, blank: Any = False) -> None:
     if not isinstance(value, str):
         raise TypeError("only a text can be indented")
     each = len(width) if isinstance(width, str) else max(width, 0)
-    budget_of(context).take(value, times=SLOW)
-    budget_of(context).take(value, extra=each * (len(value.splitlines()) + 1))
-    return value
+    budget.take(value, times=SLOW)
+    budget.take(value, extra=each * (len(value.splitlines()) + 1))
 
 
-def _replaced(context: Context, value: Any, old: Any, new: Any, count: Any = None) -> Any:
-    text, old, new = (_text(context, part) for part in (value, old, new))
-    replaced(budget_of(context), text, old, new, -1 if count is None else count)
-    return value
-
-
-def _trimmed(context: Context, value: Any, chars: Any = None) -> Any:
-    stripped(budget_of(context), _text(context, value), chars)
-    return value
+def _replaced(budget: Budget, value: Any, old: Any, new: Any, count: Any = None) -> None:
+    text, old, new = (_text(budget, part) for part in (value, old, new))
+    replaced(budget, text, old, new, -1 if count is None else count)
 
 
 def _json(
-    context: Context,
+    budget: Budget,
     value: Any,
     ensure_ascii: Any = False,
     indent: Any = None,
     separators: Any = None,
     sort_keys: Any = False,
-) -> Any:
+) -> None:
     around = indent if isinstance(indent, int) else len(indent or "")
     if around > _MAX_AROUND:
         raise SecurityError("an indent is too large")
     between = sum(len(part) for part in separators) if separators else 4
     if between > _MAX_AROUND:
         raise SecurityError("a separator is too long")
-    budget, size = budget_of(context), budget_of(context).measure(value)
+    size = budget.measure(value)
     if isinstance(value, Namespace):
         raise SecurityError("a namespace is not data")
     budget.take(extra=size.chars + size.items * (max(around, 0) * (size.depth + 1) + between))
     budget.spend(_ESCAPES * size.chars / 64 + size.items * (1 if indent is None else 4) * (2 if sort_keys else 1) / 4)
-    return value
 
 
 # ---- numbers -------------------------------------------------------------------------------------------------------
 
 
-def _integer(context: Context, value: Any, default: Any = 0, base: Any = 10) -> Any:
+def _integer(budget: Budget, value: Any, default: Any = 0, base: Any = 10) -> None:
     if isinstance(value, str) and base != 10 and len(value) > _MAX_DIGITS:
         raise SecurityError("a number has too many digits")
-    return _read(context, value, times=SLOW)
+    _read(budget, value, times=SLOW)
 
 
-def _rounded(context: Context, value: Any, precision: Any = 0, method: Any = "common") -> Any:
+def _rounded(budget: Budget, value: Any, precision: Any = 0, method: Any = "common") -> None:
     _numbers(value, precision)  # for a string, the filter would make many copies first
     check(abs(precision), _MAX_PRECISION)
-    return value
 
 
 def _numbers(*values: Any) -> None:
@@ -195,22 +182,21 @@ def _parts(attribute: Any) -> int:
     return 1 + attribute.count(".") + attribute.count(",") if isinstance(attribute, str) else 1
 
 
-def _handed_on(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-    return metered(budget_of(context), value)
+def _handed_on(budget: Budget, value: Any, *args: Any, **kwargs: Any) -> Any:
+    return metered(budget, value)
 
 
-def _mapped(context: Context, value: Any, *args: Any, attribute: Any = None, **kwargs: Any) -> Any:
-    budget_of(context).take(attribute)
-    return metered(budget_of(context), value, 1 + _ATTRIBUTE_STEPS * _parts(attribute))
+def _mapped(budget: Budget, value: Any, *args: Any, attribute: Any = None, **kwargs: Any) -> Any:
+    budget.take(attribute)
+    return metered(budget, value, 1 + _ATTRIBUTE_STEPS * _parts(attribute))
 
 
-def _selected_by(context: Context, value: Any, attribute: Any = None, *args: Any, **kwargs: Any) -> Any:
-    return _mapped(context, value, attribute=attribute)
+def _selected_by(budget: Budget, value: Any, attribute: Any = None, *args: Any, **kwargs: Any) -> Any:
+    return _mapped(budget, value, attribute=attribute)
 
 
-def _keys(context: Context, value: Any, attribute: Any, default: Any = None) -> tuple[Any, list[Any]]:
+def _keys(budget: Budget, value: Any, attribute: Any, default: Any = None) -> tuple[Any, list[Any]]:
     """The value as a list, and the key of each item that the filter will use, charged once."""
-    budget = budget_of(context)
     if value is not None and not isinstance(value, (str, *SIZED)):
         value = listed(budget, value)
     if not isinstance(value, (str, *SIZED)):
@@ -222,90 +208,87 @@ def _keys(context: Context, value: Any, attribute: Any, default: Any = None) -> 
         budget.take(attribute)
         budget.spend(len(keys) * _ATTRIBUTE_STEPS * _parts(attribute))
         names = attribute.split(",") if isinstance(attribute, str) else [attribute]
-        getters = [make_attrgetter(context.environment, name, default=default) for name in names]
+        getters = [make_attrgetter(budget.environment, name, default=default) for name in names]
         keys = [getter(item) for item in keys for getter in getters]
     budget.take(keys)
     return value, keys
 
 
-def _sorted(context: Context, value: Any, attribute: Any, default: Any = None) -> Any:
-    value, keys = _keys(context, value, attribute, default)
+def _sorted(budget: Budget, value: Any, attribute: Any, default: Any = None) -> Any:
+    value, keys = _keys(budget, value, attribute, default)
     rounds = math.log2(len(keys) + 2)
-    budget_of(context).take(keys, times=rounds)
+    budget.take(keys, times=rounds)
     steps = _ATTRIBUTE_STEPS * _parts(attribute) if attribute is not None else 0
-    budget_of(context).spend(len(keys) * (1 + rounds / 8 + 2 * steps))
+    budget.spend(len(keys) * (1 + rounds / 8 + 2 * steps))
     return value
 
 
-def _sort(
-    context: Context, value: Any, reverse: Any = False, case_sensitive: Any = False, attribute: Any = None
-) -> Any:
-    return _sorted(context, value, attribute)
+def _sort(budget: Budget, value: Any, reverse: Any = False, case_sensitive: Any = False, attribute: Any = None) -> Any:
+    return _sorted(budget, value, attribute)
 
 
-def _group(context: Context, value: Any, attribute: Any, default: Any = None, case_sensitive: Any = False) -> Any:
-    value = _sorted(context, value, attribute, default)
-    budget_of(context).glance(value, value)
+def _group(budget: Budget, value: Any, attribute: Any, default: Any = None, case_sensitive: Any = False) -> Any:
+    value = _sorted(budget, value, attribute, default)
+    budget.glance(value, value)
     return value
 
 
-def _sort_dict(context: Context, value: Any, case_sensitive: Any = False, by: Any = "key", reverse: Any = False) -> Any:
-    _sorted(context, value.items() if isinstance(value, dict) else (), None)
+def _sort_dict(budget: Budget, value: Any, case_sensitive: Any = False, by: Any = "key", reverse: Any = False) -> None:
+    _sorted(budget, value.items() if isinstance(value, dict) else (), None)
+
+
+def _extreme(budget: Budget, value: Any, case_sensitive: Any = False, attribute: Any = None) -> Any:
+    value, keys = _keys(budget, value, attribute)
+    budget.take(keys, times=SLOW)
+    budget.spend(len(keys) * (1 + _ATTRIBUTE_STEPS * _parts(attribute)))
     return value
 
 
-def _extreme(context: Context, value: Any, case_sensitive: Any = False, attribute: Any = None) -> Any:
-    value, keys = _keys(context, value, attribute)
-    budget_of(context).take(keys, times=SLOW)
-    budget_of(context).spend(len(keys) * (1 + _ATTRIBUTE_STEPS * _parts(attribute)))
+def _unique(budget: Budget, value: Any, case_sensitive: Any = False, attribute: Any = None) -> Any:
+    value, keys = _keys(budget, value, attribute)
+    pay_keys(budget, keys)
+    budget.spend(len(keys) * (1 + _ATTRIBUTE_STEPS * _parts(attribute)))
     return value
 
 
-def _unique(context: Context, value: Any, case_sensitive: Any = False, attribute: Any = None) -> Any:
-    value, keys = _keys(context, value, attribute)
-    pay_keys(budget_of(context), keys)
-    budget_of(context).spend(len(keys) * (1 + _ATTRIBUTE_STEPS * _parts(attribute)))
+def _joined(budget: Budget, value: Any, d: Any = "", attribute: Any = None) -> Any:
+    value, keys = _keys(budget, value, attribute)
+    joined(budget, _text(budget, d), keys)
     return value
 
 
-def _joined(context: Context, value: Any, d: Any = "", attribute: Any = None) -> Any:
-    value, keys = _keys(context, value, attribute)
-    joined(budget_of(context), _text(context, d), keys)
-    return value
-
-
-def _summed(context: Context, value: Any, attribute: Any = None, start: Any = 0) -> Any:
+def _summed(budget: Budget, value: Any, attribute: Any = None, start: Any = 0) -> Any:
     if not isinstance(start, (int, float)):
         raise SecurityError("only numbers can be summed")
-    value, keys = _keys(context, value, attribute)
-    budget_of(context).glance(keys)
+    value, keys = _keys(budget, value, attribute)
+    budget.glance(keys)
     return value
 
 
-def _listed(context: Context, value: Any) -> Any:
+def _listed(budget: Budget, value: Any) -> Any:
     check(len(value) if isinstance(value, (str, *SIZED)) else 0, MAX_ITEMS)
-    budget_of(context).spend(1 + (len(value) if isinstance(value, (str, *SIZED)) else 0) / ITEMS_PER_STEP)
-    return listed(budget_of(context), value)
+    budget.spend(1 + (len(value) if isinstance(value, (str, *SIZED)) else 0) / ITEMS_PER_STEP)
+    return listed(budget, value)
 
 
-def _cut(context: Context, value: Any, count: Any, fill_with: Any = None) -> Any:
+def _cut(budget: Budget, value: Any, count: Any, fill_with: Any = None) -> Any:
     _numbers(count)
     check(count, MAX_ITEMS)
-    budget_of(context).spend(max(count, 0))
-    return metered(budget_of(context), value)
+    budget.spend(max(count, 0))
+    return metered(budget, value)
 
 
-def _batched(context: Context, value: Any, linecount: Any, fill_with: Any = None) -> Any:
-    return _cut(context, value, linecount)
+def _batched(budget: Budget, value: Any, linecount: Any, fill_with: Any = None) -> Any:
+    return _cut(budget, value, linecount)
 
 
-def _sliced(context: Context, value: Any, slices: Any, fill_with: Any = None) -> Any:
-    return _cut(context, value, slices)
+def _sliced(budget: Budget, value: Any, slices: Any, fill_with: Any = None) -> Any:
+    return _cut(budget, value, slices)
 
 
-def _reversed(context: Context, value: Any) -> Any:
-    value = listed(budget_of(context), value)
-    budget_of(context).spend(1 + length(value) / ITEMS_PER_STEP)
+def _reversed(budget: Budget, value: Any) -> Any:
+    value = listed(budget, value)
+    budget.spend(1 + length(value) / ITEMS_PER_STEP)
     return value
 
 
@@ -315,13 +298,13 @@ _COSTS: Mapping[str, Cost] = {
     **dict.fromkeys(("last", "length"), _constant),
     **dict.fromkeys(("safe", "string", "truncate"), _read),
     **dict.fromkeys(("title", "wordcount"), partial(_read, times=_VERY_SLOW)),
-    **dict.fromkeys(("capitalize", "lower", "upper"), _turned),
+    **dict.fromkeys(("capitalize", "lower", "upper"), _on_text(turned)),
     **dict.fromkeys(("e", "escape", "forceescape"), _escaped),
     **dict.fromkeys(("reject", "select"), _handed_on),
     **dict.fromkeys(("rejectattr", "selectattr"), _selected_by),
     **dict.fromkeys(("max", "min"), _extreme),
     "batch": _batched,
-    "center": _centered,
+    "center": _on_text(_center),
     "dictsort": _sort_dict,
     "float": partial(_read, times=SLOW),
     "format": _formatted,
@@ -338,7 +321,7 @@ _COSTS: Mapping[str, Cost] = {
     "sort": _sort,
     "sum": _summed,
     "tojson": _json,
-    "trim": _trimmed,
+    "trim": _on_text(stripped),
     "unique": _unique,
     "urlencode": _url,
 }

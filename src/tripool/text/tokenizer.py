@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
 from typing import Any
@@ -122,45 +122,16 @@ class Tokenizer:
         """Decodes one growing sequence of `token`s."""
         return TextStream(self._plan)
 
-    def render_chat(
-        self,
-        conversation: Conversation,
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        continue_final_message: bool = False,
-        extra: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The conversation rendered by the model's template. See `Template.render`."""
+    def render_chat(self, conversation: Conversation, **options: Any) -> str:
+        """The conversation rendered by the model's template, with the options of `Template.render`."""
         if self._template is None:
             hint = "it was not trained to chat: give it a plain prompt instead"
             raise InvalidRequest("this model has no chat template", hint=hint, param="messages")
-        return self._template.render(
-            conversation,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            continue_final_message=continue_final_message,
-            extra=extra or {},
-        )
+        return self._template.render(conversation, **options)
 
-    def encode_chat(
-        self,
-        conversation: Conversation,
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        continue_final_message: bool = False,
-        extra: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Tokens of `render_chat`; nothing is added, since the template writes the begin token."""
-        text = self.render_chat(
-            conversation,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            continue_final_message=continue_final_message,
-            extra=extra,
-        )
-        return self.encode(text, special=False)
+    def encode_chat(self, conversation: Conversation, **options: Any) -> list[int]:
+        """Tokens of `render_chat`, with its options; nothing is added, since the template writes the begin token."""
+        return self.encode(self.render_chat(conversation, **options), special=False)
 
 
 def _load(tokenizer_json: str) -> tokenizers.Tokenizer:
