@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import re
 import resource
@@ -149,7 +150,7 @@ def _model(name: str, precision: str) -> Model:
 
             arch = read_arch(checkpoint)
             assert checkpoint.text is not None  # raises if there is no tokenizer
-            parameters = sum(_product(info.shape) for info in checkpoint.infos().values())
+            parameters = sum(math.prod(info.shape) for info in checkpoint.infos().values())
             path = str(checkpoint.path)
     except TripoolError as error:
         return Model(name=name, path="", present=False, error=error.message, hint=error.hint)
@@ -160,13 +161,6 @@ def _model(name: str, precision: str) -> Model:
     blocks = kv_blocks(arch, EngineConfig(), mtp=mtp)
     kv = blocks * (arch.layers + mtp) * BLOCK_TOKENS * arch.kv_width * 4
     return Model(name=name, path=path, present=True, weight_bytes=weights, kv_bytes=kv, precision=precision)
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
 
 
 def _folders(model: Model) -> tuple[Folder, ...]:
