@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tripool.cli.keys import ago_s, later_s
 from tripool.cli.main import main
-from tripool.cli.when import ago_s, later_s
 from tripool.core import Usage
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from tripool.cli.files import check_folder
+from tripool.cli.options import options_from
 from tripool.errors import InvalidRequest, TripoolError
 
 if TYPE_CHECKING:
-    from tripool.bench.endpoint import Api
     from tripool.bench.report import Report
     from tripool.bench.run import Measured
     from tripool.bench.samples import Sample
@@ -31,31 +32,37 @@ class NothingMeasured(TripoolError):
     code = "nothing_measured"
 
 
-Url = Annotated[str, typer.Option(help="Of the server, with or without /v1.")]
-ModelName = Annotated[str | None, typer.Option(help="To name in requests; the server's first when not given.")]
-EndpointOf = Annotated[
-    Literal["chat", "completions"], typer.Option(help="completions takes token ids: lengths are exact.")
-]
-Trace = Annotated[Path | None, typer.Option(help="Mooncake JSONL, at its own times unless --rate or --concurrency.")]
-Speed = Annotated[float, typer.Option(min=0.001, help="Of a trace's times: 2 sends twice as fast.")]
-MaxRequests = Annotated[int | None, typer.Option("--max-requests", min=1, help="Of a trace: only the first ones.")]
-ScaleTokens = Annotated[float, typer.Option("--scale-tokens", min=0.0001, help="Of a trace: 0.1 shrinks all lengths.")]
-BlockTokens = Annotated[int, typer.Option("--block-tokens", min=1, help="Of a trace: tokens that share a hash id.")]
-Concurrency = Annotated[int | None, typer.Option(min=1, help="Keep this many requests open.")]
-Rate = Annotated[float | None, typer.Option(min=0.0001, help="Requests per second, as a Poisson process.")]
-Requests = Annotated[int | None, typer.Option(min=1, max=10**6, help="How many, without a trace.")]
-InputLen = Annotated[int, typer.Option("--input-len", min=1, max=2**20, help="Prompt tokens, without a trace.")]
-OutputLen = Annotated[int, typer.Option("--output-len", min=1, max=2**20, help="Answer tokens, without a trace.")]
-Limits = Annotated[str | None, typer.Option(help="SLO in ms, as ttft:500,tpot:50 (or e2e:...).")]
-RunSeed = Annotated[int, typer.Option(help="The same seed sends the same prompts at the same times.")]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos/--no-ignore-eos", help="Ask for answers of full length.")]
-Timeout = Annotated[float, typer.Option("--timeout", min=0.001, help="Seconds that one request may take.")]
-ApiKey = Annotated[str | None, typer.Option("--api-key", help="Sent as a bearer token.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every number here.")]
-HtmlFile = Annotated[Path | None, typer.Option("--html", help="Write a page with plots here.")]
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    url: Annotated[str, typer.Option(help="Of the server, with or without /v1.")] = "http://127.0.0.1:8000"
+    model: Annotated[str | None, typer.Option(help="To name in requests; the server's first when not given.")] = None
+    endpoint: Annotated[
+        Literal["chat", "completions"], typer.Option(help="completions takes token ids: lengths are exact.")
+    ] = "chat"
+    trace: Annotated[
+        Path | None, typer.Option(help="Mooncake JSONL, at its own times unless --rate or --concurrency.")
+    ] = None
+    speed: Annotated[float, typer.Option(min=0.001, help="Of a trace's times: 2 sends twice as fast.")] = 1.0
+    max_requests: Annotated[int | None, typer.Option(min=1, help="Of a trace: only the first ones.")] = None
+    scale_tokens: Annotated[float, typer.Option(min=0.0001, help="Of a trace: 0.1 shrinks all lengths.")] = 1.0
+    block_tokens: Annotated[int, typer.Option(min=1, help="Of a trace: tokens that share a hash id.")] = 512
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Keep this many requests open.")] = None
+    rate: Annotated[float | None, typer.Option(min=0.0001, help="Requests per second, as a Poisson process.")] = None
+    requests: Annotated[int | None, typer.Option(min=1, max=10**6, help="How many, without a trace.")] = None
+    input_len: Annotated[int, typer.Option(min=1, max=2**20, help="Prompt tokens, without a trace.")] = 512
+    output_len: Annotated[int, typer.Option(min=1, max=2**20, help="Answer tokens, without a trace.")] = 128
+    goodput: Annotated[str | None, typer.Option(help="SLO in ms, as ttft:500,tpot:50 (or e2e:...).")] = None
+    seed: Annotated[int, typer.Option(help="The same seed sends the same prompts at the same times.")] = 0
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos/--no-ignore-eos", help="Ask for answers of full length.")
+    ] = True
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that one request may take.")] = 600.0
+    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every number here.")] = None
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write a page with plots here.")] = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Load:
     """What to send and how fast, with descriptions for the report."""
 
@@ -67,176 +74,124 @@ class _Load:
 
 def register(app: typer.Typer) -> None:
     @app.command()
-    def bench(
-        url: Url = "http://127.0.0.1:8000",
-        model: ModelName = None,
-        endpoint: EndpointOf = "chat",
-        trace: Trace = None,
-        speed: Speed = 1.0,
-        max_requests: MaxRequests = None,
-        scale_tokens: ScaleTokens = 1.0,
-        block_tokens: BlockTokens = 512,
-        concurrency: Concurrency = None,
-        rate: Rate = None,
-        requests: Requests = None,
-        input_len: InputLen = 512,
-        output_len: OutputLen = 128,
-        goodput: Limits = None,
-        seed: RunSeed = 0,
-        ignore_eos: IgnoreEos = True,
-        timeout: Timeout = 600.0,
-        api_key: ApiKey = None,
-        json_file: JsonFile = None,
-        html_file: HtmlFile = None,
-    ) -> None:
+    @options_from(BenchOptions)
+    def bench(given: BenchOptions) -> None:
         """Measure any OpenAI endpoint under load: a trace replayed, a fixed concurrency, or Poisson arrivals."""
-        from tripool.bench import Goodput, random_shots
+        from tripool.bench import Goodput
         from tripool.cli.bench_report import show, write_files
-        from tripool.cli.files import check_folder
 
-        for file in (json_file, html_file):
+        for file in (given.json_file, given.html_file):
             check_folder(file)
-        limits = Goodput.parse(goodput) if goodput is not None else None
-        if trace is not None:
-            if requests is not None:
-                raise InvalidRequest("--requests is for runs without a trace", hint="use --max-requests")
-            shots, workload = _from_trace(trace, speed, max_requests, scale_tokens, block_tokens)
-        else:
-            if (max_requests, speed, scale_tokens) != (None, 1.0, 1.0):
-                raise InvalidRequest("--max-requests, --speed and --scale-tokens need --trace", hint="use --requests")
-            shots = random_shots(requests or 100, input_tokens=input_len, output_tokens=output_len)
-            workload = f"{input_len:,} tokens in, {output_len:,} out"
-        load = _arriving(shots, workload, rate, concurrency, seed, speed, timed=trace is not None)
-        measure = _Measure(url, model, endpoint, seed, ignore_eos, timeout, api_key)
-        report, interrupted = measure.run(load, limits)
+        limits = Goodput.parse(given.goodput) if given.goodput is not None else None
+        report, interrupted = _measure(given, _load(given), limits)
         show(report)
-        write_files(report, json_file, html_file)
+        write_files(report, given.json_file, given.html_file)
         if interrupted:
             raise typer.Exit(_INTERRUPTED)
         _complain_if_nothing(report)
 
 
-def _from_trace(
-    path: Path, speed: float, max_requests: int | None, scale_tokens: float, block_tokens: int
-) -> tuple[list[Shot], str]:
+def _load(given: BenchOptions) -> _Load:
+    from tripool.bench import random_shots
+
+    if given.trace is not None:
+        if given.requests is not None:
+            raise InvalidRequest("--requests is for runs without a trace", hint="use --max-requests")
+        return _arriving(given, *_from_trace(given, given.trace))
+    if (given.max_requests, given.speed, given.scale_tokens) != (None, 1.0, 1.0):
+        raise InvalidRequest("--max-requests, --speed and --scale-tokens need --trace", hint="use --requests")
+    shots = random_shots(given.requests or 100, input_tokens=given.input_len, output_tokens=given.output_len)
+    return _arriving(given, shots, f"{given.input_len:,} tokens in, {given.output_len:,} out")
+
+
+def _from_trace(given: BenchOptions, path: Path) -> tuple[list[Shot], str]:
     from tripool.bench import trace_shots
     from tripool.bench.trace import BadTrace, parse_trace
 
     try:
         with path.open(encoding="utf-8") as lines:
-            requests = parse_trace(lines, block_tokens=block_tokens, max_requests=max_requests)
+            requests = parse_trace(lines, block_tokens=given.block_tokens, max_requests=given.max_requests)
     except OSError as error:
         raise BadTrace(f"cannot read {path}: {error.strerror}", hint="give a Mooncake JSONL file") from error
     except UnicodeDecodeError as error:
         raise BadTrace(f"{path} is not UTF-8: {error.reason}", hint="give a Mooncake JSONL file") from error
     except BadTrace as error:
         raise BadTrace(f"{path}: {error.message}", hint=error.hint) from error
-    shots = trace_shots(requests, speed=speed, scale_tokens=scale_tokens, block_tokens=block_tokens)
-    return shots, path.name + (f", lengths × {scale_tokens:g}" if scale_tokens != 1 else "")
+    scale = given.scale_tokens
+    shots = trace_shots(requests, speed=given.speed, scale_tokens=scale, block_tokens=given.block_tokens)
+    return shots, path.name + (f", lengths × {scale:g}" if scale != 1 else "")
 
 
-def _arriving(
-    shots: list[Shot],
-    workload: str,
-    rate: float | None,
-    concurrency: int | None,
-    seed: int,
-    speed: float,
-    *,
-    timed: bool,
-) -> _Load:
+def _arriving(given: BenchOptions, shots: list[Shot], workload: str) -> _Load:
     from tripool.bench.workload import at_times, poisson_arrivals, without_times
 
+    rate, concurrency, speed = given.rate, given.concurrency, given.speed
     if rate is not None and concurrency is not None:
         raise InvalidRequest("--rate and --concurrency exclude each other", hint="an open loop or a closed one")
     if speed != 1 and (rate is not None or concurrency is not None):
         raise InvalidRequest("--speed is about the trace's own times", hint="leave out --rate and --concurrency")
     if rate is not None:
-        due_s = poisson_arrivals(len(shots), rate=rate, seed=seed)
-        arrival = f"Poisson, {rate:g}/s"
-        return _Load(shots=at_times(shots, due_s), concurrency=None, workload=workload, arrival=arrival)
-    if timed and concurrency is None:
-        arrival = "at the trace's times" + (f" × {speed:g}" if speed != 1 else "")
-        return _Load(shots=shots, concurrency=None, workload=workload, arrival=arrival)
+        due_s = poisson_arrivals(len(shots), rate=rate, seed=given.seed)
+        return _Load(at_times(shots, due_s), None, workload, f"Poisson, {rate:g}/s")
+    if given.trace is not None and concurrency is None:
+        return _Load(shots, None, workload, "at the trace's times" + (f" × {speed:g}" if speed != 1 else ""))
     width = concurrency or _DEFAULT_CONCURRENCY
-    return _Load(shots=without_times(shots), concurrency=width, workload=workload, arrival=f"{width} at once")
+    return _Load(without_times(shots), width, workload, f"{width} at once")
 
 
-@dataclass(frozen=True, slots=True)
-class _Measure:
-    url: str
-    model: str | None
-    api: Api
-    seed: int
-    ignore_eos: bool
-    timeout_s: float
-    api_key: str | None
+def _measure(given: BenchOptions, load: _Load, limits: Goodput | None) -> tuple[Report, bool]:
+    """The report, and whether Ctrl-C ended the run early."""
+    from tripool.bench.report import Report, RunSettings
+    from tripool.bench.summary import summarise, timeline
+    from tripool.cli.bench_report import request_progress
 
-    def run(self, load: _Load, limits: Goodput | None) -> tuple[Report, bool]:
-        """The report, and whether Ctrl-C ended the run early."""
-        from tripool.bench.report import Report, RunSettings
-        from tripool.bench.summary import summarise, timeline
-        from tripool.cli.bench_report import request_progress
+    began = datetime.now().astimezone().isoformat(" ", "seconds")
+    with request_progress(len(load.shots), "asking the server") as (describe, ended):
+        model, measured, interrupted = _run_fast(_run(given, load, describe, ended))
+    asked = RunSettings(
+        url=given.url, model=model, endpoint=given.endpoint, workload=load.workload, load=load.arrival,
+        requests=len(load.shots), seed=given.seed, began=began,
+    )  # fmt: skip
+    summary = summarise(
+        measured.samples, measured.duration_s, goodput=limits, cancelled=measured.cancelled,
+        client_lags_s=measured.client_lags_s,
+    )  # fmt: skip
+    slices = timeline(measured.samples, measured.duration_s)
+    report = Report(asked=asked, summary=summary, timeline=slices, samples=measured.samples, goodput=limits)
+    return report, interrupted
 
-        began = datetime.now().astimezone().isoformat(" ", "seconds")
-        with request_progress(len(load.shots), "asking the server") as (describe, ended):
-            model, measured, interrupted = _run_fast(self._run(load, describe, ended))
-        asked = RunSettings(
-            url=self.url,
-            model=model,
-            endpoint=self.api,
-            workload=load.workload,
-            load=load.arrival,
-            requests=len(load.shots),
-            seed=self.seed,
-            began=began,
-        )
-        summary = summarise(
-            measured.samples,
-            measured.duration_s,
-            goodput=limits,
-            cancelled=measured.cancelled,
-            client_lags_s=measured.client_lags_s,
-        )
-        slices = timeline(measured.samples, measured.duration_s)
-        report = Report(asked=asked, summary=summary, timeline=slices, samples=measured.samples, goodput=limits)
-        return report, interrupted
 
-    async def _run(
-        self, load: _Load, describe: Callable[[str], None], ended: Callable[[Sample], None]
-    ) -> tuple[str, Measured, bool]:
-        from tripool.bench.endpoint import BodyMaker, find_model, make_prompts
-        from tripool.bench.run import Run
-        from tripool.bench.wire import Address, HttpClient
+async def _run(
+    given: BenchOptions, load: _Load, describe: Callable[[str], None], ended: Callable[[Sample], None]
+) -> tuple[str, Measured, bool]:
+    from tripool.bench.endpoint import BodyMaker, find_model, make_prompts
+    from tripool.bench.run import Run
+    from tripool.bench.wire import Address, HttpClient
 
-        address = Address.parse(self.url)
-        client = HttpClient(address, api_key=self.api_key)
+    address = Address.parse(given.url)
+    client = HttpClient(address, api_key=given.api_key)
+    try:
+        model = await find_model(client, address, given.model)
+        prompts = await make_prompts(client, given.endpoint, model, given.seed)
+        describe(model)
+        bodies = BodyMaker(given.endpoint, model, prompts, given.seed, given.ignore_eos)
+        run = Run(client, bodies, timeout_s=given.timeout, on_end=ended)
+        interrupted = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def interrupt() -> None:
+            loop.remove_signal_handler(signal.SIGINT)  # a second Ctrl-C ends the program at once
+            interrupted.set()
+            run.stop()
+
+        loop.add_signal_handler(signal.SIGINT, interrupt)
         try:
-            model = await find_model(client, address, self.model)
-            prompts = await make_prompts(client, self.api, model, self.seed)
-            describe(model)
-            run = Run(
-                client,
-                BodyMaker(self.api, model, prompts, self.seed, self.ignore_eos),
-                timeout_s=self.timeout_s,
-                on_end=ended,
-            )
-            interrupted = asyncio.Event()
-            loop = asyncio.get_running_loop()
-
-            def interrupt() -> None:
-                loop.remove_signal_handler(signal.SIGINT)  # a second Ctrl-C ends the program at once
-                interrupted.set()
-                run.stop()
-
-            loop.add_signal_handler(signal.SIGINT, interrupt)
-            try:
-                measured = await run.go(load.shots, concurrency=load.concurrency)
-            finally:
-                loop.remove_signal_handler(signal.SIGINT)
-            return model, measured, interrupted.is_set()
+            measured = await run.go(load.shots, concurrency=load.concurrency)
         finally:
-            client.close()
+            loop.remove_signal_handler(signal.SIGINT)
+        return model, measured, interrupted.is_set()
+    finally:
+        client.close()
 
 
 def _run_fast(work: Coroutine[Any, Any, tuple[str, Measured, bool]]) -> tuple[str, Measured, bool]:

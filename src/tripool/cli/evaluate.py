@@ -34,54 +34,40 @@ def register(app: typer.Typer) -> None:
         threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores when not given.")] = None,
     ) -> None:
         """Compare B with A on a text: perplexity, next-token agreement, KL, greedy agreement."""
-        _evaluate((a, precision_a), (b, precision_b), text, tokens, window, answers, answer_tokens, json_file, threads)
+        import os
 
+        import torch
 
-def _evaluate(
-    a: tuple[str, Arithmetic],
-    b: tuple[str, Arithmetic],
-    text: Path,
-    tokens: int,
-    window: int,
-    answers: int,
-    answer_tokens: int,
-    json_file: Path | None,
-    threads: int | None,
-) -> None:
-    import os
+        from tripool.checkpoints import open_checkpoint
+        from tripool.kernels.cpu8.library import set_threads
+        from tripool.quant import Side, compare, read_windows
+        from tripool.text import Tokenizer
 
-    import torch
-
-    from tripool.checkpoints import open_checkpoint
-    from tripool.kernels.cpu8.library import set_threads
-    from tripool.quant import Side, compare, read_windows
-    from tripool.text import Tokenizer
-
-    threads = threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads)
-    if "int8" in (a[1], b[1]):
-        set_threads(threads)
-    sides = []
-    with open_checkpoint(a[0]) as first:
-        windows = read_windows(text, Tokenizer(first.text), num_tokens=tokens, window=window)
-        context = max(window, answer_tokens + 64)
-    for name, arithmetic in (a, b):
-        with open_checkpoint(name) as checkpoint:
-            sides.append(Side(checkpoint, arithmetic, window=context, num_answers=answers))
-    if sides[0].vocab != sides[1].vocab:
-        problem = f"vocabularies of {sides[0].vocab} and {sides[1].vocab} tokens"
-        raise InvalidRequest(problem, hint="give two forms of one model")
-    with progress("windows", len(windows)) as update:
-        found = compare(
-            sides[0], sides[1], windows, num_answers=answers, answer_tokens=answer_tokens,
-            on_progress=lambda done, total: update(completed=done),
-        )  # fmt: skip
-    table = Table("", "value", title=f"{a[0]} ({a[1]}) against {b[0]} ({b[1]})")
-    table.add_row("perplexity A", f"{found.perplexity_a:.4f}")
-    table.add_row("perplexity B", f"{found.perplexity_b:.4f} ({found.perplexity_change:+.3%})")
-    table.add_row("next-token agreement", f"{found.next_token_agreement:.3%} of {found.num_tokens:,}")
-    table.add_row("mean KL(A ‖ B)", f"{found.mean_kl:.6f} nats")
-    table.add_row("greedy agreement", f"{found.greedy_agreement:.3%} of {found.num_greedy_tokens:,}")
-    Console().print(table)
-    report = {"a": a[0], "precision_a": a[1], "b": b[0], "precision_b": b[1]} | found.as_dict()
-    write_file(json_file, json.dumps(report, indent=1) + "\n")
+        threads = threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(threads)
+        if "int8" in (precision_a, precision_b):
+            set_threads(threads)
+        sides = []
+        with open_checkpoint(a) as first:
+            windows = read_windows(text, Tokenizer(first.text), num_tokens=tokens, window=window)
+            context = max(window, answer_tokens + 64)
+        for name, arithmetic in ((a, precision_a), (b, precision_b)):
+            with open_checkpoint(name) as checkpoint:
+                sides.append(Side(checkpoint, arithmetic, window=context, num_answers=answers))
+        if sides[0].vocab != sides[1].vocab:
+            problem = f"vocabularies of {sides[0].vocab} and {sides[1].vocab} tokens"
+            raise InvalidRequest(problem, hint="give two forms of one model")
+        with progress("windows", len(windows)) as update:
+            found = compare(
+                sides[0], sides[1], windows, num_answers=answers, answer_tokens=answer_tokens,
+                on_progress=lambda done, total: update(completed=done),
+            )  # fmt: skip
+        table = Table("", "value", title=f"{a} ({precision_a}) against {b} ({precision_b})")
+        table.add_row("perplexity A", f"{found.perplexity_a:.4f}")
+        table.add_row("perplexity B", f"{found.perplexity_b:.4f} ({found.perplexity_change:+.3%})")
+        table.add_row("next-token agreement", f"{found.next_token_agreement:.3%} of {found.num_tokens:,}")
+        table.add_row("mean KL(A ‖ B)", f"{found.mean_kl:.6f} nats")
+        table.add_row("greedy agreement", f"{found.greedy_agreement:.3%} of {found.num_greedy_tokens:,}")
+        Console().print(table)
+        report = {"a": a, "precision_a": precision_a, "b": b, "precision_b": precision_b} | found.as_dict()
+        write_file(json_file, json.dumps(report, indent=1) + "\n")

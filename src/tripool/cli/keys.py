@@ -1,9 +1,12 @@
-"""`tripool keys`: create, show and revoke API keys. Works on the key store; a running server notices changes."""
+"""`tripool keys` and `tripool usage`: API keys, and what tenants used. A running server notices changes of keys."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
+from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +16,7 @@ from rich.table import Table
 
 from tripool.cli.options import given
 from tripool.cli.terminal import stderr
-from tripool.cli.when import later_s, shown
+from tripool.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from tripool.tenants import Key, Tenant
@@ -24,6 +27,16 @@ KeysFile = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 _GB = 2**30
+_SPAN = re.compile(r"(\d{1,6})([mhd])")
+_SECONDS = {"m": 60, "h": 3600, "d": 86400}
+
+
+class UsageGroup(StrEnum):
+    day = "day"
+    hour = "hour"
+    model = "model"
+    key = "key"
+    tenant = "tenant"
 
 
 def open_key_store(path: Path | None) -> KeyStore:
@@ -37,6 +50,7 @@ def register(app: typer.Typer) -> None:
     keys = typer.Typer(help="API keys of a server: create, show, revoke.", no_args_is_help=True)
     app.add_typer(keys, name="keys")
     _register_add(keys)
+    _register_usage(app)
 
     @keys.command(name="list")
     def list_keys(keys: KeysFile = None, as_json: AsJson = False) -> None:
@@ -133,3 +147,68 @@ def _limits(row: dict[str, Any]) -> str:
     parts += [f"weight {row['weight']:g}"] if row["weight"] != 1 else []
     parts += ["public prefix"] if row["public_prefix"] else []
     return ", ".join(parts)
+
+
+def _register_usage(app: typer.Typer) -> None:
+    @app.command()
+    def usage(
+        tenant: Annotated[str | None, typer.Option(help="Only this one.")] = None,
+        since: Annotated[str | None, typer.Option(help="12h, 30d, or a date; whole hours.")] = None,
+        by: Annotated[UsageGroup, typer.Option(help="What to sum over.")] = UsageGroup.day,
+        keys: KeysFile = None,
+        as_json: AsJson = False,
+    ) -> None:
+        """Show requests and tokens by tenant. Hours and days are UTC."""
+        from tripool.tenants.usage_log import read_usage
+
+        since_s = None if since is None else ago_s(since, now_s=time.time(), param="since")
+        with open_key_store(keys) as key_store:
+            rows = read_usage(key_store, tenant=tenant, since_s=since_s, by=by.value)
+        if as_json:
+            typer.echo(json.dumps(rows, indent=2))
+            return
+        table = Table("tenant", *([by.value] if by is not UsageGroup.tenant else []), box=None)
+        numbers = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+        for name in numbers:
+            table.add_column(name.replace("_", " "), justify="right")
+        for row in rows:
+            group = [] if by is UsageGroup.tenant else [_shown_group(row[by.value], by)]
+            table.add_row(row["tenant"], *group, *(f"{row[name]:,}" for name in numbers))
+        Console().print(table)
+
+
+def _shown_group(value: object, by: UsageGroup) -> str:
+    if by not in (UsageGroup.day, UsageGroup.hour):
+        return str(value)
+    assert isinstance(value, int)
+    return shown(value)[: 10 if by is UsageGroup.day else None]
+
+
+# Times on the command line: durations such as `90m`, `12h`, `30d`, or a date, in UTC.
+
+
+def span_s(text: str) -> float | None:
+    found = _SPAN.fullmatch(text)
+    return None if found is None else int(found[1]) * float(_SECONDS[found[2]])
+
+
+def later_s(text: str, *, now_s: float, param: str) -> float:
+    span = span_s(text)
+    return now_s + span if span is not None else _date_s(text, param)
+
+
+def ago_s(text: str, *, now_s: float, param: str) -> float:
+    span = span_s(text)
+    return now_s - span if span is not None else _date_s(text, param)
+
+
+def _date_s(text: str, param: str) -> float:
+    try:
+        return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
+    except ValueError as error:
+        hint = "a duration such as 90m, 12h or 30d, or a date such as 2026-12-31"
+        raise InvalidRequest(f"'{text[:50]}' is not a time", hint=hint, param=param) from error
+
+
+def shown(at_s: float | None) -> str:
+    return "" if at_s is None else datetime.fromtimestamp(at_s, UTC).strftime("%Y-%m-%d %H:%M")

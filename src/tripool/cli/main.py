@@ -11,24 +11,21 @@ from tripool import __version__
 from tripool.cli import (
     bench,
     cache,
-    cache_member,
     chat,
     doctor,
     evaluate,
     explain,
-    gateway,
     generate,
     keys,
     models,
     plan,
+    processes,
     quantize,
     reproduce,
     serve,
     simulate,
     status,
     train,
-    usage,
-    worker,
 )
 from tripool.cli.options import Load
 from tripool.cli.terminal import load_model, print_error
@@ -47,8 +44,8 @@ def create_cli(load: Load = load_model) -> typer.Typer:
     for loading in (serve, chat, generate):
         loading.register(app, load)
     plain = (
-        bench, reproduce, models, plan, simulate, status, keys, usage, cache, doctor, explain, worker, gateway,
-        cache_member, quantize, evaluate, train,
+        bench, reproduce, models, plan, simulate, status, keys, cache, doctor, explain, processes, quantize, evaluate,
+        train,
     )  # fmt: skip
     for verb in plain:
         verb.register(app)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
 from functools import wraps
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -66,6 +67,14 @@ def engine_options(*without: str) -> Callable[[Command], Command]:
 def sampling_options(command: Command) -> Command:
     """For a command with a parameter `sampling`: the sampling options that were given, by name."""
     return _grouped("sampling", _SAMPLING, dict.fromkeys(_SAMPLING), given)(command)
+
+
+def options_from(kind: type[Any], parameter: str = "given") -> Callable[[Command], Command]:
+    """For a command with a parameter of this dataclass: its fields become options."""
+    hints, defaults = get_type_hints(kind, include_extras=True), {}
+    for each in fields(kind):
+        defaults[each.name] = inspect.Parameter.empty if each.default is MISSING else each.default
+    return _grouped(parameter, {name: hints[name] for name in defaults}, defaults, kind)
 
 
 def _grouped(

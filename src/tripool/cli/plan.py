@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tripool.cli.files import read_file
+from tripool.cli.options import options_from
 from tripool.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -18,72 +20,62 @@ if TYPE_CHECKING:
 _DEFAULT_MODEL = "deepseek-r1"
 _BROKEN = 1
 
-ModelOf = Annotated[str, typer.Option("--model", help="deepseek-r1, kimi-k2, ...; or the path of a config.json.")]
-HardwareOf = Annotated[
-    str, typer.Option("--hardware", help="ascend-910c, h100, ...; `this` probes; or the path of a TOML file.")
-]
-Chips = Annotated[int, typer.Option(min=1, max=10**6, help="How many there are.")]
-InputLen = Annotated[float | None, typer.Option("--input-len", min=1, help="Mean prompt tokens.")]
-OutputLen = Annotated[float | None, typer.Option("--output-len", min=1, help="Mean answer tokens.")]
-Trace = Annotated[Path | None, typer.Option(help="Mooncake JSONL: lengths and reuse are taken from it.")]
-Ttft = Annotated[float, typer.Option(min=0.001, help="Time to the first token, ms.")]
-Tpot = Annotated[float, typer.Option(min=0.001, help="Time per output token, ms.")]
-Cached = Annotated[float | None, typer.Option(min=0.0, max=0.999, help="Share of prompts found in the cache pool.")]
-PrecisionOf = Annotated[str | None, typer.Option("--precision", help="int8, fp8, fp4 or bf16.")]
-Accept = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Share of MTP drafts accepted.")]
-Price = Annotated[float | None, typer.Option(min=0.0, help="Of one chip for one hour.")]
-Currency = Annotated[str | None, typer.Option(help="Of --price.")]
-Validate = Annotated[bool, typer.Option("--validate", help="Print published results beside predictions.")]
-Rows = Annotated[Path | None, typer.Option(help="With --validate: a CSV of the same columns.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, not tables.")]
-HtmlFile = Annotated[Path | None, typer.Option("--html", help="Write a page with plots here.")]
-SaveFile = Annotated[Path | None, typer.Option("--save", help="Write the best deployment here, as TOML.")]
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    model: Annotated[str, typer.Option(help="deepseek-r1, kimi-k2, ...; or the path of a config.json.")] = (
+        _DEFAULT_MODEL
+    )
+    hardware: Annotated[
+        str, typer.Option(help="ascend-910c, h100, ...; `this` probes; or the path of a TOML file.")
+    ] = "ascend-910c"
+    chips: Annotated[int, typer.Option(min=1, max=10**6, help="How many there are.")] = 384
+    input_len: Annotated[float | None, typer.Option(min=1, help="Mean prompt tokens.")] = None
+    output_len: Annotated[float | None, typer.Option(min=1, help="Mean answer tokens.")] = None
+    trace: Annotated[Path | None, typer.Option(help="Mooncake JSONL: lengths and reuse are taken from it.")] = None
+    ttft: Annotated[float, typer.Option(min=0.001, help="Time to the first token, ms.")] = 2000.0
+    tpot: Annotated[float, typer.Option(min=0.001, help="Time per output token, ms.")] = 50.0
+    cached: Annotated[
+        float | None, typer.Option(min=0.0, max=0.999, help="Share of prompts found in the cache pool.")
+    ] = None
+    precision: Annotated[str | None, typer.Option(help="int8, fp8, fp4 or bf16.")] = None
+    accept: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Share of MTP drafts accepted.")] = None
+    price: Annotated[float | None, typer.Option(min=0.0, help="Of one chip for one hour.")] = None
+    currency: Annotated[str | None, typer.Option(help="Of --price.")] = None
+    validate: Annotated[bool, typer.Option("--validate", help="Print published results beside predictions.")] = False
+    rows: Annotated[Path | None, typer.Option(help="With --validate: a CSV of the same columns.")] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not tables.")] = False
+    html_file: Annotated[Path | None, typer.Option("--html", help="Write a page with plots here.")] = None
+    save_file: Annotated[Path | None, typer.Option("--save", help="Write the best deployment here, as TOML.")] = None
 
 
 def register(app: typer.Typer) -> None:
     @app.command()
-    def plan(
-        model: ModelOf = _DEFAULT_MODEL,
-        hardware: HardwareOf = "ascend-910c",
-        chips: Chips = 384,
-        input_len: InputLen = None,
-        output_len: OutputLen = None,
-        trace: Trace = None,
-        ttft: Ttft = 2000.0,
-        tpot: Tpot = 50.0,
-        cached: Cached = None,
-        precision: PrecisionOf = None,
-        accept: Accept = None,
-        price: Price = None,
-        currency: Currency = None,
-        validate: Validate = False,
-        rows: Rows = None,
-        as_json: AsJson = False,
-        html_file: HtmlFile = None,
-        save_file: SaveFile = None,
-    ) -> None:
+    @options_from(PlanOptions)
+    def plan(given: PlanOptions) -> None:
         """Rank deployments of a model on described hardware, or check the predictions against published results."""
-        if validate:
-            raise typer.Exit(0 if _validate(model, rows, as_json) else _BROKEN)
-        if rows is not None:
+        if given.validate:
+            raise typer.Exit(0 if _validate(given.model, given.rows, given.as_json) else _BROKEN)
+        if given.rows is not None:
             raise InvalidRequest("--rows is for --validate", hint="add --validate", param="rows")
         from tripool.cli.plan_show import show_plan, write_plan
         from tripool.planner.report import plan_data
         from tripool.planner.search import PlanGoal, make_plan
 
-        work = _workload(trace, input_len, output_len)
-        ask = PlanGoal(
-            model=_model(model), hardware=_hardware(hardware), chips=chips, input_tokens=work.input_tokens,
-            output_tokens=work.output_tokens, cached_share=work.cached_share if cached is None else cached,
-            ttft_s=ttft / 1e3, tpot_s=tpot / 1e3, precision=precision, accept=accept, price_per_hour=price,
-            currency=currency,
+        work = _workload(given.trace, given.input_len, given.output_len)
+        goal = PlanGoal(
+            model=planned_model(given.model), hardware=planned_hardware(given.hardware), chips=given.chips,
+            input_tokens=work.input_tokens, output_tokens=work.output_tokens,
+            cached_share=work.cached_share if given.cached is None else given.cached, ttft_s=given.ttft / 1e3,
+            tpot_s=given.tpot / 1e3, precision=given.precision, accept=given.accept, price_per_hour=given.price,
+            currency=given.currency,
         )  # fmt: skip
-        found = make_plan(ask)
-        write_plan(ask, found, html_file, save_file)
-        if as_json:
-            typer.echo(json.dumps(plan_data(ask, found), indent=1))
+        found = make_plan(goal)
+        write_plan(goal, found, given.html_file, given.save_file)
+        if given.as_json:
+            typer.echo(json.dumps(plan_data(goal, found), indent=1))
         else:
-            show_plan(ask, found, work.requests_per_s)
+            show_plan(goal, found, work.requests_per_s)
 
 
 def _validate(model: str, rows: Path | None, as_json: bool) -> bool:
@@ -92,7 +84,7 @@ def _validate(model: str, rows: Path | None, as_json: bool) -> bool:
     from tripool.planner.rows import bundled_rows, compare_rows, parse_rows, verdicts
 
     table = bundled_rows() if rows is None else parse_rows(read_file(rows), str(rows))
-    compared = compare_rows(table, _model(model))
+    compared = compare_rows(table, planned_model(model))
     found = verdicts(compared)
     if as_json:
         typer.echo(json.dumps(validation_data(compared, found), indent=1))
@@ -101,7 +93,7 @@ def _validate(model: str, rows: Path | None, as_json: bool) -> bool:
     return all(each.ok for each in found)
 
 
-def _model(name: str) -> ModelShape:
+def planned_model(name: str) -> ModelShape:
     from tripool.planner.errors import BadModelConfig
     from tripool.planner.models import named_model, read_config
 
@@ -118,7 +110,7 @@ def _model(name: str) -> ModelShape:
     return read_config(config, file.parent.name if file.name == "config.json" else file.stem)
 
 
-def _hardware(name: str) -> Hardware:
+def planned_hardware(name: str) -> Hardware:
     from tripool.planner.hardware import named_hardware, parse_hardware
 
     if name == "this":

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from tripool.cli.terminal import progress, stderr
-
-if TYPE_CHECKING:
-    from tripool.quant import Techniques
 
 _SOURCE = "A name that `tripool models` shows, or the path of a checkpoint: BF16, FP32 or FP8 with block scales."
 _WINDOW = 512
@@ -36,43 +33,36 @@ def register(app: typer.Typer) -> None:
         threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; all cores when not given.")] = None,
     ) -> None:
         """Write SRC as an INT8 checkpoint (compressed-tensors W8A8) to DST."""
-        from tripool.quant import Techniques
+        import torch
 
+        from tripool.checkpoints import open_checkpoint
+        from tripool.quant import Techniques, read_windows
+        from tripool.quant import quantize as run
+        from tripool.text import Tokenizer
+
+        if threads is not None:
+            torch.set_num_threads(threads)
         techniques = Techniques(
             suppress=suppress, search=search, compensate=compensate, keep=keep, vocabulary=vocabulary
         )
-        _quantize(source, target, calibration, tokens, techniques, threads)
+        console = stderr()
+        with open_checkpoint(source) as checkpoint:
+            windows = []
+            if tokens:
+                tokenizer = Tokenizer(checkpoint.text)
+                windows = read_windows(calibration, tokenizer, num_tokens=tokens, window=_WINDOW)
+            with progress(checkpoint.name, None, enabled=console.is_terminal) as update:
 
+                def report(done: int, total: int, what: str) -> None:
+                    update(completed=done, total=total, description=what)
+                    if not console.is_terminal:  # a log: one line each, to show progress
+                        console.print(f"{done} of {total}: {what}", soft_wrap=True)
 
-def _quantize(
-    source: str, target: Path, calibration: Path | None, tokens: int, techniques: Techniques, threads: int | None
-) -> None:
-    import torch
-
-    from tripool.checkpoints import open_checkpoint
-    from tripool.quant import quantize, read_windows
-    from tripool.text import Tokenizer
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-    console = stderr()
-    with open_checkpoint(source) as checkpoint:
-        windows = []
-        if tokens:
-            tokenizer = Tokenizer(checkpoint.text)
-            windows = read_windows(calibration, tokenizer, num_tokens=tokens, window=_WINDOW)
-        with progress(checkpoint.name, None, enabled=console.is_terminal) as update:
-
-            def report(done: int, total: int, what: str) -> None:
-                update(completed=done, total=total, description=what)
-                if not console.is_terminal:  # a log: one line each, to show progress
-                    console.print(f"{done} of {total}: {what}", soft_wrap=True)
-
-            done = quantize(checkpoint, target, techniques=techniques, windows=windows, on_progress=report)
-    if done.resumed:
-        console.print(f"resumed after {done.resumed} finished shards")
-    _print(done.linears)
-    console.print(f"kept in floats: {', '.join(done.kept) or 'nothing'}", soft_wrap=True)
+                done = run(checkpoint, target, techniques=techniques, windows=windows, on_progress=report)
+        if done.resumed:
+            console.print(f"resumed after {done.resumed} finished shards")
+        _print(done.linears)
+        console.print(f"kept in floats: {', '.join(done.kept) or 'nothing'}", soft_wrap=True)
 
 
 def _print(linears: list[dict[str, Any]]) -> None:

@@ -29,8 +29,8 @@ from tripool.bench.samples import Sample
 from tripool.bench.trace import parse_trace
 from tripool.bench.wire import Address, CannotConnect, HttpClient
 from tripool.bench.workload import Shot, at_times, poisson_arrivals, trace_shots
-from tripool.cli.files import read_file
-from tripool.cli.simulate_trace import Asked
+from tripool.cli.files import read_file, write_file
+from tripool.cli.simulate import Asked
 from tripool.config import EngineConfig, SchedulerConfig
 from tripool.core import BLOCK_TOKENS
 from tripool.decode import StepFacts
@@ -140,8 +140,7 @@ def compare_with_real(asked: Asked, json_file: Path | None) -> bool:
     table = ColocatedWorld(prompts, config, measured.step_s, measured.around_s, _CONTEXT).run()
     rows = _rows(_numbers(samples), _simulated(table))
     _show(console, measured, rows, len(shots))
-    if json_file is not None:
-        json_file.write_text(json.dumps({"rows": rows}, indent=1) + "\n", "utf-8")
+    write_file(json_file, json.dumps({"rows": rows}, indent=1) + "\n")
     return all(bool(row["ok"]) for row in rows)
 
 
@@ -150,9 +149,9 @@ async def _measure(server: _Server, asked: Asked) -> tuple[Measured, list[Shot],
     client = HttpClient(address)
     try:
         model = await _when_ready(server, client, address)
-        prompts = await make_prompts(client, "completions", model, asked.seed)
+        prompts = await make_prompts(client, "completions", model, asked.seed or 0)
         assert isinstance(prompts, TokenPrompts)
-        bodies = BodyMaker("completions", model, prompts, asked.seed, ignore_eos=True)
+        bodies = BodyMaker("completions", model, prompts, asked.seed or 0, ignore_eos=True)
 
         async def shoot(shots: list[Shot], concurrency: int | None = None) -> list[Sample]:
             found = await Run(client, bodies, timeout_s=120.0).go(shots, concurrency=concurrency)
@@ -244,13 +243,13 @@ def _scaled(asked: Asked, measured: Measured) -> list[Shot]:
     work_s = _INPUT * measured.prompt_token_s + _OUTPUT * measured.rows_s(8) / 8 + measured.batches[0][1]
     rate = _LOAD / work_s
     if asked.trace is None:
-        rng = Rng(asked.seed)
+        rng = Rng(asked.seed or 0)
         shots = []
         for index in range(asked.max_requests or _REQUESTS):
             prompt = min(_PROMPTS[-1], max(4, round(rng.lognormal(_INPUT, 0.5))))
             answer = min(4 * _ANSWER, max(4, round(rng.lognormal(_OUTPUT, 0.5))))
             shots.append(Shot(index, None, (Piece(f"synthetic {index}", prompt),), answer))
-        return at_times(shots, poisson_arrivals(len(shots), rate=rate, seed=asked.seed))
+        return at_times(shots, poisson_arrivals(len(shots), rate=rate, seed=asked.seed or 0))
     requests = parse_trace(read_file(asked.trace).splitlines(), max_requests=asked.max_requests or _REQUESTS)
     mean = sum(request.input_tokens + request.output_tokens for request in requests) / len(requests)
     scaled = trace_shots(requests, scale_tokens=(_INPUT + _OUTPUT) / mean)

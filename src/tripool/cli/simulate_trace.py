@@ -8,7 +8,7 @@ import tarfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from rich.table import Table
 
 from tripool.bench.trace import TraceRequest, Workload, measure_trace, parse_trace
 from tripool.cli.files import read_file, write_file
-from tripool.cli.plan import _hardware, _model
+from tripool.cli.plan import planned_hardware, planned_model
+from tripool.cli.simulate import Asked, Where
 from tripool.cli.terminal import progress
 from tripool.errors import InvalidRequest
 from tripool.planner.deployment import DeploymentFile, read_deployment, write_deployment
@@ -31,47 +32,13 @@ from tripool.simulate.traces import Synthetic, draw_clients, mean_rate, parse_az
 _SLICES = 120
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """The workload."""
-
-    trace: Path | None
-    synthetic: int | None
-    rate: float | None
-    input_len: float
-    output_len: float
-    prefix_share: float
-    tenants: int
-    begin_s: float
-    length_s: float
-    seed: int
-    max_requests: int | None
-
-    @property
-    def title(self) -> str:
-        if self.trace is not None:
-            return self.trace.name
-        return f"{self.synthetic:,} synthetic requests" if self.synthetic else "synthetic requests"
-
-
-@dataclass(frozen=True, slots=True)
-class Where:
-    """The deployment."""
-
-    deployment: Path | None
-    model: str
-    hardware: str
-    chips: int
-    ttft_ms: float
-    tpot_ms: float
-
-
 def requests_of(asked: Asked) -> Callable[[], Iterable[TraceRequest]]:
     """Called for each pass: synthetic requests are never all in memory."""
     if asked.synthetic is not None:
         made_up = Synthetic(
             requests=asked.synthetic, rate_per_s=asked.rate or 10.0, input_tokens=asked.input_len,
-            output_tokens=asked.output_len, prefix_share=asked.prefix_share, tenants=asked.tenants, seed=asked.seed,
+            output_tokens=asked.output_len, prefix_share=asked.prefix_share, tenants=asked.tenants,
+            seed=asked.seed or 0,
         )  # fmt: skip
         return made_up.draw
     assert asked.trace is not None
@@ -87,9 +54,9 @@ def _from_trace(asked: Asked, path: Path) -> list[TraceRequest]:
         clients = parse_clients(dict(_members(path)))
         scale = 1.0
         if asked.rate is not None:
-            usual = mean_rate(clients, asked.begin_s, asked.length_s)
+            usual = mean_rate(clients, asked.begin, asked.length)
             scale = asked.rate / usual if usual else 1.0
-        drawn = draw_clients(clients, seed=asked.seed, begin_s=asked.begin_s, length_s=asked.length_s, scale=scale)
+        drawn = draw_clients(clients, seed=asked.seed or 0, begin_s=asked.begin, length_s=asked.length, scale=scale)
         found = [ask for _, ask in zip(range(asked.max_requests or 10**9), drawn, strict=False)]
         if not found:
             raise InvalidRequest("there are no requests at that time", hint="--begin and --length choose the time")
@@ -128,12 +95,12 @@ def _summary(found: Workload) -> str:
     )
 
 
-def simulate(asked: Asked, where: Where, faults: list[str], html_file: Path | None, json_file: Path | None) -> None:
+def simulate(asked: Asked, where: Where, html_file: Path | None, json_file: Path | None) -> None:
     requests = requests_of(asked)
     work = measure_trace(requests())
     file = _deployment(where, work)
-    layout = lay_out(file, _hardware(file.hardware), _model(file.model))
-    struck = [parse_fault(text, layout) for text in faults]
+    layout = lay_out(file, planned_hardware(file.hardware), planned_model(file.model))
+    struck = [parse_fault(text, layout) for text in where.fault or []]
     began_s = time.process_time()
     console = Console()
     console.print(f"{layout.title}; {asked.title}: {_summary(work)}", soft_wrap=True)
@@ -162,9 +129,9 @@ def _deployment(where: Where, work: Workload) -> DeploymentFile:
     if where.deployment is not None:
         return read_deployment(read_file(where.deployment), str(where.deployment))
     ask = PlanGoal(
-        model=_model(where.model), hardware=_hardware(where.hardware), chips=where.chips,
+        model=planned_model(where.model), hardware=planned_hardware(where.hardware), chips=where.chips,
         input_tokens=work.input_tokens, output_tokens=work.output_tokens,
-        cached_share=min(0.99, work.cached_share), ttft_s=where.ttft_ms / 1e3, tpot_s=where.tpot_ms / 1e3,
+        cached_share=min(0.99, work.cached_share), ttft_s=where.ttft / 1e3, tpot_s=where.tpot / 1e3,
     )  # fmt: skip
     found = next((each for each in make_plan(ask).deployments if not each.shared), None)
     if found is None:
