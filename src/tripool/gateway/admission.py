@@ -104,7 +104,7 @@ class AdmissionBackend:
         self._backend = backend
         self._admission = AdmissionController(config or AdmissionConfig(), rate_limiter)
         self._room = room
-        self._tenant_of = tenant_of or _unlimited
+        self._tenant_of = tenant_of or (lambda name: replace(ANONYMOUS, name=name))
         self._clock = clock
         self._open: dict[str, _OpenRequest] = {}
         """By request id."""
@@ -332,20 +332,13 @@ class AdmissionBackend:
             waiting.add_metric([*labels.values(), "(others)"], rest)
         yield waiting
         index = GaugeMetricFamily("tripool_fairness_index", "Jain's index of the last minute.", labels=list(labels))
-        index.add_metric(list(labels.values()), self._fairness())
+        index.add_metric(list(labels.values()), fairness(self._admission.queue, self._clock()))
         yield index
         about = "Error of predicted times to first token."
         yield self._errors.family("tripool_ttft_prediction_error_seconds", about, labels)
-
-    def _fairness(self) -> float:
-        return fairness(self._admission.queue, self._clock())
 
 
 def _staged(event: TokenEvent, waited_s: float) -> TokenEvent:
     """Adds the time spent waiting for admission to the stages of a choice's first event."""
     stages = event.stages or Stages()
     return replace(event, stages=replace(stages, queue_s=stages.queue_s + waited_s))
-
-
-def _unlimited(name: str) -> Tenant:
-    return replace(ANONYMOUS, name=name)

@@ -104,8 +104,7 @@ def create_models_app(
     app.include_router(admin_routes(models, in_flight, journal, stall_s=config.stall_s))
     bodies = Bodies(config.max_body_bytes)
     reading = FairPool("reading", num_threads=_READING_THREADS, max_waiting=_MAX_READING_BYTES)
-    tokens = token_routes(lambda raw: models.meant_by(raw).tokens, bodies, rate_limiter=models, pool=reading)
-    app.include_router(tokens)
+    app.include_router(token_routes(models, bodies, reading))
     app.include_router(model_routes(models, bodies))
 
     def connection_ended(code: str) -> None:

@@ -72,7 +72,8 @@ class FairPool:
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         while self._running.total() < self._num_threads:
-            may = [name for name in self._waiting if self._running[name] < self._most_running(name)]
+            threads = self._num_threads
+            may = [name for name in self._waiting if self._running[name] < max(1, threads - bool(name))]
             if not may:
                 return
             tenant = min(may, key=lambda name: (self._running[name], self._last_started.get(name, 0)))
@@ -86,9 +87,6 @@ class FairPool:
             running = self._threads.submit(piece.work)
             running.add_done_callback(partial(self._done, loop, tenant))
             piece.started.set_result(running)
-
-    def _most_running(self, tenant: str) -> int:
-        return max(1, self._num_threads - bool(tenant))
 
     def _done(self, loop: asyncio.AbstractEventLoop, tenant: str, _: Future[Any]) -> None:
         """Runs in the worker thread."""

@@ -17,36 +17,26 @@ MAX_PROMPTS = 256
 MAX_ANSWERS = 1024
 """Prompts times choices of one request."""
 
+
+def _all(kind: JsonType, names: str) -> dict[str, JsonType]:
+    return dict.fromkeys(names.split(), kind)
+
+
 SAMPLING: Mapping[str, JsonType] = {
-    "temperature": of.NUMBER,
-    "top_p": of.NUMBER,
-    "top_k": of.INTEGER,
-    "min_p": of.NUMBER,
-    "repetition_penalty": of.NUMBER,
-    "frequency_penalty": of.NUMBER,
-    "presence_penalty": of.NUMBER,
+    **_all(of.NUMBER, "temperature top_p min_p repetition_penalty frequency_penalty presence_penalty"),
+    **_all(of.INTEGER, "top_k n seed min_tokens max_tokens"),
+    **_all(of.BOOLEAN, "ignore_eos include_stop_str_in_output skip_special_tokens"),
     "logit_bias": of.BIAS,
-    "n": of.INTEGER,
-    "seed": of.INTEGER,
     "stop": of.STOP,
     "stop_token_ids": of.IDS,
-    "min_tokens": of.INTEGER,
-    "max_tokens": of.INTEGER,
-    "ignore_eos": of.BOOLEAN,
-    "include_stop_str_in_output": of.BOOLEAN,
-    "skip_special_tokens": of.BOOLEAN,
 }
 """Passed to SamplingParams under the same names."""
 
 STRUCTURE: Mapping[str, JsonType] = {
-    "response_format": of.OBJECT,
-    "structured_outputs": of.OBJECT,
-    "regex": of.TEXT,
-    "ebnf": of.TEXT,
+    **_all(of.OBJECT, "response_format structured_outputs"),
+    **_all(of.TEXT, "regex ebnf guided_regex guided_grammar"),
     "guided_json": of.SCHEMA,
-    "guided_regex": of.TEXT,
     "guided_choice": of.CHOICES,
-    "guided_grammar": of.TEXT,
 }
 """Ways to constrain an answer's form; a request may use one of them."""
 
@@ -61,17 +51,11 @@ ALIASES: Mapping[str, str] = {
 _GENERATION: Mapping[str, JsonType] = {
     **SAMPLING,
     **STRUCTURE,
-    "model": of.TEXT,
-    "stream": of.BOOLEAN,
+    **_all(of.TEXT, "model request_id rid cache_salt"),
+    **_all(of.BOOLEAN, "stream no_stop_trim return_token_ids"),
+    **_all(of.INTEGER, "priority truncate_prompt_tokens"),
     "stream_options": of.STREAM_OPTIONS,
-    "no_stop_trim": of.BOOLEAN,
-    "request_id": of.TEXT,
-    "rid": of.TEXT,
-    "cache_salt": of.TEXT,
     "slo": of.OBJECT,
-    "priority": of.INTEGER,
-    "truncate_prompt_tokens": of.INTEGER,
-    "return_token_ids": of.BOOLEAN,
 }
 
 _TEMPLATE: Mapping[str, JsonType] = {
@@ -83,17 +67,9 @@ _TEMPLATE: Mapping[str, JsonType] = {
 """Fields that affect how a chat is rendered, besides its messages."""
 
 _IGNORED = (
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "session_id",
-    "kv_transfer_params",
-    "prediction",
-)
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "session_id", "kv_transfer_params", "prediction",
+)  # fmt: skip
 
 _ONLY_PLAIN: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
@@ -174,13 +150,10 @@ CHAT = Fields(
         "messages": of.MESSAGES,
         **_GENERATION,
         **_TEMPLATE,
-        "max_completion_tokens": of.INTEGER,
-        "logprobs": of.BOOLEAN,
-        "top_logprobs": of.INTEGER,
+        **_all(of.INTEGER, "max_completion_tokens top_logprobs"),
+        **_all(of.BOOLEAN, "logprobs parallel_tool_calls separate_reasoning"),
         "tool_choice": of.TOOL_CHOICE,
-        "parallel_tool_calls": of.BOOLEAN,
         "reasoning_effort": of.TEXT,
-        "separate_reasoning": of.BOOLEAN,
     },
     required=("messages",),
     ignored=_IGNORED,
@@ -191,10 +164,8 @@ COMPLETION = Fields(
     known={
         "prompt": of.PROMPT,
         **_GENERATION,
-        "logprobs": of.INTEGER,
-        "echo": of.BOOLEAN,
-        "best_of": of.INTEGER,
-        "add_special_tokens": of.BOOLEAN,
+        **_all(of.INTEGER, "logprobs best_of"),
+        **_all(of.BOOLEAN, "echo add_special_tokens"),
     },
     required=("prompt",),
     ignored=_IGNORED,
@@ -223,31 +194,20 @@ _ANTHROPIC: Mapping[str, JsonType] = {
     "model": of.TEXT,
     "system": of.TEXT_OR_BLOCKS,
     "tools": of.TOOLS,
-    "tool_choice": of.OBJECT,
-    "thinking": of.OBJECT,
-    "output_config": of.OBJECT,
+    **_all(of.OBJECT, "tool_choice thinking output_config"),
 }
 _ANTHROPIC_IGNORED = (
-    "metadata",
-    "service_tier",
-    "cache_control",
-    "inference_geo",
-    "speed",
-    "user_profile_id",
-    "workspace_id",
+    "metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id", "workspace_id",
     "diagnostics",
-)
+)  # fmt: skip
 ANTHROPIC = Fields(
     known={
         **_ANTHROPIC,
-        "max_tokens": of.INTEGER,
+        **_all(of.INTEGER, "max_tokens top_k priority"),
+        **_all(of.NUMBER, "temperature top_p"),
         "stop_sequences": of.STOPS,
         "stream": of.BOOLEAN,
-        "temperature": of.NUMBER,
-        "top_p": of.NUMBER,
-        "top_k": of.INTEGER,
         "slo": of.OBJECT,
-        "priority": of.INTEGER,
     },
     required=("messages", "max_tokens"),
     ignored=_ANTHROPIC_IGNORED,

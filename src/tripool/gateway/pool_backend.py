@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tripool.config import RouterConfig
 from tripool.core import Request, ServingStats, Stages, TokenEvent
@@ -19,40 +19,16 @@ from tripool.errors import EngineStopped, TripoolError
 from tripool.gateway.backend import Fact, Facts
 from tripool.gateway.record import MAX_KEPT
 from tripool.mailbox import Mailbox, Watcher
-from tripool.messages import AnyMessage, Hello, Role, Suspect, WorkerId
+from tripool.messages import AnyMessage, Hello, Role, WorkerId
 from tripool.router import Coordinator
 from tripool.router.admission_types import Capacity
 from tripool.router.outputs import Emit, Fail, Lost, Output, Send
 from tripool.router.placement_trace import PlacementTrace
 
+if TYPE_CHECKING:
+    from tripool.gateway.pools import Pools
+
 _LOG = logging.getLogger("tripool.gateway")
-
-
-class Connections(Protocol):
-    """The gateway's connections to the workers of all models."""
-
-    def start(self) -> None:
-        """Accept workers, on the running event loop; a second call changes nothing."""
-        ...
-
-    @property
-    def now_s(self) -> float | None:
-        """The event loop's time; None before `start` and after the end."""
-        ...
-
-    def send(self, worker_id: WorkerId, message: AnyMessage) -> None: ...
-
-    def suspect(self, message: Suspect) -> None:
-        """Ask the supervisor to end a worker."""
-        ...
-
-    def soon(self, call: Callable[..., object], *args: object) -> None:
-        """Call it from the event loop, after what runs now."""
-        ...
-
-    def sent(self) -> None:
-        """Messages were sent."""
-        ...
 
 
 class _Stream(Mailbox):
@@ -64,7 +40,7 @@ class _Stream(Mailbox):
 
 
 class PoolBackend:
-    def __init__(self, config: RouterConfig, *, epoch: int, connections: Connections) -> None:
+    def __init__(self, config: RouterConfig, *, epoch: int, connections: Pools) -> None:
         self.coordinator = Coordinator(config, gateway_epoch=epoch)
         self._connections = connections
         self._context_tokens = 0

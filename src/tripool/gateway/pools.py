@@ -66,7 +66,8 @@ class Pools:
     ) -> None:
         self.backends = {model: PoolBackend(config, epoch=epoch, connections=self) for model in models}
         self._addresses = tuple(addresses)
-        self._suspect = suspect
+        self.suspect = suspect
+        """Asks the supervisor to end a worker."""
         self._epoch = epoch
         self._opened: _Opened | None = None
 
@@ -83,6 +84,7 @@ class Pools:
 
     @property
     def now_s(self) -> float | None:
+        """The event loop's time; None before `start` and after the end."""
         return None if self._opened is None else self._opened.loop.time()
 
     def send(self, worker_id: WorkerId, message: AnyMessage) -> None:
@@ -91,10 +93,8 @@ class Pools:
         if route is not None:
             self._opened.switchboard.send(route.line, message)
 
-    def suspect(self, message: Suspect) -> None:
-        self._suspect(message)
-
     def soon(self, call: Callable[..., object], *args: object) -> None:
+        """Call it from the event loop, after what runs now."""
         if self._opened is not None:
             self._opened.loop.call_soon(call, *args)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import APIRouter
@@ -19,8 +19,10 @@ from tripool.gateway.messages import to_message
 from tripool.gateway.options import ANTHROPIC_COUNT, DETOKENIZE, TOKENIZE
 from tripool.gateway.parse import Parser
 from tripool.gateway.tools import Tools
-from tripool.tenants import Tenant
 from tripool.text import Tokenizer
+
+if TYPE_CHECKING:
+    from tripool.gateway.models import Models
 
 _LEAST_SIZE = 1024
 """Added to the bytes of each body, so that many small ones are bounded too."""
@@ -61,35 +63,20 @@ class TokenService:
         return {"input_tokens": self._parser.count(raw)}
 
 
-class RateLimiter(Protocol):
-    def enter(self, tenant: Tenant) -> None:
-        """Count a request, or refuse it."""
-        ...
-
-    def read(self, tenant: Tenant, num_bytes: int) -> None:
-        """Its body was read."""
-        ...
-
-
-def token_routes(
-    service_of: Callable[[bytes], TokenService],
-    bodies: Bodies,
-    *,
-    rate_limiter: RateLimiter,
-    pool: FairPool,
-) -> APIRouter:
-    """`service_of` a body: that of the model that the body names. The work runs in `pool`, including the encoding of
-    long answers."""
+def token_routes(models: Models, bodies: Bodies, pool: FairPool) -> APIRouter:
+    """The work runs in `pool`, including the encoding of long answers."""
     routes = APIRouter()
 
     async def answer(http: HttpRequest, read: Callable[[TokenService, bytes], dict[str, Any]]) -> Response:
         tenant = caller_of(http).tenant
-        rate_limiter.enter(tenant)
+        models.enter(tenant)
         raw = await bodies.read(http)
-        rate_limiter.read(tenant, len(raw))
-        body = await pool.run(
-            tenant.name, lambda: msgspec.json.encode(read(service_of(raw), raw)), size=len(raw) + _LEAST_SIZE
-        )
+        models.read(tenant, len(raw))
+
+        def encoded() -> bytes:
+            return msgspec.json.encode(read(models.meant_by(raw).tokens, raw))
+
+        body = await pool.run(tenant.name, encoded, size=len(raw) + _LEAST_SIZE)
         return Response(body, media_type="application/json")
 
     @routes.post("/tokenize", openapi_extra=body_docs(TOKENIZE.schema()))
