@@ -48,18 +48,12 @@ class Report:
 
 
 def _row(sample: Sample) -> dict[str, Any]:
+    times = ("due_s", "sent_s", "end_s", "ttft_s", "tpot_s")
+    counts = ("input_tokens", "output_tokens", "prompt_tokens", "cached_tokens", "completion_tokens")
     return {
         "index": sample.index,
-        "due_s": _rounded(sample.due_s),
-        "sent_s": _rounded(sample.sent_s),
-        "end_s": _rounded(sample.end_s),
-        "ttft_s": _rounded(sample.ttft_s),
-        "tpot_s": _rounded(sample.tpot_s),
-        "input_tokens": sample.input_tokens,
-        "output_tokens": sample.output_tokens,
-        "prompt_tokens": sample.prompt_tokens,
-        "cached_tokens": sample.cached_tokens,
-        "completion_tokens": sample.completion_tokens,
+        **{name: _rounded(getattr(sample, name)) for name in times},
+        **{name: getattr(sample, name) for name in counts},
         "events": len(sample.events_s),
         "error": sample.error,
         "detail": sample.detail,

@@ -159,11 +159,8 @@ class Log:
 def _thread_ended(args: threading.ExceptHookArgs) -> None:
     if args.exc_value is not None and not issubclass(args.exc_type, SystemExit):
         raised = (args.exc_type, args.exc_value, args.exc_traceback)
-        _LOG.error("a thread was ended by an exception", exc_info=raised, extra={"thread_name": _name(args.thread)})
-
-
-def _name(thread: threading.Thread | None) -> str:
-    return "?" if thread is None else thread.name
+        name = "?" if args.thread is None else args.thread.name
+        _LOG.error("a thread was ended by an exception", exc_info=raised, extra={"thread_name": name})
 
 
 def _unraisable(args: sys.UnraisableHookArgs) -> None:

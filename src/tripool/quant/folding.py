@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from tripool.quant.parts import Fold, LayerParts
 from tripool.quant.rounding import Seen, largest_scales, to_integers
 from tripool.quant.watched import round_tokens
+
+if TYPE_CHECKING:
+    from tripool.quant.layer import FoldedSource
 
 STRENGTHS = (0.3, 0.5, 0.65, 0.8, 0.9, 1.0)
 """Strengths: how much of an outlier moves from the activations (0) to the weights (1); no scaling is tried as well."""
@@ -29,16 +32,6 @@ _STEPS, _STEP = 8, 0.03
 overfit the sample: of six of SmolLM2's down projections, on unseen text, 8 steps leave 84 % of the error of powers of
 two, 32 steps 89 %.
 """
-
-
-class Weights(Protocol):
-    """Weights of a layer, by relative names."""
-
-    def linear(self, name: str) -> torch.Tensor:
-        """Weight of a linear or gain of a norm, float32."""
-        ...
-
-    def has_bias(self, name: str) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -77,7 +70,7 @@ class Factors:
         return found
 
 
-def choose_factors(parts: LayerParts, seen: Mapping[str, Seen], weights: Weights) -> Factors:
+def choose_factors(parts: LayerParts, seen: Mapping[str, Seen], weights: FoldedSource) -> Factors:
     factors = Factors()
     for fold in parts.folds:
         stats = seen.get(parts.input(fold.inputs[0]).observed)
@@ -90,7 +83,7 @@ def choose_factors(parts: LayerParts, seen: Mapping[str, Seen], weights: Weights
     return factors
 
 
-def _choose(fold: Fold, stats: Seen, readers: Sequence[str], weights: Weights) -> torch.Tensor | None:
+def _choose(fold: Fold, stats: Seen, readers: Sequence[str], weights: FoldedSource) -> torch.Tensor | None:
     """The strength, or none, with the least output error of the readers on the sample.
 
     A column is weighted by its largest or by its root mean square value, whichever works better. The result is then
@@ -176,14 +169,14 @@ def _settled(wanted: torch.Tensor, in_powers: bool) -> torch.Tensor:
     return (logs.round() if in_powers else logs).exp2()
 
 
-def _for_gains(factor: torch.Tensor, norms: Sequence[str], weights: Weights) -> torch.Tensor:
+def _for_gains(factor: torch.Tensor, norms: Sequence[str], weights: FoldedSource) -> torch.Tensor:
     """The nearest factor for which the norms' divided gains are bfloat16, so that storing them loses nothing."""
     gain = torch.cat([weights.linear(name) for name in norms])
     stored = (gain / factor).bfloat16().float()
     return torch.where(stored != 0, gain / stored, 1.0)
 
 
-def _note(factors: Factors, fold: Fold, factor: torch.Tensor, readers: Sequence[str], weights: Weights) -> None:
+def _note(factors: Factors, fold: Fold, factor: torch.Tensor, readers: Sequence[str], weights: FoldedSource) -> None:
     for name in (*readers, *fold.readers_in_floats):
         factors.columns[name] = factor
     if fold.norms:

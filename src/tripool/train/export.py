@@ -24,7 +24,7 @@ from tripool.train.network import Layer, Network
 # in the order of the tokenizer. The tokens themselves, and how text is cut into them, stay as they are.
 def order_by_use(text: TextFiles, counts: Sequence[int]) -> list[int]:
     """`counts` by old number -> old numbers in their new order. Special tokens keep their numbers."""
-    fixed = _special(text)
+    fixed = {added["id"] for added in json.loads(text.tokenizer_json).get("added_tokens", ())}
     others = [number for number in range(len(counts)) if number not in fixed]
     others.sort(key=lambda number: (-counts[number], number))
     rest = iter(others)
@@ -37,10 +37,6 @@ def renumbered(text: TextFiles, order: Sequence[int]) -> TextFiles:
     vocab = {token: number_of[number] for token, number in tokenizer["model"]["vocab"].items()}
     tokenizer["model"]["vocab"] = dict(sorted(vocab.items(), key=lambda pair: pair[1]))
     return replace(text, tokenizer_json=json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":")))
-
-
-def _special(text: TextFiles) -> set[int]:
-    return {added["id"] for added in json.loads(text.tokenizer_json).get("added_tokens", ())}
 
 
 SHARD_BYTES = 14_500_000
