@@ -34,29 +34,26 @@ class _Keys:
     """Metadata under the architecture's prefix; a missing required key raises a typed error."""
 
     def __init__(self, header: Header, architecture: str) -> None:
-        self._header = header
-        self._prefix = architecture
+        self._header = header.under(architecture)
+        self.flag = self._header.flag
 
     def text(self, name: str, default: str) -> str:
-        return self._header.text(f"{self._prefix}.{name}", default) or default
-
-    def flag(self, name: str, default: bool) -> bool:
-        return self._header.flag(f"{self._prefix}.{name}", default)
+        return self._header.text(name, default) or default
 
     def integer(self, name: str, default: int | None = None) -> int:
         value = self.number(name, default)
         if not isinstance(value, int) or value < 0:
-            raise self._header.wrong(f"{self._prefix}.{name}")
+            raise self._header.wrong(name)
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        value = self._header.metadata.get(f"{self._prefix}.{name}", default)
+        value = self._header.metadata.get(self._header.prefix + name, default)
         if isinstance(value, list):
             hint = "use the model's Hugging Face folder"
-            problem = f"{self._prefix}.{name} differs from layer to layer, which is not run"
+            problem = f"{self._header.prefix}{name} differs from layer to layer, which is not run"
             raise WrongArchitecture(problem, hint=hint, file=self._header.path)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self._header.wrong(f"{self._prefix}.{name}")
+            raise self._header.wrong(name)
         return value
 
 

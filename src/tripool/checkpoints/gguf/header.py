@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,6 +55,11 @@ class Header:
     metadata: Mapping[str, Any]
     """Metadata as stored, of any type: read it with the methods below."""
     tensors: Mapping[str, TensorEntry]
+    prefix: str = ""
+    """Before the keys that the methods below are given."""
+
+    def under(self, prefix: str) -> Header:
+        return replace(self, prefix=f"{prefix}.")
 
     def text(self, key: str, default: str | None = None) -> str | None:
         return self._of(key, default, str)
@@ -77,13 +82,13 @@ class Header:
         return values
 
     def wrong(self, key: str) -> CheckpointCorrupt:
-        value = self.metadata.get(key)
+        value = self.metadata.get(self.prefix + key)
         hint = "the file was converted wrongly; fetch it again or convert it again"
         shown = "missing" if value is None else f"{type(value).__name__} {str(value)[:50]!r}"
-        return CheckpointCorrupt(f"{key} is {shown}", hint=hint, file=self.path)
+        return CheckpointCorrupt(f"{self.prefix}{key} is {shown}", hint=hint, file=self.path)
 
     def _of(self, key: str, default: Value | None, kind: type[Value]) -> Value | None:
-        value = self.metadata.get(key, default)
+        value = self.metadata.get(self.prefix + key, default)
         if value is not None and not isinstance(value, kind):
             raise self.wrong(key)
         return value

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tripool.checkpoints.gguf.header import Header, Item
+from tripool.checkpoints.gguf.header import Header
 from tripool.checkpoints.gguf.pretokenizers import PRE_TOKENIZERS
 from tripool.errors import CheckpointCorrupt, CheckpointMissing, WrongArchitecture
 from tripool.text.files import TextFiles
@@ -28,7 +28,8 @@ class _Vocabulary:
     """The metadata's parallel lists, checked once."""
 
     def __init__(self, header: Header) -> None:
-        self._header = header
+        self._header = header.under("tokenizer.ggml")
+        self.flag, self.list_of = self._header.flag, self._header.items
         if "tokenizer.ggml.tokens" not in header.metadata:
             hint = "convert the model again with its tokenizer, or use its Hugging Face folder"
             raise CheckpointMissing("the file has no tokenizer", hint=hint, file=header.path)
@@ -41,17 +42,11 @@ class _Vocabulary:
             raise self.corrupt(f"{len(self.types)} token types for {len(self.tokens)} tokens")
 
     def text(self, name: str, default: str) -> str:
-        return self._header.text(f"tokenizer.ggml.{name}", default) or default
-
-    def flag(self, name: str, default: bool) -> bool:
-        return self._header.flag(f"tokenizer.ggml.{name}", default)
-
-    def list_of(self, name: str, kind: type[Item]) -> list[Item]:
-        return self._header.items(f"tokenizer.ggml.{name}", kind)
+        return self._header.text(name, default) or default
 
     def token_id(self, name: str) -> int | None:
         """Token id of a role such as "bos"; None if the file names none."""
-        token_id = self._header.integer(f"tokenizer.ggml.{name}_token_id")
+        token_id = self._header.integer(f"{name}_token_id")
         if token_id is None:
             return None
         if not 0 <= token_id < len(self.tokens):
