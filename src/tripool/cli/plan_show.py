@@ -10,7 +10,7 @@ from rich.table import Table
 
 from tripool.cli.files import write_file
 from tripool.planner.deployment import write_deployment
-from tripool.planner.page import pool_words, rate_words, render_plan
+from tripool.planner.page import deployment_cells, render_plan
 from tripool.planner.report import parts_ms, why
 from tripool.planner.rows import Compared, Verdict
 from tripool.planner.search import Plan, PlanGoal
@@ -36,11 +36,7 @@ def show_plan(ask: PlanGoal, plan: Plan, wanted_per_s: float | None) -> None:
     for name in ("requests/s", "out tok/s/chip", "TPOT ms", "TTFT ms", f"{ask.money}/M out", "spare", "binds"):
         table.add_column(name, justify="right")
     for found in plan.deployments:
-        table.add_row(
-            pool_words(found, "prefill"), pool_words(found, "decode"), rate_words(found.requests_per_s),
-            f"{found.requests_per_s * ask.output_tokens / ask.chips:,.0f}", f"{found.tpot_s * 1e3:.1f}",
-            f"{found.ttft_s * 1e3:,.0f}", f"{found.cost_per_million:,.2f}", str(found.spare_chips), found.bound,
-        )  # fmt: skip
+        table.add_row(*deployment_cells(ask, found), str(found.spare_chips), found.bound)
     out.print(table)
     out.print(f"best: {why(best)}")
     lifts = [f"{lever.name} {lever.gain:+.1%}" for lever in best.levers if lever.gain >= 0.005]

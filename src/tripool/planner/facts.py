@@ -47,11 +47,7 @@ class Facts:
         table = self._tree.get(section, {})
         if not isinstance(table, Mapping):
             raise self.error(section, "is not a table")
-        if key not in table:
-            if default is None:
-                raise self.error(f"{section}.{key}", "is missing")
-            return default
-        return self._fact(f"{section}.{key}", table[key], least).value
+        return self.entry(section, table, key, default, least=least)
 
     def table(self, section: str) -> dict[str, float]:
         """All numbers of a section."""
@@ -67,12 +63,15 @@ class Facts:
             raise self.error(section, "is not a list of tables")
         yield from ((f"{section}[{index}]", entry) for index, entry in enumerate(found))
 
-    def entry(self, path: str, table: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    def entry(
+        self, path: str, table: Mapping[str, Any], key: str, default: float | None = None, *, least: float = 0.0
+    ) -> float:
+        """A number of a table whose path in messages is `path`."""
         if key not in table:
             if default is None:
                 raise self.error(f"{path}.{key}", "is missing")
             return default
-        return self._fact(f"{path}.{key}", table[key], 0.0).value
+        return self._fact(f"{path}.{key}", table[key], least).value
 
     def _fact(self, path: str, entry: object, least: float) -> Fact:
         if not isinstance(entry, Mapping):

@@ -9,6 +9,7 @@ from tripool.page import Plot, html_page, plots, table, tiles
 from tripool.planner.cost import DecodeModel
 from tripool.planner.report import parts_ms, why
 from tripool.planner.search import Deployment, Plan, PlanGoal
+from tripool.planner.search.results import DecodePool, PrefillPool
 
 _NUM_CURVE = 40
 _OWN_STYLE = """
@@ -55,63 +56,51 @@ def rate_words(per_s: float) -> str:
 
 
 def pool_words(found: Deployment, which: str) -> str:
-    if which == "prefill":
-        setup, chips, batch = found.prefill.setup, found.prefill.chips, f"{found.prefill.tokens:,} tokens a rank"
-        instances = found.prefill_instances
-    else:
-        setup, chips, batch = found.decode.setup, found.decode.chips, f"{found.decode.batch:,} requests a rank"
-        instances = found.decode_instances
-    extras = [f"EP{setup.ep}", f"TP{setup.tp}", setup.precision, batch]
-    extras += ["two microbatches"] if setup.microbatches == 2 else []
-    extras += ["MTP"] if setup.drafts else []
-    return f"{instances} x {chips} chips: {', '.join(extras)}"
+    pool: PrefillPool | DecodePool = found.prefill
+    instances, batch = found.prefill_instances, f"{found.prefill.tokens:,} tokens a rank"
+    if which == "decode":
+        pool, instances, batch = found.decode, found.decode_instances, f"{found.decode.batch:,} requests a rank"
+    extras = [f"EP{pool.setup.ep}", f"TP{pool.setup.tp}", pool.setup.precision, batch]
+    extras += ["two microbatches"] if pool.setup.microbatches == 2 else []
+    extras += ["MTP"] if pool.setup.drafts else []
+    return f"{instances} x {pool.chips} chips: {', '.join(extras)}"
 
 
 def _ranked(goal: PlanGoal, plan: Plan) -> str:
     heads = ["prefill", "decode", "requests/s", "out tok/s/chip", "TPOT ms", "TTFT ms", f"{goal.money} per M", "binds"]
-    rows = [
-        [
-            pool_words(found, "prefill"), pool_words(found, "decode"), rate_words(found.requests_per_s),
-            f"{found.requests_per_s * goal.output_tokens / goal.chips:,.0f}", f"{found.tpot_s * 1e3:.1f}",
-            f"{found.ttft_s * 1e3:,.0f}", f"{found.cost_per_million:,.2f}", found.bound,
-        ]
-        for found in plan.deployments
-    ]  # fmt: skip
+    rows = [[*deployment_cells(goal, found), found.bound] for found in plan.deployments]
     return f'<div class="ranked">{table(heads, rows)}</div>'
+
+
+def deployment_cells(goal: PlanGoal, found: Deployment) -> list[str]:
+    """Both pools, rate, rate per chip, TPOT, TTFT, cost."""
+    return [
+        pool_words(found, "prefill"), pool_words(found, "decode"), rate_words(found.requests_per_s),
+        f"{found.requests_per_s * goal.output_tokens / goal.chips:,.0f}", f"{found.tpot_s * 1e3:.1f}",
+        f"{found.ttft_s * 1e3:,.0f}", f"{found.cost_per_million:,.2f}",
+    ]  # fmt: skip
 
 
 def _parts(best: Deployment) -> str:
     prefill, decode = parts_ms(best.prefill.step), parts_ms(best.decode.step)
     names = dict.fromkeys((*decode, *prefill))
     rows = [[name, f"{decode.get(name, 0.0):,.2f}", f"{prefill.get(name, 0.0):,.2f}"] for name in names]
-    hidden = [
-        "hidden by overlap",
-        f"-{best.decode.step.hidden_s * 1e3:,.2f}",
-        f"-{best.prefill.step.hidden_s * 1e3:,.2f}",
-    ]
-    total = ["step", f"{best.decode.step.seconds * 1e3:,.2f}", f"{best.prefill.step.seconds * 1e3:,.2f}"]
+    steps = best.decode.step, best.prefill.step
+    hidden = ["hidden by overlap", *(f"-{step.hidden_s * 1e3:,.2f}" for step in steps)]
+    total = ["step", *(f"{step.seconds * 1e3:,.2f}" for step in steps)]
     return table(["operator", "decode", "prefill"], [*rows, hidden, total])
 
 
 def _plots(goal: PlanGoal, plan: Plan) -> Iterator[Plot]:
     fastest = max(point.tokens_per_s_per_user for point in plan.front)
     most = max(point.tokens_per_s_per_chip for point in plan.front)
-    front = Plot(
-        "Decode: speed for a user against throughput", "tokens per second, one user", fastest, most, "per chip"
-    )
+    title = "Decode: speed for a user against throughput"
+    front = Plot(title, "tokens per second, one user", fastest, most, "per chip")
     front.line(((point.tokens_per_s_per_user, point.tokens_per_s_per_chip) for point in plan.front), "one")
-    front.points(
-        (
-            (
-                point.tokens_per_s_per_user,
-                point.tokens_per_s_per_chip,
-                f"{point.tokens_per_s_per_user:.1f} tok/s a user, {point.tokens_per_s_per_chip:,.0f} a chip: "
-                f"EP{point.setup.ep} TP{point.setup.tp}, {point.batch} a rank, {point.setup.precision}",
-            )
-            for point in plan.front
-        ),
-        "one",
-    )
+    for point in plan.front:
+        user, chip, setup = point.tokens_per_s_per_user, point.tokens_per_s_per_chip, point.setup
+        text = f"{user:.1f} tok/s a user, {chip:,.0f} a chip: EP{setup.ep} TP{setup.tp}, {point.batch} a rank, "
+        front.points([(user, chip, text + setup.precision)], "one")
     front.rule(1.0 / goal.tpot_s, f"{goal.tpot_s * 1e3:g} ms")
     yield front
     yield from _by_batch(goal, plan.deployments[0])

@@ -34,16 +34,9 @@ def decode_exchange(
     hardware: Hardware, model: ModelShape, precision: str, *, ep: int, tokens: float, hot_tokens: float
 ) -> Exchanged:
     """Each rank sends `tokens`; the busiest one receives `hot_tokens` and sends as many back. A copy is a message."""
-    if ep == 1:
-        return Exchanged(0.0, 0.0, 0.0, 0.0)
-    plane, remote = _plane_of(hardware, ep)
-    out, back = message_bytes(model, precision)
-    per_s = plane.bytes_per_s / hardware.ranks
-    exchange = hardware.exchange
-    fixed_s = (exchange.fixed_us + exchange.per_peer_us * ep) * 1e-6
-    out_s = tokens * exchange.token_us * 1e-6 + hot_tokens * remote * out / per_s
-    back_s = hot_tokens * remote * back / per_s
-    return Exchanged(2 * fixed_s, out_s + back_s, fixed_s + out_s, fixed_s + back_s)
+    _, remote = _plane_of(hardware, ep)
+    sender_s = tokens * hardware.exchange.token_us * 1e-6
+    return _exchanged(hardware, model, precision, ep, hot_tokens * remote, sender_s)
 
 
 def prefill_exchange(
@@ -51,17 +44,24 @@ def prefill_exchange(
 ) -> Exchanged:
     """Over a slow plane a token crosses once per node, for any number of experts there."""
     assert model.moe is not None
-    if ep == 1:
-        return Exchanged(0.0, 0.0, 0.0, 0.0)
     plane, remote = _plane_of(hardware, ep)
     copies = model.moe.top_k * remote
     if plane.kind == "transfer":
         nodes = ep / hardware.domain_ranks
         copies = nodes_touched(model.moe, nodes) * (nodes - 1) / nodes
-    out, back = message_bytes(model, precision)
-    per_s = plane.bytes_per_s / hardware.ranks
+    return _exchanged(hardware, model, precision, ep, tokens * hot * copies)
+
+
+def _exchanged(
+    hardware: Hardware, model: ModelShape, precision: str, ep: int, messages: float, sender_s: float = 0.0
+) -> Exchanged:
+    """`messages`: that cross the limiting plane, out and back; `sender_s`: the sender's own time."""
+    if ep == 1:
+        return Exchanged(0.0, 0.0, 0.0, 0.0)
+    plane, _ = _plane_of(hardware, ep)
     fixed_s = (hardware.exchange.fixed_us + hardware.exchange.per_peer_us * ep) * 1e-6
-    out_s, back_s = (tokens * hot * copies * size / per_s for size in (out, back))
+    out_s, back_s = (messages * size / (plane.bytes_per_s / hardware.ranks) for size in message_bytes(model, precision))
+    out_s += sender_s
     return Exchanged(2 * fixed_s, out_s + back_s, fixed_s + out_s, fixed_s + back_s)
 
 

@@ -43,7 +43,9 @@ class System:
     ) -> StepCost:
         """`batch` requests per chip; by default the better of one and two microbatches."""
         counts = (1, 2) if microbatches is None else (microbatches,)
-        steps = (self._decoder(drafts, count).step(batch / self.hardware.ranks, context) for count in counts)
+        setups = (self._setup(DECODE_EP, drafts=drafts, microbatches=count) for count in counts)
+        models = (DecodeModel(self.hardware, self.model, setup) for setup in setups)
+        steps = (model.step(batch / self.hardware.ranks, context) for model in models)
         return min(steps, key=lambda step: step.seconds)
 
     def decode_rate(self, batch: float, context: float, *, drafts: int = 1, microbatches: int | None = None) -> float:
@@ -83,7 +85,9 @@ class System:
         """Time of one batch of prompts, PREFILL_TOKENS per chip, of which a share is `reused` and not computed."""
         tokens = PREFILL_TOKENS / self.hardware.ranks * (1.0 - reused)
         counts = (1, 2) if microbatches is None else (microbatches,)
-        return min(self._prefiller(count).step_s(tokens, prompt, prompt * reused, plane=plane) for count in counts)
+        setups = (self._setup(PREFILL_EP, drafts=0, microbatches=count) for count in counts)
+        models = (PrefillModel(self.hardware, self.model, setup) for setup in setups)
+        return min(model.step_s(tokens, prompt, prompt * reused, plane=plane) for model in models)
 
     def exchange_us(self, ep: int) -> tuple[float, float]:
         """Dispatch and combine of EXCHANGE_TOKENS per rank, routed evenly as in a benchmark of the exchange."""
@@ -100,14 +104,6 @@ class System:
 
     def _setup(self, ep: int, *, drafts: int, microbatches: int) -> Setup:
         return Setup(ep=ep, precision=PRECISION, drafts=drafts, accept=ACCEPT * drafts, microbatches=microbatches)
-
-    def _decoder(self, drafts: int, microbatches: int) -> DecodeModel:
-        setup = self._setup(DECODE_EP, drafts=drafts, microbatches=microbatches)
-        return DecodeModel(self.hardware, self.model, setup)
-
-    def _prefiller(self, microbatches: int) -> PrefillModel:
-        setup = self._setup(PREFILL_EP, drafts=0, microbatches=microbatches)
-        return PrefillModel(self.hardware, self.model, setup)
 
 
 def cloudmatrix() -> System:
