@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -52,14 +51,15 @@ def logged(process: str, options: LogOptions) -> Iterator[Log]:
 
 
 @contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Leave by an exception, so that everything is closed: the signal itself ends a process at once."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(0)
-
-    before = signal.signal(signal.SIGTERM, leave)
+def on_signals(handle: Callable[[int], None], *signals: signal.Signals) -> Iterator[None]:
+    before = {number: signal.signal(number, lambda number, frame: handle(number)) for number in signals}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def leave(number: int) -> None:
+    """On SIGTERM: by an exception, so that everything is closed; the signal itself would end the process at once."""
+    raise SystemExit(0)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tripool import __version__
 from tripool.cli.keys import KeysFile
-from tripool.cli.logs import LogFormat, LogLevel, LogOptions, ended_by_sigterm, logged
+from tripool.cli.logs import LogFormat, LogLevel, LogOptions, leave, logged, on_signals
 from tripool.cli.options import Load, ModelNames, engine_options
 from tripool.cli.terminal import load_model, stderr
 from tripool.config import EngineConfig, GatewayConfig
@@ -89,7 +88,8 @@ def register(app: typer.Typer, load: Load) -> None:
         if split and memory_gb is not None and len(models) > 1:
             hint = "leave out --memory-gb: workers of all models stay in memory"
             raise InvalidRequest("a split server loads and unloads no models", hint=hint, param="memory_gb")
-        with logged("supervisor" if split else "server", logs) as log, ended_by_sigterm(), _lifetime(models, config):
+        ending = on_signals(leave, signal.SIGTERM)
+        with logged("supervisor" if split else "server", logs) as log, ending, _lifetime(models, config):
             if split:
                 pools = SplitConfig(
                     num_prefill=prefill or 1,
@@ -161,27 +161,16 @@ def _run_split(server: SplitServer, pools: SplitConfig) -> None:
         banner = _banner(server.url, ", ".join(one.name for one in models), models[0].text, sizes)
         _ready(server.url, banner, prefill=pools.num_prefill, decode=pools.num_decode)
 
-    with _stopped_by(server.stop, (signal.SIGINT, signal.SIGTERM)) as received:
+    received: list[int] = []
+
+    def stop(number: int) -> None:
+        received.append(number)
+        server.stop()
+
+    with on_signals(stop, signal.SIGINT, signal.SIGTERM):
         server.run(ready)
     if signal.SIGINT in received:
         raise KeyboardInterrupt
-
-
-@contextmanager
-def _stopped_by(stop: Callable[[], None], signals: Sequence[signal.Signals]) -> Iterator[list[int]]:
-    """Yields the signals that have come."""
-    received: list[int] = []
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        stop()
-
-    before = {number: signal.signal(number, handle) for number in signals}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _engine_banner(url: str, engine: StepEngine) -> str:
