@@ -129,7 +129,7 @@ class Checker:
         begun = any(client.num_seen) or any((request.id, choice) in self._placed for choice in range(request.params.n))
         assert not begun, f"{request.id}: refused after it was begun"
         assert self.may_refuse, f"{request.id}: refused although there was room: {error}"
-        assert error.status == 429 and getattr(error, "retry_after_s", 0) > 0, f"{request.id}: refused without advice"
+        assert error.status == 429 and (error.retry_after_s or 0) > 0, f"{request.id}: refused without advice"
         promised = error.code != "ttft_unreachable" or request.slo.ttft_ms is not None
         assert promised, f"{request.id}: refused for a promise that it never had"
         self._end(request.id, error.code)

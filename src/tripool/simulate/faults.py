@@ -101,10 +101,7 @@ class Faults:
     def _kill_member(self, member: SimMember, length_s: float) -> None:
         if member.up:
             member.kill()
-            self._world.clock.expect(self._world.now_s + length_s, self._restart, member)
-
-    def _restart(self, member: SimMember) -> None:
-        self._world.restart_member(member)
+            self._world.clock.expect(self._world.now_s + length_s, self._world.restart_member, member)
 
     def _kill_gateway(self, length_s: float) -> None:
         world = self._world

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from tripool.config import SchedulerConfig
 from tripool.core import Request, ServingStats, TokenEvent
@@ -52,6 +53,8 @@ class ModelledEngine:
         self.config, self._timeline = config, timeline
         self.scheduler = Scheduler(config, model=MODEL, context_tokens=context_tokens)
         self.context_tokens = self.scheduler.context_tokens
+        kept = self.scheduler.kept
+        self.release, self.keep, self.keep_more = self.scheduler.release, kept.keep, kept.keep_more
         self.max_running, self.num_blocks = config.max_running, config.num_blocks
         self.block_tokens = config.block_tokens
         self.tasks: list[Task] | None = None
@@ -104,29 +107,14 @@ class ModelledEngine:
     def detach(self, request_id: str, choice: int) -> Seq:
         return self.scheduler.detach(request_id, choice)
 
-    def release(self, seq: Seq) -> None:
-        self.scheduler.release(seq)
-
     def attach(
-        self,
-        request: Request,
-        choice: int,
-        answer: Sequence[int],
-        num_computed: int,
-        *,
-        num_cached: int = 0,
-        shared: Sequence[int] = (),
+        self, request: Request, choice: int, answer: Sequence[int], num_computed: int, **blocks: Any
     ) -> Seq | None:
-        return self.scheduler.attach(request, choice, answer, num_computed, num_cached=num_cached, shared=shared)
+        """`blocks`: as in `Scheduler.attach`."""
+        return self.scheduler.attach(request, choice, answer, num_computed, **blocks)
 
     def start(self, seq: Seq) -> None:
         self.scheduler.start(seq)
-
-    def keep(self, keys: Sequence[bytes]) -> list[int]:
-        return self.scheduler.kept.keep(keys)
-
-    def keep_more(self, blocks: list[int], count: int) -> None:
-        self.scheduler.kept.keep_more(blocks, count)
 
     def let_go(self, blocks: list[int], keys: Sequence[bytes] = ()) -> None:
         self.scheduler.kept.let_go(blocks, keys)
@@ -283,16 +271,9 @@ class DecodeEngine(ModelledEngine):
     # ---- sequences --------------------------------------------------------------------------------------------------
 
     def attach(
-        self,
-        request: Request,
-        choice: int,
-        answer: Sequence[int],
-        num_computed: int,
-        *,
-        num_cached: int = 0,
-        shared: Sequence[int] = (),
+        self, request: Request, choice: int, answer: Sequence[int], num_computed: int, **blocks: Any
     ) -> Seq | None:
-        seq = super().attach(request, choice, answer, num_computed, num_cached=num_cached, shared=shared)
+        seq = super().attach(request, choice, answer, num_computed, **blocks)
         if seq is not None:
             self._answers[request.id] = _Answer(seq, len(answer), self._timeline.now_fs)
         return seq
