@@ -13,6 +13,14 @@ class TripoolError(Exception):
 
     status = 500
     code = "internal_error"
+    retry_after_s: float | None = None
+    """When a retry makes sense; None: not by itself."""
+
+    def __init_subclass__(cls, *, status: int = 0, code: str = "", retry_after_s: float | None = None) -> None:
+        """What a subclass does not name is that of its parent."""
+        super().__init_subclass__()
+        cls.status, cls.code = status or cls.status, code or cls.code
+        cls.retry_after_s = cls.retry_after_s if retry_after_s is None else retry_after_s
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -23,33 +31,24 @@ class TripoolError(Exception):
         return f"{self.message} ({self.hint})" if self.hint else self.message
 
 
-class InvalidRequest(TripoolError):
+class InvalidRequest(TripoolError, status=400, code="invalid_request"):
     """The request can never succeed."""
-
-    status = 400
-    code = "invalid_request"
 
     def __init__(self, message: str, *, hint: str = "", param: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.param = param
 
 
-class ContextOverflow(InvalidRequest):
+class ContextOverflow(InvalidRequest, code="context_length_exceeded"):
     """The prompt, or the prompt with its `max_tokens`, exceeds the model's context or the KV memory."""
 
-    code = "context_length_exceeded"
+
+class ModelNotFound(TripoolError, status=404, code="model_not_found"):
+    """The server has no model of this name."""
 
 
-class ModelNotFound(TripoolError):
-    status = 404
-    code = "model_not_found"
-
-
-class EngineStopped(TripoolError):
+class EngineStopped(TripoolError, status=503, code="engine_stopped"):
     """The engine is shutting down or has failed; the request was not served."""
-
-    status = 503
-    code = "engine_stopped"
 
 
 class RequestFailed(TripoolError):
@@ -64,66 +63,44 @@ class RequestFailed(TripoolError):
         return cls(f"request {request_id} failed inside the server")
 
 
-class Overloaded(TripoolError):
+class Overloaded(TripoolError, status=429, code="overloaded"):
     """The queue is full. No work on this request was begun."""
-
-    status = 429
-    code = "overloaded"
 
     def __init__(self, message: str, *, hint: str = "", retry_after_s: float = 1.0) -> None:
         super().__init__(message, hint=hint or f"try again in about {max(1.0, retry_after_s):.0f} s")
         self.retry_after_s = retry_after_s
 
 
-class RateLimited(Overloaded):
+class RateLimited(Overloaded, code="rate_limited"):
     """The tenant exceeds its rate limit."""
 
-    code = "rate_limited"
 
-
-class SlowReader(TripoolError):
+class SlowReader(TripoolError, status=408, code="slow_reader"):
     """The client reads its answer so much more slowly than it is generated that the rest is dropped."""
 
-    status = 408
-    code = "slow_reader"
 
-
-class AboveRateLimit(InvalidRequest):
+class AboveRateLimit(InvalidRequest, code="above_rate_limit"):
     """One request asks for more than the tenant's limit per minute: waiting does not help."""
 
-    code = "above_rate_limit"
 
-
-class TtftUnreachable(Overloaded):
+class TtftUnreachable(Overloaded, code="ttft_unreachable"):
     """The predicted time to first token exceeds the request's TTFT objective."""
 
-    code = "ttft_unreachable"
 
-
-class NoWorkers(TripoolError):
+class NoWorkers(TripoolError, status=503, code="no_workers"):
     """No worker of a pool became available within the time that a request may wait for one."""
 
-    status = 503
-    code = "no_workers"
 
-
-class WorkersFailed(TripoolError):
+class WorkersFailed(TripoolError, status=503, code="workers_failed"):
     """Every worker that this request was placed on was lost or refused it."""
 
-    status = 503
-    code = "workers_failed"
 
-
-class WorkersCrashed(TripoolError):
+class WorkersCrashed(TripoolError, code="workers_crashed"):
     """Workers crash while they compute this request; it is not placed again."""
 
-    code = "workers_crashed"
 
-
-class CheckpointError(TripoolError):
+class CheckpointError(TripoolError, code="bad_checkpoint"):
     """A checkpoint cannot be used. Names the file and, where there is one, the tensor."""
-
-    code = "bad_checkpoint"
 
     def __init__(self, message: str, *, hint: str = "", file: Path | str | None = None, tensor: str | None = None):
         where = "".join([f" [file {file}]" if file else "", f" [tensor {tensor}]" if tensor else ""])
@@ -132,47 +109,32 @@ class CheckpointError(TripoolError):
         self.tensor = tensor
 
 
-class CheckpointMissing(CheckpointError):
+class CheckpointMissing(CheckpointError, status=404, code="checkpoint_missing"):
     """No such model, folder or file."""
 
-    status = 404
-    code = "checkpoint_missing"
 
-
-class CheckpointTruncated(CheckpointError):
+class CheckpointTruncated(CheckpointError, code="checkpoint_truncated"):
     """A file ends before its own header says it does, or its header cannot be read."""
 
-    code = "checkpoint_truncated"
 
-
-class CheckpointCorrupt(CheckpointError):
+class CheckpointCorrupt(CheckpointError, code="checkpoint_corrupt"):
     """The file is complete but its content is invalid (checksum, overlap, invalid JSON)."""
 
-    code = "checkpoint_corrupt"
 
-
-class WrongArchitecture(CheckpointError):
+class WrongArchitecture(CheckpointError, code="wrong_architecture"):
     """A model family, or an option of one, that this version does not run."""
 
-    code = "wrong_architecture"
 
-
-class WrongDtype(CheckpointError):
+class WrongDtype(CheckpointError, code="wrong_dtype"):
     """A tensor type or quantisation that this version does not read."""
 
-    code = "wrong_dtype"
 
-
-class TensorMissing(CheckpointError):
+class TensorMissing(CheckpointError, code="tensor_missing"):
     """The config requires a tensor that no file holds."""
 
-    code = "tensor_missing"
 
-
-class TensorShape(CheckpointError):
+class TensorShape(CheckpointError, code="tensor_shape"):
     """A tensor's shape contradicts the config."""
-
-    code = "tensor_shape"
 
 
 def error_of(code: str, message: str, hint: str) -> TripoolError:
@@ -185,13 +147,9 @@ def error_of(code: str, message: str, hint: str) -> TripoolError:
     return found(message, hint=hint)
 
 
-class ArenaError(TripoolError):
+class ArenaError(TripoolError, code="bad_arena"):
     """A cache member's shared memory cannot be created, or is not valid."""
 
-    code = "bad_arena"
 
-
-class DiskError(TripoolError):
+class DiskError(TripoolError, code="bad_disk"):
     """A cache member's disk cannot be used (any more); the member goes on without it."""
-
-    code = "bad_disk"

@@ -36,10 +36,8 @@ ASK_WITHIN_S = 30.0
 _HELLO = [{"role": "user", "content": "x"}]
 
 
-class UnfitServer(InvalidRequest):
+class UnfitServer(InvalidRequest, code="unfit_server"):
     """The server answers, but not as an OpenAI endpoint."""
-
-    code = "unfit_server"
 
 
 async def ask(client: HttpClient, method: str, path: str, body: bytes = b"") -> tuple[int, Any]:

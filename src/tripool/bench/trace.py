@@ -17,10 +17,8 @@ TRACE_BLOCK_TOKENS = 512
 """Tokens per block in Mooncake's own traces."""
 
 
-class BadTrace(InvalidRequest):
+class BadTrace(InvalidRequest, code="bad_trace"):
     """A trace that cannot be replayed; the message names the line."""
-
-    code = "bad_trace"
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,8 @@ from tripool.errors import InvalidRequest, TripoolError
 CONNECT_WITHIN_S = 10.0
 
 
-class CannotConnect(TripoolError):
-    status = 503
-    code = "cannot_connect"
+class CannotConnect(TripoolError, status=503, code="cannot_connect"):
+    """The server cannot be reached, or the connection was lost."""
 
 
 class ExchangeFailed(Exception):

@@ -37,18 +37,12 @@ _PUBLIC = Caller(tenant=ANONYMOUS)
 """The caller of public paths."""
 
 
-class KeyRefused(TripoolError):
+class KeyRefused(TripoolError, status=401, code="invalid_api_key"):
     """The key is missing or not valid."""
 
-    status = 401
-    code = "invalid_api_key"
 
-
-class NotOperator(TripoolError):
+class NotOperator(TripoolError, status=403, code="admin_key_needed"):
     """The key is valid but not an operator's."""
-
-    status = 403
-    code = "admin_key_needed"
 
 
 class Access:

@@ -14,27 +14,20 @@ from starlette.requests import Request as HttpRequest
 from tripool.errors import InvalidRequest
 
 
-class BodyTooLarge(InvalidRequest):
-    status = 413
-    code = "request_too_large"
+class BodyTooLarge(InvalidRequest, status=413, code="request_too_large"):
+    """The body is larger than this server accepts."""
 
 
-class NotJson(InvalidRequest):
+class NotJson(InvalidRequest, status=415, code="unsupported_media_type"):
     """Wrong content type. A web page can post other types to a loopback server without a preflight, but not JSON."""
 
-    status = 415
-    code = "unsupported_media_type"
+
+class BodyTooSlow(InvalidRequest, status=408, code="request_timeout"):
+    """The body did not arrive in time."""
 
 
-class BodyTooSlow(InvalidRequest):
-    status = 408
-    code = "request_timeout"
-
-
-class BodyCutOff(InvalidRequest):
+class BodyCutOff(InvalidRequest, code="request_cut_off"):
     """The client disconnected while sending it; this error is never read."""
-
-    code = "request_cut_off"
 
 
 MIN_INTEGER, MAX_INTEGER = -(2**63), 2**64 - 1

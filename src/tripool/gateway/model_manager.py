@@ -32,34 +32,20 @@ DRAIN_S = 60.0
 """How long an operator's unload waits for open answers before it returns."""
 
 
-class ModelLoading(TripoolError):
+class ModelLoading(TripoolError, status=503, code="model_loading", retry_after_s=5):
     """Not ready within the time that a request may wait for it."""
 
-    status = 503
-    code = "model_loading"
-    retry_after_s = 5
 
-
-class ModelUnloaded(TripoolError):
+class ModelUnloaded(TripoolError, status=503, code="model_unloaded"):
     """Unloaded by the operator."""
 
-    status = 503
-    code = "model_unloaded"
 
-
-class NoRoom(TripoolError):
+class NoRoom(TripoolError, status=503, code="no_room", retry_after_s=5):
     """The memory is used by other models that are serving requests."""
 
-    status = 503
-    code = "no_room"
-    retry_after_s = 5
 
-
-class ModelTooLarge(TripoolError):
+class ModelTooLarge(TripoolError, status=507, code="model_too_large"):
     """Larger than the whole memory budget."""
-
-    status = 507
-    code = "model_too_large"
 
 
 class LoadedModel(Protocol):

@@ -22,11 +22,8 @@ from tripool.tenants import Tenant
 from tripool.text import Tokenizer
 
 
-class ModelStays(TripoolError):
+class ModelStays(TripoolError, status=409, code="model_stays"):
     """This server was started for one model and cannot load or unload."""
-
-    status = 409
-    code = "model_stays"
 
 
 class ModelControl(Protocol):

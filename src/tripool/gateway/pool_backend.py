@@ -43,7 +43,8 @@ class PoolBackend:
     def __init__(self, config: RouterConfig, *, epoch: int, connections: Pools) -> None:
         self.coordinator = Coordinator(config, gateway_epoch=epoch)
         self._connections = connections
-        self._context_tokens = 0
+        self.context_tokens = 0
+        """The smallest of all workers that have joined; 0 before the first."""
         self._streams: dict[str, _Stream] = {}
         self._traces: OrderedDict[str, PlacementTrace] = OrderedDict()
         """Of the last requests, those that are over included."""
@@ -54,11 +55,6 @@ class PoolBackend:
     @property
     def alive(self) -> bool:
         return self._ended is None
-
-    @property
-    def context_tokens(self) -> int:
-        """The smallest of all workers that have joined; 0 before the first."""
-        return self._context_tokens
 
     async def stream(self, *requests: Request, watcher: Watcher | None = None) -> AsyncGenerator[TokenEvent, None]:
         """Events of one or several requests until all are over. Leaving early, in any way, cancels the rest."""
@@ -159,7 +155,7 @@ class PoolBackend:
     def receive(self, message: AnyMessage) -> None:
         """From one of this model's workers, or from the supervisor."""
         if isinstance(message, Hello):
-            self._context_tokens = min(self._context_tokens or message.context_tokens, message.context_tokens)
+            self.context_tokens = min(self.context_tokens or message.context_tokens, message.context_tokens)
         self._carry_out(self.coordinator.receive(message, self._now_s))
 
     def tick(self) -> None:

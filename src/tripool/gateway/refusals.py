@@ -21,72 +21,44 @@ _ANTHROPIC_TYPES = {
 }
 
 
-class Draining(TripoolError):
+class Draining(TripoolError, status=503, code="draining", retry_after_s=5):
     """The server accepts no new requests."""
 
-    status = 503
-    code = "draining"
-    retry_after_s = 5
 
-
-class NotReady(TripoolError):
+class NotReady(TripoolError, status=503, code="not_ready", retry_after_s=5):
     """The response of `/health/ready` when the server should not receive requests."""
 
-    status = 503
-    code = "not_ready"
-    retry_after_s = 5
+
+class RequestUnknown(TripoolError, status=404, code="request_unknown"):
+    """No remembered request has this id."""
 
 
-class RequestUnknown(TripoolError):
-    status = 404
-    code = "request_unknown"
-
-
-class NotHttp(TripoolError):
+class NotHttp(TripoolError, status=400, code="not_http"):
     """Not an HTTP/1 request: TLS or HTTP/2 on the plain port, or garbage."""
 
-    status = 400
-    code = "not_http"
 
-
-class HeadTooLarge(TripoolError):
+class HeadTooLarge(TripoolError, status=431, code="head_too_large"):
     """The request line and headers, or the framing of a chunked body, are too large."""
 
-    status = 431
-    code = "head_too_large"
+
+class HeadTooSlow(TripoolError, status=408, code="head_too_slow"):
+    """The request line and headers did not arrive in time."""
 
 
-class HeadTooSlow(TripoolError):
-    status = 408
-    code = "head_too_slow"
+class TooManyConnections(TripoolError, status=503, code="too_many_connections", retry_after_s=1):
+    """All connections are in use."""
 
 
-class TooManyConnections(TripoolError):
-    status = 503
-    code = "too_many_connections"
-    retry_after_s = 1
-
-
-class TenantConnections(TripoolError):
+class TenantConnections(TripoolError, status=429, code="tenant_connections", retry_after_s=1):
     """One tenant uses its share of the connections."""
 
-    status = 429
-    code = "tenant_connections"
-    retry_after_s = 1
 
-
-class HostRefused(TripoolError):
+class HostRefused(TripoolError, status=403, code="host_refused"):
     """A host name that another web site may have given this server (DNS rebinding)."""
 
-    status = 403
-    code = "host_refused"
 
-
-class OtherSite(TripoolError):
+class OtherSite(TripoolError, status=403, code="other_site"):
     """A page of another web site may not control a server that runs on its visitor's machine."""
-
-    status = 403
-    code = "other_site"
 
 
 def dialect_of(path: str) -> Dialect:
@@ -110,5 +82,5 @@ def error_body(
 
 def error_headers(error: TripoolError) -> dict[str, str]:
     """`Retry-After`, where a retry makes sense."""
-    seconds = getattr(error, "retry_after_s", None)
+    seconds = error.retry_after_s
     return {} if seconds is None else {"retry-after": str(max(1, math.ceil(seconds)))}

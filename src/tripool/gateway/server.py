@@ -36,8 +36,8 @@ _SEND_BYTES = 2**16
 """Send buffer of a connection. The system's default would hold megabytes for a client that reads nothing."""
 
 
-class CannotListen(TripoolError):
-    code = "cannot_listen"
+class CannotListen(TripoolError, code="cannot_listen"):
+    """The address cannot be listened on."""
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -76,11 +76,8 @@ _SLOW_HINT = "shorter texts, fewer alternatives, smaller numbers in repetitions 
 _WALL_S = 30.0
 
 
-class TrialFailed(TripoolError):
+class TrialFailed(TripoolError, status=503, code="grammar_trial_failed"):
     """Not the grammar's fault: no process could be started for it."""
-
-    status = 503
-    code = "grammar_trial_failed"
 
 
 class Trial:

@@ -27,11 +27,8 @@ def read_windows(file: Path | None, tokenizer: Tokenizer, *, num_tokens: int | N
     return windows
 
 
-class QuantizeError(TripoolError):
+class QuantizeError(TripoolError, status=400, code="cannot_quantize"):
     """A quantisation cannot start or continue."""
-
-    status = 400
-    code = "cannot_quantize"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,10 +29,8 @@ from tripool.tenants.usage_log import UsageLog
 _OPEN_MARK = "open"
 
 
-class OpenToAll(TripoolError):
+class OpenToAll(TripoolError, code="open_to_all"):
     """A server without keys, on an address that other machines reach or although a key store was named."""
-
-    code = "open_to_all"
 
 
 @dataclass(frozen=True, slots=True)

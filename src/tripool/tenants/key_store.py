@@ -47,27 +47,20 @@ CREATE TABLE usage (
 """
 
 
-class KeyStoreError(TripoolError):
+class KeyStoreError(TripoolError, status=503, code="bad_key_book"):
     """The key store cannot be read or written."""
 
-    status = 503
-    code = "bad_key_book"
 
-
-class KeyStoreMissing(KeyStoreError):
+class KeyStoreMissing(KeyStoreError, code="no_key_book"):
     """There is no key store at the given path."""
 
-    code = "no_key_book"
+
+class TenantUnknown(TripoolError, status=404, code="tenant_unknown"):
+    """The key store has no such tenant."""
 
 
-class TenantUnknown(TripoolError):
-    status = 404
-    code = "tenant_unknown"
-
-
-class KeyUnknown(TripoolError):
-    status = 404
-    code = "key_unknown"
+class KeyUnknown(TripoolError, status=404, code="key_unknown"):
+    """The key store has no such key."""
 
 
 def default_path() -> Path:

@@ -15,11 +15,8 @@ CONFIGS = Path(__file__).parent / "configs"
 _TABLES = ("model", "data", "mix", "optimise", "report")
 
 
-class TrainError(TripoolError):
+class TrainError(TripoolError, status=400, code="cannot_train"):
     """A run cannot begin or go on: its config, its documents or its folder are not what they should be."""
-
-    status = 400
-    code = "cannot_train"
 
     def __init__(self, message: str, *, hint: str = "", file: Path | str | None = None, key: str | None = None) -> None:
         where = "".join([f" [file {file}]" if file else "", f" [key {key}]" if key else ""])
