@@ -22,15 +22,12 @@ ApiKey = Annotated[
 ]
 
 
-class NoAnswer(TripoolError):
-    status = 503
-    code = "no_answer"
+class NoAnswer(TripoolError, status=503, code="no_answer"):
+    """The server does not answer, or not as asked."""
 
 
-class Refused(TripoolError):
+class Refused(TripoolError, code="refused"):
     """The server refuses what it is asked to do."""
-
-    code = "refused"
 
 
 def ask(url: str, path: str, api_key: str | None, *, without: str) -> dict[str, Any]:

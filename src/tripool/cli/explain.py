@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tripool.cli.asking import DEFAULT_URL, ApiKey, Url, ask
-from tripool.cli.models import Format
+from tripool.cli.models import FormatOf
 from tripool.cli.terminal import harmless
 
 _BAR = 30
@@ -31,11 +31,11 @@ def register(app: typer.Typer) -> None:
         id: Annotated[str, typer.Argument(help="Of the answer, or the request's X-Request-Id.")],
         url: Url = DEFAULT_URL,
         api_key: ApiKey = None,
-        format: Annotated[Format, typer.Option(help="For people, or for programs.")] = Format.table,
+        format: FormatOf = "table",
     ) -> None:
         """Show where a request's time went, where it ran and why, and what held it back."""
         answer = ask(url, f"/v1/requests/{quote(id, safe='')}/explain", api_key, without=_UNKNOWN)
-        if format is Format.json:
+        if format == "json":
             typer.echo(json.dumps(answer, indent=2))
         else:
             Console().print(render(answer))

@@ -7,8 +7,8 @@ from pathlib import Path
 from tripool.errors import InvalidRequest, TripoolError
 
 
-class CannotWrite(TripoolError):
-    code = "cannot_write"
+class CannotWrite(TripoolError, code="cannot_write"):
+    """A file that an option names cannot be written."""
 
 
 def read_file(file: Path) -> str:

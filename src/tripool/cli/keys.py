@@ -6,9 +6,8 @@ import json
 import re
 import time
 from datetime import UTC, datetime
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -31,12 +30,7 @@ _SPAN = re.compile(r"(\d{1,6})([mhd])")
 _SECONDS = {"m": 60, "h": 3600, "d": 86400}
 
 
-class UsageGroup(StrEnum):
-    day = "day"
-    hour = "hour"
-    model = "model"
-    key = "key"
-    tenant = "tenant"
+UsageGroup = Literal["day", "hour", "model", "key", "tenant"]
 
 
 def open_key_store(path: Path | None) -> KeyStore:
@@ -154,7 +148,7 @@ def _register_usage(app: typer.Typer) -> None:
     def usage(
         tenant: Annotated[str | None, typer.Option(help="Only this one.")] = None,
         since: Annotated[str | None, typer.Option(help="12h, 30d, or a date; whole hours.")] = None,
-        by: Annotated[UsageGroup, typer.Option(help="What to sum over.")] = UsageGroup.day,
+        by: Annotated[UsageGroup, typer.Option(help="What to sum over.")] = "day",
         keys: KeysFile = None,
         as_json: AsJson = False,
     ) -> None:
@@ -163,25 +157,25 @@ def _register_usage(app: typer.Typer) -> None:
 
         since_s = None if since is None else ago_s(since, now_s=time.time(), param="since")
         with open_key_store(keys) as key_store:
-            rows = read_usage(key_store, tenant=tenant, since_s=since_s, by=by.value)
+            rows = read_usage(key_store, tenant=tenant, since_s=since_s, by=by)
         if as_json:
             typer.echo(json.dumps(rows, indent=2))
             return
-        table = Table("tenant", *([by.value] if by is not UsageGroup.tenant else []), box=None)
+        table = Table("tenant", *([by] if by != "tenant" else []), box=None)
         numbers = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
         for name in numbers:
             table.add_column(name.replace("_", " "), justify="right")
         for row in rows:
-            group = [] if by is UsageGroup.tenant else [_shown_group(row[by.value], by)]
+            group = [] if by == "tenant" else [_shown_group(row[by], by)]
             table.add_row(row["tenant"], *group, *(f"{row[name]:,}" for name in numbers))
         Console().print(table)
 
 
 def _shown_group(value: object, by: UsageGroup) -> str:
-    if by not in (UsageGroup.day, UsageGroup.hour):
+    if by not in ("day", "hour"):
         return str(value)
     assert isinstance(value, int)
-    return shown(value)[: 10 if by is UsageGroup.day else None]
+    return shown(value)[: 10 if by == "day" else None]
 
 
 # Times on the command line: durations such as `90m`, `12h`, `30d`, or a date, in UTC.

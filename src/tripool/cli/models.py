@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -16,11 +15,7 @@ _PATIENCE_S = 660.0
 """A large model takes minutes to load; the server has its own deadlines."""
 
 
-class Format(StrEnum):
-    table = "table"
-    json = "json"
-
-
+Format = Literal["table", "json"]
 FormatOf = Annotated[Format, typer.Option(help="For people, or for programs.")]
 _Model = Annotated[str, typer.Argument(help="As `tripool models list` shows it.")]
 
@@ -30,16 +25,16 @@ def register(app: typer.Typer) -> None:
     app.add_typer(models, name="models")
 
     @models.callback(invoke_without_command=True)
-    def known(context: typer.Context, format: FormatOf = Format.table) -> None:
+    def known(context: typer.Context, format: FormatOf = "table") -> None:
         """Show the models known by name, their size and architecture."""
         if context.invoked_subcommand is None:
             _show_known(format)
 
     @models.command(name="list")
-    def list_(url: Url = DEFAULT_URL, api_key: ApiKey = None, format: FormatOf = Format.table) -> None:
+    def list_(url: Url = DEFAULT_URL, api_key: ApiKey = None, format: FormatOf = "table") -> None:
         """Show the models of a running server: which are in memory, and how much they take."""
         served = ask(url, "/v1/models", api_key, without="is it a Tripool server?")["data"]
-        if format is Format.json:
+        if format == "json":
             typer.echo(json.dumps(served, indent=2))
         else:
             Console().print(_served_table(served))
@@ -70,7 +65,7 @@ def _show_known(format: Format) -> None:
     from tripool.checkpoints import list_models
 
     entries = list_models()
-    if format is Format.json:
+    if format == "json":
         names = ("name", "architecture", "parameters", "stored_bytes", "present")
         rows = [{name: getattr(entry, name) for name in names} | {"path": str(entry.path)} for entry in entries]
         typer.echo(json.dumps(rows, indent=2))

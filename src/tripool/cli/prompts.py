@@ -20,10 +20,8 @@ _FIELDS = Fields(
 )
 
 
-class BadPrompts(InvalidRequest):
+class BadPrompts(InvalidRequest, code="bad_prompts"):
     """A prompts file is not valid; the message names the file and the line."""
-
-    code = "bad_prompts"
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ def register(app: typer.Typer) -> None:
 def _show(tables: Sequence[Table]) -> None:
     from rich.table import Table as RichTable
 
-    from tripool.cli.plan_show import console
+    from tripool.cli.plan_run import console
     from tripool.planner.reproduce.lines import HEADS, ROLES, cells, sources, summarise, summary_words
 
     out, shown = console(), len(HEADS) - 1  # sources are printed below a table: they are long

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from tripool.bench.trace import TraceRequest, Workload, measure_trace, parse_trace
 from tripool.cli.files import read_file, write_file
-from tripool.cli.plan import planned_hardware, planned_model
+from tripool.cli.plan_run import planned_hardware, planned_model
 from tripool.cli.simulate import Asked, Where
 from tripool.cli.terminal import progress
 from tripool.errors import InvalidRequest

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tripool.cli.asking import DEFAULT_URL, ApiKey, Url, ask
-from tripool.cli.models import Format
+from tripool.cli.models import FormatOf
 
 _WITHOUT = "only a split server has pools: `tripool serve --split`"
 
@@ -24,11 +24,11 @@ def register(app: typer.Typer) -> None:
         url: Url = DEFAULT_URL,
         api_key: ApiKey = None,
         watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until Ctrl-C.")] = False,
-        format: Annotated[Format, typer.Option(help="For people, or for programs.")] = Format.table,
+        format: FormatOf = "table",
     ) -> None:
         """Show the pools of a split server: workers, load, requests by stage."""
         pools = ask(url, "/v1/pools", api_key, without=_WITHOUT)
-        if format is Format.json:
+        if format == "json":
             typer.echo(json.dumps(pools, indent=2))
         elif not watch:
             Console().print(render(pools))
