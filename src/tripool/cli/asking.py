@@ -17,9 +17,7 @@ _GATEWAY = GatewayConfig()
 DEFAULT_URL = f"http://{_GATEWAY.host}:{_GATEWAY.port}"
 
 Url = Annotated[str, typer.Option(help="Of the server.")]
-ApiKey = Annotated[
-    str | None, typer.Option("--api-key", envvar="TRIPOOL_API_KEY", help="An admin key, if the server has keys.")
-]
+ApiKey = Annotated[str | None, typer.Option(envvar="TRIPOOL_API_KEY", help="An admin key, if the server has keys.")]
 
 
 class NoAnswer(TripoolError, status=503, code="no_answer"):

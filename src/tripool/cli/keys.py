@@ -28,8 +28,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 _GB = 2**30
 _SPAN = re.compile(r"(\d{1,6})([mhd])")
 _SECONDS = {"m": 60, "h": 3600, "d": 86400}
-
-
 UsageGroup = Literal["day", "hour", "model", "key", "tenant"]
 
 
@@ -82,10 +80,10 @@ def _register_add(keys: typer.Typer) -> None:
         name: Annotated[str, typer.Argument(help="Of the tenant; one that exists gets one more key.")],
         rpm: Annotated[float | None, typer.Option(help="Most requests per minute.")] = None,
         tpm: Annotated[float | None, typer.Option(help="Most tokens per minute, cached ones not counted.")] = None,
-        cache_gb: Annotated[float | None, typer.Option("--cache-gb", min=0, help="Most of the cache pool.")] = None,
+        cache_gb: Annotated[float | None, typer.Option(min=0, help="Most of the cache pool.")] = None,
         weight: Annotated[float | None, typer.Option(help="Share of work and slots, 1 when not given.")] = None,
-        tpot_ms: Annotated[float | None, typer.Option("--tpot-ms", help="Default TPOT objective.")] = None,
-        ttft_ms: Annotated[float | None, typer.Option("--ttft-ms", help="Default TTFT objective.")] = None,
+        tpot_ms: Annotated[float | None, typer.Option(help="Default TPOT objective.")] = None,
+        ttft_ms: Annotated[float | None, typer.Option(help="Default TTFT objective.")] = None,
         public_prefix: Annotated[
             bool | None,
             typer.Option("--public-prefix/--no-public-prefix", help="Share cached system prompts with others who do."),

@@ -15,8 +15,8 @@ from tripool.errors import TripoolError
 from tripool.observe.lines import Style
 from tripool.observe.log import Level, Log
 
-LogLevel = Annotated[Level, typer.Option("--log-level", help="Least serious lines of the log, which is on stderr.")]
-LogFormat = Annotated[Style, typer.Option("--log-format", help="One line of text, or one JSON object, for each.")]
+LogLevel = Annotated[Level, typer.Option(help="Least serious lines of the log, which is on stderr.")]
+LogFormat = Annotated[Style, typer.Option(help="One line of text, or one JSON object, for each.")]
 
 _LOG = logging.getLogger("tripool.serve")
 

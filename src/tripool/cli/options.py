@@ -28,28 +28,22 @@ ModelNames = Annotated[
 PrecisionOf = Annotated[Precision, typer.Option("--precision", help="int8: fast, and exact on a CPU; or float32.")]
 _DEVICE = "cpu, or cuda: bfloat16, and on Hopper 8 bits where the checkpoint has them; or float32."
 _ENGINE = {
-    "kv_gb": Annotated[float | None, typer.Option("--kv-gb", min=0.001, help=_KV)],
-    "max_running": Annotated[int, typer.Option("--max-running", min=1, max=256, help="Sequences computed at once.")],
+    "kv_gb": Annotated[float | None, typer.Option(min=0.001, help=_KV)],
+    "max_running": Annotated[int, typer.Option(min=1, max=256, help="Sequences computed at once.")],
     "mtp": Annotated[
         bool, typer.Option("--mtp/--no-mtp", help="Draft tokens with the model's MTP layer, if it has one.")
     ],
     "precision": PrecisionOf,
-    "threads": Annotated[int | None, typer.Option("--threads", min=1, help=_THREADS)],
-    "device": Annotated[Device, typer.Option("--device", help=_DEVICE)],
+    "threads": Annotated[int | None, typer.Option(min=1, help=_THREADS)],
+    "device": Annotated[Device, typer.Option(help=_DEVICE)],
 }
 _SAMPLING = {
     "temperature": Annotated[float | None, typer.Option(help="0 picks the most likely token.")],
-    "top_p": Annotated[float | None, typer.Option("--top-p", help="Keep the likeliest tokens up to this probability.")],
-    "top_k": Annotated[
-        int | None, typer.Option("--top-k", help="Keep this many of the likeliest tokens; 0 keeps all.")
-    ],
-    "min_p": Annotated[
-        float | None, typer.Option("--min-p", help="Drop tokens less likely than this times the likeliest.")
-    ],
-    "repetition_penalty": Annotated[
-        float | None, typer.Option("--repetition-penalty", help="Above 1 discourages tokens already seen.")
-    ],
-    "max_tokens": Annotated[int | None, typer.Option("--max-tokens", help="The longest answer.")],
+    "top_p": Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this probability.")],
+    "top_k": Annotated[int | None, typer.Option(help="Keep this many of the likeliest tokens; 0 keeps all.")],
+    "min_p": Annotated[float | None, typer.Option(help="Drop tokens less likely than this times the likeliest.")],
+    "repetition_penalty": Annotated[float | None, typer.Option(help="Above 1 discourages tokens already seen.")],
+    "max_tokens": Annotated[int | None, typer.Option(help="The longest answer.")],
     "seed": Annotated[int | None, typer.Option(help="The same seed gives the same answer.")],
     "stop": Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be given several times.")],
 }
@@ -59,9 +53,9 @@ Command = Callable[..., None]
 
 def engine_options(*without: str) -> Callable[[Command], Command]:
     """For a command with a parameter `config: EngineConfig`: its fields become options, except those in `without`."""
-    fields = {name: option for name, option in _ENGINE.items() if name not in without}
+    options = {name: option for name, option in _ENGINE.items() if name not in without}
     defaults = EngineConfig()
-    return _grouped("config", fields, {name: getattr(defaults, name) for name in fields}, EngineConfig)
+    return _grouped("config", options, {name: getattr(defaults, name) for name in options}, EngineConfig)
 
 
 def sampling_options(command: Command) -> Command:

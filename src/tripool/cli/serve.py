@@ -37,16 +37,14 @@ Open = Annotated[
 ]
 ModelCacheGb = Annotated[
     float | None,
-    typer.Option("--model-cache-gb", min=0, help="Shared memory for packed weights; 0: none. Half of it by default."),
+    typer.Option(min=0, help="Shared memory for packed weights; 0: none. Half of it by default."),
 ]
 KeepModels = Annotated[
     bool, typer.Option("--keep-models", help="Leave packed weights in shared memory: the next start is warm.")
 ]
-DiskGb = Annotated[
-    float | None, typer.Option("--disk-gb", min=0.001, help="Disk behind the cache pool; none by default.")
-]
+DiskGb = Annotated[float | None, typer.Option(min=0.001, help="Disk behind the cache pool; none by default.")]
 DiskDir = Annotated[
-    Path | None, typer.Option("--disk-dir", help="Where; kept for the next start. The user's cache folder by default.")
+    Path | None, typer.Option(help="Where; kept for the next start. The user's cache folder by default.")
 ]
 
 
@@ -63,12 +61,12 @@ def register(app: typer.Typer, load: Load) -> None:
         prefill: Annotated[int | None, typer.Option(min=1, max=256, help="Prefill workers; implies --split.")] = None,
         decode: Annotated[int | None, typer.Option(min=1, max=256, help="Decode workers; implies --split.")] = None,
         cache_gb: Annotated[
-            float | None, typer.Option("--cache-gb", min=0, help="Of the cache pool; 0.25 when split; implies --split.")
+            float | None, typer.Option(min=0, help="Of the cache pool; 0.25 when split; implies --split.")
         ] = None,
         disk_gb: DiskGb = None,
         disk_dir: DiskDir = None,
         memory_gb: Annotated[
-            float | None, typer.Option("--memory-gb", min=0.001, help="For several models together, weights and KV.")
+            float | None, typer.Option(min=0.001, help="For several models together, weights and KV.")
         ] = None,
         model_cache_gb: ModelCacheGb = None,
         keep_models: KeepModels = False,
