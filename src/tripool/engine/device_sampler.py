@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tripool.engine.noise import gumbel
-from tripool.engine.sampler import Guard, Sampler, draw_of, is_simple, unguarded
+from tripool.engine.sampler import Guard, Sampler, draw_of, unguarded
 from tripool.kernels.table import Draw
 from tripool.sequence import Sampled, Seq
 
@@ -27,14 +27,14 @@ class DeviceSampler(Sampler):
     def sample(self, logits: torch.Tensor, seqs: Sequence[Seq], guard: Guard = unguarded) -> Sequence[Sampled | None]:
         chosen = self.choose(logits, [draw_of(seq) for seq in seqs])
         return [
-            Sampled(token) if is_simple(seq) else guard(seq, partial(self._sample_row, row.float().cpu(), seq))
+            Sampled(token) if seq.is_simple else guard(seq, partial(self._sample_row, row.float().cpu(), seq))
             for token, row, seq in zip(chosen, logits, seqs, strict=True)
         ]
 
     def guess(self, logits: torch.Tensor, seqs: Sequence[Seq]) -> list[int]:
         chosen = self.choose(logits, [draw_of(seq) for seq in seqs])
         return [
-            token if is_simple(seq) else self._choose(self._widened(row.float().cpu(), seq), seq)
+            token if seq.is_simple else self._choose(self._widened(row.float().cpu(), seq), seq)
             for token, row, seq in zip(chosen, logits, seqs, strict=True)
         ]
 

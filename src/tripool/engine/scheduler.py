@@ -29,7 +29,7 @@ from tripool.engine.time_shares import TimeShares
 from tripool.errors import ContextOverflow, InvalidRequest
 from tripool.prefill import PrefillScheduler
 from tripool.prefill.scheduler import extend_keys
-from tripool.sequence import Guide, Sampled, Seq, Task
+from tripool.sequence import UNKNOWN, Guide, Sampled, Seq, Task
 
 
 class Scheduler:
@@ -166,7 +166,7 @@ class Scheduler:
         self.arriving.remove(seq)
         self.decode.admit(seq)
         if self._config.prefix_reuse:
-            self._publish(seq)
+            self._publish(seq, seq.num_computed)
 
     def cancel(self, request_id: str) -> None:
         """Give everything back at once. Unknown or finished ids are fine: a cancel may cross the last token."""
@@ -207,7 +207,7 @@ class Scheduler:
         waiting, prefill = self.prefill.waiting, self.prefill
         if not waiting or not self.sharing.active:
             return waiting
-        ready = [seq for seq in waiting if not seq.waits_for_leader]
+        ready = [seq for seq in waiting if not seq.waits]
         under_way = sum(len(seq.tokens) - seq.num_computed for seq in prefill.running) + len(self.decode.running)
         head = next(self.sharing.order(ready), None)
         if head is not None and under_way < self._config.step_tokens:  # else the next step has no token left for it
@@ -224,7 +224,7 @@ class Scheduler:
 
     def _keep_slos(self, tasks: Mapping[int, Task], slots: int, budget: int, num_drafts: int) -> tuple[int, int]:
         """Newcomers and prompt tokens of this step, so that promised answers keep their pace."""
-        ready = (seq for seq in self.prefill.queue if not seq.waits_for_leader)
+        ready = (seq for seq in self.prefill.queue if not seq.waits)
         slots = self.slo_controller.slots(self._running(), ready, slots)
         if tasks and (self.prefill.running or slots > 0):  # without a row that waits for it, nothing bounds a prompt
             start = self.prefill.running[0].num_computed if self.prefill.running else 0
@@ -242,23 +242,35 @@ class Scheduler:
         if self.slo_controller.computes_prompts:  # else nobody waits here for a first token
             self.time_shares.settled(ended_s, step_s, tasks)
 
+    def advance(self, tasks: Sequence[Task]) -> None:
+        """The tasks run on a device: their sequences go on before the step is settled. What it samples is `UNKNOWN` to
+        the next `schedule`, which leaves out a sequence whose next row depends on it."""
+        for task in tasks:
+            seq, task.in_flight = task.seq, True
+            seq.num_computed = task.work.stop
+            if task.samples:
+                seq.tokens.append(UNKNOWN)
+                seq.num_pending += 1
+                self._answers(seq)
+
     def settle(self, tasks: Sequence[Task], sampled: Sequence[Sampled | None]) -> list[TokenEvent]:
         """Account for a step that ran: `sampled` holds a token for each task that samples, None for the others."""
         events = []
         for task, result in zip(tasks, sampled, strict=True):
             seq = task.seq
-            if seq.finish is not None:  # cancelled while the step ran
+            if seq.finish is not None:  # cancelled while the step ran, or its answer ended a step earlier
                 continue
             assert task.samples == (result is not None)
-            seq.num_computed = task.work.stop
+            if not task.in_flight:
+                seq.num_computed = task.work.stop
             seq.draft = None
-            if self._config.prefix_reuse:
-                self._publish(seq)
+            if self._config.prefix_reuse and task.work.table is seq.table:  # else it was preempted in flight
+                self._publish(seq, task.work.stop)
             if task.draft is not None:
                 seq.num_drafted += 1
                 self.num_drafted += 1
             if result is not None:
-                events.append(self._take(seq, result))
+                events.append(self._take(task, result))
         return events
 
     def verify(self, task: Task) -> Task | None:
@@ -294,27 +306,38 @@ class Scheduler:
     def check(self) -> None:
         check_invariants(self, self._config, [s for seqs in self.requests.values() for s in seqs if s.finish is None])
 
-    def _take(self, seq: Seq, result: Sampled) -> TokenEvent:
-        seq.tokens.append(result.token_id)
+    def _take(self, task: Task, result: Sampled) -> TokenEvent:
+        seq, position = task.seq, task.work.stop
+        if task.in_flight:
+            seq.tokens[position] = result.token_id
+            seq.num_pending -= 1
+        else:
+            seq.tokens.append(result.token_id)
         if seq.guide is not None:
             seq.guide.accept(result.token_id)
-        finish = _finish_reason(seq)
+        finish = seq.finish_reason(position)
         if finish is not None:
+            del seq.tokens[position + 1 :]  # what runs after the end
+            seq.num_pending = 0
             self._retire(seq, finish)
             self._forget(seq)
-        elif seq in self.prefill.running:
+        elif not task.in_flight:
+            self._answers(seq)
+        cached = min((seq.leader or seq).num_cached or 0, seq.prompt_len)  # of a replay more may be found, its answer
+        told = (finish, result.logprobs, cached, seq.num_drafted, seq.num_accepted)
+        return TokenEvent(seq.request.id, seq.choice, position - seq.prompt_len, result.token_id, *told)
+
+    def _answers(self, seq: Seq) -> None:
+        """A sequence has a new token: it decodes from now on."""
+        if seq in self.prefill.running:
             self.prefill.remove(seq)
             self.decode.admit(seq)
-        cached = min((seq.leader or seq).num_cached or 0, seq.prompt_len)  # of a replay more may be found, its answer
-        index = seq.num_generated - 1
-        told = (finish, result.logprobs, cached, seq.num_drafted, seq.num_accepted)
-        return TokenEvent(seq.request.id, seq.choice, index, result.token_id, *told)
 
-    def _publish(self, seq: Seq) -> None:
-        """Name the blocks that this step filled, so that others with the same beginning find them."""
-        num_full = seq.num_computed // self._config.block_tokens
+    def _publish(self, seq: Seq, num_computed: int) -> None:
+        """Name the blocks that are full, so that others with the same beginning find them."""
+        num_full = num_computed // self._config.block_tokens
         if num_full > seq.num_published:
-            keys = extend_keys(seq, seq.num_computed, self._config.block_tokens, self._model)
+            keys = extend_keys(seq, num_computed, self._config.block_tokens, self._model)
             for i in range(seq.num_published, num_full):
                 self.pool.publish(seq.table[i], keys[i])
             seq.num_published = num_full
@@ -388,13 +411,3 @@ class Scheduler:
         seq.table = []
         seq.num_published = 0
         seq.draft = None
-
-
-def _finish_reason(seq: Seq) -> FinishReason | None:
-    """Judged on the newest token. Before `min_tokens` the sampler picks no end, unless a grammar leaves no choice."""
-    if seq.guide is not None and seq.guide.spent:
-        # Complete; or cut off by a limit, which is what "length" tells a client.
-        return "stop" if seq.guide.done else "length"
-    if seq.tokens[-1] in seq.stop_ids:
-        return "stop"
-    return "length" if seq.num_generated >= seq.max_new_tokens else None

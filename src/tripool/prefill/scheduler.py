@@ -90,7 +90,7 @@ class PrefillScheduler:
                 self.held_by = "tokens per step" if budget <= 0 else "batch slots" if slots <= 0 else "KV memory"
                 break
             most = min(budget, left) if limit.is_heavy(seq) else budget
-            if seq.waits_for_leader or most <= 0 or (seq.mask_s and masks_s <= 0):
+            if seq.waits or most <= 0 or (seq.mask_s and masks_s <= 0):
                 continue  # for slow masks too: they go on in the next step, and those without need not wait for them
             if not self._admit(seq):
                 self.held_by = "KV memory"
