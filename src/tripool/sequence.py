@@ -62,7 +62,8 @@ class Seq:
     """The request's first choice: the others wait for its prompt and then share its blocks."""
     finish: FinishReason | None = None
     num_pending: int = 0
-    """Tokens at the end of `tokens` that are `UNKNOWN` until their step is settled."""
+    """Tokens that a running step samples. They stand as `UNKNOWN` at the end of `tokens`, or not at all if the
+    sequence does not go on without them."""
     draft: int | None = None
     """Draft of the token after the newest one, for the next step to verify."""
     num_drafted: int = 0

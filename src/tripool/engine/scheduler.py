@@ -2,7 +2,7 @@
 
 `schedule` returns the tasks of the next step, `settle` takes the sampled tokens. Preemption is by recomputation: a
 sequence that needs a block takes those of the youngest holder, or waits if it is the youngest. Between tenants,
-`engine/batch_shares.py` decides: slots and blocks are taken from the group that has more than its share, one per step.
+`engine/batch_shares.py` decides: slots and blocks are taken from the group that has more than its share.
 
 A sequence may have a draft of its next token (`propose`), which runs as a second row if there is free room. After
 `settle`, `verify` says whether it was accepted; then its row is settled like any other.
@@ -26,9 +26,9 @@ from tripool.decode import DecodeScheduler, SloController, StepFacts
 from tripool.engine.batch_shares import Sharing
 from tripool.engine.invariants import check_invariants
 from tripool.engine.time_shares import TimeShares
-from tripool.errors import ContextOverflow, InvalidRequest
+from tripool.errors import InvalidRequest
 from tripool.prefill import PrefillScheduler
-from tripool.prefill.scheduler import extend_keys
+from tripool.prefill.scheduler import check_prompt, extend_keys
 from tripool.sequence import UNKNOWN, Guide, Sampled, Seq, Task
 
 
@@ -49,15 +49,13 @@ class Scheduler:
         self._ended_s: float | None = None
         """When the last step ended, if there was work left then."""
         self.arriving: list[Seq] = []
-        """Adopted, their blocks being filled."""
         self.detached: list[Seq] = []
-        """On their way to another process, their blocks being copied."""
+        """From and to other processes, their blocks being copied."""
         self.kept = HeldBlocks(self.pool)
         self.requests: dict[str, list[Seq]] = {}
         self._next_order = 0
-        self.num_preemptions = self.num_drafted = self.num_accepted = 0
-        self._num_accepted_before = 0
-        """At the end of the last step but this."""
+        self.num_preemptions = self.num_drafted = self.num_accepted = self._num_accepted_before = 0
+        """The last: at the end of the last step but this."""
 
     @property
     def busy(self) -> bool:
@@ -75,12 +73,7 @@ class Scheduler:
 
         `guides`: one per open choice, after its known tokens, when the answers must have a structure.
         """
-        room = self.context_tokens - len(request.prompt_ids)
-        if not request.prompt_ids:
-            raise InvalidRequest("the prompt holds no token", hint="send some text", param="prompt")
-        if room <= 0:
-            hint = f"at most {self.context_tokens - 1} prompt tokens fit; shorten the prompt or give more KV memory"
-            raise ContextOverflow(f"the prompt has {len(request.prompt_ids)} tokens", hint=hint, param="prompt")
+        check_prompt(request, self.context_tokens)
         if request.id in self.requests:
             raise InvalidRequest(f"request id '{request.id}' is in use", param="request_id")
         leader: Seq | None = None
@@ -99,17 +92,14 @@ class Scheduler:
         """Take a sequence that has just answered out of the batch; it keeps its blocks until `release`."""
         seq = next(seq for seq in self.decode.running if (seq.request.id, seq.choice) == (request_id, choice))
         self.decode.remove(seq)
-        self._hands_over = True
-        seq.draft = None
+        self._hands_over, seq.draft = True, None
         self.detached.append(seq)
         return seq
 
     def release(self, seq: Seq) -> None:
         """A detached sequence is copied, and no longer ours. Its full blocks stay findable until the room is needed."""
         assert seq in self.detached
-        self._drop(seq)
-        self.slo_controller.left(seq)
-        self.sharing.left(seq)
+        self._retire(seq, None)
         self._forget(seq)
 
     def can_attach(self, request: Request, choice: int, num_tokens: int, num_shared: int = 0) -> bool:
@@ -243,14 +233,16 @@ class Scheduler:
             self.time_shares.settled(ended_s, step_s, tasks)
 
     def advance(self, tasks: Sequence[Task]) -> None:
-        """The tasks run on a device: their sequences go on before the step is settled. What it samples is `UNKNOWN` to
-        the next `schedule`, which leaves out a sequence whose next row depends on it."""
+        """The tasks run: their sequences go on before the step is settled, with tokens that are `UNKNOWN`. Those whose
+        token is not chosen by logits and noise alone stay as they are, and out of the next `schedule`."""
         for task in tasks:
-            seq, task.in_flight = task.seq, True
-            seq.num_computed = task.work.stop
+            seq = task.seq
+            seq.num_pending += task.samples
+            if task.samples and not seq.is_simple:
+                continue
+            task.in_flight, seq.num_computed = True, task.work.stop
             if task.samples:
                 seq.tokens.append(UNKNOWN)
-                seq.num_pending += 1
                 self._answers(seq)
 
     def settle(self, tasks: Sequence[Task], sampled: Sequence[Sampled | None]) -> list[TokenEvent]:
@@ -261,11 +253,11 @@ class Scheduler:
             if seq.finish is not None:  # cancelled while the step ran, or its answer ended a step earlier
                 continue
             assert task.samples == (result is not None)
-            if not task.in_flight:
-                seq.num_computed = task.work.stop
             seq.draft = None
-            if self._config.prefix_reuse and task.work.table is seq.table:  # else it was preempted in flight
-                self._publish(seq, task.work.stop)
+            if task.work.table is seq.table:  # else it was preempted while the step ran
+                seq.num_computed = max(seq.num_computed, task.work.stop)
+                if self._config.prefix_reuse:
+                    self._publish(seq, task.work.stop)
             if task.draft is not None:
                 seq.num_drafted += 1
                 self.num_drafted += 1
@@ -308,24 +300,20 @@ class Scheduler:
 
     def _take(self, task: Task, result: Sampled) -> TokenEvent:
         seq, position = task.seq, task.work.stop
-        if task.in_flight:
-            seq.tokens[position] = result.token_id
-            seq.num_pending -= 1
-        else:
-            seq.tokens.append(result.token_id)
+        seq.tokens[position : position + 1] = [result.token_id]
+        seq.num_pending = max(0, seq.num_pending - 1)
         if seq.guide is not None:
             seq.guide.accept(result.token_id)
         finish = seq.finish_reason(position)
         if finish is not None:
             del seq.tokens[position + 1 :]  # what runs after the end
-            seq.num_pending = 0
             self._retire(seq, finish)
             self._forget(seq)
         elif not task.in_flight:
             self._answers(seq)
         cached = min((seq.leader or seq).num_cached or 0, seq.prompt_len)  # of a replay more may be found, its answer
-        told = (finish, result.logprobs, cached, seq.num_drafted, seq.num_accepted)
-        return TokenEvent(seq.request.id, seq.choice, position - seq.prompt_len, result.token_id, *told)
+        facts = (result.token_id, finish, result.logprobs, cached, seq.num_drafted, seq.num_accepted)
+        return TokenEvent(seq.request.id, seq.choice, position - seq.prompt_len, *facts)
 
     def _answers(self, seq: Seq) -> None:
         """A sequence has a new token: it decodes from now on."""
@@ -377,8 +365,9 @@ class Scheduler:
         self.prefill.add(seq)
 
     def _new(self, request: Request, choice: int, answer: Sequence[int]) -> Seq:
-        room = self.context_tokens - len(request.prompt_ids)
-        max_new_tokens = min(request.params.max_tokens or room, room)
+        max_new_tokens = min(
+            request.params.max_tokens or self.context_tokens, self.context_tokens - len(request.prompt_ids)
+        )
         if len(answer) >= max_new_tokens:
             raise InvalidRequest(f"choice {choice} has {len(answer)} of at most {max_new_tokens} tokens already")
         self._ended_s = self._ended_s if self.busy else None  # idle time is no part of a step
@@ -386,7 +375,7 @@ class Scheduler:
         self._next_order += 1
         return seq
 
-    def _retire(self, seq: Seq, finish: FinishReason) -> None:
+    def _retire(self, seq: Seq, finish: FinishReason | None) -> None:
         self._drop(seq)
         seq.finish = finish
         self.slo_controller.left(seq)
@@ -408,6 +397,4 @@ class Scheduler:
         else:
             self.prefill.remove(seq)
         self.pool.release(seq.table)
-        seq.table = []
-        seq.num_published = 0
-        seq.draft = None
+        seq.table, seq.num_published, seq.draft = [], 0, None

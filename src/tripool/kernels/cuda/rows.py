@@ -83,6 +83,12 @@ def device_rows(batch: Batch) -> DeviceRows:
     return batch.native
 
 
+def to_device(values: object, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Numbers as a tensor there, without waiting for the device."""
+    tensor = torch.tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def context(kv: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
     """kv [slots, width] at the blocks of block_table [requests, blocks] -> [requests, tokens, width], a copy."""
     blocks = kv.view(-1, BLOCK_TOKENS * kv.shape[1])
@@ -95,9 +101,9 @@ def _groups(seqs: Sequence[SequenceRows], device: torch.device) -> tuple[PromptG
         alike.setdefault((seq.start, seq.count, seq.first), []).append(seq)
     groups = []
     for (start, count, first), members in alike.items():
-        rows = torch.tensor([seq.row for seq in members])[:, None] + torch.arange(count)
-        block_table = torch.tensor([seq.block_table for seq in members])
-        groups.append(PromptGroup(rows.flatten().to(device), block_table.to(device), start, count, first))
+        rows = [row for seq in members for row in range(seq.row, seq.row + count)]
+        block_table = to_device([seq.block_table for seq in members], device)
+        groups.append(PromptGroup(to_device(rows, device), block_table, start, count, first))
     return tuple(groups)
 
 
@@ -112,5 +118,5 @@ def _paged(seqs: Sequence[SequenceRows], device: torch.device) -> PagedRows:
         for stop in range(seq.start + queries, seq.stop + 1, queries):
             tables.append(seq.block_table + seq.block_table[:1] * (width - len(seq.block_table)))
             seq_lens.append(stop)
-    block_table = torch.tensor(tables, dtype=torch.int32).to(device)
-    return PagedRows(block_table, torch.tensor(seq_lens, dtype=torch.int32).to(device), queries, first)
+    block_table = to_device(tables, device, torch.int32)
+    return PagedRows(block_table, to_device(seq_lens, device, torch.int32), queries, first)
