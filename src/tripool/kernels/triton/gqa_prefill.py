@@ -29,10 +29,12 @@ class Tiling:
     block_rows: int = 128
     block_tokens: int = PAGE_TOKENS
     num_warps: int = 8
-    num_stages: int = 3
+    num_stages: int = 5
 
 
-FEW_ROWS = Tiling(block_rows=64, num_warps=4)
+FEW_ROWS = Tiling(block_rows=64, num_warps=4, num_stages=3)
+WIDE_HEADS = Tiling(block_tokens=32, num_stages=3)
+"""More tokens at once would not fit the registers."""
 
 
 @triton.jit
@@ -102,12 +104,10 @@ def _prefill(
 def choose_tiling(rows: int, seqs: int, heads: int, kv_heads: int, dim: int) -> Tiling:
     """Tiles of 64 rows where those of 128 would leave multiprocessors idle. Bits of a row are the same in both."""
     group = heads // kv_heads
-    if group > FEW_ROWS.block_rows:
-        return Tiling(block_rows=triton.next_power_of_2(group))
-    tiles = (rows // max(1, 128 // group) + seqs) * kv_heads
     if dim > 128:
-        return Tiling(block_rows=64, num_warps=4, num_stages=2)
-    return FEW_ROWS if tiles < 2 * 132 else Tiling()
+        return WIDE_HEADS
+    tiles = (rows // (128 // group) + seqs) * kv_heads
+    return FEW_ROWS if tiles < 2 * 132 and group <= FEW_ROWS.block_rows else Tiling()
 
 
 def gqa_prefill(
@@ -132,6 +132,7 @@ def gqa_prefill(
     kv_heads = kv.shape[1] // (2 * dim)
     group = heads // kv_heads
     assert kv.shape[1] == 2 * kv_heads * dim and heads == group * kv_heads and scale > 0
+    assert group <= 128, "heads of one KV head are the rows of one tile"
     assert q.stride(2) == 1 and q.stride(1) == dim and kv.is_contiguous() and kv.dtype == q.dtype
     assert index.dtype == torch.int32 and index.stride(1) == 1
     if out is None:
