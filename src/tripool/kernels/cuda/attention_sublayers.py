@@ -23,25 +23,38 @@ class GroupedAttention:
         self._w = weights
         self._qkv = make.linear(weights.qkv, weights.qkv_bias, weights.qkv_scales)
         self._out = make.linear(weights.out, weights.out_bias, weights.out_scales)
-        self._norm = norm_for(weights.norm, self._qkv)
+        self._norm = norm_for(weights.norm, self._qkv, fused=make.fused)
+        self._rope_cache = rope_cache_fused if make.fused else rope_cache
+        self._attend = attention.gqa_fused if make.fused else attention.gqa
         self.num_bytes = self._qkv.num_bytes + self._out.num_bytes
 
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
-        w, rows, n = self._w, device_rows(batch), batch.num_prompt_rows
-        assert batch.cos_sin is not None
-        rotated = w.heads + w.kv_heads
-        qkv = self._qkv(self._norm(x)).unflatten(1, (rotated + w.kv_heads, w.head_dim))
-        if w.q_norm is not None and w.k_norm is not None:
-            qkv[:, : w.heads] = normed(qkv[:, : w.heads], w.q_norm)
-            qkv[:, w.heads : rotated] = normed(qkv[:, w.heads : rotated], w.k_norm)
-        rope_(qkv[:, :rotated], batch.cos_sin)
-        kv.index_copy_(0, batch.slot_mapping, qkv[:, w.heads :].flatten(1))
-        q, parts = qkv[:, : w.heads], []
-        if rows.prompts:
-            parts.append(attention.attend_prompt(q[:n], kv, rows.prompts, w.kv_heads, w.scale))
-        if rows.decodes is not None:
-            parts.append(attention.attend_decode(q[n:], kv, rows.decodes, w.kv_heads, w.scale))
-        x += self._out(parts[0] if len(parts) == 1 else torch.cat(parts))
+        w = self._w
+        q = self._rope_cache(w, self._qkv(self._norm(x)), batch, kv)
+        self._out.add_to(x, self._attend(q, kv, device_rows(batch), batch.num_prompt_rows, w.kv_heads, w.scale))
+
+
+def rope_cache(w: GqaWeights, qkv: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+    """Takes the product of queries, keys and values: normalises and rotates heads, writes keys and values into the
+    cache and returns the queries [rows, heads, dim]."""
+    assert batch.cos_sin is not None
+    rotated = w.heads + w.kv_heads
+    qkv = qkv.unflatten(1, (rotated + w.kv_heads, w.head_dim))
+    if w.q_norm is not None and w.k_norm is not None:
+        qkv[:, : w.heads] = normed(qkv[:, : w.heads], w.q_norm)
+        qkv[:, w.heads : rotated] = normed(qkv[:, w.heads : rotated], w.k_norm)
+    rope_(qkv[:, :rotated], batch.cos_sin)
+    kv.index_copy_(0, batch.slot_mapping, qkv[:, w.heads :].flatten(1))
+    return qkv[:, : w.heads]
+
+
+def rope_cache_fused(w: GqaWeights, qkv: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+    from tripool.kernels.triton.rope_cache import rope_cache
+
+    assert batch.cos_sin is not None
+    return rope_cache(
+        qkv, batch.cos_sin, batch.slot_mapping, kv, heads=w.heads, kv_heads=w.kv_heads, q_norm=w.q_norm, k_norm=w.k_norm
+    )
 
 
 def prologue(w: LatentWeights, down: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor | None:
@@ -95,7 +108,7 @@ class LatentAttention:
         self._query = make.linear(core.query, None, core.query_scales)
         self._out = make.linear(core.out, core.out_bias, core.out_scales)
         self._up = make.store.keep("up", lambda: core.up.to(make.dtype))
-        self._norm = norm_for(weights.norm, self._down, *([] if weights.q_norm else [self._query]))
+        self._norm = norm_for(weights.norm, self._down, *([] if weights.q_norm else [self._query]), fused=make.fused)
         integers = isinstance(self._query, Linear8) and self._query.quantized.stored == INT8
         self._prologue: Callable[[LatentWeights, torch.Tensor, Batch, torch.Tensor], AnyRows | None]
         self._prologue = partial(prologue_fused, int8=integers) if make.fused else prologue
@@ -115,7 +128,7 @@ class LatentAttention:
             parts.append(attention.mla_prompt(q[:n], kv, rows.prompts, self._up, w.core.nope, w.core.scale))
         if rows.decodes is not None:
             parts.append(self._decode(q[n:], kv, rows.decodes))
-        x += self._out(parts[0] if len(parts) == 1 else torch.cat(parts))
+        self._out.add_to(x, parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _decode(self, q: torch.Tensor, kv: torch.Tensor, rows: PagedRows) -> torch.Tensor:
         """Absorbed form: projects the query into the latent space, attends there, and projects the result to values."""

@@ -90,6 +90,13 @@ class Linear(linear.Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
+    def add_to(self, x: torch.Tensor, rows: torch.Tensor) -> None:
+        """x += self(rows). Without a bias the product adds x itself, before it rounds."""
+        if self.bias is None and x.dtype == rows.dtype == self.weight.dtype:
+            x.addmm_(rows, self.weight.mT)
+        else:
+            x += self(rows)
+
     def first(self, count: int) -> Linear:
         return Linear(self.weight[:count], None if self.bias is None else self.bias[:count], dtype=self.weight.dtype)
 
@@ -118,6 +125,13 @@ class Make:
             return Linear8(held, bias, quantized=self.quantized, store=self.store)
         return Linear(weight, bias, store=self.store, dtype=self.dtype)
 
+    def swiglu(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        if not self.fused:
+            return swiglu
+        from tripool.kernels.triton.elementwise import swiglu as fused_swiglu
+
+        return fused_swiglu
+
     def router(self, weight: torch.Tensor) -> Linear:
         """Never quantised, because the result selects experts."""
         return Linear(weight, store=self.store, dtype=torch.float32)
@@ -137,10 +151,14 @@ class Make:
         return Experts(weights.gate_up, weights.down, store=self.store, dtype=self.dtype, fused=self.fused)
 
 
-def norm_for(norm: Norm, *users: AnyLinear | AnyExperts) -> Callable[[torch.Tensor], AnyRows]:
-    """RMS norm for these users: quantised at once if all of them take 8 bits."""
+def norm_for(norm: Norm, *users: AnyLinear | AnyExperts, fused: bool = False) -> Callable[[torch.Tensor], AnyRows]:
+    """RMS norm for these users: quantised at once if all of them take 8 bits. `fused`: with Triton kernels."""
     quantized = _common(users)
     if quantized is None:
+        if fused:
+            from tripool.kernels.triton.elementwise import rms_norm as fused_norm
+
+            return lambda x: fused_norm(x, norm.gain, norm.eps)
         return lambda x: rms_norm(x, norm.gain, norm.eps)
     return lambda x: quantized.norm(x, norm.gain, norm.eps)
 
@@ -152,5 +170,7 @@ def rounding_for(*users: AnyLinear | AnyExperts) -> Callable[[torch.Tensor], Any
 
 
 def _common(users: tuple[AnyLinear | AnyExperts, ...]) -> QuantizedOps | None:
+    if not users:
+        return None
     quantized_ops = [one.quantized for one in users if isinstance(one, Linear8 | Experts8)]
     return quantized_ops[0] if len(quantized_ops) == len(users) else None

@@ -98,6 +98,9 @@ class Linear8:
         out = self.quantized.product(rows, self._weights)[:, : self._count]
         return out if self._bias is None else out + self._bias
 
+    def add_to(self, x: torch.Tensor, rows: torch.Tensor | Rows8) -> None:
+        x += self(rows)
+
     def first(self, count: int) -> Linear8:
         part, whole = object.__new__(Linear8), -(-count // self.quantized.outs_multiple) * self.quantized.outs_multiple
         (weight, scales), bias = self._weights, self._bias
