@@ -63,14 +63,14 @@ class Load:
 
     async def _answer(self, arrival: Arrival) -> None:
         from vllm import SamplingParams
+        from vllm.inputs import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
             temperature=0.0, max_tokens=arrival.num_tokens, ignore_eos=True, detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )  # fmt: skip
-        prompt = {"prompt_token_ids": arrival.prompt}
-        async for output in self._engine.generate(prompt, params, arrival.id):
+        async for output in self._engine.generate(tokens_input(arrival.prompt), params, arrival.id):
             count = len(output.outputs[0].token_ids)
             if count:
                 self.stamps.tokens(arrival.id, self._now_s(), count)

@@ -31,6 +31,7 @@ KINDS = {"lite": ("bf16", "fp8", "int8"), "llama": ("bf16",), "qwen": ("bf16",)}
 MIXED = ("lite", "bf16")
 IDLE_SHARE, HOST_MS, HOST_SEQUENCES = 0.03, 2.0, 512
 """Bounds of our own: the device's idle share of decode steps, and schedule plus settle of a large batch."""
+STRETCH_S = 3600.0
 LATENCIES = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
 
 
@@ -105,7 +106,7 @@ class Table:
             return f"not measured: {'ours' if ours is None else ''} {'vLLM' if peer is None else ''}".replace("  ", " ")
         notes = []
         for name, row in (("our", ours), ("vLLM's", peer)):
-            if row["boot"] != boot_id():
+            if not _same_stretch(row, {"boot": boot_id(), "measured_s": time.time()}):
                 notes.append(f"{name} row was kept from another stretch")
             elif row["measured_s"] < self._began_s:
                 notes.append(f"{name} row was kept from {(time.time() - row['measured_s']) / 60:.0f} minutes before")
@@ -117,7 +118,7 @@ class Table:
 
     def _details(self, ours: dict[str, Any] | None, peer: dict[str, Any] | None) -> dict[str, Any]:
         return {
-            "same_stretch": bool(ours and peer and ours["boot"] == peer["boot"]),
+            "same_stretch": bool(ours and peer and _same_stretch(ours, peer)),
             "our_commit": (ours or {}).get("commit"),
             "measured_s": {"ours": (ours or {}).get("measured_s"), "vllm": (peer or {}).get("measured_s")},
         }
@@ -132,6 +133,11 @@ def _row(
         name=name, ours=values[0], peer=values[1] or None, unit=unit, target=target, lower_is_better=lower_is_better,
         **more,
     )  # fmt: skip
+
+
+def _same_stretch(row: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Machines restored from one snapshot may share their boot's id: the time between must be short, too."""
+    return bool(row["boot"] == other["boot"] and abs(row["measured_s"] - other["measured_s"]) < STRETCH_S)
 
 
 def _works(stage: Stage) -> list[str]:
