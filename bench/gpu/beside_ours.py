@@ -44,6 +44,7 @@ from tripool.config import EngineConfig
 from tripool.core import BLOCK_TOKENS, Request, SamplingParams
 from tripool.engine.device import DeviceSpec
 from tripool.engine.engine import Engine
+from tripool.engine.overlapped import OverlappedEngine
 from tripool.kernels.cuda.arithmetic import quantized_ops_of
 from tripool.kernels.cuda.quantized_linear import QuantizedOps
 from tripool.kernels.cuda.table import OnDevice, cuda_table
@@ -132,7 +133,7 @@ class OurSide:
             mtp=False,
             device="cpu" if self.small else "cuda",
         )
-        engine = Engine("made up", self.model, TextFiles(tokenizer_json=""), config, self.device_spec)
+        engine = OverlappedEngine("made up", self.model, TextFiles(tokenizer_json=""), config, self.device_spec)
         assert engine.num_blocks >= num_blocks
         return engine
 

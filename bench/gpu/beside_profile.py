@@ -32,8 +32,8 @@ LONG_GAP_US = 10.0
 PARTS = {
     "schedule": "scheduler.schedule",
     "submit": "executor.submit",
-    "choices": "executor.sampler.choices",
-    "fill": "executor.runner.hidden",
+    "choices": "executor.sampler.submit",
+    "fill": "executor.runner.step_logits",
     "settle": "settle_each",
     "draft": "draft",
 }

@@ -138,7 +138,7 @@ def small_ones_overtake(patch: pytest.MonkeyPatch) -> None:
 
 @bug("before its leader")
 def choices_do_not_wait_for_their_leader(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Seq, "waits_for_leader", property(lambda self: False))
+    patch.setattr(Seq, "waits", property(lambda self: False))
 
 
 @bug("more rows than a step has")

@@ -113,7 +113,7 @@ def device_rows(batch: Batch) -> DeviceRows:
 
 def to_device(values: object, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """Numbers as a tensor there, without waiting for the device."""
-    tensor = torch.tensor(values, dtype=dtype)
+    tensor = torch.as_tensor(values, dtype=dtype)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -140,7 +140,7 @@ def _index(seqs: Sequence[SequenceRows], device: torch.device) -> PromptIndex:
     for line, seq in zip(index, seqs, strict=True):
         line[:4] = seq.row, seq.count, seq.start, seq.first
         line[4 : 4 + len(seq.block_table)] = seq.block_table
-    return PromptIndex(torch.from_numpy(index).to(device), any(seq.first for seq in seqs))
+    return PromptIndex(to_device(index, device, torch.int32), any(seq.first for seq in seqs))
 
 
 def _paged(seqs: Sequence[SequenceRows], device: torch.device) -> PagedRows:
