@@ -19,6 +19,7 @@ import torch
 
 from tripool.core import BLOCK_TOKENS
 from tripool.engine.block_tables import BlockTables
+from tripool.engine.device_segments import Segments
 from tripool.engine.runner import Runner, batch_of
 from tripool.kernels.cuda.rows import MAX_QUERIES, DeviceRows, PagedRows, to_device
 from tripool.models import Batch, Model
@@ -126,6 +127,7 @@ class DeviceRunner(Runner):
         self._tables = BlockTables(self._width + 1)
         self._sampled = torch.zeros(_MAX_SAMPLED, dtype=torch.int64, device=self.device)
         super().__init__(model, num_blocks=num_blocks, mtp=mtp)
+        self._segments = Segments(model, self.kv, num_blocks) if model.has_segments else None
 
     def _memory(self, layers: int, num_blocks: int, width: int) -> torch.Tensor:
         """One more block than the scheduler has, for padding rows."""
@@ -171,8 +173,13 @@ class DeviceRunner(Runner):
             if places == list(range(len(places))):
                 return logits[: len(places)]
             return logits.index_select(0, to_device(places, self.device))
-        batch, order = self._batch(work, 0)
-        hidden = self.model.hidden(batch, self.kv)
+        batch, order = batch_of(work)
+        columns = torch.stack((batch.tokens, batch.positions, batch.slot_mapping))
+        if self._segments is None or self._segments.size_of(batch.num_rows) is None:
+            self._upload(batch, columns)
+            hidden = self.model.hidden(batch, self.kv)
+        else:
+            hidden = self._segments.run(batch, columns, self._resolve)
         places = list(rows) if order is None else order[list(rows)].tolist()
         return self.logits(hidden.index_select(0, to_device(places, self.device))) if places else hidden[:0]
 
@@ -202,11 +209,15 @@ class DeviceRunner(Runner):
 
     def _batch(self, work: Sequence[Work], first: int) -> tuple[Batch, torch.Tensor | None]:
         batch, order = batch_of(work, first=first)
-        columns = torch.stack((batch.tokens, batch.positions, batch.slot_mapping))
-        columns = pinned(columns, self.kv).to(self.device, non_blocking=True)
-        tokens, batch.positions, batch.slot_mapping = columns
-        batch.tokens = _resolved(tokens, self._sampled)
+        self._upload(batch, torch.stack((batch.tokens, batch.positions, batch.slot_mapping)))
         return batch, order
+
+    def _upload(self, batch: Batch, columns: torch.Tensor) -> None:
+        tokens, batch.positions, batch.slot_mapping = pinned(columns, self.kv).to(self.device, non_blocking=True)
+        batch.tokens = self._resolve(tokens)
+
+    def _resolve(self, tokens: torch.Tensor) -> torch.Tensor:
+        return _resolved(tokens, self._sampled)
 
     def _real(self, work: Sequence[Work], step: Step, out: torch.Tensor) -> torch.Tensor:
         """Without padding."""

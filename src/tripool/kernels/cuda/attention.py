@@ -18,25 +18,36 @@ from tripool.kernels.cuda.rows import DeviceRows, PagedRows, PromptGroup, contex
 
 
 def gqa(
-    q: torch.Tensor, kv: torch.Tensor, rows: DeviceRows, num_prompt_rows: int, kv_heads: int, scale: float
-) -> torch.Tensor:
-    """q [rows, heads, dim], prompt rows first; kv [slots, 2 * kv_heads * dim]; result [rows, heads * dim]."""
-    parts, n = [], num_prompt_rows
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    rows: DeviceRows,
+    num_prompt_rows: int,
+    kv_heads: int,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """q [rows, heads, dim], prompt rows first; kv [slots, 2 * kv_heads * dim]; out [rows, heads * dim]."""
+    n = num_prompt_rows
     if rows.seqs:
-        parts.append(attend_prompt(q[:n], kv, rows.prompts, kv_heads, scale))
+        out[:n] = attend_prompt(q[:n], kv, rows.prompts, kv_heads, scale)
     if rows.decodes is not None:
-        parts.append(attend_decode(q[n:], kv, rows.decodes, kv_heads, scale))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        out[n:] = attend_decode(q[n:], kv, rows.decodes, kv_heads, scale)
 
 
 def gqa_fused(
-    q: torch.Tensor, kv: torch.Tensor, rows: DeviceRows, num_prompt_rows: int, kv_heads: int, scale: float
-) -> torch.Tensor:
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    rows: DeviceRows,
+    num_prompt_rows: int,
+    kv_heads: int,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
     """The same with Triton kernels."""
     from tripool.kernels.triton.gqa_decode import gqa_decode
     from tripool.kernels.triton.gqa_prefill import gqa_prefill
 
-    out, n = q.new_empty(len(q), q.shape[1] * q.shape[2]), num_prompt_rows
+    n = num_prompt_rows
     if rows.seqs:
         prompts = rows.prompt_index
         gqa_prefill(q[:n], kv, prompts.index, scale, low=prompts.has_first, out=out[:n])
@@ -44,7 +55,6 @@ def gqa_fused(
         paged = rows.decodes
         table, lengths = paged.block_table, paged.seq_lens
         gqa_decode(q[n:], kv, table, lengths, scale, queries=paged.queries, first=paged.first, out=out[n:])
-    return out
 
 
 def attend_prompt(

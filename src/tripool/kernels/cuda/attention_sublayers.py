@@ -28,10 +28,23 @@ class GroupedAttention:
         self._attend = attention.gqa_fused if make.fused else attention.gqa
         self.num_bytes = self._qkv.num_bytes + self._out.num_bytes
 
+        self.out_width = weights.heads * weights.head_dim
+
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
+        q = self.before(x, batch, kv)
+        attended = q.new_empty(len(q), self.out_width)
+        self.attend(q, batch, kv, attended)
+        self.after(x, attended)
+
+    def before(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+        return self._rope_cache(self._w, self._qkv(self._norm(x)), batch, kv)
+
+    def attend(self, q: torch.Tensor, batch: Batch, kv: torch.Tensor, out: torch.Tensor) -> None:
         w = self._w
-        q = self._rope_cache(w, self._qkv(self._norm(x)), batch, kv)
-        self._out.add_to(x, self._attend(q, kv, device_rows(batch), batch.num_prompt_rows, w.kv_heads, w.scale))
+        self._attend(q, kv, device_rows(batch), batch.num_prompt_rows, w.kv_heads, w.scale, out)
+
+    def after(self, x: torch.Tensor, attended: torch.Tensor) -> None:
+        self._out.add_to(x, attended)
 
 
 def rope_cache(w: GqaWeights, qkv: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
@@ -116,19 +129,30 @@ class LatentAttention:
         self._latent_decode = attention.latent_decode_fused if make.fused else attention.latent_decode
         self.num_bytes = self._down.num_bytes + self._query.num_bytes + self._out.num_bytes + self._up.nbytes
 
+        self.out_width = self._up.shape[0] * (self._up.shape[1] - core.nope)
+
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
-        w, rows, n = self._w, device_rows(batch), batch.num_prompt_rows
-        assert batch.cos_sin is not None
+        q = self.before(x, batch, kv)
+        attended = q.new_empty(len(q), self.out_width)
+        self.attend(q, batch, kv, attended)
+        self.after(x, attended)
+
+    def before(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
         outer = self._norm(x)
-        inner = self._prologue(w, self._down(outer), batch, kv)
+        inner = self._prologue(self._w, self._down(outer), batch, kv)
         q = self._query(outer if inner is None else inner).unflatten(1, (self._up.shape[0], -1))
-        self._apply_rope_(q[..., w.core.nope :], batch)
-        parts = []
-        if rows.prompts:
-            parts.append(attention.mla_prompt(q[:n], kv, rows.prompts, self._up, w.core.nope, w.core.scale))
+        self._apply_rope_(q[..., self._w.core.nope :], batch)
+        return q
+
+    def attend(self, q: torch.Tensor, batch: Batch, kv: torch.Tensor, out: torch.Tensor) -> None:
+        core, rows, n = self._w.core, device_rows(batch), batch.num_prompt_rows
+        if rows.seqs:
+            out[:n] = attention.mla_prompt(q[:n], kv, rows.prompts, self._up, core.nope, core.scale)
         if rows.decodes is not None:
-            parts.append(self._decode(q[n:], kv, rows.decodes))
-        self._out.add_to(x, parts[0] if len(parts) == 1 else torch.cat(parts))
+            out[n:] = self._decode(q[n:], kv, rows.decodes)
+
+    def after(self, x: torch.Tensor, attended: torch.Tensor) -> None:
+        self._out.add_to(x, attended)
 
     def _decode(self, q: torch.Tensor, kv: torch.Tensor, rows: PagedRows) -> torch.Tensor:
         """Absorbed form: projects the query into the latent space, attends there, and projects the result to values."""
