@@ -106,3 +106,14 @@ def test_no_rows_is_no_work(device):
     x = torch.empty(0, 64, dtype=torch.bfloat16, device=device)
     assert rms_norm_quant(x, torch.ones(64, device=device), 1e-6)[0].shape == (0, 64)
     assert swiglu_quant(x)[0].shape == (0, 32)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 100), (2, 513)])
+def test_quantise_rows(device: str, rows: int, width: int) -> None:
+    wide = torch.randn(rows, width + 9, device=device)
+    wide[0, :width] = 0.0
+    x = wide[:, :width]
+    q, scale = quantise_rows(x)
+    assert q.dtype == torch.int8 and q.shape == x.shape and scale.isfinite().all()
+    assert ((q * scale[:, None] - x).abs() <= 0.5001 * scale[:, None]).all()
+    assert (q[0] == 0).all() and (rows == 1 or (q[1:].abs().amax(1) == 127).all())

@@ -157,5 +157,5 @@ def test_who_is_chosen_is_decided_in_float32(tmp_path: Path) -> None:
         name = "model.layers.1.mlp.gate.e_score_correction_bias"
         stored = torch.empty(checkpoint.infos()[name].shape)
         checkpoint.read(name, stored)
-    mlp = model._layers[1].mlp
-    assert torch.equal(mlp._w.gate_bias, stored) and mlp._gate.weight.dtype == torch.float32
+    router = model._layers[1].mlp._router
+    assert torch.equal(router._bias, stored) and router._gate.dtype == torch.float32

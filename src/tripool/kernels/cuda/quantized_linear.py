@@ -45,7 +45,9 @@ class QuantizedOps:
     out]."""
     sort: Callable[[torch.Tensor, int], ExpertOrder]
     permute: Callable[[torch.Tensor, torch.Tensor, ExpertOrder], Rows8]
-    unpermute: Callable[[torch.Tensor, torch.Tensor, ExpertOrder], torch.Tensor]
+    unpermute: Callable[
+        [torch.Tensor, torch.Tensor, ExpertOrder, torch.Tensor | None, torch.Tensor | None], torch.Tensor
+    ]
 
     def held(self, weight: torch.Tensor, scales: torch.Tensor | None) -> Held | None:
         """The weight and its scales if every row is stored in this 8-bit type and the kernels support the shape."""
@@ -116,7 +118,11 @@ class Experts8:
         )
         self.num_bytes = sum(one.nbytes for part in (self._gate_up, self._down) for one in part)
 
-    def __call__(self, x: torch.Tensor | Rows8, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor | Rows8, experts: torch.Tensor, weights: torch.Tensor, onto: torch.Tensor | None = None,
+        also: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """As `Experts`."""
         quantized = self.quantized
         rows, scales = quantized.quantise(x) if isinstance(x, torch.Tensor) else x
         expert_order = quantized.sort(experts, len(self._gate_up[0]))
@@ -124,6 +130,5 @@ class Experts8:
         moved, moved_scales = quantized.permute(rows.view(torch.int8), scales, expert_order)
         groups = quantized.groups(expert_order)
         inner = quantized.grouped((moved.view(rows.dtype), moved_scales), self._gate_up, groups)
-        return quantized.unpermute(
-            quantized.grouped(quantized.swiglu(inner), self._down, groups), weights, expert_order
-        )
+        parts = quantized.grouped(quantized.swiglu(inner), self._down, groups)
+        return quantized.unpermute(parts, weights, expert_order, onto, also)
