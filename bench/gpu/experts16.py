@@ -3,7 +3,7 @@
     python bench/gpu/experts16.py [--quick] [--sweep] [--only lite|qwen] [--seqs 1,64] [--json FILE] [--commit ID]
 
 The floor is reading the weights of the experts that are hit once, or the operations, whichever takes longer. `--sweep`
-times the two products in other tilings; the fastest of each case are printed last, as `choose_experts16` writes them.
+times the two products in other tilings; the fastest of each case are printed last, as `choose_tiling` writes them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tripool.kernels.cuda.make import sorted_rows
 from tripool.kernels.ref.experts import Experts
 from tripool.kernels.ref.route import RoutePlan
 from tripool.kernels.triton.expert_blocks import expert_blocks
-from tripool.kernels.triton.experts16 import (
+from tripool.kernels.triton.experts import (
+    ExpertTiling,
     Strip,
-    Tiling16,
-    choose_experts16,
+    choose_tiling,
     down_product,
-    experts16,
     gate_up_product,
+    routed_experts,
 )
 from tripool.kernels.triton.gate import route
 from tripool.kernels.triton.permute import sum_choices
@@ -111,7 +111,7 @@ def check(shape: Shape, counts: tuple[int, ...]) -> None:
         del junk
         onto, also = inputs.randn(*x.shape), inputs.randn(*x.shape)
         expected += onto.double() + also.double()
-        out = experts16(x, chosen, weights, inputs.gate_up, inputs.down, onto, also).double()
+        out = routed_experts(x, chosen, weights, inputs.gate_up, inputs.down, onto, also).double()
         error = float((out - expected).norm() / expected.norm())
         assert error < 5e-3, f"{shape.name}, {count} rows: error {error:.2g}"
         print(f"right  {shape.name}, {count} rows, error {error:.1e}", flush=True)
@@ -138,9 +138,9 @@ def time_case(inputs: Inputs, count: int, ceilings: Ceilings) -> list[Row]:
     shape, sets = inputs.shape, [inputs.rows(count) for _ in range(SETS)]
     hit = sum(len(chosen.unique()) for _, chosen, _ in sets) / SETS
     roof = ceilings.roof_us(sum(inputs.num_bytes(one[1]) for one in sets) / SETS, inputs.num_ops(count))
-    name, tiling = f"{shape.name} {count} sequences", choose_experts16(count * shape.top_k, shape.experts)
+    name, tiling = f"{shape.name} {count} sequences", choose_tiling(count * shape.top_k, shape.experts)
     both = inputs.gate_up, inputs.down
-    whole = graph_time_us([lambda s=s: experts16(*s, *both) for s in sets])
+    whole = graph_time_us([lambda s=s: routed_experts(*s, *both) for s in sets])
     torchs = graph_time_us([lambda s=s: sorted_rows(*s, *both) for s in sets])
     parts = _alone(inputs, sets, tiling)
     note = f"{hit:.0f} experts; " + ", ".join(f"{part} {us:.1f}" for part, us in parts.items())
@@ -148,7 +148,7 @@ def time_case(inputs: Inputs, count: int, ceilings: Ceilings) -> list[Row]:
     return [timed_row(f"{name}: experts", whole, roof, note=note, torch_us=torchs, **parts)]
 
 
-def _alone(inputs: Inputs, sets: list, tiling: Tiling16) -> dict[str, float]:
+def _alone(inputs: Inputs, sets: list, tiling: ExpertTiling) -> dict[str, float]:
     """Each launch by itself, on the lists and rows of the real call."""
     shape, one = inputs.shape, len(sets[0][0]) == 1
     lists = [None if one else expert_blocks(chosen, shape.experts, tiling.block_m) for _, chosen, _ in sets]
@@ -194,7 +194,7 @@ def sweep(inputs: Inputs, count: int) -> list[str]:
         lists = [None if count == 1 else expert_blocks(s[1], shape.experts, height) for s in sets]
         gated = inputs.randn(count * shape.top_k, shape.width)
         for strip in NARROW if height <= 32 else WIDE:
-            tiling = Tiling16(height, strip, strip)
+            tiling = ExpertTiling(height, strip, strip)
             gate_ups = [
                 lambda s=s, listed=listed, t=tiling: gate_up_product(s[0], s[1], listed, inputs.gate_up, t)
                 for s, listed in zip(sets, lists, strict=True)

@@ -17,9 +17,9 @@ from tripool.kernels.weights import MoeWeights, Norm
 
 # Routed experts on the device, without asking it how many rows each expert got.
 #
-# Three ways: bfloat16 goes through Triton kernels (`experts16`), above `MOST_PAIRS` through torch's grouped product of
-# rows sorted by expert; anything else (float32, or a device without that product) runs every expert over every row and
-# keeps what was chosen: wasteful, plain, and the oracle of the other two.
+# Three ways: bfloat16 goes through `triton/experts`, above `MOST_PAIRS` through torch's grouped product of rows sorted
+# by expert; anything else (float32, or a device without that product) runs every expert over every row and keeps what
+# was chosen: wasteful, plain, and the oracle of the other two.
 
 
 class Experts:
@@ -44,11 +44,11 @@ class Experts:
         """x [rows, hidden]; experts and weights [rows, top_k]. `also` [rows, hidden] is added to the result. With
         `onto` [rows, hidden] the result is added to it in place."""
         if self._fused:
-            from tripool.kernels.triton.experts16 import MOST_PAIRS, experts16, takes
+            from tripool.kernels.triton.experts import MOST_PAIRS, routed_experts, takes
 
             if takes(*self._down.shape[1:]) and experts.numel() <= MOST_PAIRS:
                 x = x.to(self._down.dtype).contiguous()
-                return experts16(x, experts.contiguous(), weights, self._gate_up, self._down, onto, also)
+                return routed_experts(x, experts.contiguous(), weights, self._gate_up, self._down, onto, also)
         way = sorted_rows if self._fused else all_rows
         out = way(x, experts, weights, self._gate_up, self._down)
         out = out if also is None else out + also
@@ -111,8 +111,7 @@ class Router:
             from tripool.kernels.triton.gate import route as choose
             from tripool.kernels.triton.router import MOST_ROWS, norm_route
 
-            # Triton's interpreter cannot multiply bfloat16: on a CPU the plain product.
-            if x.is_cuda and x.is_contiguous() and self._gate.dtype == x.dtype and len(x) <= MOST_ROWS:
+            if x.is_contiguous() and self._gate.dtype == x.dtype and len(x) <= MOST_ROWS:
                 return norm_route(x, self._norm.gain, self._norm.eps, self._gate, self._bias, self._plan)
         else:
             choose = route.route
