@@ -55,17 +55,15 @@ class MoeMlp:
     """Routed experts and an optional shared expert."""
 
     def __init__(self, make: Make, weights: MoeWeights) -> None:
-        self._w, self._norm = weights, norm_for(weights.norm, fused=make.fused)
-        self._gate, self._route = make.router(weights.gate), make.route()
+        self._router = make.router(weights)
         self._experts = make.experts(weights)
         self._shared = None if weights.shared is None else Swiglu(make, weights.shared)
         self._rounded = rounding_for(self._experts, *([] if self._shared is None else [self._shared.gate_up]))
-        self.num_bytes = self._gate.num_bytes + self._experts.num_bytes
+        self.num_bytes = self._router.num_bytes + self._experts.num_bytes
         self.num_bytes += 0 if self._shared is None else self._shared.num_bytes
 
     def __call__(self, x: torch.Tensor) -> None:
-        floats = self._norm(x)
-        experts, weights = self._route(self._gate(floats), self._w.gate_bias, self._w.plan)
+        floats, experts, weights = self._router(x)
         rows = self._rounded(floats)
-        routed = self._experts(rows, experts, weights)
-        x += routed if self._shared is None else routed + self._shared(rows)
+        shared = None if self._shared is None else self._shared(rows)
+        self._experts(rows, experts, weights, onto=x, also=shared)
