@@ -39,6 +39,7 @@ from beside_load import (
 )
 from beside_profile import profile_rows
 from beside_shapes import SHAPES, draw, settings_of
+from fp8_folder import blocks_of
 
 from tripool.config import EngineConfig
 from tripool.core import BLOCK_TOKENS, Request, SamplingParams
@@ -48,6 +49,7 @@ from tripool.engine.overlapped import OverlappedEngine
 from tripool.kernels.cuda.arithmetic import quantized_ops_of
 from tripool.kernels.cuda.quantized_linear import QuantizedOps
 from tripool.kernels.cuda.table import OnDevice, cuda_table
+from tripool.kernels.ref import fp8
 from tripool.kernels.weights import E4M3, INT8
 from tripool.models import Model
 from tripool.models.load import arch_of
@@ -55,7 +57,6 @@ from tripool.models.loader import Loader
 from tripool.text.files import TextFiles
 
 STORED = {"fp8": E4M3, "int8": INT8}
-LARGEST = {INT8: 127.0, E4M3: 448.0}
 KV_BYTES = 56 * 2**30
 """Most memory for KV blocks."""
 BATCH_STEP_TOKENS, MIXED_STEP_TOKENS = 16384, 8192
@@ -65,7 +66,7 @@ BATCH_STEP_TOKENS, MIXED_STEP_TOKENS = 16384, 8192
 class Drawn:
     """A source (see `models.loader`) that draws each tensor by a seed of its name.
 
-    With `quantized`, projections are as if they had been stored in those 8 bits, with a scale for each row.
+    With `quantized`, projections are as if they had been stored in those 8 bits: int8 by row, e4m3 by 128 x 128.
     """
 
     def __init__(self, device: torch.device, quantized: QuantizedOps | None) -> None:
@@ -81,22 +82,24 @@ class Drawn:
 
     def read(self, name: str, out: torch.Tensor) -> None:
         draw(name, out, self._generator.manual_seed(zlib.crc32(name.encode())))
-        scales = self._row_scales(name, out)
+        scales = self._scales(name, out)
         if self._quantized is not None and scales is not None:
-            steps = self._quantized.pack(out.float() / scales[:, None])
-            out.copy_(steps.float() * scales[:, None])
+            factors = scales[:, None] if scales.dim() == 1 else fp8.by_column(scales, out.shape[1])
+            out.copy_(self._quantized.pack(out.float() / factors).float() * factors)
 
     def scales(self, name: str, kind: str) -> torch.Tensor | None:
         if "_proj" not in name:
             return None
         weight = torch.empty(self._shapes[name], dtype=torch.bfloat16, device=self.device)
         draw(name, weight, self._generator.manual_seed(zlib.crc32(name.encode())))
-        return self._row_scales(name, weight)
+        return self._scales(name, weight)
 
-    def _row_scales(self, name: str, weight: torch.Tensor) -> torch.Tensor | None:
+    def _scales(self, name: str, weight: torch.Tensor) -> torch.Tensor | None:
         if self._quantized is None or "_proj" not in name:
             return None
-        return weight.float().abs().amax(1) / LARGEST[self._quantized.stored]
+        if self._quantized.stored == INT8:
+            return weight.float().abs().amax(1) / 127.0
+        return blocks_of(weight.float())[1].repeat_interleave(fp8.GROUP, 0)[: len(weight)]
 
 
 @torch.inference_mode()
