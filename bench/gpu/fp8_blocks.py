@@ -119,7 +119,7 @@ def check() -> None:
         values = [one[0].double() * fp8.by_column(one[1].double(), one[0].shape[1]) for one in (ours, plain)]
         error = relative_error(*values)
         assert error < 5e-3, f"{name}: error {error:.2g}"
-    for shape in (LITE, QWEN):
+    for shape in (LITE, QWEN) if not asked.seqs else (LITE,):
         small = replace(shape, experts=shape.experts // 4)
         gate_up, down = expert_layer(small)
         for count in (1, 3, 17, 300):
@@ -171,8 +171,9 @@ def sweep_dense(sets: list[tuple[Rows8, Rows8]], m: int, n: int, k: int, arrived
         shapes = ((32, 4, 6), (64, 4, 4), (64, 4, 8), (128, 4, 4))
         tried = [BlockTiling(height, bn, s, w, st) for bn, w, st in shapes for s in (1, 2, 4, 8) if s <= most]
     else:
-        shapes = ((64, 128, 4, 4), (128, 64, 4, 4), (128, 128, 8, 3), (128, 128, 8, 4), (64, 128, 8, 4))
-        tried = [BlockTiling(bm, bn, 1, w, st, band=8) for bm, bn, w, st in shapes]
+        shapes = ((64, 128, 4, 4), (128, 64, 4, 4), (128, 64, 4, 5), (128, 64, 8, 4), (64, 64, 4, 6), (64, 64, 4, 4))
+        splits = (1, 2, 4) if m <= 512 else (1,)
+        tried = [BlockTiling(bm, bn, s, w, st, band=8 * (s == 1)) for bm, bn, w, st in shapes for s in splits]
     times = []
     for tiling in tried:
         try:
@@ -217,13 +218,15 @@ def product_times(shape: Shape, layer: tuple[Rows8, Rows8], sets: list, tiling: 
 
 def sweep_experts(shape: Shape, layer: tuple[Rows8, Rows8], sets: list) -> list[str]:
     per_expert = sets[0][1].numel() / shape.experts
-    heights = (16,) if per_expert <= 4 else (16, 32) if per_expert <= 12 else (32, 64)
+    heights = (
+        (16,) if per_expert <= 4 else (16, 32) if per_expert <= 12 else (32, 64) if per_expert <= 64 else (64, 128)
+    )
     strips = (
         Strip(64, 128, 4, 5),
         Strip(64, 128, 4, 8),
         Strip(128, 128, 4, 3),
         Strip(128, 128, 8, 4),
-        Strip(32, 128, 4, 6),
+        Strip(64, 128, 8, 4),
     )
     told = []
     for height in heights:
@@ -245,6 +248,7 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--sweep", action="store_true", help="time other tilings")
     parser.add_argument("--only", choices=("dense", "experts"), help="one part")
+    parser.add_argument("--seqs", type=lambda text: [int(part) for part in text.split(",")], help="of V2-Lite only")
     asked = parser.parse_args()
     origin, ceilings = gpu_origin(asked.commit), measure_ceilings()
     check()
@@ -252,9 +256,11 @@ def main() -> int:
     if asked.only != "experts":
         for one in QUICK if asked.quick else DENSE:
             rows += [time_dense(one, m, ceilings, told, sweep=asked.sweep) for m in (MS[1::2] if asked.quick else MS)]
-    for shape in () if asked.only == "dense" else (LITE, QWEN):
+    for shape in () if asked.only == "dense" else (LITE, QWEN) if not asked.seqs else (LITE,):
         layer = expert_layer(shape)
-        rows += [time_experts(shape, layer, count, ceilings, told, sweep=asked.sweep) for count in SEQUENCES]
+        rows += [
+            time_experts(shape, layer, count, ceilings, told, sweep=asked.sweep) for count in asked.seqs or SEQUENCES
+        ]
     print_rows(rows, origin)
     print("\n".join(told))
     if asked.json:

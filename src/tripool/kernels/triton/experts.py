@@ -58,18 +58,20 @@ def choose_tiling(num_pairs: int, num_experts: int, *, e4m3: bool = False) -> Ex
     """By the expected pairs of an expert, with room for one that has more: a second block reads its weights again."""
     per_expert = num_pairs / num_experts
     if e4m3:
-        if num_pairs <= num_experts // 4:  # too few strips of 128 channels to use all multiprocessors
-            return ExpertTiling(16, Strip(64, 128, 4, 5), Strip(64, 128, 4, 5))
-        if per_expert <= 20:
-            return ExpertTiling(16 if per_expert <= 8 else 32, Strip(128, 128, 4, 3), Strip(64, 128, 4, 5))
-        return ExpertTiling(64, Strip(128, 128, 8, 4), Strip(128, 128, 8, 4))
+        if num_pairs <= num_experts // 4:  # few strips: more warps for each
+            return ExpertTiling(16, Strip(128, 128, 8, 4), Strip(64, 128, 4, 5))
+        if per_expert <= 8:
+            return ExpertTiling(16, Strip(128, 128, 4, 3), Strip(64, 128, 4, 5))
+        if per_expert <= 40:
+            return ExpertTiling(32, Strip(128, 128, 4, 3), Strip(128, 128, 4, 3))
+        return ExpertTiling(64, Strip(128, 128, 8, 4), Strip(128, 128, 4, 3))
     if per_expert <= 8:
         return ExpertTiling(16, Strip(64, 128, 4, 3), Strip(64, 128, 4, 4))
-    if per_expert <= 20:
-        return ExpertTiling(32, Strip(64, 128, 4, 3), Strip(64, 128, 4, 4))
+    if per_expert <= 40:
+        return ExpertTiling(32, Strip(128, 128, 4, 3), Strip(64, 128, 4, 4))
     if per_expert <= 64:
-        return ExpertTiling(64, Strip(64, 64, 4, 4), Strip(128, 64, 4, 4))
-    return ExpertTiling(128, Strip(128, 64, 8, 4), Strip(128, 64, 8, 4))
+        return ExpertTiling(64, Strip(64, 64, 4, 4), Strip(128, 64, 8, 3))
+    return ExpertTiling(128, Strip(128, 64, 8, 4), Strip(128, 64, 8, 3))
 
 
 @triton.jit

@@ -41,8 +41,11 @@ class BlockTiling:
 @cache
 def choose_blocks(m: int, n: int, k: int) -> BlockTiling:
     """By shape alone."""
+    if m > 512:
+        return BlockTiling(128, 64, 1, 4, 4, band=8)
     if m > 128:
-        return BlockTiling(128, 128, 1, 8, 4, band=8)
+        splits = max(1, min(2 * NUM_SMS // (triton.cdiv(m, 64) * triton.cdiv(n, 64)), triton.cdiv(k, GROUP) // 4, 8))
+        return BlockTiling(64, 64, splits, 4, 6)
     block_m = 16
     while block_m < m:
         block_m *= 2
