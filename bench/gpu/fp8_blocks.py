@@ -1,6 +1,6 @@
 """FP8 by DeepSeek's blocks on one GPU, dense and by expert: checked against float64 of the stored values, then timed.
 
-    python bench/gpu/fp8_blocks.py [--quick] [--sweep] [--only dense|experts] [--json FILE] [--commit ID]
+    python bench/gpu/fp8_blocks.py [--quick] [--sweep] [--only dense|experts] [--seqs N,N] [--json FILE] [--commit ID]
 
 Beside torch's product scaled by row (which computes something else: one scale for a row), and the floor: bytes at the
 bandwidth of a copy, operations at twice the rate of torch's bf16 product.
@@ -119,7 +119,7 @@ def check() -> None:
         values = [one[0].double() * fp8.by_column(one[1].double(), one[0].shape[1]) for one in (ours, plain)]
         error = relative_error(*values)
         assert error < 5e-3, f"{name}: error {error:.2g}"
-    for shape in (LITE, QWEN) if not asked.seqs else (LITE,):
+    for shape in (LITE, QWEN):
         small = replace(shape, experts=shape.experts // 4)
         gate_up, down = expert_layer(small)
         for count in (1, 3, 17, 300):
