@@ -68,13 +68,13 @@ def test_a_task_sees_blocks_added_later_and_survives_losing_them() -> None:
 def test_a_choice_waits_until_its_leader_has_computed_the_prompt() -> None:
     leader = make_seq(3)
     choice = make_seq(3, leader=leader)
-    assert not leader.waits_for_leader
-    assert choice.waits_for_leader
+    assert not leader.waits
+    assert choice.waits
     leader.num_computed = 2
-    assert choice.waits_for_leader
+    assert choice.waits
     leader.num_computed = 3
-    assert not choice.waits_for_leader
+    assert not choice.waits
     leader.num_computed = 0  # preempted
-    assert choice.waits_for_leader
+    assert choice.waits
     leader.finish = "abort"
-    assert not choice.waits_for_leader
+    assert not choice.waits

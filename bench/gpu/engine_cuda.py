@@ -193,7 +193,7 @@ def _share(name: str, ours: float, peer: float, target: float | None, note: str 
 
 def kernel_rows() -> list[Row]:
     """Relative error against the plain forms, in float32 where they can."""
-    from tripool.kernels.triton.few_rows import few_rows
+    from tripool.kernels.triton.experts import routed_experts
     from tripool.kernels.triton.norm_quant import quantise_rows
 
     rows = []
@@ -213,7 +213,7 @@ def kernel_rows() -> list[Row]:
         exact = all_rows(x.double(), chosen, weights.double(), gate_up.double(), down.double())
         junk = torch.full((64 << (2 if TOY else 20),), float("nan"), device=DEVICE)  # what the next allocations find
         del junk
-        for form in (few_rows,) if TOY else (few_rows, sorted_rows):
+        for form in (routed_experts,) if TOY else (routed_experts, sorted_rows):
             error = float((form(x, chosen, weights, gate_up, down).double() - exact).norm() / exact.norm())
             name = f"{form.__name__} {count} × {top_k} of {experts}, {hidden}→{width}: relative error"
             rows.append(Row(name=name, ours=error, peer=1e-2, unit="", target=1.0, lower_is_better=True))

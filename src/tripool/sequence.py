@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tripool.core import FinishReason, Request, TokenLogprobs
+from tripool.core import FinishReason, Request, SamplingParams, TokenLogprobs
+
+UNKNOWN = -1
+"""In `Seq.tokens`: sampled by a step that is still running."""
 
 
 class Guide(Protocol):
@@ -58,6 +61,9 @@ class Seq:
     leader: Seq | None = None
     """The request's first choice: the others wait for its prompt and then share its blocks."""
     finish: FinishReason | None = None
+    num_pending: int = 0
+    """Tokens that a running step samples. They stand as `UNKNOWN` at the end of `tokens`, or not at all if the
+    sequence does not go on without them."""
     draft: int | None = None
     """Draft of the token after the newest one, for the next step to verify."""
     num_drafted: int = 0
@@ -70,10 +76,14 @@ class Seq:
     prompt_len: int = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
     """Tokens that end this sequence once it has `min_tokens`."""
+    _draws: bool = field(init=False)
+    """Whether its parameters leave logits untouched and draw by temperature and noise alone."""
 
     def __post_init__(self) -> None:
+        params = self.request.params
         self.prompt_len = len(self.request.prompt_ids)
         self.stop_ids = self.request.stop_ids
+        self._draws = _draws(params)
 
     @property
     def num_generated(self) -> int:
@@ -84,8 +94,29 @@ class Seq:
         return self.num_computed >= self.prompt_len
 
     @property
-    def waits_for_leader(self) -> bool:
-        return self.leader is not None and self.leader.finish is None and not self.leader.prompt_done
+    def waits(self) -> bool:
+        """Whether it cannot be admitted yet: its newest token is unknown, or the prompt that it shares with its
+        leader is not settled."""
+        leader = self.leader
+        if self.num_pending or leader is None or leader.finish is not None:
+            return self.num_pending > 0
+        return not leader.prompt_done or leader.num_pending >= leader.num_generated > 0
+
+    @property
+    def draws(self) -> bool:
+        """Whether its next token is chosen by nothing but logits, a temperature and noise."""
+        return self._draws and self.guide is None and self.num_generated >= self.request.params.min_tokens
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether that token's id is all that is wanted."""
+        return self.request.params.logprobs is None and self.draws
+
+    @property
+    def needs_result(self) -> bool:
+        """Whether its next row depends on a result that is not known yet: its answer is then complete, or the token
+        after it is chosen by more than logits and noise."""
+        return self.num_pending > 0 and (self.num_generated >= self.max_new_tokens or not self.is_simple)
 
     @property
     def mask_s(self) -> float:
@@ -97,6 +128,16 @@ class Seq:
         """Whether two more tokens may follow: the sampled one, and the one that an accepted draft adds."""
         answering = self.prompt_done and self.num_computed == len(self.tokens) - 1
         return self.finish is None and answering and self.num_generated + 2 <= self.max_new_tokens
+
+    def finish_reason(self, position: int) -> FinishReason | None:
+        """Whether the token at this position, the newest known, is the last. Before `min_tokens` the sampler picks no
+        end, unless a grammar leaves no choice."""
+        if self.guide is not None and self.guide.spent:
+            # Complete; or cut off by a limit, which is what "length" tells a client.
+            return "stop" if self.guide.done else "length"
+        if self.tokens[position] in self.stop_ids:
+            return "stop"
+        return "length" if position + 1 - self.prompt_len >= self.max_new_tokens else None
 
     def work(self, count: int) -> Work:
         """The next `count` uncomputed tokens, cut at the prompt's end so that a piece has one form."""
@@ -131,6 +172,13 @@ class Task:
     """Known tokens."""
     draft: int | None = None
     """Runs as one more row; counts as computed only if the row before it yields the same token."""
+    samples: bool = field(init=False)
+    """Whether the work's last row yields a new token: only when no known token is left to compute."""
+    in_flight: bool = False
+    """Submitted, and its sequence goes on before it is settled (`Scheduler.advance`)."""
+
+    def __post_init__(self) -> None:
+        self.samples = self.work.stop == len(self.seq.tokens)
 
     @property
     def rows(self) -> Work:
@@ -144,13 +192,14 @@ class Task:
     def num_rows(self) -> int:
         return len(self.work.tokens) + (self.draft is not None)
 
-    @property
-    def samples(self) -> bool:
-        """Whether the work's last row yields a new token: only when no known token is left to compute."""
-        return self.work.stop == len(self.seq.tokens)
-
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     token_id: int
     logprobs: TokenLogprobs | None = None
+
+
+def _draws(params: SamplingParams) -> bool:
+    penalised = params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
+    keeps_all = params.top_k == 0 and params.top_p == 1.0 and params.min_p == 0.0
+    return not penalised and not params.logit_bias and (params.temperature == 0 or keeps_all)

@@ -71,7 +71,7 @@ def test_float8_blocks_with_ragged_edges(tmp_path, monkeypatch, shape):
         assert checkpoint.infos().keys() == {"x.weight", "e.weight"}
         scales = checkpoint.row_scales("x.weight")
         assert scales is not None
-        assert torch.equal(scales, torch.stack([scale[row // 128].max() for row in range(num_rows)]))
+        assert torch.equal(scales, torch.stack([scale[row // 128] for row in range(num_rows)]))
         assert checkpoint.row_scales("e.weight") is None
         for dtype in (torch.float32, torch.bfloat16):
             out = torch.empty(shape, dtype=dtype)

@@ -69,11 +69,9 @@ def publish_before_computed(patch: pytest.MonkeyPatch) -> None:
 def publish_the_half_full_block(patch: pytest.MonkeyPatch) -> None:
     publish = Scheduler._publish
 
-    def rounded_up(self: Scheduler, seq: Seq) -> None:
-        computed, size = seq.num_computed, self._config.block_tokens
-        seq.num_computed = min(-(-computed // size) * size, len(seq.tokens) // size * size)
-        publish(self, seq)
-        seq.num_computed = computed
+    def rounded_up(self: Scheduler, seq: Seq, computed: int) -> None:
+        size = self._config.block_tokens
+        publish(self, seq, min(-(-computed // size) * size, len(seq.tokens) // size * size))
 
     patch.setattr(Scheduler, "_publish", rounded_up)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-import tripool.engine.scheduler as scheduler
 import tripool.prefill.scheduler as prefill_scheduler
 from tripool.config import SchedulerConfig
 from tripool.core import FinishReason, Request, SamplingParams, TokenEvent
@@ -82,21 +81,21 @@ def computed_count_one_short(patch: pytest.MonkeyPatch) -> None:
 
 @bug("finished too early, too late")
 def one_token_too_many(patch: pytest.MonkeyPatch) -> None:
-    finish_reason = scheduler._finish_reason
+    finish_reason = Seq.finish_reason
 
-    def late(seq: Seq) -> FinishReason | None:
-        finish = finish_reason(seq)
-        return None if finish == "length" and seq.num_generated == seq.max_new_tokens else finish
+    def late(self: Seq, position: int) -> FinishReason | None:
+        finish = finish_reason(self, position)
+        return None if finish == "length" and self.num_generated == self.max_new_tokens else finish
 
-    patch.setattr(scheduler, "_finish_reason", late)
+    patch.setattr(Seq, "finish_reason", late)
 
 
 @bug("token indices must run")
 def indices_start_at_one(patch: pytest.MonkeyPatch) -> None:
     take = Scheduler._take
 
-    def shifted(self: Scheduler, seq: Seq, result: Sampled) -> TokenEvent:
-        event = take(self, seq, result)
+    def shifted(self: Scheduler, task: Task, result: Sampled) -> TokenEvent:
+        event = take(self, task, result)
         return TokenEvent(event.request_id, event.choice, event.index + 1, event.token_id, event.finish_reason)
 
     patch.setattr(Scheduler, "_take", shifted)
@@ -139,7 +138,7 @@ def small_ones_overtake(patch: pytest.MonkeyPatch) -> None:
 
 @bug("before its leader")
 def choices_do_not_wait_for_their_leader(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Seq, "waits_for_leader", property(lambda self: False))
+    patch.setattr(Seq, "waits", property(lambda self: False))
 
 
 @bug("more rows than a step has")
@@ -167,8 +166,8 @@ def nobody_is_handed_over_to_decode(patch: pytest.MonkeyPatch) -> None:
     """They go on as prompts of one token each: the same answers, but behind every older prompt."""
     take = Scheduler._take
 
-    def and_back(self: Scheduler, seq: Seq, result: Sampled) -> TokenEvent:
-        event = take(self, seq, result)
+    def and_back(self: Scheduler, task: Task, result: Sampled) -> TokenEvent:
+        event, seq = take(self, task, result), task.seq
         if seq in self.decode.running:
             self.decode.remove(seq)
             self.prefill.running.append(seq)

@@ -7,7 +7,33 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    import triton.language as tl
     from triton.runtime import interpreter
+
+    FLOATS = {
+        "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn,
+        "fp64": torch.float64, "fp8e5": torch.float8_e5m2,
+    }  # fmt: skip
+    BITS = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+
+    def convert_float(data, from_type, to_type, _rounding):
+        """The interpreter's own cuts bits off on the way to bfloat16 and loses a carry on the way to e4m3."""
+        bits = torch.from_numpy(data.copy()).view(FLOATS[from_type.name])
+        return bits.to(FLOATS[to_type.name]).view(BITS[to_type.primitive_bitwidth]).numpy()
+
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot_of_bfloat16(self, a, b, d, *more):
+        """The interpreter's own multiplies bfloat16 as if its bits were whole numbers."""
+        if a.dtype == tl.bfloat16:
+            a, b = (
+                interpreter.TensorHandle(convert_float(one.data, tl.bfloat16, tl.float32, None).view("f4"), tl.float32)
+                for one in (a, b)
+            )
+        return create_dot(self, a, b, d, *more)
+
+    interpreter._convert_float = convert_float
+    interpreter.InterpreterBuilder.create_dot = create_dot_of_bfloat16
 
     patch_tensor = interpreter._patch_lang_tensor
 

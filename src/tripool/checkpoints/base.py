@@ -50,8 +50,8 @@ class Checkpoint(Protocol):
         """Fill `out` (any strides, float32/bfloat16/float16) in small pieces; touched pages are released."""
 
     def row_scales(self, name: str) -> torch.Tensor | None:
-        """Row scales of an 8-bit weight, float32 [out]; where a row has several scales, the largest. None for anything
-        else."""
+        """Row scales of an 8-bit weight, float32 [out], or [out, blocks of columns] where a row has several. None for
+        anything else."""
 
     def stored_bytes(self) -> int:
         """Size of the weight files."""

@@ -81,8 +81,8 @@ class Float8Blocks:
         _check_scale(self.weight, self.scale, {grid})
 
     def row_scales(self) -> torch.Tensor:
-        """The largest scale among a row's blocks."""
-        return self._grid().amax(1).repeat_interleave(self.block[0])[: self.weight.info.shape[0]]
+        """[rows, blocks of columns]."""
+        return self._grid().repeat_interleave(self.block[0], 0)[: self.weight.info.shape[0]]
 
     def _grid(self) -> torch.Tensor:
         scales = torch.empty(self.scale.info.shape, dtype=torch.float32)

@@ -36,7 +36,7 @@ class DecodeScheduler:
         for seq in batch:
             if len(running) < len(batch) and seq not in running:
                 continue  # preempted for an older one
-            if seq in self.left_out:
+            if seq in self.left_out or seq.needs_result:
                 continue
             if grow(seq, seq.num_computed + 1) > seq.num_computed:
                 tasks.append(Task(seq, seq.work(1)))

@@ -9,6 +9,7 @@ import torch
 
 from tripool.checkpoints import Checkpoint, open_checkpoint
 from tripool.config import Precision
+from tripool.engine.device_executor import DeviceExecutor
 from tripool.engine.device_runner import DeviceRunner
 from tripool.engine.device_sampler import DeviceSampler
 from tripool.engine.executor import Executor, PlainExecutor
@@ -45,8 +46,10 @@ class DeviceSpec:
         return DeviceRunner(model, num_blocks=num_blocks, device=self.device, dtype=self.dtype, mtp=mtp)
 
     def executor(self, model: Model, num_blocks: int, *, mtp: bool, guard: Guard) -> Executor:
-        sampler = DeviceSampler(model.arch.vocab, self.device)
-        return PlainExecutor(self.runner(model, num_blocks, mtp=mtp), sampler, mtp=mtp, guard=guard)
+        runner, sampler = self.runner(model, num_blocks, mtp=mtp), DeviceSampler(model.arch.vocab, self.device)
+        if mtp:
+            return PlainExecutor(runner, sampler, mtp=True, guard=guard)
+        return DeviceExecutor(runner, sampler, guard=guard)
 
 
 def cuda_spec(precision: Precision) -> DeviceSpec:

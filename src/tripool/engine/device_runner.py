@@ -1,23 +1,35 @@
 """The runner on an accelerator. Batches that only decode run as captured graphs, one for each batch size.
 
-A captured step has a number of requests, query rows for each, and block-table columns, all rounded up. Its input
-tensors are filled from pinned memory before each replay. Padding rows use a block that no sequence owns. On a device
-without graphs the same step runs call by call.
+A captured step has a number of requests, query rows for each, and block-table columns, all rounded up. Its inputs lie
+in one tensor, which one copy from pinned memory fills before each replay. Padding rows use a block that no sequence
+owns. On a device without graphs the same step runs call by call.
+
+A token that is not known to the host is given as `-1 - i`: the i-th of those that the last step sampled (`feed`). No
+call waits for the device, so the host may prepare a step while the last one runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
 
 from tripool.core import BLOCK_TOKENS
+from tripool.engine.block_tables import BlockTables
+from tripool.engine.device_segments import Segments
 from tripool.engine.runner import Runner, batch_of
-from tripool.kernels.cuda.rows import MAX_QUERIES, DeviceRows, PagedRows
+from tripool.kernels.cuda.rows import MAX_QUERIES, DeviceRows, PagedRows, to_device
 from tripool.models import Batch, Model
 from tripool.sequence import Work
+
+_MAX_SAMPLED = 4096
+"""Tokens of one step that the next one may refer to."""
+
+Kind = Literal["hidden", "logits", "mtp"]
+"""What a captured step returns: final hidden states, logits, or final hidden states of the MTP layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +43,13 @@ class Size:
     def rows(self) -> int:
         return self.requests * self.queries
 
+    @property
+    def num_inputs(self) -> int:
+        return 3 * self.rows + self.requests * (self.width + 1)
+
     @classmethod
     def of(cls, work: Sequence[Work], most_width: int) -> Size:
-        width = max(-(-piece.stop // BLOCK_TOKENS) for piece in work)
+        width = -(-max(piece.stop for piece in work) // BLOCK_TOKENS)
         queries = max(len(piece.tokens) for piece in work)
         return cls(_round_up(len(work)), queries, min(_round_up(width), most_width))
 
@@ -48,47 +64,56 @@ class Step:
     """A captured step of one size: its input tensors, whose addresses stay, and the replay."""
 
     size: Size
-    columns: torch.Tensor
-    """int64 [3, rows]: tokens, positions, slots."""
-    table: torch.Tensor
-    lengths: torch.Tensor
+    inputs: torch.Tensor
+    """int32 [num_inputs]: tokens, positions, slots; block table; seq_lens."""
     hidden_in: torch.Tensor | None
     """For the MTP layer: final hidden states of the tokens before."""
     run: Callable[[], torch.Tensor] = field(init=False)
 
-    def batch(self, first: int) -> Batch:
-        rows = PagedRows(self.table, self.lengths, self.size.queries, first)
-        tokens, positions, slots = self.columns
-        order = torch.arange(self.size.rows, device=self.columns.device)
-        return Batch(tokens, positions, slots, 0, [], [], native=DeviceRows((), rows, order))
-
-    def fill(self, work: Sequence[Work], nowhere: int) -> list[int]:
-        """Write the rows of `work`, padded to the size. Returns the indices of the real rows."""
+    def batch(self, first: int, sampled: torch.Tensor) -> Batch:
         size = self.size
-        # By numpy: torch takes several times as long for each small assignment.
-        columns = np.zeros((3, size.requests, size.queries), np.int64)
-        columns[2] = nowhere * BLOCK_TOKENS
-        table = np.full((size.requests, size.width), nowhere, np.int32)
-        lengths = np.full(size.requests, size.queries, np.int32)
-        real: list[int] = []
-        for i, piece in enumerate(work):
-            count, blocks = len(piece.tokens), -(-piece.stop // BLOCK_TOKENS)
-            positions = range(piece.start, piece.stop)
-            slots = [piece.table[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in positions]
-            columns[:, i, :count] = piece.tokens, positions, slots
-            table[i, :blocks] = piece.table[:blocks]
-            # A request with fewer rows than `queries`: its context is longer by the rows that fill it up, and only
-            # those rows see the rest.
-            lengths[i] = piece.start + size.queries
-            real.extend(range(i * size.queries, i * size.queries + count))
-        inputs = (columns.reshape(3, -1), table, lengths)
-        for target, source in zip((self.columns, self.table, self.lengths), inputs, strict=True):
-            target.copy_(_pinned(torch.from_numpy(source), target), non_blocking=True)
-        return real
+        columns, table, seq_lens = self.inputs.split((3 * size.rows, size.requests * size.width, size.requests))
+        tokens, positions, slots = columns.long().view(3, -1)
+        rows = PagedRows(table.view(size.requests, size.width), seq_lens, size.queries, first)
+        order = torch.arange(size.rows, device=self.inputs.device)
+        return Batch(_resolved(tokens, sampled), positions, slots, 0, [], [], native=DeviceRows((), rows, order))
+
+    def fill(self, work: Sequence[Work], tables: BlockTables, nowhere: int) -> None:
+        """Write the rows of `work`, padded to the size."""
+        size, count = self.size, len(work)
+        values = np.empty(size.num_inputs, np.int32)
+        split = 3 * size.rows, 3 * size.rows + size.requests * size.width
+        columns = values[: split[0]].reshape(3, size.requests, size.queries)
+        table, seq_lens = values[split[0] : split[1]].reshape(size.requests, size.width), values[split[1] :]
+        columns[:2], columns[2], table[:], seq_lens[:] = 0, nowhere * BLOCK_TOKENS, nowhere, size.queries
+        starts = np.array([piece.start for piece in work], np.int32)
+        rows = tables.indices([piece.table for piece in work])
+        table[:count] = tables.values[rows, : size.width]
+        # A request with fewer rows than `queries`: its context is longer by the rows that fill it up, and only those
+        # rows see the rest.
+        seq_lens[:count] = starts + size.queries
+        for query in range(size.queries):
+            has = [i for i, piece in enumerate(work) if len(piece.tokens) > query] if query else range(count)
+            at = starts[has] + query
+            columns[0, has, query] = [work[i].tokens[query] for i in has]
+            columns[1, has, query] = at
+            columns[2, has, query] = table[has, at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS
+        self.inputs.copy_(pinned(torch.from_numpy(values), self.inputs), non_blocking=True)
+
+    def rows_of(self, work: Sequence[Work]) -> list[int]:
+        """The step's row of each row of `work`."""
+        queries = self.size.queries
+        return [i * queries + row for i, piece in enumerate(work) for row in range(len(piece.tokens))]
 
 
-def _pinned(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def pinned(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A copy from unpinned memory would wait for the device."""
     return source.pin_memory() if target.is_cuda else source
+
+
+def _resolved(tokens: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+    """`tokens` with those below 0 taken from `sampled`."""
+    return torch.where(tokens < 0, sampled[(-1 - tokens).clamp_min(0)], tokens)
 
 
 class DeviceRunner(Runner):
@@ -96,9 +121,13 @@ class DeviceRunner(Runner):
         self, model: Model, *, num_blocks: int, device: torch.device | str, dtype: torch.dtype, mtp: bool = False
     ) -> None:
         self.device, self._dtype, self._mtp = torch.device(device), dtype, mtp
-        self._steps: dict[tuple[Size, int], Step] = {}
+        self._steps: dict[tuple[Size, Kind], Step] = {}
         self._nowhere = num_blocks
+        self._width = -(-model.arch.context_tokens // BLOCK_TOKENS)
+        self._tables = BlockTables(self._width + 1)
+        self._sampled = torch.zeros(_MAX_SAMPLED, dtype=torch.int64, device=self.device)
         super().__init__(model, num_blocks=num_blocks, mtp=mtp)
+        self._segments = Segments(model, self.kv, num_blocks) if model.has_segments else None
 
     def _memory(self, layers: int, num_blocks: int, width: int) -> torch.Tensor:
         """One more block than the scheduler has, for padding rows."""
@@ -122,73 +151,107 @@ class DeviceRunner(Runner):
         for i, work in enumerate(decodes + prompts, 1):
             if progress:
                 progress(f"warming up, {i} of {len(decodes) + len(prompts)}")
+            if not self._mtp:
+                self.step_logits(work, range(len(work)))
+                continue
             hidden = self.hidden(work)
             self.logits(hidden[: len(work)])
-            if self._mtp:
-                after = [Work(piece.tokens, 1, piece.table + piece.table[:1], piece.decode) for piece in work]
-                self.draft_logits(after, hidden, range(len(work)))
+            after = [Work(piece.tokens, 1, piece.table + piece.table[:1], piece.decode) for piece in work]
+            self.draft_logits(after, hidden, range(len(work)))
+
+    def feed(self, tokens: torch.Tensor) -> None:
+        """Tokens that the last step sampled, for the next one to refer to."""
+        self._sampled[: len(tokens)].copy_(tokens)
+
+    @torch.inference_mode()
+    def step_logits(self, work: Sequence[Work], rows: Sequence[int]) -> torch.Tensor:
+        """Logits of these rows of `work`, valid until the next step. Writes the KV of all."""
+        if _only_decodes(work):
+            step, logits = self._captured(work, "logits")
+            chosen = step.rows_of(work)
+            places = [chosen[row] for row in rows]
+            if places == list(range(len(places))):
+                return logits[: len(places)]
+            return logits.index_select(0, to_device(places, self.device))
+        batch, order = batch_of(work)
+        columns = torch.stack((batch.tokens, batch.positions, batch.slot_mapping))
+        if self._segments is None or self._segments.size_of(batch.num_rows) is None:
+            self._upload(batch, columns)
+            hidden = self.model.hidden(batch, self.kv)
+        else:
+            hidden = self._segments.run(batch, columns, self._resolve)
+        places = list(rows) if order is None else order[list(rows)].tolist()
+        return self.logits(hidden.index_select(0, to_device(places, self.device))) if places else hidden[:0]
 
     @torch.inference_mode()
     def hidden(self, work: Sequence[Work]) -> torch.Tensor:
         if _only_decodes(work):
-            return self._captured(work, None)
+            return self._real(work, *self._captured(work, "hidden"))
         batch, order = self._batch(work, 0)
         hidden = self.model.hidden(batch, self.kv)
-        return hidden if order is None else hidden.index_select(0, order)
+        return hidden if order is None else hidden.index_select(0, order.to(self.device))
 
     @torch.inference_mode()
     def mtp_hidden(self, work: Sequence[Work], hidden: torch.Tensor) -> torch.Tensor:
         if _only_decodes(work):
-            return self._captured(work, hidden)
+            return self._real(work, *self._captured(work, "mtp", hidden))
         batch, order = self._batch(work, 1)
         if order is None:
             return self.model.mtp_hidden(batch, hidden, self.kv)
+        order = order.to(self.device)
         return self.model.mtp_hidden(batch, hidden[torch.argsort(order)], self.kv).index_select(0, order)
 
     @torch.inference_mode()
     def draft_logits(self, work: Sequence[Work], hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         assert self.model.mtp is not None
         final = self.mtp_hidden(work, hidden)
-        return self.model.mtp.head(final[torch.tensor(list(rows), dtype=torch.int64).to(self.device)])
+        return self.model.mtp.head(final[to_device(list(rows), self.device)])
 
     def _batch(self, work: Sequence[Work], first: int) -> tuple[Batch, torch.Tensor | None]:
         batch, order = batch_of(work, first=first)
-        columns = torch.stack((batch.tokens, batch.positions, batch.slot_mapping)).to(self.device)
-        batch.tokens, batch.positions, batch.slot_mapping = columns
-        return batch, None if order is None else order.to(self.device)
+        self._upload(batch, torch.stack((batch.tokens, batch.positions, batch.slot_mapping)))
+        return batch, order
 
-    def _captured(self, work: Sequence[Work], hidden: torch.Tensor | None) -> torch.Tensor:
-        size = Size.of(work, -(-self.model.arch.context_tokens // BLOCK_TOKENS))
-        key = size, int(hidden is not None)
-        if key not in self._steps:
-            self._steps[key] = self._prepare(size, mtp=hidden is not None)
-        step = self._steps[key]
-        real = step.fill(work, self._nowhere)
-        whole = len(real) == size.rows
-        places = None if whole else torch.tensor(real).to(self.device)
+    def _upload(self, batch: Batch, columns: torch.Tensor) -> None:
+        tokens, batch.positions, batch.slot_mapping = pinned(columns, self.kv).to(self.device, non_blocking=True)
+        batch.tokens = self._resolve(tokens)
+
+    def _resolve(self, tokens: torch.Tensor) -> torch.Tensor:
+        return _resolved(tokens, self._sampled)
+
+    def _real(self, work: Sequence[Work], step: Step, out: torch.Tensor) -> torch.Tensor:
+        """Without padding."""
+        rows = step.rows_of(work)
+        return out if len(rows) == len(out) else out.index_select(0, to_device(rows, self.device))
+
+    def _captured(
+        self, work: Sequence[Work], kind: Kind, hidden: torch.Tensor | None = None
+    ) -> tuple[Step, torch.Tensor]:
+        size = Size.of(work, self._width)
+        if (size, kind) not in self._steps:
+            self._steps[size, kind] = self._prepare(size, kind)
+        step = self._steps[size, kind]
+        step.fill(work, self._tables, self._nowhere)
         if hidden is not None:
             assert step.hidden_in is not None
-            if places is None:
+            rows = step.rows_of(work)
+            if len(rows) == size.rows:
                 step.hidden_in.copy_(hidden)
             else:
-                step.hidden_in.index_copy_(0, places, hidden)
-        out = step.run()
-        return out if places is None else out.index_select(0, places)
+                step.hidden_in.index_copy_(0, to_device(rows, self.device), hidden)
+        return step, step.run()
 
-    def _prepare(self, size: Size, *, mtp: bool) -> Step:
-        step = Step(
-            size,
-            torch.zeros(3, size.rows, dtype=torch.int64, device=self.device),
-            torch.full((size.requests, size.width), self._nowhere, dtype=torch.int32, device=self.device),
-            torch.full((size.requests,), size.queries, dtype=torch.int32, device=self.device),
-            torch.zeros(size.rows, self.model.arch.hidden, dtype=self._dtype, device=self.device) if mtp else None,
-        )
-        step.columns[2] = self._nowhere * BLOCK_TOKENS
+    def _prepare(self, size: Size, kind: Kind) -> Step:
+        inputs = torch.zeros(size.num_inputs, dtype=torch.int32, device=self.device)
+        hidden = (size.rows, self.model.arch.hidden)
+        step = Step(size, inputs, torch.zeros(hidden, dtype=self._dtype, device=self.device) if kind == "mtp" else None)
+        step.fill([], self._tables, self._nowhere)
 
         def run() -> torch.Tensor:
-            if step.hidden_in is None:
-                return self.model.hidden(step.batch(0), self.kv)
-            return self.model.mtp_hidden(step.batch(1), step.hidden_in, self.kv)
+            if step.hidden_in is not None:
+                return self.model.mtp_hidden(step.batch(1, self._sampled), step.hidden_in, self.kv)
+            final = self.model.hidden(step.batch(0, self._sampled), self.kv)
+            return self.model.logits(final) if kind == "logits" else final
 
         step.run = captured(run) if self.device.type == "cuda" else run
         return step

@@ -1,4 +1,4 @@
-"""Sampling where the logits are, with one transfer to the host per call: the chosen tokens come back together.
+"""Sampling where the logits are: tokens stay on the device, and are copied to the host together.
 
 Rows that need nothing but a temperature and noise are chosen on the device, by the same noise as everywhere
 (`engine.noise`). A row whose request wants more (penalties, a grammar, top-k, log-probabilities) is copied to the host
@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from tripool.engine.noise import gumbel
-from tripool.engine.sampler import Guard, Sampler, draw_of, is_simple, unguarded
+from tripool.engine.sampler import Guard, Sampler, draw_of, unguarded
+from tripool.kernels.cuda.rows import to_device
 from tripool.kernels.table import Draw
 from tripool.sequence import Sampled, Seq
 
@@ -25,29 +26,65 @@ class DeviceSampler(Sampler):
         self._device_hashes = self._hashes.to(device)
 
     def sample(self, logits: torch.Tensor, seqs: Sequence[Seq], guard: Guard = unguarded) -> Sequence[Sampled | None]:
-        chosen = self.choose(logits, [draw_of(seq) for seq in seqs])
-        return [
-            Sampled(token) if is_simple(seq) else guard(seq, partial(self._sample_row, row.float().cpu(), seq))
-            for token, row, seq in zip(chosen, logits, seqs, strict=True)
-        ]
+        return self.submit(logits, seqs, guard).tokens()
+
+    def submit(self, logits: torch.Tensor, seqs: Sequence[Seq], guard: Guard = unguarded) -> Choice:
+        """Choose without waiting for the device. `logits` may change as soon as this returns."""
+        others = [i for i, seq in enumerate(seqs) if not seq.is_simple]
+        tokens = self.chosen(logits, [draw_of(seq) for seq in seqs])
+        rows = logits.index_select(0, to_device(others, logits.device)).float() if others else None
+        return Choice(tokens, rows, {i: partial(self._sampled, guard, seqs[i]) for i in others})
+
+    def _sampled(self, guard: Guard, seq: Seq, row: torch.Tensor) -> Sampled | None:
+        return guard(seq, partial(self._sample_row, row, seq))
 
     def guess(self, logits: torch.Tensor, seqs: Sequence[Seq]) -> list[int]:
         chosen = self.choose(logits, [draw_of(seq) for seq in seqs])
         return [
-            token if is_simple(seq) else self._choose(self._widened(row.float().cpu(), seq), seq)
+            token if seq.is_simple else self._choose(self._widened(row.float().cpu(), seq), seq)
             for token, row, seq in zip(chosen, logits, seqs, strict=True)
         ]
 
     def choose(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-        logits = logits.float()
-        if any(temperature for temperature, _ in draws):
-            temperatures, keys = zip(*draws, strict=True)
-            key = torch.from_numpy(np.array(keys, np.uint64).view(np.int64)).to(logits.device)[:, None]
-            heat = torch.tensor(temperatures, dtype=torch.float32).to(logits.device)[:, None]
-            noise = gumbel(0, self._device_hashes[: logits.shape[1]] + key)
-            logits = torch.where(heat > 0, logits / heat.clamp_min(1e-6) + noise, logits)
-        return self._likeliest(logits)
-
-    def _likeliest(self, logits: torch.Tensor) -> list[int]:
-        tokens: list[int] = logits.argmax(-1).tolist()
+        tokens: list[int] = self.chosen(logits, draws).tolist()
         return tokens
+
+    def chosen(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+        """As `choose`, on the device."""
+        if not any(temperature for temperature, _ in draws):
+            return logits.argmax(-1)
+        temperatures, keys = zip(*draws, strict=True)
+        key = to_device(np.array(keys, np.uint64).view(np.int64), logits.device)[:, None]
+        heat = to_device(temperatures, logits.device, torch.float32)[:, None]
+        noise = gumbel(0, self._device_hashes[: logits.shape[1]] + key)
+        logits = logits.float()
+        return torch.where(heat > 0, logits / heat.clamp_min(1e-6) + noise, logits).argmax(-1)
+
+
+class Choice:
+    """Chosen tokens on their way to the host, and the rows of logits from which others are chosen there."""
+
+    def __init__(
+        self, tokens: torch.Tensor, rows: torch.Tensor | None, by_host: dict[int, partial[Sampled | None]]
+    ) -> None:
+        self.on_device = tokens
+        self._tokens, self._rows = _to_host(tokens), None if rows is None else _to_host(rows)
+        self._by_host = by_host
+        self._done = torch.cuda.Event() if tokens.is_cuda else None
+        if self._done is not None:
+            self._done.record()
+
+    def tokens(self) -> list[Sampled | None]:
+        if self._done is not None:
+            self._done.synchronize()
+        sampled: list[Sampled | None] = [Sampled(token) for token in self._tokens.tolist()]
+        for row, (i, choose) in enumerate(self._by_host.items()):
+            assert self._rows is not None
+            sampled[i] = choose(self._rows[row])
+        return sampled
+
+
+def _to_host(values: torch.Tensor) -> torch.Tensor:
+    """A copy that is complete when the device has come to it."""
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    return host.copy_(values, non_blocking=True)

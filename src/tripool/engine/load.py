@@ -11,6 +11,7 @@ import torch
 from tripool.cache.weight_cache import WeightCache
 from tripool.config import EngineConfig
 from tripool.engine.engine import Engine
+from tripool.engine.overlapped import OverlappedEngine
 from tripool.kernels import CPU, CPU8
 from tripool.kernels.cpu8.library import set_threads, variants
 from tripool.models.warm import load_warm
@@ -28,9 +29,11 @@ def load_engine(
     *,
     progress: Callable[[str], None] | None = None,
     weight_cache: WeightCache | None = None,
+    hands_over: bool = False,
 ) -> Engine:
-    """Weights are mapped from `weight_cache` if they are in it, and written to it if not."""
-    return load_told(model, config, progress=progress, weight_cache=weight_cache)[0]
+    """Weights are mapped from `weight_cache` if they are in it, and written to it if not. `hands_over`: sequences come
+    from other engines or go to them, between two steps."""
+    return load_told(model, config, progress=progress, weight_cache=weight_cache, hands_over=hands_over)[0]
 
 
 def load_told(
@@ -39,6 +42,7 @@ def load_told(
     *,
     progress: Callable[[str], None] | None = None,
     weight_cache: WeightCache | None = None,
+    hands_over: bool = False,
 ) -> tuple[Engine, bool]:
     """Also whether the weights came from the model cache."""
     if config.device == "cuda":
@@ -46,7 +50,9 @@ def load_told(
 
         device_spec = cuda_spec(config.precision)
         name, text, network = load_on(device_spec, model, progress)
-        engine = Engine(name, network, text, config, device_spec)
+        # Drafts depend on settled tokens, and so do sequences that change engines.
+        overlaps = not hands_over and not (config.mtp and network.mtp is not None)
+        engine = (OverlappedEngine if overlaps else Engine)(name, network, text, config, device_spec)
         engine.warm(progress)
         return engine, False
     use_8_bit_products = config.precision == "int8" and bool(variants())

@@ -77,10 +77,17 @@ class Paged(ABC):
         began_s = self._clock()
         self.draft()
         tasks = self.scheduler.schedule()
-        if not tasks:
+        events = self.attempt(tasks, lambda: self.compute(tasks)) if tasks else None
+        if events is None:
             return []
+        self._num_failed_steps = 0
+        self.scheduler.timed(tasks, began_s, self._clock())
+        return events
+
+    def attempt(self, tasks: Sequence[Task], do: Callable[[], _Result]) -> _Result | None:
+        """A part of a step. What goes wrong in it ends the requests of its tasks; None: it did."""
         try:
-            events = self.compute(tasks)
+            return do()
         except Exception:
             self._num_failed_steps += 1
             if self._num_failed_steps >= _MAX_FAILED_STEPS:
@@ -88,10 +95,7 @@ class Paged(ABC):
             _logger.exception("a step failed, and with it the %d sequences in it", len(tasks))
             # Those that were settled already too: their tokens are lost with the step.
             self._fail(task.seq.request.id for task in tasks)
-            return []
-        self._num_failed_steps = 0
-        self.scheduler.timed(tasks, began_s, self._clock())
-        return events
+            return None
 
     def guarded(self, seq: Seq, do: Callable[[], _Result]) -> _Result | None:
         """What goes wrong with one sequence ends its request, and no other. None: it did."""

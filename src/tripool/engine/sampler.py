@@ -61,20 +61,20 @@ class Sampler:
 
     def draws(self, seqs: Sequence[Seq]) -> list[Draw] | None:
         """The draws by which `guess` chooses; None if a sequence needs more than its logits and noise."""
-        if not all(_is_plain_draw(seq) for seq in seqs):
+        if not all(seq.draws for seq in seqs):
             return None
         return [draw_of(seq) for seq in seqs]
 
     def choices(self, seqs: Sequence[Seq], drafted: Sequence[Seq]) -> list[Draw] | None:
         """The draws by which `sample` chooses for each sequence, then those for the token after each draft; None if a
         sequence needs more than its logits and noise."""
-        if not all(is_simple(seq) for seq in seqs):
+        if not all(seq.is_simple for seq in seqs):
             return None
         return [draw_of(seq) for seq in seqs] + [draw_of(seq, ahead=1) for seq in drafted]
 
     def draws_ahead(self, seq: Seq, count: int) -> list[Draw] | None:
         """The draws of a sequence's next `count` tokens; None if it needs more than its logits and noise."""
-        if not is_simple(seq):
+        if not seq.is_simple:
             return None
         return [draw_of(seq, ahead) for ahead in range(count)]
 
@@ -205,17 +205,6 @@ def _adjusts(seq: Seq) -> bool:
     p = seq.request.params
     changed = p.repetition_penalty != 1.0 or p.frequency_penalty or p.presence_penalty or p.logit_bias
     return bool(changed) or seq.guide is not None or seq.num_generated < p.min_tokens
-
-
-def is_simple(seq: Seq) -> bool:
-    """Whether the choice needs nothing but the logits, a temperature and noise."""
-    p = seq.request.params
-    return p.logprobs is None and not _adjusts(seq) and (p.temperature == 0 or _keeps_all(p))
-
-
-def _is_plain_draw(seq: Seq) -> bool:
-    p = seq.request.params
-    return (p.temperature == 0 or _keeps_all(p)) and not _adjusts(seq)
 
 
 def _log(p: float) -> float:

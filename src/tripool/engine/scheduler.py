@@ -2,7 +2,7 @@
 
 `schedule` returns the tasks of the next step, `settle` takes the sampled tokens. Preemption is by recomputation: a
 sequence that needs a block takes those of the youngest holder, or waits if it is the youngest. Between tenants,
-`engine/batch_shares.py` decides: slots and blocks are taken from the group that has more than its share, one per step.
+`engine/batch_shares.py` decides: slots and blocks are taken from the group that has more than its share.
 
 A sequence may have a draft of its next token (`propose`), which runs as a second row if there is free room. After
 `settle`, `verify` says whether it was accepted; then its row is settled like any other.
@@ -26,10 +26,10 @@ from tripool.decode import DecodeScheduler, SloController, StepFacts
 from tripool.engine.batch_shares import Sharing
 from tripool.engine.invariants import check_invariants
 from tripool.engine.time_shares import TimeShares
-from tripool.errors import ContextOverflow, InvalidRequest
+from tripool.errors import InvalidRequest
 from tripool.prefill import PrefillScheduler
-from tripool.prefill.scheduler import extend_keys
-from tripool.sequence import Guide, Sampled, Seq, Task
+from tripool.prefill.scheduler import check_prompt, extend_keys
+from tripool.sequence import UNKNOWN, Guide, Sampled, Seq, Task
 
 
 class Scheduler:
@@ -49,15 +49,13 @@ class Scheduler:
         self._ended_s: float | None = None
         """When the last step ended, if there was work left then."""
         self.arriving: list[Seq] = []
-        """Adopted, their blocks being filled."""
         self.detached: list[Seq] = []
-        """On their way to another process, their blocks being copied."""
+        """From and to other processes, their blocks being copied."""
         self.kept = HeldBlocks(self.pool)
         self.requests: dict[str, list[Seq]] = {}
         self._next_order = 0
-        self.num_preemptions = self.num_drafted = self.num_accepted = 0
-        self._num_accepted_before = 0
-        """At the end of the last step but this."""
+        self.num_preemptions = self.num_drafted = self.num_accepted = self._num_accepted_before = 0
+        """The last: at the end of the last step but this."""
 
     @property
     def busy(self) -> bool:
@@ -75,12 +73,7 @@ class Scheduler:
 
         `guides`: one per open choice, after its known tokens, when the answers must have a structure.
         """
-        room = self.context_tokens - len(request.prompt_ids)
-        if not request.prompt_ids:
-            raise InvalidRequest("the prompt holds no token", hint="send some text", param="prompt")
-        if room <= 0:
-            hint = f"at most {self.context_tokens - 1} prompt tokens fit; shorten the prompt or give more KV memory"
-            raise ContextOverflow(f"the prompt has {len(request.prompt_ids)} tokens", hint=hint, param="prompt")
+        check_prompt(request, self.context_tokens)
         if request.id in self.requests:
             raise InvalidRequest(f"request id '{request.id}' is in use", param="request_id")
         leader: Seq | None = None
@@ -99,17 +92,14 @@ class Scheduler:
         """Take a sequence that has just answered out of the batch; it keeps its blocks until `release`."""
         seq = next(seq for seq in self.decode.running if (seq.request.id, seq.choice) == (request_id, choice))
         self.decode.remove(seq)
-        self._hands_over = True
-        seq.draft = None
+        self._hands_over, seq.draft = True, None
         self.detached.append(seq)
         return seq
 
     def release(self, seq: Seq) -> None:
         """A detached sequence is copied, and no longer ours. Its full blocks stay findable until the room is needed."""
         assert seq in self.detached
-        self._drop(seq)
-        self.slo_controller.left(seq)
-        self.sharing.left(seq)
+        self._retire(seq, None)
         self._forget(seq)
 
     def can_attach(self, request: Request, choice: int, num_tokens: int, num_shared: int = 0) -> bool:
@@ -166,7 +156,7 @@ class Scheduler:
         self.arriving.remove(seq)
         self.decode.admit(seq)
         if self._config.prefix_reuse:
-            self._publish(seq)
+            self._publish(seq, seq.num_computed)
 
     def cancel(self, request_id: str) -> None:
         """Give everything back at once. Unknown or finished ids are fine: a cancel may cross the last token."""
@@ -207,7 +197,7 @@ class Scheduler:
         waiting, prefill = self.prefill.waiting, self.prefill
         if not waiting or not self.sharing.active:
             return waiting
-        ready = [seq for seq in waiting if not seq.waits_for_leader]
+        ready = [seq for seq in waiting if not seq.waits]
         under_way = sum(len(seq.tokens) - seq.num_computed for seq in prefill.running) + len(self.decode.running)
         head = next(self.sharing.order(ready), None)
         if head is not None and under_way < self._config.step_tokens:  # else the next step has no token left for it
@@ -224,7 +214,7 @@ class Scheduler:
 
     def _keep_slos(self, tasks: Mapping[int, Task], slots: int, budget: int, num_drafts: int) -> tuple[int, int]:
         """Newcomers and prompt tokens of this step, so that promised answers keep their pace."""
-        ready = (seq for seq in self.prefill.queue if not seq.waits_for_leader)
+        ready = (seq for seq in self.prefill.queue if not seq.waits)
         slots = self.slo_controller.slots(self._running(), ready, slots)
         if tasks and (self.prefill.running or slots > 0):  # without a row that waits for it, nothing bounds a prompt
             start = self.prefill.running[0].num_computed if self.prefill.running else 0
@@ -242,23 +232,37 @@ class Scheduler:
         if self.slo_controller.computes_prompts:  # else nobody waits here for a first token
             self.time_shares.settled(ended_s, step_s, tasks)
 
+    def advance(self, tasks: Sequence[Task]) -> None:
+        """The tasks run: their sequences go on before the step is settled, with tokens that are `UNKNOWN`. Those whose
+        token is not chosen by logits and noise alone stay as they are, and out of the next `schedule`."""
+        for task in tasks:
+            seq = task.seq
+            seq.num_pending += task.samples
+            if task.samples and not seq.is_simple:
+                continue
+            task.in_flight, seq.num_computed = True, task.work.stop
+            if task.samples:
+                seq.tokens.append(UNKNOWN)
+                self._answers(seq)
+
     def settle(self, tasks: Sequence[Task], sampled: Sequence[Sampled | None]) -> list[TokenEvent]:
         """Account for a step that ran: `sampled` holds a token for each task that samples, None for the others."""
         events = []
         for task, result in zip(tasks, sampled, strict=True):
             seq = task.seq
-            if seq.finish is not None:  # cancelled while the step ran
+            if seq.finish is not None:  # cancelled while the step ran, or its answer ended a step earlier
                 continue
             assert task.samples == (result is not None)
-            seq.num_computed = task.work.stop
             seq.draft = None
-            if self._config.prefix_reuse:
-                self._publish(seq)
+            if task.work.table is seq.table:  # else it was preempted while the step ran
+                seq.num_computed = max(seq.num_computed, task.work.stop)
+                if self._config.prefix_reuse:
+                    self._publish(seq, task.work.stop)
             if task.draft is not None:
                 seq.num_drafted += 1
                 self.num_drafted += 1
             if result is not None:
-                events.append(self._take(seq, result))
+                events.append(self._take(task, result))
         return events
 
     def verify(self, task: Task) -> Task | None:
@@ -294,27 +298,34 @@ class Scheduler:
     def check(self) -> None:
         check_invariants(self, self._config, [s for seqs in self.requests.values() for s in seqs if s.finish is None])
 
-    def _take(self, seq: Seq, result: Sampled) -> TokenEvent:
-        seq.tokens.append(result.token_id)
+    def _take(self, task: Task, result: Sampled) -> TokenEvent:
+        seq, position = task.seq, task.work.stop
+        seq.tokens[position : position + 1] = [result.token_id]
+        seq.num_pending = max(0, seq.num_pending - 1)
         if seq.guide is not None:
             seq.guide.accept(result.token_id)
-        finish = _finish_reason(seq)
+        finish = seq.finish_reason(position)
         if finish is not None:
+            del seq.tokens[position + 1 :]  # what runs after the end
             self._retire(seq, finish)
             self._forget(seq)
-        elif seq in self.prefill.running:
+        elif not task.in_flight:
+            self._answers(seq)
+        cached = min((seq.leader or seq).num_cached or 0, seq.prompt_len)  # of a replay more may be found, its answer
+        facts = (result.token_id, finish, result.logprobs, cached, seq.num_drafted, seq.num_accepted)
+        return TokenEvent(seq.request.id, seq.choice, position - seq.prompt_len, *facts)
+
+    def _answers(self, seq: Seq) -> None:
+        """A sequence has a new token: it decodes from now on."""
+        if seq in self.prefill.running:
             self.prefill.remove(seq)
             self.decode.admit(seq)
-        cached = min((seq.leader or seq).num_cached or 0, seq.prompt_len)  # of a replay more may be found, its answer
-        index = seq.num_generated - 1
-        told = (finish, result.logprobs, cached, seq.num_drafted, seq.num_accepted)
-        return TokenEvent(seq.request.id, seq.choice, index, result.token_id, *told)
 
-    def _publish(self, seq: Seq) -> None:
-        """Name the blocks that this step filled, so that others with the same beginning find them."""
-        num_full = seq.num_computed // self._config.block_tokens
+    def _publish(self, seq: Seq, num_computed: int) -> None:
+        """Name the blocks that are full, so that others with the same beginning find them."""
+        num_full = num_computed // self._config.block_tokens
         if num_full > seq.num_published:
-            keys = extend_keys(seq, seq.num_computed, self._config.block_tokens, self._model)
+            keys = extend_keys(seq, num_computed, self._config.block_tokens, self._model)
             for i in range(seq.num_published, num_full):
                 self.pool.publish(seq.table[i], keys[i])
             seq.num_published = num_full
@@ -354,8 +365,9 @@ class Scheduler:
         self.prefill.add(seq)
 
     def _new(self, request: Request, choice: int, answer: Sequence[int]) -> Seq:
-        room = self.context_tokens - len(request.prompt_ids)
-        max_new_tokens = min(request.params.max_tokens or room, room)
+        max_new_tokens = min(
+            request.params.max_tokens or self.context_tokens, self.context_tokens - len(request.prompt_ids)
+        )
         if len(answer) >= max_new_tokens:
             raise InvalidRequest(f"choice {choice} has {len(answer)} of at most {max_new_tokens} tokens already")
         self._ended_s = self._ended_s if self.busy else None  # idle time is no part of a step
@@ -363,7 +375,7 @@ class Scheduler:
         self._next_order += 1
         return seq
 
-    def _retire(self, seq: Seq, finish: FinishReason) -> None:
+    def _retire(self, seq: Seq, finish: FinishReason | None) -> None:
         self._drop(seq)
         seq.finish = finish
         self.slo_controller.left(seq)
@@ -385,16 +397,4 @@ class Scheduler:
         else:
             self.prefill.remove(seq)
         self.pool.release(seq.table)
-        seq.table = []
-        seq.num_published = 0
-        seq.draft = None
-
-
-def _finish_reason(seq: Seq) -> FinishReason | None:
-    """Judged on the newest token. Before `min_tokens` the sampler picks no end, unless a grammar leaves no choice."""
-    if seq.guide is not None and seq.guide.spent:
-        # Complete; or cut off by a limit, which is what "length" tells a client.
-        return "stop" if seq.guide.done else "length"
-    if seq.tokens[-1] in seq.stop_ids:
-        return "stop"
-    return "length" if seq.num_generated >= seq.max_new_tokens else None
+        seq.table, seq.num_published, seq.draft = [], 0, None

@@ -30,6 +30,26 @@ class AttentionSublayer(Protocol):
     def num_bytes(self) -> int: ...
 
 
+@runtime_checkable
+class AttentionParts(Protocol):
+    """An attention sublayer in three calls, of which only the second needs to know the sequences of the batch."""
+
+    def before(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+        """Write the rows' KV and return their queries."""
+        ...
+
+    def attend(self, q: torch.Tensor, batch: Batch, kv: torch.Tensor, out: torch.Tensor) -> None:
+        """Write what the queries find into `out` [rows, out_width]."""
+        ...
+
+    def after(self, x: torch.Tensor, attended: torch.Tensor) -> None:
+        """Project and add to x."""
+        ...
+
+    @property
+    def out_width(self) -> int: ...
+
+
 class MlpSublayer(Protocol):
     def __call__(self, x: torch.Tensor) -> None: ...
     @property

@@ -1,8 +1,8 @@
 """Weights of a layer, by sublayer, as the checkpoint has them: the input of a kernel table's packing.
 
-If the checkpoint holds the 8-bit type that the table uses, fields ending in `scales` hold the scale of each row (0: the
-row is stored as floats). The floats beside them are the dequantised values, so a table that computes in floats can
-ignore the scales.
+If the checkpoint holds the 8-bit type that the table uses, fields ending in `scales` hold the scale of each row; for
+e4m3 they have one more dimension, the blocks of a row's columns (0: stored as floats). The floats beside them are the
+dequantised values, so a table that computes in floats can ignore the scales.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tripool.kernels.ref.mla import MlaWeights
 from tripool.kernels.ref.route import RoutePlan
 
 INT8, E4M3 = "I8", "F8_E4M3"
-"""The two 8-bit types, as checkpoints name them. For e4m3 in blocks, a row's scale is that of its largest block."""
+"""The two 8-bit types, as checkpoints name them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,6 +13,7 @@ from tripool.kernels.heap import give_back
 from tripool.kernels.ops import LinearOp
 from tripool.kernels.ref.mla import MlaWeights
 from tripool.kernels.table import (
+    AttentionParts,
     AttentionSublayer,
     ChoosingDraftOp,
     DraftParts,
@@ -208,6 +210,18 @@ class Mtp:
         self.choosing = self.draft if isinstance(self.draft, ChoosingDraftOp) else None
 
 
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """One layer's attention between two segments."""
+
+    attention: AttentionParts
+    q: torch.Tensor
+    kv: torch.Tensor
+
+    def __call__(self, batch: Batch, out: torch.Tensor) -> None:
+        self.attention.attend(self.q[: batch.num_rows], batch, self.kv, out[: batch.num_rows])
+
+
 class Model:
     """A network: weights only. The KV cache and the batch are arguments."""
 
@@ -254,6 +268,21 @@ class Model:
         for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=False):
             layer(x, batch, layer_kv)
         return self._k.rms_norm(x, self._norm, self.arch.norm_eps)
+
+    def segments(self, batch: Batch, kv: torch.Tensor) -> Generator[Attend, torch.Tensor, torch.Tensor]:
+        """`hidden`, interrupted in every layer: yields what attends, and takes the result."""
+        batch.cos_sin = self._cos_sin.index_select(0, batch.positions)
+        x = self._embed.index_select(0, batch.tokens)
+        for layer, layer_kv in zip(self._layers, kv.unbind(0), strict=False):
+            attention = layer.attention
+            assert isinstance(attention, AttentionParts)
+            attention.after(x, (yield Attend(attention, attention.before(x, batch, layer_kv), layer_kv)))
+            layer.mlp(x)
+        return self._k.rms_norm(x, self._norm, self.arch.norm_eps)
+
+    @property
+    def has_segments(self) -> bool:
+        return isinstance(self._layers[0].attention, AttentionParts)
 
     def mtp_hidden(self, batch: Batch, hidden: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """`batch.tokens` are the next tokens at their own positions, `hidden` the final normed states of the tokens

@@ -41,7 +41,7 @@ class Source(Protocol):
 
     def read(self, name: str, out: torch.Tensor) -> None: ...
     def scales(self, name: str, kind: str) -> torch.Tensor | None:
-        """Row scales, float32 [rows], if the tensor is stored in this 8-bit type."""
+        """See `Checkpoint.row_scales`; None if the tensor is not stored in this 8-bit type."""
         ...
 
 
@@ -123,7 +123,9 @@ class Loader:
         found = [self._source.scales(f"{name}.weight", kind) for name in names]
         if all(one is None for one in found):
             return None
-        return torch.cat([torch.zeros(out) if one is None else one for one, out in zip(found, outs, strict=True)])
+        blocks = next(one.shape[1:] for one in found if one is not None)
+        parts = zip(found, outs, strict=True)
+        return torch.cat([torch.zeros(out, *blocks) if one is None else one for one, out in parts])
 
     def bias(self, names: Sequence[str], outs: Sequence[int]) -> torch.Tensor:
         for name, rows in zip(names, outs, strict=True):
@@ -164,7 +166,8 @@ class Loader:
             self.scales([name.format(i) for i in range(experts) for name in names], outs * experts)
             for names, outs in ((both, [width, width]), (downs, [hidden]))
         )
-        return None if gate_up is None else gate_up.view(experts, -1), None if down is None else down.view(experts, -1)
+        by_expert = [None if one is None else one.unflatten(0, (experts, -1)) for one in (gate_up, down)]
+        return by_expert[0], by_expert[1]
 
     def counted(self, op: Op) -> Op:
         """Count the op's packed weights as memory of the model."""

@@ -13,6 +13,8 @@ from typing import Protocol
 
 from tripool.cache import BlockPool, next_key
 from tripool.config import SchedulerConfig
+from tripool.core import Request
+from tripool.errors import ContextOverflow, InvalidRequest
 from tripool.sequence import Seq, Task
 
 MASKS_S = 0.03
@@ -74,7 +76,7 @@ class PrefillScheduler:
         left, masks_s = limit.prompt_tokens, MASKS_S
         for seq in sorted(self.running, key=limit.is_heavy) if self.running else ():
             most = min(budget, left) if limit.is_heavy(seq) else budget
-            if seq.mask_s and masks_s <= 0:
+            if seq.needs_result or (seq.mask_s and masks_s <= 0):
                 continue
             if most > 0 and seq in self.running:  # growing an older one may have preempted this one
                 masks_s -= seq.mask_s
@@ -90,7 +92,7 @@ class PrefillScheduler:
                 self.held_by = "tokens per step" if budget <= 0 else "batch slots" if slots <= 0 else "KV memory"
                 break
             most = min(budget, left) if limit.is_heavy(seq) else budget
-            if seq.waits_for_leader or most <= 0 or (seq.mask_s and masks_s <= 0):
+            if seq.waits or most <= 0 or (seq.mask_s and masks_s <= 0):
                 continue  # for slow masks too: they go on in the next step, and those without need not wait for them
             if not self._admit(seq):
                 self.held_by = "KV memory"
@@ -130,6 +132,14 @@ class PrefillScheduler:
 
     def _keys(self, seq: Seq) -> list[bytes]:
         return extend_keys(seq, len(seq.tokens), self._config.block_tokens, self._model)
+
+
+def check_prompt(request: Request, context_tokens: int) -> None:
+    if not request.prompt_ids:
+        raise InvalidRequest("the prompt holds no token", hint="send some text", param="prompt")
+    if len(request.prompt_ids) >= context_tokens:
+        hint = f"at most {context_tokens - 1} prompt tokens fit; shorten the prompt or give more KV memory"
+        raise ContextOverflow(f"the prompt has {len(request.prompt_ids)} tokens", hint=hint, param="prompt")
 
 
 def _chunk(seq: Seq, stop: int, tasks: list[Task]) -> int:

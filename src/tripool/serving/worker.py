@@ -94,7 +94,7 @@ def load_pool_engine(model: str, config: EngineConfig, weight_cache: WeightCache
         return _fake(settings, config)
     from tripool.engine.load import load_engine
 
-    return load_engine(model, config, weight_cache=weight_cache)
+    return load_engine(model, config, weight_cache=weight_cache, hands_over=True)
 
 
 def _fake(settings: str, config: EngineConfig) -> PoolEngine:

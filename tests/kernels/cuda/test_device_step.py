@@ -106,8 +106,8 @@ def test_warming_up_takes_every_size_and_touches_nobodys_block(models: tuple[Mod
     told: list[str] = []
     runner.warm(20, 100, told.append)
     assert (runner.kv[:, : NUM_BLOCKS * 64] == 7.0).all()
-    sizes = {(size.requests, size.queries, mtp) for size, mtp in runner._steps}
-    assert sizes == {(n, q, mtp) for n in (1, 2, 4, 8, 16, 32) for q in (1, 2) for mtp in (0, 1)}
+    sizes = {(size.requests, size.queries, kind) for size, kind in runner._steps}
+    assert sizes == {(n, q, kind) for n in (1, 2, 4, 8, 16, 32) for q in (1, 2) for kind in ("hidden", "mtp")}
     assert told[-1] == "warming up, 20 of 20"  # and prompts of 16, 32, 64 and 100 tokens, and of one less
     block_tables = tables(random.Random(2))
     before = len(runner._steps)

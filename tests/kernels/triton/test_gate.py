@@ -52,9 +52,14 @@ def test_rows_go_to_their_experts_and_come_back(device, rows, top_k, experts, fi
     y = torch.randn(rows * top_k, 200, device=device).to(torch.bfloat16)
     y[int(ours.starts[-1]) :] = float("nan")  # nobody's rows may hold anything
     weights = torch.rand(rows, top_k, device=device)
-    back = unpermute(y, weights, ours, torch.full((rows, 200), float("nan"), dtype=torch.bfloat16, device=device))
+    back = unpermute(y, weights, ours)
     assert not back.isnan().any()
     torch.testing.assert_close(back, plain.unpermute(y, weights, theirs), rtol=2**-7, atol=1e-6)
+
+    onto, also = (torch.randn(rows, 200, device=device).to(torch.bfloat16) for _ in range(2))
+    expected = plain.unpermute(y, weights, theirs, onto.clone(), also)
+    assert unpermute(y, weights, ours, onto, also) is onto
+    torch.testing.assert_close(onto, expected, rtol=2**-7, atol=2**-7)
 
 
 def test_all_choices_of_one_expert_keep_their_order(device):

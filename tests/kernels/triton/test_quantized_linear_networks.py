@@ -20,7 +20,7 @@ from tripool.engine.runner import Runner
 from tripool.kernels.cuda.arithmetic import quantized_ops_of
 from tripool.kernels.cuda.make import Make
 from tripool.kernels.cuda.table import OnDevice, cuda_table
-from tripool.kernels.weights import INT8
+from tripool.kernels.weights import E4M3, INT8
 from tripool.models import Model, load_model
 from tripool.quant import Techniques, quantize
 from tripool.quant.watched import W8A8
@@ -126,13 +126,17 @@ def test_a_network_in_e4m3_is_its_floats_but_for_rounding(
         assert median_error(rows, plain_rows) < 0.15
 
 
-@pytest.mark.parametrize("case", [V2, V3], ids=lambda case: case.name)
-def test_with_our_kernels_it_is_the_same_network(device: str, tmp_path: Path, case: Case) -> None:
+@pytest.mark.parametrize(
+    ("case", "kind"), [(V2, INT8), (V3, INT8), (V3, E4M3), (V2, None)], ids=lambda one: getattr(one, "name", one)
+)
+def test_with_our_kernels_it_is_the_same_network(device: str, tmp_path: Path, case: Case, kind: str | None) -> None:
     """The table as it is on a card: norms, prologue, gate, experts and products as Triton kernels."""
-    spoken = []
-    with open_checkpoint(in_eight_bits(case, tmp_path)) as checkpoint:
+    spoken, folder = [], in_eight_bits(case, tmp_path) if kind == INT8 else save_case(case, tmp_path / "fp8")
+    if kind == E4M3:
+        to_fp8(folder, tmp_path / "plain")
+    with open_checkpoint(folder) as checkpoint:
         for fused in (False, True):
-            quantized = quantized_ops_of(INT8, fused=fused, device=device)
+            quantized = quantized_ops_of(kind, fused=fused, device=device) if kind else None
             table = cuda_table(torch.bfloat16, fused=fused, quantized=quantized)
             model = load_model(checkpoint, torch.bfloat16, kernels=table, store=OnDevice(device))
             runner = DeviceRunner(model, num_blocks=3, device=device, dtype=torch.bfloat16)
@@ -157,5 +161,5 @@ def test_who_is_chosen_is_decided_in_float32(tmp_path: Path) -> None:
         name = "model.layers.1.mlp.gate.e_score_correction_bias"
         stored = torch.empty(checkpoint.infos()[name].shape)
         checkpoint.read(name, stored)
-    mlp = model._layers[1].mlp
-    assert torch.equal(mlp._w.gate_bias, stored) and mlp._gate.weight.dtype == torch.float32
+    router = model._layers[1].mlp._router
+    assert torch.equal(router._bias, stored) and router._gate.dtype == torch.float32

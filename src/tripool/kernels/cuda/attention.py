@@ -1,6 +1,7 @@
 """Attention over paged KV described on the device: grouped-query and latent, prompt form and decode form.
 
-Prompt form: torch's fused kernel, one group of equally shaped sequences at a time. Decode form: the Triton kernel where
+Grouped-query attention in 16 bits on CUDA goes through Triton kernels that read pages in place (`gqa_fused`). Otherwise
+prompt form: torch's fused kernel, one group of equally shaped sequences at a time. Decode form: the Triton kernel where
 it applies (`mla_decode`), else every request's blocks are gathered and attended under a mask. That copies the context,
 but supports any width, and nothing depends on lengths that only the device knows.
 """
@@ -13,7 +14,47 @@ import torch
 import torch.nn.functional as F
 
 from tripool.core import BLOCK_TOKENS
-from tripool.kernels.cuda.rows import PagedRows, PromptGroup, context
+from tripool.kernels.cuda.rows import DeviceRows, PagedRows, PromptGroup, context
+
+
+def gqa(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    rows: DeviceRows,
+    num_prompt_rows: int,
+    kv_heads: int,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """q [rows, heads, dim], prompt rows first; kv [slots, 2 * kv_heads * dim]; out [rows, heads * dim]."""
+    n = num_prompt_rows
+    if rows.seqs:
+        out[:n] = attend_prompt(q[:n], kv, rows.prompts, kv_heads, scale)
+    if rows.decodes is not None:
+        out[n:] = attend_decode(q[n:], kv, rows.decodes, kv_heads, scale)
+
+
+def gqa_fused(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    rows: DeviceRows,
+    num_prompt_rows: int,
+    kv_heads: int,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """The same with Triton kernels."""
+    from tripool.kernels.triton.gqa_decode import gqa_decode
+    from tripool.kernels.triton.gqa_prefill import gqa_prefill
+
+    n = num_prompt_rows
+    if rows.seqs:
+        prompts = rows.prompt_index
+        gqa_prefill(q[:n], kv, prompts.index, scale, low=prompts.has_first, out=out[:n])
+    if rows.decodes is not None:
+        paged = rows.decodes
+        table, lengths = paged.block_table, paged.seq_lens
+        gqa_decode(q[n:], kv, table, lengths, scale, queries=paged.queries, first=paged.first, out=out[n:])
 
 
 def attend_prompt(

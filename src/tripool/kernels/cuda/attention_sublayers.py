@@ -23,25 +23,51 @@ class GroupedAttention:
         self._w = weights
         self._qkv = make.linear(weights.qkv, weights.qkv_bias, weights.qkv_scales)
         self._out = make.linear(weights.out, weights.out_bias, weights.out_scales)
-        self._norm = norm_for(weights.norm, self._qkv)
+        self._norm = norm_for(weights.norm, self._qkv, fused=make.fused)
+        self._rope_cache = rope_cache_fused if make.fused else rope_cache
+        self._attend = attention.gqa_fused if make.fused else attention.gqa
         self.num_bytes = self._qkv.num_bytes + self._out.num_bytes
 
+        self.out_width = weights.heads * weights.head_dim
+
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
-        w, rows, n = self._w, device_rows(batch), batch.num_prompt_rows
-        assert batch.cos_sin is not None
-        rotated = w.heads + w.kv_heads
-        qkv = self._qkv(self._norm(x)).unflatten(1, (rotated + w.kv_heads, w.head_dim))
-        if w.q_norm is not None and w.k_norm is not None:
-            qkv[:, : w.heads] = normed(qkv[:, : w.heads], w.q_norm)
-            qkv[:, w.heads : rotated] = normed(qkv[:, w.heads : rotated], w.k_norm)
-        rope_(qkv[:, :rotated], batch.cos_sin)
-        kv.index_copy_(0, batch.slot_mapping, qkv[:, w.heads :].flatten(1))
-        q, parts = qkv[:, : w.heads], []
-        if rows.prompts:
-            parts.append(attention.attend_prompt(q[:n], kv, rows.prompts, w.kv_heads, w.scale))
-        if rows.decodes is not None:
-            parts.append(attention.attend_decode(q[n:], kv, rows.decodes, w.kv_heads, w.scale))
-        x += self._out(parts[0] if len(parts) == 1 else torch.cat(parts))
+        q = self.before(x, batch, kv)
+        attended = q.new_empty(len(q), self.out_width)
+        self.attend(q, batch, kv, attended)
+        self.after(x, attended)
+
+    def before(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+        return self._rope_cache(self._w, self._qkv(self._norm(x)), batch, kv)
+
+    def attend(self, q: torch.Tensor, batch: Batch, kv: torch.Tensor, out: torch.Tensor) -> None:
+        w = self._w
+        self._attend(q, kv, device_rows(batch), batch.num_prompt_rows, w.kv_heads, w.scale, out)
+
+    def after(self, x: torch.Tensor, attended: torch.Tensor) -> None:
+        self._out.add_to(x, attended)
+
+
+def rope_cache(w: GqaWeights, qkv: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+    """Takes the product of queries, keys and values: normalises and rotates heads, writes keys and values into the
+    cache and returns the queries [rows, heads, dim]."""
+    assert batch.cos_sin is not None
+    rotated = w.heads + w.kv_heads
+    qkv = qkv.unflatten(1, (rotated + w.kv_heads, w.head_dim))
+    if w.q_norm is not None and w.k_norm is not None:
+        qkv[:, : w.heads] = normed(qkv[:, : w.heads], w.q_norm)
+        qkv[:, w.heads : rotated] = normed(qkv[:, w.heads : rotated], w.k_norm)
+    rope_(qkv[:, :rotated], batch.cos_sin)
+    kv.index_copy_(0, batch.slot_mapping, qkv[:, w.heads :].flatten(1))
+    return qkv[:, : w.heads]
+
+
+def rope_cache_fused(w: GqaWeights, qkv: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+    from tripool.kernels.triton.rope_cache import rope_cache
+
+    assert batch.cos_sin is not None
+    return rope_cache(
+        qkv, batch.cos_sin, batch.slot_mapping, kv, heads=w.heads, kv_heads=w.kv_heads, q_norm=w.q_norm, k_norm=w.k_norm
+    )
 
 
 def prologue(w: LatentWeights, down: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor | None:
@@ -95,7 +121,7 @@ class LatentAttention:
         self._query = make.linear(core.query, None, core.query_scales)
         self._out = make.linear(core.out, core.out_bias, core.out_scales)
         self._up = make.store.keep("up", lambda: core.up.to(make.dtype))
-        self._norm = norm_for(weights.norm, self._down, *([] if weights.q_norm else [self._query]))
+        self._norm = norm_for(weights.norm, self._down, *([] if weights.q_norm else [self._query]), fused=make.fused)
         integers = isinstance(self._query, Linear8) and self._query.quantized.stored == INT8
         self._prologue: Callable[[LatentWeights, torch.Tensor, Batch, torch.Tensor], AnyRows | None]
         self._prologue = partial(prologue_fused, int8=integers) if make.fused else prologue
@@ -103,19 +129,30 @@ class LatentAttention:
         self._latent_decode = attention.latent_decode_fused if make.fused else attention.latent_decode
         self.num_bytes = self._down.num_bytes + self._query.num_bytes + self._out.num_bytes + self._up.nbytes
 
+        self.out_width = self._up.shape[0] * (self._up.shape[1] - core.nope)
+
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
-        w, rows, n = self._w, device_rows(batch), batch.num_prompt_rows
-        assert batch.cos_sin is not None
+        q = self.before(x, batch, kv)
+        attended = q.new_empty(len(q), self.out_width)
+        self.attend(q, batch, kv, attended)
+        self.after(x, attended)
+
+    def before(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
         outer = self._norm(x)
-        inner = self._prologue(w, self._down(outer), batch, kv)
+        inner = self._prologue(self._w, self._down(outer), batch, kv)
         q = self._query(outer if inner is None else inner).unflatten(1, (self._up.shape[0], -1))
-        self._apply_rope_(q[..., w.core.nope :], batch)
-        parts = []
-        if rows.prompts:
-            parts.append(attention.mla_prompt(q[:n], kv, rows.prompts, self._up, w.core.nope, w.core.scale))
+        self._apply_rope_(q[..., self._w.core.nope :], batch)
+        return q
+
+    def attend(self, q: torch.Tensor, batch: Batch, kv: torch.Tensor, out: torch.Tensor) -> None:
+        core, rows, n = self._w.core, device_rows(batch), batch.num_prompt_rows
+        if rows.seqs:
+            out[:n] = attention.mla_prompt(q[:n], kv, rows.prompts, self._up, core.nope, core.scale)
         if rows.decodes is not None:
-            parts.append(self._decode(q[n:], kv, rows.decodes))
-        x += self._out(parts[0] if len(parts) == 1 else torch.cat(parts))
+            out[n:] = self._decode(q[n:], kv, rows.decodes)
+
+    def after(self, x: torch.Tensor, attended: torch.Tensor) -> None:
+        self._out.add_to(x, attended)
 
     def _decode(self, q: torch.Tensor, kv: torch.Tensor, rows: PagedRows) -> torch.Tensor:
         """Absorbed form: projects the query into the latent space, attends there, and projects the result to values."""

@@ -9,21 +9,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tripool.kernels.cuda.elementwise import rms_norm, swiglu
+from tripool.kernels.cuda.elementwise import normed, rms_norm, swiglu
 from tripool.kernels.cuda.quantized_linear import Experts8, Linear8, QuantizedOps
 from tripool.kernels.ref import linear, route
-from tripool.kernels.ref.route import RoutePlan
 from tripool.kernels.weight_store import FRESH, WeightStore
 from tripool.kernels.weights import MoeWeights, Norm
 
 # Routed experts on the device, without asking it how many rows each expert got.
 #
-# Three ways, by what is known before: few rows in bfloat16 go through Triton kernels that read each weight once
-# (`few_rows`); many rows are sorted by expert and multiplied by torch's grouped product; anything else (float32, or a
-# device without that product) runs every expert over every row and keeps what was chosen: wasteful, plain, and the
-# oracle of the other two.
-MOST_FEW = 1024
-"""Up to this many (row, choice) pairs, reading the weights dominates the cost."""
+# Three ways: bfloat16 goes through `triton/experts`, above `MOST_PAIRS` through torch's grouped product of rows sorted
+# by expert; anything else (float32, or a device without that product) runs every expert over every row and keeps what
+# was chosen: wasteful, plain, and the oracle of the other two.
 
 
 class Experts:
@@ -41,15 +37,22 @@ class Experts:
         self._fused = fused and dtype == torch.bfloat16
         self.num_bytes = self._gate_up.nbytes + self._down.nbytes
 
-    def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """x [rows, hidden]; experts and weights [rows, top_k]."""
-        if not self._fused:
-            return all_rows(x, experts, weights, self._gate_up, self._down)
-        if experts.numel() <= MOST_FEW:
-            from tripool.kernels.triton.few_rows import few_rows
+    def __call__(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, onto: torch.Tensor | None = None,
+        also: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """x [rows, hidden]; experts and weights [rows, top_k]. `also` [rows, hidden] is added to the result. With
+        `onto` [rows, hidden] the result is added to it in place."""
+        if self._fused:
+            from tripool.kernels.triton.experts import MOST_PAIRS, routed_experts, takes
 
-            return few_rows(x, experts, weights, self._gate_up, self._down)
-        return sorted_rows(x, experts, weights, self._gate_up, self._down)
+            if takes(*self._down.shape[1:]) and experts.numel() <= MOST_PAIRS:
+                x = x.to(self._down.dtype).contiguous()
+                return routed_experts(x, experts.contiguous(), weights, self._gate_up, self._down, onto, also)
+        way = sorted_rows if self._fused else all_rows
+        out = way(x, experts, weights, self._gate_up, self._down)
+        out = out if also is None else out + also
+        return out if onto is None else onto.add_(out)
 
 
 def all_rows(
@@ -90,15 +93,49 @@ class Linear(linear.Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
+    def add_to(self, x: torch.Tensor, rows: torch.Tensor) -> None:
+        """x += self(rows). Without a bias the product adds x itself, before it rounds."""
+        if self.bias is None and x.dtype == rows.dtype == self.weight.dtype:
+            x.addmm_(rows, self.weight.mT)
+        else:
+            x += self(rows)
+
     def first(self, count: int) -> Linear:
         return Linear(self.weight[:count], None if self.bias is None else self.bias[:count], dtype=self.weight.dtype)
+
+
+class Router:
+    """RMS norm, and the choice of experts in float32: never quantised, because it selects experts."""
+
+    def __init__(self, weights: MoeWeights, *, store: WeightStore = FRESH, fused: bool = False) -> None:
+        self._norm, self._bias, self._plan, self._fused = weights.norm, weights.gate_bias, weights.plan, fused
+        self._gate = store.keep("weight", lambda: _router_weight(weights.gate, fused))
+        self.num_bytes = self._gate.nbytes
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x [rows, hidden] -> normed rows, experts and weights [rows, top_k]."""
+        if self._fused:
+            from tripool.kernels.triton.gate import route as choose
+            from tripool.kernels.triton.router import MOST_ROWS, norm_route
+
+            if x.is_contiguous() and self._gate.dtype == x.dtype and len(x) <= MOST_ROWS:
+                return norm_route(x, self._norm.gain, self._norm.eps, self._gate, self._bias, self._plan)
+        else:
+            choose = route.route
+        rows = normed(x, self._norm)
+        return rows, *choose(F.linear(rows.float(), self._gate.float()), self._bias, self._plan)
+
+
+def _router_weight(gate: torch.Tensor, fused: bool) -> torch.Tensor:
+    """In bfloat16 where that is exact, as it is for nearly all checkpoints: sums are float32 in both."""
+    narrow = gate.to(torch.bfloat16)
+    return narrow if fused and torch.equal(narrow.float(), gate.float()) else gate.float()
 
 
 AnyRows = Any
 """Rows in the table's type, or `Rows8` where the next product takes 8 bits."""
 AnyLinear = Linear | Linear8
 AnyExperts = Experts | Experts8
-Route = Callable[[torch.Tensor, torch.Tensor | None, RoutePlan], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +155,15 @@ class Make:
             return Linear8(held, bias, quantized=self.quantized, store=self.store)
         return Linear(weight, bias, store=self.store, dtype=self.dtype)
 
-    def router(self, weight: torch.Tensor) -> Linear:
-        """Never quantised, because the result selects experts."""
-        return Linear(weight, store=self.store, dtype=torch.float32)
-
-    def route(self) -> Route:
+    def swiglu(self) -> Callable[[torch.Tensor], torch.Tensor]:
         if not self.fused:
-            return route.route
-        from tripool.kernels.triton.gate import route as fused_route
+            return swiglu
+        from tripool.kernels.triton.elementwise import swiglu as fused_swiglu
 
-        return fused_route
+        return fused_swiglu
+
+    def router(self, weights: MoeWeights) -> Router:
+        return Router(weights, store=self.store, fused=self.fused)
 
     def experts(self, weights: MoeWeights) -> AnyExperts:
         gate_up = self.quantized.held(weights.gate_up, weights.gate_up_scales) if self.quantized else None
@@ -137,10 +173,14 @@ class Make:
         return Experts(weights.gate_up, weights.down, store=self.store, dtype=self.dtype, fused=self.fused)
 
 
-def norm_for(norm: Norm, *users: AnyLinear | AnyExperts) -> Callable[[torch.Tensor], AnyRows]:
-    """RMS norm for these users: quantised at once if all of them take 8 bits."""
+def norm_for(norm: Norm, *users: AnyLinear | AnyExperts, fused: bool = False) -> Callable[[torch.Tensor], AnyRows]:
+    """RMS norm for these users: quantised at once if all of them take 8 bits. `fused`: with Triton kernels."""
     quantized = _common(users)
     if quantized is None:
+        if fused:
+            from tripool.kernels.triton.elementwise import rms_norm as fused_norm
+
+            return lambda x: fused_norm(x, norm.gain, norm.eps)
         return lambda x: rms_norm(x, norm.gain, norm.eps)
     return lambda x: quantized.norm(x, norm.gain, norm.eps)
 
@@ -152,5 +192,7 @@ def rounding_for(*users: AnyLinear | AnyExperts) -> Callable[[torch.Tensor], Any
 
 
 def _common(users: tuple[AnyLinear | AnyExperts, ...]) -> QuantizedOps | None:
+    if not users:
+        return None
     quantized_ops = [one.quantized for one in users if isinstance(one, Linear8 | Experts8)]
     return quantized_ops[0] if len(quantized_ops) == len(users) else None

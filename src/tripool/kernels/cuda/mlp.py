@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from tripool.kernels.cuda.elementwise import normed, swiglu
+from tripool.kernels.cuda.elementwise import normed
 from tripool.kernels.cuda.make import AnyRows, Make, norm_for, rounding_for
 from tripool.kernels.cuda.quantized_linear import Linear8
 from tripool.kernels.weights import JoinWeights, MlpWeights, MoeWeights
@@ -29,11 +29,14 @@ class Swiglu:
         self.gate_up = make.linear(weights.gate_up, weights.gate_up_bias, weights.gate_up_scales)
         self._down = make.linear(weights.down, weights.down_bias, weights.down_scales)
         self._gate: Callable[[torch.Tensor], AnyRows]
-        self._gate = self._down.quantized.swiglu if isinstance(self._down, Linear8) else swiglu
+        self._gate = self._down.quantized.swiglu if isinstance(self._down, Linear8) else make.swiglu()
         self.num_bytes = self.gate_up.num_bytes + self._down.num_bytes
 
     def __call__(self, rows: AnyRows) -> torch.Tensor:
         return self._down(self._gate(self.gate_up(rows)))
+
+    def add_to(self, x: torch.Tensor, rows: AnyRows) -> None:
+        self._down.add_to(x, self._gate(self.gate_up(rows)))
 
 
 class Mlp:
@@ -41,28 +44,26 @@ class Mlp:
 
     def __init__(self, make: Make, weights: MlpWeights) -> None:
         self._swiglu = Swiglu(make, weights)
-        self._norm = norm_for(weights.norm, self._swiglu.gate_up)
+        self._norm = norm_for(weights.norm, self._swiglu.gate_up, fused=make.fused)
         self.num_bytes = self._swiglu.num_bytes
 
     def __call__(self, x: torch.Tensor) -> None:
-        x += self._swiglu(self._norm(x))
+        self._swiglu.add_to(x, self._norm(x))
 
 
 class MoeMlp:
     """Routed experts and an optional shared expert."""
 
     def __init__(self, make: Make, weights: MoeWeights) -> None:
-        self._w = weights
-        self._gate, self._route = make.router(weights.gate), make.route()
+        self._router = make.router(weights)
         self._experts = make.experts(weights)
         self._shared = None if weights.shared is None else Swiglu(make, weights.shared)
         self._rounded = rounding_for(self._experts, *([] if self._shared is None else [self._shared.gate_up]))
-        self.num_bytes = self._gate.num_bytes + self._experts.num_bytes
+        self.num_bytes = self._router.num_bytes + self._experts.num_bytes
         self.num_bytes += 0 if self._shared is None else self._shared.num_bytes
 
     def __call__(self, x: torch.Tensor) -> None:
-        floats = normed(x, self._w.norm)
-        experts, weights = self._route(self._gate(floats), self._w.gate_bias, self._w.plan)
+        floats, experts, weights = self._router(x)
         rows = self._rounded(floats)
-        routed = self._experts(rows, experts, weights)
-        x += routed if self._shared is None else routed + self._shared(rows)
+        shared = None if self._shared is None else self._shared(rows)
+        self._experts(rows, experts, weights, onto=x, also=shared)

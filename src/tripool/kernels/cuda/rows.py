@@ -1,7 +1,8 @@
 """The batch as the device reads it: block tables and seq_lens in tensors instead of lists.
 
-Decode rows come as `queries` rows per request; prompt rows in groups of equal shape, each one call of the fused kernel.
-A captured step has decode rows only, whose tensors keep their addresses while their values change.
+Decode rows come as `queries` rows per request; prompt rows as one index of all sequences (`PromptIndex`) for kernels
+that read pages, or in groups of equal shape for torch's kernel; each form is built when it is first needed. A captured
+step has decode rows only, whose tensors keep their addresses while their values change.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from tripool.core import BLOCK_TOKENS
@@ -65,22 +67,54 @@ class PromptGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptIndex:
+    """All sequences in prompt form, in the order of their rows."""
+
+    index: torch.Tensor
+    """int32 [sequences, 4 + width]: first row, number of rows, position of the first row, first visible position, and
+    the sequence's blocks."""
+    has_first: bool
+    """Whether the first visible position of any is above 0."""
+
+
+@dataclass(slots=True)
 class DeviceRows:
     """A batch's sequences in this form; stored in `Batch.native`."""
 
-    prompts: tuple[PromptGroup, ...]
+    seqs: Sequence[SequenceRows]
+    """In prompt form, on the host."""
     decodes: PagedRows | None
     order: torch.Tensor
     """int64 [rows]: 0, 1, 2 … (the index of each row in tensors gathered by row, such as `cos_sin`)."""
+    _prompts: tuple[PromptGroup, ...] | None = None
+    _index: PromptIndex | None = None
+
+    @property
+    def prompts(self) -> tuple[PromptGroup, ...]:
+        if self._prompts is None:
+            self._prompts = _groups(self.seqs, self.order.device)
+        return self._prompts
+
+    @property
+    def prompt_index(self) -> PromptIndex:
+        if self._index is None:
+            self._index = _index(self.seqs, self.order.device)
+        return self._index
 
 
 def device_rows(batch: Batch) -> DeviceRows:
     if batch.native is None:
         device = batch.tokens.device
         decodes = _paged(batch.decodes, device) if batch.decodes else None
-        batch.native = DeviceRows(_groups(batch.prompts, device), decodes, torch.arange(batch.num_rows, device=device))
+        batch.native = DeviceRows(batch.prompts, decodes, torch.arange(batch.num_rows, device=device))
     assert isinstance(batch.native, DeviceRows)
     return batch.native
+
+
+def to_device(values: object, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Numbers as a tensor there, without waiting for the device."""
+    tensor = torch.as_tensor(values, dtype=dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def context(kv: torch.Tensor, block_table: torch.Tensor) -> torch.Tensor:
@@ -95,10 +129,18 @@ def _groups(seqs: Sequence[SequenceRows], device: torch.device) -> tuple[PromptG
         alike.setdefault((seq.start, seq.count, seq.first), []).append(seq)
     groups = []
     for (start, count, first), members in alike.items():
-        rows = torch.tensor([seq.row for seq in members])[:, None] + torch.arange(count)
-        block_table = torch.tensor([seq.block_table for seq in members])
-        groups.append(PromptGroup(rows.flatten().to(device), block_table.to(device), start, count, first))
+        rows = [row for seq in members for row in range(seq.row, seq.row + count)]
+        block_table = to_device([seq.block_table for seq in members], device)
+        groups.append(PromptGroup(to_device(rows, device), block_table, start, count, first))
     return tuple(groups)
+
+
+def _index(seqs: Sequence[SequenceRows], device: torch.device) -> PromptIndex:
+    index = np.zeros((len(seqs), 4 + max(len(seq.block_table) for seq in seqs)), np.int32)
+    for line, seq in zip(index, seqs, strict=True):
+        line[:4] = seq.row, seq.count, seq.start, seq.first
+        line[4 : 4 + len(seq.block_table)] = seq.block_table
+    return PromptIndex(to_device(index, device, torch.int32), any(seq.first for seq in seqs))
 
 
 def _paged(seqs: Sequence[SequenceRows], device: torch.device) -> PagedRows:
@@ -112,5 +154,5 @@ def _paged(seqs: Sequence[SequenceRows], device: torch.device) -> PagedRows:
         for stop in range(seq.start + queries, seq.stop + 1, queries):
             tables.append(seq.block_table + seq.block_table[:1] * (width - len(seq.block_table)))
             seq_lens.append(stop)
-    block_table = torch.tensor(tables, dtype=torch.int32).to(device)
-    return PagedRows(block_table, torch.tensor(seq_lens, dtype=torch.int32).to(device), queries, first)
+    block_table = to_device(tables, device, torch.int32)
+    return PagedRows(block_table, to_device(seq_lens, device, torch.int32), queries, first)

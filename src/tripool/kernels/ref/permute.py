@@ -41,10 +41,18 @@ def permute(x: torch.Tensor, x_scale: torch.Tensor, expert_order: ExpertOrder) -
     return sorted_x, sorted_scale
 
 
-def unpermute(y: torch.Tensor, weights: torch.Tensor, expert_order: ExpertOrder) -> torch.Tensor:
-    """Weighted sum of each row's results, in float32 in the order of its choices; returned in y's type."""
+def unpermute(
+    y: torch.Tensor, weights: torch.Tensor, expert_order: ExpertOrder, onto: torch.Tensor | None = None,
+    also: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Weighted sum of each row's results, in float32 in the order of its choices; returned in y's type.
+
+    `also` [rows, width] is one more term. With `onto` [rows, width] the sum is added to it in place.
+    """
     total = torch.zeros(len(weights), y.shape[1], dtype=torch.float32, device=y.device)
     for choice, slots in enumerate(expert_order.slots.long().T):
         here = slots >= 0
         total[here] += y[slots[here]].float() * weights[here, choice, None]
-    return total.to(y.dtype)
+    if also is not None:
+        total += also.float()
+    return total.to(y.dtype) if onto is None else onto.copy_(total + onto.float())

@@ -8,23 +8,29 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tripool.kernels.ref.route import RoutePlan
 
 
 @triton.jit
 def route_kernel(
-    logits, bias, experts, weights, num_experts, per_group, scaling, stride,
+    logits, bias, experts, weights, per_group, scaling, stride, part_stride, PARTS: tl.constexpr,
     TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr,
     SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALISE: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Scores are laid out as groups x members, both padded to powers of two; padding ranks last."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK_P)[None, :]
     number = group * per_group + member
     real = (group < GROUPS) & (member < per_group)
     scores = tl.load(logits + row * stride + number, mask=real, other=float("-inf")).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        scores += tl.load(logits + part * part_stride + row * stride + number, mask=real, other=0.0)
     if SIGMOID:
         scores = tl.sigmoid(scores)
     else:
@@ -64,17 +70,24 @@ def route_kernel(
 
 def route(logits: torch.Tensor, bias: torch.Tensor | None, plan: RoutePlan) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [rows, experts] -> experts int32 and weights float32 [rows, top_k], best first."""
-    rows, num_experts = logits.shape
-    assert logits.stride(1) == 1 and num_experts % plan.groups == 0
+    return route_parts(logits[None], bias, plan)
+
+
+def route_parts(logits: torch.Tensor, bias: torch.Tensor | None, plan: RoutePlan) -> tuple[torch.Tensor, torch.Tensor]:
+    """`route` of the sum of float32 logits [parts, rows, experts], added in order."""
+    early = logits.is_cuda
+    parts, rows, num_experts = logits.shape
+    assert logits.stride(2) == 1 and num_experts % plan.groups == 0
     experts = torch.empty(rows, plan.top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(rows, plan.top_k, dtype=torch.float32, device=logits.device)
     if rows:
         per_group = num_experts // plan.groups
         route_kernel[(rows,)](
-            logits, logits if bias is None else bias, experts, weights, num_experts, per_group, plan.scaling,
-            logits.stride(0), TOP_K=plan.top_k, GROUPS=plan.groups, TOP_GROUPS=plan.top_groups,
-            GROUP_TOP=plan.group_top, SIGMOID=plan.score == "sigmoid", BIASED=bias is not None,
-            NORMALISE=plan.normalise, BLOCK_G=triton.next_power_of_2(plan.groups),
-            BLOCK_P=triton.next_power_of_2(per_group), BLOCK_K=triton.next_power_of_2(plan.top_k), num_warps=1,
+            logits, logits if bias is None else bias, experts, weights, per_group, plan.scaling,
+            logits.stride(1), logits.stride(0), PARTS=parts, TOP_K=plan.top_k, GROUPS=plan.groups,
+            TOP_GROUPS=plan.top_groups, GROUP_TOP=plan.group_top, SIGMOID=plan.score == "sigmoid",
+            BIASED=bias is not None, NORMALISE=plan.normalise, BLOCK_G=triton.next_power_of_2(plan.groups),
+            BLOCK_P=triton.next_power_of_2(per_group), BLOCK_K=triton.next_power_of_2(plan.top_k), EARLY=early,
+            num_warps=1, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
     return experts, weights

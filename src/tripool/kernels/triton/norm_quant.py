@@ -1,7 +1,7 @@
 """Quantises rows to int8 or e4m3, alone or fused with RMS norm (with or without a residual sum) or SwiGLU, on CUDA.
 
-A program holds one row in registers: it is read once and written once, in 8 bits with one scale. The arithmetic is
-float32 for any input type. Rows may be slices of wider ones.
+A program holds one row in registers: it is read once and written once, as int8 with one scale or as e4m3 with one for
+each 128 columns. The arithmetic is float32 for any input type. Rows may be slices of wider ones.
 """
 
 from __future__ import annotations
@@ -10,20 +10,27 @@ import torch
 import triton
 import triton.language as tl
 
+from tripool.kernels.ref.fp8 import GROUP
 from tripool.kernels.ref.w8a8 import LEAST, Rows8
 
 
 @triton.jit
 def _put_quantised(y, row, width, q, scale, LEAST: tl.constexpr, BLOCK: tl.constexpr):
-    most = 127.0 if q.dtype.element_ty == tl.int8 else 448.0
-    largest = tl.maximum(tl.max(tl.abs(y), axis=0), LEAST)
-    steps = y * (most / largest)
     if q.dtype.element_ty == tl.int8:
+        largest = tl.maximum(tl.max(tl.abs(y), axis=0), LEAST)
+        steps = y * (127.0 / largest)
         steps = (steps + 12582912.0) - 12582912.0  # 1.5 * 2^23: rounds to an integer, ties to even
-    steps = tl.minimum(tl.maximum(steps, -most), most)
-    cols = tl.arange(0, BLOCK)
+        steps = tl.minimum(tl.maximum(steps, -127.0), 127.0)
+        cols = tl.arange(0, BLOCK)
+        tl.store(scale + row, largest / 127.0)
+    else:
+        group, groups = tl.arange(0, BLOCK // 128), tl.cdiv(width, 128)
+        y = tl.reshape(y, (BLOCK // 128, 128))
+        largest = tl.maximum(tl.max(tl.abs(y), axis=1), LEAST)
+        steps = tl.minimum(tl.maximum(y * (448.0 / largest)[:, None], -448.0), 448.0)
+        cols = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+        tl.store(scale + row * groups + group, largest / 448.0, mask=group < groups)
     tl.store(q + row * width + cols, steps.to(q.dtype.element_ty), mask=cols < width)
-    tl.store(scale + row, largest / most)
 
 
 @triton.jit
@@ -70,11 +77,12 @@ def swiglu_quant_kernel(
 
 def _rows8(rows: int, width: int, device: torch.device, dtype: torch.dtype) -> Rows8:
     q = torch.empty(rows, width, dtype=dtype, device=device)
-    return q, torch.empty(rows, dtype=torch.float32, device=device)
+    scales = (rows,) if dtype == torch.int8 else (rows, -(-width // GROUP))
+    return q, torch.empty(scales, dtype=torch.float32, device=device)
 
 
 def _shape(width: int) -> dict[str, int]:
-    block = triton.next_power_of_2(width)
+    block = max(GROUP, triton.next_power_of_2(width))
     return {"BLOCK": block, "num_warps": max(1, min(16, block // 1024))}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tripool.kernels.ref.permute import ExpertOrder
 
@@ -83,15 +84,29 @@ def permute_kernel(x, x_scale, slots, out, out_scale, width, TOP_K: tl.constexpr
 
 
 @triton.jit
-def unpermute_kernel(y, weights, slots, out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def sum_kernel(
+    y, weights, slots, out, also, width,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, SORTED: tl.constexpr, ONTO: tl.constexpr, ALSO: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program per row and part of its columns. A slot of -1 adds nothing."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for choice in tl.static_range(TOP_K):
-        slot = tl.load(slots + row * TOP_K + choice).to(tl.int64)
+        slot = row * TOP_K + choice
+        if SORTED:
+            slot = tl.load(slots + slot).to(tl.int64)
         weight = tl.load(weights + row * TOP_K + choice)
         part = tl.load(y + slot * width + cols, mask=(cols < width) & (slot >= 0), other=0.0)
         total += part.to(tl.float32) * weight
+    if ALSO:
+        total += tl.load(also + row * width + cols, mask=cols < width, other=0.0).to(tl.float32)
+    if ONTO:
+        total += tl.load(out + row * width + cols, mask=cols < width, other=0.0).to(tl.float32)
     tl.store(out + row * width + cols, total.to(out.dtype.element_ty), mask=cols < width)
 
 
@@ -140,15 +155,37 @@ def permute(
 
 
 def unpermute(
-    y: torch.Tensor, weights: torch.Tensor, expert_order: ExpertOrder, out: torch.Tensor | None = None
+    y: torch.Tensor, weights: torch.Tensor, expert_order: ExpertOrder, onto: torch.Tensor | None = None,
+    also: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Weighted sum of each row's results, in float32 in the order of its choices; returned in y's type.
+
+    `also` [rows, width] is one more term. With `onto` [rows, width] the sum is added to it in place.
+    """
+    return _sum(y, weights, expert_order.slots, onto, also)
+
+
+def sum_choices(
+    parts: torch.Tensor, weights: torch.Tensor, onto: torch.Tensor | None = None, also: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Weighted sum of each row's results, in float32 in the order of its choices; returned in y's type."""
-    (rows, top_k), width = expert_order.slots.shape, y.shape[1]
-    assert y.is_contiguous() and weights.shape == (rows, top_k) and weights.is_contiguous()
-    out = torch.empty(rows, width, dtype=y.dtype, device=y.device) if out is None else out
+    """`unpermute` of parts [rows, top_k, width] that are in the order of choices."""
+    return _sum(parts.flatten(0, 1), weights, None, onto, also)
+
+
+def _sum(
+    y: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor | None, onto: torch.Tensor | None,
+    also: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    (rows, top_k), width = weights.shape, y.shape[1]
+    assert slots is None or slots.shape == weights.shape
+    out = y.new_empty(rows, width) if onto is None else onto
+    assert out.shape == (rows, width) and (also is None or (also.shape == out.shape and also.is_contiguous()))
+    assert y.is_contiguous() and weights.is_contiguous() and out.is_contiguous()
     if rows:
         block = min(1024, triton.next_power_of_2(width))
-        unpermute_kernel[(rows, -(-width // block))](
-            y, weights, expert_order.slots, out, width, TOP_K=top_k, BLOCK=block, num_warps=max(1, block // 256)
-        )
+        sum_kernel[(rows, -(-width // block))](
+            y, weights, weights if slots is None else slots, out, out if also is None else also, width,
+            TOP_K=top_k, BLOCK=block, SORTED=slots is not None, ONTO=onto is not None, ALSO=also is not None,
+            EARLY=y.is_cuda, num_warps=max(1, block // 256), **({"launch_pdl": True} if y.is_cuda else {}),
+        )  # fmt: skip
     return out

@@ -1,0 +1,135 @@
+"""Steps with prompts in captured pieces: everything between two attentions is a graph, and attention runs in between.
+
+A graph knows the number of rows only, rounded up; attention knows the sequences. So a few graphs per layer cover every
+mixture of prompts and decodes, and the host launches three or four kernels per layer instead of fifty. Padding rows
+write into a block that no sequence owns, and nobody reads their results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+
+from tripool.core import BLOCK_TOKENS
+from tripool.kernels.cuda.rows import DeviceRows
+from tripool.models import Batch, Model
+from tripool.models.decoder import Attend
+
+ROWS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Above, launches take less time than what they launch."""
+_WARM_RUNS = 2
+
+
+class Segments:
+    """All sizes share their inputs, and the memory of their graphs: one step runs at a time."""
+
+    def __init__(self, model: Model, kv: torch.Tensor, nowhere: int) -> None:
+        self._model, self._kv, self._nowhere = model, kv, nowhere
+        self._columns = torch.zeros(3 * ROWS[-1], dtype=torch.int64, device=kv.device)
+        """Tokens, positions, slots, for a number of rows at a time."""
+        self._steps: dict[int, _Step] = {}
+        self._pool = torch.cuda.graph_pool_handle() if kv.is_cuda else None
+
+    @staticmethod
+    def size_of(num_rows: int) -> int | None:
+        """The rows of the step that takes so many; None: too many."""
+        return next((rows for rows in ROWS if rows >= num_rows), None)
+
+    def run(self, batch: Batch, columns: torch.Tensor, resolve: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """`hidden` of the model for this batch; the result is valid until the next step. `columns` [3, rows]: the
+        batch's tokens, positions and slots on the host; `resolve`: see `_Step`."""
+        count = columns.shape[1]
+        rows = self.size_of(count)
+        assert rows is not None
+        padded = columns.new_zeros(3, rows)
+        padded[2] = self._nowhere * BLOCK_TOKENS
+        padded[:, :count] = columns
+        device = self._kv.device
+        inputs = self._columns[: 3 * rows]
+        inputs.copy_(padded.pin_memory().view(-1) if device.type == "cuda" else padded.view(-1), non_blocking=True)
+        if rows not in self._steps:
+            self._steps[rows] = _Step(self._model, self._kv, inputs.view(3, rows), resolve, self._pool)
+        tokens, batch.positions, batch.slot_mapping = inputs.view(3, rows)[:, :count]
+        batch.tokens = tokens
+        return self._steps[rows].run(batch)[:count]
+
+
+class _Step:
+    def __init__(
+        self,
+        model: Model,
+        kv: torch.Tensor,
+        columns: torch.Tensor,
+        resolve: Callable[[torch.Tensor], torch.Tensor],
+        pool: Any,
+    ) -> None:
+        """`resolve`: replaces references to sampled tokens, as a part of the first graph."""
+        self._model, self._kv, self._columns, self._resolve = model, kv, columns, resolve
+        self._pieces: list[tuple[Callable[[], object], Attend]] = []
+        self._attended: torch.Tensor | None = None
+        self._last: Callable[[], object] = lambda: None
+        self._hidden = columns
+        if pool is None:
+            return
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_RUNS):  # compiles kernels and opens libraries outside the graphs
+                self._through()
+        torch.cuda.current_stream().wait_stream(side)
+        self._capture(pool)
+
+    def run(self, batch: Batch) -> torch.Tensor:
+        if not self._pieces:  # a device without graphs
+            return self._through(lambda attend, attended: attend(batch, attended))
+        assert self._attended is not None
+        for replay, attend in self._pieces:
+            replay()
+            attend(batch, self._attended)
+        self._last()
+        return self._hidden
+
+    def _batch(self) -> Batch:
+        tokens, positions, slots = self._columns
+        rows = DeviceRows((), None, torch.arange(self._columns.shape[1], device=self._columns.device))
+        return Batch(self._resolve(tokens), positions, slots, 0, [], [], native=rows)
+
+    def _through(self, attends: Callable[[Attend, torch.Tensor], None] | None = None) -> torch.Tensor:
+        """Every segment once, call by call. Without `attends` attention finds nothing."""
+        segments = self._model.segments(self._batch(), self._kv)
+        attend = next(segments)
+        while True:
+            attended = self._room_for(attend)
+            if attends is not None:
+                attends(attend, attended)
+            try:
+                attend = segments.send(attended)
+            except StopIteration as done:
+                hidden: torch.Tensor = done.value
+                return hidden
+
+    def _capture(self, pool: Any) -> None:
+        assert self._attended is not None
+        segments: Generator[Attend, torch.Tensor, torch.Tensor] | None = None
+        while True:
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph, pool=pool):
+                    if segments is None:
+                        segments = self._model.segments(self._batch(), self._kv)
+                        attend = next(segments)
+                    else:
+                        attend = segments.send(self._attended)
+            except StopIteration as done:  # the graph is complete all the same
+                self._hidden, self._last = done.value, graph.replay
+                return
+            self._pieces.append((graph.replay, attend))
+
+    def _room_for(self, attend: Attend) -> torch.Tensor:
+        """One for all layers: the next one attends after it is read."""
+        if self._attended is None:
+            shape = len(attend.q), attend.attention.out_width
+            self._attended = torch.zeros(shape, dtype=attend.q.dtype, device=attend.q.device)
+        return self._attended

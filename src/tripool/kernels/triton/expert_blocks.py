@@ -1,0 +1,83 @@
+"""Lists (row, choice) pairs by expert, in blocks of equal height, on CUDA: one launch, nothing read by the host.
+
+A program per expert counts all choices, so it knows where its own pairs and blocks start without waiting for another
+program. Pairs keep their order within an expert. For more than some ten thousand pairs `permute.sort_by_expert`, whose
+programs share the count, is the faster way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+CHUNK = 1024
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def expert_blocks_kernel(
+    experts, pairs, blocks, num_blocks, num_pairs, num_experts,
+    BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_E exceeds the number of experts: the bin after the last expert counts what is past the last pair."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    expert = tl.program_id(0)
+    every = tl.arange(0, BLOCK_E)
+    counts = tl.zeros((BLOCK_E,), dtype=tl.int32)
+    for first in range(0, num_pairs, CHUNK):
+        at = first + tl.arange(0, CHUNK)
+        counts += tl.histogram(tl.load(experts + at, mask=at < num_pairs, other=num_experts).to(tl.int32), BLOCK_E)
+    counts = tl.where(every < num_experts, counts, 0)
+    heights = tl.cdiv(counts, BLOCK_M)
+    count = tl.sum(tl.where(every == expert, counts, 0), axis=0)
+    start = tl.sum(tl.where(every < expert, counts, 0), axis=0)
+    block = tl.sum(tl.where(every < expert, heights, 0), axis=0)
+    if expert == 0:
+        tl.store(num_blocks, tl.sum(heights, axis=0))
+    for index in range(tl.cdiv(count, BLOCK_M)):
+        here = blocks + 3 * (block + index)
+        tl.store(here, expert)
+        tl.store(here + 1, start + index * BLOCK_M)
+        tl.store(here + 2, start + count)
+    if count > 0:
+        for first in range(0, num_pairs, CHUNK):
+            at = first + tl.arange(0, CHUNK)
+            mine = (tl.load(experts + at, mask=at < num_pairs, other=num_experts).to(tl.int32) == expert).to(tl.int32)
+            tl.store(pairs + start + tl.cumsum(mine, axis=0) - 1, at, mask=mine > 0)
+            start += tl.sum(mine, axis=0)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBlocks:
+    """pairs: int32 [pairs], sorted by expert: `row * top_k + choice`. blocks: int32 [at most, 3] of (expert, first
+    place in `pairs`, the expert's stop); their number is on the device."""
+
+    pairs: torch.Tensor
+    blocks: torch.Tensor
+    num_blocks: torch.Tensor
+
+
+def most_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
+    """Blocks if as many experts as possible have one pair and the last one has the rest."""
+    hit = min(num_pairs, num_experts)
+    return hit + (num_pairs - hit) // block_m
+
+
+def expert_blocks(experts: torch.Tensor, num_experts: int, block_m: int) -> ExpertBlocks:
+    """experts int32 or int64 [rows, top_k], contiguous, at least one row."""
+    assert experts.is_contiguous() and experts.numel()
+    count, device, early = experts.numel(), experts.device, experts.is_cuda
+    pairs = torch.empty(count, dtype=torch.int32, device=device)
+    blocks = torch.empty(most_blocks(count, num_experts, block_m), 3, dtype=torch.int32, device=device)
+    num_blocks = torch.empty(1, dtype=torch.int32, device=device)
+    expert_blocks_kernel[(num_experts,)](
+        experts, pairs, blocks, num_blocks, count, num_experts, BLOCK_M=block_m,
+        CHUNK=min(CHUNK, max(32, triton.next_power_of_2(count))), BLOCK_E=triton.next_power_of_2(num_experts + 1),
+        EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return ExpertBlocks(pairs, blocks, num_blocks)
