@@ -1,4 +1,5 @@
-"""The invariants of a scheduler, at length: every block has its owner, every open sequence is in one place. Pure."""
+"""What a scheduler checks: requests when they come, and its invariants: every block has its owner, every open sequence
+is in one place. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from tripool.config import SchedulerConfig
+from tripool.core import Request
+from tripool.errors import ContextOverflow, InvalidRequest
 from tripool.sequence import Seq
 
 if TYPE_CHECKING:
@@ -34,3 +37,11 @@ def check_invariants(scheduler: Scheduler, config: SchedulerConfig, live: Sequen
         assert seq.draft is None and seq.carry is None, "a draft outlived its sequence's blocks"
     for seq in decode.running:
         assert seq.num_computed == len(seq.tokens) - 1
+
+
+def check_prompt(request: Request, context_tokens: int) -> None:
+    if not request.prompt_ids:
+        raise InvalidRequest("the prompt holds no token", hint="send some text", param="prompt")
+    if len(request.prompt_ids) >= context_tokens:
+        hint = f"at most {context_tokens - 1} prompt tokens fit; shorten the prompt or give more KV memory"
+        raise ContextOverflow(f"the prompt has {len(request.prompt_ids)} tokens", hint=hint, param="prompt")

@@ -24,11 +24,11 @@ from tripool.config import SchedulerConfig
 from tripool.core import FinishReason, Request, TokenEvent
 from tripool.decode import DecodeScheduler, SloController, StepFacts
 from tripool.engine.batch_shares import Sharing
-from tripool.engine.invariants import check_invariants
+from tripool.engine.invariants import check_invariants, check_prompt
 from tripool.engine.time_shares import TimeShares
 from tripool.errors import InvalidRequest
 from tripool.prefill import PrefillScheduler
-from tripool.prefill.scheduler import check_prompt, extend_keys
+from tripool.prefill.scheduler import extend_keys
 from tripool.sequence import UNKNOWN, Guide, Sampled, Seq, Task
 
 

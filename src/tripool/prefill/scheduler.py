@@ -13,8 +13,6 @@ from typing import Protocol
 
 from tripool.cache import BlockPool, next_key
 from tripool.config import SchedulerConfig
-from tripool.core import Request
-from tripool.errors import ContextOverflow, InvalidRequest
 from tripool.sequence import Seq, Task
 
 MASKS_S = 0.03
@@ -132,14 +130,6 @@ class PrefillScheduler:
 
     def _keys(self, seq: Seq) -> list[bytes]:
         return extend_keys(seq, len(seq.tokens), self._config.block_tokens, self._model)
-
-
-def check_prompt(request: Request, context_tokens: int) -> None:
-    if not request.prompt_ids:
-        raise InvalidRequest("the prompt holds no token", hint="send some text", param="prompt")
-    if len(request.prompt_ids) >= context_tokens:
-        hint = f"at most {context_tokens - 1} prompt tokens fit; shorten the prompt or give more KV memory"
-        raise ContextOverflow(f"the prompt has {len(request.prompt_ids)} tokens", hint=hint, param="prompt")
 
 
 def _chunk(seq: Seq, stop: int, tasks: list[Task]) -> int:
