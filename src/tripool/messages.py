@@ -63,18 +63,10 @@ class Answered(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KvDescriptor(msgspec.Struct, frozen=True, array_like=True):
-    """Where a choice's KV lies for transfer: blocks in an arena, readable until the lease ends."""
+    """How the KV of a choice is reached. Only a transfer of its kind reads the payload: see `fabric.kv_transfer`."""
 
-    arena: FileName
-    """Relative to the run folder."""
-    lease: Natural
-    """Unique within the worker's epoch."""
-    offsets: tuple[Natural, ...]
-    """Byte offset of each block, in order of position; the last may be partly filled."""
-    checksums: tuple[Checksum, ...]
-    block_bytes: Positive
-    num_tokens: Natural
-    """Leading tokens (prompt and answer) whose KV the blocks hold."""
+    kind: Name
+    payload: bytes
 
 
 # ---- worker to gateway -------------------------------------------------------------------------------------------
@@ -135,6 +127,10 @@ class TransferReady(Message, frozen=True):
     request_id: str
     attempt: Natural
     choice: Natural
+    lease: Natural
+    """Under which the worker keeps the KV; unique within its epoch."""
+    num_tokens: Natural
+    """Leading tokens (prompt and answer) whose KV it is."""
     descriptor: KvDescriptor
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from grammar.counted import compiling
@@ -12,8 +13,7 @@ from tripool.core import Request, SamplingParams, Slo, Structure
 from tripool.decode.worker import DecodeWorker
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
-from tripool.fabric import KvReceiver, KvSender
-from tripool.fabric.arena import Arena, FileMaps
+from tripool.fabric.shared_memory import BlockTable, MappedKv, SharedMemoryTransfer
 from tripool.messages import (
     Answered,
     AnyMessage,
@@ -37,12 +37,13 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         engine = PagedFake(TEXT)
-        self.sender = KvSender(Arena(folder / "p.kv", engine.block_bytes, 256))
+        shape = {"block_tokens": engine.block_tokens, "block_bytes": engine.block_bytes, "num_slots": 256}
+        self._transfer = SharedMemoryTransfer(folder, WorkerId("prefill-0", 1), **shape)
+        self.sender = self._transfer.sender()
         self._made: list[AnyMessage] = []
         self._prefill = PrefillWorker(engine, WorkerId("prefill-0", 1), self.sender, self._made.append)
         self.sent: list[AnyMessage] = []
         self.now_s = 0.0
-        self._folder = folder
         self.set_up()
 
     def set_up(self, *, num_blocks: int = 64, max_running: int = 8) -> None:
@@ -50,7 +51,7 @@ class Bench:
         self.worker = DecodeWorker(
             self.engine,
             WorkerId("decode-0", 1),
-            KvReceiver(FileMaps(self._folder)),
+            self._transfer.receiver(),
             self.sent.append,
             clock=lambda: self.now_s,
         )
@@ -128,16 +129,21 @@ def test_choices_of_a_request_share_what_is_the_same(bench: Bench) -> None:
     assert bench.held == 0
 
 
-@pytest.mark.parametrize("harm", ["bytes", "gone", "shape"])
+@pytest.mark.parametrize("harm", ["bytes", "gone", "shape", "short", "kind"])
 def test_a_parcel_that_is_not_what_it_was_is_refused_but_not_for_good(bench: Bench, harm: str) -> None:
     (adopt,) = bench.descriptors("a", 100)
-    p = adopt.descriptor
+    table = BlockTable.of(adopt.descriptor)
+    assert table is not None
     if harm == "bytes":
-        bench.sender.arena.view(p.offsets[1] // p.block_bytes)[7] ^= 1
+        bench.sender.memory.view(table.offsets[1] // table.block_bytes)[7] ^= 1
+    elif harm == "kind":
+        table = None
     else:
-        name, size = ("gone.kv", p.block_bytes) if harm == "gone" else (p.arena, 2 * p.block_bytes)
-        p = KvDescriptor(name, p.lease, p.offsets, p.checksums, size, p.num_tokens)
-    bench.attach(StartDecode(adopt.request, adopt.attempt, adopt.answered, p, 0, 5.0))
+        changes = {"gone": {"memory": "gone.kv"}, "shape": {"block_bytes": 2 * table.block_bytes}}
+        changes |= {"short": {"offsets": table.offsets[:1], "checksums": table.checksums[:1]}}
+        table = msgspec.structs.replace(table, **changes[harm])
+    descriptor = table.descriptor() if table is not None else KvDescriptor("another", adopt.descriptor.payload)
+    bench.attach(StartDecode(adopt.request, adopt.attempt, adopt.answered, descriptor, 0, 5.0))
     bench.worker.work(bench.now_s)
     (refused,) = bench.sent
     assert isinstance(refused, Refused)
@@ -175,7 +181,8 @@ def test_long_parcels_come_in_pieces_between_steps(bench: Bench, monkeypatch: py
     bench.attach(long)
     sent = bench.work(5)
     assert [type(message) for message in sent] == [Tokens] * 4 + [TransferDone, Tokens]
-    assert len(long.descriptor.offsets) == 5
+    table = BlockTable.of(long.descriptor)
+    assert table is not None and len(table.offsets) == 5
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])
@@ -240,16 +247,16 @@ def test_between_much_that_is_adopted_the_batch_gets_its_step(bench: Bench, monk
 
 def test_blocks_under_way_hold_up_their_own_request_only(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     (slow,), (fast,) = bench.descriptors("slow", 100), bench.descriptors("fast", 100)
-    here = {slow.descriptor.lease: False, fast.descriptor.lease: True}
-    monkeypatch.setattr(KvReceiver, "begin", lambda _, descriptor: lambda: here[descriptor.lease])
+    here = {slow.descriptor: False, fast.descriptor: True}
+    monkeypatch.setattr(MappedKv, "arrived", property(lambda kv: here[kv._table.descriptor()]))
     bench.attach(slow, fast)
     assert [m.request_id for m in bench.work(3) if isinstance(m, TransferDone)] == ["fast"]
     assert bench.worker.moving
-    here[slow.descriptor.lease] = True
+    here[slow.descriptor] = True
     assert [m.request_id for m in bench.work() if isinstance(m, TransferDone)] == ["slow"]
     assert not bench.worker.moving
     (late,) = bench.descriptors("late", 100)
-    here[late.descriptor.lease] = False
+    here[late.descriptor] = False
     bench.attach(late)
     bench.work()
     bench.now_s += 5.0

@@ -16,9 +16,9 @@ from split.in_process import Fleet
 from tripool.core import Request, SamplingParams, Slo, Stages, TokenEvent, TokenLogprobs
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
-from tripool.fabric import KvReceiver
-from tripool.fabric.arena import Arena, FileMaps, checksum
 from tripool.fabric.channel import Line, Switchboard
+from tripool.fabric.kv_transfer import checksum
+from tripool.fabric.shared_memory import Arena, BlockTable, FileMaps, MappedReceiver
 from tripool.fabric.supervisor_channel import SupervisorChannel
 from tripool.messages import (
     PROTOCOL,
@@ -59,8 +59,8 @@ def request(name: str, tokens: int = 70, n: int = 2) -> Request:
     return Request(id=name, prompt_ids=tuple(range(5, 5 + tokens)), params=params, seed=3, slo=slo)
 
 
-def descriptor(tokens: int = 70) -> KvDescriptor:
-    return KvDescriptor("prefill-0.1.kv", 1, (0, 512), (7, 8), 512, tokens)
+def descriptor() -> KvDescriptor:
+    return BlockTable("prefill-0.1.kv", (0, 512), (7, 8), 512).descriptor()
 
 
 def from_workers(name: str, attempt: int) -> list[bytes]:
@@ -71,7 +71,7 @@ def from_workers(name: str, attempt: int) -> list[bytes]:
             Hello(PROTOCOL, role, worker_id, 1, "fake", 4096, 16, 4096, 256),  # type: ignore[arg-type]
             Heartbeat(worker_id, 3, 10, 1, 2, 4),
             Tokens(worker_id, (Stamped(attempt, event),)),
-            TransferReady(worker_id, name, attempt, 0, descriptor()),
+            TransferReady(worker_id, name, attempt, 0, 1, 70, descriptor()),
             TransferDone(worker_id, name, attempt, 0),
             Refused(worker_id, name, attempt, "overloaded", "no room", "", False),
             Left(worker_id),
@@ -164,20 +164,28 @@ def test_a_gateway_outlives_every_message(fleet: Fleet) -> None:
         assert all(0 <= event.token_id < 256 and 0 <= event.num_cached_tokens <= 70 for event in events)
 
 
-def test_a_parcel_names_no_place_outside_its_arena(tmp_path: Path) -> None:
+def test_a_descriptor_reaches_nothing_outside_its_memory(tmp_path: Path) -> None:
     arena = Arena(tmp_path / "a", 64, 4)
     assert arena.back(3)
-    receiver, into = KvReceiver(FileMaps(tmp_path)), memoryview(bytearray(64))
-    good = KvDescriptor("a", 1, (64,), (checksum(bytes(64)),), 64, 10)
-    assert receiver.read(good, 0, into)
-    for offset in (-64, -1, 193, 256, 2**40, -(2**70)):
-        assert not receiver.read(msgspec.structs.replace(good, offsets=(offset,)), 0, into), offset
-    assert not receiver.read(good, 1, into) and not receiver.read(good, -1, into)
-    assert not receiver.read(msgspec.structs.replace(good, checksums=()), 0, into)
+    receiver, into = MappedReceiver(FileMaps(tmp_path), 16, 64), memoryview(bytearray(64))
+    good = BlockTable("a", (64,), (checksum(bytes(64)),), 64)
+
+    def reads(descriptor: KvDescriptor, num_tokens: int = 10) -> bool:
+        kv = receiver.open(descriptor, num_tokens)
+        return kv is not None and kv.read(0, into)
+
+    assert reads(good.descriptor())
+    for offset in (-64, -1, 193, 256, 2**40, -(2**63)):
+        assert not reads(msgspec.structs.replace(good, offsets=(offset,)).descriptor()), offset
+    assert not reads(good.descriptor(), 17) and not reads(good.descriptor(), 0)
+    assert not reads(msgspec.structs.replace(good, checksums=()).descriptor())
+    assert not reads(KvDescriptor("another", good.descriptor().payload))
+    for payload in mutations([good.descriptor().payload], 500, random.Random(6)):
+        reads(KvDescriptor("shared_memory", payload))
     (tmp_path / "empty").touch()
     (tmp_path / "folder").mkdir()
     for name in ("empty", "folder", "..", ".", "/etc/passwd", "a\0b", "none", ""):
-        assert not receiver.read(msgspec.structs.replace(good, arena=name), 0, into), name
+        assert not reads(msgspec.structs.replace(good, memory=name).descriptor()), name
     receiver.close()
     arena.close()
 
@@ -196,7 +204,7 @@ def test_only_what_is_a_message_is_read() -> None:
             read += 1
             worker_id = getattr(message, "life", None)
             assert worker_id is None or (worker_id.epoch >= 0 and 0 < len(worker_id.name) <= 64)
-            assert not isinstance(message, TransferReady) or min(message.descriptor.offsets, default=0) >= 0
+            assert not isinstance(message, TransferReady) or min(message.lease, message.num_tokens) >= 0
     assert read > 1000
 
 

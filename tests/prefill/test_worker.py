@@ -12,7 +12,7 @@ from tripool.core import Request, SamplingParams, Structure
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
 from tripool.fabric import KvSender
-from tripool.fabric.arena import Arena
+from tripool.fabric.shared_memory import Arena, BlockTable
 from tripool.messages import (
     Answered,
     AnyMessage,
@@ -60,6 +60,12 @@ class Bench:
         return self.worker.heartbeat().blocks_held
 
 
+def table(ready: TransferReady) -> BlockTable:
+    found = BlockTable.of(ready.descriptor)
+    assert found is not None
+    return found
+
+
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Callable[[int], Bench]]:
     made: list[Bench] = []
@@ -81,11 +87,11 @@ def test_one_token_then_packed_and_gone(bench) -> None:
     (stamped,) = tokens.events
     assert (stamped.attempt, stamped.event.request_id, stamped.event.index) == (1, "a", 0)
     assert stamped.event.stages is not None and stamped.event.stages.prefill_s >= 0
-    assert packed.descriptor.num_tokens == 100
-    assert len(packed.descriptor.offsets) == len(packed.descriptor.checksums) == 2
+    assert packed.num_tokens == 100
+    assert len(table(packed).offsets) == len(table(packed).checksums) == 2
     assert b.engine.num_held_blocks == 0
     assert b.held == 2
-    b.worker.receive(Release(packed.descriptor.lease), b.now_s)
+    b.worker.receive(Release(packed.lease), b.now_s)
     assert b.held == 0
     assert not b.worker.busy and not b.worker.moving
 
@@ -103,7 +109,7 @@ def test_choices_share_the_blocks_of_their_prompt(bench) -> None:
     b.begin("a", 130, n=4)
     packed = [message for message in b.work() if isinstance(message, TransferReady)]
     assert sorted(message.choice for message in packed) == [0, 1, 2, 3]
-    assert len({message.descriptor.offsets[:2] for message in packed}) == 1
+    assert len({table(message).offsets[:2] for message in packed}) == 1
     assert b.held == 2 + 4
 
 
@@ -118,7 +124,7 @@ def test_when_the_outbox_is_full_parcels_wait_and_computing_goes_on(bench) -> No
     assert b.worker.moving
     b.begin("d", 10, max_tokens=1)
     assert any(isinstance(message, Tokens) for message in b.work()), "packing must not hold up computing"
-    b.worker.receive(Release(packed[0].descriptor.lease), b.now_s)
+    b.worker.receive(Release(packed[0].lease), b.now_s)
     assert [m.request_id for m in b.work() if isinstance(m, TransferReady)] == ["c"]
 
 
@@ -225,7 +231,7 @@ def test_a_grammar_that_is_being_compiled_holds_up_its_own_request_only(bench, m
         while not packed:
             packed = [m for m in b.work() if isinstance(m, TransferReady)]
         assert [m.request_id for m in packed] == ["guided"]
-    b.worker.receive(Release(packed[0].descriptor.lease), b.now_s)
+    b.worker.receive(Release(packed[0].lease), b.now_s)
     assert not b.worker.busy and b.worker.heartbeat().waiting_tokens == 0
 
 

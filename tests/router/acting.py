@@ -91,8 +91,8 @@ class Stage:
     def packed(
         self, worker_id: WorkerId, attempt: int, lease: int, num_tokens: int, *, choice: int = 0, request_id: str = "r"
     ) -> list[Output]:
-        descriptor = KvDescriptor(worker_id.name, lease, (0,), (0,), 1, num_tokens)
-        return self.receive(TransferReady(worker_id, request_id, attempt, choice, descriptor))
+        which = worker_id, request_id, attempt, choice, lease, num_tokens
+        return self.receive(TransferReady(*which, KvDescriptor("shared_memory", str(lease).encode())))
 
     def adopted(self, worker_id: WorkerId, attempt: int, *, choice: int = 0) -> list[Output]:
         return self.receive(TransferDone(worker_id, "r", attempt, choice))

@@ -21,7 +21,7 @@ def decoding(num_tokens: int) -> Coordinator:
     params = SamplingParams(max_tokens=num_tokens)
     coordinator.submit(Request(id="r", prompt_ids=(1, 2, 3), params=params, seed=0), 0.0)
     coordinator.receive(Tokens(PREFILL, (token(0, 1),)), 0.1)
-    coordinator.receive(TransferReady(PREFILL, "r", 1, 0, KvDescriptor("a", 1, (), (), 1, 3)), 0.1)
+    coordinator.receive(TransferReady(PREFILL, "r", 1, 0, 1, 3, KvDescriptor("a", b"")), 0.1)
     coordinator.receive(TransferDone(DECODE, "r", 2, 0), 0.2)
     return coordinator
 

@@ -27,7 +27,7 @@ def decoding() -> tuple[Ledger, Entry]:
     (choice,) = entry.choices
     ledger.place(entry, [choice], Stage.PREFILLING, P0, 5, 0.0, 10.0)
     ledger.lift(entry, choice)
-    ledger.hold(entry, choice, Lease(P0, 1, KvDescriptor("a", 3, (), (), 1, 5), 60.0))
+    ledger.hold(entry, choice, Lease(P0, 1, 3, KvDescriptor("a", b""), 60.0))
     ledger.move(entry, choice, Stage.PACKED, 0.0, 10.0)
     ledger.place(entry, [choice], Stage.TRANSFERRING, D0, 5, 0.0, 10.0)
     ledger.let_go(choice)

@@ -63,7 +63,7 @@ def test_a_full_decode_pool_says_what_it_is_full_of():
         begin = sent(stage.outputs, StartPrefill)[0].message
         first = TokenEvent("other", 0, 0, 11)
         stage.receive(Tokens(P0, (Stamped(begin.attempt, first),)))
-        stage.receive(TransferReady(P0, "other", begin.attempt, 0, KvDescriptor("p", 7, (0,), (0,), 1, 5)))
+        stage.receive(TransferReady(P0, "other", begin.attempt, 0, 7, 5, KvDescriptor("p", b"")))
         assert sent(stage.outputs, StartDecode)
         begin = sent(stage.submit(ask("r")), StartPrefill)[0].message
         stage.tokens(P0, begin.attempt, 0, 11)

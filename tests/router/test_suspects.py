@@ -128,12 +128,10 @@ class Fleet:
                 return self._crash(worker_id, "prefill")
             num = len(known.tokens)
             out = self._token(worker_id, message.request.id, message.attempt, num)
-            descriptor = KvDescriptor(
-                worker_id.name, self._lease(), (0,), (0,), 1, len(message.request.prompt_ids) + num
-            )
-            return out + self.stage.receive(
-                TransferReady(worker_id, message.request.id, message.attempt, 0, descriptor)
-            )
+            which = worker_id, message.request.id, message.attempt, 0
+            lease, num_tokens = self._lease(), len(message.request.prompt_ids) + num
+            descriptor = KvDescriptor("shared_memory", b"")
+            return out + self.stage.receive(TransferReady(*which, lease, num_tokens, descriptor))
         if isinstance(message, StartDecode):
             self._batch.setdefault(worker_id, {})[message.request.id, message.attempt] = len(message.answered.tokens)
             return self.stage.receive(TransferDone(worker_id, message.request.id, message.attempt, 0))

@@ -17,8 +17,9 @@ from tripool.cache.shared_reads import SharedBlocks
 from tripool.core import TokenEvent
 from tripool.decode.worker import DecodeWorker
 from tripool.engine.fake_paged import PagedFake
-from tripool.fabric import KvReceiver, KvSender, Loop
+from tripool.fabric import KvSender, Loop
 from tripool.fabric.kv_transfer import Lease
+from tripool.fabric.shared_memory import MappedKv
 from tripool.messages import KvDescriptor
 from tripool.prefill.worker import PrefillWorker
 from tripool.simulate import simulate
@@ -54,8 +55,8 @@ def lease_is_freed_when_it_is_announced(patch: pytest.MonkeyPatch) -> None:
 
 @bug("instead of")
 def checksum_of_a_transfer_is_skipped(patch: pytest.MonkeyPatch) -> None:
-    read = KvReceiver.read
-    patch.setattr(KvReceiver, "read", lambda self, *args: read(self, *args) or True)
+    read = MappedKv.read
+    patch.setattr(MappedKv, "read", lambda self, *args: read(self, *args) or True)
 
 
 @bug("a slot|a lease without its owner|was lost under its lease")
@@ -102,7 +103,7 @@ def sequence_starts_before_its_last_block_is_there(patch: pytest.MonkeyPatch) ->
     fill = DecodeWorker._fill
 
     def careless(self: DecodeWorker, job: Any, seq: Any) -> bool:
-        if job.num_filled == len(job.start.descriptor.offsets) - 1:
+        if job.num_filled == job.kv.num_blocks - 1:
             job.num_filled += 1
             return True
         return fill(self, job, seq)

@@ -9,8 +9,8 @@ from tripool.config import RouterConfig
 from tripool.core import BLOCK_TOKENS, Request, TokenEvent
 from tripool.decode.worker import DecodeWorker
 from tripool.errors import TripoolError
-from tripool.fabric import KvReceiver, KvSender, PoolEngine
-from tripool.fabric.arena import Arena, FileMaps
+from tripool.fabric import KvSender, PoolEngine
+from tripool.fabric.shared_memory import SharedMemoryTransfer
 from tripool.messages import PROTOCOL, AnyMessage, Hello, Role, WorkerId, decode, encode
 from tripool.prefill.worker import PrefillWorker
 from tripool.router import Coordinator, Emit, Fail, Output, Send
@@ -44,15 +44,15 @@ class Fleet:
             if self.on_send(message):
                 self._receive(message)
 
+        shape = {"block_tokens": engine.block_tokens, "block_bytes": engine.block_bytes, "num_slots": num_slots}
+        transfer = SharedMemoryTransfer(self._folder, worker_id, **shape)
         if role == "prefill":
-            name = f"{worker_id}.kv"
-            sender = KvSender(Arena(self._folder / name, engine.block_bytes, num_slots))
+            sender = transfer.sender()
             self.senders.append(sender)
             self.workers[worker_id] = PrefillWorker(engine, worker_id, sender, send, clock=lambda: self.now_s)
         else:
-            self.workers[worker_id] = DecodeWorker(
-                engine, worker_id, KvReceiver(FileMaps(self._folder)), send, clock=lambda: self.now_s
-            )
+            receiver = transfer.receiver()
+            self.workers[worker_id] = DecodeWorker(engine, worker_id, receiver, send, clock=lambda: self.now_s)
         kv_tokens = engine.num_blocks * BLOCK_TOKENS
         limits = (kv_tokens, engine.max_running, engine.context_tokens, engine.vocab)
         self._receive(Hello(PROTOCOL, role, worker_id, 1, engine.name, *limits))

@@ -1,4 +1,4 @@
-"""A worker: the loop of a prefill or decode worker over an engine, a transport, memory, a cache client and a clock.
+"""A worker: the loop of a prefill or decode worker over an engine, a transport, a KV transfer, a cache client, a clock.
 
 The same class serves and runs in the fault simulation.
 """
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from tripool.cache.client import PoolClient
 from tripool.decode.worker import DecodeWorker
-from tripool.fabric import KvReceiver, KvSender, Link, Loop, PoolEngine
+from tripool.fabric import KvReceiver, KvSender, Link, Loop, PoolEngine, Transfer
 from tripool.fabric.channel import Transport
 from tripool.fabric.prefixes import Prefixes
 from tripool.fabric.supervisor_channel import SupervisorChannel
@@ -19,27 +19,30 @@ from tripool.prefill.worker import PrefillWorker
 
 
 class Worker:
-    """With a KV sender it is a prefill worker, with a receiver a decode worker."""
+    """A prefill worker uses the sending end of the transfer, a decode worker the receiving end."""
 
     def __init__(
         self,
         engine: PoolEngine,
         hello: Hello,
         transport: Transport,
-        kv: KvSender | KvReceiver,
+        kv_transfer: Transfer,
         pool: PoolClient | None,
         *,
         supervisor_channel: SupervisorChannel | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         worker_id = hello.worker_id
-        self.link, self._kv = Link(transport, hello, clock=clock), kv
-        self._prefixes = Prefixes(engine, pool) if pool is not None else None
-        self.role = (
-            PrefillWorker(engine, worker_id, kv, self.link.send, prefixes=self._prefixes, clock=clock)
-            if isinstance(kv, KvSender)
-            else DecodeWorker(engine, worker_id, kv, self.link.send, prefixes=self._prefixes, clock=clock)
-        )
+        self.link = Link(transport, hello, clock=clock)
+        self._prefixes = prefixes = Prefixes(engine, pool) if pool is not None else None
+        self.role: PrefillWorker | DecodeWorker
+        self.kv: KvSender | KvReceiver
+        if hello.role == "prefill":
+            self.kv = sender = kv_transfer.sender()
+            self.role = PrefillWorker(engine, worker_id, sender, self.link.send, prefixes=prefixes, clock=clock)
+        else:
+            self.kv = receiver = kv_transfer.receiver()
+            self.role = DecodeWorker(engine, worker_id, receiver, self.link.send, prefixes=prefixes, clock=clock)
         self.loop = Loop(self.link, self.role, worker_id, supervisor_channel=supervisor_channel, clock=clock)
 
     def run(self) -> None:
@@ -53,4 +56,4 @@ class Worker:
         self.link.close()
         if self._prefixes is not None:
             self._prefixes.close()
-        self._kv.close()
+        self.kv.close()

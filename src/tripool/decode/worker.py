@@ -15,8 +15,9 @@ from typing import Any
 
 from tripool.core import Stages, TokenEvent
 from tripool.errors import RequestFailed, TripoolError
+from tripool.fabric.kv_transfer import IncomingKv, KvReceiver
 from tripool.fabric.prefixes import Prefixes
-from tripool.fabric.seam import PoolEngine, Transfer, local_id
+from tripool.fabric.seam import PoolEngine, local_id
 from tripool.messages import (
     AnyMessage,
     Cancel,
@@ -42,19 +43,28 @@ _MAX_QUEUED = 4096
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One Adopt: queued without a sequence, arriving until all blocks are filled, then running."""
+    """One StartDecode: queued without a sequence, arriving until all blocks are filled, then running."""
 
     start: StartDecode
+    kv: IncomingKv
     came_s: float
     deadline_s: float
     grammar: Future[Any] | None = None
     """Being compiled until it is done; held so that what was compiled is there when it is attached."""
-    arrived: Callable[[], bool] | None = None
-    """Whether its blocks can be read; None before it has a sequence."""
     started_s: float | None = None
     """When it had all its blocks; None again once that is told."""
     seq: Seq | None = None
     num_filled: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose KV it receives."""
+        return _num_tokens(self.start)
+
+
+def _num_tokens(start: StartDecode) -> int:
+    """The newest token of the answer has no KV yet."""
+    return len(start.request.prompt_ids) + len(start.answered.tokens) - 1
 
 
 class DecodeWorker:
@@ -62,20 +72,14 @@ class DecodeWorker:
         self,
         engine: PoolEngine,
         worker_id: WorkerId,
-        transfer: Transfer,
+        receiver: KvReceiver,
         send: Callable[[AnyMessage], None],
         *,
         prefixes: Prefixes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._engine, self._worker_id, self._transfer, self._send, self._clock = (
-            engine,
-            worker_id,
-            transfer,
-            send,
-            clock,
-        )
-        self._prefixes = prefixes
+        self._engine, self._worker_id, self._receiver, self._send = engine, worker_id, receiver, send
+        self._clock, self._prefixes = clock, prefixes
         self._jobs: dict[str, _Job] = {}
         """By the name under which the engine knows it."""
         self._queue: deque[_Job] = deque()
@@ -115,7 +119,7 @@ class DecodeWorker:
 
     def work(self, now_s: float) -> None:
         for job in [job for job in self._queue if job.deadline_s <= now_s]:
-            self._refuse(job, "overloaded", "no room for it in time")
+            self._refuse(job.start, "overloaded", "no room for it in time")
         self._fetch(_COPY_BYTES if self._engine.busy else _IDLE_COPY_BYTES)
         if self._engine.busy:
             events = self._engine.step()
@@ -132,6 +136,8 @@ class DecodeWorker:
     def drop(self) -> None:
         for name in self._jobs:
             self._engine.cancel(name)
+        for job in self._queue:
+            job.kv.close()
         self._jobs.clear()
         self._queue.clear()
         if self._prefixes is not None:
@@ -139,7 +145,7 @@ class DecodeWorker:
 
     def heartbeat(self) -> Heartbeat:
         engine = self._engine
-        waiting = sum(job.start.descriptor.num_tokens for job in self._queue) + engine.num_waiting_tokens
+        waiting = sum(job.num_tokens for job in self._queue) + engine.num_waiting_tokens
         stats = engine.stats()
         return Heartbeat(
             self._worker_id, self._num_steps, waiting, stats.running, engine.num_held_blocks, ceiling=stats.slo_ceiling
@@ -147,27 +153,22 @@ class DecodeWorker:
 
     def _queue_up(self, start: StartDecode, now_s: float) -> None:
         name = local_id(start.request.id, start.attempt)
-        job = _Job(start, now_s, now_s + start.deadline_s)
         if name in self._jobs:
             return  # said twice
-        self._jobs[name] = job
         if len(self._queue) >= _MAX_QUEUED:
-            self._refuse(job, "overloaded", "too many wait here already")
-        elif start.descriptor.block_bytes != self._engine.block_bytes:
-            self._refuse(job, "bad_kv", "the sender has another kind of KV memory")
-        elif not self._fits(start):
-            self._refuse(job, "bad_kv", "the KV does not fit the request and its answer")
+            self._refuse(start, "overloaded", "too many wait here already")
+        elif not self._fits(start) or (kv := self._receiver.open(start.descriptor, _num_tokens(start))) is None:
+            self._refuse(start, "bad_kv", "the KV does not fit the request and its answer, or this worker's memory")
         else:
+            self._jobs[name] = job = _Job(start, kv, now_s, now_s + start.deadline_s)
             job.grammar = self._engine.prepare(start.request)
             self._queue.append(job)
 
     def _fits(self, start: StartDecode) -> bool:
-        """Whether descriptor, answer and request belong to one sequence: block counts here follow from them."""
-        request, descriptor, tokens = start.request, start.descriptor, start.answered.tokens
-        num_blocks = -(-descriptor.num_tokens // self._engine.block_tokens)
+        """Whether answer and request belong to one sequence of this model."""
+        request, tokens = start.request, start.answered.tokens
         return (
-            len(descriptor.offsets) == len(descriptor.checksums) == num_blocks > 0
-            and descriptor.num_tokens == len(request.prompt_ids) + len(tokens) - 1
+            _num_tokens(start) > 0
             and start.num_cached_tokens <= len(request.prompt_ids)
             and start.answered.choice < request.params.n
             and all(token < self._engine.vocab for token in tokens)
@@ -182,32 +183,32 @@ class DecodeWorker:
         full: set[tuple[str, str]] = set()
         num_adopted = 0
         while budget > 0 and num_adopted < _MAX_ADOPTED and (job := self._next(full)) is not None:
-            num_blocks = len(job.start.descriptor.offsets)
-            intact = True
+            num_blocks, intact = job.kv.num_blocks, True
             try:
-                num_adopted += job.seq is None
-                job.seq = job.seq or self._attach(job)
                 if job.seq is None:
-                    full.add(job.start.request.slo.group)
-                    continue
-                if job.arrived is None:
-                    job.arrived = self._transfer.begin(job.start.descriptor)
-                    if not job.arrived():
+                    num_adopted += 1
+                    job.seq = self._attach(job)
+                    if job.seq is None:
+                        full.add(job.start.request.slo.group)
+                        continue
+                    job.kv.begin()
+                    if not job.kv.arrived:
                         continue
                 while intact and job.num_filled < num_blocks and budget > 0:
                     intact = self._fill(job, job.seq)
                     budget -= self._engine.block_bytes
             except TripoolError as error:
-                self._refuse(job, error.code, error.message, error.hint, final=True)
+                self._refuse(job.start, error.code, error.message, error.hint, final=True)
                 continue
             except Exception:
                 _logger.exception("request %s could not be attached", job.start.request.id)
                 self._fail(job)
                 continue
             if not intact:
-                self._refuse(job, "bad_kv", "the bytes are not those that were sent")
+                self._refuse(job.start, "bad_kv", "the bytes are not those that were sent")
             elif job.num_filled == num_blocks:
                 self._queue.remove(job)
+                job.kv.close()
                 self._engine.start(job.seq)
                 job.started_s = self._clock()
                 start = job.start
@@ -218,7 +219,7 @@ class DecodeWorker:
     def _next(self, full: set[tuple[str, str]]) -> _Job | None:
         """The oldest whose blocks are here to be read, or else the oldest of a client for whom there may be room."""
         for job in self._queue:
-            if job.arrived is not None and job.arrived():
+            if job.seq is not None and job.kv.arrived:
                 return job
         return next((job for job in self._queue if job.seq is None and job.start.request.slo.group not in full), None)
 
@@ -226,37 +227,32 @@ class DecodeWorker:
         if job.grammar is not None and not job.grammar.done():
             return None  # not yet, as without room
         start = job.start
-        shared = self._shared(start)
+        shared = self._shared(job)
         job.num_filled = len(shared)
         return self._engine.attach(
             replace(start.request, id=local_id(start.request.id, start.attempt)),
             start.answered.choice,
             start.answered.tokens,
-            start.descriptor.num_tokens,
+            job.num_tokens,
             num_cached=start.num_cached_tokens,
             shared=shared,
         )
 
-    def _shared(self, start: StartDecode) -> list[int]:
+    def _shared(self, job: _Job) -> list[int]:
         """Leading full blocks that another choice of the same request brought here: the same bytes, by their sums."""
         best: list[int] = []
-        if start.request.params.n == 1:
-            return best
-        size = self._engine.block_tokens
-        sums = start.descriptor.checksums[: start.descriptor.num_tokens // size]
-        for other in self._jobs.values():
-            if other.seq is None or other in self._queue or other.start.request.id != start.request.id:
+        request, size = job.start.request, self._engine.block_tokens
+        for other in self._jobs.values() if request.params.n > 1 else ():
+            if other.seq is None or other in self._queue or other.start.request.id != request.id:
                 continue
-            theirs = other.start.descriptor.checksums[: other.start.descriptor.num_tokens // size]
-            alike = next((i for i, (a, b) in enumerate(zip(sums, theirs, strict=False)) if a != b), None)
-            count = min(len(sums), len(theirs)) if alike is None else alike
+            count = min(job.kv.num_shared(other.kv), job.num_tokens // size, other.num_tokens // size)
             if count > len(best) and len(other.seq.table) >= count:  # one that was preempted has none
                 best = other.seq.table[:count]
         return best
 
     def _fill(self, job: _Job, seq: Seq) -> bool:
         staging = memoryview(self._staging)
-        if not self._transfer.read(job.start.descriptor, job.num_filled, staging):
+        if not job.kv.read(job.num_filled, staging):
             return False
         self._engine.import_block(seq.table[job.num_filled], staging)
         job.num_filled += 1
@@ -279,12 +275,12 @@ class DecodeWorker:
                     self._prefixes.publish_later(seq.request, seq.keys)
 
     def _fail(self, job: _Job) -> None:
-        """By a fault of ours, not for want of anything: no other worker is asked."""
+        """By a fault of this worker, not for lack of resources: no other worker is asked."""
         error = RequestFailed.of(job.start.request.id)
-        self._refuse(job, error.code, error.message, error.hint, final=True)
+        self._refuse(job.start, error.code, error.message, error.hint, final=True)
 
-    def _refuse(self, job: _Job, code: str, message: str, hint: str = "", *, final: bool = False) -> None:
-        request_id, attempt = job.start.request.id, job.start.attempt
+    def _refuse(self, start: StartDecode, code: str, message: str, hint: str = "", *, final: bool = False) -> None:
+        request_id, attempt = start.request.id, start.attempt
         self._forget(local_id(request_id, attempt))
         self._send(Refused(self._worker_id, request_id, attempt, code, message, hint, final))
 
@@ -294,3 +290,4 @@ class DecodeWorker:
             self._engine.cancel(name)
             if job in self._queue:
                 self._queue.remove(job)
+                job.kv.close()

@@ -1,9 +1,9 @@
 """Between processes: message channels, KV transfer and the folder of a run. Knows no policy and no tensor."""
 
 from tripool.fabric.channel import Line, Switchboard
-from tripool.fabric.kv_transfer import KvReceiver, KvSender
+from tripool.fabric.kv_transfer import KvReceiver, KvSender, Transfer
 from tripool.fabric.link import Link
 from tripool.fabric.loop import Loop
-from tripool.fabric.seam import PoolEngine, Transfer
+from tripool.fabric.seam import PoolEngine
 
 __all__ = ["Line", "Switchboard", "Link", "Loop", "KvReceiver", "KvSender", "PoolEngine", "Transfer"]

@@ -1,7 +1,10 @@
-"""KV transfer through shared memory: the sender's slots under leases, and the receiver's checked copies.
+"""KV transfer between workers: the protocols of its two ends, and the sender's slots under leases.
 
 A slot belongs to the leases that name it, and is free again with the last of them. A slow receiver may read a slot that
 has been leased again since: it finds out by the checksum of its copy.
+
+A transfer is attached by its memory: `SlotMemory` says where the sender's blocks are and describes them, a `KvReceiver`
+reads that description. Workers and router carry the descriptor and never look inside.
 """
 
 from __future__ import annotations
@@ -9,9 +12,98 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, Self
 
-from tripool.fabric.arena import MappedMemory, SlotMemory, checksum
+from xxhash import xxh3_64_intdigest
+
 from tripool.messages import KvDescriptor
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCapabilities:
+    """What a transfer can do."""
+
+    kind: str
+    """Of the descriptors that its senders make and its receivers open."""
+    same_host: bool
+    """Only between processes of one machine."""
+    in_place: bool
+    """Blocks can be read as soon as they are offered; otherwise they are brought here first."""
+
+
+class Transfer(Protocol):
+    """A way for KV to move between workers, as one worker uses it: a prefill worker sends, a decode worker receives."""
+
+    @property
+    def capabilities(self) -> TransferCapabilities: ...
+
+    def sender(self) -> KvSender: ...
+
+    def receiver(self) -> KvReceiver: ...
+
+
+class SlotMemory(Protocol):
+    """The sender's memory: slots of equal size that receivers can reach."""
+
+    @property
+    def slot_bytes(self) -> int: ...
+
+    @property
+    def num_slots(self) -> int: ...
+
+    def back(self, slot: int) -> bool:
+        """Make sure that there is memory behind a slot; False when there is no more of it."""
+        ...
+
+    def view(self, slot: int) -> memoryview:
+        """The slot's bytes. Release it before `close`."""
+        ...
+
+    def describe(self, slots: Sequence[int], checksums: Sequence[int]) -> KvDescriptor:
+        """Where these blocks are, for receivers of the same transfer."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class IncomingKv(Protocol):
+    """The KV of one sequence at its receiver."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `read` can be called without waiting."""
+        ...
+
+    def begin(self) -> None:
+        """Start to bring the blocks to this machine."""
+        ...
+
+    def read(self, index: int, into: memoryview) -> bool:
+        """Copy one block and check the copy. False: the bytes are not there, or not those that were sent."""
+        ...
+
+    def num_shared(self, other: Self) -> int:
+        """How many leading blocks are the same bytes as those of another that this receiver opened."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more is read, whether all of it was or not."""
+        ...
+
+
+class KvReceiver(Protocol):
+    def open(self, descriptor: KvDescriptor, num_tokens: int) -> IncomingKv | None:
+        """None: it is not of this transfer, or not the KV of so many tokens."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def checksum(data: memoryview | bytearray | bytes) -> int:
+    return xxh3_64_intdigest(data)
 
 
 @dataclass(slots=True)
@@ -44,7 +136,7 @@ class Lease:
 class KvSender:
     """The transfers that leave one worker. `lease` takes slots, `fill` writes, `descriptor` says where all is."""
 
-    arena: SlotMemory
+    memory: SlotMemory
     leases: dict[int, Lease] = field(default_factory=dict)
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _slot_of: dict[bytes, int] = field(default_factory=dict)
@@ -53,7 +145,7 @@ class KvSender:
     _next_lease: int = 1
 
     def __post_init__(self) -> None:
-        self._free = list(range(self.arena.num_slots))
+        self._free = list(range(self.memory.num_slots))
 
     @property
     def num_held(self) -> int:
@@ -86,23 +178,20 @@ class KvSender:
         slot = self._slots[lease.slots[lease.num_filled]]
         written = 0
         if slot.checksum is None:
-            with self.arena.view(lease.slots[lease.num_filled]) as view:
+            with self.memory.view(lease.slots[lease.num_filled]) as view:
                 write(view)
                 slot.checksum = checksum(view)
-            written = self.arena.slot_bytes
+            written = self.memory.slot_bytes
         lease.num_filled += 1
         return written
 
     def descriptor(self, lease: Lease) -> KvDescriptor:
         sums = [self._slots[slot].checksum for slot in lease.slots]
-        return KvDescriptor(
-            arena=self.arena.name,
-            lease=lease.number,
-            offsets=tuple(slot * self.arena.slot_bytes for slot in lease.slots),
-            checksums=tuple(value for value in sums if value is not None),
-            block_bytes=self.arena.slot_bytes,
-            num_tokens=lease.num_tokens,
-        )
+        return self.memory.describe(lease.slots, [value for value in sums if value is not None])
+
+    def blocks(self, lease: Lease, count: int) -> list[memoryview]:
+        """The leading blocks of a lease, where they are."""
+        return [self.memory.view(slot) for slot in lease.slots[:count]]
 
     def release(self, number: int) -> None:
         """Unknown ones are fine: a lease may have ended by its deadline."""
@@ -127,18 +216,18 @@ class KvSender:
             for number in lease.slots:
                 refs[number] = refs.get(number, 0) + 1
         assert refs == {number: slot.refs for number, slot in self._slots.items()}, "a slot without its owners"
-        assert sorted([*self._free, *self._slots]) == list(range(self.arena.num_slots)), "a slot is lost or twice"
+        assert sorted([*self._free, *self._slots]) == list(range(self.memory.num_slots)), "a slot is lost or twice"
         assert {slot.key: n for n, slot in self._slots.items() if slot.key is not None} == self._slot_of
 
     def close(self) -> None:
-        self.arena.close()
+        self.memory.close()
 
     def _take(self, need: int) -> Iterator[int] | None:
         """So many free slots that have memory, lowest first; None: there are not so many."""
         if need > len(self._free):
             return None
         slots = [heapq.heappop(self._free) for _ in range(need)]
-        if all(self.arena.back(slot) for slot in slots):
+        if all(self.memory.back(slot) for slot in slots):
             return iter(slots)
         for slot in slots:
             heapq.heappush(self._free, slot)
@@ -153,30 +242,3 @@ class KvSender:
         if key is not None:
             self._slot_of[key] = number
         return number
-
-
-class KvReceiver:
-    """Reads what senders on this machine have leased; a `Transfer`."""
-
-    def __init__(self, maps: MappedMemory) -> None:
-        self._maps = maps
-
-    def begin(self, descriptor: KvDescriptor) -> Callable[[], bool]:
-        return _always  # the blocks are in memory that this process maps
-
-    def read(self, descriptor: KvDescriptor, index: int, into: memoryview) -> bool:
-        if not 0 <= index < min(len(descriptor.offsets), len(descriptor.checksums)):
-            return False
-        view = self._maps.view(descriptor.arena, descriptor.offsets[index], len(into))
-        if view is None:
-            return False
-        # The copy is what is summed up: what is checked is what will be used.
-        into[:] = view
-        return checksum(into) == descriptor.checksums[index]
-
-    def close(self) -> None:
-        self._maps.close()
-
-
-def _always() -> bool:
-    return True

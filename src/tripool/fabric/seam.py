@@ -1,13 +1,12 @@
-"""The protocols of an engine and of a KV transfer, as workers use them: no tensors, no devices."""
+"""The protocol of an engine, as workers use it: no tensors, no devices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from tripool.core import Request, ServingStats, TokenEvent
-from tripool.messages import KvDescriptor
 from tripool.sequence import Seq
 
 
@@ -123,18 +122,6 @@ class PoolEngine(Protocol):
     def export_block(self, block: int, into: memoryview) -> None: ...
 
     def import_block(self, block: int, data: memoryview) -> None: ...
-
-
-class Transfer(Protocol):
-    """Brings the KV of a sequence from its sender to this worker. Shared memory is one implementation."""
-
-    def begin(self, descriptor: KvDescriptor) -> Callable[[], bool]:
-        """Start to bring the blocks to this machine. The result says whether `read` can be called, without waiting."""
-        ...
-
-    def read(self, descriptor: KvDescriptor, index: int, into: memoryview) -> bool:
-        """Fetch one block. False: the bytes are not there, or not those that were sent."""
-        ...
 
 
 def local_id(request_id: str, attempt: int) -> str:

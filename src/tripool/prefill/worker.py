@@ -268,7 +268,8 @@ class PrefillWorker:
                 self._leaving.popleft()
                 self._engine.release(seq)
                 descriptor = self._sender.descriptor(lease)
-                self._send(TransferReady(self._worker_id, job.request_id, job.attempt, seq.choice, descriptor))
+                which = job.request_id, job.attempt, seq.choice
+                self._send(TransferReady(self._worker_id, *which, lease.number, lease.num_tokens, descriptor))
                 self._publish(seq, lease)
                 self._done(seq.request.id, seq.choice)
 
@@ -281,8 +282,7 @@ class PrefillWorker:
         """The prompt's full blocks, from where they stand packed."""
         if self._prefixes is not None:
             keys = seq.keys[: seq.prompt_len // self._engine.block_tokens]
-            views = [self._sender.arena.view(slot) for slot in lease.slots[: len(keys)]]
-            self._prefixes.publish(keys, views, seq.request)
+            self._prefixes.publish(keys, self._sender.blocks(lease, len(keys)), seq.request)
 
     def _lease(self, leaving: _Leaving, now_s: float) -> Lease | None:
         seq, job = leaving.seq, leaving.job
@@ -290,14 +290,8 @@ class PrefillWorker:
         keys: list[bytes | None] = [None] * -(-seq.num_computed // size)
         full = seq.keys[: seq.num_computed // size]
         keys[: len(full)] = full
-        return self._sender.lease(
-            job.request_id,
-            job.attempt,
-            seq.choice,
-            keys,
-            num_tokens=seq.num_computed,
-            deadline_s=now_s + job.lease_s,
-        )
+        which, deadline_s = (job.request_id, job.attempt, seq.choice), now_s + job.lease_s
+        return self._sender.lease(*which, keys, num_tokens=seq.num_computed, deadline_s=deadline_s)
 
     def _expire(self, now_s: float) -> None:
         for job in [job for job in self._jobs.values() if job.deadline_s <= now_s]:

@@ -236,16 +236,17 @@ class Coordinator:
         found = self.ledger.choice_of(message.worker_id, message.request_id, message.attempt, message.choice)
         if found is None:
             if message.worker_id in self.view:
-                self._placing.out.append(Send(message.worker_id, Release(message.descriptor.lease)))
+                self._placing.out.append(Send(message.worker_id, Release(message.lease)))
             return
         entry, choice = found
         placement = entry.placements[message.attempt]
-        if message.descriptor.num_tokens != len(entry.request.prompt_ids) + len(choice.tokens) - 1:
+        if message.num_tokens != len(entry.request.prompt_ids) + len(choice.tokens) - 1:
             # Its tokens were lost on the way. Its KV is dropped with the placement.
             self._placing.cancel_placement(message.request_id, placement, now_s, lost=True)
             return
         self._placing.lift(entry, choice)
-        lease = Lease(message.worker_id, message.attempt, message.descriptor, now_s + self._config.queue_s)
+        until_s = now_s + self._config.queue_s
+        lease = Lease(message.worker_id, message.attempt, message.lease, message.descriptor, until_s)
         self.ledger.hold(entry, choice, lease)
         self._placing.pack(entry, choice, now_s)
 

@@ -62,6 +62,8 @@ class Lease:
     worker_id: WorkerId
     attempt: int
     """Of its StartPrefill: cancelling that releases the KV too."""
+    number: int
+    """Unique within the worker's epoch."""
     descriptor: KvDescriptor
     until_s: float
     """The worker keeps it longer than this, long enough to be copied."""
@@ -199,14 +201,14 @@ class Ledger:
     def hold(self, entry: Entry, choice: ChoiceState, lease: Lease) -> None:
         assert choice.lease is None
         choice.lease = lease
-        self._leases.setdefault(lease.worker_id, {})[lease.descriptor.lease] = (entry.request.id, choice.index)
+        self._leases.setdefault(lease.worker_id, {})[lease.number] = (entry.request.id, choice.index)
 
     def let_go(self, choice: ChoiceState) -> Lease | None:
         """Drop a lease; the caller notifies the worker that holds it."""
         lease, choice.lease = choice.lease, None
         if lease is not None:
             held = self._leases[lease.worker_id]
-            del held[lease.descriptor.lease]
+            del held[lease.number]
             if not held:
                 del self._leases[lease.worker_id]
         return lease
@@ -329,7 +331,7 @@ class Ledger:
                 if choice.attempt:
                     owned.setdefault(choice.attempt, set()).add(choice.index)
                 if choice.lease:
-                    leases[choice.lease.worker_id, choice.lease.descriptor.lease, request_id, choice.index] += 1
+                    leases[choice.lease.worker_id, choice.lease.number, request_id, choice.index] += 1
                 assert stage is Stage.DONE or choice.alarm_s is not None, f"{request_id}: no alarm for its deadline"
             assert owned == {a: p.choices for a, p in entry.placements.items()}, f"{request_id}: a choice is misplaced"
             placements.update((p.worker_id, request_id, p.attempt) for p in entry.placements.values())

@@ -321,7 +321,7 @@ class Placing:
     def _let_go(self, choice: ChoiceState) -> None:
         lease = self.ledger.let_go(choice)
         if lease is not None:
-            self.out.append(Send(lease.worker_id, Release(lease.descriptor.lease)))
+            self.out.append(Send(lease.worker_id, Release(lease.number)))
 
     # ---- invariants -------------------------------------------------------------------------------------------------
 

@@ -14,10 +14,10 @@ from tripool.config import EngineConfig
 from tripool.control.run_manifest import read_manifest
 from tripool.control.worker import Worker
 from tripool.errors import InvalidRequest
-from tripool.fabric import KvReceiver, KvSender, PoolEngine
-from tripool.fabric.arena import Arena, FileMaps
+from tripool.fabric import PoolEngine
 from tripool.fabric.channel import ZmqTransport
 from tripool.fabric.folder import folder_of
+from tripool.fabric.shared_memory import SharedMemoryTransfer
 from tripool.fabric.supervisor_channel import SupervisorChannel
 from tripool.messages import PROTOCOL, Hello, Ready, WorkerId
 
@@ -50,7 +50,7 @@ class WorkerProcess:
             engine,
             self._hello,
             ZmqTransport(address),
-            KvSender(_arena(engine, folder, worker_id)) if role == "prefill" else KvReceiver(FileMaps(folder)),
+            _transfer(engine, folder, worker_id),
             PoolClient(LocalHost(folder), members, worker_id) if members else None,
             supervisor_channel=supervisor_channel,
         )
@@ -75,10 +75,13 @@ class WorkerProcess:
         self._worker.close()
 
 
-def _arena(engine: PoolEngine, folder: Path, worker_id: WorkerId) -> Arena:
-    longest = -(-engine.context_tokens // engine.block_tokens)
-    num_slots = max(longest, min(engine.num_blocks, _ARENA_BYTES // engine.block_bytes))
-    return Arena(folder / f"{worker_id}.kv", engine.block_bytes, num_slots)
+def _transfer(engine: PoolEngine, folder: Path, worker_id: WorkerId) -> SharedMemoryTransfer:
+    block_tokens, block_bytes = engine.block_tokens, engine.block_bytes
+    longest = -(-engine.context_tokens // block_tokens)
+    num_slots = max(longest, min(engine.num_blocks, _ARENA_BYTES // block_bytes))
+    return SharedMemoryTransfer(
+        folder, worker_id, block_tokens=block_tokens, block_bytes=block_bytes, num_slots=num_slots
+    )
 
 
 # ---- engines by model name ------------------------------------------------------------------------------------------

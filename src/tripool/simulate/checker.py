@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tripool.core import FinishReason, Request, TokenEvent
 from tripool.errors import TripoolError
-from tripool.messages import AnyMessage, Cancel, StartDecode, StartPrefill, Tokens, WorkerId
+from tripool.messages import AnyMessage, Cancel, KvDescriptor, StartDecode, StartPrefill, Tokens, WorkerId
 
 
 @dataclass(slots=True)
@@ -34,8 +34,8 @@ class Checker:
     _open: dict[str, _Client] = field(default_factory=dict)
     _placed: dict[tuple[str, int], tuple[WorkerId, int]] = field(default_factory=dict)
     """The worker last asked for each (request, choice), and as which attempt."""
-    _senders: dict[tuple[str, int], str] = field(default_factory=dict)
-    """Whose memory the KV of each (request, attempt) was to be read from."""
+    _descriptors: dict[tuple[str, int], KvDescriptor] = field(default_factory=dict)
+    """What each (request, attempt) was to be decoded from."""
 
     @property
     def num_open(self) -> int:
@@ -57,7 +57,7 @@ class Checker:
                 for each in message.answered:
                     self._placed[message.request.id, each.choice] = worker_id, message.attempt
             case StartDecode():
-                self._senders[message.request.id, message.attempt] = message.descriptor.arena
+                self._descriptors[message.request.id, message.attempt] = message.descriptor
                 self._placed[message.request.id, message.answered.choice] = worker_id, message.attempt
             case Cancel():
                 gone = (worker_id, message.attempt)
@@ -71,8 +71,8 @@ class Checker:
         for key in [key for key, (holder, _) in self._placed.items() if holder == worker_id]:
             del self._placed[key]
 
-    def sender(self, request_id: str, attempt: int) -> str:
-        return self._senders.get((request_id, attempt), "")
+    def descriptor(self, request_id: str, attempt: int) -> KvDescriptor | None:
+        return self._descriptors.get((request_id, attempt))
 
     def sent(self, message: Tokens) -> None:
         """Before the ledger drops what it has already: a worker sends each token once."""

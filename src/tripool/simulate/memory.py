@@ -6,7 +6,7 @@ Copies let time pass in their middle, so that other processes write, evict or di
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from mmap import mmap
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from typing import Any
 from tripool.cache.arena import Arena, as_bytes
 from tripool.cache.copying import copy
 from tripool.cache.records import State
-from tripool.messages import WorkerId
+from tripool.fabric import KvReceiver, KvSender
+from tripool.fabric.shared_memory import BlockTable, MappedReceiver, SharedMemoryTransfer, describe
+from tripool.messages import KvDescriptor, WorkerId
 from tripool.simulate.process import Process
 
 
@@ -46,6 +48,9 @@ class SimSlots:
     def back(self, slot: int) -> bool:
         return True
 
+    def describe(self, slots: Sequence[int], checksums: Sequence[int]) -> KvDescriptor:
+        return describe(self.name, self.slot_bytes, slots, checksums)
+
     def view(self, slot: int) -> memoryview:
         return self.data[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
@@ -72,6 +77,29 @@ class SimMaps:
 
     def close(self) -> None:
         pass
+
+
+class SimTransfer(SharedMemoryTransfer):
+    """`Transfer` of one simulated process."""
+
+    def __init__(self, memory: Memory, process: Process, worker_id: WorkerId, **shape: int) -> None:
+        super().__init__(Path(), worker_id, **shape)
+        self._memory, self._process = memory, process
+        self.slots: SimSlots | None = None
+        """Of the sender, if there is one."""
+
+    def sender(self) -> KvSender:
+        self.slots = SimSlots(self._memory, f"{self._worker_id}.kv", self._block_bytes, self._num_slots)
+        return KvSender(self.slots)
+
+    def receiver(self) -> KvReceiver:
+        return MappedReceiver(SimMaps(self._memory, self._process), self._block_tokens, self._block_bytes)
+
+
+def sender_of(descriptor: KvDescriptor | None) -> str:
+    """Whose memory it describes."""
+    table = BlockTable.of(descriptor) if descriptor is not None else None
+    return table.memory if table is not None else ""
 
 
 class SimArena(Arena):

@@ -13,11 +13,11 @@ from tripool.cache.client import PoolClient
 from tripool.control.worker import Worker
 from tripool.engine.fake import FakeTokens
 from tripool.engine.fake_paged import PagedFake
-from tripool.fabric import KvReceiver, KvSender
+from tripool.fabric import KvSender
 from tripool.messages import PROTOCOL, Hello, WorkerId
 from tripool.simulate.clock import Clock
 from tripool.simulate.member import SimHost, SimMember
-from tripool.simulate.memory import Memory, SimMaps, SimSlots
+from tripool.simulate.memory import Memory, SimTransfer
 from tripool.simulate.network import Network, SimTransport
 from tripool.simulate.process import Baton
 from tripool.simulate.scenario import WorkerSpec
@@ -62,19 +62,17 @@ class WorkerRun:
             clock=lambda: clock.now_s,
             wait=self._compute,
         )
-        self.slots: SimSlots | None = None
-        kv: KvSender | KvReceiver = KvReceiver(SimMaps(memory, self.process))
-        if spec.role == "prefill":
-            self.slots = SimSlots(memory, f"{worker_id}.kv", self.engine.block_bytes, spec.sender_slots)
-            kv = KvSender(self.slots)
-        self._kv, self._clock = kv, clock
+        self._clock = clock
+        shape = {"block_tokens": self.engine.block_tokens, "block_bytes": self.engine.block_bytes}
+        kv_transfer = SimTransfer(memory, self.process, worker_id, num_slots=spec.sender_slots, **shape)
         self._host = SimHost(clock, memory, worker_id, shared.members, self.process)
         pool = PoolClient(self._host, [member.name for member in shared.members], worker_id)
         kv_tokens = int(self.engine.num_blocks * self.engine.block_tokens * spec.overstated)
         limits = (kv_tokens, self.engine.max_running, self.engine.context_tokens, self.engine.vocab)
         hello = Hello(PROTOCOL, spec.role, worker_id, 1, MODEL, *limits)
         transport = SimTransport(shared.network, clock, worker_id, self.process)
-        self._worker = Worker(self.engine, hello, transport, kv, pool, clock=lambda: clock.now_s)
+        self._worker = Worker(self.engine, hello, transport, kv_transfer, pool, clock=lambda: clock.now_s)
+        self.slots = kv_transfer.slots
 
     @property
     def blocks_held(self) -> int:
@@ -94,8 +92,8 @@ class WorkerRun:
             return
         scheduler = self.engine.scheduler
         scheduler.check()
-        if isinstance(self._kv, KvSender):
-            self._kv.check()
+        if isinstance(self._worker.kv, KvSender):
+            self._worker.kv.check()
         held = [*scheduler.holders(), *scheduler.prefill.waiting, *scheduler.arriving, *scheduler.detached]
         placed = self._worker.role.placed
         assert {seq.request.id for seq in held} == placed, "a worker and its engine disagree on what is there"

@@ -22,7 +22,7 @@ from tripool.simulate.checker import Checker
 from tripool.simulate.clock import Clock
 from tripool.simulate.disk import SimDisk
 from tripool.simulate.member import LEASE_S, WRITE_S, SimMember
-from tripool.simulate.memory import Memory
+from tripool.simulate.memory import Memory, sender_of
 from tripool.simulate.network import Network
 from tripool.simulate.place import Place, Shared, WorkerRun
 from tripool.simulate.process import Baton
@@ -280,7 +280,7 @@ class World:
 
     def _check_lost_transfer(self, message: Refused) -> None:
         """A sender that is there and has heard of no fault keeps what it has leased as it was."""
-        sender = self.checker.sender(message.request_id, message.attempt)
+        sender = sender_of(self.checker.descriptor(message.request_id, message.attempt))
         if sender in self.memory.slots or sender in self._left_senders:
             excuses = self.faults.keys() & {"spoil", "cut", "loss", "gateway restart"}
             known = self.coordinator is not None and message.worker_id in self.coordinator.view

@@ -10,7 +10,6 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from tripool.decode.worker import DecodeWorker
-from tripool.fabric.kv_transfer import KvSender
 from tripool.fabric.prefixes import Prefixes
 from tripool.messages import AnyMessage, WorkerId
 from tripool.prefill.worker import PrefillWorker
@@ -18,7 +17,7 @@ from tripool.simulate.supernode.layout import Site
 from tripool.simulate.supernode.links import Link
 from tripool.simulate.supernode.modelled_engine import DecodeEngine, KeysOf, PrefillEngine
 from tripool.simulate.supernode.pool import CachePool, ModelledClient
-from tripool.simulate.supernode.process import ModelledTransfer, NominalArena, Process
+from tripool.simulate.supernode.process import ModelledTransfer, Process
 from tripool.simulate.supernode.step_times import NO_TROUBLE, Line, Trouble, span_fs, steps_in, steps_within
 from tripool.simulate.supernode.timeline import FS, STEP, TICK, to_fs
 
@@ -42,7 +41,7 @@ class PrefillInstance:
         self.engine = engine = PrefillEngine(config, site.timeline, site.layout.context_tokens, keys_of)
 
         def make(process: Process) -> PrefillWorker:
-            sender = KvSender(NominalArena(str(worker_id), engine.num_blocks))
+            sender = ModelledTransfer(site, worker_id, number, engine, self._go).sender()
             prefixes = Prefixes(engine, self._client)
             clock = site.timeline.clock
             return PrefillWorker(engine, worker_id, sender, process.send, prefixes=prefixes, clock=clock)
@@ -102,10 +101,10 @@ class DecodeRank:
     def __init__(self, site: Site, worker_id: WorkerId, number: int, instance: DecodeInstance, index: int) -> None:
         self.worker_id = worker_id
         self.engine = engine = DecodeEngine(site.layout.decode.config, site.timeline, site.layout.context_tokens)
-        transfer = ModelledTransfer(site, number, lambda: instance.wake(self, index))
+        transfer = ModelledTransfer(site, worker_id, number, engine, lambda: instance.wake(self, index))
 
         def make(process: Process) -> DecodeWorker:
-            return DecodeWorker(engine, worker_id, transfer, process.send, clock=site.timeline.clock)
+            return DecodeWorker(engine, worker_id, transfer.receiver(), process.send, clock=site.timeline.clock)
 
         self.process = Process(site, "decode", worker_id, number, engine, make)
 

@@ -6,10 +6,12 @@ its end. The worker's engine, clock, memory and transfer are modelled; its code 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Literal
 
+from tripool.fabric import KvReceiver, KvSender
+from tripool.fabric.kv_transfer import TransferCapabilities
 from tripool.fabric.loop import RoleWorker
 from tripool.messages import PROTOCOL, AnyMessage, Hello, KvDescriptor, WorkerId
 from tripool.simulate.supernode.layout import Site
@@ -68,12 +70,13 @@ class Process:
             self._site.tell(self.number, [self.worker.heartbeat()])
 
 
-class NominalArena:
+class NominalMemory:
     """`SlotMemory` for KV that is sent: slots without bytes. `tripool.fabric.KvSender` keeps account of them."""
 
-    def __init__(self, name: str, num_slots: int) -> None:
-        self.name, self.slot_bytes, self.num_slots = name, 1, num_slots
+    def __init__(self, worker_id: WorkerId, num_slots: int) -> None:
+        self.slot_bytes, self.num_slots = 1, num_slots
         self._byte = memoryview(bytearray(1))
+        self._descriptor = KvDescriptor("modelled", str(worker_id).encode())
 
     def back(self, slot: int) -> bool:
         return True
@@ -81,29 +84,68 @@ class NominalArena:
     def view(self, slot: int) -> memoryview:
         return self._byte[:]
 
+    def describe(self, slots: Sequence[int], checksums: Sequence[int]) -> KvDescriptor:
+        return self._descriptor
+
     def close(self) -> None:
         pass
 
 
 class ModelledTransfer:
-    """KV on its way to a decode worker, over the links between the two. `arrived`: called when it is there."""
+    """`Transfer` over the links between two workers. `arrived`: called when KV is there."""
 
-    def __init__(self, site: Site, number: int, arrived: Callable[[], None]) -> None:
-        self._site, self._number, self._arrived = site, number, arrived
+    capabilities = TransferCapabilities("modelled", same_host=False, in_place=False)
 
-    def begin(self, descriptor: KvDescriptor) -> Callable[[], bool]:
-        timeline = self._site.timeline
-        num_bytes = descriptor.num_tokens * self._site.layout.token_bytes
-        there_fs = self._site.transfer(_source(descriptor.arena), self._number, num_bytes)
-        timeline.at(there_fs, ARRIVAL, self._number, self._arrived)
-        return lambda: timeline.now_fs >= there_fs
+    def __init__(
+        self, site: Site, worker_id: WorkerId, number: int, engine: ModelledEngine, arrived: Callable[[], None]
+    ) -> None:
+        self.site, self.number, self.engine, self.arrived = site, number, engine, arrived
+        self._worker_id = worker_id
 
-    def read(self, descriptor: KvDescriptor, index: int, into: memoryview) -> bool:
-        return self._site.trusts(_source(descriptor.arena))
+    def sender(self) -> KvSender:
+        return KvSender(NominalMemory(self._worker_id, self.engine.num_blocks))
+
+    def receiver(self) -> KvReceiver:
+        return self
+
+    def open(self, descriptor: KvDescriptor, num_tokens: int) -> ModelledKv | None:
+        known = descriptor.kind == self.capabilities.kind
+        return ModelledKv(self, _source(descriptor.payload), num_tokens) if known else None
+
+    def close(self) -> None:
+        pass
+
+
+class ModelledKv:
+    """KV on its way to a decode worker."""
+
+    def __init__(self, transfer: ModelledTransfer, source: WorkerId, num_tokens: int) -> None:
+        self._transfer, self._source, self._num_tokens = transfer, source, num_tokens
+        self.num_blocks = -(-num_tokens // transfer.engine.block_tokens)
+        self._there_fs = 0
+
+    def begin(self) -> None:
+        transfer, site = self._transfer, self._transfer.site
+        num_bytes = self._num_tokens * site.layout.token_bytes
+        self._there_fs = site.transfer(self._source, transfer.number, num_bytes)
+        site.timeline.at(self._there_fs, ARRIVAL, transfer.number, transfer.arrived)
+
+    @property
+    def arrived(self) -> bool:
+        return self._transfer.site.timeline.now_fs >= self._there_fs
+
+    def read(self, index: int, into: memoryview) -> bool:
+        return self._transfer.site.trusts(self._source)
+
+    def num_shared(self, other: ModelledKv) -> int:
+        return min(self.num_blocks, other.num_blocks)
+
+    def close(self) -> None:
+        pass
 
 
 @lru_cache(maxsize=2**12)
-def _source(arena: str) -> WorkerId:
-    """The worker whose memory is called so: see `NominalArena`."""
-    worker, _, epoch = arena.rpartition(".")
+def _source(payload: bytes) -> WorkerId:
+    """The worker whose memory was described: see `NominalMemory`."""
+    worker, _, epoch = payload.decode().rpartition(".")
     return WorkerId(worker, int(epoch))
