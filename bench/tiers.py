@@ -24,9 +24,10 @@ from harness import Origin, Row, print_table, write_json
 from tripool.bench.trace import TRACE_BLOCK_TOKENS, TraceRequest, parse_trace
 from tripool.cache import PoolIndex
 from tripool.cache.disk_records import PAGE, footprint
+from tripool.cache.disk_tier import DiskTier
 from tripool.cache.eviction import ATTENTION_BLOCKS, CostAware, Eviction, LeastRecent
 from tripool.cache.records import Hit, Written
-from tripool.cache.tiered_index import DiskTier, TieredIndex
+from tripool.cache.tiered_index import TieredIndex
 from tripool.core import BLOCK_TOKENS
 from tripool.messages import WorkerId
 
@@ -85,13 +86,13 @@ def replay(trace: Sequence[TraceRequest], num_slots: int, order: Eviction, disk:
     """Through the policies, with a disk that answers at once."""
     tiered_index = TieredIndex(PoolIndex(num_slots, lease_s=1e9, write_s=1e9, order=order), WorkerId("member", 1))
     if disk is not None:
-        tiered_index.open_disk(disk, [], ())
+        tiered_index.add_tier(disk)
     tally, written_s = Tally(), 0.0
     for request in trace:
         now_s = request.arrival_s
         keys = [block.to_bytes(16, "big") for block in request.block_ids]
         hit = tiered_index.lookup(keys, _READER, _SPACE, now_s, wait_s=1e9)
-        for read in tiered_index.take_reads():
+        for read in tiered_index.take_reads(disk) if disk is not None else ():
             tiered_index.was_read(read, read.copy.checksum)
         if not isinstance(hit, Hit):
             ((_, hit),) = tiered_index.answers(now_s)
@@ -100,19 +101,20 @@ def replay(trace: Sequence[TraceRequest], num_slots: int, order: Eviction, disk:
         grant = tiered_index.index.reserve(keys, _WRITER, _SPACE, now_s)
         tiered_index.index.commit(grant.ticket, _WRITER, [Written(slot, 1, PAGE) for slot in grant.slots])
         tiered_index.take_changes()
-        write(tiered_index, written_s, now_s)
+        if disk is not None:
+            write(disk, written_s, now_s)
         written_s = now_s
     tiered_index.check()
     return tally.kept(disk.counters.lost if disk is not None else 0)
 
 
-def write(tiered_index: TieredIndex, from_s: float, to_s: float) -> None:
+def write(disk: DiskTier, from_s: float, to_s: float) -> None:
     """As fast as the tier's own bound allows; traces jump by seconds."""
     times_s = [from_s + n * _STEP_S for n in range(1, int((to_s - from_s) / _STEP_S) + 1)]
-    for now_s in [*times_s, to_s] if tiered_index.disk is not None else ():
-        while writes := tiered_index.take_writes(now_s):
+    for now_s in [*times_s, to_s]:
+        while writes := disk.next_writes(now_s):
             for each in writes:
-                tiered_index.wrote(each, True)
+                disk.written(each.copy.number)
 
 
 def new_disk(num_blocks: int, blocks_per_s: float) -> DiskTier:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tripool.cache.disk_records import PAGE, Write, footprint
 from tripool.cache.disk_store import DiskStore
+from tripool.cache.disk_tier import DiskTier
 from tripool.cache.records import Record, State
-from tripool.cache.tiered_index import DiskTier
 from tripool.errors import DiskError
 
 BLOCK_BYTES = 9000  # neither a whole number of pages nor less than one
@@ -213,9 +213,9 @@ def test_a_write_that_was_cut_anywhere_leaves_whole_blocks_or_none(
 def test_a_purge_lasts(opened: Disk, folder: Path) -> None:
     opened.put([1, 2])
     opened.put([3], namespace=THEIRS)
-    gone, purge = opened.tier.purge(MINE)
+    assert opened.tier.purge(MINE) == 2
+    (purge,) = opened.tier.take_purges()
     opened.store.purge(purge)
-    assert gone == 2
     opened.put([2])
     later = again(opened, folder)
     assert later.read(1) is None and later.read(2) is not None and later.read(3, THEIRS) is not None
@@ -230,7 +230,8 @@ def test_a_purge_lasts(opened: Disk, folder: Path) -> None:
 
 def test_a_torn_purge_is_none(opened: Disk, folder: Path) -> None:
     opened.put([1])
-    _, purge = opened.tier.purge(MINE)
+    opened.tier.purge(MINE)
+    (purge,) = opened.tier.take_purges()
     opened.store.purge(purge)
     with (folder / "purges").open("ab") as file:
         file.write(b"half a rec")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
 from tripool.cache.disk_records import PAGE, DiskCopy, Purge, Segment, Write, footprint
+from tripool.cache.disk_tier import DiskTier
 from tripool.cache.index import PoolIndex
-from tripool.cache.records import Hit, Record, State, Written
-from tripool.cache.tiered_index import DiskTier, Read, TieredIndex
+from tripool.cache.records import Hit, Record, State, StoredBlock, Written
+from tripool.cache.tiered_index import Read, TieredIndex
 from tripool.messages import WorkerId
 
 from .index_model import CHAINS, SPACES
@@ -39,12 +41,12 @@ def test_any_order_of_many_more_events_keeps_the_rules() -> None:
 
 
 class BelievesTheDisk(TieredIndex):
-    def was_read(self, read: Read, checksum: int | None) -> None:
+    def was_read(self, read: Read[Any], checksum: int | None) -> None:
         super().was_read(read, None if checksum is None else read.copy.checksum)
 
 
 class PromotesPurged(TieredIndex):
-    def purge(self, namespace: bytes) -> tuple[int, Purge | None]:
+    def purge(self, namespace: bytes) -> int:
         before = {ticket: group.is_void for ticket, group in self._groups.items()}
         result = super().purge(namespace)
         for ticket, group in self._groups.items():
@@ -68,7 +70,7 @@ class RevivesPurged(DiskTier):
 
 
 class CommitsPurged(DiskTier):
-    def purge(self, namespace: bytes) -> tuple[int, Purge]:
+    def purge(self, namespace: bytes) -> int:
         writing = dict(self._writing_keys)
         result = super().purge(namespace)
         self._writing_keys = writing
@@ -258,13 +260,14 @@ def test_a_block_too_large_for_a_segment_is_not_wanted() -> None:
 # ---- both tiers --------------------------------------------------------------------------------------------------
 
 
-def both(num_slots: int = 2) -> TieredIndex:
+def both(num_slots: int = 2) -> tuple[TieredIndex, DiskTier]:
     tiered_index = TieredIndex(PoolIndex(num_slots, lease_s=5.0, write_s=3.0), WorkerId("cache-0", 1))
-    tiered_index.open_disk(new_tier(num_segments=4, blocks=8), [], ())
-    return tiered_index
+    tier = new_tier(num_segments=4, blocks=8)
+    tiered_index.add_tier(tier)
+    return tiered_index, tier
 
 
-def put(tiered_index: TieredIndex, keys: Sequence[bytes]) -> None:
+def put(tiered_index: TieredIndex, tier: DiskTier, keys: Sequence[bytes]) -> None:
     grant = tiered_index.index.reserve(keys, WRITER, MINE, 0.0)
     tiered_index.index.commit(
         grant.ticket,
@@ -272,21 +275,21 @@ def put(tiered_index: TieredIndex, keys: Sequence[bytes]) -> None:
         [Written(slot, keys[at][-1], 1) for slot, at in zip(grant.slots, grant.positions, strict=True)],
     )
     tiered_index.take_changes()
-    for write in tiered_index.take_writes(0.0):
-        tiered_index.wrote(write, True)
+    for write in tier.next_writes(0.0):
+        tier.written(write.copy.number)
 
 
 def test_a_hit_in_memory_is_answered_at_once_and_one_on_disk_when_it_has_come() -> None:
-    tiered_index, keys = both(), CHAINS[MINE]
-    put(tiered_index, keys[:1])
-    put(tiered_index, CHAINS[MINE][3:5])
+    (tiered_index, tier), keys = both(), CHAINS[MINE]
+    put(tiered_index, tier, keys[:1])
+    put(tiered_index, tier, CHAINS[MINE][3:5])
     assert isinstance(tiered_index.lookup(keys[3:5], READER, MINE, 0.0, 1.0), Hit)
     tiered_index.index.expire(10.0)
     number = tiered_index.lookup(keys[:1], READER, MINE, 10.0, 1.0)
     assert not isinstance(number, Hit), "memory has forgotten it"
     assert tiered_index.lookup(keys[:1], READER, MINE, 10.0) == Hit(0, ()), "who does not wait gets nothing"
     assert tiered_index.answers(10.5) == [] and tiered_index.next_deadline_s == 11.0
-    (read,) = tiered_index.take_reads()
+    (read,) = tiered_index.take_reads(tier)
     tiered_index.was_read(read, read.copy.checksum)
     ((answered, hit),) = tiered_index.answers(10.5)
     assert answered == number and [each.checksum for each in hit.blocks] == [keys[0][-1]]
@@ -294,25 +297,79 @@ def test_a_hit_in_memory_is_answered_at_once_and_one_on_disk_when_it_has_come() 
 
 
 def test_who_waits_is_answered_in_time_with_what_is_there() -> None:
-    tiered_index, keys = both(num_slots=3), CHAINS[MINE]
-    put(tiered_index, keys[:2])
-    put(tiered_index, CHAINS[MINE][3:5])  # the tail, keys[1], is forgotten
+    (tiered_index, tier), keys = both(num_slots=3), CHAINS[MINE]
+    put(tiered_index, tier, keys[:2])
+    put(tiered_index, tier, CHAINS[MINE][3:5])  # the tail, keys[1], is forgotten
     assert tiered_index.lookup(keys[:2], READER, MINE, 0.0, 1.0) == 1
     ((_, hit),) = tiered_index.answers(1.0)
     assert len(hit.blocks) == 1, "the head was in memory, and was kept there"
     counters = tiered_index.index.counters
     assert (counters.hits, counters.misses) == (1, 1), "one look-up, not two"
-    (read,) = tiered_index.take_reads()
+    (read,) = tiered_index.take_reads(tier)
     tiered_index.was_read(read, read.copy.checksum)  # too late for this one
     again = tiered_index.lookup(keys[:2], READER, MINE, 1.0)
     assert isinstance(again, Hit) and len(again.blocks) == 2
 
 
 def test_two_who_want_the_same_block_read_it_once() -> None:
-    tiered_index, keys = both(), CHAINS[MINE]
-    put(tiered_index, keys[:1])
-    put(tiered_index, keys[3:5])
+    (tiered_index, tier), keys = both(), CHAINS[MINE]
+    put(tiered_index, tier, keys[:1])
+    put(tiered_index, tier, keys[3:5])
     assert [tiered_index.lookup(keys[:1], READER, MINE, 0.0, 1.0) for _ in range(2)] == [1, 2]
-    (read,) = tiered_index.take_reads()
+    (read,) = tiered_index.take_reads(tier)
     tiered_index.was_read(read, read.copy.checksum)
     assert [len(hit.blocks) for _, hit in tiered_index.answers(0.0)] == [1, 1]
+
+
+class Shelf:
+    """A third tier, by the protocol alone: it keeps every block that memory ever had."""
+
+    capacity, next_deadline_s = 100, None
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, StoredBlock] = {}
+        self.quotas: dict[bytes, int] = {}
+
+    def see(self, changes: Iterable[tuple[int, Record]]) -> None:
+        for _, record in changes:
+            if record.state is State.COMMITTED:
+                kept = (record.key, record.namespace, record.position, record.checksum, record.num_bytes, record.form)
+                self.blocks[record.key] = StoredBlock(*kept)
+
+    def find(self, key: bytes, namespace: bytes) -> StoredBlock | None:
+        found = self.blocks.get(key)
+        return found if found is not None and found.namespace == namespace else None
+
+    def was_read(self, block: StoredBlock, intact: bool) -> None:
+        assert intact
+
+    def purge(self, namespace: bytes) -> int:
+        gone = [key for key, each in self.blocks.items() if each.namespace == namespace]
+        for key in gone:
+            del self.blocks[key]
+        return len(gone)
+
+    def set_quotas(self, quotas: Mapping[bytes, int]) -> int:
+        self.quotas = dict(quotas)
+        return 0
+
+    def check(self) -> None:
+        assert all(key == each.key for key, each in self.blocks.items())
+
+
+def test_a_third_tier_is_searched_after_the_second_and_hears_of_purges_and_quotas() -> None:
+    (tiered_index, disk), keys, shelf = both(), CHAINS[MINE], Shelf()
+    tiered_index.add_tier(shelf)
+    put(tiered_index, disk, keys[:1])
+    put(tiered_index, disk, keys[3:5])
+    tiered_index.remove_tier(disk)
+    number = tiered_index.lookup(keys[:1], READER, MINE, 0.0, 1.0)
+    (read,) = tiered_index.take_reads(shelf)
+    tiered_index.was_read(read, read.copy.checksum)
+    ((answered, hit),) = tiered_index.answers(0.5)
+    assert answered == number and [each.checksum for each in hit.blocks] == [keys[0][-1]]
+    tiered_index.set_quotas({MINE: 1})
+    assert shelf.quotas == {MINE: 50}, "the same share as in memory"
+    tiered_index.purge(MINE)
+    assert tiered_index.lookup(keys[:1], READER, MINE, 1.0, 1.0) == Hit(0, ())
+    tiered_index.check()

@@ -7,10 +7,11 @@ from dataclasses import replace
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tripool.cache.disk_records import Write
+from tripool.cache.disk_records import DiskCopy, Write
+from tripool.cache.disk_tier import DiskTier
 from tripool.cache.index import PoolIndex
 from tripool.cache.records import Hit, Record, State, Written
-from tripool.cache.tiered_index import DiskTier, Read, TieredIndex
+from tripool.cache.tiered_index import Read, TieredIndex
 from tripool.messages import WorkerId
 from tripool.simulate.disk import SimDisk, Values
 from tripool.simulate.scenario import DiskSpec
@@ -48,7 +49,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     def begin(self) -> None:
         self.epoch += 1
-        self.reads: list[Read] = []
+        self.reads: list[Read[DiskCopy]] = []
         self.writes: list[Write] = []
         self.waiting: dict[int, list[bytes]] = {}
         self.own = WorkerId("cache-0", self.epoch)
@@ -61,7 +62,9 @@ class TiersMachine(RuleBasedStateMachine):
         self.tiered_index.set_quotas(self.quotas)
         whole = self.disk.new_tier()
         tier = self.tier_type(whole.num_segments, whole.segment_bytes, bytes_per_s=whole._bucket.bytes_per_s)
-        self.tiered_index.open_disk(tier, *self.disk.found())
+        tier.restore(*self.disk.found())
+        self.tier: DiskTier | None = tier
+        self.tiered_index.add_tier(tier)
         self.settle()
 
     def settle(self) -> None:
@@ -134,7 +137,7 @@ class TiersMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 8), last_first=st.booleans())
     def read(self, count: int, last_first: bool) -> None:
-        self.reads += self.tiered_index.take_reads()
+        self.reads += self.tiered_index.take_reads(self.tier) if self.tier is not None else []
         for _ in range(min(count, len(self.reads))):
             read = self.reads.pop(-1 if last_first else 0)
             record = self.tiered_index.index.records[read.slot]
@@ -145,13 +148,14 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, 8))
     def write(self, count: int) -> None:
         self.settle()
-        self.writes += self.tiered_index.take_writes(self.now_s)
+        self.writes += self.tier.next_writes(self.now_s) if self.tier is not None else []
         for _ in range(min(count, len(self.writes))):
             write = self.writes.pop(0)
             values = self.arena[write.slot]
             if checksum(values) == write.copy.checksum:
                 self.disk.put(write.copy, values)
-            self.tiered_index.wrote(write, checksum(values) == write.copy.checksum)
+            if self.tier is not None:
+                (self.tier.written if checksum(values) == write.copy.checksum else self.tier.failed)(write.copy.number)
 
     @rule(salt=st.integers(0, 8))
     def rot(self, salt: int) -> None:
@@ -188,9 +192,10 @@ class TiersMachine(RuleBasedStateMachine):
     @rule(space=st.sampled_from(SPACES))
     def purge(self, space: bytes) -> None:
         self.purged[space] = self.num_stored
-        _, purge = self.tiered_index.purge(space)
-        self.void[space] = purge.before if purge is not None else 0
-        self.disk.purge(purge)
+        self.tiered_index.purge(space)
+        purges = self.tier.take_purges() if self.tier is not None else None
+        self.void[space] = purges[-1].before if purges else 0
+        self.disk.purge(purges)
 
     @precondition(lambda self: self.tiered_index._arriving)
     @rule()
@@ -217,7 +222,7 @@ class TiersMachine(RuleBasedStateMachine):
     def die(self, kept: list[str]) -> None:
         """In the middle of everything. The next life knows every block that was on disk."""
         self.settle()
-        known = self.tiered_index.disk.disk_copies if self.tiered_index.disk is not None else {}
+        known = self.tier.disk_copies if self.tier is not None else {}
         for write, fate in zip(self.writes, kept, strict=False):
             values = self.arena[write.slot]
             if fate == "whole" and checksum(values) == write.copy.checksum:
@@ -225,18 +230,17 @@ class TiersMachine(RuleBasedStateMachine):
             elif fate == "torn":
                 self.disk.tear(write.copy, values)
         self.begin()
-        assert self.tiered_index.disk is not None
-        assert known.keys() <= self.tiered_index.disk.disk_copies.keys() or self.tiered_index.disk.counters.forgotten, (
-            "lost a block"
-        )
+        assert self.tier is not None
+        assert known.keys() <= self.tier.disk_copies.keys() or self.tier.counters.forgotten, "lost a block"
 
     @rule(rarely=st.integers(0, 9))
     def disk_fails(self, rarely: int) -> None:
         if rarely:
             return
-        self.reads += self.tiered_index.take_reads()
-        self.tiered_index.close_disk()
-        self.writes = []
+        if self.tier is not None:
+            self.reads += self.tiered_index.take_reads(self.tier)
+            self.tiered_index.remove_tier(self.tier)
+        self.tier, self.writes = None, []
 
     @invariant()
     def quotas_hold(self) -> None:
@@ -244,7 +248,7 @@ class TiersMachine(RuleBasedStateMachine):
             return
         self.settle()
         self.tiered_index.check()
-        for copy in self.tiered_index.disk.disk_copies.values() if self.tiered_index.disk is not None else ():
+        for copy in self.tier.disk_copies.values() if self.tier is not None else ():
             assert self.disk.keeps(copy), "knows a block that is not on disk"
             assert copy.namespace == copy.key[:1] * 16, "in another's name"
             assert copy.number >= self.void[copy.namespace], "knows a copy that was purged"

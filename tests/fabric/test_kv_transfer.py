@@ -117,7 +117,7 @@ def test_slots_are_never_lost(
     sender.close()
 
 
-# ---- every implementation of `Transfer` ---------------------------------------------------------------------------------
+# ---- every implementation of `Transfer` ------------------------------------------------------------------------------
 
 SHAPE = {"block_tokens": 8, "block_bytes": SLOT, "num_slots": 4}
 WORKER = WorkerId("prefill-0", 1)

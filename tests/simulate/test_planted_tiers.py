@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tripool.cache.disk_records import PAGE, Purge, Segment
+from tripool.cache.disk_tier import DiskTier
 from tripool.cache.index import PoolIndex
-from tripool.cache.tiered_index import DiskTier, Read, TieredIndex
+from tripool.cache.tiered_index import Read, TieredIndex
 from tripool.simulate.memory import SimArena
 
 from .test_planted import run_seeds

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tripool.cache.arena import Arena
-from tripool.cache.disk_records import PAGE, Purge, Segment, Write, footprint
+from tripool.cache.disk_records import PAGE, DiskCopy, Purge, Write, footprint
 from tripool.cache.disk_store import DiskStore, explain
 from tripool.cache.disk_tier import DiskTier
 from tripool.cache.tiered_index import Read, TieredIndex
@@ -80,12 +80,14 @@ class DiskTasks(Protocol):
 
     state: str
     """opening, on, or why it is off."""
+    tier: DiskTier | None
+    """None unless it is on."""
 
     def fileno(self) -> int: ...
 
     def poll(self, now_s: float) -> None: ...
 
-    def purge(self, namespace: bytes, purge: Purge | None, then: Callable[[], None]) -> None: ...
+    def purge(self, namespace: bytes, then: Callable[[], None]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -103,6 +105,7 @@ class DiskIo:
         self._folder = Path(config.folder) / name
         self.state = "opening"
         """"opening", "on", or "off: " and the reason."""
+        self.tier: DiskTier | None = None
         self._store: DiskStore | None = None
         self._results: list[Callable[[], None]] = []
         self._lock = threading.Lock()
@@ -127,18 +130,20 @@ class DiskIo:
                 results, self._results = self._results, []
             for result in results:
                 result()
-        for read in self._tiered_index.take_reads():
+        if self.tier is None:
+            return
+        for read in self._tiered_index.take_reads(self.tier):
             self._reader.put(partial(self._read, read))
-        writes = self._tiered_index.take_writes(now_s)
+        writes = self.tier.next_writes(now_s)
         if writes:
-            self._writer.put(partial(self._write, writes))
+            self._writer.put(partial(self._write, self.tier, writes))
 
-    def purge(self, namespace: bytes, purge: Purge | None, then: Callable[[], None]) -> None:
-        """Make a purge durable. `then` is called once it is, and never if that fails."""
+    def purge(self, namespace: bytes, then: Callable[[], None]) -> None:
+        """Make a purge durable, after the tier itself. `then` is called once it is, and never if that fails."""
         if self.state == "opening":
             self._purges.append((namespace, then))
-        elif purge is not None:
-            self._writer.put(partial(self._write_purge, purge, then), first=True)
+        elif self.tier is not None:
+            self._writer.put(partial(self._write_purges, self.tier.take_purges(), then), first=True)
         elif self._store is not None:  # the tier is off: delete the whole store, other namespaces included
             self._writer.put(partial(self._remove, then), first=True)
 
@@ -171,17 +176,18 @@ class DiskIo:
         capacity = num_segments * (segment_bytes - PAGE)
         share = int(self._namespace_share * capacity) if self._namespace_share < 1 else None
         tier = DiskTier(num_segments, segment_bytes, bytes_per_s=config.write_bytes_per_s, namespace_bytes=share)
-        return partial(self._opened, store, tier, segments, purges)
+        tier.restore(segments, purges)
+        return partial(self._opened, store, tier)
 
-    def _write(self, writes: Sequence[Write]) -> Callable[[], None]:
+    def _write(self, tier: DiskTier, writes: Sequence[Write]) -> Callable[[], None]:
         assert self._store is not None
         try:
             done = self._store.write(writes, self._arena.read)
         except (OSError, DiskError) as error:
             return partial(self._off, self._explained(error))
-        return partial(self._wrote, writes, done)
+        return partial(_wrote, tier, writes, done)
 
-    def _read(self, read: Read) -> Callable[[], None]:
+    def _read(self, read: Read[DiskCopy]) -> Callable[[], None]:
         assert self._store is not None
         try:
             checksum = self._store.read(read.copy, partial(self._arena.write, read.slot))
@@ -189,10 +195,11 @@ class DiskIo:
             return partial(self._not_read, read, self._explained(error))
         return partial(self._tiered_index.was_read, read, checksum)
 
-    def _write_purge(self, purge: Purge, then: Callable[[], None]) -> Callable[[], None]:
+    def _write_purges(self, purges: Sequence[Purge], then: Callable[[], None]) -> Callable[[], None]:
         assert self._store is not None
         try:
-            self._store.purge(purge)
+            for purge in purges:
+                self._store.purge(purge)
         except (OSError, DiskError) as error:
             return partial(self._not_purged, self._explained(error), self._remove(then))
         return then
@@ -210,20 +217,16 @@ class DiskIo:
 
     # ---- in the loop --------------------------------------------------------------------------------------------
 
-    def _opened(self, store: DiskStore, tier: DiskTier, segments: Sequence[Segment], purges: Sequence[Purge]) -> None:
-        self._store, self.state = store, "on"
+    def _opened(self, store: DiskStore, tier: DiskTier) -> None:
+        self._store, self.tier, self.state = store, tier, "on"
         _LOG.info("the disk tier is on", extra={"folder": str(self._folder), "bytes": self._config.num_bytes})
-        self._tiered_index.open_disk(tier, segments, purges)
+        self._tiered_index.add_tier(tier)
         requested, self._purges = self._purges, []
         for namespace, then in requested:
-            _, purge = tier.purge(namespace)
-            self.purge(namespace, purge, then)
+            tier.purge(namespace)
+            self.purge(namespace, then)
 
-    def _wrote(self, writes: Sequence[Write], done: Sequence[bool]) -> None:
-        for write, each in zip(writes, done, strict=True):
-            self._tiered_index.wrote(write, each)
-
-    def _not_read(self, read: Read, error: DiskError) -> None:
+    def _not_read(self, read: Read[DiskCopy], error: DiskError) -> None:
         self._off(error)
         self._tiered_index.was_read(read, None)
 
@@ -235,8 +238,15 @@ class DiskIo:
         if self.state not in ("opening", "on"):
             return
         self.state = f"off: {error}"
-        self._tiered_index.close_disk()
+        if self.tier is not None:
+            self._tiered_index.remove_tier(self.tier)
+            self.tier = None
         requested, self._purges = self._purges, []
         for namespace, then in requested:
-            self.purge(namespace, None, then)
+            self.purge(namespace, then)
         _LOG.warning("the disk tier is off; memory goes on", extra={"error": error.code, "reason": str(error)})
+
+
+def _wrote(tier: DiskTier, writes: Sequence[Write], done: Sequence[bool]) -> None:
+    for write, each in zip(writes, done, strict=True):
+        (tier.written if each else tier.failed)(write.copy.number)

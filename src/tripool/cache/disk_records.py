@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tripool.cache.records import StoredBlock
+
 PAGE = 4096
 """Alignment of everything on disk. A header takes one page, in front of every segment and every block."""
 
@@ -14,15 +16,9 @@ def footprint(num_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class DiskCopy:
+class DiskCopy(StoredBlock):
     """One block on disk. `number` rises with every copy; `generation` is that of its segment when it was written."""
 
-    key: bytes
-    namespace: bytes
-    position: int
-    checksum: int
-    num_bytes: int
-    form: int
     number: int
     segment: int
     offset: int

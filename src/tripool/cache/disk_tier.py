@@ -64,12 +64,14 @@ def _leaving_first(change: tuple[int, Record]) -> tuple[bool, int, int]:
 
 
 class DiskTier:
+    """`BackingTier` on a disk."""
+
     def __init__(
         self, num_segments: int, segment_bytes: int, *, bytes_per_s: float, namespace_bytes: int | None = None
     ) -> None:
         assert num_segments >= 2 and segment_bytes % PAGE == 0 and segment_bytes > 2 * PAGE and bytes_per_s > 0
         self.num_segments, self.segment_bytes = num_segments, segment_bytes
-        self.capacity_bytes = num_segments * (segment_bytes - PAGE)
+        self.capacity = num_segments * (segment_bytes - PAGE)
         self.counters = DiskCounters()
         self._namespace_bytes = namespace_bytes
         self._quotas: dict[bytes, int] = {}
@@ -90,6 +92,8 @@ class DiskTier:
         self._slot_of: dict[bytes, int] = {}
         self._pending: OrderedDict[bytes, int] = OrderedDict()
         """Keys to be written, and the slot of each."""
+        self._purges: list[Purge] = []
+        """To be recorded on disk."""
         self._is_blocked = False
         """The next segment still has writes in flight."""
 
@@ -158,7 +162,7 @@ class DiskTier:
         return writes
 
     @property
-    def next_write_s(self) -> float | None:
+    def next_deadline_s(self) -> float | None:
         """Time at which `next_writes` has something to return, if nothing else changes."""
         if not self._pending or self._is_blocked or len(self._writing) >= _MOST_WRITING:
             return None
@@ -233,7 +237,7 @@ class DiskTier:
         if any(copy.segment == following for copy in self._writing.values()):
             return False
         # If memory is nearly as large as the disk, rewriting what memory holds would evict itself for ever.
-        again = 2 * self._memory_bytes <= self.capacity_bytes
+        again = 2 * self._memory_bytes <= self.capacity
         for key in list(self._in[following]):
             self.counters.forgotten += self._forget(key)
             if again and key in self._slot_of and key not in self._writing_keys:
@@ -259,8 +263,8 @@ class DiskTier:
 
     # ---- tenants and restarts -----------------------------------------------------------------------------------
 
-    def purge(self, namespace: bytes) -> tuple[int, Purge]:
-        """Evict a namespace; returns the number of blocks that were on disk only, and the purge to record on disk."""
+    def purge(self, namespace: bytes) -> int:
+        """Evict a namespace; returns the number of blocks that were on disk only."""
         keys = list(self._of.get(namespace, ()))
         num_gone = sum(key not in self._slot_of for key in keys)
         for key in keys:
@@ -270,13 +274,21 @@ class DiskTier:
         for key in [key for key, slot in self._pending.items() if self._memory[slot].namespace == namespace]:
             del self._pending[key]
         self._next_number += 1
-        return num_gone, Purge(namespace, self._next_number - 1)
+        self._purges.append(Purge(namespace, self._next_number - 1))
+        return num_gone
 
-    def set_quotas(self, quotas: Mapping[bytes, int]) -> None:
+    def take_purges(self) -> list[Purge]:
+        """Purges since the last call, to be recorded on disk."""
+        purges, self._purges = self._purges, []
+        return purges
+
+    def set_quotas(self, quotas: Mapping[bytes, int]) -> int:
         """Replace all quotas (bytes by namespace). Namespaces above theirs lose their oldest copies."""
         self._quotas = dict(quotas)
+        num_before = self.num_disk_copies
         for namespace in list(self._of):
             self._make_room(namespace, 0)
+        return num_before - self.num_disk_copies
 
     def restore(self, segments: Sequence[Segment], purges: Iterable[Purge] = ()) -> None:
         """Take over what a scan found on disk. Only for a tier that has written nothing; `see` may have been called
@@ -338,7 +350,7 @@ class DiskTier:
             extents[copy.segment].append((copy.offset, copy.offset + size, copy.generation))
             assert copy.number < self._next_number, "a number from the future"
         assert held == self._held, "bytes are miscounted"
-        assert held.total() <= self.capacity_bytes, "more than there is room for"
+        assert held.total() <= self.capacity, "more than there is room for"
         for name, keys in self._of.items():
             quota = self._quotas.get(name, self._namespace_bytes)
             assert quota is None or held[name] <= quota or not keys, "above its quota"

@@ -47,7 +47,7 @@ class PoolIndex:
         shared_readers: SharedReaders | None = None,
     ) -> None:
         assert write_s > 0 and first_number > 0
-        self.num_slots = num_slots
+        self.num_slots = self.capacity = num_slots
         self.counters = Counters()
         self._write_s = write_s
         self._namespace_slots = namespace_slots or num_slots

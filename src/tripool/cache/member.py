@@ -204,11 +204,10 @@ class Member:
 
     def _purge(self, number: int, namespace: bytes, send: Send | None) -> wire.Purged | None:
         """The purge is answered once it is recorded on disk."""
-        num_blocks, purge = self.tiered_index.purge(namespace)
-        purged = wire.Purged(number, num_blocks)
+        purged = wire.Purged(number, self.tiered_index.purge(namespace))
         if self.disk_io is None or send is None:
             return purged
-        self.disk_io.purge(namespace, purge, partial(send, wire.encode(purged)))
+        self.disk_io.purge(namespace, partial(send, wire.encode(purged)))
         return None
 
     def _found(self, number: int, hit: Hit) -> wire.LookupResult:
@@ -259,8 +258,7 @@ class Member:
         )
 
     def _disk(self) -> wire.Disk | None:
-        tier = self.tiered_index.disk
-        if self.disk_io is None or tier is None:
+        if self.disk_io is None or (tier := self.disk_io.tier) is None:
             return wire.Disk(self.disk_io.state, self._disk_bytes) if self.disk_io is not None else None
         told = tier.counters
         return wire.Disk(

@@ -57,6 +57,18 @@ class Record:
     """Opaque mark of the writer, passed to readers: which code path computed the block."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """A block in a tier behind memory."""
+
+    key: bytes
+    namespace: bytes
+    position: int
+    checksum: int
+    num_bytes: int
+    form: int
+
+
 class Block(NamedTuple):
     """Slot and checksum of a readable block. (A NamedTuple: readers create many.)"""
 

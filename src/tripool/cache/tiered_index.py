@@ -1,10 +1,10 @@
-"""Memory and disk as one index: blocks that are only on disk are read back into memory when a look-up needs them. Pure.
+"""Memory and the tiers behind it as one index: blocks are read back into memory when a look-up needs them. Pure.
 
 A look-up that finds such blocks may wait for them, as long as the caller allows. They get reserved slots like any
 written block, are read there by the caller of `take_reads`, and are committed. Then, or at its deadline, the look-up is
 answered with the longest prefix that is in memory. Blocks that arrive later serve the next look-up.
 
-Memory is searched first: a hit there never waits for the disk.
+Memory is searched first: a hit there never waits for a slower tier.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from typing import Any, Generic
 
-from tripool.cache.disk_records import DiskCopy, Purge, Segment, Write
-from tripool.cache.disk_tier import DiskTier
 from tripool.cache.index import PoolIndex
-from tripool.cache.records import Hit, Record, Written
+from tripool.cache.records import Hit, Record, StoredBlock, Written
+from tripool.cache.tier import BackingTier, BlockT, CacheTier
 from tripool.messages import WorkerId
 
 _GROUP_BLOCKS = 8
@@ -26,12 +26,13 @@ _MOST_WAITING = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """Read this copy into a slot. `ticket` is the slot's reservation."""
+class Read(Generic[BlockT]):
+    """Read this copy of a tier into a slot. `ticket` is the slot's reservation."""
 
     ticket: int
     slot: int
-    copy: DiskCopy
+    copy: BlockT
+    tier: BackingTier[BlockT]
 
 
 @dataclass(slots=True)
@@ -60,36 +61,33 @@ class _Waiting:
 
 
 class TieredIndex:
-    """An index and, after `open_disk`, a disk tier behind it. `own` is this member, the writer of what is read from
-    disk.
-    """
+    """An index of memory, and tiers behind it, fastest first. `own` is this member, the writer of what is read back."""
 
     def __init__(self, index: PoolIndex, own: WorkerId) -> None:
         self.index = index
-        self.disk: DiskTier | None = None
+        self._backing: list[BackingTier[Any]] = []
         self._own = own
         self._quotas: dict[bytes, int] = {}
-        self._reads: list[Read] = []
+        self._reads: list[Read[Any]] = []
         self._groups: dict[int, _Group] = {}
         self._arriving: dict[bytes, bytes] = {}
-        """Keys being read from disk, and their namespaces."""
+        """Keys being read from a backing tier, and their namespaces."""
         self._waiting: dict[int, _Waiting] = {}
         self._num_waited = 0
 
-    # ---- opening and closing the disk-----------------------------------------------------------------------------
+    @property
+    def tiers(self) -> list[CacheTier]:
+        return [self.index, *self._backing]
 
-    def open_disk(self, disk: DiskTier, segments: Sequence[Segment], purges: Sequence[Purge]) -> None:
-        """Add the disk tier. `segments` and `purges` are what a scan found on it."""
-        self.disk = disk
+    def add_tier(self, tier: BackingTier[Any]) -> None:
+        self._backing.append(tier)
         self.set_quotas(self._quotas)
-        disk.see(enumerate(self.index.records))
-        disk.restore(segments, purges)
+        tier.see(enumerate(self.index.records))
 
-    def close_disk(self) -> None:
-        """Remove the disk tier. Reads in flight are answered as usual."""
-        self.disk = None
-        reads, self._reads = self._reads, []
-        for read in reads:
+    def remove_tier(self, tier: BackingTier[Any]) -> None:
+        """Reads in flight are answered as usual."""
+        self._backing.remove(tier)
+        for read in self.take_reads(tier):
             self.was_read(read, None)
 
     # ---- reading ------------------------------------------------------------------------------------------------
@@ -100,7 +98,7 @@ class TieredIndex:
         """A hit in memory; or a number under which `answers` will return the hit, after at most `wait_s`."""
         hit = self.index.lookup(keys, reader, namespace, now_s)
         num_here = len(hit.blocks)
-        if self.disk is None or num_here == len(keys):
+        if not self._backing or num_here == len(keys):
             return hit
         arriving = self._start_reads(keys[num_here:], namespace, now_s)
         if not arriving or wait_s <= 0 or len(self._waiting) >= _MOST_WAITING:
@@ -132,49 +130,56 @@ class TieredIndex:
             self.index.release(each.lease, each.reader)
 
     def _start_reads(self, keys: Sequence[bytes], namespace: bytes, now_s: float) -> set[bytes]:
-        """Start reading the leading keys from disk; returns those that are being read."""
-        assert self.disk is not None
+        """Start reading the leading keys from backing tiers; returns those that are being read."""
         leading: list[bytes] = []
-        disk_copies: list[DiskCopy] = []
+        copies: list[tuple[StoredBlock, BackingTier[Any]]] = []
         for key in keys:
             if self._arriving.get(key) != namespace:
-                copy = self.disk.find(key, namespace)
-                if copy is None or key in self._arriving or len(self._arriving) + len(disk_copies) >= _MOST_READING:
+                found = self._find(key, namespace)
+                if found is None or key in self._arriving or len(self._arriving) + len(copies) >= _MOST_READING:
                     break
-                disk_copies.append(copy)
+                copies.append(found)
             leading.append(key)
-        for start in range(0, len(disk_copies), _GROUP_BLOCKS):
-            self._read(disk_copies[start : start + _GROUP_BLOCKS], namespace, now_s)
+        for start in range(0, len(copies), _GROUP_BLOCKS):
+            self._read(copies[start : start + _GROUP_BLOCKS], namespace, now_s)
         return set(takewhile(self._arriving.__contains__, leading))  # as far as there were slots for them
 
-    def _read(self, disk_copies: Sequence[DiskCopy], namespace: bytes, now_s: float) -> None:
-        keys, depths = [copy.key for copy in disk_copies], [copy.position for copy in disk_copies]
+    def _find(self, key: bytes, namespace: bytes) -> tuple[StoredBlock, BackingTier[Any]] | None:
+        for tier in self._backing:
+            if (copy := tier.find(key, namespace)) is not None:
+                return copy, tier
+        return None
+
+    def _read(self, copies: Sequence[tuple[StoredBlock, BackingTier[Any]]], namespace: bytes, now_s: float) -> None:
+        keys, depths = [copy.key for copy, _ in copies], [copy.position for copy, _ in copies]
         grant = self.index.reserve(keys, self._own, namespace, now_s, depths)
         if grant.ticket:
-            wanted = [disk_copies[position] for position in grant.positions]
-            self._groups[grant.ticket] = _Group(namespace, [copy.key for copy in wanted], len(wanted))
-            self._arriving |= {copy.key: namespace for copy in wanted}
-            self._reads += [Read(grant.ticket, slot, copy) for slot, copy in zip(grant.slots, wanted, strict=True)]
+            wanted = [copies[position] for position in grant.positions]
+            self._groups[grant.ticket] = _Group(namespace, [copy.key for copy, _ in wanted], len(wanted))
+            self._arriving |= {copy.key: namespace for copy, _ in wanted}
+            self._reads += [Read(grant.ticket, slot, *each) for slot, each in zip(grant.slots, wanted, strict=True)]
 
-    # ---- disk jobs and their results -------------------------------------------------------------------------
+    # ---- changes and reads ----------------------------------------------------------------------------------
 
     def take_changes(self) -> list[tuple[int, Record]]:
         """Slots changed since the last call, as `PoolIndex.take_changes`."""
         changes = self.index.take_changes()
-        if self.disk is not None and changes:
-            self.disk.see(changes)
+        if changes:
+            for tier in self._backing:
+                tier.see(changes)
         return changes
 
-    def take_reads(self) -> list[Read]:
+    def take_reads(self, tier: BackingTier[BlockT]) -> list[Read[BlockT]]:
         """Reads to start. Each must be answered by `was_read`; until then nothing else writes into its slot."""
-        reads, self._reads = self._reads, []
+        reads = [read for read in self._reads if read.tier is tier]
+        self._reads = [read for read in self._reads if read.tier is not tier]
         return reads
 
-    def was_read(self, read: Read, checksum: int | None) -> None:
+    def was_read(self, read: Read[Any], checksum: int | None) -> None:
         """Result of a read: `checksum` of what is in the slot now; None if nothing could be read."""
         intact = checksum == read.copy.checksum
-        if self.disk is not None and checksum is not None:
-            self.disk.was_read(read.copy, intact)
+        if read.tier in self._backing and checksum is not None:
+            read.tier.was_read(read.copy, intact)
         group = self._groups[read.ticket]
         group.num_open -= 1
         if intact:
@@ -188,44 +193,35 @@ class TieredIndex:
             for each in self._waiting.values():
                 each.arriving.discard(key)
 
-    def take_writes(self, now_s: float) -> list[Write]:
-        """Writes to start. Each must be answered by `wrote`."""
-        return self.disk.next_writes(now_s) if self.disk is not None else []
-
-    def wrote(self, write: Write, done: bool) -> None:
-        if self.disk is not None:
-            (self.disk.written if done else self.disk.failed)(write.copy.number)
-
     @property
     def next_deadline_s(self) -> float | None:
         """Time of the next deadline, if nothing else happens."""
-        times = [self.index.next_deadline_s, self.disk.next_write_s if self.disk is not None else None]
+        times = [tier.next_deadline_s for tier in self.tiers]
         times += [each.deadline_s for each in self._waiting.values()]
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     # ---- tenants ------------------------------------------------------------------------------------------------
 
-    def purge(self, namespace: bytes) -> tuple[int, Purge | None]:
-        """Evict a namespace from both tiers; returns the number of blocks, and the purge to record on disk."""
+    def purge(self, namespace: bytes) -> int:
+        """Evict a namespace from all tiers; returns the number of blocks."""
         for group in self._groups.values():
             group.is_void = group.is_void or group.namespace == namespace
-        num_on_disk, purge = self.disk.purge(namespace) if self.disk is not None else (0, None)
-        return num_on_disk + self.index.purge(namespace), purge
+        return sum(tier.purge(namespace) for tier in reversed(self.tiers))
 
     def set_quotas(self, quotas: Mapping[bytes, int]) -> int:
-        """Set quotas in slots by namespace; on disk each gets the same share. Returns the number of blocks evicted from
-        memory.
+        """Set quotas in slots of memory by namespace; in other tiers each gets the same share. Returns the number of
+        evicted blocks.
         """
         self._quotas = dict(quotas)
-        if self.disk is not None:
-            unit = self.disk.capacity_bytes / self.index.num_slots
-            self.disk.set_quotas({namespace: int(slots * unit) for namespace, slots in quotas.items()})
-        return self.index.set_quotas(quotas)
+        units = [(tier, tier.capacity / self.index.capacity) for tier in self.tiers]
+        return sum(
+            tier.set_quotas({namespace: int(slots * unit) for namespace, slots in quotas.items()})
+            for tier, unit in units
+        )
 
     def check(self) -> None:
-        self.index.check()
-        if self.disk is not None:
-            self.disk.check()
+        for tier in self.tiers:
+            tier.check()
         arriving = {key: group.namespace for group in self._groups.values() for key in group.keys}
         assert arriving == self._arriving, "a block arrives without a read"
         assert all(each.arriving <= arriving.keys() for each in self._waiting.values()), (

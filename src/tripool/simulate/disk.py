@@ -76,10 +76,10 @@ class SimDisk:
         found = (self._segments[copy.segment].blocks or {}).get(copy.offset)
         return found[1] if found is not None else ()
 
-    def purge(self, purge: Purge | None) -> None:
-        """None: it is switched off and cannot be told of one, so everything on it goes."""
-        if purge is not None:
-            self._purges.append(purge)
+    def purge(self, purges: list[Purge] | None) -> None:
+        """None: it is switched off and can record none, so everything on it goes."""
+        if purges is not None:
+            self._purges += purges
         else:
             self._segments = [_Life(worker_id.generation) for worker_id in self._segments]
 
@@ -125,67 +125,69 @@ class SimDiskIo:
         self._writing: dict[int, tuple[Write, Values]] = {}
         self._crashed = False
         disk.is_full = False
-        tiered_index.open_disk(disk.new_tier(), *disk.found())
+        self.tier: DiskTier | None = disk.new_tier()
+        self.tier.restore(*disk.found())
+        tiered_index.add_tier(self.tier)
 
     def fileno(self) -> int:
         raise AssertionError("there is no descriptor in virtual time")
 
     def poll(self, now_s: float) -> None:
-        for read in self._tiered_index.take_reads():
+        if self.tier is None:
+            return
+        for read in self._tiered_index.take_reads(self.tier):
             self._later(read.slot, self._read, read)
             if self._disk.in_read is not None:
                 strike, self._disk.in_read = self._disk.in_read, None
                 self._clock.at(now_s, strike)
-        for write in self._tiered_index.take_writes(now_s):
+        for write in self.tier.next_writes(now_s):
             self._writing[write.copy.number] = write, tuple(self._arena.view(write.slot, write.copy.num_bytes).tolist())
             self._later(write.slot, self._wrote, write.copy.number)
 
-    def purge(self, namespace: bytes, purge: Purge | None, then: Callable[[], None]) -> None:
-        self._disk.purge(purge)
+    def purge(self, namespace: bytes, then: Callable[[], None]) -> None:
+        self._disk.purge(self.tier.take_purges() if self.tier is not None else None)
         then()
 
     def close(self) -> None:
         """A crash. What was being written is there, torn, or not there."""
         self._crashed = True
-        for write, values in self._writing.values() if self._tiered_index.disk is not None else ():
+        for write, values in self._writing.values() if self.tier is not None else ():
             if write.copy.number % 3 == 0 and _is_intact(write, values):
                 self._disk.put(write.copy, values)
             elif write.copy.number % 3 == 1:
                 self._disk.tear(write.copy, values)
                 self._seen["blocks torn on disk"] += 1
 
-    def _later(self, salt: int, job: Callable[..., None], argument: Read | int) -> None:
+    def _later(self, salt: int, job: Callable[..., None], argument: Read[DiskCopy] | int) -> None:
         self._clock.at(self._clock.now_s + _DELAY_S * (1 + salt % 7), self._finish, job, argument)
 
-    def _finish(self, job: Callable[..., None], argument: Read | int) -> None:
+    def _finish(self, job: Callable[..., None], argument: Read[DiskCopy] | int) -> None:
         if not self._crashed:
             job(argument)
             self._member_turn()
 
-    def _read(self, read: Read) -> None:
+    def _read(self, read: Read[DiskCopy]) -> None:
         checksum = self._arena.write(read.slot, bytes(self._disk.get(read.copy)))
         self._tiered_index.was_read(read, checksum)
 
     def _wrote(self, number: int) -> None:
         write, values = self._writing.pop(number)
+        tier = self.tier
+        if tier is None:
+            return
         if self._disk.is_full:
-            self._switch_off()
-        elif _is_intact(write, values):
-            self._disk.put(write.copy, values)
-            self._tiered_index.wrote(write, True)
-        else:
-            self._seen["slots reused before they were copied"] += 1
-            self._tiered_index.wrote(write, False)
-
-    def _switch_off(self) -> None:
-        tier = self._tiered_index.disk
-        if tier is not None:
-            self.state = "off: full"
+            self.tier, self.state = None, "off: full"
             self._seen["disks switched off"] += 1
             self._seen["blocks read from disk"] += tier.counters.promoted
             self._seen["blocks written to disk"] += tier.counters.written
             self._seen["bad blocks on disk"] += tier.counters.bad
-            self._tiered_index.close_disk()
+            self._tiered_index.remove_tier(tier)
+        elif _is_intact(write, values):
+            self._disk.put(write.copy, values)
+            tier.written(write.copy.number)
+        else:
+            self._seen["slots reused before they were copied"] += 1
+            tier.failed(write.copy.number)
 
 
 def _is_intact(write: Write, values: Values) -> bool:

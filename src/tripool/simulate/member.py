@@ -8,6 +8,7 @@ from mmap import mmap
 from tripool.cache import namespace_tag, wire
 from tripool.cache.arena import Arena, arena_bytes
 from tripool.cache.disk_records import DiskCopy
+from tripool.cache.disk_tier import DiskTier
 from tripool.cache.host import MemberChannel
 from tripool.cache.member import Member
 from tripool.cache.records import State
@@ -52,18 +53,22 @@ class SimMember:
         self.member = Member(host, worker_id, self._config, self._open_disk)
         self._memory.is_leased[f"{self.name}.arena"] = self.member.index.is_leased
         self.up = True
-        tier = self.member.tiered_index.disk
+        tier = self._tier
         if tier is not None:
             lost = self._acknowledged - tier.disk_copies.keys()
             assert not lost, f"{len(lost)} blocks that were on disk are gone"
             self.seen["blocks found on disk"] += tier.num_disk_copies if self.epoch > 1 else 0
         self._turn()
 
+    @property
+    def _tier(self) -> DiskTier | None:
+        return self.member.disk_io.tier if self.member.disk_io is not None else None
+
     def kill(self) -> None:
         self._disturb()
         self.remember()
         self.up = False
-        tier = self.member.tiered_index.disk
+        tier = self._tier
         self._acknowledged = set(tier.disk_copies) if tier is not None else set()
         if self.member.disk_io is not None:
             self.member.disk_io.close()
@@ -76,7 +81,7 @@ class SimMember:
         late_s = 0.0 if deadline_s is None else self._clock.now_s - deadline_s
         assert late_s < _LATE_S, f"{self.name} is {late_s:.1f} s past its deadline"
         self.member.tiered_index.check()
-        tier = self.member.tiered_index.disk
+        tier = self._tier
         if self.disk is not None and tier is not None:
             for copy in tier.disk_copies.values():
                 assert self.disk.keeps(copy), "the index knows a block that is not on disk"
@@ -97,7 +102,7 @@ class SimMember:
             return
         self.seen["bad blocks in the cache"] += self.member.index.counters.bad
         self.seen["blocks evicted"] += self.member.index.counters.evicted
-        tier = self.member.tiered_index.disk
+        tier = self._tier
         if tier is not None:
             self.seen["blocks read from disk"] += tier.counters.promoted
             self.seen["blocks written to disk"] += tier.counters.written
@@ -114,7 +119,7 @@ class SimMember:
         tag = namespace_tag(namespace)
         self._disturb()
         self.member.answer(wire.encode(wire.Purge(1, tag)), self._clock.now_s, set(), lambda data: None)
-        index, tier = self.member.index, self.member.tiered_index.disk
+        index, tier = self.member.index, self._tier
         found = [record for record in index.records if record.state is State.COMMITTED and record.namespace == tag]
         left: list[DiskCopy] = [] if tier is None else [c for c in tier.disk_copies.values() if c.namespace == tag]
         assert not found and not left, "a purged block can be found"
