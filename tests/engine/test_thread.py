@@ -17,7 +17,7 @@ from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
 from tripool.engine.thread import EngineThread
 from tripool.errors import ContextOverflow, EngineStopped, InvalidRequest, SlowReader
-from tripool.mailbox import Tally
+from tripool.token_stream import Tally
 
 DEADLINE_S = 60.0
 TEXT = fake_text()

@@ -25,9 +25,9 @@ from tripool.errors import EngineStopped, Overloaded
 from tripool.gateway.admission import AdmissionBackend
 from tripool.gateway.backend import Facts
 from tripool.grammar import Trial
-from tripool.mailbox import Mailbox, Watcher
 from tripool.router.admission_types import Capacity
 from tripool.tenants import Limits, Tenant
+from tripool.token_stream import TokenStream, Watcher
 
 NARROW = AdmissionConfig(window_s=1e-9, wide_tokens=1, max_wait_s=3600.0)
 """One prompt admitted at a time; a long wait: a machine that paused while the predictor learned predicts much."""
@@ -510,10 +510,10 @@ class Ready(Slow):
     """Has everything at once, and gives it to whoever reads."""
 
     async def stream(self, *requests: Request, watcher: Watcher | None = None) -> AsyncGenerator[TokenEvent, None]:
-        mailbox = Mailbox(requests, watcher)
+        stream = TokenStream(requests, watcher)
         events = [TokenEvent(one.id, choice, 0, 1, "stop") for one in requests for choice in range(one.params.n)]
         for event in events:
-            mailbox.put(event)
+            stream.put(event)
         for event in events:
             yield event
 

@@ -15,7 +15,6 @@ from tripool.core import Request, SamplingParams, TokenEvent
 from tripool.errors import SlowReader
 from tripool.gateway.pools import Pools
 from tripool.gateway.record import MAX_KEPT
-from tripool.mailbox import Tally
 from tripool.messages import (
     PROTOCOL,
     AnyMessage,
@@ -29,6 +28,7 @@ from tripool.messages import (
     decode,
     encode,
 )
+from tripool.token_stream import Tally
 
 LIFE = WorkerId("prefill-0", 1)
 HELLO = Hello(PROTOCOL, "prefill", LIFE, 1, "m", 4096, 8, 4096, 100)

@@ -26,7 +26,7 @@ from typing import Any
 from tripool.core import Request, ServingStats, Stages, TokenEvent
 from tripool.engine.protocol import StepEngine
 from tripool.errors import EngineStopped, RequestFailed, TripoolError
-from tripool.mailbox import Mailbox, Watcher
+from tripool.token_stream import TokenStream, Watcher
 
 _Item = TokenEvent | TripoolError | str
 """A token, how it fails, or the id of a request that was cancelled."""
@@ -39,14 +39,13 @@ _SHUT_DOWN = "the engine is shut down"
 _logger = logging.getLogger("tripool.engine")
 
 
-class _Stream(Mailbox):
-    """One consumer, and the loop it lives on. The times belong to the engine's thread."""
+class _Stream(TokenStream):
+    """One consumer, and its event loop. The times belong to the engine's thread."""
 
     def __init__(self, requests: tuple[Request, ...], watcher: Watcher | None, now_s: float) -> None:
-        super().__init__(requests, watcher)
+        super().__init__(requests, watcher, now_s)
         self.requests = requests
         self.loop = asyncio.get_running_loop()
-        self.added_s = now_s
         self.started_s: dict[str, float] = {}
         """When the first step with each request began."""
         self.grammars: set[Future[Any]] = set()
@@ -116,18 +115,11 @@ class EngineThread:
         try:
             await self._prepare(stream)
             self._hand_over(stream)
-            while left:
-                if stream.waiting:
-                    # Neither get() nor a fast client's send() would give way: a backlog must not starve other tasks.
-                    await asyncio.sleep(0)
-                item = await stream.get()
-                if isinstance(item, TripoolError):
-                    raise item
-                if item is None or item.request_id not in left:
-                    continue  # the event was on its way when its request was cancelled
-                if item.finish_reason is not None:
-                    self._count_down(left, item.request_id)
-                yield item
+            while (event := await stream.read()) is not None:
+                if event.request_id not in left:
+                    with self._lock:
+                        self._streams.pop(event.request_id, None)
+                yield event
         finally:
             for request_id in tuple(left):
                 self.cancel(request_id)
@@ -171,13 +163,6 @@ class EngineThread:
         self._thread.join(timeout_s)
         self._end(_SHUT_DOWN)
         return not self._thread.is_alive()
-
-    def _count_down(self, left: dict[str, int], request_id: str) -> None:
-        left[request_id] -= 1
-        if left[request_id] == 0:
-            del left[request_id]
-            with self._lock:
-                self._streams.pop(request_id, None)
 
     def _main(self) -> None:
         try:

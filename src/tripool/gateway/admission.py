@@ -21,12 +21,12 @@ from tripool.errors import AboveRateLimit, ContextOverflow, EngineStopped
 from tripool.gateway.answer_limits import answer_tokens, bounded, check_answers, most_tokens
 from tripool.gateway.backend import Backend, Facts
 from tripool.gateway.metrics import Histogram
-from tripool.mailbox import Watcher
 from tripool.router.admission import AdmissionController
 from tripool.router.admission_types import Admit, Arrival, Capacity, Decision
 from tripool.router.fair_queue import fairness
 from tripool.router.rate_limiter import RateLimiter
 from tripool.tenants import ANONYMOUS, Tenant
+from tripool.token_stream import Watcher
 
 _TICK_S = 0.02
 _CHARGE_TOKENS = 32

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
 from tripool.core import Request, ServingStats, TokenEvent
-from tripool.mailbox import Watcher
+from tripool.token_stream import Watcher
 
 Scalar = str | int | float | bool | None
 Fact = Scalar | Sequence[Mapping[str, Scalar]]

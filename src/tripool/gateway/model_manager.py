@@ -20,7 +20,7 @@ from tripool.control.model_policy import Load, ModelPolicy, Shortage
 from tripool.core import Request, ServingStats, TokenEvent
 from tripool.errors import EngineStopped, TripoolError
 from tripool.gateway.backend import Backend, Facts
-from tripool.mailbox import Watcher
+from tripool.token_stream import Watcher
 
 T = TypeVar("T")
 

@@ -6,7 +6,6 @@ decides nothing itself.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator
@@ -15,28 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 from tripool.config import RouterConfig
 from tripool.core import Request, ServingStats, Stages, TokenEvent
-from tripool.errors import EngineStopped, TripoolError
+from tripool.errors import EngineStopped
 from tripool.gateway.backend import Fact, Facts
 from tripool.gateway.record import MAX_KEPT
-from tripool.mailbox import Mailbox, Watcher
 from tripool.messages import AnyMessage, Hello, Role, WorkerId
 from tripool.router import Coordinator
 from tripool.router.admission_types import Capacity
 from tripool.router.outputs import Emit, Fail, Lost, Output, Send
 from tripool.router.placement_trace import PlacementTrace
+from tripool.token_stream import TokenStream, Watcher
 
 if TYPE_CHECKING:
     from tripool.gateway.pools import Pools
 
 _LOG = logging.getLogger("tripool.gateway")
-
-
-class _Stream(Mailbox):
-    """One consumer."""
-
-    def __init__(self, requests: tuple[Request, ...], watcher: Watcher | None, now_s: float) -> None:
-        super().__init__(requests, watcher)
-        self.added_s = now_s
 
 
 class PoolBackend:
@@ -45,7 +36,7 @@ class PoolBackend:
         self._connections = connections
         self.context_tokens = 0
         """The smallest of all workers that have joined; 0 before the first."""
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, TokenStream] = {}
         self._traces: OrderedDict[str, PlacementTrace] = OrderedDict()
         """Of the last requests, those that are over included."""
         self._ended: str | None = None
@@ -62,31 +53,19 @@ class PoolBackend:
             raise EngineStopped(self._ended)
         self._connections.start()
         now_s = self._now_s
-        stream = _Stream(requests, watcher, now_s)
-        left = stream.choices_left
+        stream = TokenStream(requests, watcher, now_s)
         try:
             for request in requests:
                 outputs = self.coordinator.submit(request, now_s)
                 self._streams[request.id] = stream
                 self._remember(request.id)
                 self._carry_out(outputs)
-            while left:
-                if stream.waiting:
-                    # Neither get() nor a fast client's send() would give way: a backlog must not starve other tasks.
-                    await asyncio.sleep(0)
-                item = await stream.get()
-                if isinstance(item, TripoolError):
-                    raise item
-                if item is None or item.request_id not in left:
-                    continue  # the event was on its way when its request was cancelled
-                if item.finish_reason is not None:
-                    left[item.request_id] -= 1
-                    if left[item.request_id] == 0:
-                        del left[item.request_id]
-                        self._streams.pop(item.request_id, None)
-                yield item
+            while (event := await stream.read()) is not None:
+                if event.request_id not in stream.choices_left:
+                    self._streams.pop(event.request_id, None)
+                yield event
         finally:
-            for request_id in tuple(left):
+            for request_id in tuple(stream.choices_left):
                 self.cancel(request_id)
 
     def cancel(self, request_id: str) -> None:
@@ -214,7 +193,7 @@ class PoolBackend:
         if not stream.put(event):
             self._connections.soon(self._give_up, stream)  # this may be amid what another step of it decided
 
-    def _give_up(self, stream: _Stream) -> None:
+    def _give_up(self, stream: TokenStream) -> None:
         """Compute nothing more for a client that does not read; its stream raises the reason when it is read."""
         for request_id in tuple(stream.choices_left):
             if self._streams.pop(request_id, None) is not None:

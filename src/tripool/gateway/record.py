@@ -15,7 +15,7 @@ from tripool.answer import Answer
 from tripool.core import Stages, TokenEvent, Usage
 from tripool.gateway.backend import Facts
 from tripool.gateway.job import Job
-from tripool.mailbox import Tally
+from tripool.token_stream import Tally
 
 State = Literal["open", "finished", "cancelled", "failed"]
 MAX_KEPT = 1000

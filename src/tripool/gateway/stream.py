@@ -20,7 +20,7 @@ from tripool.gateway.connection_limits import SLOW_READER, cut_off, cut_off_beca
 from tripool.gateway.job import Job
 from tripool.gateway.record import Record, State
 from tripool.gateway.respond import Formatter
-from tripool.mailbox import MAX_UNREAD, Tally
+from tripool.token_stream import MAX_UNREAD, Tally
 
 # A connection only sees whether anything is read at all (`gateway/connection.py`). A client that reads a little now and
 # then would keep its whole answer in memory for hours, so the time for a whole answer is bounded too.

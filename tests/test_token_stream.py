@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tripool.core import Request, SamplingParams, TokenEvent, TokenLogprobs
-from tripool.errors import EngineStopped, SlowReader
-from tripool.mailbox import Mailbox, Tally
+from tripool.errors import EngineStopped, SlowReader, TripoolError
+from tripool.token_stream import Tally, TokenStream
 
 
 class Noting(Tally):
@@ -34,59 +34,72 @@ def event(
     return TokenEvent(request_id, choice, index, 7, "length" if last else None, logprobs, num_cached_tokens=3)
 
 
-def read(mailbox: Mailbox) -> list[Any]:
+def read(stream: TokenStream) -> list[Any]:
+    """All that is there, an error included."""
+
     async def all_there() -> list[Any]:
-        return [await mailbox.get() for _ in iter(lambda: mailbox.waiting, False)]
+        found: list[Any] = []
+        while stream._items:
+            try:
+                found.append(await stream.read())
+            except TripoolError as error:
+                found.append(error)
+        return found
 
     return asyncio.run(all_there())
 
 
 def test_tokens_count_when_they_come_and_a_request_is_over_when_its_last_has_come() -> None:
     noting = Noting()
-    mailbox = Mailbox([request("a", n=2), request("b")], noting)
+    stream = TokenStream([request("a", n=2), request("b")], noting)
     for one in (event("a"), event("a", choice=1, last=True), event("b"), event("a", 1, last=True)):
-        assert mailbox.put(one)
+        assert stream.put(one)
     assert noting.num_made == {"a": 3, "b": 1} and noting.num_cached == {"a": 3, "b": 3}
-    assert noting.over_ids == ["a"] and mailbox.choices_left == {"a": 2, "b": 1}, "nothing of it was read yet"
+    assert noting.over_ids == ["a"] and stream.choices_left == {"a": 2, "b": 1}, "nothing of it was read yet"
 
 
 @pytest.mark.parametrize("top", [None, 0, 20])
 def test_beyond_its_bound_it_says_so_once_and_keeps_nothing(top: int | None) -> None:
     size = 1 + (top or 0)
     noting = Noting(max_unread=3 * size)
-    mailbox = Mailbox([request("a"), request("b")], noting)
-    assert [mailbox.put(event("a", index, top=top)) for index in range(5)] == [True, True, True, False, True]
+    stream = TokenStream([request("a"), request("b")], noting)
+    assert [stream.put(event("a", index, top=top)) for index in range(5)] == [True, True, True, False, True]
     assert noting.num_made == {"a": 5} and noting.over_ids == ["a", "b"]
-    (error,) = read(mailbox)
+    (error,) = read(stream)
     assert isinstance(error, SlowReader)
 
 
 def test_what_was_read_makes_room() -> None:
-    mailbox = Mailbox([request("a")], Noting(max_unread=2))
+    stream = TokenStream([request("a")], Noting(max_unread=2))
     for index in range(0, 100, 2):
-        assert mailbox.put(event("a", index)) and mailbox.put(event("a", index + 1))
-        assert [one.index for one in read(mailbox)] == [index, index + 1]
+        assert stream.put(event("a", index)) and stream.put(event("a", index + 1))
+        assert [one.index for one in read(stream)] == [index, index + 1]
 
 
 def test_a_failure_comes_after_unread_events_or_at_once() -> None:
     for at_once in (False, True):
         noting = Noting()
-        mailbox = Mailbox([request("a")], noting)
-        mailbox.put(event("a"))
-        mailbox.fail(EngineStopped("over"), at_once=at_once)
+        stream = TokenStream([request("a")], noting)
+        stream.put(event("a"))
+        stream.fail(EngineStopped("over"), at_once=at_once)
         assert noting.over_ids == ["a"]
-        assert [type(item) for item in read(mailbox)] == ([] if at_once else [TokenEvent]) + [EngineStopped]
+        assert [type(item) for item in read(stream)] == ([] if at_once else [TokenEvent]) + [EngineStopped]
 
 
 def test_a_cancelled_request_is_over_and_wakes_its_reader() -> None:
     async def go() -> None:
         noting = Noting()
-        mailbox = Mailbox([request("a"), request("b")], noting)
-        reader = asyncio.ensure_future(mailbox.get())
+        stream = TokenStream([request("a"), request("b")], noting)
+        reader = asyncio.ensure_future(stream.read())
         await asyncio.sleep(0)
-        mailbox.cancelled("a")
-        mailbox.cancelled("a")
-        assert await reader is None and noting.over_ids == ["a"] and mailbox.choices_left == {"b": 1}
+        stream.cancelled("a")
+        stream.cancelled("a")
+        assert noting.over_ids == ["a"] and stream.choices_left == {"b": 1}
+        stream.put(event("a"))  # was on its way
+        stream.put(event("b", last=True))
+        found = await reader
+        assert found is not None and found.request_id == "b" and stream.choices_left == {}
+        assert await stream.read() is None, "all are over"
 
     asyncio.run(go())
 
@@ -94,16 +107,16 @@ def test_a_cancelled_request_is_over_and_wakes_its_reader() -> None:
 @given(st.lists(st.one_of(st.integers(0, 3), st.just("read")), max_size=80), st.integers(1, 12))
 def test_no_more_than_the_bound_ever_waits(steps: list[Any], bound: int) -> None:
     """The plain one: a list of sizes, as long as it fits."""
-    mailbox, waiting, ended = Mailbox([request("a")], Noting(max_unread=bound)), list[int](), False
+    stream, waiting, ended = TokenStream([request("a")], Noting(max_unread=bound)), list[int](), False
     for index, step in enumerate(steps):
         if ended:
             break
         if step == "read":
             if waiting:
-                asyncio.run(mailbox.get())
+                asyncio.run(stream.read())
                 waiting.pop(0)
         else:
             waiting.append(1 + step)
             ended = sum(waiting) > bound
-            assert mailbox.put(event("a", index, top=step)) == (not ended)
-    assert ended == any(isinstance(item, SlowReader) for item in read(mailbox))
+            assert stream.put(event("a", index, top=step)) == (not ended)
+    assert ended == any(isinstance(item, SlowReader) for item in read(stream))

@@ -1,4 +1,4 @@
-"""Mailbox: a bounded buffer of token events between a backend and the one consumer that reads them.
+"""The stream of token events from a backend to the one consumer that reads them: a bounded buffer.
 
 A `Watcher` accounts for tokens when they are put in, not when they are read: tokens generated for a client that never
 reads them were computed all the same.
@@ -52,10 +52,11 @@ class Tally(Watcher):
             self.num_cached[request_id] = event.num_cached_tokens
 
 
-class Mailbox:
-    """Buffer of one or several requests with one consumer; used on the consumer's event loop only."""
+class TokenStream:
+    """Events of one or several requests; used on the consumer's event loop only."""
 
-    def __init__(self, requests: Iterable[Request], watcher: Watcher | None = None) -> None:
+    def __init__(self, requests: Iterable[Request], watcher: Watcher | None = None, now_s: float = 0.0) -> None:
+        self.added_s = now_s
         self.choices_left = {request.id: request.params.n for request in requests}
         """Choices per request whose end was not read yet."""
         self._to_make = dict(self.choices_left)
@@ -65,11 +66,6 @@ class Mailbox:
         self._num_unread = 0
         self._failed = False
         self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def waiting(self) -> bool:
-        """Whether an item can be read at once."""
-        return bool(self._items)
 
     def put(self, event: TokenEvent) -> bool:
         """False, once, when too much is unread: the stream ends with SlowReader and no more should be generated."""
@@ -100,15 +96,31 @@ class Mailbox:
         self._over(request_id)
         self._append(None)
 
-    async def get(self) -> _Item:
+    async def read(self) -> TokenEvent | None:
+        """The next event; None once all requests are over. Raises what the stream failed with."""
         # One reader, and no more bookkeeping than one needs: every token of every stream passes here.
-        while not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        item = self._items.popleft()
-        if isinstance(item, TokenEvent):
+        left = self.choices_left
+        while left:
+            if self._items:
+                # Neither this nor a fast client's send() would give way: a backlog must not starve other tasks.
+                await asyncio.sleep(0)
+            while not self._items:
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
+            item = self._items.popleft()
+            if isinstance(item, TripoolError):
+                raise item
+            if item is None:
+                continue
             self._num_unread -= _size(item)
-        return item
+            if item.request_id not in left:
+                continue  # the event was on its way when its request was cancelled
+            if item.finish_reason is not None:
+                left[item.request_id] -= 1
+                if left[item.request_id] == 0:
+                    del left[item.request_id]
+            return item
+        return None
 
     def _append(self, item: _Item) -> None:
         self._items.append(item)
