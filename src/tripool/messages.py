@@ -258,7 +258,7 @@ def encode(message: AnyMessage) -> bytes:
     return _encoder.encode(message)
 
 
-def decode(data: bytes) -> AnyMessage:
+def decode(data: bytes | memoryview) -> AnyMessage:
     """Raises msgspec.DecodeError, and nothing else, on anything else than one of these messages."""
     return strictly(_decoder, data)
 

@@ -5,19 +5,13 @@
 
 from __future__ import annotations
 
-import math
-import os
-import select
-import socket
 import time
 from pathlib import Path
 from typing import Protocol
 
 from tripool.cache import wire
 from tripool.cache.arena import Arena
-
-_LOOK_S = 150e-6
-"""Time spent polling for an answer before sleeping: members answer sooner than a sleeping client wakes up."""
+from tripool.local_channel import LocalChannel
 
 
 class MemberChannel(Protocol):
@@ -66,15 +60,7 @@ class LocalHost:
     now_s = staticmethod(time.monotonic)
 
     def connect(self, member: str) -> MemberChannel | None:
-        end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        end.setblocking(False)
-        try:
-            end.connect(str(wire.address(self._folder, member)))
-        except OSError:  # no listener, or its backlog is full
-            end.close()
-            return None
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wire.MAX_MESSAGE_BYTES)
-        return _SocketChannel(end)
+        return LocalChannel.connect(wire.address(self._folder, member))
 
     def create_arena(self, name: str, slot_bytes: int, num_slots: int) -> Arena:
         return Arena.create(self._folder / name, slot_bytes, num_slots)
@@ -84,40 +70,3 @@ class LocalHost:
 
     def attach_arena(self, name: str) -> Arena:
         return Arena.attach(self._folder / name)
-
-
-class _SocketChannel:
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
-        self._readable = select.poll()
-        self._readable.register(end, select.POLLIN)
-        # Kept: a fresh buffer of this size for every message would cost more than the message.
-        self._received = memoryview(bytearray(wire.MAX_MESSAGE_BYTES))
-
-    def send(self, data: bytes) -> None:
-        self._socket.send(data)
-
-    @property
-    def readable(self) -> bool:
-        return bool(self._readable.poll(0))
-
-    def receive(self, wait_s: float) -> memoryview | None:
-        num_bytes = self._receive(wait_s)
-        return None if num_bytes is None else self._received[:num_bytes]
-
-    def _receive(self, wait_s: float) -> int | None:
-        if wait_s > 0:
-            # The message just sent may have woken the member on this very core, where it waits until we yield.
-            os.sched_yield()
-        look_until_s = time.monotonic() + min(wait_s, _LOOK_S)
-        while True:
-            try:
-                return self._socket.recv_into(self._received)
-            except BlockingIOError:
-                if time.monotonic() >= look_until_s:
-                    break
-                os.sched_yield()
-        return self._socket.recv_into(self._received) if self._readable.poll(math.ceil(wait_s * 1e3)) else None
-
-    def close(self) -> None:
-        self._socket.close()

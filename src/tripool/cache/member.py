@@ -28,6 +28,7 @@ from tripool.cache.index import PoolIndex
 from tripool.cache.records import Hit, State, Written
 from tripool.cache.tiered_index import TieredIndex
 from tripool.config import CacheConfig
+from tripool.local_channel import MAX_MESSAGE_BYTES, LocalChannel
 from tripool.messages import Reaped, Suspect, WorkerId
 
 LOOK_AROUND_S = 0.5
@@ -281,13 +282,13 @@ class Member:
 
 @dataclass(slots=True)
 class _Peer:
-    socket: socket.socket
+    channel: LocalChannel
     worker_ids: set[WorkerId] = field(default_factory=set)
 
     def send(self, data: bytes) -> None:
         """Replies that do not fit the socket's buffer are dropped; a closed connection is noticed when reading."""
         with suppress(OSError):
-            self.socket.send(data)
+            self.channel.send(data)
 
 
 class MemberServer:
@@ -301,8 +302,7 @@ class MemberServer:
         self._listener.listen(_MAX_PEERS)
         self._listener.setblocking(False)
         self._lines: dict[int, _Peer] = {}
-        # Kept: a fresh buffer of this size for every message would cost more than the message.
-        self._heard = memoryview(bytearray(wire.MAX_MESSAGE_BYTES))
+        self._received = memoryview(bytearray(MAX_MESSAGE_BYTES))
         self._ready = select.epoll()
         self._ready.register(self._listener, select.EPOLLIN)
 
@@ -341,7 +341,7 @@ class MemberServer:
     def close(self) -> None:
         self._path.unlink(missing_ok=True)
         for line in self._lines.values():
-            line.socket.close()
+            line.channel.close()
         self._listener.close()
         self._ready.close()
 
@@ -354,19 +354,19 @@ class MemberServer:
         if uid != os.geteuid() or len(self._lines) >= _MAX_PEERS:
             peer.close()
             return
-        peer.setblocking(False)
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wire.MAX_MESSAGE_BYTES)
-        self._lines[peer.fileno()] = _Peer(peer)
+        self._lines[peer.fileno()] = _Peer(LocalChannel(peer, self._received))
         self._ready.register(peer, select.EPOLLIN)
 
     def _answer(self, member: Member, line: _Peer, now_s: float) -> bool:
         """Answer one message, so that a busy client alternates with the others. Returns whether it was a request."""
         try:
-            num_bytes = line.socket.recv_into(self._heard)
-            if num_bytes:
-                reply = member.answer(self._heard[:num_bytes], now_s, line.worker_ids, line.send)
+            data = line.channel.receive()
+            if data is None:
+                return False
+            if data:
+                reply = member.answer(data, now_s, line.worker_ids, line.send)
                 if reply is not None:
-                    line.socket.send(reply)
+                    line.channel.send(reply)
                 return reply is not None
         except BlockingIOError:
             return False  # it does not read its replies; they are dropped
@@ -375,9 +375,9 @@ class MemberServer:
         member.hang_up(line.send)
         for worker_id in line.worker_ids:
             member.lost(worker_id)
-        del self._lines[line.socket.fileno()]
-        self._ready.unregister(line.socket)
-        line.socket.close()
+        del self._lines[line.channel.fileno()]
+        self._ready.unregister(line.channel)
+        line.channel.close()
         return False
 
 

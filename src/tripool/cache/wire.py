@@ -28,7 +28,6 @@ PROTOCOL = 2
 KEY_BYTES = 16
 MAX_KEYS = 4096
 """Keys per request: a context of 256 K tokens on one member."""
-MAX_MESSAGE_BYTES = 2**18
 
 Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Small = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]

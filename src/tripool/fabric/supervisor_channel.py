@@ -1,7 +1,7 @@
-"""The channel between a child process and its supervisor: a socket pair, one end inherited. It ends with either.
+"""The channel between a child process and its supervisor: one end is inherited. It ends with either.
 
-Messages keep their borders. Nobody ever waits: what does not fit is dropped by the sender, and every message here is
-either said again or replaced by the death of its receiver.
+A message that does not fit is dropped by the sender: every message here is repeated, or replaced by the death of its
+receiver.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ from collections.abc import Iterator
 
 import msgspec
 
+from tripool.local_channel import LocalChannel
 from tripool.messages import AnyMessage, decode, encode
-
-_MAX_BYTES = 2**16
 
 
 class SupervisorChannel:
     def __init__(self, end: socket.socket) -> None:
-        self._end = end
-        end.setblocking(False)
+        self._channel = LocalChannel(end)
+        self.fileno, self.close = self._channel.fileno, self._channel.close
         self.ended = False
         """The other side is gone."""
 
     @classmethod
     def pair(cls) -> tuple[SupervisorChannel, socket.socket]:
-        """The supervisor's leash, and the end that a child inherits."""
+        """The supervisor's channel, and the end that a child inherits."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(ours), theirs
 
@@ -33,12 +32,9 @@ class SupervisorChannel:
     def inherited(cls, fileno: int) -> SupervisorChannel:
         return cls(socket.socket(fileno=fileno))
 
-    def fileno(self) -> int:
-        return self._end.fileno()
-
     def send(self, message: AnyMessage) -> None:
         try:
-            self._end.send(encode(message))
+            self._channel.send(encode(message))
         except BlockingIOError:
             pass
         except OSError:
@@ -48,11 +44,11 @@ class SupervisorChannel:
         """All that is there."""
         while not self.ended:
             try:
-                data = self._end.recv(_MAX_BYTES)
-            except BlockingIOError:
-                return
+                data = self._channel.receive()
             except OSError:
-                data = b""
+                data = memoryview(b"")
+            if data is None:
+                return
             if not data:
                 self.ended = True
                 return
@@ -60,6 +56,3 @@ class SupervisorChannel:
                 yield decode(data)
             except msgspec.DecodeError:
                 continue
-
-    def close(self) -> None:
-        self._end.close()
