@@ -31,11 +31,15 @@ def test_messages_come_as_they_were_sent_until_the_end(ends: tuple[LocalChannel,
     other.close()
 
 
+def send_much(channel: LocalChannel) -> None:
+    for _ in range(10_000):
+        channel.send(bytes(1000))
+
+
 def test_a_peer_that_does_not_read_is_not_waited_for(ends: tuple[LocalChannel, LocalChannel]) -> None:
     one, other = ends
     with pytest.raises(BlockingIOError):
-        for _ in range(10_000):
-            one.send(bytes(1000))
+        send_much(one)
     assert other.receive() == bytes(1000)
     one.close()
     other.close()

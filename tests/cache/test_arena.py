@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import random
@@ -38,6 +39,30 @@ def test_what_was_written_is_read_and_its_neighbours_stay(folder: Path, num_byte
         assert arena.read(slot, into) == expected[slot]
         assert into == blocks[slot].tobytes()
     assert arena.records() == [Record()] * 3, "blocks overlap headers"
+    arena.remove()
+
+
+def test_a_lazy_arena_takes_memory_slot_by_slot_and_readers_cannot_write(folder: Path) -> None:
+    arena = Arena.create(folder / "a.kv", 2**20, 64, lazy=True)
+    taken = (folder / "a.kv").stat().st_blocks
+    assert arena.back(2) and arena.back(1)
+    assert (folder / "a.kv").stat().st_blocks - taken == 3 * 2**20 // 512
+    arena.view(2, 3)[:] = 7
+    seen = Arena.attach(folder / "a.kv", read_only=True).view(2, 3)
+    assert seen.tolist() == [7, 7, 7] and not seen.flags.writeable
+    arena.remove()
+
+
+def test_a_lazy_arena_says_when_memory_is_full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena.create(folder / "a.kv", 100, 4, lazy=True)
+
+    def full(fd: int, start: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        assert not arena.back(0)
+    assert arena.back(0)
     arena.remove()
 
 

@@ -135,12 +135,12 @@ def test_a_parcel_that_is_not_what_it_was_is_refused_but_not_for_good(bench: Ben
     table = BlockTable.of(adopt.descriptor)
     assert table is not None
     if harm == "bytes":
-        bench.sender.memory.view(table.offsets[1] // table.block_bytes)[7] ^= 1
+        bench.sender.memory.view(table.slots[1], table.block_bytes)[7] ^= 1
     elif harm == "kind":
         table = None
     else:
-        changes = {"gone": {"memory": "gone.kv"}, "shape": {"block_bytes": 2 * table.block_bytes}}
-        changes |= {"short": {"offsets": table.offsets[:1], "checksums": table.checksums[:1]}}
+        changes = {"gone": {"arena": "gone.kv"}, "shape": {"block_bytes": 2 * table.block_bytes}}
+        changes |= {"short": {"slots": table.slots[:1], "checksums": table.checksums[:1]}}
         table = msgspec.structs.replace(table, **changes[harm])
     descriptor = table.descriptor() if table is not None else KvDescriptor("another", adopt.descriptor.payload)
     bench.attach(StartDecode(adopt.request, adopt.attempt, adopt.answered, descriptor, 0, 5.0))
@@ -182,7 +182,7 @@ def test_long_parcels_come_in_pieces_between_steps(bench: Bench, monkeypatch: py
     sent = bench.work(5)
     assert [type(message) for message in sent] == [Tokens] * 4 + [TransferDone, Tokens]
     table = BlockTable.of(long.descriptor)
-    assert table is not None and len(table.offsets) == 5
+    assert table is not None and len(table.slots) == 5
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])

@@ -13,12 +13,13 @@ import zmq
 
 from fuzz import mutations
 from split.in_process import Fleet
+from tripool.cache.arena import Arena
 from tripool.core import Request, SamplingParams, Slo, Stages, TokenEvent, TokenLogprobs
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
 from tripool.fabric.channel import Line, Switchboard
 from tripool.fabric.kv_transfer import checksum
-from tripool.fabric.shared_memory import Arena, BlockTable, FileMaps, MappedReceiver
+from tripool.fabric.shared_memory import BlockTable, MappedArenas, MappedReceiver
 from tripool.fabric.supervisor_channel import SupervisorChannel
 from tripool.messages import (
     PROTOCOL,
@@ -60,7 +61,7 @@ def request(name: str, tokens: int = 70, n: int = 2) -> Request:
 
 
 def descriptor() -> KvDescriptor:
-    return BlockTable("prefill-0.1.kv", (0, 512), (7, 8), 512).descriptor()
+    return BlockTable("prefill-0.1.kv", 512, (0, 1), (7, 8)).descriptor()
 
 
 def from_workers(name: str, attempt: int) -> list[bytes]:
@@ -165,18 +166,18 @@ def test_a_gateway_outlives_every_message(fleet: Fleet) -> None:
 
 
 def test_a_descriptor_reaches_nothing_outside_its_memory(tmp_path: Path) -> None:
-    arena = Arena(tmp_path / "a", 64, 4)
+    arena = Arena.create(tmp_path / "a", 64, 4, lazy=True)
     assert arena.back(3)
-    receiver, into = MappedReceiver(FileMaps(tmp_path), 16, 64), memoryview(bytearray(64))
-    good = BlockTable("a", (64,), (checksum(bytes(64)),), 64)
+    receiver, into = MappedReceiver(MappedArenas(tmp_path), 16, 64), memoryview(bytearray(64))
+    good = BlockTable("a", 64, (1,), (checksum(bytes(64)),))
 
     def reads(descriptor: KvDescriptor, num_tokens: int = 10) -> bool:
         kv = receiver.open(descriptor, num_tokens)
         return kv is not None and kv.read(0, into)
 
     assert reads(good.descriptor())
-    for offset in (-64, -1, 193, 256, 2**40, -(2**63)):
-        assert not reads(msgspec.structs.replace(good, offsets=(offset,)).descriptor()), offset
+    for slot in (-64, -1, 4, 256, 2**40, 2**62, -(2**63)):
+        assert not reads(msgspec.structs.replace(good, slots=(slot,)).descriptor()), slot
     assert not reads(good.descriptor(), 17) and not reads(good.descriptor(), 0)
     assert not reads(msgspec.structs.replace(good, checksums=()).descriptor())
     assert not reads(KvDescriptor("another", good.descriptor().payload))
@@ -185,9 +186,9 @@ def test_a_descriptor_reaches_nothing_outside_its_memory(tmp_path: Path) -> None
     (tmp_path / "empty").touch()
     (tmp_path / "folder").mkdir()
     for name in ("empty", "folder", "..", ".", "/etc/passwd", "a\0b", "none", ""):
-        assert not reads(msgspec.structs.replace(good, memory=name).descriptor()), name
+        assert not reads(msgspec.structs.replace(good, arena=name).descriptor()), name
     receiver.close()
-    arena.close()
+    arena.remove()
 
 
 def test_only_what_is_a_message_is_read() -> None:

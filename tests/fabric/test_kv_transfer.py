@@ -12,24 +12,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tripool.fabric.kv_transfer import KvReceiver, KvSender, Lease, Transfer
-from tripool.fabric.shared_memory import Arena, BlockTable, FileMaps, MappedReceiver, SharedMemoryTransfer
+from tripool.fabric.shared_memory import BlockTable, SharedMemoryTransfer
 from tripool.messages import KvDescriptor, WorkerId
 from tripool.simulate.memory import Memory, SimTransfer
 from tripool.simulate.supernode.process import ModelledTransfer
 
 SLOT = 64
+SHAPE = {"block_tokens": 8, "block_bytes": SLOT, "num_slots": 6}
+WORKER = WorkerId("prefill-0", 1)
 
 
 @pytest.fixture
 def sender(tmp_path: Path) -> Iterator[KvSender]:
-    made = KvSender(Arena(tmp_path / "prefill-0.1.kv", SLOT, 6))
+    made = SharedMemoryTransfer(tmp_path, WORKER, **SHAPE).sender()
     yield made
     made.close()
     assert not (tmp_path / "prefill-0.1.kv").exists()
 
 
 def receiver_of(folder: Path) -> KvReceiver:
-    return MappedReceiver(FileMaps(folder), block_tokens=8, block_bytes=SLOT)
+    return SharedMemoryTransfer(folder, WORKER, **SHAPE).receiver()
 
 
 def pack(sender: KvSender, name: str, keys: list[bytes | None]) -> Lease | None:
@@ -94,9 +96,9 @@ def test_an_arena_that_is_gone_and_a_path_for_a_name_are_misses(sender: KvSender
     into = memoryview(bytearray(SLOT))
     inner = receiver_of(tmp_path / "inner").open(table.descriptor(), 8)
     assert inner is not None and not inner.read(0, into)
-    sideways = BlockTable("../" + table.memory, (0,), table.checksums, SLOT)
+    sideways = BlockTable("../" + table.arena, SLOT, (0,), table.checksums)
     assert receiver_of(tmp_path / "inner").open(sideways.descriptor(), 8) is None
-    beyond = receiver_of(tmp_path).open(BlockTable(table.memory, (SLOT * 6,), table.checksums, SLOT).descriptor(), 8)
+    beyond = receiver_of(tmp_path).open(BlockTable(table.arena, SLOT, (6,), table.checksums).descriptor(), 8)
     assert beyond is not None and not beyond.read(0, into)
 
 
@@ -104,7 +106,7 @@ def test_an_arena_that_is_gone_and_a_path_for_a_name_are_misses(sender: KvSender
 def test_slots_are_never_lost(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[bool, list[bytes | None]]]
 ) -> None:
-    sender = KvSender(Arena(tmp_path_factory.mktemp("run") / "arena", SLOT, 6))
+    sender = SharedMemoryTransfer(tmp_path_factory.mktemp("run"), WORKER, **SHAPE).sender()
     for release, keys in steps:
         if release and sender.leases:
             sender.release(min(sender.leases))
@@ -118,9 +120,6 @@ def test_slots_are_never_lost(
 
 
 # ---- every implementation of `Transfer` ------------------------------------------------------------------------------
-
-SHAPE = {"block_tokens": 8, "block_bytes": SLOT, "num_slots": 4}
-WORKER = WorkerId("prefill-0", 1)
 
 
 class Site:

@@ -11,8 +11,7 @@ from grammar.counted import compiling
 from tripool.core import Request, SamplingParams, Structure
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
-from tripool.fabric import KvSender
-from tripool.fabric.shared_memory import Arena, BlockTable
+from tripool.fabric.shared_memory import BlockTable, SharedMemoryTransfer
 from tripool.messages import (
     Answered,
     AnyMessage,
@@ -33,7 +32,8 @@ LIFE = WorkerId("prefill-0", 3)
 class Bench:
     def __init__(self, folder: Path, num_slots: int) -> None:
         self.engine = PagedFake(TEXT, num_blocks=64)
-        self.sender = KvSender(Arena(folder / "prefill-0.3.kv", self.engine.block_bytes, num_slots))
+        shape = {"block_tokens": self.engine.block_tokens, "block_bytes": self.engine.block_bytes}
+        self.sender = SharedMemoryTransfer(folder, LIFE, num_slots=num_slots, **shape).sender()
         self.sent: list[AnyMessage] = []
         self.now_s = 0.0
         self.worker = PrefillWorker(self.engine, LIFE, self.sender, self.sent.append, clock=lambda: self.now_s)
@@ -88,7 +88,7 @@ def test_one_token_then_packed_and_gone(bench) -> None:
     assert (stamped.attempt, stamped.event.request_id, stamped.event.index) == (1, "a", 0)
     assert stamped.event.stages is not None and stamped.event.stages.prefill_s >= 0
     assert packed.num_tokens == 100
-    assert len(table(packed).offsets) == len(table(packed).checksums) == 2
+    assert len(table(packed).slots) == len(table(packed).checksums) == 2
     assert b.engine.num_held_blocks == 0
     assert b.held == 2
     b.worker.receive(Release(packed.lease), b.now_s)
@@ -109,7 +109,7 @@ def test_choices_share_the_blocks_of_their_prompt(bench) -> None:
     b.begin("a", 130, n=4)
     packed = [message for message in b.work() if isinstance(message, TransferReady)]
     assert sorted(message.choice for message in packed) == [0, 1, 2, 3]
-    assert len({table(message).offsets[:2] for message in packed}) == 1
+    assert len({table(message).slots[:2] for message in packed}) == 1
     assert b.held == 2 + 4
 
 

@@ -1,4 +1,6 @@
-"""Arena of one cache member: a file in shared memory that every client maps, with slots of one size and a header each.
+"""Arena: a file in shared memory that several processes map, with slots of one size and a header each.
+
+A cache member has one for its blocks, and a prefill worker one for the KV that it sends, without headers.
 
 | bytes | contents |
 |---|---|
@@ -39,6 +41,7 @@ from tripool.errors import ArenaError
 from tripool.messages import WorkerId
 
 PAGE = 4096
+_RW = mmap.PROT_READ | mmap.PROT_WRITE
 MAX_WORKER_NAME_BYTES = 43
 NUM_READER_SLOTS = 64
 _MAGIC = b"TPARENA3"
@@ -58,13 +61,13 @@ _MAX_TICKET = 2**62
 
 
 class Arena:
-    """Made in a file by `create`, `reopen` (the member) or `attach` (its clients)."""
+    """Made in a file by `create`, `reopen` (its owner) or `attach` (others)."""
 
     def __init__(
         self, path: Path, memory: mmap.mmap, slot_bytes: int, num_slots: int, nonce: int, fd: int = -1
     ) -> None:
         self.path, self.slot_bytes, self.num_slots, self.nonce = path, slot_bytes, num_slots, nonce
-        self._fd, self._map = fd, memory
+        self._fd, self._map, self._num_backed = fd, memory, 0
         self._stride, self._data, _ = _layout(slot_bytes, num_slots)
         self._bytes: Bytes = np.frombuffer(self._map, np.uint8)
         self._directory, self._num_buckets = _headers_end(num_slots), _num_entries(num_slots) // _WAYS
@@ -76,13 +79,17 @@ class Arena:
         """Addresses for compiled code, valid while this arena is alive."""
 
     @classmethod
-    def of_file(cls, path: Path, fd: int, slot_bytes: int, num_slots: int, nonce: int) -> Arena:
-        # Populate all pages now: page faults would cost as much as the copies.
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        return cls(path, mmap.mmap(fd, arena_bytes(slot_bytes, num_slots), flags), slot_bytes, num_slots, nonce, fd)
+    def of_file(
+        cls, path: Path, fd: int, slot_bytes: int, num_slots: int, nonce: int, *, lazy: bool = False, access: int = _RW
+    ) -> Arena:
+        # Unless lazy, populate all pages now: page faults would cost as much as the copies.
+        flags = mmap.MAP_SHARED | (0 if lazy else getattr(mmap, "MAP_POPULATE", 0))
+        memory = mmap.mmap(fd, arena_bytes(slot_bytes, num_slots), flags, access)
+        return cls(path, memory, slot_bytes, num_slots, nonce, fd)
 
     @classmethod
-    def create(cls, path: Path, slot_bytes: int, num_slots: int) -> Arena:
+    def create(cls, path: Path, slot_bytes: int, num_slots: int, *, lazy: bool = False) -> Arena:
+        """`lazy`: a slot has memory only after `back`."""
         size = arena_bytes(slot_bytes, num_slots)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -91,10 +98,11 @@ class Arena:
         try:
             _lock(fd, path)
             # Allocate now, so that a lack of memory is an error here and not a bus error during a copy.
-            os.posix_fallocate(fd, 0, size)
+            os.posix_fallocate(fd, 0, PAGE if lazy else size)
+            os.ftruncate(fd, size)
             nonce = secrets.randbits(63)
             os.pwrite(fd, _FILE.pack(_MAGIC, slot_bytes, num_slots, nonce), 0)
-            return cls.of_file(path, fd, slot_bytes, num_slots, nonce)
+            return cls.of_file(path, fd, slot_bytes, num_slots, nonce, lazy=lazy)
         except OSError as error:
             path.unlink(missing_ok=True)
             os.close(fd)
@@ -120,17 +128,31 @@ class Arena:
         return cls.of_file(path, fd, *found)
 
     @classmethod
-    def attach(cls, path: Path) -> Arena:
-        """Map a member's arena as a client."""
+    def attach(cls, path: Path, *, read_only: bool = False) -> Arena:
+        """Map an arena of another process; `read_only` as far as it has memory."""
         fd = _open(path)
         found = _read_file_header(fd)
         if found is None:
             os.close(fd)
             raise ArenaError(f"{path.name} is no arena of this version", hint="restart the cache members")
-        arena = cls.of_file(path, fd, *found)
+        arena = cls.of_file(path, fd, *found, lazy=read_only, access=mmap.PROT_READ if read_only else _RW)
         os.close(fd)  # the mapping stays; only the member's lock needs the file itself
         arena._fd = -1
         return arena
+
+    def back(self, slot: int) -> bool:
+        """Make sure that there is memory behind a slot of a lazy arena; False when the shared memory is full. Without
+        it, a page that the file system cannot give would end the process.
+        """
+        while self._num_backed <= slot:
+            try:
+                os.posix_fallocate(self._fd, self._data + self._num_backed * self._stride, self._stride)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                    raise
+                return False
+            self._num_backed += 1
+        return True
 
     def remove(self) -> None:
         """Remove the file; clients that still map it keep their mapping."""

@@ -3,8 +3,8 @@
 A slot belongs to the leases that name it, and is free again with the last of them. A slow receiver may read a slot that
 has been leased again since: it finds out by the checksum of its copy.
 
-A transfer is attached by its memory: `SlotMemory` says where the sender's blocks are and describes them, a `KvReceiver`
-reads that description. Workers and router carry the descriptor and never look inside.
+A transfer says where the sender's blocks are (`SlotMemory`) and how they are described, and its `KvReceiver` reads that
+description. Workers and router carry the descriptor and never look inside.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Protocol, Self
 
 from xxhash import xxh3_64_intdigest
 
+from tripool.cache.copying import Bytes
 from tripool.messages import KvDescriptor
 
 
@@ -43,7 +44,7 @@ class Transfer(Protocol):
 
 
 class SlotMemory(Protocol):
-    """The sender's memory: slots of equal size that receivers can reach."""
+    """The sender's memory: slots of equal size that receivers can reach. `cache.arena.Arena` is one."""
 
     @property
     def slot_bytes(self) -> int: ...
@@ -55,15 +56,9 @@ class SlotMemory(Protocol):
         """Make sure that there is memory behind a slot; False when there is no more of it."""
         ...
 
-    def view(self, slot: int) -> memoryview:
-        """The slot's bytes. Release it before `close`."""
-        ...
+    def view(self, slot: int, num_bytes: int) -> Bytes: ...
 
-    def describe(self, slots: Sequence[int], checksums: Sequence[int]) -> KvDescriptor:
-        """Where these blocks are, for receivers of the same transfer."""
-        ...
-
-    def close(self) -> None: ...
+    def remove(self) -> None: ...
 
 
 class IncomingKv(Protocol):
@@ -102,7 +97,7 @@ class KvReceiver(Protocol):
     def close(self) -> None: ...
 
 
-def checksum(data: memoryview | bytearray | bytes) -> int:
+def checksum(data: memoryview | bytes) -> int:
     return xxh3_64_intdigest(data)
 
 
@@ -134,9 +129,13 @@ class Lease:
 
 @dataclass(slots=True)
 class KvSender:
-    """The transfers that leave one worker. `lease` takes slots, `fill` writes, `descriptor` says where all is."""
+    """The transfers that leave one worker. `lease` takes slots, `fill` writes, `descriptor` says where all is.
+
+    `describe`: of slots and their checksums, for receivers of the same transfer.
+    """
 
     memory: SlotMemory
+    describe: Callable[[Sequence[int], Sequence[int]], KvDescriptor]
     leases: dict[int, Lease] = field(default_factory=dict)
     _slots: dict[int, _Slot] = field(default_factory=dict)
     _slot_of: dict[bytes, int] = field(default_factory=dict)
@@ -178,20 +177,20 @@ class KvSender:
         slot = self._slots[lease.slots[lease.num_filled]]
         written = 0
         if slot.checksum is None:
-            with self.memory.view(lease.slots[lease.num_filled]) as view:
-                write(view)
-                slot.checksum = checksum(view)
             written = self.memory.slot_bytes
+            view = self.memory.view(lease.slots[lease.num_filled], written).data
+            write(view)
+            slot.checksum = checksum(view)
         lease.num_filled += 1
         return written
 
     def descriptor(self, lease: Lease) -> KvDescriptor:
         sums = [self._slots[slot].checksum for slot in lease.slots]
-        return self.memory.describe(lease.slots, [value for value in sums if value is not None])
+        return self.describe(lease.slots, [value for value in sums if value is not None])
 
     def blocks(self, lease: Lease, count: int) -> list[memoryview]:
         """The leading blocks of a lease, where they are."""
-        return [self.memory.view(slot) for slot in lease.slots[:count]]
+        return [self.memory.view(slot, self.memory.slot_bytes).data for slot in lease.slots[:count]]
 
     def release(self, number: int) -> None:
         """Unknown ones are fine: a lease may have ended by its deadline."""
@@ -220,7 +219,7 @@ class KvSender:
         assert {slot.key: n for n, slot in self._slots.items() if slot.key is not None} == self._slot_of
 
     def close(self) -> None:
-        self.memory.close()
+        self.memory.remove()
 
     def _take(self, need: int) -> Iterator[int] | None:
         """So many free slots that have memory, lowest first; None: there are not so many."""

@@ -6,16 +6,15 @@ Copies let time pass in their middle, so that other processes write, evict or di
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from mmap import mmap
 from pathlib import Path
 from typing import Any
 
-from tripool.cache.arena import Arena, as_bytes
-from tripool.cache.copying import copy
+from tripool.cache.arena import Arena, arena_bytes, as_bytes
+from tripool.cache.copying import Bytes, copy
 from tripool.cache.records import State
-from tripool.fabric import KvReceiver, KvSender
-from tripool.fabric.shared_memory import BlockTable, MappedReceiver, SharedMemoryTransfer, describe
+from tripool.fabric.shared_memory import Arenas, BlockTable, SharedMemoryTransfer
 from tripool.messages import KvDescriptor, WorkerId
 from tripool.simulate.process import Process
 
@@ -34,12 +33,11 @@ class Memory:
         self.seen: Counter[str] = Counter()
 
 
-class SimSlots:
-    """`SlotMemory` of one KV sender."""
+class SimSlots(Arena):
+    """Arena of one KV sender."""
 
     def __init__(self, memory: Memory, name: str, slot_bytes: int, num_slots: int) -> None:
-        self.name, self.slot_bytes, self.num_slots = name, slot_bytes, num_slots
-        self.data = memoryview(bytearray(slot_bytes * num_slots))
+        super().__init__(Path(name), mmap(-1, arena_bytes(slot_bytes, num_slots)), slot_bytes, num_slots, 0)
         self.num_to_spoil = 0
         """Blocks that will have changed by the time they are read."""
         self._memory = memory
@@ -48,35 +46,8 @@ class SimSlots:
     def back(self, slot: int) -> bool:
         return True
 
-    def describe(self, slots: Sequence[int], checksums: Sequence[int]) -> KvDescriptor:
-        return describe(self.name, self.slot_bytes, slots, checksums)
-
-    def view(self, slot: int) -> memoryview:
-        return self.data[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
-
-    def close(self) -> None:
-        self._memory.slots.pop(self.name, None)
-
-
-class SimMaps:
-    """`MappedMemory` of one KV receiver."""
-
-    def __init__(self, memory: Memory, process: Process) -> None:
-        self._memory, self._process = memory, process
-
-    def view(self, name: str, start: int, num_bytes: int) -> memoryview | None:
-        self._process.pause("transfer")
-        slots = self._memory.slots.get(name)
-        if slots is None or not 0 <= start <= len(slots.data) - num_bytes:
-            return None
-        if slots.num_to_spoil:
-            slots.num_to_spoil -= 1
-            for at in range(start, start + num_bytes, 8):  # in every position's KV: only some are read
-                slots.data[at] ^= 1
-        return slots.data[start : start + num_bytes]
-
-    def close(self) -> None:
-        pass
+    def remove(self) -> None:
+        self._memory.slots.pop(self.path.name, None)
 
 
 class SimTransfer(SharedMemoryTransfer):
@@ -88,18 +59,29 @@ class SimTransfer(SharedMemoryTransfer):
         self.slots: SimSlots | None = None
         """Of the sender, if there is one."""
 
-    def sender(self) -> KvSender:
-        self.slots = SimSlots(self._memory, f"{self._worker_id}.kv", self._block_bytes, self._num_slots)
-        return KvSender(self.slots)
+    def _create(self) -> Arena:
+        self.slots = SimSlots(self._memory, self._path.name, self._block_bytes, self._num_slots)
+        return self.slots
 
-    def receiver(self) -> KvReceiver:
-        return MappedReceiver(SimMaps(self._memory, self._process), self._block_tokens, self._block_bytes)
+    def _attached(self) -> Arenas:
+        return self
+
+    def view(self, name: str, slot: int, num_bytes: int) -> Bytes | None:
+        self._process.pause("transfer")
+        slots = self._memory.slots.get(name)
+        if slots is None or slot >= slots.num_slots or num_bytes > slots.slot_bytes:
+            return None
+        view = slots.view(slot, num_bytes)
+        if slots.num_to_spoil:
+            slots.num_to_spoil -= 1
+            view[::8] ^= 1  # in every position's KV: only some are read
+        return view
 
 
 def sender_of(descriptor: KvDescriptor | None) -> str:
     """Whose memory it describes."""
     table = BlockTable.of(descriptor) if descriptor is not None else None
-    return table.memory if table is not None else ""
+    return table.arena if table is not None else ""
 
 
 class SimArena(Arena):

@@ -6,10 +6,13 @@ its end. The worker's engine, clock, memory and transfer are modelled; its code 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Literal
 
+import numpy as np
+
+from tripool.cache.copying import Bytes
 from tripool.fabric import KvReceiver, KvSender
 from tripool.fabric.kv_transfer import TransferCapabilities
 from tripool.fabric.loop import RoleWorker
@@ -73,21 +76,19 @@ class Process:
 class NominalMemory:
     """`SlotMemory` for KV that is sent: slots without bytes. `tripool.fabric.KvSender` keeps account of them."""
 
-    def __init__(self, worker_id: WorkerId, num_slots: int) -> None:
-        self.slot_bytes, self.num_slots = 1, num_slots
-        self._byte = memoryview(bytearray(1))
-        self._descriptor = KvDescriptor("modelled", str(worker_id).encode())
+    slot_bytes = 1
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._byte = np.zeros(1, np.uint8)
 
     def back(self, slot: int) -> bool:
         return True
 
-    def view(self, slot: int) -> memoryview:
-        return self._byte[:]
+    def view(self, slot: int, num_bytes: int) -> Bytes:
+        return self._byte
 
-    def describe(self, slots: Sequence[int], checksums: Sequence[int]) -> KvDescriptor:
-        return self._descriptor
-
-    def close(self) -> None:
+    def remove(self) -> None:
         pass
 
 
@@ -103,7 +104,8 @@ class ModelledTransfer:
         self._worker_id = worker_id
 
     def sender(self) -> KvSender:
-        return KvSender(NominalMemory(self._worker_id, self.engine.num_blocks))
+        descriptor = KvDescriptor(self.capabilities.kind, str(self._worker_id).encode())
+        return KvSender(NominalMemory(self.engine.num_blocks), lambda slots, checksums: descriptor)
 
     def receiver(self) -> KvReceiver:
         return self
@@ -146,6 +148,6 @@ class ModelledKv:
 
 @lru_cache(maxsize=2**12)
 def _source(payload: bytes) -> WorkerId:
-    """The worker whose memory was described: see `NominalMemory`."""
+    """The worker whose memory was described: see `ModelledTransfer.sender`."""
     worker, _, epoch = payload.decode().rpartition(".")
     return WorkerId(worker, int(epoch))
