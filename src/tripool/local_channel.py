@@ -55,20 +55,20 @@ class LocalChannel:
 
     def receive(self, wait_s: float = 0.0) -> memoryview | None:
         """The next message, valid until the next call. None: nothing came in time. Empty: the peer closed its end."""
-        num_bytes = self._receive(wait_s)
+        try:
+            num_bytes = self._wait(wait_s) if wait_s > 0 else self._end.recv_into(self._received)
+        except BlockingIOError:
+            return None
         return None if num_bytes is None else self._received[:num_bytes]
 
-    def _receive(self, wait_s: float) -> int | None:
-        if wait_s > 0:
-            # The message just sent may have woken the peer on this very core, where it waits until we yield.
-            os.sched_yield()
+    def _wait(self, wait_s: float) -> int | None:
+        # The message just sent may have woken the peer on this very core, where it waits until we yield.
+        os.sched_yield()
         look_until_s = time.monotonic() + min(wait_s, _LOOK_S)
         while True:
             try:
                 return self._end.recv_into(self._received)
             except BlockingIOError:
-                if wait_s <= 0:
-                    return None
                 if time.monotonic() >= look_until_s:
                     break
                 os.sched_yield()
