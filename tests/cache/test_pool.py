@@ -11,6 +11,7 @@ import numpy as np
 from tripool.cache import block_key, namespace_tag, root_key
 from tripool.cache.arena import Arena
 from tripool.cache.client import PoolClient
+from tripool.cache.copying import checksum
 from tripool.cache.ring import SEGMENT_BLOCKS
 
 from .conftest import BLOCK_BYTES, WITHIN_S, Pool, buffers, chain, content, told, until
@@ -41,6 +42,19 @@ def test_what_one_process_stores_another_finds(pool: Pool) -> None:
     said = told(reader)
     assert (said.leases, said.reserved, said.committed, said.free) == (0, 0, 4, 4)
     assert said.held == {namespace_tag("a"): 4}
+
+
+def test_what_is_not_what_its_checksum_says_is_not_stored(pool: Pool) -> None:
+    pool.start()
+    client, keys = pool.client(), chain(1, 4)
+    blocks = [content(key) for key in keys]
+    sums = [checksum(block.data) for block in blocks]
+    blocks[2] = content(keys[3])
+    assert client.store(keys, blocks, namespace="a", checksums=sums) == 2
+    assert fetched(client, keys) == 2 and told(client).reserved == 0
+    blocks[2] = content(keys[2])
+    assert client.store(keys, blocks[1:], namespace="a", first=1, checksums=sums[1:]) == 2
+    assert fetched(client, keys) == 4
 
 
 def test_tenants_never_share(pool: Pool) -> None:

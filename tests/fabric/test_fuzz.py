@@ -14,11 +14,11 @@ import zmq
 from fuzz import mutations
 from split.in_process import Fleet
 from tripool.cache.arena import Arena
+from tripool.cache.copying import checksum
 from tripool.core import Request, SamplingParams, Slo, Stages, TokenEvent, TokenLogprobs
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
 from tripool.fabric.channel import Line, Switchboard
-from tripool.fabric.kv_transfer import checksum
 from tripool.fabric.shared_memory import BlockTable, MappedArenas, MappedReceiver
 from tripool.fabric.supervisor_channel import SupervisorChannel
 from tripool.messages import (
@@ -169,7 +169,7 @@ def test_a_descriptor_reaches_nothing_outside_its_memory(tmp_path: Path) -> None
     arena = Arena.create(tmp_path / "a", 64, 4, lazy=True)
     assert arena.back(3)
     receiver, into = MappedReceiver(MappedArenas(tmp_path), 16, 64), memoryview(bytearray(64))
-    good = BlockTable("a", 64, (1,), (checksum(bytes(64)),))
+    good = BlockTable("a", 64, (1,), (checksum(memoryview(bytes(64))),))
 
     def reads(descriptor: KvDescriptor, num_tokens: int = 10) -> bool:
         kv = receiver.open(descriptor, num_tokens)

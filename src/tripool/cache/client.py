@@ -206,18 +206,25 @@ class PoolClient:
         )
 
     def store(
-        self, keys: Sequence[bytes], blocks: Sequence[Any], *, namespace: str, first: int = 0, form: int = 0
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[Any],
+        *,
+        namespace: str,
+        first: int = 0,
+        form: int = 0,
+        checksums: Sequence[int] = (),
     ) -> int:
         """Store blocks (contiguous buffers) of the chain from position `first` on; returns how many were written.
 
-        Fewer than given if other workers stored them already, or if there is no room.
+        Fewer than given if other workers stored them already, if there is no room, or from the first block on that does
+        not have its checksum, where `checksums` are known.
         """
         began_s = self._now_s()
-        places = self._places(keys[: first + len(blocks)], first)
         tag = namespace_tag(namespace)
         asked = [
             (link, positions, link.reserve(tag, tuple(keys[position] for position in positions), tuple(positions)))
-            for link, positions in places.items()
+            for link, positions in self._places(keys[: first + len(blocks)], first).items()
         ]
         granted = [(link, positions, link.answer(number, wire.Granted)) for link, positions, number in asked]
         num_written = 0
@@ -225,20 +232,25 @@ class PoolClient:
             if grant is None or not grant.ticket or not _fits(grant, len(positions), link.arena):
                 continue
             until_s = began_s + _STOP_WRITING * link.write_s
-            written = self._write(link, grant, [blocks[position - first] for position in positions], until_s)
+            places = [position - first for position in positions]
+            sums = [checksums[place] for place in places] if checksums else []
+            written = self._write(link, grant, [blocks[place] for place in places], sums, until_s)
             link.commit(grant.ticket, written, form)
             num_written += len(written)
         return num_written
 
     def _write(
-        self, link: Link, grant: wire.Granted, blocks: Sequence[Any], until_s: float
+        self, link: Link, grant: wire.Granted, blocks: Sequence[Any], checksums: Sequence[int], until_s: float
     ) -> list[tuple[int, int, int]]:
         written: list[tuple[int, int, int]] = []
         for position, slot in zip(grant.positions, grant.slots, strict=True):
             source, arena = as_bytes(blocks[position]), link.arena
             if arena is None or len(source) > arena.slot_bytes or self._now_s() > until_s:
                 break
-            written.append((slot, arena.write(slot, source), len(source)))
+            found = arena.write(slot, source)
+            if checksums and found != checksums[position]:
+                break
+            written.append((slot, found, len(source)))
         return written
 
     def _places(self, keys: Sequence[bytes], first: int) -> dict[Link, list[int]]:

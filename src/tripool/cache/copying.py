@@ -84,9 +84,18 @@ def plain_copy(source: Bytes, target: Bytes) -> int:
     size = len(source)
     if size < _LARGE:
         return _copy_piece(source, target)
-    edges = [*range(0, 4 * quarter(size), quarter(size)), size]
-    parts = [slice(start, stop) for start, stop in pairwise(edges)]
-    return xxh3_64_intdigest(_QUARTERS.pack(*(_copy_piece(source[part], target[part]) for part in parts)))
+    return xxh3_64_intdigest(_QUARTERS.pack(*(_copy_piece(source[part], target[part]) for part in _parts(size))))
+
+
+def checksum(data: memoryview) -> int:
+    """The checksum that a copy of these bytes would have."""
+    if len(data) < _LARGE:
+        return xxh3_64_intdigest(data)
+    return xxh3_64_intdigest(_QUARTERS.pack(*(xxh3_64_intdigest(data[part]) for part in _parts(len(data)))))
+
+
+def _parts(size: int) -> list[slice]:
+    return [slice(start, stop) for start, stop in pairwise([*range(0, 4 * quarter(size), quarter(size)), size])]
 
 
 def quarter(size: int) -> int:

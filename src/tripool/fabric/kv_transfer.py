@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
-from xxhash import xxh3_64_intdigest
-
-from tripool.cache.copying import Bytes
+from tripool.cache.copying import Bytes, checksum
 from tripool.messages import KvDescriptor
 
 
@@ -95,10 +93,6 @@ class KvReceiver(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def checksum(data: memoryview | bytes) -> int:
-    return xxh3_64_intdigest(data)
 
 
 @dataclass(slots=True)
@@ -185,8 +179,12 @@ class KvSender:
         return written
 
     def descriptor(self, lease: Lease) -> KvDescriptor:
+        return self.describe(lease.slots, self.checksums(lease))
+
+    def checksums(self, lease: Lease) -> list[int]:
+        """Of the blocks that are filled."""
         sums = [self._slots[slot].checksum for slot in lease.slots]
-        return self.describe(lease.slots, [value for value in sums if value is not None])
+        return [value for value in sums if value is not None]
 
     def blocks(self, lease: Lease, count: int) -> list[memoryview]:
         """The leading blocks of a lease, where they are."""

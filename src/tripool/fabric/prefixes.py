@@ -48,7 +48,14 @@ class PrefixPool(Protocol):
     def find(self, keys: Sequence[bytes], *, namespace: str, first: int = 0) -> FoundPrefix: ...
 
     def store(
-        self, keys: Sequence[bytes], blocks: Sequence[Any], *, namespace: str, first: int = 0, form: int = 0
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[Any],
+        *,
+        namespace: str,
+        first: int = 0,
+        form: int = 0,
+        checksums: Sequence[int] = (),
     ) -> int: ...
 
     def close(self) -> None: ...
@@ -105,10 +112,13 @@ class Prefixes:
         self._engine.let_go(kept, keys[:num_known])
         return (num_known - num_own) * self._block_tokens, num_disk * self._block_tokens
 
-    def publish(self, keys: Sequence[bytes], blocks: Sequence[memoryview], request: Request) -> None:
-        """Blocks of a prompt, as they stand in an outbox."""
+    def publish(
+        self, keys: Sequence[bytes], blocks: Sequence[memoryview], checksums: Sequence[int], request: Request
+    ) -> None:
+        """Blocks of a prompt, where a KV sender keeps them: what has changed there since is not published."""
         for namespace, first, stop in self._stretches(request, len(keys)):
-            self._pool.store(keys[:stop], blocks[first:stop], namespace=namespace, first=first, form=PROMPT_FORM)
+            part, sums = blocks[first:stop], checksums[first:stop]
+            self._pool.store(keys[:stop], part, namespace=namespace, first=first, form=PROMPT_FORM, checksums=sums)
 
     def publish_later(self, request: Request, keys: Sequence[bytes]) -> None:
         """The blocks of a finished answer, which are free already but not forgotten."""

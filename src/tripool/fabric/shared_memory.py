@@ -10,9 +10,9 @@ from typing import Protocol
 import msgspec
 
 from tripool.cache.arena import Arena
-from tripool.cache.copying import Bytes
+from tripool.cache.copying import Bytes, checksum
 from tripool.errors import ArenaError
-from tripool.fabric.kv_transfer import KvReceiver, KvSender, TransferCapabilities, checksum
+from tripool.fabric.kv_transfer import KvReceiver, KvSender, TransferCapabilities
 from tripool.messages import Checksum, FileName, KvDescriptor, Natural, Positive, WorkerId, strictly
 
 KIND = "shared_memory"

@@ -155,7 +155,14 @@ class ModelledClient:
         return ModelledPrefix(found.num_blocks)
 
     def store(
-        self, keys: Sequence[bytes], blocks: Sequence[Any], *, namespace: str, first: int = 0, form: int = 0
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[Any],
+        *,
+        namespace: str,
+        first: int = 0,
+        form: int = 0,
+        checksums: Sequence[int] = (),
     ) -> int:
         chain, timeline = keys[: first + len(blocks)], self._site.timeline
         writing = self._pool.reserve(chain, self._worker_id, namespace_tag(namespace), timeline.now_s, first)
