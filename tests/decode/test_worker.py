@@ -129,6 +129,19 @@ def test_choices_of_a_request_share_what_is_the_same(bench: Bench) -> None:
     assert bench.held == 0
 
 
+def test_a_choice_that_is_computed_again_shares_no_more_than_it_has(bench: Bench) -> None:
+    first, second = bench.descriptors("a", 200, n=2)
+    bench.attach(first)
+    bench.work()
+    (running,) = bench.worker._jobs.values()
+    assert running.seq is not None
+    bench.attach(second)
+    (waiting,) = bench.worker._queue
+    assert len(bench.worker._shared(waiting)) == 3
+    running.seq.num_computed = 100  # as after a preemption, with all its blocks allocated again
+    assert len(bench.worker._shared(waiting)) == 1
+
+
 @pytest.mark.parametrize("harm", ["bytes", "gone", "shape", "short", "kind"])
 def test_a_parcel_that_is_not_what_it_was_is_refused_but_not_for_good(bench: Bench, harm: str) -> None:
     (adopt,) = bench.descriptors("a", 100)

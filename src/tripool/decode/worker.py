@@ -245,8 +245,10 @@ class DecodeWorker:
         for other in self._jobs.values() if request.params.n > 1 else ():
             if other.seq is None or other in self._queue or other.start.request.id != request.id:
                 continue
-            count = min(job.kv.num_shared(other.kv), job.num_tokens // size, other.num_tokens // size)
-            if count > len(best) and len(other.seq.table) >= count:  # one that was preempted has none
+            # One that was preempted has as much as is computed again.
+            num_there = min(job.num_tokens, other.num_tokens, other.seq.num_computed) // size
+            count = min(job.kv.num_shared(other.kv), num_there)
+            if count > len(best):
                 best = other.seq.table[:count]
         return best
 
