@@ -183,10 +183,10 @@ def lease_of_a_prefix_is_released_before_it_is_read(patch: pytest.MonkeyPatch) -
 def commit_comes_before_the_blocks(patch: pytest.MonkeyPatch) -> None:
     write = PoolClient._write
 
-    def early(self: PoolClient, link: Any, grant: Any, blocks: Any, until_s: float) -> Any:
+    def early(self: PoolClient, link: Any, grant: Any, blocks: Any, *more: Any) -> Any:
         sums = [(slot, 1, len(blocks[position])) for position, slot in zip(grant.positions, grant.slots, strict=True)]
         link.commit(grant.ticket, sums, 0)
-        return write(self, link, grant, blocks, until_s)
+        return write(self, link, grant, blocks, *more)
 
     patch.setattr(PoolClient, "_write", early)
 

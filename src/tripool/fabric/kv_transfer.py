@@ -114,7 +114,12 @@ class Lease:
     num_tokens: int
     slots: list[int]
     deadline_s: float
-    num_filled: int = 0
+    checksums: list[int] = field(default_factory=list)
+    """Of the blocks that are filled."""
+
+    @property
+    def num_filled(self) -> int:
+        return len(self.checksums)
 
     @property
     def packed(self) -> bool:
@@ -175,16 +180,11 @@ class KvSender:
             view = self.memory.view(lease.slots[lease.num_filled], written).data
             write(view)
             slot.checksum = checksum(view)
-        lease.num_filled += 1
+        lease.checksums.append(slot.checksum)
         return written
 
     def descriptor(self, lease: Lease) -> KvDescriptor:
-        return self.describe(lease.slots, self.checksums(lease))
-
-    def checksums(self, lease: Lease) -> list[int]:
-        """Of the blocks that are filled."""
-        sums = [self._slots[slot].checksum for slot in lease.slots]
-        return [value for value in sums if value is not None]
+        return self.describe(lease.slots, lease.checksums)
 
     def blocks(self, lease: Lease, count: int) -> list[memoryview]:
         """The leading blocks of a lease, where they are."""

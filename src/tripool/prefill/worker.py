@@ -282,8 +282,7 @@ class PrefillWorker:
         """The prompt's full blocks, from where they stand packed."""
         if self._prefixes is not None:
             keys = seq.keys[: seq.prompt_len // self._engine.block_tokens]
-            blocks, checksums = self._sender.blocks(lease, len(keys)), self._sender.checksums(lease)
-            self._prefixes.publish(keys, blocks, checksums, seq.request)
+            self._prefixes.publish(keys, self._sender.blocks(lease, len(keys)), lease.checksums, seq.request)
 
     def _lease(self, leaving: _Leaving, now_s: float) -> Lease | None:
         seq, job = leaving.seq, leaving.job
