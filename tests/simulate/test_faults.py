@@ -88,7 +88,7 @@ def some_lives(seeds: range) -> list[Report]:
 
 
 @pytest.mark.prove
-def test_two_thousand_lives_in_two_minutes() -> None:
+def test_two_thousand_runs_in_three_minutes() -> None:
     started_s = time.monotonic()
     batches = [range(start, start + 20) for start in range(10_000, 12_000, 20)]
     num_cores = len(os.sched_getaffinity(0))
@@ -99,4 +99,4 @@ def test_two_thousand_lives_in_two_minutes() -> None:
         check(report)
     num_events = sum(report.num_events for report in reports)
     print(f"\n{len(reports)} lives, {num_events} events in {elapsed_s:.1f} s")
-    assert len(reports) == 2000 and elapsed_s <= 120
+    assert len(reports) == 2000 and elapsed_s <= 180
