@@ -111,6 +111,7 @@ def _integers_fused(device: torch.device) -> QuantizedOps:
         norm=norm_quant.rms_norm_quant,
         swiglu=norm_quant.swiglu_quant,
         product=lambda rows, weights: int8_gemm(*rows, *weights, arrived=arrived),
+        add_product=lambda x, rows, weights: int8_gemm(*rows, *weights, x, arrived, add=True),
         experts=experts,
     )
 
