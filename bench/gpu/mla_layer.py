@@ -8,8 +8,8 @@ operations over the bf16 rate), microseconds of an eager call from its start to 
 prompt is the host's time, and launches counted by torch's profiler. `--sweep` times tilings of the prompt kernel.
 
 Launches by reading, INT8 decode. Attention, 10 (15 before): norm + quantise, queries and latents, prologue + rotation,
-absorption, copy of the rotary part, attention, merge, values, quantise, output + residual; bf16: 9. Experts, 12 (21
-before): norm + gate, choice, quantise, shared gate_up, SwiGLU + quantise, shared down, sort + plan, permute, gate_up,
+absorption, copy of the rotary part, attention, merge, values, quantise, output + residual; bf16: 9. Experts, 11 (21
+before): norm + gate + quantise, choice, shared gate_up, SwiGLU + quantise, shared down, sort + plan, permute, gate_up,
 SwiGLU + quantise, down, sum + residual. Attention over prompts between captured pieces, 3: gather, expand, attend.
 """
 
