@@ -6,8 +6,11 @@ import torch
 from tripool.kernels.ref import permute as plain
 from tripool.kernels.ref import route as plain_route
 from tripool.kernels.ref.route import RoutePlan
+from tripool.kernels.triton import expert_blocks
+from tripool.kernels.triton.expert_blocks import sort_and_plan
 from tripool.kernels.triton.gate import route
 from tripool.kernels.triton.permute import permute, sort_by_expert, unpermute
+from tripool.kernels.triton.tilings import Narrow
 
 V3 = RoutePlan(8, "sigmoid", groups=8, top_groups=4, group_top=2, normalise=True, scaling=2.5)
 PLANS = [
@@ -60,6 +63,19 @@ def test_rows_go_to_their_experts_and_come_back(device, rows, top_k, experts, fi
     expected = plain.unpermute(y, weights, theirs, onto.clone(), also)
     assert unpermute(y, weights, ours, onto, also) is onto
     torch.testing.assert_close(onto, expected, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize(("rows", "top_k", "experts"), [(1, 1, 1), (1, 6, 64), (16, 8, 16), (65, 6, 5), (200, 6, 33)])
+@pytest.mark.parametrize("block_m", [16, 128])
+def test_one_launch_sorts_and_plans_as_several(device, monkeypatch, rows, top_k, experts, block_m):
+    choice = torch.randint(0, experts, (rows, top_k), dtype=torch.int32, device=device)
+    order, plan = sort_and_plan(choice, experts, Narrow(block_m))
+    monkeypatch.setattr(expert_blocks, "MOST_PAIRS", 0)
+    wanted, planned = sort_and_plan(choice, experts, Narrow(block_m))
+    assert torch.equal(order.slots, wanted.slots) and torch.equal(order.starts, wanted.starts)
+    count = int(plan.num_blocks)
+    assert count == int(planned.num_blocks) <= len(plan.blocks)
+    assert torch.equal(plan.blocks[:count], planned.blocks[:count])
 
 
 def test_all_choices_of_one_expert_keep_their_order(device):

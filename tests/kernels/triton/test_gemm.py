@@ -46,6 +46,15 @@ def test_product_is_the_exact_one(device, m, n, k, tiling):
     assert_same(out, w8a8.int8_gemm(*given))
 
 
+@pytest.mark.parametrize(("m", "n", "k", "tiling"), [(7, 65, 80, TINY), (17, 100, 208, SPLIT), (130, 136, 144, None)])
+def test_a_product_can_be_added_to_what_is_there(device, m, n, k, tiling):
+    given = operands(m, n, k, device)
+    out = torch.randn(m, n, device=device).bfloat16() * 1000
+    wanted = out.double() + w8a8.int8_gemm(*given).double()
+    assert int8_gemm(*given, out=out, tiling=tiling, add=True) is out
+    torch.testing.assert_close(out.double(), wanted, rtol=2**-6, atol=2**-7 * float(wanted.abs().max()))
+
+
 def test_counters_are_zeros_again_after_every_call(device):
     arrived = arrivals(device, 64)
     for _ in range(2):
@@ -100,6 +109,16 @@ def test_wide_product_is_the_exact_one(device, m, n, k, tiling):
     given = operands(m, n, k, device)
     out = poisoned(m, n, device)
     assert_same(int8_gemm(*given, out=out, tiling=tiling), w8a8.int8_gemm(*given))
+
+
+@on_card
+@pytest.mark.parametrize("tiling", [Wide(), Wide(128, 64, num_warps=4, per_sm=2, early=1), Stream(256, 128, 128, 4, 8)])
+def test_wide_product_can_be_added_to_what_is_there(device, tiling):
+    given = operands(257, 264, 272, device)
+    out = torch.randn(257, 264, device=device).bfloat16() * 1000
+    wanted = out.double() + w8a8.int8_gemm(*given).double()
+    int8_gemm(*given, out=out, tiling=tiling, add=True)
+    torch.testing.assert_close(out.double(), wanted, rtol=2**-6, atol=2**-7 * float(wanted.abs().max()))
 
 
 STREAMS = [

@@ -51,6 +51,17 @@ def test_model_without_a_query_rank(device):
     torch.testing.assert_close(ours["kv_blocks"], plain["kv_blocks"], rtol=1e-2, atol=1e-3, equal_nan=True)
 
 
+@pytest.mark.parametrize(("heads", "rope"), [(3, 8), (16, 6)])
+def test_queries_that_are_ready_are_rotated_in_place(device, heads, rope):
+    ours, q = make(5, 0, 16, rope, device), torch.randn(5, 9 + heads * (10 + rope), device=device).bfloat16()
+    cos_sin, positions = ours["cos_sin"], ours["positions"]
+    views = [one[:, 9:].unflatten(1, (heads, -1))[..., 10:] for one in (q, q.clone())]
+    whole = views[1]._base
+    paged.rope_queries(views[1].clone(), cos_sin, positions, views[1])
+    mla_prologue(**ours, q_eps=1e-6, kv_eps=1e-6, int8=False, q_rope=views[0])
+    torch.testing.assert_close(q, whole, rtol=1e-2, atol=1e-3)
+
+
 def test_rows_of_zeros_round_to_zeros(device):
     ours = make(2, 24, 16, 8, device)
     ours["down"].zero_()

@@ -50,6 +50,11 @@ def test_a_linear_is_its_plain_version(device: str, kind: str, rows: int, out: i
     biased = Linear8(weight, bias, quantized=quantized)
     assert torch.equal(biased(given), ours(given) + bias.to(torch.bfloat16))
     assert torch.equal(biased.first(11)(given), biased(given)[:, :11])
+    for linear in (ours, biased, plain):
+        stream = torch.randn(rows, out, device=device).bfloat16()
+        wanted = stream.float() + linear(given).float()
+        linear.add_to(stream, given)
+        torch.testing.assert_close(stream.float(), wanted, rtol=2**-6, atol=2**-6 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("kind", KINDS)

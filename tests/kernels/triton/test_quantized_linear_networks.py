@@ -41,10 +41,11 @@ CASES = [
     (make_case("llama", "llama", GQA, **SHARED, head_dim=16, attention_bias=True, mlp_bias=True), {"Linear8": 8}),
     (make_case("qwen3", "qwen3", GQA, **SHARED, head_dim=16, tie_word_embeddings=True), {"Linear8": 8}),
     (make_case("qwen3_moe", "qwen3_moe", GQA, MOE, **SHARED, head_dim=16), {"Linear8": 4, "Experts8": 2}),
-    (V2, {"Linear8": 10, "Experts8": 1}),
+    (V2, {"Linear8": 8, "Experts8": 1}),
     (V3, {"Linear8": 16, "Experts8": 2} if HAS_MTP else {"Linear8": 10, "Experts8": 1}),
 ]
-"""And what each is made of: all that the quantiser rounds, of two layers and the MTP one's; the head is a `Linear`."""
+"""And what each is made of: all that the quantiser rounds, of two layers and the MTP one's; the head is a `Linear`; V2
+has one for queries and latents."""
 TOKENS = list(range(3, 80))
 WORK = [[Work(TOKENS, 0, [0, 1], False)], [Work([5], len(TOKENS), [0, 1], True)]]
 
@@ -141,7 +142,8 @@ def test_with_our_kernels_it_is_the_same_network(device: str, tmp_path: Path, ca
             model = load_model(checkpoint, torch.bfloat16, kernels=table, store=OnDevice(device))
             runner = DeviceRunner(model, num_blocks=3, device=device, dtype=torch.bfloat16)
             spoken.append(runner.logits(runner.hidden(WORK[0])).float().cpu())
-    assert median_error(spoken[1], spoken[0]) < 0.045
+    # A last bit decides between two steps of e4m3, which are 6 % apart or more; both are as far from the floats.
+    assert median_error(spoken[1], spoken[0]) < (0.065 if kind == E4M3 else 0.045)
 
 
 def test_a_rounded_head_that_is_the_embedding_too(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oracle.close import assert_close
-from tripool.kernels.ref import route
+from tripool.kernels.ref import route, w8a8
 from tripool.kernels.ref.norm import rms_norm
 from tripool.kernels.ref.route import RoutePlan
 from tripool.kernels.triton.router import norm_route
@@ -30,6 +30,20 @@ def test_norm_route(device: str, kind: torch.dtype, rows: int, width: int, exper
     theirs, their_weights = route.route(normed.double() @ gate.double().T, bias, plan)
     assert torch.equal(chosen.long(), theirs)
     assert_close(weights, their_weights.float())
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 256), (17, 520), (5, 1300)])
+def test_normed_rows_come_in_eight_bits(device: str, rows: int, width: int) -> None:
+    x, gain = torch.randn(rows, width, device=device).half(), torch.rand(width, device=device) + 0.5
+    x[-1] = 0
+    given = x, gain, 1e-6, torch.randn(12, width, device=device).half(), None, RoutePlan(4, "softmax")
+    (ours, scales), *choice = norm_route(*given, int8=True)
+    normed, *plain_choice = norm_route(*given)
+    assert all(torch.equal(a, b) for a, b in zip(choice, plain_choice, strict=True))
+    steps, plain_scales = w8a8.quantise_rows(normed)
+    torch.testing.assert_close(scales, plain_scales, rtol=1e-6, atol=0)
+    # A value that lies between two steps may go either way by the last bit of the factor.
+    assert (ours.int() - steps.int()).abs().le(1).all() and (ours != steps).sum() <= 1 + ours.numel() / 1000
 
 
 def test_a_row_does_not_depend_on_the_others(device: str) -> None:

@@ -83,7 +83,8 @@ FLOATS = QuantizedOps(
 
 def _integers_fused(device: torch.device) -> QuantizedOps:
     from tripool.kernels.triton import norm_quant, permute
-    from tripool.kernels.triton.grouped_gemm import choose_grouped, grouped_gemm, make_plan
+    from tripool.kernels.triton.expert_blocks import sort_and_plan
+    from tripool.kernels.triton.grouped_gemm import choose_grouped, grouped_gemm
     from tripool.kernels.triton.int8_gemm import arrivals, int8_gemm
 
     arrived = arrivals(device)
@@ -97,9 +98,8 @@ def _integers_fused(device: torch.device) -> QuantizedOps:
         count, pairs = len(gate_up[0]), chosen.numel()
         expected = max(1, -(-pairs // count))
         tilings = [choose_grouped(expected, one.shape[1], one.shape[2], count) for one in (gate_up[0], down[0])]
-        expert_order = permute.sort_by_expert(chosen, count)
+        expert_order, plan = sort_and_plan(chosen, count, tilings[0])
         moved = permute.permute(*rows, expert_order)
-        plan = make_plan(expert_order.starts, expert_order.starts.diff(), pairs, tilings[0])
         assert tilings[1].block_m == tilings[0].block_m
         inner = norm_quant.swiglu_quant(grouped_gemm(*moved, *gate_up, plan, arrived=arrived))
         parts = grouped_gemm(*inner, *down, replace(plan, tiling=tilings[1]), arrived=arrived)
@@ -111,6 +111,7 @@ def _integers_fused(device: torch.device) -> QuantizedOps:
         norm=norm_quant.rms_norm_quant,
         swiglu=norm_quant.swiglu_quant,
         product=lambda rows, weights: int8_gemm(*rows, *weights, arrived=arrived),
+        add_product=lambda x, rows, weights: int8_gemm(*rows, *weights, x, arrived, add=True),
         experts=experts,
     )
 

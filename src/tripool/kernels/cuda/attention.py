@@ -1,9 +1,9 @@
 """Attention over paged KV described on the device: grouped-query and latent, prompt form and decode form.
 
-Grouped-query attention in 16 bits on CUDA goes through Triton kernels that read pages in place (`gqa_fused`). Otherwise
-prompt form: torch's fused kernel, one group of equally shaped sequences at a time. Decode form: the Triton kernel where
-it applies (`mla_decode`), else every request's blocks are gathered and attended under a mask. That copies the context,
-but supports any width, and nothing depends on lengths that only the device knows.
+In 16 bits on CUDA all go through Triton kernels (`*_fused`), with all prompt sequences of a step in one launch.
+Otherwise prompt form: torch's fused kernel, one group of equally shaped sequences at a time. Decode form: every
+request's blocks are gathered and attended under a mask. That copies the context, but supports any width, and nothing
+depends on lengths that only the device knows.
 """
 
 from __future__ import annotations
@@ -72,20 +72,32 @@ def attend_prompt(
 
 
 def mla_prompt(
-    q: torch.Tensor, kv: torch.Tensor, groups: Sequence[PromptGroup], up: torch.Tensor, nope: int, scale: float
-) -> torch.Tensor:
-    """Expanded. q [rows, heads, nope + rope]; kv [slots, rank + rope]; up [heads, nope + v, rank]."""
-    rows, heads, width = q.shape
+    q: torch.Tensor, kv: torch.Tensor, seqs: DeviceRows, up: torch.Tensor, nope: int, scale: float, out: torch.Tensor
+) -> None:
+    """Expanded. q [rows, heads, nope + rope]; kv [slots, rank + rope]; up [heads, nope + v, rank]; out [rows,
+    heads * v]."""
+    heads, width = q.shape[1:]
     rank, v = up.shape[2], up.shape[1] - nope
-    out = q.new_empty(rows, heads, v)
-    for group in groups:
+    for group in seqs.prompts:
         seen = context(kv, group.block_table)[:, group.first : group.start + group.count]
         expanded = F.linear(seen[..., :rank], up.flatten(0, 1)).unflatten(2, (heads, nope + v))
         rotated = seen[:, :, None, rank:].expand(-1, -1, heads, -1)
         keys = torch.cat((expanded[..., :nope], rotated), dim=3)
         values = F.pad(expanded[..., nope:], (0, width - v))  # the fused kernel needs one width
-        out[group.rows] = _fused(q[group.rows], keys, values, group, scale)[..., :v]
-    return out.flatten(1)
+        out[group.rows] = _fused(q[group.rows], keys, values, group, scale)[..., :v].flatten(1)
+
+
+def mla_prompt_fused(
+    q: torch.Tensor, kv: torch.Tensor, seqs: DeviceRows, up: torch.Tensor, nope: int, scale: float, out: torch.Tensor
+) -> None:
+    """The same in three launches."""
+    from tripool.kernels.triton.mla_prefill import mla_prefill
+
+    heads, width, rank = up.shape
+    for part in seqs.prompt_contexts:
+        seen = kv.index_select(0, part.slots)
+        expanded = F.linear(seen[:, :rank], up.view(-1, rank)).view(-1, heads, width)
+        mla_prefill(q[part.rows], expanded, seen[:, rank:], part.index, scale, nope=nope, out=out[part.rows])
 
 
 def _fused(

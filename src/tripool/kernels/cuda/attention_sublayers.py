@@ -27,7 +27,6 @@ class GroupedAttention:
         self._rope_cache = rope_cache_fused if make.fused else rope_cache
         self._attend = attention.gqa_fused if make.fused else attention.gqa
         self.num_bytes = self._qkv.num_bytes + self._out.num_bytes
-
         self.out_width = weights.heads * weights.head_dim
 
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
@@ -70,11 +69,15 @@ def rope_cache_fused(w: GqaWeights, qkv: torch.Tensor, batch: Batch, kv: torch.T
     )
 
 
-def prologue(w: LatentWeights, down: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor | None:
+def prologue(
+    w: LatentWeights, down: torch.Tensor, batch: Batch, kv: torch.Tensor, q_rope: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """Takes the joint down-projection: writes the normed latent and the rotated key into the cache and returns the
-    normed query part, if there is one."""
+    normed query part, if there is one. Queries that are ready are rotated in place (`q_rope` [rows, heads, rope])."""
     assert batch.cos_sin is not None
     queries = None
+    if q_rope is not None:
+        rope_(q_rope, batch.cos_sin)
     if w.q_norm is not None:
         q_rank = len(w.q_norm.gain)
         queries, down = normed(down[:, :q_rank], w.q_norm), down[:, q_rank:]
@@ -86,8 +89,9 @@ def prologue(w: LatentWeights, down: torch.Tensor, batch: Batch, kv: torch.Tenso
 
 
 def prologue_fused(
-    w: LatentWeights, down: torch.Tensor, batch: Batch, kv: torch.Tensor, *, int8: bool = False
-) -> AnyRows | None:
+    w: LatentWeights, down: torch.Tensor, batch: Batch, kv: torch.Tensor, q_rope: torch.Tensor | None = None, *,
+    int8: bool = False,
+) -> AnyRows | None:  # fmt: skip
     """`int8`: the query part is returned in 8 bits."""
     from tripool.kernels.triton.mla_prologue import mla_prologue
 
@@ -96,6 +100,7 @@ def prologue_fused(
     queries, scales = mla_prologue(
         down, q_gain, w.kv_norm.gain, batch.cos_sin, device_rows(batch).order, batch.slot_mapping,
         kv.view(-1, BLOCK_TOKENS, kv.shape[1]), q_eps=q_eps, kv_eps=w.kv_norm.eps, int8=int8,
+        q_rope=q_rope,
     )  # fmt: skip
     if w.q_norm is None:
         return None
@@ -117,18 +122,29 @@ def apply_rope_fused_(q_rope: torch.Tensor, batch: Batch) -> None:
 class LatentAttention:
     def __init__(self, make: Make, weights: LatentWeights) -> None:
         self._w, core = weights, weights.core
-        self._down = make.linear(weights.down, weights.down_bias, weights.down_scales)
-        self._query = make.linear(core.query, None, core.query_scales)
-        self._out = make.linear(core.out, core.out_bias, core.out_scales)
         self._up = make.store.keep("up", lambda: core.up.to(make.dtype))
-        self._norm = norm_for(weights.norm, self._down, *([] if weights.q_norm else [self._query]), fused=make.fused)
-        integers = isinstance(self._query, Linear8) and self._query.quantized.stored == INT8
-        self._prologue: Callable[[LatentWeights, torch.Tensor, Batch, torch.Tensor], AnyRows | None]
+        self._joint = None
+        """Both products of the normed rows in one, where queries have no low rank."""
+        if weights.q_norm is None and weights.down_bias is None and _alike(make, weights):
+            # Queries first: their rows are a multiple of the 128 that share a scale in e4m3.
+            scales = [one for one in (core.query_scales, weights.down_scales) if one is not None]
+            joint = torch.cat((core.query.to(weights.down.dtype), weights.down))
+            self._joint = make.linear(joint, None, torch.cat(scales) if scales else None)
+            first, self.num_bytes = [self._joint], self._joint.num_bytes
+        else:
+            self._down = make.linear(weights.down, weights.down_bias, weights.down_scales)
+            self._query = make.linear(core.query, None, core.query_scales)
+            first = [self._down] if weights.q_norm else [self._down, self._query]
+            self.num_bytes = self._down.num_bytes + self._query.num_bytes
+        self._out = make.linear(core.out, core.out_bias, core.out_scales)
+        self._norm = norm_for(weights.norm, *first, fused=make.fused)
+        integers = self._joint is None and isinstance(self._query, Linear8) and self._query.quantized.stored == INT8
+        self._prologue: Callable[..., AnyRows | None]
         self._prologue = partial(prologue_fused, int8=integers) if make.fused else prologue
         self._apply_rope_ = apply_rope_fused_ if make.fused else apply_rope_
+        self._prompt = attention.mla_prompt_fused if make.fused else attention.mla_prompt
         self._latent_decode = attention.latent_decode_fused if make.fused else attention.latent_decode
-        self.num_bytes = self._down.num_bytes + self._query.num_bytes + self._out.num_bytes + self._up.nbytes
-
+        self.num_bytes += self._out.num_bytes + self._up.nbytes
         self.out_width = self._up.shape[0] * (self._up.shape[1] - core.nope)
 
     def __call__(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> None:
@@ -138,31 +154,47 @@ class LatentAttention:
         self.after(x, attended)
 
     def before(self, x: torch.Tensor, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
-        outer = self._norm(x)
+        outer, heads, nope = self._norm(x), self._up.shape[0], self._w.core.nope
+        if self._joint is not None:
+            q, down = self._joint(outer).tensor_split([-kv.shape[1]], dim=1)
+            q = q.unflatten(1, (heads, -1))
+            self._prologue(self._w, down, batch, kv, q[..., nope:])
+            return q
         inner = self._prologue(self._w, self._down(outer), batch, kv)
-        q = self._query(outer if inner is None else inner).unflatten(1, (self._up.shape[0], -1))
-        self._apply_rope_(q[..., self._w.core.nope :], batch)
+        q = self._query(outer if inner is None else inner).unflatten(1, (heads, -1))
+        self._apply_rope_(q[..., nope:], batch)
         return q
 
     def attend(self, q: torch.Tensor, batch: Batch, kv: torch.Tensor, out: torch.Tensor) -> None:
         core, rows, n = self._w.core, device_rows(batch), batch.num_prompt_rows
         if rows.seqs:
-            out[:n] = attention.mla_prompt(q[:n], kv, rows.prompts, self._up, core.nope, core.scale)
+            self._prompt(q[:n], kv, rows, self._up, core.nope, core.scale, out[:n])
         if rows.decodes is not None:
-            out[n:] = self._decode(q[n:], kv, rows.decodes)
+            self._decode(q[n:], kv, rows.decodes, out[n:])
 
     def after(self, x: torch.Tensor, attended: torch.Tensor) -> None:
         self._out.add_to(x, attended)
 
-    def _decode(self, q: torch.Tensor, kv: torch.Tensor, rows: PagedRows) -> torch.Tensor:
-        """Absorbed form: projects the query into the latent space, attends there, and projects the result to values."""
-        nope, rank = self._w.core.nope, self._up.shape[2]
+    def _decode(self, q: torch.Tensor, kv: torch.Tensor, rows: PagedRows, out: torch.Tensor) -> None:
+        """Absorbed form: projects the query into the latent space, attends there, and projects the result to values.
+        Both products write where they are read: torch's takes any `out` whose last dimension is dense, as it is."""
+        nope, rank, heads = self._w.core.nope, self._up.shape[2], q.shape[1]
         key_up, value_up = self._up[:, :nope], self._up[:, nope:]
-        q_latent = q.new_empty(len(q), q.shape[1], kv.shape[1])
-        q_latent[..., :rank] = torch.bmm(q[..., :nope].transpose(0, 1), key_up).transpose(0, 1)
+        q_latent = q.new_empty(len(q), heads, kv.shape[1])
+        torch.bmm(q[..., :nope].transpose(0, 1), key_up, out=q_latent[..., :rank].transpose(0, 1))
         q_latent[..., rank:] = q[..., nope:]
         latent = self._latent_decode(q_latent, kv, rows, rank, self._w.core.scale)
-        return torch.bmm(latent.transpose(0, 1), value_up.mT).transpose(0, 1).flatten(1)
+        torch.bmm(latent.transpose(0, 1), value_up.mT, out=out.unflatten(1, (heads, -1)).transpose(0, 1))
+
+
+def _alike(make: Make, weights: LatentWeights) -> bool:
+    """Whether the down-projection and the queries are stored in one form."""
+    forms = {
+        make.quantized is not None and make.quantized.held(weight, scales) is not None
+        for weight, scales in ((weights.down, weights.down_scales), (weights.core.query, weights.core.query_scales))
+    }
+    given = {None if scales is None else scales.dim() for scales in (weights.down_scales, weights.core.query_scales)}
+    return len(forms) == len(given) == 1
 
 
 class Draft:

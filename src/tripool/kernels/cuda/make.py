@@ -13,7 +13,7 @@ from tripool.kernels.cuda.elementwise import normed, rms_norm, swiglu
 from tripool.kernels.cuda.quantized_linear import Experts8, Linear8, QuantizedOps
 from tripool.kernels.ref import linear, route
 from tripool.kernels.weight_store import FRESH, WeightStore
-from tripool.kernels.weights import MoeWeights, Norm
+from tripool.kernels.weights import INT8, MoeWeights, Norm
 
 # Routed experts on the device, without asking it how many rows each expert got.
 #
@@ -107,19 +107,24 @@ class Linear(linear.Linear):
 class Router:
     """RMS norm, and the choice of experts in float32: never quantised, because it selects experts."""
 
-    def __init__(self, weights: MoeWeights, *, store: WeightStore = FRESH, fused: bool = False) -> None:
+    def __init__(
+        self, weights: MoeWeights, *, store: WeightStore = FRESH, fused: bool = False, int8: bool = False
+    ) -> None:
+        """`int8`: who takes the normed rows takes them in 8 bits, so they may come like that."""
+        self._int8 = int8
         self._norm, self._bias, self._plan, self._fused = weights.norm, weights.gate_bias, weights.plan, fused
         self._gate = store.keep("weight", lambda: _router_weight(weights.gate, fused))
         self.num_bytes = self._gate.nbytes
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [rows, hidden] -> normed rows, experts and weights [rows, top_k]."""
+    def __call__(self, x: torch.Tensor) -> tuple[AnyRows, torch.Tensor, torch.Tensor]:
+        """x [rows, hidden] -> normed rows (perhaps in 8 bits), experts and weights [rows, top_k]."""
         if self._fused:
             from tripool.kernels.triton.gate import route as choose
             from tripool.kernels.triton.router import MOST_ROWS, norm_route
 
             if x.is_contiguous() and self._gate.dtype == x.dtype and len(x) <= MOST_ROWS:
-                return norm_route(x, self._norm.gain, self._norm.eps, self._gate, self._bias, self._plan)
+                norm = self._norm
+                return norm_route(x, norm.gain, norm.eps, self._gate, self._bias, self._plan, int8=self._int8)
         else:
             choose = route.route
         rows = normed(x, self._norm)
@@ -162,8 +167,10 @@ class Make:
 
         return fused_swiglu
 
-    def router(self, weights: MoeWeights) -> Router:
-        return Router(weights, store=self.store, fused=self.fused)
+    def router(self, weights: MoeWeights, *users: AnyLinear | AnyExperts) -> Router:
+        quantized = _common(users)
+        int8 = quantized is not None and quantized.stored == INT8
+        return Router(weights, store=self.store, fused=self.fused, int8=int8)
 
     def experts(self, weights: MoeWeights) -> AnyExperts:
         gate_up = self.quantized.held(weights.gate_up, weights.gate_up_scales) if self.quantized else None

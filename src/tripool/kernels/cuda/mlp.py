@@ -55,15 +55,16 @@ class MoeMlp:
     """Routed experts and an optional shared expert."""
 
     def __init__(self, make: Make, weights: MoeWeights) -> None:
-        self._router = make.router(weights)
         self._experts = make.experts(weights)
         self._shared = None if weights.shared is None else Swiglu(make, weights.shared)
-        self._rounded = rounding_for(self._experts, *([] if self._shared is None else [self._shared.gate_up]))
+        users = self._experts, *([] if self._shared is None else [self._shared.gate_up])
+        self._router, self._rounded = make.router(weights, *users), rounding_for(*users)
         self.num_bytes = self._router.num_bytes + self._experts.num_bytes
         self.num_bytes += 0 if self._shared is None else self._shared.num_bytes
 
     def __call__(self, x: torch.Tensor) -> None:
-        floats, experts, weights = self._router(x)
-        rows = self._rounded(floats)
+        rows, experts, weights = self._router(x)
+        if isinstance(rows, torch.Tensor):
+            rows = self._rounded(rows)
         shared = None if self._shared is None else self._shared(rows)
         self._experts(rows, experts, weights, onto=x, also=shared)

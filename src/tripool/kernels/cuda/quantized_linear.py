@@ -37,6 +37,8 @@ class QuantizedOps:
     swiglu: Callable[[torch.Tensor], Rows8]
     product: Callable[[Rows8, Rows8], torch.Tensor]
     """Rows, and weights [out, in] -> bfloat16 [rows, out]."""
+    add_product: Callable[[torch.Tensor, Rows8, Rows8], torch.Tensor] | None = None
+    """Adds the product to bfloat16 [rows, out], contiguous, in its own launch; None: there is no such kernel."""
     experts: Callable[
         [Rows8, torch.Tensor, torch.Tensor, Rows8, Rows8, torch.Tensor | None, torch.Tensor | None], torch.Tensor
     ]
@@ -108,7 +110,12 @@ class Linear8:
         return out if self._bias is None else out + self._bias
 
     def add_to(self, x: torch.Tensor, rows: torch.Tensor | Rows8) -> None:
-        x += self(rows)
+        """x += self(rows)."""
+        add, plain = self.quantized.add_product, self._bias is None and self._count is None
+        if add is None or not plain or x.dtype != torch.bfloat16 or not x.is_contiguous():
+            x += self(rows)
+        else:
+            add(x, self.quantized.quantise(rows) if isinstance(rows, torch.Tensor) else rows, self._weights)
 
     def first(self, count: int) -> Linear8:
         part, whole = object.__new__(Linear8), -(-count // self.quantized.outs_multiple) * self.quantized.outs_multiple

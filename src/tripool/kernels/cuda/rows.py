@@ -1,8 +1,9 @@
 """The batch as the device reads it: block tables and seq_lens in tensors instead of lists.
 
 Decode rows come as `queries` rows per request; prompt rows as one index of all sequences (`PromptIndex`) for kernels
-that read pages, or in groups of equal shape for torch's kernel; each form is built when it is first needed. A captured
-step has decode rows only, whose tensors keep their addresses while their values change.
+that read pages, as the slots of all their contexts (`PromptContexts`) for those that read gathered rows, or in groups
+of equal shape for torch's kernel; each form is built when it is first needed. A captured step has decode rows only,
+whose tensors keep their addresses while their values change.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from tripool.kernels.sequence_rows import SequenceRows
 
 MAX_QUERIES = 2
 """Query tokens of one request that share one read of its context: the newest token and a draft."""
+MOST_GATHERED = 1 << 16
+"""Tokens of the contexts that are gathered at once, unless one sequence has more: bounds the memory of a step in which
+many short prompts have long prefixes in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,19 @@ class PromptIndex:
     """Whether the first visible position of any is above 0."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptContexts:
+    """Some consecutive sequences in prompt form, for kernels that read gathered contexts."""
+
+    rows: slice
+    """Among the prompt rows."""
+    slots: torch.Tensor
+    """int32 [tokens]: visible slots of all contexts, one sequence after the other."""
+    index: torch.Tensor
+    """int32 [sequences, 4]: first row within `rows`, number of rows, visible tokens before the first row, and the
+    context's first token in `slots`."""
+
+
 @dataclass(slots=True)
 class DeviceRows:
     """A batch's sequences in this form; stored in `Batch.native`."""
@@ -88,6 +105,7 @@ class DeviceRows:
     """int64 [rows]: 0, 1, 2 … (the index of each row in tensors gathered by row, such as `cos_sin`)."""
     _prompts: tuple[PromptGroup, ...] | None = None
     _index: PromptIndex | None = None
+    _contexts: tuple[PromptContexts, ...] | None = None
 
     @property
     def prompts(self) -> tuple[PromptGroup, ...]:
@@ -100,6 +118,12 @@ class DeviceRows:
         if self._index is None:
             self._index = _index(self.seqs, self.order.device)
         return self._index
+
+    @property
+    def prompt_contexts(self) -> tuple[PromptContexts, ...]:
+        if self._contexts is None:
+            self._contexts = _contexts(self.seqs, self.order.device)
+        return self._contexts
 
 
 def device_rows(batch: Batch) -> DeviceRows:
@@ -141,6 +165,36 @@ def _index(seqs: Sequence[SequenceRows], device: torch.device) -> PromptIndex:
         line[:4] = seq.row, seq.count, seq.start, seq.first
         line[4 : 4 + len(seq.block_table)] = seq.block_table
     return PromptIndex(to_device(index, device, torch.int32), any(seq.first for seq in seqs))
+
+
+def _contexts(seqs: Sequence[SequenceRows], device: torch.device) -> tuple[PromptContexts, ...]:
+    """In one upload: all slots, then the lines of the index."""
+    offsets = np.arange(BLOCK_TOKENS, dtype=np.int32)
+    slots: list[np.ndarray] = []
+    lines: list[tuple[int, int, int, int]] = []
+    parts: list[tuple[int, int]] = []  # first sequence, first row
+    tokens = 0
+    for seq in seqs:
+        visible = seq.stop - seq.first
+        if not parts or tokens + visible > MOST_GATHERED:
+            parts.append((len(lines), seq.row))
+            tokens = 0
+        blocks = np.asarray(seq.block_table, np.int32)[: -(-seq.stop // BLOCK_TOKENS)]
+        slots.append((blocks[:, None] * BLOCK_TOKENS + offsets).ravel()[seq.first : seq.stop])
+        lines.append((seq.row - parts[-1][1], seq.count, seq.start - seq.first, tokens))
+        tokens += visible
+    index, begins = np.asarray(lines, np.int32), np.cumsum([0, *map(len, slots)]).tolist()
+    uploaded = to_device(np.concatenate((index.ravel(), *slots)), device, torch.int32)
+    on_device = uploaded[: index.size].view(-1, 4)
+    bounds = [part[0] for part in parts] + [len(lines)]
+    return tuple(
+        PromptContexts(
+            slice(row, seqs[stop - 1].row + seqs[stop - 1].count),
+            uploaded[index.size + begins[begin] : index.size + begins[stop]],
+            on_device[begin:stop],
+        )
+        for (begin, row), stop in zip(parts, bounds[1:], strict=True)
+    )
 
 
 def _paged(seqs: Sequence[SequenceRows], device: torch.device) -> PagedRows:

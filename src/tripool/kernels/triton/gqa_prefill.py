@@ -38,7 +38,7 @@ WIDE_HEADS = Tiling(block_tokens=32, num_stages=3)
 
 
 @triton.jit
-def _sequence_of(index, index_stride, num_seqs, tile, TILE_QUERIES: tl.constexpr, AT_ONCE: tl.constexpr):
+def sequence_of(index, index_stride, num_seqs, tile, TILE_QUERIES: tl.constexpr, AT_ONCE: tl.constexpr):
     """The sequence of a tile and the number of its first tile."""
     found = 0
     for begin in tl.range(0, num_seqs, AT_ONCE):
@@ -59,7 +59,7 @@ def _prefill(
     tile_queries: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    seq, first_tile = _sequence_of(index, index_stride, num_seqs, tile, tile_queries, AT_ONCE)
+    seq, first_tile = sequence_of(index, index_stride, num_seqs, tile, tile_queries, AT_ONCE)
     index += seq * index_stride
     count = tl.load(index + 1)
     query_0 = (tile - first_tile) * tile_queries

@@ -22,13 +22,16 @@ from tripool.kernels.triton.tilings import Narrow, Resident, Stream, Tiling, Wid
 
 
 @triton.jit
-def _finish(total, out, x_scale, w_scale, rows, stop, cols, N, expert):
-    """Scale channels x tokens of integers and write them as tokens x channels."""
+def _finish(total, out, x_scale, w_scale, rows, stop, cols, N, expert, ADD: tl.constexpr):
+    """Scale channels x tokens of integers and write them as tokens x channels, or add them to what is there."""
     by_token = tl.load(x_scale + rows, mask=rows < stop, other=0.0)
     by_channel = tl.load(w_scale + expert * N + cols, mask=cols < N, other=0.0)
-    y = (total.to(tl.float32) * by_token[None, :] * by_channel[:, None]).to(tl.bfloat16)
+    y = total.to(tl.float32) * by_token[None, :] * by_channel[:, None]
     at = out + rows.to(tl.int64)[None, :] * N + cols[:, None]
-    tl.store(at, y, mask=(rows < stop)[None, :] & (cols < N)[:, None])
+    inside = (rows < stop)[None, :] & (cols < N)[:, None]
+    if ADD:
+        y += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, y.to(tl.bfloat16), mask=inside)
 
 
 @triton.jit
@@ -47,7 +50,7 @@ def _prefetch(w, row, first, last, N, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.cons
 def narrow_kernel(
     x_desc, w_desc, w, out, x_scale, w_scale, parts, arrived, plan, num_blocks, M, N, K, splits,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr, GROUPED: tl.constexpr,
-    BAND: tl.constexpr, EARLY: tl.constexpr,
+    BAND: tl.constexpr, EARLY: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of tokens, blocks of channels, splits). With a plan, each block of tokens has its expert."""
     m, n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -76,7 +79,7 @@ def narrow_kernel(
         total = tl.dot(w_tile, x_tile.T, total, out_dtype=tl.int32)
     rows, cols = row + tl.arange(0, BLOCK_M), n * BLOCK_N + tl.arange(0, BLOCK_N)
     if not SPLIT:
-        _finish(total, out, x_scale, w_scale, rows, stop, cols, N, expert)
+        _finish(total, out, x_scale, w_scale, rows, stop, cols, N, expert, ADD)
     else:
         tile = (m * tl.num_programs(1) + n).to(tl.int64)
         inside = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
@@ -87,7 +90,7 @@ def narrow_kernel(
             total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.int32)
             for s in range(splits):
                 total += tl.load(mine + s * (BLOCK_M * BLOCK_N) + inside, cache_modifier=".cg")
-            _finish(total, out, x_scale, w_scale, rows, stop, cols, N, expert)
+            _finish(total, out, x_scale, w_scale, rows, stop, cols, N, expert, ADD)
             tl.store(arrived + tile, 0)  # the next call counts from zero
 
 
@@ -99,11 +102,12 @@ def arrivals(device: torch.device | str, count: int = 1 << 21) -> torch.Tensor:
 def int8_gemm(
     x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor,
     out: torch.Tensor | None = None, arrived: torch.Tensor | None = None,
-    tiling: Tiling | None = None,
+    tiling: Tiling | None = None, add: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """x int8 [m, k], w int8 [n, k], scales float32 [m] and [n] -> bfloat16 [m, n]. k is a multiple of 16.
 
-    `arrived` comes from `arrivals`; without it split shapes zero their own counters.
+    With `add` the product is added to `out`, before it is rounded where the kernel is Narrow or Wide. `arrived` comes
+    from `arrivals`; without it split shapes zero their own counters.
     """
     (m, k), n = x.shape, len(w)
     assert w.shape == (n, k) and x_scale.shape == (m,) and w_scale.shape == (n,) and k % 16 == 0
@@ -113,10 +117,12 @@ def int8_gemm(
     if m == 0:
         return out
     tiling = tiling or choose(m, n, k)
+    if add and isinstance(tiling, Resident | Stream) and x.is_cuda:
+        return out.add_(int8_gemm(x, x_scale, w, w_scale, None, arrived, tiling))
     if isinstance(tiling, Wide) and x.is_cuda and n % 8 == 0:  # rows of the result start at 16 bytes
         from tripool.kernels.triton.wide import launch_wide
 
-        return launch_wide(x, x_scale, w, w_scale, out, tiling)
+        return launch_wide(x, x_scale, w, w_scale, out, tiling, add=add)
     if isinstance(tiling, Resident) and x.is_cuda and n % 8 == 0:
         from tripool.kernels.triton.resident import launch_resident
 
@@ -126,13 +132,13 @@ def int8_gemm(
 
         return launch_stream(x, x_scale, w, w_scale, out, arrived, tiling)
     t = tiling if isinstance(tiling, Narrow) else Narrow(128, 128, 128, num_warps=8)
-    return launch_narrow(x, x_scale, w, w_scale, out, arrived, t, -(-m // t.block_m))
+    return launch_narrow(x, x_scale, w, w_scale, out, arrived, t, -(-m // t.block_m), add=add)
 
 
 def launch_narrow(
     x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor,
     arrived: torch.Tensor | None, t: Narrow, blocks_m: int, plan: torch.Tensor | None = None,
-    num_blocks: torch.Tensor | None = None,
+    num_blocks: torch.Tensor | None = None, add: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """w [n, k], or [experts, n, k] with a plan of at most `blocks_m` blocks of tokens (see `grouped_gemm`)."""
     (m, k), n = x.shape, w.shape[-2]
@@ -150,7 +156,7 @@ def launch_narrow(
         w, out, x_scale, w_scale, parts, arrived if arrived is not None else parts,
         parts if plan is None else plan, parts if num_blocks is None else num_blocks, m, n, k, t.splits,
         BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=t.block_k, SPLIT=t.splits > 1, GROUPED=plan is not None,
-        BAND=t.band, EARLY=early, num_warps=t.num_warps, num_stages=t.num_stages,
+        BAND=t.band, EARLY=early, ADD=add, num_warps=t.num_warps, num_stages=t.num_stages,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out

@@ -76,9 +76,11 @@ def _put_some(out, y, rows, cols, stop, N):
 @gluon.jit
 def _finish(
     total, out_desc, staging, out, x_scale, w_scale, expert, row, stop, col, M, N,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUPED: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUPED: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """Scale a tile and write it in two halves of its channels, so that half a tile of shared memory is enough."""
+    """Scale a tile, add what is in its place if ADD, and write it in two halves of its channels, so that half a tile of
+    shared memory is enough.
+    """
     HALF: gl.constexpr = BLOCK_N // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, HALF, 32]
@@ -90,7 +92,12 @@ def _finish(
         cols = col + half * HALF + gl.arange(0, HALF, gl.SliceLayout(0, layout))
         by_col = gl.load(w_scale + expert * N + cols, mask=cols < N, other=0.0)
         y = gl.convert_layout(channel_halves[half], layout).to(gl.float32)
-        y = (y * gl.expand_dims(by_row, 1) * gl.expand_dims(by_col, 0)).to(gl.bfloat16)
+        y = y * gl.expand_dims(by_row, 1) * gl.expand_dims(by_col, 0)
+        if ADD:
+            at = out + gl.expand_dims(rows.to(gl.int64) * N, 1) + gl.expand_dims(cols, 0)
+            inside = gl.expand_dims(rows < M, 1) & gl.expand_dims(cols < N, 0)
+            y += gl.load(at, mask=inside, other=0.0).to(gl.float32)
+        y = y.to(gl.bfloat16)
         if GROUPED:
             if row + BLOCK_M <= stop:
                 _put(out_desc, staging, y, row, col + half * HALF)
@@ -104,6 +111,7 @@ def _finish(
 def wide_kernel(
     x_desc, w_desc, out_desc, out, x_scale, w_scale, plan, num_blocks, M, N, K, programs,
     BAND: gl.constexpr, STAGES: gl.constexpr, GROUPED: gl.constexpr, EARLY: gl.constexpr,
+    ADD: gl.constexpr,
 ):  # fmt: skip
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = w_desc.block_type.shape[0]
@@ -163,14 +171,14 @@ def wide_kernel(
         tile_expert, top, stop, column = _tile_origin(tile, plan, tiles_m, tiles_n, BAND, BLOCK_M, GROUPED)
         _finish(
             total, out_desc, staging, out, x_scale, w_scale, tile_expert, top, stop, column * BLOCK_N, M, N,
-            BLOCK_M, BLOCK_N, GROUPED,
+            BLOCK_M, BLOCK_N, GROUPED, ADD,
         )  # fmt: skip
     tma.store_wait(0)
 
 
 def launch_wide(
     x: torch.Tensor, x_scale: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor, t: Wide,
-    plan: torch.Tensor | None = None, num_blocks: torch.Tensor | None = None,
+    plan: torch.Tensor | None = None, num_blocks: torch.Tensor | None = None, add: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """w [n, k], or [experts, n, k] with a plan of blocks of `block_m` rows (see `grouped_gemm`)."""
     (m, k), n = x.shape, w.shape[-2]
@@ -184,7 +192,7 @@ def launch_wide(
         TensorDescriptor.from_tensor(w.view(-1, k), [t.block_n, t.block_k], bytes_8),
         TensorDescriptor.from_tensor(out, [t.block_m, t.block_n // 2], bytes_16),
         out, x_scale, w_scale, out if plan is None else plan, out if num_blocks is None else num_blocks, m, n, k,
-        programs, BAND=t.band, STAGES=t.num_stages, GROUPED=plan is not None, EARLY=t.early,
+        programs, BAND=t.band, STAGES=t.num_stages, GROUPED=plan is not None, EARLY=t.early, ADD=add,
         num_warps=t.num_warps, **({"launch_pdl": True} if t.early else {}),
     )  # fmt: skip
     return out
