@@ -11,7 +11,7 @@ from oracle.case import Case, make_case, rope
 from oracle.folders import save_case
 from tripool.checkpoints import open_checkpoint
 from tripool.engine.device_runner import DeviceRunner
-from tripool.engine.runner import batch_of
+from tripool.engine.runner import Runner, batch_of
 from tripool.kernels.cuda.table import OnDevice, cuda_table
 from tripool.kernels.weights import GqaWeights, MlpWeights, Norm
 from tripool.models import load_model
@@ -114,9 +114,12 @@ def test_networks(device: str, tmp_path: Path, case: Case) -> None:
     ]
     spoken = []
     with open_checkpoint(save_case(case, tmp_path)) as checkpoint:
+        floats = Runner(load_model(checkpoint), num_blocks=3)
+        wanted = torch.cat([floats.logits(floats.hidden(work)) for work in steps])
         for table in BOTH:
             model = load_model(checkpoint, torch.bfloat16, kernels=table, store=OnDevice(device))
             runner = DeviceRunner(model, num_blocks=3, device=device, dtype=torch.bfloat16)
             spoken.append(torch.cat([runner.logits(runner.hidden(work)).float().cpu() for work in steps]))
-    errors = (spoken[1] - spoken[0]).norm(dim=1) / spoken[0].norm(dim=1)
-    assert float(errors.median()) < 0.03, "of rows: where two experts are nearly alike one row may choose the other"
+    # Medians of rows: where two experts are nearly alike one row may choose the other.
+    plain, ours = (float(((each - wanted).norm(dim=1) / wanted.norm(dim=1)).median()) for each in spoken)
+    assert ours < 1.25 * plain < 0.1, f"{ours:.3f} from float32, plain {plain:.3f}"

@@ -44,8 +44,8 @@ def choose_blocks(m: int, n: int, k: int) -> BlockTiling:
     if m > 512:
         return BlockTiling(128, 64, 1, 4, 4, band=8)
     if m > 128:
-        splits = max(1, min(2 * NUM_SMS // (triton.cdiv(m, 64) * triton.cdiv(n, 64)), triton.cdiv(k, GROUP) // 4, 8))
-        return BlockTiling(64, 64, splits, 4, 6)
+        tiles = triton.cdiv(m, 128) * triton.cdiv(n, 64)
+        return BlockTiling(128, 64, max(1, min(2 * NUM_SMS // tiles, triton.cdiv(k, GROUP) // 12, 4)), 4, 4)
     block_m = 16
     while block_m < m:
         block_m *= 2
