@@ -103,6 +103,7 @@ def test_cancelled_at_any_step(tiny: Bundled) -> None:
         assert key[0] in gone or said == tokens
 
 
+@pytest.mark.prove
 def test_float32_differs_only_where_two_tokens_are_equally_likely() -> None:
     """Two rows in one product are added up in another order than one row: drafts may turn a tie, and nothing else."""
     with bundled(CPU) as tiny:

@@ -91,7 +91,7 @@ def test_a_device_multiplies_in_e4m3_what_is_stored_so(folders) -> None:
         num_bytes.append(model.num_bytes)
     ours, wanted = logits
     errors = (ours - wanted).norm(dim=1) / wanted.norm(dim=1)
-    assert 0 < errors.median() < 0.1, (
+    assert 0 < errors.median() < 0.15, (
         "rounded, and not far off: where a choice of experts is a tie a row may be further"
     )
     assert num_bytes[0] < 0.9 * num_bytes[1]

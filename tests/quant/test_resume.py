@@ -41,6 +41,7 @@ with open_checkpoint(source) as checkpoint:
 """
 
 
+@pytest.mark.prove
 def test_killed_in_the_middle_it_goes_on_and_gives_the_same_bytes(made_of, tmp_path) -> None:
     made = made_of(CASE)
     target = tmp_path / "int8"

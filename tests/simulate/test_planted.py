@@ -337,7 +337,14 @@ def who_waited_too_long_is_refused_and_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AdmissionController, "tick", forgetful)
 
 
-@pytest.mark.parametrize("name", PLANTS)
+LATE = {
+    "orphans_are_not_cancelled_on_drain", "gap_not_noticed", "block_reused_before_reaping",
+    "who_waited_too_long_is_refused_and_kept", "reaping_is_not_told_to_the_cache", "kv_of_a_lost_worker_still_counts",
+}  # fmt: skip
+"""Found after dozens of seeds: seconds each, which only `make prove` has."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.prove] * (n in LATE)) for n in PLANTS])
 def test_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, caught_by = PLANTS[name]
     plant(monkeypatch)

@@ -82,8 +82,8 @@ def blocks_are_read_into_slots_that_are_given_back(patch: pytest.MonkeyPatch) ->
     patch.setattr(TieredIndex, "_read", hasty)
 
 
-PLANTS: list[tuple[Plant, str]] = [
-    (what_the_disk_gives_is_believed, "instead of"),
+PLANTS = [
+    pytest.param(what_the_disk_gives_is_believed, "instead of", marks=pytest.mark.prove),  # dozens of seeds
     (a_look_up_waits_for_ever, "past its deadline"),
     (a_reader_is_not_fenced_after_a_restart, "hangs|past its deadline"),
     (segments_are_reused_while_their_blocks_are_known, "generations|not on disk|overlap|more than there is room for"),

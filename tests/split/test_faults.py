@@ -48,6 +48,7 @@ def test_the_judge_sees_each_kind_of_harm(harm: str) -> None:
     assert cell.good == (harm == "none")
 
 
+@pytest.mark.prove  # the whole table is there too; the suite kills workers and gateways in tests of their own
 def test_a_few_faults_under_a_few_streams() -> None:
     check(run_table(12, SMALL))
 

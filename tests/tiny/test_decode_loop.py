@@ -17,6 +17,8 @@ from tripool.models import Model, load_model
 from tripool.sequence import Work
 from tripool.text import Tokenizer
 
+pytestmark = pytest.mark.prove  # only `make tiny` runs this code
+
 NUM_BLOCKS, COUNT = 24, 24
 ASKED = ("Tell me a story about a fox named Mira.", "Hello!", "Name the days of the week. " * 10, "Who are you?")
 

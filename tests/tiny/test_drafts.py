@@ -35,6 +35,8 @@ from tripool.train.network import Network
 from tripool.train.plan import Optimise
 from tripool.train.rows import pack
 
+pytestmark = pytest.mark.prove  # only `make tiny` runs this code
+
 AMOUNT = Amount(answers=8, steps=24)
 WORDS = slice(40, 100)
 ANSWER_TOKENS = 48

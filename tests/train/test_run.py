@@ -94,6 +94,7 @@ def test_held_out_documents_are_written_and_not_trained(finished: Path, corpus: 
     assert all(one in every for one in held_out)
 
 
+@pytest.mark.prove
 def test_killed_it_goes_on_to_the_same_weights(finished: Path, corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = [sys.executable, "-c", RUN, str(Path(__file__).parents[1]), str(corpus), str(out)]
