@@ -19,7 +19,7 @@ import torch
 
 from tripool.core import BLOCK_TOKENS
 from tripool.engine.block_tables import BlockTables
-from tripool.engine.device_segments import Segments
+from tripool.engine.device_segments import ROWS, Segments
 from tripool.engine.runner import Runner, batch_of
 from tripool.kernels.cuda.rows import MAX_QUERIES, DeviceRows, PagedRows, to_device
 from tripool.models import Batch, Model
@@ -49,8 +49,9 @@ class Size:
 
     @classmethod
     def of(cls, work: Sequence[Work], most_width: int) -> Size:
-        width = -(-max(piece.stop for piece in work) // BLOCK_TOKENS)
         queries = max(len(piece.tokens) for piece in work)
+        # By the length that `fill` gives a request, padding rows included: kernels read the table up to there.
+        width = -(-(max(piece.start for piece in work) + queries) // BLOCK_TOKENS)
         return cls(_round_up(len(work)), queries, min(_round_up(width), most_width))
 
 
@@ -123,8 +124,9 @@ class DeviceRunner(Runner):
         self.device, self._dtype, self._mtp = torch.device(device), dtype, mtp
         self._steps: dict[tuple[Size, Kind], Step] = {}
         self._nowhere = num_blocks
-        self._width = -(-model.arch.context_tokens // BLOCK_TOKENS)
-        self._tables = BlockTables(self._width + 1)
+        self._width = -(-model.arch.context_tokens // BLOCK_TOKENS) + 1
+        """Most columns of a block table: a padding row may be past the last position."""
+        self._tables = BlockTables(self._width)
         self._sampled = torch.zeros(_MAX_SAMPLED, dtype=torch.int64, device=self.device)
         super().__init__(model, num_blocks=num_blocks, mtp=mtp)
         self._segments = Segments(model, self.kv, num_blocks) if model.has_segments else None
@@ -146,7 +148,8 @@ class DeviceRunner(Runner):
         longest = min(step_tokens, self.model.arch.context_tokens - 1)
         # Triton compiles for multiples of 16 and for other numbers.
         powers = [min(longest, 1 << power) for power in range(4, longest.bit_length() + 1)]
-        lengths = sorted({length - odd for length in powers for odd in (0, 1)})
+        captured_rows = () if self._mtp or self._segments is None else [rows for rows in ROWS if rows <= longest]
+        lengths = sorted({length - odd for length in powers for odd in (0, 1)} | {*captured_rows})
         prompts = [[Work([0] * count, 0, [self._nowhere] * -(-count // BLOCK_TOKENS), False)] for count in lengths]
         for i, work in enumerate(decodes + prompts, 1):
             if progress:

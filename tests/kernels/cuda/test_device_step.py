@@ -9,7 +9,8 @@ import torch
 
 from oracle.close import assert_close
 from tripool.checkpoints import open_checkpoint
-from tripool.engine.device_runner import DeviceRunner
+from tripool.engine.device_runner import DeviceRunner, Size
+from tripool.engine.device_segments import ROWS
 from tripool.engine.runner import Runner
 from tripool.kernels.cuda.table import OnDevice, cuda_table
 from tripool.models import Model, load_model
@@ -115,3 +116,18 @@ def test_warming_up_takes_every_size_and_touches_nobodys_block(models: tuple[Mod
     runner.hidden([Work(p, 0, t, False) for p, t in zip(PROMPTS[:2], block_tables, strict=False)])
     runner.hidden([Work([5], len(p), t, True) for p, t in zip(PROMPTS[:2], block_tables, strict=False)])
     assert len(runner._steps) == before, "a short context finds its step"
+
+
+def test_a_table_reaches_as_far_as_the_length_of_its_request() -> None:
+    """A request of one row beside one of two is given a length of two: its table must cover that position too."""
+    work = [Work([5], 63, [0], True), Work([5, 6], 3, [1], True)]
+    assert Size.of(work, 9).width == 2
+    assert Size.of(work[:1], 9).width == 1
+
+
+def test_every_size_of_a_prompt_step_is_captured_before_serving(models: tuple[Model, Model]) -> None:
+    model = models[1]
+    runner = DeviceRunner(model, num_blocks=NUM_BLOCKS, device="cpu", dtype=torch.float32)
+    runner.warm(2, 100)
+    assert runner._segments is not None
+    assert set(runner._segments._steps) >= {rows for rows in ROWS if rows <= 96}
