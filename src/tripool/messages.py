@@ -28,7 +28,7 @@ import msgspec
 from tripool.core import Request, TokenEvent
 from tripool.errors import TripoolError
 
-PROTOCOL = 1
+PROTOCOL = 2
 SUPERVISOR = "supervisor"
 Role = Literal["prefill", "decode", "cache"]
 
