@@ -49,6 +49,16 @@ def read_banner(process: subprocess.Popen[str]) -> str:
     return banner
 
 
+def read_log_until(process: subprocess.Popen[str], event: str) -> str:
+    assert process.stderr is not None
+    logged = ""
+    while not logged or said(logged)[-1] != event:
+        line = process.stderr.readline()
+        assert line, logged
+        logged += line
+    return logged
+
+
 def said(err: str) -> list[str]:
     """The first word of each line of the log: nothing else is on stderr."""
     return [re.fullmatch(r"\S+Z (?:INFO|WARNING) server\[\d+\] (\w+) .*", line)[1] for line in err.splitlines()]
@@ -62,10 +72,11 @@ def test_serves_and_stops(process):
         found[1], content=found[2], headers={"content-type": "application/json"}, timeout=DEADLINE_S
     ).json()
     assert answer["choices"][0]["message"]["content"]
+    logged = read_log_until(process, "request")  # it is written after the answer's last byte: the client may be ahead
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, out) == (130, "")
-    assert said(err) == ["start", "ready", "request", "stopping", "stopped"]
+    assert said(logged + err) == ["start", "ready", "request", "stopping", "stopped"]
 
 
 def test_stops_within_its_bound_while_an_answer_goes_on(process):
