@@ -22,6 +22,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -90,7 +91,10 @@ class Server:
 def serving(program: str, *arguments: str) -> Iterator[Server]:
     """A server in a process of its own, that prints `tripool serve`'s banner."""
     command = [sys.executable, "-c", program, *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with (
+        tempfile.TemporaryFile() as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+    ):
         watchdog = threading.Timer(START_WITHIN_S, process.kill)
         watchdog.start()
         try:
@@ -98,7 +102,8 @@ def serving(program: str, *arguments: str) -> Iterator[Server]:
             while (found := re.search(r"at (http\S+)/v1", banner)) is None:
                 line = process.stdout.readline()
                 if not line:
-                    raise SystemExit("the server did not start")
+                    log.seek(0)
+                    raise SystemExit(f"the server did not start: {log.read().decode(errors='replace')[-2000:]}")
                 banner += line
             watchdog.cancel()
             yield Server(found[1], process.pid)
