@@ -292,8 +292,6 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def quotas_hold(self) -> None:
-        if not hasattr(self, "index"):
-            return
         for slot, record in self.index.take_changes():
             # As the arena writes it: nobody may find a doomed block after a restart.
             self.headers[slot] = Record() if record.state in (State.FREE, State.DOOMED) else replace(record)

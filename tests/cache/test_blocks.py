@@ -126,8 +126,6 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def agree(self) -> None:
-        if not hasattr(self, "pool"):
-            return
         self.pool.check(self.tables)
         assert self.pool.num_free == len(self.naive.free())
         assert self.pool.num_held + self.pool.num_free == self.pool.num_blocks

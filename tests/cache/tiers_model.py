@@ -244,8 +244,6 @@ class TiersMachine(RuleBasedStateMachine):
 
     @invariant()
     def quotas_hold(self) -> None:
-        if not hasattr(self, "tiers"):
-            return
         self.settle()
         self.tiered_index.check()
         for copy in self.tier.disk_copies.values() if self.tier is not None else ():
