@@ -47,18 +47,18 @@ from pathlib import Path
 from tripool.cache.weight_cache import WeightCache
 from tripool.config import EngineConfig
 from tripool.core import Request, SamplingParams
-from tripool.engine.load import load_told
+from tripool.engine.load import load_engine
 model, precision, folder, quota = sys.argv[1:]
 imported = time.time()
 images = WeightCache(Path(folder), int(quota)) if folder else None
-engine, from_memory = load_told(model, EngineConfig(precision=precision), weight_cache=images)
+engine = load_engine(model, EngineConfig(precision=precision), weight_cache=images)
 loaded = time.time()
 engine.add(Request(id="a", prompt_ids=(5, 6, 7, 8), params=SamplingParams(temperature=0, max_tokens=1), seed=0))
 tokens = []
 while engine.busy:
     tokens += [event.token_id for event in engine.step()]
 said = {"began": began, "imported": imported, "loaded": loaded, "first": time.time(), "tokens": tokens}
-print(json.dumps(said | {"from_memory": from_memory, "mb": engine.weight_bytes / 2**20}))
+print(json.dumps(said | {"from_memory": engine.from_weight_cache, "mb": engine.weight_bytes / 2**20}))
 """
 
 

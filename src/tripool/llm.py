@@ -15,7 +15,7 @@ from typing import Self, cast
 from tripool.answer import Answer, Generation
 from tripool.config import EngineConfig, Precision
 from tripool.core import Conversation, Request, SamplingParams, TokenEvent
-from tripool.engine.protocol import StepEngine
+from tripool.engine_protocol import StepEngine
 from tripool.errors import InvalidRequest, RequestFailed, TripoolError
 from tripool.text import Tokenizer
 

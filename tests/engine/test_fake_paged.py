@@ -6,7 +6,7 @@ from bench.instant_engine import InstantEngine
 from tripool.core import Request, SamplingParams, TokenEvent
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
-from tripool.engine.protocol import StepEngine
+from tripool.engine_protocol import StepEngine
 
 TEXT = fake_text()
 

@@ -9,7 +9,8 @@ from tripool.config import RouterConfig
 from tripool.core import BLOCK_TOKENS, Request, TokenEvent
 from tripool.decode.worker import DecodeWorker
 from tripool.errors import TripoolError
-from tripool.fabric import KvSender, PoolEngine
+from tripool.engine_protocol import PoolEngine
+from tripool.fabric import KvSender
 from tripool.fabric.shared_memory import SharedMemoryTransfer
 from tripool.messages import PROTOCOL, AnyMessage, Hello, Role, WorkerId, decode, encode
 from tripool.prefill.worker import PrefillWorker

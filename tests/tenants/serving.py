@@ -13,7 +13,7 @@ import httpx
 
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
-from tripool.engine.protocol import StepEngine
+from tripool.engine_protocol import StepEngine
 from tripool.gateway.auth import Access
 from tripool.gateway.connection_limits import ConnectionLimits
 from tripool.gateway.server import listen

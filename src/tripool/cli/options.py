@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from tripool.config import Device, EngineConfig, Precision
-from tripool.engine.protocol import StepEngine
+from tripool.engine_protocol import StepEngine
 
 Load = Callable[[str, EngineConfig], StepEngine]
 """From a model's name or path to an engine."""

@@ -22,7 +22,7 @@ from tripool.errors import InvalidRequest
 
 if TYPE_CHECKING:
     # Here, so that `tripool --help` does not import a web server.
-    from tripool.engine.protocol import StepEngine
+    from tripool.engine_protocol import StepEngine
     from tripool.serving import ColocatedServer, SplitServer
     from tripool.serving.split import SplitConfig
     from tripool.text.files import TextFiles

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from tripool.config import EngineConfig
-from tripool.engine.protocol import StepEngine
+from tripool.engine_protocol import StepEngine
 from tripool.errors import TripoolError
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from tripool.cache.client import PoolClient
 from tripool.decode.worker import DecodeWorker
-from tripool.fabric import KvReceiver, KvSender, Link, Loop, PoolEngine, Transfer
+from tripool.engine_protocol import PoolEngine
+from tripool.fabric import KvReceiver, KvSender, Link, Loop, Transfer
 from tripool.fabric.channel import Transport
 from tripool.fabric.prefixes import Prefixes
 from tripool.fabric.supervisor_channel import SupervisorChannel

@@ -17,7 +17,7 @@ from tripool.core import Stages, TokenEvent
 from tripool.errors import RequestFailed, TripoolError
 from tripool.fabric.kv_transfer import IncomingKv, KvReceiver
 from tripool.fabric.prefixes import Prefixes
-from tripool.fabric.seam import PoolEngine, local_id
+from tripool.engine_protocol import PoolEngine, local_id
 from tripool.messages import (
     AnyMessage,
     Cancel,

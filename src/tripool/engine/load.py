@@ -33,20 +33,8 @@ def load_engine(
 ) -> Engine:
     """Weights are mapped from `weight_cache` if they are in it, and written to it if not. `hands_over`: sequences come
     from other engines or go to them, between two steps."""
-    return load_told(model, config, progress=progress, weight_cache=weight_cache, hands_over=hands_over)[0]
-
-
-def load_told(
-    model: str,
-    config: EngineConfig,
-    *,
-    progress: Callable[[str], None] | None = None,
-    weight_cache: WeightCache | None = None,
-    hands_over: bool = False,
-) -> tuple[Engine, bool]:
-    """Also whether the weights came from the model cache."""
     if config.device == "cuda":
-        from tripool.engine.device import cuda_spec, load_on  # here: who computes on a CPU need not wait for it
+        from tripool.engine.device import cuda_spec, load_on  # here: a CPU needs none of it
 
         device_spec = cuda_spec(config.precision)
         name, text, network = load_on(device_spec, model, progress)
@@ -54,14 +42,16 @@ def load_told(
         overlaps = not hands_over and not (config.mtp and network.mtp is not None)
         engine = (OverlappedEngine if overlaps else Engine)(name, network, text, config, device_spec)
         engine.warm(progress)
-        return engine, False
+        return engine
     use_8_bit_products = config.precision == "int8" and bool(variants())
     if config.precision == "int8" and not use_8_bit_products:
-        _LOG.warning(_MISSING)  # on stderr, also where nobody has set up any logging
+        _LOG.warning(_MISSING)  # on stderr, also without a logging configuration
     threads = config.threads or len(os.sched_getaffinity(0))
     if use_8_bit_products:
         set_threads(threads)
     # The 8-bit kernels have threads of their own; torch's would only spin beside them.
     torch.set_num_threads(1 if use_8_bit_products else threads)
     loaded = load_warm(model, CPU8 if use_8_bit_products else CPU, weight_cache, progress)
-    return Engine(loaded.name, loaded.network, loaded.text, config), loaded.from_memory
+    engine = Engine(loaded.name, loaded.network, loaded.text, config)
+    engine.from_weight_cache = loaded.from_memory
+    return engine

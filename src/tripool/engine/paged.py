@@ -33,6 +33,8 @@ _logger = logging.getLogger("tripool.engine")
 
 
 class Paged(ABC):
+    from_weight_cache = False
+
     def __init__(
         self,
         scheduler: Scheduler,

@@ -24,7 +24,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from tripool.core import Request, ServingStats, Stages, TokenEvent
-from tripool.engine.protocol import StepEngine
+from tripool.engine_protocol import StepEngine
 from tripool.errors import EngineStopped, RequestFailed, TripoolError
 from tripool.token_stream import TokenStream, Watcher
 

@@ -4,6 +4,5 @@ from tripool.fabric.channel import Line, Switchboard
 from tripool.fabric.kv_transfer import KvReceiver, KvSender, Transfer
 from tripool.fabric.link import Link
 from tripool.fabric.loop import Loop
-from tripool.fabric.seam import PoolEngine
 
-__all__ = ["Line", "Switchboard", "Link", "Loop", "KvReceiver", "KvSender", "PoolEngine", "Transfer"]
+__all__ = ["Line", "Switchboard", "Link", "Loop", "KvReceiver", "KvSender", "Transfer"]

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 from tripool.cache.copying import Staging
 from tripool.cache.keys import namespace_ranges
 from tripool.core import Request
-from tripool.fabric.seam import PoolEngine
+from tripool.engine_protocol import PoolEngine
 
 PROMPT_FORM, DECODE_FORM = 0, 1
 """Which code path computed a block; the last bits may differ."""

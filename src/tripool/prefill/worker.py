@@ -19,7 +19,7 @@ from tripool.core import Request, Stages, TokenEvent
 from tripool.errors import InvalidRequest, RequestFailed, TripoolError
 from tripool.fabric.kv_transfer import KvSender, Lease
 from tripool.fabric.prefixes import Prefixes
-from tripool.fabric.seam import PoolEngine, local_id
+from tripool.engine_protocol import PoolEngine, local_id
 from tripool.messages import (
     AnyMessage,
     Cancel,

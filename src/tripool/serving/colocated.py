@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from tripool.config import AdmissionConfig, EngineConfig, GatewayConfig
 from tripool.control.model_policy import ModelPolicy
-from tripool.engine.protocol import StepEngine
+from tripool.engine_protocol import StepEngine
 from tripool.engine.thread import EngineThread
 from tripool.gateway.admission import AdmissionBackend
 from tripool.gateway.app import create_models_app
@@ -35,9 +35,6 @@ from tripool.serving.weight_cache import WeightCacheConfig
 from tripool.tenants import Tenant
 from tripool.text import Tokenizer
 from tripool.text.files import TextFiles
-
-if TYPE_CHECKING:
-    from tripool.cache.weight_cache import WeightCache
 
 _CLOSE_S = 10.0
 
@@ -123,29 +120,21 @@ def build_colocated(
         weight_cache = stack.enter_context(cached)
         opened = stack.enter_context(closing((access or AccessConfig()).open_for(listener)))
 
-        def open_engine(model: str) -> tuple[StepEngine, bool]:
+        def open_engine(model: str) -> StepEngine:
             if load is not None:
-                return load(model, engine), False
-            return _load(model, engine, weight_cache, progress)
+                return load(model, engine)
+            from tripool.engine.load import load_engine  # here: torch takes seconds to import
+
+            return load_engine(model, engine, progress=progress, weight_cache=weight_cache)
 
         if several:
             budget = None if memory_gb is None else int(memory_gb * 2**30)
             known = {one.name: (one, model) for one, model in _described(models, engine)}
             server = _managed_server(known, budget, open_engine, engine, listener, gateway, opened)
         else:
-            server = engine_server(
-                open_engine(models[0])[0], listener, gateway, access=opened, slots=engine.max_running
-            )
+            server = engine_server(open_engine(models[0]), listener, gateway, access=opened, slots=engine.max_running)
         server.closing = stack.pop_all()
     return server
-
-
-def _load(
-    model: str, config: EngineConfig, weight_cache: WeightCache | None, progress: Callable[[str], None] | None
-) -> tuple[StepEngine, bool]:
-    from tripool.engine.load import load_told  # here: torch takes seconds to import
-
-    return load_told(model, config, progress=progress, weight_cache=weight_cache)
 
 
 # ---- one model ---------------------------------------------------------------------------------------------------
@@ -244,7 +233,7 @@ def _describe(model: str, config: EngineConfig) -> _Description:
 def _managed_server(
     known: dict[str, tuple[_Description, str]],
     budget: int | None,
-    open_engine: Callable[[str], tuple[StepEngine, bool]],
+    open_engine: Callable[[str], StepEngine],
     config: EngineConfig,
     listener: socket.socket,
     gateway: GatewayConfig,
@@ -253,8 +242,8 @@ def _managed_server(
     """`known`: by name, with what `open_engine` takes. The first model is loaded here, the others when they fit."""
 
     def open_model(name: str) -> _LoadedEngine:
-        engine, from_memory = open_engine(known[name][1])
-        return _LoadedEngine(EngineThread(engine), engine.weight_bytes + engine.kv_bytes, from_memory)
+        engine = open_engine(known[name][1])
+        return _LoadedEngine(EngineThread(engine), engine.weight_bytes + engine.kv_bytes, engine.from_weight_cache)
 
     policy = ModelPolicy({name: one.num_bytes for name, (one, _) in known.items()}, budget)
     manager = ModelManager(policy, open_model)

@@ -13,8 +13,8 @@ from tripool.cache.host import LocalHost
 from tripool.config import EngineConfig
 from tripool.control.run_manifest import read_manifest
 from tripool.control.worker import Worker
+from tripool.engine_protocol import PoolEngine
 from tripool.errors import InvalidRequest
-from tripool.fabric import PoolEngine
 from tripool.fabric.channel import ZmqTransport
 from tripool.fabric.folder import folder_of
 from tripool.fabric.shared_memory import SharedMemoryTransfer

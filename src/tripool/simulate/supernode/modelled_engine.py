@@ -41,7 +41,7 @@ def _stats(running: int, ceiling: int | None) -> ServingStats:
 
 
 class ModelledEngine:
-    """What both roles share; a `tripool.fabric.PoolEngine` together with `step`. Blocks have a key, and no bytes."""
+    """What both roles share; a `PoolEngine` together with `step`. Blocks have a key, and no bytes."""
 
     name = MODEL
     vocab = 2**31

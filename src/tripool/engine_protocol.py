@@ -1,17 +1,23 @@
-"""The protocol of an engine, as workers use it: no tensors, no devices."""
+"""The protocols of an engine: as `LLM` and `EngineThread` drive it, and as the workers of a split server do."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tripool.core import Request, ServingStats, TokenEvent
 from tripool.sequence import Seq
 
+if TYPE_CHECKING:
+    from tripool.text.files import TextFiles  # only named here; its room loads the tokenizer library
 
-class PoolEngine(Protocol):
-    """An engine whose sequences can leave for another process, or arrive from one."""
+
+class BatchEngine(Protocol):
+    """Requests go in, token events come out, one step at a time. Not thread-safe: one owner drives it.
+
+    A request is over when each of its `n` choices has had an event with a finish reason, or when it was cancelled.
+    """
 
     @property
     def name(self) -> str: ...
@@ -20,12 +26,59 @@ class PoolEngine(Protocol):
     def context_tokens(self) -> int: ...
 
     @property
+    def busy(self) -> bool:
+        """True while a step would have something to do."""
+
+    @property
+    def started(self) -> Collection[str]:
+        """Requests on which the last step did the very first work."""
+
+    def stats(self) -> ServingStats:
+        """From any thread: plain reads, at worst a moment old. The driver of the engine counts steps and stalls."""
+
+    def prepare(self, request: Request) -> Future[Any] | None:
+        """From any thread: begin what `add` would take long for, if there is any. `add` once the future is done,
+        however it ended, and hold it until then."""
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises InvalidRequest or ContextOverflow before any work is done for it."""
+
+    def cancel(self, request_id: str) -> None:
+        """Forget every choice of a request and free what it held, at once. Unknown and finished ids are fine."""
+
+    def step(self) -> list[TokenEvent]:
+        """Raises only what leaves the engine of no use."""
+
+    def take_failed(self) -> Sequence[str]:
+        """Requests that a fault of the engine has ended since the last call; nothing of them is held."""
+
+
+class StepEngine(BatchEngine, Protocol):
+    """An engine that answers whole requests in one process."""
+
+    @property
+    def text(self) -> TextFiles: ...
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    @property
+    def kv_bytes(self) -> int: ...
+
+    @property
+    def from_weight_cache(self) -> bool:
+        """Its weights were mapped from the weight cache, and no checkpoint was read."""
+
+
+class PoolEngine(BatchEngine, Protocol):
+    """An engine whose sequences can leave for another process, or arrive from one."""
+
+    @property
     def vocab(self) -> int: ...
 
     @property
     def max_running(self) -> int:
         """Sequences that may be in its batch at once."""
-        ...
 
     @property
     def num_blocks(self) -> int: ...
@@ -39,54 +92,22 @@ class PoolEngine(Protocol):
     @property
     def num_held_blocks(self) -> int:
         """Blocks that some sequence holds; what only remembers a prefix is free."""
-        ...
 
     @property
     def num_waiting_tokens(self) -> int:
         """Known tokens that are still to be computed."""
-        ...
-
-    @property
-    def busy(self) -> bool: ...
-
-    @property
-    def started(self) -> Collection[str]:
-        """Requests on which the last step did the very first work."""
-        ...
-
-    def stats(self) -> ServingStats: ...
-
-    def prepare(self, request: Request) -> Future[Any] | None:
-        """Begin what `add` and `attach` would take long for, if there is any. Hold the future until one of them."""
-        ...
 
     def check(self, request: Request) -> None:
         """Raises what makes a request impossible here, before any work."""
-        ...
 
     def prompt_keys(self, request: Request, num_tokens: int) -> Sequence[bytes]:
         """Keys of the full blocks among a prompt's first tokens."""
-        ...
 
     def add(self, request: Request, answered: Mapping[int, Sequence[int]] | None = None) -> None:
         """`answered`: the open choices and what is known of each; it is computed again, never chosen again."""
-        ...
-
-    def cancel(self, request_id: str) -> None:
-        """Forget every choice of it, those that arrive or leave included."""
-        ...
-
-    def step(self) -> list[TokenEvent]:
-        """Raises only what leaves the engine of no use."""
-        ...
-
-    def take_failed(self) -> Sequence[str]:
-        """Requests that a fault of the engine's has ended since this was last asked; nothing of them is held."""
-        ...
 
     def detach(self, request_id: str, choice: int) -> Seq:
         """Out of the batch, right after its token; its blocks are held until `release`."""
-        ...
 
     def release(self, seq: Seq) -> None: ...
 
@@ -101,23 +122,18 @@ class PoolEngine(Protocol):
         shared: Sequence[int] = (),
     ) -> Seq | None:
         """Blocks for a sequence from elsewhere, to be filled; None while there is no room."""
-        ...
 
     def start(self, seq: Seq) -> None:
         """Its blocks are filled."""
-        ...
 
     def keep(self, keys: Sequence[bytes]) -> list[int]:
         """Hold the blocks of the longest prefix that is known here, until `let_go`."""
-        ...
 
     def keep_more(self, blocks: list[int], count: int) -> None:
         """Append blocks to be filled, as many of `count` as are free."""
-        ...
 
     def let_go(self, blocks: list[int], keys: Sequence[bytes] = ()) -> None:
         """Those that have a key are full, and can be found by it from now on."""
-        ...
 
     def export_block(self, block: int, into: memoryview) -> None: ...
 
