@@ -10,7 +10,6 @@ from collections import Counter
 
 from tripool.config import SchedulerConfig
 from tripool.core import Request, TokenEvent
-from tripool.engine.batch_shares import group_of
 from tripool.engine.scheduler import Scheduler
 from tripool.prefill.scheduler import Grow
 from tripool.sequence import Sampled, Seq, Task
@@ -231,10 +230,10 @@ class Simulation:
     def _check_exchanges(self, before: set[Seq]) -> None:
         """Whatever is shared how: the oldest holder goes on, and no older one makes room for its own group."""
         assert not before or min(before, key=lambda s: s.order) not in self.preempted, "the oldest was preempted"
-        groups = {group_of(seq.request.slo) for seq in self.preempted}
+        groups = {seq.request.slo.group for seq in self.preempted}
         for group in groups:
-            victims = [seq.order for seq in self.preempted if group_of(seq.request.slo) == group]
-            spared = [s for s in before if group_of(s.request.slo) == group and s not in self.preempted]
+            victims = [seq.order for seq in self.preempted if seq.request.slo.group == group]
+            spared = [s for s in before if s.request.slo.group == group and s not in self.preempted]
             assert all(seq.order < min(victims) for seq in spared), "an older one of its group was preempted"
         self.seen["exchanged"] += len(self.preempted)
 

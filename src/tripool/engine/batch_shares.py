@@ -26,10 +26,6 @@ Group = tuple[str, str]
 """Tenant, and one of its requests."""
 
 
-def group_of(slo: Slo) -> Group:
-    return slo.group
-
-
 @dataclass(slots=True)
 class _Use:
     rows: int = 0
@@ -81,7 +77,7 @@ class Shares:
         """
         queues: dict[Group, list[int]] = {}
         for i in sorted(range(len(claims)), key=lambda i: claims[i].order, reverse=True):
-            queues.setdefault(group_of(claims[i].slo), []).append(i)
+            queues.setdefault(claims[i].slo.group, []).append(i)
         jobs: dict[str, list[tuple[float, float, str]]] = {}
         for (tenant, job), waiting in queues.items():
             rank = self._use(tenant, job).share(self._size), claims[waiting[-1]].order, job
@@ -150,7 +146,7 @@ class Shares:
 
 
 def _last(holders: list[Seq], group: Group) -> Seq:
-    return next(seq for seq in reversed(holders) if group_of(seq.request.slo) == group)
+    return next(seq for seq in reversed(holders) if seq.request.slo.group == group)
 
 
 def younger_in_scope(seq: Seq, holders: Iterable[Seq]) -> list[Seq]:
@@ -184,10 +180,10 @@ class Sharing:
         """Open sequences."""
 
     def joined(self, seq: Seq) -> None:
-        self._groups[group_of(seq.request.slo)] += 1
+        self._groups[seq.request.slo.group] += 1
 
     def left(self, seq: Seq) -> None:
-        group = group_of(seq.request.slo)
+        group = seq.request.slo.group
         self._groups[group] -= 1
         if not self._groups[group]:
             del self._groups[group]
@@ -211,7 +207,7 @@ class Sharing:
         return self.victims(claim, claim.blocks)
 
     def _goes_first(self, claim: Claim, waiting: Sequence[Seq]) -> bool:
-        if not self.active and group_of(claim.slo) in self._groups:
+        if not self.active and claim.slo.group in self._groups:
             return False
         claims = [*map(self.claim, waiting), claim]
         return next(self._shares().order(claims)) == len(waiting)
@@ -222,7 +218,7 @@ class Sharing:
         excess = len(self._running()) + 1 - self._config.max_running
         if excess <= 0 and self._pool.can_allocate(need):
             return victims
-        if not self.active and group_of(claim.slo) in self._groups:
+        if not self.active and claim.slo.group in self._groups:
             return None
         for victim in self._shares().victims(claim, self._holders()):
             victims.append(victim)
@@ -249,4 +245,4 @@ class Sharing:
         return Shares(self._running(), (self._config.max_running, self._config.num_blocks))
 
     def check(self, open_seqs: Iterable[Seq]) -> None:
-        assert self._groups == Counter(group_of(seq.request.slo) for seq in open_seqs), "groups are miscounted"
+        assert self._groups == Counter(seq.request.slo.group for seq in open_seqs), "groups are miscounted"

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from math import exp
 
 from tripool.decode import StepTime
-from tripool.prefill.scheduler import MASKS_S
+from tripool.prefill.scheduler import MASKS_S, NO_LIMITS, StepLimits
 from tripool.sequence import Seq, Task
 
 _FADE_S = 0.25
@@ -47,21 +47,6 @@ class _Tenant:
     seen_s: float
     used_s: float = 0.0
     """Faded: divided by `_FADE_S` it is the share of the time that went into its work."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepLimits:
-    """Of heavy tenants in one step."""
-
-    tenants: frozenset[str] = frozenset()
-    rows: int = 0
-    prompt_tokens: int = 0
-
-    def is_heavy(self, seq: Seq) -> bool:
-        return seq.request.slo.tenant in self.tenants
-
-
-NO_LIMITS = StepLimits()
 
 
 class TimeShares:

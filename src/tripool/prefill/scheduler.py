@@ -1,43 +1,40 @@
-"""Prompts, and replays after a preemption: admission by age, prefix reuse, chunks within a token budget. Pure.
+"""Prefill scheduler: admits prompts and replays by age, reuses prefixes, computes chunks within a token budget. Pure.
 
-Who may be admitted is decided by age alone, unless the caller says otherwise: the oldest waiting sequence goes first
-and nobody overtakes it, so nothing starves. Further choices of a request are the exception: they step aside until its
-first one has computed the prompt.
+The oldest waiting sequence goes first and none overtakes it, so nothing starves, unless the caller gives another order.
+Further choices of a request wait until its first one has computed the prompt.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 from tripool.cache import BlockPool, next_key
 from tripool.config import SchedulerConfig
 from tripool.sequence import Seq, Task
 
 MASKS_S = 0.03
-"""So much of a step do masks of grammars get: those of prompts, and once more those of rows. The last may take a little
-more. Most need a hundredth of it."""
+"""Time in a step for the masks of grammars of prompts, and as much for those of rows. The last one may exceed it. Most
+need a hundredth of it."""
 
 Grow = Callable[[Seq, int], int]
 """grow(seq, stop): give seq blocks for positions below `stop`, or below as much of it as it returns."""
 
 
-class Limit(Protocol):
-    @property
-    def prompt_tokens(self) -> int: ...
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What heavy tenants may have of one step: see `engine/time_shares.py`."""
 
-    def is_heavy(self, seq: Seq) -> bool: ...
-
-
-class _NoLimit:
-    prompt_tokens = 0
+    tenants: frozenset[str] = frozenset()
+    rows: int = 0
+    prompt_tokens: int = 0
 
     def is_heavy(self, seq: Seq) -> bool:
-        return False
+        return seq.request.slo.tenant in self.tenants
 
 
-NO_LIMIT: Limit = _NoLimit()
+NO_LIMITS = StepLimits()
 
 
 class PrefillScheduler:
@@ -51,10 +48,10 @@ class PrefillScheduler:
         """Those that the last `plan` admitted for the first time."""
         self.queue: Sequence[Seq] = self.waiting
         """Those that wait in the order in which the next `plan` may admit them, if that is not by age."""
-        self.limit: Limit = NO_LIMIT
+        self.limit = NO_LIMITS
         """Whose prompts come last in the next `plan`, and how much of them it computes."""
         self.held_by = ""
-        """Which limit kept the last `plan` from admitting the oldest that waits; empty when nobody does."""
+        """Which limit kept the last `plan` from admitting the oldest that waits; empty when none waits."""
 
     def add(self, seq: Seq) -> None:
         """A new or a preempted sequence; it queues by age, not by when it came back."""
