@@ -28,7 +28,7 @@ PURE = (
 )  # fmt: skip
 """Run without torch: the planner and the simulator stand on these, and a gateway needs text and grammars."""
 PURE += tuple(f"bench.{name}" for name in ("page", "prompts", "report", "samples", "summary", "trace", "workload"))
-PURE += ("control.backoff", "control.model_policy")
+PURE += ("control.model_policy",)
 PURE += ("observe.checks", "observe.machine")
 PURE += ("train.plan",)
 WORLDLY = {

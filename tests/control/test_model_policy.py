@@ -14,10 +14,10 @@ NAMES = ["a", "b", "c", "d"]
 
 def ready(model_policy: ModelPolicy, name: str, now_s: float = 0.0) -> None:
     model_policy.want(name, now_s)
-    while model_policy.state(name) != "ready":
+    while model_policy[name].state != "ready":
         for decision in model_policy.decide():
             if isinstance(decision, Load):
-                model_policy.loaded(decision.name, model_policy.needs(decision.name))
+                model_policy.loaded(decision.name, model_policy[decision.name].needs)
             else:
                 model_policy.left(decision.name)
         model_policy.check()
@@ -27,7 +27,7 @@ def test_without_a_budget_everything_stays():
     model_policy = ModelPolicy({"a": 10**12, "b": 10**12}, None)
     ready(model_policy, "a")
     ready(model_policy, "b")
-    assert model_policy.state("a") == "ready" and model_policy.shortage("b") is None
+    assert model_policy["a"].state == "ready" and model_policy.shortage("b") is None
 
 
 def test_the_one_used_longest_ago_makes_room():
@@ -63,7 +63,7 @@ def test_nothing_is_unloaded_that_would_not_be_enough():
     model_policy.opened("a", 1.0)
     model_policy.want("c", 2.0)
     assert model_policy.decide() == []
-    assert model_policy.state("b") == "ready"
+    assert model_policy["b"].state == "ready"
 
 
 def test_one_that_is_waited_for_is_not_idle():
@@ -82,12 +82,12 @@ def test_what_was_sent_away_drains_and_stays_away():
     ready(model_policy, "a")
     model_policy.opened("a", 1.0)
     model_policy.send_away("a")
-    assert model_policy.decide() == [] and model_policy.state("a") == "draining"
+    assert model_policy.decide() == [] and model_policy["a"].state == "draining"
     model_policy.closed("a", 2.0)
     assert model_policy.decide() == [Unload("a")]
     model_policy.left("a")
     model_policy.want("a", 3.0)
-    assert model_policy.decide() == [] and model_policy.sent_away("a")
+    assert model_policy.decide() == [] and model_policy["a"].sent_away
     model_policy.want("a", 4.0, by_operator=True)
     assert model_policy.decide() == [Load("a")]
 
@@ -98,7 +98,7 @@ def test_a_drain_can_be_taken_back():
     model_policy.opened("a", 1.0)
     model_policy.send_away("a")
     model_policy.want("a", 2.0, by_operator=True)
-    assert model_policy.state("a") == "ready"
+    assert model_policy["a"].state == "ready"
 
 
 def test_a_failure_is_not_tried_again_at_once():
@@ -107,7 +107,7 @@ def test_a_failure_is_not_tried_again_at_once():
     assert model_policy.decide() == [Load("a")]
     model_policy.failed("a", 1.0)
     model_policy.want("a", 2.0)
-    assert model_policy.decide() == [] and model_policy.has_failed("a")
+    assert model_policy.decide() == [] and model_policy["a"].failed_s is not None
     model_policy.want("a", 1.0 + RETRY_S)
     assert model_policy.decide() == [Load("a")]
 
@@ -147,7 +147,7 @@ class Machine(RuleBasedStateMachine):
         for decision in self.model_policy.decide():
             if isinstance(decision, Unload):
                 assert decision.name not in self.open, "a busy model was unloaded"
-                assert decision.name not in self.waiting or self.model_policy.sent_away(decision.name)
+                assert decision.name not in self.waiting or self.model_policy[decision.name].sent_away
             self.doing.append(decision)
 
     @rule(name=st.sampled_from(NAMES))
@@ -160,7 +160,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def gives_up_or_opens(self, data):
         name = data.draw(st.sampled_from(self.waiting))
-        if self.model_policy.state(name) == "ready":
+        if self.model_policy[name].state == "ready":
             self.model_policy.opened(name, self.now_s)
             self.open.append(name)
         self.model_policy.waited(name)
@@ -216,12 +216,12 @@ class Machine(RuleBasedStateMachine):
             self.after()
             self.model_policy.check()
         self.now_s += RETRY_S
-        asked = list(dict.fromkeys(name for name in self.waiting if not self.model_policy.sent_away(name)))
+        asked = list(dict.fromkeys(name for name in self.waiting if not self.model_policy[name].sent_away))
         for name in self.waiting:
             self.model_policy.waited(name)
         self.waiting = []
         for name in asked:
-            if self.model_policy.needs(name) <= 10:
+            if self.model_policy[name].needs <= 10:
                 self.model_policy.wait(name, self.now_s)
                 for _ in range(10):
                     self.after()
@@ -231,7 +231,7 @@ class Machine(RuleBasedStateMachine):
                         else:
                             self.model_policy.left(decision.name)
                     self.doing = []
-                assert self.model_policy.state(name) == "ready"
+                assert self.model_policy[name].state == "ready"
                 self.model_policy.waited(name)
 
 

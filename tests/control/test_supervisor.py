@@ -18,7 +18,7 @@ import pytest
 
 from tripool.control.evidence import CpuUse, is_stopped, times_of, was_busy
 from tripool.control.launch import Spec, launch
-from tripool.control.supervisor import GATEWAY, Supervisor
+from tripool.control.supervisor import GATEWAY, Backoff, Supervisor
 
 DEADLINE_S = 60.0
 
@@ -220,3 +220,11 @@ def test_in_the_end_nobody_is_left(
     assert not run.thread.is_alive()
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     assert not ends(caplog)
+
+
+def test_restarts_wait_longer_each_time_up_to_a_bound_and_a_good_run_is_forgiven() -> None:
+    backoff = Backoff()
+    waits = [backoff.failed(1.0) for _ in range(8)]
+    assert waits == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+    assert backoff.failed(60.0) == 0.1
+    assert backoff.failed(1.0) == 0.2

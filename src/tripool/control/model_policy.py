@@ -59,7 +59,7 @@ class Shortage:
 
 
 @dataclass(slots=True)
-class _Model:
+class ModelStatus:
     needs: int
     """Bytes: an estimate until it is loaded, then the actual size."""
     planned: int
@@ -72,7 +72,7 @@ class _Model:
     failed_s: float | None = None
 
     @property
-    def loaded_model(self) -> bool:
+    def in_memory(self) -> bool:
         return self.state != "away"
 
     @property
@@ -84,8 +84,8 @@ class ModelPolicy:
     """`needs`: estimated bytes of each model. `budget`: for all of them together; None: unlimited."""
 
     def __init__(self, needs: Mapping[str, int], budget: int | None) -> None:
-        self._models = {name: _Model(num_bytes, num_bytes) for name, num_bytes in needs.items()}
-        self._budget = budget
+        self._models = {name: ModelStatus(num_bytes, num_bytes) for name, num_bytes in needs.items()}
+        self.budget = budget
         self._wanted: dict[str, None] = {}
         """Models that are away and wanted, in order of request."""
 
@@ -188,15 +188,15 @@ class ModelPolicy:
     def shortage(self, name: str) -> Shortage | None:
         """None if it can be loaded, now or after models in state leaving are gone."""
         model = self._models[name]
-        if self._budget is None or model.loaded_model:
+        if self.budget is None or model.in_memory:
             return None
         in_use = sum(one.needs for one in self._models.values() if one.state in ("loading", "ready") and not one.idle)
-        short = Shortage(name, model.needs, self._budget, in_use)
+        short = Shortage(name, model.needs, self.budget, in_use)
         return short if short.missing > 0 else None
 
     def _make_room(self, num_bytes: int) -> list[Decision]:
         """Unload the least recently used idle models, if that suffices together with those leaving; else nothing."""
-        if self._budget is None:
+        if self.budget is None:
             return []
         lacking = num_bytes - self._free_bytes()
         lacking -= sum(one.needs for one in self._models.values() if one.state in ("leaving", "draining"))
@@ -214,34 +214,18 @@ class ModelPolicy:
         return chosen
 
     def _free_bytes(self) -> float:
-        if self._budget is None:
+        if self.budget is None:
             return float("inf")
-        return self._budget - sum(one.needs for one in self._models.values() if one.loaded_model)
+        return self.budget - sum(one.needs for one in self._models.values() if one.in_memory)
 
     # ---- inspection --------------------------------------------------------------------------------------------------
 
-    def state(self, name: str) -> State:
-        return self._models[name].state
-
-    def sent_away(self, name: str) -> bool:
-        return self._models[name].sent_away
-
-    def has_failed(self, name: str) -> bool:
-        return self._models[name].failed_s is not None
-
-    def num_open(self, name: str) -> int:
-        return self._models[name].open
-
-    def needs(self, name: str) -> int:
-        return self._models[name].needs
-
-    @property
-    def budget(self) -> int | None:
-        return self._budget
+    def __getitem__(self, name: str) -> ModelStatus:
+        return self._models[name]
 
     @property
     def loaded_bytes(self) -> int:
-        return sum(one.needs for one in self._models.values() if one.loaded_model)
+        return sum(one.needs for one in self._models.values() if one.in_memory)
 
     def check(self) -> None:
         surprise = 0
@@ -249,10 +233,10 @@ class ModelPolicy:
             assert one.open >= 0 and one.waiting >= 0, name
             assert not one.open or one.state in ("ready", "draining"), f"{name} is {one.state} with open answers"
             assert one.state != "ready" or not one.sent_away, f"{name} was sent away and takes requests"
-            if one.loaded_model:
+            if one.in_memory:
                 surprise += max(0, one.needs - one.planned)
         for name in self._wanted:
             one = self._models[name]
             assert one.state in ("away", "leaving") and not one.sent_away and one.failed_s is None, name
-        if self._budget is not None:
-            assert self.loaded_bytes <= self._budget + surprise, "more in memory than the budget allows"
+        if self.budget is not None:
+            assert self.loaded_bytes <= self.budget + surprise, "more in memory than the budget allows"

@@ -11,12 +11,12 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 from tripool.cache.client import PoolClient
 from tripool.cache.host import LocalHost
-from tripool.control.backoff import Backoff
 from tripool.control.evidence import num_oom_kills
 from tripool.control.launch import Child, Spec, launch
 from tripool.messages import SUPERVISOR, Drain, Ready, Reaped, Suspect, WorkerId
@@ -33,6 +33,23 @@ _DRAIN_S = 9.0
 """Time for the gateway to end its streams; longer than its own limits for that."""
 _END_S = 3.0
 _CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP, signal.SIGSYS)
+_FIRST_RESTART_S = 0.1
+_MAX_RESTART_S = 5.0
+_HEALTHY_S = 10.0
+"""A process that ran this long has recovered: its next failure counts as the first."""
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Restart delay of a process: short the first time, longer if it keeps failing."""
+
+    _wait_s: float = _FIRST_RESTART_S
+
+    def failed(self, ran_s: float) -> float:
+        """Seconds until the next start, after a run of `ran_s`."""
+        wait_s = _FIRST_RESTART_S if ran_s >= _HEALTHY_S else self._wait_s
+        self._wait_s = min(2 * wait_s, _MAX_RESTART_S)
+        return wait_s
 
 
 class Supervisor:

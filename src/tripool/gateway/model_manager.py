@@ -101,10 +101,10 @@ class ModelManager:
     def describe(self, name: str) -> dict[str, Any]:
         policy, held = self._policy, self._held.get(name)
         shown = {"away": "unloaded", "leaving": "unloading"}
-        state: str = shown.get(policy.state(name), policy.state(name))
-        if state == "unloaded" and policy.has_failed(name):
+        state: str = shown.get(policy[name].state, policy[name].state)
+        if state == "unloaded" and policy[name].failed_s is not None:
             state = "failed"
-        facts: dict[str, Any] = {"state": state, "bytes": policy.needs(name), "open": policy.num_open(name)}
+        facts: dict[str, Any] = {"state": state, "bytes": policy[name].needs, "open": policy[name].open}
         if held is not None:
             facts |= {"load_s": round(held.load_s, 3), "from_model_cache": held.loaded_model.from_memory}
         if name in self._errors:
@@ -121,13 +121,13 @@ class ModelManager:
         self._policy.send_away(name)
         self._act()
         deadline_s = self._clock() + self._drain_s
-        while self._policy.state(name) != "away" and self._policy.sent_away(name):
+        while self._policy[name].state != "away" and self._policy[name].sent_away:
             if not await self._change(deadline_s):
                 return  # draining goes on; the state shows it
 
     def prefer(self, name: str) -> None:
         """Load it if no other model has to be unloaded for it."""
-        if self._policy.state(name) == "away" and self._policy.fits_beside(name):
+        if self._policy[name].state == "away" and self._policy.fits_beside(name):
             self._policy.want(name, self._clock())
             self._act()
 
@@ -149,7 +149,7 @@ class ModelManager:
 
     async def enter(self, name: str) -> Backend:
         """Waits until it is ready, within the deadline; it stays loaded until `leave`."""
-        if self._policy.state(name) != "ready":
+        if self._policy[name].state != "ready":
             await self._until_ready(name, opens=True)
         else:
             self._policy.opened(name, self._clock())
@@ -173,7 +173,7 @@ class ModelManager:
         try:
             while True:
                 self._act()
-                if policy.state(name) == "ready":
+                if policy[name].state == "ready":
                     if opens:
                         policy.opened(name, self._clock())
                     return
@@ -188,9 +188,9 @@ class ModelManager:
         policy = self._policy
         if self._ended:
             raise EngineStopped("the server is shutting down")
-        if policy.sent_away(name):
+        if policy[name].sent_away:
             raise ModelUnloaded(f"'{name}' was unloaded", hint=f"load it with `tripool models load {name}`")
-        if policy.has_failed(name):
+        if policy[name].failed_s is not None:
             raise self._errors[name]
         short = policy.shortage(name)
         if short is not None and short.for_ever:

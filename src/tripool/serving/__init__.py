@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -10,25 +11,19 @@ if TYPE_CHECKING:
     from tripool.serving.split import SplitServer, build_split
     from tripool.serving.weight_cache import WeightCacheConfig
 
+_MODULE_OF = {
+    "AccessConfig": "access",
+    "ColocatedServer": "colocated",
+    "SplitServer": "split",
+    "WeightCacheConfig": "weight_cache",
+    "build_colocated": "colocated",
+    "build_split": "split",
+}
 __all__ = ["AccessConfig", "ColocatedServer", "SplitServer", "WeightCacheConfig", "build_colocated", "build_split"]
 
 
 def __getattr__(name: str) -> object:
     """Imported on first use: a worker process needs no web server."""
-    if name == "AccessConfig":
-        from tripool.serving.access import AccessConfig
-
-        return AccessConfig
-    if name == "WeightCacheConfig":
-        from tripool.serving.weight_cache import WeightCacheConfig
-
-        return WeightCacheConfig
-    if name in ("ColocatedServer", "build_colocated"):
-        from tripool.serving import colocated
-
-        return getattr(colocated, name)
-    if name in ("SplitServer", "build_split"):
-        from tripool.serving import split
-
-        return getattr(split, name)
-    raise AttributeError(f"module 'tripool.serving' has no attribute '{name}'")
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'tripool.serving' has no attribute '{name}'")
+    return getattr(import_module(f"tripool.serving.{_MODULE_OF[name]}"), name)
