@@ -25,7 +25,7 @@ from tripool.bench.trace import TRACE_BLOCK_TOKENS, TraceRequest, parse_trace
 from tripool.cache import PoolIndex
 from tripool.cache.disk_records import PAGE, footprint
 from tripool.cache.disk_tier import DiskTier
-from tripool.cache.eviction import ATTENTION_BLOCKS, CostAware, Eviction, LeastRecent
+from tripool.cache.eviction import ATTENTION_BLOCKS, CostAware
 from tripool.cache.records import Hit, Written
 from tripool.cache.tiered_index import TieredIndex
 from tripool.core import BLOCK_TOKENS
@@ -82,7 +82,7 @@ def unlimited(trace: Sequence[TraceRequest]) -> Kept:
     return tally.kept()
 
 
-def replay(trace: Sequence[TraceRequest], num_slots: int, order: Eviction, disk: DiskTier | None = None) -> Kept:
+def replay(trace: Sequence[TraceRequest], num_slots: int, order: CostAware, disk: DiskTier | None = None) -> Kept:
     """Through the policies, with a disk that answers at once."""
     tiered_index = TieredIndex(PoolIndex(num_slots, lease_s=1e9, write_s=1e9, order=order), WorkerId("member", 1))
     if disk is not None:
@@ -129,7 +129,7 @@ def measure(name: str, trace: Sequence[TraceRequest], shares: Sequence[float], r
     rows = []
     for share in shares:
         num_slots, of = max(1, int(share * num_unique)), f"{name}, memory {100 * share:g} %"
-        lru = replay(trace, num_slots, LeastRecent())
+        lru = replay(trace, num_slots, CostAware(num_slots, weight=0.0))
         cost = replay(trace, num_slots, CostAware(num_slots, attention_blocks=ATTENTION))
         rows += [
             _row(f"{of}: LRU / unlimited", "hit rate", lru.hit_rate, best.hit_rate, None),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tripool.cache.eviction import ATTENTION_BLOCKS, CostAware, LeastRecent
+from tripool.cache.eviction import ATTENTION_BLOCKS, CostAware
 from tripool.cache.index import PoolIndex
 from tripool.cache.records import Record, State, Written
 from tripool.messages import WorkerId
@@ -129,7 +129,7 @@ class IndexMachine(RuleBasedStateMachine):
             write_s=WRITE_S,
             namespace_slots=self.quota,
             first_number=first,
-            order=CostAware(self.model.num_slots) if self.by_cost else LeastRecent(),
+            order=CostAware(self.model.num_slots, weight=0.1 if self.by_cost else 0.0),
         )
 
     @rule(worker_id=st.sampled_from(LIVES), space=st.sampled_from(SPACES), start=STARTS, count=st.integers(1, 5))

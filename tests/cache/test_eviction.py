@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tripool.cache.eviction import ATTENTION_BLOCKS, CostAware, Eviction, LeastRecent
+from tripool.cache.eviction import ATTENTION_BLOCKS, CostAware
 from tripool.cache.records import Record, State
 
 NUM_SLOTS = 40
@@ -48,8 +48,8 @@ class Searched:
         return min(slots, key=lambda slot: self.until[slot] if self.by_cost else 0, default=None)
 
 
-def new_order(by_cost: bool) -> Eviction:
-    return CostAware(NUM_SLOTS) if by_cost else LeastRecent()
+def new_order(by_cost: bool) -> CostAware:
+    return CostAware(NUM_SLOTS, weight=0.1 if by_cost else 0.0)
 
 
 STEPS = st.lists(

@@ -1,18 +1,14 @@
-"""Eviction orders over the unused slots of the cache pool. Pure.
+"""Eviction order over the unused slots of the cache pool. Pure.
 
-Uses slots, namespaces and positions in a chain, neither keys nor bytes. `LeastRecent` is plain LRU and stays for
-comparison; `CostAware` is what members use, because it hits more on every trace replayed (`bench/tiers.py`).
-
-Both evict tails before heads. Slots used together enter together, tail first, and no block is evicted before one that
-follows it in its chain: a prefix is useless without its head.
+Uses slots, namespaces and positions in a chain, neither keys nor bytes. Tails are evicted before heads: slots used
+together enter together, tail first, and no block is evicted before one that follows it in its chain, because a prefix
+is useless without its head.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
-from typing import Protocol
 
 from tripool.cache.records import Record
 
@@ -23,83 +19,25 @@ Counting multiplications, it is 15 K for DeepSeek V3 and 50 K for Llama 70B.
 _WEIGHT = 0.1
 _MOST_USES = 16
 
-
 _Entry = tuple[float, int, int]
 """(priority, order of entry, slot)."""
-
-
-class Eviction(Protocol):
-    def enter(self, tail_first: Iterable[tuple[int, Record]]) -> None:
-        """Add slots that were used together and are unused from now on."""
-
-    def leave(self, slot: int) -> None:
-        """Remove a slot that is in use again."""
-
-    def forget(self, slot: int) -> None:
-        """Drop the history of a slot whose block is gone. The slot must not be in the order."""
-
-    def first(self, namespace: bytes | None = None) -> int | None:
-        """The next slot to evict: of all, or of one namespace."""
-
-    def __contains__(self, slot: int) -> bool: ...
-
-    def __iter__(self) -> Iterator[int]:
-        """Every slot in the order, unsorted."""
-
-    def check(self, idle: dict[int, Record]) -> None: ...
-
-
-class LeastRecent:
-    """LRU: the slot used longest ago is evicted first."""
-
-    def __init__(self) -> None:
-        self._all: OrderedDict[int, bytes] = OrderedDict()
-        self._of: dict[bytes, OrderedDict[int, None]] = {}
-
-    def enter(self, tail_first: Iterable[tuple[int, Record]]) -> None:
-        for slot, record in tail_first:
-            self._all[slot] = record.namespace
-            self._of.setdefault(record.namespace, OrderedDict())[slot] = None
-
-    def leave(self, slot: int) -> None:
-        namespace = self._all.pop(slot)
-        del self._of[namespace][slot]
-        if not self._of[namespace]:
-            del self._of[namespace]
-
-    def forget(self, slot: int) -> None:
-        assert slot not in self._all
-
-    def first(self, namespace: bytes | None = None) -> int | None:
-        slots = self._all if namespace is None else self._of.get(namespace)
-        return next(iter(slots), None) if slots else None
-
-    def __contains__(self, slot: int) -> bool:
-        return slot in self._all
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._all)
-
-    def check(self, idle: dict[int, Record]) -> None:
-        assert self._all.keys() == idle.keys(), "idle slots are miscounted"
-        by_namespace: dict[bytes, list[int]] = {}
-        for slot in self._all:
-            by_namespace.setdefault(idle[slot].namespace, []).append(slot)
-        assert {name: list(slots) for name, slots in self._of.items()} == by_namespace, "namespaces disagree"
 
 
 class CostAware:
     """Evicts the slot with the lowest priority, which every use raises: a variant of GreedyDual.
 
-    The clock counts uses. A use sets the priority to the clock plus `_WEIGHT * num_slots * cost * sqrt(uses)`, so that
+    The clock counts uses. A use sets the priority to the clock plus `weight * num_slots * cost * sqrt(uses)`, so that
     blocks that cost more to recompute (later in their chain: more attention) and blocks used more often stay longer.
-    Slots are all of one size, so cost per slot is cost per byte. With a weight of 0 this is `LeastRecent`; a tenth of
-    the pool gained on both traces and at every memory size tried. GreedyDual's own clock (the priority of the last
-    eviction) is not used: it stands still while the pool fills up, and then moves in steps of a whole pool.
+    Slots are all of one size, so cost per slot is cost per byte. With a weight of 0 this is LRU; a tenth of the pool
+    hits more on every trace replayed, at every memory size tried (`bench/tiers.py`). GreedyDual's own clock (the
+    priority of the last eviction) is not used: it stands still while the pool fills up, and then moves in steps of a
+    whole pool.
     """
 
-    def __init__(self, num_slots: int, *, attention_blocks: float = ATTENTION_BLOCKS) -> None:
-        self._bonus = tuple(_WEIGHT * num_slots * uses**0.5 for uses in range(_MOST_USES + 1))
+    def __init__(
+        self, num_slots: int, *, weight: float = _WEIGHT, attention_blocks: float = ATTENTION_BLOCKS
+    ) -> None:
+        self._bonus = tuple(weight * num_slots * uses**0.5 for uses in range(_MOST_USES + 1))
         self._attention_blocks = attention_blocks
         self._clock = 0
         self._history: dict[int, tuple[int, float]] = {}
@@ -113,6 +51,7 @@ class CostAware:
         self._num_entered = 0
 
     def enter(self, tail_first: Iterable[tuple[int, Record]]) -> None:
+        """Add slots that were used together and are unused from now on."""
         chain = list(tail_first)
         self._clock += len(chain)
         priority = 0.0
@@ -130,6 +69,7 @@ class CostAware:
                 heappush(self._of[record.namespace], entry)
 
     def leave(self, slot: int) -> None:
+        """Remove a slot that is in use again."""
         del self._entries[slot]
         namespace = self._spaces.pop(slot)
         most = 2 * len(self._entries) + 64
@@ -139,10 +79,12 @@ class CostAware:
             self._sweep(self._of[namespace])
 
     def forget(self, slot: int) -> None:
+        """Drop the history of a slot whose block is gone. The slot must not be in the order."""
         assert slot not in self._entries
         self._history.pop(slot, None)
 
     def first(self, namespace: bytes | None = None) -> int | None:
+        """The next slot to evict: of all, or of one namespace."""
         heap = self._all if namespace is None else self._heap_of(namespace)
         while heap and self._entries.get(heap[0][2]) != heap[0]:
             heappop(heap)
@@ -152,6 +94,7 @@ class CostAware:
         return slot in self._entries
 
     def __iter__(self) -> Iterator[int]:
+        """Every slot in the order, unsorted."""
         return iter(self._entries)
 
     def _heap_of(self, namespace: bytes) -> list[_Entry]:

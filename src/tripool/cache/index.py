@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from tripool.cache.eviction import CostAware, Eviction
+from tripool.cache.eviction import CostAware
 from tripool.cache.invariants import check_invariants
 from tripool.cache.leases import Leases, SharedReaders
 from tripool.cache.records import Block, Counters, Grant, Hit, Record, Reservation, State, Written
@@ -43,7 +43,7 @@ class PoolIndex:
         write_s: float,
         namespace_slots: int | None = None,
         first_number: int = 1,
-        order: Eviction | None = None,
+        order: CostAware | None = None,
         shared_readers: SharedReaders | None = None,
     ) -> None:
         assert write_s > 0 and first_number > 0

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
-from tripool.cache.eviction import Eviction
+from tripool.cache.eviction import CostAware
 from tripool.cache.records import Record, State
 
 _FREE = Record()
 
 
 class SlotTable:
-    def __init__(self, num_slots: int, order: Eviction) -> None:
+    def __init__(self, num_slots: int, order: CostAware) -> None:
         assert num_slots > 0
         self._order = order
         self.records = [_FREE] * num_slots
