@@ -20,7 +20,7 @@ from tripool.cache.arena import PAGE
 from tripool.cache.client import PoolClient
 from tripool.cache.host import LocalHost
 from tripool.cache.member import _MAX_PEERS, Member
-from tripool.cache.records import State, namespace_tag
+from tripool.cache.records import Block, State, Written, namespace_tag
 from tripool.config import CacheConfig
 from tripool.messages import SUPERVISOR, Reaped, Suspect, WorkerId
 
@@ -46,9 +46,9 @@ def questions(worker_id: WorkerId, ticket: int = 1, lease: int = 1) -> list[byte
         wire.Open(1, wire.PROTOCOL, worker_id),
         wire.Lookup(2, worker_id, NAMESPACE, KEYS, (lease,), 5),
         wire.Release(worker_id, (lease,), (0,)),
-        wire.Used(worker_id, (0, 1), (ticket, ticket)),
+        wire.Used(worker_id, ((0, ticket), (1, ticket))),
         wire.Reserve(3, worker_id, NAMESPACE, KEYS, (0, 1, 2, 3, 4, 5)),
-        wire.Commit(worker_id, ticket, (0, 1), (7, 8), (SLOT_BYTES, SLOT_BYTES), 1),
+        wire.Commit(worker_id, ticket, (Written(0, 7, SLOT_BYTES, 1), Written(1, 8, SLOT_BYTES, 1))),
         wire.GetStats(4),
         wire.Purge(5, NAMESPACE),
         wire.Quotas(6, {NAMESPACE: 3}),
@@ -98,7 +98,7 @@ def test_nobody_speaks_for_another(member: Member) -> None:
     member.answer(wire.encode(wire.Open(1, wire.PROTOCOL, OURS)), 0.0, ours)
     forged: list[wire.Request] = [
         wire.Open(10, wire.PROTOCOL, OTHER),
-        wire.Commit(OTHER, ticket, (), (), ()),
+        wire.Commit(OTHER, ticket),
         Suspect(OTHER),
         Reaped(OTHER),
         wire.Open(10, wire.PROTOCOL, WorkerId("cache-0", 1)),
@@ -119,8 +119,8 @@ def test_a_member_starts_over_whatever_is_in_the_arena(folder: Path) -> None:
     member = Member(LocalHost(folder), WorkerId("cache-0", 1), CONFIG)
     worker_ids: set[WorkerId] = set()
     grant = granted(member, OURS, worker_ids)
-    sizes = (SLOT_BYTES,) * len(grant.slots)
-    member.answer(wire.encode(wire.Commit(OURS, grant.ticket, grant.slots, sizes, sizes)), 0.0, worker_ids)
+    written = tuple(Written(slot, SLOT_BYTES, SLOT_BYTES) for slot in grant.slots)
+    member.answer(wire.encode(wire.Commit(OURS, grant.ticket, written)), 0.0, worker_ids)
     record = member.index.records[grant.slots[0]]
     for slot, forged in enumerate(
         (
@@ -190,7 +190,7 @@ def answers(number: int, nonce: int, arena: str) -> list[bytes]:
     held = {NAMESPACE: 3}
     made: list[wire.Reply] = [
         wire.Opened(number, wire.PROTOCOL, WorkerId("cache-0", 1), arena, nonce, 1.0, 0),
-        wire.LookupResult(number, nonce, 5, (0, 1), (7, 8), (SLOT_BYTES, SLOT_BYTES), (0, 0), (1,)),
+        wire.LookupResult(number, nonce, 5, (Block(0, 7, SLOT_BYTES, 0), Block(1, 8, SLOT_BYTES, 0, True))),
         wire.Granted(number, nonce, 6, (0, 1), (2, 3)),
         wire.Stats(number, SLOT_BYTES, NUM_SLOTS, 1, 0, 0, 2, 0, 1, 1, 0, 0, 0, 0, held, wire.Disk("on", 5)),
         wire.Purged(number, 3),

@@ -246,7 +246,7 @@ def test_a_slot_is_never_given_out_under_a_reader_who_was_there_first(steps: Ite
             case "look":
                 index.release(index.lookup([key], READER, SPACE, now_s).lease, READER)
             case "use":
-                index.used([number % 3, 99], [before[number % 3].ticket, 1], READER)
+                index.used([(number % 3, before[number % 3].ticket), (99, 1)], READER)
             case "wait":
                 now_s += number
                 index.expire(now_s)
@@ -281,11 +281,11 @@ def test_what_was_used_counts_if_it_is_still_the_same_block() -> None:
     keys = [b"a" * 16, b"b" * 16]
     grant = index.reserve(keys, WRITER, SPACE, 0.0)
     index.commit(grant.ticket, WRITER, [Written(slot, 1, 1) for slot in grant.slots])
-    index.used(grant.slots, (grant.ticket, grant.ticket + 1), READER)
+    index.used([(grant.slots[0], grant.ticket), (grant.slots[1], grant.ticket + 1)], READER)
     assert index.counters.hits == 1
-    index.used(grant.slots, (grant.ticket,) * 2, READER, bad=[grant.slots[1]])
+    index.used([(slot, grant.ticket) for slot in grant.slots], READER, bad=[grant.slots[1]])
     assert (index.counters.hits, index.counters.bad, index.num_committed) == (2, 1, 1)
     index.reaped(READER)
-    index.used(grant.slots[:1], (grant.ticket,), READER)
+    index.used([(grant.slots[0], grant.ticket)], READER)
     assert index.counters.hits == 2
     index.check()

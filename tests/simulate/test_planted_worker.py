@@ -13,6 +13,7 @@ import pytest
 from tripool.cache.arena import Arena
 from tripool.cache.client import PoolClient, Prefix
 from tripool.cache.link import Link as MemberLink
+from tripool.cache.records import Written
 from tripool.cache.shared_reads import SharedBlocks
 from tripool.core import TokenEvent
 from tripool.decode.worker import DecodeWorker
@@ -184,8 +185,8 @@ def commit_comes_before_the_blocks(patch: pytest.MonkeyPatch) -> None:
     write = PoolClient._write
 
     def early(self: PoolClient, link: Any, grant: Any, blocks: Any, *more: Any) -> Any:
-        sums = [(slot, 1, len(blocks[position])) for position, slot in zip(grant.positions, grant.slots, strict=True)]
-        link.commit(grant.ticket, sums, 0)
+        granted = zip(grant.positions, grant.slots, strict=True)
+        link.commit(grant.ticket, [Written(slot, 1, len(blocks[position])) for position, slot in granted])
         return write(self, link, grant, blocks, *more)
 
     patch.setattr(PoolClient, "_write", early)

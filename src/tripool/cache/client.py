@@ -24,7 +24,7 @@ from tripool.cache.arena import MAX_WORKER_NAME_BYTES, Arena, as_bytes
 from tripool.cache.copying import wake_helper
 from tripool.cache.host import CacheHost
 from tripool.cache.link import Acquired, Link
-from tripool.cache.records import Block, namespace_tag
+from tripool.cache.records import Block, Written, namespace_tag
 from tripool.cache.ring import Ring
 from tripool.cache.shared_reads import SharedBlocks
 from tripool.errors import InvalidRequest
@@ -192,18 +192,13 @@ class PoolClient:
 
     def _answered(self, link: Link, positions: list[int], number: int | None, keys: Sequence[bytes]) -> _Held | None:
         answer = link.answer(number, wire.LookupResult)
-        if answer is None or not answer.lease or link.arena is None:
+        arena = link.arena
+        if answer is None or not answer.lease or arena is None or len(answer.blocks) > len(positions):
             return None
-        columns = (answer.slots, answer.checksums, answer.sizes, answer.forms)
-        if {len(column) for column in columns} != {len(answer.slots)} or len(answer.slots) > len(positions):
+        if any(each.slot >= arena.num_slots or each.num_bytes > arena.slot_bytes for each in answer.blocks):
             return None  # an invalid reply
-        if max(answer.slots, default=0) >= link.arena.num_slots or max(answer.sizes, default=0) > link.arena.slot_bytes:
-            return None
-        rows = zip(answer.slots, answer.checksums, answer.sizes, answer.forms, strict=True)
-        blocks = (Block(*row, place in answer.from_disk) for place, row in enumerate(rows))
-        return _Held(
-            link, answer.lease, SharedBlocks.from_lookup(link.arena, [keys[position] for position in positions], blocks)
-        )
+        wanted = [keys[position] for position in positions]
+        return _Held(link, answer.lease, SharedBlocks.from_lookup(arena, wanted, answer.blocks))
 
     def store(
         self,
@@ -234,15 +229,21 @@ class PoolClient:
             until_s = began_s + _STOP_WRITING * link.write_s
             places = [position - first for position in positions]
             sums = [checksums[place] for place in places] if checksums else []
-            written = self._write(link, grant, [blocks[place] for place in places], sums, until_s)
-            link.commit(grant.ticket, written, form)
+            written = self._write(link, grant, [blocks[place] for place in places], sums, form, until_s)
+            link.commit(grant.ticket, written)
             num_written += len(written)
         return num_written
 
     def _write(
-        self, link: Link, grant: wire.Granted, blocks: Sequence[Any], checksums: Sequence[int], until_s: float
-    ) -> list[tuple[int, int, int]]:
-        written: list[tuple[int, int, int]] = []
+        self,
+        link: Link,
+        grant: wire.Granted,
+        blocks: Sequence[Any],
+        checksums: Sequence[int],
+        form: int,
+        until_s: float,
+    ) -> list[Written]:
+        written: list[Written] = []
         for position, slot in zip(grant.positions, grant.slots, strict=True):
             source, arena = as_bytes(blocks[position]), link.arena
             if arena is None or len(source) > arena.slot_bytes or self._now_s() > until_s:
@@ -250,7 +251,7 @@ class PoolClient:
             found = arena.write(slot, source)
             if checksums and found != checksums[position]:
                 break
-            written.append((slot, found, len(source)))
+            written.append(Written(slot, found, len(source), form))
         return written
 
     def _places(self, keys: Sequence[bytes], first: int) -> dict[Link, list[int]]:
@@ -269,7 +270,7 @@ class PoolClient:
 
     def stats(self) -> dict[str, wire.Stats | None]:
         """Stats of each member; None for those that do not answer."""
-        asked = {member: link.count() if link.ready() else None for member, link in self._links.items()}
+        asked = {member: link.ask(wire.GetStats) if link.ready() else None for member, link in self._links.items()}
         return {member: self._links[member].answer(number, wire.Stats) for member, number in asked.items()}
 
     def report(self, fate: Suspect | Reaped) -> list[str]:
@@ -285,7 +286,7 @@ class PoolClient:
 
     def purge_tags(self, tags: Sequence[bytes]) -> int:
         """The same by namespace tags."""
-        asked = [(link, link.purge(tag)) for link in self._links.values() for tag in tags if link.ready()]
+        asked = [(link, link.ask(wire.Purge, tag)) for link in self._links.values() for tag in tags if link.ready()]
         answers = [link.answer(number, wire.Purged) for link, number in asked]
         return sum(answer.num_blocks for answer in answers if answer is not None)
 
@@ -294,7 +295,10 @@ class PoolClient:
 
         A member loses the quotas when it restarts: repeat this from time to time.
         """
-        asked = [(link, link.limit(dict(slots[name])) if link.ready() else None) for name, link in self._links.items()]
+        asked = [
+            (link, link.ask(wire.Quotas, dict(slots[name])) if link.ready() else None)
+            for name, link in self._links.items()
+        ]
         return [link.member for link, number in asked if link.answer(number, wire.Purged) is None]
 
 

@@ -84,10 +84,10 @@ class PoolIndex:
         self._leases.take(lease, slots, self._slots.records, reader)
         return Hit(lease, tuple(Block(slot, r.checksum, r.num_bytes, r.form) for slot, r in found))
 
-    def used(self, slots: Sequence[int], tickets: Sequence[int], reader: WorkerId, bad: Collection[int] = ()) -> None:
-        """Count blocks that a shared read used; `bad` as in `release`. Blocks evicted since then are skipped."""
+    def used(self, uses: Sequence[tuple[int, int]], reader: WorkerId, bad: Collection[int] = ()) -> None:
+        """Count the blocks (slot, ticket) of a shared read; `bad` as in `release`. Those evicted since are skipped."""
         records, touched = self._slots.records, []
-        for slot, ticket in zip(reversed(slots), reversed(tickets), strict=True):
+        for slot, ticket in reversed(uses):
             if not 0 <= slot < self.num_slots or reader in self._dead:
                 continue
             if records[slot].state is not State.COMMITTED or records[slot].ticket != ticket:

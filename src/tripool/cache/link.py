@@ -7,7 +7,7 @@ is absent at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ import msgspec
 from tripool.cache import wire
 from tripool.cache.arena import NUM_READER_SLOTS, Arena
 from tripool.cache.host import CacheHost, MemberChannel
+from tripool.cache.records import Written
 from tripool.cache.shared_reads import SharedBlocks
 from tripool.errors import ArenaError
 from tripool.messages import WorkerId
@@ -75,12 +76,12 @@ class Link:
     def answers(self) -> bool:
         """Send a request now: `ready` may not have noticed a dead member yet."""
         self._ask_again_s = 0.0
-        return self.ready() and self.answer(self.count(), wire.Stats) is not None
+        return self.ready() and self.answer(self.ask(wire.GetStats), wire.Stats) is not None
 
     def _open(self) -> None:
         if self._channel is None and not self._connect():
             return
-        number = self.ask(wire.Open(self._next(), wire.PROTOCOL, self._worker_id))
+        number = self.ask(wire.Open, wire.PROTOCOL, self._worker_id)
         if not self._is_late:
             opened = self.answer(number, wire.Opened)
             if opened is not None:
@@ -133,20 +134,11 @@ class Link:
     def look_up(self, namespace: bytes, keys: tuple[bytes, ...]) -> int | None:
         done = self._take_done()
         wait_ms = int(_FROM_DISK * self._wait_s * 1e3)
-        return self.ask(wire.Lookup(self._next(), self._worker_id, namespace, keys[: wire.MAX_KEYS], done, wait_ms))
+        return self.ask(wire.Lookup, self._worker_id, namespace, keys[: wire.MAX_KEYS], done, wait_ms)
 
     def reserve(self, namespace: bytes, keys: tuple[bytes, ...], depths: tuple[int, ...] = ()) -> int | None:
         asked = keys[: wire.MAX_KEYS], depths[: wire.MAX_KEYS]
-        return self.ask(wire.Reserve(self._next(), self._worker_id, namespace, *asked))
-
-    def count(self) -> int | None:
-        return self.ask(wire.GetStats(self._next()))
-
-    def purge(self, namespace: bytes) -> int | None:
-        return self.ask(wire.Purge(self._next(), namespace))
-
-    def limit(self, slots: dict[bytes, int]) -> int | None:
-        return self.ask(wire.Quotas(self._next(), slots))
+        return self.ask(wire.Reserve, self._worker_id, namespace, *asked)
 
     def release(self, lease: int, bad: tuple[int, ...] = ()) -> None:
         """Sent with the next request, or with `flush`: a message of its own would cost as much as a request."""
@@ -166,26 +158,20 @@ class Link:
 
     def _tell_used(self, used: Sequence[tuple[int, int]], bad: tuple[int, ...] = ()) -> None:
         for start in range(0, len(used), wire.MAX_KEYS):
-            slots, tickets = zip(*used[start : start + wire.MAX_KEYS], strict=True)
-            self._send(wire.Used(self._worker_id, slots, tickets, bad))
+            self._send(wire.Used(self._worker_id, tuple(used[start : start + wire.MAX_KEYS]), bad))
 
     def _take_done(self) -> tuple[int, ...]:
         done, self._done = tuple(self._done), []
         return done
 
-    def commit(self, ticket: int, written: list[tuple[int, int, int]], form: int) -> None:
-        """`written`: slot, checksum and bytes of each block."""
+    def commit(self, ticket: int, written: Sequence[Written] = ()) -> None:
         if ticket:
-            slots, checksums, sizes = zip(*written, strict=True) if written else ((), (), ())
-            self.tell(wire.Commit(self._worker_id, ticket, slots, checksums, sizes, form))
+            self.tell(wire.Commit(self._worker_id, ticket, tuple(written)))
 
-    def ask(
-        self, question: wire.Open | wire.Lookup | wire.Reserve | wire.GetStats | wire.Purge | wire.Quotas
-    ) -> int | None:
-        """The number of the request, or None if it cannot be sent."""
-        if not self.tell(question):
-            return None
-        return question.number
+    def ask(self, request: Callable[..., wire.Request], *fields: object) -> int | None:
+        """Send a request, with the next number as its first field. Returns the number; None if it cannot be sent."""
+        self._number += 1
+        return self._number if self.tell(request(self._number, *fields)) else None
 
     def answer(self, number: int | None, kind: type[AnswerT]) -> AnswerT | None:
         """The reply to a request. None: not in time, and the member is absent until it answers again."""
@@ -237,7 +223,7 @@ class Link:
             case wire.LookupResult(lease=lease):
                 self.release(lease)
             case wire.Granted(ticket=ticket):
-                self.commit(ticket, [], 0)
+                self.commit(ticket)
             case wire.Opened():
                 self._attach(heard)
 
@@ -254,7 +240,3 @@ class Link:
             pass  # dead or invalid: treated alike
         self.close()
         return None
-
-    def _next(self) -> int:
-        self._number += 1
-        return self._number

@@ -25,7 +25,7 @@ from tripool.cache.arena import NUM_READER_SLOTS
 from tripool.cache.disk_io import DiskIo, OpenDisk
 from tripool.cache.host import CacheHost, LocalHost
 from tripool.cache.index import PoolIndex
-from tripool.cache.records import Hit, State, Written
+from tripool.cache.records import Hit, State
 from tripool.cache.tiered_index import TieredIndex
 from tripool.config import CacheConfig
 from tripool.local_channel import MAX_MESSAGE_BYTES, LocalChannel
@@ -161,13 +161,13 @@ class Member:
             case wire.Release(worker_id, leases, bad):
                 for lease in leases:
                     self.index.release(lease, worker_id, bad)
-            case wire.Used(worker_id, slots, tickets, bad):
-                if len(slots) == len(tickets):
-                    self.index.used(slots, tickets, worker_id, bad)
+            case wire.Used(worker_id, uses, bad):
+                self.index.used(uses, worker_id, bad)
             case wire.Reserve():
                 return self._reserve(question, now_s)
-            case wire.Commit():
-                self._commit(question)
+            case wire.Commit(worker_id, ticket, written):
+                fitting = [each for each in written if each.num_bytes <= self.arena.slot_bytes]
+                self.index.commit(ticket, worker_id, fitting)
             case wire.Open(number, _, worker_id):
                 # Not if it arrived on an old connection after a reservation on a new one.
                 if number > self._last_reserve.get(worker_id, 0):
@@ -212,16 +212,7 @@ class Member:
         return None
 
     def _found(self, number: int, hit: Hit) -> wire.LookupResult:
-        return wire.LookupResult(
-            number,
-            self.arena.nonce,
-            hit.lease,
-            tuple(block.slot for block in hit.blocks),
-            tuple(block.checksum for block in hit.blocks),
-            tuple(block.num_bytes for block in hit.blocks),
-            tuple(block.form for block in hit.blocks),
-            tuple(place for place, block in enumerate(hit.blocks) if block.from_disk),
-        )
+        return wire.LookupResult(number, self.arena.nonce, hit.lease, hit.blocks)
 
     def _reserve(self, question: wire.Reserve, now_s: float) -> wire.Granted:
         self._last_reserve.pop(question.worker_id, None)
@@ -230,12 +221,6 @@ class Member:
             del self._last_reserve[next(iter(self._last_reserve))]
         grant = self.index.reserve(question.keys, question.worker_id, question.namespace, now_s, question.depths)
         return wire.Granted(question.number, self.arena.nonce, grant.ticket, grant.positions, grant.slots)
-
-    def _commit(self, told: wire.Commit) -> None:
-        columns = zip(told.slots, told.checksums, told.sizes, strict=False)
-        limit = self.arena.slot_bytes
-        written = [Written(slot, checksum, size, told.form) for slot, checksum, size in columns if size <= limit]
-        self.index.commit(told.ticket, told.worker_id, written)
 
     def _told(self, number: int) -> wire.Stats:
         index, counters = self.index, self.index.counters

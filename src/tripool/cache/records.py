@@ -14,12 +14,15 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import msgspec
 
 from tripool.core import SALT_MARK
-from tripool.messages import WorkerId
+from tripool.messages import Checksum, WorkerId
 
 NAMESPACE_BYTES = 16
+Small = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 
 @lru_cache(maxsize=4096)
@@ -70,12 +73,12 @@ class StoredBlock:
 
 
 class Block(NamedTuple):
-    """Slot and checksum of a readable block. (A NamedTuple: readers create many.)"""
+    """Slot and checksum of a readable block. (A NamedTuple: readers create many. The types hold in messages.)"""
 
-    slot: int
-    checksum: int
-    num_bytes: int
-    form: int
+    slot: Small
+    checksum: Checksum
+    num_bytes: Small
+    form: Small
     from_disk: bool = False
     """The block was read from disk for this look-up."""
 
@@ -97,14 +100,13 @@ class Grant:
     slots: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(NamedTuple):
     """Result of writing one slot."""
 
-    slot: int
-    checksum: int
-    num_bytes: int
-    form: int = 0
+    slot: Small
+    checksum: Checksum
+    num_bytes: Small
+    form: Small = 0
 
 
 @dataclass(frozen=True, slots=True)

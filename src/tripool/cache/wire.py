@@ -22,21 +22,20 @@ from typing import Annotated
 import msgspec
 
 from tripool.cache.arena import MAX_WORKER_NAME_BYTES
-from tripool.messages import SUPERVISOR, Checksum, FileName, Natural, Positive, Reaped, Suspect, WorkerId, strictly
+from tripool.cache.records import Block, Small, Written
+from tripool.messages import SUPERVISOR, FileName, Natural, Positive, Reaped, Suspect, WorkerId, strictly
 
-PROTOCOL = 2
+PROTOCOL = 3
 KEY_BYTES = 16
 MAX_KEYS = 4096
 """Keys per request: a context of 256 K tokens on one member."""
 
 Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-Small = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 _FEW = msgspec.Meta(max_length=MAX_KEYS)
 Keys = Annotated[tuple[Key, ...], _FEW]
 Slots = Annotated[tuple[Small, ...], _FEW]
 Numbers = Annotated[tuple[Natural, ...], _FEW]
 """Lease and ticket numbers."""
-Checksums = Annotated[tuple[Checksum, ...], _FEW]
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -79,8 +78,8 @@ class Used(_Message, frozen=True):
     """Blocks read by shared reads, without a request."""
 
     worker_id: WorkerId
-    slots: Slots
-    tickets: Numbers
+    uses: Annotated[tuple[tuple[Small, Natural], ...], _FEW]
+    """Slot of each block, and the ticket that wrote it."""
     bad: Slots = ()
     """Slots whose bytes did not match their checksums."""
 
@@ -99,10 +98,7 @@ class Commit(_Message, frozen=True):
 
     worker_id: WorkerId
     ticket: Natural
-    slots: Slots = ()
-    checksums: Checksums = ()
-    sizes: Slots = ()
-    form: Small = 0
+    written: Annotated[tuple[Written, ...], _FEW] = ()
 
 
 class GetStats(_Message, frozen=True):
@@ -138,17 +134,12 @@ class Opened(_Message, frozen=True):
 
 
 class LookupResult(_Message, frozen=True):
-    """Columns with one entry per block of the prefix."""
+    """The blocks of the prefix, in order."""
 
     number: Natural
     nonce: Natural
     lease: Natural
-    slots: Slots
-    checksums: Checksums
-    sizes: Slots
-    forms: Slots
-    from_disk: Slots = ()
-    """Indices of the blocks that were only on disk when the request arrived."""
+    blocks: Annotated[tuple[Block, ...], _FEW]
 
 
 class Granted(_Message, frozen=True):
