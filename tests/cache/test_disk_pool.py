@@ -11,6 +11,7 @@ from random import Random
 
 import pytest
 
+from tripool.cache import namespace_tag
 from tripool.cache.client import PoolClient
 from tripool.cache.wire import Disk
 
@@ -107,14 +108,14 @@ def test_tenants_and_purges_reach_the_disk(tiered: Pool) -> None:
     stored(tiered, client, mine, "mine")
     stored(tiered, client, theirs, "theirs")
     assert fetched(client, mine, namespace="theirs") == 0, "not even by a stolen key"
-    assert client.purge("mine") == 8, "all of them only on disk"
+    assert client.purge([namespace_tag("mine")]) == 8, "all of them only on disk"
     tiered.kill()
     (tiered.folder / "cache-0.arena").unlink()
     tiered.start()
     assert client.wait(WITHIN_S) == []
     until(lambda: disk(client).state == "on")
     assert fetched(client, mine, namespace="mine") == 0 and fetched(client, theirs, namespace="theirs") == 8
-    assert client.purge("theirs") == 8
+    assert client.purge([namespace_tag("theirs")]) == 8
 
 
 @pytest.mark.parametrize("what", ["a folder that cannot be made", "too small", "in use"])
@@ -155,7 +156,7 @@ def test_a_disk_that_fails_later_switches_off_and_memory_goes_on(tiered: Pool, t
     until(lambda: disk(client).state.startswith("off: "))
     assert fetched(client, second) == 8 and fetched(client, first) == 0
     assert told(client).reserved == 0
-    assert client.purge("a") == 8
+    assert client.purge([namespace_tag("a")]) == 8
     if what != "files are deleted":
         assert not list((tmp_path / "disk" / "cache-0").glob("segment-*")), "the purge could not be written down"
 

@@ -209,7 +209,7 @@ def test_a_client_outlives_every_answer(folder: Path, member: Member) -> None:
             assert 0 <= client.fetch(KEYS, blocks, namespace="a") <= len(KEYS)
             assert 0 <= client.store(KEYS, blocks, namespace="a") <= len(KEYS)
             client.stats()
-            client.purge("a")
+            client.purge([namespace_tag("a")])
             client.limit({"liar": {NAMESPACE: 2}})
         client.close()
     data = member.arena._data

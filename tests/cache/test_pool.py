@@ -36,7 +36,7 @@ def test_what_one_process_stores_another_finds(pool: Pool) -> None:
     assert writer.store(keys, [content(key) for key in keys[:3]], namespace="a", form=1) == 3
     assert writer.store(keys, [content(key) for key in keys[:4]], namespace="a", form=2) == 1, "three are there"
     with reader.find(keys, namespace="a", first=1) as prefix:
-        assert prefix.num_blocks == 3 and prefix.forms == [1, 1, 2]
+        assert prefix.num_blocks == 3 and [block.form for block in prefix.blocks] == [1, 1, 2]
         until(lambda: told(writer).leases == 1)
     assert fetched(reader, keys, first=1) == 3
     said = told(reader)
@@ -67,7 +67,7 @@ def test_tenants_never_share(pool: Pool) -> None:
     assert fetched(client, [mine], namespace="mine") == 1
     assert fetched(client, [theirs], namespace="theirs") == 0
     assert fetched(client, [mine], namespace="theirs") == 0, "not even by a stolen key"
-    assert client.purge("theirs") == 0 and client.purge("mine") == 1
+    assert client.purge([namespace_tag("theirs")]) == 0 and client.purge([namespace_tag("mine")]) == 1
     assert fetched(client, [mine], namespace="mine") == 0
 
 

@@ -124,7 +124,7 @@ def test_a_killed_member_is_a_miss_and_comes_back_with_its_blocks(pool: Pool) ->
         assert client.stats() == {"cache-0": None} and client.report(Reaped(WorkerId("x", 1))) == ["cache-0"]
         pool.start()
         assert client.wait(WITHIN_S) == []
-        assert prefix.forms == [3] * 6
+        assert [block.form for block in prefix.blocks] == [3] * 6
     assert fetched(client, keys) == 6
     assert told(client).leases == 0 and told(client).committed == 6
 

@@ -81,7 +81,7 @@ def test_a_purged_block_is_found_by_nobody_and_its_slot_waits_for_its_reader(poo
     client = filled(pool, KEYS, num_slots=1, lease_s=1000.0)
     reader = pool.client("d-0")
     with acquire(reader, KEYS) as prefix:
-        assert client.purge("a") == 1
+        assert client.purge([namespace_tag("a")]) == 1
         assert fetched(client, KEYS) == 0 and fetched(reader, KEYS) == 0
         assert stored(client, OTHERS[:1]) == 0, "someone may be copying it"
         assert prefix.read(buffers(1)) == 0, "it is purged"

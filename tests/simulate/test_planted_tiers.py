@@ -77,7 +77,7 @@ def blocks_are_read_into_slots_that_are_given_back(patch: pytest.MonkeyPatch) ->
         read_copies(self, *args)
         for read in self._reads[-1:]:
             assert isinstance(read, Read)
-            self.index.abort(read.ticket, self._own)
+            self.index.commit(read.ticket, self._own, ())
 
     patch.setattr(TieredIndex, "_read", hasty)
 

@@ -70,11 +70,6 @@ class Prefix:
         return [block for found, start, stop in self._runs for block in list(found)[start:stop]]
 
     @property
-    def forms(self) -> list[int]:
-        """The writer's mark of each block."""
-        return [block.form for block in self.blocks]
-
-    @property
     def from_disk(self) -> list[bool]:
         """Whether each block was only on disk when it was looked up."""
         return [block.from_disk for block in self.blocks]
@@ -280,12 +275,10 @@ class PoolClient:
         """
         return [member for member, link in self._links.items() if not (link.ready() and link.tell(fate))]
 
-    def purge(self, namespace: str) -> int:
-        """Purge a tenant; returns the number of blocks. Absent members keep theirs until the purge is repeated."""
-        return self.purge_tags([namespace_tag(namespace)])
-
-    def purge_tags(self, tags: Sequence[bytes]) -> int:
-        """The same by namespace tags."""
+    def purge(self, tags: Sequence[bytes]) -> int:
+        """Purge tenants, by namespace tag; returns the number of blocks. Absent members keep theirs until the purge is
+        repeated.
+        """
         asked = [(link, link.ask(wire.Purge, tag)) for link in self._links.values() for tag in tags if link.ready()]
         answers = [link.answer(number, wire.Purged) for link, number in asked]
         return sum(answer.num_blocks for answer in answers if answer is not None)

@@ -174,10 +174,6 @@ class PoolIndex:
         self.counters.committed += len(committed)
         return len(committed)
 
-    def abort(self, ticket: int, writer: WorkerId) -> None:
-        """End a reservation without writing."""
-        self.commit(ticket, writer, ())
-
     def at_rest(self, writer: WorkerId) -> None:
         """Free all reservations of a writer that reports it is writing nothing."""
         for table in (self._reservations, self._fenced):
@@ -318,7 +314,7 @@ class PoolIndex:
         """Raise if a slot has no or two owners, a lease has lost its block, or the index disagrees with the slots."""
         self._slots.check()
         self._leases.check()
-        check_invariants(self._slots, self._leases.all, self._reservations, self._fenced, self._slot_of, self._writing)
+        check_invariants(self._slots, self._leases, self._reservations, self._fenced, self._slot_of, self._writing)
 
     # ---- helpers ------------------------------------------------------------------------------------------------
 

@@ -56,7 +56,7 @@ class CacheQuotas:
         # Namespaces of removed tenants may have blocks on disk only; those that members report may be new.
         removed = (self._known | {tag for one in present.values() for tag in one.held}) - known
         if removed:
-            self._cache.purge_tags(sorted(removed))
+            self._cache.purge(sorted(removed))
         self._known = known
         slot_bytes = max(one.slot_bytes for one in present.values())
         num_slots = {name: one.num_slots for name, one in present.items()}
