@@ -38,7 +38,7 @@ _LINGER_S = 500e-6
 _MAX_PEERS = 512
 _MAX_WAIT_S = 10.0  # for blocks from disk, whatever a client requests
 _REMEMBERED_WRITERS = 4096
-_TOLD_NAMESPACES = 1000
+_REPORTED_NAMESPACES = 1000
 """Largest namespaces reported: a reply must fit into one message."""
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group of a client."""
@@ -177,7 +177,7 @@ class Member:
                     number, wire.PROTOCOL, self._worker_id, *place, self._write_s, self._take_reader_slot(worker_id)
                 )
             case wire.GetStats(number):
-                return self._told(number)
+                return self._stats(number)
             case wire.Purge(number, namespace):
                 return self._purge(number, namespace, send)
             case wire.Quotas(number, slots):
@@ -222,7 +222,7 @@ class Member:
         grant = self.index.reserve(question.keys, question.worker_id, question.namespace, now_s, question.depths)
         return wire.Granted(question.number, self.arena.nonce, grant.ticket, grant.positions, grant.slots)
 
-    def _told(self, number: int) -> wire.Stats:
+    def _stats(self, number: int) -> wire.Stats:
         index, counters = self.index, self.index.counters
         return wire.Stats(
             number=number,
@@ -239,25 +239,25 @@ class Member:
             bad=counters.bad,
             expired_leases=counters.expired_leases,
             strange_messages=self._num_strange,
-            held=dict(Counter(index.held).most_common(_TOLD_NAMESPACES)),
+            held=dict(Counter(index.held).most_common(_REPORTED_NAMESPACES)),
             disk=self._disk(),
         )
 
     def _disk(self) -> wire.Disk | None:
         if self.disk_io is None or (tier := self.disk_io.tier) is None:
             return wire.Disk(self.disk_io.state, self._disk_bytes) if self.disk_io is not None else None
-        told = tier.counters
+        counters = tier.counters
         return wire.Disk(
             self.disk_io.state,
             self._disk_bytes,
             sum(tier.held_bytes.values()),
             tier.num_disk_copies,
             tier.num_pending,
-            told.written,
-            told.promoted,
-            told.lost,
-            told.forgotten,
-            told.bad,
+            counters.written,
+            counters.promoted,
+            counters.lost,
+            counters.forgotten,
+            counters.bad,
         )
 
     def _write_headers(self) -> None:

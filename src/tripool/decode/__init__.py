@@ -1,4 +1,4 @@
-"""The decode room: the running batch, and the promises on its pace. Exports pure names only."""
+"""Decode: the running batch and its TPOT objectives. Exports pure names only."""
 
 from tripool.decode.scheduler import DecodeScheduler
 from tripool.decode.slo_controller import SloController

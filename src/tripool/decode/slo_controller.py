@@ -1,19 +1,19 @@
-"""Promised time per token, kept: how many sequences may run, and how many prompt tokens a step may compute. Pure.
+"""SLO controller: bounds the running batch and the prompt tokens of a step by the requests' TPOT objectives. Pure.
 
-A promise is on the mean time per token of one answer after its first. So each answer has an account: what it was
-promised for the tokens it has, less the time they took. What is left over may be spent, on prompts of others.
+An objective is on the mean time per token of one answer after its first. Each answer has an account: the objective for
+the tokens it has, less the time they took. A positive account may be spent on prompts of others.
 
 | question | answer |
 |---|---|
-| `slots`: how many of those that wait may start | as many as leave the steady step within the strictest pace |
-| `prompt_tokens`: how many may the next step compute | what the answer with the tightest account can bear |
+| `slots`: how many waiting sequences may start | as many as keep the steady step within the strictest pace |
+| `prompt_tokens`: how many may the next step compute | what the answer with the lowest account allows |
 
-The strictest pace is that of any class that is here, runs, waits or was here a moment ago: making room for it again
-would take about as long as an answer takes. Nothing is preempted for a promise and nobody waits for one for ever: who
-stood first in the queue for `_PATIENCE_S` is let in, prompts that stood still get a small piece, and an answer that
-could not keep its promise even alone runs as it comes, and is counted.
+The strictest pace is that of any class that runs, waits or ended a moment ago: making room for it again would take
+about as long as an answer. Nothing is preempted for an objective, and no wait for one is unbounded: the head of the
+queue starts after `_PATIENCE_S`, prompts that stood still get a small chunk, and an answer that could not keep its
+objective even alone runs as it comes, and is counted.
 
-Time is what `settled` says. Without a promise in sight nobody asks this anything.
+The time is the one given to `settled`.
 """
 
 from __future__ import annotations
@@ -29,43 +29,43 @@ from tripool.decode.step_time import StepFacts, StepTime
 from tripool.sequence import Seq
 
 _MARGINS = (0.02, 0.4)
-"""Share of a promise that is never planned with, least and most; beside it what predictions are usually off."""
+"""Least and most share of an objective kept in reserve, besides the usual error of predictions."""
 _MISSED, _KEPT = 0.04, 0.0002
-"""What an answer that was late adds to its class's margin, and what one that was not takes from it: level where one in
-two hundred is late."""
+"""What a late answer adds to its class's margin, and what another takes from it: stable where one in two hundred is
+late."""
 _CLOSE = 0.99
-"""An answer that used this share of its promise counts as late: whoever reads it has a clock of his own."""
+"""An answer that used this share of its objective counts as late: clients measure with their own clocks."""
 _FLOOR = 0.7
-"""An answer that is behind asks for no faster pace than this share of its promise: others wait meanwhile."""
+"""An answer that is behind requires no faster pace than this share of its objective: others wait meanwhile."""
 _RECOVERY_TOKENS = 16
 _RESERVE = 2.0
-"""Kept in an account for the next hiccup, in tokens; what is above may be spent."""
+"""Kept in an account for the next slow step, in tokens."""
 _FIRST_ROWS = 4
 _FIRST_CHUNK = 64
 _REACH = 2
-"""Times the most that was ever seen: so far the learned line is trusted, and in the beginning the two above."""
+"""The learned line is trusted up to this factor beyond the largest step seen, and at first up to the two above."""
 _LEAST_CHUNK = 16
 """Fewer prompt tokens than this are not worth their share of a step."""
 _PATIENT_STEPS = 16
 """Longest that prompts stand still, in steps."""
 _PATIENCE_S = 5.0
-"""Longest that a promise keeps the head of the queue waiting; the head's own time to first token may be shorter."""
+"""Longest that an objective delays the head of the queue; the head's own TTFT objective may be shorter."""
 _RATE = 0.05
-"""What one more answer changes in what an answer is usually like."""
+"""Weight of one more answer in the running means."""
 _IDLE_LEARNING = 16
-"""Without a promise every so many-th step is learned from: enough to know the machine when one comes."""
+"""Without an objective, every so many-th step is learned from: enough to know the machine when one comes."""
 
 
 @dataclass(slots=True)
 class _Account:
-    """One promised answer under way."""
+    """One answer with an objective."""
 
     tpot_s: float
     max_tokens: int
     num_tokens: int
-    """Known when it was last looked at."""
+    """As of its last step."""
     first_s: float | None = None
-    """When its first token was there, or the first that came from here."""
+    """Time of its first token, or of the first one computed here."""
     num_before: int = 0
     """Tokens that it had then."""
     given_up: bool = False
@@ -78,7 +78,7 @@ class _Account:
 
 @dataclass(slots=True)
 class _Head:
-    """Who is kept waiting at the head of the queue."""
+    """The sequence that is held back at the head of the queue."""
 
     name: tuple[str, int]
     since_s: float
@@ -91,11 +91,11 @@ class SloController:
         self._accounts: dict[int, _Account] = {}
         """By a sequence's order, from when it joins until it leaves."""
         self._classes: Counter[float] = Counter()
-        """Promised seconds per token of those."""
+        """Their objectives, in seconds per token."""
         self._recent: dict[float, float] = {}
-        """Classes that nobody here has any more, and until when they count."""
+        """Classes without an open answer, and until when they count."""
         self._margins: dict[int, float] = {}
-        """Learned from answers that were late, by rough class."""
+        """Learned from late answers, by rough class."""
         self._now_s = 0.0
         self._num_steps = 0
         self._tokens_per_row = 1.0
@@ -106,17 +106,17 @@ class SloController:
         self._still_steps = 0
         self._head: _Head | None = None
         self.computes_prompts = True
-        """False: they come computed, from another process."""
+        """False: they arrive computed, from another process."""
         self.ceiling: int | None = None
-        """Sequences that may run at once, if they are like those here; None: nothing was promised."""
+        """Sequences like the present ones that may run at once; None: no objective is open."""
         self.held_back = False
-        """Whether somebody waits now only for a promise's sake."""
+        """Whether a sequence waits now only because of an objective."""
         self.predicted_s = 0.0
         """Of the last step."""
         self.num_given_up = 0
-        """Promises that could not be kept any more, or never could."""
+        """Objectives that could not be kept any more, or never could."""
         self.num_forced = 0
-        """Times that patience ended: somebody was let in, or a prompt got a piece, whatever was promised to others."""
+        """Sequences started and chunks computed against the objectives, because they had waited long enough."""
 
     @property
     def active(self) -> bool:
@@ -155,7 +155,7 @@ class SloController:
     ) -> None:
         """A step of `seqs` ended now. `step_s`: since the last one ended, if there was work all the time.
 
-        `learn`: somebody else wants to know how long steps take.
+        `learn`: learn step times also without an objective.
         """
         self._now_s = now_s
         self._num_steps += 1
@@ -170,7 +170,7 @@ class SloController:
         for seq in seqs:
             account = self._accounts.get(seq.order)
             if account is not None:
-                self._book(account, seq, now_s, step_s)
+                self._update(account, seq, now_s, step_s)
 
     def _learn_margin(self, account: _Account) -> None:
         num_tokens = account.num_tokens - account.num_before
@@ -180,7 +180,7 @@ class SloController:
             margin = self._margins.get(rough, low) + (_MISSED if late else -_KEPT)
             self._margins[rough] = min(high, max(low, margin))
 
-    def _book(self, account: _Account, seq: Seq, now_s: float, step_s: float) -> None:
+    def _update(self, account: _Account, seq: Seq, now_s: float, step_s: float) -> None:
         generated = seq.num_generated
         if account.first_s is None:
             if account.num_tokens:  # it began elsewhere
@@ -199,7 +199,7 @@ class SloController:
     # ---- decisions --------------------------------------------------------------------------------------------------
 
     def slots(self, running: Sequence[Seq], waiting: Iterable[Seq], slots: int) -> int:
-        """How many of those that wait, in their order, may start now; `slots` is what else bounds them."""
+        """How many of `waiting`, in their order, may start now; at most `slots`."""
         rows = len(running)
         context = self._context_of(running)
         pace_s = self._pace_s(running)
@@ -218,7 +218,7 @@ class SloController:
         return granted
 
     def may_arrive(self, running: Sequence[Seq], request: Request, choice: int, num_tokens: int) -> bool:
-        """Whether one may start that comes computed, and has not joined yet."""
+        """Whether a sequence may start that arrives computed and has not joined yet."""
         tpot_ms = request.slo.tpot_ms
         pace_s = self._pace_s(running)
         if tpot_ms is not None:
@@ -231,7 +231,7 @@ class SloController:
         return fits
 
     def prompt_tokens(self, decoding: Sequence[Seq], num_drafts: int, start: int) -> int | None:
-        """Most that a step may compute beside these rows; None: no promise bounds it. `start`: where a prompt is."""
+        """Most that a step may compute beside these rows; None: no objective bounds it. `start`: of the chunk."""
         accounts = [self._accounts[seq.order] for seq in decoding if seq.order in self._accounts]
         limit_s = min(map(self._limit_s, accounts), default=inf)
         if limit_s == inf:
@@ -253,7 +253,7 @@ class SloController:
         self.num_forced += 1
         return _LEAST_CHUNK
 
-    # ---- how they are made ------------------------------------------------------------------------------------------
+    # ---- predictions ------------------------------------------------------------------------------------------------
 
     def _fits(self, rows: int, context: float, pace_s: float) -> bool:
         if rows == 1 or pace_s == inf:
@@ -284,7 +284,7 @@ class SloController:
         self.ceiling = max(1, int(min(reach, room_s / one_s))) if one_s > 0 else reach
 
     def _steady_s(self, rows: int, context: float) -> float:
-        """A step of so many rows, if prompts go on coming as they did: each row that ends makes room for one."""
+        """Duration of a step of so many rows if prompts keep arriving: each row that ends makes room for one."""
         times = self.step_time
         step_s = times.fixed_s + rows * (times.row_s + self._drafts_per_row * times.draft_s)
         step_s += context * times.context_token_s
@@ -295,24 +295,22 @@ class SloController:
         return step_s
 
     def _context_of(self, seqs: Iterable[Seq]) -> float:
-        """Of all together, each half-way through its answer, or further if it is there already."""
-        total, half = 0.0, self._mean_answer_tokens / 2
-        for seq in seqs:
-            total += max(len(seq.tokens), len(seq.request.prompt_ids) + half)
-        return total
+        """Tokens of all together, each in the middle of its answer or further."""
+        middle = self._mean_answer_tokens / 2
+        return sum(max(len(seq.tokens), len(seq.request.prompt_ids) + middle) for seq in seqs)
 
     def _usable_s(self, tpot_s: float) -> float:
-        """What a step may take, of the promise for the tokens that it gives."""
+        """Longest step that keeps the objective for the tokens that it gives."""
         margin = self._margins.get(_rough(tpot_s), _MARGINS[0])
         return tpot_s * self._tokens_per_row * (1 - margin) - self.step_time.error_s
 
     def _pace_of(self, tpot_s: float) -> float:
-        """Of a class; one that could not be kept by a single row binds nobody."""
+        """Pace of a class; infinite if a single row could not keep it."""
         usable_s = self._usable_s(tpot_s)
         return usable_s if usable_s >= self.step_time.fixed_s + self.step_time.row_s else inf
 
     def _pace_s(self, running: Sequence[Seq]) -> float:
-        """The longest that steps may take from now on."""
+        """Longest that steps may take from now on."""
         pace_s = min(map(self._pace_of, (*self._classes, *self._recent)), default=inf)
         accounts, now_s, tpot_s, usable_s = self._accounts, self._now_s, -1.0, 0.0
         for seq in running:
@@ -324,7 +322,7 @@ class SloController:
         return pace_s
 
     def _limit_s(self, account: _Account) -> float:
-        """The longest that the next step may take: its account must not go below zero, or not stay there."""
+        """Longest that the next step may take: the account must not go below zero, or not stay there."""
         if account.first_s is None or account.given_up:
             return inf
         slack_s, usable_s = account.slack_s(self._now_s), self._usable_s(account.tpot_s)
@@ -336,9 +334,9 @@ class SloController:
 
     def check(self, live: Iterable[Seq]) -> None:
         """`live`: every sequence that is here."""
-        promised = {s.order: s.request.slo.tpot_ms / 1000 for s in live if s.request.slo.tpot_ms is not None}
-        assert promised == {order: account.tpot_s for order, account in self._accounts.items()}, "accounts are off"
-        assert self._classes == Counter(promised.values()), "classes are miscounted"
+        objectives = {s.order: s.request.slo.tpot_ms / 1000 for s in live if s.request.slo.tpot_ms is not None}
+        assert objectives == {order: account.tpot_s for order, account in self._accounts.items()}, "accounts are off"
+        assert self._classes == Counter(objectives.values()), "classes are miscounted"
         assert self.active or (self.ceiling is None and not self.held_back)
         assert self._still_steps < _PATIENT_STEPS
         assert self.ceiling is None or self.ceiling >= 1
@@ -346,17 +344,17 @@ class SloController:
 
 
 def _recovery_s(account: _Account, usable_s: float, slack_s: float) -> float:
-    """The pace at which an account that is below zero is level again in a few tokens, if not too many wait."""
+    """The pace at which an account below zero is level again in a few tokens, within `_FLOOR`."""
     left = max(1, min(_RECOVERY_TOKENS, account.max_tokens - account.num_tokens))
     return max(_FLOOR * usable_s, usable_s + slack_s / left)
 
 
 @lru_cache(maxsize=1024)
 def _rough(tpot_s: float) -> int:
-    """Promises within a fifth of each other are one class here: there are few, whatever people ask for."""
+    """Objectives within a fifth of each other share a class, so that there are few."""
     return round(4 * log2(max(tpot_s, 1e-6)))
 
 
 def _nearer(mean: float, value: float) -> float:
-    """A running mean that starts with what comes first."""
+    """A running mean that starts with the first value."""
     return mean + _RATE * (value - mean) if mean > 0 else float(value)

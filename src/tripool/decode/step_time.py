@@ -1,10 +1,8 @@
-"""How long a step takes, learned from the steps that ran: a straight line through what it computes and reads. Pure.
+"""Step time model: predicts the duration of a step by a linear fit over the steps that ran. Pure.
 
-A step costs something however little it does (the weights are read once), something per row, per token of context that
-rows read, per prompt token. None of these can be negative. They are fitted by least squares over the last two hundred
-steps, so a machine that gets slower is noticed; a step that was far off counts for little, so a hiccup is not.
-
-Knows no clock and no promise.
+A step has a fixed cost (the weights are read once), a cost per row, per token of context that rows read, per prompt
+token. None of these can be negative. They are fitted by least squares over the last two hundred steps, so that a
+machine that gets slower is noticed. Outliers count for little, so that a single slow step is not.
 """
 
 from __future__ import annotations
@@ -16,21 +14,21 @@ from operator import truediv
 from tripool.sequence import Task
 
 _SCALES = (1.0, 16.0, 16.0, 8192.0, 256.0, 65536.0)
-"""Roughly what a busy step has of each, so that no cost is learned much faster than another."""
+"""About what a busy step has of each, so that no cost is learned much faster than another."""
 _ONE_ROW = 1.0 / _SCALES[1]
 _KEEP = 0.995
-"""What a step still counts for when the next one comes: the last two hundred decide."""
+"""Decay per step: about two hundred count."""
 _SWEEPS = 2
 _CALM = 1e-3
-"""Keeps what a direction without news had: without this its cost would follow the noise."""
+"""Regularisation: without it a cost with few samples would follow the noise."""
 _FIRST_STEPS = 8
-"""Until so many are known, none is called an outlier."""
+"""The first steps are never outliers."""
 _OUTLIER = 4.0
-"""Times the usual error; what is beyond counts less, the farther the less."""
+"""In usual errors: a step further off counts less, the further the less."""
 _SPREAD_RATE = 0.05
 _MUCH = 0.2
 _STRANGE_STEPS = 8
-"""So many outliers in a row are no hiccups: it is another machine now, and what is known is taken in proportion."""
+"""So many outliers in a row mean that the machine has changed: the costs are scaled in proportion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,30 +74,30 @@ class StepTime:
         self._gram = [[0.0] * size for _ in range(size)]
         self._moments = [0.0] * size
         self.error_s = 0.0
-        """By how much predictions are off, on average over the last steps; outliers are cut."""
+        """Mean error of the last predictions; outliers are cut."""
         self._strange: list[float] = []
-        """By how many times the last steps were off, while all of them are outliers."""
+        """Actual over expected time of the last steps, while all of them are outliers."""
         self.num_learned = 0
         self.most_rows = 0
         self.most_prompt_tokens = 0
-        """The largest that were seen: far beyond them the line is a guess."""
+        """The largest seen: far beyond them the fit is a guess."""
         self.fixed_s = self.row_s = self.draft_s = self.context_token_s = 0.0
         self.prompt_token_s = self.prompt_read_s = 0.0
-        """The costs, each of one of its kind."""
+        """Seconds per unit of each cost."""
 
     def predict_s(self, facts: StepFacts) -> float:
         return _dot(self._costs, facts.features())
 
     def alone_s(self, context_tokens: int) -> float:
-        """Of a step of one row: `predict_s(StepFacts(1, 0, context_tokens))`, asked for every row of every step."""
+        """`predict_s(StepFacts(1, 0, context_tokens))`, faster: called for every row of every step."""
         costs = self._costs
         return costs[0] + costs[1] * _ONE_ROW + costs[3] * (context_tokens / _SCALES[3])
 
     def learn(self, facts: StepFacts, step_s: float) -> float:
-        """Returns what was expected of this step before."""
+        """Returns the duration that was predicted before."""
         features = facts.features()
         expected_s = _dot(self._costs, features)
-        weight = self._judge(abs(step_s - expected_s))
+        weight = self._weight(abs(step_s - expected_s))
         strange = weight < 1 and abs(step_s - expected_s) > _MUCH * expected_s > 0
         self._strange = [*self._strange, step_s / expected_s] if strange else []
         if len(self._strange) == _STRANGE_STEPS:
@@ -107,7 +105,7 @@ class StepTime:
         moments = self._moments
         f0, f1, f2, f3, f4, f5 = features
         for i, (row, own) in enumerate(zip(self._gram, features, strict=True)):
-            if own or row[i]:  # else nothing of this kind was ever seen, and its row is empty
+            if own or row[i]:  # else this cost was never seen, and its row is empty
                 share = weight * own
                 r0, r1, r2, r3, r4, r5 = row
                 row[:] = (
@@ -121,8 +119,8 @@ class StepTime:
         self.most_prompt_tokens = max(self.most_prompt_tokens, facts.prompt_tokens)
         return expected_s
 
-    def _judge(self, error_s: float) -> float:
-        """How much a step with this error counts. A lasting change widens what is usual, and so counts again soon."""
+    def _weight(self, error_s: float) -> float:
+        """How much a step with this error counts. A lasting change raises the usual error, and so counts again soon."""
         if self.num_learned < _FIRST_STEPS:
             self.error_s = error_s if self.num_learned else 0.0
             return 1.0
@@ -132,26 +130,26 @@ class StepTime:
         return bound_s / error_s if error_s > bound_s > 0 else 1.0
 
     def _start_over(self, slower: float) -> None:
-        """Costs as they were in proportion, and open to news: the steps behind them say nothing any more."""
+        """Scale the costs, and forget the steps that they were fitted to."""
         self._costs = [cost * slower for cost in self._costs]
         self.error_s *= max(1.0, slower)
         self._gram = [[0.0] * len(row) for row in self._gram]
         self._moments = [0.0] * len(self._moments)
         self._strange = []
-        self._tell_costs()
+        self._set_costs()
 
     def _fit(self) -> None:
-        """Least squares above zero, one cost after the other: they move little from step to step, so this suffices."""
+        """Non-negative least squares by coordinate descent: the costs move little from step to step."""
         costs, moments = self._costs, self._moments
         known = [(j, row) for j, row in enumerate(self._gram) if row[j] > 0]
         for _ in range(_SWEEPS):
             for j, row in known:
                 cost = costs[j] + (moments[j] - _dot(row, costs)) / (row[j] + _CALM)
                 costs[j] = cost if cost > 0.0 else 0.0
-        self._tell_costs()
+        self._set_costs()
 
-    def _tell_costs(self) -> None:
-        """Learned seldom, read often."""
+    def _set_costs(self) -> None:
+        """As attributes: learned seldom, read often."""
         self.fixed_s = self._costs[0]
         self.row_s, self.draft_s, self.context_token_s, self.prompt_token_s, self.prompt_read_s = map(
             truediv, self._costs[1:], _SCALES[1:]

@@ -52,7 +52,7 @@ class _Job:
     grammar: Future[Any] | None = None
     """Being compiled until it is done; held so that what was compiled is there when it is attached."""
     started_s: float | None = None
-    """When it had all its blocks; None again once that is told."""
+    """When it had all its blocks; None again once that is reported."""
     seq: Seq | None = None
     num_filled: int = 0
 

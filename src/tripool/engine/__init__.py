@@ -1,1 +1,1 @@
-"""The engine room: runs one batch on one device. `colocated` is pure; what needs torch is imported by path."""
+"""Engines: run one batch on one device. `scheduler` is pure; what needs torch is imported by path."""

@@ -1,13 +1,12 @@
-"""Who has more than its share of a batch, and who less: by tenant and weight, within a tenant by request. Pure.
+"""Fair shares of a batch: between tenants by weight, within a tenant between requests. Pure.
 
-What a group uses is the larger of two shares: of the places in the batch, and of the KV blocks. Whoever waits and uses
-less may take the place of the youngest of whoever uses most, as long as that one still uses no less afterwards. Each
-such exchange makes uses more equal, so they end by themselves, and two of them never undo each other. A single
-sequence is never exchanged for another: its group would be left with nothing. Nothing is reserved: who is alone may use
-everything.
+The use of a group is the larger of two shares: of the batch slots, and of the KV blocks. A waiting group that uses less
+may preempt the youngest sequence of the group that uses most, as long as that one still uses no less afterwards. Each
+such exchange makes uses more equal, so exchanges end, and no two undo each other. A group's only sequence is never
+preempted for another. Nothing is reserved: a group alone may use everything.
 
-All choices and prompts of one client's request are one group (`Slo.job`). Requests that name none are one group
-too, and then age alone decides, as it does inside every group.
+All choices and prompts of one client's request are one group (`Slo.job`). Requests that name none are one group too.
+Within a group age alone decides.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ class _Use:
     weight: float = 1.0
 
     def share(self, size: tuple[int, int], rows: int = 0, blocks: int = 0) -> float:
-        """Of the batch, per weight; with so much more or less."""
+        """Share of the batch per weight, with so many rows and blocks more or less."""
         return max((self.rows + rows) / size[0], (self.blocks + blocks) / size[1]) / self.weight
 
 
 @dataclass(slots=True)
 class Claim:
-    """What wants a place in the batch, or, with no row, more blocks for one that it has."""
+    """A claim to a slot in the batch or, with no row, to more blocks for a running sequence."""
 
     slo: Slo
     blocks: int
@@ -54,7 +53,7 @@ class _Tenant:
 
 
 class Shares:
-    """As they are now: made for one question, from all that hold a place. `size`: most rows, most blocks."""
+    """A snapshot, made for one decision from the running sequences. `size`: most rows, most blocks."""
 
     def __init__(self, running: Iterable[Seq], size: tuple[int, int]) -> None:
         self._size = size
@@ -71,9 +70,9 @@ class Shares:
             use.blocks += blocks
 
     def order(self, claims: Sequence[Claim]) -> Iterator[int]:
-        """Positions of `claims`, in the order in which they should have places: who uses least first, then the oldest.
+        """Positions of `claims` in the order in which they should get slots: least use first, then the oldest.
 
-        Each counts as having its place before the next is chosen.
+        Each counts as granted before the next is chosen.
         """
         queues: dict[Group, list[int]] = {}
         for i in sorted(range(len(claims)), key=lambda i: claims[i].order, reverse=True):
@@ -82,7 +81,7 @@ class Shares:
         for (tenant, job), waiting in queues.items():
             rank = self._use(tenant, job).share(self._size), claims[waiting[-1]].order, job
             heappush(jobs.setdefault(tenant, []), rank)
-        # Only the use of whoever was chosen changes, and it is sorted in anew: the heads are always right.
+        # Only the use of the chosen one changes, and it is sorted in again: the heads are always right.
         tenants = [(self._tenant_share(name), min(entry[1] for entry in own), name) for name, own in jobs.items()]
         heapify(tenants)
         while tenants:
@@ -106,7 +105,7 @@ class Shares:
         return _Use() if found is None else found.jobs.get(job, _Use())
 
     def victims(self, claim: Claim, holders: Iterable[Seq]) -> Iterator[Seq]:
-        """Those whose places the claim may have, one after the other, each as if those before it were gone."""
+        """Sequences that may be preempted for the claim, each as if those before it were gone."""
         left = sorted(holders, key=lambda seq: seq.order)
         while (found := self._victim(claim, left)) is not None:
             left.remove(found)
@@ -137,7 +136,7 @@ class Shares:
         return found if fair else None
 
     def _youngest(self, holders: list[Seq], tenant: str) -> Seq:
-        """Of the request that has most of the tenant's places; where each has one, of the tenant."""
+        """The youngest of the tenant's largest request; where each request has one sequence, of the tenant."""
         own = [seq for seq in holders if seq.request.slo.tenant == tenant]
         jobs = {seq.request.slo.job for seq in own}
         largest = max(jobs, key=lambda name: self._use(tenant, name).share(self._size))
@@ -163,9 +162,9 @@ def younger_in_scope(seq: Seq, holders: Iterable[Seq]) -> list[Seq]:
 
 
 class Sharing:
-    """Of one batch: the order in which those that wait may start, and who makes room for whom.
+    """Sharing of one batch: the order in which waiting sequences start, and which are preempted for which.
 
-    `running` hold a place or soon will; of them, `holders` can be preempted.
+    `running` hold a slot or soon will; of them, `holders` can be preempted.
     """
 
     def __init__(
@@ -190,7 +189,7 @@ class Sharing:
 
     @property
     def active(self) -> bool:
-        """Whether there is anybody to share with."""
+        """Whether several groups have sequences."""
         return len(self._groups) > 1
 
     def claim(self, seq: Seq) -> Claim:
@@ -200,7 +199,7 @@ class Sharing:
         return (waiting[i] for i in self._shares().order([self.claim(seq) for seq in waiting]))
 
     def room_for(self, slo: Slo, num_tokens: int, num_shared: int, waiting: Sequence[Seq]) -> list[Seq] | None:
-        """Whom to preempt for one that comes computed; None: it has to wait. Of equals, those that wait go first."""
+        """Preemptions for a sequence that arrives computed; None: it has to wait. Of equals, waiting ones go first."""
         claim = Claim(slo, num_tokens // self._config.block_tokens + 1 - num_shared)
         if waiting and not self._goes_first(claim, waiting):
             return None
@@ -213,7 +212,7 @@ class Sharing:
         return next(self._shares().order(claims)) == len(waiting)
 
     def victims(self, claim: Claim, need: int) -> list[Seq] | None:
-        """Whom to preempt for a place and so many blocks; None: there is no room, and too few who owe it."""
+        """Preemptions for a slot and so many blocks; None: no room, and too few can be preempted."""
         victims: list[Seq] = []
         excess = len(self._running()) + 1 - self._config.max_running
         if excess <= 0 and self._pool.can_allocate(need):
@@ -227,7 +226,7 @@ class Sharing:
         return None
 
     def takeable(self, seq: Seq, need: int) -> list[Seq]:
-        """Those whose blocks a holder that needs so many more may have, in the order in which they lose them."""
+        """Sequences that may be preempted for a running one that needs so many more blocks, in that order."""
         others = [holder for holder in self._holders() if holder is not seq]
         if not self.active:
             return younger_in_scope(seq, others)

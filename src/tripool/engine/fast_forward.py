@@ -1,10 +1,10 @@
 """Many quiet steps of the running batch at once, with the scheduler left as single steps would leave it. Pure.
 
-A step is quiet when every sequence of the batch takes one token and nothing else can happen: nobody comes, waits, ends
-or is short of a block. `quiet_steps` says how many such steps come next; `fast_forward` takes them at once. Blocks are
-allocated and named in the order in which single steps would do it, so that tables, free list and index are the same.
+A step is quiet when every sequence of the batch takes one token and nothing else can happen: no sequence arrives,
+waits, ends or is short of a block. `quiet_steps` counts the next ones; `fast_forward` takes them at once. Blocks are
+allocated and published in the order of single steps, so that tables, free list and index are the same.
 
-Only for sequences that nothing but their length ends: no grammar, no draft and no token that stops them.
+Only for sequences that end by length alone: no grammar, no draft and no stop token.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ def fast_forward(
 ) -> None:
     """`count` quiet steps; `token_of` says which token a sequence gets, the same in each of them."""
     running, size = scheduler.decode.running, config.block_tokens
-    time_shares: list[tuple[int, bool, int]] = []
-    """(step, whether a block is full rather than needed, position in the batch): what happens in their order."""
+    events: list[tuple[int, bool, int]] = []
+    """(step, whether a block is full rather than needed, position in the batch), to be taken in their order."""
     for position, seq in enumerate(running):
         start = seq.num_computed
         stop = start + count
         if stop > len(seq.table) * size:
             first = len(seq.table) * size - start + 1
-            time_shares += ((step, False, position) for step in range(first, count + 1, size))
+            events += ((step, False, position) for step in range(first, count + 1, size))
         if config.prefix_reuse and stop // size > seq.num_published:
             first = (seq.num_published + 1) * size - start
-            time_shares += ((step, True, position) for step in range(max(first, 1), count + 1, size))
+            events += ((step, True, position) for step in range(max(first, 1), count + 1, size))
         seq.num_computed = stop
         seq.tokens += [token_of(seq)] * count
-    for _, is_full, position in sorted(time_shares):
+    for _, is_full, position in sorted(events):
         seq = running[position]
         if is_full:
             keys = extend_keys(seq, (seq.num_published + 1) * size, size, model)

@@ -1,10 +1,10 @@
-"""What every engine with paged memory does alike: it hands requests, and blocks that come or go, to the scheduler.
+"""Base of engines with paged KV memory: passes requests and blocks to the scheduler, and contains faults.
 
-It does not know how a batch is computed. Whoever does computes it (`compute`), says what it can check (`check`), what
-is still to be written before blocks change hands (`draft`), and how bytes get into a block and out of it.
+A subclass computes a batch (`compute`), checks requests (`check`), writes what is due before blocks change their owner
+(`draft`), and copies bytes into a block and out of it.
 
-A fault stays with whom it concerns. What goes wrong with one sequence (`guarded`) ends its request; what goes wrong
-with a batch ends the requests of that batch; only when steps fail one after another is the engine of no use any more.
+A fault of one sequence (`guarded`) ends its request, a fault of a batch ends the requests of that batch; only steps
+that fail one after another end the engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tripool.text.files import TextFiles
 
 _PROMISES = "TPOT objectives"
 _MAX_FAILED_STEPS = 3
-"""So many steps that fail in a row are the engine's own fault."""
+"""So many failed steps in a row are a fault of the engine itself."""
 
 _Result = TypeVar("_Result")
 _logger = logging.getLogger("tripool.engine")
@@ -51,7 +51,7 @@ class Paged(ABC):
         self._grammars = GrammarCompiler(text, vocab)
         self._failed: list[str] = []
         self._num_failed_steps = 0
-        """In a row, up to now."""
+        """In a row."""
 
     @abstractmethod
     def compute(self, tasks: list[Task]) -> list[TokenEvent]:
@@ -73,7 +73,7 @@ class Paged(ABC):
 
     @abstractmethod
     def draft(self) -> None:
-        """Write what the last step still owes its blocks; they change hands after this."""
+        """Write what is still due in the blocks of the last step; they may change their owner after this."""
 
     def step(self) -> list[TokenEvent]:
         began_s = self._clock()
@@ -87,7 +87,7 @@ class Paged(ABC):
         return events
 
     def attempt(self, tasks: Sequence[Task], do: Callable[[], _Result]) -> _Result | None:
-        """A part of a step. What goes wrong in it ends the requests of its tasks; None: it did."""
+        """Run a part of a step. A fault ends the requests of its tasks, and returns None."""
         try:
             return do()
         except Exception:
@@ -100,7 +100,7 @@ class Paged(ABC):
             return None
 
     def guarded(self, seq: Seq, do: Callable[[], _Result]) -> _Result | None:
-        """What goes wrong with one sequence ends its request, and no other. None: it did."""
+        """Run what concerns one sequence. A fault ends its request and no other, and returns None."""
         try:
             return do()
         except Exception:
@@ -231,7 +231,7 @@ class Paged(ABC):
         self.scheduler.kept.let_go(blocks, keys)
 
     def _guides(self, request: Request, answers: Iterable[Sequence[int]]) -> Sequence[Guide] | None:
-        """One after each of `answers`. They do their work when their sequences are sampled first."""
+        """One after each of `answers`. They compile lazily, when their sequences are first sampled."""
         structure = request.params.structure
         if structure is None:
             return None

@@ -45,7 +45,7 @@ class Scheduler:
         self.time_shares = TimeShares(self.slo_controller.step_time)
         self.sharing = Sharing(config, self.pool, self._running, self.holders)
         self._hands_over = False
-        """Answers go on in another process: here nobody decodes, and no promise on that binds."""
+        """Answers continue in another process: nothing decodes here, and no TPOT objective applies."""
         self._ended_s: float | None = None
         """When the last step ended, if there was work left then."""
         self.arriving: list[Seq] = []
@@ -107,7 +107,7 @@ class Scheduler:
         return self._making_room(request, choice, num_tokens, num_shared) is not None
 
     def _making_room(self, request: Request, choice: int, num_tokens: int, num_shared: int) -> list[Seq] | None:
-        """Who is preempted if it is attached; None: it has to wait. Whoever was preempted is older and goes first."""
+        """Preemptions if it is attached; None: it has to wait. Preempted sequences are older and go first."""
         victims = self.sharing.room_for(request.slo, num_tokens, num_shared, self.prefill.waiting)
         promised = self.slo_controller.active or request.slo.tpot_ms is not None
         if victims is None or not promised:
@@ -229,7 +229,7 @@ class Scheduler:
         accepted, self._num_accepted_before = self.num_accepted - self._num_accepted_before, self.num_accepted
         facts, seqs = StepFacts.of(tasks), (task.seq for task in tasks)
         self.slo_controller.settled(ended_s, step_s, facts, accepted, seqs, learn=self.time_shares.active)
-        if self.slo_controller.computes_prompts:  # else nobody waits here for a first token
+        if self.slo_controller.computes_prompts:  # else no request waits here for a first token
             self.time_shares.settled(ended_s, step_s, tasks)
 
     def advance(self, tasks: Sequence[Task]) -> None:
@@ -331,7 +331,7 @@ class Scheduler:
             seq.num_published = num_full
 
     def _grow(self, seq: Seq, stop: int, tasks: dict[int, Task]) -> int:
-        """Blocks for positions up to `stop`, or for as many as there is room; nobody is preempted in vain."""
+        """Blocks for positions up to `stop`, or as far as there is room; none is preempted in vain."""
         if stop <= len(seq.table) * self._config.block_tokens:
             return stop
         need = -(-stop // self._config.block_tokens) - len(seq.table)

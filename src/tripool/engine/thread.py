@@ -1,12 +1,12 @@
-"""Owns an engine in one thread and hands its token events to asyncio tasks. Knows no HTTP and no text.
+"""Engine thread: owns an engine and passes its token events to asyncio tasks. Knows no HTTP and no text.
 
-| who | does |
+| thread | does |
 |---|---|
 | any event loop | puts commands (add, cancel, stop), awaits its own queue |
-| the engine thread | takes commands, steps, posts events: one wake-up per loop and step, not per token |
+| the engine's thread | takes commands, steps, posts events: one wake-up per loop and step, not per token |
 
-What goes wrong with one request ends its stream with RequestFailed, and no other. Whatever ends the thread also ends
-every open stream with EngineStopped, so nobody waits for tokens that cannot come.
+A fault of one request ends its stream with RequestFailed, and no other. The end of the thread ends every open stream
+with EngineStopped, so that no client waits for tokens that cannot come.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tripool.errors import EngineStopped, RequestFailed, TripoolError
 from tripool.token_stream import TokenStream, Watcher
 
 _Item = TokenEvent | TripoolError | str
-"""A token, how it fails, or the id of a request that was cancelled."""
+"""A token, an error, or the id of a cancelled request."""
 
-_MAX_TOLD = 1000
+_MAX_EXPLAINED = 1000
 _MAX_ADDED = 64
-"""Choices that are added between two steps, and those of one request more: whoever runs waits for them."""
+"""Choices added between two steps, those of the last request not counted: running sequences wait for them."""
 _SHUT_DOWN = "the engine is shut down"
 
 _logger = logging.getLogger("tripool.engine")
@@ -65,20 +65,20 @@ class EngineThread:
         self._clock = clock
         self._num_steps = 0
         self._moved_s = clock()
-        """When a step ended last, or work came after there was none."""
+        """When the last step ended, or work came after there was none."""
         self._commands: SimpleQueue[_Stream | str | None] = SimpleQueue()
         """A stream to add, a request id to cancel, or None to stop."""
         self._lock = threading.Lock()
         """Guards the fields below: close() must be able to end streams while a step hangs."""
         self._streams: dict[str, _Stream] = {}
         self._preparing: set[str] = set()
-        """Those of them that the engine is not asked to add yet."""
+        """Those of them that are not passed to the engine yet."""
         self._ended: str | None = None
         """Why nothing is served any more."""
-        self._told: OrderedDict[str, dict[str, str | int | float]] = OrderedDict()
-        """Of the last requests, what `explain` says."""
+        self._explained: OrderedDict[str, dict[str, str | int | float]] = OrderedDict()
+        """Facts of the last requests, for `explain`."""
         self._held_by = ""
-        """The limit that the last step came up against."""
+        """The limit that bounded the last step."""
         self._thread = threading.Thread(target=self._main, name="tripool-engine", daemon=True)
         self._thread.start()
 
@@ -96,9 +96,9 @@ class EngineThread:
         return replace(self._engine.stats(), num_steps=self._num_steps, stalled_s=stalled_s)
 
     def explain(self, request_id: str) -> Mapping[str, str | int | float]:
-        """Where it runs is no choice here; when it runs depends on what it found and which limit held it back."""
+        """The load that it found, and the limit that held it back."""
         with self._lock:
-            return {"mode": "colocated", "engine": self._engine.name, **self._told.get(request_id, {})}
+            return {"mode": "colocated", "engine": self._engine.name, **self._explained.get(request_id, {})}
 
     async def stream(self, *requests: Request, watcher: Watcher | None = None) -> AsyncGenerator[TokenEvent, None]:
         """Events of one or several requests until all are over. Leaving early, in any way, cancels the rest.
@@ -125,16 +125,16 @@ class EngineThread:
                 self.cancel(request_id)
 
     async def _prepare(self, stream: _Stream) -> None:
-        """The request waits for its grammar, not the engine. What is wrong with it shows when it is added."""
+        """The request waits for its grammar, not the engine. Errors of the grammar are raised when it is added."""
         stream.grammars = {future for request in stream.requests if (future := self._engine.prepare(request))}
         under_way = [asyncio.wrap_future(future) for future in stream.grammars if not future.done()]
         if under_way:
             await asyncio.wait(under_way)  # which does not cancel them: others may wait for the same
             for done in under_way:
-                done.exception()  # is met again when it is added
+                done.exception()  # raised again when it is added
 
     def _hand_over(self, stream: _Stream) -> None:
-        """What was not cancelled meanwhile. Under the lock: a cancel comes before this, or its command after."""
+        """Queue what was not cancelled meanwhile. Under the lock: a cancel comes before, or its command after."""
         with self._lock:
             stream.requests = tuple(request for request in stream.requests if request.id in self._streams)
             if not stream.requests:
@@ -157,7 +157,7 @@ class EngineThread:
     def close(self, timeout_s: float) -> bool:
         """Stop after the step in progress and end open streams; False when the engine did not stop in time.
 
-        Also then every stream is ended: a step that hangs holds its own thread and nobody else.
+        Also then every stream is ended: a step that hangs holds only its own thread.
         """
         self._commands.put(None)
         self._thread.join(timeout_s)
@@ -172,13 +172,13 @@ class EngineThread:
             for request_id in self._end(_SHUT_DOWN):
                 self._engine.cancel(request_id)
         finally:  # not an except: a failure goes on to the thread's own hook, which prints it
-            # Clients are told no more than what kind of failure it was: its text may hold another's words.
+            # Clients get only the kind of failure: its text may contain words of another request.
             self._end(f"the engine failed: {type(sys.exception()).__name__}")
 
     def _obey(self) -> bool:
-        """Carry out the commands that are there, waiting for one when the engine has nothing to do.
+        """Carry out the queued commands, waiting for one when the engine is idle.
 
-        Not all that would add much: those that run get their step in between.
+        Stops after `_MAX_ADDED` choices: running sequences get their step in between.
         """
         num_added = 0
         try:
@@ -200,7 +200,7 @@ class EngineThread:
         """All requests of a stream or none."""
         found = self._engine.stats()
         for position, request in enumerate(stream.requests):
-            self._tell(request.id, found)
+            self._note_load(request.id, found)
             try:
                 self._engine.add(request)
             except TripoolError as refused:
@@ -216,22 +216,22 @@ class EngineThread:
             self._engine.cancel(added.id)
         self._post(stream.loop, [(stream, error)])
 
-    def _tell(self, request_id: str, found: ServingStats) -> None:
+    def _note_load(self, request_id: str, found: ServingStats) -> None:
         with self._lock:
-            self._told[request_id] = {
+            self._explained[request_id] = {
                 "found running": found.running,
                 "found waiting": found.waiting,
                 "found KV in use": f"{100 * found.kv_usage:.0f} %",
             }
-            while len(self._told) > max(_MAX_TOLD, 2 * len(self._streams)):
-                self._told.popitem(last=False)
+            while len(self._explained) > max(_MAX_EXPLAINED, 2 * len(self._streams)):
+                self._explained.popitem(last=False)
 
-    def _tell_wait(self, request_id: str, waited_s: float) -> None:
-        """Whoever was there at the last step and did not start waited for what held that one back."""
-        told = self._told.get(request_id)
-        if told is not None:
+    def _note_wait(self, request_id: str, waited_s: float) -> None:
+        """A request that did not start in the last step waited for the limit of that step."""
+        facts = self._explained.get(request_id)
+        if facts is not None:
             limit = self._held_by or "the step under way"
-            told[f"held back: {limit}"] = f"{1e3 * waited_s:.1f} ms"
+            facts[f"held back: {limit}"] = f"{1e3 * waited_s:.1f} ms"
 
     def _step(self) -> None:
         begun_s = self._clock()
@@ -245,7 +245,7 @@ class EngineThread:
                     if request_id in self._streams:
                         stream = self._streams[request_id]
                         stream.started_s[request_id] = begun_s
-                        self._tell_wait(request_id, begun_s - stream.added_s)
+                        self._note_wait(request_id, begun_s - stream.added_s)
         self._held_by = self._engine.stats().held_by
         self._deliver(events)
         for request_id in self._engine.take_failed():
@@ -268,7 +268,7 @@ class EngineThread:
     def _post(self, loop: asyncio.AbstractEventLoop, items: list[tuple[_Stream, _Item]]) -> None:
         try:
             loop.call_soon_threadsafe(self._put_all, items)
-        except RuntimeError:  # the loop closed under its streams: nobody will ever read them
+        except RuntimeError:  # the loop has closed: its streams will never be read
             with self._lock:
                 orphans = [i for i, stream in self._streams.items() if stream.loop is loop]
                 for request_id in orphans:
@@ -289,14 +289,14 @@ class EngineThread:
                 stream.fail(item, at_once=isinstance(item, EngineStopped))
 
     def _give_up(self, stream: _Stream) -> None:
-        """Compute nothing more for whoever does not read it; its stream says why when it is read."""
+        """Compute nothing more for a client that does not read; its stream raises the reason when it is read."""
         with self._lock:
             given_up = [request_id for request_id in tuple(stream.choices_left) if self._streams.pop(request_id, None)]
         for request_id in given_up:
             self._commands.put(request_id)
 
     def _end(self, why: str) -> list[str]:
-        """Refuse what comes, end what is open; the first reason stays. Returns the requests that were open."""
+        """Refuse new requests and end open ones; the first reason stays. Returns the requests that were open."""
         with self._lock:
             self._ended = self._ended or why
             ended, streams = list(self._streams), set(self._streams.values())

@@ -1,17 +1,17 @@
-"""Short steps while tenants compete: how much of a step those may have who take more than their share of time. Pure.
+"""Time shares of tenants: keeps steps short while tenants compete, by limiting those above their share. Pure.
 
-A first token waits for the step under way, and then for its own. Both are as long as all that is computed in them. A
-tenant is *heavy* while more than its share of the time goes into its rows and prompts and another one was here lately:
+A first token waits for the step under way, and then for its own, and each takes as long as all that it computes. A
+tenant is *heavy* while more than its share of the time goes into its rows and prompts, and another was active lately:
 
-| the next step | has of heavy tenants |
+| the next step | computes of heavy tenants |
 |---|---|
-| computes a prompt of somebody else | nothing, but never in two steps that follow each other |
-| does not | rows or prompts, in turns: what takes half as long as others' first tokens take |
+| computes a prompt of another tenant | nothing, but never in two consecutive steps |
+| does not | rows and prompts alternately: `_PART` of the time that others' first tokens take |
 
-Whoever runs, grammars whose masks take long have them in turns, so that a step never lasts much longer for them.
+Grammars with slow masks alternate too, whatever their tenants, so that no step lasts much longer for them.
 
-Alone nobody is heavy, and of two who take as much each neither is. Where more rows hardly make a step longer, as on a
-GPU, this changes nothing. Who runs and what it says is not decided here, only which rows have to wait for a step.
+A tenant alone is never heavy, nor are two with equal use. Where more rows hardly make a step longer, as on a GPU, this
+changes nothing. It decides only which rows have to wait for another step.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from tripool.prefill.scheduler import MASKS_S, NO_LIMITS, StepLimits
 from tripool.sequence import Seq, Task
 
 _FADE_S = 0.25
-"""Over which the time of each tenant is counted."""
+"""Time constant over which the use of each tenant is counted."""
 _LATELY_S = 5.0
 _MORE = 1.2
-"""Times its share: where all take as much, none is heavy by chance."""
+"""In shares: where all use the same, none is heavy by chance."""
 _PART = 0.5
-"""Of what others' first tokens take, so much may a step of heavy tenants last."""
+"""Longest step of heavy tenants, in the time that others' first tokens take."""
 _RATE = 0.1
 _FIRST_PROMPT_TOKENS = 32
 _LEAST_PROMPT_TOKENS = 12
 _LEAST_ROWS = 3
-"""Fewer are not worth a step: what it costs however little it does would be lost on them."""
+"""Fewer are not worth the fixed cost of a step."""
 _MANY_TOKENS, _MANY_ROWS = 64, 8
 _ROW_TOKENS = 4.0
-"""What a row costs in prompt tokens, before anything is known."""
+"""Cost of a row in prompt tokens, before it is learned."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class _Tenant:
     weight: float
     seen_s: float
     used_s: float = 0.0
-    """Faded: divided by `_FADE_S` it is the share of the time that went into its work."""
+    """Decayed: divided by `_FADE_S` it is the share of the time that its work took."""
 
 
 class TimeShares:
@@ -55,19 +55,19 @@ class TimeShares:
         self._tenants: dict[str, _Tenant] = {}
         self._now_s = 0.0
         self._first_s = 0.0
-        """How long steps with somebody else's first token take."""
+        """Duration of steps with a first token of another tenant."""
         self._stood_still = False
-        """Whether heavy tenants had nothing of the last step."""
+        """Whether the last step computed nothing of heavy tenants."""
         self._had_rows = False
-        """Whether they had rows in their last one, and not prompts."""
+        """Whether their last step had rows, not prompts."""
         self._prompt_token_s = self._row_s = 0.0
-        """On average, in steps of many: more than one alone costs, but never nothing, as a learned cost may seem."""
+        """Means over large steps: above the marginal cost, but never 0, as a fitted cost may be."""
         self._last_run: dict[int, int] = {}
-        """By a sequence's order: the step in which it had its row last."""
+        """By a sequence's order: the last step with its row."""
         self._num_steps = 0
 
     def settled(self, now_s: float, step_s: float, tasks: Sequence[Task]) -> None:
-        """A step ended now; `step_s` long."""
+        """A step of `step_s` ended now."""
         fade = exp(-max(0.0, now_s - self._now_s) / _FADE_S)
         self._now_s = now_s
         for tenant in self._tenants.values():
@@ -110,7 +110,7 @@ class TimeShares:
 
     @property
     def active(self) -> bool:
-        """Whether several tenants were here lately."""
+        """Whether several tenants were active lately."""
         return len(self._tenants) > 1
 
     def heavy(self) -> frozenset[str]:
@@ -120,7 +120,7 @@ class TimeShares:
         return frozenset(name for name, t in self._tenants.items() if t.used_s > per_weight * t.weight)
 
     def next(self, decoding: Sequence[Seq], prompts: Iterable[Seq]) -> StepLimits:
-        """`prompts`: those under way, and those that may start in this step."""
+        """`prompts`: those running, and those that may start in this step."""
         tenants = self.heavy()
         if not tenants:
             self._stood_still = False
@@ -147,8 +147,7 @@ class TimeShares:
         return StepLimits(tenants, rows=_fit(room_s, row_s, _LEAST_ROWS))
 
     def left_out(self, turn: StepLimits, decoding: Sequence[Seq]) -> set[Seq]:
-        """Rows of heavy tenants, and of slow grammars, that have to wait for another step: those that had theirs
-        last."""
+        """Rows of heavy tenants and slow grammars that have to wait for another step: those computed last."""
         masks_s = sum(seq.mask_s for seq in decoding)
         if not turn.tenants and masks_s <= MASKS_S:
             return set()
@@ -168,7 +167,7 @@ class TimeShares:
         return waiting
 
     def _slow(self, guided: list[Seq]) -> set[Seq]:
-        """Of these rows, those for whose masks the step has no time; never all."""
+        """The rows for whose masks the step has no time; never all."""
         guided.sort(key=self._ran_last)
         left_s = MASKS_S
         for position, seq in enumerate(guided):

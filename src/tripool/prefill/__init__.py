@@ -1,4 +1,4 @@
-"""The prefill room: which prompt tokens to compute next. Exports pure names only."""
+"""Prefill: which prompt tokens to compute next. Exports pure names only."""
 
 from tripool.prefill.scheduler import PrefillScheduler
 

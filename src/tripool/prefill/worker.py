@@ -39,12 +39,12 @@ _logger = logging.getLogger("tripool.engine")
 _COPY_BYTES = 32 * 2**20
 """Packed between two steps at most: a few milliseconds."""
 _MAX_BEGUN = 64
-"""Choices that are begun between two steps, and those of one request more: whoever is computed waits for them."""
+"""Choices begun between two steps, those of the last request not counted: running sequences wait for them."""
 
 
 @dataclass(slots=True)
 class _Job:
-    """One Begin, while any of its choices is computed or packed."""
+    """One StartPrefill, while any of its choices is computed or packed."""
 
     request: Request
     attempt: int
@@ -67,7 +67,7 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A Begin that the engine has not heard of yet."""
+    """A StartPrefill that is not passed to the engine yet."""
 
     start: StartPrefill
     job: _Job
@@ -315,7 +315,7 @@ class PrefillWorker:
         self._sender.drop(lambda lease: (lease.request_id, lease.attempt) == (request_id, attempt))
 
     def _fail(self, job: _Job) -> None:
-        """By a fault of ours, not for want of anything: no other worker is asked."""
+        """By a fault of this worker, not for lack of resources: no other worker is asked."""
         self._forget(job.request_id, job.attempt)
         error = RequestFailed.of(job.request_id)
         self._refuse(job, error.code, error.message, error.hint, final=True)
