@@ -48,7 +48,7 @@ def test_the_same_text_through_a_device(expected: list[list[int]], mtp: bool) ->
     engine.warm()
     assert answers(engine) == expected
     assert engine.num_held_blocks == 0
-    assert bool(engine.num_accepted) == mtp
+    assert bool(engine.scheduler.num_accepted) == mtp
 
 
 @pytest.mark.parametrize(

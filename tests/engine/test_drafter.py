@@ -44,15 +44,15 @@ def same_with_and_without(tiny: Bundled, numbers: range, longest: int, config: d
     with_drafts.executor.runner.kv.fill_(float("nan"))  # whatever is read without having been written would show
     told, expected = run(with_drafts, requests), run(without, requests)
     assert told.answers() == expected.answers()
-    assert without.num_drafted == 0
-    assert with_drafts.num_accepted > 0.3 * with_drafts.num_drafted > 50
+    assert without.scheduler.num_drafted == 0
+    assert with_drafts.scheduler.num_accepted > 0.3 * with_drafts.scheduler.num_drafted > 50
     for engine in (with_drafts, without):
         assert (engine.scheduler.num_preemptions > len(requests) / 20) == (config is CROWDED)
     hits = [events[0].num_cached_tokens for events in told.events.values()]
     assert sum(hit > 0 for hit in hits) > len(hits) / 20
     counted = [each[-1] for each in told.events.values()]
-    assert sum(event.num_draft_tokens for event in counted) == with_drafts.num_drafted
-    assert sum(event.num_accepted_draft_tokens for event in counted) == with_drafts.num_accepted
+    assert sum(event.num_draft_tokens for event in counted) == with_drafts.scheduler.num_drafted
+    assert sum(event.num_accepted_draft_tokens for event in counted) == with_drafts.scheduler.num_accepted
     check_published(with_drafts)
 
 
@@ -134,7 +134,7 @@ def test_drafts_of_the_first_ids_only(monkeypatch: pytest.MonkeyPatch) -> None:
         first = tiny.model.arch.vocab // 4
         assert max(draft for (request, *_), draft in told.drafts.items() if request in free) < first
         assert max(token for each in told.tokens().values() for token in each) >= first
-        assert engine.num_accepted > 0.3 * engine.num_drafted > 30
+        assert engine.scheduler.num_accepted > 0.3 * engine.scheduler.num_drafted > 30
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -147,9 +147,9 @@ def test_most_drafts_of_its_own_text_come_true_and_save_a_step_each(tiny: Bundle
         while engine.busy:
             engine.step()
             num_steps += 1
-        assert num_steps == 60 - engine.num_accepted
-        drafted += engine.num_drafted
-        accepted += engine.num_accepted
+        assert num_steps == 60 - engine.scheduler.num_accepted
+        drafted += engine.scheduler.num_drafted
+        accepted += engine.scheduler.num_accepted
     print(f"tiny, temperature {temperature}: {accepted} of {drafted} drafts accepted ({accepted / drafted:.0%})")
     assert accepted > 0.5 * drafted
 
@@ -252,7 +252,7 @@ def test_after_a_prefix_hit_one_slot_is_empty_and_the_rest_is_there(tiny: Bundle
     engine = tiny.engine(max_running=2, kv_gb=8 * BLOCK_GB)
     engine.executor.runner.kv.fill_(float("nan"))
     first = run(engine, [Request(id="a", prompt_ids=ids, params=params, seed=3)])
-    accepted = engine.num_accepted
+    accepted = engine.scheduler.num_accepted
     engine.add(Request(id="b", prompt_ids=ids, params=params, seed=3))
     seq = step_until(engine, "b", 20)
     assert seq.num_cached == 128
@@ -262,7 +262,7 @@ def test_after_a_prefix_hit_one_slot_is_empty_and_the_rest_is_there(tiny: Bundle
     assert not ours[129:].isnan().any()
     run(engine, [])
     assert seq.tokens[150:] == first.tokens()["a", 0]
-    assert engine.num_accepted - accepted > 0.6 * accepted, "a hole costs a little acceptance, not more"
+    assert engine.scheduler.num_accepted - accepted > 0.6 * accepted, "a hole costs a little acceptance, not more"
 
 
 def test_what_a_request_of_one_token_leaves_behind_is_complete(tiny: Bundled) -> None:

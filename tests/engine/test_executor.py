@@ -71,7 +71,7 @@ def test_mixed_batches(tiny: Bundled, plain_engine: Callable[..., Engine], confi
 
     def all_of_it(engine: Engine) -> tuple[object, ...]:
         told = run(engine, requests, listen(engine))
-        return told.answers(), told.drafts, engine.num_drafted, engine.num_accepted
+        return told.answers(), told.drafts, engine.scheduler.num_drafted, engine.scheduler.num_accepted
 
     fused = all_of_it(tiny.engine(**config, mtp=mtp))
     assert all_of_it(plain_engine(**config, mtp=mtp)) == fused
@@ -108,7 +108,7 @@ def test_step_and_draft_of_a_single_sequence_in_one_call(
         engine.executor.runner.kv.fill_(float("nan"))
         for request in asked:
             told = run(engine, [request], listen(engine))
-            found.append((told.tokens(), told.drafts, engine.num_drafted, engine.num_accepted))
+            found.append((told.tokens(), told.drafts, engine.scheduler.num_drafted, engine.scheduler.num_accepted))
         check_published(engine)
         return found, engine.executor.runner.kv[-1].nan_to_num(7.0).sum(1).tolist()
 

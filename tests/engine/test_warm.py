@@ -20,7 +20,7 @@ def run(
     events = []
     while engine.busy:
         events += [(event.request_id, event.token_id) for event in engine.step()]
-    return events, engine.num_drafted, engine.num_accepted
+    return events, engine.scheduler.num_drafted, engine.scheduler.num_accepted
 
 
 @pytest.mark.parametrize("precision", ["int8", "float32"])

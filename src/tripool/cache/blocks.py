@@ -195,7 +195,7 @@ class HeldBlocks:
         """Allocate up to `count` more blocks, to be filled by the caller, and append them to `blocks`."""
         blocks.extend(self._pool.allocate(min(count, self._pool.num_free), after=blocks[-1] if blocks else None))
 
-    def let_go(self, blocks: list[int], keys: Sequence[bytes]) -> None:
+    def let_go(self, blocks: list[int], keys: Sequence[bytes] = ()) -> None:
         """Publish the blocks that have a key and drop all references."""
         self.lists = [held for held in self.lists if held is not blocks]
         for block, key in zip(blocks, keys, strict=False):

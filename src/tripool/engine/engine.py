@@ -53,16 +53,6 @@ class Engine(Paged):
         self.executor.runner.warm(self._bounds.max_running, self._bounds.step_tokens, progress)
 
     @property
-    def num_drafted(self) -> int:
-        """Drafts that were verified."""
-        return self.scheduler.num_drafted
-
-    @property
-    def num_accepted(self) -> int:
-        """Drafts that came true: tokens that needed no step of their own."""
-        return self.scheduler.num_accepted
-
-    @property
     def block_bytes(self) -> int:
         return self.executor.runner.block_bytes
 

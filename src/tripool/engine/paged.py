@@ -47,6 +47,7 @@ class Paged(ABC):
     ) -> None:
         self.scheduler, self.text, self.name, self.vocab, self.max_running = scheduler, text, name, vocab, max_running
         self.context_tokens, self.block_tokens = scheduler.context_tokens, scheduler.block_tokens
+        self.keep_more, self.let_go = scheduler.kept.keep_more, scheduler.kept.let_go
         self._clock = clock
         self._grammars = GrammarCompiler(text, vocab)
         self._failed: list[str] = []
@@ -223,12 +224,6 @@ class Paged(ABC):
     def keep(self, keys: Sequence[bytes]) -> list[int]:
         self.draft()
         return self.scheduler.kept.keep(keys)
-
-    def keep_more(self, blocks: list[int], count: int) -> None:
-        self.scheduler.kept.keep_more(blocks, count)
-
-    def let_go(self, blocks: list[int], keys: Sequence[bytes] = ()) -> None:
-        self.scheduler.kept.let_go(blocks, keys)
 
     def _guides(self, request: Request, answers: Iterable[Sequence[int]]) -> Sequence[Guide] | None:
         """One after each of `answers`. They compile lazily, when their sequences are first sampled."""

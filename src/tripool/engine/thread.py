@@ -164,6 +164,10 @@ class EngineThread:
         self._end(_SHUT_DOWN)
         return not self._thread.is_alive()
 
+    def end(self) -> None:
+        """End open streams without waiting for the step in progress."""
+        self.close(0)
+
     def _main(self) -> None:
         try:
             while self._obey():

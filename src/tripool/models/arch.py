@@ -102,8 +102,7 @@ class ConfigReader:
         self._source = source
 
     def int(self, key: str, default: int | None = None) -> int:
-        value = self._config.get(key)
-        value = default if value is None else value
+        value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise self.error(f"'{key}' is {_shown(value)}, not a whole number")
         if value > _MOST.get(key, _MOST_OTHERWISE):
@@ -111,25 +110,17 @@ class ConfigReader:
         return value
 
     def float(self, key: str, default: float | None = None) -> float:
-        value = self._config.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.error(f"'{key}' is {_shown(value)}, not a number")
-        return self.finite(key, value)
+        return self.finite(key, self.get(key, default))
 
     def finite(self, key: str, value: Any) -> builtins.float:
         """A finite number, also from a nested entry."""
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (builtins.int, builtins.float))
-            or not abs(value) < _MOST_FLOAT
-        ):
+        is_number = isinstance(value, (builtins.int, builtins.float)) and not isinstance(value, bool)
+        if not is_number or not abs(value) < _MOST_FLOAT:
             raise self.error(f"'{key}' is {_shown(value)}, not a number that can be used")
         return builtins.float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self._config.get(key)
-        return default if value is None else bool(value)
+        return bool(self.get(key, default))
 
     def get(self, key: str, default: Any = None) -> Any:
         value = self._config.get(key)

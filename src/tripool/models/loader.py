@@ -90,7 +90,7 @@ class Loader:
         def read() -> torch.Tensor:
             self._source.expect(name, shape)
             out = self._blank(*shape, dtype=dtype)
-            self.into(name, out)
+            self._source.read(name, out)
             if then is not None:
                 then(out)
             return out
@@ -103,17 +103,9 @@ class Loader:
         """A computed tensor, such as a table, that does not count as a weight."""
         return self._store.keep(label, make)
 
-    def into(self, name: str, out: torch.Tensor) -> None:
-        self._source.read(name, out)
-
     def fused(self, names: Sequence[str], outs: Sequence[int], width: int) -> torch.Tensor:
         """Weights of layers that read the same input, stacked: one wide product instead of several narrow ones."""
-        for name, rows in zip(names, outs, strict=True):
-            self._source.expect(f"{name}.weight", (rows, width))
-        weight = self._blank(sum(outs), width)
-        for name, part in zip(names, weight.split(list(outs)), strict=True):
-            self.into(f"{name}.weight", part)
-        return weight
+        return self._stacked([f"{name}.weight" for name in names], outs, width)
 
     def scales(self, names: Sequence[str], outs: Sequence[int]) -> torch.Tensor | None:
         """Row scales of what `fused` returns for the same names (see `kernels/weights.py`)."""
@@ -128,12 +120,15 @@ class Loader:
         return torch.cat([torch.zeros(out, *blocks) if one is None else one for one, out in parts])
 
     def bias(self, names: Sequence[str], outs: Sequence[int]) -> torch.Tensor:
+        return self._stacked([f"{name}.bias" for name in names], outs)
+
+    def _stacked(self, names: Sequence[str], outs: Sequence[int], *width: int) -> torch.Tensor:
         for name, rows in zip(names, outs, strict=True):
-            self._source.expect(f"{name}.bias", (rows,))
-        bias = self._blank(sum(outs))
-        for name, part in zip(names, bias.split(list(outs)), strict=True):
-            self.into(f"{name}.bias", part)
-        return bias
+            self._source.expect(name, (rows, *width))
+        stacked = self._blank(sum(outs), *width)
+        for name, part in zip(names, stacked.split(list(outs)), strict=True):
+            self._source.read(name, part)
+        return stacked
 
     def linear(self, names: Sequence[str], outs: Sequence[int], width: int) -> LinearOp:
         return self.pack(self.fused(names, outs, width), self.scales(names, outs))
@@ -145,17 +140,11 @@ class Loader:
 
     def experts(self, prefix: str, experts: int, width: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Every expert's gate and up projections, stacked, and its down projection."""
-        for i in range(experts):
-            for part in ("gate_proj", "up_proj"):
-                self._source.expect(f"{prefix}.{i}.{part}.weight", (width, hidden))
-            self._source.expect(f"{prefix}.{i}.down_proj.weight", (hidden, width))
-        gate_up = self._blank(experts, 2 * width, hidden)
-        down = self._blank(experts, hidden, width)
-        for i in range(experts):
-            self.into(f"{prefix}.{i}.gate_proj.weight", gate_up[i, :width])
-            self.into(f"{prefix}.{i}.up_proj.weight", gate_up[i, width:])
-            self.into(f"{prefix}.{i}.down_proj.weight", down[i])
-        return gate_up, down
+        names = [f"{prefix}.{i}" for i in range(experts)]
+        both = [f"{name}.{part}_proj.weight" for name in names for part in ("gate", "up")]
+        gate_up = self._stacked(both, [width] * len(both), hidden)
+        down = self._stacked([f"{name}.down_proj.weight" for name in names], [hidden] * experts, width)
+        return gate_up.unflatten(0, (experts, -1)), down.unflatten(0, (experts, -1))
 
     def expert_scales(
         self, prefix: str, experts: int, width: int, hidden: int

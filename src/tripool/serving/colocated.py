@@ -43,15 +43,13 @@ Load = Callable[[str, EngineConfig], StepEngine]
 
 
 class Engines(Protocol):
-    """The engines of a server."""
+    """The engines of a server: an `EngineThread`, or the `ModelManager` of several."""
 
     def end(self) -> None:
         """End open answers with an error, without blocking."""
-        ...
 
     def close(self, timeout_s: float) -> object:
         """Stop all engines; called after the event loop has ended."""
-        ...
 
 
 class ColocatedServer(BuiltServer):
@@ -140,17 +138,6 @@ def build_colocated(
 # ---- one model ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _OneEngine:
-    thread: EngineThread
-
-    def end(self) -> None:
-        self.thread.close(0)
-
-    def close(self, timeout_s: float) -> bool:
-        return self.thread.close(timeout_s)
-
-
 def engine_server(
     engine: StepEngine,
     listener: socket.socket,
@@ -173,7 +160,7 @@ def engine_server(
     backend = AdmissionBackend(thread, admission, room=lambda: capacity, tenant_of=tenant_of)
     models = Models([Served(engine.name, backend, Tokenizer(engine.text))])
     server = ColocatedServer(
-        models, _OneEngine(thread), listener, gateway or GatewayConfig(), access=access, clock=clock, limits=limits
+        models, thread, listener, gateway or GatewayConfig(), access=access, clock=clock, limits=limits
     )
     server.engine = engine
     return server

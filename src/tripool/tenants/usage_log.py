@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,12 +22,13 @@ HOUR_S = 3600
 _BATCH_S = 0.5
 _MAX_LINES = 10_000
 """Of a batch that cannot be written: beyond it, usage is added to the earliest hour of its key and model."""
-_WRITE = """
-INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET
-    requests = requests + excluded.requests, prompt_tokens = prompt_tokens + excluded.prompt_tokens,
-    cached_tokens = cached_tokens + excluded.cached_tokens,
-    completion_tokens = completion_tokens + excluded.completion_tokens
-"""
+_SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
+"""Columns of the table, besides those of a line. Cached prompt tokens did not have to be computed."""
+_WRITE = "INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET " + ", ".join(
+    f"{name} = {name} + excluded.{name}" for name in _SUMS
+)
+_Line = tuple[int, str, str, str]
+"""Hour, tenant, key and model."""
 
 By = Literal["hour", "day", "model", "tenant", "key"]
 _GROUPS: dict[By, str] = {
@@ -39,30 +40,14 @@ _GROUPS: dict[By, str] = {
 }
 
 
-@dataclass(slots=True)
-class Used:
-    """Sums over requests."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    """Prompt tokens that did not have to be computed."""
-    completion_tokens: int = 0
-
-    def add(self, other: Used) -> None:
-        self.requests += other.requests
-        self.prompt_tokens += other.prompt_tokens
-        self.cached_tokens += other.cached_tokens
-        self.completion_tokens += other.completion_tokens
-
-
 class UsageLog:
     """`add` may be called from any thread and never waits for the disk: a background thread writes."""
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.time) -> None:
         self._path, self._clock = path, clock
         self._lock = threading.Lock()
-        self._waiting: dict[tuple[int, str, str, str], Used] = {}
+        self._waiting: dict[_Line, Counter[str]] = {}
+        """Sums of each line, by column."""
         self._last_used_s: dict[str, float] = {}
         self._writing = threading.Lock()
         """One batch at a time: `flush` returns when everything added before it is on disk."""
@@ -78,11 +63,10 @@ class UsageLog:
         with self._lock:
             if line not in self._waiting and len(self._waiting) >= _MAX_LINES:
                 self._sum_hours()
-            used = self._waiting.setdefault(line, Used())
-            used.requests += 1
-            used.prompt_tokens += sum(usage.prompt_tokens for usage in usages)
-            used.cached_tokens += sum(usage.cached_tokens for usage in usages)
-            used.completion_tokens += sum(usage.completion_tokens for usage in usages)
+            used = self._waiting.setdefault(line, Counter())
+            used["requests"] += 1
+            for name in _SUMS[1:]:
+                used[name] += sum(getattr(usage, name) for usage in usages)
             self._last_used_s[caller.key] = now_s
         self._some.set()
 
@@ -107,29 +91,26 @@ class UsageLog:
         self._thread.join()
         self.flush()
 
-    def _write(self, waiting: dict[tuple[int, str, str, str], Used], last_used_s: dict[str, float]) -> None:
-        rows = [
-            (*line, used.requests, used.prompt_tokens, used.cached_tokens, used.completion_tokens)
-            for line, used in waiting.items()
-        ]
+    def _write(self, waiting: dict[_Line, Counter[str]], last_used_s: dict[str, float]) -> None:
+        rows = [(*line, *(used[name] for name in _SUMS)) for line, used in waiting.items()]
         with KeyStore(self._path) as key_store, key_store.writing() as db:
             db.executemany(_WRITE, rows)
             marks = [(at_s, key) for key, at_s in last_used_s.items()]
             db.executemany("UPDATE keys SET last_used_s = ? WHERE prefix = ?", marks)
 
-    def _keep(self, waiting: dict[tuple[int, str, str, str], Used], last_used_s: dict[str, float]) -> None:
+    def _keep(self, waiting: dict[_Line, Counter[str]], last_used_s: dict[str, float]) -> None:
         with self._lock:
             for line, used in waiting.items():
-                self._waiting.setdefault(line, Used()).add(used)
+                self._waiting.setdefault(line, Counter()).update(used)
             self._last_used_s = last_used_s | self._last_used_s
         self._some.set()
 
     def _sum_hours(self) -> None:
         """Sums stay exact; only the hour becomes coarser."""
-        summed: dict[tuple[str, str, str], tuple[int, Used]] = {}
+        summed: dict[tuple[str, str, str], tuple[int, Counter[str]]] = {}
         for (hour_s, *rest), used in sorted(self._waiting.items(), key=lambda item: item[0]):
             tenant, key, model = rest
-            summed.setdefault((tenant, key, model), (hour_s, Used()))[1].add(used)
+            summed.setdefault((tenant, key, model), (hour_s, Counter()))[1].update(used)
         self._waiting = {(hour_s, *line): used for line, (hour_s, used) in summed.items()}
 
     def _main(self) -> None:
@@ -156,9 +137,8 @@ def read_usage(
     if since_s is not None:
         where.append("hour_s >= ?")
         values.append(int(since_s) // HOUR_S * HOUR_S)
-    sums = ", ".join(f"sum({name})" for name in ("requests", "prompt_tokens", "cached_tokens", "completion_tokens"))
+    sums = ", ".join(f"sum({name})" for name in _SUMS)
     query = f"SELECT {columns}, {sums} FROM usage WHERE {' AND '.join(where)} GROUP BY {columns} ORDER BY {columns}"
-    names = ["tenant", *([by] if by != "tenant" else [])]
-    names += ["requests", "prompt_tokens", "cached_tokens", "completion_tokens"]
+    names = ["tenant", *([by] if by != "tenant" else []), *_SUMS]
     with key_store.reading() as db:
         return [dict(zip(names, row, strict=True)) for row in db.execute(query, values)]

@@ -54,7 +54,8 @@ class ModelledEngine:
         self.scheduler = Scheduler(config, model=MODEL, context_tokens=context_tokens)
         self.context_tokens = self.scheduler.context_tokens
         kept = self.scheduler.kept
-        self.release, self.keep, self.keep_more = self.scheduler.release, kept.keep, kept.keep_more
+        self.release = self.scheduler.release
+        self.keep, self.keep_more, self.let_go = kept.keep, kept.keep_more, kept.let_go
         self.max_running, self.num_blocks = config.max_running, config.num_blocks
         self.block_tokens = config.block_tokens
         self.tasks: list[Task] | None = None
@@ -115,9 +116,6 @@ class ModelledEngine:
 
     def start(self, seq: Seq) -> None:
         self.scheduler.start(seq)
-
-    def let_go(self, blocks: list[int], keys: Sequence[bytes] = ()) -> None:
-        self.scheduler.kept.let_go(blocks, keys)
 
     def export_block(self, block: int, into: memoryview) -> None:
         pass
