@@ -19,16 +19,13 @@ class MemberChannel(Protocol):
 
     def send(self, data: bytes) -> None:
         """Raises BlockingIOError when the member does not read, another OSError when the connection is gone."""
-        ...
 
     def receive(self, wait_s: float) -> memoryview | bytes | None:
         """The next message, valid until the next call. None: nothing came in time. Empty: the member closed."""
-        ...
 
     @property
     def readable(self) -> bool:
         """Whether `receive` has something to say at once."""
-        ...
 
     def close(self) -> None: ...
 
@@ -38,17 +35,14 @@ class CacheHost(Protocol):
 
     def connect(self, member: str) -> MemberChannel | None:
         """None: the member is not there."""
-        ...
 
     def create_arena(self, name: str, slot_bytes: int, num_slots: int) -> Arena: ...
 
     def reopen_arena(self, name: str, slot_bytes: int, num_slots: int) -> Arena | None:
         """The member's arena from its previous run. None: there is none of this shape."""
-        ...
 
     def attach_arena(self, name: str) -> Arena:
         """A client's map of a member's arena. Raises OSError or ArenaError."""
-        ...
 
 
 class LocalHost:

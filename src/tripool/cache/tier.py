@@ -16,24 +16,19 @@ class CacheTier(Protocol):
     @property
     def capacity(self) -> int:
         """In slots or bytes: the unit of its quotas."""
-        ...
 
     @property
     def next_deadline_s(self) -> float | None:
         """When it has something to do, if nothing else happens."""
-        ...
 
     def purge(self, namespace: bytes) -> int:
         """Evict a namespace; returns how many of its blocks were in this tier and in no faster one."""
-        ...
 
     def set_quotas(self, quotas: Mapping[bytes, int]) -> int:
         """Replace all quotas and evict what exceeds them; returns the number of evicted blocks."""
-        ...
 
     def check(self) -> None:
         """Raise if an invariant is broken."""
-        ...
 
 
 BlockT = TypeVar("BlockT", bound=StoredBlock)
@@ -44,10 +39,8 @@ class BackingTier(CacheTier, Protocol[BlockT]):
 
     def see(self, changes: Iterable[tuple[int, Record]]) -> None:
         """Slots of memory that have changed."""
-        ...
 
     def find(self, key: bytes, namespace: bytes) -> BlockT | None: ...
 
     def was_read(self, block: BlockT, intact: bool) -> None:
         """Result of reading a block back."""
-        ...

@@ -27,30 +27,25 @@ class Pending(Protocol):
 
     def tokens(self) -> Sequence[Sampled | None]:
         """The token after each task's work. None: the task does not reach its newest token, or its sampling failed."""
-        ...
 
     def tokens_after(self, accepted: Collection[Task]) -> Sequence[Sampled | None]:
         """The token after the draft of each of these tasks, in the batch's order, once `tokens` is settled: penalties
         and grammars count the accepted draft."""
-        ...
 
     def drafts(self) -> Sequence[tuple[Seq, int]]:
         """Draft tokens for the next step, once all tokens are settled. Fills the MTP layer's KV of this batch, so it
         comes before any block changes its owner."""
-        ...
 
 
 class Executor(Protocol):
     @property
     def runner(self) -> Runner:
         """The network and the paged KV memory."""
-        ...
 
     def submit(self, tasks: Sequence[Task]) -> Pending: ...
 
     def attach(self, seq: Seq) -> None:
         """Prepare for a sequence whose blocks were filled by another worker."""
-        ...
 
 
 class PlainExecutor:

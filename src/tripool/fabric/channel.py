@@ -36,15 +36,12 @@ class Channel(Protocol):
 
     def send(self, message: AnyMessage) -> None:
         """Never waits. What cannot be delivered is lost when the channel breaks."""
-        ...
 
     def wait(self, timeout_s: float) -> None:
         """Until there is something to receive, the channel is broken, or the time is over."""
-        ...
 
     def receive(self) -> Iterable[ToWorker]:
         """All that is there."""
-        ...
 
     def close(self, *, linger_ms: int = 0) -> None: ...
 

@@ -52,7 +52,6 @@ class SlotMemory(Protocol):
 
     def back(self, slot: int) -> bool:
         """Make sure that there is memory behind a slot; False when there is no more of it."""
-        ...
 
     def view(self, slot: int, num_bytes: int) -> Bytes: ...
 
@@ -68,29 +67,23 @@ class IncomingKv(Protocol):
     @property
     def arrived(self) -> bool:
         """Whether `read` can be called without waiting."""
-        ...
 
     def begin(self) -> None:
         """Start to bring the blocks to this machine."""
-        ...
 
     def read(self, index: int, into: memoryview) -> bool:
         """Copy one block and check the copy. False: the bytes are not there, or not those that were sent."""
-        ...
 
     def num_shared(self, other: Self) -> int:
         """How many leading blocks are the same bytes as those of another that this receiver opened."""
-        ...
 
     def close(self) -> None:
         """Nothing more is read, whether all of it was or not."""
-        ...
 
 
 class KvReceiver(Protocol):
     def open(self, descriptor: KvDescriptor, num_tokens: int) -> IncomingKv | None:
         """None: it is not of this transfer, or not the KV of so many tokens."""
-        ...
 
     def close(self) -> None: ...
 

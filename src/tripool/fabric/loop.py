@@ -24,32 +24,26 @@ class RoleWorker(Protocol):
     @property
     def busy(self) -> bool:
         """A step would have something to do."""
-        ...
 
     @property
     def moving(self) -> bool:
         """Some KV is on its way out or in, or waits for room."""
-        ...
 
     @property
     def blocked(self) -> bool:
         """What moves cannot go on before a message or a deadline."""
-        ...
 
     @property
     def placed(self) -> set[str]:
         """The names of what its engine has."""
-        ...
 
     def receive(self, message: AnyMessage, now_s: float) -> None: ...
 
     def work(self, now_s: float) -> None:
         """One step, and a bounded share of what else is due."""
-        ...
 
     def drop(self) -> None:
         """Forget everything at once: the gateway is lost."""
-        ...
 
     def heartbeat(self) -> Heartbeat: ...
 

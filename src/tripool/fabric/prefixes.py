@@ -33,7 +33,6 @@ class FoundPrefix(Protocol):
 
     def read(self, into: Sequence[Any]) -> int:
         """Fill these buffers, one per block; returns how many hold their block."""
-        ...
 
     def __enter__(self) -> Self: ...
 

@@ -48,7 +48,6 @@ class Arenas(Protocol):
 
     def view(self, name: str, slot: int, num_bytes: int) -> Bytes | None:
         """None: there is no such arena, or no such slot in it."""
-        ...
 
 
 class MappedArenas:

@@ -37,12 +37,10 @@ class Source(Protocol):
         """Raise unless the tensor exists in this shape. Called before memory is allocated: shapes come from the
         config.
         """
-        ...
 
     def read(self, name: str, out: torch.Tensor) -> None: ...
     def scales(self, name: str, kind: str) -> torch.Tensor | None:
         """See `Checkpoint.row_scales`; None if the tensor is not stored in this 8-bit type."""
-        ...
 
 
 class FromCheckpoint:
