@@ -108,8 +108,8 @@ class RevivesPurged(PoolIndex):
 
 class EvictsYoungest(PoolIndex):
     def _make_room(self, namespace: bytes, spared: set[int]) -> bool:
-        for slot in [slot for slot in range(self.num_slots) if self._slots.is_idle(slot)][:-1]:
-            self._slots.leave_idle(slot)
+        for slot in [slot for slot in range(self.num_slots) if slot in self._slots.idle][:-1]:
+            self._slots.idle.leave(slot)
             self._slots.enter_idle([slot])
         return super()._make_room(namespace, spared)
 
@@ -117,9 +117,9 @@ class EvictsYoungest(PoolIndex):
 class EvictsHeads(PoolIndex):
     def commit(self, ticket: int, writer: WorkerId, written: Sequence[Written]) -> int:
         num_committed = super().commit(ticket, writer, written)
-        slots = [each.slot for each in written if self._slots.is_idle(each.slot)]
+        slots = [each.slot for each in written if each.slot in self._slots.idle]
         for slot in slots:
-            self._slots.leave_idle(slot)
+            self._slots.idle.leave(slot)
         self._slots.enter_idle(slots)
         return num_committed
 

@@ -102,7 +102,7 @@ class QuotaMachine(RuleBasedStateMachine):
             idle = [
                 slot
                 for slot, record in enumerate(self.index._slots.records)
-                if record.namespace == tag and record.state is State.COMMITTED and self.index._slots.is_idle(slot)
+                if record.namespace == tag and record.state is State.COMMITTED and slot in self.index._slots.idle
             ]
             assert len(records) <= quota or not idle, "an unused excess stayed"
 

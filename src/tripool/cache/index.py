@@ -80,7 +80,7 @@ class PoolIndex:
             return Hit(0, ())
         lease, slots = self._number(), [slot for slot, _ in found]
         for slot in set(slots) - self._leases.readers.keys():
-            self._slots.leave_idle(slot)
+            self._slots.idle.leave(slot)
         self._leases.take(lease, slots, self._slots.records, reader)
         return Hit(lease, tuple(Block(slot, r.checksum, r.num_bytes, r.form) for slot, r in found))
 
@@ -97,8 +97,8 @@ class PoolIndex:
                 self._forget(slot)
                 continue
             self.counters.hits += 1
-            if self._slots.is_idle(slot):
-                self._slots.leave_idle(slot)
+            if slot in self._slots.idle:
+                self._slots.idle.leave(slot)
                 touched.append(slot)
         self._slots.enter_idle(touched)
 
@@ -135,9 +135,9 @@ class PoolIndex:
         self._leases.now_s = now_s
         if writer in self._dead:
             return Grant(0, (), ())
-        here = [slot for key in keys if (slot := self._slot_of.get(key)) is not None and self._slots.is_idle(slot)]
+        here = [slot for key in keys if (slot := self._slot_of.get(key)) is not None and slot in self._slots.idle]
         for slot in here:
-            self._slots.leave_idle(slot)
+            self._slots.idle.leave(slot)
         self._slots.enter_idle(here[::-1])
         ticket, spared = self._number(), set(here)
         positions, slots = [], []
@@ -334,7 +334,7 @@ class PoolIndex:
 
     def _evict(self, namespace: bytes | None, spared: Collection[int] = ()) -> bool:
         """Evict one block: of one namespace, or of all."""
-        while (oldest := self._slots.next_idle(namespace)) is not None and oldest not in spared:
+        while (oldest := self._slots.idle.first(namespace)) is not None and oldest not in spared:
             if self._leases.close_if_unread(oldest):
                 self.counters.evicted += 1
                 self._evict_slot(oldest)
@@ -378,12 +378,12 @@ class PoolIndex:
 
     def _evict_slot(self, slot: int) -> None:
         del self._slot_of[self._slots.records[slot].key]
-        self._slots.leave_idle(slot)
+        self._slots.idle.leave(slot)
         self._slots.drop(slot)
 
     def _lease_shared_read(self, slot: int) -> None:
-        if self._slots.is_idle(slot):
-            self._slots.leave_idle(slot)
+        if slot in self._slots.idle:
+            self._slots.idle.leave(slot)
         self._leases.take_shared(self._number(), slot, self._slots.records)
 
     def _end_lease(self, lease: int) -> None:

@@ -23,7 +23,7 @@ def check_invariants(
     for held in (*reservations.values(), *fenced.values()):
         for slot in held.slots:
             owners[slot] += 1
-    idle, doomed = slots.idle(), 0
+    idle, doomed = slots.idle, 0
     for slot, record in enumerate(records):
         state = record.state
         assert owners[slot] == (state is State.RESERVED), f"slot {slot} is {state.name} and has {owners[slot]} writers"

@@ -17,7 +17,8 @@ _FREE = Record()
 class SlotTable:
     def __init__(self, num_slots: int, order: CostAware) -> None:
         assert num_slots > 0
-        self._order = order
+        self.idle = order
+        """Committed slots that are not read, in the order of their eviction."""
         self.records = [_FREE] * num_slots
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_slots))
         """In order of allocation. Popping from the front of a plain dict would scan all entries removed before."""
@@ -54,7 +55,7 @@ class SlotTable:
         self._changed[slot] = None
 
     def drop(self, slot: int) -> None:
-        self._order.forget(slot)
+        self.idle.forget(slot)
         namespace = self.records[slot].namespace
         self._held[namespace] -= 1
         if not self._held[namespace]:
@@ -64,22 +65,8 @@ class SlotTable:
         self._changed[slot] = None
 
     def enter_idle(self, tail_first: Sequence[int]) -> None:
-        """Add slots that were used together and are unread from now on."""
-        self._order.enter((slot, self.records[slot]) for slot in tail_first)
-
-    def leave_idle(self, slot: int) -> None:
-        self._order.leave(slot)
-
-    def is_idle(self, slot: int) -> bool:
-        return slot in self._order
-
-    def idle(self) -> set[int]:
-        """All idle slots, for inspection."""
-        return set(self._order)
-
-    def next_idle(self, namespace: bytes | None = None) -> int | None:
-        """The next slot to evict: of all, or of one namespace."""
-        return self._order.first(namespace)
+        """Slots that were used together are unread from now on."""
+        self.idle.enter((slot, self.records[slot]) for slot in tail_first)
 
     def take_changes(self) -> list[tuple[int, Record]]:
         if not self._changed:
@@ -95,4 +82,4 @@ class SlotTable:
             if record.state is not free:
                 held[record.namespace] += 1
         assert held == self._held, "namespaces are miscounted"
-        self._order.check({slot: self.records[slot] for slot in self._order})
+        self.idle.check({slot: self.records[slot] for slot in self.idle})
