@@ -8,8 +8,8 @@ from pathlib import Path
 from tripool.config import RouterConfig
 from tripool.core import BLOCK_TOKENS, Request, TokenEvent
 from tripool.decode.worker import DecodeWorker
-from tripool.errors import TripoolError
 from tripool.engine_protocol import PoolEngine
+from tripool.errors import TripoolError
 from tripool.fabric import KvSender
 from tripool.fabric.shared_memory import SharedMemoryTransfer
 from tripool.messages import PROTOCOL, AnyMessage, Hello, Role, WorkerId, decode, encode

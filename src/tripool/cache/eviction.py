@@ -34,9 +34,7 @@ class CostAware:
     whole pool.
     """
 
-    def __init__(
-        self, num_slots: int, *, weight: float = _WEIGHT, attention_blocks: float = ATTENTION_BLOCKS
-    ) -> None:
+    def __init__(self, num_slots: int, *, weight: float = _WEIGHT, attention_blocks: float = ATTENTION_BLOCKS) -> None:
         self._bonus = tuple(weight * num_slots * uses**0.5 for uses in range(_MOST_USES + 1))
         self._attention_blocks = attention_blocks
         self._clock = 0

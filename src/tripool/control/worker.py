@@ -13,7 +13,6 @@ from tripool.decode.worker import DecodeWorker
 from tripool.engine_protocol import PoolEngine
 from tripool.fabric import KvReceiver, KvSender, Link, Loop, Transfer
 from tripool.fabric.channel import Transport
-from tripool.fabric.prefixes import Prefixes
 from tripool.fabric.supervisor_channel import SupervisorChannel
 from tripool.messages import Hello
 from tripool.prefill.worker import PrefillWorker
@@ -35,15 +34,15 @@ class Worker:
     ) -> None:
         worker_id = hello.worker_id
         self.link = Link(transport, hello, clock=clock)
-        self._prefixes = prefixes = Prefixes(engine, pool) if pool is not None else None
+        self._pool = pool
         self.role: PrefillWorker | DecodeWorker
         self.kv: KvSender | KvReceiver
         if hello.role == "prefill":
             self.kv = sender = kv_transfer.sender()
-            self.role = PrefillWorker(engine, worker_id, sender, self.link.send, prefixes=prefixes, clock=clock)
+            self.role = PrefillWorker(engine, worker_id, sender, self.link.send, pool=pool, clock=clock)
         else:
             self.kv = receiver = kv_transfer.receiver()
-            self.role = DecodeWorker(engine, worker_id, receiver, self.link.send, prefixes=prefixes, clock=clock)
+            self.role = DecodeWorker(engine, worker_id, receiver, self.link.send, pool=pool, clock=clock)
         self.loop = Loop(self.link, self.role, worker_id, supervisor_channel=supervisor_channel, clock=clock)
 
     def run(self) -> None:
@@ -55,6 +54,6 @@ class Worker:
 
     def close(self) -> None:
         self.link.close()
-        if self._prefixes is not None:
-            self._prefixes.close()
+        if self._pool is not None:
+            self._pool.close()
         self.kv.close()

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tripool.core import Stages, TokenEvent
+from tripool.engine_protocol import PoolEngine, local_id
 from tripool.errors import RequestFailed, TripoolError
 from tripool.fabric.kv_transfer import IncomingKv, KvReceiver
-from tripool.fabric.prefixes import Prefixes
-from tripool.engine_protocol import PoolEngine, local_id
+from tripool.fabric.prefixes import Prefixes, PrefixPool
 from tripool.messages import (
     AnyMessage,
     Cancel,
@@ -75,11 +75,11 @@ class DecodeWorker:
         receiver: KvReceiver,
         send: Callable[[AnyMessage], None],
         *,
-        prefixes: Prefixes | None = None,
+        pool: PrefixPool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine, self._worker_id, self._receiver, self._send = engine, worker_id, receiver, send
-        self._clock, self._prefixes = clock, prefixes
+        self._clock, self._prefixes = clock, Prefixes(engine, pool)
         self._jobs: dict[str, _Job] = {}
         """By the name under which the engine knows it."""
         self._queue: deque[_Job] = deque()
@@ -95,14 +95,13 @@ class DecodeWorker:
 
     @property
     def moving(self) -> bool:
-        return bool(self._queue) or (self._prefixes is not None and self._prefixes.pending)
+        return bool(self._queue) or self._prefixes.pending
 
     @property
     def blocked(self) -> bool:
         """Nothing is being copied, and nothing waits but for memory."""
-        publishing = self._prefixes is not None and self._prefixes.pending
         compiled = all(job.grammar is None or job.grammar.done() for job in self._queue)
-        return self._is_full and compiled and not publishing
+        return self._is_full and compiled and not self._prefixes.pending
 
     @property
     def placed(self) -> set[str]:
@@ -129,7 +128,7 @@ class DecodeWorker:
                 if name in self._jobs:
                     self._fail(self._jobs[name])
             self._tell([event for event in events if event.request_id in self._jobs])
-        if self._prefixes is not None and self._prefixes.pending:
+        if self._prefixes.pending:
             self._prefixes.work(_COPY_BYTES)
             self._is_full = False
 
@@ -140,8 +139,7 @@ class DecodeWorker:
             job.kv.close()
         self._jobs.clear()
         self._queue.clear()
-        if self._prefixes is not None:
-            self._prefixes.drop()
+        self._prefixes.drop()
 
     def heartbeat(self) -> Heartbeat:
         engine = self._engine
@@ -273,7 +271,7 @@ class DecodeWorker:
         for event in events:
             if event.finish_reason is not None:
                 seq = self._jobs.pop(event.request_id).seq
-                if self._prefixes is not None and seq is not None:
+                if seq is not None:
                     self._prefixes.publish_later(seq.request, seq.keys)
 
     def _fail(self, job: _Job) -> None:

@@ -57,8 +57,6 @@ class PrefixPool(Protocol):
         checksums: Sequence[int] = (),
     ) -> int: ...
 
-    def close(self) -> None: ...
-
 
 @dataclass(slots=True, eq=False)
 class _Publishing:
@@ -76,10 +74,12 @@ class _Publishing:
 
 
 class Prefixes:
-    def __init__(self, engine: PoolEngine, pool: PrefixPool) -> None:
+    """Without a pool nothing is found, and nothing is published."""
+
+    def __init__(self, engine: PoolEngine, pool: PrefixPool | None) -> None:
         self._engine, self._pool, self._block_tokens = engine, pool, engine.block_tokens
         self._waiting: deque[_Publishing] = deque()
-        self._staging = bytearray(engine.block_bytes)
+        self._staging = bytearray(engine.block_bytes if pool is not None else 0)
         self._fetched = Staging(engine.block_bytes)
 
     @property
@@ -91,6 +91,9 @@ class Prefixes:
 
         Returns how many tokens that are, and how many of them came from disk.
         """
+        if self._pool is None:
+            return 0, 0
+        self._engine.check(request)  # its blocks are named by its tokens
         keys = self._engine.prompt_keys(request, len(request.prompt_ids) - 1)  # the last token is always computed
         if not keys:
             return 0, 0
@@ -115,6 +118,8 @@ class Prefixes:
         self, keys: Sequence[bytes], blocks: Sequence[memoryview], checksums: Sequence[int], request: Request
     ) -> None:
         """Blocks of a prompt, where a KV sender keeps them: what has changed there since is not published."""
+        if self._pool is None:
+            return
         for namespace, first, stop in self._stretches(request, len(keys)):
             part, sums = blocks[first:stop], checksums[first:stop]
             self._pool.store(keys[:stop], part, namespace=namespace, first=first, form=PROMPT_FORM, checksums=sums)
@@ -125,10 +130,11 @@ class Prefixes:
 
     def publish_prompt_later(self, request: Request) -> None:
         """The blocks of a prompt whose answer is over."""
-        self._wait(request, self._engine.prompt_keys(request, len(request.prompt_ids)), 0, PROMPT_FORM)
+        if self._pool is not None:
+            self._wait(request, self._engine.prompt_keys(request, len(request.prompt_ids)), 0, PROMPT_FORM)
 
     def _wait(self, request: Request, keys: Sequence[bytes], first: int, form: int) -> None:
-        if first < len(keys) and len(self._waiting) < _MAX_PUBLISHING:
+        if self._pool is not None and first < len(keys) and len(self._waiting) < _MAX_PUBLISHING:
             parts = self._stretches(request, len(keys))
             self._waiting.append(_Publishing(keys, self._engine.keep(keys), first, form, parts))
 
@@ -139,6 +145,7 @@ class Prefixes:
             if one.position < len(one.blocks):
                 view = memoryview(self._staging)
                 self._engine.export_block(one.blocks[one.position], view)
+                assert self._pool is not None
                 self._pool.store(one.keys, [view], namespace=one.namespace, first=one.position, form=one.form)
                 one.position += 1
                 budget_bytes -= len(view)
@@ -149,9 +156,6 @@ class Prefixes:
     def drop(self) -> None:
         while self._waiting:
             self._engine.let_go(self._waiting.popleft().blocks)
-
-    def close(self) -> None:
-        self._pool.close()
 
     def _stretches(self, request: Request, num_blocks: int) -> list[tuple[str, int, int]]:
         return namespace_ranges(request.namespace, request.public_tokens // self._block_tokens, num_blocks)

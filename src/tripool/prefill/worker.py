@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any
 
 from tripool.core import Request, Stages, TokenEvent
+from tripool.engine_protocol import PoolEngine, local_id
 from tripool.errors import InvalidRequest, RequestFailed, TripoolError
 from tripool.fabric.kv_transfer import KvSender, Lease
-from tripool.fabric.prefixes import Prefixes
-from tripool.engine_protocol import PoolEngine, local_id
+from tripool.fabric.prefixes import Prefixes, PrefixPool
 from tripool.messages import (
     AnyMessage,
     Cancel,
@@ -94,11 +94,11 @@ class PrefillWorker:
         sender: KvSender,
         send: Callable[[AnyMessage], None],
         *,
-        prefixes: Prefixes | None = None,
+        pool: PrefixPool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine, self._worker_id, self._sender, self._send, self._clock = engine, worker_id, sender, send, clock
-        self._prefixes = prefixes
+        self._prefixes = Prefixes(engine, pool)
         self._jobs: dict[str, _Job] = {}
         """By the name under which the engine knows it."""
         self._waiting: dict[str, _Waiting] = {}
@@ -112,12 +112,12 @@ class PrefillWorker:
 
     @property
     def moving(self) -> bool:
-        return bool(self._leaving or self._waiting) or (self._prefixes is not None and self._prefixes.pending)
+        return bool(self._leaving or self._waiting) or self._prefixes.pending
 
     @property
     def blocked(self) -> bool:
-        publishing = self._prefixes is not None and self._prefixes.pending
-        return bool(self._leaving) and self._leaving[0].lease is None and not (self._waiting or publishing)
+        waits = bool(self._leaving) and self._leaving[0].lease is None
+        return waits and not (self._waiting or self._prefixes.pending)
 
     @property
     def placed(self) -> set[str]:
@@ -152,11 +152,11 @@ class PrefillWorker:
                     job = self._jobs[event.request_id]
                     self._leaving.append(_Leaving(job, self._engine.detach(event.request_id, event.choice)))
                 else:
-                    self._publish_prompt(event.request_id)
+                    # It ended with its first token, and is never packed.
+                    self._prefixes.publish_prompt_later(self._jobs[event.request_id].request)
                     self._done(event.request_id, event.choice)
         self._pack(now_s)
-        if self._prefixes is not None:
-            self._prefixes.work(_COPY_BYTES)
+        self._prefixes.work(_COPY_BYTES)
 
     def drop(self) -> None:
         for name in self._jobs:
@@ -165,8 +165,7 @@ class PrefillWorker:
         self._waiting.clear()
         self._leaving.clear()
         self._sender.drop(lambda lease: True)
-        if self._prefixes is not None:
-            self._prefixes.drop()
+        self._prefixes.drop()
 
     def heartbeat(self) -> Heartbeat:
         engine = self._engine
@@ -201,7 +200,9 @@ class PrefillWorker:
         request = start.request
         try:
             self._check(start)
-            self._look_up(job, request)
+            began_s = self._clock()
+            job.fetched_tokens, job.disk_tokens = self._prefixes.fetch(request)
+            job.lookup_s = self._clock() - began_s
             self._engine.add(replace(request, id=name), {known.choice: known.tokens for known in start.answered})
         except TripoolError as error:
             self._forget(request.id, start.attempt)
@@ -218,13 +219,6 @@ class PrefillWorker:
             raise InvalidRequest("the choices to go on with are not those of the request")
         if tokens and max(tokens) >= self._engine.vocab:
             raise InvalidRequest("the answer so far has tokens that this model does not have")
-
-    def _look_up(self, job: _Job, request: Request) -> None:
-        if self._prefixes is not None:
-            self._engine.check(request)  # its blocks are named by its tokens
-            began_s = self._clock()
-            job.fetched_tokens, job.disk_tokens = self._prefixes.fetch(request)
-            job.lookup_s = self._clock() - began_s
 
     def _tell(self, events: list[TokenEvent]) -> None:
         stamped, now_s = [], self._clock()
@@ -273,16 +267,10 @@ class PrefillWorker:
                 self._publish(seq, lease)
                 self._done(seq.request.id, seq.choice)
 
-    def _publish_prompt(self, name: str) -> None:
-        """Of an answer that ended with its first token and is never packed."""
-        if self._prefixes is not None:
-            self._prefixes.publish_prompt_later(self._jobs[name].request)
-
     def _publish(self, seq: Seq, lease: Lease) -> None:
         """The prompt's full blocks, from where they stand packed."""
-        if self._prefixes is not None:
-            keys = seq.keys[: seq.prompt_len // self._engine.block_tokens]
-            self._prefixes.publish(keys, self._sender.blocks(lease, len(keys)), lease.checksums, seq.request)
+        keys = seq.keys[: seq.prompt_len // self._engine.block_tokens]
+        self._prefixes.publish(keys, self._sender.blocks(lease, len(keys)), lease.checksums, seq.request)
 
     def _lease(self, leaving: _Leaving, now_s: float) -> Lease | None:
         seq, job = leaving.seq, leaving.job

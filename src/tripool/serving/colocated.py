@@ -18,8 +18,8 @@ from typing import Protocol
 
 from tripool.config import AdmissionConfig, EngineConfig, GatewayConfig
 from tripool.control.model_policy import ModelPolicy
-from tripool.engine_protocol import StepEngine
 from tripool.engine.thread import EngineThread
+from tripool.engine_protocol import StepEngine
 from tripool.gateway.admission import AdmissionBackend
 from tripool.gateway.app import create_models_app
 from tripool.gateway.auth import Access

@@ -32,10 +32,6 @@ _BUSY_S = 0.1
 _SIDE_FILES = ("-wal", "-shm")
 
 
-def _nothing() -> None:
-    pass
-
-
 class KeyWatcher:
     """For one thread. `on_keyed` is called once, before the first key of an open server takes effect."""
 
@@ -44,7 +40,7 @@ class KeyWatcher:
         path: Path,
         *,
         may_be_open: bool,
-        on_keyed: Callable[[], None] = _nothing,
+        on_keyed: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = path

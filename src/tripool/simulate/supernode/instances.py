@@ -10,7 +10,6 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from tripool.decode.worker import DecodeWorker
-from tripool.fabric.prefixes import Prefixes
 from tripool.messages import AnyMessage, WorkerId
 from tripool.prefill.worker import PrefillWorker
 from tripool.simulate.supernode.layout import Site
@@ -42,9 +41,8 @@ class PrefillInstance:
 
         def make(process: Process) -> PrefillWorker:
             sender = ModelledTransfer(site, worker_id, number, engine, self._go).sender()
-            prefixes = Prefixes(engine, self._client)
             clock = site.timeline.clock
-            return PrefillWorker(engine, worker_id, sender, process.send, prefixes=prefixes, clock=clock)
+            return PrefillWorker(engine, worker_id, sender, process.send, pool=self._client, clock=clock)
 
         self.process = Process(site, "prefill", worker_id, number, engine, make)
         self._keep_alive()

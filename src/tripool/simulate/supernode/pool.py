@@ -171,9 +171,6 @@ class ModelledClient:
             timeline.at(there_fs, ARRIVAL, self._number, self._stored, writing)
         return writing.num_blocks
 
-    def close(self) -> None:
-        pass
-
     def _move(self, num_blocks: int, name: str) -> int:
         """To or from the pool; returns when it is there."""
         num_bytes, now_fs = num_blocks * self._site.layout.block_bytes, self._site.timeline.now_fs
