@@ -34,6 +34,7 @@ Role = Literal["prefill", "decode", "cache"]
 
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+Small = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 Checksum = Annotated[int, msgspec.Meta(ge=0)]
 """64 bits, the largest integer on the wire."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e6)]

@@ -14,15 +14,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Annotated, NamedTuple
-
-import msgspec
+from typing import NamedTuple
 
 from tripool.core import SALT_MARK
-from tripool.messages import Checksum, WorkerId
+from tripool.messages import Checksum, Small, WorkerId
 
 NAMESPACE_BYTES = 16
-Small = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 
 
 @lru_cache(maxsize=4096)

@@ -22,8 +22,8 @@ from typing import Annotated
 import msgspec
 
 from tripool.cache.arena import MAX_WORKER_NAME_BYTES
-from tripool.cache.records import Block, Small, Written
-from tripool.messages import SUPERVISOR, FileName, Natural, Positive, Reaped, Suspect, WorkerId, strictly
+from tripool.cache.records import Block, Written
+from tripool.messages import SUPERVISOR, FileName, Natural, Positive, Reaped, Small, Suspect, WorkerId, strictly
 
 PROTOCOL = 3
 KEY_BYTES = 16
