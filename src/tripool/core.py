@@ -15,6 +15,12 @@ BLOCK_TOKENS = 64
 SALT_MARK = "\x1f"
 """Separates a namespace's owner from the salt that a client adds to it. No owner's own namespace contains it."""
 
+
+def owner(namespace: str) -> str:
+    """The tenant's own namespace, without a client's salt."""
+    return namespace.partition(SALT_MARK)[0]
+
+
 MAX_LOGPROBS = 20
 MAX_STOPS, MAX_STOP_CHARS = 64, 4096
 MAX_STOP_IDS = 1024

@@ -33,19 +33,6 @@ class SharedReaders(Protocol):
         """Clear the reader slots of an expired lease."""
 
 
-class NoSharedReaders:
-    """For an arena without shared reads."""
-
-    def close_if_unread(self, slot: int) -> bool:
-        return True
-
-    def is_read(self, slot: int) -> bool:
-        return False
-
-    def evict_readers(self, slot: int) -> None:
-        pass
-
-
 @dataclass(frozen=True, slots=True)
 class Lease:
     reader: WorkerId
@@ -56,13 +43,15 @@ class Lease:
 
 
 class Leases:
+    """Without `shared_readers` there are no shared reads, and so no shared leases."""
+
     def __init__(self, lease_s: float, shared_readers: SharedReaders | None = None) -> None:
         assert lease_s > 0
         self.now_s = 0.0
         self.readers: Counter[int] = Counter()
         """Number of leases by slot."""
         self._lease_s = lease_s
-        self._shared_readers = shared_readers or NoSharedReaders()
+        self._shared_readers = shared_readers
         self._held: dict[int, Lease] = {}
         self._shared: dict[int, int] = {}
         """Slots under a shared lease, and the number of the lease."""
@@ -108,17 +97,20 @@ class Leases:
         """Numbers of expired leases, to be ended one by one. Clears the reader slots of expired shared leases."""
         while self._held and self.now_s >= next(iter(self._held.values())).deadline_s:
             number, held = next(iter(self._held.items()))
-            if held.reader == _UNKNOWN:
+            if held.reader == _UNKNOWN and self._shared_readers is not None:
                 self._shared_readers.evict_readers(held.slots[0])
             yield number
 
     def released(self) -> list[int]:
         """Shared leases whose slots have no reader any more."""
+        if self._shared_readers is None:
+            return []
         return [number for slot, number in self._shared.items() if not self._shared_readers.is_read(slot)]
 
     def close_if_unread(self, slot: int) -> bool:
         """Whether a committed slot is unread. If so the caller must evict it, else take a shared lease."""
-        return slot not in self._shared and self._shared_readers.close_if_unread(slot)
+        readers = self._shared_readers
+        return slot not in self._shared and (readers is None or readers.close_if_unread(slot))
 
     def check(self) -> None:
         assert Counter(slot for held in self._held.values() for slot in held.slots) == self.readers, "miscounted"

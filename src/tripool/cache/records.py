@@ -16,7 +16,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
-from tripool.core import SALT_MARK
+from tripool.core import owner
 from tripool.messages import Checksum, Small, WorkerId
 
 NAMESPACE_BYTES = 16
@@ -29,8 +29,7 @@ def namespace_tag(namespace: str) -> bytes:
     A client's cache salt is not part of it, or one tenant could have as many quotas as salts. Blocks with different
     salts are still separate, by their keys.
     """
-    owner = namespace.partition(SALT_MARK)[0]
-    return blake2b(owner.encode(), digest_size=NAMESPACE_BYTES, person=b"tripool-space").digest()
+    return blake2b(owner(namespace).encode(), digest_size=NAMESPACE_BYTES, person=b"tripool-space").digest()
 
 
 class State(IntEnum):

@@ -62,10 +62,6 @@ class WeightImage:
         self._map = map_
         self.facts, self.tensors = table.facts, table.tensors
 
-    @property
-    def num_bytes(self) -> int:
-        return len(self._map)
-
     def view(self, tensor: Tensor) -> memoryview:
         return memoryview(self._map)[tensor.offset : tensor.offset + tensor.num_bytes]
 
@@ -135,10 +131,6 @@ class WeightImageWriter:
         except OSError:
             self.abandon()
             raise
-
-    @property
-    def num_bytes(self) -> int:
-        return self._end
 
     def place(self, label: str, dtype: str, shape: Sequence[int], data: memoryview) -> memoryview | None:
         """Append a tensor; returns its bytes in the image, None if it does not fit. Raises OSError if full."""

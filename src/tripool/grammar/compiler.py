@@ -12,11 +12,11 @@ from weakref import WeakValueDictionary
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from tripool.core import Structure
+from tripool.core import Structure, owner
 from tripool.errors import InvalidRequest
 from tripool.grammar.compiled import Compiled, Refusal
 from tripool.grammar.guide import Guide
-from tripool.grammar.owned import OwnedCache, owner
+from tripool.grammar.owned import OwnedCache
 from tripool.grammar.translate import LIMITS, grammar_text
 from tripool.text import Tokenizer
 from tripool.text.files import TextFiles

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
-from tripool.core import SALT_MARK, Structure
+from tripool.core import Structure, owner
 
 T = TypeVar("T")
 
@@ -37,8 +37,3 @@ class OwnedCache(Generic[T]):
             own.popitem(last=False)
         if len(self._tenants) > self._max_tenants:
             self._tenants.popitem(last=False)
-
-
-def owner(namespace: str) -> str:
-    """The tenant of a namespace, without its salt."""
-    return namespace.partition(SALT_MARK)[0]
