@@ -172,7 +172,7 @@ def test_quotas_hold_while_processes_write_at_once_and_change_live(pool: Pool) -
     smaller = [Tenant(name="a", namespace="a", limits=Limits(cache_bytes=3 * BLOCK_BYTES))]
     assert client.limit(tables(smaller, pool.members, BLOCK_BYTES, {})) == []
     assert held(client, "a") == 3
-    client.purge_tags([namespace_tag("a")])
+    client.purge([namespace_tag("a")])
     assert held(client, "a") == 0
     assert held(client, "b") > 7
     assert client.limit(tables([], pool.members, BLOCK_BYTES, {})) == []
