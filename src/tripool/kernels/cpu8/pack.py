@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from tripool.kernels.cpu8 import library
@@ -52,28 +55,15 @@ def packed(
     bias: torch.Tensor | None = None,
     store: WeightStore = FRESH,
     scales: torch.Tensor | None = None,
+    *,
+    ordered: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
 ) -> Packed:
-    panels = store.keep("panels", lambda: _panels(weight, scales))
-    padded_bias = None if bias is None else store.keep("bias", lambda: _padded(bias))
+    """`ordered`: puts the rows of the weight, of the bias and of the scales in another order."""
+    panels = store.keep(
+        "panels", lambda: _panels(ordered(weight), None if scales is None else ordered(scales[:, None])[:, 0])
+    )
+    padded_bias = None if bias is None else store.keep("bias", lambda: _padded(ordered(bias[:, None])[:, 0]))
     return Packed(len(weight), weight.shape[1], panels, padded_bias)
-
-
-def packed_gate_up(
-    gate_up: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    store: WeightStore = FRESH,
-    scales: torch.Tensor | None = None,
-) -> Packed:
-    """Pack with sixteen gate rows followed by their sixteen up rows, and so on, so that SwiGLU needs one panel only."""
-
-    def row_scales() -> torch.Tensor | None:
-        return None if scales is None else _interleaved(scales[:, None])[:, 0]
-
-    panels = store.keep("panels", lambda: _panels(_interleaved(gate_up), row_scales()))
-    padded_bias = None
-    if bias is not None:
-        padded_bias = store.keep("bias", lambda: _padded(_interleaved(bias[:, None])[:, 0]))
-    return Packed(len(gate_up), gate_up.shape[1], panels, padded_bias)
 
 
 def _panels(weight: torch.Tensor, row_scales: torch.Tensor | None = None) -> torch.Tensor:
@@ -115,6 +105,10 @@ def _interleaved(gate_up: torch.Tensor) -> torch.Tensor:
     return torch.stack((gates.view(-1, _LANES, gates.shape[1]), ups.view(-1, _LANES, ups.shape[1])), dim=1).flatten(
         0, 2
     )
+
+
+packed_gate_up = partial(packed, ordered=_interleaved)
+"""Sixteen gate rows followed by their sixteen up rows, and so on, so that SwiGLU needs one panel only."""
 
 
 class PackedNorm:
