@@ -55,6 +55,8 @@ class PoolIndex:
         """Namespaces with a quota of their own."""
         self._next_number = first_number
         self._slots = SlotTable(num_slots, order or CostAware(num_slots))
+        self.records: Sequence[Record] = self._slots.records
+        """One per slot."""
         self._slot_of: dict[bytes, int] = {}
         self._writing: dict[bytes, int] = {}
         """Keys with a valid reservation, and the slot of each."""
@@ -271,11 +273,6 @@ class PoolIndex:
         return self._slots.take_changes()
 
     # ---- inspection ---------------------------------------------------------------------------------------------
-
-    @property
-    def records(self) -> Sequence[Record]:
-        """One per slot."""
-        return self._slots.records
 
     def writer_of(self, ticket: int) -> WorkerId | None:
         held = self._reservations.get(ticket) or self._fenced.get(ticket)

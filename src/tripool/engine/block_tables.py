@@ -29,7 +29,8 @@ class BlockTables:
 
     def __init__(self, width: int) -> None:
         """`width`: the most blocks of a sequence."""
-        self._values = np.zeros((_FEWEST_ROWS, width), np.int32)
+        self.values: npt.NDArray[np.int32] = np.zeros((_FEWEST_ROWS, width), np.int32)
+        """[rows, width]; entries beyond a table's length are those of earlier tables, or 0."""
         self._rows: dict[int, _Row] = {}
         self._free = list(range(_FEWEST_ROWS))
         self._num_calls = 0
@@ -43,15 +44,10 @@ class BlockTables:
             row = known.get(id(table)) or self._add(table)
             row.used = calls
             if row.num_copied < len(table):
-                self._values[row.index, row.num_copied : len(table)] = table[row.num_copied :]
+                self.values[row.index, row.num_copied : len(table)] = table[row.num_copied :]
                 row.num_copied = len(table)
             indices.append(row.index)
         return indices
-
-    @property
-    def values(self) -> npt.NDArray[np.int32]:
-        """[rows, width]; entries beyond a table's length are those of earlier tables, or 0."""
-        return self._values
 
     def _add(self, table: list[int]) -> _Row:
         if not self._free:
@@ -64,6 +60,6 @@ class BlockTables:
         for key in [key for key, row in self._rows.items() if row.used < self._num_calls - 1]:
             self._free.append(self._rows.pop(key).index)
         if not self._free:
-            count = len(self._values)
-            self._values = np.concatenate((self._values, np.zeros_like(self._values)))
+            count = len(self.values)
+            self.values = np.concatenate((self.values, np.zeros_like(self.values)))
             self._free = list(range(count, 2 * count))

@@ -46,15 +46,11 @@ class Engine(Paged):
         self._pending: Pending | None = None
         """The last step, until its drafts are proposed."""
         self.weight_bytes = model.num_bytes
-        self.kv_bytes = self.executor.runner.kv_bytes
+        self.kv_bytes, self.block_bytes = self.executor.runner.kv_bytes, self.executor.runner.block_bytes
 
     def warm(self, progress: Callable[[str], None] | None = None) -> None:
         """See `Runner.warm`."""
         self.executor.runner.warm(self._bounds.max_running, self._bounds.step_tokens, progress)
-
-    @property
-    def block_bytes(self) -> int:
-        return self.executor.runner.block_bytes
 
     def start(self, seq: Seq) -> None:
         self.executor.attach(seq)

@@ -60,6 +60,7 @@ class PagedFake(Paged):
         vocab = self._tokens.num_ids
         super().__init__(scheduler, text, name=name, vocab=vocab, max_running=max_running, clock=clock)
         self._wait = wait
+        self.block_bytes = block_tokens * _SLOT_BYTES
         self.weight_bytes, self.kv_bytes = 0, num_blocks * self.block_bytes
         self._kv = memoryview(bytearray(self.kv_bytes))
         self._values = self._kv.cast("Q")
@@ -71,10 +72,6 @@ class PagedFake(Paged):
     def open_requests(self) -> frozenset[str]:
         """Requests that are neither finished nor cancelled."""
         return frozenset(self.scheduler.requests)
-
-    @property
-    def block_bytes(self) -> int:
-        return self.block_tokens * _SLOT_BYTES
 
     def check(self, request: Request) -> None:
         self._tokens.check(request)

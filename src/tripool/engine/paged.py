@@ -33,6 +33,7 @@ _logger = logging.getLogger("tripool.engine")
 
 
 class Paged(ABC):
+    block_bytes: int
     from_weight_cache = False
 
     def __init__(
@@ -47,6 +48,7 @@ class Paged(ABC):
     ) -> None:
         self.scheduler, self.text, self.name, self.vocab, self.max_running = scheduler, text, name, vocab, max_running
         self.context_tokens, self.block_tokens = scheduler.context_tokens, scheduler.block_tokens
+        self.num_blocks = scheduler.pool.num_blocks
         self.keep_more, self.let_go = scheduler.kept.keep_more, scheduler.kept.let_go
         self._clock = clock
         self._grammars = GrammarCompiler(text, vocab)
@@ -61,10 +63,6 @@ class Paged(ABC):
     @abstractmethod
     def check(self, request: Request) -> None:
         """Raises what makes a request impossible here, before any work."""
-
-    @property
-    @abstractmethod
-    def block_bytes(self) -> int: ...
 
     @abstractmethod
     def export_block(self, block: int, into: memoryview) -> None: ...
@@ -133,10 +131,6 @@ class Paged(ABC):
     @property
     def started(self) -> list[str]:
         return [seq.request.id for seq in self.scheduler.prefill.started if seq.leader is None]
-
-    @property
-    def num_blocks(self) -> int:
-        return self.scheduler.pool.num_blocks
 
     @property
     def num_held_blocks(self) -> int:

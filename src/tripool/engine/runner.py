@@ -25,18 +25,11 @@ class Runner:
         layers = model.kv_layers if mtp else model.arch.layers
         self.kv = self._memory(layers, num_blocks, model.arch.kv_width)
         self._mtp_kv = self.kv[-1]
+        self.kv_bytes, self.block_bytes = self.kv.nbytes, self.kv[:, :BLOCK_TOKENS].nbytes
+        """Of all blocks, and of one, in all layers."""
 
     def _memory(self, layers: int, num_blocks: int, width: int) -> torch.Tensor:
         return _zeros(layers, num_blocks * BLOCK_TOKENS, width)
-
-    @property
-    def kv_bytes(self) -> int:
-        return self.kv.nbytes
-
-    @property
-    def block_bytes(self) -> int:
-        """One block's KV in all layers."""
-        return self.kv[:, :BLOCK_TOKENS].nbytes
 
     def export_block(self, block: int, into: memoryview) -> None:
         """Copy one block's KV, layer after layer, into `block_bytes` writable bytes."""

@@ -62,6 +62,7 @@ class EngineThread:
 
     def __init__(self, engine: StepEngine, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine
+        self.context_tokens = engine.context_tokens
         self._clock = clock
         self._num_steps = 0
         self._moved_s = clock()
@@ -85,10 +86,6 @@ class EngineThread:
     @property
     def alive(self) -> bool:
         return self._ended is None
-
-    @property
-    def context_tokens(self) -> int:
-        return self._engine.context_tokens
 
     def stats(self) -> ServingStats:
         waited_for = len(self._streams) > len(self._preparing)
