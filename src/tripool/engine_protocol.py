@@ -1,4 +1,7 @@
-"""The protocols of an engine: as `LLM` and `EngineThread` drive it, and as the workers of a split server do."""
+"""The protocols of an engine: as `LLM` and `EngineThread` drive it, and as the workers of a split server do.
+
+Not in `engine/`: that room imports the schedulers of `prefill/` and `decode/`, whose workers drive engines.
+"""
 
 from __future__ import annotations
 
