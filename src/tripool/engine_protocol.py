@@ -22,11 +22,8 @@ class BatchEngine(Protocol):
     A request is over when each of its `n` choices has had an event with a finish reason, or when it was cancelled.
     """
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def context_tokens(self) -> int: ...
+    name: str
+    context_tokens: int
 
     @property
     def busy(self) -> bool:
@@ -59,38 +56,22 @@ class BatchEngine(Protocol):
 class StepEngine(BatchEngine, Protocol):
     """An engine that answers whole requests in one process."""
 
-    @property
-    def text(self) -> TextFiles: ...
-
-    @property
-    def weight_bytes(self) -> int: ...
-
-    @property
-    def kv_bytes(self) -> int: ...
-
-    @property
-    def from_weight_cache(self) -> bool:
-        """Its weights were mapped from the weight cache, and no checkpoint was read."""
+    text: TextFiles
+    weight_bytes: int
+    kv_bytes: int
+    from_weight_cache: bool
+    """Its weights were mapped from the weight cache, and no checkpoint was read."""
 
 
 class PoolEngine(BatchEngine, Protocol):
     """An engine whose sequences can leave for another process, or arrive from one."""
 
-    @property
-    def vocab(self) -> int: ...
-
-    @property
-    def max_running(self) -> int:
-        """Sequences that may be in its batch at once."""
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def block_tokens(self) -> int: ...
-
-    @property
-    def block_bytes(self) -> int: ...
+    vocab: int
+    max_running: int
+    """Sequences that may be in its batch at once."""
+    num_blocks: int
+    block_tokens: int
+    block_bytes: int
 
     @property
     def num_held_blocks(self) -> int:

@@ -13,9 +13,8 @@ from tripool.cache.records import Record, StoredBlock
 
 
 class CacheTier(Protocol):
-    @property
-    def capacity(self) -> int:
-        """In slots or bytes: the unit of its quotas."""
+    capacity: int
+    """In slots or bytes: the unit of its quotas."""
 
     @property
     def next_deadline_s(self) -> float | None:

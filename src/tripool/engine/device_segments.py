@@ -2,7 +2,7 @@
 
 A graph knows the number of rows only, rounded up; attention knows the sequences. So a few graphs per layer cover every
 mixture of prompts and decodes, and the host launches three or four kernels per layer instead of fifty. Padding rows
-write into a block that no sequence owns, and nobody reads their results.
+write into a block that no sequence owns, and their results are not read.
 """
 
 from __future__ import annotations

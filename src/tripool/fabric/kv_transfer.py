@@ -33,8 +33,7 @@ class TransferCapabilities:
 class Transfer(Protocol):
     """A way for KV to move between workers, as one worker uses it: a prefill worker sends, a decode worker receives."""
 
-    @property
-    def capabilities(self) -> TransferCapabilities: ...
+    capabilities: TransferCapabilities
 
     def sender(self) -> KvSender: ...
 
@@ -44,11 +43,8 @@ class Transfer(Protocol):
 class SlotMemory(Protocol):
     """The sender's memory: slots of equal size that receivers can reach. `cache.arena.Arena` is one."""
 
-    @property
-    def slot_bytes(self) -> int: ...
-
-    @property
-    def num_slots(self) -> int: ...
+    slot_bytes: int
+    num_slots: int
 
     def back(self, slot: int) -> bool:
         """Make sure that there is memory behind a slot; False when there is no more of it."""

@@ -27,7 +27,7 @@ class Memory:
         self.arenas: dict[str, tuple[mmap, int, int, int]] = {}
         """Memory, bytes of a slot, number of slots and nonce."""
         self.disturbed_s: dict[str, float] = {}
-        """When a member last died, started or was told to forget blocks that may be read."""
+        """When a member last died, started or had to forget blocks that may be read."""
         self.is_leased: dict[str, Callable[[int], bool]] = {}
         """By arena: whether its member keeps a slot for a reader that asked."""
         self.seen: Counter[str] = Counter()
