@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from importlib.resources import files
+
 import pytest
 
 from tripool.planner.errors import BadModelConfig
@@ -15,7 +18,13 @@ PUBLISHED = {
     "deepseek-r1": (671, 37, 0.02),
     "deepseek-v2": (236, 21, 0.02),
     "deepseek-v2-lite": (15.7, 2.4, 0.12),  # "2.4 B activated" leaves the embedding out
+    "deepseek-v3.2": (671, 37, 0.04),  # the indexer beside V3's 37 B
     "kimi-k2": (1040, 32, 0.03),
+    "glm-4.5": (355, 32, 0.06),
+    "glm-5": (744, 40, 0.05),
+    "gpt-oss-120b": (116.8, 5.1, 0.13),  # "5.1 B active" leaves the embedding out
+    "qwen3-next-80b-a3b": (80, 3, 0.3),  # "A3B" leaves embedding and head out
+    "qwen3.5-397b-a17b": (397, 17, 0.03),
     "qwen3-235b-a22b": (235, 22, 0.01),
     "qwen3-30b-a3b": (30.5, 3.3, 0.02),
     "llama-3-8b": (8.03, 8.03, 0.001),
@@ -38,6 +47,9 @@ def test_parameters_are_the_published_ones(name: str) -> None:
         ("llama-3-70b", 327_680),  # 80 layers x 2 x 8 heads x 128 x 2 bytes
         ("llama-3-8b", 131_072),
         ("qwen3-30b-a3b", 98_304),
+        ("deepseek-v3.2", 70_272 + 61 * 132),  # and the indexer's keys in 8 bits
+        ("qwen3-next-80b-a3b", 12 * 2 * 2 * 256 * 2),  # a quarter of the layers keeps a cache
+        ("gpt-oss-120b", 18 * 2 * 8 * 64 * 2),  # half of the layers keeps a window
     ],
 )
 def test_kv_per_token(name: str, kv_bytes: int) -> None:
@@ -80,6 +92,42 @@ def test_odd_configs_are_refused_by_name(change: dict[str, object], named: str) 
     read_config(config, "plain")
     with pytest.raises(BadModelConfig, match=named):
         read_config(config | change, "odd")
+
+
+V3 = {
+    "model_type": "deepseek_v3", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 100, "intermediate_size": 64,
+    "num_attention_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 8, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
+
+
+def test_sparse_attention_is_read_whatever_a_config_calls_itself() -> None:
+    keys = {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 64}
+    dense, sparse = read_config(V3, "dense").attention, read_config(V3 | keys, "sparse").attention
+    assert dense.attended(1000) == 1000 and sparse.attended(1000) == 64 == sparse.index_topk
+    assert sparse.attended(10) == 10 and sparse.index_bytes > 0 == dense.index_bytes
+    with pytest.raises(BadModelConfig, match="index_head_dim"):
+        read_config(V3 | {"index_topk": 64, "index_n_heads": 2}, "half")
+
+
+@pytest.mark.parametrize("key", ["zero_expert_num", "compress_ratios"])
+def test_a_design_without_a_shape_is_refused(key: str) -> None:
+    with pytest.raises(BadModelConfig, match=key):
+        read_config(V3 | {key: 256}, "other")
+
+
+def test_hybrids_keep_states_of_fixed_size() -> None:
+    hybrid, windows = named_model("qwen3-next-80b-a3b"), named_model("gpt-oss-120b")
+    assert (hybrid.full_layers, hybrid.linear_layers) == (12, 36)
+    assert hybrid.state_bytes() == 36 * 32 * 128 * 128 * 4
+    assert (windows.full_layers, windows.windowed_layers, windows.window) == (18, 18, 128)
+    assert windows.state_bytes() == 18 * 128 * 2 * 8 * 64 * 2 and named_model("deepseek-r1").state_bytes() == 0
+
+
+def test_every_bundled_config_names_its_source() -> None:
+    for name in model_names():
+        text = files("tripool.planner.models").joinpath(f"{name}.json").read_text("utf-8")
+        assert json.loads(text)["_source"].startswith("huggingface.co/")
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

@@ -16,13 +16,19 @@ class Mla:
     nope: int
     rope: int
     v: int
+    index_heads: int = 0
+    index_dim: int = 0
+    index_topk: int = 0
+    """Sparse attention: an indexer scores the whole cache in 8 bits and chooses so many tokens; 0: all are read."""
 
     def params(self, hidden: int) -> int:
         q_width = self.heads * (self.nope + self.rope)
         query = hidden * self.q_rank + self.q_rank * q_width + self.q_rank if self.q_rank else hidden * q_width
         latent = hidden * (self.kv_rank + self.rope) + self.kv_rank
         expand = self.kv_rank * self.heads * (self.nope + self.v)
-        return query + latent + expand + self.heads * self.v * hidden
+        index = (self.q_rank or hidden) * self.index_heads * self.index_dim
+        index += hidden * (self.index_dim + self.index_heads) + 2 * self.index_dim if self.index_topk else 0
+        return query + latent + expand + self.heads * self.v * hidden + index
 
     @property
     def kv_width(self) -> int:
@@ -42,6 +48,20 @@ class Mla:
         """Ways in which tensor parallelism splits the cache: none, every head reads all of it."""
         return 1
 
+    def attended(self, context: float) -> float:
+        """Cached tokens that one query reads."""
+        return min(context, float(self.index_topk)) if self.index_topk else context
+
+    @property
+    def index_flops(self) -> int:
+        """Per query token and cached token, in 8 bits."""
+        return 2 * self.index_heads * self.index_dim
+
+    @property
+    def index_bytes(self) -> int:
+        """Per cached token: the indexer's key in 8 bits and its scale."""
+        return self.index_dim + 4 if self.index_topk else 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gqa:
@@ -52,11 +72,15 @@ class Gqa:
     head_dim: int
     bias: bool = False
     qk_norm: bool = False
+    gated: bool = False
+    """The output is multiplied by a gate that is projected beside the query."""
+    index_topk = index_flops = index_bytes = 0
+    """Not sparse."""
 
     def params(self, hidden: int) -> int:
         q_width, kv_width = self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
         extra = (q_width + kv_width if self.bias else 0) + (2 * self.head_dim if self.qk_norm else 0)
-        return hidden * (2 * q_width + kv_width) + extra
+        return hidden * ((3 if self.gated else 2) * q_width + kv_width) + extra
 
     @property
     def kv_width(self) -> int:
@@ -72,6 +96,39 @@ class Gqa:
 
     def kv_split(self, tp: int) -> int:
         return min(tp, self.kv_heads)
+
+    def attended(self, context: float) -> float:
+        return context
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """Linear attention (gated delta rule): a state of fixed size per request instead of a cache."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv: int
+
+    def params(self, hidden: int) -> int:
+        keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
+        mixed = hidden * (2 * keys + 2 * values + 2 * self.value_heads) + (2 * keys + values) * self.conv
+        return mixed + 2 * self.value_heads + self.value_dim + values * hidden
+
+    @property
+    def state_elements(self) -> int:
+        return self.value_heads * self.key_dim * self.value_dim
+
+    @property
+    def state_bytes(self) -> int:
+        """Kept in 32 bits."""
+        return 4 * self.state_elements
+
+    @property
+    def flops(self) -> int:
+        """Per token: decay and update of the state, and its product with key and query."""
+        return 6 * self.state_elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +157,16 @@ class ModelShape:
     mtp_accept: float = 0.7
     """Default share of accepted drafts."""
     tied_head: bool = False
+    window: int = 0
+    windowed_layers: int = 0
+    """Layers whose attention reaches back `window` tokens."""
+    linear: Linear | None = None
+    linear_layers: int = 0
+
+    @property
+    def full_layers(self) -> int:
+        """Layers whose attention reads the whole context."""
+        return self.layers - self.windowed_layers - self.linear_layers
 
     @property
     def moe_layers(self) -> int:
@@ -110,9 +177,15 @@ class ModelShape:
         return self.layers - self.moe_layers
 
     @cached_property
-    def attention_params(self) -> int:
-        """Of one layer."""
-        return self.attention.params(self.hidden)
+    def attention_total(self) -> int:
+        """Of all layers."""
+        linear = self.linear_layers * self.linear.params(self.hidden) if self.linear else 0
+        return (self.layers - self.linear_layers) * self.attention.params(self.hidden) + linear
+
+    @cached_property
+    def attention_params(self) -> float:
+        """Of one layer, on average."""
+        return self.attention_total / self.layers
 
     @cached_property
     def dense_params(self) -> int:
@@ -134,10 +207,10 @@ class ModelShape:
     @cached_property
     def _outside_experts(self) -> int:
         embed = self.head_params * (1 if self.tied_head else 2)
-        layer = self.attention_params + 2 * self.hidden
+        norms = self.layers * 2 * self.hidden
         dense = self.dense_layers * self.dense_params
         gates = self.moe_layers * (self.moe.experts * (self.hidden + self.moe.gate_bias)) if self.moe else 0
-        return embed + self.hidden + self.layers * layer + dense + gates + self.moe_layers * self.shared_params
+        return embed + self.hidden + self.attention_total + norms + dense + gates + self.moe_layers * self.shared_params
 
     @cached_property
     def total_params(self) -> int:
@@ -156,4 +229,10 @@ class ModelShape:
         return 2 * (self.active_params - lookup)
 
     def kv_bytes_per_token(self, element_bytes: float = 2.0) -> float:
-        return self.layers * self.attention.kv_width * element_bytes
+        """Of the layers whose cache grows with the context."""
+        return self.full_layers * (self.attention.kv_width * element_bytes + self.attention.index_bytes)
+
+    def state_bytes(self, element_bytes: float = 2.0) -> float:
+        """Per request, whatever its length: windows and the states of linear attention."""
+        windows = self.windowed_layers * self.window * self.attention.kv_width * element_bytes
+        return windows + (self.linear_layers * self.linear.state_bytes if self.linear else 0.0)
