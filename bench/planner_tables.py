@@ -1,87 +1,28 @@
-"""The calibration of the planner and the tables of `docs/planner.md` and `docs/reproduce.md`.
-
-`refit` derives the constants from published rows by bisection; a test compares them with those that are shipped.
-Each constant has one row. The order matters: stacks first (rows with perfect balance), then drifts.
-"""
+"""The tables of `docs/planner.md` and `docs/reproduce.md`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 
-from tripool.planner.cost.setup import Routing, named_routing
 from tripool.planner.facts import Facts
-from tripool.planner.hardware import Hardware, hardware_names, named_hardware
-from tripool.planner.models import ModelShape, model_names, named_model
+from tripool.planner.hardware import hardware_names, named_hardware
+from tripool.planner.models import model_names, named_model
 from tripool.planner.reproduce import Table
 from tripool.planner.reproduce.lines import HEADS, cells, summarise, summary_words
-from tripool.planner.rows import CALIBRATION, Row, bundled_rows, compare_rows, predict, verdicts
+from tripool.planner.rows import bundled_rows, compare_rows, verdicts
+from tripool.planner.rows.calibrating import leave_family_out, refit
+from tripool.planner.rows.judging import PLAIN_MODEL, TABLES
 
-_MODEL = "deepseek-r1"
 _CONSTANTS_OF = ("ascend-910c", "h100", "h800")
-_ROUNDS = 40
-
-
-@dataclass(frozen=True, slots=True)
-class Constants:
-    routing: Routing
-    hardware: dict[str, Hardware]
-
-    def errors(self, rows: Sequence[Row], model: ModelShape) -> dict[Row, float]:
-        predictions = (predict(row, model, hardware=self.hardware, routing=self.routing) for row in rows)
-        return {each.row: each.error for each in predictions if each.error is not None}
-
-
-def refit(rows: Sequence[Row], model: ModelShape, *, decode_row: Row | None = None) -> Constants:
-    """From the calibration rows among `rows`; another `decode_row` may fix the decode drift (leave-one-out)."""
-    of = {CALIBRATION[row.key]: row for row in rows if row.key in CALIBRATION}
-    names = ("ascend-910c", "h100", "h800")
-    found = Constants(named_routing(), {name: named_hardware(name) for name in names})
-
-    def stack(name: str) -> None:
-        nonlocal found
-        start = found
-
-        def tried(value: float) -> Constants:
-            return replace(start, hardware=start.hardware | {name: replace(start.hardware[name], prefill_stack=value)})
-
-        found = tried(_solve(lambda value: _rate(of[f"{name} prefill_stack"], tried(value), model), 0.5, 4.0))
-
-    def drift(name: str, row: Row) -> None:
-        nonlocal found
-        start = found
-
-        def tried(value: float) -> Constants:
-            return replace(start, routing=replace(start.routing, **{name: value}))
-
-        found = tried(_solve(lambda value: _rate(row, tried(value), model), 0.01, 2.0))
-
-    stack("ascend-910c")
-    drift("prefill_drift", of["routing prefill_drift"])
-    drift("decode_drift", decode_row or of["routing decode_drift"])
-    stack("h100")
-    stack("h800")
-    return found
-
-
-def _rate(row: Row, constants: Constants, model: ModelShape) -> float:
-    error = predict(row, model, hardware=constants.hardware, routing=constants.routing).error
-    assert error is not None
-    return error
-
-
-def _solve(error: Callable[[float], float], low: float, high: float) -> float:
-    """Where a falling error crosses 0: larger constants make slower systems."""
-    for _ in range(_ROUNDS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if error(middle) > 0 else (low, middle)
-    return (low + high) / 2
 
 
 def planner_document(text: str) -> str:
     """`docs/planner.md` with its tables made anew."""
-    made = {"errors": errors_table, "left out": left_out_table, "models": models_table, "constants": constants_table}
+    made = {
+        "errors": errors_table, "families": families_table, "left out": left_out_table, "models": models_table,
+        "constants": constants_table,
+    }  # fmt: skip
     for name, table in made.items():
         text = _filled(text, name, table())
     return text
@@ -108,15 +49,16 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def errors_table() -> str:
-    model = named_model(_MODEL)
-    compared = compare_rows(bundled_rows(), model) + compare_rows(bundled_rows("further"), model)
+    model = named_model(PLAIN_MODEL)
+    compared = compare_rows([row for name in TABLES for row in bundled_rows(name)], model)
     rows = []
     for each in compared:
         row, prediction = each.prediction.row, each.prediction
-        numbers = (row.batch, row.context, row.published, prediction.predicted)
+        numbers = (row.batch, row.context, prediction.published, prediction.predicted)
         cells = ["" if value is None else f"{value:,.0f}" for value in numbers]
         error = "" if prediction.error is None else f"{prediction.error:+.1%}"
-        rows.append([row.system, row.hardware, row.phase, f"{row.ep or ''}", *cells, error, each.role])
+        role = f"{each.role}: {prediction.reason}" if prediction.reason else each.role
+        rows.append([row.system, row.hardware, row.phase, f"{row.ep or ''}", *cells, error, role])
     heads = ["system", "hardware", "phase", "EP", "batch", "context", "published", "predicted", "error", "row"]
     lines = [
         f"{each.family}: {each.validation_rows} validation rows, median {each.median:.1%}, worst {each.worst:.1%}."
@@ -126,9 +68,19 @@ def errors_table() -> str:
     return _table(heads, rows) + "\n" + " ".join(lines) + "\n"
 
 
+def families_table() -> str:
+    """Errors of each family with no constant fixed by a row of its own."""
+    rows = [row for name in TABLES for row in bundled_rows(name)]
+    lines = []
+    for each in leave_family_out(rows, named_model(PLAIN_MODEL)):
+        worst = max(abs(error) for error in each.errors.values())
+        lines.append([each.family, each.fixed_by, f"{len(each.errors)}", f"{each.median:.1%}", f"{worst:.1%}"])
+    return _table(["family", "constants", "rows", "median", "worst"], lines)
+
+
 def left_out_table() -> str:
     """Errors of all decode rows of the 910C when another of them fixes the drift."""
-    model, rows = named_model(_MODEL), bundled_rows()
+    model, rows = named_model(PLAIN_MODEL), bundled_rows()
     own = [row for row in rows if row.phase == "decode" and "910C" in row.hardware]
     own.sort(key=lambda row: row.batch or 0.0)
     lines = []

@@ -13,7 +13,25 @@ def test_validation_prints_each_row_and_the_bars(tripool):
     ran = tripool("plan", "--validate")
     assert ran.code == 0
     assert "CloudMatrix-Infer perfect EPLB" in ran.out and "calibration" in ran.out and "shown" in ran.out
-    assert "910C: 4 validation rows, median" in ran.out and "worst" in ran.out and "(bar 12%)" in ran.out
+    assert "910C: 3 calibration and 4 validation rows, median" in ran.out and "(bar 10%)" in ran.out
+    assert "family left out" in ran.out and "median of all" in ran.out and "batch not stated" in ran.out
+
+
+def test_rows_are_read_as_they_are_written(tripool, tmp_path):
+    """No rate, no word about MTP, another model, a batch that does not fit: shown with the reason, never refused."""
+    rows = tmp_path / "rows.csv"
+    rows.write_text(
+        "system,hardware,n_devices,phase,precision,ep,batch_per_device,context_len,mtp,tok_s_per_device,source\n"
+        "a,H100,72,decode,FP8,72,256,2000,0,,x\n"
+        "b,H100,72,decode,FP8,72,256,2000,,2785,x\n"
+        "LongCat-Flash,H800,128,decode,FP8,128,64,5000,0,3785,x\n"
+        "c,H100,72,decode,FP8,72,4096,8000,0,2785,x\n"
+        "d,MI355X,8,decode,FP8,8,64,2000,0,9,x\n"
+    )
+    ran = tripool("plan", "--validate", "--rows", str(rows))
+    assert ran.code == 0
+    for reason in ("no rate published", "MTP not stated", "no description of LongCat-Flash", "does not fit", "no bar"):
+        assert reason in ran.out, reason
 
 
 def test_a_broken_bar_is_an_exit_code(tripool, tmp_path):
@@ -33,6 +51,7 @@ def test_a_plan_with_its_files(tripool, tmp_path):
     page, saved = tmp_path / "plan.html", tmp_path / "deployment.toml"
     ran = tripool("plan", *SMALL, "--html", str(page), "--save", str(saved), "--price", "3", "--currency", "EUR")
     assert ran.code == 0 and "EUR/M out" in ran.out and "what would raise it" in ran.out
+    assert "published rows of" in ran.out or "assumed, no published row" in ran.out
     assert page.read_text().startswith("<!doctype html>") and 'model = "qwen3-30b-a3b"' in saved.read_text()
 
 

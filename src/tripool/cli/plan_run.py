@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from rich.table import Table
 from tripool.bench.trace import Workload, measure_trace, parse_trace
 from tripool.cli.files import read_file, write_file
 from tripool.cli.plan import PlanOptions
+from tripool.cli.plan_validate import validate
 from tripool.errors import InvalidRequest
 from tripool.planner.deployment import write_deployment
 from tripool.planner.errors import BadModelConfig
@@ -21,8 +21,8 @@ from tripool.planner.hardware import Hardware, named_hardware, parse_hardware
 from tripool.planner.models import ModelShape, named_model, read_config
 from tripool.planner.page import deployment_cells, render_plan
 from tripool.planner.probe import describe, probe
-from tripool.planner.report import parts_ms, plan_data, validation_data, why
-from tripool.planner.rows import Compared, Verdict, bundled_rows, compare_rows, parse_rows, verdicts
+from tripool.planner.report import parts_ms, plan_data, why
+from tripool.planner.rows import band_of
 from tripool.planner.search import Plan, PlanGoal, make_plan
 
 _BROKEN = 1
@@ -32,7 +32,8 @@ _PARTS = 4
 
 def run(given: PlanOptions) -> None:
     if given.validate:
-        raise typer.Exit(0 if _validate(given.model, given.rows, given.as_json) else _BROKEN)
+        holds = validate(planned_model(given.model), given.rows, given.as_json, console())
+        raise typer.Exit(0 if holds else _BROKEN)
     if given.rows is not None:
         raise InvalidRequest("--rows is for --validate", hint="add --validate", param="rows")
     work = _workload(given.trace, given.input_len, given.output_len)
@@ -51,17 +52,6 @@ def run(given: PlanOptions) -> None:
         typer.echo(json.dumps(plan_data(goal, found), indent=1))
     else:
         show_plan(goal, found, work.requests_per_s)
-
-
-def _validate(model: str, rows: Path | None, as_json: bool) -> bool:
-    table = bundled_rows() if rows is None else parse_rows(read_file(rows), str(rows))
-    compared = compare_rows(table, planned_model(model))
-    found = verdicts(compared)
-    if as_json:
-        typer.echo(json.dumps(validation_data(compared, found), indent=1))
-    else:
-        show_validation(compared, found)
-    return all(each.ok for each in found)
 
 
 def planned_model(name: str) -> ModelShape:
@@ -107,6 +97,10 @@ def show_plan(ask: PlanGoal, plan: Plan, wanted_per_s: float | None) -> None:
         f"{ask.input_tokens:,.0f} tokens in ({ask.cached_share:.1%} cached), {ask.output_tokens:,.0f} out; "
         f"TTFT {ask.ttft_s * 1e3:,.0f} ms, TPOT {ask.tpot_s * 1e3:g} ms; {plan.num_considered:,} combinations"
     )
+    slower = {"TPOT ms": best.tpot_s * 1e3, "TTFT ms": best.ttft_s * 1e3}
+    if best.cost_per_million:
+        slower[f"{ask.money}/M out"] = best.cost_per_million
+    out.print(band_of(ask.hardware).beside({"requests/s": best.requests_per_s}, slower))
     table = Table("prefill", "decode")
     for name in ("requests/s", "out tok/s/chip", "TPOT ms", "TTFT ms", f"{ask.money}/M out", "spare", "binds"):
         table.add_column(name, justify="right")
@@ -128,36 +122,3 @@ def show_plan(ask: PlanGoal, plan: Plan, wanted_per_s: float | None) -> None:
     if wanted_per_s is not None:
         times = best.requests_per_s / wanted_per_s
         out.print(f"the trace asks for {wanted_per_s:.2f} requests/s on average; this carries {times:,.2f} times that")
-
-
-def show_validation(compared: Sequence[Compared], found: Sequence[Verdict]) -> None:
-    out = console()
-    table = Table("system", "hardware", "phase")
-    for name in ("EP", "batch", "context", "published", "predicted", "error"):
-        table.add_column(name, justify="right")
-    table.add_column("row")
-    for each in compared:
-        row, prediction = each.prediction.row, each.prediction
-        numbers = (row.ep, row.batch, row.context, row.published, prediction.predicted)
-        error = "" if prediction.error is None else f"{prediction.error:+.1%}"
-        cells = ("" if value is None else f"{value:,.0f}" for value in numbers)
-        name = prediction.hardware.name if prediction.hardware else row.hardware
-        table.add_row(row.system, name, row.phase, *cells, error, each.role)
-    out.print(table)
-    out.print(
-        "tok/s per device; rows without a batch (daily averages) or without described hardware: shown, not compared"
-    )
-    for verdict in found:
-        out.print(_line(verdict), markup=True)
-
-
-def _line(verdict: Verdict) -> str:
-    if verdict.median is None or verdict.worst is None:
-        return f"{verdict.family}: {verdict.calibration_rows} calibration rows, none to validate"
-    median_bar = "" if verdict.median_bar is None else f" (bar {verdict.median_bar:.0%})"
-    worst_bar = "" if verdict.worst_bar is None else f" (bar {verdict.worst_bar:.0%})"
-    mark = "[green]ok[/]" if verdict.ok else "[red]broken[/]"
-    return (
-        f"{verdict.family}: {verdict.validation_rows} validation rows, median {verdict.median:.1%}{median_bar}, "
-        f"worst {verdict.worst:.1%}{worst_bar}; {verdict.calibration_rows} calibration rows: {mark}"
-    )

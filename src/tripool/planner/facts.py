@@ -56,6 +56,9 @@ class Facts:
             raise self.error(section, "is missing or empty")
         return {key: self._fact(f"{section}.{key}", entry, 0.0).value for key, entry in found.items()}
 
+    def sections(self) -> list[str]:
+        return list(self._tree)
+
     def tables(self, section: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """(path for messages, table) of a list of tables."""
         found = self._tree.get(section, [])

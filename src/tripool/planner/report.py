@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from tripool.planner.cost import Setup, StepCost
-from tripool.planner.rows import Compared, Verdict
+from tripool.planner.rows import Compared, Verdict, band_of
+from tripool.planner.rows.calibrating import LeftOut
 from tripool.planner.search import Deployment, Plan, PlanGoal
 
 BOUND_WORDS = {
@@ -32,6 +33,7 @@ def plan_data(goal: PlanGoal, plan: Plan) -> dict[str, Any]:
         "cached_share": goal.cached_share,
         "ttft_ms": goal.ttft_s * 1e3,
         "tpot_ms": goal.tpot_s * 1e3,
+        "error": _band_data(goal, plan.deployments[0]),
         "considered": plan.num_considered,
         "deployments": [deployment_data(goal, found) for found in plan.deployments],
         "front": [
@@ -113,10 +115,30 @@ def _setup(setup: Setup) -> dict[str, Any]:
     }
 
 
-def validation_data(compared: Sequence[Compared], found: Sequence[Verdict]) -> dict[str, Any]:
+def _band_data(goal: PlanGoal, best: Deployment) -> dict[str, Any]:
+    """How far the hardware's published rows are from their predictions, and the limits of the best plan's figures."""
+    band = band_of(goal.hardware)
+    return {
+        "family": band.family,
+        "rows": band.rows,
+        "words": band.words(),
+        "requests_per_s": band.around(best.requests_per_s),
+        "tpot_ms": band.around_time(best.tpot_s * 1e3),
+        "ttft_ms": band.around_time(best.ttft_s * 1e3),
+        "cost_per_million": band.around_time(best.cost_per_million) if best.cost_per_million else None,
+    }
+
+
+def validation_data(
+    compared: Sequence[Compared], found: Sequence[Verdict], left_out: Sequence[LeftOut] = ()
+) -> dict[str, Any]:
     rows = [_row_data(each) for each in compared]
     families = [{**asdict(each), "ok": each.ok} for each in found]
-    return {"rows": rows, "families": families, "ok": all(each.ok for each in found)}
+    without = [
+        {"family": each.family, "fixed_by": each.fixed_by, "rows": len(each.errors), "median": each.median}
+        for each in left_out
+    ]
+    return {"rows": rows, "families": families, "left_out": without, "ok": all(each.ok for each in found)}
 
 
 def _row_data(compared: Compared) -> dict[str, Any]:
@@ -128,9 +150,10 @@ def _row_data(compared: Compared) -> dict[str, Any]:
         "ep": row.ep,
         "batch_per_device": row.batch,
         "context": row.context,
-        "published": row.published,
+        "published": prediction.published,
         "predicted": prediction.predicted,
         "error": prediction.error,
         "role": compared.role,
+        "reason": prediction.reason,
         "source": row.source,
     }

@@ -34,9 +34,10 @@ def decode_exchange(
     hardware: Hardware, model: ModelShape, precision: str, *, ep: int, tokens: float, hot_tokens: float
 ) -> Exchanged:
     """Each rank sends `tokens`; the busiest one receives `hot_tokens` and sends as many back. A copy is a message."""
-    _, remote = _plane_of(hardware, ep)
+    plane, remote = _plane_of(hardware, ep)
+    most = hardware.exchange.decode_gb_s * 1e9 if plane.kind == "memory" else float("inf")
     sender_s = tokens * hardware.exchange.token_us * 1e-6
-    return _exchanged(hardware, model, precision, ep, hot_tokens * remote, sender_s)
+    return _exchanged(hardware, model, precision, ep, hot_tokens * remote, sender_s, most=most)
 
 
 def prefill_exchange(
@@ -53,14 +54,19 @@ def prefill_exchange(
 
 
 def _exchanged(
-    hardware: Hardware, model: ModelShape, precision: str, ep: int, messages: float, sender_s: float = 0.0
-) -> Exchanged:
-    """`messages`: that cross the limiting plane, out and back; `sender_s`: the sender's own time."""
+    hardware: Hardware, model: ModelShape, precision: str, ep: int, messages: float, sender_s: float = 0.0, *,
+    most: float = float("inf"),
+) -> Exchanged:  # fmt: skip
+    """`messages`: that cross the limiting plane, out and back; `sender_s`: the sender's own time; `most`: rate that
+    the kernels reach, per chip.
+    """
     if ep == 1:
         return Exchanged(0.0, 0.0, 0.0, 0.0)
     plane, _ = _plane_of(hardware, ep)
-    fixed_s = (hardware.exchange.fixed_us + hardware.exchange.per_peer_us * ep) * 1e-6
-    out_s, back_s = (messages * size / (plane.bytes_per_s / hardware.ranks) for size in message_bytes(model, precision))
+    fixed_us = hardware.exchange.near_us if plane.kind == "memory" else hardware.exchange.fixed_us
+    fixed_s = (fixed_us + hardware.exchange.per_peer_us * ep) * 1e-6
+    rate = min(plane.bytes_per_s, most) / hardware.ranks
+    out_s, back_s = (messages * size / rate for size in message_bytes(model, precision))
     out_s += sender_s
     return Exchanged(2 * fixed_s, out_s + back_s, fixed_s + out_s, fixed_s + back_s)
 
@@ -80,7 +86,7 @@ def reduce_s(hardware: Hardware, model: ModelShape, *, tp: int, tokens: float) -
         return 0.0
     plane, _ = _plane_of(hardware, tp)
     moved = 2.0 * (tp - 1) / tp * tokens * 2 * model.hidden
-    return plane.latency_us * 2e-6 * (tp - 1).bit_length() + moved / (plane.bytes_per_s / hardware.ranks)
+    return plane.latency_us * 1e-6 * (1 + (tp - 1).bit_length()) + moved / (plane.bytes_per_s / hardware.ranks)
 
 
 def _plane_of(hardware: Hardware, ranks: int) -> tuple[Plane, float]:

@@ -13,19 +13,42 @@ from tripool.planner.hardware import WEIGHT_BYTES, Hardware
 from tripool.planner.models import ModelShape
 
 
-def gemm_s(hardware: Hardware, params: float, rows: float, precision: str, *, lost_rows: float = 0.0) -> float:
-    """`rows` of activations through `params` weights that are read once. `lost_rows`: to tiles and pipeline."""
-    read_s = params * WEIGHT_BYTES[precision] / (hardware.hbm_bytes_per_s * hardware.memory_share)
-    return max(read_s, 2.0 * params * (rows + lost_rows) / (hardware.flops[precision] * hardware.gemm_share))
+def gemm_s(hardware: Hardware, params: float, rows: float, precision: str) -> float:
+    """`rows` of activations through `params` weights that are read once."""
+    read_s = memory_s(hardware, params * WEIGHT_BYTES[precision])
+    return max(read_s, 2.0 * params * rows / (hardware.flops[precision] * hardware.gemm_shares[precision]))
+
+
+def grouped_gemm_s(hardware: Hardware, params: float, rows: float, precision: str) -> float:
+    """Experts of `params` weights together, `rows` each: tiles and pipelines cost rows that nobody sent."""
+    read_s = params * WEIGHT_BYTES[precision] / (hardware.hbm_bytes_per_s * hardware.grouped_memory_shares[precision])
+    padded = max(hardware.gemm_tile, rows + hardware.gemm_rows)
+    return max(read_s, 2.0 * params * padded / (hardware.flops[precision] * hardware.grouped_shares[precision]))
 
 
 def memory_s(hardware: Hardware, num_bytes: float) -> float:
     return num_bytes / (hardware.hbm_bytes_per_s * hardware.memory_share)
 
 
-def attention_s(hardware: Hardware, flops: float, num_bytes: float) -> float:
-    """Scores and values in BF16; compute-bound with many heads per cached byte, else bound by reading the cache."""
-    compute_s = flops / (hardware.flops["bf16"] * hardware.attention_compute_share)
+def attention_s(
+    hardware: Hardware, flops: float, num_bytes: float, *, eight_bit: bool = False, sparse: bool = False,
+    prefill: bool = False,
+) -> float:  # fmt: skip
+    """Scores and values; compute-bound with many heads per cached byte, else bound by reading the cache."""
+    share = hardware.prefill_attention_share if prefill else hardware.attention_compute_share
+    share8 = hardware.prefill_attention_8bit_share if prefill else hardware.attention_8bit_share
+    rate = hardware.flops["bf16"] * share
+    if sparse:
+        rate = hardware.flops["bf16"] * hardware.attention_sparse_share
+    elif eight_bit and share8:
+        rate = hardware.flops[hardware.eight_bit] * share8
+    return max(flops / rate, num_bytes / (hardware.hbm_bytes_per_s * hardware.attention_memory_share))
+
+
+def index_s(hardware: Hardware, flops: float, num_bytes: float) -> float:
+    """The indexer of sparse attention: 8-bit scores over the whole cache."""
+    precision = hardware.eight_bit
+    compute_s = flops / (hardware.flops[precision] * hardware.gemm_shares[precision])
     return max(compute_s, num_bytes / (hardware.hbm_bytes_per_s * hardware.attention_memory_share))
 
 
@@ -58,7 +81,7 @@ class LayerModel:
         setup = self.setup
         if self.model.moe is None:
             return None
-        return place_experts(self.model, setup.ep, self.routing.redundant_share, setup.balance)
+        return place_experts(self.model, setup.holding_ranks, self.routing.redundant_share, setup.balance)
 
     def passes_s(self, tokens: float) -> float:
         """Operators that only read and write activations."""
@@ -71,12 +94,14 @@ class LayerModel:
         placed = self.placed
         if placed is None or placed.shared_ranks or not self.model.shared_params:
             return 0.0
-        return gemm_s(self.hardware, self.model.shared_params, tokens, self.setup.precision)
+        if self.setup.split_experts:
+            return self._split_s(self.model.shared_params, tokens)
+        return gemm_s(self.hardware, self.model.shared_params, tokens, self.setup.dense_precision)
 
     def _split_s(self, params: float, tokens: float, precision: str | None = None) -> float:
         """Attention projections, dense FFN, head: a tensor-parallel group shares weights and tokens."""
         tp = self.setup.tp
-        return gemm_s(self.hardware, params / tp, tokens * tp, precision or self.setup.precision)
+        return gemm_s(self.hardware, params / tp, tokens * tp, precision or self.setup.dense_precision)
 
     def _reduce_s(self, tokens: float) -> float:
         return reduce_s(self.hardware, self.model, tp=self.setup.tp, tokens=tokens * self.setup.tp)
@@ -86,10 +111,12 @@ class LayerModel:
         return compute_s * self.routing.jitter * deviations(self.setup.ep)
 
     def experts(self, tokens: float, drift: float) -> ExpertWork:
-        """Routed experts on the busiest rank, if every rank sends `tokens`."""
+        """Routed experts on the busiest rank, if every rank with requests sends `tokens`."""
         moe, placed, setup = self.model.moe, self.placed, self.setup
         assert moe is not None and placed is not None
-        mean = tokens * moe.top_k * setup.ep / placed.routed_ranks
+        if setup.split_experts:
+            return self._split_experts(tokens * setup.tp * moe.top_k)
+        mean = tokens * moe.top_k * setup.attention_ranks / placed.routed_ranks
         hot = hottest(
             moe.experts, placed.slots, placed.routed_ranks, mean,
             popularity=self.routing.popularity, drift=drift, balance=setup.balance,
@@ -97,15 +124,23 @@ class LayerModel:
         hot_tokens = mean * hot
         # With few tokens, some experts are not read.
         active = placed.per_rank * (1.0 - exp(-hot_tokens / placed.per_rank))
-        seconds = gemm_s(
-            self.hardware, self.model.expert_params * active, hot_tokens / max(active, 1e-9), setup.precision,
-            lost_rows=self.hardware.gemm_rows,
-        )  # fmt: skip
+        rows = hot_tokens / max(active, 1e-9)
+        seconds = grouped_gemm_s(self.hardware, self.model.expert_params * active, rows, setup.precision)
         if placed.shared_ranks:
-            shared_tokens = tokens * setup.ep / placed.shared_ranks
-            seconds = max(seconds, gemm_s(self.hardware, self.model.shared_params, shared_tokens, setup.precision))
+            shared_tokens = tokens * setup.attention_ranks / placed.shared_ranks
+            shared_s = gemm_s(self.hardware, self.model.shared_params, shared_tokens, setup.dense_precision)
+            seconds = max(seconds, shared_s)
             hot_tokens = max(hot_tokens, shared_tokens)
         return ExpertWork(seconds, hot, hot_tokens)
+
+    def _split_experts(self, copies: float) -> ExpertWork:
+        """Each rank computes its part of every expert, for the token copies of the whole group."""
+        moe, setup = self.model.moe, self.setup
+        assert moe is not None
+        active = moe.experts * (1.0 - exp(-copies / moe.experts))
+        params = self.model.expert_params * active / setup.ep
+        seconds = grouped_gemm_s(self.hardware, params, copies / max(active, 1e-9), setup.precision)
+        return ExpertWork(seconds, 1.0, copies / setup.ep)
 
     def dense_layer(self, tokens: float, scores_s: float, *, stack: float = 1.0) -> LayerCost:
         """`stack`: time of the compute operators over the sum of their own times."""
@@ -115,7 +150,7 @@ class LayerModel:
             ("dense FFN", stack * self._split_s(self.model.dense_params, tokens)),
             ("activations", stack * self.passes_s(tokens)),
             ("tensor parallel", 2 * self._reduce_s(tokens)),
-            ("layer", self.hardware.layer_s),
+            ("layer", self.hardware.dense_layer_s),
         )
         return LayerCost(sum(seconds for _, seconds in parts), 1.0, parts)
 
@@ -136,9 +171,11 @@ class LayerModel:
             ("experts", stack * count * work.seconds),
             ("shared expert", stack * count * self.shared_s(share)),
             ("activations", stack * count * self.passes_s(share)),
-            ("tensor parallel", count * self._reduce_s(share)),
-            ("layer", self.hardware.layer_s),
+            ("tensor parallel", count * self._reduce_s(share) * (2 if self.setup.split_experts else 1)),
+            ("layer", count * self.hardware.layer_s),
         )
+        if self.setup.expert_ranks:
+            return self._two_pools(dict(parts), work, moved)
         worked_s = sum(seconds for _, seconds in parts)
         jitter_s = self.jitter_s(worked_s)
         compute_s = worked_s + jitter_s
@@ -147,6 +184,20 @@ class LayerModel:
         seconds = overlapped(compute_s, count * moved.fixed_s, count * moved.bytes_s, exposed, count)
         exchanged = (("dispatch", count * moved.dispatch_s), ("combine", count * moved.combine_s))
         return LayerCost(seconds, work.hot, (*parts, ("jitter", jitter_s), *exchanged))
+
+    def _two_pools(self, parts: dict[str, float], work: ExpertWork, moved: Exchanged) -> LayerCost:
+        """Attention and experts on ranks of their own: while one microbatch is with the experts, the other is with
+        attention; the slower pool sets the pace, and one exchange of each microbatch is not hidden.
+        """
+        count = self.setup.microbatches
+        jitter_s = self.jitter_s(sum(parts.values()))
+        experts_s = parts["experts"] + parts["shared expert"]
+        attention_s = sum(parts.values()) - experts_s + jitter_s
+        exchange_s = moved.dispatch_s + moved.combine_s
+        exchanged = (("dispatch", count * moved.dispatch_s), ("combine", count * moved.combine_s))
+        round_s = attention_s / count + experts_s / count + exchange_s  # of one microbatch, alone
+        seconds = max(attention_s, experts_s, count * exchange_s, round_s)
+        return LayerCost(seconds, work.hot, (*parts.items(), ("jitter", jitter_s), *exchanged))
 
 
 def step_cost(layers: Sequence[tuple[int, LayerCost]], fixed: dict[str, float]) -> StepCost:

@@ -44,15 +44,43 @@ class Setup:
     """Ranks that share one copy of attention and its requests."""
     microbatches: int = 1
     drafts: int = 0
-    """Tokens drafted per step by the MTP layer: 0 or 1."""
+    """Tokens drafted per step, one after the other, by the MTP layer."""
     accept: float = 0.0
-    """Share of drafts accepted."""
+    """Share of drafts accepted, over all of them."""
     balance: Balance = "balanced"
     kv_element_bytes: float = 2.0
+    attention_8bit: bool = False
+    """Attention computes in 8 bits over an 8-bit cache."""
+    split_experts: bool = False
+    """Every rank holds a part of each expert (tensor parallelism) instead of some experts; `tp == ep`."""
+    expert_ranks: int = 0
+    """Of `ep`: ranks that hold only experts, the others only attention. 0: every rank holds both."""
 
     def __post_init__(self) -> None:
         assert self.ep >= 1 and self.tp >= 1 and self.ep % self.tp == 0, "tensor-parallel groups must divide the ranks"
-        assert self.microbatches in (1, 2) and self.drafts in (0, 1) and 0.0 <= self.accept <= 1.0
+        assert self.microbatches in (1, 2) and self.drafts >= 0 and 0.0 <= self.accept <= 1.0
+        assert not self.split_experts or self.tp == self.ep, "experts are split over the tensor-parallel group"
+        assert 0 <= self.expert_ranks < self.ep and not (self.expert_ranks and (self.tp > 1 or self.microbatches == 1))
+
+    @property
+    def dense_precision(self) -> str:
+        """Of all but the experts: checkpoints with 4-bit experts keep the rest in 8 bits."""
+        return "fp8" if self.precision == "fp4" else self.precision
+
+    @property
+    def attention_ranks(self) -> int:
+        """Ranks with requests."""
+        return self.ep - self.expert_ranks
+
+    @property
+    def holding_ranks(self) -> int:
+        """Ranks over which experts are spread."""
+        return self.expert_ranks or self.ep
+
+    @property
+    def exchanging_ranks(self) -> int:
+        """Ranks that send tokens to experts of each other."""
+        return 1 if self.split_experts else self.ep
 
     @property
     def query_tokens(self) -> int:
@@ -121,6 +149,9 @@ class Footprint:
     available: float
     kv_per_token: float
 
+    state: float = 0.0
+    """Per request, whatever its length."""
+
     @property
     def kv(self) -> float:
         """Bytes left for KV; negative if the weights do not fit."""
@@ -128,23 +159,35 @@ class Footprint:
 
     def max_requests(self, tokens_each: float) -> float:
         """Requests per rank whose KV fits."""
-        return max(0.0, self.kv) / (self.kv_per_token * tokens_each)
+        return max(0.0, self.kv) / (self.kv_per_token * tokens_each + self.state)
 
 
 def footprint(hardware: Hardware, model: ModelShape, setup: Setup, routing: Routing | None = None) -> Footprint:
+    """Of a rank with requests; where experts have ranks of their own, of the fuller kind of rank."""
     routing = routing or named_routing()
-    weight = WEIGHT_BYTES[setup.precision]
-    layers = model.layers + setup.drafts
-    replicated = layers * model.attention_params + model.dense_layers * model.dense_params
+    weight, dense = WEIGHT_BYTES[setup.precision], WEIGHT_BYTES[setup.dense_precision]
+    drafting = 1 if setup.drafts else 0  # one MTP layer makes all drafts
+    replicated = (model.layers + drafting) * model.attention_params + model.dense_layers * model.dense_params
     head_bytes = 2.0 * model.head_params * (1 if model.tied_head else 2)
     experts = 0.0
     if model.moe is not None:
-        placed = place_experts(model, setup.ep, routing.redundant_share, setup.balance)
-        per_layer = placed.per_rank * model.expert_params + (0 if placed.shared_ranks else model.shared_params)
-        experts = (model.moe_layers + setup.drafts) * per_layer
-    weights = (replicated * weight + head_bytes) / setup.tp + experts * weight
+        moe_layers = model.moe_layers + drafting
+        if setup.split_experts:
+            held = model.moe.experts * model.expert_params / setup.ep
+            replicated += moe_layers * model.shared_params
+        else:
+            placed = place_experts(model, setup.holding_ranks, routing.redundant_share, setup.balance)
+            held = placed.per_rank * model.expert_params
+            experts = 0.0 if placed.shared_ranks else moe_layers * model.shared_params * dense
+        experts += moe_layers * held * weight
+    attention = (replicated * dense + head_bytes) / setup.tp
     split = model.attention.kv_split(setup.tp)
-    drafted = setup.drafts * model.attention.kv_width * setup.kv_element_bytes
+    drafted = drafting * model.attention.kv_width * setup.kv_element_bytes
     kv_per_token = (model.kv_bytes_per_token(setup.kv_element_bytes) + drafted) * setup.tp / split
     # A tensor-parallel group holds `tp` times a rank's requests, split as far as the cache splits.
-    return Footprint(weights, hardware.buffers_bytes, hardware.hbm_bytes * hardware.hbm_usable, kv_per_token)
+    state = model.state_bytes(setup.kv_element_bytes) * setup.tp / split
+    available = hardware.hbm_bytes * hardware.hbm_usable
+    weights = attention + experts
+    if setup.expert_ranks:
+        weights = available if experts + hardware.buffers_bytes > available else attention
+    return Footprint(weights, hardware.buffers_bytes, available, kv_per_token, state)

@@ -24,8 +24,10 @@ _MEDIAN = 0.6931  # expected number of ranks above the median of the maximum: -l
 def hottest(
     experts: int, slots: int, ranks: int, tokens: float, *, popularity: float, drift: float, balance: Balance
 ) -> float:
-    """Busiest rank over mean rank, if a mean rank gets `tokens`. 1.0 is perfect balance."""
-    if balance == "perfect" or ranks == 1:
+    """Busiest rank over mean rank, if a mean rank gets `tokens`. Perfect balance is of the mean alone: tokens still
+    choose at random, and few of them scatter.
+    """
+    if ranks == 1:
         return 1.0
     scatter = min(1.0 / sqrt(max(tokens, 1e-9)), _GRID[-1])
     values = _on_grid(experts, slots, ranks, popularity, drift, balance)
@@ -39,7 +41,7 @@ def hottest(
 def _on_grid(
     experts: int, slots: int, ranks: int, popularity: float, drift: float, balance: Balance
 ) -> tuple[float, ...]:
-    loads = _rank_loads(experts, slots, ranks, popularity, balance)
+    loads = [(1.0, 0.0, ranks)] if balance == "perfect" else _rank_loads(experts, slots, ranks, popularity, balance)
     return tuple(_median_of_maximum(loads, drift, scatter) for scatter in _GRID)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import sqrt
 
 from tripool.planner.cost.exchange import Exchanged, decode_exchange, prefill_exchange
-from tripool.planner.cost.layer import ExpertWork, LayerModel, attention_s, step_cost
+from tripool.planner.cost.layer import ExpertWork, LayerCost, LayerModel, attention_s, index_s, memory_s, step_cost
 from tripool.planner.cost.setup import Routing, Setup, StepCost, named_routing
 from tripool.planner.cost.skew import deviations
 from tripool.planner.hardware import Hardware
@@ -33,20 +33,33 @@ class DecodeModel(_Instance):
         """`requests` per rank with `context` cached tokens on average. `context_spread`: standard deviation of a
         request's context over the mean; the slowest rank has the longest contexts.
         """
+        model, setup = self.model, self.setup
         if requests and context_spread:
-            context *= 1.0 + context_spread * deviations(self.setup.ep // self.setup.tp) / sqrt(requests)
-        model, setup, layer = self.model, self.setup, self._layer
-        tokens, scores_s = requests * setup.query_tokens, self._scores_s(requests, context)
-        moe_layers = model.moe_layers + (setup.drafts if model.moe_layers else 0)
-        dense_layers = model.dense_layers + (0 if model.moe_layers else setup.drafts)
+            context *= 1.0 + context_spread * deviations(setup.attention_ranks // setup.tp) / sqrt(requests)
+        layers = self._layers(requests, setup.query_tokens, context, model.moe_layers, model.dense_layers)
+        tokens = requests * setup.query_tokens
+        if setup.drafts:  # the first pass of the MTP layer is over all tokens of the step, the others over one each
+            moe, dense = (1, 0) if model.moe_layers else (0, 1)
+            layers += self._layers(requests, setup.query_tokens, context, moe, dense)
+            others = setup.drafts - 1
+            layers += self._layers(requests, 1, context, others * moe, others * dense)
+        head_s = self._layer.head_s(tokens) + setup.drafts * self._layer.head_s(requests)
+        step_s = self.hardware.step_s + (self.hardware.draft_s if setup.drafts else 0.0)
+        return step_cost(layers, {"head": head_s, "step": step_s})
+
+    def _layers(
+        self, requests: float, query_tokens: int, context: float, moe_layers: int, dense_layers: int
+    ) -> list[tuple[int, LayerCost]]:
+        """So many layers of each kind, over `query_tokens` of each request."""
+        tokens, scores_s = requests * query_tokens, self._scores_s(requests, query_tokens, context)
         layers = []
         if moe_layers:
             drift, exposed = self.routing.decode_drift, self.hardware.exchange.decode_exposed
-            layers.append((moe_layers, layer.moe_layer(tokens, scores_s, self._exchange, drift=drift, exposed=exposed)))
+            moe = self._layer.moe_layer(tokens, scores_s, self._exchange, drift=drift, exposed=exposed)
+            layers.append((moe_layers, moe))
         if dense_layers:
-            layers.append((dense_layers, layer.dense_layer(tokens, scores_s)))
-        head_s = (1 + setup.drafts) * layer.head_s(tokens)
-        return step_cost(layers, {"head": head_s, "step": self.hardware.step_s})
+            layers.append((dense_layers, self._layer.dense_layer(tokens, scores_s)))
+        return layers
 
     def tpot_s(self, requests: float, context: float) -> float:
         return self.step(requests, context).seconds / self.setup.tokens_per_step
@@ -54,17 +67,34 @@ class DecodeModel(_Instance):
     def tokens_per_s_per_chip(self, requests: float, context: float) -> float:
         return requests * self.hardware.ranks / self.tpot_s(requests, context)
 
-    def _scores_s(self, requests: float, context: float) -> float:
-        attention, tp = self.model.attention, self.setup.tp
-        flops = requests * self.setup.query_tokens * context * attention.decode_flops
-        cached = requests * tp / attention.kv_split(tp) * context * attention.kv_width * self.setup.kv_element_bytes
-        return attention_s(self.hardware, flops, cached)
+    def _scores_s(self, requests: float, query_tokens: int, context: float) -> float:
+        """Of one layer, on average over a model's kinds of attention."""
+        model, attention, tp = self.model, self.model.attention, self.setup.tp
+        queries = requests * query_tokens
+        held = requests * tp / attention.kv_split(tp)
+
+        def over(cached: float, *, sparse: bool = False) -> float:
+            num_bytes = held * cached * attention.kv_width * self.setup.kv_element_bytes
+            flops = queries * cached * attention.decode_flops
+            return attention_s(self.hardware, flops, num_bytes, eight_bit=self.setup.attention_8bit, sparse=sparse)
+
+        read = attention.attended(context)
+        full_s = over(read, sparse=read < context)
+        if attention.index_topk:
+            scanned = held * context * attention.index_bytes
+            full_s += index_s(self.hardware, queries * context * attention.index_flops, scanned)
+        total_s = model.full_layers * full_s + model.windowed_layers * over(min(context, float(model.window)))
+        if model.linear is not None:
+            states_s = memory_s(self.hardware, 2.0 * requests * model.linear.state_bytes)  # read and written
+            total_s += model.linear_layers * states_s
+        return total_s / model.layers
 
     def _exchange(self, tokens: float, work: ExpertWork) -> Exchanged:
         setup = self.setup
         return decode_exchange(
-            self.hardware, self.model, setup.precision, ep=setup.ep, tokens=tokens, hot_tokens=work.hot_tokens
-        )
+            self.hardware, self.model, setup.precision, ep=setup.exchanging_ranks, tokens=tokens,
+            hot_tokens=work.hot_tokens,
+        )  # fmt: skip
 
 
 class PrefillModel(_Instance):
@@ -102,9 +132,29 @@ class PrefillModel(_Instance):
         return num_bytes / self.hardware.cache_bytes_per_s[plane]
 
     def _scores_s(self, tokens: float, mean_context: float) -> float:
-        flops = tokens * mean_context * self.model.attention.prefill_flops
-        return attention_s(self.hardware, flops, 0.0)
+        """Of one layer, on average over a model's kinds of attention."""
+        model, attention = self.model, self.model.attention
+
+        def over(cached: float, flops: int, *, sparse: bool = False) -> float:
+            work = tokens * cached * flops
+            eight_bit = self.setup.attention_8bit
+            return attention_s(self.hardware, work, 0.0, eight_bit=eight_bit, sparse=sparse, prefill=True)
+
+        read = attention.attended(mean_context)
+        full_s = over(mean_context, attention.prefill_flops)
+        if read < mean_context:  # chosen tokens are read from the latent cache, without expanding it
+            full_s = over(read, attention.decode_flops, sparse=True)
+        if attention.index_topk:
+            full_s += index_s(self.hardware, tokens * mean_context * attention.index_flops, 0.0)
+        window_s = over(min(mean_context, float(model.window)), attention.prefill_flops)
+        total_s = model.full_layers * full_s + model.windowed_layers * window_s
+        if model.linear is not None:
+            linear_s = attention_s(self.hardware, tokens * model.linear.flops, 0.0, prefill=True)
+            total_s += model.linear_layers * linear_s
+        return total_s / model.layers
 
     def _exchange(self, tokens: float, work: ExpertWork) -> Exchanged:
         setup = self.setup
-        return prefill_exchange(self.hardware, self.model, setup.precision, ep=setup.ep, tokens=tokens, hot=work.hot)
+        return prefill_exchange(
+            self.hardware, self.model, setup.precision, ep=setup.exchanging_ranks, tokens=tokens, hot=work.hot
+        )

@@ -17,7 +17,9 @@ from tripool.planner.facts import Fact, Facts
 PlaneKind = Literal["memory", "transfer", "service"]
 PLANE_KINDS = ("memory", "transfer", "service")
 PRECISIONS = ("fp4", "fp8", "int8", "bf16")
-WEIGHT_BYTES = {"fp4": 0.5, "fp8": 1.0, "int8": 1.0, "bf16": 2.0}
+WEIGHT_BYTES = {"fp4": 0.5625, "fp8": 1.0, "int8": 1.0, "bf16": 2.0}
+"""NVFP4 has an 8-bit scale for each 16 weights."""
+_SPARSE = 410 / 660  # sparse over dense MLA decoding on H800, in TFLOPS: FlashMLA's README
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,10 @@ class Exchange:
     decode_exposed: float
     """Share of the transfer time that two microbatches cannot hide: it takes cores and bandwidth."""
     prefill_exposed: float
+    near_us: float
+    """`fixed_us` where all ranks are on one memory plane."""
+    decode_gb_s: float = float("inf")
+    """Rate of the low-latency kernels over the memory plane, per chip; they do not reach a fast plane's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +83,29 @@ class Hardware:
     hbm_bytes: float
     hbm_usable: float
     hbm_bytes_per_s: float
-    gemm_share: float
+    gemm_shares: Mapping[str, float]
+    """Share of a precision's peak that large GEMMs reach."""
+    grouped_shares: Mapping[str, float]
+    """The same of a decode step's grouped GEMMs over experts."""
     memory_share: float
+    grouped_memory_shares: Mapping[str, float]
+    """Share of the memory bandwidth at which experts' weights of a precision are read."""
     attention_compute_share: float
     attention_memory_share: float
+    attention_8bit_share: float
+    """Share of the 8-bit peak that attention over an 8-bit cache reaches; 0: it computes in BF16."""
+    prefill_attention_share: float
+    prefill_attention_8bit_share: float
+    attention_sparse_share: float
+    """Share of the BF16 peak that attention over chosen tokens reaches."""
     gemm_rows: float
-    """Rows that a GEMM loses to tiling and filling its pipeline, per expert."""
+    """Rows that a grouped GEMM loses to tiling and filling its pipeline, per expert."""
+    gemm_tile: float
+    """Least number of rows that a grouped GEMM computes per expert."""
     layer_s: float
+    """Of a layer and microbatch beside its operators' bytes and operations: launches, ramps, small kernels."""
+    dense_layer_s: float
+    """The same of a layer without experts."""
     step_s: float
     prefill_stack: float
     """A prefill layer's compute time over the sum of its operators at their own efficiencies."""
@@ -95,6 +117,8 @@ class Hardware:
     price_per_hour: float
     currency: str
     watts: float
+    draft_s: float = 0.0
+    """Of a step that drafts, beside the drafts themselves."""
     facts: Mapping[str, Fact] = field(default_factory=dict, repr=False, compare=False, hash=False)
 
     def plane(self, kind: PlaneKind) -> Plane:
@@ -107,6 +131,11 @@ class Hardware:
     def supports(self, precision: str) -> bool:
         return precision in self.flops
 
+    @property
+    def eight_bit(self) -> str:
+        """The 8-bit precision of this hardware, or BF16."""
+        return next((name for name in ("fp8", "int8") if name in self.flops), "bf16")
+
 
 def parse_hardware(text: str, origin: str) -> Hardware:
     facts = Facts(text, origin)
@@ -118,6 +147,12 @@ def parse_hardware(text: str, origin: str) -> Hardware:
     if "bf16" not in flops or not flops.keys() <= set(PRECISIONS):
         raise facts.error("tflops", f"must hold bf16, and may hold {', '.join(PRECISIONS)}")
     number = facts.number
+    gemm, memory, attention = (number("shares", key) for key in ("gemm", "memory", "attention_compute"))
+    gemm_shares = {name: number("shares", f"gemm_{name}", default=gemm) for name in flops}
+    grouped = {name: number("shares", f"grouped_{name}", default=gemm_shares[name]) for name in flops}
+    grouped_memory = {name: number("shares", f"grouped_memory_{name}", default=memory) for name in flops}
+    eight_bit = number("shares", "attention_8bit", default=0.0)
+    layer_us = number("overheads", "layer_us")
     return Hardware(
         name=facts.text("name"), title=facts.text("title"), family=facts.text("family"),
         currency=facts.text("currency"),
@@ -125,11 +160,15 @@ def parse_hardware(text: str, origin: str) -> Hardware:
         hbm_bytes=number("chip", "hbm_gb") * 1e9 / ranks,
         hbm_usable=number("chip", "hbm_usable"),
         hbm_bytes_per_s=number("chip", "hbm_tb_s") * 1e12 / ranks,
-        gemm_share=number("shares", "gemm"), memory_share=number("shares", "memory"),
-        attention_compute_share=number("shares", "attention_compute"),
+        gemm_shares=gemm_shares, grouped_shares=grouped, memory_share=memory, attention_compute_share=attention,
+        grouped_memory_shares=grouped_memory,
         attention_memory_share=number("shares", "attention_memory"),
-        gemm_rows=number("overheads", "gemm_rows"),
-        layer_s=number("overheads", "layer_us") * 1e-6,
+        attention_8bit_share=eight_bit,
+        prefill_attention_share=number("shares", "prefill_attention", default=attention),
+        prefill_attention_8bit_share=number("shares", "prefill_attention_8bit", default=eight_bit),
+        attention_sparse_share=number("shares", "attention_sparse", default=attention * _SPARSE),
+        gemm_rows=number("overheads", "gemm_rows"), gemm_tile=number("overheads", "gemm_tile", default=0.0),
+        layer_s=layer_us * 1e-6, dense_layer_s=number("overheads", "dense_layer_us", default=layer_us) * 1e-6,
         step_s=number("overheads", "step_us") * 1e-6,
         prefill_stack=number("overheads", "prefill_stack", least=0.1),
         buffers_bytes=number("overheads", "buffers_gb") * 1e9 / ranks,
@@ -141,7 +180,10 @@ def parse_hardware(text: str, origin: str) -> Hardware:
 
 def _exchange(facts: Facts) -> Exchange:
     names = ("fixed_us", "per_peer_us", "token_us", "prefill_core_share", "decode_exposed", "prefill_exposed")
-    return Exchange(**{name: facts.number("exchange", name) for name in names})
+    found = {name: facts.number("exchange", name) for name in names}
+    near_us = facts.number("exchange", "near_us", default=found["fixed_us"])
+    decode_gb_s = facts.number("exchange", "decode_gb_s", default=float("inf"))
+    return Exchange(**found, near_us=near_us, decode_gb_s=decode_gb_s)
 
 
 def _plane(facts: Facts, path: str, table: Mapping[str, object]) -> Plane:

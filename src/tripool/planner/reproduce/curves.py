@@ -69,7 +69,7 @@ def _decode(system: System) -> Iterator[Figure]:
             (row, details) for row, details in rows if row.context and row.batch and abs(row.context - context) <= 128
         ]
         tpots = tuple((row.batch or 0.0, details.tpot_ms or 0.0) for row, details in own)
-        published = tuple((row.batch or 0.0, row.published) for row, _ in own)
+        published = tuple((row.batch or 0.0, row.published or 0.0) for row, _ in own)
         predicted = [(batch, system.decode_rate(batch, context)) for batch in batches]
         times.append(Curve(name, tuple((batch, batch / rate * 1e3) for batch, rate in predicted), tpots))
         rates.append(Curve(name, tuple(predicted), published))
@@ -80,11 +80,11 @@ def _decode(system: System) -> Iterator[Figure]:
 def _rows(system: System) -> Figure:
     """All comparable rows: a point above the line is a prediction that is too high."""
     found = [compared for compared, _ in compared_rows(system) if compared.prediction.predicted is not None]
-    most = max(max(each.prediction.row.published, each.prediction.predicted or 0.0) for each in found)
+    most = max(max(each.prediction.published or 0.0, each.prediction.predicted or 0.0) for each in found)
     curves = [Curve("equal", ((0.0, 0.0), (most, most)))]
     for role in ("validation", "calibration"):
         pairs = (
-            (each.prediction.row.published, each.prediction.predicted or 0.0) for each in found if each.role == role
+            (each.prediction.published or 0.0, each.prediction.predicted or 0.0) for each in found if each.role == role
         )
         curves.append(Curve(role, (), tuple(pairs)))
     return Figure("All rows: predicted against published", "published tok/s per device", "predicted", tuple(curves))

@@ -56,7 +56,7 @@ def _line(
 
 def _rate(compared: Compared) -> TableLine:
     row = compared.prediction.row
-    return _line(compared, _row_name(row), "tok/s", row.published, compared.prediction.predicted)
+    return _line(compared, _row_name(row), "tok/s", row.published or 0.0, compared.prediction.predicted)
 
 
 def _row_name(row: Row) -> str:
@@ -103,7 +103,7 @@ def _classes(system: System, own: list[tuple[Compared, RowDetails]]) -> Table:
             batch, rate, stopped = found.batch, found.tok_s, found.stopped_by
             used = f"published runs at {details.tpot_ms:g} ms, this at {found.tpot_ms:.1f}; stopped by {stopped}"
         lines.append(_line(compared, f"{what}: batch", "requests", row.batch, batch, note=used))
-        lines.append(_line(compared, f"{what}: throughput", "tok/s", row.published, rate))
+        lines.append(_line(compared, f"{what}: throughput", "tok/s", row.published or 0.0, rate))
     description = (
         "The model chooses the largest batch within the limit, one request a die at a time. Published batches leave "
         "some of the limit unused (24.6 of 30 ms), which the model does not know."
@@ -119,7 +119,7 @@ def _per_tflops(rows: list[tuple[Compared, RowDetails]]) -> Table:
     lines = []
     for compared, details in rows:
         row, prediction = compared.prediction.row, compared.prediction
-        if details.tok_s_per_tflops is None or prediction.hardware is None:
+        if details.tok_s_per_tflops is None or prediction.hardware is None or row.precision is None:
             continue
         tflops = prediction.hardware.flops[row.precision] * prediction.hardware.ranks / 1e12
         predicted = None if prediction.predicted is None else prediction.predicted / tflops

@@ -1,0 +1,177 @@
+"""Evaluates predictions of published rows: calibration or validation, a bar per family of hardware, error bands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from statistics import median
+from typing import Literal
+
+from tripool.planner.cost.setup import Routing
+from tripool.planner.hardware import Hardware
+from tripool.planner.models import ModelShape, named_model
+from tripool.planner.rows.predicting import Prediction, hardware_of, predict
+from tripool.planner.rows.reading import Row, parse_rows
+
+CALIBRATION = {
+    ("CloudMatrix-Infer perfect EPLB", "prefill"): "ascend-910c prefill_stack",
+    ("CloudMatrix-Infer default EPLB", "prefill"): "routing prefill_drift",
+    ("CloudMatrix-Infer", "decode"): "routing decode_drift",
+    ("SGLang default", "prefill"): "h100 prefill_stack",
+    ("DeepSeek profile-data", "prefill"): "deepseek h800 prefill_stack",
+    ("SGLang long context, overlap scheduling", "decode"): "sglang step_us",
+}
+"""System and phase of a bundled row; the constant that it fixes."""
+_SAME = 0.01
+"""Rates closer than this, of rows alike in all else, are one measurement."""
+TABLES = ("published", "further")
+PLAIN_MODEL = "deepseek-r1"
+"""Of the bundled tables' rows that name none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    families: tuple[str, ...]
+    worst: float
+    median: float | None = None
+
+
+BARS = (
+    Bar(("910C",), worst=0.10),
+    Bar(("H100", "H800", "H200"), worst=0.15, median=0.08),
+    Bar(("H20", "GB200", "B200"), worst=0.25),
+)
+MEDIAN_LEFT_OUT = 0.15
+"""Bar of the median error when a family's own rows fix no constant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    prediction: Prediction
+    role: Literal["calibration", "validation", "shown"]
+    """shown: not compared, for the prediction's `reason`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    family: str
+    calibration_rows: int
+    validation_rows: int
+    median: float | None
+    """Errors of validation rows, unsigned; None without such rows."""
+    median_bar: float | None
+    worst: float | None
+    worst_bar: float | None
+    """None: this family has no bar."""
+
+    @property
+    def ok(self) -> bool:
+        held = ((self.median, self.median_bar), (self.worst, self.worst_bar))
+        return all(value is None or bar is None or value <= bar for value, bar in held)
+
+
+def bundled_rows(name: str = "published") -> list[Row]:
+    return parse_rows(files("tripool.planner.rows").joinpath(f"{name}.csv").read_text("utf-8"), f"{name}.csv")
+
+
+def fixed_by(row: Row) -> str | None:
+    """The constant that a row fixes: a row is one of calibration by its values, whatever its name."""
+    values = _values(row)
+    return next((constant for known, constant in _calibration_values() if _same(known, values)), None)
+
+
+@lru_cache(maxsize=1)
+def _calibration_values() -> tuple[tuple[tuple[object, ...], str], ...]:
+    rows = {(row.system, row.phase): row for name in TABLES for row in bundled_rows(name)}
+    return tuple((_values(rows[key]), constant) for key, constant in CALIBRATION.items())
+
+
+def _values(row: Row) -> tuple[object, ...]:
+    """Hardware, phase, batch and rate per rank, context and what is done per token; no names."""
+    hardware = hardware_of(row)
+    ranks = hardware.ranks if hardware else 1
+    batch = None if row.batch is None else row.batch / (1 if row.batch_per_die else ranks)
+    rate = None if row.published is None else row.published / (1 if row.published_per_die else ranks)
+    return hardware.name if hardware else "", row.phase, row.ep, batch, row.context, row.drafts or 0, rate
+
+
+def _same(known: tuple[object, ...], values: tuple[object, ...]) -> bool:
+    rate, other = known[-1], values[-1]
+    if not isinstance(rate, float) or not isinstance(other, float) or abs(rate / other - 1.0) > _SAME:
+        return False
+    return known[:-1] == values[:-1]
+
+
+def compare_rows(rows: Iterable[Row], model: ModelShape, *, routing: Routing | None = None) -> list[Compared]:
+    return [_compared(predict(row, model, routing=routing)) for row in rows]
+
+
+def _compared(prediction: Prediction) -> Compared:
+    if prediction.error is None or prediction.reason:
+        return Compared(prediction, "shown")
+    return Compared(prediction, "calibration" if fixed_by(prediction.row) else "validation")
+
+
+def verdicts(compared: Sequence[Compared]) -> list[Verdict]:
+    """One per hardware family, in the order in which they come."""
+    families = dict.fromkeys(each.prediction.hardware.family for each in compared if each.prediction.hardware)
+    return [_verdict(family, compared) for family in families]
+
+
+def _verdict(family: str, compared: Sequence[Compared]) -> Verdict:
+    own = [each for each in compared if each.prediction.hardware and each.prediction.hardware.family == family]
+    errors = [abs(each.prediction.error or 0.0) for each in own if each.role == "validation"]
+    bar = next((bar for bar in BARS if family in bar.families), None)
+    return Verdict(
+        family, sum(each.role == "calibration" for each in own), len(errors),
+        median(errors) if errors else None, bar.median if bar else None,
+        max(errors) if errors else None, bar.worst if bar else None,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """How far published rows of a family are from their predictions; beside every figure of a plan."""
+
+    family: str
+    rows: int
+    low: float
+    """A published rate over its prediction, at worst: 0.9 is a tenth below."""
+    high: float
+
+    def words(self) -> str:
+        if not self.rows:
+            return "assumed, no published row"
+        return f"{self.low - 1.0:+.0%} to {self.high - 1.0:+.0%} by {self.rows} published rows of {self.family}"
+
+    def around(self, rate: float) -> tuple[float, float] | None:
+        """Limits of a rate; None without rows."""
+        return (rate * self.low, rate * self.high) if self.rows else None
+
+    def around_time(self, value: float) -> tuple[float, float] | None:
+        """Limits of a time, or of a price per token: what is slower takes longer."""
+        return (value / self.high, value / self.low) if self.rows else None
+
+    def beside(self, rates: Mapping[str, float], times: Mapping[str, float]) -> str:
+        """A plan's figures with their limits, in words."""
+        limits = {name: self.around(value) for name, value in rates.items()}
+        limits |= {name: self.around_time(value) for name, value in times.items()}
+        known = [f"{name} {each[0]:,.4g} to {each[1]:,.4g}" for name, each in limits.items() if each]
+        return f"error: {self.words()}" + (f"; {', '.join(known)}" if known else "")
+
+
+@lru_cache(maxsize=16)
+def error_band(family: str) -> Band:
+    """From the bundled validation rows of a family; at least as wide as exact."""
+    model = named_model(PLAIN_MODEL)
+    every = (row for table in TABLES for row in bundled_rows(table))
+    rows = [row for row in every if (found := hardware_of(row)) and found.family == family]
+    errors = [each.prediction.error or 0.0 for each in compare_rows(rows, model) if each.role == "validation"]
+    ratios = [1.0, *(1.0 / (1.0 + error) for error in errors)]
+    return Band(family, len(errors), min(ratios), max(ratios))
+
+
+def band_of(hardware: Hardware) -> Band:
+    return error_band(hardware.family)

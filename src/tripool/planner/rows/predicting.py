@@ -1,0 +1,209 @@
+"""Predicts published rows: the hardware, model, software and memory of each, and why a row cannot be predicted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.resources import files
+
+from tripool.planner.cost import DecodeModel, PrefillModel, Setup, StepCost, footprint
+from tripool.planner.cost.setup import Routing
+from tripool.planner.facts import Facts
+from tripool.planner.hardware import Hardware, hardware_names, named_hardware
+from tripool.planner.models import ModelShape, model_names, named_model
+from tripool.planner.rows.reading import Row
+
+_ALIKE = {
+    "deepseek-v3.1": "deepseek-v3", "glm-4.6": "glm-4.5", "glm-4.7": "glm-4.5", "llama-3.1-70b": "llama-3-70b",
+    "llama-3.3-70b": "llama-3-70b", "llama-3.1-8b": "llama-3-8b",
+}  # fmt: skip
+"""Models of one shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    row: Row
+    hardware: Hardware | None
+    """None: no description of this hardware."""
+    predicted: float | None
+    """Tokens per second and chip."""
+    step: StepCost | None
+    microbatches: int
+    reason: str = ""
+    """Why there is no prediction, or none to compare."""
+
+    @property
+    def published(self) -> float | None:
+        """Tokens per second and chip."""
+        if self.row.published is None or self.hardware is None:
+            return self.row.published
+        return self.row.published * (self.hardware.ranks if self.row.published_per_die else 1)
+
+    @property
+    def error(self) -> float | None:
+        """Signed: above 0 means faster than published."""
+        if self.predicted is None or self.published is None:
+            return None
+        return self.predicted / self.published - 1.0
+
+
+@lru_cache(maxsize=1)
+def _families() -> tuple[tuple[str, str], ...]:
+    """(family, name), the longest first: H20 must not match rows of H200."""
+    found = ((named_hardware(name).family, name) for name in hardware_names())
+    return tuple(sorted(found, key=lambda pair: -len(pair[0])))
+
+
+def hardware_of(row: Row) -> Hardware | None:
+    """Matches `H100`, `8xH100`, `NVIDIA H100-80GB`, `Ascend910C`; neither `GH100` nor `H1000`."""
+    for family, name in _families():
+        begin = r"(?<![0-9])" if family[0].isdigit() else r"(?:(?<![A-Za-z0-9])|(?<=[0-9]x))"
+        end = r"(?![0-9])" if family[-1].isalpha() else r"(?![0-9]|-?3e)"
+        if re.search(rf"{begin}{re.escape(family)}{end}", row.hardware, re.IGNORECASE):
+            return named_hardware(name)
+    return None
+
+
+def model_of(row: Row, default: ModelShape) -> ModelShape | None:
+    """The model that a row names, by its own config; `default` if its table is of one model; None if not known."""
+    if row.model is None:
+        return None
+    if not row.model:
+        return default
+    name = re.sub(r"[\s_]+", "-", row.model.rpartition("/")[2].strip().lower())
+    name = re.sub(r"^(deepseek|kimi|qwen|glm|llama|gpt-oss)-?(?=[rkv]?\d)", _hyphened, name)
+    name = next((known for alike, known in _ALIKE.items() if name == alike or name.startswith(f"{alike}-")), name)
+    names = model_names()
+    if name in names:
+        return named_model(name)
+    begun = [known for known in names if name.startswith(f"{known}-")] or [
+        known for known in names if known.startswith(f"{name}-")
+    ]
+    return named_model(max(begun, key=len)) if len(begun) == 1 or any(name.startswith(each) for each in begun) else None
+
+
+def _hyphened(found: re.Match[str]) -> str:
+    return found[1] if found[1] == "qwen" else f"{found[1]}-"
+
+
+Software = Mapping[str, Mapping[str, float]]
+
+
+@lru_cache(maxsize=1)
+def named_software() -> dict[str, dict[str, float]]:
+    """Constants of serving software, by its name, or by its name and the hardware it was measured on."""
+    facts = Facts(files("tripool.planner.rows").joinpath("software.toml").read_text("utf-8"), "software.toml")
+    return {name: facts.table(name) for name in facts.sections()}
+
+
+def served_by(row: Row, hardware: Hardware, software: Software | None = None) -> Hardware:
+    """The hardware with the constants of the software that a row names."""
+    for name, constants in (named_software() if software is None else software).items():
+        word, _, chip = name.partition(" ")
+        if chip in ("", hardware.name) and re.search(rf"\b{word}\b(?![ -]?[rv]\d)", row.system, re.IGNORECASE):
+            hardware = _with(hardware, constants, drafting=not row.simulated)
+    return hardware
+
+
+def _with(hardware: Hardware, constants: Mapping[str, float], *, drafting: bool) -> Hardware:
+    return replace(
+        hardware, prefill_stack=constants.get("prefill_stack", hardware.prefill_stack),
+        step_s=constants["step_us"] * 1e-6 if "step_us" in constants else hardware.step_s,
+        draft_s=constants["draft_us"] * 1e-6 if drafting and "draft_us" in constants else hardware.draft_s,
+    )  # fmt: skip
+
+
+def predict(
+    row: Row, model: ModelShape, *, hardware: Mapping[str, Hardware] | None = None, routing: Routing | None = None,
+    software: Software | None = None,
+) -> Prediction:  # fmt: skip
+    """The better of one and two microbatches where a row does not say which, as in a tuned system. `hardware` replaces
+    descriptions by name, `software` all of its constants.
+    """
+    found, shape = hardware_of(row), model_of(row, model)
+    why = _unknown(row, found, shape)
+    if why or found is None or shape is None:
+        return Prediction(row, found, None, None, 1, why)
+    found = served_by(row, (hardware or {}).get(found.name, found), software)
+    best: Prediction | None = None
+    counts = (1, 2) if shape.moe is not None and not _split(row) else (1,)
+    for microbatches in (row.microbatches,) if row.microbatches in counts else counts:
+        tried = _predict(row, found, shape, microbatches or 1, routing)
+        if best is None or (tried.predicted or 0.0) > (best.predicted or 0.0):
+            best = tried
+    assert best is not None
+    return best
+
+
+def _unknown(row: Row, hardware: Hardware | None, model: ModelShape | None) -> str:
+    """What a row does not state, or what no description covers; empty if it can be predicted."""
+    if hardware is None:
+        return "no description of this hardware"
+    if row.model is None:
+        return "model not stated"
+    if model is None:
+        return f"no description of {row.model}"
+    if not row.precision:
+        return "precision not stated"
+    if not hardware.supports(row.precision):
+        return f"{row.precision} is not a precision of this hardware"
+    if not row.batch:
+        return "batch not stated"
+    if not row.context:
+        return "context not stated"
+    if row.phase == "decode" and row.drafts is None and model.mtp_layers:
+        return "MTP not stated"
+    if row.drafts and row.drafts > 1 and row.accept is None:
+        return "accepted length of several drafts not stated"
+    if row.ep is None and row.tp is None and row.chips is None:
+        return "number of devices not stated"
+    return ""
+
+
+def _split(row: Row) -> bool:
+    """Experts split over a tensor-parallel group: a TP degree, and no EP."""
+    return row.tp is not None and row.tp > 1 and row.ep is None
+
+
+def _setup(row: Row, hardware: Hardware, model: ModelShape, microbatches: int) -> Setup:
+    assert row.precision is not None
+    accept = model.mtp_accept if row.accept is None else row.accept
+    drafts = (row.drafts or 0) if row.phase == "decode" else 0
+    tp = row.tp or 1
+    ranks = tp if _split(row) or model.moe is None else row.ep or (row.chips or 1) * hardware.ranks
+    if model.moe is None and row.tp is None:
+        tp = ranks = (row.chips or 1) * hardware.ranks
+    return Setup(
+        ep=ranks, tp=tp if ranks % tp == 0 else 1, precision=row.precision, microbatches=microbatches, drafts=drafts,
+        accept=accept if drafts else 0.0, balance=row.balance, kv_element_bytes=1.0 if row.eight_bit_kv else 2.0,
+        attention_8bit=row.eight_bit_attention, split_experts=_split(row) and model.moe is not None,
+    )  # fmt: skip
+
+
+def _predict(row: Row, hardware: Hardware, model: ModelShape, microbatches: int, routing: Routing | None) -> Prediction:
+    assert row.batch is not None and row.context is not None
+    setup = _setup(row, hardware, model, microbatches)
+    per_rank = row.batch if row.batch_per_die else row.batch / hardware.ranks
+    if row.phase == "decode":
+        decode = DecodeModel(hardware, model, setup, routing)
+        step = decode.step(per_rank, row.context)
+        rate = per_rank * hardware.ranks * setup.tokens_per_step / step.seconds
+    else:
+        prefill = PrefillModel(hardware, model, setup, routing)
+        step = prefill.step(per_rank, row.context)
+        rate = per_rank * hardware.ranks / step.seconds
+    why = "no rate published" if row.published is None else _no_room(hardware, model, setup, per_rank, row)
+    return Prediction(row, hardware, rate, step, microbatches, why)
+
+
+def _no_room(hardware: Hardware, model: ModelShape, setup: Setup, per_rank: float, row: Row) -> str:
+    """What is missing if a row's batch does not fit beside the weights, in all of the memory."""
+    assert row.context is not None
+    room = footprint(replace(hardware, hbm_usable=1.0), model, setup)
+    requests = per_rank if row.phase == "decode" else per_rank / row.context
+    needed = room.weights + requests * (room.kv_per_token * row.context + room.state)
+    if needed <= room.available:
+        return ""
+    return f"does not fit: {needed / 1e9:,.0f} GB of {room.available / 1e9:,.0f} GB a rank"

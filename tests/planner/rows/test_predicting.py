@@ -1,0 +1,130 @@
+"""Each row is predicted under its own conditions, or a reason says why it is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from tripool.planner.hardware import named_hardware
+from tripool.planner.models import named_model
+from tripool.planner.rows import compare_rows, hardware_of, model_of, predict
+from tripool.planner.rows.predicting import served_by
+
+R1 = named_model("deepseek-r1")
+
+
+def rate(row) -> float:
+    predicted = predict(row, R1).predicted
+    assert predicted is not None
+    return predicted
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [("H20", "h20"), ("H200 SXM", "h200"), ("NVIDIA GB200 NVL72", "gb200-nvl72"), ("H800", "h800"),
+     ("Ascend 910C (CloudMatrix384)", "ascend-910c"), ("8xH100", "h100"), ("H100-80GB", "h100"),
+     ("Ascend910C", "ascend-910c"), ("4 x H800", "h800"), ("8xB200", "b200"), ("H20-3e", "h20-3e"),
+     ("GB300 NVL72", "gb300-nvl72"), ("MI300X", "mi300x"), ("AMD MI355X", "mi355x")],
+)  # fmt: skip
+def test_hardware_by_the_name_tables_use(row_of, told: str, name: str) -> None:
+    assert hardware_of(row_of(hardware=told)).name == name
+
+
+@pytest.mark.parametrize("told", ["GH100", "H1000", "1910C", "Ascend 910B", "MI250X", ""])
+def test_other_hardware_is_not_taken_for_ours(row_of, told: str) -> None:
+    assert hardware_of(row_of(hardware=told)) is None
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        ({"hardware": "Abacus"}, "hardware"), ({"batch_per_device": ""}, "batch"), ({"precision": "FP4"}, "precision"),
+        ({"precision": ""}, "precision"), ({"mtp": ""}, "MTP"), ({"mtp": "3 drafts"}, "accepted length"),
+        ({"model": ""}, "model"), ({"model": "LongCat-Flash"}, "LongCat"), ({"context_len": ""}, "context"),
+        ({"ep": "", "n_devices": ""}, "devices"), ({"batch_per_device": 4096}, "does not fit"),
+        ({"tok_s_per_device": ""}, "no rate"),
+    ],
+)  # fmt: skip
+def test_what_is_not_stated_is_shown_with_its_reason(row_of, cells: dict[str, str], reason: str) -> None:
+    (compared,) = compare_rows([row_of(**cells)], R1)
+    assert compared.role == "shown" and reason in compared.prediction.reason
+
+
+def test_prefill_does_not_ask_about_drafts(row_of) -> None:
+    row = row_of(phase="prefill", ep=32, batch_per_device=16384, context_len=4096, mtp="")
+    assert predict(row, R1).error is not None
+
+
+def test_a_model_without_a_draft_layer_needs_no_word_about_it(row_of) -> None:
+    assert predict(row_of(model="Qwen3-235B-A22B", mtp=""), R1).error is not None
+
+
+@pytest.mark.parametrize(
+    ("told", "name"),
+    [("Kimi K2", "kimi-k2"), ("moonshotai/Kimi-K2-Instruct", "kimi-k2"), ("DeepSeek-R1-0528", "deepseek-r1"),
+     ("DeepSeek V3.1", "deepseek-v3"), ("DeepSeek-V3.2-Exp", "deepseek-v3.2"), ("Qwen3-235B", "qwen3-235b-a22b"),
+     ("Qwen3-Next", "qwen3-next-80b-a3b"), ("GLM-4.6", "glm-4.5"), ("gpt-oss-120b", "gpt-oss-120b"),
+     ("Llama-3.3-70B", "llama-3-70b")],
+)  # fmt: skip
+def test_models_by_the_names_tables_use(row_of, told: str, name: str) -> None:
+    assert model_of(row_of(model=told), R1).name == name
+
+
+@pytest.mark.parametrize("told", ["LongCat-Flash", "DeepSeek-V4", "Kimi-K2.5", "Qwen4", "MiniMax-M2", "Mixtral-8x7B"])
+def test_another_model_is_never_taken_for_ours(row_of, told: str) -> None:
+    assert model_of(row_of(model=told), R1) is None
+
+
+def test_a_row_of_kimi_is_predicted_as_kimi(row_of) -> None:
+    row = row_of(system="Kimi-K2 on vLLM", hardware="H200", ep=96)
+    assert rate(row) == predict(row_of(hardware="H200", ep=96), named_model("kimi-k2")).predicted != rate(row_of())
+
+
+def test_conditions_change_predictions(row_of) -> None:
+    plain = rate(row_of())
+    assert rate(row_of(system="no TBO")) < plain == rate(row_of(system="with TBO"))
+    assert rate(row_of(system="perfect EPLB")) > plain > rate(row_of(system="no EPLB"))
+    assert rate(row_of(precision="FP8, FP8 attention")) > rate(row_of(precision="FP8 weights, FP8 KV")) >= plain
+    fp4 = {"hardware": "GB200", "ep": 48}
+    assert rate(row_of(precision="NVFP4 + FP8", **fp4)) > rate(row_of(precision="FP8", **fp4))
+
+
+def test_several_drafts_count_their_accepted_length(row_of) -> None:
+    few = {"batch_per_device": 4}
+    one, three = row_of(mtp="1 draft, 0.8", **few), row_of(mtp="3 drafts, accepted length 3.4", **few)
+    assert rate(three) > rate(one) > rate(row_of(**few))
+    assert rate(row_of(mtp="3 drafts, accepted length 1.2", **few)) < rate(one)
+
+
+def test_a_batch_per_die_is_twice_that_of_the_chip(row_of) -> None:
+    chip = {"hardware": "Ascend 910C", "precision": "INT8", "ep": 320, "context_len": 4096}
+    per_die = row_of(batch_per_device="48 per die", tok_s_per_device="970 per die", **chip)
+    assert rate(per_die) == rate(row_of(batch_per_device=96, **chip))
+    assert predict(per_die, R1).published == 1940
+
+
+def test_a_batch_that_does_not_fit_says_by_how_much(row_of) -> None:
+    assert "GB" in predict(row_of(batch_per_device=2000, context_len=8000), R1).reason
+    assert predict(row_of(hardware="GB200", ep=48, batch_per_device=1408, context_len=2050), R1).reason
+    eight = row_of(hardware="GB200", ep=48, batch_per_device=1408, context_len=2050, precision="NVFP4, FP8 KV")
+    assert not predict(eight, R1).reason
+
+
+def test_tensor_parallel_rows(row_of) -> None:
+    """A TP degree without an EP degree splits experts; a dense model has no experts to place."""
+    split = row_of(system="prefill TP8", hardware="H20", n_devices=8, ep="", phase="prefill", batch_per_device=2048)
+    found = predict(split, R1)
+    assert dict(found.step.parts)["dispatch"] == 0 < dict(found.step.parts)["tensor parallel"]
+    dense = predict(row_of(model="Llama-3.1-70B", tp=8, ep="", batch_per_device=1), R1)
+    assert dict(dense.step.parts)["tensor parallel"] > 0
+
+
+def test_software_is_apart_from_hardware(row_of) -> None:
+    """A row of DeepSeek's own system has its own constant; the chip it ran on plans without it."""
+    h800, h100 = named_hardware("h800"), named_hardware("h100")
+    served = served_by(row_of(system="DeepSeek profile-data"), h800)
+    assert served.prefill_stack != h800.prefill_stack == h100.prefill_stack
+    assert served_by(row_of(system="DeepSeek-R1 on vLLM"), h800) == h800
+    sglang = served_by(row_of(system="DeepSeek-R1 on SGLang"), h800)
+    assert sglang.step_s > h800.step_s and sglang.draft_s > 0 == h800.draft_s
+    assert sglang.prefill_stack == h800.prefill_stack
+    assert served_by(row_of(system="SGLang", mtp="simulated 0.6"), h800).draft_s == 0
