@@ -311,6 +311,16 @@ def test_attention_and_experts_on_ranks_of_their_own() -> None:
     assert footprint(hardware, R1, apart).kv > footprint(hardware, R1, both).kv
 
 
+def test_ranks_with_requests_of_their_own_agree_on_a_step() -> None:
+    """One tensor-parallel group has one scheduler, and agrees with none."""
+    chip = named_hardware("h200")
+    alone = replace(chip, agree_s=0.0)
+    for tp, agrees in ((8, False), (4, True), (1, True)):
+        setup = Setup(ep=8, tp=tp, precision="fp8")
+        steps = [DecodeModel(each, R1, setup).step(4, 4096).seconds for each in (chip, alone)]
+        assert steps[0] - steps[1] == pytest.approx(chip.agree_s if agrees else 0.0, abs=1e-9)
+
+
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
 def test_a_chip_that_is_better_in_every_number_is_never_slower(precision: str) -> None:
     """H100 has the H800's compute and memory and more than twice its NVLink."""

@@ -45,6 +45,7 @@ class DecodeModel(_Instance):
             layers += self._layers(requests, 1, context, others * moe, others * dense)
         head_s = self._layer.head_s(tokens) + setup.drafts * self._layer.head_s(requests)
         step_s = self.hardware.step_s + (self.hardware.draft_s if setup.drafts else 0.0)
+        step_s += self.hardware.agree_s if setup.attention_ranks > setup.tp else 0.0
         return step_cost(layers, {"head": head_s, "step": step_s})
 
     def _layers(

@@ -117,6 +117,8 @@ class Hardware:
     price_per_hour: float
     currency: str
     watts: float
+    agree_s: float = 0.0
+    """Of a decode step before which several ranks with requests of their own agree on it."""
     draft_s: float = 0.0
     """Of a step that drafts, beside the drafts themselves."""
     facts: Mapping[str, Fact] = field(default_factory=dict, repr=False, compare=False, hash=False)
@@ -169,7 +171,7 @@ def parse_hardware(text: str, origin: str) -> Hardware:
         attention_sparse_share=number("shares", "attention_sparse", default=attention * _SPARSE),
         gemm_rows=number("overheads", "gemm_rows"), gemm_tile=number("overheads", "gemm_tile", default=0.0),
         layer_s=layer_us * 1e-6, dense_layer_s=number("overheads", "dense_layer_us", default=layer_us) * 1e-6,
-        step_s=number("overheads", "step_us") * 1e-6,
+        step_s=number("overheads", "step_us") * 1e-6, agree_s=number("overheads", "agree_us", default=0.0) * 1e-6,
         prefill_stack=number("overheads", "prefill_stack", least=0.1),
         buffers_bytes=number("overheads", "buffers_gb") * 1e9 / ranks,
         exchange=_exchange(facts),

@@ -17,7 +17,7 @@ from tripool.planner.rows.predicting import hardware_of, named_software, predict
 from tripool.planner.rows.reading import Row
 
 _ROUNDS = 24
-_STACKS, _DRIFTS, _STEPS = (0.5, 4.0), (0.01, 2.0), (0.0, 50_000.0)
+_STACKS, _DRIFTS, _STEPS_S = (0.5, 4.0), (0.01, 2.0), (0.0, 0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,9 @@ class Constants:
     def with_stack(self, name: str, value: float) -> Constants:
         return replace(self, hardware=self.hardware | {name: replace(self.hardware[name], prefill_stack=value)})
 
+    def with_agreement(self, name: str, seconds: float) -> Constants:
+        return replace(self, hardware=self.hardware | {name: replace(self.hardware[name], agree_s=seconds)})
+
     def with_software(self, name: str, key: str, value: float) -> Constants:
         return replace(self, software=self.software | {name: self.software[name] | {key: value}})
 
@@ -47,15 +50,16 @@ class Constants:
 def refit(rows: Sequence[Row], model: ModelShape, *, decode_row: Row | None = None) -> Constants:
     """From the calibration rows among `rows`; another `decode_row` may fix the decode drift (leave-one-out)."""
     of = {constant: row for row in rows if (constant := fixed_by(row))}
-    hardware = {name: named_hardware(name) for name in ("ascend-910c", "h100")}
+    hardware = {name: named_hardware(name) for name in ("ascend-910c", "h100", "h200")}
     found = Constants(named_routing(), hardware, dict(named_software()))
     found = _stack(found, "ascend-910c", of["ascend-910c prefill_stack"], model)
     found = _drift(found, "prefill_drift", of["routing prefill_drift"], model)
     found = _drift(found, "decode_drift", decode_row or of["routing decode_drift"], model)
-    if "sglang step_us" in of:
-        found = _software(found, "sglang", "step_us", of["sglang step_us"], model, _STEPS)
+    if "h200 agree_us" in of:
+        found = _agreement(found, "h200", of["h200 agree_us"], model)
     found = _stack(found, "h100", of["h100 prefill_stack"], model)
-    return _software(found, "deepseek h800", "prefill_stack", of["deepseek h800 prefill_stack"], model, _STACKS)
+    row = of["deepseek h800 prefill_stack"]
+    return _solved(lambda value: found.with_software("deepseek h800", "prefill_stack", value), row, model, *_STACKS)
 
 
 def _stack(start: Constants, name: str, row: Row, model: ModelShape) -> Constants:
@@ -66,10 +70,8 @@ def _drift(start: Constants, name: str, row: Row, model: ModelShape) -> Constant
     return _solved(lambda value: start.with_drift(name, value), row, model, *_DRIFTS)
 
 
-def _software(
-    start: Constants, name: str, key: str, row: Row, model: ModelShape, limits: tuple[float, float]
-) -> Constants:
-    return _solved(lambda value: start.with_software(name, key, value), row, model, *limits)
+def _agreement(start: Constants, name: str, row: Row, model: ModelShape) -> Constants:
+    return _solved(lambda value: start.with_agreement(name, value), row, model, *_STEPS_S)
 
 
 def _solved(tried: Callable[[float], Constants], row: Row, model: ModelShape, low: float, high: float) -> Constants:
@@ -128,6 +130,6 @@ def _without_h800(rows: Sequence[Row], model: ModelShape, shipped: Constants) ->
 
 
 def _without_h200(rows: Sequence[Row], model: ModelShape, shipped: Constants) -> tuple[Constants, str]:
-    """The step of SGLang by a row of H100."""
     row = next(row for row in rows if row.system == "SGLang PD+EP decode")
-    return _software(shipped, "sglang", "step_us", row, model, _STEPS), "SGLang's step by H100"
+    agree_s = _agreement(shipped, "h100", row, model).hardware["h100"].agree_s
+    return shipped.with_agreement("h200", agree_s), "agreement by H100"

@@ -21,7 +21,7 @@ CALIBRATION = {
     ("CloudMatrix-Infer", "decode"): "routing decode_drift",
     ("SGLang default", "prefill"): "h100 prefill_stack",
     ("DeepSeek profile-data", "prefill"): "deepseek h800 prefill_stack",
-    ("SGLang long context, overlap scheduling", "decode"): "sglang step_us",
+    ("SGLang long context, overlap scheduling", "decode"): "h200 agree_us",
 }
 """System and phase of a bundled row; the constant that it fixes."""
 _SAME = 0.01

@@ -110,7 +110,7 @@ def served_by(row: Row, hardware: Hardware, software: Software | None = None) ->
 def _with(hardware: Hardware, constants: Mapping[str, float], *, drafting: bool) -> Hardware:
     return replace(
         hardware, prefill_stack=constants.get("prefill_stack", hardware.prefill_stack),
-        step_s=constants["step_us"] * 1e-6 if "step_us" in constants else hardware.step_s,
+        agree_s=constants["agree_us"] * 1e-6 if "agree_us" in constants else hardware.agree_s,
         draft_s=constants["draft_us"] * 1e-6 if drafting and "draft_us" in constants else hardware.draft_s,
     )  # fmt: skip
 
