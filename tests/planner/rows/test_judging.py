@@ -59,6 +59,8 @@ def test_every_hardware_has_a_band_or_says_that_it_has_none(name: str, compared)
     for prediction in own:
         low, high = band.around(prediction.predicted)
         assert low * (1 - 1e-9) <= prediction.published <= high * (1 + 1e-9)
+    everyone = [abs(each.prediction.error) for each in compared if each.role == "validation"]
+    assert band.within == pytest.approx(max(everyone) if len(own) < 5 else max(abs(each.error) for each in own))
     if not own:
         assert band.words() == "assumed, no published row" and band.around(1.0) is None
 

@@ -26,6 +26,8 @@ CALIBRATION = {
 """System and phase of a bundled row; the constant that it fixes."""
 _SAME = 0.01
 """Rates closer than this, of rows alike in all else, are one measurement."""
+_FEW = 5
+"""With fewer rows, a family's band is that of the worst of any family."""
 TABLES = ("published", "further")
 PLAIN_MODEL = "deepseek-r1"
 """Of the bundled tables' rows that name none."""
@@ -137,14 +139,23 @@ class Band:
 
     family: str
     rows: int
-    low: float
-    """A published rate over its prediction, at worst: 0.9 is a tenth below."""
-    high: float
+    within: float
+    """The worst error of a validation row, in either direction; with few rows, that of any family."""
+
+    @property
+    def low(self) -> float:
+        """A published rate over its prediction, at worst."""
+        return 1.0 / (1.0 + self.within)
+
+    @property
+    def high(self) -> float:
+        return 1.0 / (1.0 - self.within)
 
     def words(self) -> str:
         if not self.rows:
             return "assumed, no published row"
-        return f"{self.low - 1.0:+.0%} to {self.high - 1.0:+.0%} by {self.rows} published rows of {self.family}"
+        few = "" if self.rows >= _FEW else ", which are few: the worst of any family"
+        return f"within {self.within:.0%} by {self.rows} published rows of {self.family}{few}"
 
     def around(self, rate: float) -> tuple[float, float] | None:
         """Limits of a rate; None without rows."""
@@ -162,15 +173,24 @@ class Band:
         return f"error: {self.words()}" + (f"; {', '.join(known)}" if known else "")
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=1)
+def _validation_errors() -> dict[str, list[float]]:
+    """Of the bundled tables by family, unsigned."""
+    found: dict[str, list[float]] = {}
+    rows = (row for name in TABLES for row in bundled_rows(name))
+    for each in compare_rows(rows, named_model(PLAIN_MODEL)):
+        if each.role == "validation" and each.prediction.hardware:
+            found.setdefault(each.prediction.hardware.family, []).append(abs(each.prediction.error or 0.0))
+    return found
+
+
 def error_band(family: str) -> Band:
-    """From the bundled validation rows of a family; at least as wide as exact."""
-    model = named_model(PLAIN_MODEL)
-    every = (row for table in TABLES for row in bundled_rows(table))
-    rows = [row for row in every if (found := hardware_of(row)) and found.family == family]
-    errors = [each.prediction.error or 0.0 for each in compare_rows(rows, model) if each.role == "validation"]
-    ratios = [1.0, *(1.0 / (1.0 + error) for error in errors)]
-    return Band(family, len(errors), min(ratios), max(ratios))
+    every = _validation_errors()
+    own = every.get(family, [])
+    worst = max(own, default=0.0)
+    if len(own) < _FEW:
+        worst = max(worst, *(max(errors) for errors in every.values()))
+    return Band(family, len(own), worst)
 
 
 def band_of(hardware: Hardware) -> Band:
