@@ -23,6 +23,9 @@ HEAD = ",".join(COLUMNS)
         ("3 drafts, accepted length 2.4", 3, 1.4 / 3), ("2 drafts, accepted length 2.4-2.7", 2, 1.55 / 2),
         ("draft tokens=3, acceptance length 2.18", 2, 1.18 / 2), ("MTP3, accept len 2.37", 3, 1.37 / 3),
         ("steps=2, accept_length: 2.5", 2, 0.75), ("3 drafts", 3, None),
+        ("0 drafts", 0, 0.0), ("no MTP", 0, 0.0), ("MTP off", 0, 0.0), ("none stated", None, None),
+        ("not disclosed", None, None), ("MTP3 (accept 2.4)", 3, 1.4 / 3), ("2 drafts, 2.5 tokens per step", 2, 0.75),
+        ("accept rate 0.7", 1, 0.7), ("1 draft, acceptance 85%", 1, 0.85),
     ],
 )  # fmt: skip
 def test_how_drafts_are_told(row_of, told: str, drafts: int | None, accept: float | None) -> None:

@@ -146,7 +146,7 @@ def _unknown(row: Row, hardware: Hardware | None, model: ModelShape | None) -> s
     if model is None:
         return f"no description of {row.model}"
     if not row.precision:
-        return "precision not stated"
+        return "precision not stated, or not known"
     if not hardware.supports(row.precision):
         return f"{row.precision} is not a precision of this hardware"
     if not row.batch:

@@ -166,9 +166,18 @@ def read_precision(cell: str) -> str | None:
     return next((name for word, name in _PRECISIONS.items() if word in cell.lower()), None)
 
 
-_OFF = re.compile(r"0|no|off|none|false|disabled|w/o mtp|no mtp|without mtp", re.IGNORECASE)
+_OFF = re.compile(
+    r"(?:0|no|off|none|false|disabled|without)\b(?!\.\d)(?!.*accept).*|mtp[ :=-]*(?:off|disabled|none|0)\b.*",
+    re.IGNORECASE,
+)
+_NOT_STATED = re.compile(
+    r"(?:not|none|un)[ -]?(?:stated|given|disclosed|known|clear|specified|reported|published).*", re.IGNORECASE
+)
 _SPAN = r"(\d+(?:\.\d+)?)(?:\s*(?:-|–|to|\.\.+)\s*(\d+(?:\.\d+)?))?"
-_LENGTH = re.compile(rf"accept\w*[ _-]*len\w*\D{{0,6}}{_SPAN}|{_SPAN}\s*(?:tokens? )?accept\w*[ _-]*len", re.IGNORECASE)
+_LENGTH = re.compile(
+    rf"accept\w*(?:[ _-]*len\w*)?\D{{0,6}}{_SPAN}|{_SPAN}\s*(?:tokens? )?(?:accept\w*[ _-]*len|per step|a step)",
+    re.IGNORECASE,
+)
 _SHARE = re.compile(r"(?<![\d.])(0?\.\d+|1\.0+(?!\d))|(\d+(?:\.\d+)?)\s*%")
 _DRAFT_TOKENS = re.compile(r"draft[ _-]?tokens?(?:[ _-]num)?\s*[=:]\s*(\d+)", re.IGNORECASE)
 _COUNT = re.compile(
@@ -182,7 +191,7 @@ def read_drafts(cell: str) -> tuple[int | None, float | None]:
     accepted length counts the step's own token: 2.4 with three drafts is a share of 1.4 / 3.
     """
     text = cell.strip()
-    if text.lower() in _UNKNOWN:
+    if text.lower() in _UNKNOWN or _NOT_STATED.fullmatch(text):
         return None, None
     if _OFF.fullmatch(text):
         return 0, 0.0
