@@ -45,7 +45,9 @@ def deployment(chips: int, input_tokens: float, output_tokens: float, cached: fl
         model=named_model("deepseek-r1"), hardware=named_hardware("ascend-910c"), chips=chips, ttft_s=2.0, tpot_s=0.05,
         input_tokens=input_tokens, output_tokens=output_tokens, cached_share=cached,
     )  # fmt: skip
-    return read_deployment(write_deployment(ask, make_plan(ask).deployments[0]), "plan")
+    found = make_plan(ask).best_split
+    assert found is not None
+    return read_deployment(write_deployment(ask, found), "plan")
 
 
 def run(file: DeploymentFile, asks: Iterable[TraceRequest], most_blocks: int | None = None) -> tuple[float, World]:

@@ -6,7 +6,14 @@ import json
 
 import pytest
 
-SMALL = ("--model", "qwen3-30b-a3b", "--hardware", "h100", "--chips", "8", "--input-len", "1000", "--output-len", "200")
+SPLIT = (
+    "--model", "llama-3-8b", "--hardware", "h100", "--chips", "8", "--input-len", "2000", "--output-len", "50",
+    "--tpot", "8", "--ttft", "1000",
+)  # fmt: skip
+SMALL = (
+    "--model", "qwen3-30b-a3b", "--hardware", "h100", "--chips", "8", "--input-len", "1000", "--output-len", "200",
+    "--no-simulate",
+)  # fmt: skip
 
 
 def test_validation_prints_each_row_and_the_bars(tripool):
@@ -52,6 +59,7 @@ def test_a_plan_with_its_files(tripool, tmp_path):
     ran = tripool("plan", *SMALL, "--html", str(page), "--save", str(saved), "--price", "3", "--currency", "EUR")
     assert ran.code == 0 and "EUR/M out" in ran.out and "what would raise it" in ran.out
     assert "published rows of" in ran.out or "assumed, no published row" in ran.out
+    assert "kWh" in ran.out and "chips used" in ran.out and "shared pool" in ran.out
     assert page.read_text().startswith("<!doctype html>") and 'model = "qwen3-30b-a3b"' in saved.read_text()
 
 
@@ -66,8 +74,39 @@ def test_a_trace_gives_the_lengths(tripool, tmp_path):
         {"timestamp": i * 1000, "input_length": 600, "output_length": 50, "hash_ids": [1, i + 2]} for i in range(9)
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    ran = tripool("plan", "--model", "llama-3-8b", "--hardware", "h100", "--chips", "2", "--trace", str(trace))
+    small = ("--model", "llama-3-8b", "--hardware", "h100", "--chips", "2", "--no-simulate")
+    ran = tripool("plan", *small, "--trace", str(trace))
     assert ran.code == 0 and "600 tokens in (75.9% cached), 50 out" in ran.out and "asks for 1.00 requests/s" in ran.out
+
+
+def test_a_trace_of_another_format(tripool, tmp_path):
+    trace = tmp_path / "azure.csv"
+    rows = [f"2023-11-16 18:15:{at:02d}.0000000,{500 + at * 100},{10 + at}" for at in range(20)]
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows) + "\n")
+    small = ("--model", "llama-3-8b", "--hardware", "h100", "--chips", "2", "--no-simulate")
+    ran = tripool("plan", *small, "--trace", str(trace))
+    assert ran.code == 0 and "1,450 tokens in (0.0% cached), 20 out" in ran.out
+
+
+def test_unequal_lengths_are_not_planned_as_their_mean(tripool, tmp_path):
+    """Both traces have the same means; in one a few prompts are long, and prefill's attention grows with the square."""
+    rates = []
+    for name, lengths in {"equal": [8000] * 20, "unequal": [1000] * 18 + [71000] * 2}.items():
+        trace = tmp_path / f"{name}.csv"
+        rows = [f"2023-11-16 18:15:{at:02d}.0000000,{length},100" for at, length in enumerate(lengths)]
+        trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "\n".join(rows) + "\n")
+        small = ("--model", "llama-3-8b", "--hardware", "h100", "--chips", "8", "--ttft", "60000", "--no-simulate")
+        ran = tripool("plan", *small, "--trace", str(trace), "--json")
+        rates.append(json.loads(ran.out)["deployments"][0]["requests_per_s"])
+    assert rates[1] < 0.9 * rates[0]
+
+
+def test_the_best_is_checked_in_the_simulator(tripool, tmp_path):
+    ran = tripool("plan", *SPLIT, "--json")
+    reported = json.loads(ran.out)["simulated"]
+    assert ran.code == 0 and reported["simulated_requests_per_s"] > 0 and reported["requests"] >= 200
+    ran = tripool("plan", *SPLIT, "--no-simulate", "--json")
+    assert json.loads(ran.out)["simulated"] is None
 
 
 def test_a_config_of_ones_own(tripool, tmp_path):
@@ -79,7 +118,7 @@ def test_a_config_of_ones_own(tripool, tmp_path):
     folder = tmp_path / "my-llama"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    ran = tripool("plan", "--model", str(folder), "--hardware", "h100", "--chips", "1")
+    ran = tripool("plan", "--model", str(folder), "--hardware", "h100", "--chips", "1", "--no-simulate")
     assert ran.code == 0 and "my-llama on 1 x NVIDIA H100 SXM" in ran.out
 
 
@@ -100,6 +139,10 @@ def test_this_machine(tripool):
         (("--rows", "x.csv"), "add --validate"),
         (("--html", "/nowhere/plan.html"), "cannot write"),
         (("--trace", "t.jsonl", "--input-len", "5"), "leave --input-len"),
+        (("--input-len", "inf"), "--input-len is inf"),
+        (("--output-len", "nan"), "--output-len"),
+        (("--price", "inf"), "--price is inf"),
+        (("--ttft", "inf"), "--ttft is inf"),
     ],
 )
 def test_plain_answers(tripool, argv, said):

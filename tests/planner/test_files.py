@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import lru_cache
 from html.parser import HTMLParser
 
@@ -30,8 +31,9 @@ def planned() -> tuple[PlanGoal, Plan]:
 
 def test_a_deployment_file_reads_back() -> None:
     ask, plan = planned()
-    best = plan.deployments[0]
-    read = read_deployment(write_deployment(ask, best), "d.toml")
+    assert plan.best_split is not None
+    best = plan.best_split.main
+    read = read_deployment(write_deployment(ask, plan.best_split), "d.toml")
     assert (read.model, read.hardware, read.chips) == ("deepseek-r1", "h800", 96)
     assert read.decode.setup == best.decode.setup and read.prefill.setup == best.prefill.setup
     assert (read.decode.instances, read.decode.batch) == (best.decode_instances, best.decode.batch)
@@ -39,10 +41,21 @@ def test_a_deployment_file_reads_back() -> None:
     assert read.requests_per_s == pytest.approx(best.requests_per_s, rel=1e-3)
 
 
+def test_each_cell_has_a_file_of_its_own() -> None:
+    ask, plan = planned()
+    cells = [found.main for found in plan.deployments[:2]]
+    mixed = replace(plan.deployments[0], cells=tuple(cells))
+    read = [read_deployment(write_deployment(ask, mixed, cell), "d.toml") for cell in cells]
+    assert [file.chips for file in read] == [cell.chips for cell in cells]
+    assert sum(file.requests_per_s for file in read) == pytest.approx(mixed.requests_per_s, rel=1e-3)
+    assert sum(file.cache_gb for file in read) == pytest.approx(mixed.cache_bytes / 1e9, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [("version = 1", "version = 2"), ("[decode]", "[encode]"), ("ep = ", "epp = "), ("chips = 96", 'chips = "many"'),
-     ("microbatches = ", "microbatches = 7 #"), ("[cache]", "[cache")],
+     ("microbatches = ", "microbatches = 7 #"), ("[cache]", "[cache"), ("instances = ", "instances = 1.5 #"),
+     ("accept = ", "accept = nan #"), ("shared = false", 'shared = "no"'), ("tp = ", "tp = 7 #")],
 )  # fmt: skip
 def test_odd_deployment_files_are_refused(old: str, new: str) -> None:
     ask, plan = planned()
@@ -57,7 +70,9 @@ def test_the_data_is_plain_and_adds_up() -> None:
     data = json.loads(json.dumps(plan_data(ask, plan)))
     best = data["deployments"][0]
     assert best["currency"] == "EUR" and best["levers"]
-    assert best["output_tokens_per_s_per_chip"] * 96 == pytest.approx(best["requests_per_s"] * 500)
+    assert best["output_tokens_per_s_per_chip"] * best["chips"] == pytest.approx(best["requests_per_s"] * 500)
+    assert best["chips"] + best["spare_chips"] == 96 and best["kwh_per_million_output_tokens"] > 0
+    assert sum(cell["requests_per_s"] for cell in best["cells"]) == pytest.approx(best["requests_per_s"])
     assert sum(best["decode"]["parts_ms"].values()) >= best["decode"]["step_ms"] * 0.99
     assert len(data["front"]) == len(plan.front)
 

@@ -74,7 +74,7 @@ def test_a_description_of_ones_own() -> None:
         ({"hbm_gb": ""}, "chip.hbm_gb' is missing"),
         ({"hbm_gb": "hbm_gb = 100"}, "chip.hbm_gb"),
         ({"hbm_gb": "hbm_gb = { value = 100 }"}, "no source"),
-        ({"hbm_gb": 'hbm_gb = { value = -1, source = "x" }'}, "not a number of 0 or more"),
+        ({"hbm_gb": 'hbm_gb = { value = -1, source = "x" }'}, "not a number from"),
         ({"hbm_gb": 'hbm_gb = { value = true, source = "x" }'}, "True"),
         ({"hbm_gb": 'hbm_gb = { value = 1, source = "x", kind = "guessed" }'}, "guessed"),
         ({"bf16": ""}, "must hold bf16"),

@@ -77,8 +77,8 @@ def test_a_head_tied_to_the_embedding_is_counted_once() -> None:
     [
         ({"model_type": "gpt2"}, "model_type"),
         ({"hidden_size": "big"}, "hidden_size"),
-        ({"num_hidden_layers": 0}, "sizes of 0"),
-        ({"n_routed_experts": 4, "num_experts_per_tok": 8}, "8 of 4 experts"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"n_routed_experts": 4, "num_experts_per_tok": 8}, "num_experts_per_tok"),
         ({"kv_lora_rank": None}, "kv_lora_rank"),
     ],
 )

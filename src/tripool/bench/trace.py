@@ -48,6 +48,16 @@ class Workload:
     num_blocks: int = 0
     """Of all prompts together."""
     span_s: float = 0.0
+    input_square: float = 0.0
+    cached_square: float = 0.0
+    """Means of squared lengths of prompts, and of prefixes that came before."""
+    decode_context: float = 0.0
+    """Mean context over all steps of decoding: a request counts once per token of its answer."""
+    held: float = 0.0
+    held_spread: float = 0.0
+    """Likewise mean and standard deviation of prompt and answer together."""
+    longest: int = 0
+    longest_input: int = 0
 
     @property
     def requests_per_s(self) -> float | None:
@@ -58,6 +68,7 @@ class Workload:
 def measure_trace(requests: Iterable[TraceRequest]) -> Workload:
     seen: set[tuple[str, int]] = set()
     count = known_blocks = num_blocks = known_tokens = prompts = answers = 0
+    input_square = cached_square = contexts = held = held_square = longest = longest_input = 0
     first_s = last_s = 0.0
     for request in requests:
         first_s, last_s = first_s if count else request.arrival_s, request.arrival_s
@@ -71,11 +82,24 @@ def measure_trace(requests: Iterable[TraceRequest]) -> Workload:
         known_blocks += known
         num_blocks += len(ids) or -(-request.input_tokens // request.block_tokens)
         # The last token is always computed: something has to be sampled from.
-        known_tokens += min(known * request.block_tokens, request.input_tokens - 1)
+        cached = min(known * request.block_tokens, request.input_tokens - 1)
+        known_tokens += cached
+        prompt, answer = request.input_tokens, request.output_tokens
+        input_square += prompt**2
+        cached_square += cached**2
+        contexts += answer * (2 * prompt + answer)
+        held += answer * (prompt + answer)
+        held_square += answer * (prompt + answer) ** 2
+        longest, longest_input = max(longest, prompt + answer), max(longest_input, prompt)
+    steps = max(1, answers)
     return Workload(
         num_requests=count, input_tokens=prompts / max(1, count), output_tokens=answers / max(1, count),
         cached_share=known_tokens / max(1, prompts), cached_block_share=known_blocks / max(1, num_blocks),
         num_blocks=num_blocks, span_s=last_s - first_s,
+        input_square=input_square / max(1, count), cached_square=cached_square / max(1, count),
+        decode_context=contexts / 2 / steps, held=held / steps,
+        held_spread=max(0.0, held_square / steps - (held / steps) ** 2) ** 0.5, longest=longest,
+        longest_input=longest_input,
     )  # fmt: skip
 
 

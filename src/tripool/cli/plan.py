@@ -20,7 +20,9 @@ class PlanOptions:
     chips: Annotated[int, typer.Option(min=1, max=10**6, help="How many there are.")] = 384
     input_len: Annotated[float | None, typer.Option(min=1, help="Mean prompt tokens.")] = None
     output_len: Annotated[float | None, typer.Option(min=1, help="Mean answer tokens.")] = None
-    trace: Annotated[Path | None, typer.Option(help="Mooncake JSONL: lengths and reuse are taken from it.")] = None
+    trace: Annotated[
+        Path | None, typer.Option(help="As for `simulate`: the distribution of lengths and reuse are taken from it.")
+    ] = None
     ttft: Annotated[float, typer.Option(min=0.001, help="Time to the first token, ms.")] = 2000.0
     tpot: Annotated[float, typer.Option(min=0.001, help="Time per output token, ms.")] = 50.0
     cached: Annotated[
@@ -30,6 +32,12 @@ class PlanOptions:
     accept: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Share of MTP drafts accepted.")] = None
     price: Annotated[float | None, typer.Option(min=0.0, help="Of one chip for one hour.")] = None
     currency: Annotated[str | None, typer.Option(help="Of --price.")] = None
+    simulate: Annotated[
+        bool | None,
+        typer.Option(
+            "--simulate/--no-simulate", help="Check the best in the simulator; without: where it takes < 30 s."
+        ),
+    ] = None
     validate: Annotated[bool, typer.Option("--validate", help="Print published results beside predictions.")] = False
     rows: Annotated[Path | None, typer.Option(help="With --validate: a CSV of the same columns.")] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not tables.")] = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +11,28 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tripool.bench.trace import Workload, measure_trace, parse_trace
+from tripool.bench.trace import TraceRequest, Workload, measure_trace
 from tripool.cli.files import read_file, write_file
 from tripool.cli.plan import PlanOptions
+from tripool.cli.plan_simulate import AUTOMATIC_S, Saturated, saturate, takes_s
 from tripool.cli.plan_validate import validate
+from tripool.cli.terminal import stderr
 from tripool.errors import InvalidRequest
 from tripool.planner.deployment import write_deployment
 from tripool.planner.errors import BadModelConfig
 from tripool.planner.hardware import Hardware, named_hardware, parse_hardware
 from tripool.planner.models import ModelShape, named_model, read_config
-from tripool.planner.page import deployment_cells, render_plan
+from tripool.planner.page import deployment_cells, ranked_heads, render_plan
 from tripool.planner.probe import describe, probe
-from tripool.planner.report import parts_ms, plan_data, why
+from tripool.planner.report import compared_with_shared, economy_words, parts_ms, plan_data, why
 from tripool.planner.rows import band_of
-from tripool.planner.search import Plan, PlanGoal, make_plan
+from tripool.planner.search import Deployment, Lengths, Plan, PlanGoal, make_plan
 
 _BROKEN = 1
 _WIDE = 200
 _PARTS = 4
+MOST_CACHED = 0.9999
+"""Of a trace that asks only what it has asked before."""
 
 
 def run(given: PlanOptions) -> None:
@@ -36,22 +41,78 @@ def run(given: PlanOptions) -> None:
         raise typer.Exit(0 if holds else _BROKEN)
     if given.rows is not None:
         raise InvalidRequest("--rows is for --validate", hint="add --validate", param="rows")
-    work = _workload(given.trace, given.input_len, given.output_len)
+    asks = _requests(given)
+    work = measure_trace(asks) if asks else _means(given)
     goal = PlanGoal(
         model=planned_model(given.model), hardware=planned_hardware(given.hardware), chips=given.chips,
-        input_tokens=work.input_tokens, output_tokens=work.output_tokens,
-        cached_share=work.cached_share if given.cached is None else given.cached, ttft_s=given.ttft / 1e3,
-        tpot_s=given.tpot / 1e3, precision=given.precision, accept=given.accept, price_per_hour=given.price,
-        currency=given.currency,
+        input_tokens=work.input_tokens, output_tokens=work.output_tokens, lengths=lengths_of(work, given.cached),
+        cached_share=min(MOST_CACHED, work.cached_share) if given.cached is None else given.cached,
+        ttft_s=given.ttft / 1e3, tpot_s=given.tpot / 1e3, precision=given.precision, accept=given.accept,
+        price_per_hour=given.price, currency=given.currency,
     )  # fmt: skip
     found = make_plan(goal)
     if given.html_file is not None:
         write_file(given.html_file, render_plan(goal, found))
-    write_file(given.save_file, write_deployment(goal, found.deployments[0]))
+    _save(given.save_file, goal, found.deployments[0])
+    simulated, unsimulated = _simulated(given.simulate, goal, found.deployments[0], asks)
     if given.as_json:
-        typer.echo(json.dumps(plan_data(goal, found), indent=1))
+        data = plan_data(goal, found) | {"simulated": simulated.data() if simulated else None}
+        typer.echo(json.dumps(data, indent=1))
     else:
         show_plan(goal, found, work.requests_per_s)
+        console().print(simulated.words() if simulated else unsimulated)
+
+
+def _requests(given: PlanOptions) -> list[TraceRequest]:
+    """Of the trace, in every format that `simulate` reads; empty without one."""
+    if given.trace is None:
+        return []
+    if given.input_len is not None or given.output_len is not None:
+        raise InvalidRequest("--trace has its own lengths", hint="leave --input-len and --output-len out")
+    from tripool.cli.simulate import Asked  # here: they import this module
+    from tripool.cli.simulate_trace import requests_of
+
+    return list(requests_of(Asked(trace=given.trace))())
+
+
+def _means(given: PlanOptions) -> Workload:
+    return Workload(input_tokens=given.input_len or 4096.0, output_tokens=given.output_len or 1024.0)
+
+
+def lengths_of(work: Workload, cached: float | None = None) -> Lengths | None:
+    """Of a trace; `cached` is the share of every prompt that is cached, whatever the trace repeats."""
+    if not work.num_requests:
+        return None
+    return Lengths(
+        input_square=work.input_square, decode_context=work.decode_context, held=work.held,
+        cached_square=work.cached_square if cached is None else cached**2 * work.input_square,
+        held_spread=work.held_spread, longest=work.longest, longest_input=work.longest_input,
+    )  # fmt: skip
+
+
+def _save(file: Path | None, goal: PlanGoal, found: Deployment) -> None:
+    """One file for each cell; all but the first have a number in their names."""
+    for index, cell in enumerate(found.cells if file is not None else ()):
+        assert file is not None
+        name = file if not index else file.with_name(f"{file.stem}-{index + 1}{file.suffix}")
+        write_file(name, write_deployment(goal, found, cell))
+        if len(found.cells) > 1:
+            stderr().print(f"cell {index + 1} of {len(found.cells)}, {cell.chips} chips: {name}")
+
+
+def _simulated(
+    wanted: bool | None, goal: PlanGoal, found: Deployment, asks: Sequence[TraceRequest]
+) -> tuple[Saturated | None, str]:
+    """The check, or why there is none."""
+    if wanted is False:
+        return None, "not simulated"
+    cell = next((cell for cell in found.cells if not cell.shared), None)
+    if cell is None:
+        return None, "not simulated: one pool that does both prefill and decode is not modelled there"
+    seconds = takes_s(goal, cell, asks)
+    if wanted is None and seconds > AUTOMATIC_S:
+        return None, f"not simulated: that takes about {seconds:,.0f} s; --simulate does it"
+    return saturate(goal, found, cell, asks), ""
 
 
 def planned_model(name: str) -> ModelShape:
@@ -76,14 +137,6 @@ def planned_hardware(name: str) -> Hardware:
     return named_hardware(name)
 
 
-def _workload(trace: Path | None, input_len: float | None, output_len: float | None) -> Workload:
-    if trace is not None:
-        if input_len is not None or output_len is not None:
-            raise InvalidRequest("--trace has its own lengths", hint="leave --input-len and --output-len out")
-        return measure_trace(parse_trace(read_file(trace).splitlines()))
-    return Workload(input_tokens=input_len or 4096.0, output_tokens=output_len or 1024.0)
-
-
 def console() -> Console:
     """Wide enough that no row wraps outside of a terminal: in a log, a pipe."""
     found = Console(highlight=False)
@@ -102,22 +155,22 @@ def show_plan(ask: PlanGoal, plan: Plan, wanted_per_s: float | None) -> None:
         slower[f"{ask.money}/M out"] = best.cost_per_million
     out.print(band_of(ask.hardware).beside({"requests/s": best.requests_per_s}, slower))
     table = Table("prefill", "decode")
-    for name in ("requests/s", "out tok/s/chip", "TPOT ms", "TTFT ms", f"{ask.money}/M out", "spare", "binds"):
+    for name in ranked_heads(ask):
         table.add_column(name, justify="right")
     for found in plan.deployments:
-        table.add_row(*deployment_cells(ask, found), str(found.spare_chips), found.bound)
+        table.add_row(*deployment_cells(ask, found))
     out.print(table)
-    out.print(f"best: {why(best)}")
+    out.print(f"best: {why(best.main)}")
+    out.print(compared_with_shared(plan))
     lifts = [f"{lever.name} {lever.gain:+.1%}" for lever in best.levers if lever.gain >= 0.005]
     out.print(f"what would raise it: {'; '.join(lifts) if lifts else 'nothing tried changes it by half a per cent'}")
-    longest = list(parts_ms(best.decode.step).items())[:_PARTS]
+    step = best.main.decode.step
+    longest = list(parts_ms(step).items())[:_PARTS]
+    out.print(f"decode step {step.seconds * 1e3:.1f} ms: " + ", ".join(f"{n} {ms:.1f}" for n, ms in longest))
+    out.print(economy_words(ask, best))
     out.print(
-        f"decode step {best.decode.step.seconds * 1e3:.1f} ms: " + ", ".join(f"{n} {ms:.1f}" for n, ms in longest)
-    )
-    rate = best.requests_per_s * ask.output_tokens
-    out.print(
-        f"power {best.watts / 1e3:,.1f} kW, {best.watts / rate:.1f} J per output token; transfer plane "
-        f"{best.transfer_share:.1%} used; cache pool {best.cache_bytes / 1e9:,.0f} GB for {ask.keep_s / 60:g} minutes"
+        f"transfer plane {best.main.transfer_share:.1%} used; cache pool {best.cache_bytes / 1e9:,.0f} GB for "
+        f"{ask.keep_s / 60:g} minutes"
     )
     if wanted_per_s is not None:
         times = best.requests_per_s / wanted_per_s

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from tripool.bench.trace import TraceRequest, Workload, measure_trace, parse_trace
 from tripool.cli.files import read_file, write_file
-from tripool.cli.plan_run import planned_hardware, planned_model
+from tripool.cli.plan_run import MOST_CACHED, lengths_of, planned_hardware, planned_model
 from tripool.cli.simulate import Asked, Where
 from tripool.cli.terminal import progress
 from tripool.errors import InvalidRequest
@@ -130,10 +130,10 @@ def _deployment(where: Where, work: Workload) -> DeploymentFile:
         return read_deployment(read_file(where.deployment), str(where.deployment))
     ask = PlanGoal(
         model=planned_model(where.model), hardware=planned_hardware(where.hardware), chips=where.chips,
-        input_tokens=work.input_tokens, output_tokens=work.output_tokens,
-        cached_share=min(0.99, work.cached_share), ttft_s=where.ttft / 1e3, tpot_s=where.tpot / 1e3,
+        input_tokens=work.input_tokens, output_tokens=work.output_tokens, lengths=lengths_of(work),
+        cached_share=min(MOST_CACHED, work.cached_share), ttft_s=where.ttft / 1e3, tpot_s=where.tpot / 1e3,
     )  # fmt: skip
-    found = next((each for each in make_plan(ask).deployments if not each.shared), None)
+    found = make_plan(ask).best_split
     if found is None:
         hint = "give more chips, or a --deployment"
         raise InvalidRequest("these chips hold no prefill instance beside a decode instance", hint=hint)

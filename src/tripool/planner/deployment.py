@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tripool.planner.checks import check_deployment
 from tripool.planner.cost import Setup
 from tripool.planner.errors import BadDescription
-from tripool.planner.search import Deployment, PlanGoal
+from tripool.planner.search import Cell, Deployment, PlanGoal
 
 VERSION = 1
 
@@ -41,22 +42,26 @@ class DeploymentFile:
     """Predicted."""
 
 
-def write_deployment(goal: PlanGoal, found: Deployment) -> str:
-    prefill, decode = found.prefill, found.decode
+def write_deployment(goal: PlanGoal, found: Deployment, cell: Cell | None = None) -> str:
+    """Of one cell: the first, or another of `found`; with several, each has a file of its own."""
+    cell = cell or found.main
+    prefill, decode = cell.prefill, cell.decode
+    share = cell.requests_per_s / found.requests_per_s
+    cost = "" if found.cost_per_million is None else f"cost_per_million = {found.cost_per_million:.4g}\n"
     lines = [
         "# Made by `tripool plan`; the numbers under [expected] are predictions, the rest are settings.",
         f"version = {VERSION}", f'model = "{_plain(goal.model.name)}"', f'hardware = "{_plain(goal.hardware.name)}"',
-        f"chips = {goal.chips}", f"shared = {str(found.shared).lower()}", "",
-        *_pool_lines("prefill", found.prefill_instances, prefill.chips, prefill.setup, prefill.tokens),
-        *_pool_lines("decode", found.decode_instances, decode.chips, decode.setup, decode.batch),
-        "[cache]", f"gb = {found.cache_bytes / 1e9:.1f}", "",
+        f"chips = {goal.chips if len(found.cells) == 1 else cell.chips}", f"shared = {str(cell.shared).lower()}", "",
+        *_pool_lines("prefill", cell.prefill_instances, prefill.chips, prefill.setup, prefill.tokens),
+        *_pool_lines("decode", cell.decode_instances, decode.chips, decode.setup, decode.batch),
+        "[cache]", f"gb = {found.cache_bytes * share / 1e9:.1f}", "",
         "[slo]", f"ttft_ms = {goal.ttft_s * 1e3:g}", f"tpot_ms = {goal.tpot_s * 1e3:g}", "",
         "[workload]", f"input_tokens = {goal.input_tokens:g}", f"output_tokens = {goal.output_tokens:g}",
         f"cached_share = {goal.cached_share:g}", "",
-        "[expected]", f"requests_per_s = {found.requests_per_s:.4g}", f"ttft_ms = {found.ttft_s * 1e3:.4g}",
-        f"tpot_ms = {found.tpot_s * 1e3:.4g}", f"cost_per_million = {found.cost_per_million:.4g}",
+        "[expected]", f"requests_per_s = {cell.requests_per_s:.4g}", f"ttft_ms = {cell.ttft_s * 1e3:.4g}",
+        f"tpot_ms = {cell.tpot_s * 1e3:.4g}",
     ]  # fmt: skip
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + cost
 
 
 def _pool_lines(name: str, instances: int, chips: int, setup: Setup, batch: int) -> list[str]:
@@ -78,6 +83,8 @@ def read_deployment(text: str, origin: str) -> DeploymentFile:
         raise BadDescription(f"{origin} is not TOML: {error}", hint="`tripool plan --save` writes such files") from None
     if tree.get("version") != VERSION:
         raise BadDescription(f"{origin} has version {tree.get('version')!r}", hint=f"this is version {VERSION}")
+    hint = "`tripool plan --save` writes such files"
+    check_deployment(tree, lambda path, wrong: BadDescription(f"{origin}: '{path}' {wrong}", hint=hint))
     try:
         slo, expected, workload = tree["slo"], tree["expected"], tree["workload"]
         return DeploymentFile(
@@ -88,7 +95,8 @@ def read_deployment(text: str, origin: str) -> DeploymentFile:
             requests_per_s=float(expected["requests_per_s"]),
         )  # fmt: skip
     except (KeyError, TypeError, ValueError, AssertionError) as error:
-        raise BadDescription(f"{origin}: {error}", hint="`tripool plan --save` writes such files") from None
+        missing = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else str(error) or "cannot be read"
+        raise BadDescription(f"{origin}: {missing}", hint=hint) from None
 
 
 def _pool(table: Mapping[str, Any]) -> Pool:

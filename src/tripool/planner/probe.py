@@ -62,7 +62,6 @@ def describe(found: Probed) -> str:
         },
         "overheads": {"layer_us": 50, "step_us": 1000, "gemm_rows": 4, "prefill_stack": 1.3, "buffers_gb": 0.6},
         "cache": {"service_gb_s": 0.5},
-        "economy": {"price_per_hour": 0.05 * found.num_cores, "watts": 8 * found.num_cores},
     }  # fmt: skip
     tera = found.gemm_flops / 1e12
     measured: dict[str, dict[str, float]] = {

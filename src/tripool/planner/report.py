@@ -9,7 +9,7 @@ from typing import Any
 from tripool.planner.cost import Setup, StepCost
 from tripool.planner.rows import Compared, Verdict, band_of
 from tripool.planner.rows.calibrating import LeftOut
-from tripool.planner.search import Deployment, Plan, PlanGoal
+from tripool.planner.search import Cell, Deployment, Plan, PlanGoal
 
 BOUND_WORDS = {
     "prefill": "prefill carries least: more prefill chips, or more of the prompts cached",
@@ -35,6 +35,7 @@ def plan_data(goal: PlanGoal, plan: Plan) -> dict[str, Any]:
         "tpot_ms": goal.tpot_s * 1e3,
         "error": _band_data(goal, plan.deployments[0]),
         "considered": plan.num_considered,
+        "compared": compared_with_shared(plan),
         "deployments": [deployment_data(goal, found) for found in plan.deployments],
         "front": [
             {
@@ -50,35 +51,48 @@ def plan_data(goal: PlanGoal, plan: Plan) -> dict[str, Any]:
 
 
 def deployment_data(goal: PlanGoal, found: Deployment) -> dict[str, Any]:
-    prefill, decode = found.prefill, found.decode
+    """Totals; `cells` one by one, and beside them the pools of the first: most deployments have no other."""
+    rate = found.requests_per_s * goal.output_tokens
     return {
         "requests_per_s": found.requests_per_s,
-        "output_tokens_per_s": found.requests_per_s * goal.output_tokens,
-        "output_tokens_per_s_per_chip": found.requests_per_s * goal.output_tokens / goal.chips,
-        "tpot_ms": found.tpot_s * 1e3,
-        "ttft_ms": found.ttft_s * 1e3,
-        "bound": found.bound,
-        "why": why(found),
+        "output_tokens_per_s": rate,
+        "output_tokens_per_s_per_chip": rate / found.chips,
+        "chips": found.chips,
+        "spare_chips": found.spare_chips,
+        "why": why(found.main),
         "levers": [asdict(lever) for lever in found.levers],
         "cost_per_million_output_tokens": found.cost_per_million,
         "currency": goal.money,
-        "watts": found.watts,
-        "joules_per_output_token": found.watts / (found.requests_per_s * goal.output_tokens),
+        "kwh_per_million_output_tokens": found.kwh_per_million,
+        "watts": None if goal.hardware.watts is None else goal.hardware.watts * found.chips,
         "cache_gb": found.cache_bytes / 1e9,
-        "transfer_share": found.transfer_share,
-        "shared": found.shared,
-        "spare_chips": found.spare_chips,
+        **_cell(found.main),
+        "tpot_ms": found.tpot_s * 1e3,
+        "ttft_ms": found.ttft_s * 1e3,
+        "cells": [{"requests_per_s": cell.requests_per_s, "chips": cell.chips, **_cell(cell)} for cell in found.cells],
+    }
+
+
+def _cell(cell: Cell) -> dict[str, Any]:
+    prefill, decode = cell.prefill, cell.decode
+    return {
+        "shared": cell.shared,
+        "bound": cell.bound,
+        "tpot_ms": cell.tpot_s * 1e3,
+        "ttft_ms": cell.ttft_s * 1e3,
+        "transfer_share": cell.transfer_share,
         "prefill": {
-            "instances": found.prefill_instances,
+            "instances": cell.prefill_instances,
             "chips_per_instance": prefill.chips,
             "tokens_per_rank": prefill.tokens,
             "batch_ms": prefill.batch_s * 1e3,
             "tokens_per_s_per_chip": prefill.tokens_per_s_per_chip,
+            "share_of_hits_read": prefill.read_share,
             "parts_ms": parts_ms(prefill.step),
             **_setup(prefill.setup),
         },
         "decode": {
-            "instances": found.decode_instances,
+            "instances": cell.decode_instances,
             "chips_per_instance": decode.chips,
             "batch_per_rank": decode.batch,
             "step_ms": decode.step.seconds * 1e3,
@@ -90,12 +104,40 @@ def deployment_data(goal: PlanGoal, found: Deployment) -> dict[str, Any]:
     }
 
 
-def why(found: Deployment) -> str:
+def why(cell: Cell) -> str:
     """The binding limit, in words."""
-    stopped = found.decode.stopped_by if found.bound != "prefill" else found.prefill.stopped_by
-    pool = "decode" if found.bound != "prefill" else "prefill"
-    words = "" if found.bound == "transfer" else f"; in a {pool} instance {STOPPED_WORDS[stopped]}"
-    return BOUND_WORDS[found.bound] + words
+    pool = "decode" if cell.bound != "prefill" else "prefill"
+    stopped = cell.decode.stopped_by if pool == "decode" else cell.prefill.stopped_by
+    words = "" if cell.bound == "transfer" else f"; in a {pool} instance {STOPPED_WORDS[stopped]}"
+    if cell.shared:
+        return f"one pool takes turns, most of its time in {pool}; {STOPPED_WORDS[stopped]}"
+    return BOUND_WORDS[cell.bound] + words
+
+
+def compared_with_shared(plan: Plan) -> str:
+    """The best of separate pools beside the best of one shared pool."""
+    shared, split = plan.best_shared, plan.best_split
+    if shared is None or split is None:
+        missing = "one shared pool" if shared is None else "separate pools"
+        return f"no deployment of {missing} meets the SLO on these chips"
+    gain = split.requests_per_s / shared.requests_per_s - 1.0
+    return (
+        f"separate pools {split.requests_per_s:,.3g} requests/s, one shared pool {shared.requests_per_s:,.3g} "
+        f"({gain:+.0%} by separating)"
+    )
+
+
+def economy_words(goal: PlanGoal, found: Deployment) -> str:
+    """Price and energy per million output tokens of the chips in use, and the chips that are not."""
+    hardware = goal.hardware
+    price, energy = "price unknown: give --price", "energy unknown: the hardware's description has no power"
+    if found.cost_per_million is not None:
+        price = f"{found.cost_per_million:,.2f} {goal.money}"
+    if found.kwh_per_million is not None and hardware.watts is not None:
+        kilowatts = hardware.watts * found.chips / 1e3
+        energy = f"{found.kwh_per_million:,.2f} kWh ({kilowatts:,.1f} kW at {hardware.watts:,.0f} W per chip)"
+    spare = f"; {found.spare_chips} chips spare, not counted" if found.spare_chips else ""
+    return f"per million output tokens: {price}, {energy}; {found.chips} chips used{spare}"
 
 
 def parts_ms(step: StepCost) -> dict[str, float]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Literal
 
+from tripool.planner.checks import check_hardware
 from tripool.planner.errors import BadDescription
 from tripool.planner.facts import Fact, Facts
 
@@ -114,9 +115,11 @@ class Hardware:
     planes: tuple[Plane, ...]
     cache_bytes_per_s: Mapping[str, float]
     """Per chip, reading cached KV over the memory and over the service plane."""
-    price_per_hour: float
+    price_per_hour: float | None
+    """None: unknown."""
     currency: str
-    watts: float
+    watts: float | None
+    """Per chip, with its share of the machine around it. None: unknown."""
     agree_s: float = 0.0
     """Of a decode step before which several ranks with requests of their own agree on it."""
     draft_s: float = 0.0
@@ -141,6 +144,7 @@ class Hardware:
 
 def parse_hardware(text: str, origin: str) -> Hardware:
     facts = Facts(text, origin)
+    check_hardware(facts.tree, facts.error)
     ranks = facts.number("chip", "ranks", least=1)
     planes = tuple(_plane(facts, path, table) for path, table in facts.tables("planes"))
     if {plane.kind for plane in planes} != set(PLANE_KINDS):
@@ -176,7 +180,8 @@ def parse_hardware(text: str, origin: str) -> Hardware:
         buffers_bytes=number("overheads", "buffers_gb") * 1e9 / ranks,
         exchange=_exchange(facts),
         cache_bytes_per_s={kind: number("cache", f"{kind}_gb_s") * 1e9 for kind in ("memory", "service")},
-        price_per_hour=number("economy", "price_per_hour"), watts=number("economy", "watts"), facts=facts.read,
+        price_per_hour=facts.optional("economy", "price_per_hour"), watts=facts.optional("economy", "watts"),
+        facts=facts.read,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
+from tripool.planner.checks import check_config
 from tripool.planner.errors import BadModelConfig
 from tripool.planner.models.shape import Gqa, Linear, Mla, ModelShape, Moe
 
@@ -43,6 +44,7 @@ class _Reader:
 
 
 def read_config(config: Mapping[str, Any], name: str) -> ModelShape:
+    check_config(config, lambda key, wrong: BadModelConfig(f"{name}: '{key}' {wrong}", hint="is it config.json?"))
     kind = config.get("model_type")
     if isinstance(config.get("text_config"), Mapping):
         config = config["text_config"]  # the language model of a config that also has an image encoder

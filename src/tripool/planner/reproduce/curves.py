@@ -159,10 +159,11 @@ def _model_cache(system: System) -> Figure:
 
 
 def _cost(system: System) -> Figure:
-    price = published_series()["price"]
+    price, per_hour = published_series()["price"], system.hardware.price_per_hour
+    assert per_hour is not None, "the bundled description has a price"
     points = []
     for batch in range(8, 129, 4):
         rate = system.decode_rate(batch, 4224.0)
-        points.append((batch / rate * 1e3, cost_per_million(system.hardware.price_per_hour, rate)))
+        points.append((batch / rate * 1e3, cost_per_million(per_hour, rate)))
     title, levels = "Decode: yuan per million tokens, 4K context", ((price[2], f"press: about {price[2]:g}"),)
     return Figure(title, "ms per output token", "CNY", (Curve("", tuple(points)),), levels)

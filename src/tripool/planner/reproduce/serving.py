@@ -137,6 +137,7 @@ def _per_tflops(rows: list[tuple[Compared, RowDetails]]) -> Table:
 def _cost(system: System) -> Table:
     series = published_series()["price"]
     per_hour = system.hardware.price_per_hour
+    assert per_hour is not None, "the bundled description has a price"
     rate, millions, yuan = series[0], series[1], series[2]
     lines = [
         TableLine(

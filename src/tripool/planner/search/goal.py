@@ -3,12 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, isfinite, sqrt
 
 from tripool.errors import InvalidRequest
 from tripool.planner.hardware import Hardware
 from tripool.planner.models import ModelShape
 
 EIGHT_BITS = ("int8", "fp8")
+KV_BLOCK = 64
+"""Tokens of KV that are allocated together."""
+
+_LIMITS: dict[str, tuple[str, float, float]] = {
+    "chips": ("chips", 1, 10**6),
+    "input-len": ("input_tokens", 1, 10**8),
+    "output-len": ("output_tokens", 1, 10**8),
+    "ttft": ("ttft_s", 1e-6, 10**6),
+    "tpot": ("tpot_s", 1e-6, 10**6),
+    "cached": ("cached_share", 0.0, 0.9999),
+    "accept": ("accept", 0.0, 1.0),
+    "price": ("price_per_hour", 0.0, 10**9),
+    "keep": ("keep_s", 0.0, 10**9),
+}
+"""Option: (field, least, most). Fields that are None are not checked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Moments of a distribution of lengths: what their means hide. In tokens."""
+
+    input_square: float
+    """Mean of squared prompt lengths: attention of prefill grows with it."""
+    cached_square: float
+    """Mean of squared cached prefixes."""
+    decode_context: float
+    """Mean context of a request, over all steps of decoding: long answers count more often."""
+    held: float
+    """Mean KV of a request at its end, over all steps of decoding."""
+    held_spread: float
+    """Standard deviation of that."""
+    longest: float
+    """Prompt and answer of the longest request."""
+    longest_input: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +57,8 @@ class PlanGoal:
     tpot_s: float
     cached_share: float = 0.0
     """Share of a prompt that is found in the cache pool."""
+    lengths: Lengths | None = None
+    """None: every request has the mean lengths."""
     precision: str | None = None
     """None: the hardware's 8 bits where it has them, and BF16."""
     accept: float | None = None
@@ -33,15 +70,11 @@ class PlanGoal:
     """How long a finished context should stay in the cache pool."""
 
     def __post_init__(self) -> None:
-        wrong = {
-            "chips": self.chips < 1, "input-len": not self.input_tokens >= 1, "output-len": not self.output_tokens >= 1,
-            "ttft": not self.ttft_s > 0, "tpot": not self.tpot_s > 0, "cached": not 0.0 <= self.cached_share < 1.0,
-        }  # fmt: skip
-        for name, is_wrong in wrong.items():
-            if is_wrong:
-                raise InvalidRequest(
-                    f"--{name} is out of range", hint="lengths, times and chips are above 0", param=name
-                )
+        for option, (field, least, most) in _LIMITS.items():
+            value = getattr(self, field)
+            if value is not None and not (isfinite(value) and least <= value <= most):
+                hint = f"a number from {least:g} to {most:g}"
+                raise InvalidRequest(f"--{option} is {value:g}: out of range", hint=hint, param=option)
         if self.precision is not None and not self.hardware.supports(self.precision):
             hint = f"it has {', '.join(self.hardware.flops)}"
             raise InvalidRequest(f"{self.hardware.title} has no {self.precision}", hint=hint, param="precision")
@@ -58,7 +91,7 @@ class PlanGoal:
         return (*eight[-1:], "bf16")
 
     @property
-    def price(self) -> float:
+    def price(self) -> float | None:
         return self.hardware.price_per_hour if self.price_per_hour is None else self.price_per_hour
 
     @property
@@ -71,8 +104,44 @@ class PlanGoal:
 
     @property
     def mean_context(self) -> float:
-        return self.input_tokens + self.output_tokens / 2
+        """Of a decode step."""
+        return self.lengths.decode_context if self.lengths else self.input_tokens + self.output_tokens / 2
+
+    @property
+    def longest(self) -> tuple[float, float]:
+        """Prompt of the longest, and prompt with answer."""
+        if self.lengths:
+            return self.lengths.longest_input, self.lengths.longest
+        return self.input_tokens, self.input_tokens + self.output_tokens
+
+    def prompts(self, read_share: float) -> tuple[float, float, float]:
+        """New tokens of a mean prompt, if that share of its hits is read; and equal prompts (length, cached) in which a
+        new token reads as much context as on average here: with unequal lengths that is more than the mean's.
+        """
+        cached = self.cached_tokens * read_share
+        if self.lengths is None:
+            return self.input_tokens - cached, self.input_tokens, cached
+        fresh = self.input_tokens - cached
+        reads = (self.lengths.input_square - read_share**2 * self.lengths.cached_square) / 2 / fresh
+        scale = reads / (cached + fresh / 2)
+        return fresh, (cached + fresh) * scale, cached * scale
+
+    def fitting_requests(self, kv_tokens: float) -> float:
+        """Requests that a worker with room for `kv_tokens` of KV decodes at once; 0 if not the longest one."""
+        if kv_tokens < ceil(self.longest[1] / KV_BLOCK) * KV_BLOCK:
+            return 0.0
+        if self.lengths is None:
+            return kv_tokens / (ceil(self.longest[1] / KV_BLOCK) * KV_BLOCK)
+        # The sum of n requests stays below n * mean + spread * sqrt(n) most of the time; the rest is preemption.
+        mean, spread = self.lengths.held, self.lengths.held_spread
+        root = (sqrt(spread**2 + 4 * mean * kv_tokens) - spread) / (2 * mean)
+        return max(1.0, root**2)
 
     def kv_bytes(self) -> float:
         """Moved from prefill to decode for one request."""
         return self.input_tokens * self.model.kv_bytes_per_token()
+
+    def second_token_s(self) -> float:
+        """What the transfer of its KV adds to a request's mean time per output token."""
+        move_s = self.kv_bytes() / self.hardware.plane("transfer").flow_bytes_per_s
+        return move_s / max(1.0, self.output_tokens - 1)

@@ -3,54 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tripool.planner.errors import DoesNotFit, NotReachable
 from tripool.planner.search import pools
 from tripool.planner.search.goal import PlanGoal
-from tripool.planner.search.match import best_matches
-from tripool.planner.search.results import DecodePool, Deployment, Lever, Plan, Point, PrefillPool
+from tripool.planner.search.match import best_mix, uniform
+from tripool.planner.search.results import Cell, DecodePool, Deployment, Lever, Plan, Point, PrefillPool
+from tripool.planner.search.setups import all_setups, instance_chips, setups
 
 _KEEP = 10
-_DECODE_OPTIONS = 48
-_PREFILL_OPTIONS = 12
 _FRONT_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _LEVER = 1.25
-_EVER = 1e9
+_EVER = 1e6
+_SAME = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    prefills: list[PrefillPool]
+    decodes: list[DecodePool]
+    shared: list[Cell]
+
+    @classmethod
+    def of(cls, goal: PlanGoal, *, split: bool = True, shared: bool = True) -> _Options:
+        return cls(
+            list(pools.prefill_pools(goal)) if split else [],
+            list(pools.decode_pools(goal)) if split else [],
+            list(pools.shared_cells(goal)) if shared else [],
+        )
+
+    def best(self, goal: PlanGoal) -> Deployment | None:
+        return best_mix(goal, self.prefills, self.decodes, self.shared)
+
+
+def best_deployment(goal: PlanGoal) -> Deployment:
+    """The first of a plan, alone."""
+    return _best(goal)[0]
 
 
 def make_plan(goal: PlanGoal) -> Plan:
+    best, options = _best(goal)
+    plain = sorted(
+        uniform(goal, options.prefills, options.decodes, options.shared), key=lambda found: -found.requests_per_s
+    )
+    if plain and plain[0].requests_per_s >= best.requests_per_s * (1.0 - _SAME):
+        best = plain.pop(0)
+    others = _kept(plain)
+    best = replace(best, levers=_levers(goal, best))
+    considered = len(options.decodes) + len(options.prefills) + len(options.shared)
+    considered += len(options.prefills) * len(options.decodes)
+    return Plan(deployments=(best, *others), front=tuple(front(goal)), num_considered=considered)
+
+
+def _best(goal: PlanGoal) -> tuple[Deployment, _Options]:
     _check_fit(goal)
-    decodes = sorted(pools.decode_pools(goal), key=lambda pool: -pool.tokens_per_s_per_chip)
-    if not decodes:
-        raise _too_slow(goal)
-    prefills = _prefills(goal, decodes)
-    if not prefills:
-        raise _too_late(goal, decodes)
-    options = _spread(decodes)
-    deployments = list(best_matches(goal, prefills, options, _KEEP))
-    if not deployments:
-        raise _no_room(goal, prefills, decodes)
-    deployments[0] = replace(deployments[0], levers=_levers(goal, deployments[0]))
-    considered = len(decodes) + len(prefills) + len(options) * len(prefills)
-    return Plan(deployments=tuple(deployments), front=tuple(front(goal)), num_considered=considered)
+    options = _Options.of(goal)
+    best = options.best(goal)
+    if best is None:
+        raise _unreachable(goal, options)
+    return best, options
 
 
-def _prefills(goal: PlanGoal, decodes: Sequence[DecodePool]) -> list[PrefillPool]:
-    first_s = min(pool.step.seconds for pool in decodes)
-    found = sorted(pools.prefill_pools(goal, first_s), key=lambda pool: -pool.tokens_per_s_per_chip)
-    smallest = sorted(found, key=lambda pool: pool.chips)[:2]
-    return [*found[:_PREFILL_OPTIONS], *(pool for pool in smallest if pool not in found[:_PREFILL_OPTIONS])]
-
-
-def _spread(decodes: Sequence[DecodePool]) -> list[DecodePool]:
-    """The best overall, and the best of each size: a smaller instance may leave fewer chips unused."""
-    chosen = list(decodes[:_DECODE_OPTIONS])
-    for chips in {pool.chips for pool in decodes}:
-        best = next(pool for pool in decodes if pool.chips == chips)
-        if best not in chosen:
-            chosen.append(best)
-    return chosen
+def _kept(ranked: Sequence[Deployment]) -> list[Deployment]:
+    """The best few, among them the best shared pool and the best split, so that they can be compared."""
+    kept = list(ranked[: _KEEP - 1])
+    for shared in (True, False):
+        first = next((found for found in ranked if found.main.shared is shared), None)
+        if first is not None and first not in kept:
+            kept[-1 if shared else -2] = first
+    return sorted(kept, key=lambda found: -found.requests_per_s)
 
 
 def front(goal: PlanGoal) -> list[Point]:
@@ -61,7 +83,7 @@ def front(goal: PlanGoal) -> list[Point]:
     for model, most in pools.decode_models(goal):
         for batch in (size for size in _FRONT_BATCHES if size <= most):
             tpot_s = model.tpot_s(batch, goal.mean_context)
-            per_chip, chips = batch * goal.hardware.ranks / tpot_s, pools.instance_chips(goal, model.setup.ep)
+            per_chip, chips = batch * goal.hardware.ranks / tpot_s, instance_chips(goal, model.setup.ep)
             points.append(Point(1.0 / tpot_s, per_chip, model.setup, batch, chips))
     best, chosen = 0.0, []
     for point in sorted(points, key=lambda point: (-point.tokens_per_s_per_user, -point.tokens_per_s_per_chip)):
@@ -74,7 +96,7 @@ def front(goal: PlanGoal) -> list[Point]:
 def _levers(goal: PlanGoal, chosen: Deployment) -> tuple[Lever, ...]:
     """Repeat the search with one parameter a quarter better, at the chosen precision."""
     hardware = goal.hardware
-    base = replace(goal, precision=chosen.decode.setup.precision)
+    base = replace(goal, precision=chosen.main.decode.setup.precision)
     faster = {name: rate * _LEVER for name, rate in hardware.flops.items()}
     planes = tuple(replace(plane, gb_s=plane.gb_s * _LEVER) for plane in hardware.planes)
     tries = {
@@ -87,16 +109,19 @@ def _levers(goal: PlanGoal, chosen: Deployment) -> tuple[Lever, ...]:
         "a TPOT a quarter longer": replace(base, tpot_s=goal.tpot_s * _LEVER),
         "a TTFT a quarter longer": replace(base, ttft_s=goal.ttft_s * _LEVER),
     }
+    kinds = {cell.shared for cell in chosen.cells}  # a quarter more seldom makes the other kind the better one
     found = []
     for name, tried in tries.items():
-        decodes = sorted(pools.decode_pools(tried), key=lambda pool: -pool.tokens_per_s_per_chip)
-        best = next(best_matches(tried, _prefills(tried, decodes), _spread(decodes), 1), chosen)
+        best = _Options.of(tried, split=False in kinds, shared=True in kinds).best(tried) or chosen
         found.append(Lever(name=name, gain=max(0.0, best.requests_per_s / chosen.requests_per_s - 1.0)))
     return tuple(sorted(found, key=lambda lever: -lever.gain))
 
 
 def _check_fit(goal: PlanGoal) -> None:
-    rooms = list(pools.all_setups(goal, goal.ranks, drafts=(0,)))
+    rooms = list(all_setups(goal, goal.ranks, drafts=(0,)))
+    if not rooms:
+        problem = f"no degree of parallelism divides the heads and experts of {goal.model.name} on {goal.chips} chips"
+        raise NotReachable(problem, hint=f"whole nodes of {goal.hardware.node_chips} chips, or another model")
     setup, room = max(rooms, key=lambda pair: pair[1].kv)
     if room.kv > 0:
         return
@@ -112,20 +137,32 @@ def _check_fit(goal: PlanGoal) -> None:
 
 
 def _least_chips(goal: PlanGoal) -> int | None:
-    """Found by doubling: each rank repeats attention, so more chips help only as far as experts or heads are split."""
-    for power in range(1, 14):
-        chips = goal.chips * 2**power
-        larger = replace(goal, chips=chips)
-        fitting = [setup.ep for setup, _ in pools.setups(larger, larger.ranks, drafts=(0,))]
-        if fitting:
-            return pools.instance_chips(goal, min(fitting))
-    return None
+    """Each rank repeats attention, so more chips help only as far as experts or heads are split."""
+    most = replace(goal, chips=10**6)
+    fitting = (setup.ep for setup, _ in setups(most, most.ranks, drafts=(0,)))
+    least = min(fitting, default=None)
+    return None if least is None else instance_chips(goal, least)
+
+
+def _unreachable(goal: PlanGoal, options: _Options) -> NotReachable:
+    """Why no cell was found."""
+    if not options.decodes:
+        return _too_slow(goal)
+    if not options.prefills:
+        return _too_late(goal)
+    need = min(pool.chips for pool in options.prefills) + min(pool.chips for pool in options.decodes)
+    node = goal.hardware.node_chips
+    need = max(need, -(-need // node) * node if need > node else need)
+    problem = (
+        f"{goal.chips} chips hold no prefill instance beside a decode instance, and one pool for both breaks the SLO"
+    )
+    return NotReachable(problem, hint=f"at least {need} chips, {max(1, need - goal.chips)} more")
 
 
 def _too_slow(goal: PlanGoal) -> NotReachable:
     found = pools.fastest_decode(goal)
     if found is None:
-        tokens = int(goal.input_tokens + goal.output_tokens)
+        tokens = int(goal.longest[1])
         problem = (
             f"no parallelism of {goal.chips} chips fits the KV of one request of {tokens:,} tokens beside the weights"
         )
@@ -139,28 +176,14 @@ def _too_slow(goal: PlanGoal) -> NotReachable:
     return NotReachable(problem, hint=hint)
 
 
-def _too_late(goal: PlanGoal, decodes: Sequence[DecodePool]) -> NotReachable:
-    relaxed = _prefills(replace(goal, ttft_s=_EVER), decodes)
-    if not relaxed:
-        problem = f"the KV of one prompt of {int(goal.input_tokens):,} tokens fits in no prefill instance"
+def _too_late(goal: PlanGoal) -> NotReachable:
+    if not list(pools.prefill_pools(replace(goal, ttft_s=_EVER))):
+        problem = f"the KV of one prompt of {int(goal.longest[0]):,} tokens fits in no prefill instance"
         return NotReachable(problem, hint="more chips, a shorter prompt or a smaller precision")
-    least = min(_fastest_ttft(goal, decodes), *(pool.ttft_s for pool in relaxed))
-    problem = f"no deployment reaches a TTFT of {goal.ttft_s:.3f} s"
-    return NotReachable(problem, hint=f"the soonest is {least:.3f} s: {least - goal.ttft_s:.3f} s are missing")
-
-
-def _fastest_ttft(goal: PlanGoal, decodes: Sequence[DecodePool]) -> float:
-    """Smallest reachable TTFT, found by halving and doubling."""
     low, high = goal.ttft_s, _EVER
     while high / low > 1.01:
         middle = (low * high) ** 0.5
-        low, high = (low, middle) if _prefills(replace(goal, ttft_s=middle), decodes) else (middle, high)
-    return high
-
-
-def _no_room(goal: PlanGoal, prefills: Sequence[PrefillPool], decodes: Sequence[DecodePool]) -> NotReachable:
-    need = min(pool.chips for pool in prefills) + min(pool.chips for pool in decodes)
-    problem = (
-        f"{goal.chips} chips hold no prefill instance beside a decode instance, and one pool for both breaks the TPOT"
-    )
-    return NotReachable(problem, hint=f"at least {need} chips, {need - goal.chips} more")
+        reached = any(True for _ in pools.prefill_pools(replace(goal, ttft_s=middle)))
+        low, high = (low, middle) if reached else (middle, high)
+    problem = f"no deployment reaches a TTFT of {goal.ttft_s:.3f} s"
+    return NotReachable(problem, hint=f"the soonest is {high:.3f} s: {high - goal.ttft_s:.3f} s are missing")

@@ -2,121 +2,218 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from math import ceil
+from math import sqrt
 
-from tripool.planner.cost import DecodeModel, Footprint, PrefillModel, Setup, footprint
+from tripool.planner.cost import DecodeModel, Footprint, PrefillModel, Setup, StepCost
 from tripool.planner.search.goal import PlanGoal
-from tripool.planner.search.results import DecodePool, PrefillPool
+from tripool.planner.search.results import Cell, DecodePool, PrefillPool
+from tripool.planner.search.setups import instance_chips, setups
 
 MAX_BATCH = 1024
-_TP = (1, 2, 4, 8)
 _PREFILL_RANKS = 64
-_PREFILL_TOKENS = (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
-_WAIT_BATCHES = 1.5  # at full load a prompt finds a batch half done, then runs in one
-
-
-def ep_choices(goal: PlanGoal, most: int) -> list[int]:
-    """Powers of two and three times those, all ranks, and what published systems use: one expert per rank, with and
-    without copies of the shared one.
-    """
-    most = min(most, goal.ranks)
-    found = {scale * 2**power for power in range(most.bit_length()) for scale in (1, 3)} | {most}
-    moe = goal.model.moe
-    if moe is not None:
-        spare = moe.experts // 8
-        found |= {moe.experts + spare, moe.experts + 2 * spare, (moe.experts + spare) // 2, (moe.experts + spare) // 4}
-    step = goal.hardware.ranks
-    return sorted(ep for ep in found if 1 <= ep <= most and (ep % step == 0 or ep < step))
-
-
-def setups(goal: PlanGoal, most: int, *, drafts: tuple[int, ...]) -> Iterator[tuple[Setup, Footprint]]:
-    """Setups whose weights fit."""
-    yield from ((setup, room) for setup, room in all_setups(goal, most, drafts=drafts) if room.kv > 0)
-
-
-def all_setups(goal: PlanGoal, most: int, *, drafts: tuple[int, ...]) -> Iterator[tuple[Setup, Footprint]]:
-    """All setups, whether their weights fit or not."""
-    moe = goal.model.moe
-    accept = goal.model.mtp_accept if goal.accept is None else goal.accept
-    for precision in goal.precisions:
-        for ep in ep_choices(goal, most):
-            for tp in _TP if moe is not None else (ep,):
-                if ep % tp or tp > goal.model.attention.heads or tp > goal.hardware.domain_ranks:
-                    continue
-                for num_drafts in drafts:
-                    rate = accept if num_drafts else 0.0
-                    setup = Setup(ep=ep, tp=tp, precision=precision, drafts=num_drafts, accept=rate)
-                    yield setup, footprint(goal.hardware, goal.model, setup)
+_PREFILL_TOKENS = 16384
+"""New tokens per rank of the largest batch."""
+_FINE, _COARSE = 8, 4
+"""Prefill sizes per doubling; of those below the largest that meets the TTFT, every fourth is tried."""
+_WAIT_BATCHES = 0.5
+"""At full load a prompt finds a batch half done, then runs in one."""
+_GOLDEN, _ROUNDS = (sqrt(5) - 1) / 2, 12
 
 
 def decode_models(goal: PlanGoal) -> Iterator[tuple[DecodeModel, int]]:
     """Every setup that fits, with one and two microbatches; and the largest batch whose KV fits."""
-    for setup, room in setups(goal, goal.ranks, drafts=(0, 1) if goal.model.mtp_layers else (0,)):
-        most = min(MAX_BATCH, int(room.max_requests(goal.input_tokens + goal.output_tokens)))
+    for setup, room in setups(goal, goal.ranks, drafts=_drafts(goal)):
+        most = _most_requests(goal, setup, room.kv / room.kv_per_token)
         for each in _microbatched(goal, setup):
             yield DecodeModel(goal.hardware, goal.model, each), most
 
 
 def decode_pools(goal: PlanGoal) -> Iterator[DecodePool]:
+    extra_s = goal.second_token_s()
     for model, most in decode_models(goal):
-        batch = _largest(most, model, goal)
+        times = _Tpot(goal, model)
+        batch = _largest(most, lambda size, times=times: times(size) + extra_s <= goal.tpot_s)  # type: ignore[misc]
         if batch:
-            yield decode_pool(goal, model, batch, "memory" if batch == most < MAX_BATCH else "tpot")
+            yield decode_pool(goal, model, batch, "memory" if batch == most < MAX_BATCH else "tpot", extra_s)
 
 
-def decode_pool(goal: PlanGoal, model: DecodeModel, batch: int, stopped_by: str) -> DecodePool:
+def decode_pool(goal: PlanGoal, model: DecodeModel, batch: int, stopped_by: str, extra_s: float) -> DecodePool:
     step = model.step(batch, goal.mean_context)
     tpot_s = step.seconds / model.setup.tokens_per_step
     return DecodePool(
-        setup=model.setup, batch=batch, tpot_s=tpot_s, step=step, stopped_by=stopped_by,
+        setup=model.setup, batch=batch, tpot_s=tpot_s + extra_s, step=step, stopped_by=stopped_by,
         tokens_per_s_per_chip=batch * goal.hardware.ranks / tpot_s, chips=instance_chips(goal, model.setup.ep),
     )  # fmt: skip
 
 
-def prefill_pools(goal: PlanGoal, first_token_s: float) -> Iterator[PrefillPool]:
-    """`first_token_s`: delay of the first token besides prefill (the decode pool's step)."""
-    fresh = goal.input_tokens - goal.cached_tokens
-    move_s = goal.kv_bytes() / goal.hardware.plane("transfer").flow_bytes_per_s
+def prefill_pools(goal: PlanGoal) -> Iterator[PrefillPool]:
     for setup, room in setups(goal, _PREFILL_RANKS, drafts=(0,)):
-        # Ranks of one fast domain share a long prompt; others keep a prompt on one rank.
-        least = fresh / setup.ep if setup.ep <= goal.hardware.domain_ranks else fresh / setup.tp
-        sizes = sorted({ceil(least), *(size for size in _PREFILL_TOKENS if size > least)})
-        sizes = [size for size in sizes if size * goal.input_tokens / fresh * room.kv_per_token <= room.kv]
+        sizes = _prefill_sizes(goal, setup, room)
         for each in _microbatched(goal, setup):
-            model = PrefillModel(goal.hardware, goal.model, each)
-            yield from _prefill_pool(goal, model, sizes, first_token_s + move_s)
+            found = _prefill_pool(goal, Batches(goal, PrefillModel(goal.hardware, goal.model, each)), sizes)
+            if found is not None:
+                yield found
 
 
-def _prefill_pool(goal: PlanGoal, model: PrefillModel, sizes: list[int], other_s: float) -> Iterator[PrefillPool]:
+class Batches:
+    """Time of a prefill batch by the prompt tokens of a rank (cached ones included), remembered."""
+
+    def __init__(self, goal: PlanGoal, model: PrefillModel) -> None:
+        self.goal, self.model = goal, model
+        self._known: dict[float, tuple[StepCost, float]] = {}
+
+    def step(self, size: float) -> tuple[StepCost, float]:
+        """The shortest, and the share of hits that it reads: with a slow cache pool, computing is faster."""
+        if size not in self._known:
+            self._known[size] = self._shortest(size)
+        return self._known[size]
+
+    def seconds(self, size: float) -> float:
+        return self.step(size)[0].seconds
+
+    def _shortest(self, size: float) -> tuple[StepCost, float]:
+        found = self._read(size, 1.0)
+        if not self.goal.cached_tokens:
+            return found, 1.0
+        best = min(((found, 1.0), (self._read(size, 0.0), 0.0)), key=lambda pair: pair[0].seconds)
+        if self._read(size, 15 / 16).seconds < found.seconds:
+            share = _lowest(lambda share: self._read(size, share).seconds)
+            best = min((best, (self._read(size, share), share)), key=lambda pair: pair[0].seconds)
+        return best
+
+    def new_tokens(self, size: float, read_share: float) -> float:
+        return size * self.goal.prompts(read_share)[0] / self.goal.input_tokens
+
+    def pool(self, size: float, *, stopped_by: str) -> PrefillPool:
+        goal, setup = self.goal, self.model.setup
+        step, read_share = self.step(size)
+        return PrefillPool(
+            setup=setup, tokens=max(1, round(self.new_tokens(size, read_share))), batch_s=step.seconds,
+            ttft_s=(1.0 + _WAIT_BATCHES) * step.seconds, step=step, read_share=read_share,
+            tokens_per_s_per_chip=size * goal.hardware.ranks / step.seconds,
+            chips=instance_chips(goal, setup.ep), stopped_by=stopped_by,
+        )  # fmt: skip
+
+    def _read(self, size: float, share: float) -> StepCost:
+        _, prompt, cached = self.goal.prompts(share)
+        return self.model.step(self.new_tokens(size, share), prompt, cached)
+
+
+def _prefill_sizes(goal: PlanGoal, setup: Setup, room: Footprint) -> list[float]:
+    """Prompt tokens per rank: from one prompt on, whatever the objectives and hits are, as far as KV fits."""
+    # Ranks of one fast domain share a long prompt; others keep a prompt on one rank.
+    sharing = setup.ep if setup.ep <= goal.hardware.domain_ranks else setup.tp
+    kv_tokens = room.kv / room.kv_per_token
+    if goal.longest[0] > kv_tokens * sharing:
+        return []
+    least = goal.input_tokens / sharing
+    most = min(kv_tokens, max(least, _PREFILL_TOKENS * goal.input_tokens / goal.prompts(1.0)[0]))
+    sizes: list[float] = []
+    while not sizes or sizes[-1] <= most:
+        sizes.append(least * 2 ** (len(sizes) / _FINE))
+    return sizes[:-1] if sizes[-1] > most else sizes
+
+
+def _prefill_pool(goal: PlanGoal, batches: Batches, sizes: list[float]) -> PrefillPool | None:
     """The size with the highest rate among those that meet the SLO."""
-    best: PrefillPool | None = None
-    for size in sizes:
-        step = model.step(size, goal.input_tokens, goal.cached_tokens)
-        ttft_s = _WAIT_BATCHES * step.seconds + other_s
-        if ttft_s > goal.ttft_s:
-            break
-        prompts = size / (goal.input_tokens - goal.cached_tokens)
-        rate = prompts * goal.input_tokens * goal.hardware.ranks / step.seconds
-        if best is None or rate > best.tokens_per_s_per_chip:
-            best = PrefillPool(
-                setup=model.setup, tokens=size, batch_s=step.seconds, ttft_s=ttft_s, tokens_per_s_per_chip=rate,
-                chips=instance_chips(goal, model.setup.ep), step=step,
-                stopped_by="ttft" if size != sizes[-1] else "memory",
-            )  # fmt: skip
-    if best is not None:
-        yield best
+
+    def meets(count: int) -> bool:
+        return (1.0 + _WAIT_BATCHES) * batches.seconds(sizes[count - 1]) <= goal.ttft_s
+
+    count = _largest(len(sizes), meets)
+    tried = sorted({*range(0, count, _COARSE), count - 1}) if count else []
+    rates = {index: sizes[index] / batches.seconds(sizes[index]) for index in tried}
+    if not rates:
+        return None
+    stopped_by = "ttft" if count < len(sizes) else "memory"
+    return batches.pool(sizes[max(rates, key=lambda index: rates[index])], stopped_by=stopped_by)
+
+
+def shared_cells(goal: PlanGoal) -> Iterator[Cell]:
+    """One instance of every setup that does both: decoding stops during prefill, and both batches' KV must fit."""
+    for setup, room in setups(goal, goal.ranks, drafts=_drafts(goal)):
+        sizes = _prefill_sizes(goal, setup, room)[::_COARSE]
+        plain = replace(setup, drafts=0, accept=0.0)
+        both = [Batches(goal, PrefillModel(goal.hardware, goal.model, each)) for each in _microbatched(goal, plain)]
+        decodes = [_Tpot(goal, DecodeModel(goal.hardware, goal.model, each)) for each in _microbatched(goal, setup)]
+        best: _InTurn | None = None
+        for size in sizes:
+            most = _most_requests(goal, setup, room.kv / room.kv_per_token - size)
+            batches = both[0] if both[0].seconds(size) <= both[-1].seconds(size) else both[-1]
+            if not most or batches.seconds(size) > goal.ttft_s:
+                break
+            for times in decodes:
+                found = _InTurn(goal, batches, size, times, most)
+                if found.batch and found.ttft_s <= goal.ttft_s and (best is None or found.rate > best.rate):
+                    best = found
+        if best is not None:
+            yield best.cell()
+
+
+class _InTurn:
+    """A shared instance: a request takes its share of a prefill batch, then of its decode steps."""
+
+    def __init__(self, goal: PlanGoal, batches: Batches, size: float, times: _Tpot, most: int) -> None:
+        self._goal, self._batches, self._size, self._times, self._most = goal, batches, size, times, most
+        ep = batches.model.setup.ep
+        prompts = size * ep / goal.input_tokens
+        self._prefill_s = batches.seconds(size) / prompts
+        self._wait_s = self._prefill_s * ep / goal.output_tokens
+        self.batch = _largest(most, lambda batch: self._tpot_s(batch) <= goal.tpot_s)
+        if self.batch:
+            self._decode_s = goal.output_tokens * times(self.batch) / (self.batch * ep)
+            self.rate = 1.0 / (self._prefill_s + self._decode_s)
+            # A batch of prompts comes together while others are computed and decoded.
+            self.ttft_s = prompts * (self._prefill_s + _WAIT_BATCHES / self.rate)
+
+    def _tpot_s(self, batch: int) -> float:
+        """A token also waits for the prompts that are computed while its batch advances."""
+        return self._times(batch) + self._wait_s * batch
+
+    def cell(self) -> Cell:
+        stopped_by = "memory" if self.batch == self._most < MAX_BATCH else "tpot"
+        return Cell(
+            prefill=self._batches.pool(self._size, stopped_by=stopped_by),
+            decode=decode_pool(self._goal, self._times.model, self.batch, stopped_by, 0.0),
+            prefill_instances=1, decode_instances=1, shared=True, requests_per_s=self.rate, transfer_share=0.0,
+            bound="prefill" if self._prefill_s > self._decode_s else "decode", tpot_s=self._tpot_s(self.batch),
+            ttft_s=self.ttft_s,
+        )  # fmt: skip
 
 
 def fastest_decode(goal: PlanGoal) -> tuple[float, Setup] | None:
     """The lowest TPOT of any setup that fits, with one request per rank."""
+    extra_s = goal.second_token_s()
     found = (
-        (model.tpot_s(1, goal.mean_context), model.setup)
+        (model.tpot_s(1, goal.mean_context) + extra_s, model.setup)
         for model, most in decode_models(goal)
         if most >= 1 and model.setup.microbatches == 1
     )
     return min(found, key=lambda pair: pair[0], default=None)
+
+
+class _Tpot:
+    """Time per output token by batch, remembered."""
+
+    def __init__(self, goal: PlanGoal, model: DecodeModel) -> None:
+        self.model, self._context = model, goal.mean_context
+        self._known: dict[int, float] = {}
+
+    def __call__(self, batch: int) -> float:
+        if batch not in self._known:
+            self._known[batch] = self.model.tpot_s(batch, self._context)
+        return self._known[batch]
+
+
+def _drafts(goal: PlanGoal) -> tuple[int, ...]:
+    return (0, 1) if goal.model.mtp_layers else (0,)
+
+
+def _most_requests(goal: PlanGoal, setup: Setup, kv_tokens: float) -> int:
+    """Per rank. `kv_tokens`: whose KV fits into a rank; a tensor-parallel group puts its own together."""
+    return min(MAX_BATCH, int(goal.fitting_requests(kv_tokens * setup.tp) / setup.tp))
 
 
 def _microbatched(goal: PlanGoal, setup: Setup) -> tuple[Setup, ...]:
@@ -124,17 +221,29 @@ def _microbatched(goal: PlanGoal, setup: Setup) -> tuple[Setup, ...]:
     return (setup, replace(setup, microbatches=2)) if goal.model.moe is not None and setup.ep > 1 else (setup,)
 
 
-def instance_chips(goal: PlanGoal, ep: int) -> int:
-    return max(1, ceil(ep / goal.hardware.ranks))
+def _largest(most: int, meets: Callable[[int], bool]) -> int:
+    """The largest count up to `most` that meets the objective, 0 if none; time grows with the count. By bits, so that
+    searches with different `most` ask for the same counts.
+    """
+    found = 0
+    for bit in reversed(range(max(0, most).bit_length())):
+        if found + (1 << bit) <= most and meets(found + (1 << bit)):
+            found += 1 << bit
+    return found
 
 
-def _largest(most: int, model: DecodeModel, goal: PlanGoal) -> int:
-    """The largest batch up to `most` that meets the TPOT, 0 if none; time grows with the batch."""
-    if most < 1 or model.tpot_s(1, goal.mean_context) > goal.tpot_s:
-        return 0
-    low, high = 1, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        keeps = model.tpot_s(middle, goal.mean_context) <= goal.tpot_s
-        low, high = (middle, high) if keeps else (low, middle - 1)
-    return low
+def _lowest(value: Callable[[float], float]) -> float:
+    """Where a function of a share is lowest, by golden section."""
+    low, high = 0.0, 1.0
+    left, right = high - _GOLDEN, low + _GOLDEN
+    at_left, at_right = value(left), value(right)
+    for _ in range(_ROUNDS):
+        if at_left <= at_right:
+            high, right, at_right = right, left, at_left
+            left = high - _GOLDEN * (high - low)
+            at_left = value(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + _GOLDEN * (high - low)
+            at_right = value(right)
+    return (low + high) / 2

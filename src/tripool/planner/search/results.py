@@ -13,6 +13,7 @@ class DecodePool:
     batch: int
     """Requests per rank."""
     tpot_s: float
+    """The second token's wait for its KV included."""
     tokens_per_s_per_chip: float
     chips: int
     """Of one instance."""
@@ -33,6 +34,8 @@ class PrefillPool:
     chips: int
     stopped_by: str
     step: StepCost
+    read_share: float = 1.0
+    """Share of the hits that are read from the cache pool; the rest is computed, because reading takes longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +48,9 @@ class Lever:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deployment:
+class Cell:
+    """Instances that serve requests together: a prefill and a decode pool, or one shared pool."""
+
     prefill: PrefillPool
     decode: DecodePool
     prefill_instances: int
@@ -53,7 +58,6 @@ class Deployment:
     """For one shared pool, both numbers count the same instances."""
     shared: bool
     """One pool alternates between prefill and decode."""
-    spare_chips: int
     requests_per_s: float
     bound: str
     """prefill, decode or transfer."""
@@ -61,17 +65,52 @@ class Deployment:
     """Used share of the transfer plane's rate."""
     tpot_s: float
     ttft_s: float
-    cost_per_million: float
-    """Per million output tokens."""
-    watts: float
+
+    @property
+    def chips(self) -> int:
+        prefill = 0 if self.shared else self.prefill_instances * self.prefill.chips
+        return prefill + self.decode_instances * self.decode.chips
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """One cell, or several side by side where instances of one size do not fill the chips well."""
+
+    cells: tuple[Cell, ...]
+    """The one with the highest rate first."""
+    spare_chips: int
+    cost_per_million: float | None
+    """Per million output tokens, of the chips that are used. None: no price is known."""
+    kwh_per_million: float | None
+    """Likewise energy. None: the hardware's description has no power."""
     cache_bytes: float
     """Size of the cache pool that keeps finished contexts for `keep_s`."""
     levers: tuple[Lever, ...] = ()
 
     @property
     def chips(self) -> int:
-        prefill = 0 if self.shared else self.prefill_instances * self.prefill.chips
-        return prefill + self.decode_instances * self.decode.chips
+        return sum(cell.chips for cell in self.cells)
+
+    @property
+    def requests_per_s(self) -> float:
+        return sum(cell.requests_per_s for cell in self.cells)
+
+    @property
+    def tpot_s(self) -> float:
+        return max(cell.tpot_s for cell in self.cells)
+
+    @property
+    def ttft_s(self) -> float:
+        return max(cell.ttft_s for cell in self.cells)
+
+    @property
+    def main(self) -> Cell:
+        return self.cells[0]
+
+    @property
+    def is_split(self) -> bool:
+        """One prefill pool and one decode pool: what a deployment file and the simulator can hold."""
+        return len(self.cells) == 1 and not self.main.shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +130,14 @@ class Plan:
     """The best first."""
     front: tuple[Point, ...]
     num_considered: int
+
+    @property
+    def best_split(self) -> Deployment | None:
+        """The best of one prefill and one decode pool."""
+        return next((found for found in self.deployments if found.is_split), None)
+
+    @property
+    def best_shared(self) -> Deployment | None:
+        """The best of one shared pool."""
+        alone = (found for found in self.deployments if len(found.cells) == 1)
+        return next((found for found in alone if found.main.shared), None)
