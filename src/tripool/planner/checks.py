@@ -51,12 +51,15 @@ HARDWARE = {
     "shares.gemm": _SHARE,
     "shares.memory": _SHARE,
     **{f"shares.{kind}_{name}": _SHARE for kind in ("gemm", "grouped") for name in ("bf16", "fp8", "int8", "fp4")},
-    "shares.grouped_memory": _SHARE,
+    **{f"shares.grouped_memory_{name}": _SHARE for name in ("bf16", "fp8", "int8", "fp4")},
     "shares.attention_compute": _SHARE,
     "shares.attention_memory": _SHARE,
     "shares.attention_8bit": _PART,
     "shares.attention_sparse": _SHARE,
+    "shares.prefill_attention": _SHARE,
+    "shares.prefill_attention_8bit": _PART,
     "exchange.fixed_us": _US,
+    "exchange.near_us": _US,
     "exchange.per_peer_us": _US,
     "exchange.token_us": _US,
     "exchange.prefill_core_share": Limit(0.0, 0.9, "a share of the cores"),
@@ -64,6 +67,8 @@ HARDWARE = {
     "exchange.prefill_exposed": _PART,
     "exchange.decode_gb_s": _GB_S,
     "overheads.layer_us": _US,
+    "overheads.dense_layer_us": _US,
+    "overheads.agree_us": _US,
     "overheads.step_us": _US,
     "overheads.gemm_rows": Limit(0, 1e5, "rows"),
     "overheads.gemm_tile": Limit(0, 1e5, "rows"),
@@ -156,6 +161,8 @@ def _check_facts(table: object, limits: Mapping[str, Limit], texts: Iterable[str
 
 def check_config(config: Mapping[str, Any], report: Report) -> None:
     """Keys that no shape reads are left alone, but those that look like one that a shape reads."""
+    if isinstance(config.get("text_config"), Mapping):
+        config = config["text_config"]  # the language model beside an image encoder
     known = (*MODEL, *MODEL_FLAGS, *MODEL_LISTS)
     for key in config.keys() - set(known):
         close = get_close_matches(str(key), known, 1, _CLOSE)

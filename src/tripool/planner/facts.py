@@ -30,33 +30,37 @@ class Facts:
     def __init__(self, text: str, origin: str) -> None:
         self._origin = origin
         try:
-            self.tree: dict[str, Any] = tomllib.loads(text)
+            self._tree: dict[str, Any] = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise BadDescription(
                 f"{origin} is not TOML: {error}", hint="see the files that `tripool plan` ships"
             ) from None
         self.read: dict[str, Fact] = {}
 
+    @property
+    def tree(self) -> Mapping[str, Any]:
+        return self._tree
+
     def text(self, key: str) -> str:
-        value = self.tree.get(key)
+        value = self._tree.get(key)
         if not isinstance(value, str) or not value:
             raise self.error(key, f"is {value!r}, not a text")
         return value
 
     def number(self, section: str, key: str, *, default: float | None = None, least: float = 0.0) -> float:
-        table = self.tree.get(section, {})
+        table = self._tree.get(section, {})
         if not isinstance(table, Mapping):
             raise self.error(section, "is not a table")
         return self.entry(section, table, key, default, least=least)
 
     def optional(self, section: str, key: str) -> float | None:
         """None: the description does not say."""
-        table = self.tree.get(section, {})
+        table = self._tree.get(section, {})
         return self.number(section, key) if isinstance(table, Mapping) and key in table else None
 
     def table(self, section: str) -> dict[str, float]:
         """All numbers of a section."""
-        found = self.tree.get(section)
+        found = self._tree.get(section)
         if not isinstance(found, Mapping) or not found:
             raise self.error(section, "is missing or empty")
         return {key: self._fact(f"{section}.{key}", entry, 0.0).value for key, entry in found.items()}
@@ -66,7 +70,7 @@ class Facts:
 
     def tables(self, section: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """(path for messages, table) of a list of tables."""
-        found = self.tree.get(section, [])
+        found = self._tree.get(section, [])
         if not isinstance(found, list) or not all(isinstance(entry, Mapping) for entry in found):
             raise self.error(section, "is not a list of tables")
         yield from ((f"{section}[{index}]", entry) for index, entry in enumerate(found))
