@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
 
 from tests.planner.test_search import ask_of
@@ -11,6 +9,7 @@ from tripool.bench.trace import TraceRequest, measure_trace
 from tripool.cli.plan_run import lengths_of
 from tripool.cli.plan_simulate import Saturated, saturate
 from tripool.planner import PlanGoal, make_plan, named_hardware, named_model
+from tripool.simulate.traces import Synthetic
 
 WITHIN = 0.1
 
@@ -29,19 +28,6 @@ def of_trace(asks: list[TraceRequest], **changes: object) -> PlanGoal:
     )  # fmt: skip
 
 
-def drawn(count: int, prompt: float, answer: float, *, sigma: float, turns: int = 1) -> list[TraceRequest]:
-    """Conversations of so many turns, each a prefix of the next, in turn with others; log-normal lengths."""
-    rng, asks = Random(7), []
-    sessions: dict[int, tuple[int, ...]] = {}
-    for serial in range(count):
-        session = serial % max(1, count // turns)
-        blocks = max(1, round(prompt / 512 * rng.lognormvariate(-(sigma**2) / 2, sigma)))
-        ids = sessions[session] = (*sessions.get(session, ()), *range(serial << 12, (serial << 12) + blocks))
-        tokens = max(1, round(answer * rng.lognormvariate(-(sigma**2) / 2, sigma)))
-        asks.append(TraceRequest(float(serial), len(ids) * 512, tokens, ids))
-    return asks
-
-
 def test_a_plan_saturates_where_it_says() -> None:
     ask = ask_of(
         model=named_model("llama-3-8b"), hardware=named_hardware("h100"), chips=8, input_tokens=2000,
@@ -52,15 +38,18 @@ def test_a_plan_saturates_where_it_says() -> None:
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("workload", ["bound by prefill", "bound by decode", "unequal lengths", "conversations"])
+@pytest.mark.parametrize("workload", ["bound by prefill", "bound by decode", "unequal lengths", "shared prefixes"])
 def test_a_plan_and_the_simulator_agree(workload: str) -> None:
     h800 = named_hardware("h800")
-    unequal, turns = drawn(3000, 3000, 150, sigma=0.9), drawn(4000, 2500, 200, sigma=0.7, turns=3)
+    unequal, shared = (
+        list(Synthetic(requests=3000, rate_per_s=1.0, input_tokens=3000, output_tokens=150, prefix_share=share).draw())
+        for share in (0.0, 0.4)
+    )
     asked = {
         "bound by prefill": (ask_of(chips=64, output_tokens=256), []),
         "bound by decode": (ask_of(chips=48, hardware=h800, input_tokens=2000, output_tokens=200), []),
         "unequal lengths": (of_trace(unequal, chips=48), unequal),
-        "conversations": (of_trace(turns, chips=64), turns),
+        "shared prefixes": (of_trace(shared, chips=48), shared),
     }
     found = saturated(*asked[workload])
     assert abs(found.error) <= WITHIN, found.words()
