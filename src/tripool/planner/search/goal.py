@@ -126,14 +126,17 @@ class PlanGoal:
         scale = reads / (cached + fresh / 2)
         return fresh, (cached + fresh) * scale, cached * scale
 
-    def fitting_requests(self, kv_tokens: float) -> float:
-        """Requests that a worker with room for `kv_tokens` of KV decodes at once; 0 if not the longest one."""
-        if kv_tokens < ceil(self.longest[1] / KV_BLOCK) * KV_BLOCK:
+    def fitting_requests(self, kv_tokens: float, state_tokens: float = 0.0) -> float:
+        """Requests that a worker with room for `kv_tokens` of KV decodes at once; 0 if not the longest one.
+        `state_tokens`: what a request holds whatever its length, in tokens.
+        """
+        longest = ceil(self.longest[1] / KV_BLOCK) * KV_BLOCK + state_tokens
+        if kv_tokens < longest:
             return 0.0
         if self.lengths is None:
-            return kv_tokens / (ceil(self.longest[1] / KV_BLOCK) * KV_BLOCK)
+            return kv_tokens / longest
         # The sum of n requests stays below n * mean + spread * sqrt(n) most of the time; the rest is preemption.
-        mean, spread = self.lengths.held, self.lengths.held_spread
+        mean, spread = self.lengths.held + state_tokens, self.lengths.held_spread
         root = (sqrt(spread**2 + 4 * mean * kv_tokens) - spread) / (2 * mean)
         return max(1.0, root**2)
 

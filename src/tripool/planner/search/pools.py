@@ -25,7 +25,7 @@ _GOLDEN, _ROUNDS = (sqrt(5) - 1) / 2, 12
 def decode_models(goal: PlanGoal) -> Iterator[tuple[DecodeModel, int]]:
     """Every setup that fits, with one and two microbatches; and the largest batch whose KV fits."""
     for setup, room in setups(goal, goal.ranks, drafts=_drafts(goal)):
-        most = _most_requests(goal, setup, room.kv / room.kv_per_token)
+        most = _most_requests(goal, setup, room, room.kv)
         for each in _microbatched(goal, setup):
             yield DecodeModel(goal.hardware, goal.model, each), most
 
@@ -140,7 +140,7 @@ def shared_cells(goal: PlanGoal) -> Iterator[Cell]:
         decodes = [_Tpot(goal, DecodeModel(goal.hardware, goal.model, each)) for each in _microbatched(goal, setup)]
         best: _InTurn | None = None
         for size in sizes:
-            most = _most_requests(goal, setup, room.kv / room.kv_per_token - size)
+            most = _most_requests(goal, setup, room, room.kv - size * room.kv_per_token)
             batches = both[0] if both[0].seconds(size) <= both[-1].seconds(size) else both[-1]
             if not most or batches.seconds(size) > goal.ttft_s:
                 break
@@ -211,9 +211,10 @@ def _drafts(goal: PlanGoal) -> tuple[int, ...]:
     return (0, 1) if goal.model.mtp_layers else (0,)
 
 
-def _most_requests(goal: PlanGoal, setup: Setup, kv_tokens: float) -> int:
-    """Per rank. `kv_tokens`: whose KV fits into a rank; a tensor-parallel group puts its own together."""
-    return min(MAX_BATCH, int(goal.fitting_requests(kv_tokens * setup.tp) / setup.tp))
+def _most_requests(goal: PlanGoal, setup: Setup, room: Footprint, kv_bytes: float) -> int:
+    """Per rank with so much room for KV; a tensor-parallel group puts its own together."""
+    kv_tokens, state_tokens = kv_bytes / room.kv_per_token * setup.tp, room.state / room.kv_per_token
+    return min(MAX_BATCH, int(goal.fitting_requests(kv_tokens, state_tokens) / setup.tp))
 
 
 def _microbatched(goal: PlanGoal, setup: Setup) -> tuple[Setup, ...]:
