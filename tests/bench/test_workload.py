@@ -23,16 +23,16 @@ def traces(draw: st.DrawFn) -> list[TraceRequest]:
         ids = [*range(shared), 100 + index]
         if full_only and rest < 16 and len(ids) > 1:
             ids = ids[:-1]
-            requests.append(TraceRequest(index * 1.0, 16 * len(ids) + rest, 10, tuple(ids)))
+            requests.append(TraceRequest(index * 1.0, 16 * len(ids) + rest, 10, tuple(ids), block_tokens=16))
         else:
-            requests.append(TraceRequest(index * 1.0, 16 * (len(ids) - 1) + rest, 10, tuple(ids)))
+            requests.append(TraceRequest(index * 1.0, 16 * (len(ids) - 1) + rest, 10, tuple(ids), block_tokens=16))
     return requests
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
 @given(traces())
 def test_lengths_are_the_traces(requests):
-    shots = trace_shots(requests, block_tokens=16)
+    shots = trace_shots(requests)
     assert [shot.input_tokens for shot in shots] == [request.input_tokens for request in requests]
     assert [shot.due_s for shot in shots] == [request.arrival_s for request in requests]
 
@@ -41,7 +41,7 @@ def test_lengths_are_the_traces(requests):
 @given(traces(), st.sampled_from([0.01, 0.1, 0.3, 0.5, 1.0, 2.0]))
 def test_what_was_shared_stays_shared(requests, scale):
     prompts = TokenPrompts(ORDINARY_IDS, 0)
-    shots = trace_shots(requests, block_tokens=16, scale_tokens=scale)
+    shots = trace_shots(requests, scale_tokens=scale)
     ids = [prompts.ids(shot.pieces) for shot in shots]
     block = max(1, round(16 * scale))
     for one, two in ((a, b) for a in range(len(requests)) for b in range(a)):
@@ -52,6 +52,11 @@ def test_what_was_shared_stays_shared(requests, scale):
     for request, shot in zip(requests, shots, strict=True):
         assert shot.input_tokens >= 1 and shot.output_tokens >= 1
         assert abs(shot.input_tokens - request.input_tokens * scale) <= len(request.block_ids) + 1
+
+
+def test_a_prompt_without_ids_has_its_whole_length():
+    (shot,) = trace_shots([TraceRequest(0.0, 3000, 5)], scale_tokens=0.5)
+    assert shot.input_tokens == 1500
 
 
 def test_speed_divides_times():

@@ -55,6 +55,18 @@ def test_a_trace_at_its_times(tripool, url, tmp_path):
     assert sorted(row["cached_tokens"] for row in rows) == [0, 256, 256], "the first request computes it"
 
 
+def test_a_trace_of_sessions(tripool, url, tmp_path):
+    trace, reported = tmp_path / "trace.json", tmp_path / "reported.json"
+    requests = [{"t": 0.2 * n, "type": "n", "in": 640, "out": 8, "hash_ids": list(range(9 + n))} for n in range(2)]
+    trace.write_text(json.dumps({"block_size": 64, "hash_id_scope": "local", "requests": requests}))
+    scaled = ("--scale-tokens", "0.5", "--endpoint", "completions")
+    ran = tripool("bench", "--url", url, "--trace", str(trace), *scaled, "--json", str(reported))
+    assert ran.code == 0, ran.err
+    rows = json.loads(reported.read_text())["requests"]
+    assert [row["prompt_tokens"] for row in rows] == [320, 320] and [row["due_s"] for row in rows] == [0.0, 0.2]
+    assert sorted(row["cached_tokens"] for row in rows) == [0, 256], "288 tokens are shared, in blocks of 64"
+
+
 def test_poisson(tripool, url):
     ran = tripool("bench", "--url", f"{url}/v1", "--rate", "200", "--requests", "15", "--output-len", "3")
     assert ran.code == 0, ran.err

@@ -1,13 +1,15 @@
 """Requests of a trace: arrival times, prompt and answer lengths, shared prompt blocks; and Mooncake's format of them.
 
 Takes lines and opens no file. A block's id stands for its tokens and everything before them, so two requests share a
-prefix exactly as far as their ids agree.
+prefix exactly as far as their ids agree. `parse_object`, `number` and `token_count` check fields of a record for every
+format.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +17,9 @@ from tripool.errors import InvalidRequest
 
 TRACE_BLOCK_TOKENS = 512
 """Tokens per block in Mooncake's own traces."""
+_MOST_TOKENS = 2**24
+_MOST_TIME = 1e17
+"""Since 1970 in microseconds it is 1e15."""
 
 
 class BadTrace(InvalidRequest, code="bad_trace"):
@@ -58,6 +63,9 @@ class Workload:
     """Likewise mean and standard deviation of prompt and answer together."""
     longest: int = 0
     longest_input: int = 0
+    block_tokens: int = TRACE_BLOCK_TOKENS
+    names_blocks: bool = True
+    """False: the trace does not say which prompts share a prefix, and nothing can be said about reuse."""
 
     @property
     def requests_per_s(self) -> float | None:
@@ -66,19 +74,21 @@ class Workload:
 
 
 def measure_trace(requests: Iterable[TraceRequest]) -> Workload:
-    seen: set[tuple[str, int]] = set()
+    seen_by_tenant: defaultdict[str, set[int]] = defaultdict(set)
     count = known_blocks = num_blocks = known_tokens = prompts = answers = 0
     input_square = cached_square = contexts = held = held_square = longest = longest_input = 0
     first_s = last_s = 0.0
+    names_blocks, block_tokens = False, TRACE_BLOCK_TOKENS
     for request in requests:
         first_s, last_s = first_s if count else request.arrival_s, request.arrival_s
         count += 1
         prompts += request.input_tokens
         answers += request.output_tokens
-        ids, known = request.block_ids, 0
-        while known < len(ids) and (request.tenant, ids[known]) in seen:
-            known += 1
-        seen.update((request.tenant, block_id) for block_id in ids[known:])
+        ids, seen = request.block_ids, seen_by_tenant[request.tenant]
+        if ids:
+            names_blocks, block_tokens = True, request.block_tokens
+        known = next((place for place, block_id in enumerate(ids) if block_id not in seen), len(ids))
+        seen.update(ids[known:])
         known_blocks += known
         num_blocks += len(ids) or -(-request.input_tokens // request.block_tokens)
         # The last token is always computed: something has to be sampled from.
@@ -95,11 +105,11 @@ def measure_trace(requests: Iterable[TraceRequest]) -> Workload:
     return Workload(
         num_requests=count, input_tokens=prompts / max(1, count), output_tokens=answers / max(1, count),
         cached_share=known_tokens / max(1, prompts), cached_block_share=known_blocks / max(1, num_blocks),
-        num_blocks=num_blocks, span_s=last_s - first_s,
         input_square=input_square / max(1, count), cached_square=cached_square / max(1, count),
         decode_context=contexts / 2 / steps, held=held / steps,
         held_spread=max(0.0, held_square / steps - (held / steps) ** 2) ** 0.5, longest=longest,
         longest_input=longest_input,
+        num_blocks=num_blocks, span_s=last_s - first_s, block_tokens=block_tokens, names_blocks=names_blocks,
     )  # fmt: skip
 
 
@@ -120,29 +130,54 @@ def parse_trace(
     return sorted(shifted, key=lambda request: request.arrival_s)
 
 
-def _request(line: str, number: int, block_tokens: int) -> TraceRequest:
-    try:
-        fields = json.loads(line)
-    except ValueError as error:
-        raise BadTrace(f"line {number} is not JSON: {error}", hint="one JSON object per line") from error
-    if not isinstance(fields, dict):
-        raise BadTrace(f"line {number} is not an object", hint="one JSON object per line")
-    timestamp_ms = fields.get("timestamp")
-    if not isinstance(timestamp_ms, (int, float)) or isinstance(timestamp_ms, bool) or not 0 <= timestamp_ms < 1e15:
-        raise BadTrace(f"line {number}: timestamp is {timestamp_ms!r}", hint="milliseconds, 0 or more")
-    input_tokens, output_tokens = (_count(fields, name, number) for name in ("input_length", "output_length"))
-    block_ids = fields.get("hash_ids")
-    if not isinstance(block_ids, list) or not all(type(block_id) is int for block_id in block_ids):
-        raise BadTrace(f"line {number}: hash_ids is no list of integers", hint="one id per block of the prompt")
+def _request(line: str, number_of_line: int, block_tokens: int) -> TraceRequest:
+    where = f"line {number_of_line}"
+    fields = parse_object(line, where)
+    timestamp_ms = number(fields, "timestamp", where, "milliseconds, 0 or more")
+    input_tokens, output_tokens = (token_count(fields, name, where) for name in ("input_length", "output_length"))
+    block_ids = id_list(fields, "hash_ids", where)
     full, partly = input_tokens // block_tokens, -(-input_tokens // block_tokens)
     if len(block_ids) not in (full, partly):
-        problem = f"line {number}: {input_tokens} tokens have {partly} blocks of {block_tokens}, not {len(block_ids)}"
-        raise BadTrace(problem, hint="--block-tokens says how many tokens the trace hashes together")
+        problem = f"{where}: {input_tokens} tokens have {partly} blocks of {block_tokens}, not {len(block_ids)}"
+        raise BadTrace(problem, hint="`tripool bench --block-tokens` says how many tokens a trace hashes together")
     return TraceRequest(timestamp_ms / 1e3, input_tokens, output_tokens, tuple(block_ids), block_tokens=block_tokens)
 
 
-def _count(fields: dict[str, Any], name: str, number: int) -> int:
+# ---- fields of a record, in any format ------------------------------------------------------------------------------
+
+
+def parse_object(text: str, where: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadTrace(f"{where} is not JSON: {error}", hint="one JSON object per line") from None
+    if not isinstance(fields, dict):
+        raise BadTrace(f"{where} is not an object", hint="one JSON object per line")
+    return fields
+
+
+def number(fields: Mapping[str, Any], name: str, where: str, expected: str) -> float:
+    """0 or more. `expected`: said when it is something else."""
     value = fields.get(name)
-    if type(value) is not int or not 0 < value < 2**31:
-        raise BadTrace(f"line {number}: {name} is {value!r}", hint="a number of tokens, 1 or more")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < _MOST_TIME:
+        raise _wrong(where, name, value, expected)
     return value
+
+
+def token_count(fields: Mapping[str, Any], name: str, where: str, *, least: int = 1) -> int:
+    value = fields.get(name)
+    if type(value) is not int or not least <= value < _MOST_TOKENS:
+        raise _wrong(where, name, value, f"a number of tokens, {least} or more and below {_MOST_TOKENS:,}")
+    return value
+
+
+def id_list(fields: Mapping[str, Any], name: str, where: str, *, missing: list[int] | None = None) -> list[int]:
+    value = fields.get(name, missing)
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
+        raise BadTrace(f"{where}: {name} is no list of integers", hint="one id per block or part of the prompt")
+    return value
+
+
+def _wrong(where: str, name: str, value: object, expected: str) -> BadTrace:
+    said = repr(value)
+    return BadTrace(f"{where}: {name} is {said if len(said) <= 60 else said[:60] + '...'}", hint=expected)

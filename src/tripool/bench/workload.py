@@ -9,7 +9,7 @@ from math import log1p
 from struct import unpack
 
 from tripool.bench.prompts import Piece, Pieces
-from tripool.bench.trace import TRACE_BLOCK_TOKENS, TraceRequest
+from tripool.bench.trace import TraceRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,32 +28,23 @@ class Shot:
         return sum(piece.num_tokens for piece in self.pieces)
 
 
-def trace_shots(
-    requests: Sequence[TraceRequest],
-    *,
-    speed: float = 1.0,
-    scale_tokens: float = 1.0,
-    block_tokens: int = TRACE_BLOCK_TOKENS,
-) -> list[Shot]:
+def trace_shots(requests: Sequence[TraceRequest], *, speed: float = 1.0, scale_tokens: float = 1.0) -> list[Shot]:
     """`speed` 2 sends twice as fast. `scale_tokens` shrinks blocks and remainders alike, so shared prefixes
     stay shared.
     """
-    scaled_block = max(1, round(block_tokens * scale_tokens))
     shots = []
     for index, request in enumerate(requests):
+        block_tokens = request.block_tokens
+        scaled_block = max(1, round(block_tokens * scale_tokens))
         rest = request.input_tokens - block_tokens * (len(request.block_ids) - 1)
         pieces = [Piece(f"block {block_id}", scaled_block) for block_id in request.block_ids]
         if pieces and rest <= block_tokens:
-            pieces[-1] = replace(pieces[-1], num_tokens=_scaled(rest, scale_tokens, scaled_block))
-        elif (beyond := rest - block_tokens) > 0:  # only full blocks have ids: the rest is not shared
-            pieces.append(Piece(f"end {index}", _scaled(beyond, scale_tokens, scaled_block)))
+            pieces[-1] = replace(pieces[-1], num_tokens=max(1, round(rest * scale_tokens)))
+        elif (beyond := rest - block_tokens) > 0:  # what has no id is not shared: an unfilled block, or all
+            pieces.append(Piece(f"end {index}", max(1, round(beyond * scale_tokens))))
         output_tokens = max(1, round(request.output_tokens * scale_tokens))
         shots.append(Shot(index, request.arrival_s / speed, tuple(pieces), output_tokens))
     return shots
-
-
-def _scaled(num_tokens: int, scale: float, most: int) -> int:
-    return min(max(1, round(num_tokens * scale)), most)
 
 
 def random_shots(num_requests: int, *, input_tokens: int, output_tokens: int) -> list[Shot]:

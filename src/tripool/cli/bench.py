@@ -19,12 +19,12 @@ class BenchOptions:
         Literal["chat", "completions"], typer.Option(help="completions takes token ids: lengths are exact.")
     ] = "chat"
     trace: Annotated[
-        Path | None, typer.Option(help="Mooncake JSONL, at its own times unless --rate or --concurrency.")
+        Path | None, typer.Option(help="As for simulate, at its own times unless --rate or --concurrency.")
     ] = None
     speed: Annotated[float, typer.Option(min=0.001, help="Of a trace's times: 2 sends twice as fast.")] = 1.0
     max_requests: Annotated[int | None, typer.Option(min=1, help="Of a trace: only the first ones.")] = None
     scale_tokens: Annotated[float, typer.Option(min=0.0001, help="Of a trace: 0.1 shrinks all lengths.")] = 1.0
-    block_tokens: Annotated[int, typer.Option(min=1, help="Of a trace: tokens that share a hash id.")] = 512
+    block_tokens: Annotated[int, typer.Option(min=1, help="Of a Mooncake trace: tokens that share a hash id.")] = 512
     concurrency: Annotated[int | None, typer.Option(min=1, help="Keep this many requests open.")] = None
     rate: Annotated[float | None, typer.Option(min=0.0001, help="Requests per second, as a Poisson process.")] = None
     requests: Annotated[int | None, typer.Option(min=1, max=10**6, help="How many, without a trace.")] = None

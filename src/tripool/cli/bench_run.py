@@ -24,12 +24,12 @@ from tripool.bench.report import Report, RunSettings, summary_rows
 from tripool.bench.run import Measured, Run
 from tripool.bench.samples import Sample
 from tripool.bench.summary import PERCENTILES, Goodput, summarise, timeline
-from tripool.bench.trace import BadTrace, parse_trace
 from tripool.bench.wire import Address, HttpClient
 from tripool.bench.workload import Shot, at_times, poisson_arrivals, random_shots, trace_shots, without_times
 from tripool.cli.bench import BenchOptions
 from tripool.cli.files import check_folder, write_file
 from tripool.cli.terminal import harmless, progress
+from tripool.cli.trace_files import TraceOptions, read_trace
 from tripool.errors import InvalidRequest, TripoolError
 
 _INTERRUPTED = 130
@@ -77,17 +77,10 @@ def _load(given: BenchOptions) -> _Load:
 
 
 def _from_trace(given: BenchOptions, path: Path) -> tuple[list[Shot], str]:
-    try:
-        with path.open(encoding="utf-8") as lines:
-            requests = parse_trace(lines, block_tokens=given.block_tokens, max_requests=given.max_requests)
-    except OSError as error:
-        raise BadTrace(f"cannot read {path}: {error.strerror}", hint="give a Mooncake JSONL file") from error
-    except UnicodeDecodeError as error:
-        raise BadTrace(f"{path} is not UTF-8: {error.reason}", hint="give a Mooncake JSONL file") from error
-    except BadTrace as error:
-        raise BadTrace(f"{path}: {error.message}", hint=error.hint) from error
+    options = TraceOptions(max_requests=given.max_requests, seed=given.seed, block_tokens=given.block_tokens)
+    requests = list(read_trace(path, options).requests())
     scale = given.scale_tokens
-    shots = trace_shots(requests, speed=given.speed, scale_tokens=scale, block_tokens=given.block_tokens)
+    shots = trace_shots(requests, speed=given.speed, scale_tokens=scale)
     return shots, path.name + (f", lengths × {scale:g}" if scale != 1 else "")
 
 

@@ -17,6 +17,7 @@ from tripool.cli.plan import PlanOptions
 from tripool.cli.plan_simulate import AUTOMATIC_S, Saturated, saturate, takes_s
 from tripool.cli.plan_validate import validate
 from tripool.cli.terminal import stderr
+from tripool.cli.trace_files import read_trace
 from tripool.errors import InvalidRequest
 from tripool.planner.deployment import write_deployment
 from tripool.planner.errors import BadModelConfig
@@ -69,10 +70,7 @@ def _requests(given: PlanOptions) -> list[TraceRequest]:
         return []
     if given.input_len is not None or given.output_len is not None:
         raise InvalidRequest("--trace has its own lengths", hint="leave --input-len and --output-len out")
-    from tripool.cli.simulate import Asked  # here: they import this module
-    from tripool.cli.simulate_trace import requests_of
-
-    return list(requests_of(Asked(trace=given.trace))())
+    return list(read_trace(given.trace).requests())
 
 
 def _means(given: PlanOptions) -> Workload:

@@ -35,7 +35,8 @@ class Asked:
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Mooncake .jsonl, Azure .csv, or a ServeGen folder or archive. Without a file, with --seed: print all."
+            help="A file or folder of Mooncake, Azure, ServeGen, RAGPulse, WEKA or LMCache. "
+            "Without a file, with --seed: print all."
         ),
     ] = None
     synthetic: Annotated[int | None, typer.Option(min=1, help="This many synthetic requests, no trace.")] = None
@@ -50,6 +51,10 @@ class Asked:
     tenants: Annotated[int, typer.Option(min=1, help="Synthetic tenants.")] = 1
     begin: Annotated[float, typer.Option(min=0.0, help="ServeGen: where in its week to begin, in seconds.")] = 36000.0
     length: Annotated[float, typer.Option(min=1.0, help="ServeGen: for how long, in seconds.")] = 3600.0
+    sessions_per_minute: Annotated[
+        float, typer.Option(min=1e-6, help="WEKA: how many sessions start; when is drawn.")
+    ] = 1.0
+    tokenizer: Annotated[str, typer.Option(help="LMCache: the model whose tokenizer counts, or its folder.")] = "tiny"
     max_requests: Annotated[int | None, typer.Option(min=1, help="The first ones of the trace only.")] = None
 
     @property

@@ -26,11 +26,12 @@ from tripool.bench.endpoint import BodyMaker, find_model, make_prompts
 from tripool.bench.prompts import Piece, TokenPrompts
 from tripool.bench.run import Run
 from tripool.bench.samples import Sample
-from tripool.bench.trace import parse_trace
 from tripool.bench.wire import Address, CannotConnect, HttpClient
 from tripool.bench.workload import Shot, at_times, poisson_arrivals, trace_shots
-from tripool.cli.files import read_file, write_file
+from tripool.cli.files import write_file
 from tripool.cli.simulate import Asked
+from tripool.cli.simulate_trace import trace_options
+from tripool.cli.trace_files import read_trace
 from tripool.config import EngineConfig, SchedulerConfig
 from tripool.core import BLOCK_TOKENS
 from tripool.decode import StepFacts
@@ -250,7 +251,8 @@ def _scaled(asked: Asked, measured: Measured) -> list[Shot]:
             answer = min(4 * _ANSWER, max(4, round(rng.lognormal(_OUTPUT, 0.5))))
             shots.append(Shot(index, None, (Piece(f"synthetic {index}", prompt),), answer))
         return at_times(shots, poisson_arrivals(len(shots), rate=rate, seed=asked.seed or 0))
-    requests = parse_trace(read_file(asked.trace).splitlines(), max_requests=asked.max_requests or _REQUESTS)
+    options = replace(trace_options(asked), max_requests=asked.max_requests or _REQUESTS)
+    requests = list(read_trace(asked.trace, options).requests())
     mean = sum(request.input_tokens + request.output_tokens for request in requests) / len(requests)
     scaled = trace_shots(requests, scale_tokens=(_INPUT + _OUTPUT) / mean)
     span_s = max(1e-9, requests[-1].arrival_s)

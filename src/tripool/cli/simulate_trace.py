@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
-import tarfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,97 +15,73 @@ from rich.console import Console
 from rich.progress import TimeElapsedColumn
 from rich.table import Table
 
-from tripool.bench.trace import TraceRequest, Workload, measure_trace, parse_trace
+from tripool.bench.trace import Workload, measure_trace
 from tripool.cli.files import read_file, write_file
 from tripool.cli.plan_run import MOST_CACHED, lengths_of, planned_hardware, planned_model
 from tripool.cli.simulate import Asked, Where
 from tripool.cli.terminal import progress
+from tripool.cli.trace_files import Trace, TraceOptions, read_trace
 from tripool.errors import InvalidRequest
 from tripool.planner.deployment import DeploymentFile, read_deployment, write_deployment
 from tripool.planner.search import PlanGoal, make_plan
 from tripool.simulate.supernode import lay_out, parse_fault, simulate_trace
 from tripool.simulate.supernode.page import render_comparison, render_run
-from tripool.simulate.supernode.rows import compared_rows, summary_rows
-from tripool.simulate.traces import Synthetic, draw_clients, mean_rate, parse_azure, parse_clients
+from tripool.simulate.supernode.rows import NOT_IN_TRACE, compared_rows, summary_rows
+from tripool.simulate.traces import Synthetic
 
 _SLICES = 120
 
 
-def requests_of(asked: Asked) -> Callable[[], Iterable[TraceRequest]]:
-    """Called for each pass: synthetic requests are never all in memory."""
+def read_requests(asked: Asked) -> Trace:
+    """Synthetic requests are drawn anew for each pass: they are never all in memory."""
     if asked.synthetic is not None:
         made_up = Synthetic(
             requests=asked.synthetic, rate_per_s=asked.rate or 10.0, input_tokens=asked.input_len,
             output_tokens=asked.output_len, prefix_share=asked.prefix_share, tenants=asked.tenants,
             seed=asked.seed or 0,
         )  # fmt: skip
-        return made_up.draw
+        return Trace("synthetic", made_up.draw)
     assert asked.trace is not None
-    found = _from_trace(asked, asked.trace)
-    if asked.rate is not None and len(found) > 1 and found[-1].arrival_s > 0:
-        scale = (len(found) - 1) / found[-1].arrival_s / asked.rate
-        found = [replace(ask, arrival_s=ask.arrival_s * scale) for ask in found]
-    return lambda: found
+    return read_trace(asked.trace, trace_options(asked))
 
 
-def _from_trace(asked: Asked, path: Path) -> list[TraceRequest]:
-    if path.is_dir() or ".tar" in path.suffixes:
-        clients = parse_clients(dict(_members(path)))
-        scale = 1.0
-        if asked.rate is not None:
-            usual = mean_rate(clients, asked.begin, asked.length)
-            scale = asked.rate / usual if usual else 1.0
-        drawn = draw_clients(clients, seed=asked.seed or 0, begin_s=asked.begin, length_s=asked.length, scale=scale)
-        found = [ask for _, ask in zip(range(asked.max_requests or 10**9), drawn, strict=False)]
-        if not found:
-            raise InvalidRequest("there are no requests at that time", hint="--begin and --length choose the time")
-        return found
-    lines = read_file(path).splitlines()
-    if path.suffix == ".csv":
-        return parse_azure(lines, max_requests=asked.max_requests)
-    return parse_trace(lines, max_requests=asked.max_requests)
-
-
-def _members(path: Path) -> Iterator[tuple[str, str]]:
-    """Files of a client set, by name."""
-    try:
-        if path.is_dir():
-            for file in sorted(path.rglob("chunk-*")):
-                yield file.name, file.read_text("utf-8")
-            return
-        with tarfile.open(path) as archive:
-            for member in archive:
-                opened = archive.extractfile(member) if member.isfile() else None
-                if opened is not None:
-                    yield member.name, opened.read().decode()
-    except (OSError, tarfile.TarError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"cannot read {path}: {error}", hint="a folder or archive of ServeGen's files") from None
+def trace_options(asked: Asked) -> TraceOptions:
+    return TraceOptions(
+        max_requests=asked.max_requests, rate=asked.rate, seed=asked.seed or 0, begin_s=asked.begin,
+        length_s=asked.length, sessions_per_minute=asked.sessions_per_minute, tokenizer=asked.tokenizer,
+    )  # fmt: skip
 
 
 def show_ideal(asked: Asked) -> None:
-    Console().print(_summary(measure_trace(requests_of(asked)())), soft_wrap=True)
+    trace, console = read_requests(asked), Console()
+    console.print(_summary(measure_trace(trace.requests())), soft_wrap=True)
+    for note in trace.notes:
+        console.print(note, soft_wrap=True)
 
 
 def _summary(found: Workload) -> str:
+    reuse = f"{found.cached_block_share:.1%} of blocks, {found.cached_share:.1%} of tokens"
     return (
         f"{found.num_requests:,} requests in {found.span_s:,.0f} s, {found.input_tokens:,.0f} tokens in and "
-        f"{found.output_tokens:,.0f} out on average; asked before: {found.cached_block_share:.1%} of blocks, "
-        f"{found.cached_share:.1%} of tokens"
+        f"{found.output_tokens:,.0f} out on average; asked before: {reuse if found.names_blocks else NOT_IN_TRACE}"
     )
 
 
 def simulate(asked: Asked, where: Where, html_file: Path | None, json_file: Path | None) -> None:
-    requests = requests_of(asked)
-    work = measure_trace(requests())
+    trace = read_requests(asked)
+    work = measure_trace(trace.requests())
     file = _deployment(where, work)
-    layout = lay_out(file, planned_hardware(file.hardware), planned_model(file.model))
+    hardware, model = planned_hardware(file.hardware), planned_model(file.model)
+    layout = lay_out(file, hardware, model, block_tokens=work.block_tokens)
     struck = [parse_fault(text, layout) for text in where.fault or []]
     began_s = time.process_time()
     console = Console()
     console.print(f"{layout.title}; {asked.title}: {_summary(work)}", soft_wrap=True)
+    for note in trace.notes:
+        console.print(note, soft_wrap=True)
     with progress("simulating", work.num_requests, TimeElapsedColumn(), transient=True) as update, uncollected():
         data = simulate_trace(
-            layout, requests(), trace=asked.title, faults=struck, most_blocks=work.num_blocks,
+            layout, trace.requests(), trace=asked.title, notes=trace.notes, faults=struck, most_blocks=work.num_blocks,
             slice_s=max(0.5, work.span_s / _SLICES), progress=lambda done: update(completed=done),
         )  # fmt: skip
     write_file(json_file, json.dumps(data, indent=1) + "\n")

@@ -13,6 +13,7 @@ from tripool.config import AdmissionConfig, SchedulerConfig
 from tripool.core import Request, SamplingParams
 from tripool.decode import StepFacts
 from tripool.engine.scheduler import Scheduler
+from tripool.errors import TripoolError
 from tripool.router.admission import AdmissionController
 from tripool.router.admission_types import Admit, Arrival, Capacity, Decision
 from tripool.sequence import Sampled, Task
@@ -73,7 +74,7 @@ class ColocatedWorld:
             if isinstance(decision, Admit):
                 self._receiver.append(decision.id)
             else:
-                self._close(decision.id, REFUSED, 0.0, decision.error.code)
+                self._close(decision.id, REFUSED, 0.0, decision.error)
         self._go()
 
     def _tick(self) -> None:
@@ -113,7 +114,7 @@ class ColocatedWorld:
                 self._close(event.request_id, DONE, self._around_s)
         self._decide(decisions)
 
-    def _close(self, name: str, outcome: int, after_s: float, error: str = "") -> None:
+    def _close(self, name: str, outcome: int, after_s: float, error: TripoolError | None = None) -> None:
         self._num_left -= 1
         del self._requests[name]
         self.table.close(self._open.pop(name), outcome, self.timeline.now_s + after_s, error)

@@ -7,12 +7,12 @@ from html import escape
 from typing import Any
 
 from tripool.page import Plot, html_page, plots, table, tiles
-from tripool.simulate.supernode.rows import compared_rows, summary_rows
+from tripool.simulate.supernode.rows import NOT_IN_TRACE, compared_rows, summary_rows
 
 Tree = dict[str, Any]
 _PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
 _PLOTS = (
-    ("Requests per second: came, and kept both promises", "", ("arrived_per_s", "good_per_s"), None),
+    ("Requests per second: arrived, and met both SLOs", "", ("arrived_per_s", "good_per_s"), None),
     ("Output tokens per second", "", ("tokens_per_s",), None),
     ("Time to first token: median and p95", "ms", ("ttft_p50_ms", "ttft_p95_ms"), "ttft_ms"),
     ("Time per output token: median and p95", "ms", ("tpot_p50_ms", "tpot_p95_ms"), "tpot_ms"),
@@ -20,7 +20,7 @@ _PLOTS = (
     ("Planes: read from the cache pool, prefill to decode", "GB/s", ("memory_gb_s", "transfer_gb_s"), None),
 )
 _LEGENDS = {
-    "arrived_per_s": "came", "good_per_s": "good", "ttft_p50_ms": "median", "ttft_p95_ms": "p95",
+    "arrived_per_s": "arrived", "good_per_s": "good", "ttft_p50_ms": "median", "ttft_p95_ms": "p95",
     "tpot_p50_ms": "median", "tpot_p95_ms": "p95", "prefill_use": "prefill", "batch_use": "decode",
     "memory_gb_s": "cache", "transfer_gb_s": "hand-over",
 }  # fmt: skip
@@ -30,7 +30,7 @@ def render_run(data: Tree) -> str:
     body = (
         f"<h1>{escape(data['title'])}</h1><p>{escape(data['trace'])} · first token within "
         f"{data['slo']['ttft_ms']:g} ms, then {data['slo']['tpot_ms']:g} ms per token</p>"
-        f"{tiles(summary_rows(data))}<h2>Latency, milliseconds</h2>{_latencies(data)}{_faults(data)}"
+        f"{_notes(data)}{tiles(summary_rows(data))}<h2>Latency, milliseconds</h2>{_latencies(data)}{_faults(data)}"
         f"<h2>Over time</h2>{plots(plot.render() for plot in _plots([data]))}<h2>Tenants</h2>{_tenants(data)}"
         "<p>Engines and links are the planner's model; `tripool plan --validate` prints its errors. Router, "
         "schedulers, SLO controller and cache index are those that serve.</p>"
@@ -47,6 +47,10 @@ def render_comparison(first: Tree, second: Tree, names: tuple[str, str]) -> str:
         f"<h2>Over time</h2>{plots(plot.render() for plot in _plots([first, second], names))}"
     )
     return html_page("tripool simulate: two runs", body)
+
+
+def _notes(data: Tree) -> str:
+    return "".join(f"<p>{escape(note)}</p>" for note in data["notes"])
 
 
 def _latencies(data: Tree) -> str:
@@ -78,7 +82,8 @@ def _tenants(data: Tree) -> str:
         ttft, hits = each["ttft_ms"], each["hits"]
         times = ["-", "-"] if ttft is None else [f"{ttft['p50']:,.0f}", f"{ttft['p99']:,.0f}"]
         counts = [f"{each['requests']:,}", f"{each['done']:,}"]
-        rows.append([each["tenant"], *counts, *times, *(f"{share:.1%}" for share in hits.values())])
+        shares = (NOT_IN_TRACE if share is None else f"{share:.1%}" for share in hits.values())
+        rows.append([each["tenant"], *counts, *times, *shares])
     heads = ["tenant", "requests", "done", "TTFT p50, ms", "TTFT p99, ms", "hits: prefill memory", "hits: cache pool"]
     return table(heads, rows)
 
@@ -100,7 +105,7 @@ def _plots(runs: Sequence[Tree], names: Sequence[str] = ("",)) -> Iterator[Plot]
             _line(plot, run["timeline"], key, kind)
         level = runs[0]["slo"][limit] if limit else None
         if level is not None and level <= 1.5 * highest:
-            plot.level(level, f"promised {level:g}")
+            plot.level(level, f"SLO {level:g}")
         for number, struck in enumerate(runs[0]["faults"] if len(runs) == 1 else (), 1):
             plot.rule(float(struck["fault"].partition("@")[2].partition("s")[0]), str(number))
         yield plot

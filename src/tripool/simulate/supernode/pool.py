@@ -5,8 +5,10 @@ Blocks have no bytes; moving them takes the time that their bytes would. A membe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
 from typing import Any, Self
 
 from tripool.bench.trace import TraceRequest
@@ -24,19 +26,32 @@ _WAIT_FS = to_fs(0.25)
 
 _OWN = 1 << 62
 """Names of blocks that no other request shares begin here."""
+_MASK = 2**64 - 1
 
 
 def chain_keys(request: TraceRequest, serial: int, block_tokens: int, namespace: str) -> list[bytes]:
-    """Of the prompt's full blocks of `block_tokens`. A trace's id stands for a block and all before it, as keys do."""
-    salt = namespace_tag(namespace)[:8]
+    """Of the prompt's full blocks of `block_tokens`. A trace's id stands for a block and all before it, as keys do: of
+    several smaller ones in a block, the last one's is the block's."""
+    salt = _salt(namespace)
     count = request.input_tokens // block_tokens
-    if not request.block_ids:
+    ids, size = request.block_ids, request.block_tokens
+    names: Iterable[int]
+    if not ids:
         first = _OWN + (serial << 24)
-        return [salt + (first + number).to_bytes(8, "little") for number in range(count)]
-    assert request.block_tokens % block_tokens == 0, "a trace's block holds a whole number of ours"
-    parts = request.block_tokens // block_tokens
-    names = (block_id * parts + part for block_id in request.block_ids for part in range(parts))
-    return [salt + name.to_bytes(8, "little", signed=True) for name, _ in zip(names, range(count), strict=False)]
+        names = range(first, first + count)
+    elif block_tokens % size == 0:
+        merged = block_tokens // size
+        names = ids[merged - 1 :: merged][:count]
+    else:
+        assert size % block_tokens == 0, "one of the two sizes divides the other"
+        parts = size // block_tokens
+        names = islice((block_id * parts + part for block_id in ids for part in range(parts)), count)
+    return [salt + (name & _MASK).to_bytes(8, "little") for name in names]
+
+
+@lru_cache(maxsize=2**10)
+def _salt(namespace: str) -> bytes:
+    return namespace_tag(namespace)[:8]
 
 
 class Member:

@@ -6,12 +6,20 @@ The same run gives the same report, byte for byte.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from typing import Any
 
-from tripool.bench.summary import Distribution, percentile
+from tripool.bench.summary import percentile
 from tripool.simulate.supernode.faults import Struck
 from tripool.simulate.supernode.layout import Layout
+from tripool.simulate.supernode.measures import (
+    Tree,
+    distribution_ms,
+    is_good,
+    latencies,
+    short,
+    steady_state,
+    tpot_s,
+    ttft_s,
+)
 from tripool.simulate.supernode.request_table import DONE, OUTCOMES, RequestTable
 from tripool.simulate.supernode.timeline import FS
 from tripool.simulate.supernode.world import World
@@ -19,38 +27,44 @@ from tripool.simulate.supernode.world import World
 VERSION = 1
 _MOST_TENANTS = 20
 
-Tree = dict[str, Any]
 
-
-def report_data(world: World, struck: Sequence[Struck], trace: str) -> Tree:
+def report_data(world: World, struck: Sequence[Struck], trace: str, notes: Sequence[str] = ()) -> Tree:
     table, layout = world.table, world.layout
     end_s = max(table.last_s, default=0.0)
     done = [number for number in range(len(table)) if table.outcome[number] == DONE]
-    good = {number for number in done if _is_good(table, layout, number)}
+    good = {number for number in done if is_good(table, layout, number)}
     tokens = sum(table.output_tokens[number] for number in done)
     return {
         "version": VERSION,
         "title": layout.title,
         "trace": trace,
+        "notes": list(notes),
         "deployment": _deployment(layout),
         "requests": {name: table.outcome.count(code) for code, name in enumerate(OUTCOMES)},
-        "errors": dict(sorted(table.errors.items())),
-        "duration_s": _short(end_s),
-        "requests_per_s": _short(len(done) / end_s if end_s else 0.0),
-        "output_tokens_per_s": _short(tokens / end_s if end_s else 0.0),
-        "ttft_ms": _distribution(_ttft_s(table, number) for number in done),
-        "tpot_ms": _distribution(_tpot_s(table, number) for number in done if table.output_tokens[number] > 1),
-        "slo": {"ttft_ms": _short(layout.ttft_s * 1e3), "tpot_ms": _short(layout.tpot_s * 1e3)},
+        "errors": _errors(table),
+        "duration_s": short(end_s),
+        "requests_per_s": short(len(done) / end_s if end_s else 0.0),
+        "output_tokens_per_s": short(tokens / end_s if end_s else 0.0),
+        **latencies(table, done),
+        "slo": {"ttft_ms": short(layout.ttft_s * 1e3), "tpot_ms": short(layout.tpot_s * 1e3)},
         "goodput": {
-            "requests_per_s": _short(len(good) / end_s if end_s else 0.0),
-            "share": _short(len(good) / max(1, len(table))),
+            "requests_per_s": short(len(good) / end_s if end_s else 0.0),
+            "share": short(len(good) / max(1, len(table))),
         },
-        "hits": _hits(table, range(len(table))),
-        "tenants": _tenants(table),
+        "steady": steady_state(table, layout, world.slices, good),
+        "hits": _hits(world, range(len(table))),
+        "tenants": _tenants(world),
         "use": _use(world, end_s),
         "faults": [_fault(each) for each in struck],
         "timeline": _timeline(world, done, good),
     }
+
+
+def _errors(table: RequestTable) -> list[Tree]:
+    return [
+        {"outcome": OUTCOMES[outcome], "code": code, "requests": count, "example": table.examples[outcome, code]}
+        for (outcome, code), count in sorted(table.errors.items(), key=lambda each: (-each[1], each[0]))
+    ]
 
 
 def _deployment(layout: Layout) -> Tree:
@@ -59,31 +73,16 @@ def _deployment(layout: Layout) -> Tree:
         "chips": layout.chips,
         "prefill": {"instances": prefill.instances, "chips": prefill.chips},
         "decode": {"instances": decode.instances, "chips": decode.chips, "workers": decode.workers},
-        "cache": {"members": layout.num_members, "gb": _short(layout.num_members * layout.member_slots
+        "cache": {"members": layout.num_members, "gb": short(layout.num_members * layout.member_slots
                                                               * layout.block_bytes / 1e9)},
     }  # fmt: skip
 
 
-def _is_good(table: RequestTable, layout: Layout, number: int) -> bool:
-    in_time = _ttft_s(table, number) <= layout.ttft_s
-    return in_time and (table.output_tokens[number] < 2 or _tpot_s(table, number) <= layout.tpot_s)
-
-
-def _ttft_s(table: RequestTable, number: int) -> float:
-    return table.first_s[number] - table.arrived_s[number]
-
-
-def _tpot_s(table: RequestTable, number: int) -> float:
-    return (table.last_s[number] - table.first_s[number]) / max(1, table.output_tokens[number] - 1)
-
-
-def _distribution(seconds: Iterable[float]) -> Tree | None:
-    found = Distribution.of(seconds)
-    return None if found is None else {name: _short(value) for name, value in asdict(found).items()}
-
-
-def _hits(table: RequestTable, numbers: Iterable[int]) -> Tree:
-    """Shares of prompt tokens, of requests that had a first token."""
+def _hits(world: World, numbers: Iterable[int]) -> Tree:
+    """Shares of prompt tokens, of requests that are done; None: the trace does not say what prompts share."""
+    if not world.names_blocks:
+        return {"prefill memory": None, "cache pool": None}
+    table = world.table
     prompts = local = fetched = 0
     for number in numbers:
         if table.outcome[number] == DONE:
@@ -91,11 +90,12 @@ def _hits(table: RequestTable, numbers: Iterable[int]) -> Tree:
             local += table.local_tokens[number]
             fetched += table.fetched_tokens[number]
     total = max(1, prompts)
-    return {"prefill memory": _short(local / total), "cache pool": _short(fetched / total)}
+    return {"prefill memory": short(local / total), "cache pool": short(fetched / total)}
 
 
-def _tenants(table: RequestTable) -> list[Tree]:
+def _tenants(world: World) -> list[Tree]:
     """Those with most requests; a trace without tenants has one."""
+    table = world.table
     groups: dict[int, list[int]] = {}
     for number, tenant in enumerate(table.tenant):
         groups.setdefault(tenant, []).append(number)
@@ -103,7 +103,7 @@ def _tenants(table: RequestTable) -> list[Tree]:
     rows = []
     for tenant, numbers in sorted(groups.items(), key=lambda pair: (-len(pair[1]), names[pair[0]]))[:_MOST_TENANTS]:
         done = [number for number in numbers if table.outcome[number] == DONE]
-        ttft_ms, hits = _distribution(_ttft_s(table, number) for number in done), _hits(table, numbers)
+        ttft_ms, hits = distribution_ms(ttft_s(table, number) for number in done), _hits(world, numbers)
         named = {"tenant": names[tenant] or "everybody", "requests": len(numbers), "done": len(done)}
         rows.append(named | {"ttft_ms": ttft_ms, "hits": hits})
     return rows
@@ -116,14 +116,14 @@ def _use(world: World, end_s: float) -> Tree:
     moved = {"memory": sum(slices.sums("cache reads")) + sum(slices.sums("cache writes")),
              "transfer": sum(slices.sums("transfer"))}  # fmt: skip
     planes = {
-        kind: {"gb": _short(moved[kind] / 1e9), "share": _short(moved[kind] / (rate * max(end_s, 1e-9)))}
+        kind: {"gb": short(moved[kind] / 1e9), "share": short(moved[kind] / (rate * max(end_s, 1e-9)))}
         for kind, rate in layout.links.totals
         if kind in moved
     }
     return {
-        "prefill": _short(sum(slices.sums("prefill busy")) / (end_fs * layout.prefill.instances)),
-        "decode": _short(sum(slices.sums("decode busy")) / (end_fs * layout.decode.instances)),
-        "decode batch": _short(sum(slices.sums("decode rows")) / (end_fs * slots)),
+        "prefill": short(sum(slices.sums("prefill busy")) / (end_fs * layout.prefill.instances)),
+        "decode": short(sum(slices.sums("decode busy")) / (end_fs * layout.decode.instances)),
+        "decode batch": short(sum(slices.sums("decode rows")) / (end_fs * slots)),
         "planes": planes,
     }
 
@@ -134,7 +134,7 @@ def _fault(struck: Struck) -> Tree:
         "requests": struck.num_requests,
         "recovered": len(struck.waited_s),
         "failed": struck.num_failed,
-        "recovery_ms": _distribution(struck.waited_s),
+        "recovery_ms": distribution_ms(struck.waited_s),
     }
 
 
@@ -151,23 +151,23 @@ def _timeline(world: World, done: list[int], good: set[int]) -> Tree:
         last = min(count - 1, int(table.last_s[number] / slice_s))
         finished[last] += 1
         kept[last] += number in good
-        firsts[int(table.first_s[number] / slice_s)].append(_ttft_s(table, number))
+        firsts[int(table.first_s[number] / slice_s)].append(ttft_s(table, number))
         if table.output_tokens[number] > 1:
-            paces[last].append(_tpot_s(table, number))
+            paces[last].append(tpot_s(table, number))
         _spread(tokens, slice_s, table.first_s[number], table.last_s[number], table.output_tokens[number])
     slots = layout.decode.instances * layout.decode.workers * layout.decode.config.max_running
     fs = slices.slice_fs
 
     def share(name: str, whole: float) -> list[float]:
         sums = slices.sums(name)[:count]
-        return [_short(value / whole) for value in (*sums, *([0] * (count - len(sums))))]
+        return [short(value / whole) for value in (*sums, *([0] * (count - len(sums))))]
 
     return {
-        "slice_s": _short(slice_s),
-        "arrived_per_s": [_short(value / slice_s) for value in arrived],
-        "done_per_s": [_short(value / slice_s) for value in finished],
-        "good_per_s": [_short(value / slice_s) for value in kept],
-        "tokens_per_s": [_short(value / slice_s) for value in tokens],
+        "slice_s": short(slice_s),
+        "arrived_per_s": [short(value / slice_s) for value in arrived],
+        "done_per_s": [short(value / slice_s) for value in finished],
+        "good_per_s": [short(value / slice_s) for value in kept],
+        "tokens_per_s": [short(value / slice_s) for value in tokens],
         "ttft_p50_ms": [_middle(values, 50) for values in firsts],
         "ttft_p95_ms": [_middle(values, 95) for values in firsts],
         "tpot_p50_ms": [_middle(values, 50) for values in paces],
@@ -192,9 +192,4 @@ def _spread(sums: list[float], slice_s: float, begin_s: float, end_s: float, amo
 
 
 def _middle(values: list[float], percent: float) -> float | None:
-    return _short(percentile(sorted(values), percent) * 1e3) if values else None
-
-
-def _short(value: float) -> float:
-    """Six digits: what is beyond says nothing."""
-    return float(f"{value:.6g}")
+    return short(percentile(sorted(values), percent) * 1e3) if values else None

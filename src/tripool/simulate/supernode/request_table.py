@@ -1,4 +1,4 @@
-"""What came of every request, one number per column: a million of them fit into a few tens of megabytes. Pure."""
+"""Outcomes of all requests, one number per column: a million of them fit into a few tens of megabytes. Pure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from tripool.errors import TripoolError
 
 DONE, REFUSED, FAILED = range(3)
 OUTCOMES = ("done", "refused", "failed")
@@ -35,12 +37,15 @@ class RequestTable:
         self.local_tokens, self.fetched_tokens = array("l"), array("l")
         self.tenant = array("l")
         self.tenants: dict[str, int] = {}
-        self.errors: Counter[str] = Counter()
+        self.errors: Counter[tuple[int, str]] = Counter()
+        """By outcome and code."""
+        self.examples: dict[tuple[int, str], str] = {}
+        """The first error's message of each."""
 
     def __len__(self) -> int:
         return len(self.outcome)
 
-    def close(self, request: Open, outcome: int, now_s: float, error: str = "") -> None:
+    def close(self, request: Open, outcome: int, now_s: float, error: TripoolError | None = None) -> None:
         self.outcome.append(outcome)
         self.arrived_s.append(request.arrived_s)
         self.first_s.append(now_s if request.first_s is None else request.first_s)
@@ -50,5 +55,6 @@ class RequestTable:
         self.local_tokens.append(request.cached_tokens - request.fetched_tokens)
         self.fetched_tokens.append(request.fetched_tokens)
         self.tenant.append(self.tenants.setdefault(request.tenant, len(self.tenants)))
-        if error:
-            self.errors[error] += 1
+        if error is not None:
+            self.errors[outcome, error.code] += 1
+            self.examples.setdefault((outcome, error.code), error.message)

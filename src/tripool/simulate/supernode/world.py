@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tripool.bench.trace import TraceRequest
 from tripool.core import Request, SamplingParams, Slo, TokenEvent
+from tripool.errors import TripoolError
 from tripool.messages import AnyMessage, Tokens, Welcome, WorkerId
 from tripool.router import Coordinator, Emit, Fail, Output, Send, ToSupervisor
 from tripool.router.admission import AdmissionController
@@ -56,6 +57,8 @@ class World:
         self._requests = iter(requests)
         self._num_asked = 0
         self._all_came = False
+        self.names_blocks = False
+        """Whether the trace says which prompts share a prefix."""
         self._hop_fs, self._transfer_fs = to_fs(layout.links.hop_s), to_fs(layout.links.transfer_s)
         self._num_ticks = 0
         self.epochs: dict[str, int] = {}
@@ -112,6 +115,8 @@ class World:
         serial = self._num_asked
         self._num_asked += 1
         self._next_ask()
+        if ask.block_ids:
+            self.names_blocks = True
         tenant, slo = self._tenant(ask.tenant)
         keys = chain_keys(ask, serial, self.layout.prefill.config.block_tokens, tenant.namespace)
         name = str(serial)
@@ -144,9 +149,9 @@ class World:
             if isinstance(decision, Admit):
                 self._do(self.coordinator.submit(request, self.timeline.now_s))
             else:
-                self._close(decision.id, REFUSED, decision.error.code)
+                self._close(decision.id, REFUSED, decision.error)
 
-    def _close(self, request_id: str, outcome: int, error: str = "") -> None:
+    def _close(self, request_id: str, outcome: int, error: TripoolError | None = None) -> None:
         if self.on_end is not None and outcome != DONE:
             self.on_end(request_id)
         self.table.close(self.open.pop(request_id), outcome, self.timeline.now_s, error)
@@ -177,7 +182,7 @@ class World:
                 case Fail():
                     self._decide(self.admission.cancelled(output.request_id, timeline.now_s))
                     refused = output.error.code == "overloaded"
-                    self._close(output.request_id, REFUSED if refused else FAILED, output.error.code)
+                    self._close(output.request_id, REFUSED if refused else FAILED, output.error)
                 case ToSupervisor():
                     assert self.on_suspect is not None, f"{output.message.worker_id} is silent without a fault"
                     self.on_suspect(output.message.worker_id)

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from calendar import timegm
 from collections.abc import Iterable
+from itertools import islice
 
-from tripool.bench.trace import BadTrace, TraceRequest
+from tripool.bench.trace import BadTrace, TraceRequest, token_count
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
 
 def parse_azure(lines: Iterable[str], *, max_requests: int | None = None) -> list[TraceRequest]:
     """In order of arrival, the first at 0. Requests without an answer are left out: nothing was generated."""
-    rows = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
-    if not rows or rows[0][1].lstrip("\ufeff") != HEADER:
+    rows = ((number, line.strip()) for number, line in enumerate(lines, 1) if line.strip())
+    if next(rows, (0, ""))[1].lstrip("\ufeff") != HEADER:
         raise BadTrace(f"the first line is not {HEADER}", hint="as Azure publishes them")
-    found: list[tuple[int, int, int]] = []
-    for number, line in rows[1:]:
-        if max_requests is not None and len(found) >= max_requests:
-            break
-        row = _row(line, number)
-        if row[1] > 0 and row[2] > 0:
-            found.append(row)
+    answered = (row for number, line in rows if (row := _row(line, number))[1] > 0 and row[2] > 0)
+    found = list(islice(answered, max_requests))
     if not found:
         raise BadTrace("the trace holds no requests", hint=f"lines of {HEADER}")
     begin_ns = min(row[0] for row in found)
@@ -31,9 +27,12 @@ def parse_azure(lines: Iterable[str], *, max_requests: int | None = None) -> lis
 def _row(line: str, number: int) -> tuple[int, int, int]:
     try:
         when, prompt, answer = line.split(",")
-        return nanoseconds(when), int(prompt), int(answer)
-    except ValueError:
+        counts = {"ContextTokens": int(prompt), "GeneratedTokens": int(answer)}
+        at_ns = nanoseconds(when)
+    except (ValueError, OverflowError):
         raise BadTrace(f"line {number} is not a time and two counts: {line[:80]!r}", hint=HEADER) from None
+    input_tokens, output_tokens = (token_count(counts, name, f"line {number}", least=0) for name in counts)
+    return at_ns, input_tokens, output_tokens
 
 
 def nanoseconds(when: str) -> int:
