@@ -267,7 +267,7 @@ def _components(file: _File, tables: list[_File], options: TraceOptions) -> Trac
     said = (
         f"{lengths.num_components:,} components; lengths of {lengths.num_published:,} are in tables beside the trace, "
         f"{lengths.num_inferred:,} follow from prompts that share them, {lengths.num_unknown:,} remain unknown and are "
-        "estimated by the mean of their kind"
+        "estimated from the sums"
     )
     return Trace(known.RAGPULSE, lambda: found, {"lengths": said})
 

@@ -99,10 +99,16 @@ def test_sums_that_contradict_each_other_are_no_lengths() -> None:
     assert lengths.num_unknown >= 1 and lengths[4, 2] >= 0
 
 
-def test_unknown_lengths_are_the_mean_of_their_kind() -> None:
-    prompts = [prompt(100 + 300 * count, (0, 1), *((1, 10 * count + n) for n in range(count))) for count in range(1, 6)]
+def test_estimates_give_the_sums_and_what_all_share_its_part() -> None:
+    rng, prompts = Rng(7), []
+    for number in range(200):
+        passages = [(1, rng.between(0, 60)) for _ in range(rng.between(1, 6))]
+        length = 900 + sum(100 + 3 * each for _, each in passages) + 10
+        prompts.append(prompt(length, (0, 1), *passages, (4, number)))
     lengths = Lengths(prompts, {})
-    assert lengths[1, 21] == pytest.approx(300, rel=0.1)
+    assert lengths.num_inferred == 0 and lengths[0, 1] == pytest.approx(900, rel=0.4)
+    off = [abs(each.num_tokens - sum(lengths[part] for part in each.components)) for each in prompts]
+    assert sum(off) / sum(each.num_tokens for each in prompts) < 0.03
 
 
 def test_prompts_share_blocks_up_to_their_first_difference() -> None:

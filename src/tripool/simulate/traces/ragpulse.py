@@ -1,14 +1,14 @@
 """RAGPulse's requests: prompts put together from components whose ids are known and whose lengths are inferred. Pure.
 
 A component has the same length in every prompt, and a prompt's length is the sum of its components'. What follows from
-these sums, and from tables of lengths where they are given, is known. What does not is estimated by the mean length of
-its kind of component.
+these sums, and from tables of lengths where they are given, is known. What does not is estimated, so that the sums
+almost come out.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -22,6 +22,9 @@ _TABLES = {"sys_prompt_id": 0, "passage_id": 1, "history_id": 2, "web_search_id"
 """Key of an id in a table of lengths, and its kind."""
 _MOST_ROWS = 300
 """Prompts that share all their components, up to which equations are solved; beyond that it takes long."""
+
+_SWEEPS = 10
+"""Over all prompts, when lengths are estimated."""
 
 Component = tuple[int, int]
 """(place of its kind in `KINDS`, id)"""
@@ -77,8 +80,7 @@ class Lengths:
         self.num_published = len(self._lengths)
         self._lengths |= _solve(prompts, self._lengths)
         self.num_inferred = len(self._lengths) - self.num_published
-        means = _means(prompts, self._lengths)
-        self._lengths |= {each: means[each[0]] for each in every if each not in self._lengths}
+        self._lengths |= _estimate(prompts, self._lengths)
 
     @property
     def num_unknown(self) -> int:
@@ -182,37 +184,23 @@ def _propagate(rows: Sequence[Row], found: dict[int, Fraction]) -> dict[int, Fra
     return found
 
 
-def _means(prompts: Iterable[Prompt], known: Mapping[Component, int]) -> list[int]:
-    """Of the unknown components of each kind, by least squares; slightly pulled towards each other."""
-    size = len(KINDS)
-    sums = [[0.0] * size for _ in range(size)]
-    right = [0.0] * size
-    total = pieces = 0
+def _estimate(prompts: Sequence[Prompt], known: Mapping[Component, int]) -> dict[Component, int]:
+    """Of the others: close to the mean of all, and such that the sums almost come out (Kaczmarz' method). What many
+    prompts have in common so gets most of what they have in common beyond the mean."""
+    rows = []
     for prompt in prompts:
-        counts = Counter(kind for kind, each in prompt.components if (kind, each) not in known)
+        unknown = [each for each in prompt.components if each not in known]
         rest = prompt.num_tokens - sum(known.get(each, 0) for each in prompt.components)
-        total, pieces = total + max(0, rest), pieces + counts.total()
-        for one, times in counts.items():
-            right[one] += times * rest
-            for other, more in counts.items():
-                sums[one][other] += times * more
-    mean = total / max(1, pieces)
-    for kind in range(size):
-        sums[kind][kind] += 1.0
-        right[kind] += mean
-    return [max(1, round(length)) for length in _linear(sums, right)]
-
-
-def _linear(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Solves a small positive definite system."""
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    for place in range(len(rows)):
-        rows[place] = [value / rows[place][place] for value in rows[place]]
-        for other in range(len(rows)):
-            if other != place:
-                factor = rows[other][place]
-                rows[other] = [mine - factor * theirs for mine, theirs in zip(rows[other], rows[place], strict=True)]
-    return [row[-1] for row in rows]
+        if unknown:
+            rows.append((unknown, max(0, rest)))
+    mean = sum(rest for _, rest in rows) / max(1, sum(len(unknown) for unknown, _ in rows))
+    found = {each: mean for unknown, _ in rows for each in unknown}
+    for _ in range(_SWEEPS):
+        for unknown, rest in rows:
+            off = (rest - sum([found[each] for each in unknown])) / len(unknown)
+            for each in unknown:
+                found[each] = max(0.0, found[each] + off)
+    return {each: round(length) for each, length in found.items()}
 
 
 # ---- requests -------------------------------------------------------------------------------------------------------
