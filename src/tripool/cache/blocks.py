@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from operator import mul
 
-_STRIDE = 16
+_STRIDE = 256
 """Gaps at least this wide are searched in strides; for narrower ones a byte pattern search is faster."""
 _MANY = 1024
 """Above this pool size the search stops at a gap half as wide as the widest one."""

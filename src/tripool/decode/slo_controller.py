@@ -129,7 +129,7 @@ class SloController:
         if tpot_ms is not None:
             tpot_s = tpot_ms / 1000
             self._accounts[seq.order] = _Account(tpot_s, seq.max_new_tokens, seq.num_generated)
-            self._classes[tpot_s] += 1
+            self._classes[tpot_s] = self._classes.get(tpot_s, 0) + 1
 
     def left(self, seq: Seq) -> None:
         """Finished, cancelled or handed over."""
@@ -143,9 +143,11 @@ class SloController:
         if account.first_s is not None:
             self._mean_answer_s = _nearer(self._mean_answer_s, self._now_s - account.first_s)
             self._learn_margin(account)
-        self._classes[account.tpot_s] -= 1
-        if not self._classes[account.tpot_s]:
-            del self._classes[account.tpot_s]
+        count = self._classes[account.tpot_s] - 1
+        if count:
+            self._classes[account.tpot_s] = count
+        else:
+            self._classes.pop(account.tpot_s)
             self._recent[account.tpot_s] = self._now_s + self._mean_answer_s
         if not self._accounts:
             self.ceiling, self.held_back, self._head = None, False, None
@@ -311,7 +313,9 @@ class SloController:
 
     def _pace_s(self, running: Sequence[Seq]) -> float:
         """Longest that steps may take from now on."""
-        pace_s = min(map(self._pace_of, (*self._classes, *self._recent)), default=inf)
+        pace_s = inf
+        for tpot_s in (*self._classes, *self._recent):
+            pace_s = min(pace_s, self._pace_of(tpot_s))
         accounts, now_s, tpot_s, usable_s = self._accounts, self._now_s, -1.0, 0.0
         for seq in running:
             account = accounts.get(seq.order)

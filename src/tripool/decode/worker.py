@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tripool.core import Stages, TokenEvent
@@ -228,7 +228,7 @@ class DecodeWorker:
         shared = self._shared(job)
         job.num_filled = len(shared)
         return self._engine.attach(
-            replace(start.request, id=local_id(start.request.id, start.attempt)),
+            start.request.renamed(local_id(start.request.id, start.attempt)),
             start.answered.choice,
             start.answered.tokens,
             job.num_tokens,
@@ -265,7 +265,7 @@ class DecodeWorker:
             start, stages = job.start, None
             if job.started_s is not None:
                 stages, job.started_s = Stages(transfer_s=job.started_s - job.came_s), None
-            stamped.append(Stamped(start.attempt, replace(event, request_id=start.request.id, stages=stages)))
+            stamped.append(Stamped(start.attempt, event.of_request(start.request.id, stages)))
         if stamped:
             self._send(Tokens(self._worker_id, tuple(stamped)))
         for event in events:

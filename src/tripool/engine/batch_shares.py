@@ -179,13 +179,14 @@ class Sharing:
         """Open sequences."""
 
     def joined(self, seq: Seq) -> None:
-        self._groups[seq.request.slo.group] += 1
+        group = seq.request.slo.group
+        self._groups[group] = self._groups.get(group, 0) + 1
 
     def left(self, seq: Seq) -> None:
         group = seq.request.slo.group
-        self._groups[group] -= 1
-        if not self._groups[group]:
-            del self._groups[group]
+        count = self._groups.pop(group) - 1
+        if count:
+            self._groups[group] = count
 
     @property
     def active(self) -> bool:

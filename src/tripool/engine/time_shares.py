@@ -148,7 +148,7 @@ class TimeShares:
 
     def left_out(self, turn: StepLimits, decoding: Sequence[Seq]) -> set[Seq]:
         """Rows of heavy tenants and slow grammars that have to wait for another step: those computed last."""
-        masks_s = sum(seq.mask_s for seq in decoding)
+        masks_s = sum([seq.guide.mask_s for seq in decoding if seq.guide is not None])
         if not turn.tenants and masks_s <= MASKS_S:
             return set()
         self._num_steps += 1

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -203,7 +203,7 @@ class PrefillWorker:
             began_s = self._clock()
             job.fetched_tokens, job.disk_tokens = self._prefixes.fetch(request)
             job.lookup_s = self._clock() - began_s
-            self._engine.add(replace(request, id=name), {known.choice: known.tokens for known in start.answered})
+            self._engine.add(request.renamed(name), {known.choice: known.tokens for known in start.answered})
         except TripoolError as error:
             self._forget(request.id, start.attempt)
             self._refuse(job, error.code, error.message, error.hint, final=True)
@@ -231,7 +231,7 @@ class PrefillWorker:
                 fetched_tokens=job.fetched_tokens,
                 disk_tokens=job.disk_tokens,
             )
-            stamped.append(Stamped(job.attempt, replace(event, request_id=job.request_id, stages=spent)))
+            stamped.append(Stamped(job.attempt, event.of_request(job.request_id, spent)))
         if stamped:
             self._send(Tokens(self._worker_id, tuple(stamped)))
 

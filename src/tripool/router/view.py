@@ -1,7 +1,7 @@
 """The router's view of the fleet: workers, their loads, and which is next. Pure and incremental.
 
-Placing a request looks at a handful of workers, however many there are: each pool is a heap by load whose outdated
-entries are skipped. Cache location is no reason to choose a worker: any peer can read any block.
+Placing a request looks at a handful of workers, however many there are: each pool is a list sorted by load. Cache
+location is no reason to choose a worker: any peer can read any block.
 
 A prefill worker's load is what it reported plus what was placed on it since; a decode worker's is the reserved share of
 its KV memory, or of the batch that it can run.
@@ -13,10 +13,11 @@ relaxed one leaves the small batches to strict ones, until the difference in loa
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from itertools import islice
 from math import frexp, inf
 
 from tripool.messages import Heartbeat, Hello, Role, WorkerId
@@ -62,10 +63,11 @@ class Member:
     strictest_ms: float = inf
     turn: int = 0
     """Order of the last placement: of equally loaded workers, the one placed on longest ago is next."""
-    version: int = 0
-    """Version of its newest heap entry; -1 once removed."""
+    entry: tuple[float, int, int, Member] | None = None
+    """Where it is sorted in; None: it takes no new work."""
+    sorted_in: list[list[tuple[float, int, int, Member]]] = field(default_factory=list)
     cost: float = 0.0
-    """Load of its newest heap entry."""
+    """Load by which it is sorted in."""
     worker_id: WorkerId = field(init=False)
     bearable: int = field(init=False)
     """Most choices that may be placed on it; those running there already count even above its ceiling."""
@@ -90,7 +92,7 @@ class Member:
 
 
 _Entry = tuple[float, int, int, Member]
-"""Cost, turn, version, member. No two entries agree in the first three, so members are never compared."""
+"""Cost, turn, number, member. No two entries have the same number, so members are never compared."""
 
 
 class FleetView:
@@ -101,7 +103,8 @@ class FleetView:
         ranks; without expert parallelism every worker is an instance of one rank."""
         self._ready: Counter[str] = Counter()
         """Members that accept work, by role."""
-        self._heaps: dict[str, list[_Entry]] = {"prefill": [], "decode": []}
+        self._by_load: dict[str, list[_Entry]] = {"prefill": [], "decode": []}
+        """Members that accept work, least loaded first."""
         self._by_class: dict[int, list[_Entry]] = {}
         """Decode workers with placements, by their strictest TPOT class; the same entries as above."""
         self._num_with_tpot = 0
@@ -139,11 +142,11 @@ class FleetView:
         self._sort_in(member)
 
     def remove(self, worker_id: WorkerId) -> None:
-        """After its placements are removed; its heap entries are dropped when they come up."""
+        """After its placements are removed."""
         member = self._members.pop(worker_id)
         assert member.num_placed == 0 and member.placed_tokens == 0, "a member left with work placed on it"
         self._ready[member.hello.role] -= member.ready
-        member.version = -1
+        self._take_out(member)
         instance = member.hello.role, member.hello.instance_name
         ranks = self._instances[instance]
         ranks.remove(member)
@@ -156,6 +159,7 @@ class FleetView:
         member = self._members[worker_id]
         self._ready[member.hello.role] -= member.ready
         member.draining = True
+        self._take_out(member)
 
     def _set_whole(self, ranks: list[Member]) -> None:
         """After a rank of an instance came or went. What is placed on the others stays; they get nothing new."""
@@ -165,6 +169,8 @@ class FleetView:
             self._ready[member.hello.role] += member.ready - before
             if member.ready and not before:
                 self._sort_in(member)
+            elif not member.ready:
+                self._take_out(member)
 
     def heard(self, heartbeat: Heartbeat, now_s: float) -> Member:
         member = self._members[heartbeat.worker_id]
@@ -241,7 +247,7 @@ class FleetView:
         self, tokens: int, ahead_tokens: int, avoid: WorkerId | None = None, closed: Collection[WorkerId] = ()
     ) -> Member | None:
         """The least loaded with room for so many tokens; an empty one always has. None of `closed`."""
-        self.considered = self._lightest(self._heaps["prefill"], avoid, closed)
+        self.considered = _lightest(self._by_load["prefill"], avoid, closed)
         for member in self.considered:
             if member.num_placed == 0 or member.load_tokens + tokens <= ahead_tokens:
                 return member
@@ -262,9 +268,9 @@ class FleetView:
         """
         with_tpot = self._num_with_tpot > 0 or tpot_ms is not None
         own_ms = inf if tpot_ms is None else tpot_ms
-        lightest = self._lightest(self._heaps["decode"], avoid, closed)
+        lightest = _lightest(self._by_load["decode"], avoid, closed)
         if with_tpot:
-            alike = self._lightest(self._by_class.get(_class_of(own_ms), []), avoid, closed)
+            alike = _lightest(self._by_class.get(_class_of(own_ms), []), avoid, closed)
             lightest += [m for m in alike if m not in lightest]
         self.considered = lightest
         fitting = [m for m in lightest if _has_room(m, tokens)]
@@ -276,35 +282,25 @@ class FleetView:
             return fitting[0] if fitting else None
         return min(fitting, key=lambda m: self._transfers.get((source, m.worker_id), 0))
 
-    def _lightest(self, heap: list[_Entry], avoid: WorkerId | None, closed: Collection[WorkerId]) -> list[Member]:
-        """A few of the least loaded, least loaded first. `avoid` is excluded if there is another."""
-        entries: list[_Entry] = []
-        skipped: list[_Entry] = []
-        while heap and len(entries) < _CANDIDATES:
-            entry = heappop(heap)
-            if _is_current(entry):
-                (skipped if entry[3].worker_id in closed else entries).append(entry)
-        for entry in (*entries, *skipped):
-            heappush(heap, entry)
-        found = [entry[3] for entry in entries]
-        return found if avoid is None else [m for m in found if m.worker_id != avoid] or found
-
     def _sort_in(self, member: Member) -> None:
         if not member.ready:
             return
+        self._take_out(member)
         self.num_changes += 1
-        member.version = self.num_changes
-        role = member.hello.role
-        heaps = [self._heaps[role]]
+        role, cost = member.hello.role, member.weigh()
+        lists = [self._by_load[role]]
         if role == "decode" and member.num_placed:
-            heaps.append(self._by_class.setdefault(_class_of(member.strictest_ms), []))
-        member.cost = member.weigh()
-        entry = (member.cost, member.turn, member.version, member)
-        for heap in heaps:
-            heappush(heap, entry)
-            if len(heap) > 64 + 4 * self._ready[role]:
-                heap[:] = filter(_is_current, heap)
-                heapify(heap)
+            lists.append(self._by_class.setdefault(_class_of(member.strictest_ms), []))
+        member.cost, member.sorted_in = cost, lists
+        member.entry = entry = (cost, member.turn, self.num_changes, member)
+        for entries in lists:
+            insort(entries, entry)
+
+    def _take_out(self, member: Member) -> None:
+        entry, member.entry = member.entry, None
+        if entry is not None:
+            for entries in member.sorted_in:
+                del entries[bisect_left(entries, entry)]
 
     # ---- invariants -------------------------------------------------------------------------------------------------
 
@@ -316,13 +312,14 @@ class FleetView:
             assert 0 <= member.load_tokens <= member.placed_tokens
         assert not placed.keys() - self._members.keys(), "work is placed on a worker that is not there"
         assert Counter(transfers) == self._transfers, "transfers are miscounted"
-        for role, heap in self._heaps.items():
+        for role, entries in self._by_load.items():
             ready = [m for m in self._members.values() if m.hello.role == role and m.ready]
             assert self._ready[role] == len(ready), "ready workers are miscounted"
-            current = list(filter(_is_current, heap))
-            worker_ids = Counter(entry[3].worker_id for entry in current)
-            assert worker_ids == Counter(m.worker_id for m in ready), "a worker cannot be picked"
-            assert all(entry[0] == entry[3].weigh() for entry in current), "sorted by an old load"
+            assert Counter(entry[3].worker_id for entry in entries) == Counter(m.worker_id for m in ready), (
+                "a worker cannot be picked"
+            )
+            assert all(entry is entry[3].entry for entry in entries), "an old entry"
+            assert entries == sorted(entries) and all(entry[0] == entry[3].weigh() for entry in entries), "an old load"
         assert self._num_with_tpot == sum(m.classes.total() for m in self), "TPOT objectives are miscounted"
         for ranks in self._instances.values():
             assert all(m.whole == (len(ranks) >= m.hello.num_ranks) for m in ranks), "an instance is whole or not"
@@ -331,15 +328,18 @@ class FleetView:
         for member in self._members.values():
             assert member.strictest_ms == min(member.classes, default=inf), "not its strictest"
             assert member.classes.total() <= member.num_placed, "TPOT objectives without a placement"
-        for number, heap in self._by_class.items():
+        for number, entries in self._by_class.items():
             alike = [m.worker_id for m in busy if _class_of(m.strictest_ms) == number]
-            worker_ids = Counter(entry[3].worker_id for entry in filter(_is_current, heap))
-            assert worker_ids == Counter(alike), "a worker is in the wrong class"
+            assert Counter(entry[3].worker_id for entry in entries) == Counter(alike), "a worker is in the wrong class"
 
 
-def _is_current(entry: _Entry) -> bool:
-    member = entry[3]
-    return member.version == entry[2] and member.ready
+def _lightest(entries: list[_Entry], avoid: WorkerId | None, closed: Collection[WorkerId]) -> list[Member]:
+    """A few of the least loaded, least loaded first. `avoid` is excluded if there is another."""
+    if not closed:
+        found = [entry[3] for entry in entries[:_CANDIDATES]]
+    else:
+        found = list(islice((entry[3] for entry in entries if entry[3].worker_id not in closed), _CANDIDATES))
+    return found if avoid is None else [m for m in found if m.worker_id != avoid] or found
 
 
 def _has_room(member: Member, tokens: int) -> bool:

@@ -258,7 +258,7 @@ class DecodeInstance:
                 continue
             rank.engine.fast_forward_to(step - 1)
             if not self._foresee(rank, index):
-                rank.engine.begin()
+                rank.engine.begin(noisy=True)
                 self._live.add(index)
 
     def _go_on(self, index: int) -> None:
@@ -270,8 +270,9 @@ class DecodeInstance:
         engine.synced = self._origin
         rows = engine.rows
         self._register(index, rows, engine.context - rows * self._origin)
-        if engine.busy and not (self._site.fast_forwards and self._foresee(rank, index)):
-            engine.begin()
+        fast_forwards = self._site.fast_forwards
+        if engine.busy and not (fast_forwards and self._foresee(rank, index)):
+            engine.begin(noisy=True if fast_forwards else None)
             self._live.add(index)
 
     def _foresee(self, rank: DecodeRank, index: int) -> bool:

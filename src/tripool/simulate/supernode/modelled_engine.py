@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from tripool.config import SchedulerConfig
-from tripool.core import Request, ServingStats, TokenEvent
+from tripool.core import Request, ServingStats, Stages, TokenEvent
 from tripool.decode import StepFacts
 from tripool.engine.fast_forward import fast_forward, quiet_steps
 from tripool.engine.scheduler import Scheduler
@@ -66,7 +66,9 @@ class ModelledEngine:
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy or self.has_results
+        scheduler = self.scheduler
+        prefill = scheduler.prefill
+        return bool(scheduler.decode.running or prefill.running or prefill.waiting) or self.has_results
 
     @property
     def has_results(self) -> bool:
@@ -172,6 +174,10 @@ class TokenRun(TokenEvent):
 
     earlier: tuple[int, ...] = ()
 
+    def of_request(self, request_id: str, stages: Stages | None) -> TokenRun:
+        facts = (self.choice, self.index, self.token_id, self.finish_reason, None, self.num_cached_tokens)
+        return TokenRun(request_id, *facts, stages=stages, earlier=self.earlier)
+
 
 @dataclass(slots=True, eq=False)
 class _Answer:
@@ -227,9 +233,10 @@ class DecodeEngine(ModelledEngine):
         """How many steps come next in which nothing happens."""
         return 0 if self._fresh else quiet_steps(self.scheduler, self.config)
 
-    def begin(self) -> None:
-        """The step after `synced` runs from now on, or has been running since that one ended."""
-        self.noisy = self.quiet() == 0
+    def begin(self, *, noisy: bool | None = None) -> None:
+        """The step after `synced` runs from now on, or has been running since that one ended. `noisy`: whether
+        something happens in it, where that is known."""
+        self.noisy = self.quiet() == 0 if noisy is None else noisy
         self._fresh = self.skipping = False
         self.tasks = self.scheduler.schedule() if self.scheduler.busy else []
         self._facts = StepFacts.of(self.tasks) if self.noisy else _NO_FACTS

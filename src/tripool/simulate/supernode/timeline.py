@@ -40,13 +40,13 @@ class Timeline:
 
     def run(self, most: int) -> bool:
         """The next events, at most so many; False when there is none left, or `over` is set."""
-        events = self._events
-        for _ in range(most):
-            if self.over or not events:
-                return False
+        events, now_fs, count = self._events, self.now_fs, 0
+        while count < most and events and not self.over:
             time_fs, _, _, _, action, args = heappop(events)
-            if time_fs != self.now_fs:
-                self.now_fs, self.now_s = time_fs, time_fs / FS
-            self.num_events += 1
+            if time_fs != now_fs:
+                now_fs = self.now_fs = time_fs
+                self.now_s = time_fs / FS
+            count += 1
             action(*args)
-        return True
+        self.num_events += count
+        return bool(events) and not self.over
