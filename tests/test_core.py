@@ -17,12 +17,17 @@ from tripool.core import (
     MAX_LOGPROBS,
     MAX_STRUCTURE_BYTES,
     MAX_STRUCTURE_DEPTH,
+    Request,
     SamplingParams,
     Slo,
+    Stages,
     Structure,
+    TokenEvent,
+    TokenLogprobs,
     Usage,
 )
 from tripool.errors import InvalidRequest
+from tripool.simulate.supernode.modelled_engine import TokenRun
 
 token_ids = st.integers(0, 2**31)
 valid_options = st.fixed_dictionaries(
@@ -266,3 +271,26 @@ def test_a_structure_is_one_structure() -> None:
             SamplingParams.from_options({"structure": wrong})
         assert caught.value.param == "structure"
     assert Structure("json_schema", nested(MAX_STRUCTURE_DEPTH - 1)).value
+
+
+def test_a_copy_under_another_name_differs_in_nothing_else() -> None:
+    """Each field has a value of its own: one that the copy forgets would be another's default."""
+    slo, params = Slo(tpot_ms=50.0, tenant="t", job="j"), SamplingParams(max_tokens=3)
+    request = Request(
+        id="a",
+        prompt_ids=(1, 2),
+        params=params,
+        seed=7,
+        end_ids=frozenset({9}),
+        namespace="n",
+        public_tokens=1,
+        slo=slo,
+    )
+    assert request.renamed("b") == dataclasses.replace(request, id="b")
+    assert all(getattr(request, each.name) != each.default for each in dataclasses.fields(Request))
+    values = ("a", 1, 2, 3, "stop", TokenLogprobs(-1.0), 4, 5, 6, Stages(queue_s=1.0))
+    for event in (TokenEvent(*values), TokenRun(*values[:5], None, 4, 0, 0, Stages(queue_s=1.0), earlier=(8, 8))):
+        told = event.of_request("b", Stages(queue_s=2.0))
+        assert told == dataclasses.replace(event, request_id="b", stages=Stages(queue_s=2.0))
+        assert type(told) is type(event)
+    assert len(values) == len(dataclasses.fields(TokenEvent))
