@@ -32,7 +32,7 @@ from tripool.simulate.supernode.layout import lay_out
 from tripool.simulate.supernode.world import World
 from tripool.simulate.traces import Synthetic
 
-TRACE_S, MILLION_S, MILLION_GB, GROWTH = 25.0, 900.0, 4.0, 1.3
+TRACE_S, MILLION_S, MILLION_GB, GROWTH = 25.0, 420.0, 4.0, 1.3
 LIKE_CONVERSATION = Synthetic(
     requests=12_031, rate_per_s=3.4, input_tokens=12_035, output_tokens=343, prefix_share=0.37, tenants=1
 )

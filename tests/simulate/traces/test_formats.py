@@ -132,5 +132,7 @@ def test_equal_ids_are_equal_keys_in_one_namespace_only() -> None:
     assert chain_keys(one, 0, 16, "a")[:2] == chain_keys(other, 1, 16, "a")[:2]
     assert len(chain_keys(one, 0, 16, "a")) == 2 and len(chain_keys(other, 1, 16, "a")) == 4
     assert not set(chain_keys(one, 0, 16, "a")) & set(chain_keys(one, 0, 16, "b"))
+    large = [chain_keys(TraceRequest(0.0, 32, 1, (each,), "", 32), 0, 32, "") for each in (5, 2**64 + 5, 2**64 - 5, -5)]
+    assert len({key for (key,) in large}) == 4 and chain_keys(other, 1, 64, "a") == [chain_keys(other, 1, 32, "a")[1]]
     alone = TraceRequest(0.0, 64, 1)
     assert not set(chain_keys(alone, 0, 16, "")) & set(chain_keys(alone, 1, 16, ""))

@@ -5,9 +5,10 @@ Blocks have no bytes; moving them takes the time that their bytes would. A membe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import blake2b
 from itertools import islice
 from typing import Any, Self
 
@@ -26,7 +27,6 @@ _WAIT_FS = to_fs(0.25)
 
 _OWN = 1 << 62
 """Names of blocks that no other request shares begin here."""
-_MASK = 2**64 - 1
 
 
 def chain_keys(request: TraceRequest, serial: int, block_tokens: int, namespace: str) -> list[bytes]:
@@ -35,7 +35,7 @@ def chain_keys(request: TraceRequest, serial: int, block_tokens: int, namespace:
     salt = _salt(namespace)
     count = request.input_tokens // block_tokens
     ids, size = request.block_ids, request.block_tokens
-    names: Iterable[int]
+    names: Sequence[int]
     if not ids:
         first = _OWN + (serial << 24)
         names = range(first, first + count)
@@ -45,8 +45,18 @@ def chain_keys(request: TraceRequest, serial: int, block_tokens: int, namespace:
     else:
         assert size % block_tokens == 0, "one of the two sizes divides the other"
         parts = size // block_tokens
-        names = islice((block_id * parts + part for block_id in ids for part in range(parts)), count)
-    return [salt + (name & _MASK).to_bytes(8, "little") for name in names]
+        names = list(islice((block_id * parts + part for block_id in ids for part in range(parts)), count))
+    try:
+        return [salt + name.to_bytes(8, "little", signed=True) for name in names]
+    except OverflowError:
+        return [salt + _eight_bytes(name) for name in names]
+
+
+def _eight_bytes(name: int) -> bytes:
+    """Of any id: hashes of a trace may have all 64 bits, or more."""
+    if -(2**63) <= name < 2**63:
+        return name.to_bytes(8, "little", signed=True)
+    return blake2b(str(name).encode(), digest_size=8).digest()
 
 
 @lru_cache(maxsize=2**10)
