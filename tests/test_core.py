@@ -26,6 +26,7 @@ from tripool.core import (
     TokenLogprobs,
     Usage,
 )
+from tripool.engine_protocol import renamed
 from tripool.errors import InvalidRequest
 from tripool.simulate.supernode.modelled_engine import TokenRun
 
@@ -286,7 +287,7 @@ def test_a_copy_under_another_name_differs_in_nothing_else() -> None:
         public_tokens=1,
         slo=slo,
     )
-    assert request.renamed("b") == dataclasses.replace(request, id="b")
+    assert renamed(request, "b") == dataclasses.replace(request, id="b")
     assert all(getattr(request, each.name) != each.default for each in dataclasses.fields(Request))
     values = ("a", 1, 2, 3, "stop", TokenLogprobs(-1.0), 4, 5, 6, Stages(queue_s=1.0))
     for event in (TokenEvent(*values), TokenRun(*values[:5], None, 4, 0, 0, Stages(queue_s=1.0), earlier=(8, 8))):

@@ -127,3 +127,11 @@ class PoolEngine(BatchEngine, Protocol):
 def local_id(request_id: str, attempt: int) -> str:
     """What a worker's engine calls one placement: two attempts of a request may meet there, and must not mix."""
     return f"{request_id}#{attempt}"
+
+
+def renamed(request: Request, name: str) -> Request:
+    """As `dataclasses.replace(request, id=name)`, in a third of the time."""
+    return Request(
+        id=name, prompt_ids=request.prompt_ids, params=request.params, seed=request.seed, end_ids=request.end_ids,
+        namespace=request.namespace, public_tokens=request.public_tokens, slo=request.slo,
+    )  # fmt: skip

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tripool.core import Stages, TokenEvent
-from tripool.engine_protocol import PoolEngine, local_id
+from tripool.engine_protocol import PoolEngine, local_id, renamed
 from tripool.errors import RequestFailed, TripoolError
 from tripool.fabric.kv_transfer import IncomingKv, KvReceiver
 from tripool.fabric.prefixes import Prefixes, PrefixPool
@@ -228,7 +228,7 @@ class DecodeWorker:
         shared = self._shared(job)
         job.num_filled = len(shared)
         return self._engine.attach(
-            start.request.renamed(local_id(start.request.id, start.attempt)),
+            renamed(start.request, local_id(start.request.id, start.attempt)),
             start.answered.choice,
             start.answered.tokens,
             job.num_tokens,

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from tripool.core import Request, Stages, TokenEvent
-from tripool.engine_protocol import PoolEngine, local_id
+from tripool.engine_protocol import PoolEngine, local_id, renamed
 from tripool.errors import InvalidRequest, RequestFailed, TripoolError
 from tripool.fabric.kv_transfer import KvSender, Lease
 from tripool.fabric.prefixes import Prefixes, PrefixPool
@@ -203,7 +203,7 @@ class PrefillWorker:
             began_s = self._clock()
             job.fetched_tokens, job.disk_tokens = self._prefixes.fetch(request)
             job.lookup_s = self._clock() - began_s
-            self._engine.add(request.renamed(name), {known.choice: known.tokens for known in start.answered})
+            self._engine.add(renamed(request, name), {known.choice: known.tokens for known in start.answered})
         except TripoolError as error:
             self._forget(request.id, start.attempt)
             self._refuse(job, error.code, error.message, error.hint, final=True)
