@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tripool.errors import ExpertMapError
 from tripool.experts.adjust import adjusted
-from tripool.experts.packing import deal, level
+from tripool.experts.packing import deal, level, relieve
 from tripool.experts.placement import EMPTY, Counts, Loads, Table, imbalance
 
 _HOST_ROUNDS, _RANK_ROUNDS = 4, 32
@@ -61,7 +61,7 @@ def replicas_by_load(loads: Loads, slots: int, most: int) -> Counts:
         counts[rows, chosen] += 1
         now = counts[rows, chosen]
         per_replica[rows, chosen] = np.where(now < most, loads[rows, chosen] / now, 0.0)
-    return counts
+    return np.asarray(counts)
 
 
 def least_imbalance(loads: npt.ArrayLike, slots: Sequence[int] | npt.NDArray[np.int64]) -> Loads:
@@ -72,6 +72,8 @@ def least_imbalance(loads: npt.ArrayLike, slots: Sequence[int] | npt.NDArray[np.
     2. The highest load per replica when replicas are given so that it is lowest: with one slot per rank, the optimum.
     3. With few spare slots, the busiest expert is never alone: if it has c replicas, the rank with the most of its load
        also has the whole load of those experts that find no slot elsewhere, at least the lightest; the least over c.
+       With no spare slot, this holds for the n busiest together: two of them share a rank, or n ranks hold them and at
+       least the lightest others.
     """
     room = np.asarray(slots, np.int64)
     scaled = _scaled(loads, room)
@@ -83,8 +85,15 @@ def least_imbalance(loads: npt.ArrayLike, slots: Sequence[int] | npt.NDArray[np.
     replicas = np.arange(1, min(holders, spare + 1) + 1)
     alone = (int(room[room > 0].min()) + replicas - 2 - spare).clip(0, experts - 1)
     with_company = (ordered[:, -1:] / replicas + lightest[:, alone]).min(axis=1)
+    if spare == 0:
+        number = np.arange(1, min(holders, experts) + 1)
+        others = (number * (int(room[room > 0].min()) - 1)).clip(0, experts - number)
+        busiest = ordered[:, ::-1][:, : len(number)]
+        together = (busiest.cumsum(axis=1) + lightest[:, others]) / number
+        together[:, 1:] = np.minimum(together[:, 1:], busiest[:, 1:] + busiest[:, :-1])
+        with_company = np.maximum(with_company, together.max(axis=1))
     bound = np.maximum(np.maximum(per_replica, with_company) / (scaled.sum(axis=1) / holders), 1.0)
-    return np.where(np.asarray(loads).any(axis=1), bound, 1.0)
+    return np.asarray(np.where(np.asarray(loads).any(axis=1), bound, 1.0))
 
 
 def _scaled(loads: npt.ArrayLike, room: npt.NDArray[np.int64]) -> Loads:
@@ -97,7 +106,7 @@ def _scaled(loads: npt.ArrayLike, room: npt.NDArray[np.int64]) -> Loads:
             f"{int(room.sum())} slots cannot hold {given.shape[1]} experts", hint="give the ranks more slots"
         )
     mean = given.mean(axis=1, keepdims=True)
-    return np.divide(given, mean, out=np.ones_like(given), where=mean > 0) + _TINY
+    return np.asarray(np.divide(given, mean, out=np.ones_like(given), where=mean > 0) + _TINY)
 
 
 def _placed(loads: Loads, room: npt.NDArray[np.int64], hosts: int) -> Table:
@@ -126,6 +135,7 @@ def _placed(loads: Loads, room: npt.NDArray[np.int64], hosts: int) -> Table:
     table = on_ranks.reshape(layers, hosts, local_room.shape[1], -1)[:, host_of, local_rank]
     if hosts > 1:  # what whole hosts could not level, ranks of different hosts can
         level(table, share, goal[::hosts], _RANK_ROUNDS)
+    relieve(table, share, goal[::hosts], _RANK_ROUNDS)
     return _named(table, order)
 
 

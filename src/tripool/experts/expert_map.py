@@ -58,11 +58,11 @@ class ExpertMap:
 
     @property
     def layers(self) -> int:
-        return self.table.shape[0]
+        return len(self.table)
 
     @property
     def ranks(self) -> int:
-        return self.table.shape[1]
+        return int(self.table.shape[1])
 
     @cached_property
     def counts(self) -> Counts:

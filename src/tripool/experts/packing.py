@@ -81,3 +81,35 @@ def level(table: Counts, share: Loads, goal: npt.NDArray[np.float64], rounds: in
         moved = weight_up[index, up] - weight_down[index, down]
         load[row, high] -= moved
         load[row, low] += moved
+
+
+def relieve(table: Counts, share: Loads, goal: npt.NDArray[np.float64], rounds: int) -> None:
+    """Like `level`, but the busiest group of a batch compares its replicas with those of all others: slower, and for
+    the few batches in which heavy groups have to swap among themselves."""
+    batch, groups, width = table.shape
+    free, most = share.shape[1] - 2, max(1, _MOST_PAIRS // (groups * width * width))
+    if width == 1 or groups == 1:
+        return
+    load = share[np.arange(batch)[:, None, None], table].sum(axis=2)
+    stuck = np.zeros(batch, np.bool_)
+    for _ in range(rounds):
+        (row,) = np.nonzero((load.max(axis=1) > goal) & ~stuck)
+        row = row[:most]
+        if not len(row):
+            return
+        high, index = load[row].argmax(axis=1), np.arange(len(row))
+        upper, others = table[row, high], table[row]
+        weight_up, weight_down = share[row[:, None], upper], share[row[:, None, None], others]
+        moved = weight_up[:, :, None, None] - weight_down[:, None]
+        worse = np.maximum(load[row, high][:, None, None, None] - moved, load[row][:, None, :, None] + moved)
+        same = (upper[:, :, None, None] == others[:, None]) & (upper < free)[:, :, None, None]
+        worse[same.any(axis=3) | (upper > free)[:, :, None]] = np.inf
+        worse.transpose(0, 2, 3, 1)[same.any(axis=1) | (others > free)] = np.inf
+        best = worse.reshape(len(row), -1).argmin(axis=1)
+        up, low, down = np.unravel_index(best, worse.shape[1:])
+        better = worse[index, up, low, down] < load[row, high] - _LEAST_GAIN
+        stuck[row[~better]] = True
+        index, row, high, up, low, down = (each[better] for each in (index, row, high, up, low, down))
+        table[row, high, up], table[row, low, down] = others[index, low, down], upper[index, up]
+        load[row, high] -= moved[index, up, low, down]
+        load[row, low] += moved[index, up, low, down]

@@ -41,7 +41,7 @@ def imbalance(table: Table, loads: Loads) -> Loads:
     """(layers,): load of the busiest rank over the mean of the ranks that hold experts; 1.0 is perfect balance."""
     mean = loads.sum(axis=1) / max(1, int(expert_ranks(table).sum()))
     busiest = rank_loads(table, loads).max(axis=1)
-    return np.divide(busiest, mean, out=np.ones(len(loads)), where=mean > 0)
+    return np.asarray(np.divide(busiest, mean, out=np.ones(len(loads)), where=mean > 0))
 
 
 def put(table: Table, layers: Counts, ranks: Counts, experts: Counts) -> Table:
