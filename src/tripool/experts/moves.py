@@ -15,10 +15,11 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from tripool.errors import ExpertMapError
 from tripool.experts.expert_map import ExpertMap
-from tripool.experts.placement import EMPTY, Loads, Table, expert_ranks, put, rank_loads
+from tripool.experts.placement import EMPTY, Table, expert_ranks, put, rank_loads
 
 MIN_GAIN = 0.02
 """Of the mean rank's load: a layer whose busiest rank would gain less is left as it is."""
@@ -43,7 +44,7 @@ class MoveStep:
 
 
 def plan_moves(
-    old: ExpertMap, new: ExpertMap, budget: int, *, loads: Loads | None = None, min_gain: float = MIN_GAIN
+    old: ExpertMap, new: ExpertMap, budget: int, *, loads: npt.ArrayLike | None = None, min_gain: float = MIN_GAIN
 ) -> tuple[MoveStep, ...]:
     """Steps from the old map to the placement of the new one, with at most `budget` copies each.
 
@@ -56,7 +57,7 @@ def plan_moves(
     gain = np.full(old.layers, np.inf)
     if loads is not None:
         relief = rank_loads(old.table, loads).max(axis=1) - rank_loads(new.table, loads).max(axis=1)
-        gain = relief * expert_ranks(new.table).sum() / np.maximum(loads.sum(axis=1), 1e-300)
+        gain = relief * expert_ranks(new.table).sum() / np.maximum(np.asarray(loads).sum(axis=1), 1e-300)
     order = [layer for layer in np.argsort(-gain, kind="stable").tolist() if gain[layer] >= min_gain]
     moving = {layer: _LayerMoves(old.table[layer], new.table[layer]) for layer in order}
     table, last, steps = old.table.copy(), old, list[MoveStep]()

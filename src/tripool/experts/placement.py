@@ -24,11 +24,12 @@ def replica_counts(table: Table, experts: int) -> Counts:
     return np.bincount(keys, minlength=layers * experts).reshape(layers, experts)
 
 
-def rank_loads(table: Table, loads: Loads) -> Loads:
+def rank_loads(table: Table, loads: npt.ArrayLike) -> Loads:
     """(layers, ranks): the load of each rank, given the load of each expert (layers, experts)."""
-    layers, experts = loads.shape
+    given = np.asarray(loads, np.float64)
+    layers, experts = given.shape
     shares = np.zeros((layers, experts + 1))  # the last column is what EMPTY indexes
-    np.divide(loads, replica_counts(table, experts), out=shares[:, :experts], where=loads > 0)
+    np.divide(given, replica_counts(table, experts), out=shares[:, :experts], where=given > 0)
     return np.asarray(shares[np.arange(layers)[:, None, None], table].sum(axis=2))
 
 
@@ -37,11 +38,11 @@ def expert_ranks(table: Table) -> npt.NDArray[np.bool_]:
     return np.asarray((table != EMPTY).any(axis=(0, 2)))
 
 
-def imbalance(table: Table, loads: Loads) -> Loads:
+def imbalance(table: Table, loads: npt.ArrayLike) -> Loads:
     """(layers,): load of the busiest rank over the mean of the ranks that hold experts; 1.0 is perfect balance."""
-    mean = loads.sum(axis=1) / max(1, int(expert_ranks(table).sum()))
+    mean = np.asarray(loads, np.float64).sum(axis=1) / max(1, int(expert_ranks(table).sum()))
     busiest = rank_loads(table, loads).max(axis=1)
-    return np.asarray(np.divide(busiest, mean, out=np.ones(len(loads)), where=mean > 0))
+    return np.asarray(np.divide(busiest, mean, out=np.ones(len(table)), where=mean > 0))
 
 
 def put(table: Table, layers: Counts, ranks: Counts, experts: Counts) -> Table:
