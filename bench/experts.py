@@ -23,6 +23,7 @@ from tripool.experts import ExpertMap, LoadWindow, balance, imbalance, least_imb
 LAYERS, TOP_K = 61, 8
 WITHIN_MS, NEAR_BEST, WINDOW_IMBALANCE = 50.0, 1.03, 1.15
 WINDOW_TOKENS, WARM_WINDOWS = 1000, 12  # the first windows have little to go by
+WINDOW_STEPS = 16  # of about 64 tokens: so many experts of a layer can be copied until the next window
 Loads = npt.NDArray[np.float64]
 
 
@@ -133,7 +134,7 @@ DRIFTS: dict[str, tuple[Drift, float | None]] = {
 
 
 def serving_row(layout: Layout, name: str, windows: int) -> Row:
-    """Routing drifts; after each window of 1,000 tokens the placement is planned anew, and counts in the next one.
+    """Routing drifts; after each window of 1,000 tokens moves are planned; those of 16 steps count in the next one.
 
     A window's value is the mean of the layers, as a step passes all of them; the row is the median window. Chance alone
     makes a window uneven: the note says how much, for a placement that knows the loads behind the window.
@@ -151,8 +152,8 @@ def serving_row(layout: Layout, name: str, windows: int) -> Row:
             values.append(float(imbalance(held.table, counts).mean()))
             floors.append(float(imbalance(balance(likely, ranks, hosts, slots), counts).mean()))
         window.add(counts, WINDOW_TOKENS)
-        table = balance(window.loads, ranks, hosts, slots, old=held.table)
-        steps = plan_moves(held, held.replaced(table), LAYERS, loads=window.loads)
+        table = balance(window.loads, ranks, hosts, slots, old=held.table, copies=WINDOW_STEPS)
+        steps = plan_moves(held, held.replaced(table), LAYERS, loads=window.loads)[:WINDOW_STEPS]
         copies += sum(len(step.copies) for step in steps) if turn >= WARM_WINDOWS else 0
         held = steps[-1].after if steps else held
     chance, each = statistics.median(floors), copies / windows / LAYERS

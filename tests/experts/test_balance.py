@@ -55,9 +55,14 @@ def test_an_old_placement_is_changed_into_a_valid_one(problem: tuple[Loads, int,
     loads, ranks, hosts, slots = problem
     shuffled = np.random.default_rng(seed).permuted(loads, axis=1)
     old = balance(shuffled, ranks, hosts, slots)
-    table = balance(loads, ranks, hosts, slots, old=old)
-    ExpertMap(0, loads.shape[1], table).check()
-    assert ((table != EMPTY).sum(axis=2) <= slots).all()
+    for copies in (None, 4):
+        table = balance(loads, ranks, hosts, slots, old=old, copies=copies)
+        ExpertMap(0, loads.shape[1], table).check()
+        assert ((table != EMPTY).sum(axis=2) <= slots).all()
+        for after, before in zip(table.tolist(), old.tolist(), strict=True):
+            pairs = zip(after, before, strict=True)
+            changed = sum(len(set(now) - set(then) - {EMPTY}) for now, then in pairs)
+            assert copies is None or changed <= copies
 
 
 @given(problems())

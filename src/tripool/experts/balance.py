@@ -24,13 +24,14 @@ _TINY = 1e-9  # of the mean load: an expert without load still is one
 
 
 def balance(
-    loads: npt.ArrayLike, ranks: int, hosts: int, slots: int | Sequence[int], *, old: Table | None = None
-) -> Table:
+    loads: npt.ArrayLike, ranks: int, hosts: int, slots: int | Sequence[int], *, old: Table | None = None,
+    copies: int | None = None,
+) -> Table:  # fmt: skip
     """Place the experts on the ranks: a table (layers, ranks, most slots) of experts, -1 where a slot stays free.
 
     loads: (layers, experts), not negative. slots: per rank, or one number for all; 0 makes a rank without experts.
     Ranks are numbered host by host. old: a table to change as little as possible; where that does not suffice for a
-    layer, the layer is placed anew.
+    layer, the layer is placed anew. copies: about how many a layer may be changed by; then none is placed anew.
     """
     room = np.broadcast_to(np.asarray(slots, np.int64), (ranks,))
     scaled = _scaled(loads, room)
@@ -38,7 +39,9 @@ def balance(
         return _placed(scaled, room, hosts)
     if old.shape[:2] != (len(scaled), ranks):
         raise ExpertMapError(f"the old placement has {old.shape[1]} ranks, not {ranks}, or other layers")
-    kept = adjusted(old, scaled, replicas_by_load(scaled, int(room.sum()), int((room > 0).sum())), room)
+    kept = adjusted(old, scaled, room, int(room.sum()) if copies is None else copies)
+    if copies is not None:
+        return kept
     (worse,) = np.nonzero(imbalance(kept, scaled) > _WORSE * least_imbalance(scaled, room))
     if len(worse):
         fresh = _placed(scaled[worse], room, hosts)

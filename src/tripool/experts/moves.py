@@ -19,10 +19,12 @@ import numpy.typing as npt
 
 from tripool.errors import ExpertMapError
 from tripool.experts.expert_map import ExpertMap
-from tripool.experts.placement import EMPTY, Table, expert_ranks, put, rank_loads
+from tripool.experts.placement import EMPTY, Loads, Table, expert_ranks, put, rank_loads
 
 MIN_GAIN = 0.02
-"""Of the mean rank's load: a layer whose busiest rank would gain less is left as it is."""
+"""Of a mean rank's load, for all ranks of a layer together: a layer that would gain less is left as it is."""
+_LEVEL = 1.02
+"""Times the mean: what a rank has above it is excess."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ def plan_moves(
     assert budget > 0
     gain = np.full(old.layers, np.inf)
     if loads is not None:
-        relief = rank_loads(old.table, loads).max(axis=1) - rank_loads(new.table, loads).max(axis=1)
-        gain = relief * expert_ranks(new.table).sum() / np.maximum(np.asarray(loads).sum(axis=1), 1e-300)
+        mean = np.asarray(loads, np.float64).sum(axis=1) / int(expert_ranks(new.table).sum())
+        gain = _excess(old.table, loads, mean) - _excess(new.table, loads, mean)
     order = [layer for layer in np.argsort(-gain, kind="stable").tolist() if gain[layer] >= min_gain]
     moving = {layer: _LayerMoves(old.table[layer], new.table[layer]) for layer in order}
     table, last, steps = old.table.copy(), old, list[MoveStep]()
@@ -74,6 +76,13 @@ def plan_moves(
         last = last.replaced(table)
         steps.append(MoveStep(tuple(copies), last))
     return tuple(steps)
+
+
+def _excess(table: Table, loads: npt.ArrayLike, mean: Loads) -> Loads:
+    """(layers,): what heavy ranks have above the mean, in mean ranks. Unlike the maximum, it falls with every move that
+    relieves one of several heavy ranks."""
+    relative = rank_loads(table, loads) / np.maximum(mean, 1e-300)[:, None]
+    return np.asarray(np.maximum(relative - _LEVEL, 0.0).sum(axis=1))
 
 
 class _LayerMoves:

@@ -42,12 +42,12 @@ def deal(replicas: Counts, share: Loads, room: Counts) -> Counts:
     return table
 
 
-def level(table: Counts, share: Loads, goal: npt.NDArray[np.float64], rounds: int) -> None:
+def level(table: Counts, share: Loads, goal: npt.NDArray[np.float64], rounds: int, swaps: Counts | None = None) -> None:
     """Swap replicas between heavy and light groups, in place, until no group of a batch is above its goal (batch,).
 
     In each round the heavier half of the groups is paired with the lighter half, and each pair makes the one swap that
     brings both loads nearest to each other. A free slot may be swapped too: that is a move. A group never gets an
-    expert that it holds.
+    expert that it holds. swaps: at most so many of each batch (batch,).
     """
     batch, groups, width = table.shape
     half, free = groups // 2, share.shape[1] - 2
@@ -60,6 +60,8 @@ def level(table: Counts, share: Loads, goal: npt.NDArray[np.float64], rounds: in
         heavy, partner = order[:, :half], (np.arange(half) + fruitless[:, None]) % half
         light = np.take_along_axis(order[:, : -half - 1 : -1], partner, axis=1)
         above = (np.take_along_axis(load, heavy, axis=1) > goal[:, None]) & (fruitless < half)[:, None]
+        if swaps is not None:
+            above &= np.arange(half) < swaps[:, None]
         pair, row = (found[: max(1, _MOST_PAIRS // width**2)] for found in np.nonzero(above.T))
         if not len(row):
             return
@@ -77,6 +79,8 @@ def level(table: Counts, share: Loads, goal: npt.NDArray[np.float64], rounds: in
         fruitless[row] += 1
         index, row, high, low, up, down = (each[better] for each in (index, row, high, low, up, down))
         fruitless[row] = 0
+        if swaps is not None:
+            swaps = swaps - np.bincount(row, minlength=batch)
         table[row, high, up], table[row, low, down] = lower[index, down], upper[index, up]
         moved = weight_up[index, up] - weight_down[index, down]
         load[row, high] -= moved
