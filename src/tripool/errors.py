@@ -153,3 +153,7 @@ class ArenaError(TripoolError, code="bad_arena"):
 
 class DiskError(TripoolError, code="bad_disk"):
     """A cache member's disk cannot be used (any more); the member goes on without it."""
+
+
+class ExpertMapError(TripoolError, code="bad_expert_map"):
+    """An expert map is inconsistent, or no map is possible with these ranks and slots."""

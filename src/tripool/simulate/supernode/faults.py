@@ -9,7 +9,7 @@
 | link | prefill-2, decode-0.3 | nothing new gets onto its links |
 | cache | cache-5 | a member is gone with what it held |
 | slow | decode-0, prefill-2 | every step takes so many times as long: the slowest rank decides |
-| hot | decode-0 | one expert gets so many times its share: the experts' part of a step takes as long |
+| hot | decode-0 | the most popular expert gets so many times its rows, until replicas have been moved to level that |
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Faults:
         elif fault.kind == "link":
             self._cut(fault, role, index, heal_fs)
         elif fault.kind in ("slow", "hot"):
-            self._slow(fault, role, index)
+            self._slow(number, role, index, heal_fs)
             later(self._hasten, role, index)
         elif role == "prefill":
             keeper = world.prefills[index]
@@ -200,15 +200,27 @@ class Faults:
         for number in range(first, first + workers) if fault.part is None else (first + fault.part,):
             world.in_links[number].cut(heal_fs)
 
-    def _slow(self, fault: Fault, role: str, index: int) -> None:
+    def _slow(self, number: int, role: str, index: int, heal_fs: int) -> None:
+        fault, world = self.struck[number].fault, self._world
         if role == "prefill":
-            keeper = self._world.prefills[index]
+            keeper = world.prefills[index]
             if keeper is not None:
                 keeper.slowness = fault.factor
+        elif fault.kind == "slow":
+            world.decodes[index].set_trouble((fault.factor, world.decodes[index].trouble[1]))
+        elif world.layout.experts is None:
+            self._heat(index, fault.factor)
         else:
-            slow, hot = self._world.decodes[index].trouble
-            changed = (fault.factor, hot) if fault.kind == "slow" else (slow, fault.factor)
-            self._world.decodes[index].set_trouble(changed)
+            heat = world.layout.experts.heat(fault.factor)
+            self._heat(index, heat.at_once)
+            # The step that shows the load, then one per copy; each takes about the time per token that was planned.
+            level_fs = world.timeline.now_fs + to_fs((1 + heat.move_steps) * world.layout.tpot_s)
+            if level_fs < heal_fs:
+                world.timeline.at(level_fs, FAULT, number, self._heat, index, heat.balanced)
+
+    def _heat(self, index: int, factor: float) -> None:
+        instance = self._world.decodes[index]
+        instance.set_trouble((instance.trouble[0], factor))
 
     def _hasten(self, role: str, index: int) -> None:
         keeper = self._world.prefills[index] if role == "prefill" else None

@@ -9,10 +9,12 @@ from typing import Protocol
 from tripool.config import AdmissionConfig, RouterConfig, SchedulerConfig
 from tripool.errors import InvalidRequest
 from tripool.messages import AnyMessage, WorkerId
-from tripool.planner.cost import DecodeModel, PrefillModel, Setup, footprint
+from tripool.planner.cost import DecodeModel, PrefillModel, Setup, footprint, named_routing
+from tripool.planner.cost.setup import place_experts
 from tripool.planner.deployment import DeploymentFile
 from tripool.planner.hardware import Hardware
 from tripool.planner.models import ModelShape
+from tripool.simulate.supernode.expert_ranks import ExpertRanks
 from tripool.simulate.supernode.links import Slices
 from tripool.simulate.supernode.step_times import DecodeTimes, PrefillTimes
 from tripool.simulate.supernode.timeline import Timeline
@@ -75,6 +77,8 @@ class Layout:
     tpot_s: float
     router: RouterConfig
     admission: AdmissionConfig
+    experts: ExpertRanks | None = None
+    """Of a decode instance; None: the model has none, or none that a balancer places."""
     promised: bool = True
     """Whether requests carry the time per token as a promise, or are only judged by it."""
 
@@ -114,7 +118,7 @@ def lay_out(file: DeploymentFile, hardware: Hardware, model: ModelShape, *, bloc
         prefill_times=PrefillTimes.of(PrefillModel(hardware, model, file.prefill.setup)),
         decode_times=DecodeTimes.of(DecodeModel(hardware, model, file.decode.setup)),
         replay_times=PrefillTimes.of(PrefillModel(hardware, model, replace(file.decode.setup, microbatches=1))),
-        links=_links(file, hardware), num_members=members,
+        links=_links(file, hardware), num_members=members, experts=_experts(model, file.decode.setup),
         member_slots=max(1, int(file.cache_gb * 1e9 / members / block_bytes)),
         block_bytes=block_bytes, token_bytes=token_bytes,
         context_tokens=min(p.config.num_blocks * block_tokens for p in (prefill, decode)),
@@ -145,6 +149,14 @@ def _decode(file: DeploymentFile, hardware: Hardware, model: ModelShape, block_t
     )  # fmt: skip
     workers = setup.ep // setup.tp
     return PoolLayout(instances=file.decode.instances, workers=workers, chips=file.decode.chips, config=config)
+
+
+def _experts(model: ModelShape, setup: Setup) -> ExpertRanks | None:
+    if model.moe is None or setup.balance != "balanced":
+        return None
+    routing = named_routing()
+    placed = place_experts(model, setup.ep, routing.redundant_share, setup.balance)
+    return ExpertRanks(model.moe.experts, placed.routed_ranks, placed.per_rank, routing.popularity)
 
 
 def _kv_tokens(hardware: Hardware, model: ModelShape, setup: Setup, ranks: int) -> int:
