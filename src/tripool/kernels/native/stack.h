@@ -6,7 +6,7 @@
 #define TRIPOOL_STACK_H
 
 #include "draw.h"
-#include "experts.h"
+#include "exchange.h"
 #include "latent.h"
 #include "layers.h"
 
@@ -18,7 +18,7 @@ typedef struct {
 } Layer;
 
 static void feed_forward(const Layer *l, float *x, int rows) {
-    if (l->moe) moe(l->moe, x, rows);
+    if (l->moe) feed_experts(l->moe, x, rows);
     else mlp(l->mlp, x, rows);
 }
 
