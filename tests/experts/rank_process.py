@@ -5,15 +5,19 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tripool import LLM, SamplingParams
 from tripool.config import EngineConfig
@@ -33,7 +37,9 @@ Job = tuple[list[int], SamplingParams]
 """A prompt and how to go on."""
 
 
+@cache
 def load(model: str) -> Engine:
+    """Once per process; the fork server has loaded the bundled model before it starts ranks (`preload.py`)."""
     return load_engine(model, EngineConfig(kv_gb=0.05, threads=1))
 
 
@@ -82,9 +88,17 @@ def _rank(control: Connection, results: Connection, model: str) -> None:
         control.send(exchange.silence_s() if command == "silence" else command)
 
 
+@cache
+def _start_fork_server() -> None:
+    _CONTEXT.set_forkserver_preload(["experts.preload"])
+    with pytest.MonkeyPatch.context() as patch:  # Python 3.11 does not give its own path to the fork server
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
+
+
 class RankProcess:
     def __init__(self, model: str) -> None:
-        _CONTEXT.set_forkserver_preload(["tripool.engine.load", "experts.rank_process"])
+        _start_fork_server()
         self._control, theirs = _CONTEXT.Pipe()
         self._results, results = _CONTEXT.Pipe()
         self._process = _CONTEXT.Process(target=_rank, args=(theirs, results, model), daemon=True)
@@ -98,6 +112,9 @@ class RankProcess:
     def ask(self, *command: Any) -> Any:
         self._control.send(command)
         return _receive(self._control)
+
+    def has_result(self) -> bool:
+        return self._results.poll()
 
     def result(self) -> Any:
         return _receive(self._results)
@@ -152,11 +169,12 @@ class Instance:
         self.install([rank])
 
     def enter(self, rank: int, process: RankProcess) -> None:
-        """A new process in the place of a rank that is gone, with every second expert."""
+        """A new process in the place of a rank that is gone. Experts are dealt out anew."""
         self.ranks[rank] = process
         process.ask("open", self.path, rank)
         self.epoch += 1
-        self.table[:, ::2] = rank
+        layers, experts = self.table.shape
+        self.table = np.tile((np.arange(experts) + self.epoch) % len(self.ranks), (layers, 1))
         self.install()
 
     def requests(self, source: int) -> int:

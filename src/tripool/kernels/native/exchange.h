@@ -203,6 +203,13 @@ static void moe_over_ranks(const Moe *m, float *stream, int rows) {
     }
 }
 
+/* What other ranks have asked for by now. Between two sublayers this is sooner than waking the expert thread, which may
+ * have to wait for a core. */
+static void serve_others(const Moe *m) {
+    if (!m || !m->exchange) return;
+    for (int i = 0; i < m->exchange->at.ranks && serve_one(m->exchange, 1);) i++;
+}
+
 static void feed_experts(const Moe *m, float *x, int rows) {
     if (m->exchange) moe_over_ranks(m, x, rows);
     else moe(m, x, rows);

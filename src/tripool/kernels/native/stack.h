@@ -24,8 +24,10 @@ static void feed_forward(const Layer *l, float *x, int rows) {
 
 /* Runs the layer over all rows of x. `kv`: of this layer. */
 static void layer_rows(const Layer *l, float *x, float *kv, const Batch *b) {
+    serve_others(l->moe);
     if (l->mla) mla(l->mla, x, kv, b);
     else gqa(l->gqa, x, kv, b);
+    serve_others(l->moe);
     feed_forward(l, x, b->rows);
 }
 
