@@ -107,7 +107,7 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("kind", ["blocks", "last", "random"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_any_number_of_ranks_gives_the_bits_of_one_process(num_ranks: int, kind: str) -> None:
     rng = torch.Generator().manual_seed(9)
     with ranks(layout(num_ranks)) as group:
@@ -117,6 +117,16 @@ def test_any_number_of_ranks_gives_the_bits_of_one_process(num_ranks: int, kind:
                 for layer, count in ((0, 1), (1, 3), (0, 16), (1, 17), (0, 41)):
                     x = torch.randn(count, HIDDEN, generator=rng)
                     assert torch.equal(group.run(rank, layer, x), alone(layer, x))
+
+
+def test_replicas() -> None:
+    """Each rank has its own replica of every expert to ask."""
+    x = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(2))
+    with ranks(layout(4)) as group:
+        for rank, exchange in enumerate(group.exchanges):
+            exchange.install(1, placement("random", 4, rank), [True] * 4)
+        for rank in range(4):
+            assert torch.equal(group.run(rank, 0, x), alone(0, x))
 
 
 def compute_of(layers: Sequence[Moe8]):
@@ -215,6 +225,7 @@ def test_a_wait_has_a_deadline() -> None:
         group.install(1, placement("last", 2))
         with pytest.raises(ExchangeError, match="in time"):
             group.run(0, 0, torch.randn(2, HIDDEN))
+        assert not any(group.exchanges[0].silence_s())
         group.install(2, placement("blocks", 1), lost=[1])
         x = torch.randn(2, HIDDEN)
         assert torch.equal(group.run(0, 0, x), alone(0, x))

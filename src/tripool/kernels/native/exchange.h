@@ -54,7 +54,8 @@ static void ring_all(Exchange *x, Flight *f) {
         s->bell = BELL(f->epoch, s->count, ++x->sequence[f->lane]);
         slab.segment[s->rank][0] = (uint32_t)s->offset;
         slab.segment[s->rank][1] = (uint32_t)s->count;
-        atomic_store_explicit(&x->asked_ns[s->rank], now_ns(), memory_order_relaxed);
+        atomic_store_explicit(&x->asked[s->rank * PARITIES + f->lane], s->bell, memory_order_relaxed);
+        atomic_store_explicit(&x->asked_ns[s->rank * PARITIES + f->lane], now_ns(), memory_order_release);
         atomic_store_explicit(dispatch_bell(x, s->rank, x->at.rank, f->lane), s->bell, memory_order_release);
         wake(server_signal(x, s->rank));
     }
@@ -69,7 +70,7 @@ static int poll_answers(Exchange *x, Flight *f) {
         const Doorbell *bell = combine_bell(x, x->at.rank, s->rank, f->lane);
         if (s->bell && atomic_load_explicit(bell, memory_order_acquire) == s->bell) {
             s->answered = 1;
-            atomic_store_explicit(&x->asked_ns[s->rank], 0, memory_order_relaxed);
+            atomic_store_explicit(&x->asked_ns[s->rank * PARITIES + f->lane], 0, memory_order_relaxed);
         } else
             open++;
     }
@@ -98,7 +99,7 @@ static void reassign(Exchange *x, Flight *f) {
     for (int i = f->segments - 1; i >= 0; i--) {
         const OwnSegment s = f->segment[i];
         if (s.answered || s.rank == x->at.rank || x->alive_now[s.rank]) continue;
-        atomic_store_explicit(&x->asked_ns[s.rank], 0, memory_order_relaxed);
+        atomic_store_explicit(&x->asked_ns[s.rank * PARITIES + f->lane], 0, memory_order_relaxed);
         memmove(&f->segment[i], &f->segment[i + 1], sizeof(OwnSegment) * (size_t)(f->segments-- - i - 1));
         RoutedEntry *copy = (RoutedEntry *)reserve(&x->own, sizeof(RoutedEntry) * (size_t)s.count);
         memcpy(copy, slab.entries + s.offset, sizeof(RoutedEntry) * (size_t)s.count);
@@ -187,19 +188,43 @@ static void end_exchange(Exchange *x, Flight *f, float *stream, const float *sha
     gather_all(m, routed, shared, stream, f->rows);
 }
 
-/* As `moe`, to the bit. */
+/* Own experts, answers of the others, sums. */
+static void finish_exchange(Exchange *x, Flight *f, float *stream) {
+    float *shared = NULL;
+    if (f->moe->shared_down.out)
+        shared = (float *)reserve(&f->shared, sizeof(float) * (size_t)f->rows * f->moe->norm.width);
+    run_own(x, f, shared);
+    wait_for_answers(x, f);
+    if (!exchange_failure) end_exchange(x, f, stream, shared);
+}
+
+/* As `moe`, to the bit. Of a batch that needs several exchanges, one is sent before the last one is finished. */
 static void moe_over_ranks(const Moe *m, float *stream, int rows) {
     Exchange *x = m->exchange;
-    const int hidden = m->norm.width;
+    const size_t hidden = (size_t)m->norm.width;
+    float *sent = NULL;
     for (int from = 0; from < rows && !exchange_failure; from += x->at.slab_rows) {
-        const int count = rows - from < x->at.slab_rows ? rows - from : x->at.slab_rows;
-        Flight *f = &x->flight[x->parity ^= 1];
-        float *part = stream + (size_t)from * hidden, *shared = NULL;
-        begin_exchange(x, f, m, part, count);
-        if (m->shared_down.out) shared = (float *)reserve(&f->shared, sizeof(float) * (size_t)count * hidden);
-        run_own(x, f, shared);
-        wait_for_answers(x, f);
-        if (!exchange_failure) end_exchange(x, f, part, shared);
+        float *part = stream + (size_t)from * hidden;
+        x->parity ^= 1;
+        begin_exchange(x, &x->flight[x->parity], m, part, rows - from < x->at.slab_rows ? rows - from : x->at.slab_rows);
+        if (sent) finish_exchange(x, &x->flight[x->parity ^ 1], sent);
+        sent = part;
+    }
+    if (sent && !exchange_failure) finish_exchange(x, &x->flight[x->parity], sent);
+    for (int i = 0; exchange_failure && i < x->at.ranks * PARITIES; i++) atomic_store(&x->asked_ns[i], 0);
+}
+
+/* For how long each rank has left a request unanswered. An answer counts when it is given, not when it is read: this
+ * rank's step may be busy, or may have been stopped. */
+static void exchange_silence(const Exchange *x, int64_t *ns) {
+    const int64_t now = now_ns();
+    memset(ns, 0, sizeof(int64_t) * (size_t)x->at.ranks);
+    for (int i = 0; i < x->at.ranks * PARITIES; i++) {
+        const int rank = i / PARITIES;
+        const int64_t since = atomic_load_explicit(&x->asked_ns[i], memory_order_acquire);
+        const uint64_t asked = atomic_load_explicit(&x->asked[i], memory_order_relaxed);
+        if (!since || atomic_load(combine_bell(x, x->at.rank, rank, i % PARITIES)) == asked) continue;
+        if (now - since > ns[rank]) ns[rank] = now - since;
     }
 }
 
@@ -235,7 +260,8 @@ static void resume(Exchange *x) {
 
 static void exchange_free(Exchange *x) {
     char *blocks[] = {x->own.data, x->served.data, x->copied.data, x->flight[0].shared.data, x->flight[1].shared.data, (char *)x->seen,
-                      (char *)x->asked_ns, (char *)x->table, (char *)x->order, (char *)x->alive, (char *)x->alive_now};
+                      (char *)x->asked_ns, (char *)x->asked, (char *)x->table, (char *)x->order, (char *)x->alive,
+                      (char *)x->alive_now};
     for (size_t i = 0; i < sizeof blocks / sizeof *blocks; i++) free(blocks[i]);
     pthread_mutex_destroy(&x->map_lock);
     free(x);
@@ -249,12 +275,13 @@ static Exchange *exchange_open(const ExchangeMemory *memory) {
     pthread_mutex_init(&x->map_lock, NULL);
     x->flight[1].lane = 1;
     x->seen = calloc(ranks * PARITIES, sizeof *x->seen);
-    x->asked_ns = calloc(ranks, sizeof *x->asked_ns);
+    x->asked_ns = calloc(ranks * PARITIES, sizeof *x->asked_ns);
+    x->asked = calloc(ranks * PARITIES, sizeof *x->asked);
     x->table = calloc(cells, sizeof *x->table);
     x->order = calloc(cells, sizeof *x->order);
     x->alive = calloc(ranks, 1);
     x->alive_now = calloc(ranks, 1);
-    const int enough = x->seen && x->asked_ns && x->table && x->order && x->alive && x->alive_now;
+    const int enough = x->seen && x->asked_ns && x->asked && x->table && x->order && x->alive && x->alive_now;
     if (enough) resume(x);
     if (enough && !pthread_create(&x->thread, NULL, serve, x)) return x;
     exchange_free(x);

@@ -52,7 +52,8 @@ typedef struct Exchange {
     int parity, next;
     _Atomic int serving, leave;
     _Atomic uint32_t *seen;     /* [ranks, lanes]: sequence of the newest request that was handled */
-    _Atomic int64_t *asked_ns;  /* [ranks]: since when a request is unanswered; 0: none is */
+    _Atomic int64_t *asked_ns;  /* [ranks, lanes]: when the newest request was sent; 0: none is open */
+    _Atomic uint64_t *asked;    /* [ranks, lanes]: that request */
     pthread_t thread;
     pthread_mutex_t map_lock;   /* of the five below */
     _Atomic uint32_t epoch;

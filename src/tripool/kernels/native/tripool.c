@@ -111,13 +111,7 @@ API void tripool_exchange_map(Exchange *x, uint32_t epoch, const int32_t *table,
 API void tripool_exchange_fence(Exchange *x, int rank, uint32_t epoch) { exchange_fence(x, rank, epoch); }
 
 /* For how long each rank has left this one's requests unanswered; 0: it has answered all. */
-API void tripool_exchange_silence(const Exchange *x, int64_t *ns) {
-    const int64_t now = now_ns();
-    for (int rank = 0; rank < x->at.ranks; rank++) {
-        const int64_t since = atomic_load_explicit(&x->asked_ns[rank], memory_order_relaxed);
-        ns[rank] = since ? now - since : 0;
-    }
-}
+API void tripool_exchange_silence(const Exchange *x, int64_t *ns) { exchange_silence(x, ns); }
 
 /* One expert, one row: for the plain exchange and tests. */
 API void tripool_expert(const Moe *m, int expert, int8_t *q, float *scale, int32_t *fix, float weight, float *y) {
