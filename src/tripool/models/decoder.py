@@ -201,7 +201,7 @@ class Mtp:
         prefix = f"model.layers.{arch.layers}"
         join = join_sublayer(loader, prefix, arch)
         final = Norm(loader.tensor(f"{prefix}.shared_head.norm.weight", arch.hidden), arch.norm_eps)
-        layer = Layer(loader, prefix, arch, moe=arch.moe is not None)
+        self.layer = layer = Layer(loader, prefix, arch, moe=arch.moe is not None)
         self.head = common = head.first(min(arch.vocab, max(_DRAFT_TOKENS, arch.vocab // 4)))
         parts = DraftParts(
             embed=embed, cos_sin=cos_sin, join=join, attention=layer.attention, mlp=layer.mlp, norm=final, head=common
@@ -260,6 +260,12 @@ class Model:
     def kv_layers(self) -> int:
         """KV cache layers: one per layer, and one for the MTP layer."""
         return self.arch.layers + (self.mtp is not None)
+
+    @property
+    def expert_sublayers(self) -> list[MlpSublayer]:
+        """Those with routed experts, in order of their layers; the MTP layer's is the last."""
+        found = [layer.mlp for i, layer in enumerate(self._layers) if i in self.arch.moe_layers]
+        return found if self.mtp is None or self.arch.moe is None else [*found, self.mtp.layer.mlp]
 
     def hidden(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
         """Final normed hidden state of every row. Writes the rows' KV into kv [kv_layers, slots, width]."""

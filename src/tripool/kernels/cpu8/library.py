@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from tripool.errors import TripoolError
+from tripool.experts.layout import ExchangeError, RankFenced
 
 FOLDER = Path(__file__).parent.parent / "native"
 
@@ -78,6 +79,8 @@ class Moe(Structure):
             for name in ("experts", "top_k", "softmax", "groups", "top_groups", "group_top", "normalise")
         ),
         ("scaling", c_float),
+        ("exchange", c_void_p),
+        ("layer", c_int32),
     )
 
 
@@ -97,6 +100,22 @@ class Draft(Structure):
     _fields_ = (("entry", Entry), ("join", c_void_p), ("layer", Layer), ("norm", Norm), ("head", Weight))
 
 
+class ExchangeMemory(Structure):
+    _fields_ = (
+        ("map", c_void_p),
+        *(
+            (name, c_uint64)
+            for name in (
+                "control", "dispatch_bells", "combine_bells", "dispatch", "combine", "dispatch_bytes", "combine_bytes",
+                "segment_list", "entry_list", "scales", "fixes", "values",
+            )
+        ),
+        *((name, c_int32) for name in ("ranks", "rank", "layers", "experts", "top_k", "hidden", "slab_rows")),
+        ("moe", POINTER(c_void_p)),
+        ("deadline_ns", c_int64),
+    )  # fmt: skip
+
+
 _FUNCTIONS: dict[str, Sequence[type]] = {
     "tripool_norm": (c_void_p, c_void_p, c_void_p, c_int),
     "tripool_linear": (c_void_p, c_void_p, c_void_p, c_int),
@@ -110,7 +129,15 @@ _FUNCTIONS: dict[str, Sequence[type]] = {
     "tripool_moe": (c_void_p, c_void_p, c_int),
     "tripool_gqa": (c_void_p, c_void_p, c_void_p, c_void_p),
     "tripool_mla": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "tripool_exchange_close": (c_void_p,),
+    "tripool_exchange_map": (c_void_p, c_uint32, c_void_p, c_void_p),
+    "tripool_exchange_fence": (c_void_p, c_int, c_uint32),
+    "tripool_exchange_silence": (c_void_p, c_void_p),
+    "tripool_expert": (c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_float, c_void_p),
 }
+_EXCHANGING = ("tripool_draft", "tripool_draft_choose", "tripool_step", "tripool_step_guess", "tripool_moe")
+"""Return 0, or why the exchange with other ranks failed."""
+_FENCED = 2
 _VARIANTS = ("avx512", "avx2", "plain")
 """Best first."""
 
@@ -143,9 +170,19 @@ def library(variant: str | None = None) -> ctypes.CDLL:
     for name, arguments in _FUNCTIONS.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, None
+        if name in _EXCHANGING:
+            function.restype, function.errcheck = c_int, _check_exchange
+    loaded.tripool_exchange_open.argtypes, loaded.tripool_exchange_open.restype = (c_void_p,), c_void_p
     loaded.tripool_draw.argtypes, loaded.tripool_draw.restype = (c_void_p, c_int, c_float, c_uint64), c_int
     loaded.tripool_threads.argtypes, loaded.tripool_threads.restype = (c_int,), c_int
     return loaded
+
+
+def _check_exchange(failure: int, *_: object) -> None:
+    if failure == _FENCED:
+        raise RankFenced("other ranks of this instance have given this one up", hint="start the rank again")
+    if failure:
+        raise ExchangeError("another rank did not answer in time", hint="see the log of the instance's other ranks")
 
 
 def set_threads(threads: int) -> None:

@@ -156,6 +156,7 @@ class Moe8:
             for one, scales in zip(weights.down, _each(weights.down_scales, experts), strict=True)
         ]
         parts = [*gate_up, *down]
+        self.expert_bytes = sum(part.num_bytes for part in parts)
         shared_structs = [library.Weight(), library.Weight()]
         if shared is not None:
             pair = [

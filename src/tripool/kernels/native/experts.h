@@ -14,6 +14,8 @@ typedef struct {
     Weight shared_gate_up, shared_down; /* out 0: none */
     int32_t experts, top_k, softmax, groups, top_groups, group_top, normalise;
     float scaling;
+    struct Exchange *exchange; /* with the ranks that hold the experts; NULL: this process holds all */
+    int32_t layer;             /* number among the layers of the exchange */
 } Moe;
 
 /* Router scores of one token, 16 experts at a time; four sums, added in a fixed order. */
@@ -124,19 +126,19 @@ static Pairs sort_pairs(const Moe *m, int rows, const int *experts, const float 
 
 typedef struct {
     const Moe *m;
-    const Pairs *pairs;
-    const float *routed, *shared;
+    const float *const *routed; /* [rows, top_k]: what the experts gave */
+    const float *shared;
     float *x;
 } Gather;
 
 static void gather_row(const Gather *g, int row) {
     const int hidden = g->m->norm.width, top_k = g->m->top_k;
     float *x = g->x + (size_t)row * hidden;
-    const int *pair = g->pairs->pair_of + (size_t)row * top_k;
+    const float *const *routed = g->routed + (size_t)row * top_k;
     for (int d = 0; d < hidden; d += LANES) {
         const int left = hidden - d;
         vf sum = {0};
-        for (int k = 0; k < top_k; k++) sum = sum + load_upto(g->routed + (size_t)pair[k] * hidden + d, left);
+        for (int k = 0; k < top_k; k++) sum = sum + load_upto(routed[k] + d, left);
         if (g->shared) sum = sum + load_upto(g->shared + (size_t)row * hidden + d, left);
         store_upto(x + d, load_upto(x + d, left) + sum, left);
     }
@@ -145,6 +147,15 @@ static void gather_row(const Gather *g, int row) {
 static void gather_chunk(void *arguments, int chunk, int thread) {
     (void)thread;
     gather_row(arguments, chunk);
+}
+
+/* Adds to x in order of choice, then the shared expert's rows, if any. */
+static void gather_all(const Moe *m, const float *const *routed, const float *shared, float *x, int rows) {
+    Gather gather = {m, routed, shared, x};
+    if (rows < SMALL_ROWS)
+        for (int row = 0; row < rows; row++) gather_row(&gather, row);
+    else
+        in_parallel(rows, gather_chunk, &gather);
 }
 
 static void moe(const Moe *m, float *x, int rows) {
@@ -186,11 +197,9 @@ static void moe(const Moe *m, float *x, int rows) {
                                         pairs.weight + from, 0});
     }
     multiply_all(&all);
-    Gather gather = {m, &pairs, routed, shared_width ? shared : NULL, x};
-    if (rows < SMALL_ROWS)
-        for (int row = 0; row < rows; row++) gather_row(&gather, row);
-    else
-        in_parallel(rows, gather_chunk, &gather);
+    const float **parts = room(GATHERED, sizeof(float *) * n);
+    for (size_t i = 0; i < n; i++) parts[i] = routed + (size_t)pairs.pair_of[i] * hidden;
+    gather_all(m, parts, shared_width ? shared : NULL, x, rows);
 }
 
 #endif

@@ -26,7 +26,7 @@ typedef struct {
 
 /* Purposes of scratch memory. */
 enum { NORMED, INPUT, INNER, HIDDEN, MIDDLE, ATTENDED, QUERIES, STREAM, SOME, LATENT, PER_THREAD, TASKS, ROUTE, PAIRS,
-       SHARED, SHARED_ROWS, OUTPUT, PRODUCTS, LATENT_QUERIES, LOGITS, SLOT_MAPPING, FINAL };
+       SHARED, SHARED_ROWS, OUTPUT, PRODUCTS, LATENT_QUERIES, LOGITS, SLOT_MAPPING, FINAL, GATHERED };
 
 #define SMALL_ROWS 4 /* below this a phase over rows runs on one thread */
 #define SMALL_GROUPS 32 /* likewise for groups to quantise */

@@ -6,7 +6,7 @@
 #define TRIPOOL_STACK_H
 
 #include "draw.h"
-#include "experts.h"
+#include "exchange.h"
 #include "latent.h"
 #include "layers.h"
 
@@ -18,14 +18,16 @@ typedef struct {
 } Layer;
 
 static void feed_forward(const Layer *l, float *x, int rows) {
-    if (l->moe) moe(l->moe, x, rows);
+    if (l->moe) feed_experts(l->moe, x, rows);
     else mlp(l->mlp, x, rows);
 }
 
 /* Runs the layer over all rows of x. `kv`: of this layer. */
 static void layer_rows(const Layer *l, float *x, float *kv, const Batch *b) {
+    serve_others(l->moe);
     if (l->mla) mla(l->mla, x, kv, b);
     else gqa(l->gqa, x, kv, b);
+    serve_others(l->moe);
     feed_forward(l, x, b->rows);
 }
 

@@ -1,9 +1,12 @@
-/* Functions called from Python. One caller at a time: scratch memory and threads belong to the process. */
+/* Functions called from Python. One caller at a time: scratch memory and threads belong to the process. Functions that
+ * may run experts of other ranks return 0, or why the exchange with them failed; then their results are undefined. */
 #include "draft.h"
 
 #define API __attribute__((visibility("default")))
 #define OWN pthread_mutex_lock(&pool.owner)
 #define DISOWN pthread_mutex_unlock(&pool.owner)
+#define OWN_EXCHANGE OWN; exchange_failure = 0
+#define RETURN_FAILURE const int failure = exchange_failure; DISOWN; return failure
 
 API int tripool_threads(int threads) {
     OWN;
@@ -30,34 +33,34 @@ API void tripool_join(const Join *j, const float *left, const float *right, floa
     DISOWN;
 }
 
-API void tripool_draft(const Draft *d, const int64_t *tokens, const float *hidden, float *kv, const Batch *b,
-                       const int32_t *wanted, int count, float *y) {
-    OWN;
+API int tripool_draft(const Draft *d, const int64_t *tokens, const float *hidden, float *kv, const Batch *b,
+                      const int32_t *wanted, int count, float *y) {
+    OWN_EXCHANGE;
     draft(d, tokens, hidden, kv, b, wanted, count, y);
-    DISOWN;
+    RETURN_FAILURE;
 }
 
-API void tripool_draft_choose(const Draft *d, const int64_t *tokens, const float *hidden, float *kv, const Batch *b,
-                              const Draws *draws) {
-    OWN;
+API int tripool_draft_choose(const Draft *d, const int64_t *tokens, const float *hidden, float *kv, const Batch *b,
+                             const Draws *draws) {
+    OWN_EXCHANGE;
     float *logits = room(LOGITS, sizeof(float) * (size_t)draws->count * d->head.out);
     draft(d, tokens, hidden, kv, b, draws->row, (int)draws->count, logits);
     choose_all(draws, logits, d->head.out);
-    DISOWN;
+    RETURN_FAILURE;
 }
 
-API void tripool_step(const Stack *s, const int64_t *tokens, float *kv, int64_t layer_floats, const Batch *b,
-                      const Draws *draws, float *hidden) {
-    OWN;
+API int tripool_step(const Stack *s, const int64_t *tokens, float *kv, int64_t layer_floats, const Batch *b,
+                     const Draws *draws, float *hidden) {
+    OWN_EXCHANGE;
     step(s, tokens, kv, (size_t)layer_floats, b, draws, hidden);
-    DISOWN;
+    RETURN_FAILURE;
 }
 
-API void tripool_step_guess(const Stack *s, const Draft *d, const int64_t *tokens, float *kv, int64_t layer_floats,
-                            const Batch *b, const Draws *draws) {
-    OWN;
+API int tripool_step_guess(const Stack *s, const Draft *d, const int64_t *tokens, float *kv, int64_t layer_floats,
+                           const Batch *b, const Draws *draws) {
+    OWN_EXCHANGE;
     step_and_guess(s, d, tokens, kv, (size_t)layer_floats, b, draws);
-    DISOWN;
+    RETURN_FAILURE;
 }
 
 API void tripool_mlp(const Mlp *m, float *x, int rows) {
@@ -78,10 +81,10 @@ API void tripool_mla(const Mla *m, float *x, float *kv, const Batch *b) {
     DISOWN;
 }
 
-API void tripool_moe(const Moe *m, float *x, int rows) {
-    OWN;
-    moe(m, x, rows);
-    DISOWN;
+API int tripool_moe(const Moe *m, float *x, int rows) {
+    OWN_EXCHANGE;
+    feed_experts(m, x, rows);
+    RETURN_FAILURE;
 }
 
 API void tripool_largest(const float *values, int rows, int count, int32_t *best) {
@@ -90,4 +93,31 @@ API void tripool_largest(const float *values, int rows, int count, int32_t *best
 
 API int tripool_draw(const float *logits, int count, float temperature, uint64_t key) {
     return draw(logits, count, temperature, key);
+}
+
+/* ---- ranks ------------------------------------------------------------------------------------------------------ */
+
+/* Starts the expert thread; NULL where that is not possible. */
+API Exchange *tripool_exchange_open(const ExchangeMemory *memory) { return exchange_open(memory); }
+
+API void tripool_exchange_close(Exchange *x) { exchange_close(x); }
+
+/* `table`: [layers, experts], the rank of each expert; `alive`: [ranks]. Any thread may call this during a step. */
+API void tripool_exchange_map(Exchange *x, uint32_t epoch, const int32_t *table, const uint8_t *alive) {
+    exchange_map(x, epoch, table, alive);
+}
+
+/* From now on requests of a rank count only from this epoch on. */
+API void tripool_exchange_fence(Exchange *x, int rank, uint32_t epoch) { exchange_fence(x, rank, epoch); }
+
+/* For how long each rank has left this one's requests unanswered; 0: it has answered all. */
+API void tripool_exchange_silence(const Exchange *x, int64_t *ns) { exchange_silence(x, ns); }
+
+/* One expert, one row: for the plain exchange and tests. */
+API void tripool_expert(const Moe *m, int expert, int8_t *q, float *scale, int32_t *fix, float weight, float *y) {
+    const Rows input = {q, scale, fix, groups_of(m->norm.width)};
+    const RoutedEntry entry = {0, 0, (uint32_t)expert, weight};
+    Workspace space = {0};
+    run_experts(&space, m, &input, &entry, 1, y, NULL, 0, 0);
+    free(space.data);
 }

@@ -1,0 +1,300 @@
+"""The exchange of rows between ranks: what it costs, how soon a busy rank answers, and two ranks against two threads.
+
+    python bench/experts_exchange.py [--quick] [--model tiny] [--json FILE]
+
+| row | number |
+|---|---|
+| exchange | one layer over 32 rows, all experts on an idle rank, less the same with its own experts |
+| busy rank | 99th percentile of the same layer with one row, while the other rank runs Python, or its own steps |
+| share | a step with an exchange of one rank, which sends and waits for nothing, beside the same step without |
+| two ranks | output tokens per second of two ranks with one thread each against one process with two |
+
+Rows travel in place: the source quantises them into its slab and reads the answers where they were computed, so an
+exchange has no copies of its own to subtract. The floor of two ranks follows from what a step reads: experts once, but
+everything else once per rank. Every rank is a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+
+from harness import Origin, Row, Worker, print_table, take_turns, write_json
+from tripool import LLM, SamplingParams
+from tripool.config import EngineConfig
+from tripool.engine.load import load_engine
+from tripool.experts.layout import Layout
+from tripool.experts.slabs import attach_slabs, create_slabs
+from tripool.kernels.cpu8.exchange import NativeExchange
+from tripool.kernels.cpu8.sublayers import Moe8
+
+WITHIN_S = 600.0
+SLAB_ROWS = 256
+EXCHANGE_US, BUSY_US = 30.0, 300.0
+BUSY_SINCE_S = 0.5
+SHARE = 1.10
+PROMPT_TOKENS, MAX_TOKENS = 32, 64
+OF_FLOOR = {1: 0.87, 8: 0.65, 32: 0.78}
+
+
+# ---- a rank -------------------------------------------------------------------------------------------------------
+
+
+class Rank:
+    """Answers the questions of the benchmark, one JSON object per line."""
+
+    def __init__(self, model: str, threads: int) -> None:
+        self._engine = load_engine(model, EngineConfig(threads=threads, mtp=False))
+        network = self._engine.executor.runner.model
+        self._layers = [layer for layer in network.expert_sublayers if isinstance(layer, Moe8)]
+        experts = sum(layer.expert_bytes for layer in self._layers)
+        self._bytes = {"experts": experts, "others": network.num_bytes - experts}
+        self._exchange: NativeExchange | None = None
+        self._layout: Layout | None = None
+        self._stop = threading.Event()
+        self._busy: threading.Thread | None = None
+
+    def shape(self) -> dict[str, Any]:
+        struct = self._layers[0].struct
+        sizes = {"experts": struct.experts, "top_k": struct.top_k, "hidden": struct.norm.width}
+        return {"layout": {"layers": len(self._layers), **sizes}, "bytes": self._bytes}
+
+    def open(self, path: str, rank: int) -> dict[str, Any]:
+        self._layout, memory = attach_slabs(Path(path))
+        self._exchange = NativeExchange(self._layout, memory, rank, self._layers)
+        return {}
+
+    def map(self, epoch: int, ranks: list[int]) -> dict[str, Any]:
+        """`ranks`: of each expert, the same in every layer."""
+        assert self._exchange is not None and self._layout is not None
+        table = np.tile(np.array(ranks, np.int32), (self._layout.layers, 1))
+        self._exchange.install(epoch, table, [True] * self._layout.ranks)
+        return {}
+
+    def close(self) -> dict[str, Any]:
+        assert self._exchange is not None
+        self._exchange.close()
+        return {}
+
+    def layer_us(self, rows: int, count: int) -> dict[str, Any]:
+        layer, took = self._layers[0], []
+        x = torch.randn(rows, layer.struct.norm.width, generator=torch.Generator().manual_seed(1))
+        for _ in range(count):
+            y = x.clone()
+            began_ns = time.perf_counter_ns()
+            layer(y)
+            took.append((time.perf_counter_ns() - began_ns) / 1000)
+        return {"us": took}
+
+    def keep_busy(self, kind: str) -> dict[str, Any]:
+        """Until `rest`: Python that holds the interpreter, or steps."""
+        self._stop.clear()
+        work = self._steps if kind == "steps" else self._python
+        self._busy = threading.Thread(target=work)
+        self._busy.start()
+        return {}
+
+    def _python(self) -> None:
+        while not self._stop.is_set():
+            sum(range(10_000))
+
+    def _steps(self) -> None:
+        while not self._stop.is_set():
+            self.generate([[7] * PROMPT_TOKENS] * 8, 8)
+
+    def rest(self) -> dict[str, Any]:
+        assert self._busy is not None
+        self._stop.set()
+        self._busy.join(WITHIN_S)
+        return {}
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        began_s = time.perf_counter()
+        LLM(self._engine).generate(prompts, params)
+        return {"wall_s": time.perf_counter() - began_s}
+
+
+def serve_rank(model: str, threads: int) -> None:
+    rank = Rank(model, threads)
+    for line in sys.stdin:
+        question = json.loads(line)
+        print(json.dumps(getattr(rank, question.pop("do"))(**question)), flush=True)
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    def __init__(self, model: str, folder: Path) -> None:
+        self._model, self._folder, self._count = model, folder, 0
+
+    def start(self, threads: int) -> Worker:
+        self._count += 1
+        command = [sys.executable, __file__, "--rank", self._model, str(threads)]
+        return Worker(command, self._folder / f"rank{self._count}.log")
+
+    @contextmanager
+    def ranks(self, count: int) -> Iterator[list[Worker]]:
+        workers = [self.start(1) for _ in range(count)]
+        path = self._folder / f"slabs{self._count}"
+        try:
+            shapes = [ask(worker, "shape") for worker in workers]
+            create_slabs(path, Layout(ranks=count, slab_rows=SLAB_ROWS, **shapes[0]["layout"]))
+            for number, worker in enumerate(workers):
+                ask(worker, "open", path=str(path), rank=number)
+            yield workers
+        finally:
+            for worker in workers:
+                worker.close()
+            path.unlink(missing_ok=True)
+
+    def exchange(self, count: int) -> list[Row]:
+        with self.ranks(2) as (one, other):
+            experts = ask(one, "shape")["layout"]["experts"]
+            epoch = 1
+            ask(other, "map", epoch=epoch, ranks=[1] * experts)
+
+            def layer_us(rows: int, holder: int) -> list[float]:
+                nonlocal epoch
+                epoch += 1
+                ask(one, "map", epoch=epoch, ranks=[holder] * experts)
+                taken: list[float] = ask(one, "layer_us", rows=rows, count=count)["us"]
+                return taken[count // 10 :]
+
+            own, remote = ([statistics.median(layer_us(32, holder)) for _ in range(3)] for holder in (0, 1))
+            beyond = statistics.median(remote) - statistics.median(own)
+            note = f"{statistics.median(remote):.0f} against {statistics.median(own):.0f} us with its own experts"
+            rows = [bound("exchange of 32 rows, beyond the experts' own time", beyond, EXCHANGE_US, note)]
+            for kind in ("idle", "python", "steps"):
+                if kind != "idle":
+                    ask(other, "keep_busy", kind=kind)
+                    time.sleep(BUSY_SINCE_S)
+                taken = sorted(us for _ in range(5) for us in layer_us(1, 1))
+                if kind != "idle":
+                    ask(other, "rest")
+                p50, p99 = (taken[int(len(taken) * share)] for share in (0.5, 0.99))
+                rows.append(bound(f"one row, other rank: {kind}, p99", p99, BUSY_US, f"median {p50:.0f} us"))
+            return rows
+
+    def share(self, repetitions: int) -> list[Row]:
+        """One rank over its exchange against the same process without it."""
+        rows = []
+        with self.ranks(1) as (rank,):
+            experts = ask(rank, "shape")["layout"]["experts"]
+            plain = self.start(1)
+            ask(rank, "map", epoch=1, ranks=[0] * experts)
+            for at_once in (8, 32):
+                walls = take_turns(
+                    {"over": walls_of([rank], at_once), "plain": walls_of([plain], at_once)}, repetitions
+                )
+                rows.append(
+                    Row(
+                        name=f"step with dispatch and combine / without, {at_once} at once",
+                        ours=walls.median("over"),
+                        peer=walls.median("plain"),
+                        unit="s",
+                        target=SHARE,
+                        lower_is_better=True,
+                    )
+                )
+            plain.close()
+        return rows
+
+    def two_ranks(self, repetitions: int) -> list[Row]:
+        rows = []
+        with self.ranks(2) as pair:
+            shape = ask(pair[0], "shape")
+            num_bytes = shape["bytes"]
+            for worker in pair:
+                ask(worker, "map", epoch=1, ranks=[expert % 2 for expert in range(shape["layout"]["experts"])])
+            both = self.start(2)
+            every, others = num_bytes["experts"] + num_bytes["others"], num_bytes["others"]
+            floor = every / (every + others)
+            for at_once, target in OF_FLOOR.items():
+                walls = take_turns({"ranks": walls_of(pair, at_once), "one": walls_of([both], at_once)}, repetitions)
+                tokens = at_once * MAX_TOKENS
+                ranks, one = (walls.median(side) for side in ("ranks", "one"))
+                assert ranks is not None and one is not None
+                rows.append(
+                    Row(
+                        name=f"two ranks of one thread / one process of two, {at_once} at once",
+                        ours=tokens / ranks,
+                        peer=tokens / one,
+                        unit="tok/s",
+                        target=target * floor if at_once == 1 else target,
+                        note=f"floor {floor:.2f} of what one process does",
+                    )
+                )
+            both.close()
+        return rows
+
+
+def ask(worker: Worker, what: str, **details: Any) -> dict[str, Any]:
+    return worker.ask(within_s=WITHIN_S, do=what, **details)
+
+
+def walls_of(workers: Sequence[Worker], at_once: int) -> Callable[[int], float]:
+    """Wall time of `at_once` answers, spread over the workers."""
+
+    def wall_s(repetition: int) -> float:
+        random = Random(repetition)
+        prompts = [[random.randrange(100, 8000) for _ in range(PROMPT_TOKENS)] for _ in range(at_once)]
+        began_s = time.perf_counter()
+        threads = [
+            threading.Thread(
+                target=ask, args=(worker, "generate"),
+                kwargs={"prompts": prompts[number :: len(workers)], "max_tokens": MAX_TOKENS},
+            )
+            for number, worker in enumerate(workers)
+        ]  # fmt: skip
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WITHIN_S)
+        return time.perf_counter() - began_s
+
+    return wall_s
+
+
+def bound(name: str, us: float, most_us: float, note: str) -> Row:
+    return Row(name=name, ours=us, peer=most_us, unit="us", target=1.0, lower_is_better=True, note=note)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions: a minute")
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--rank", nargs=2, metavar=("MODEL", "THREADS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        serve_rank(options.rank[0], int(options.rank[1]))
+        return 0
+    origin = Origin.now()
+    repetitions = 3 if options.quick else 9
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        bench = Bench(options.model, Path(folder))
+        rows = bench.exchange(1000 if options.quick else 10_000)
+        rows += bench.share(repetitions) + bench.two_ranks(repetitions)
+    print_table(rows, origin, f"exchange between ranks, {options.model}")
+    if options.json:
+        write_json(rows, origin, options.json)
+    return 0 if all(row.ok is not False for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+/* What the ranks of an instance share: doorbells and slabs. `experts/layout.py` describes them. */
+#ifndef TRIPOOL_SLABS_H
+#define TRIPOOL_SLABS_H
+
+#include "experts.h"
+#include "futex.h"
+
+#define PARITIES 2 /* lanes of a source */
+
+typedef struct {
+    uint32_t row, choice, expert;
+    float weight;
+} RoutedEntry;
+
+/* As Python gives it: `kernels/cpu8/exchange.py`. */
+typedef struct {
+    uint8_t *map;
+    uint64_t control, dispatch_bells, combine_bells, dispatch, combine, dispatch_bytes, combine_bytes;
+    uint64_t segment_list, entry_list, scales, fixes, values;
+    int32_t ranks, rank, layers, experts, top_k, hidden, slab_rows;
+    const Moe *const *moe; /* [layers] */
+    int64_t deadline_ns;   /* of a wait for one answer */
+} ExchangeMemory;
+
+/* Memory of one caller of `run_experts`, grown when needed. */
+typedef struct {
+    char *data;
+    size_t bytes;
+} Workspace;
+
+/* Consecutive entries for one rank. `bell`: the request, 0 until it is sent. */
+typedef struct {
+    int rank, offset, count, answered;
+    uint64_t bell;
+} OwnSegment;
+
+/* An exchange of one lane, seen by its owner. A segment has an expert that no other segment has. */
+typedef struct {
+    int rows, lane, segments;
+    uint32_t epoch;
+    const Moe *moe;
+    Workspace shared;
+    OwnSegment segment[MAX_EXPERTS];
+    int32_t table[MAX_EXPERTS], order[MAX_EXPERTS];
+} Flight;
+
+typedef struct Exchange {
+    ExchangeMemory at;
+    Workspace own, served, copied; /* the first is the step's thread's, the others belong to the holder of `serving` */
+    Flight flight[PARITIES];
+    uint32_t sequence[PARITIES];
+    int parity, next;
+    _Atomic int serving, leave;
+    _Atomic uint32_t *seen;     /* [ranks, lanes]: sequence of the newest request that was handled */
+    _Atomic int64_t *asked_ns;  /* [ranks, lanes]: when the newest request was sent; 0: none is open */
+    _Atomic uint64_t *asked;    /* [ranks, lanes]: that request */
+    pthread_t thread;
+    pthread_mutex_t map_lock;   /* of the five below */
+    _Atomic uint32_t epoch;
+    int32_t *table, *order;     /* [layers, experts]: rank of each expert; experts sorted by rank */
+    uint8_t *alive, *alive_now; /* [ranks]; the second is the owner's copy */
+} Exchange;
+
+enum { FAILED_DEADLINE = 1, FAILED_FENCED };
+static int exchange_failure; /* of the step that runs; guarded by the pool's owner lock */
+
+/* ---- shared memory ---------------------------------------------------------------------------------------------- */
+
+typedef _Atomic uint64_t Doorbell;
+#define BELL(epoch, count, sequence) ((uint64_t)((epoch) & 0xffff) << 48 | (uint64_t)(count) << 32 | (uint32_t)(sequence))
+#define BELL_EPOCH(bell) ((uint32_t)((bell) >> 48))
+#define BELL_COUNT(bell) ((uint32_t)((bell) >> 32) & 0xffff)
+
+INLINE int older(uint32_t epoch, uint32_t than) { return ((epoch - than) & 0xffff) >= 0x8000; }
+
+INLINE size_t pair_number(const Exchange *x, int first, int second, int lane) {
+    return ((size_t)first * x->at.ranks + second) * PARITIES + lane;
+}
+static Doorbell *dispatch_bell(const Exchange *x, int destination, int source, int lane) {
+    return (Doorbell *)(x->at.map + x->at.dispatch_bells + 64 * pair_number(x, destination, source, lane));
+}
+static Doorbell *combine_bell(const Exchange *x, int source, int destination, int lane) {
+    return (Doorbell *)(x->at.map + x->at.combine_bells + 64 * pair_number(x, source, destination, lane));
+}
+static float *answers_of(const Exchange *x, int destination, int source, int lane) {
+    return (float *)(x->at.map + x->at.combine + x->at.combine_bytes * pair_number(x, destination, source, lane));
+}
+static uint8_t *control_of(const Exchange *x, int rank) { return x->at.map + x->at.control + 192 * (size_t)rank; }
+static _Atomic uint32_t *fence_of(const Exchange *x, int rank) { return (_Atomic uint32_t *)control_of(x, rank); }
+static Signal *server_signal(const Exchange *x, int rank) { return (Signal *)(control_of(x, rank) + 64); }
+static Signal *owner_signal(const Exchange *x, int rank) { return (Signal *)(control_of(x, rank) + 128); }
+
+typedef struct {
+    uint32_t *layer, *rows;
+    uint32_t (*segment)[2]; /* [ranks]: offset, count */
+    RoutedEntry *entries;
+    Rows input;
+} DispatchSlab;
+
+static DispatchSlab slab_of(const Exchange *x, int source, int lane) {
+    const ExchangeMemory *m = &x->at;
+    uint8_t *p = m->map + m->dispatch + m->dispatch_bytes * ((size_t)source * PARITIES + lane);
+    const Rows input = {(int8_t *)(p + m->values), (float *)(p + m->scales), (int32_t *)(p + m->fixes), groups_of(m->hidden)};
+    return (DispatchSlab){(uint32_t *)p, (uint32_t *)p + 1, (uint32_t (*)[2])(p + m->segment_list),
+                          (RoutedEntry *)(p + m->entry_list), input};
+}
+
+#endif

@@ -1,0 +1,237 @@
+"""Experts over ranks in C: the bits of one process, and the protocol of the plain exchange.
+
+Several ranks of one process: each has its own expert thread and its own layers over one set of weights. Only one of
+them at a time runs a step; the others are idle, and answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Thread
+from time import monotonic
+
+import numpy as np
+import pytest
+import torch
+
+from tripool.experts.exchange import ExpertServer, Owner, QuantizedRows, SharedView, combine
+from tripool.experts.layout import ExchangeError, Layout, RankFenced
+from tripool.kernels.cpu8.exchange import NativeExchange
+from tripool.kernels.cpu8.library import library, set_threads
+from tripool.kernels.cpu8.sublayers import Moe8
+from tripool.kernels.ref.route import RoutePlan
+from tripool.kernels.weights import MlpWeights, MoeWeights, Norm
+
+HIDDEN, EXPERTS, TOP_K, WIDTH = 72, 8, 3, 40
+DEADLINE_S = 60.0
+
+
+def weights(seed: int, *, shared: bool = True) -> MoeWeights:
+    rng = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng) * 0.3
+
+    norm = Norm(1 + randn(HIDDEN), 1e-5)
+    dense = MlpWeights(norm=norm, gate_up=randn(66, HIDDEN), gate_up_bias=None, down=randn(HIDDEN, 33), down_bias=None)
+    plan = RoutePlan(top_k=TOP_K, score="sigmoid", groups=1, top_groups=1, group_top=1, normalise=True, scaling=1.5)
+    return MoeWeights(
+        norm=norm,
+        gate=randn(EXPERTS, HIDDEN) * 5,
+        gate_bias=randn(EXPERTS),
+        gate_up=randn(EXPERTS, 2 * WIDTH, HIDDEN),
+        down=randn(EXPERTS, HIDDEN, WIDTH),
+        shared=dense if shared else None,
+        plan=plan,
+    )
+
+
+def layout(ranks: int, slab_rows: int = 16) -> Layout:
+    return Layout(ranks=ranks, layers=2, experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, slab_rows=slab_rows)
+
+
+class Ranks:
+    """`native`: how many of the ranks are in C; the others have memory only."""
+
+    def __init__(self, shape: Layout, native: int, deadline_s: float = DEADLINE_S) -> None:
+        self.layout, self.memory = shape, np.zeros(shape.num_bytes, np.uint8)
+        self.view = SharedView(shape, self.memory)
+        self.layers = [[Moe8(weights(1)), Moe8(weights(2, shared=False))] for _ in range(native)]
+        self.exchanges = [
+            NativeExchange(shape, self.memory, rank, layers, deadline_s) for rank, layers in enumerate(self.layers)
+        ]
+
+    def install(self, epoch: int, table: np.ndarray, lost: Sequence[int] = ()) -> None:
+        for exchange in self.exchanges:
+            exchange.install(epoch, table, [rank not in lost for rank in range(self.layout.ranks)])
+
+    def run(self, rank: int, layer: int, x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        self.layers[rank][layer](y)
+        return y
+
+
+@contextmanager
+def ranks(shape: Layout, native: int | None = None, **options: float) -> Iterator[Ranks]:
+    made = Ranks(shape, shape.ranks if native is None else native, **options)
+    try:
+        yield made
+    finally:
+        for exchange in made.exchanges:
+            exchange.close()
+
+
+def alone(layer: int, x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    Moe8(weights(layer + 1, shared=layer == 0))(y)
+    return y
+
+
+def placement(kind: str, num_ranks: int, seed: int = 0) -> np.ndarray:
+    if kind == "blocks":
+        row = np.arange(EXPERTS) * num_ranks // EXPERTS
+    elif kind == "last":
+        row = np.full(EXPERTS, num_ranks - 1)
+    else:
+        return np.random.default_rng(seed).integers(num_ranks, size=(2, EXPERTS)).astype(np.int32)
+    return np.stack([row, row]).astype(np.int32)
+
+
+@pytest.fixture(params=[1, 2])
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    set_threads(request.param)
+    yield
+    set_threads(1)
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("kind", ["blocks", "last", "random"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_any_number_of_ranks_gives_the_bits_of_one_process(num_ranks: int, kind: str) -> None:
+    rng = torch.Generator().manual_seed(9)
+    with ranks(layout(num_ranks)) as group:
+        for epoch in (1, 2):
+            group.install(epoch, placement(kind, num_ranks, epoch))
+            for rank in range(num_ranks):
+                for layer, count in ((0, 1), (1, 3), (0, 16), (1, 17), (0, 41)):
+                    x = torch.randn(count, HIDDEN, generator=rng)
+                    assert torch.equal(group.run(rank, layer, x), alone(layer, x))
+
+
+def test_replicas() -> None:
+    """Each rank has its own replica of every expert to ask."""
+    x = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(2))
+    with ranks(layout(4)) as group:
+        for rank, exchange in enumerate(group.exchanges):
+            exchange.install(1, placement("random", 4, rank), [True] * 4)
+        for rank in range(4):
+            assert torch.equal(group.run(rank, 0, x), alone(0, x))
+
+
+def compute_of(layers: Sequence[Moe8]):
+    def compute(layer: int, expert: int, row: QuantizedRows, weight: float) -> np.ndarray:
+        y, parts = np.empty(HIDDEN, np.float32), [np.ascontiguousarray(p) for p in (row.values, row.scales, row.fixes)]
+        library().tripool_expert(layers[layer].at, expert, *(p.ctypes.data for p in parts), weight, y.ctypes.data)
+        return y
+
+    return compute
+
+
+def test_the_plain_server_answers_a_compiled_owner_alike() -> None:
+    x = torch.randn(40, HIDDEN, generator=torch.Generator().manual_seed(4))
+    with ranks(layout(2), native=1) as group:
+        group.install(7, placement("last", 2))
+        results: list[torch.Tensor] = []
+        server = ExpertServer(group.view, 1, compute_of(group.layers[0]))
+        thread = Thread(target=lambda: results.append(group.run(0, 0, x)))
+        thread.start()
+        served, deadline = 0, monotonic() + DEADLINE_S
+        while thread.is_alive() and monotonic() < deadline:
+            for request in list(server.requests()):
+                assert request.bell.epoch == 7 and server.answer(request)
+                server.ring(request)
+                served += 1
+        thread.join(DEADLINE_S)
+        assert served == 3  # of at most 16 rows
+        assert torch.equal(results[0], alone(0, x))
+
+
+def test_a_compiled_server_answers_the_plain_owner_alike() -> None:
+    """The plain owner dispatches again what the compiled one left in its slab, and adds it up itself."""
+    x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(5))
+    with ranks(layout(3)) as group:
+        table = placement("random", 3, 8)
+        group.install(1, table)
+        expected = group.run(0, 1, x)
+        slabs = [group.view.slab(0, lane) for lane in (0, 1)]
+        slab = next(slab for slab in slabs if slab.head[0]["rows"] == 9)
+        experts, given = np.zeros((9, TOP_K), np.int32), np.zeros((9, TOP_K), np.float32)
+        entries = slab.entries[: 9 * TOP_K]
+        experts[entries["row"], entries["choice"]] = entries["expert"]
+        given[entries["row"], entries["choice"]] = entries["weight"]
+        rows = QuantizedRows(*(part[:9].copy() for part in (slab.rows.values, slab.rows.scales, slab.rows.fixes)))
+        for source, lane in ((0, 0), (2, 1)):
+            owner = Owner(group.view, source, lane)
+            owner.dispatch(1, rows, experts, given, table[1].tolist(), 1)
+            while owner.ring() is not None:
+                pass
+            # Python's store wakes no thread: what an idle server misses it finds after 50 ms.
+            deadline = monotonic() + DEADLINE_S
+            while not owner.poll():
+                assert monotonic() < deadline
+            assert torch.equal(x + torch.from_numpy(combine(owner.routed(), None)), expected)
+
+
+def test_a_silent_rank_is_replaced_and_its_late_answer_ignored() -> None:
+    x = torch.randn(12, HIDDEN, generator=torch.Generator().manual_seed(6))
+    with ranks(layout(3), native=2) as group:
+        silent = ExpertServer(group.view, 2, compute_of(group.layers[0]))
+        group.install(1, placement("random", 3, 3))
+        results: list[torch.Tensor] = []
+        thread = Thread(target=lambda: results.append(group.run(0, 0, x)))
+        thread.start()
+        deadline = monotonic() + DEADLINE_S
+        while not (late := list(silent.requests())):
+            assert monotonic() < deadline
+        assert group.exchanges[0].silence_s()[2] > 0.0
+        group.exchanges[1].fence(2, 2)
+        group.install(2, placement("random", 2, 4), lost=[2])
+        thread.join(DEADLINE_S)
+        assert torch.equal(results[0], alone(0, x))
+        assert not any(group.exchanges[0].silence_s())
+        silent.answer(late[0])  # it wakes up: its slab is its own, and its doorbell has an old epoch
+        silent.ring(late[0])
+        for rank in (0, 1):
+            assert torch.equal(group.run(rank, 0, x), alone(0, x))
+        woken = Owner(group.view, 2, 0)
+        rows = QuantizedRows(np.zeros((1, 128), np.int8), np.zeros((1, 2), np.float32), np.zeros((1, 2), np.int32))
+        woken.dispatch(0, rows, np.zeros((1, TOP_K), np.int32), np.ones((1, TOP_K), np.float32), [0] * EXPERTS, 1)
+        woken.ring()
+        assert woken.fenced and not list(ExpertServer(group.view, 0, compute_of(group.layers[0])).requests())
+
+
+def test_a_fenced_rank_stops() -> None:
+    x = torch.randn(2, HIDDEN)
+    with ranks(layout(2), native=1) as group:
+        group.install(1, placement("last", 2))
+        group.exchanges[0].fence(0, 2)
+        with pytest.raises(RankFenced):
+            group.run(0, 0, x)
+
+
+def test_a_wait_has_a_deadline() -> None:
+    with ranks(layout(2), native=1, deadline_s=0.05) as group:
+        group.install(1, placement("last", 2))
+        with pytest.raises(ExchangeError, match="in time"):
+            group.run(0, 0, torch.randn(2, HIDDEN))
+        assert not any(group.exchanges[0].silence_s())
+        group.install(2, placement("blocks", 1), lost=[1])
+        x = torch.randn(2, HIDDEN)
+        assert torch.equal(group.run(0, 0, x), alone(0, x))
+
+
+def test_another_model_is_refused() -> None:
+    shape = layout(1)
+    with pytest.raises(ExchangeError, match="another model"):
+        NativeExchange(shape, np.zeros(shape.num_bytes, np.uint8), 0, [Moe8(weights(1))])
