@@ -92,7 +92,7 @@ def check_relations(ask: PlanGoal, rng: Random, names: list[str]) -> None:
         assert parts <= rate * (1 + SAME), f"{some} chips and the rest beat the whole: {ask}"
 
 
-@pytest.mark.parametrize("hardware", hardware_names())
+@pytest.mark.parametrize("hardware", ["ascend-910c", "h200", "h20", "b200"])
 def test_more_never_carries_less(hardware: str) -> None:
     rng = Random(hardware)
     check_relations(drawn(rng, hardware), rng, rng.sample(sorted(BETTER), 3))

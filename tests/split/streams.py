@@ -71,17 +71,18 @@ def expected(body: dict[str, Any]) -> dict[int, list[int]]:
 
 
 class Clients:
-    """`run` all of them on an event loop; `flowing` is set once the first has a token."""
+    """`run` all of them on an event loop, `at_once` or all together; `flowing` is set once the first has a token."""
 
-    def __init__(self, url: str, asked: Sequence[Asked]) -> None:
-        self.url, self.asked = url, asked
+    def __init__(self, url: str, asked: Sequence[Asked], at_once: int | None = None) -> None:
+        self.url, self.asked, self.at_once = url, asked, at_once
         self.outcomes = [Outcome() for _ in asked]
         self.flowing = asyncio.Event()
         self.leave = asyncio.Event()
 
     async def run(self) -> list[Outcome]:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=self.url, timeout=DEADLINE_S, limits=limits) as http:
+        limits = httpx.Limits(max_connections=self.at_once)
+        timeout = httpx.Timeout(DEADLINE_S, pool=None)
+        async with httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits) as http:
             await asyncio.gather(*(self._one(http, *pair) for pair in zip(self.asked, self.outcomes, strict=True)))
         return self.outcomes
 

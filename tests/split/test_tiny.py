@@ -20,6 +20,8 @@ from .serving import split_server
 from .streams import Asked, Clients
 
 PROMPTS = ["Once upon a time", "The sea at night is", "A clock that runs backwards", "Bread is made of"]
+AT_ONCE = 48
+"""Clients at a time: more would be refused, as trials of grammars wait in a bounded queue."""
 CONFIG = EngineConfig(precision="int8", threads=1, kv_gb=0.02)
 
 
@@ -73,7 +75,7 @@ def params_of(body: dict[str, Any]) -> SamplingParams:
 def compare(offline: LLM, asked: list[dict[str, Any]], *, each: int, kv_gb: str) -> None:
     options = ("--precision", "int8", "--threads", "1", "--kv-gb", kv_gb)
     with split_server("tiny", prefill=each, decode=each, options=options) as server:
-        outcomes = asyncio.run(Clients(server.url, [Asked(body) for body in asked]).run())
+        outcomes = asyncio.run(Clients(server.url, [Asked(body) for body in asked], AT_ONCE).run())
         server.wait_idle(2 * each)
     for body, outcome in zip(asked, outcomes, strict=True):
         (alone,) = offline.generate([body["prompt"]], params_of(body))
