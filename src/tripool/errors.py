@@ -157,3 +157,11 @@ class DiskError(TripoolError, code="bad_disk"):
 
 class ExpertMapError(TripoolError, code="bad_expert_map"):
     """An expert map is inconsistent, or no map is possible with these ranks and slots."""
+
+
+class ExchangeError(TripoolError, code="exchange_failed"):
+    """The ranks of an instance cannot exchange rows."""
+
+
+class RankFenced(ExchangeError, code="rank_fenced"):
+    """This rank was given up by the others, whose requests have another epoch."""

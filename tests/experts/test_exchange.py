@@ -10,6 +10,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from tripool.errors import ExchangeError
 from tripool.experts.exchange import (
     Doorbell,
     ExpertServer,
@@ -19,7 +20,7 @@ from tripool.experts.exchange import (
     combine,
     raise_fence,
 )
-from tripool.experts.layout import GROUP, LANES, Bell, ExchangeError, Layout, older
+from tripool.experts.layout import GROUP, LANES, Bell, Layout, older
 
 HIDDEN = 70
 

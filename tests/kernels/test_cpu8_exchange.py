@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from tripool.errors import ExchangeError, RankFenced
 from tripool.experts.exchange import ExpertServer, Owner, QuantizedRows, SharedView, combine
-from tripool.experts.layout import ExchangeError, Layout, RankFenced
+from tripool.experts.layout import Layout
 from tripool.kernels.cpu8.exchange import NativeExchange
 from tripool.kernels.cpu8.library import library, set_threads
 from tripool.kernels.cpu8.sublayers import Moe8

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tripool.errors import TripoolError
+from tripool.errors import ExchangeError
 
 LINE_BYTES = 64
 PAGE_BYTES = 4096
@@ -45,14 +45,6 @@ _MAX_ENTRIES = 2**16 - 1
 _MAX_RANKS = 1024
 
 Memory = npt.NDArray[np.uint8]
-
-
-class ExchangeError(TripoolError, code="exchange_failed"):
-    """The ranks of an instance cannot exchange rows."""
-
-
-class RankFenced(ExchangeError, code="rank_fenced"):
-    """This rank was given up by the others, whose requests have another epoch."""
 
 
 @dataclass(frozen=True, slots=True)

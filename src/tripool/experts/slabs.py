@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tripool.experts.layout import ExchangeError, Layout, Memory
+from tripool.errors import ExchangeError
+from tripool.experts.layout import Layout, Memory
 
 
 def create_slabs(path: Path, layout: Layout) -> None:

@@ -12,7 +12,8 @@ from ctypes import addressof, c_void_p
 import numpy as np
 import numpy.typing as npt
 
-from tripool.experts.layout import ExchangeError, Layout, Memory
+from tripool.errors import ExchangeError
+from tripool.experts.layout import Layout, Memory
 from tripool.kernels.cpu8 import library
 from tripool.kernels.cpu8.sublayers import Moe8
 

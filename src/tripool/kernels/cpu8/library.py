@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tripool.errors import TripoolError
-from tripool.experts.layout import ExchangeError, RankFenced
+from tripool.errors import ExchangeError, RankFenced, TripoolError
 
 FOLDER = Path(__file__).parent.parent / "native"
 
