@@ -59,7 +59,8 @@ class Shape:
 
 
 LITE, QWEN = Shape("lite", 2048, 64, 6, 1408), Shape("qwen", 2048, 128, 8, 768)
-SEQUENCES = (1, 8, 64, 256, 512)
+SEQUENCES = (1, 8, 64, 256, 512, 16384)
+"""Rows of a step; the last is a step of prompts."""
 
 NARROW = (
     Strip(64, 128, 4, 3), Strip(64, 128, 4, 4), Strip(64, 64, 4, 6), Strip(64, 256, 4, 3), Strip(32, 128, 4, 4),
@@ -67,9 +68,12 @@ NARROW = (
 )  # fmt: skip
 WIDE = (
     Strip(64, 64, 4, 4), Strip(64, 128, 4, 3), Strip(128, 64, 4, 4), Strip(128, 64, 8, 4), Strip(128, 64, 8, 3),
-    Strip(128, 128, 8, 2),
+    Strip(128, 128, 8, 2), Strip(256, 64, 8, 3), Strip(64, 64, 8, 4), Strip(128, 64, 4, 3),
 )  # fmt: skip
-HEIGHTS = {1: (16,), 8: (16,), 64: (16, 32), 256: (32, 64), 512: (64, 128), 2048: (128,)}
+HEIGHTS = {
+    1: (16,), 8: (16,), 64: (16, 32), 256: (32, 64), 512: (64, 128), 2048: (64, 128), 8192: (128, 256),
+    16384: (128, 256),
+}  # fmt: skip
 
 
 class Inputs:

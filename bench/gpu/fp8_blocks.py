@@ -74,7 +74,8 @@ class Shape:
 
 
 LITE, QWEN = Shape("lite", 2048, 64, 6, 1408), Shape("qwen", 2048, 128, 8, 768)
-SEQUENCES = (1, 8, 64, 256, 512)
+SEQUENCES = (1, 8, 64, 256, 512, 16384)
+"""Rows of a step; the last is a step of prompts."""
 
 
 def weights(outs: tuple[int, ...], width: int) -> Rows8:

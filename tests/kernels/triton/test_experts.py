@@ -93,8 +93,14 @@ def test_a_row_does_not_depend_on_what_others_hold(device: str) -> None:
 
 @pytest.mark.parametrize(("rows", "top_k", "experts"), [(1, 1, 1), (3, 2, 2), (40, 3, 7), (700, 2, 64), (600, 4, 5)])
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
-def test_blocks(device: str, rows: int, top_k: int, experts: int, kind: torch.dtype) -> None:
+@pytest.mark.parametrize("one_launch", [True, False])
+def test_blocks(
+    device: str, monkeypatch: pytest.MonkeyPatch, rows: int, top_k: int, experts: int, kind: torch.dtype,
+    one_launch: bool,
+) -> None:  # fmt: skip
     """Every pair once, by expert and in order; blocks cover them; their number is within the bound."""
+    if not one_launch:
+        monkeypatch.setattr("tripool.kernels.triton.expert_blocks.MOST_PAIRS", 0)
     chosen = torch.rand(rows, experts, device=device).square().topk(min(top_k, experts)).indices.to(kind)
     listed = expert_blocks(chosen, experts, 16)
     flat = chosen.flatten()

@@ -1,7 +1,7 @@
-"""Lists (row, choice) pairs by expert, in blocks of equal height, on CUDA: one launch, nothing read by the host.
+"""Lists (row, choice) pairs by expert, in blocks of equal height, on CUDA: nothing is read by the host.
 
-A program per expert counts all choices, so it knows where its own pairs and blocks start without waiting for another
-program. Pairs keep their order within an expert.
+One launch for up to `MOST_PAIRS`: a program per expert counts all choices, so it knows where its own pairs and blocks
+start without waiting for another program. Pairs keep their order within an expert.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tripool.kernels.ref.permute import ExpertOrder
-from tripool.kernels.triton.grouped_gemm import Plan, make_plan
+from tripool.kernels.triton.grouped_gemm import Plan, make_plan, plan_blocks
 from tripool.kernels.triton.permute import sort_by_expert
 from tripool.kernels.triton.tilings import Narrow, Wide
 
@@ -82,6 +82,8 @@ def most_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
 def expert_blocks(experts: torch.Tensor, num_experts: int, block_m: int) -> ExpertBlocks:
     """experts int32 or int64 [rows, top_k], contiguous, at least one row."""
     assert experts.is_contiguous() and experts.numel()
+    if experts.numel() > MOST_PAIRS:
+        return _sorted_blocks(experts, num_experts, block_m)
     count, device, early = experts.numel(), experts.device, experts.is_cuda
     pairs, slots = (torch.empty(shape, dtype=torch.int32, device=device) for shape in (count, experts.shape))
     starts = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
@@ -93,6 +95,14 @@ def expert_blocks(experts: torch.Tensor, num_experts: int, block_m: int) -> Expe
         EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return ExpertBlocks(pairs, ExpertOrder(slots, starts), blocks, num_blocks)
+
+
+def _sorted_blocks(experts: torch.Tensor, num_experts: int, block_m: int) -> ExpertBlocks:
+    """The same in several launches, with the count shared between programs."""
+    order, count = sort_by_expert(experts, num_experts), experts.numel()
+    every = torch.arange(count, dtype=torch.int32, device=experts.device)
+    pairs = torch.empty_like(every).scatter_(0, order.slots.flatten().long(), every)
+    return ExpertBlocks(pairs, order, *plan_blocks(order.starts, order.starts.diff(), count, block_m))
 
 
 def sort_and_plan(experts: torch.Tensor, num_experts: int, tiling: Narrow | Wide) -> tuple[ExpertOrder, Plan]:

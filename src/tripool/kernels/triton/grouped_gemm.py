@@ -59,9 +59,14 @@ def choose_grouped(rows_per_expert: int, n: int, k: int, experts: int) -> Narrow
 
 
 def make_plan(starts: torch.Tensor, counts: torch.Tensor, num_rows: int, tiling: Narrow | Wide) -> Plan:
+    return Plan(*plan_blocks(starts, counts, num_rows, tiling.block_m), tiling)
+
+
+def plan_blocks(
+    starts: torch.Tensor, counts: torch.Tensor, num_rows: int, height: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """starts and counts int32 [experts] on the device; `num_rows` bounds the sum of counts."""
     experts = len(counts)
-    height = tiling.block_m
     at_most = -(-num_rows // height) + experts
     blocks = torch.empty(at_most, 3, dtype=torch.int32, device=counts.device)
     num_blocks = torch.empty(1, dtype=torch.int32, device=counts.device)
@@ -75,7 +80,7 @@ def make_plan(starts: torch.Tensor, counts: torch.Tensor, num_rows: int, tiling:
         BLOCK_E=triton.next_power_of_2(experts),
         num_warps=1,
     )
-    return Plan(blocks, num_blocks, tiling)
+    return blocks, num_blocks
 
 
 def grouped_gemm(
