@@ -20,6 +20,7 @@ import torch
 from tripool.core import BLOCK_TOKENS
 from tripool.engine.block_tables import BlockTables
 from tripool.engine.device_segments import ROWS, Segments
+from tripool.engine.graph_capture import GraphCapture
 from tripool.engine.runner import Runner, batch_of
 from tripool.kernels.cuda.rows import MAX_QUERIES, DeviceRows, PagedRows, to_device
 from tripool.models import Batch, Model
@@ -127,9 +128,11 @@ class DeviceRunner(Runner):
         self._width = -(-model.arch.context_tokens // BLOCK_TOKENS) + 1
         """Most columns of a block table: a padding row may be past the last position."""
         self._tables = BlockTables(self._width)
+        self._capture = GraphCapture(self.device) if self.device.type == "cuda" else None
+        self._kept_logits: torch.Tensor | None = None
         self._sampled = torch.zeros(_MAX_SAMPLED, dtype=torch.int64, device=self.device)
         super().__init__(model, num_blocks=num_blocks, mtp=mtp)
-        self._segments = Segments(model, self.kv, num_blocks) if model.has_segments else None
+        self._segments = Segments(model, self.kv, num_blocks, self._capture) if model.has_segments else None
 
     def _memory(self, layers: int, num_blocks: int, width: int) -> torch.Tensor:
         """One more block than the scheduler has, for padding rows."""
@@ -254,30 +257,17 @@ class DeviceRunner(Runner):
             if step.hidden_in is not None:
                 return self.model.mtp_hidden(step.batch(1, self._sampled), step.hidden_in, self.kv)
             final = self.model.hidden(step.batch(0, self._sampled), self.kv)
-            return self.model.logits(final) if kind == "logits" else final
+            return self._keep(self.model.logits(final)) if kind == "logits" else final
 
-        step.run = captured(run) if self.device.type == "cuda" else run
+        step.run = run if self._capture is None else self._capture(run)
         return step
+
+    def _keep(self, logits: torch.Tensor) -> torch.Tensor:
+        """One memory for the logits of all captured steps: those of a large batch take as much as all of its layers."""
+        if self._kept_logits is None or len(self._kept_logits) < len(logits):
+            self._kept_logits = torch.empty_like(logits)
+        return self._kept_logits[: len(logits)].copy_(logits)
 
 
 def _only_decodes(work: Sequence[Work]) -> bool:
     return all(piece.decode and len(piece.tokens) <= MAX_QUERIES for piece in work)
-
-
-def captured(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """`run` as a graph: the same launches over the same memory, and the same tensor each time."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):  # compiles kernels and opens libraries outside the graph
-            run()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return out
-
-    return replay

@@ -8,29 +8,28 @@ write into a block that no sequence owns, and their results are not read.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import Any
 
 import torch
 
 from tripool.core import BLOCK_TOKENS
+from tripool.engine.graph_capture import GraphCapture
 from tripool.kernels.cuda.rows import DeviceRows
 from tripool.models import Batch, Model
 from tripool.models.decoder import Attend
 
 ROWS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Above, launches take less time than what they launch."""
-_WARM_RUNS = 2
 
 
 class Segments:
     """All sizes share their inputs, and the memory of their graphs: one step runs at a time."""
 
-    def __init__(self, model: Model, kv: torch.Tensor, nowhere: int) -> None:
-        self._model, self._kv, self._nowhere = model, kv, nowhere
+    def __init__(self, model: Model, kv: torch.Tensor, nowhere: int, capture: GraphCapture | None) -> None:
+        """`capture`: None on a device without graphs."""
+        self._model, self._kv, self._nowhere, self._capture = model, kv, nowhere, capture
         self._columns = torch.zeros(3 * ROWS[-1], dtype=torch.int64, device=kv.device)
         """Tokens, positions, slots, for a number of rows at a time."""
         self._steps: dict[int, _Step] = {}
-        self._pool = torch.cuda.graph_pool_handle() if kv.is_cuda else None
 
     @staticmethod
     def size_of(num_rows: int) -> int | None:
@@ -50,7 +49,7 @@ class Segments:
         inputs = self._columns[: 3 * rows]
         inputs.copy_(padded.pin_memory().view(-1) if device.type == "cuda" else padded.view(-1), non_blocking=True)
         if rows not in self._steps:
-            self._steps[rows] = _Step(self._model, self._kv, inputs.view(3, rows), resolve, self._pool)
+            self._steps[rows] = _Step(self._model, self._kv, inputs.view(3, rows), resolve, self._capture)
         tokens, batch.positions, batch.slot_mapping = inputs.view(3, rows)[:, :count]
         batch.tokens = tokens
         return self._steps[rows].run(batch)[:count]
@@ -63,7 +62,7 @@ class _Step:
         kv: torch.Tensor,
         columns: torch.Tensor,
         resolve: Callable[[torch.Tensor], torch.Tensor],
-        pool: Any,
+        capture: GraphCapture | None,
     ) -> None:
         """`resolve`: replaces references to sampled tokens, as a part of the first graph."""
         self._model, self._kv, self._columns, self._resolve = model, kv, columns, resolve
@@ -71,15 +70,11 @@ class _Step:
         self._attended: torch.Tensor | None = None
         self._last: Callable[[], object] = lambda: None
         self._hidden = columns
-        if pool is None:
+        if capture is None:
             return
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_RUNS):  # compiles kernels and opens libraries outside the graphs
-                self._through()
-        torch.cuda.current_stream().wait_stream(side)
-        self._capture(pool)
+        with capture.beside():
+            self._through()
+        self._record(capture)
 
     def run(self, batch: Batch) -> torch.Tensor:
         if not self._pieces:  # a device without graphs
@@ -110,13 +105,12 @@ class _Step:
                 hidden: torch.Tensor = done.value
                 return hidden
 
-    def _capture(self, pool: Any) -> None:
+    def _record(self, capture: GraphCapture) -> None:
         assert self._attended is not None
         segments: Generator[Attend, torch.Tensor, torch.Tensor] | None = None
         while True:
-            graph = torch.cuda.CUDAGraph()
             try:
-                with torch.cuda.graph(graph, pool=pool):
+                with capture.graph() as graph:
                     if segments is None:
                         segments = self._model.segments(self._batch(), self._kv)
                         attend = next(segments)
