@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from tripool.core import BLOCK_TOKENS
-from tripool.engine.device_runner import DeviceRunner, captured
+from tripool.engine.device_runner import DeviceRunner
+from tripool.engine.graph_capture import GraphCapture
 from tripool.engine.noise import gumbel, keys_at, token_hashes
 from tripool.kernels.cuda.rows import DeviceRows, PagedRows
 from tripool.models import Batch
@@ -33,7 +34,7 @@ class DecodeLoop:
         self._answer = torch.zeros(requests, count, dtype=torch.int64, device=device)
         self._hashes = token_hashes(runner.model.arch.vocab).to(device)
         self._temperature = torch.zeros(requests, dtype=torch.float32, device=device)
-        self._replay = captured(self._step) if device.type == "cuda" else self._step
+        self._replay = GraphCapture(device)(self._step) if device.type == "cuda" else self._step
 
     def sample_with(self, temperature: Sequence[float], bases: Sequence[int]) -> None:
         """Noise of these streams (`noise.stream_base`) from now on; temperature 0 takes the likeliest."""
