@@ -17,9 +17,9 @@ from tripool.kernels.weights import INT8, MoeWeights, Norm
 
 # Routed experts on the device, without asking it how many rows each expert got.
 #
-# Three ways: bfloat16 goes through `triton/experts`, above `MOST_PAIRS` through torch's grouped product of rows sorted
-# by expert; anything else (float32, or a device without that product) runs every expert over every row and keeps what
-# was chosen: wasteful, plain, and the oracle of the other two.
+# Three ways: bfloat16 goes through `triton/experts`, widths that it does not take through torch's grouped product of
+# rows sorted by expert; anything else (float32, or a device without that product) runs every expert over every row and
+# keeps what was chosen: wasteful, plain, and the oracle of the other two.
 
 
 class Experts:
@@ -44,9 +44,9 @@ class Experts:
         """x [rows, hidden]; experts and weights [rows, top_k]. `also` [rows, hidden] is added to the result. With
         `onto` [rows, hidden] the result is added to it in place."""
         if self._fused:
-            from tripool.kernels.triton.experts import MOST_PAIRS, routed_experts, takes
+            from tripool.kernels.triton.experts import routed_experts, takes
 
-            if takes(*self._down.shape[1:]) and experts.numel() <= MOST_PAIRS:
+            if takes(*self._down.shape[1:]):
                 x = x.to(self._down.dtype).contiguous()
                 return routed_experts(x, experts.contiguous(), weights, self._gate_up, self._down, onto, also)
         way = sorted_rows if self._fused else all_rows

@@ -1,4 +1,4 @@
-"""Routed experts on CUDA, in 16 bits or in e4m3 by blocks (`ref/fp8`), for up to some ten thousand (row, choice) pairs.
+"""Routed experts on CUDA, in 16 bits or in e4m3 by blocks (`ref/fp8`).
 
 Four launches: pairs listed by expert (`expert_blocks`), gate and up with SwiGLU, down, the weighted sum of each row's
 choices in their order. A program multiplies a block of one expert's rows with a strip of its weights. Weights are the
@@ -50,10 +50,6 @@ class ExpertTiling:
     down: Strip = Strip()
 
 
-MOST_PAIRS = 16384
-"""Above this, counting all choices for each expert costs more than a sort."""
-
-
 def choose_tiling(num_pairs: int, num_experts: int, *, e4m3: bool = False) -> ExpertTiling:
     """By the expected pairs of an expert, with room for one that has more: a second block reads its weights again."""
     per_expert = num_pairs / num_experts
@@ -71,7 +67,9 @@ def choose_tiling(num_pairs: int, num_experts: int, *, e4m3: bool = False) -> Ex
         return ExpertTiling(32, Strip(128, 128, 4, 3), Strip(64, 128, 4, 4))
     if per_expert <= 64:
         return ExpertTiling(64, Strip(64, 64, 4, 4), Strip(128, 64, 8, 3))
-    return ExpertTiling(128, Strip(128, 64, 8, 4), Strip(128, 64, 8, 3))
+    if per_expert <= 256:
+        return ExpertTiling(128, Strip(128, 64, 8, 4), Strip(128, 64, 8, 3))
+    return ExpertTiling(128, Strip(128, 64, 8, 3), Strip(256, 64, 8, 3))
 
 
 @triton.jit
