@@ -45,8 +45,7 @@ class DeviceExecutor(PlainExecutor):
         logits = self.runner.step_logits(work, rows)
         if not seqs:
             return _Submitted(tasks, None, waiter(logits))
-        choice = self.sampler.submit(logits, seqs, self._guard)
-        self.runner.feed(choice.on_device)
+        choice = self.sampler.submit(logits, seqs, self._guard, out=self.runner.sampled(len(seqs)))
         self._sampled = {seq.order: i for i, seq in enumerate(seqs)}
         return _Submitted(tasks, choice, choice.wait)
 

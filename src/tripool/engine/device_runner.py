@@ -4,7 +4,7 @@ A captured step has a number of requests, query rows for each, and block-table c
 in one tensor, which one copy from pinned memory fills before each replay. Padding rows use a block that no sequence
 owns. On a device without graphs the same step runs call by call.
 
-A token that is not known to the host is given as `-1 - i`: the i-th of those that the last step sampled (`feed`). No
+A token that is not known to the host is given as `-1 - i`: the i-th of those that the last step sampled (`sampled`). No
 call waits for the device, so the host may prepare a step while the last one runs.
 """
 
@@ -179,9 +179,9 @@ class DeviceRunner(Runner):
     def import_block(self, block: int, data: memoryview) -> None:
         self._slots(block).copy_(pinned(self._as_block(data), self.kv), non_blocking=True)
 
-    def feed(self, tokens: torch.Tensor) -> None:
-        """Tokens that the last step sampled, for the next one to refer to."""
-        self._ids[: len(tokens)].copy_(tokens)
+    def sampled(self, count: int) -> torch.Tensor:
+        """int64 [count], to be written: the tokens that a step samples, for the next one to refer to."""
+        return self._ids[:count]
 
     @torch.inference_mode()
     def step_logits(self, work: Sequence[Work], rows: Sequence[int]) -> torch.Tensor:

@@ -28,11 +28,14 @@ class DeviceSampler(Sampler):
     def sample(self, logits: torch.Tensor, seqs: Sequence[Seq], guard: Guard = unguarded) -> Sequence[Sampled | None]:
         return self.submit(logits, seqs, guard).tokens()
 
-    def submit(self, logits: torch.Tensor, seqs: Sequence[Seq], guard: Guard = unguarded) -> Choice:
-        """Choose without waiting for the device. `logits` may change as soon as this returns."""
+    def submit(
+        self, logits: torch.Tensor, seqs: Sequence[Seq], guard: Guard = unguarded, out: torch.Tensor | None = None
+    ) -> Choice:
+        """Choose without waiting for the device, and write the tokens to `out`. `logits` may change as soon as this
+        returns."""
         others = [i for i, seq in enumerate(seqs) if not seq.is_simple]
         temperatures = [seq.request.params.temperature for seq in seqs]
-        tokens = self.chosen(logits, temperatures, _keys(seqs) if any(temperatures) else None)
+        tokens = self.chosen(logits, temperatures, _keys(seqs) if any(temperatures) else None, out)
         rows = logits.index_select(0, to_device(others, logits.device)).float() if others else None
         return Choice(tokens, rows, {i: partial(self._sampled, guard, seqs[i]) for i in others})
 
@@ -52,15 +55,21 @@ class DeviceSampler(Sampler):
         tokens: list[int] = self.chosen(logits, temperatures, key).tolist()
         return tokens
 
-    def chosen(self, logits: torch.Tensor, temperatures: Sequence[float], keys: torch.Tensor | None) -> torch.Tensor:
+    def chosen(
+        self,
+        logits: torch.Tensor,
+        temperatures: Sequence[float],
+        keys: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """As `choose`, on the device. `keys`: int64, of the noise of each row; None where no temperature is above 0."""
         if keys is None or not any(temperatures):
-            return logits.argmax(-1)
+            return torch.argmax(logits, -1, out=out)
         key = to_device(keys, logits.device)[:, None]
         heat = to_device(temperatures, logits.device, torch.float32)[:, None]
         noise = gumbel(0, self._device_hashes[: logits.shape[1]] + key)
         logits = logits.float()
-        return torch.where(heat > 0, logits / heat.clamp_min(1e-6) + noise, logits).argmax(-1)
+        return torch.argmax(torch.where(heat > 0, logits / heat.clamp_min(1e-6) + noise, logits), -1, out=out)
 
 
 class Choice:
@@ -69,7 +78,6 @@ class Choice:
     def __init__(
         self, tokens: torch.Tensor, rows: torch.Tensor | None, by_host: dict[int, partial[Sampled | None]]
     ) -> None:
-        self.on_device = tokens
         self._tokens, self._rows = _to_host(tokens), None if rows is None else _to_host(rows)
         self._by_host = by_host
         self.wait = waiter(tokens)
