@@ -31,7 +31,7 @@ LONG_GAP_US = 10.0
 """Gaps between two kernels of one graph are shorter: longer ones are the host's."""
 PARTS = {
     "schedule": "scheduler.schedule",
-    "submit": "executor.submit",
+    "submit": "executor.submit_ahead",
     "choices": "executor.sampler.submit",
     "fill": "executor.runner.step_logits",
     "settle": "settle_each",

@@ -7,7 +7,10 @@ after a preemption: so a token's KV does not depend on which worker computes it,
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from tripool.core import FinishReason, Request, SamplingParams, TokenLogprobs
 
@@ -76,14 +79,17 @@ class Seq:
     prompt_len: int = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
     """Tokens that end this sequence once it has `min_tokens`."""
-    _draws: bool = field(init=False)
-    """Whether its parameters leave logits untouched and draw by temperature and noise alone."""
+    _draws_from: int | float = field(init=False)
+    """Generated tokens from which on its parameters leave logits untouched and draw by temperature and noise alone."""
+    _simple_from: int | float = field(init=False)
+    """The same, if also no log-probabilities are wanted."""
 
     def __post_init__(self) -> None:
         params = self.request.params
         self.prompt_len = len(self.request.prompt_ids)
         self.stop_ids = self.request.stop_ids
-        self._draws = _draws(params)
+        self._draws_from = params.min_tokens if _draws(params) else inf
+        self._simple_from = self._draws_from if params.logprobs is None else inf
 
     @property
     def num_generated(self) -> int:
@@ -105,18 +111,21 @@ class Seq:
     @property
     def draws(self) -> bool:
         """Whether its next token is chosen by nothing but logits, a temperature and noise."""
-        return self._draws and self.guide is None and self.num_generated >= self.request.params.min_tokens
+        return self.guide is None and len(self.tokens) - self.prompt_len >= self._draws_from
 
     @property
     def is_simple(self) -> bool:
         """Whether that token's id is all that is wanted."""
-        return self.request.params.logprobs is None and self.draws
+        return self.guide is None and len(self.tokens) - self.prompt_len >= self._simple_from
 
     @property
     def needs_result(self) -> bool:
         """Whether its next row depends on a result that is not known yet: its answer is then complete, or the token
         after it is chosen by more than logits and noise."""
-        return self.num_pending > 0 and (self.num_generated >= self.max_new_tokens or not self.is_simple)
+        if not self.num_pending:
+            return False
+        num_generated = len(self.tokens) - self.prompt_len
+        return num_generated >= self.max_new_tokens or self.guide is not None or num_generated < self._simple_from
 
     @property
     def mask_s(self) -> float:
@@ -148,7 +157,7 @@ class Seq:
         return Work(tokens[start:stop], start, self.table, decode)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Work:
     """Tokens to run at consecutive positions. The KV of position p is in block table[p // 64], slot p % 64."""
 
@@ -157,28 +166,31 @@ class Work:
     table: list[int]
     decode: bool
     """False: prompt form. True: decode form (for MLA the absorbed one)."""
-    stop: int = field(init=False)
+    stop: int
 
-    def __post_init__(self) -> None:
-        self.stop = self.start + len(self.tokens)
+    def __init__(self, tokens: list[int], start: int, table: list[int], decode: bool) -> None:
+        """Written out: one is made for every sequence of every step."""
+        self.tokens, self.start, self.table, self.decode = tokens, start, table, decode
+        self.stop = start + len(tokens)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, init=False)
 class Task:
     """A sequence's share of one step."""
 
     seq: Seq
     work: Work
     """Known tokens."""
-    draft: int | None = None
+    draft: int | None
     """Runs as one more row; counts as computed only if the row before it yields the same token."""
-    samples: bool = field(init=False)
+    samples: bool
     """Whether the work's last row yields a new token: only when no known token is left to compute."""
-    in_flight: bool = False
+    in_flight: bool
     """Submitted, and its sequence goes on before it is settled (`Scheduler.advance`)."""
 
-    def __post_init__(self) -> None:
-        self.samples = self.work.stop == len(self.seq.tokens)
+    def __init__(self, seq: Seq, work: Work, draft: int | None = None) -> None:
+        self.seq, self.work, self.draft, self.in_flight = seq, work, draft, False
+        self.samples = work.stop == len(seq.tokens)
 
     @property
     def rows(self) -> Work:
@@ -193,8 +205,7 @@ class Task:
         return len(self.work.tokens) + (self.draft is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(Struct, frozen=True, gc=False):
     token_id: int
     logprobs: TokenLogprobs | None = None
 

@@ -44,7 +44,7 @@ def expected() -> list[list[int]]:
 def test_the_same_text_through_a_device(expected: list[list[int]], mtp: bool) -> None:
     device_spec = DeviceSpec(torch.device("cpu"), torch.float32)
     name, text, network = load_on(device_spec, "tiny")
-    engine = Engine(name, network, text, EngineConfig(mtp=mtp, max_running=4), device_spec)
+    engine = Engine(name, network, text, EngineConfig(mtp=mtp, max_running=4, step_tokens=128), device_spec)
     engine.warm()
     assert answers(engine) == expected
     assert engine.num_held_blocks == 0

@@ -65,7 +65,7 @@ def _register_worker(app: typer.Typer) -> None:
             weight_cache = (
                 WeightCache(Path(manifest.model_cache), manifest.model_cache_bytes) if manifest.model_cache else None
             )
-            engine = load_pool_engine(model, config, weight_cache)
+            engine = load_pool_engine(model, config, role, weight_cache)
             log.serving()
             with WorkerProcess(engine, role, worker_id, join, channel) as process:
                 for number in (signal.SIGINT, signal.SIGTERM):

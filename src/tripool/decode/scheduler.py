@@ -31,13 +31,15 @@ class DecodeScheduler:
         `grow` may preempt younger sequences of this list. One that it refuses keeps its blocks and waits: older ones
         finish, or take them.
         """
-        tasks, running = [], self.running
+        tasks, running, left_out = [], self.running, self.left_out
         batch = list(running)
+        count = len(batch)
         for seq in batch:
-            if len(running) < len(batch) and seq not in running:
+            if len(running) < count and seq not in running:
                 continue  # preempted for an older one
-            if seq in self.left_out or seq.needs_result:
+            if (left_out and seq in left_out) or seq.needs_result:
                 continue
-            if grow(seq, seq.num_computed + 1) > seq.num_computed:
+            start = seq.num_computed
+            if grow(seq, start + 1) > start:
                 tasks.append(Task(seq, seq.work(1)))
         return tasks

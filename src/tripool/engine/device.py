@@ -12,7 +12,6 @@ from tripool.config import Precision
 from tripool.engine.device_executor import DeviceExecutor
 from tripool.engine.device_runner import DeviceRunner
 from tripool.engine.device_sampler import DeviceSampler
-from tripool.engine.executor import Executor, PlainExecutor
 from tripool.engine.sampler import Guard
 from tripool.errors import TripoolError
 from tripool.kernels import KernelTable
@@ -45,11 +44,9 @@ class DeviceSpec:
     def runner(self, model: Model, num_blocks: int, *, mtp: bool) -> DeviceRunner:
         return DeviceRunner(model, num_blocks=num_blocks, device=self.device, dtype=self.dtype, mtp=mtp)
 
-    def executor(self, model: Model, num_blocks: int, *, mtp: bool, guard: Guard) -> Executor:
+    def executor(self, model: Model, num_blocks: int, *, mtp: bool, guard: Guard) -> DeviceExecutor:
         runner, sampler = self.runner(model, num_blocks, mtp=mtp), DeviceSampler(model.arch.vocab, self.device)
-        if mtp:
-            return PlainExecutor(runner, sampler, mtp=True, guard=guard)
-        return DeviceExecutor(runner, sampler, guard=guard)
+        return DeviceExecutor(runner, sampler, mtp=mtp, guard=guard)
 
 
 def cuda_spec(precision: Precision) -> DeviceSpec:

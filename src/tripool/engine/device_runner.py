@@ -4,7 +4,7 @@ A captured step has a number of requests, query rows for each, and block-table c
 in one tensor, which one copy from pinned memory fills before each replay. Padding rows use a block that no sequence
 owns. On a device without graphs the same step runs call by call.
 
-A token that is not known to the host is given as `-1 - i`: the i-th of those that the last step sampled (`feed`). No
+A token that is not known to the host is given as `-1 - i`: the i-th of those that the last step sampled (`sampled`). No
 call waits for the device, so the host may prepare a step while the last one runs.
 """
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tripool.core import BLOCK_TOKENS
@@ -45,8 +46,9 @@ class Size:
         return self.requests * self.queries
 
     @property
-    def num_inputs(self) -> int:
-        return 3 * self.rows + self.requests * (self.width + 1)
+    def splits(self) -> tuple[int, int, int]:
+        """Sizes of the inputs in 32-bit numbers: tokens, positions and slots, which have 64 bits; table; seq_lens."""
+        return 6 * self.rows, self.requests * self.width, self.requests
 
     @classmethod
     def of(cls, work: Sequence[Work], most_width: int) -> Size:
@@ -67,26 +69,29 @@ class Step:
 
     size: Size
     inputs: torch.Tensor
-    """int32 [num_inputs]: tokens, positions, slots; block table; seq_lens."""
+    """int32, see `Size.splits`."""
+    order: torch.Tensor
+    """See `DeviceRows`."""
     hidden_in: torch.Tensor | None
     """For the MTP layer: final hidden states of the tokens before."""
     run: Callable[[], torch.Tensor] = field(init=False)
 
-    def batch(self, first: int, sampled: torch.Tensor) -> Batch:
+    def batch(self, first: int, ids: torch.Tensor) -> Batch:
+        """`ids`: see `id_index`."""
         size = self.size
-        columns, table, seq_lens = self.inputs.split((3 * size.rows, size.requests * size.width, size.requests))
-        tokens, positions, slots = columns.long().view(3, -1)
+        columns, table, seq_lens = self.inputs.split(size.splits)
+        tokens, positions, slots = columns.view(torch.int64).view(3, -1)
         rows = PagedRows(table.view(size.requests, size.width), seq_lens, size.queries, first)
-        order = torch.arange(size.rows, device=self.inputs.device)
-        return Batch(_resolved(tokens, sampled), positions, slots, 0, [], [], native=DeviceRows((), rows, order))
+        native = DeviceRows((), rows, self.order)
+        return Batch(ids.index_select(0, tokens), positions, slots, 0, [], [], native=native)
 
     def fill(self, work: Sequence[Work], tables: BlockTables, nowhere: int) -> None:
         """Write the rows of `work`, padded to the size."""
         size, count = self.size, len(work)
-        values = np.empty(size.num_inputs, np.int32)
-        split = 3 * size.rows, 3 * size.rows + size.requests * size.width
-        columns = values[: split[0]].reshape(3, size.requests, size.queries)
-        table, seq_lens = values[split[0] : split[1]].reshape(size.requests, size.width), values[split[1] :]
+        values = np.empty(sum(size.splits), np.int32)
+        wide, flat, seq_lens = np.split(values, np.cumsum(size.splits[:2]))
+        columns = wide.view(np.int64).reshape(3, size.requests, size.queries)
+        table = flat.reshape(size.requests, size.width)
         columns[:2], columns[2], table[:], seq_lens[:] = 0, nowhere * BLOCK_TOKENS, nowhere, size.queries
         starts = np.array([piece.start for piece in work], np.int32)
         rows = tables.indices([piece.table for piece in work])
@@ -95,16 +100,19 @@ class Step:
         # rows see the rest.
         seq_lens[:count] = starts + size.queries
         for query in range(size.queries):
-            has = [i for i, piece in enumerate(work) if len(piece.tokens) > query] if query else range(count)
+            has = np.flatnonzero([len(piece.tokens) > query for piece in work]) if query else np.arange(count)
             at = starts[has] + query
-            columns[0, has, query] = [work[i].tokens[query] for i in has]
+            columns[0, has, query] = [piece.tokens[query] for piece in work if len(piece.tokens) > query]
             columns[1, has, query] = at
             columns[2, has, query] = table[has, at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS
+        columns[0] = id_index(columns[0])
         self.inputs.copy_(pinned(torch.from_numpy(values), self.inputs), non_blocking=True)
 
     def rows_of(self, work: Sequence[Work]) -> list[int]:
         """The step's row of each row of `work`."""
         queries = self.size.queries
+        if queries == 1:
+            return list(range(len(work)))
         return [i * queries + row for i, piece in enumerate(work) for row in range(len(piece.tokens))]
 
 
@@ -113,9 +121,10 @@ def pinned(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return source.pin_memory() if target.is_cuda else source
 
 
-def _resolved(tokens: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
-    """`tokens` with those below 0 taken from `sampled`."""
-    return torch.where(tokens < 0, sampled[(-1 - tokens).clamp_min(0)], tokens)
+def id_index(tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where each token's id is in the runner's table of ids: first those that the last step sampled, then all ids.
+    So the device needs one gather for both kinds of tokens."""
+    return np.where(tokens < 0, -1 - tokens, tokens + _MAX_SAMPLED)
 
 
 class DeviceRunner(Runner):
@@ -130,7 +139,8 @@ class DeviceRunner(Runner):
         self._tables = BlockTables(self._width)
         self._capture = GraphCapture(self.device) if self.device.type == "cuda" else None
         self._kept_logits: torch.Tensor | None = None
-        self._sampled = torch.zeros(_MAX_SAMPLED, dtype=torch.int64, device=self.device)
+        self._ids = torch.arange(-_MAX_SAMPLED, model.arch.vocab, device=self.device).clamp_min_(0)
+        """See `id_index`."""
         super().__init__(model, num_blocks=num_blocks, mtp=mtp)
         self._segments = Segments(model, self.kv, num_blocks, self._capture) if model.has_segments else None
 
@@ -151,23 +161,27 @@ class DeviceRunner(Runner):
         longest = min(step_tokens, self.model.arch.context_tokens - 1)
         # Triton compiles for multiples of 16 and for other numbers.
         powers = [min(longest, 1 << power) for power in range(4, longest.bit_length() + 1)]
-        captured_rows = () if self._mtp or self._segments is None else [rows for rows in ROWS if rows <= longest]
+        captured_rows = () if self._segments is None else [rows for rows in ROWS if rows <= longest]
         lengths = sorted({length - odd for length in powers for odd in (0, 1)} | {*captured_rows})
         prompts = [[Work([0] * count, 0, [self._nowhere] * -(-count // BLOCK_TOKENS), False)] for count in lengths]
         for i, work in enumerate(decodes + prompts, 1):
             if progress:
                 progress(f"warming up, {i} of {len(decodes) + len(prompts)}")
-            if not self._mtp:
+            if len(work[0].tokens) == 1 or not work[0].decode:
                 self.step_logits(work, range(len(work)))
+            if not self._mtp:
                 continue
             hidden = self.hidden(work)
             self.logits(hidden[: len(work)])
             after = [Work(piece.tokens, 1, piece.table + piece.table[:1], piece.decode) for piece in work]
             self.draft_logits(after, hidden, range(len(work)))
 
-    def feed(self, tokens: torch.Tensor) -> None:
-        """Tokens that the last step sampled, for the next one to refer to."""
-        self._sampled[: len(tokens)].copy_(tokens)
+    def import_block(self, block: int, data: memoryview) -> None:
+        self._slots(block).copy_(pinned(self._as_block(data), self.kv), non_blocking=True)
+
+    def sampled(self, count: int) -> torch.Tensor:
+        """int64 [count], to be written: the tokens that a step samples, for the next one to refer to."""
+        return self._ids[:count]
 
     @torch.inference_mode()
     def step_logits(self, work: Sequence[Work], rows: Sequence[int]) -> torch.Tensor:
@@ -179,13 +193,9 @@ class DeviceRunner(Runner):
             if places == list(range(len(places))):
                 return logits[: len(places)]
             return logits.index_select(0, to_device(places, self.device))
-        batch, order = batch_of(work)
-        columns = torch.stack((batch.tokens, batch.positions, batch.slot_mapping))
-        if self._segments is None or self._segments.size_of(batch.num_rows) is None:
-            self._upload(batch, columns)
-            hidden = self.model.hidden(batch, self.kv)
-        else:
-            hidden = self._segments.run(batch, columns, self._resolve)
+        batch, order, hidden = self._run(work)
+        if self._mtp:
+            self._fill_mtp(work, batch, order, hidden)
         places = list(rows) if order is None else order[list(rows)].tolist()
         return self.logits(hidden.index_select(0, to_device(places, self.device))) if places else hidden[:0]
 
@@ -193,9 +203,34 @@ class DeviceRunner(Runner):
     def hidden(self, work: Sequence[Work]) -> torch.Tensor:
         if _only_decodes(work):
             return self._real(work, *self._captured(work, "hidden"))
-        batch, order = self._batch(work, 0)
-        hidden = self.model.hidden(batch, self.kv)
-        return hidden if order is None else hidden.index_select(0, order.to(self.device))
+        _, order, hidden = self._run(work)
+        return hidden if order is None else hidden.index_select(0, to_device(order, self.device))
+
+    def _run(self, work: Sequence[Work]) -> tuple[Batch, torch.Tensor | None, torch.Tensor]:
+        """The network over work that is not captured as a whole: also the new index of each row (see `batch_of`), and
+        final hidden states in the new order, valid until the next step."""
+        batch, order = batch_of(work)
+        columns = _columns(batch)
+        if self._segments is None or self._segments.size_of(batch.num_rows) is None:
+            self._upload(batch, columns)
+            return batch, order, self.model.hidden(batch, self.kv)
+        return batch, order, self._segments.run(batch, columns, self._ids)
+
+    def _fill_mtp(self, work: Sequence[Work], batch: Batch, order: torch.Tensor | None, hidden: torch.Tensor) -> None:
+        """The MTP layer's KV of a step that proposes nothing: of prompts, whose tokens are known, except the first row
+        of a chunk; zeros elsewhere, as in `clear_mtp`."""
+        self._mtp_kv.index_fill_(0, batch.slot_mapping, 0.0)
+        after: list[Work] = []
+        sources: list[int] = []
+        row = 0
+        for piece in work:
+            if not piece.decode and len(piece.tokens) > 1:
+                after.append(Work(piece.tokens[1:], piece.start + 1, piece.table, False))
+                sources += range(row, row + len(piece.tokens) - 1)
+            row += len(piece.tokens)
+        if after:
+            places = sources if order is None else order[sources]
+            self.mtp_hidden(after, hidden.index_select(0, to_device(places, self.device)))
 
     @torch.inference_mode()
     def mtp_hidden(self, work: Sequence[Work], hidden: torch.Tensor) -> torch.Tensor:
@@ -215,15 +250,12 @@ class DeviceRunner(Runner):
 
     def _batch(self, work: Sequence[Work], first: int) -> tuple[Batch, torch.Tensor | None]:
         batch, order = batch_of(work, first=first)
-        self._upload(batch, torch.stack((batch.tokens, batch.positions, batch.slot_mapping)))
+        self._upload(batch, _columns(batch))
         return batch, order
 
     def _upload(self, batch: Batch, columns: torch.Tensor) -> None:
         tokens, batch.positions, batch.slot_mapping = pinned(columns, self.kv).to(self.device, non_blocking=True)
-        batch.tokens = self._resolve(tokens)
-
-    def _resolve(self, tokens: torch.Tensor) -> torch.Tensor:
-        return _resolved(tokens, self._sampled)
+        batch.tokens = self._ids.index_select(0, tokens)
 
     def _real(self, work: Sequence[Work], step: Step, out: torch.Tensor) -> torch.Tensor:
         """Without padding."""
@@ -248,16 +280,22 @@ class DeviceRunner(Runner):
         return step, step.run()
 
     def _prepare(self, size: Size, kind: Kind) -> Step:
-        inputs = torch.zeros(size.num_inputs, dtype=torch.int32, device=self.device)
-        hidden = (size.rows, self.model.arch.hidden)
-        step = Step(size, inputs, torch.zeros(hidden, dtype=self._dtype, device=self.device) if kind == "mtp" else None)
+        inputs = torch.zeros(sum(size.splits), dtype=torch.int32, device=self.device)
+        shape = (size.rows, self.model.arch.hidden)
+        hidden = torch.zeros(shape, dtype=self._dtype, device=self.device) if kind == "mtp" else None
+        step = Step(size, inputs, torch.arange(size.rows, device=self.device), hidden)
         step.fill([], self._tables, self._nowhere)
 
         def run() -> torch.Tensor:
             if step.hidden_in is not None:
-                return self.model.mtp_hidden(step.batch(1, self._sampled), step.hidden_in, self.kv)
-            final = self.model.hidden(step.batch(0, self._sampled), self.kv)
-            return self._keep(self.model.logits(final)) if kind == "logits" else final
+                return self.model.mtp_hidden(step.batch(1, self._ids), step.hidden_in, self.kv)
+            batch = step.batch(0, self._ids)
+            final = self.model.hidden(batch, self.kv)
+            if kind == "hidden":
+                return final
+            if self._mtp:
+                self._mtp_kv.index_fill_(0, batch.slot_mapping, 0.0)
+            return self._keep(self.model.logits(final))
 
         step.run = run if self._capture is None else self._capture(run)
         return step
@@ -267,6 +305,12 @@ class DeviceRunner(Runner):
         if self._kept_logits is None or len(self._kept_logits) < len(logits):
             self._kept_logits = torch.empty_like(logits)
         return self._kept_logits[: len(logits)].copy_(logits)
+
+
+def _columns(batch: Batch) -> torch.Tensor:
+    """int64 [3, rows], on the host: ids (see `id_index`), positions, slots."""
+    tokens = torch.from_numpy(id_index(batch.tokens.numpy()))
+    return torch.stack((tokens, batch.positions, batch.slot_mapping))
 
 
 def _only_decodes(work: Sequence[Work]) -> bool:

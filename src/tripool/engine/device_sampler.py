@@ -7,13 +7,13 @@ and chosen there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 import torch
 
-from tripool.engine.noise import gumbel
+from tripool.engine.noise import gumbel, keys_at, stream_base
 from tripool.engine.sampler import Guard, Sampler, draw_of, unguarded
 from tripool.kernels.cuda.rows import to_device
 from tripool.kernels.table import Draw
@@ -28,10 +28,14 @@ class DeviceSampler(Sampler):
     def sample(self, logits: torch.Tensor, seqs: Sequence[Seq], guard: Guard = unguarded) -> Sequence[Sampled | None]:
         return self.submit(logits, seqs, guard).tokens()
 
-    def submit(self, logits: torch.Tensor, seqs: Sequence[Seq], guard: Guard = unguarded) -> Choice:
-        """Choose without waiting for the device. `logits` may change as soon as this returns."""
+    def submit(
+        self, logits: torch.Tensor, seqs: Sequence[Seq], guard: Guard = unguarded, out: torch.Tensor | None = None
+    ) -> Choice:
+        """Choose without waiting for the device, and write the tokens to `out`. `logits` may change as soon as this
+        returns."""
         others = [i for i, seq in enumerate(seqs) if not seq.is_simple]
-        tokens = self.chosen(logits, [draw_of(seq) for seq in seqs])
+        temperatures = [seq.request.params.temperature for seq in seqs]
+        tokens = self.chosen(logits, temperatures, _keys(seqs) if any(temperatures) else None, out)
         rows = logits.index_select(0, to_device(others, logits.device)).float() if others else None
         return Choice(tokens, rows, {i: partial(self._sampled, guard, seqs[i]) for i in others})
 
@@ -46,19 +50,26 @@ class DeviceSampler(Sampler):
         ]
 
     def choose(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-        tokens: list[int] = self.chosen(logits, draws).tolist()
+        temperatures, keys = zip(*draws, strict=True)
+        key = torch.from_numpy(np.array(keys, np.uint64).view(np.int64))
+        tokens: list[int] = self.chosen(logits, temperatures, key).tolist()
         return tokens
 
-    def chosen(self, logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-        """As `choose`, on the device."""
-        if not any(temperature for temperature, _ in draws):
-            return logits.argmax(-1)
-        temperatures, keys = zip(*draws, strict=True)
-        key = to_device(np.array(keys, np.uint64).view(np.int64), logits.device)[:, None]
+    def chosen(
+        self,
+        logits: torch.Tensor,
+        temperatures: Sequence[float],
+        keys: torch.Tensor | None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `choose`, on the device. `keys`: int64, of the noise of each row; None where no temperature is above 0."""
+        if keys is None or not any(temperatures):
+            return torch.argmax(logits, -1, out=out)
+        key = to_device(keys, logits.device)[:, None]
         heat = to_device(temperatures, logits.device, torch.float32)[:, None]
         noise = gumbel(0, self._device_hashes[: logits.shape[1]] + key)
         logits = logits.float()
-        return torch.where(heat > 0, logits / heat.clamp_min(1e-6) + noise, logits).argmax(-1)
+        return torch.argmax(torch.where(heat > 0, logits / heat.clamp_min(1e-6) + noise, logits), -1, out=out)
 
 
 class Choice:
@@ -67,21 +78,32 @@ class Choice:
     def __init__(
         self, tokens: torch.Tensor, rows: torch.Tensor | None, by_host: dict[int, partial[Sampled | None]]
     ) -> None:
-        self.on_device = tokens
         self._tokens, self._rows = _to_host(tokens), None if rows is None else _to_host(rows)
         self._by_host = by_host
-        self._done = torch.cuda.Event() if tokens.is_cuda else None
-        if self._done is not None:
-            self._done.record()
+        self.wait = waiter(tokens)
 
     def tokens(self) -> list[Sampled | None]:
-        if self._done is not None:
-            self._done.synchronize()
+        self.wait()
         sampled: list[Sampled | None] = [Sampled(token) for token in self._tokens.tolist()]
         for row, (i, choose) in enumerate(self._by_host.items()):
             assert self._rows is not None
             sampled[i] = choose(self._rows[row])
         return sampled
+
+
+def waiter(result: torch.Tensor) -> Callable[[], object]:
+    """Waits until the device has done all that it was given up to now, which is where `result` comes from."""
+    if not result.is_cuda:
+        return lambda: None
+    done = torch.cuda.Event()
+    done.record()
+    return done.synchronize
+
+
+def _keys(seqs: Sequence[Seq]) -> torch.Tensor:
+    """int64: `noise_key` of the next token of each."""
+    bases = [stream_base(seq.request.seed, seq.choice) for seq in seqs]
+    return keys_at(torch.tensor(bases), torch.tensor([seq.num_generated for seq in seqs]))
 
 
 def _to_host(values: torch.Tensor) -> torch.Tensor:

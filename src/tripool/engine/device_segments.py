@@ -36,9 +36,9 @@ class Segments:
         """The rows of the step that takes so many; None: too many."""
         return next((rows for rows in ROWS if rows >= num_rows), None)
 
-    def run(self, batch: Batch, columns: torch.Tensor, resolve: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """`hidden` of the model for this batch; the result is valid until the next step. `columns` [3, rows]: the
-        batch's tokens, positions and slots on the host; `resolve`: see `_Step`."""
+    def run(self, batch: Batch, columns: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """`hidden` of the model for this batch; the result is valid until the next step. `columns` [3, rows]: where the
+        batch's tokens are in `ids`, its positions and slots, on the host."""
         count = columns.shape[1]
         rows = self.size_of(count)
         assert rows is not None
@@ -49,7 +49,7 @@ class Segments:
         inputs = self._columns[: 3 * rows]
         inputs.copy_(padded.pin_memory().view(-1) if device.type == "cuda" else padded.view(-1), non_blocking=True)
         if rows not in self._steps:
-            self._steps[rows] = _Step(self._model, self._kv, inputs.view(3, rows), resolve, self._capture)
+            self._steps[rows] = _Step(self._model, self._kv, inputs.view(3, rows), ids, self._capture)
         tokens, batch.positions, batch.slot_mapping = inputs.view(3, rows)[:, :count]
         batch.tokens = tokens
         return self._steps[rows].run(batch)[:count]
@@ -61,11 +61,12 @@ class _Step:
         model: Model,
         kv: torch.Tensor,
         columns: torch.Tensor,
-        resolve: Callable[[torch.Tensor], torch.Tensor],
+        ids: torch.Tensor,
         capture: GraphCapture | None,
     ) -> None:
-        """`resolve`: replaces references to sampled tokens, as a part of the first graph."""
-        self._model, self._kv, self._columns, self._resolve = model, kv, columns, resolve
+        """`ids`: tokens are gathered from it, as a part of the first graph."""
+        self._model, self._kv, self._columns, self._ids = model, kv, columns, ids
+        self._order = torch.arange(columns.shape[1], device=columns.device)
         self._pieces: list[tuple[Callable[[], object], Attend]] = []
         self._attended: torch.Tensor | None = None
         self._last: Callable[[], object] = lambda: None
@@ -88,8 +89,8 @@ class _Step:
 
     def _batch(self) -> Batch:
         tokens, positions, slots = self._columns
-        rows = DeviceRows((), None, torch.arange(self._columns.shape[1], device=self._columns.device))
-        return Batch(self._resolve(tokens), positions, slots, 0, [], [], native=rows)
+        native = DeviceRows((), None, self._order)
+        return Batch(self._ids.index_select(0, tokens), positions, slots, 0, [], [], native=native)
 
     def _through(self, attends: Callable[[Attend, torch.Tensor], None] | None = None) -> torch.Tensor:
         """Every segment once, call by call. Without `attends` attention finds nothing."""

@@ -3,11 +3,12 @@
 Row j of the layer takes the final hidden state of position j - 1 and the token at j, writes slot j of its KV, and
 predicts position j + 1. After a step the layer catches up to every sequence's newest token in one batched call: slots
 of prompt tokens in prompt form, later ones in decode form, as in the network. Only final tokens go in, so published
-blocks hold valid KV of this layer too. Two exceptions:
+blocks hold valid KV of this layer too. Three exceptions:
 
 - The newest token's slot may lie in a block that is not allocated yet: its hidden state is kept for the next step.
 - After a prefix hit the hidden state before the first computed token is unknown: that one slot is zeroed. Drafts after
   it are a little worse; the text is the same, because every draft is verified.
+- Steps that propose nothing (`OverlappedEngine`) fill the slots of prompts, and zero those of answers.
 
 A sequence from another worker brings the layer's KV in its blocks, but no hidden state: the newest token's slot is
 filled or, if it is the first of a block, zeroed as after a prefix hit.

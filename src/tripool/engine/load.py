@@ -11,7 +11,6 @@ import torch
 from tripool.cache.weight_cache import WeightCache
 from tripool.config import EngineConfig
 from tripool.engine.engine import Engine
-from tripool.engine.overlapped import OverlappedEngine
 from tripool.kernels import CPU, CPU8
 from tripool.kernels.cpu8.library import set_threads, variants
 from tripool.models.warm import load_warm
@@ -31,16 +30,16 @@ def load_engine(
     weight_cache: WeightCache | None = None,
     hands_over: bool = False,
 ) -> Engine:
-    """Weights are mapped from `weight_cache` if they are in it, and written to it if not. `hands_over`: sequences come
-    from other engines or go to them, between two steps."""
+    """Weights are mapped from `weight_cache` if they are in it, and written to it if not. `hands_over`: sequences go to
+    other engines after their first token."""
     if config.device == "cuda":
         from tripool.engine.device import cuda_spec, load_on  # here: a CPU needs none of it
+        from tripool.engine.overlapped import OverlappedEngine
 
         device_spec = cuda_spec(config.precision)
         name, text, network = load_on(device_spec, model, progress)
-        # Drafts depend on settled tokens, and so do sequences that change engines.
-        overlaps = not hands_over and not (config.mtp and network.mtp is not None)
-        engine = (OverlappedEngine if overlaps else Engine)(name, network, text, config, device_spec)
+        kind = Engine if hands_over else OverlappedEngine  # a sequence that runs ahead cannot leave
+        engine = kind(name, network, text, config, device_spec)
         engine.warm(progress)
         return engine
     use_8_bit_products = config.precision == "int8" and bool(variants())

@@ -7,6 +7,8 @@ operations, so that the bits are the same on every device. `kernels/native/draw.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 _MASK = 2**64 - 1
@@ -85,6 +87,7 @@ def _signed(x: int) -> int:
     return x - 2**64 if x >= 2**63 else x
 
 
+@lru_cache(maxsize=2**14)
 def stream_base(seed: int, choice: int) -> int:
     """What `noise_key` knows before the position, as a signed 64-bit number: the rest can happen on a device."""
     key = 0

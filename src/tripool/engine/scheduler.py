@@ -166,9 +166,10 @@ class Scheduler:
 
     def schedule(self) -> list[Task]:
         tasks: dict[int, Task] = {}
+        size = self.block_tokens
 
         def grow(seq: Seq, stop: int) -> int:
-            return self._grow(seq, stop, tasks)
+            return stop if stop <= len(seq.table) * size else self._grow(seq, stop, tasks)
 
         self.prefill.queue = self._queue()
         turn = self.time_shares.next(self.decode.running, chain(self.prefill.running, self.prefill.queue))
@@ -230,7 +231,7 @@ class Scheduler:
         facts, seqs = StepFacts.of(tasks), (task.seq for task in tasks)
         self.slo_controller.settled(ended_s, step_s, facts, accepted, seqs, learn=self.time_shares.active)
         if self.slo_controller.computes_prompts:  # else no request waits here for a first token
-            self.time_shares.settled(ended_s, step_s, tasks)
+            self.time_shares.settled(ended_s, step_s, tasks, facts)
 
     def advance(self, tasks: Sequence[Task]) -> None:
         """The tasks run: their sequences go on before the step is settled, with tokens that are `UNKNOWN`. Those whose
@@ -247,23 +248,23 @@ class Scheduler:
 
     def settle(self, tasks: Sequence[Task], sampled: Sequence[Sampled | None]) -> list[TokenEvent]:
         """Account for a step that ran: `sampled` holds a token for each task that samples, None for the others."""
-        events = []
-        for task, result in zip(tasks, sampled, strict=True):
-            seq = task.seq
-            if seq.finish is not None:  # cancelled while the step ran, or its answer ended a step earlier
-                continue
-            assert task.samples == (result is not None)
-            seq.draft = None
-            if task.work.table is seq.table:  # else it was preempted while the step ran
-                seq.num_computed = max(seq.num_computed, task.work.stop)
-                if self._config.prefix_reuse:
-                    self._publish(seq, task.work.stop)
-            if task.draft is not None:
-                seq.num_drafted += 1
-                self.num_drafted += 1
-            if result is not None:
-                events.append(self._take(task, result))
-        return events
+        settled = (self.settle_one(task, result) for task, result in zip(tasks, sampled, strict=True))
+        return [event for event in settled if event is not None]
+
+    def settle_one(self, task: Task, result: Sampled | None) -> TokenEvent | None:
+        seq, work = task.seq, task.work
+        if seq.finish is not None:  # cancelled while the step ran, or its answer ended a step earlier
+            return None
+        assert task.samples == (result is not None)
+        seq.draft = None
+        if work.table is seq.table:  # else it was preempted while the step ran
+            seq.num_computed = work.stop if work.stop > seq.num_computed else seq.num_computed
+            if self._config.prefix_reuse:
+                self._publish(seq, work.stop)
+        if task.draft is not None:
+            seq.num_drafted += 1
+            self.num_drafted += 1
+        return None if result is None else self._take(task, result)
 
     def verify(self, task: Task) -> Task | None:
         """After its task was settled: whether a draft is the token that was sampled. If so, a task for its row, which
@@ -300,8 +301,8 @@ class Scheduler:
 
     def _take(self, task: Task, result: Sampled) -> TokenEvent:
         seq, position = task.seq, task.work.stop
-        seq.tokens[position : position + 1] = [result.token_id]
-        seq.num_pending = max(0, seq.num_pending - 1)
+        seq.tokens[position : position + 1] = (result.token_id,)
+        seq.num_pending -= seq.num_pending > 0
         if seq.guide is not None:
             seq.guide.accept(result.token_id)
         finish = seq.finish_reason(position)
@@ -332,8 +333,6 @@ class Scheduler:
 
     def _grow(self, seq: Seq, stop: int, tasks: dict[int, Task]) -> int:
         """Blocks for positions up to `stop`, or as far as there is room; none is preempted in vain."""
-        if stop <= len(seq.table) * self._config.block_tokens:
-            return stop
         need = -(-stop // self._config.block_tokens) - len(seq.table)
         if not self.pool.can_allocate(need):
             takeable = self.sharing.takeable(seq, need)

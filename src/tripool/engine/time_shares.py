@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import exp
 
-from tripool.decode import StepTime
+from tripool.decode import StepFacts, StepTime
 from tripool.prefill.scheduler import MASKS_S, NO_LIMITS, StepLimits
 from tripool.sequence import Seq, Task
 
@@ -66,34 +66,36 @@ class TimeShares:
         """By a sequence's order: the last step with its row."""
         self._num_steps = 0
 
-    def settled(self, now_s: float, step_s: float, tasks: Sequence[Task]) -> None:
-        """A step of `step_s` ended now."""
+    def settled(self, now_s: float, step_s: float, tasks: Sequence[Task], facts: StepFacts) -> None:
+        """A step of `step_s` ended now. `facts`: those of its tasks."""
         fade = exp(-max(0.0, now_s - self._now_s) / _FADE_S)
         self._now_s = now_s
         for tenant in self._tenants.values():
             tenant.used_s *= fade
-        costs: dict[str, float] = {}
         masks_s: dict[str, float] = {}
-        for task in tasks:
-            slo = task.seq.request.slo
-            tenant = self._tenants.setdefault(slo.tenant, _Tenant(slo.weight, now_s))
+        slos = {slo.tenant: slo for slo in [task.seq.request.slo for task in tasks]}
+        for name, slo in slos.items():
+            tenant = self._tenants.setdefault(name, _Tenant(slo.weight, now_s))
             tenant.seen_s, tenant.weight = now_s, slo.weight
-            costs[slo.tenant] = costs.get(slo.tenant, 0.0) + self._cost(task)
-            if task.work.stop >= task.seq.prompt_len:
-                masks_s[slo.tenant] = masks_s.get(slo.tenant, 0.0) + task.seq.mask_s
+        costs = dict.fromkeys(slos, 0.0)
+        for task in tasks if len(slos) > 1 else ():  # a tenant alone has the whole step
+            costs[task.seq.request.slo.tenant] += self._cost(task)
+        for task in tasks:
+            if task.seq.guide is not None and task.work.stop >= task.seq.prompt_len:
+                name = task.seq.request.slo.tenant
+                masks_s[name] = masks_s.get(name, 0.0) + task.seq.mask_s
         total, rest_s = sum(costs.values()), max(0.0, step_s - sum(masks_s.values()))
         part = min(1.0, _FADE_S / step_s) if step_s > 0 else 1.0
         for name, cost in costs.items():
-            self._tenants[name].used_s += part * (rest_s * cost / total + masks_s.get(name, 0.0))
-        if len(costs) == 1 and any(task.work.stop == task.seq.prompt_len for task in tasks):
+            own_s = rest_s * cost / total if total else rest_s
+            self._tenants[name].used_s += part * (own_s + masks_s.get(name, 0.0))
+        if len(costs) == 1 and facts.prompt_tokens and any(task.work.stop == task.seq.prompt_len for task in tasks):
             self._first_s = _nearer(self._first_s, step_s)
-        self._learn(step_s, tasks)
+        self._learn(step_s, facts.prompt_tokens, facts.rows + facts.drafts)
         for name in [name for name, tenant in self._tenants.items() if tenant.seen_s < now_s - _LATELY_S]:
             del self._tenants[name]
 
-    def _learn(self, step_s: float, tasks: Sequence[Task]) -> None:
-        prompt = sum(len(task.work.tokens) for task in tasks if not task.work.decode)
-        rows = sum(task.num_rows for task in tasks if task.work.decode)
+    def _learn(self, step_s: float, prompt: int, rows: int) -> None:
         if prompt >= _MANY_TOKENS:
             self._prompt_token_s = _nearer(self._prompt_token_s, step_s / (prompt + _ROW_TOKENS * rows))
         elif rows >= _MANY_ROWS and not prompt:

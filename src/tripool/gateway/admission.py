@@ -341,4 +341,4 @@ class AdmissionBackend:
 def _staged(event: TokenEvent, waited_s: float) -> TokenEvent:
     """Adds the time spent waiting for admission to the stages of a choice's first event."""
     stages = event.stages or Stages()
-    return replace(event, stages=replace(stages, queue_s=stages.queue_s + waited_s))
+    return event.changed(stages=replace(stages, queue_s=stages.queue_s + waited_s))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tripool.cache.weight_cache import WeightCache
 
 _LOG = logging.getLogger("tripool.worker")
+WorkerRole = Literal["prefill", "decode"]
 _ARENA_BYTES = 256 * 2**20
 """For KV on its way to decode workers, if one longest request does not need more; taken only as far as it is used."""
 
@@ -35,7 +36,7 @@ class WorkerProcess:
     def __init__(
         self,
         engine: PoolEngine,
-        role: Literal["prefill", "decode"],
+        role: WorkerRole,
         worker_id: WorkerId,
         address: str,
         supervisor_channel: SupervisorChannel | None = None,
@@ -87,7 +88,9 @@ def _transfer(engine: PoolEngine, folder: Path, worker_id: WorkerId) -> SharedMe
 # ---- engines by model name ------------------------------------------------------------------------------------------
 
 
-def load_pool_engine(model: str, config: EngineConfig, weight_cache: WeightCache | None = None) -> PoolEngine:
+def load_pool_engine(
+    model: str, config: EngineConfig, role: WorkerRole, weight_cache: WeightCache | None = None
+) -> PoolEngine:
     """`fake` may be followed by settings: `fake:step_ms=5,row_ms=0.4,prompt_ms=0.05,blocks=64`.
 
     A step takes `step_ms`, and more for each row (`row_ms`) and each prompt token (`prompt_ms`).
@@ -97,7 +100,7 @@ def load_pool_engine(model: str, config: EngineConfig, weight_cache: WeightCache
         return _fake(settings, config)
     from tripool.engine.load import load_engine
 
-    return load_engine(model, config, weight_cache=weight_cache, hands_over=True)
+    return load_engine(model, config, weight_cache=weight_cache, hands_over=role == "prefill")
 
 
 def _fake(settings: str, config: EngineConfig) -> PoolEngine:

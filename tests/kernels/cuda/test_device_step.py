@@ -108,8 +108,9 @@ def test_warming_up_takes_every_size_and_touches_nobodys_block(models: tuple[Mod
     runner.warm(20, 100, told.append)
     assert (runner.kv[:, : NUM_BLOCKS * 64] == 7.0).all()
     sizes = {(size.requests, size.queries, kind) for size, kind in runner._steps}
-    assert sizes == {(n, q, kind) for n in (1, 2, 4, 8, 16, 32) for q in (1, 2) for kind in ("hidden", "mtp")}
-    assert told[-1] == "warming up, 20 of 20"  # and prompts of 16, 32, 64 and 100 tokens, and of one less
+    steps = {("hidden", 1), ("hidden", 2), ("mtp", 1), ("mtp", 2), ("logits", 1)}
+    assert sizes == {(n, queries, kind) for n in (1, 2, 4, 8, 16, 32) for kind, queries in steps}
+    assert told[-1] == "warming up, 21 of 21"  # and prompts of 16, 32, 64 and 100 tokens, of one less, and of 96
     block_tables = tables(random.Random(2))
     before = len(runner._steps)
     runner.kv.zero_()
