@@ -125,9 +125,8 @@ class OurSide:
         """With KV memory for this many sequences, within `KV_BYTES`."""
         arch = self.model.arch
         wanted = sequences * (-(-(tokens_each + 3) // BLOCK_TOKENS) + 1) + 8
-        block_bytes = arch.layers * BLOCK_TOKENS * arch.kv_width * 4  # as `engine.kv_blocks` counts
-        held_bytes = block_bytes * self.device_spec.dtype.itemsize // 4
-        num_blocks = min(wanted, KV_BYTES // held_bytes)
+        block_bytes = arch.block_bytes(mtp=False, itemsize=self.device_spec.dtype.itemsize)
+        num_blocks = min(wanted, KV_BYTES // block_bytes)
         config = EngineConfig(
             kv_gb=(num_blocks + 0.5) * block_bytes / 2**30,
             max_running=sequences,

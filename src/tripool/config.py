@@ -35,9 +35,11 @@ class EngineConfig:
     """What a user may set about the engine; the rest is derived from model and machine."""
 
     kv_gb: float | None = None
-    """Memory for KV blocks. None: enough for eight full contexts, at most 2 GB."""
+    """Memory for KV blocks. None: enough for eight full contexts, at most 2 GB; on a GPU that one engine has for
+    itself, what weights and the largest step leave."""
     max_running: int = 64
-    step_tokens: int = 512
+    step_tokens: int | None = None
+    """Tokens computed in one step. None: 512 on a CPU; on a GPU by its memory and the model's experts."""
     prefix_reuse: bool = True
     mtp: bool = True
     """Draft with the model's MTP layer, if it has one: fewer steps, the same text."""

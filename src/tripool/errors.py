@@ -63,6 +63,10 @@ class RequestFailed(TripoolError):
         return cls(f"request {request_id} failed inside the server")
 
 
+class DeviceOutOfMemory(TripoolError, status=507, code="device_out_of_memory"):
+    """A GPU's memory does not suffice: for a model, before it serves; or for a step, whose requests fail."""
+
+
 class Overloaded(TripoolError, status=429, code="overloaded"):
     """The queue is full. No work on this request was begun."""
 

@@ -14,8 +14,7 @@ import torch
 
 from tripool.checkpoints import FolderCheckpoint, TensorInfo
 from tripool.checkpoints.write import SafetensorsWriter
-from tripool.config import EngineConfig
-from tripool.engine.engine import kv_blocks
+from tripool.engine.memory import kv_blocks
 from tripool.errors import CheckpointError, TensorShape, WrongArchitecture
 from tripool.kernels import REFERENCE
 from tripool.models import load_model
@@ -98,8 +97,8 @@ def try_load(checkpoint: FolderCheckpoint, config: dict[str, Any]) -> bool:
     before, checkpoint.config = checkpoint.config, config
     try:
         arch = load_model(checkpoint, kernels=REFERENCE).arch
-        block_bytes = arch.layers * 64 * arch.kv_width * 4
-        assert kv_blocks(arch, EngineConfig(), mtp=False) * block_bytes <= 2**31
+        block_bytes = arch.block_bytes(mtp=False)
+        assert kv_blocks(block_bytes, arch.context_tokens, None) * block_bytes <= 2**31
         return True
     except CheckpointError as error:
         if not error.hint or len(str(error)) > 2000:

@@ -12,15 +12,35 @@ import torch
 from tokenizers import pre_tokenizers
 
 from checkpoints.conftest import small_llama, train_byte_level, vocabulary_metadata, write_gguf_file
+from oracle.case import make_case, rope
 from oracle.cases import CASES
 from oracle.driving import chunked
+from oracle.folders import save_case
+from oracle.fp8 import to_fp8
 from tripool.cache.weight_cache import WeightCache
+from tripool.checkpoints import open_checkpoint
+from tripool.engine.device import DeviceSpec, load_warm_on
 from tripool.engine.runner import Runner
 from tripool.kernels import CPU, CPU8, REFERENCE
 from tripool.models import Model
 from tripool.models.warm import image_key, load_warm
+from tripool.quant import Techniques, quantize
+from tripool.sequence import Work
 
 QUOTA = 2**30
+MLA = {
+    "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16, "v_head_dim": 16, "kv_lora_rank": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+RANKS = (("deepseek_v2", None), ("deepseek_v3", 32))
+DEVICE_CASES = [
+    make_case(
+        "tied", "qwen3", {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}, rope=rope(),
+        vocab=208, width=96, head_dim=16, tie_word_embeddings=True,
+    ),
+    *(make_case(name, name, MLA, {"q_lora_rank": rank}, rope=rope(), vocab=208, width=96) for name, rank in RANKS),
+]  # fmt: skip
 TABLES = pytest.mark.parametrize("table", [CPU, CPU8], ids=lambda table: table.name)
 
 
@@ -72,6 +92,44 @@ def test_a_gguf_file(tmp_path, weight_cache, table):
     assert warm.from_memory and same(plain.network, warm.network)
 
 
+@pytest.mark.parametrize("kind", ["floats", "int8", "fp8"])
+@pytest.mark.parametrize("case", DEVICE_CASES, ids=lambda case: case.name)
+def test_packed_for_a_device(tmp_path, weight_cache, case, kind):
+    """Also what is decided by a checkpoint's scales, which an image has no more: which parts are in 8 bits."""
+    folder = save_case(case, tmp_path / "floats")
+    if kind == "fp8":
+        to_fp8(folder, tmp_path / "plain")
+    elif kind == "int8":
+        with open_checkpoint(folder) as checkpoint:
+            folder = tmp_path / "int8"
+            quantize(checkpoint, folder, techniques=Techniques(keep=0), windows=[list(range(5, 60))])
+    spec = DeviceSpec(torch.device("cpu"), torch.bfloat16, use_8_bit_products=True)
+    plain, filled, warm = (load_warm_on(spec, str(folder), cache) for cache in (None, weight_cache, weight_cache))
+    assert (filled.from_memory, warm.from_memory) == (False, True)
+    assert plain.network.num_bytes == filled.network.num_bytes == warm.network.num_bytes
+    said = [on_device(spec, loaded.network, mtp=case.mtp) for loaded in (plain, filled, warm)]
+    assert all(torch.equal(*pair) for one in said[1:] for pair in zip(one, said[0], strict=True))
+
+
+def on_device(spec: DeviceSpec, model: Model, *, mtp: bool) -> list[torch.Tensor]:
+    runner, tokens = spec.runner(model, 3, mtp=mtp), list(range(3, 80))
+    hidden = runner.hidden([Work(tokens, 0, [0, 1], False)])
+    parts = [runner.logits(hidden), runner.logits(runner.hidden([Work([5], len(tokens), [0, 1], True)]))]
+    return [*parts, runner.draft_logits([Work(tokens, 1, [0, 1], False)], hidden, range(9))] if mtp else parts
+
+
+def test_an_image_for_a_device_that_is_damaged_is_written_again(weight_cache, tmp_path):
+    spec = DeviceSpec(torch.device("cpu"), torch.bfloat16, use_8_bit_products=True)
+    load_warm_on(spec, "tiny", weight_cache)
+    (path,) = (tmp_path / "models").glob("*.image")
+    damage(path)
+    again, warm = load_warm_on(spec, "tiny", weight_cache), load_warm_on(spec, "tiny", weight_cache)
+    assert (again.from_memory, warm.from_memory) == (False, True)
+    assert (weight_cache.counters.damaged, weight_cache.counters.written) == (1, 2)
+    said = [on_device(spec, loaded.network, mtp=True) for loaded in (again, warm)]
+    assert all(torch.equal(*pair) for pair in zip(*said, strict=True))
+
+
 def test_it_outlives_whatever_it_came_from(weight_cache):
     """C has nothing but addresses: the memory behind them stays for as long as the network does."""
     load_warm("tiny", CPU8, weight_cache)
@@ -82,14 +140,19 @@ def test_it_outlives_whatever_it_came_from(weight_cache):
     assert same(warm, load_warm("tiny", CPU8, None).network)
 
 
-def test_files_again_when_the_image_is_damaged(weight_cache, tmp_path):
-    load_warm("tiny", CPU8, weight_cache)
-    (path,) = (tmp_path / "models").glob("*.image")
+def damage(path: Path) -> None:
+    """One bit in its middle."""
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
         byte = file.read(1)[0]
         file.seek(-1, 1)
         file.write(bytes([byte ^ 1]))
+
+
+def test_files_again_when_the_image_is_damaged(weight_cache, tmp_path):
+    load_warm("tiny", CPU8, weight_cache)
+    (path,) = (tmp_path / "models").glob("*.image")
+    damage(path)
     again, warm = load_warm("tiny", CPU8, weight_cache), load_warm("tiny", CPU8, weight_cache)
     assert (again.from_memory, warm.from_memory) == (False, True)
     assert (weight_cache.counters.damaged, weight_cache.counters.written) == (1, 2)

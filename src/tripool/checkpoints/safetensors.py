@@ -61,11 +61,14 @@ class MappedTensor:
     def row_bytes(self) -> int:
         return math.prod(self.row_shape) * self.dtype.itemsize
 
-    def rows(self, first: int, last: int) -> torch.Tensor:
-        """View of rows `first` to `last` (a copy where the file is not aligned)."""
+    def rows(self, first: int, last: int, device: torch.device | None = None) -> torch.Tensor:
+        """View of rows `first` to `last` (a copy where the file is not aligned). On another device: a copy through
+        pinned memory, which does not wait for the device."""
         assert self.info.shape, "a scalar has no rows"
         start = self.start + first * self.row_bytes
         flat = self.file.tensor(start, start + (last - first) * self.row_bytes, self.dtype)
+        if device is not None and device.type == "cuda":
+            flat = flat.pin_memory().to(device, non_blocking=True)
         return flat.view(last - first, *self.row_shape)
 
     def drop(self, first: int, last: int) -> None:
@@ -80,7 +83,7 @@ class MappedTensor:
             out.copy_(self.whole())
             return
         for first, last in row_pieces(self.info.shape[0], self.row_bytes):
-            out[first:last].copy_(self.rows(first, last))
+            out[first:last].copy_(self.rows(first, last, out.device))
             self.drop(first, last)
 
 

@@ -59,10 +59,10 @@ class Int8Rows:
         return scales
 
     def read(self, out: torch.Tensor) -> None:
-        scales = self.row_scales().unsqueeze(1)
+        scales = self.row_scales().unsqueeze(1).to(out.device)
         num_rows, num_columns = self.weight.info.shape
-        for first, last in row_pieces(num_rows, 4 * num_columns):
-            values = self.weight.rows(first, last).to(torch.float32)
+        for first, last in row_pieces(num_rows, _float_bytes(out) * num_columns):
+            values = self.weight.rows(first, last, out.device).to(torch.float32)
             out[first:last].copy_(values.mul_(scales[first:last]))
             self.weight.drop(first, last)
 
@@ -90,15 +90,20 @@ class Float8Blocks:
         return scales
 
     def read(self, out: torch.Tensor) -> None:
-        scales = self._grid()
+        scales = self._grid().to(out.device)
         block_rows, block_columns = self.block
         num_rows, num_columns = self.weight.info.shape
-        for first, last in row_pieces(num_rows, 4 * num_columns, multiple=block_rows):
-            values = self.weight.rows(first, last).to(torch.float32)
+        for first, last in row_pieces(num_rows, _float_bytes(out) * num_columns, multiple=block_rows):
+            values = self.weight.rows(first, last, out.device).to(torch.float32)
             factors = scales[first // block_rows : -(-last // block_rows)].repeat_interleave(block_columns, dim=1)
             values.mul_(factors.repeat_interleave(block_rows, dim=0)[: last - first, :num_columns])
             out[first:last].copy_(values)
             self.weight.drop(first, last)
+
+
+def _float_bytes(out: torch.Tensor) -> int:
+    """Bytes by which pieces are measured: a CPU's memory holds them in float32, to a GPU they go in 8 bits."""
+    return 1 if out.is_cuda else 4
 
 
 def _float8(weight: MappedTensor, scale: MappedTensor, block: tuple[int, int]) -> Float8Blocks:

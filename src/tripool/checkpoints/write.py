@@ -53,11 +53,12 @@ class SafetensorsWriter:
             self._file.write(values.contiguous().view(-1).view(torch.uint8).numpy().data)
         self._missing.discard(name)
 
-    def finish(self) -> None:
-        """Sync the file to disk, so that a crash right after recording its completion loses nothing."""
+    def finish(self, *, sync: bool = True) -> None:
+        """`sync` the file to disk, so that a crash right after recording its completion loses nothing."""
         assert not self._missing, f"never put: {sorted(self._missing)[:3]}"
         self._file.flush()
-        os.fsync(self._file.fileno())
+        if sync:
+            os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._unfinished, self._path)
 

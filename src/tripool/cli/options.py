@@ -18,7 +18,11 @@ Load = Callable[[str, EngineConfig], StepEngine]
 
 Model = Annotated[str, typer.Argument(help="A name that `tripool models` shows, or the path of a checkpoint.")]
 
-_KV = "Memory for KV blocks in GB, of each worker; room for 8 contexts, at most 2, when not given."
+_KV = (
+    "Memory for KV blocks in GB, of each worker; room for 8 contexts, at most 2, when not given. One model alone on "
+    "cuda: all that is left."
+)
+_STEP = "Tokens computed in one step; 512 on a CPU, 2,048 to 8,192 on cuda by memory and experts, when not given."
 _THREADS = "CPU threads; all cores, or a split worker's share of them, when not given."
 ModelNames = Annotated[
     list[str] | None,
@@ -30,6 +34,7 @@ _DEVICE = "cpu, or cuda: bfloat16, and on Hopper 8 bits where the checkpoint has
 _ENGINE = {
     "kv_gb": Annotated[float | None, typer.Option(min=0.001, help=_KV)],
     "max_running": Annotated[int, typer.Option(min=1, max=256, help="Sequences computed at once.")],
+    "step_tokens": Annotated[int | None, typer.Option(min=1, help=_STEP)],
     "mtp": Annotated[
         bool, typer.Option("--mtp/--no-mtp", help="Draft tokens with the model's MTP layer, if it has one.")
     ],

@@ -11,7 +11,7 @@ call waits for the device, so the host may prepare a step while the last one run
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -22,11 +22,14 @@ from tripool.core import BLOCK_TOKENS
 from tripool.engine.block_tables import BlockTables
 from tripool.engine.device_segments import ROWS, Segments
 from tripool.engine.graph_capture import GraphCapture
+from tripool.engine.memory import LargestStep
 from tripool.engine.runner import Runner, batch_of
-from tripool.kernels.cuda.rows import MAX_QUERIES, DeviceRows, PagedRows, to_device
+from tripool.kernels.cuda.rows import MAX_QUERIES, MOST_GATHERED, DeviceRows, PagedRows, to_device
 from tripool.models import Batch, Model
 from tripool.sequence import Work
 
+_MAX_STEPS = 256
+"""Captured at once; beyond it the one that was not used for longest goes."""
 _MAX_SAMPLED = 4096
 """Tokens of one step that the next one may refer to."""
 
@@ -133,6 +136,7 @@ class DeviceRunner(Runner):
     ) -> None:
         self.device, self._dtype, self._mtp = torch.device(device), dtype, mtp
         self._steps: dict[tuple[Size, Kind], Step] = {}
+        """The last used one comes last."""
         self._nowhere = num_blocks
         self._width = -(-model.arch.context_tokens // BLOCK_TOKENS) + 1
         """Most columns of a block table: a padding row may be past the last position."""
@@ -155,26 +159,49 @@ class DeviceRunner(Runner):
         they occur: they need no new kernels."""
         decodes = [
             [Work([0] * queries, 0, [self._nowhere], True)] * requests
-            for requests in sorted({_round_up(count) for count in range(1, max_running + 1)})
+            for requests in sorted({_round_up(count) for count in range(1, max_running + 1)}, reverse=True)
             for queries in range(1, (MAX_QUERIES if self._mtp else 1) + 1)
         ]
         longest = min(step_tokens, self.model.arch.context_tokens - 1)
         # Triton compiles for multiples of 16 and for other numbers.
         powers = [min(longest, 1 << power) for power in range(4, longest.bit_length() + 1)]
         captured_rows = () if self._segments is None else [rows for rows in ROWS if rows <= longest]
-        lengths = sorted({length - odd for length in powers for odd in (0, 1)} | {*captured_rows})
+        # The largest first: the others find room in its memory.
+        lengths = sorted({length - odd for length in powers for odd in (0, 1)} | {*captured_rows}, reverse=True)
         prompts = [[Work([0] * count, 0, [self._nowhere] * -(-count // BLOCK_TOKENS), False)] for count in lengths]
         for i, work in enumerate(decodes + prompts, 1):
             if progress:
                 progress(f"warming up, {i} of {len(decodes) + len(prompts)}")
-            if len(work[0].tokens) == 1 or not work[0].decode:
-                self.step_logits(work, range(len(work)))
-            if not self._mtp:
-                continue
-            hidden = self.hidden(work)
-            self.logits(hidden[: len(work)])
-            after = [Work(piece.tokens, 1, piece.table + piece.table[:1], piece.decode) for piece in work]
-            self.draft_logits(after, hidden, range(len(work)))
+            self._rehearse(work, len(work))
+
+    @property
+    def capture_s(self) -> float:
+        """Time that captures have taken."""
+        return 0.0 if self._capture is None else self._capture.capture_s
+
+    @torch.inference_mode()
+    def run_largest(self, largest: LargestStep) -> torch.Tensor:
+        """Run the steps that take the most memory, all in the padding block; returns the logits of a full batch."""
+        queries = MAX_QUERIES if self._mtp else 1
+        most_logits = queries * largest.max_running
+        segment = replace(largest, step_tokens=min(ROWS[-1], largest.step_tokens))
+        for step in (largest, segment):
+            work = step.prompts(self._nowhere, MOST_GATHERED)
+            self._rehearse(work, min(most_logits, sum(len(piece.tokens) for piece in work)))
+        return self._rehearse(largest.decodes(self._nowhere, queries), most_logits)
+
+    def _rehearse(self, work: Sequence[Work], num_logits: int) -> torch.Tensor:
+        """A step, with an MTP layer also one with drafts; logits of the first rows."""
+        rows = range(num_logits)
+        if len(work[0].tokens) == 1 or not work[0].decode:
+            logits = self.step_logits(work, rows)
+        if not self._mtp:
+            return logits
+        hidden = self.hidden(work)
+        logits = self.logits(hidden[:num_logits])
+        after = [Work(piece.tokens, piece.start + 1, piece.table + piece.table[:1], piece.decode) for piece in work]
+        self.draft_logits(after, hidden, rows)
+        return logits
 
     def import_block(self, block: int, data: memoryview) -> None:
         self._slots(block).copy_(pinned(self._as_block(data), self.kv), non_blocking=True)
@@ -266,9 +293,11 @@ class DeviceRunner(Runner):
         self, work: Sequence[Work], kind: Kind, hidden: torch.Tensor | None = None
     ) -> tuple[Step, torch.Tensor]:
         size = Size.of(work, self._width)
-        if (size, kind) not in self._steps:
-            self._steps[size, kind] = self._prepare(size, kind)
-        step = self._steps[size, kind]
+        known = self._steps.pop((size, kind), None)
+        if known is None and len(self._steps) >= _MAX_STEPS and self._capture is not None:
+            torch.cuda.synchronize(self.device)  # the step may still run
+            del self._steps[next(iter(self._steps))]
+        step = self._steps[size, kind] = known or self._prepare(size, kind)
         step.fill(work, self._tables, self._nowhere)
         if hidden is not None:
             assert step.hidden_in is not None

@@ -8,11 +8,12 @@ write into a block that no sequence owns, and their results are not read.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from dataclasses import replace
 
 import torch
 
 from tripool.core import BLOCK_TOKENS
-from tripool.engine.graph_capture import GraphCapture
+from tripool.engine.graph_capture import GraphCapture, borrowed
 from tripool.kernels.cuda.rows import DeviceRows
 from tripool.models import Batch, Model
 from tripool.models.decoder import Attend
@@ -120,7 +121,8 @@ class _Step:
             except StopIteration as done:  # the graph is complete all the same
                 self._hidden, self._last = done.value, graph.replay
                 return
-            self._pieces.append((graph.replay, attend))
+            # The queries are read before the next graph runs, so their memory need not stay theirs.
+            self._pieces.append((graph.replay, replace(attend, q=borrowed(attend.q))))
 
     def _room_for(self, attend: Attend) -> torch.Tensor:
         """One for all layers: the next one attends after it is read."""

@@ -6,24 +6,23 @@ lets the step give two tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from tripool.config import EngineConfig, SchedulerConfig
 from tripool.core import BLOCK_TOKENS, Request, TokenEvent
 from tripool.engine.device import DeviceSpec
+from tripool.engine.device_memory import within_memory
 from tripool.engine.executor import Pending, cpu_executor
-from tripool.engine.paged import Paged
+from tripool.engine.memory import CPU_STEP_TOKENS, LargestStep, kv_blocks
+from tripool.engine.paged import Paged, Result
 from tripool.engine.scheduler import Scheduler
 from tripool.errors import InvalidRequest
 from tripool.models import Model
-from tripool.models.arch import Arch
 from tripool.sequence import Seq, Task
 from tripool.text.files import TextFiles
-
-_DEFAULT_CONTEXTS = 8
-_DEFAULT_KV_BYTES = 2 * 2**30
 
 
 class Engine(Paged):
@@ -31,16 +30,23 @@ class Engine(Paged):
         self, name: str, model: Model, text: TextFiles, config: EngineConfig, device_spec: DeviceSpec | None = None
     ) -> None:
         """`device_spec`: the device that the model was loaded on; None: this machine's own memory and cores."""
-        mtp = config.mtp and model.mtp is not None
-        num_blocks = kv_blocks(model.arch, config, mtp=mtp)
+        mtp, arch = config.mtp and model.mtp is not None, model.arch
+        tokens = config.step_tokens or (CPU_STEP_TOKENS if device_spec is None else device_spec.step_tokens(arch))
+        tokens = max(tokens, config.max_running * (1 + mtp) + BLOCK_TOKENS)
+        if device_spec is None:
+            num_blocks = kv_blocks(arch.block_bytes(mtp=mtp), arch.context_tokens, config.kv_gb)
+        else:
+            largest = LargestStep(config.max_running, tokens, arch.context_tokens)
+            num_blocks = device_spec.kv_blocks(model, config.kv_gb, largest, mtp=mtp)
         self._bounds = SchedulerConfig(
             num_blocks=num_blocks,
             max_running=config.max_running,
-            step_tokens=max(config.step_tokens, config.max_running * (1 + mtp) + BLOCK_TOKENS),
+            step_tokens=tokens,
             prefix_reuse=config.prefix_reuse,
         )
-        scheduler = Scheduler(self._bounds, model=name, context_tokens=model.arch.context_tokens)
-        super().__init__(scheduler, text, name=name, vocab=model.arch.vocab, max_running=config.max_running)
+        self.step_tokens, self._device_spec = tokens, device_spec
+        scheduler = Scheduler(self._bounds, model=name, context_tokens=arch.context_tokens)
+        super().__init__(scheduler, text, name=name, vocab=arch.vocab, max_running=config.max_running)
         build = cpu_executor if device_spec is None else device_spec.executor
         self.executor = build(model, num_blocks, mtp=mtp, guard=self.guarded)
         self._pending: Pending | None = None
@@ -49,8 +55,22 @@ class Engine(Paged):
         self.kv_bytes, self.block_bytes = self.executor.runner.kv_bytes, self.executor.runner.block_bytes
 
     def warm(self, progress: Callable[[str], None] | None = None) -> None:
-        """See `Runner.warm`."""
-        self.executor.runner.warm(self._bounds.max_running, self._bounds.step_tokens, progress)
+        """See `Runner.warm`. On a GPU also takes the memory of the largest step, so that no step finds too little."""
+        bounds, spec = self._bounds, self._device_spec
+        with self._within_memory("warming up"):
+            self.executor.runner.warm(bounds.max_running, bounds.step_tokens, progress)
+        if spec is not None and spec.device.type == "cuda":
+            spec.run_largest(self.executor, LargestStep(bounds.max_running, bounds.step_tokens, self.context_tokens))
+
+    def attempt(self, tasks: Sequence[Task], do: Callable[[], Result]) -> Result | None:
+        def run() -> Result:
+            with self._within_memory("a step"):
+                return do()
+
+        return super().attempt(tasks, run)
+
+    def _within_memory(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._device_spec is None else within_memory(what, self._device_spec.device)
 
     def start(self, seq: Seq) -> None:
         self.executor.attach(seq)
@@ -89,12 +109,3 @@ class Engine(Paged):
         if pending is not None:
             for seq, draft in pending.drafts():
                 self.scheduler.propose(seq, draft)
-
-
-def kv_blocks(arch: Arch, config: EngineConfig, *, mtp: bool) -> int:
-    """What the user gives, or room for a few full contexts within a bound; always at least two blocks."""
-    block_bytes = (arch.layers + mtp) * BLOCK_TOKENS * arch.kv_width * 4
-    wanted = _DEFAULT_CONTEXTS * -(-arch.context_tokens // BLOCK_TOKENS)
-    if config.kv_gb is not None:
-        return max(2, int(config.kv_gb * 2**30 / block_bytes))
-    return max(2, min(wanted, _DEFAULT_KV_BYTES // block_bytes))

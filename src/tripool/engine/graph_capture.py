@@ -6,6 +6,7 @@ graphs, some of them while sequences wait, so this does neither.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -20,6 +21,8 @@ class GraphCapture:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         """One for all captures: memory is reused within a stream only."""
+        self.capture_s = 0.0
+        """Time that captures have taken, without the runs before them."""
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """`run` as a graph: the same launches over the same memory, and the same tensor each time."""
@@ -48,9 +51,31 @@ class GraphCapture:
         """What is launched inside becomes the graph, also if an exception ends it."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
+        began_s = time.perf_counter()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool)
             try:
                 yield graph
             finally:
                 graph.capture_end()
+                self.capture_s += time.perf_counter() - began_s
+
+
+class _Address:
+    """A tensor's memory in the form in which libraries share device arrays, without a reference to the tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "strides": tuple(size * stride for stride in tensor.stride()),
+            "typestr": f"<i{size}",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of a graph, whose memory other graphs may use once the tensor itself is gone: valid until the next one
+    runs."""
+    return torch.as_tensor(_Address(tensor), device=tensor.device).view(tensor.dtype)

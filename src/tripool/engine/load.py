@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -29,19 +33,12 @@ def load_engine(
     progress: Callable[[str], None] | None = None,
     weight_cache: WeightCache | None = None,
     hands_over: bool = False,
+    shares_device: bool = False,
 ) -> Engine:
-    """Weights are mapped from `weight_cache` if they are in it, and written to it if not. `hands_over`: sequences go to
-    other engines after their first token."""
+    """Weights come from `weight_cache` if they are in it, and are written to it if not. `hands_over`: sequences go to
+    other engines after their first token. `shares_device`: other engines have their memory on the same GPU."""
     if config.device == "cuda":
-        from tripool.engine.device import cuda_spec, load_on  # here: a CPU needs none of it
-        from tripool.engine.overlapped import OverlappedEngine
-
-        device_spec = cuda_spec(config.precision)
-        name, text, network = load_on(device_spec, model, progress)
-        kind = Engine if hands_over else OverlappedEngine  # a sequence that runs ahead cannot leave
-        engine = kind(name, network, text, config, device_spec)
-        engine.warm(progress)
-        return engine
+        return _load_on_cuda(model, config, progress, weight_cache, hands_over, shares_device)
     use_8_bit_products = config.precision == "int8" and bool(variants())
     if config.precision == "int8" and not use_8_bit_products:
         _LOG.warning(_MISSING)  # on stderr, also without a logging configuration
@@ -54,3 +51,45 @@ def load_engine(
     engine = Engine(loaded.name, loaded.network, loaded.text, config)
     engine.from_weight_cache = loaded.from_memory
     return engine
+
+
+def _load_on_cuda(
+    model: str,
+    config: EngineConfig,
+    progress: Callable[[str], None] | None,
+    weight_cache: WeightCache | None,
+    hands_over: bool,
+    shares_device: bool,
+) -> Engine:
+    with _stage("device"):
+        from tripool.engine.device import cuda_spec, load_warm_on  # here: a CPU needs none of it
+        from tripool.engine.device_executor import DeviceExecutor
+        from tripool.engine.overlapped import OverlappedEngine
+
+        device_spec = replace(cuda_spec(config.precision), whole_device=not shares_device)
+        torch.zeros(1, device=device_spec.device)  # opens the device
+    with _stage("weights") as facts:
+        loaded = load_warm_on(device_spec, model, weight_cache, progress)
+        torch.cuda.synchronize(device_spec.device)
+        facts.update(bytes=loaded.network.num_bytes, from_weight_cache=loaded.from_memory)
+    if progress:
+        progress("measuring the largest step")
+    kind = Engine if hands_over else OverlappedEngine  # a sequence that runs ahead cannot leave
+    with _stage("kv") as facts:
+        engine = kind(loaded.name, loaded.network, loaded.text, config, device_spec)
+        engine.from_weight_cache = loaded.from_memory
+        facts.update(bytes=engine.kv_bytes, step_tokens=engine.step_tokens)
+    with _stage("warm-up") as facts:
+        engine.warm(progress)
+        assert isinstance(engine.executor, DeviceExecutor)
+        facts.update(capture_s=round(engine.executor.runner.capture_s, 3))
+    return engine
+
+
+@contextmanager
+def _stage(name: str) -> Iterator[dict[str, Any]]:
+    """Logs how long a stage of the start took, with the facts that were put into the result."""
+    facts: dict[str, Any] = {}
+    began_s = time.perf_counter()
+    yield facts
+    _LOG.info("start", extra={"stage": name, "took_s": round(time.perf_counter() - began_s, 3), **facts})

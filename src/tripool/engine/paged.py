@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from tripool.cache import next_key
 from tripool.core import Request, ServingStats, TokenEvent
 from tripool.engine.scheduler import Scheduler
+from tripool.errors import DeviceOutOfMemory
 from tripool.grammar import GrammarCompiler
 from tripool.sequence import Guide, Sampled, Seq, Task
 from tripool.text.files import TextFiles
@@ -27,7 +28,7 @@ _PROMISES = "TPOT objectives"
 _MAX_FAILED_STEPS = 3
 """So many failed steps in a row are a fault of the engine itself."""
 
-_Result = TypeVar("_Result")
+Result = TypeVar("Result")
 _logger = logging.getLogger("tripool.engine")
 
 
@@ -88,12 +89,13 @@ class Paged(ABC):
         self._num_failed_steps = 0
         self.scheduler.timed(tasks, began_s, self._clock())
 
-    def attempt(self, tasks: Sequence[Task], do: Callable[[], _Result]) -> _Result | None:
+    def attempt(self, tasks: Sequence[Task], do: Callable[[], Result]) -> Result | None:
         """Run a part of a step. A fault ends the requests of its tasks, and returns None."""
         try:
             return do()
-        except Exception:
-            self._num_failed_steps += 1
+        except Exception as error:
+            # Another batch may fit into the memory that this one does not.
+            self._num_failed_steps += not isinstance(error, DeviceOutOfMemory)
             if self._num_failed_steps >= _MAX_FAILED_STEPS:
                 raise
             _logger.exception("a step failed, and with it the %d sequences in it", len(tasks))
@@ -101,7 +103,7 @@ class Paged(ABC):
             self._fail(task.seq.request.id for task in tasks)
             return None
 
-    def guarded(self, seq: Seq, do: Callable[[], _Result]) -> _Result | None:
+    def guarded(self, seq: Seq, do: Callable[[], Result]) -> Result | None:
         """Run what concerns one sequence. A fault ends its request and no other, and returns None."""
         try:
             return do()

@@ -55,6 +55,19 @@ def _large_pages(num_bytes: int) -> memoryview:
     return memoryview(pages)
 
 
+def decided(store: WeightStore, label: str, decide: Callable[[], bool]) -> bool:
+    """What `decide` returns, or an earlier result. For choices that depend on a weight's values: a store that has the
+    packed tensors does not read those."""
+    made: list[bool] = []
+
+    def flag() -> torch.Tensor:
+        made.append(decide())
+        return torch.tensor(made, dtype=torch.uint8)
+
+    kept = store.keep(label, flag)
+    return made[0] if made else bool(kept)
+
+
 class Fresh:
     """Stores nothing."""
 

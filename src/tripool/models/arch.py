@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tripool.core import BLOCK_TOKENS
 from tripool.errors import WrongArchitecture
 from tripool.kernels.ref.route import RoutePlan
 
@@ -79,6 +80,10 @@ class Arch:
         """KV numbers per token and layer."""
         a = self.attention
         return a.kv_rank + a.rope if isinstance(a, MlaShape) else 2 * a.kv_heads * a.head_dim
+
+    def block_bytes(self, *, mtp: bool, itemsize: int = 4) -> int:
+        """Of one KV block in all layers."""
+        return (self.layers + mtp) * BLOCK_TOKENS * self.kv_width * itemsize
 
 
 _MOST = {

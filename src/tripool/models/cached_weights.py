@@ -15,16 +15,18 @@ import torch
 
 from tripool.cache.weight_image import Tensor, WeightImage, WeightImageDamaged, WeightImageWriter
 from tripool.checkpoints import Checkpoint
-from tripool.kernels import KernelTable
 from tripool.models.decoder import Model
-from tripool.models.load import arch_of, read_arch
-from tripool.models.loader import FromCheckpoint, Loader, Source
+from tripool.models.load import Target, arch_of, read_arch
+from tripool.models.loader import Source
 from tripool.text.files import TextFiles
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.int32, torch.complex64)
-}
+    for dtype in (
+        torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8, torch.int8, torch.int32,
+        torch.complex64,
+    )
+}  # fmt: skip
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -96,7 +98,7 @@ def _over(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
     """The tensor keeps the view alive, and the view the mapping."""
     if not data.nbytes:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype).view(shape)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(shape)
 
 
 class _RecordingSource:
@@ -136,20 +138,22 @@ class _MetaSource:
 
 
 @torch.inference_mode()
-def fill_weight_image(checkpoint: Checkpoint, kernels: KernelTable, store: ImageFilling) -> tuple[Model, bytes]:
-    """Load the network from files into an image; also returns the facts to store with it."""
-    source = _RecordingSource(FromCheckpoint(checkpoint))
-    model = Model(read_arch(checkpoint), Loader(source, kernels, torch.float32, store))
+def fill_weight_image(
+    checkpoint: Checkpoint, target: Target, store: ImageFilling, progress: Callable[[str], None] | None = None
+) -> tuple[Model, bytes]:
+    """Load the network from files, and into an image; also returns the facts to store with it."""
+    source = _RecordingSource(target.source(checkpoint, progress))
+    model = Model(read_arch(checkpoint), target.loader(source, store))
     facts = Facts(checkpoint.name, dict(checkpoint.config), checkpoint.text, source.answers)
     return model, msgspec.msgpack.encode(facts)
 
 
 @torch.inference_mode()
-def model_of_weight_image(image: WeightImage, kernels: KernelTable) -> tuple[Model, Facts]:
-    """The network over the image's memory: opens no file, packs and copies nothing."""
+def model_of_weight_image(image: WeightImage, target: Target) -> tuple[Model, Facts]:
+    """The network over the image's memory, or a copy of it on a device: opens no file and packs nothing."""
     try:
         facts = msgspec.msgpack.decode(image.facts, type=Facts)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WeightImageDamaged(f"its facts cannot be read: {error}") from error
-    loader = Loader(_MetaSource(facts.has), kernels, torch.float32, MappedWeights(image))
+    loader = target.loader(_MetaSource(facts.has), MappedWeights(image))
     return Model(arch_of(facts.config, facts.name), loader), facts

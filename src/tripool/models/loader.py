@@ -6,6 +6,7 @@ If the weight store has the packed tensors already, nothing is read: the tensors
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -44,10 +45,18 @@ class Source(Protocol):
 
 
 class FromCheckpoint:
-    device = "cpu"
+    """Tensors of a checkpoint, on the device where they are packed: a GPU takes them as stored and converts them.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    `progress` takes a line of text whenever another percent is read.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, device: str = "cpu", progress: Callable[[str], None] | None = None
+    ) -> None:
+        self.device, self._progress = device, progress
         self._checkpoint, self._infos = checkpoint, checkpoint.infos()
+        self._num_weights = sum(math.prod(info.shape) for info in self._infos.values())
+        self._num_read = 0
 
     def has(self, name: str) -> bool:
         return name in self._infos
@@ -61,6 +70,13 @@ class FromCheckpoint:
 
     def read(self, name: str, out: torch.Tensor) -> None:
         self._checkpoint.read(name, out)
+        if self._progress is not None:
+            before, self._num_read = self._num_read, self._num_read + out.numel()
+            percent = 100 * self._num_read // self._num_weights
+            if percent > 100 * before // self._num_weights:
+                bar = "█" * (percent // 5) + "░" * (20 - percent // 5)
+                size = f"{percent} % of {self._checkpoint.stored_bytes() / 1e9:.1f} GB"
+                self._progress(f"loading {self._checkpoint.name} {bar} {size}")
 
     def scales(self, name: str, kind: str) -> torch.Tensor | None:
         stored = name in self._infos and self._infos[name].dtype == kind

@@ -15,10 +15,10 @@ from tripool.cache.weight_cache import WeightCache
 from tripool.cache.weight_image import WeightImageDamaged
 from tripool.checkpoints import Checkpoint, locate, open_checkpoint
 from tripool.kernels import CPU8, KernelTable
-from tripool.kernels.weight_store import LargePages
+from tripool.kernels.weight_store import FRESH, LargePages
 from tripool.models.cached_weights import ImageFilling, fill_weight_image, model_of_weight_image
 from tripool.models.decoder import Model
-from tripool.models.load import load_model
+from tripool.models.load import Target, load_to
 from tripool.text.files import TextFiles
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -60,20 +60,22 @@ class Loaded:
 
 
 def load_warm(
-    model: str, kernels: KernelTable, weight_cache: WeightCache | None, progress: Callable[[str], None] | None = None
+    model: str,
+    target: Target | KernelTable,
+    weight_cache: WeightCache | None,
+    progress: Callable[[str], None] | None = None,
 ) -> Loaded:
-    key = image_key(model, kernels) if weight_cache is not None and kernels.over is not None else None
+    target = target if isinstance(target, Target) else Target(target)
+    key = image_key(model, target.kernels) if weight_cache is not None and target.kernels.over is not None else None
     if weight_cache is None or key is None:
-        with _checkpoint(model, progress) as checkpoint:
-            network = load_model(checkpoint, kernels=kernels, store=LargePages())
-            return Loaded(checkpoint.name, checkpoint.text, network, False)
-    found = _from_weight_image(weight_cache, key, kernels)
+        return _from_files(model, target, None, "", progress)
+    found = _from_weight_image(weight_cache, key, target)
     if found is not None:
         return found
     with weight_cache.exclusive(key) as locked:
         if locked:  # another process may have written it meanwhile
-            found = _from_weight_image(weight_cache, key, kernels)
-        return found or _from_files(model, kernels, weight_cache if locked else None, key, progress)
+            found = _from_weight_image(weight_cache, key, target)
+        return found or _from_files(model, target, weight_cache if locked else None, key, progress)
 
 
 def image_key(model: str, kernels: KernelTable) -> str | None:
@@ -86,12 +88,12 @@ def image_key(model: str, kernels: KernelTable) -> str | None:
     return _digest(parts)
 
 
-def _from_weight_image(weight_cache: WeightCache, key: str, kernels: KernelTable) -> Loaded | None:
+def _from_weight_image(weight_cache: WeightCache, key: str, target: Target) -> Loaded | None:
     image = weight_cache.find(key)
     if image is None:
         return None
     try:
-        network, facts = model_of_weight_image(image, kernels)
+        network, facts = model_of_weight_image(image, target)
     except WeightImageDamaged:
         weight_cache.discard(key)
         return None
@@ -99,16 +101,18 @@ def _from_weight_image(weight_cache: WeightCache, key: str, kernels: KernelTable
 
 
 def _from_files(
-    model: str, kernels: KernelTable, weight_cache: WeightCache | None, key: str, progress: Callable[[str], None] | None
+    model: str, target: Target, weight_cache: WeightCache | None, key: str, progress: Callable[[str], None] | None
 ) -> Loaded:
     with _checkpoint(model, progress) as checkpoint:
-        writer = weight_cache.writer(key, _most_bytes(checkpoint, kernels)) if weight_cache is not None else None
+        most_bytes = _most_bytes(checkpoint, target.kernels)
+        writer = weight_cache.writer(key, most_bytes) if weight_cache is not None else None
         if weight_cache is None or writer is None:
-            network = load_model(checkpoint, kernels=kernels, store=LargePages())
+            host = FRESH if target.device is not None else LargePages()
+            network = load_to(target, checkpoint, host, progress)
         else:
             store = ImageFilling(writer, weight_cache.make_room)
             try:
-                network, facts = fill_weight_image(checkpoint, kernels, store)
+                network, facts = fill_weight_image(checkpoint, target, store, progress)
             except BaseException:
                 writer.abandon()
                 raise

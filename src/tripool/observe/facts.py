@@ -24,8 +24,7 @@ from typing import Any
 import tripool
 from tripool.checkpoints.fetch import unfinished_in
 from tripool.checkpoints.names import FETCHED, default_cache_dir, list_models, open_checkpoint
-from tripool.config import EngineConfig, GatewayConfig, Precision
-from tripool.core import BLOCK_TOKENS
+from tripool.config import GatewayConfig, Precision
 from tripool.errors import TripoolError
 from tripool.fabric.folder import memory_folder, remove_if_stale, run_folders
 from tripool.observe.machine import Clock, Folder, Kernels, Leftover, Machine, Model, Package, Port, Shared, Software
@@ -145,7 +144,7 @@ def _model(name: str, precision: str) -> Model:
         return Model(name=name, path=str(entry.path), present=False, weight_bytes=weights, precision=precision)
     try:
         with open_checkpoint(name) as checkpoint:
-            from tripool.engine.engine import kv_blocks
+            from tripool.engine.memory import kv_blocks
             from tripool.models.load import read_arch
 
             arch = read_arch(checkpoint)
@@ -157,9 +156,8 @@ def _model(name: str, precision: str) -> Model:
     embedding = arch.vocab * arch.hidden
     # 8 bits and a scale per 64 weights; the embedding stays float32.
     weights = parameters * 17 // 16 + 4 * embedding if precision == "int8" else 4 * (parameters + embedding)
-    mtp = arch.mtp_layers > 0
-    blocks = kv_blocks(arch, EngineConfig(), mtp=mtp)
-    kv = blocks * (arch.layers + mtp) * BLOCK_TOKENS * arch.kv_width * 4
+    block_bytes = arch.block_bytes(mtp=arch.mtp_layers > 0)
+    kv = kv_blocks(block_bytes, arch.context_tokens, None) * block_bytes
     return Model(name=name, path=path, present=True, weight_bytes=weights, kv_bytes=kv, precision=precision)
 
 

@@ -123,7 +123,7 @@ def build_colocated(
                 return load(model, engine)
             from tripool.engine.load import load_engine  # here: torch takes seconds to import
 
-            return load_engine(model, engine, progress=progress, weight_cache=weight_cache)
+            return load_engine(model, engine, progress=progress, weight_cache=weight_cache, shares_device=several)
 
         if several:
             budget = None if memory_gb is None else int(memory_gb * 2**30)
@@ -200,8 +200,7 @@ def _described(models: Sequence[str], config: EngineConfig) -> list[tuple[_Descr
 
 def _describe(model: str, config: EngineConfig) -> _Description:
     from tripool.checkpoints import open_checkpoint
-    from tripool.core import BLOCK_TOKENS
-    from tripool.engine.engine import kv_blocks
+    from tripool.engine.memory import kv_blocks
     from tripool.kernels import CPU, CPU8
     from tripool.kernels.cpu8.library import variants
     from tripool.models.load import read_arch
@@ -210,8 +209,8 @@ def _describe(model: str, config: EngineConfig) -> _Description:
     with open_checkpoint(model) as checkpoint:
         arch = read_arch(checkpoint)
         mtp = config.mtp and arch.mtp_layers > 0
-        block_bytes = (arch.layers + mtp) * BLOCK_TOKENS * arch.kv_width * 4
-        kv_bytes = kv_blocks(arch, config, mtp=mtp) * block_bytes
+        block_bytes = arch.block_bytes(mtp=mtp)
+        kv_bytes = kv_blocks(block_bytes, arch.context_tokens, config.kv_gb) * block_bytes
         kernels = CPU8 if config.precision == "int8" and variants() else CPU
         num_bytes = weight_bytes(checkpoint, kernels) + kv_bytes
         return _Description(checkpoint.name, checkpoint.text, arch.context_tokens, num_bytes)

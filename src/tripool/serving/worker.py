@@ -100,7 +100,7 @@ def load_pool_engine(
         return _fake(settings, config)
     from tripool.engine.load import load_engine
 
-    return load_engine(model, config, weight_cache=weight_cache, hands_over=role == "prefill")
+    return load_engine(model, config, weight_cache=weight_cache, hands_over=role == "prefill", shares_device=True)
 
 
 def _fake(settings: str, config: EngineConfig) -> PoolEngine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,12 +16,16 @@ from tripool.kernels.cuda.make import AnyRows, Make, norm_for
 from tripool.kernels.cuda.quantized_linear import Linear8
 from tripool.kernels.cuda.rows import PagedRows, device_rows
 from tripool.kernels.table import DraftParts
+from tripool.kernels.weight_store import decided
 from tripool.kernels.weights import INT8, GqaWeights, LatentWeights
+
+_PACKED = torch.empty(0)
+"""In place of a weight that a sublayer has packed: the floats must not stay in memory."""
 
 
 class GroupedAttention:
     def __init__(self, make: Make, weights: GqaWeights) -> None:
-        self._w = weights
+        self._w = replace(weights, qkv=_PACKED, out=_PACKED)
         self._qkv = make.linear(weights.qkv, weights.qkv_bias, weights.qkv_scales)
         self._out = make.linear(weights.out, weights.out_bias, weights.out_scales)
         self._norm = norm_for(weights.norm, self._qkv, fused=make.fused)
@@ -121,11 +126,14 @@ def apply_rope_fused_(q_rope: torch.Tensor, batch: Batch) -> None:
 
 class LatentAttention:
     def __init__(self, make: Make, weights: LatentWeights) -> None:
-        self._w, core = weights, weights.core
+        core = weights.core
+        shape = replace(core, query=_PACKED, up=_PACKED, out=_PACKED)
+        self._w = replace(weights, down=_PACKED, core=shape)
         self._up = make.store.keep("up", lambda: core.up.to(make.dtype))
         self._joint = None
         """Both products of the normed rows in one, where queries have no low rank."""
-        if weights.q_norm is None and weights.down_bias is None and _alike(make, weights):
+        may_join = weights.q_norm is None and weights.down_bias is None
+        if may_join and decided(make.store, "joint", lambda: _alike(make, weights)):
             # Queries first: their rows are a multiple of the 128 that share a scale in e4m3.
             scales = [one for one in (core.query_scales, weights.down_scales) if one is not None]
             joint = torch.cat((core.query.to(weights.down.dtype), weights.down))

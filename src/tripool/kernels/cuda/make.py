@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from tripool.kernels.cuda.elementwise import normed, rms_norm, swiglu
-from tripool.kernels.cuda.quantized_linear import Experts8, Linear8, QuantizedOps
+from tripool.kernels.cuda.quantized_linear import Experts8, Held, Linear8, QuantizedOps
 from tripool.kernels.ref import linear, route
-from tripool.kernels.weight_store import FRESH, WeightStore
+from tripool.kernels.weight_store import FRESH, WeightStore, decided
 from tripool.kernels.weights import INT8, MoeWeights, Norm
 
 # Routed experts on the device, without asking it how many rows each expert got.
@@ -155,10 +155,22 @@ class Make:
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, scales: torch.Tensor | None = None
     ) -> AnyLinear:
-        held = self.quantized.held(weight, scales) if self.quantized else None
+        held = self._held(weight, scales)
         if self.quantized and held:
             return Linear8(held, bias, quantized=self.quantized, store=self.store)
         return Linear(weight, bias, store=self.store, dtype=self.dtype)
+
+    def _held(self, weight: torch.Tensor, scales: torch.Tensor | None) -> Held | None:
+        """See `QuantizedOps.held`. Where the store has the packed tensors, the result is not read."""
+        if self.quantized is None:
+            return None
+        ops, found = self.quantized, []
+
+        def stored() -> bool:
+            found.append(ops.held(weight, scales))
+            return found[0] is not None
+
+        return (found[0] if found else (weight, weight)) if decided(self.store, "8 bits", stored) else None
 
     def swiglu(self) -> Callable[[torch.Tensor], torch.Tensor]:
         if not self.fused:
@@ -173,8 +185,8 @@ class Make:
         return Router(weights, store=self.store, fused=self.fused, int8=int8)
 
     def experts(self, weights: MoeWeights) -> AnyExperts:
-        gate_up = self.quantized.held(weights.gate_up, weights.gate_up_scales) if self.quantized else None
-        down = self.quantized.held(weights.down, weights.down_scales) if self.quantized else None
+        gate_up = self._held(weights.gate_up, weights.gate_up_scales)
+        down = self._held(weights.down, weights.down_scales)
         if self.quantized and gate_up and down:
             return Experts8(gate_up, down, quantized=self.quantized, store=self.store)
         return Experts(weights.gate_up, weights.down, store=self.store, dtype=self.dtype, fused=self.fused)

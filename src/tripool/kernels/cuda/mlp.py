@@ -16,12 +16,12 @@ class Join:
     """Norms two rows and projects their concatenation to one."""
 
     def __init__(self, make: Make, weights: JoinWeights) -> None:
-        self._w = weights
+        self._left, self._right = weights.left, weights.right
         self._linear = make.linear(weights.weight, None, weights.scales)
         self.num_bytes = self._linear.num_bytes
 
     def __call__(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return self._linear(torch.cat((normed(left, self._w.left), normed(right, self._w.right)), dim=1))
+        return self._linear(torch.cat((normed(left, self._left), normed(right, self._right)), dim=1))
 
 
 class Swiglu:

@@ -67,8 +67,9 @@ class QuantizedOps:
             f"{name}eight bits",
             lambda: self._packed(weight.flatten(0, -2), scales.flatten(0, weight.dim() - 2), weight),
         )
-        by_rows = scales.dim() < weight.dim()
-        return quantized, store.keep(f"{name}scales", lambda: scales if by_rows else fp8.share_rows(scales))
+        return quantized, store.keep(
+            f"{name}scales", lambda: scales if scales.dim() < weight.dim() else fp8.share_rows(scales)
+        )
 
     def _packed(self, rows: torch.Tensor, scales: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Packs piece by piece: a layer's experts in float32 would take four times the memory that was read."""

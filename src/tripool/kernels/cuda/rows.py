@@ -152,10 +152,12 @@ def _groups(seqs: Sequence[SequenceRows], device: torch.device) -> tuple[PromptG
     for seq in seqs:
         alike.setdefault((seq.start, seq.count, seq.first), []).append(seq)
     groups = []
-    for (start, count, first), members in alike.items():
-        rows = [row for seq in members for row in range(seq.row, seq.row + count)]
-        block_table = to_device([seq.block_table for seq in members], device)
-        groups.append(PromptGroup(to_device(rows, device), block_table, start, count, first))
+    for (start, count, first), everyone in alike.items():
+        most = max(1, MOST_GATHERED // (start + count))
+        for members in (everyone[i : i + most] for i in range(0, len(everyone), most)):
+            rows = [row for seq in members for row in range(seq.row, seq.row + count)]
+            block_table = to_device([seq.block_table for seq in members], device)
+            groups.append(PromptGroup(to_device(rows, device), block_table, start, count, first))
     return tuple(groups)
 
 
