@@ -12,6 +12,7 @@ from tripool.cache.weight_cache import WeightCache
 from tripool.config import EngineConfig
 from tripool.engine.engine import Engine
 from tripool.engine.overlapped import OverlappedEngine
+from tripool.errors import NotExact
 from tripool.kernels import CPU, CPU8
 from tripool.kernels.cpu8.library import set_threads, variants
 from tripool.models.warm import load_warm
@@ -36,7 +37,7 @@ def load_engine(
     if config.device == "cuda":
         from tripool.engine.device import cuda_spec, load_on  # here: a CPU needs none of it
 
-        device_spec = cuda_spec(config.precision)
+        device_spec = cuda_spec(config.precision, exact=config.exact)
         name, text, network = load_on(device_spec, model, progress)
         # Drafts depend on settled tokens, and so do sequences that change engines.
         overlaps = not hands_over and not (config.mtp and network.mtp is not None)
@@ -44,6 +45,9 @@ def load_engine(
         engine.warm(progress)
         return engine
     use_8_bit_products = config.precision == "int8" and bool(variants())
+    if config.exact and not use_8_bit_products:
+        hint = "on a CPU only int8 is exact, and its kernels must have been compiled: see `tripool doctor`"
+        raise NotExact("products in float32 change their last bits with the batch", hint=hint)
     if config.precision == "int8" and not use_8_bit_products:
         _LOG.warning(_MISSING)  # on stderr, also without a logging configuration
     threads = config.threads or len(os.sched_getaffinity(0))

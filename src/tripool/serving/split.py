@@ -163,6 +163,7 @@ def _worker_specs(
     sizes = ["--max-running", str(config.max_running), "--precision", config.precision, "--threads", str(threads)]
     sizes += ["--mtp" if config.mtp else "--no-mtp", "--device", config.device]
     sizes += ["--kv-gb", str(config.kv_gb)] if config.kv_gb is not None else []
+    sizes += ["--exact"] if config.exact else []
     join = ("--join", gateway_address(folder.path))
     for role, count in (("prefill", pools.num_prefill), ("decode", pools.num_decode)):
         # Numbered over all models: a worker's name is unique in its run.
