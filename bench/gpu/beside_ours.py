@@ -47,6 +47,7 @@ from tripool.engine.device import DeviceSpec
 from tripool.engine.engine import Engine
 from tripool.engine.overlapped import OverlappedEngine
 from tripool.kernels.cuda.arithmetic import quantized_ops_of
+from tripool.kernels.cuda.invariant_linear import Invariant
 from tripool.kernels.cuda.quantized_linear import QuantizedOps
 from tripool.kernels.cuda.table import OnDevice, cuda_table
 from tripool.kernels.ref import fp8
@@ -104,9 +105,12 @@ class Drawn:
 
 @torch.inference_mode()
 def make_model(settings: dict[str, Any], kind: str, device_spec: DeviceSpec) -> Model:
-    device, fused = device_spec.device, device_spec.device.type == "cuda"
-    quantized = quantized_ops_of(STORED[kind], fused=fused, device=device) if kind in STORED else None
-    table = cuda_table(device_spec.dtype, fused=fused, quantized=quantized)
+    device, exact = device_spec.device, device_spec.exact
+    fused, quantized = device.type == "cuda" or exact, None
+    if kind in STORED:
+        quantized = quantized_ops_of(STORED[kind], fused=fused, device=device, invariant=exact)
+    invariant = Invariant.on(device) if exact else None
+    table = cuda_table(device_spec.dtype, fused=fused, quantized=quantized, invariant=invariant)
     loader = Loader(Drawn(device, quantized), table, device_spec.dtype, OnDevice(device))
     return Model(arch_of(settings, "made up"), loader)
 

@@ -50,6 +50,10 @@ class EngineConfig:
     """CPU threads of one step. None: every core this process may use."""
     device: Device = "cpu"
     """cuda: bfloat16, or 8 bits on Hopper where the checkpoint has them, or float32 if `precision` says so."""
+    exact: bool = False
+    """Batch-invariant kernels: a request's tokens depend neither on the batch, nor on chunks, preemptions, drafts or
+    prefix hits on blocks written in prompt form. Slower on CUDA; on a CPU int8 is always so. Refused (`NotExact`) where
+    there are no such kernels."""
 
     def __post_init__(self) -> None:
         for name in ("kv_gb", "max_running", "step_tokens", "threads"):

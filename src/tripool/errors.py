@@ -151,6 +151,10 @@ def error_of(code: str, message: str, hint: str) -> TripoolError:
     return found(message, hint=hint)
 
 
+class NotExact(TripoolError, code="not_exact"):
+    """The exact mode was asked for, and this device, precision or model has no batch-invariant kernels."""
+
+
 class ArenaError(TripoolError, code="bad_arena"):
     """A cache member's shared memory cannot be created, or is not valid."""
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self, cast
 
 from tripool.answer import Answer, Generation
-from tripool.config import EngineConfig, Precision
+from tripool.config import Device, EngineConfig, Precision
 from tripool.core import Conversation, Request, SamplingParams, TokenEvent
 from tripool.engine_protocol import StepEngine
 from tripool.errors import InvalidRequest, RequestFailed, TripoolError
@@ -41,13 +41,18 @@ class LLM:
         mtp: bool = True,
         precision: Precision = "int8",
         threads: int | None = None,
+        device: Device = "cpu",
+        exact: bool = False,
         on_load: Callable[[str], None] | None = None,
     ) -> None:
         if isinstance(model, str):
             # Imported here, so that `import tripool` and the command line's help do not load torch.
             from tripool.engine.load import load_engine
 
-            config = EngineConfig(kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads)
+            config = EngineConfig(
+                kv_gb=kv_gb, max_running=max_running, mtp=mtp, precision=precision, threads=threads, device=device,
+                exact=exact,
+            )  # fmt: skip
             model = load_engine(model, config, progress=on_load)
         self._engine: StepEngine | None = model
         self.name = model.name

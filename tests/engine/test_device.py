@@ -11,7 +11,7 @@ from tripool.core import Request, SamplingParams
 from tripool.engine.device import DeviceMissing, DeviceSpec, cuda_spec, load_on, table_of
 from tripool.engine.engine import Engine
 from tripool.engine.load import load_engine
-from tripool.errors import InvalidRequest
+from tripool.errors import InvalidRequest, NotExact
 
 PARAMS = (
     SamplingParams(max_tokens=20, temperature=0.0),
@@ -65,6 +65,27 @@ def test_eight_bits_are_for_devices_that_have_them_and_users_that_want_them(
     with open_checkpoint("tiny") as checkpoint:
         here = DeviceSpec(torch.device("cpu"), device_spec.dtype, device_spec.use_8_bit_products)
         assert table_of(here, checkpoint).name.endswith("-I8") is use_8_bit_products
+
+
+@pytest.mark.parametrize(("precision", "major", "said"), [("float32", 9, "float32"), ("int8", 8, "an A100")])
+def test_what_cannot_be_exact_on_cuda_is_refused(
+    monkeypatch: pytest.MonkeyPatch, precision: Precision, major: int, said: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "an A100")
+    with pytest.raises(NotExact, match=said):
+        cuda_spec(precision, exact=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert cuda_spec("int8", exact=True).exact and not cuda_spec("int8").exact
+
+
+def test_on_a_cpu_int8_is_exact_and_float32_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotExact, match="float32"):
+        load_engine("tiny", EngineConfig(precision="float32", exact=True))
+    monkeypatch.setattr("tripool.engine.load.variants", tuple)  # no kernels were compiled
+    with pytest.raises(NotExact, match="float32"):
+        load_engine("tiny", EngineConfig(exact=True))
 
 
 def test_a_device_that_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

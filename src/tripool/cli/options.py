@@ -31,6 +31,7 @@ ModelNames = Annotated[
 
 PrecisionOf = Annotated[Precision, typer.Option("--precision", help="int8: fast, and exact on a CPU; or float32.")]
 _DEVICE = "cpu, or cuda: bfloat16, and on Hopper 8 bits where the checkpoint has them; or float32."
+_EXACT = "Tokens do not depend on the batch, on drafts or on preemptions: slower on cuda, always so in int8 on a CPU."
 _ENGINE = {
     "kv_gb": Annotated[float | None, typer.Option(min=0.001, help=_KV)],
     "max_running": Annotated[int, typer.Option(min=1, max=256, help="Sequences computed at once.")],
@@ -41,6 +42,7 @@ _ENGINE = {
     "precision": PrecisionOf,
     "threads": Annotated[int | None, typer.Option(min=1, help=_THREADS)],
     "device": Annotated[Device, typer.Option(help=_DEVICE)],
+    "exact": Annotated[bool, typer.Option("--exact", help=_EXACT)],
 }
 _SAMPLING = {
     "temperature": Annotated[float | None, typer.Option(help="0 picks the most likely token.")],

@@ -25,9 +25,10 @@ from tripool.engine.memory import (
     refused,
 )
 from tripool.engine.sampler import Guard, unguarded
-from tripool.errors import TripoolError
+from tripool.errors import NotExact, TripoolError
 from tripool.kernels import KernelTable
 from tripool.kernels.cuda.arithmetic import quantized_ops_of
+from tripool.kernels.cuda.invariant_linear import Invariant
 from tripool.kernels.cuda.table import cuda_table
 from tripool.kernels.weights import E4M3, INT8
 from tripool.models import Model
@@ -54,9 +55,11 @@ class DeviceSpec:
     """Whether weights that a checkpoint holds in 8 bits are multiplied in 8 bits. Results are in bfloat16."""
     whole_device: bool = False
     """Whether KV may take all memory that weights and the largest step leave."""
+    exact: bool = False
+    """Batch-invariant kernels (see `EngineConfig.exact`), which are Triton's: a CPU runs them in its interpreter."""
 
     def __post_init__(self) -> None:
-        assert not self.use_8_bit_products or self.dtype == torch.bfloat16
+        assert not (self.use_8_bit_products or self.exact) or self.dtype == torch.bfloat16
 
     def runner(self, model: Model, num_blocks: int, *, mtp: bool) -> DeviceRunner:
         return DeviceRunner(model, num_blocks=num_blocks, device=self.device, dtype=self.dtype, mtp=mtp)
@@ -94,24 +97,31 @@ class DeviceSpec:
         return DeviceExecutor(runner, sampler, mtp=mtp, guard=guard)
 
 
-def cuda_spec(precision: Precision) -> DeviceSpec:
+def cuda_spec(precision: Precision, *, exact: bool = False) -> DeviceSpec:
     if not torch.cuda.is_available():
         hint = "run with --device cpu, or install a torch that was built for CUDA and check the driver"
         raise DeviceMissing("torch finds no CUDA device", hint=hint)
+    on_hopper = torch.cuda.get_device_capability()[0] == HOPPER
+    if exact and precision == "float32":
+        hint = "run without --precision float32, or without --exact"
+        raise NotExact("on CUDA products in float32 change their last bits with the batch", hint=hint)
+    if exact and not on_hopper:
+        name = torch.cuda.get_device_name()
+        raise NotExact(f"the exact mode is written for Hopper, and this is {name}", hint="run without --exact")
     if precision == "float32":
         return DeviceSpec(torch.device("cuda"), torch.float32)
-    return DeviceSpec(
-        torch.device("cuda"), torch.bfloat16, use_8_bit_products=torch.cuda.get_device_capability()[0] == HOPPER
-    )
+    return DeviceSpec(torch.device("cuda"), torch.bfloat16, use_8_bit_products=on_hopper, exact=exact)
 
 
 def table_of(device_spec: DeviceSpec, checkpoint: Checkpoint) -> KernelTable:
-    fused = device_spec.device.type == "cuda"
+    fused = device_spec.device.type == "cuda" or device_spec.exact
     kinds = (
         {info.dtype for info in checkpoint.infos().values()} & {INT8, E4M3} if device_spec.use_8_bit_products else ()
     )
-    quantized = next((quantized_ops_of(kind, fused=fused, device=device_spec.device) for kind in kinds), None)
-    return cuda_table(device_spec.dtype, fused=fused, quantized=quantized)
+    exact, device = device_spec.exact, device_spec.device
+    quantized = next((quantized_ops_of(kind, fused=fused, device=device, invariant=exact) for kind in kinds), None)
+    invariant = Invariant.on(device) if exact else None
+    return cuda_table(device_spec.dtype, fused=fused, quantized=quantized, invariant=invariant)
 
 
 def load_on(

@@ -15,6 +15,7 @@ import torch
 from tripool.cache.weight_cache import WeightCache
 from tripool.config import EngineConfig
 from tripool.engine.engine import Engine
+from tripool.errors import NotExact
 from tripool.kernels import CPU, CPU8
 from tripool.kernels.cpu8.library import set_threads, variants
 from tripool.models.warm import load_warm
@@ -40,6 +41,9 @@ def load_engine(
     if config.device == "cuda":
         return _load_on_cuda(model, config, progress, weight_cache, hands_over, shares_device)
     use_8_bit_products = config.precision == "int8" and bool(variants())
+    if config.exact and not use_8_bit_products:
+        hint = "on a CPU only int8 is exact, and its kernels must have been compiled: see `tripool doctor`"
+        raise NotExact("products in float32 change their last bits with the batch", hint=hint)
     if config.precision == "int8" and not use_8_bit_products:
         _LOG.warning(_MISSING)  # on stderr, also without a logging configuration
     threads = config.threads or len(os.sched_getaffinity(0))
@@ -66,7 +70,7 @@ def _load_on_cuda(
         from tripool.engine.device_executor import DeviceExecutor
         from tripool.engine.overlapped import OverlappedEngine
 
-        device_spec = replace(cuda_spec(config.precision), whole_device=not shares_device)
+        device_spec = replace(cuda_spec(config.precision, exact=config.exact), whole_device=not shares_device)
         torch.zeros(1, device=device_spec.device)  # opens the device
     with _stage("weights") as facts:
         loaded = load_warm_on(device_spec, model, weight_cache, progress)

@@ -46,7 +46,8 @@ def disk_of(gb: float, folder: Path | None, model: str, config: EngineConfig) ->
 def fingerprint(model: str, config: EngineConfig) -> str:
     """Equal only if blocks are: same checkpoint, arithmetic and code. Blocks of another fingerprint are replaced."""
     said = blake2b(digest_size=16, person=b"tripool-disk")
-    for word in (str(BLOCK_TOKENS), config.precision, config.device, str(config.mtp), *_checkpoint(model)):
+    arithmetic = config.precision, config.device, str(config.mtp), str(config.exact)
+    for word in (str(BLOCK_TOKENS), *arithmetic, *_checkpoint(model)):
         said.update(len(word.encode()).to_bytes(8, "little") + word.encode())
     root = Path(tripool.__file__).parent
     for room in _CODE:

@@ -164,6 +164,7 @@ def _worker_specs(
     sizes += ["--mtp" if config.mtp else "--no-mtp", "--device", config.device]
     sizes += ["--kv-gb", str(config.kv_gb)] if config.kv_gb is not None else []
     sizes += ["--step-tokens", str(config.step_tokens)] if config.step_tokens is not None else []
+    sizes += ["--exact"] if config.exact else []
     join = ("--join", gateway_address(folder.path))
     for role, count in (("prefill", pools.num_prefill), ("decode", pools.num_decode)):
         # Numbered over all models: a worker's name is unique in its run.

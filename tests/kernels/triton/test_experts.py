@@ -117,3 +117,14 @@ def test_blocks(
 def test_more_rows_take_taller_blocks() -> None:
     heights = [choose_tiling(pairs, 64).block_m for pairs in (6, 48, 384, 1536, 3072, 16384)]
     assert heights == sorted(heights) and heights[0] == 16 and heights[-1] == 128
+
+
+def test_a_row_has_the_same_bits_among_any_number_of_rows(device: str) -> None:
+    """Through every tiling of the invariant mode, one row alone without a list of pairs."""
+    x, chosen, weights, gate_up, down = case(150, 2, 3, 136, 72, device)
+    together = routed_experts(x, chosen, weights, gate_up, down, invariant=True)
+    assert len({choose_tiling(2 * rows, 4, invariant=True) for rows in (5, 60, 120, 150)}) == 4
+    for first, count in ((77, 1), (3, 5), (40, 60), (0, 120)):
+        part = slice(first, first + count)
+        given = x[part].contiguous(), chosen[part].contiguous(), weights[part].contiguous()
+        assert torch.equal(routed_experts(*given, gate_up, down, invariant=True), together[part]), count

@@ -8,7 +8,7 @@ import torch
 from oracle.blocks import stored
 from oracle.close import assert_close
 from tripool.kernels.ref import fp8
-from tripool.kernels.triton.fp8_gemm import BlockTiling, block_gemm
+from tripool.kernels.triton.fp8_gemm import BlockTiling, block_gemm, choose_invariant
 
 BF16 = 2**-8
 """The result's rounding."""
@@ -50,3 +50,18 @@ def test_rows_that_share_scales(outs: list[int], share: int) -> None:
     scales = stored(outs, 256, "cpu")[1]
     assert len(scales) == -(-sum(outs) // share)
     assert fp8.rows_per_scale(sum(outs), len(scales)) == share
+
+
+def test_a_row_has_the_same_bits_in_any_company(device: str) -> None:
+    """Values whose products are exact over a group of 128: only the order of the groups' sums can change a bit."""
+    width = 2176
+    x = torch.randint(-2, 3, (300, width), device=device).to(fp8.E4M3), torch.rand(300, 17, device=device) + 0.5
+    w = torch.randint(-2, 3, (96, width), device=device).to(fp8.E4M3), torch.rand(96, 17, device=device) * 100
+    kinds = {(t.splits, t.fold) for t in (choose_invariant(rows, 96, width) for rows in (1, 130, 300, 20000))}
+    assert kinds == {(2, False), (2, True)}
+    together = block_gemm(x, w, choose=choose_invariant)
+    folded = BlockTiling(128, 64, 2, 4, 4, band=8, fold=True)
+    assert torch.equal(block_gemm(x, w, tiling=folded), together)
+    for first, count in ((0, 1), (299, 1), (31, 17), (100, 130)):
+        part = slice(first, first + count)
+        assert torch.equal(block_gemm((x[0][part], x[1][part]), w, choose=choose_invariant), together[part])

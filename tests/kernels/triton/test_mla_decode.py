@@ -119,3 +119,29 @@ def test_hopper_kernel(queries, heads, splits):
     torch.manual_seed(queries + heads)
     inputs = make([1, 64, 65, 0, 700, 4001], queries, heads, 512, 64, "cuda", poison=30000.0)
     close(run(inputs, 512, HOPPER, splits), paged.mla_decode(*inputs, 0.07))
+
+
+def alike_in_any_company(device, heads, rank, rope, tiling):
+    """Lengths of one, two and three splits of 128 tokens, and one beyond MAX_SPLITS of them in a table of its width."""
+    lengths = [300, 1, 129, 128, 5000]
+    q, kv, table, seq_lens = make(lengths, 1, heads, rank, rope, device, poison=0.0)
+    given = {"rank": rank, "tiling": tiling, "split_tokens": 128}
+    together = mla_decode(q, kv, table, seq_lens, 0.07, **given)
+    close(together, paged.mla_decode(q, kv, table, seq_lens, 0.07, rank=rank))
+    for i, length in enumerate(lengths):
+        narrow = table[i : i + 1, : -(-length // 64)].contiguous()
+        alone = mla_decode(q[i : i + 1].clone(), kv, narrow, seq_lens[i : i + 1].clone(), 0.07, **given)
+        assert torch.equal(alone[0], together[i]), length
+
+
+@pytest.mark.parametrize("tiling", [ROWS, SWAPPED], ids=["rows", "swapped"])
+def test_fixed_splits_give_the_same_bits_in_any_company(device, tiling):
+    alike_in_any_company(device, 3, 32, 16, tiling)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+def test_fixed_splits_of_the_hopper_kernel():
+    torch.manual_seed(7)
+    alike_in_any_company("cuda", 16, 512, 64, HOPPER)

@@ -20,11 +20,17 @@ from tripool.kernels.weights import E4M3, INT8
 Product = Callable[[Rows8, Rows8], torch.Tensor]
 
 
-def quantized_ops_of(stored: str, *, fused: bool, device: torch.device | str = "cpu") -> QuantizedOps:
-    assert stored in (INT8, E4M3), stored
+def quantized_ops_of(
+    stored: str, *, fused: bool, device: torch.device | str = "cpu", invariant: bool = False
+) -> QuantizedOps:
+    """`invariant`: a row's bits do not depend on the batch (only with `fused`)."""
+    assert stored in (INT8, E4M3) and (fused or not invariant), stored
     if stored == INT8:
-        return _integers_fused(torch.device(device)) if fused else INTEGERS
-    return _e4m3_fused(torch.device(device)) if fused else FLOATS
+        ops = _integers_fused(torch.device(device)) if fused else INTEGERS
+        # Integer sums are exact in any tiling. But of the kernels that add the product to something, which are chosen
+        # by the number of rows, some round in between and some do not.
+        return replace(ops, add_product=None) if invariant else ops
+    return _e4m3_fused(torch.device(device), invariant=invariant) if fused else FLOATS
 
 
 def _packed_integers(steps: torch.Tensor) -> torch.Tensor:
@@ -116,10 +122,11 @@ def _integers_fused(device: torch.device) -> QuantizedOps:
     )
 
 
-def _e4m3_fused(device: torch.device) -> QuantizedOps:
+def _e4m3_fused(device: torch.device, *, invariant: bool) -> QuantizedOps:
+    """All tilings of routed experts are batch-invariant in e4m3: each has a depth of 128."""
     from tripool.kernels.triton import norm_quant
     from tripool.kernels.triton.experts import routed_experts
-    from tripool.kernels.triton.fp8_gemm import block_gemm
+    from tripool.kernels.triton.fp8_gemm import block_gemm, choose_blocks, choose_invariant
     from tripool.kernels.triton.int8_gemm import arrivals
 
     return replace(
@@ -127,6 +134,6 @@ def _e4m3_fused(device: torch.device) -> QuantizedOps:
         quantise=partial(norm_quant.quantise_rows, dtype=fp8.E4M3),
         norm=partial(norm_quant.rms_norm_quant, dtype=fp8.E4M3),
         swiglu=partial(norm_quant.swiglu_quant, dtype=fp8.E4M3),
-        product=partial(block_gemm, arrived=arrivals(device)),
+        product=partial(block_gemm, arrived=arrivals(device), choose=choose_invariant if invariant else choose_blocks),
         experts=routed_experts,
     )

@@ -8,7 +8,7 @@ depends on lengths that only the device knows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -88,15 +88,16 @@ def mla_prompt(
 
 
 def mla_prompt_fused(
-    q: torch.Tensor, kv: torch.Tensor, seqs: DeviceRows, up: torch.Tensor, nope: int, scale: float, out: torch.Tensor
-) -> None:
-    """The same in three launches."""
+    q: torch.Tensor, kv: torch.Tensor, seqs: DeviceRows, up: torch.Tensor, nope: int, scale: float, out: torch.Tensor,
+    *, product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear,
+) -> None:  # fmt: skip
+    """The same in three launches. `product`: of the gathered latents with the up-projection."""
     from tripool.kernels.triton.mla_prefill import mla_prefill
 
     heads, width, rank = up.shape
     for part in seqs.prompt_contexts:
         seen = kv.index_select(0, part.slots)
-        expanded = F.linear(seen[:, :rank], up.view(-1, rank)).view(-1, heads, width)
+        expanded = product(seen[:, :rank], up.view(-1, rank)).view(-1, heads, width)
         mla_prefill(q[part.rows], expanded, seen[:, rank:], part.index, scale, nope=nope, out=out[part.rows])
 
 
@@ -140,12 +141,23 @@ def latent_decode(q: torch.Tensor, kv: torch.Tensor, rows: PagedRows, rank: int,
     return torch.einsum("bqht,btk->bqhk", weights, seen[..., :rank]).flatten(0, 1)
 
 
-def latent_decode_fused(q: torch.Tensor, kv: torch.Tensor, rows: PagedRows, rank: int, scale: float) -> torch.Tensor:
-    """The same with `triton.mla_decode`, which reads the context once, in place."""
+def by_head(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+    """x [rows, heads, k] x w [heads, n, k]^T -> out [rows, heads, n], in place: torch's product takes any `out` whose
+    last dimension is dense."""
+    torch.bmm(x.transpose(0, 1), w.mT, out=out.transpose(0, 1))
+
+
+def latent_decode_fused(
+    q: torch.Tensor, kv: torch.Tensor, rows: PagedRows, rank: int, scale: float, *, invariant: bool = False
+) -> torch.Tensor:
+    """The same with `triton.mla_decode`, which reads the context once, in place. `invariant`: cut at fixed tokens."""
     if rows.first:  # only the MTP layer, which hides its first slot
         return latent_decode(q, kv, rows, rank, scale)
-    from tripool.kernels.triton.mla_decode import mla_decode
+    from tripool.kernels.triton.mla_decode import INVARIANT_SPLIT_TOKENS, mla_decode
 
+    split_tokens = INVARIANT_SPLIT_TOKENS if invariant else None
     queries = q.unflatten(0, (-1, rows.queries)).contiguous()
     blocks = kv.view(-1, BLOCK_TOKENS, kv.shape[1])
-    return mla_decode(queries, blocks, rows.block_table, rows.seq_lens, scale, rank=rank).flatten(0, 1)
+    return mla_decode(
+        queries, blocks, rows.block_table, rows.seq_lens, scale, rank=rank, split_tokens=split_tokens
+    ).flatten(0, 1)

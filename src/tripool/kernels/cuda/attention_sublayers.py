@@ -12,6 +12,7 @@ from tripool.core import BLOCK_TOKENS
 from tripool.kernels.batch import Batch
 from tripool.kernels.cuda import attention
 from tripool.kernels.cuda.elementwise import normed, rope_
+from tripool.kernels.cuda.invariant_linear import check_width
 from tripool.kernels.cuda.make import AnyRows, Make, norm_for
 from tripool.kernels.cuda.quantized_linear import Linear8
 from tripool.kernels.cuda.rows import PagedRows, device_rows
@@ -31,6 +32,7 @@ class GroupedAttention:
         self._norm = norm_for(weights.norm, self._qkv, fused=make.fused)
         self._rope_cache = rope_cache_fused if make.fused else rope_cache
         self._attend = attention.gqa_fused if make.fused else attention.gqa
+        self._exact = make.invariant is not None
         self.num_bytes = self._qkv.num_bytes + self._out.num_bytes
         self.out_width = weights.heads * weights.head_dim
 
@@ -44,8 +46,10 @@ class GroupedAttention:
         return self._rope_cache(self._w, self._qkv(self._norm(x)), batch, kv)
 
     def attend(self, q: torch.Tensor, batch: Batch, kv: torch.Tensor, out: torch.Tensor) -> None:
-        w = self._w
-        self._attend(q, kv, device_rows(batch), batch.num_prompt_rows, w.kv_heads, w.scale, out)
+        w, rows = self._w, device_rows(batch)
+        if self._exact:
+            rows.separate_queries()
+        self._attend(q, kv, rows, batch.num_prompt_rows, w.kv_heads, w.scale, out)
 
     def after(self, x: torch.Tensor, attended: torch.Tensor) -> None:
         self._out.add_to(x, attended)
@@ -152,6 +156,12 @@ class LatentAttention:
         self._apply_rope_ = apply_rope_fused_ if make.fused else apply_rope_
         self._prompt = attention.mla_prompt_fused if make.fused else attention.mla_prompt
         self._latent_decode = attention.latent_decode_fused if make.fused else attention.latent_decode
+        self._by_head, self._exact = attention.by_head, make.invariant is not None
+        if make.invariant is not None:
+            check_width(self._up.shape[2])
+            self._by_head = make.invariant.by_head
+            self._prompt = partial(attention.mla_prompt_fused, product=make.invariant.product)
+            self._latent_decode = partial(attention.latent_decode_fused, invariant=True)
         self.num_bytes += self._out.num_bytes + self._up.nbytes
         self.out_width = self._up.shape[0] * (self._up.shape[1] - core.nope)
 
@@ -175,6 +185,8 @@ class LatentAttention:
 
     def attend(self, q: torch.Tensor, batch: Batch, kv: torch.Tensor, out: torch.Tensor) -> None:
         core, rows, n = self._w.core, device_rows(batch), batch.num_prompt_rows
+        if self._exact:
+            rows.separate_queries()
         if rows.seqs:
             self._prompt(q[:n], kv, rows, self._up, core.nope, core.scale, out[:n])
         if rows.decodes is not None:
@@ -185,14 +197,14 @@ class LatentAttention:
 
     def _decode(self, q: torch.Tensor, kv: torch.Tensor, rows: PagedRows, out: torch.Tensor) -> None:
         """Absorbed form: projects the query into the latent space, attends there, and projects the result to values.
-        Both products write where they are read: torch's takes any `out` whose last dimension is dense, as it is."""
+        Both products write where they are read."""
         nope, rank, heads = self._w.core.nope, self._up.shape[2], q.shape[1]
         key_up, value_up = self._up[:, :nope], self._up[:, nope:]
         q_latent = q.new_empty(len(q), heads, kv.shape[1])
-        torch.bmm(q[..., :nope].transpose(0, 1), key_up, out=q_latent[..., :rank].transpose(0, 1))
+        self._by_head(q[..., :nope], key_up.mT, q_latent[..., :rank])
         q_latent[..., rank:] = q[..., nope:]
         latent = self._latent_decode(q_latent, kv, rows, rank, self._w.core.scale)
-        torch.bmm(latent.transpose(0, 1), value_up.mT, out=out.unflatten(1, (heads, -1)).transpose(0, 1))
+        self._by_head(latent, value_up, out.unflatten(1, (heads, -1)))
 
 
 def _alike(make: Make, weights: LatentWeights) -> bool:

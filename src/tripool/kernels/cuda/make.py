@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from tripool.kernels.cuda.elementwise import normed, rms_norm, swiglu
+from tripool.kernels.cuda.invariant_linear import Invariant, InvariantLinear, check_width
 from tripool.kernels.cuda.quantized_linear import Experts8, Held, Linear8, QuantizedOps
 from tripool.kernels.ref import linear, route
 from tripool.kernels.weight_store import FRESH, WeightStore, decided
@@ -31,11 +33,17 @@ class Experts:
         store: WeightStore = FRESH,
         dtype: torch.dtype = torch.float32,
         fused: bool = False,
+        exact: bool = False,
     ) -> None:
+        """`exact`: a row's bits do not depend on other rows."""
+        self._exact = exact
         self._gate_up = store.keep("gate_up", lambda: gate_up.to(dtype))  # [experts, 2 * width, hidden]
         self._down = store.keep("down", lambda: down.to(dtype))  # [experts, hidden, width]
         self._fused = fused and dtype == torch.bfloat16
         self.num_bytes = self._gate_up.nbytes + self._down.nbytes
+        if exact:
+            check_width(down.shape[1])
+            check_width(down.shape[2])
 
     def __call__(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, onto: torch.Tensor | None = None,
@@ -48,7 +56,9 @@ class Experts:
 
             if takes(*self._down.shape[1:]):
                 x = x.to(self._down.dtype).contiguous()
-                return routed_experts(x, experts.contiguous(), weights, self._gate_up, self._down, onto, also)
+                return routed_experts(
+                    x, experts.contiguous(), weights, self._gate_up, self._down, onto, also, invariant=self._exact
+                )
         way = sorted_rows if self._fused else all_rows
         out = way(x, experts, weights, self._gate_up, self._down)
         out = out if also is None else out + also
@@ -108,12 +118,16 @@ class Router:
     """RMS norm, and the choice of experts in float32: never quantised, because it selects experts."""
 
     def __init__(
-        self, weights: MoeWeights, *, store: WeightStore = FRESH, fused: bool = False, int8: bool = False
-    ) -> None:
-        """`int8`: who takes the normed rows takes them in 8 bits, so they may come like that."""
-        self._int8 = int8
+        self, weights: MoeWeights, *, store: WeightStore = FRESH, fused: bool = False, int8: bool = False,
+        invariant: Invariant | None = None,
+    ) -> None:  # fmt: skip
+        """`int8`: the normed rows are used in 8 bits, so they may come like that."""
+        self._int8, self._invariant = int8, invariant
         self._norm, self._bias, self._plan, self._fused = weights.norm, weights.gate_bias, weights.plan, fused
         self._gate = store.keep("weight", lambda: _router_weight(weights.gate, fused))
+        if invariant is not None and self._gate.dtype == torch.float32:
+            check_width(self._gate.shape[1])
+            self._gate = store.keep("three parts", partial(_three_parts, self._gate))
         self.num_bytes = self._gate.nbytes
 
     def __call__(self, x: torch.Tensor) -> tuple[AnyRows, torch.Tensor, torch.Tensor]:
@@ -122,13 +136,26 @@ class Router:
             from tripool.kernels.triton.gate import route as choose
             from tripool.kernels.triton.router import MOST_ROWS, norm_route
 
-            if x.is_contiguous() and self._gate.dtype == x.dtype and len(x) <= MOST_ROWS:
-                norm = self._norm
+            norm, invariant = self._norm, self._invariant
+            if invariant is not None and self._gate.dim() == 3:
+                return self._by_parts(x, invariant)
+            few = invariant is not None or len(x) <= MOST_ROWS
+            if x.is_contiguous() and self._gate.dtype == x.dtype and few:
                 return norm_route(x, norm.gain, norm.eps, self._gate, self._bias, self._plan, int8=self._int8)
         else:
             choose = route.route
         rows = normed(x, self._norm)
         return rows, *choose(F.linear(rows.float(), self._gate.float()), self._bias, self._plan)
+
+    def _by_parts(self, x: torch.Tensor, invariant: Invariant) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """With a float32 gate in three 16-bit parts, whose products with 16-bit rows are exact."""
+        from tripool.kernels.triton.elementwise import rms_norm as fused_norm
+        from tripool.kernels.triton.gate import route_parts
+
+        rows = fused_norm(x, self._norm.gain, self._norm.eps)
+        logits = invariant.product(rows, self._gate.flatten(0, 1), dtype=torch.float32)
+        by_part = logits.unflatten(1, (3, -1)).transpose(0, 1).contiguous()
+        return rows, *route_parts(by_part, self._bias, self._plan)
 
 
 def _router_weight(gate: torch.Tensor, fused: bool) -> torch.Tensor:
@@ -137,9 +164,16 @@ def _router_weight(gate: torch.Tensor, fused: bool) -> torch.Tensor:
     return narrow if fused and torch.equal(narrow.float(), gate.float()) else gate.float()
 
 
+def _three_parts(gate: torch.Tensor) -> torch.Tensor:
+    """float32 [experts, hidden] -> bfloat16 [3, experts, hidden] whose sum it is."""
+    high = gate.to(torch.bfloat16)
+    middle = (gate - high.float()).to(torch.bfloat16)
+    return torch.stack((high, middle, (gate - high.float() - middle.float()).to(torch.bfloat16)))
+
+
 AnyRows = Any
 """Rows in the table's type, or `Rows8` where the next product takes 8 bits."""
-AnyLinear = Linear | Linear8
+AnyLinear = Linear | InvariantLinear | Linear8
 AnyExperts = Experts | Experts8
 
 
@@ -151,6 +185,11 @@ class Make:
     """Whether Triton kernels may be used: on CUDA, in bfloat16."""
     quantized: QuantizedOps | None = None
     """Arithmetic for weights stored in 8 bits; None: they are dequantised when loaded."""
+    invariant: Invariant | None = None
+    """Products for the exact mode; None: the fastest ones, whose last bits may depend on the batch."""
+
+    def __post_init__(self) -> None:
+        assert self.fused or self.invariant is None, "only Triton kernels are batch-invariant"
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None = None, scales: torch.Tensor | None = None
@@ -158,6 +197,8 @@ class Make:
         held = self._held(weight, scales)
         if self.quantized and held:
             return Linear8(held, bias, quantized=self.quantized, store=self.store)
+        if self.invariant is not None:
+            return self.invariant.linear(weight, bias, store=self.store, dtype=self.dtype)
         return Linear(weight, bias, store=self.store, dtype=self.dtype)
 
     def _held(self, weight: torch.Tensor, scales: torch.Tensor | None) -> Held | None:
@@ -172,6 +213,13 @@ class Make:
 
         return (found[0] if found else (weight, weight)) if decided(self.store, "8 bits", stored) else None
 
+    def rms_norm(self) -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]:
+        if self.invariant is None:
+            return rms_norm
+        from tripool.kernels.triton.elementwise import rms_norm as fused_norm
+
+        return fused_norm
+
     def swiglu(self) -> Callable[[torch.Tensor], torch.Tensor]:
         if not self.fused:
             return swiglu
@@ -182,14 +230,15 @@ class Make:
     def router(self, weights: MoeWeights, *users: AnyLinear | AnyExperts) -> Router:
         quantized = _common(users)
         int8 = quantized is not None and quantized.stored == INT8
-        return Router(weights, store=self.store, fused=self.fused, int8=int8)
+        return Router(weights, store=self.store, fused=self.fused, int8=int8, invariant=self.invariant)
 
     def experts(self, weights: MoeWeights) -> AnyExperts:
         gate_up = self._held(weights.gate_up, weights.gate_up_scales)
         down = self._held(weights.down, weights.down_scales)
         if self.quantized and gate_up and down:
             return Experts8(gate_up, down, quantized=self.quantized, store=self.store)
-        return Experts(weights.gate_up, weights.down, store=self.store, dtype=self.dtype, fused=self.fused)
+        exact = self.invariant is not None
+        return Experts(weights.gate_up, weights.down, store=self.store, dtype=self.dtype, fused=self.fused, exact=exact)
 
 
 def norm_for(norm: Norm, *users: AnyLinear | AnyExperts, fused: bool = False) -> Callable[[torch.Tensor], AnyRows]:

@@ -45,6 +45,14 @@ class PagedRows:
         ends = self.seq_lens[:, None] - self.queries + 1 + torch.arange(self.queries, device=device)
         return (positions < ends[..., None]) & (positions >= self.first)
 
+    def by_row(self) -> PagedRows:
+        """Every query as a request of its own."""
+        if self.queries == 1:
+            return self
+        offsets = torch.arange(1 - self.queries, 1, dtype=torch.int32, device=self.seq_lens.device)
+        table = self.block_table[:, None].expand(-1, self.queries, -1).flatten(0, 1)
+        return PagedRows(table, (self.seq_lens[:, None] + offsets).flatten(), 1, self.first)
+
 
 @dataclass(frozen=True, slots=True)
 class PromptGroup:
@@ -106,6 +114,12 @@ class DeviceRows:
     _prompts: tuple[PromptGroup, ...] | None = None
     _index: PromptIndex | None = None
     _contexts: tuple[PromptContexts, ...] | None = None
+
+    def separate_queries(self) -> DeviceRows:
+        """With one query per request in decode form: kernels that see two at once may cut the context otherwise."""
+        if self.decodes is not None:
+            self.decodes = self.decodes.by_row()
+        return self
 
     @property
     def prompts(self) -> tuple[PromptGroup, ...]:

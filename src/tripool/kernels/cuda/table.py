@@ -1,7 +1,8 @@
 """The CUDA table, by the type it computes in.
 
 `fused`: with Triton kernels, which need a CUDA device. `quantized`: weights that a checkpoint stores in 8 bits are
-multiplied in them (see `quantized_linear.py`); without it they are dequantized when they are loaded.
+multiplied in them (see `quantized_linear.py`); without it they are dequantized when they are loaded. `invariant`: the
+exact mode, in which a row's bits do not depend on the batch (`quantized` must then be invariant, too).
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from functools import partial
 
 import torch
 
-from tripool.kernels.cuda import attention_sublayers, elementwise, mlp
+from tripool.kernels.cuda import attention_sublayers, mlp
+from tripool.kernels.cuda.invariant_linear import Invariant
 from tripool.kernels.cuda.make import Make
 from tripool.kernels.cuda.quantized_linear import QuantizedOps
 from tripool.kernels.table import KernelTable
@@ -52,13 +54,18 @@ def uploaded(source: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def cuda_table(
-    dtype: torch.dtype, *, fused: bool, quantized: QuantizedOps | None = None, store: WeightStore = FRESH
+    dtype: torch.dtype,
+    *,
+    fused: bool,
+    quantized: QuantizedOps | None = None,
+    invariant: Invariant | None = None,
+    store: WeightStore = FRESH,
 ) -> KernelTable:
-    make = Make(store, dtype, fused and dtype == torch.bfloat16, quantized)
+    make = Make(store, dtype, fused and dtype == torch.bfloat16, quantized, invariant)
     return KernelTable(
         name=f"cuda{'' if fused else '-plain'}-{str(dtype).removeprefix('torch.')}"
-        f"{f'-{quantized.stored}' if quantized else ''}",
-        rms_norm=elementwise.rms_norm,
+        f"{f'-{quantized.stored}' if quantized else ''}{'-exact' if invariant else ''}",
+        rms_norm=make.rms_norm(),
         linear=make.linear,
         join=partial(mlp.Join, make),
         gqa=partial(attention_sublayers.GroupedAttention, make),
@@ -66,7 +73,7 @@ def cuda_table(
         mlp=partial(mlp.Mlp, make),
         moe=partial(mlp.MoeMlp, make),
         draft=attention_sublayers.Draft,
-        over=lambda other: cuda_table(dtype, fused=fused, quantized=quantized, store=other),
+        over=lambda other: cuda_table(dtype, fused=fused, quantized=quantized, invariant=invariant, store=other),
         linear_of_scales=None if quantized is None else lambda weight, scales: make.linear(weight, None, scales),
         stored=quantized.stored if quantized else None,
     )

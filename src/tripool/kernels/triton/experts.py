@@ -8,6 +8,8 @@ launch quantises). One row needs no list: each of its choices is a block.
 
 Sums are float32 in order of depth, in e4m3 with the scales applied every 128. The tiling depends on the numbers of
 pairs and experts, so the last bits of a row's result may depend on how many rows there are, never on what they hold.
+With `invariant` all tilings have one depth, and weights as the tall side of one matrix instruction (see
+`invariant_gemm`): then the bits do not depend on the number of rows either.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class ExpertTiling:
     down: Strip = Strip()
 
 
-def choose_tiling(num_pairs: int, num_experts: int, *, e4m3: bool = False) -> ExpertTiling:
+def choose_tiling(num_pairs: int, num_experts: int, *, e4m3: bool = False, invariant: bool = False) -> ExpertTiling:
     """By the expected pairs of an expert, with room for one that has more: a second block reads its weights again."""
     per_expert = num_pairs / num_experts
     if e4m3:
@@ -65,6 +67,8 @@ def choose_tiling(num_pairs: int, num_experts: int, *, e4m3: bool = False) -> Ex
         return ExpertTiling(16, Strip(64, 128, 4, 3), Strip(64, 128, 4, 4))
     if per_expert <= 40:
         return ExpertTiling(32, Strip(128, 128, 4, 3), Strip(64, 128, 4, 4))
+    if invariant:
+        return ExpertTiling(64 if per_expert <= 64 else 128, Strip(64, 128, 4, 3), Strip(128, 128, 8, 3))
     if per_expert <= 64:
         return ExpertTiling(64, Strip(64, 64, 4, 4), Strip(128, 64, 8, 3))
     if per_expert <= 256:
@@ -190,7 +194,8 @@ def takes(hidden: int, width: int, *, e4m3: bool = False) -> bool:
 
 def routed_experts(
     x: Rows, experts: torch.Tensor, weights: torch.Tensor, gate_up: Rows, down: Rows,
-    onto: torch.Tensor | None = None, also: torch.Tensor | None = None, tiling: ExpertTiling | None = None,
+    onto: torch.Tensor | None = None, also: torch.Tensor | None = None, tiling: ExpertTiling | None = None, *,
+    invariant: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """x [rows, hidden], experts int32 or int64 [rows, top_k], weights float32 [rows, top_k], gate_up [experts, 2 *
     width, hidden] (gate rows, then up rows), down [experts, hidden, width] -> [rows, hidden], in x's type or bfloat16.
@@ -202,7 +207,7 @@ def routed_experts(
     hidden = _values(x).shape[1]
     parts = torch.empty(0, dtype=torch.bfloat16 if e4m3 else _values(x).dtype, device=experts.device)
     if rows:
-        tiling = tiling or choose_tiling(rows * top_k, num_experts, e4m3=e4m3)
+        tiling = tiling or choose_tiling(rows * top_k, num_experts, e4m3=e4m3, invariant=invariant)
         listed = None if rows == 1 else expert_blocks(experts, num_experts, tiling.block_m)
         gated = gate_up_product(x, experts, listed, gate_up, tiling)
         parts = down_product(gated, experts, listed, down, tiling)

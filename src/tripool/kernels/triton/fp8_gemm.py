@@ -6,11 +6,14 @@ as in `int8_gemm`. For few rows the depth is split until every multiprocessor ha
 the last program to arrive adds them in order, so the result does not depend on who arrives when.
 
 The tiling depends on the number of rows; a row's result may depend on it in the last bits, never on other rows' values.
+The tilings of `choose_invariant` split the depth by the weight's shape alone, and for many rows one program computes
+the splits of its tile one after the other: a row's bits are then those of the row alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -36,6 +39,8 @@ class BlockTiling:
     num_warps: int = 4
     num_stages: int = 5
     band: int = 0
+    fold: bool = False
+    """One program computes all splits of its tile."""
 
 
 @cache
@@ -54,13 +59,40 @@ def choose_blocks(m: int, n: int, k: int) -> BlockTiling:
     return BlockTiling(block_m, 64, splits, 4, 6 if block_m <= 64 else 5)
 
 
+@cache
+def choose_invariant(m: int, n: int, k: int) -> BlockTiling:
+    """With splits that do not depend on the number of rows, and are long enough to be computed one after the other."""
+    tiles = triton.cdiv(n, 64)
+    splits = max(1, min(NUM_SMS // tiles, triton.cdiv(k, GROUP) // 8, 8))
+    if m <= 128:
+        return replace(choose_blocks(m, n, k), splits=splits)
+    return BlockTiling(
+        128, 64, splits, 4, 4, band=8 if m > 512 else 0, fold=splits > 1 and triton.cdiv(m, 128) * tiles >= NUM_SMS
+    )
+
+
+@triton.jit
+def _split(
+    x_desc, x_scale, w_desc, w_scale, m, n, rows, live, N, groups, split, splits,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARE: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """Channels x tokens of one split of the depth."""
+    total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for group in range(split * groups // splits, (split + 1) * groups // splits):
+        k = group * BLOCK_K
+        by_row = tl.load(x_scale + rows * groups + group, mask=live, other=0.0)
+        factors = scale_factors(w_scale, n * BLOCK_N, N, group, groups, by_row, BLOCK_N, SHARE, ONE)
+        total += tl.dot(w_desc.load([n * BLOCK_N, k]), x_desc.load([m * BLOCK_M, k]).T) * factors
+    return total
+
+
 @triton.jit(do_not_specialize=["M", "splits"])
 def block_gemm_kernel(
     x_desc, x_scale, w_desc, w_scale, out, parts, arrived, M, N, K, splits,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SHARE: tl.constexpr, ONE: tl.constexpr,
-    SPLIT: tl.constexpr, BAND: tl.constexpr, EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, FOLD: tl.constexpr, BAND: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of tokens, blocks of channels, splits)."""
+    """Grid (blocks of tokens, blocks of channels, splits; one if FOLD)."""
     m, n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if BAND > 0:
         place, per_band = n * tl.num_programs(0) + m, BAND * tl.num_programs(1)
@@ -72,12 +104,16 @@ def block_gemm_kernel(
         gdc_wait()
     groups, rows = tl.cdiv(K, BLOCK_K), m * BLOCK_M + tl.arange(0, BLOCK_M)
     live = rows < M
-    total = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
-    for group in range(split * groups // splits, (split + 1) * groups // splits):
-        k = group * BLOCK_K
-        by_row = tl.load(x_scale + rows * groups + group, mask=live, other=0.0)
-        factors = scale_factors(w_scale, n * BLOCK_N, N, group, groups, by_row, BLOCK_N, SHARE, ONE)
-        total += tl.dot(w_desc.load([n * BLOCK_N, k]), x_desc.load([m * BLOCK_M, k]).T) * factors
+    total = _split(
+        x_desc, x_scale, w_desc, w_scale, m, n, rows, live, N, groups, split, splits, BLOCK_M, BLOCK_N, BLOCK_K,
+        SHARE, ONE,
+    )  # fmt: skip
+    if FOLD:
+        for s in range(1, splits):
+            total += _split(
+                x_desc, x_scale, w_desc, w_scale, m, n, rows, live, N, groups, s, splits, BLOCK_M, BLOCK_N, BLOCK_K,
+                SHARE, ONE,
+            )  # fmt: skip
     channels = n * BLOCK_N + tl.arange(0, BLOCK_N)
     at = out + rows.to(tl.int64)[:, None] * N + channels[None, :]
     inside = live[:, None] & (channels < N)[None, :]
@@ -99,7 +135,7 @@ def block_gemm_kernel(
 
 def block_gemm(
     x: Rows8, w: Rows8, arrived: torch.Tensor | None = None, tiling: BlockTiling | None = None,
-    out: torch.Tensor | None = None,
+    out: torch.Tensor | None = None, *, choose: Callable[[int, int, int], BlockTiling] = choose_blocks,
 ) -> torch.Tensor:  # fmt: skip
     """Rows [m, k] and weights [n, k] with their scales -> bfloat16 [m, n]. k is a multiple of 16.
 
@@ -113,9 +149,9 @@ def block_gemm(
     out = torch.empty(m, n, dtype=torch.bfloat16, device=rows.device) if out is None else out
     if m == 0:
         return out
-    t, share, early = tiling or choose_blocks(m, n, k), rows_per_scale(n, len(w_scale)), rows.is_cuda
-    grid = triton.cdiv(m, t.block_m), triton.cdiv(n, t.block_n), t.splits
-    tiles, split = grid[0] * grid[1], t.splits > 1
+    t, share, early = tiling or choose(m, n, k), rows_per_scale(n, len(w_scale)), rows.is_cuda
+    grid = triton.cdiv(m, t.block_m), triton.cdiv(n, t.block_n), 1 if t.fold else t.splits
+    tiles, split = grid[0] * grid[1], grid[2] > 1
     parts = torch.empty(
         tiles * t.splits * t.block_m * t.block_n if split else 1, dtype=torch.float32, device=rows.device
     )
@@ -126,7 +162,7 @@ def block_gemm(
         TensorDescriptor.from_tensor(weights, [t.block_n, GROUP]), w_scale,
         out, parts, parts if arrived is None else arrived, m, n, k, t.splits,
         BLOCK_M=t.block_m, BLOCK_N=t.block_n, BLOCK_K=GROUP, SHARE=share, ONE=share % t.block_n == 0, SPLIT=split,
-        BAND=t.band, EARLY=early, num_warps=t.num_warps, num_stages=t.num_stages,
+        FOLD=t.fold, BAND=t.band, EARLY=early, num_warps=t.num_warps, num_stages=t.num_stages,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out

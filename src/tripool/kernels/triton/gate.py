@@ -13,9 +13,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tripool.kernels.ref.route import RoutePlan
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # a layout by the number of rows could change the order of sums
 def route_kernel(
-    logits, bias, experts, weights, per_group, scaling, stride, part_stride, PARTS: tl.constexpr,
+    logits, bias, experts, weights, per_group, scaling, stride, rows, PARTS: tl.constexpr,
     TOP_K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr,
     SIGMOID: tl.constexpr, BIASED: tl.constexpr, NORMALISE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
@@ -30,7 +30,7 @@ def route_kernel(
     real = (group < GROUPS) & (member < per_group)
     scores = tl.load(logits + row * stride + number, mask=real, other=float("-inf")).to(tl.float32)
     for part in tl.static_range(1, PARTS):
-        scores += tl.load(logits + part * part_stride + row * stride + number, mask=real, other=0.0)
+        scores += tl.load(logits + part * rows * stride + row * stride + number, mask=real, other=0.0)
     if SIGMOID:
         scores = tl.sigmoid(scores)
     else:
@@ -74,17 +74,18 @@ def route(logits: torch.Tensor, bias: torch.Tensor | None, plan: RoutePlan) -> t
 
 
 def route_parts(logits: torch.Tensor, bias: torch.Tensor | None, plan: RoutePlan) -> tuple[torch.Tensor, torch.Tensor]:
-    """`route` of the sum of float32 logits [parts, rows, experts], added in order."""
+    """`route` of the sum of float32 logits [parts, rows, experts], contiguous, added in order."""
     early = logits.is_cuda
     parts, rows, num_experts = logits.shape
     assert logits.stride(2) == 1 and num_experts % plan.groups == 0
+    assert parts == 1 or logits.is_contiguous()
     experts = torch.empty(rows, plan.top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(rows, plan.top_k, dtype=torch.float32, device=logits.device)
     if rows:
         per_group = num_experts // plan.groups
         route_kernel[(rows,)](
             logits, logits if bias is None else bias, experts, weights, per_group, plan.scaling,
-            logits.stride(1), logits.stride(0), PARTS=parts, TOP_K=plan.top_k, GROUPS=plan.groups,
+            logits.stride(1) if parts == 1 else num_experts, rows, PARTS=parts, TOP_K=plan.top_k, GROUPS=plan.groups,
             TOP_GROUPS=plan.top_groups, GROUP_TOP=plan.group_top, SIGMOID=plan.score == "sigmoid",
             BIASED=bias is not None, NORMALISE=plan.normalise, BLOCK_G=triton.next_power_of_2(plan.groups),
             BLOCK_P=triton.next_power_of_2(per_group), BLOCK_K=triton.next_power_of_2(plan.top_k), EARLY=early,

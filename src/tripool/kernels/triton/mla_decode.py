@@ -9,6 +9,10 @@ Two forms of the main kernel. Rows: rows x tokens, 64 rows per program, for many
 few rows (16 heads) are the narrow side of the product and padding costs little. A third, `mla_decode_hopper`, is for
 one architecture and one shape. `bench/gpu/mla.py` times them all.
 
+The number of splits follows from the batch, so the last bits of a result depend on it. With `split_tokens` splits have
+a fixed length (it grows only where a context would need more than MAX_SPLITS of them), and the bits of a row with one
+query depend on its own context only.
+
 Nothing here depends on seq_lens on the host: the grid follows from shapes, so a call can be captured in a CUDA graph.
 """
 
@@ -42,16 +46,20 @@ HOPPER = Tiling("hopper")
 MANY_ROWS = Tiling("rows")
 FEW_ROWS = Tiling("swapped", block_rows=16)
 MAX_SPLITS = 32
+INVARIANT_SPLIT_TOKENS = 256
+"""`split_tokens` for batch-invariant results: short enough for one request, long enough for hundreds."""
 SIZES = ["num_rows", "heads", "queries", "table_width", "splits"]
 """Compiled once for all values: batches come in many sizes, and none of these makes a load wider."""
 
 
 @triton.jit
-def _span(seq_lens, request, split, splits, BLOCK_N: tl.constexpr):
-    """(first, stop) token of this split, and the request's length."""
+def _span(seq_lens, request, split, splits, BLOCK_N: tl.constexpr, FIXED: tl.constexpr, MAX: tl.constexpr):
+    """(first, stop) token of this split, and the request's length. FIXED: tiles of a split; 0: as many as it takes."""
     length = tl.load(seq_lens + request)
     tiles = tl.cdiv(length, BLOCK_N)
     each = tl.cdiv(tiles, splits)
+    if FIXED > 0:
+        each = FIXED * tl.maximum(tl.cdiv(tiles, FIXED * MAX), 1)
     first = split * each * BLOCK_N
     return first, tl.minimum(first + each * BLOCK_N, length), length
 
@@ -79,10 +87,10 @@ def _tile(
 def _decode_rows(
     q, kv, table, seq_lens, out, parts, sums, scale, num_rows, heads, queries, table_width, splits,
     WHOLE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FIXED: tl.constexpr, MAX: tl.constexpr,
 ):  # fmt: skip
     split, request = tl.program_id(1), tl.program_id(2)
-    first, stop, length = _span(seq_lens, request, split, splits, BLOCK_N)
+    first, stop, length = _span(seq_lens, request, split, splits, BLOCK_N, FIXED, MAX)
     rows = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     real = rows < num_rows
     sees = length - queries + 1 + rows // heads  # causal mask
@@ -122,10 +130,10 @@ def _decode_rows(
 def _decode_swapped(
     q, kv, table, seq_lens, out, parts, sums, scale, num_rows, heads, queries, table_width, splits,
     WHOLE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, FIXED: tl.constexpr, MAX: tl.constexpr,
 ):  # fmt: skip
     split, request = tl.program_id(1), tl.program_id(2)
-    first, stop, length = _span(seq_lens, request, split, splits, BLOCK_N)
+    first, stop, length = _span(seq_lens, request, split, splits, BLOCK_N, FIXED, MAX)
     rows = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
     real = rows < num_rows
     sees = length - queries + 1 + rows // heads
@@ -219,6 +227,7 @@ def mla_decode(
     rank: int = 512,
     max_tokens: int | None = None,
     splits: int | None = None,
+    split_tokens: int | None = None,
     tiling: Tiling | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -227,6 +236,7 @@ def mla_decode(
 
     Query token i of Q sees `seq_lens - Q + 1 + i` tokens; one that sees none (padding: length 0) gets zeros. Entries of
     the table beyond a length are never used. `max_tokens`: upper bound of the lengths (default: the table's width).
+    `split_tokens`: see above; a multiple of a tile.
     """
     batch, queries, heads, width = q_latent.shape
     num_rows = queries * heads
@@ -235,8 +245,11 @@ def mla_decode(
     assert block_table.dtype == seq_lens.dtype == torch.int32 and kv_blocks.dtype == q_latent.dtype
     cut = tiling or choose_tiling(q_latent, rank)
     row_blocks = triton.cdiv(num_rows, cut.block_rows)
-    if splits is None:
-        most = max_tokens or block_table.shape[1] * PAGE_TOKENS
+    most, fixed = max_tokens or block_table.shape[1] * PAGE_TOKENS, (split_tokens or 0) // cut.block_tokens
+    if split_tokens is not None:
+        assert splits is None and split_tokens == fixed * cut.block_tokens
+        splits = min(MAX_SPLITS, triton.cdiv(most, split_tokens))
+    elif splits is None:
         splits = choose_splits(batch, row_blocks, most, num_units(q_latent.device), cut.block_tokens)
     if out is None:
         out = torch.empty(batch, queries, heads, rank, dtype=q_latent.dtype, device=q_latent.device)
@@ -246,12 +259,14 @@ def mla_decode(
     sums = torch.empty(batch, splits, num_rows, dtype=torch.float32, device=out.device)
     scale_log2 = scale * LOG2E
     if cut.kind == "hopper":
-        mla_decode_hopper.launch(q_latent, kv_blocks, block_table, seq_lens, scale_log2, out, parts, sums, splits)
+        mla_decode_hopper.launch(
+            q_latent, kv_blocks, block_table, seq_lens, scale_log2, out, parts, sums, splits, fixed, MAX_SPLITS
+        )
     else:
         (_decode_swapped if cut.kind == "swapped" else _decode_rows)[(row_blocks, splits, batch)](
             q_latent, kv_blocks, block_table, seq_lens, out, parts, sums, scale_log2,
             num_rows, heads, queries, block_table.stride(0), splits, WHOLE=splits == 1, RANK=rank, ROPE=width - rank,
-            BLOCK_H=cut.block_rows, BLOCK_N=cut.block_tokens, PAGE=PAGE_TOKENS,
+            BLOCK_H=cut.block_rows, BLOCK_N=cut.block_tokens, PAGE=PAGE_TOKENS, FIXED=fixed, MAX=MAX_SPLITS,
             num_warps=cut.num_warps, num_stages=cut.num_stages,
         )  # fmt: skip
     if splits > 1:

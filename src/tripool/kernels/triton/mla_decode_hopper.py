@@ -153,12 +153,15 @@ def _loads(
 @gluon.jit(do_not_specialize=["num_rows", "heads", "queries", "table_width", "splits"])
 def decode_hopper(
     q_half_desc, q_rope_desc, half_desc, rope_desc, table, seq_lens, out, parts, sums, scale,
-    num_rows, heads, queries, table_width, splits, WHOLE: gl.constexpr,
+    num_rows, heads, queries, table_width, splits, WHOLE: gl.constexpr, FIXED: gl.constexpr, MAX: gl.constexpr,
 ):  # fmt: skip
+    """FIXED: tiles of a split, in multiples where MAX splits would not be enough; 0: all splits share the context."""
     split, request = gl.program_id(1), gl.program_id(2)
     length = gl.load(seq_lens + request)
     tiles = (length + 63) // 64
     each = (tiles + splits - 1) // splits
+    if FIXED > 0:
+        each = FIXED * gl.maximum((tiles + FIXED * MAX - 1) // (FIXED * MAX), 1)
     first_page = gl.minimum(split * each, tiles)
     num_tiles = gl.minimum(first_page + each, tiles) - first_page
     first_row = gl.program_id(0) * 64
@@ -219,9 +222,10 @@ def decode_hopper(
 
 def launch(
     q_latent: torch.Tensor, kv_blocks: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor,
-    scale_log2: float, out: torch.Tensor, parts: torch.Tensor, sums: torch.Tensor, splits: int,
+    scale_log2: float, out: torch.Tensor, parts: torch.Tensor, sums: torch.Tensor, splits: int, fixed: int,
+    max_splits: int,
 ) -> None:  # fmt: skip
-    """Shapes as in `mla_decode`, checked there; bf16, rank 512, rope 64."""
+    """Shapes as in `mla_decode`, checked there; bf16, rank 512, rope 64. `fixed`: tiles of a split, or 0."""
     batch, queries, heads, width = q_latent.shape
     num_rows = queries * heads
     q, kv = q_latent.view(-1, width), kv_blocks.view(-1, width)
@@ -231,5 +235,5 @@ def launch(
         TensorDescriptor.from_tensor(kv, [64, RANK // 2], SHARED),
         TensorDescriptor.from_tensor(kv, [64, ROPE], SHARED),
         block_table, seq_lens, out, parts, sums, scale_log2, num_rows, heads, queries, block_table.stride(0),
-        splits, WHOLE=splits == 1, num_warps=4, maxnreg=MAX_REGISTERS,
+        splits, WHOLE=splits == 1, FIXED=fixed, MAX=max_splits, num_warps=4, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
