@@ -38,14 +38,19 @@ class Sizes:
     prompts: tuple[int, int] = PROMPTS
     answers: tuple[int, int] = ANSWERS
     load_s: float = 60.0
-    closed_s: float = 30.0
+    closed_s: float = 18.0
     in_flight: int = IN_FLIGHT
 
     @classmethod
     def of(cls, *, quick: bool, small: bool) -> Sizes:
         if small:
             return cls((8, 64), (4, 16), load_s=1.0, closed_s=1.0, in_flight=4)
-        return cls(load_s=10.0, closed_s=10.0) if quick else cls()
+        return cls(load_s=10.0, closed_s=9.0) if quick else cls()
+
+    @property
+    def warm_s(self) -> float:
+        """A closed loop before the measured one: both sides still compile or capture what they have not met."""
+        return self.closed_s / 3
 
     @property
     def context_tokens(self) -> int:
@@ -121,11 +126,17 @@ class Stamps:
             span_s = self.last_s[name] - self.first_s[name] if complete else math.inf
             gaps.append(span_s / (arrival.num_tokens - 1))
         row: dict[str, Any] = {"work": f"load {load:.0%}", "load": load, "rate": rate, "requests": len(arrivals)}
-        for label, values in (("ttft", firsts), ("tpot", gaps)):
-            for share in (0.5, 0.99):
-                value = percentile(values, share)
-                row[f"{label}_p{share * 100:.0f}_ms"] = value * 1e3 if math.isfinite(value) else None
-        return row | {"unfinished": unfinished}
+        return row | latencies(firsts, gaps) | {"unfinished": unfinished}
+
+
+def latencies(firsts_s: Sequence[float], gaps_s: Sequence[float]) -> dict[str, float | None]:
+    """Percentiles of the time to the first token and of each answer's mean time per token after it."""
+    row: dict[str, float | None] = {}
+    for label, values in (("ttft", firsts_s), ("tpot", gaps_s)):
+        for share in (0.5, 0.99):
+            value = percentile(values, share)
+            row[f"{label}_p{share * 100:.0f}_ms"] = value * 1e3 if math.isfinite(value) else None
+    return row
 
 
 def percentile(values: Sequence[float], share: float) -> float:

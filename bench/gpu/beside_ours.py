@@ -16,6 +16,7 @@ import sys
 import time
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ KV_BYTES = 56 * 2**30
 """Most memory for KV blocks."""
 BATCH_STEP_TOKENS, MIXED_STEP_TOKENS = 16384, 8192
 """vLLM's own defaults on this device: for `LLM`, and for a server."""
+NO_TEXT = TextFiles(tokenizer_json="")
 
 
 class Drawn:
@@ -125,7 +127,15 @@ class OurSide:
         self.device_spec = DeviceSpec(device, dtype, use_8_bit_products=kind in STORED)
         self.model = make_model(settings, kind, self.device_spec)
 
-    def engine(self, sequences: int, tokens_each: int, step_tokens: int) -> Engine:
+    def engine(
+        self,
+        sequences: int,
+        tokens_each: int,
+        step_tokens: int,
+        *,
+        text: TextFiles = NO_TEXT,
+        prefix_reuse: bool = False,
+    ) -> Engine:
         """With KV memory for this many sequences, within `KV_BYTES`."""
         arch = self.model.arch
         wanted = sequences * (-(-(tokens_each + 3) // BLOCK_TOKENS) + 1) + 8
@@ -135,11 +145,11 @@ class OurSide:
             kv_gb=(num_blocks + 0.5) * block_bytes / 2**30,
             max_running=sequences,
             step_tokens=step_tokens,
-            prefix_reuse=False,
+            prefix_reuse=prefix_reuse,
             mtp=False,
             device="cpu" if self.small else "cuda",
         )
-        engine = OverlappedEngine("made up", self.model, TextFiles(tokenizer_json=""), config, self.device_spec)
+        engine = OverlappedEngine("random", self.model, text, config, self.device_spec)
         assert engine.num_blocks >= num_blocks
         return engine
 
@@ -210,10 +220,12 @@ def cancel_all(engine: Engine, names: list[str]) -> None:
 def mixed_rows(side: OurSide, peer_rate: float, sizes: Sizes, step_tokens: int, report: Report) -> None:
     engine = side.engine(sizes.in_flight, sizes.context_tokens, step_tokens)
     engine.warm()
+    closed_loop(engine, endless(side.vocab, sizes, 0), replace(sizes, closed_s=sizes.warm_s))
     report.add(closed_loop(engine, endless(side.vocab, sizes, 1), sizes))
     for seed, load in enumerate(LOADS, 2):
         arrivals = poisson(side.vocab, sizes, load * peer_rate, seed)
         gc.collect()
+        gc.freeze()  # a collection need not pass through the prompts, which no server would hold
         report.add(open_loop(engine, arrivals, sizes).open_row(arrivals, load, load * peer_rate))
 
 

@@ -5,6 +5,7 @@ Imports torch only inside functions that need it, and neither engine. `vllm_besi
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,28 @@ def write_folder(folder: Path, settings: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(settings, indent=1))
     return folder
+
+
+def tokenizer_json(vocab: int) -> str:
+    """A tokenizer in which every id is a word of its own, so that each token is text in a stream."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = ("".join(word) for word in itertools.product(letters, repeat=4))
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    model = {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
+        "vocab": {f"\u0120{word}": i for i, word in enumerate(itertools.islice(words, vocab))}, "merges": [],
+    }  # fmt: skip
+    parts = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor"))
+    whole = {"version": "1.0", "added_tokens": [], "pre_tokenizer": level, "decoder": level, "model": model}
+    return json.dumps(parts | whole)
+
+
+def write_tokenizer(folder: Path, settings: dict[str, Any]) -> None:
+    """The same tokenizer in a model folder, as transformers finds it."""
+    (folder / "tokenizer.json").write_text(tokenizer_json(settings["vocab_size"]))
+    told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "\u0120aaab"}  # id 1, as in the config
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
 
 
 def draw(name: str, tensor: Any, generator: Any = None) -> None:

@@ -1,7 +1,8 @@
-"""Stages of `vllm_beside.py`: each runs one side in its own process, within a time limit, and leaves rows in one file.
+"""Stages of `vllm_beside.py` and `http_beside.py`: each runs one side in its own process, within a time limit.
 
-The file outlives a call, so that vLLM's rows, which change little, are measured once in a stretch and our side is
-measured again against them. Every row has the time, the machine's boot and the commit it was measured with.
+Rows of all stages are kept in one file. It outlives a call, so that vLLM's rows, which change little, are measured once
+in a stretch and our side is measured again against them. Every row has the time, the machine's boot and the commit it
+was measured with.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ class Stage:
 class Store:
     """Rows of all stages so far, the newest of each key."""
 
-    def __init__(self, folder: Path, peer_rows: Path | None = None) -> None:
-        """`peer_rows`: another such file, whose rows of vLLM count where the folder has none."""
-        self._file = folder / "rows.json"
+    def __init__(self, file: Path, peer_rows: Path | None = None) -> None:
+        """`peer_rows`: another such file, whose rows of vLLM count where this one has none."""
+        self._file = file
         kept = [row for row in _read(peer_rows) if row["side"] == "vllm"]
         self.rows: dict[Key, dict[str, Any]] = {key_of(row): row for row in kept + _read(self._file)}
 
@@ -107,6 +108,14 @@ class Place:
     """Rows, logs, profiles, and vLLM if it came as an archive."""
     carried: Path | None
     """Holds `bundle.*`, the pieces of an archive of vLLM, and `lib.tar.xz`, packages that our side imports."""
+    packages: Path | None = None
+    """More packages that our server imports, unpacked; its folder `vllm` has those that vLLM's archive misses."""
+    http: bool = False
+    """The sides are servers, and each stage is a client that starts one."""
+
+    @property
+    def rows(self) -> Path:
+        return self.folder / ("http_rows.json" if self.http else "rows.json")
 
     def unpack(self) -> None:
         """Once for each machine: a later call finds the folders."""
@@ -128,20 +137,26 @@ class Place:
 
     def environment(self, side: str) -> dict[str, str]:
         """Paths of the side's packages; vLLM's archive puts itself behind what the machine has."""
-        told = dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
+        variables = dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
+        ours = [HERE.parents[1] / "src", self.folder / "ours" / "lib", *filter(None, [self.packages])]
         if side == "ours":
-            paths = [self.folder / "ours" / "lib"]
+            paths = ours
         else:
             paths = [self.folder / "vllm" / "boot", self._plugin(), HERE]
-            told |= {
+            paths += [self.packages / "vllm"] if self.packages else []
+            variables |= {
                 # Greedy choices do not use that sampler, which the archive leaves out.
                 "VLLM_USE_FLASHINFER_SAMPLER": "0",
                 "VLLM_PLUGINS": PLUGIN, "VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": "127.0.0.1",
                 "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1", "GLOO_SOCKET_IFNAME": "lo",
                 "NCCL_SOCKET_IFNAME": "lo",
             }  # fmt: skip
-        told["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *filter(None, [told.get("PYTHONPATH")])])
-        return told
+        # A client that starts vLLM's server has our paths itself.
+        inherited = [
+            path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path) not in ours
+        ]
+        variables["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *inherited])
+        return variables
 
     def _plugin(self) -> Path:
         """A package of metadata only: vLLM looks for plugins among the installed packages, in each of its processes."""
@@ -154,8 +169,11 @@ class Place:
 
 
 def command_of(stage: Stage, place: Place, rows: Path, peer_rate: float | None, more: Sequence[str]) -> list[str]:
-    script = HERE / ("beside_ours.py" if stage.side == "ours" else "beside_vllm.py")
-    command = [sys.executable, str(script), stage.shape, stage.kind, "--json", str(rows), *more]
+    command = [sys.executable, str(HERE / f"beside_{stage.side}.py")]
+    if place.http:
+        command = [sys.executable, str(HERE / "http_side.py"), stage.side]
+        more = [*more, "--folder", str(place.folder), *(["--packages", str(place.packages)] if place.packages else [])]
+    command += [stage.shape, stage.kind, "--json", str(rows), *more]
     if stage.batches:
         command += ["--batches", ",".join(map(str, stage.batches))]
     if "mixed" in stage.work:
@@ -171,21 +189,22 @@ def run_stage(
     """Whether it ended well. Its rows are kept in any case, as far as it came."""
     logs = place.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    rows, log = logs / f"{stage.name}.json", logs / f"{stage.name}.log"
+    name = f"http-{stage.name}" if place.http else stage.name
+    rows, log = logs / f"{name}.json", logs / f"{name}.log"
     rows.unlink(missing_ok=True)
     store.forget(stage)
     if stage.side == "ours" and "mixed" in stage.work and peer_rate is None:
-        print(f"== {stage.name}: no closed-loop rate of vLLM to take shares of", flush=True)
+        print(f"== {name}: no closed-loop rate of vLLM to take shares of", flush=True)
         return False
     began_s = time.monotonic()
     command = command_of(stage, place, rows, peer_rate, more)
-    code = _run(command, place.environment(stage.side), log, stage.limit_s)
-    told = json.loads(rows.read_text()) if rows.exists() else []
-    store.add(told, boot=boot_id(), commit=commit)
+    code = _run(command, place.environment("ours" if place.http else stage.side), log, stage.limit_s)
+    measured = json.loads(rows.read_text()) if rows.exists() else []
+    store.add(measured, boot=boot_id(), commit=commit)
     lines = log.read_text(errors="replace").splitlines()
     for line in _fit_to_show(lines, stage.side, failed=code != 0):
         print(line[:300])
-    print(f"== {stage.name}: exit {code}, {len(told)} rows, {time.monotonic() - began_s:.0f} s", flush=True)
+    print(f"== {name}: exit {code}, {len(measured)} rows, {time.monotonic() - began_s:.0f} s", flush=True)
     return code == 0
 
 
@@ -217,7 +236,7 @@ def _run(command: Sequence[str], environment: dict[str, str], log: Path, limit_s
 def copy_results(place: Place, out: Path) -> None:
     """Rows, profiles, and all logs in one file."""
     out.mkdir(parents=True, exist_ok=True)
-    for file in (place.folder / "rows.json", *sorted(place.folder.glob("profile-*.json"))):
+    for file in (place.rows, *sorted(place.folder.glob("profile-*.json"))):
         if file.exists():
             shutil.copy(file, out)
     logs = sorted((place.folder / "logs").glob("*.log"))

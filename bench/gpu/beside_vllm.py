@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,7 @@ async def mixed_rows(settings: dict[str, Any], kind: str, sizes: Sizes, report: 
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**options), usage_context=UsageContext.OPENAI_API_SERVER)
     print(f"ready after {time.perf_counter() - began_s:.1f} s", flush=True)
     try:
-        warm = Sizes(sizes.prompts, sizes.answers, sizes.load_s, sizes.closed_s / 2, sizes.in_flight)
-        await Load(engine).closed(endless(vocab, sizes, 0), warm)
+        await Load(engine).closed(endless(vocab, sizes, 0), replace(sizes, closed_s=sizes.warm_s))
         closed = await Load(engine).closed(endless(vocab, sizes, 1), sizes)
         report.add(closed)
         for seed, load in enumerate(LOADS, 2):

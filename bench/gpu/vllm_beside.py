@@ -180,7 +180,7 @@ def main() -> int:
     asked.folder.mkdir(parents=True, exist_ok=True)
     place = Place(asked.folder.resolve(), asked.carried)
     place.unpack()
-    store, began_s = Store(place.folder, asked.peer_rows), time.time()
+    store, began_s = Store(place.rows, asked.peer_rows), time.time()
     stages = [stage for stage in asked.stages or all_stages() if stage.side == "ours" or not asked.ours]
     more = {"ours": ["--quick"] * asked.quick + ["--small"] * asked.small, "vllm": ["--quick"] * asked.quick}
     commit = asked.commit or timing.commit()
