@@ -6,7 +6,8 @@ Writes a checkpoint of V2-Lite's shape with random integers (its files then are 
 on it twice: `tripool serve` where its HTTP packages are installed, else the engine that it assembles, in a process of
 its own. Triton's cache is empty before the first start. Then every sequence of a full batch gets a long prompt, which
 must not run out of memory. Last, two starts with too little memory: KV that cannot fit, and a GPU that another process
-has filled. `--quick`: a third of the layers. `--small`: narrow layers on a CPU.
+has filled. `--quick`: a third of the layers. `--small`: narrow layers on a CPU. A checkpoint and compiled kernels that
+are in `--folder` already are used.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def tensors_of(settings: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ..
             yield from mlp(f"{layer}.mlp.experts.{expert}", width)
 
 
-def write_checkpoint(folder: Path, settings: Mapping[str, Any], device: str) -> int:
-    """Linear layers as random integers with a scale for each row, the rest in bfloat16. Returns its bytes."""
+def write_checkpoint(folder: Path, settings: Mapping[str, Any], device: str) -> None:
+    """Linear layers as random integers with a scale for each row, the rest in bfloat16."""
     from tripool.checkpoints import TensorInfo, open_checkpoint
     from tripool.checkpoints.write import SafetensorsWriter, int8_layout, write_text_files
 
@@ -101,7 +102,6 @@ def write_checkpoint(folder: Path, settings: Mapping[str, Any], device: str) -> 
         write_text_files(folder, tiny.text)
     layout = int8_layout(["Linear"], ["lm_head"])
     (folder / "config.json").write_text(json.dumps({**settings, "quantization_config": layout}))
-    return (folder / "model.safetensors").stat().st_size
 
 
 # ---- one start, in a process of its own -----------------------------------------------------------------------------
@@ -136,11 +136,14 @@ def child(asked: argparse.Namespace) -> int:
 
 
 def _start(asked: argparse.Namespace) -> dict[str, Any]:
+    from tripool.cache.weight_cache import WeightCache
     from tripool.config import EngineConfig
     from tripool.engine.load import load_engine
 
     imported_s = time.time() - asked.began
-    engine = load_engine(str(asked.child), EngineConfig(device=asked.device, kv_gb=asked.kv_gb))
+    cache = None if asked.weight_cache is None else WeightCache(asked.weight_cache, 2**36)
+    config = EngineConfig(device=asked.device, kv_gb=asked.kv_gb)
+    engine = load_engine(str(asked.child), config, weight_cache=cache)
     loaded_s = time.time() - asked.began
     first_token_s = None
     engine.add(_request("first", FIRST_PROMPT_TOKENS))
@@ -268,6 +271,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="narrow layers, on a CPU, without refusals")
     parser.add_argument("--folder", type=Path, help="of the checkpoint; if not given, a temporary one")
     parser.add_argument("--engine", action="store_true", help="start the engine also where the HTTP packages are")
+    parser.add_argument("--weight-cache", type=Path, help="also start from packed weights in this folder")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)
@@ -294,30 +298,37 @@ def measured(asked: argparse.Namespace, folder: Path) -> list[timing.Row]:
     settings = settings_of("lite", small=asked.small)
     if asked.quick:
         settings = {**settings, "num_hidden_layers": -(-settings["num_hidden_layers"] // 3)}
-    began_s = time.time()
-    num_bytes = write_checkpoint(folder / "lite", settings, device)
+    place = (folder / "lite", device, folder / "triton")
+    if not (folder / "lite" / "config.json").exists():  # which is written last
+        began_s = time.time()
+        write_checkpoint(folder / "lite", settings, device)
+        print(f"written in {time.time() - began_s:.1f} s", flush=True)
     torch.cuda.empty_cache()
-    print(f"{num_bytes / 1e9:.1f} GB written in {time.time() - began_s:.1f} s", flush=True)
+    size = f"{(folder / 'lite' / 'model.safetensors').stat().st_size / 1e9:.1f} GB in INT8"
     http = not asked.engine and all(importlib.util.find_spec(name) for name in HTTP_PACKAGES)
     start, kind = (served, "tripool serve") if http else (started, "engine")
-    place = (folder / "lite", device, folder / "triton")
     rows = []
-    for name, target in (("first start, kernels not compiled", None), ("second start, files in the page cache", 1.0)):
-        rows.append(start_row(f"{num_bytes / 1e9:.1f} GB in INT8, {kind}: {name}", start(*place), target))
-        print(rows[-1], rows[-1].note, flush=True)
+
+    def add(row: timing.Row) -> None:
+        rows.append(row)
+        print(row, row.note, flush=True)
+
+    if not (folder / "triton").exists():
+        add(start_row(f"{size}, {kind}: first start, kernels not compiled", start(*place), None))
+    if http:
+        add(start_row(f"{size}, {kind}: second start, files in the page cache", start(*place), 1.0))
     full = started(*place, "--full-batch")
-    rows.append(start_row("engine, second start and a full batch of long prompts", full, None))
-    answered = full["asked"] - full["failed"]
-    rows.append(
-        timing.rate_row(
-            "its answers", answered, full["asked"], "answers", target=1.0, note=f"{full['full_batch_s']:.1f} s"
-        )
-    )
-    if asked.small:
-        return rows
-    rows.append(refusal_row("KV of 400 GB", start(*place, "--kv-gb", "400")))
-    hog = torch.empty(min(HOG_BYTES, torch.cuda.mem_get_info()[0] - 2**30), dtype=torch.uint8, device=device)
-    rows.append(refusal_row(f"{hog.nbytes / 2**30:.0f} GB in use by another process", start(*place)))
+    add(start_row(f"{size}, engine: second start, files in the page cache", full, 1.0))
+    answered, note = full["asked"] - full["failed"], f"{full['full_batch_s']:.1f} s"
+    add(timing.rate_row("its answers to a full batch", answered, full["asked"], "answers", target=1.0, note=note))
+    if asked.weight_cache is not None:
+        for name in ("writing the weight cache", "from the weight cache"):
+            cached = started(*place, "--weight-cache", str(asked.weight_cache))
+            add(start_row(f"{size}, engine: start {name}", cached, None))
+    if not asked.small:
+        add(refusal_row("KV of 400 GB", start(*place, "--kv-gb", "400")))
+        hog = torch.empty(min(HOG_BYTES, torch.cuda.mem_get_info()[0] - 2**30), dtype=torch.uint8, device=device)
+        add(refusal_row(f"{hog.nbytes / 2**30:.0f} GB in use by another process", start(*place)))
     return rows
 
 

@@ -15,6 +15,7 @@ from tripool.engine.device import DeviceSpec, load_on, load_warm_on
 from tripool.engine.device_memory import device_bytes, measured_bytes, within_memory
 from tripool.engine.device_runner import DeviceRunner
 from tripool.engine.engine import Engine
+from tripool.engine.load import load_engine
 from tripool.engine.memory import DeviceBytes, LargestStep
 from tripool.engine.overlapped import OverlappedEngine
 from tripool.errors import DeviceOutOfMemory
@@ -138,6 +139,35 @@ def test_kv_takes_what_the_largest_step_leaves(monkeypatch: pytest.MonkeyPatch, 
     block = model.arch.block_bytes(mtp=mtp)
     assert engine.num_blocks == (3 * GB // 2 + 2 * GB - GB - 80 * GB // 50) // block - 1
     assert engine.step_tokens == 140
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_start_logs_its_stages_and_kv_fills_the_device_of_one_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, alone: bool
+) -> None:
+    monkeypatch.setattr(device, "cuda_spec", lambda *_, **__: SPEC)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (0, 8 * GB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 31 * GB // 4)  # 1.25 GB are free
+    config = EngineConfig(device="cuda", mtp=False, max_running=2, step_tokens=80)
+    told: list[str] = []
+    with caplog.at_level("INFO", "tripool"):
+        engine = load_engine("tiny", config, progress=told.append, shares_device=not alone)
+    stages = [record.__dict__ for record in caplog.records if "stage" in record.__dict__]
+    assert [stage["stage"] for stage in stages] == ["device", "weights", "kv", "warm-up"]
+    assert all(stage["took_s"] >= 0 for stage in stages)
+    assert (stages[1]["bytes"], stages[2]["bytes"]) == (engine.weight_bytes, engine.kv_bytes)
+    assert (engine.kv_bytes / GB == pytest.approx(0.25, abs=0.01)) == alone, "less a margin of 1; else 8 contexts"
+    assert "loading tiny" in told[0] and any("50 % of 0.0 GB" in line for line in told)
+    engine.add(_request("first"))
+    while engine.busy:
+        engine.step()
+    assert not engine.take_failed()
+
+
+def test_a_device_that_cannot_be_opened_is_out_of_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", raising(RuntimeError("CUDA error: out of memory")))
+    with pytest.raises(DeviceOutOfMemory, match="the GPU itself"), within_memory("the GPU itself", CPU):
+        raise RuntimeError("CUDA error: out of memory")
 
 
 def test_a_step_without_memory_fails_its_requests_and_the_engine_stays(

@@ -32,8 +32,11 @@ def within_memory(what: str, device: torch.device, needed_bytes: int | None = No
         failed = _out_of_memory(error)
         if failed is None:
             raise
-        memory = device_bytes(device)
-        torch.cuda.empty_cache()
+        try:
+            memory = device_bytes(device)
+            torch.cuda.empty_cache()
+        except RuntimeError:  # not even the device could be opened
+            memory = DeviceBytes(0, 0)
         raise refused(what, needed_bytes or _tried_bytes(failed), memory) from error
 
 

@@ -68,10 +68,12 @@ def _load_on_cuda(
     with _stage("device"):
         from tripool.engine.device import cuda_spec, load_warm_on  # here: a CPU needs none of it
         from tripool.engine.device_executor import DeviceExecutor
+        from tripool.engine.device_memory import within_memory
         from tripool.engine.overlapped import OverlappedEngine
 
         device_spec = replace(cuda_spec(config.precision, exact=config.exact), whole_device=not shares_device)
-        torch.zeros(1, device=device_spec.device)  # opens the device
+        with within_memory("the GPU itself", device_spec.device):
+            torch.zeros(1, device=device_spec.device)  # opens it
     with _stage("weights") as facts:
         loaded = load_warm_on(device_spec, model, weight_cache, progress)
         torch.cuda.synchronize(device_spec.device)
