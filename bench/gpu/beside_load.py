@@ -83,7 +83,7 @@ def endless(vocab: int, sizes: Sizes, seed: int) -> Iterator[Arrival]:
 
 def poisson(vocab: int, sizes: Sizes, rate: float, seed: int) -> list[Arrival]:
     """The arrivals of one load: the same ones on both sides."""
-    gaps, now_s, arrivals = random.Random(-seed), 0.0, []
+    gaps, now_s, arrivals = random.Random(f"gaps {seed}"), 0.0, []
     for request in endless(vocab, sizes, seed):
         now_s += gaps.expovariate(rate)
         if now_s > sizes.load_s:
