@@ -150,7 +150,7 @@ class Side:
             engine = self.engine(step_tokens=step_tokens, running=running)
             budget = engine._bounds.step_tokens
             yield self._row(f"chunked, {budget} tokens a step", alone, answered(engine, requests))
-        few = self.engine(blocks=2 * self._each, reuse=True)
+        few = self.engine(blocks=self._each + 1, reuse=True)
         found = answered(few, requests)
         yield self._row("preempted", alone, found, "preemptions", few.scheduler.num_preemptions)
         reusing = self.engine(reuse=True)
@@ -161,7 +161,7 @@ class Side:
             drafting = self.engine(mtp=True)
             found = answered(drafting, shuffled, joining=5)
             yield self._row("with drafts", alone, found, "drafts accepted", drafting.scheduler.num_accepted)
-            few = self.engine(blocks=2 * self._each, mtp=True)
+            few = self.engine(blocks=self._each + 1, mtp=True)
             found = answered(few, requests)
             yield self._row("drafts, preempted", alone, found, "preemptions", few.scheduler.num_preemptions)
         print(f"{self.title}: {time.perf_counter() - began_s:.0f} s", flush=True)
