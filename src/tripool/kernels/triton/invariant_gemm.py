@@ -55,7 +55,7 @@ def choose_invariant(m: int, n: int, k: int) -> InvariantTiling:
         return InvariantTiling(block_m, num_stages=num_stages)
     heights = triton.cdiv(m, 128)
     if heights * triton.cdiv(n, 128) >= 2 * NUM_SMS:
-        return InvariantTiling(128, 128, split=False, num_warps=8, num_stages=3, band=8)
+        return InvariantTiling(128, 128, split=False, num_warps=8, num_stages=5, band=8)
     return InvariantTiling(128, split=heights * triton.cdiv(n, 64) < NUM_SMS, num_stages=4)
 
 
