@@ -180,7 +180,7 @@ def library(variant: str | None = None) -> ctypes.CDLL:
 
 def _check_exchange(failure: int, *_: object) -> None:
     if failure == _FENCED:
-        raise RankFenced("other ranks of this instance have given this one up", hint="start the rank again")
+        raise RankFenced
     if failure:
         raise ExchangeError("another rank did not answer in time", hint="see the log of the instance's other ranks")
 
