@@ -106,8 +106,8 @@ class ExchangeMemory(Structure):
         *(
             (name, c_uint64)
             for name in (
-                "control", "dispatch_bells", "combine_bells", "dispatch", "combine", "dispatch_bytes", "combine_bytes",
-                "segment_list", "entry_list", "scales", "fixes", "values",
+                "control", "dispatch_bells", "combine_bells", "routed", "routed_bytes", "dispatch", "combine",
+                "dispatch_bytes", "combine_bytes", "segment_list", "entry_list", "scales", "fixes", "values",
             )
         ),
         *((name, c_int32) for name in ("ranks", "rank", "layers", "experts", "top_k", "hidden", "slab_rows")),
