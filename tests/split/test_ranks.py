@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import re
 import time
@@ -45,8 +46,16 @@ def check(offline: LLM, asked: list[dict[str, Any]], outcomes: list[Outcome]) ->
         assert outcome.tokens == {choice.index: list(choice.token_ids) for choice in alone.choices}
 
 
-def pid_of(server: SplitServer, worker: str) -> int:
-    return next(one["pid"] for one in server.pools()["workers"] if one["worker"] == worker)
+def strike(server: SplitServer, worker: str, fault: Callable[[int], None]) -> int:
+    """The process that was hit. One that was stopped before may be replaced just now."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while True:
+        for one in server.pools()["workers"]:
+            if one["worker"] == worker:
+                with contextlib.suppress(ProcessLookupError):
+                    fault(one["pid"])
+                    return one["pid"]
+        assert time.monotonic() < deadline_s
 
 
 def all_there(pools: dict[str, Any]) -> bool:
@@ -54,17 +63,24 @@ def all_there(pools: dict[str, Any]) -> bool:
 
 
 def with_fault(
-    server: SplitServer, asked: list[dict[str, Any]], worker: str, fault: Callable[[int], None], after_s: float = 0.0
+    server: SplitServer,
+    asked: list[dict[str, Any]],
+    worker: str,
+    fault: Callable[[int], None],
+    after_s: float = 0.0,
+    wake_s: float | None = None,
 ) -> list[Outcome]:
-    """The fault hits the worker `after_s` after the first token of any answer."""
+    """The fault hits the worker `after_s` after the first token of any answer; `wake_s` later it is woken."""
 
     async def run() -> list[Outcome]:
         clients = Clients(server.url, [Asked(body) for body in asked], at_once=48)
-        pid = pid_of(server, worker)
         running = asyncio.ensure_future(clients.run())
         await asyncio.wait_for(clients.flowing.wait(), DEADLINE_S)
         await asyncio.sleep(after_s)
-        fault(pid)
+        pid = await asyncio.to_thread(strike, server, worker, fault)
+        if wake_s is not None:
+            await asyncio.sleep(wake_s)
+            faults.wake(pid)
         return await running
 
     outcomes = asyncio.run(run())
@@ -136,13 +152,7 @@ def test_many_lost_ranks_change_no_token(offline: LLM, server: SplitServer, kind
         if kind == "kill":
             outcomes = with_fault(server, asked, worker, faults.kill, after_s)
         else:
-            awake_s = rng.choice((0.1, 0.4, 2.0))
-
-            def pause(pid: int, awake_s: float = awake_s) -> None:
-                faults.stop(pid)
-                asyncio.get_running_loop().call_later(awake_s, faults.wake, pid)
-
-            outcomes = with_fault(server, asked, worker, pause, after_s)
+            outcomes = with_fault(server, asked, worker, faults.stop, after_s, rng.choice((0.1, 0.4, 0.8, 1.5)))
         check(offline, asked, outcomes)
         print(f"{kind} {number}: {worker} after {after_s:.2f} s, all done in {time.monotonic() - began_s:.1f} s")
     assert leaked(server) == []
