@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -64,6 +65,48 @@ class EngineConfig:
             if getattr(self, name) not in known:
                 hint = f"known: {', '.join(known)}"
                 raise InvalidRequest(f"{name} is {getattr(self, name)!r}", hint=hint, param=name)
+
+
+_MAX_WORKERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """Of a prefill or decode pool: "2" is two instances, "1x4" one instance of four ranks, "1x2+3" one of two ranks and
+    three that have experts only."""
+
+    instances: int = 1
+    ranks: int = 1
+    """Of each instance: the experts of its model are spread over them."""
+    expert_ranks: int = 0
+    """Ranks of each instance without sequences. If there are any, the others hold no experts."""
+
+    def __post_init__(self) -> None:
+        too_small = min(self.instances, self.ranks) < 1 or self.expert_ranks < 0
+        if too_small or self.instances * self.all_ranks > _MAX_WORKERS:
+            raise InvalidRequest(f"a pool of {self} workers", hint=f"must be from 1 to {_MAX_WORKERS}", param="pools")
+
+    @classmethod
+    def parse(cls, text: str) -> PoolSize:
+        found = re.fullmatch(r"(\d{1,9})(?:x(\d{1,9})(?:\+(\d{1,9}))?)?", text, re.ASCII)
+        if found is None:
+            hint = "a number of instances, or like 1x4: one instance of four ranks; 1x4+2: and two with experts only"
+            raise InvalidRequest(f"'{text[:20]}' is no size of a pool", hint=hint, param="pools")
+        return cls(*(int(number) for number in found.groups() if number is not None))
+
+    @property
+    def num_workers(self) -> int:
+        """Those that the router places requests on."""
+        return self.instances * self.ranks
+
+    @property
+    def all_ranks(self) -> int:
+        """Of each instance."""
+        return self.ranks + self.expert_ranks
+
+    def __str__(self) -> str:
+        ranks = f"x{self.ranks}" if self.all_ranks > 1 else ""
+        return f"{self.instances}{ranks}" + (f"+{self.expert_ranks}" if self.expert_ranks else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

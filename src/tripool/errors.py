@@ -171,5 +171,12 @@ class ExchangeError(TripoolError, code="exchange_failed"):
     """The ranks of an instance cannot exchange rows."""
 
 
-class RankFenced(ExchangeError, code="rank_fenced"):
-    """This rank was given up by the others, whose requests have another epoch."""
+class RankFenced(SystemExit):
+    """The other ranks have given this one up: its process ends, and its sequences are placed again elsewhere.
+
+    Not an Exception, so that what contains the faults of a request or of a step does not take it. The exit status is 0:
+    nothing that the rank computed is at fault.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)

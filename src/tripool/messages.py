@@ -8,6 +8,8 @@
 | supervisor | gateway, cache | Reaped |
 | supervisor | gateway | Drain |
 | any child | supervisor | Ready |
+| rank | supervisor | SilentRank |
+| supervisor | rank | MapChanged |
 
 A `WorkerId` is a worker's name ("decode-0") and the epoch of its process. A restarted worker has a larger epoch,
 whatever the wall clock says, and messages of an older one are dropped. An attempt numbers the placements of one
@@ -89,7 +91,7 @@ class Hello(Message, frozen=True):
     instance: str = ""
     """The instance that this worker is a rank of. Empty: it is an instance by itself."""
     num_ranks: Positive = 1
-    """Of the instance. It takes requests while all of them are there."""
+    """Ranks without which the instance takes no requests; 1 where the others take over the experts of a lost one."""
 
     @property
     def instance_name(self) -> str:
@@ -240,9 +242,25 @@ class Ready(Message, frozen=True):
     """Size of the worker's KV blocks, 0 if it has none: the cache pool's slots must hold one."""
 
 
+class SilentRank(Message, frozen=True):
+    """From a rank to the supervisor: another rank of its instance has left a request unanswered for so long."""
+
+    worker_id: WorkerId
+    rank: Natural
+    map_epoch: Natural
+    """Of the expert map under which the request was sent."""
+    silence_s: Seconds
+
+
+class MapChanged(Message, frozen=True):
+    """To a rank: the expert map of its instance is another one. The map itself is a file: see `control.instance`."""
+
+    map_epoch: Natural
+
+
 FromWorker = Hello | Heartbeat | Tokens | TransferReady | TransferDone | Refused | Left
 ToWorker = Welcome | StartPrefill | StartDecode | Release | Cancel | Drain
-AnyMessage = FromWorker | ToWorker | Suspect | Reaped | Ready
+AnyMessage = FromWorker | ToWorker | Suspect | Reaped | Ready | SilentRank | MapChanged
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

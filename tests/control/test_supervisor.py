@@ -9,16 +9,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tripool.control.evidence import CpuUse, is_stopped, times_of, was_busy
+from tripool.control.evidence import CpuUse, is_runnable, is_stopped, times_of, was_busy
+from tripool.control.instance import Instance, map_file
 from tripool.control.launch import Spec, launch
 from tripool.control.supervisor import GATEWAY, Backoff, Supervisor
+from tripool.experts import ExpertMap
+from tripool.experts.layout import Layout
 
 DEADLINE_S = 60.0
 
@@ -26,7 +29,7 @@ CHILD = """
 import hashlib, os, signal, sys, threading, time
 from pathlib import Path
 from tripool.fabric.supervisor_channel import SupervisorChannel
-from tripool.messages import Drain, WorkerId, Ready, Reaped, Suspect
+from tripool.messages import Drain, MapChanged, WorkerId, Ready, Reaped, SilentRank, Suspect
 
 folder, name, epoch = Path(sys.argv[1]), sys.argv[2], int(sys.argv[4])
 supervisor = SupervisorChannel.inherited(int(sys.argv[6]))
@@ -40,12 +43,18 @@ while not supervisor.ended:
     for message in supervisor.receive():
         if isinstance(message, Drain):
             sys.exit()
+        if isinstance(message, MapChanged):
+            continue
         with open(folder / "told", "a") as told:
             told.write(f"{message.worker_id.name} {message.worker_id.epoch}" + " crashed" * message.crashed + "\\n")
     if name == "gateway" and (folder / "suspect").exists():
         worker, number = (folder / "suspect").read_text().split()
         (folder / "suspect").unlink()
         supervisor.send(Suspect(WorkerId(worker, int(number))))
+    if name == "d-r0" and (folder / "silent").exists():
+        rank, map_epoch, silence_s = (folder / "silent").read_text().split()
+        (folder / "silent").unlink()
+        supervisor.send(SilentRank(WorkerId(name, epoch), int(rank), int(map_epoch), float(silence_s)))
     if name == "busy":  # many threads, so that it has its part of a core also on a busy machine
         def compute():
             while True:
@@ -58,13 +67,22 @@ while not supervisor.ended:
 
 
 class Run:
-    def __init__(self, folder: Path, *names: str, command: Callable[[str], str] = lambda name: sys.executable) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *names: str,
+        command: Callable[[str], str] = lambda name: sys.executable,
+        ranks: Sequence[str] = (),
+    ) -> None:
         self.folder = folder
         self.ready = threading.Event()
         specs = [Spec(name, (str(folder), name)) for name in names]
+        specs += [Spec(name, (str(folder), name), instance="d", rank=rank) for rank, name in enumerate(ranks)]
+        layout = Layout(ranks=max(1, len(ranks)), layers=1, experts=4, top_k=1, hidden=64, slab_rows=1)
         self.supervisor = Supervisor(
             specs,
             folder,
+            instances=[Instance("d", folder, layout)] if ranks else [],
             start=lambda spec, *worker_id: launch(spec, *worker_id, command=(command(spec.name), "-c", CHILD)),
         )
         self.thread = threading.Thread(target=self.supervisor.run, args=(self.ready.set,))
@@ -186,6 +204,15 @@ def test_busy_is_who_ran_when_it_could(used_s: float, waited_s: float, busy: boo
     assert was_busy(2.0, used_s, waited_s) == busy
 
 
+def test_a_process_is_runnable_while_one_of_its_threads_computes() -> None:
+    thread = "import threading; threading.Thread(target=exec, args=('while True: pass',)).start(); input()"
+    for code, expected in ((thread, True), ("input()", False)):
+        with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as child:
+            until(lambda pid=child.pid, expected=expected: is_runnable(pid) == expected)
+            child.kill()
+    assert not is_runnable(child.pid)
+
+
 def test_a_process_that_computed_and_was_stopped_is_not_busy() -> None:
     """However busy it was before: a worker may be stopped right after it has started."""
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
@@ -200,6 +227,42 @@ def test_a_process_that_computed_and_was_stopped_is_not_busy() -> None:
     finally:
         child.kill()
         child.wait()
+
+
+def map_of(run: Run) -> ExpertMap:
+    return ExpertMap.decode(map_file(run.folder, "d").read_bytes())
+
+
+def test_ranks_that_come_and_go_change_the_map(start: Callable[..., Run]) -> None:
+    run = start(GATEWAY, ranks=["d-r0", "d-r1"])
+    assert (map_of(run).epoch, map_of(run).gone) == (2, frozenset())
+    os.kill(run.worker_ids("d-r1")[0][1], signal.SIGKILL)
+    until(lambda: map_of(run).epoch == 4)
+    assert map_of(run).gone == frozenset() and len(run.worker_ids("d-r1")) == 2
+
+
+def test_a_stopped_rank_is_ended_at_once_and_a_slow_one_later(
+    start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start(GATEWAY, ranks=["d-r0", "d-r1"])
+
+    def report(map_epoch: int, silence_s: float) -> None:
+        (run.folder / "new").write_text(f"1 {map_epoch} {silence_s}", "ascii")
+        (run.folder / "new").rename(run.folder / "silent")
+        until(lambda: not (run.folder / "silent").exists())
+
+    runnable = [True]
+    monkeypatch.setattr("tripool.control.supervisor.is_runnable", lambda pid: runnable.pop() or None)
+    report(1, 9.0)  # under an older map
+    report(2, 0.6)
+    until(lambda: not runnable)
+    assert len(run.worker_ids("d-r1")) == 1
+    runnable.append(False)
+    report(2, 0.6)
+    until(lambda: map_of(run).epoch == 4)
+    report(4, 11.0)  # silent for so long that it does not matter why
+    until(lambda: map_of(run).epoch == 6)
+    assert len(run.worker_ids("d-r1")) == 3 and len(run.worker_ids("d-r0")) == 1
 
 
 def test_a_silent_gateway_is_replaced(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tripool.engine.engine import Engine
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
 from tripool.engine.thread import EngineThread
-from tripool.errors import RequestFailed
+from tripool.errors import RankFenced, RequestFailed
 from tripool.kernels import CPU8
 from tripool.kernels.cpu8.library import set_threads
 from tripool.sequence import Guide, Sampled, Seq, Task
@@ -248,3 +248,19 @@ def test_a_program_is_told_by_an_exception() -> None:
     with pytest.raises(RequestFailed):
         list(llm.stream("one pool", SamplingParams(seed=13, ignore_eos=True, max_tokens=8)))
     assert len(llm.generate("one pool", SamplingParams(seed=1, ignore_eos=True, max_tokens=8))[0].token_ids) == 8
+
+
+@pytest.mark.parametrize("call", ["hidden", "step", "step_and_guess", "draft_tokens", "draft_logits"])
+def test_a_rank_that_others_have_given_up_is_contained_by_nothing(
+    tiny: Bundled, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by a step, nor by drafts, nor by one request: its process ends."""
+    engine = tiny.engine()
+
+    def fenced(*_: object) -> None:
+        raise RankFenced
+
+    monkeypatch.setattr(engine.executor.runner, call, fenced)
+    with pytest.raises(RankFenced) as ended:
+        run(engine, traffic(tiny))
+    assert ended.value.code == 0 and engine.take_failed() == []

@@ -23,7 +23,7 @@ from tripool import LLM, SamplingParams
 from tripool.config import EngineConfig
 from tripool.engine.engine import Engine
 from tripool.engine.load import load_engine
-from tripool.errors import TripoolError
+from tripool.errors import RankFenced
 from tripool.experts.exchange import SharedView
 from tripool.experts.layout import LANES, Layout
 from tripool.experts.slabs import attach_slabs, create_slabs
@@ -31,6 +31,7 @@ from tripool.kernels.cpu8.exchange import NativeExchange
 from tripool.kernels.cpu8.sublayers import Moe8
 
 DEADLINE_S = 120.0
+FENCED = "fenced"
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 Job = tuple[list[int], SamplingParams]
@@ -64,8 +65,8 @@ def _rank(control: Connection, results: Connection, model: str) -> None:
     def run(jobs: Sequence[Job]) -> None:
         try:
             results.send(answers(engine, jobs))
-        except TripoolError as error:
-            results.send(error.code)
+        except RankFenced:
+            results.send(FENCED)
 
     control.send("ready")
     while True:

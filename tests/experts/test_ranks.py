@@ -10,7 +10,18 @@ from time import monotonic
 
 import pytest
 
-from experts.rank_process import DEADLINE_S, Instance, Job, RankProcess, answers, instance, layout_of, load, processes
+from experts.rank_process import (
+    DEADLINE_S,
+    FENCED,
+    Instance,
+    Job,
+    RankProcess,
+    answers,
+    instance,
+    layout_of,
+    load,
+    processes,
+)
 from oracle.deepseek_cases import V2, V3
 from oracle.folders import save_case
 from oracle.gqa_cases import QWEN3_MOE
@@ -109,7 +120,7 @@ class Victims:
             assert ranks.ranks[rank].result() == answers(self.engine, jobs[rank])
         if stop:
             # It was waiting for answers, which no rank gives it any more; or it was at its end.
-            assert ranks.ranks[lost].result() in ("internal_error", answers(self.engine, jobs[lost]))
+            assert ranks.ranks[lost].result() in (FENCED, answers(self.engine, jobs[lost]))
             ranks.ranks[lost].kill()
         again = RankProcess("tiny")
         again.wait_until_ready()

@@ -172,6 +172,8 @@ def test_a_compiled_server_answers_the_plain_owner_alike() -> None:
         experts[entries["row"], entries["choice"]] = entries["expert"]
         given[entries["row"], entries["choice"]] = entries["weight"]
         rows = QuantizedRows(*(part[:9].copy() for part in (slab.rows.values, slab.rows.scales, slab.rows.fixes)))
+        counted = group.view.routed(0)[1].copy()
+        assert counted.sum() == 9 * TOP_K and not group.view.routed(0)[0].any()
         for source, lane in ((0, 0), (2, 1)):
             owner = Owner(group.view, source, lane)
             owner.dispatch(1, rows, experts, given, table[1].tolist(), 1)
@@ -182,6 +184,7 @@ def test_a_compiled_server_answers_the_plain_owner_alike() -> None:
             while not owner.poll():
                 assert monotonic() < deadline
             assert torch.equal(x + torch.from_numpy(combine(owner.routed(), None)), expected)
+        assert np.array_equal(group.view.routed(2)[1], counted), "both count the rows of each expert"
 
 
 def test_a_silent_rank_is_replaced_and_its_late_answer_ignored() -> None:

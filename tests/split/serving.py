@@ -16,6 +16,8 @@ from typing import Any
 
 import httpx
 
+from tripool.config import PoolSize
+
 DEADLINE_S = 120.0
 LOOK_S = 0.01
 
@@ -88,13 +90,15 @@ class SplitServer:
 def split_server(
     model: str = "fake",
     *,
-    prefill: int = 1,
-    decode: int = 1,
+    prefill: int | str = 1,
+    decode: int | str = 1,
     options: tuple[str, ...] = (),
     headers: dict[str, str] | None = None,
     start: str = START,
 ) -> Iterator[SplitServer]:
-    """`headers`: of every request, such as an admin's key. `start`: the program that is the supervisor."""
+    """`prefill`, `decode`: as on the command line. `headers`: of every request, such as an admin's key. `start`: the
+    program that is the supervisor."""
+    num_workers = sum(PoolSize.parse(str(size)).num_workers for size in (prefill, decode))
     argv = ["serve", model, "--port", "0", "--prefill", str(prefill), "--decode", str(decode), *options]
     with subprocess.Popen(
         [sys.executable, "-c", start, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -113,7 +117,7 @@ def split_server(
             assert found
             server = SplitServer(process, found[1], headers or {})
             try:
-                server.wait(lambda pools: len(pools["workers"]) == prefill + decode)
+                server.wait(lambda pools: len(pools["workers"]) == num_workers)
                 yield server
             finally:
                 server.http.close()

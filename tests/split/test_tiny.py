@@ -43,9 +43,9 @@ def offline() -> Iterator[LLM]:
         yield llm
 
 
-def mixed(count: int) -> list[dict[str, Any]]:
+def mixed(count: int, seed: int = 3) -> list[dict[str, Any]]:
     """Greedy and seeded, several choices, stops, and a grammar of each kind; drafts are on."""
-    rng = random.Random(3)
+    rng = random.Random(seed)
     person = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "old": {"type": "boolean"}}}
     wishes: list[dict[str, Any]] = [
         {"temperature": 0.0},

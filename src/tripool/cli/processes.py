@@ -38,6 +38,9 @@ def _register_worker(app: typer.Typer) -> None:
         role: Annotated[Literal["prefill", "decode"], typer.Option(help="Which pool it joins.")] = "decode",
         join: Annotated[str, typer.Option(help="Address of the server; `tripool status` shows it.")] = "",
         name: Annotated[str | None, typer.Option(hidden=True)] = None,
+        instance: Annotated[str, typer.Option(hidden=True)] = "",
+        rank: Annotated[int, typer.Option(hidden=True)] = 0,
+        experts_only: Annotated[bool, typer.Option("--experts-only", hidden=True)] = False,
         epoch: Annotated[int | None, typer.Option(hidden=True)] = None,
         supervisor_channel: Annotated[int | None, typer.Option(hidden=True)] = None,
         *,
@@ -51,6 +54,7 @@ def _register_worker(app: typer.Typer) -> None:
         from tripool.fabric.folder import folder_of
         from tripool.fabric.supervisor_channel import SupervisorChannel
         from tripool.messages import WorkerId
+        from tripool.serving.ranks import ExpertProcess
         from tripool.serving.worker import WorkerProcess, load_pool_engine
 
         if not join.startswith("ipc://"):
@@ -67,7 +71,12 @@ def _register_worker(app: typer.Typer) -> None:
             )
             engine = load_pool_engine(model, config, role, weight_cache)
             log.serving()
-            with WorkerProcess(engine, role, worker_id, join, channel) as process:
+            process: WorkerProcess | ExpertProcess
+            if experts_only:
+                process = ExpertProcess(engine, worker_id, join, channel, instance=instance, rank=rank)
+            else:
+                process = WorkerProcess(engine, role, worker_id, join, channel, instance=instance, rank=rank)
+            with process:
                 for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, lambda *_: process.stop())
                 process.run()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,7 +17,7 @@ from tripool.cli.keys import KeysFile
 from tripool.cli.logs import LogFormat, LogLevel, LogOptions, leave, logged, on_signals
 from tripool.cli.options import Load, ModelNames, engine_options
 from tripool.cli.terminal import load_model, stderr
-from tripool.config import EngineConfig, GatewayConfig
+from tripool.config import EngineConfig, GatewayConfig, PoolSize
 from tripool.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -42,6 +42,13 @@ ModelCacheGb = Annotated[
 KeepModels = Annotated[
     bool, typer.Option("--keep-models", help="Leave packed weights in shared memory: the next start is warm.")
 ]
+
+
+def _pool(role: str) -> Any:
+    about = f"{role} instances; 1x4: one of four ranks, experts spread over them; 1x4+2: two more hold the experts."
+    return typer.Option(parser=PoolSize.parse, metavar="N[xRANKS[+EXPERTS]]", help=about)
+
+
 DiskGb = Annotated[float | None, typer.Option(min=0.001, help="Disk behind the cache pool; none by default.")]
 DiskDir = Annotated[
     Path | None, typer.Option(help="Where; kept for the next start. The user's cache folder by default.")
@@ -58,8 +65,8 @@ def register(app: typer.Typer, load: Load) -> None:
         *,
         config: EngineConfig,
         split: Annotated[bool, typer.Option("--split", help="Prefill and decode in processes of their own.")] = False,
-        prefill: Annotated[int | None, typer.Option(min=1, max=256, help="Prefill workers; implies --split.")] = None,
-        decode: Annotated[int | None, typer.Option(min=1, max=256, help="Decode workers; implies --split.")] = None,
+        prefill: Annotated[PoolSize | None, _pool("Prefill")] = None,
+        decode: Annotated[PoolSize | None, _pool("Decode")] = None,
         cache_gb: Annotated[
             float | None, typer.Option(min=0, help="Of the cache pool; 0.25 when split; implies --split.")
         ] = None,
@@ -90,8 +97,8 @@ def register(app: typer.Typer, load: Load) -> None:
         with logged("supervisor" if split else "server", logs) as log, ending, _lifetime(models, config):
             if split:
                 pools = SplitConfig(
-                    num_prefill=prefill or 1,
-                    num_decode=decode or 1,
+                    prefill=prefill or PoolSize(),
+                    decode=decode or PoolSize(),
                     cache_gb=_CACHE_GB if cache_gb is None else cache_gb,
                     disk_gb=disk_gb,
                     disk_dir=disk_dir,
@@ -154,10 +161,10 @@ def _run_split(server: SplitServer, pools: SplitConfig) -> None:
     def ready() -> None:
         models = server.manifest.models
         each = " for each model" if len(models) > 1 else ""
-        sizes = f"{pools.num_prefill} prefill and {pools.num_decode} decode workers{each}, cache {pools.cache_gb:g} GB"
+        sizes = f"{pools.prefill} prefill and {pools.decode} decode workers{each}, cache {pools.cache_gb:g} GB"
         sizes += f" and {pools.disk_gb:g} GB of disk" if pools.disk_gb and pools.cache_gb else ""
         banner = _banner(server.url, ", ".join(one.name for one in models), models[0].text, sizes)
-        _ready(server.url, banner, prefill=pools.num_prefill, decode=pools.num_decode)
+        _ready(server.url, banner, prefill=pools.prefill.num_workers, decode=pools.decode.num_workers)
 
     received: list[int] = []
 

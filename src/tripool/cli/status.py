@@ -58,10 +58,24 @@ def render(pools: dict[str, Any]) -> Group:
         )
     stages = ", ".join(f"{count} {stage}" for stage, count in pools["stages"].items() if stage != "done")
     lines = [f"{pools['requests']} requests" + (f": {stages}" if stages else ""), f"join: {pools['join']}"]
-    tables = [table, *([_cache_table(pools["cache"])] if pools["cache"] else [])]
+    tables = [table, *map(_instance_table, pools.get("instances", ()))]
+    tables += [*([_cache_table(pools["cache"])] if pools["cache"] else [])]
     with_disk = [member for member in pools["cache"] if member.get("disk")]
     tables += [_disk_table(with_disk)] if with_disk else []
     return Group(*tables, Text("\n".join(lines)))
+
+
+def _instance_table(instance: dict[str, Any]) -> Table:
+    about = f"{instance['name']}: map {instance['epoch']}, up to {instance['replicas']} replicas"
+    about += f", {instance['copies']:,} copied, imbalance {instance['imbalance']:.2f}"
+    table = Table(about, box=None, header_style="bold")
+    for column in ("experts", "rows"):
+        table.add_column(column, justify="right")
+    for number, rank in enumerate(instance["ranks"]):
+        table.add_row(
+            f"rank {number}" + ("" if rank["present"] else " (gone)"), f"{rank['experts']:,}", f"{rank['rows']:,}"
+        )
+    return table
 
 
 def _cache_table(members: list[dict[str, Any]]) -> Table:

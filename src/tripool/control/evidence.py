@@ -64,9 +64,17 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-def _stat_of(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat after the process name."""
-    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+def is_runnable(pid: int) -> bool:
+    """Whether one of its threads runs or waits for a core: the process is slow rather than stuck."""
+    try:
+        return any(_stat_of(f"{pid}/task/{thread.name}")[0] == "R" for thread in Path(f"/proc/{pid}/task").iterdir())
+    except (OSError, IndexError):  # a thread has just ended
+        return False
+
+
+def _stat_of(task: int | str) -> list[str]:
+    """Fields of /proc/TASK/stat after the process name."""
+    return Path(f"/proc/{task}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 
 def times_of(pid: int) -> tuple[float, float] | None:

@@ -25,6 +25,9 @@ class Spec:
     pass_fds: tuple[int, ...] = ()
     cache: tuple[str, ...] = ()
     """Cache members that hold this worker's blocks: they start once it has reported the size of one."""
+    instance: str = ""
+    """The instance of several ranks that it belongs to, if it does."""
+    rank: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +39,8 @@ class Child:
     started_s: float
     heard_s: float
     cpu: CpuUse
+    pidfd: int | None
+    """Readable once the process has ended; None where the system has no such thing."""
     ready: bool = False
 
     def kill(self) -> None:
@@ -67,4 +72,5 @@ def launch(
         except OSError:
             supervisor_channel.close()
             raise
-    return Child(spec, WorkerId(spec.name, epoch), process, supervisor_channel, now_s, now_s, CpuUse(process.pid))
+    worker_id, pidfd = WorkerId(spec.name, epoch), os.pidfd_open(process.pid) if sys.platform == "linux" else None
+    return Child(spec, worker_id, process, supervisor_channel, now_s, now_s, CpuUse(process.pid), pidfd)

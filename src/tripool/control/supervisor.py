@@ -7,6 +7,7 @@ is pending. If the supervisor itself is killed, its channels close; its children
 from __future__ import annotations
 
 import logging
+import os
 import selectors
 import signal
 import time
@@ -17,9 +18,10 @@ from pathlib import Path
 
 from tripool.cache.client import PoolClient
 from tripool.cache.host import LocalHost
-from tripool.control.evidence import num_oom_kills
+from tripool.control.evidence import is_runnable, num_oom_kills
+from tripool.control.instance import Instance
 from tripool.control.launch import Child, Spec, launch
-from tripool.messages import SUPERVISOR, Drain, Ready, Reaped, Suspect, WorkerId
+from tripool.messages import SUPERVISOR, Drain, MapChanged, Ready, Reaped, SilentRank, Suspect, WorkerId
 
 _LOG = logging.getLogger("tripool.supervisor")
 GATEWAY = "gateway"
@@ -29,6 +31,10 @@ _START_S = 600.0
 """Longest time from a child's start until it is ready, loading a model included."""
 _SILENCE_S = 5.0
 """Longest silence of a ready gateway."""
+_BALANCE_S = 0.5
+"""Between two looks at the loads of experts."""
+_RANK_SILENCE_S = 10.0
+"""Longest silence of a runnable rank: it computes, or waits for a core. Another one is ended when it is reported."""
 _DRAIN_S = 9.0
 """Time for the gateway to end its streams; longer than its own limits for that."""
 _END_S = 3.0
@@ -54,7 +60,8 @@ class Backoff:
 
 class Supervisor:
     """`specs`: one for the gateway and one per worker. Cache members named by them are started from
-    `cache_spec(name, block_bytes)` once one of their workers has reported its block size."""
+    `cache_spec(name, block_bytes)` once one of their workers has reported its block size. `instances`: those of several
+    ranks."""
 
     def __init__(
         self,
@@ -62,11 +69,13 @@ class Supervisor:
         folder: Path,
         *,
         cache_spec: Callable[[str, int], Spec] | None = None,
+        instances: Sequence[Instance] = (),
         start: Callable[[Spec, int, float], Child] = launch,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
         self._start, self._clock = start, clock
+        self._instances = {instance.name: instance for instance in instances}
         self._selector = selectors.DefaultSelector()
         self._children: dict[str, Child] = {}
         self._backoffs = {spec.name: Backoff() for spec in specs}
@@ -78,6 +87,7 @@ class Supervisor:
         # Epochs are counted, not timed: after a clock is set back, a new epoch must still be the highest.
         self._epochs = count(1)
         self._pool = PoolClient(LocalHost(folder), self._cache, WorkerId(SUPERVISOR, next(self._epochs)))
+        self._balanced_s = clock()
         self._was_ready = False
         self._num_oom_kills = num_oom_kills()
         self.stopping = False
@@ -114,6 +124,8 @@ class Supervisor:
                 _LOG.info("process started", extra=_facts(child))
                 self._children[name] = child
                 self._selector.register(child.supervisor_channel, selectors.EVENT_READ, child)
+                if child.pidfd is not None:
+                    self._selector.register(child.pidfd, selectors.EVENT_READ, child)
 
     def _listen(self, timeout_s: float) -> None:
         next_s = min((due_s for due_s, _ in self._due.values()), default=float("inf"))
@@ -126,10 +138,13 @@ class Supervisor:
                     if not child.ready:
                         took_s = round(self._clock() - child.started_s, 3)
                         _LOG.info("process ready", extra=_facts(child) | {"took_s": took_s})
+                        self._change_map(child, enters=True)
                     child.ready = True
                     self._start_cache(child.spec.cache, message.block_bytes)
                 elif isinstance(message, Suspect):
                     self._end(message.worker_id)
+                elif isinstance(message, SilentRank):
+                    self._end_silent(child.spec.instance, message)
 
     def _is_ready(self, name: str) -> bool:
         child = self._children.get(name)
@@ -155,12 +170,36 @@ class Supervisor:
             else:
                 child.cpu.look(now_s)
         self._num_oom_kills = num_oom_kills()
+        if now_s >= self._balanced_s + _BALANCE_S:
+            self._balanced_s = now_s
+            for instance in self._instances.values():
+                if instance.balance():
+                    self._announce(instance)
 
     def _end(self, worker_id: WorkerId) -> None:
         child = self._children.get(worker_id.name)
         if child is not None and child.worker_id == worker_id:  # else it has ended and was replaced
             busy = child.cpu.is_busy(self._clock())
             self._ended(child, f"suspected by the gateway{', and busy' if busy else ''}", busy=busy)
+
+    def _end_silent(self, instance: str, report: SilentRank) -> None:
+        """A report under an older map concerns a rank that has been given up since."""
+        if instance not in self._instances or report.map_epoch != self._instances[instance].epoch:
+            return
+        for child in list(self._children.values()):
+            silent = (child.spec.instance, child.spec.rank, child.ready) == (instance, report.rank, True)
+            if silent and (report.silence_s > _RANK_SILENCE_S or not is_runnable(child.process.pid)):
+                self._ended(child, f"silent for {report.silence_s:.1f} s to {report.worker_id.name}")
+
+    def _change_map(self, child: Child, *, enters: bool) -> None:
+        instance = self._instances.get(child.spec.instance)
+        if instance is not None and (instance.enter if enters else instance.leave)(child.spec.rank):
+            self._announce(instance)
+
+    def _announce(self, instance: Instance) -> None:
+        for child in self._children.values():
+            if child.spec.instance == instance.name:
+                child.supervisor_channel.send(MapChanged(instance.epoch))
 
     def _ended(self, child: Child, reason: str | None, *, busy: bool = False) -> None:
         """Reap a child and schedule its restart. `reason`: why the supervisor ends it, if so. `busy`: it was
@@ -180,9 +219,13 @@ class Supervisor:
         """Kill and wait; only then inform the others and free its memory."""
         short_of_memory = num_oom_kills() > self._num_oom_kills and child.process.poll() == -signal.SIGKILL
         child.kill()
+        self._change_map(child, enters=False)  # before it is reaped: other ranks wait for its answers
         code = child.process.wait()
         self._selector.unregister(child.supervisor_channel)
         child.supervisor_channel.close()
+        if child.pidfd is not None:
+            self._selector.unregister(child.pidfd)
+            os.close(child.pidfd)
         del self._children[child.spec.name]
         for left in self._folder.glob(f"{child.worker_id}.*"):
             left.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from tripool.decode.worker import DecodeWorker
 from tripool.engine_protocol import PoolEngine
 from tripool.fabric import KvReceiver, KvSender, Link, Loop, Transfer
 from tripool.fabric.channel import Transport
-from tripool.fabric.supervisor_channel import SupervisorChannel
+from tripool.fabric.loop import SupervisorEnd
 from tripool.messages import Hello
 from tripool.prefill.worker import PrefillWorker
 
@@ -29,7 +29,7 @@ class Worker:
         kv_transfer: Transfer,
         pool: PoolClient | None,
         *,
-        supervisor_channel: SupervisorChannel | None = None,
+        supervisor_channel: SupervisorEnd | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         worker_id = hello.worker_id

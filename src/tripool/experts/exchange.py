@@ -63,6 +63,17 @@ class SharedView:
         """The lowest epoch whose requests of this rank count."""
         return self._array(self.layout.control + 3 * LINE_BYTES * rank, np.uint32, 1)
 
+    @property
+    def copies(self) -> npt.NDArray[np.uint64]:
+        """[1]: replicas that were copied since the start; written by the supervisor."""
+        return self._array(LINE_BYTES, np.uint64, 1)
+
+    def routed(self, source: int) -> npt.NDArray[np.uint64]:
+        """[layers, experts]: rows that this rank has routed to each expert so far."""
+        layout = self.layout
+        at = layout.routed + layout.routed_bytes * source
+        return self._array(at, np.uint64, layout.layers, layout.experts)
+
     def slab(self, source: int, lane: int) -> DispatchSlab:
         layout = self.layout
         at = layout.dispatch + layout.dispatch_bytes * (source * LANES + lane)
@@ -160,6 +171,7 @@ class Owner:
         entries = np.zeros(experts.size, ENTRY)
         entries["row"], entries["choice"] = np.divmod(np.arange(experts.size), experts.shape[1])
         entries["expert"], entries["weight"] = experts.ravel(), weights.ravel()
+        np.add.at(self._view.routed(self.rank)[layer], experts.ravel(), np.uint64(1))
         self._segments = []
         self._place(0, entries, table)
 

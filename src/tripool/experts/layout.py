@@ -2,10 +2,11 @@
 
 | area | per | contents |
 |---|---|---|
-| header | – | magic and shape, one page |
+| header | – | one page: magic and shape; in its second line, how many replicas were copied to balance loads |
 | control | rank | three lines: fence epoch; signal of its expert thread; signal of its waiting owner |
 | dispatch doorbells | destination, source, lane | one line: {epoch, count, sequence} of the newest request |
 | combine doorbells | source, destination, lane | one line: the same word, once the request is answered |
+| routed rows | source | for each layer and expert, the rows that the source has routed to it so far |
 | dispatch slabs | source, lane | layer, segment of each destination, entries, rows in 8 bits |
 | combine slabs | destination, source, lane | one float32 row per entry |
 
@@ -36,8 +37,8 @@ PAGE_BYTES = 4096
 GROUP = 64
 """Values of a row that share a scale: as the 8-bit kernels have it (`kernels/native/product.h`)."""
 LANES = 2
-MAGIC = 0x31_48_43_58_45_50_52_54
-"""b"TRPEXCH1"."""
+MAGIC = 0x32_48_43_58_45_50_52_54
+"""b"TRPEXCH2"."""
 SLAB_HEAD = np.dtype([("layer", "<u4"), ("rows", "<u4")])
 SEGMENT = np.dtype([("offset", "<u4"), ("count", "<u4")])
 ENTRY = np.dtype([("row", "<u4"), ("choice", "<u4"), ("expert", "<u4"), ("weight", "<f4")])
@@ -114,8 +115,16 @@ class Layout:
         return self.dispatch_bells + LINE_BYTES * LANES * self.ranks**2
 
     @property
+    def routed(self) -> int:
+        return self.combine_bells + LINE_BYTES * LANES * self.ranks**2
+
+    @property
+    def routed_bytes(self) -> int:
+        return _up(8 * self.layers * self.experts)
+
+    @property
     def dispatch(self) -> int:
-        return _up(self.combine_bells + LINE_BYTES * LANES * self.ranks**2, PAGE_BYTES)
+        return _up(self.routed + self.routed_bytes * self.ranks, PAGE_BYTES)
 
     @property
     def combine(self) -> int:

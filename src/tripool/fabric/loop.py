@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from tripool.fabric.link import SILENCE_S, Link
-from tripool.fabric.supervisor_channel import SupervisorChannel
 from tripool.messages import AnyMessage, Drain, Heartbeat, Left, WorkerId
 
 _LOG = logging.getLogger("tripool.worker")
@@ -48,6 +47,15 @@ class RoleWorker(Protocol):
     def heartbeat(self) -> Heartbeat: ...
 
 
+class SupervisorEnd(Protocol):
+    """A worker's end of the channel to its supervisor."""
+
+    @property
+    def ended(self) -> bool: ...
+
+    def receive(self) -> Iterable[AnyMessage]: ...
+
+
 class Loop:
     """With a `supervisor_channel` it ends when both supervisor and gateway are gone."""
 
@@ -57,7 +65,7 @@ class Loop:
         worker: RoleWorker,
         worker_id: WorkerId,
         *,
-        supervisor_channel: SupervisorChannel | None = None,
+        supervisor_channel: SupervisorEnd | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._link, self._worker, self._worker_id = link, worker, worker_id

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -99,13 +99,15 @@ class AdmissionBackend:
         rate_limiter: RateLimiter | None = None,
         room: Callable[[], Capacity] = Capacity,
         tenant_of: Callable[[str], Tenant] | None = None,
+        more: Callable[[dict[str, str]], Iterable[Metric]] = lambda labels: (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`more`: metrics of the backend, under labels."""
         self._backend = backend
         self._admission = AdmissionController(config or AdmissionConfig(), rate_limiter)
         self._room = room
         self._tenant_of = tenant_of or (lambda name: replace(ANONYMOUS, name=name))
-        self._clock = clock
+        self._clock, self._more = clock, more
         self._open: dict[str, _OpenRequest] = {}
         """By request id."""
         self._refused: OrderedDict[str, Facts] = OrderedDict()
@@ -336,6 +338,7 @@ class AdmissionBackend:
         yield index
         about = "Error of predicted times to first token."
         yield self._errors.family("tripool_ttft_prediction_error_seconds", about, labels)
+        yield from self._more(labels)
 
 
 def _staged(event: TokenEvent, waited_s: float) -> TokenEvent:

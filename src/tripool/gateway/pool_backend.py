@@ -100,6 +100,10 @@ class PoolBackend:
         """How many choices are in each stage."""
         return Counter(choice.stage.value for entry in self.coordinator.ledger for choice in entry.choices)
 
+    def instances(self) -> set[str]:
+        """Those whose workers are ranks."""
+        return {member.hello.instance for member in self.coordinator.view if member.hello.instance}
+
     def _missing(self) -> str:
         roles: tuple[Role, ...] = ("prefill", "decode")
         return next((f"there is no {role} worker" for role in roles if not self.coordinator.view.num_ready(role)), "")

@@ -21,6 +21,7 @@ from tripool.cache.client import PoolClient
 from tripool.cache.wire import Stats
 from tripool.config import RouterConfig
 from tripool.fabric.channel import Switchboard
+from tripool.gateway.instances import Instances
 from tripool.gateway.pool_backend import PoolBackend, facts_of
 from tripool.messages import AnyMessage, Heartbeat, Hello, Left, Reaped, Suspect, WorkerId
 
@@ -198,7 +199,7 @@ class Pools:
         }
 
 
-def pools_routes(pools: Pools, cache: PoolClient) -> APIRouter:
+def pools_routes(pools: Pools, cache: PoolClient, instances: Instances) -> APIRouter:
     """`cache`: asked for its members' counters, never for blocks."""
     routes = APIRouter()
     asking = asyncio.Lock()
@@ -208,8 +209,9 @@ def pools_routes(pools: Pools, cache: PoolClient) -> APIRouter:
         """Workers, their load, requests by stage, and the cache pool's members."""
         async with asking:  # it answers within bounds, but one question at a time and not on the event loop
             counters = await asyncio.to_thread(cache.stats)
+            ranks = await asyncio.to_thread(instances.describe)
         members = [_member(name, stats) for name, stats in counters.items()]
-        return pools.describe() | {"cache": members}
+        return pools.describe() | {"cache": members, "instances": ranks}
 
     return routes
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from functools import partial
 from pathlib import Path
 
 from tripool.cache.client import PoolClient
@@ -23,6 +24,7 @@ from tripool.gateway.admission import AdmissionBackend
 from tripool.gateway.app import create_models_app
 from tripool.gateway.auth import Access
 from tripool.gateway.cache_quotas import CacheQuotas, cache_routes
+from tripool.gateway.instances import Instances
 from tripool.gateway.models import Models, Served
 from tripool.gateway.pools import Pools, pools_routes
 from tripool.gateway.server import Server
@@ -63,14 +65,21 @@ class GatewayProcess:
         # Two clients, because each is for one thread at a time.
         self._cache = PoolClient(host, manifest.cache, worker_id)
         self._quotas = CacheQuotas(PoolClient(host, manifest.cache, WorkerId("quotas", worker_id.epoch)), access)
+        instances = Instances(folder)
         rate_limiter = RateLimiter()  # a tenant's limits hold over all models
         self._admissions = {
-            name: AdmissionBackend(backend, rate_limiter=rate_limiter, room=backend.room, tenant_of=access.tenant_named)
+            name: AdmissionBackend(
+                backend,
+                rate_limiter=rate_limiter,
+                room=backend.room,
+                tenant_of=access.tenant_named,
+                more=partial(instances.families, backend.instances),
+            )
             for name, backend in self._pools.backends.items()
         }
         served = [Served(one.name, self._admissions[one.name], Tokenizer(one.text)) for one in manifest.models]
         app = create_models_app(Models(served), config or GatewayConfig(), access=access)
-        app.include_router(pools_routes(self._pools, self._cache))
+        app.include_router(pools_routes(self._pools, self._cache, instances))
         app.include_router(cache_routes(self._quotas))
         self._server = Server(app, on_ready=self._on_ready, end_answers=self._pools.close)
 

@@ -1,6 +1,6 @@
 """Assembles a server of several processes: a gateway, prefill and decode workers and cache members under a supervisor.
 
-with build_split(["tiny"], pools=SplitConfig(num_decode=2)) as server:
+with build_split(["tiny"], pools=SplitConfig(decode=PoolSize(2))) as server:
     server.run()
 """
 
@@ -13,7 +13,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from tripool.config import EngineConfig, GatewayConfig
+from tripool.config import EngineConfig, GatewayConfig, PoolSize
+from tripool.control.instance import Instance
 from tripool.control.launch import Spec
 from tripool.control.run_manifest import RunManifest, ServedModel
 from tripool.control.supervisor import GATEWAY, Supervisor
@@ -22,25 +23,34 @@ from tripool.gateway.models import check_names
 from tripool.gateway.server import listen
 from tripool.serving.access import AccessConfig, mark_open
 from tripool.serving.disk import Disk, disk_argv, disk_of
+from tripool.serving.ranks import rank_layout
 from tripool.serving.server import BuiltServer
 from tripool.serving.weight_cache import WeightCacheConfig
 from tripool.text.files import TextFiles
 
 _CACHE_MEMBERS = 2
 """Of each model. The loss of one loses only a part of the blocks."""
+_ONE_WORKER = PoolSize()
+_NO_KV_GB = 0.001
+"""Of a rank without sequences: the least that an engine takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitConfig:
     """The sizes of the pools."""
 
-    num_prefill: int = 1
-    """Workers of each model."""
-    num_decode: int = 1
+    prefill: PoolSize = _ONE_WORKER
+    """Of each model."""
+    decode: PoolSize = _ONE_WORKER
     cache_gb: float = 0.25
     """Of all models together."""
     disk_gb: float | None = None
     disk_dir: Path | None = None
+
+    @property
+    def num_workers(self) -> int:
+        """Of each model."""
+        return sum(size.instances * size.all_ranks for size in (self.prefill, self.decode))
 
 
 class SplitServer(BuiltServer):
@@ -100,7 +110,19 @@ def build_split(
             disk = disk_argv(disks[name], len(disks))
             return _cache_spec(name, block_bytes, member_gb, folder, (*disk, *options))
 
-        server = SplitServer(manifest, listener, Supervisor(specs, folder.path, cache_spec=cache_spec))
+        instances = [
+            Instance(
+                name,
+                folder.path,
+                rank_layout(plan.path, engine, size.all_ranks),
+                attention_only=range(size.ranks) if size.expert_ranks else (),
+            )
+            for plan in plans
+            for name, _, size in _instances(plan, pools)
+            if size.all_ranks > 1
+        ]
+        supervisor = Supervisor(specs, folder.path, cache_spec=cache_spec, instances=instances)
+        server = SplitServer(manifest, listener, supervisor)
         server.closing = stack.pop_all()
     return server
 
@@ -159,18 +181,31 @@ def _worker_specs(
     folder: RunFolder,
     options: tuple[str, ...],
 ) -> Iterator[Spec]:
-    threads = config.threads or _threads_per_worker(num_models * (pools.num_prefill + pools.num_decode))
+    threads = config.threads or _threads_per_worker(num_models * pools.num_workers)
     sizes = ["--max-running", str(config.max_running), "--precision", config.precision, "--threads", str(threads)]
     sizes += ["--mtp" if config.mtp else "--no-mtp", "--device", config.device]
-    sizes += ["--kv-gb", str(config.kv_gb)] if config.kv_gb is not None else []
     sizes += ["--step-tokens", str(config.step_tokens)] if config.step_tokens is not None else []
     sizes += ["--exact"] if config.exact else []
+    kv = ["--kv-gb", str(config.kv_gb)] if config.kv_gb is not None else []
     join = ("--join", gateway_address(folder.path))
-    for role, count in (("prefill", pools.num_prefill), ("decode", pools.num_decode)):
-        # Numbered over all models: a worker's name is unique in its run.
-        for i in range(plan.number * count, (plan.number + 1) * count):
-            argv = ("worker", plan.path, "--role", role, *join, "--name", f"{role}-{i}", *sizes, *options)
-            yield Spec(f"{role}-{i}", argv, (folder.lock,), plan.served.cache)
+    for instance, role, size in _instances(plan, pools):
+        argv = ("worker", plan.path, "--role", role, *join, *sizes, *options)
+        if size.all_ranks == 1:
+            yield Spec(instance, (*argv, *kv, "--name", instance), (folder.lock,), plan.served.cache)
+            continue
+        for rank in range(size.all_ranks):
+            name, rest, cache = f"{instance}-r{rank}", kv, plan.served.cache
+            if rank >= size.ranks:
+                rest, cache = ["--experts-only", "--kv-gb", str(_NO_KV_GB)], ()
+            part = ("--name", name, "--instance", instance, "--rank", str(rank), *rest)
+            yield Spec(name, (*argv, *part), (folder.lock,), cache, instance, rank)
+
+
+def _instances(plan: _ModelPlan, pools: SplitConfig) -> Iterator[tuple[str, str, PoolSize]]:
+    """Name, role and size. Numbered over all models: a name is unique in its run."""
+    for role, size in (("prefill", pools.prefill), ("decode", pools.decode)):
+        for i in range(plan.number * size.instances, (plan.number + 1) * size.instances):
+            yield f"{role}-{i}", role, size
 
 
 def _cache_spec(name: str, block_bytes: int, gb: float, folder: RunFolder, options: tuple[str, ...]) -> Spec:

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Literal, Self
 from tripool.cache.client import PoolClient
 from tripool.cache.host import LocalHost
 from tripool.config import EngineConfig
+from tripool.control.rank import Rank
 from tripool.control.run_manifest import read_manifest
 from tripool.control.worker import Worker
 from tripool.engine_protocol import PoolEngine
-from tripool.errors import InvalidRequest
+from tripool.errors import InvalidRequest, RankFenced
 from tripool.fabric.channel import ZmqTransport
 from tripool.fabric.folder import folder_of
 from tripool.fabric.shared_memory import SharedMemoryTransfer
 from tripool.fabric.supervisor_channel import SupervisorChannel
 from tripool.messages import PROTOCOL, Hello, Ready, WorkerId
+from tripool.serving.ranks import open_rank
 
 if TYPE_CHECKING:
     from tripool.cache.weight_cache import WeightCache
@@ -40,30 +42,43 @@ class WorkerProcess:
         worker_id: WorkerId,
         address: str,
         supervisor_channel: SupervisorChannel | None = None,
+        *,
+        instance: str = "",
+        rank: int = 0,
     ) -> None:
+        """`instance`: the one of several ranks that it is a `rank` of; it then needs a supervisor."""
         self._supervisor_channel, self._block_bytes = supervisor_channel, engine.block_bytes
         kv_tokens = engine.num_blocks * engine.block_tokens
         limits = (kv_tokens, engine.max_running, engine.context_tokens, engine.vocab)
-        self._hello = Hello(PROTOCOL, role, worker_id, os.getpid(), engine.name, *limits)
+        self._hello = Hello(PROTOCOL, role, worker_id, os.getpid(), engine.name, *limits, instance=instance)
         folder = folder_of(address)
         members = read_manifest(folder).model(engine.name).cache
+        self._rank: Rank | None = None
+        if instance:
+            self._rank = open_rank(engine, folder, instance, rank, worker_id, supervisor_channel)
         self._worker = Worker(
             engine,
             self._hello,
             ZmqTransport(address),
             _transfer(engine, folder, worker_id),
             PoolClient(LocalHost(folder), members, worker_id) if members else None,
-            supervisor_channel=supervisor_channel,
+            supervisor_channel=self._rank or supervisor_channel,
         )
         self.link = self._worker.link
 
     def run(self) -> None:
         hello = self._hello
-        if self._supervisor_channel is not None:
+        if self._rank is not None:
+            self._rank.ready(self._block_bytes)
+        elif self._supervisor_channel is not None:
             self._supervisor_channel.send(Ready(hello.worker_id, self._block_bytes))
         facts = {"role": hello.role, "model": hello.model, "epoch": hello.worker_id.epoch}
         _LOG.info("ready", extra=facts | {"kv_tokens": hello.kv_tokens, "max_running": hello.max_running})
-        self._worker.loop.run()
+        try:
+            self._worker.loop.run()
+        except RankFenced:
+            _LOG.warning("given up by the other ranks", extra={"instance": hello.instance})
+            raise
 
     def stop(self) -> None:
         """From any thread or a signal handler."""
@@ -74,6 +89,8 @@ class WorkerProcess:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._worker.close()
+        if self._rank is not None:
+            self._rank.close()
 
 
 def _transfer(engine: PoolEngine, folder: Path, worker_id: WorkerId) -> SharedMemoryTransfer:

@@ -18,7 +18,8 @@ from tripool.kernels.cpu8 import library
 from tripool.kernels.cpu8.sublayers import Moe8
 
 _OFFSETS = (
-    "control", "dispatch_bells", "combine_bells", "dispatch", "combine", "dispatch_bytes", "combine_bytes",
+    "control", "dispatch_bells", "combine_bells", "routed", "routed_bytes", "dispatch", "combine", "dispatch_bytes",
+    "combine_bytes",
     "segment_list", "entry_list", "scales", "fixes", "values",
 )  # fmt: skip
 _SIZES = ("layers", "experts", "top_k", "hidden", "slab_rows")

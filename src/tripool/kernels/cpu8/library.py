@@ -105,8 +105,8 @@ class ExchangeMemory(Structure):
         *(
             (name, c_uint64)
             for name in (
-                "control", "dispatch_bells", "combine_bells", "dispatch", "combine", "dispatch_bytes", "combine_bytes",
-                "segment_list", "entry_list", "scales", "fixes", "values",
+                "control", "dispatch_bells", "combine_bells", "routed", "routed_bytes", "dispatch", "combine",
+                "dispatch_bytes", "combine_bytes", "segment_list", "entry_list", "scales", "fixes", "values",
             )
         ),
         *((name, c_int32) for name in ("ranks", "rank", "layers", "experts", "top_k", "hidden", "slab_rows")),
@@ -179,7 +179,7 @@ def library(variant: str | None = None) -> ctypes.CDLL:
 
 def _check_exchange(failure: int, *_: object) -> None:
     if failure == _FENCED:
-        raise RankFenced("other ranks of this instance have given this one up", hint="start the rank again")
+        raise RankFenced
     if failure:
         raise ExchangeError("another rank did not answer in time", hint="see the log of the instance's other ranks")
 

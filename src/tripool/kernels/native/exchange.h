@@ -161,9 +161,13 @@ static void begin_exchange(Exchange *x, Flight *f, const Moe *m, float *stream, 
                        {stream, (size_t)m->norm.width, &m->norm, normed, slab.input, rows, m->norm.width, 0}};
     in_parallel(rows, route_chunk, &route);
     RoutedEntry *entries = room(PAIRS, sizeof(RoutedEntry) * n);
-    for (size_t i = 0; i < n; i++)
+    _Atomic uint64_t *routed = routed_rows(x, m->layer);
+    for (size_t i = 0; i < n; i++) {
+        _Atomic uint64_t *count = &routed[experts[i]]; /* other processes read it, none else writes it */
+        atomic_store_explicit(count, atomic_load_explicit(count, memory_order_relaxed) + 1, memory_order_relaxed);
         entries[i] = (RoutedEntry){(uint32_t)(i / (size_t)m->top_k), (uint32_t)(i % (size_t)m->top_k),
                                    (uint32_t)experts[i], route.weights[i]};
+    }
     f->moe = m;
     f->rows = rows;
     f->segments = 0;

@@ -15,7 +15,7 @@ typedef struct {
 /* As Python gives it: `kernels/cpu8/exchange.py`. */
 typedef struct {
     uint8_t *map;
-    uint64_t control, dispatch_bells, combine_bells, dispatch, combine, dispatch_bytes, combine_bytes;
+    uint64_t control, dispatch_bells, combine_bells, routed, routed_bytes, dispatch, combine, dispatch_bytes, combine_bytes;
     uint64_t segment_list, entry_list, scales, fixes, values;
     int32_t ranks, rank, layers, experts, top_k, hidden, slab_rows;
     const Moe *const *moe; /* [layers] */
@@ -84,6 +84,11 @@ static Doorbell *combine_bell(const Exchange *x, int source, int destination, in
 }
 static float *answers_of(const Exchange *x, int destination, int source, int lane) {
     return (float *)(x->at.map + x->at.combine + x->at.combine_bytes * pair_number(x, destination, source, lane));
+}
+/* [experts]: rows that this rank has routed to each expert of a layer. Written by this rank's steps only. */
+static _Atomic uint64_t *routed_rows(const Exchange *x, int layer) {
+    uint8_t *own = x->at.map + x->at.routed + x->at.routed_bytes * (size_t)x->at.rank;
+    return (_Atomic uint64_t *)own + (size_t)layer * x->at.experts;
 }
 static uint8_t *control_of(const Exchange *x, int rank) { return x->at.map + x->at.control + 192 * (size_t)rank; }
 static _Atomic uint32_t *fence_of(const Exchange *x, int rank) { return (_Atomic uint32_t *)control_of(x, rank); }

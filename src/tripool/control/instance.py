@@ -1,0 +1,131 @@
+"""The ranks of one instance as its supervisor sees them: which are there, and the expert map that follows from that.
+
+The map lies in a file of the run folder, replaced as a whole. Ranks read it when they are told that it changed, and
+from time to time; the gateway reads it for `tripool status`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from tripool.experts import ExpertMap, imbalance, rank_loads
+from tripool.experts.balancer import Balancer
+from tripool.experts.exchange import SharedView
+from tripool.experts.layout import Layout
+from tripool.experts.placement import EMPTY, Counts
+from tripool.experts.slabs import attach_slabs, create_slabs
+
+
+def slabs_file(folder: Path, instance: str) -> Path:
+    return folder / f"{instance}.slabs"
+
+
+def map_file(folder: Path, instance: str) -> Path:
+    return folder / f"{instance}.map"
+
+
+class Instance:
+    """Makes the shared memory of the exchange. Every change of the ranks is a new map with a higher epoch."""
+
+    def __init__(self, name: str, folder: Path, layout: Layout, *, attention_only: Iterable[int] = ()) -> None:
+        """`attention_only`: ranks that hold no experts while others can."""
+        create_slabs(slabs_file(folder, name), layout)
+        self._view = SharedView(*attach_slabs(slabs_file(folder, name)))
+        self.name, self._file = name, map_file(folder, name)
+        shape = layout.layers, layout.experts, layout.ranks
+        self._home = ExpertMap.contiguous(*shape, attention_only=attention_only)
+        """The placement with all ranks."""
+        self._balancer = Balancer(self._home, layout.top_k)
+        self._present: set[int] = set()
+        self.epoch = 0
+
+    def enter(self, rank: int) -> bool:
+        """A rank answers requests from now on. Whether the map changed."""
+        return self._change(self._present | {rank})
+
+    def leave(self, rank: int) -> bool:
+        """A rank is gone, or given up: the others hold its experts."""
+        return self._change(self._present - {rank})
+
+    def balance(self) -> bool:
+        """Take one step of moves if loads call for it. While a rank is missing, experts stay where they are."""
+        if len(self._present) < self._home.ranks:
+            return False
+        moved = self._balancer.step(_routed(self._view), self._home)
+        if moved is None:
+            return False
+        self._view.copies[0] = self._balancer.num_copies
+        self._home = moved
+        self._write(moved)
+        return True
+
+    def _change(self, present: set[int]) -> bool:
+        if present == self._present:
+            return False
+        self._present = present
+        self._balancer.reset()
+        if not present:  # the next rank must not find a map that names ranks which are gone
+            self.epoch += 1
+            self._file.unlink()
+            return True
+        found = self._home
+        for rank in set(range(found.ranks)) - present:
+            found = found.without(rank)
+        self._write(found)
+        return True
+
+    def _write(self, found: ExpertMap) -> None:
+        self.epoch += 1
+        new = self._file.with_suffix(".next")
+        new.write_bytes(replace(found, epoch=self.epoch).encode())
+        new.replace(self._file)
+
+
+def _routed(view: SharedView) -> Counts:
+    """[layers, experts]: rows of all ranks."""
+    return np.asarray(sum(view.routed(rank).astype(np.int64) for rank in range(view.layout.ranks)))
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    present: bool
+    experts: int
+    """Replicas that it holds, of all layers."""
+    rows: int
+    """Rows of all ranks that its experts would have computed under the present map, since the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceStatus:
+    name: str
+    epoch: int
+    """Of the expert map; 0: no rank is there."""
+    ranks: tuple[RankStatus, ...]
+    replicas: int
+    """Most replicas of one expert."""
+    imbalance: float
+    """Rows of the busiest rank over the mean, in the worst layer."""
+    copies: int
+    """Replicas that were copied to follow the load, since the start."""
+
+
+def read_instances(folder: Path) -> Iterator[InstanceStatus]:
+    """All instances of several ranks in a run's folder."""
+    for slabs in sorted(folder.glob(slabs_file(folder, "*").name)):
+        layout, memory = attach_slabs(slabs)
+        view = SharedView(layout, memory)
+        loads = _routed(view)
+        try:
+            found = ExpertMap.decode(map_file(folder, slabs.stem).read_bytes())
+        except FileNotFoundError:
+            yield InstanceStatus(slabs.stem, 0, (RankStatus(False, 0, 0),) * layout.ranks, 0, 1.0, 0)
+            continue
+        rows = rank_loads(found.table, loads).sum(axis=0)
+        held = (found.table != EMPTY).sum(axis=(0, 2))
+        ranks = (RankStatus(rank not in found.gone, int(held[rank]), int(rows[rank])) for rank in range(found.ranks))
+        worst = float(imbalance(found.table, loads).max())
+        yield InstanceStatus(slabs.stem, found.epoch, tuple(ranks), int(found.counts.max()), worst, int(view.copies[0]))

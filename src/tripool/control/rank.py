@@ -1,0 +1,117 @@
+"""A rank's part in its instance: installs the maps that the supervisor writes, and reports ranks that are silent.
+
+In a thread of its own: a step may be waiting for the answer of a rank that has just died.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tripool.errors import EngineStopped
+from tripool.experts import ExpertMap
+from tripool.fabric.supervisor_channel import SupervisorChannel
+from tripool.messages import AnyMessage, Ready, SilentRank, WorkerId
+
+_LOG = logging.getLogger("tripool.worker")
+SILENCE_S = 0.5
+"""A rank that leaves a request unanswered for so long is reported."""
+_LOOK_S = 0.1
+"""Between two looks at the map and at silent ranks, besides messages."""
+_FIRST_MAP_S = 60.0
+_EPOCHS = 2**14
+"""Epochs are compared in 16 bits: a fence must not fall further behind than half of them."""
+
+
+class Exchange(Protocol):
+    """See `kernels/cpu8/exchange.py`."""
+
+    rank: int
+
+    def install(self, epoch: int, table: npt.NDArray[np.int32], alive: Sequence[bool]) -> None: ...
+
+    def fence(self, rank: int, epoch: int) -> None: ...
+
+    def silence_s(self) -> list[float]: ...
+
+    def close(self) -> None: ...
+
+
+class Rank:
+    """Reads the supervisor channel in place of the worker's loop."""
+
+    def __init__(self, exchange: Exchange, file: Path, worker_id: WorkerId, channel: SupervisorChannel) -> None:
+        self._exchange, self._file, self._worker_id, self._channel = exchange, file, worker_id, channel
+        self._map: ExpertMap | None = None
+        self._seen: tuple[int, int] | None = None
+        """Identity of the file that was read last."""
+        self._has_map, self._leaving = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="tripool-rank", daemon=True)
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """The supervisor is gone."""
+        return self._channel.ended
+
+    def receive(self) -> Sequence[AnyMessage]:
+        """Nothing: the messages of the supervisor are this object's."""
+        return ()
+
+    def ready(self, block_bytes: int = 0) -> None:
+        """Report that this rank answers, and wait until the first map is installed; no step may run before."""
+        self._channel.send(Ready(self._worker_id, block_bytes))
+        if not self._has_map.wait(_FIRST_MAP_S):
+            raise EngineStopped("this rank was given no expert map", hint="the supervisor's log says more")
+
+    def close(self) -> None:
+        """No step may be running."""
+        self._leaving.set()
+        self._thread.join()
+        self._exchange.close()
+
+    def _watch(self) -> None:
+        while not self._leaving.is_set():
+            if self._channel.ended:
+                self._leaving.wait(_LOOK_S)
+            else:
+                select.select([self._channel], [], [], _LOOK_S)
+                for _ in self._channel.receive():
+                    pass  # it only says that the map has changed
+            self._install()
+            self._report_silence()
+
+    def _install(self) -> None:
+        """The newest map, if it is another one and, the first time, if it names this rank."""
+        try:
+            found = self._file.stat()
+            if (found.st_ino, found.st_mtime_ns) == self._seen:
+                return
+            new = ExpertMap.decode(self._file.read_bytes())
+        except FileNotFoundError:
+            return  # no rank is there yet, or the run is over
+        self._seen = found.st_ino, found.st_mtime_ns
+        if self._map is None and self._exchange.rank in new.gone:
+            return
+        for rank in new.gone:
+            self._exchange.fence(rank, new.epoch)
+        self._exchange.fence(self._exchange.rank, max(0, new.epoch - _EPOCHS))
+        routes, _ = new.routes(self._exchange.rank)
+        self._exchange.install(new.epoch, routes.astype(np.int32), [rank not in new.gone for rank in range(new.ranks)])
+        if self._map is None or self._map.gone != new.gone:  # else experts were moved, which is no news
+            _LOG.info("expert map", extra={"map_epoch": new.epoch, "ranks_gone": sorted(new.gone)})
+        self._map = new
+        self._has_map.set()
+
+    def _report_silence(self) -> None:
+        if self._map is not None:
+            for rank, silence_s in enumerate(self._exchange.silence_s()):
+                if silence_s > SILENCE_S and rank not in self._map.gone:
+                    self._channel.send(SilentRank(self._worker_id, rank, self._map.epoch, silence_s))

@@ -1,0 +1,52 @@
+"""Balance while serving: observed loads in, the next expert map out, one step of moves at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from tripool.experts.balance import balance
+from tripool.experts.expert_map import ExpertMap
+from tripool.experts.load_window import LoadWindow
+from tripool.experts.moves import MoveStep, plan_moves
+from tripool.experts.placement import Counts, expert_ranks
+
+_SPARE = 8
+"""A rank has one spare slot for so many experts, and at least one: there replicas of popular experts lie."""
+_COPIES = 16
+"""Per layer and plan: with one copy per layer and step, a plan takes at most so many steps or few more."""
+
+
+class Balancer:
+    """For an instance whose ranks are all there. A plan that was begun is finished before the next one is made."""
+
+    def __init__(self, first: ExpertMap, top_k: int) -> None:
+        """`first`: ranks without experts in it get none."""
+        holders = expert_ranks(first.table)
+        even = -(-first.experts // int(holders.sum()))
+        self._slots, self._top_k = (holders * (even + max(1, even // _SPARE))).tolist(), top_k
+        self._window = LoadWindow(first.layers, first.experts)
+        self._routed = np.zeros((first.layers, first.experts), np.int64)
+        self._steps: deque[MoveStep] = deque()
+        self.num_copies = 0
+        """Replicas copied so far."""
+
+    def step(self, routed: Counts, current: ExpertMap) -> ExpertMap | None:
+        """The map to use next; None: the current one. `routed`: rows that each expert has got since the start."""
+        new = routed - self._routed
+        self._routed = routed
+        closed = self._window.add(new, int(new.sum(axis=1).max()) // self._top_k)
+        if closed and not self._steps:
+            loads = self._window.loads
+            table = balance(loads, current.ranks, 1, self._slots, old=current.table, copies=_COPIES)
+            self._steps.extend(plan_moves(current, current.replaced(table), current.layers, loads=loads))
+        if not self._steps:
+            return None
+        step = self._steps.popleft()
+        self.num_copies += len(step.copies)
+        return step.after
+
+    def reset(self) -> None:
+        """The map was changed by something else: what was planned no longer fits."""
+        self._steps.clear()
