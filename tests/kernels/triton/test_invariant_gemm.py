@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -98,3 +105,15 @@ def test_products_by_head(device: str, rows: int, heads: int, depth: int, outs: 
         part = torch.empty(count, heads, outs, device=device).bfloat16()
         invariant_bmm(wide[first : first + count, :, :depth], w, part)
         assert torch.equal(part, out[first : first + count, :, :outs])
+
+
+def test_all_tilings_use_one_matrix_instruction() -> None:
+    """On Hopper, with 64 channels and one depth; only the number of rows beside them differs."""
+    program = Path(__file__).with_name("instructions.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for by_tiling, depth in zip(json.loads(done.stdout), (16, 32, 16), strict=True):
+        assert len(by_tiling) > 2
+        for tiling, found in by_tiling.items():
+            assert len(found) == 1 and re.match(rf"m64n\d+k{depth}\.f32\.", found[0]), (tiling, found)
