@@ -176,14 +176,14 @@ def test_a_step_without_memory_fails_its_requests_and_the_engine_stays(
     name, text, model = tiny
     config = EngineConfig(max_running=4, mtp=False, kv_gb=0.02)
     engine = OverlappedEngine(name, model, text, config, SPEC)
-    submit = engine.executor.submit_ahead
+    step_logits = engine.executor.runner.step_logits
     for i in range(5):
-        monkeypatch.setattr(engine.executor, "submit_ahead", raising(REFUSED))
+        monkeypatch.setattr(engine.executor.runner, "step_logits", raising(REFUSED))
         engine.add(_request(str(i)))
         assert engine.step() == []
         assert engine.take_failed() == [str(i)] and len(card) == i + 1
         assert not engine.busy and engine.num_held_blocks == 0
-    monkeypatch.setattr(engine.executor, "submit_ahead", submit)
+    monkeypatch.setattr(engine.executor.runner, "step_logits", step_logits)
     engine.add(_request("after"))
     events = []
     while engine.busy:
@@ -194,7 +194,7 @@ def test_a_step_without_memory_fails_its_requests_and_the_engine_stays(
 def test_other_faults_still_end_the_engine(monkeypatch: pytest.MonkeyPatch, tiny: Loaded) -> None:
     name, text, model = tiny
     engine = OverlappedEngine(name, model, text, EngineConfig(max_running=4, mtp=False, kv_gb=0.02), SPEC)
-    monkeypatch.setattr(engine.executor, "submit_ahead", raising(RuntimeError("a bug")))
+    monkeypatch.setattr(engine.executor.runner, "step_logits", raising(RuntimeError("a bug")))
     for i in range(2):
         engine.add(_request(str(i)))
         assert engine.step() == []
