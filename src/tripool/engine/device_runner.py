@@ -32,6 +32,8 @@ _MAX_STEPS = 256
 """Captured at once; beyond it the one that was not used for longest goes."""
 _MAX_SAMPLED = 4096
 """Tokens of one step that the next one may refer to."""
+_WARM_TOKENS = 8192
+"""Steps of contexts up to this length are captured before serving, where wide block tables cost nothing."""
 
 Kind = Literal["hidden", "logits", "mtp"]
 """What a captured step returns: final hidden states, logits, or final hidden states of the MTP layer."""
@@ -54,16 +56,25 @@ class Size:
         return 6 * self.rows, self.requests * self.width, self.requests
 
     @classmethod
-    def of(cls, work: Sequence[Work], most_width: int) -> Size:
+    def of(cls, work: Sequence[Work], most_width: int, round_width: Callable[[int], int]) -> Size:
         queries = max(len(piece.tokens) for piece in work)
         # By the length that `fill` gives a request, padding rows included: kernels read the table up to there.
         width = -(-(max(piece.start for piece in work) + queries) // BLOCK_TOKENS)
-        return cls(_round_up(len(work)), queries, min(_round_up(width), most_width))
+        return cls(_round_up(len(work)), queries, min(round_width(width), most_width))
 
 
 def _round_up(count: int) -> int:
     """To a power of two, above 16 to a multiple of 16: little padding, and few sizes."""
     return 1 << (count - 1).bit_length() if count <= 16 else -(-count // 16) * 16
+
+
+def _few_widths(blocks: int) -> int:
+    """8, 32, 128, ... columns: under load every number of requests meets contexts of every length, and each new pair is
+    a capture for which all running sequences wait."""
+    width = 8
+    while width < blocks:
+        width *= 4
+    return width
 
 
 @dataclass(slots=True)
@@ -140,6 +151,9 @@ class DeviceRunner(Runner):
         self._nowhere = num_blocks
         self._width = -(-model.arch.context_tokens // BLOCK_TOKENS) + 1
         """Most columns of a block table: a padding row may be past the last position."""
+        # Kernels that read pages in place stop at a context's end. The others, in float32 and of an MTP layer, gather
+        # the whole width of a table.
+        self._round_width = _round_up if mtp or dtype == torch.float32 else _few_widths
         self._tables = BlockTables(self._width)
         self._capture = GraphCapture(self.device) if self.device.type == "cuda" else None
         self._kept_logits: torch.Tensor | None = None
@@ -154,13 +168,17 @@ class DeviceRunner(Runner):
 
     @torch.inference_mode()
     def warm(self, max_running: int, step_tokens: int, progress: Callable[[str], None] | None = None) -> None:
-        """Kernels are compiled for the sizes of their inputs: every decode step of a short context is captured, and
-        prompts up to `step_tokens` run once, all in the padding block. Graphs for longer contexts are captured when
-        they occur: they need no new kernels."""
+        """Kernels are compiled for the sizes of their inputs: decode steps of a short context are captured, with few
+        widths those up to `_WARM_TOKENS`, and prompts up to `step_tokens` run once, all in the padding block. Graphs
+        for longer contexts are captured when they occur: they need no new kernels."""
+        context = min(self.model.arch.context_tokens, _WARM_TOKENS if self._round_width is _few_widths else 1)
+        blocks = range(1, -(-context // BLOCK_TOKENS) + 1)
+        widths = sorted({self._round_width(count) for count in blocks}, reverse=True)
         decodes = [
-            [Work([0] * queries, 0, [self._nowhere], True)] * requests
+            [Work([0] * queries, min(width * BLOCK_TOKENS, context) - 1, [self._nowhere] * width, True)] * requests
             for requests in sorted({_round_up(count) for count in range(1, max_running + 1)}, reverse=True)
             for queries in range(1, (MAX_QUERIES if self._mtp else 1) + 1)
+            for width in widths
         ]
         longest = min(step_tokens, self.model.arch.context_tokens - 1)
         # Triton compiles for multiples of 16 and for other numbers.
@@ -292,7 +310,7 @@ class DeviceRunner(Runner):
     def _captured(
         self, work: Sequence[Work], kind: Kind, hidden: torch.Tensor | None = None
     ) -> tuple[Step, torch.Tensor]:
-        size = Size.of(work, self._width)
+        size = Size.of(work, self._width, self._round_width)
         known = self._steps.pop((size, kind), None)
         if known is None and len(self._steps) >= _MAX_STEPS and self._capture is not None:
             torch.cuda.synchronize(self.device)  # the step may still run

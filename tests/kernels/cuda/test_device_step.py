@@ -122,8 +122,21 @@ def test_warming_up_takes_every_size_and_touches_nobodys_block(models: tuple[Mod
 def test_a_table_reaches_as_far_as_the_length_of_its_request() -> None:
     """A request of one row beside one of two is given a length of two: its table must cover that position too."""
     work = [Work([5], 63, [0], True), Work([5, 6], 3, [1], True)]
-    assert Size.of(work, 9).width == 2
-    assert Size.of(work[:1], 9).width == 1
+    assert Size.of(work, 9, lambda width: width).width == 2
+    assert Size.of(work[:1], 9, lambda width: width).width == 1
+
+
+def test_contexts_up_to_8192_tokens_need_no_capture_while_serving() -> None:
+    with open_checkpoint("tiny") as checkpoint:
+        table = cuda_table(torch.bfloat16, fused=False)
+        model = load_model(checkpoint, torch.bfloat16, kernels=table, store=OnDevice("cpu"))
+    runner = DeviceRunner(model, num_blocks=NUM_BLOCKS, device="cpu", dtype=torch.bfloat16)
+    runner.warm(3, 16)
+    before = set(runner._steps)
+    assert {size.requests for size, _ in before} == {1, 2, 4}
+    for length in (0, 1, 511, 512, min(8192, model.arch.context_tokens) - 1):
+        runner.step_logits([Work([5], length, [NUM_BLOCKS] * (length // 64 + 1), True)] * 3, range(3))
+    assert set(runner._steps) == before
 
 
 def test_every_size_of_a_prompt_step_is_captured_before_serving(models: tuple[Model, Model]) -> None:
