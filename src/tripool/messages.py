@@ -10,6 +10,7 @@
 | any child | supervisor | Ready |
 | rank | supervisor | SilentRank |
 | supervisor | rank | MapChanged |
+| supervisor | standby | Assign |
 
 A `WorkerId` is a worker's name ("decode-0") and the epoch of its process. A restarted worker has a larger epoch,
 whatever the wall clock says, and messages of an older one are dropped. An attempt numbers the placements of one
@@ -252,6 +253,13 @@ class SilentRank(Message, frozen=True):
     silence_s: Seconds
 
 
+class Assign(Message, frozen=True):
+    """To a standby process: become the process with these arguments."""
+
+    argv: tuple[str, ...]
+    epoch: Natural
+
+
 class MapChanged(Message, frozen=True):
     """To a rank: the expert map of its instance is another one. The map itself is a file: see `control.instance`."""
 
@@ -260,7 +268,7 @@ class MapChanged(Message, frozen=True):
 
 FromWorker = Hello | Heartbeat | Tokens | TransferReady | TransferDone | Refused | Left
 ToWorker = Welcome | StartPrefill | StartDecode | Release | Cancel | Drain
-AnyMessage = FromWorker | ToWorker | Suspect | Reaped | Ready | SilentRank | MapChanged
+AnyMessage = FromWorker | ToWorker | Suspect | Reaped | Ready | SilentRank | MapChanged | Assign
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

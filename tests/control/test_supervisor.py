@@ -19,7 +19,7 @@ import pytest
 from tripool.control.evidence import CpuUse, is_runnable, is_stopped, times_of, was_busy
 from tripool.control.instance import Instance, map_file
 from tripool.control.launch import Spec, launch
-from tripool.control.supervisor import GATEWAY, Backoff, Supervisor
+from tripool.control.supervisor import GATEWAY, STANDBY, Backoff, Supervisor
 from tripool.experts import ExpertMap
 from tripool.experts.layout import Layout
 
@@ -29,21 +29,28 @@ CHILD = """
 import hashlib, os, signal, sys, threading, time
 from pathlib import Path
 from tripool.fabric.supervisor_channel import SupervisorChannel
-from tripool.messages import Drain, MapChanged, WorkerId, Ready, Reaped, SilentRank, Suspect
+from tripool.messages import Assign, Drain, MapChanged, WorkerId, Ready, Reaped, SilentRank, Suspect
 
 folder, name, epoch = Path(sys.argv[1]), sys.argv[2], int(sys.argv[4])
 supervisor = SupervisorChannel.inherited(int(sys.argv[6]))
 if name == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 (folder / f"{name}.{epoch}.arena").write_text("")
-with open(folder / "lives", "a") as lives:
-    lives.write(f"{name} {epoch} {os.getpid()}\\n")
+def begin():
+    with open(folder / "lives", "a") as lives:
+        lives.write(f"{name} {epoch} {os.getpid()}\\n")
+begin()
 while not supervisor.ended:
     supervisor.send(Ready(WorkerId(name, epoch)))
     for message in supervisor.receive():
         if isinstance(message, Drain):
             sys.exit()
         if isinstance(message, MapChanged):
+            continue
+        if isinstance(message, Assign):
+            (_, name), epoch = message.argv, message.epoch
+            begin()
+            supervisor.send(Ready(WorkerId(name, epoch)))
             continue
         with open(folder / "told", "a") as told:
             told.write(f"{message.worker_id.name} {message.worker_id.epoch}" + " crashed" * message.crashed + "\\n")
@@ -83,6 +90,7 @@ class Run:
             specs,
             folder,
             instances=[Instance("d", folder, layout)] if ranks else [],
+            standby=Spec(STANDBY, (str(folder), STANDBY)) if ranks else None,
             start=lambda spec, *worker_id: launch(spec, *worker_id, command=(command(spec.name), "-c", CHILD)),
         )
         self.thread = threading.Thread(target=self.supervisor.run, args=(self.ready.set,))
@@ -239,6 +247,19 @@ def test_ranks_that_come_and_go_change_the_map(start: Callable[..., Run]) -> Non
     os.kill(run.worker_ids("d-r1")[0][1], signal.SIGKILL)
     until(lambda: map_of(run).epoch == 4)
     assert map_of(run).gone == frozenset() and len(run.worker_ids("d-r1")) == 2
+
+
+def test_a_standby_becomes_the_rank_that_died(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tripool.control.supervisor._STANDBY_S", 0.1)
+    run = start(GATEWAY, ranks=["d-r0", "d-r1"])
+    for number in (1, 2):
+        until(lambda number=number: len(run.worker_ids(STANDBY)) == number and run.supervisor._is_ready(STANDBY))
+        epoch, pid = run.worker_ids(STANDBY)[-1]
+        os.kill(run.worker_ids("d-r1")[-1][1], signal.SIGKILL)
+        until(lambda number=number: map_of(run).epoch == 2 + 2 * number)
+        assert run.worker_ids("d-r1")[-1][1] == pid and run.worker_ids("d-r1")[-1][0] > epoch
+        told = {line.split()[0] for line in run.told()}
+        assert told <= {"d-r1"}, "a standby holds nothing"
 
 
 def test_a_stopped_rank_is_ended_at_once_and_a_slow_one_later(

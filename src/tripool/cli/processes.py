@@ -26,6 +26,7 @@ _LOG, _LOGS = logging.getLogger("tripool.cache"), LogOptions()
 
 def register(app: typer.Typer) -> None:
     _register_worker(app)
+    _register_standby(app)
     _register_gateway(app)
     _register_cache_member(app)
 
@@ -80,6 +81,29 @@ def _register_worker(app: typer.Typer) -> None:
                 for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, lambda *_: process.stop())
                 process.run()
+
+
+def _register_standby(app: typer.Typer) -> None:
+    @app.command(hidden=True)
+    def standby(
+        epoch: Annotated[int, typer.Option()],
+        supervisor_channel: Annotated[int, typer.Option()],
+    ) -> None:
+        """Import what a rank needs, and become the rank that the supervisor names."""
+        import tripool.engine.load
+        import tripool.kernels.cpu8.exchange
+        import tripool.serving.worker  # noqa: F401
+        from tripool.fabric.supervisor_channel import SupervisorChannel
+        from tripool.messages import Assign, Ready, WorkerId
+
+        channel = SupervisorChannel.inherited(supervisor_channel)
+        channel.send(Ready(WorkerId("standby", epoch)))
+        while not channel.ended:
+            select.select([channel], [], [])
+            for message in channel.receive():
+                if isinstance(message, Assign):
+                    # `channel` stays referenced: the rank goes on with its file descriptor.
+                    app([*message.argv, "--epoch", str(message.epoch), "--supervisor-channel", str(supervisor_channel)])
 
 
 def _register_gateway(app: typer.Typer) -> None:

@@ -21,10 +21,10 @@ from tripool.cache.host import LocalHost
 from tripool.control.evidence import is_runnable, num_oom_kills
 from tripool.control.instance import Instance
 from tripool.control.launch import Child, Spec, launch
-from tripool.messages import SUPERVISOR, Drain, MapChanged, Ready, Reaped, SilentRank, Suspect, WorkerId
+from tripool.messages import SUPERVISOR, Assign, Drain, MapChanged, Ready, Reaped, SilentRank, Suspect, WorkerId
 
 _LOG = logging.getLogger("tripool.supervisor")
-GATEWAY = "gateway"
+GATEWAY, STANDBY = "gateway", "standby"
 _LOOK_S = 0.2
 """Polling interval of the processes, besides messages: a channel may stay open after its process ended."""
 _START_S = 600.0
@@ -33,6 +33,8 @@ _SILENCE_S = 5.0
 """Longest silence of a ready gateway."""
 _BALANCE_S = 0.5
 """Between two looks at the loads of experts."""
+_STANDBY_S = 3.0
+"""Until the next standby is started, after one has become a rank: the rank needs the cores first."""
 _RANK_SILENCE_S = 10.0
 """Longest silence of a runnable rank: it computes, or waits for a core. Another one is ended when it is reported."""
 _DRAIN_S = 9.0
@@ -61,7 +63,7 @@ class Backoff:
 class Supervisor:
     """`specs`: one for the gateway and one per worker. Cache members named by them are started from
     `cache_spec(name, block_bytes)` once one of their workers has reported its block size. `instances`: those of several
-    ranks."""
+    ranks; `standby`: a process that has imported what a rank needs, and becomes the next rank that is started again."""
 
     def __init__(
         self,
@@ -70,12 +72,13 @@ class Supervisor:
         *,
         cache_spec: Callable[[str, int], Spec] | None = None,
         instances: Sequence[Instance] = (),
+        standby: Spec | None = None,
         start: Callable[[Spec, int, float], Child] = launch,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder = folder
         self._start, self._clock = start, clock
-        self._instances = {instance.name: instance for instance in instances}
+        self._instances, self._standby = {instance.name: instance for instance in instances}, standby
         self._selector = selectors.DefaultSelector()
         self._children: dict[str, Child] = {}
         self._backoffs = {spec.name: Backoff() for spec in specs}
@@ -102,6 +105,8 @@ class Supervisor:
                 if not self._was_ready and all(name in self._cache or self._is_ready(name) for name in self._backoffs):
                     self._was_ready = True
                     on_ready()
+                    if self._standby is not None:
+                        self._backoffs[STANDBY], self._due[STANDBY] = Backoff(), (self._clock(), self._standby)
                 self._look()
             self._stop()
         finally:
@@ -116,6 +121,9 @@ class Supervisor:
         for name, (due_s, spec) in list(self._due.items()):
             if due_s <= now_s:
                 del self._due[name]
+                if spec.instance and self._is_ready(STANDBY):
+                    self._assign(spec, now_s)
+                    continue
                 try:
                     child = self._start(spec, next(self._epochs), now_s)
                 except OSError as error:  # out of processes or memory; others keep running
@@ -126,6 +134,16 @@ class Supervisor:
                 self._selector.register(child.supervisor_channel, selectors.EVENT_READ, child)
                 if child.pidfd is not None:
                     self._selector.register(child.pidfd, selectors.EVENT_READ, child)
+
+    def _assign(self, spec: Spec, now_s: float) -> None:
+        """The standby becomes this rank, and another one takes its place later."""
+        child = self._children[spec.name] = self._children.pop(STANDBY)
+        child.spec, child.worker_id = spec, WorkerId(spec.name, next(self._epochs))
+        child.started_s, child.ready = now_s, False
+        child.supervisor_channel.send(Assign(spec.argv, child.worker_id.epoch))
+        _LOG.info("process started", extra=_facts(child) | {"from": STANDBY})
+        assert self._standby is not None
+        self._due[STANDBY] = (now_s + _STANDBY_S, self._standby)
 
     def _listen(self, timeout_s: float) -> None:
         next_s = min((due_s for due_s, _ in self._due.values()), default=float("inf"))
@@ -229,7 +247,7 @@ class Supervisor:
         del self._children[child.spec.name]
         for left in self._folder.glob(f"{child.worker_id}.*"):
             left.unlink(missing_ok=True)
-        if child.spec.name in self._cache or child.spec.name == GATEWAY:
+        if child.spec.name in self._cache or child.spec.name in (GATEWAY, STANDBY):
             return code  # these write to no other process's memory
         reaped = Reaped(child.worker_id, crashed=busy or short_of_memory or _crashed(code))
         gateway = self._children.get(GATEWAY)

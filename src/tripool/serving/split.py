@@ -17,7 +17,7 @@ from tripool.config import EngineConfig, GatewayConfig, PoolSize
 from tripool.control.instance import Instance
 from tripool.control.launch import Spec
 from tripool.control.run_manifest import RunManifest, ServedModel
-from tripool.control.supervisor import GATEWAY, Supervisor
+from tripool.control.supervisor import GATEWAY, STANDBY, Supervisor
 from tripool.fabric.folder import RunFolder, gateway_address
 from tripool.gateway.models import check_names
 from tripool.gateway.server import listen
@@ -121,7 +121,8 @@ def build_split(
             for name, _, size in _instances(plan, pools)
             if size.all_ranks > 1
         ]
-        supervisor = Supervisor(specs, folder.path, cache_spec=cache_spec, instances=instances)
+        standby = Spec(STANDBY, (STANDBY,), (folder.lock,)) if instances else None
+        supervisor = Supervisor(specs, folder.path, cache_spec=cache_spec, instances=instances, standby=standby)
         server = SplitServer(manifest, listener, supervisor)
         server.closing = stack.pop_all()
     return server
