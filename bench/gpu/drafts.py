@@ -60,7 +60,7 @@ class Measured:
 
 def measure(engine: OverlappedEngine, prompts: list[list[int]], switch: Always | DraftSwitch) -> Measured:
     engine.draft_switch = switch  # type: ignore[assignment]
-    params = SamplingParams(temperature=0.7, max_tokens=END + 8, ignore_eos=True)
+    params = SamplingParams(temperature=0.7, max_tokens=END + BEGIN // 2, ignore_eos=True)
     for i, prompt in enumerate(prompts):
         engine.add(Request(id=str(i), prompt_ids=tuple(prompt), params=params, seed=i))
     scheduler, num_tokens = engine.scheduler, 0
@@ -78,7 +78,8 @@ def measure(engine: OverlappedEngine, prompts: list[list[int]], switch: Always |
 def rows() -> list[Row]:
     spec = DeviceSpec(torch.device("cpu"), torch.float32) if TOY else cuda_spec("int8")
     name, text, model = load_on(spec, "tiny")
-    engine = OverlappedEngine(name, model, text, EngineConfig(max_running=max(COUNTS), step_tokens=512), spec)
+    config = EngineConfig(max_running=max(COUNTS), step_tokens=512, kv_gb=0.05 if TOY else 1.0)
+    engine = OverlappedEngine(name, model, text, config, spec)
     if not TOY:
         engine.warm()
     tokenizer, found = Tokenizer(text), []
