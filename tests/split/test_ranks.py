@@ -8,12 +8,15 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tripool import LLM
+from tripool.cli.status import render
 from tripool.engine.load import load_engine
 
 from . import faults, forking
@@ -107,6 +110,9 @@ def test_ranks_over_http_give_the_tokens_of_one_engine(offline: LLM, server: Spl
     assert (prefill["name"], len(prefill["ranks"])) == ("prefill-0", 2) and prefill["epoch"] >= 2
     for instance in (decode, prefill):
         assert all(rank["present"] and rank["experts"] and rank["rows"] for rank in instance["ranks"])
+    console = Console(file=StringIO(), width=200)
+    console.print(render(pools))
+    assert isinstance(console.file, StringIO) and "prefill-0: map" in console.file.getvalue()
     metrics = server.http.get("/metrics").text
     assert 'tripool_expert_map_epoch{instance="decode-0",model_name="tiny"}' in metrics
     assert 'tripool_rank_present{instance="prefill-0",model_name="tiny",rank="1"} 1.0' in metrics
