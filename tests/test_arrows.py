@@ -159,8 +159,6 @@ def test_policies_import_neither_the_world_nor_other_peoples_packages() -> None:
         strangers = {room(target) for target in imports(ROOT, name, path)} - allowed
         if name == "errors":
             strangers -= {"pathlib"}  # names a file in a message; opens none
-        if name in ("core", "sequence"):
-            strangers -= {"msgspec"}  # structs: made by the hundred in a step, and events cross processes
         if room(name) == "experts":
             strangers -= {"numpy", "msgspec"}  # arrays over layers and experts; a map crosses processes
         assert not strangers, f"{name} imports {sorted(strangers)}"

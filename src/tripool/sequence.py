@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Protocol
 
-from msgspec import Struct
-
 from tripool.core import FinishReason, Request, SamplingParams, TokenLogprobs
 
 UNKNOWN = -1
@@ -205,7 +203,8 @@ class Task:
         return len(self.work.tokens) + (self.draft is not None)
 
 
-class Sampled(Struct, frozen=True, gc=False):
+@dataclass(slots=True)
+class Sampled:
     token_id: int
     logprobs: TokenLogprobs | None = None
 

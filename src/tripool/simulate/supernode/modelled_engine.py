@@ -168,7 +168,8 @@ class PrefillEngine(ModelledEngine):
         return events
 
 
-class TokenRun(TokenEvent, frozen=True):
+@dataclass(slots=True)
+class TokenRun(TokenEvent):
     """A token together with those of the same choice right before it."""
 
     earlier: tuple[int, ...] = ()
