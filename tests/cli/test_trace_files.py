@@ -155,12 +155,13 @@ def test_a_folder_is_one_trace(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_damaged_files_are_read_or_refused_by_a_typed_error(tmp_path: Path) -> None:
-    """500 files with one changed, added or missing piece."""
+@pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.prove)])
+def test_damaged_files_are_read_or_refused_by_a_typed_error(tmp_path: Path, count: int) -> None:
+    """Files with one changed, added or missing piece."""
     rng, file, refused = Rng(11), tmp_path / "trace", 0
     good = [jsonl(MOONCAKE), jsonl(RAGPULSE), jsonl(LMCACHE[:2]), AZURE, json.dumps(session(0))]
     pieces = ["", "{", "}", "[", '"', "-1", "1e999", "null", "\n", "\x00", "true", "NaN", "9" * 30, ",", "\ud800"]
-    for number in range(500):
+    for number in range(count):
         text = good[number % len(good)]
         at = rng.between(0, len(text) - 1)
         changed = text[:at] + rng.pick(pieces) + text[at + rng.between(0, 3) :]
@@ -169,7 +170,7 @@ def test_damaged_files_are_read_or_refused_by_a_typed_error(tmp_path: Path) -> N
             assert read(file)
         except BadTrace:
             refused += 1
-    assert 100 < refused < 450
+    assert 0.2 * count < refused < 0.9 * count
 
 
 @pytest.mark.parametrize("content", [jsonl(RAGPULSE), jsonl(LMCACHE), jsonl([session(0), session(1)]), AZURE])
