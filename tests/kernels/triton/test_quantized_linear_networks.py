@@ -128,7 +128,9 @@ def test_a_network_in_e4m3_is_its_floats_but_for_rounding(
 
 
 @pytest.mark.parametrize(
-    ("case", "kind"), [(V2, INT8), (V3, INT8), (V3, E4M3), (V2, None)], ids=lambda one: getattr(one, "name", one)
+    ("case", "kind"),
+    [(V2, INT8), pytest.param(V3, INT8, marks=pytest.mark.prove), (V3, E4M3), (V2, None)],
+    ids=lambda one: getattr(one, "name", one),
 )
 def test_with_our_kernels_it_is_the_same_network(device: str, tmp_path: Path, case: Case, kind: str | None) -> None:
     """The table as it is on a card: norms, prologue, gate, experts and products as Triton kernels."""
