@@ -291,6 +291,7 @@ def test_a_copy_under_another_name_differs_in_nothing_else() -> None:
     assert all(getattr(request, each.name) != each.default for each in dataclasses.fields(Request))
     values = ("a", 1, 2, 3, "stop", TokenLogprobs(-1.0), 4, 5, 6, Stages(queue_s=1.0))
     for event in (TokenEvent(*values), TokenRun(*values[:5], None, 4, 0, 0, Stages(queue_s=1.0), earlier=(8, 8))):
-        told = event.changed(request_id="b", stages=Stages(queue_s=2.0))
+        told = event.of_request("b", Stages(queue_s=2.0))
+        assert told == dataclasses.replace(event, request_id="b", stages=Stages(queue_s=2.0))
         assert type(told) is type(event)
-        assert told != event == told.changed(request_id="a", stages=Stages(queue_s=1.0))
+    assert len(values) == len(dataclasses.fields(TokenEvent))

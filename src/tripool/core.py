@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Self, cast, get_args
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, cast, get_args
 
 from tripool.errors import InvalidRequest
 
@@ -344,9 +344,10 @@ class TokenEvent:
     stages: Stages | None = None
     """On a choice's first event. A transfer after the first token is reported by a later event, alone."""
 
-    def changed(self, **values: Any) -> Self:
-        """A copy with other values of these fields."""
-        return replace(self, **values)
+    def of_request(self, request_id: str, stages: Stages | None) -> TokenEvent:
+        """As `replace`, in a fraction of the time: workers call it for every token."""
+        facts = (self.choice, self.index, self.token_id, self.finish_reason, self.logprobs, self.num_cached_tokens)
+        return TokenEvent(request_id, *facts, self.num_draft_tokens, self.num_accepted_draft_tokens, stages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

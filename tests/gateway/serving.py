@@ -86,7 +86,7 @@ class ScriptedEngine(WatchedEngine):
         last = event.index + 1 == len(self._script)
         if last:
             self.cancel(event.request_id)
-        return event.changed(token_id=token_id, finish_reason="stop" if last else event.finish_reason)
+        return replace(event, token_id=token_id, finish_reason="stop" if last else event.finish_reason)
 
 
 class GatedEngine(WatchedEngine):

@@ -265,7 +265,7 @@ class DecodeWorker:
             start, stages = job.start, None
             if job.started_s is not None:
                 stages, job.started_s = Stages(transfer_s=job.started_s - job.came_s), None
-            stamped.append(Stamped(start.attempt, event.changed(request_id=start.request.id, stages=stages)))
+            stamped.append(Stamped(start.attempt, event.of_request(start.request.id, stages)))
         if stamped:
             self._send(Tokens(self._worker_id, tuple(stamped)))
         for event in events:

@@ -54,7 +54,7 @@ class _Stream(TokenStream):
     def staged(self, event: TokenEvent, now_s: float) -> TokenEvent:
         """A choice's first event, with the time that it took to get here."""
         started_s = self.started_s.get(event.request_id, self.added_s)
-        return event.changed(stages=Stages(queue_s=started_s - self.added_s, prefill_s=now_s - started_s))
+        return replace(event, stages=Stages(queue_s=started_s - self.added_s, prefill_s=now_s - started_s))
 
 
 class EngineThread:

@@ -344,4 +344,4 @@ class AdmissionBackend:
 def _staged(event: TokenEvent, waited_s: float) -> TokenEvent:
     """Adds the time spent waiting for admission to the stages of a choice's first event."""
     stages = event.stages or Stages()
-    return event.changed(stages=replace(stages, queue_s=stages.queue_s + waited_s))
+    return replace(event, stages=replace(stages, queue_s=stages.queue_s + waited_s))

@@ -231,7 +231,7 @@ class PrefillWorker:
                 fetched_tokens=job.fetched_tokens,
                 disk_tokens=job.disk_tokens,
             )
-            stamped.append(Stamped(job.attempt, event.changed(request_id=job.request_id, stages=spent)))
+            stamped.append(Stamped(job.attempt, event.of_request(job.request_id, spent)))
         if stamped:
             self._send(Tokens(self._worker_id, tuple(stamped)))
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from heapq import heappop, heappush
 
@@ -275,7 +275,8 @@ class Ledger:
         reported = (event.num_cached_tokens, event.num_draft_tokens, event.num_accepted_draft_tokens)
         if reported == (cached, choice.num_drafted, choice.num_accepted):
             return event
-        return event.changed(
+        return replace(
+            event,
             num_cached_tokens=cached,
             num_draft_tokens=choice.num_drafted,
             num_accepted_draft_tokens=choice.num_accepted,

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from tripool.config import SchedulerConfig
-from tripool.core import Request, ServingStats, TokenEvent
+from tripool.core import Request, ServingStats, Stages, TokenEvent
 from tripool.decode import StepFacts
 from tripool.engine.fast_forward import fast_forward, quiet_steps
 from tripool.engine.scheduler import Scheduler
@@ -173,6 +173,10 @@ class TokenRun(TokenEvent):
     """A token together with those of the same choice right before it."""
 
     earlier: tuple[int, ...] = ()
+
+    def of_request(self, request_id: str, stages: Stages | None) -> TokenRun:
+        facts = (self.choice, self.index, self.token_id, self.finish_reason, None, self.num_cached_tokens)
+        return TokenRun(request_id, *facts, stages=stages, earlier=self.earlier)
 
 
 @dataclass(slots=True, eq=False)
