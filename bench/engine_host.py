@@ -54,7 +54,7 @@ class HostEngine(OverlappedEngine):
         scheduler = Scheduler(config, model="none", context_tokens=BLOCKS_EACH * config.block_tokens)
         Paged.__init__(self, scheduler, TextFiles(tokenizer_json=""), name="none", vocab=1000, max_running=count)
         self.executor: Any = Instant()
-        self._running = self._pending = self.draft_switch = None
+        self._running = self._pending = self.draft_switch = self._device_spec = None
         self._drafts = False
 
     def check(self, request: Request) -> None:
