@@ -312,8 +312,9 @@ class DeviceRunner(Runner):
     ) -> tuple[Step, torch.Tensor]:
         size = Size.of(work, self._width, self._round_width)
         known = self._steps.pop((size, kind), None)
-        if known is None and len(self._steps) >= _MAX_STEPS and self._capture is not None:
-            torch.cuda.synchronize(self.device)  # the step may still run
+        if known is None and len(self._steps) >= _MAX_STEPS:
+            if self._capture is not None:
+                torch.cuda.synchronize(self.device)  # the step may still run
             del self._steps[next(iter(self._steps))]
         step = self._steps[size, kind] = known or self._prepare(size, kind)
         step.fill(work, self._tables, self._nowhere)

@@ -9,6 +9,7 @@ import torch
 
 from oracle.close import assert_close
 from tripool.checkpoints import open_checkpoint
+from tripool.engine import device_runner as device_runner_module
 from tripool.engine.device_runner import DeviceRunner, Size
 from tripool.engine.device_segments import ROWS
 from tripool.engine.runner import Runner
@@ -117,6 +118,20 @@ def test_warming_up_takes_every_size_and_touches_nobodys_block(models: tuple[Mod
     runner.hidden([Work(p, 0, t, False) for p, t in zip(PROMPTS[:2], block_tables, strict=False)])
     runner.hidden([Work([5], len(p), t, True) for p, t in zip(PROMPTS[:2], block_tables, strict=False)])
     assert len(runner._steps) == before, "a short context finds its step"
+
+
+def test_captured_steps_are_bounded_and_the_last_used_ones_stay(
+    models: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_runner_module, "_MAX_STEPS", 3)
+    runner, block_tables = device_runner(models[1]), tables(random.Random(4))
+    runner.kv.zero_()
+    alone = runner.hidden([Work([7], 0, block_tables[0], True)])
+    for count in (2, 3, 1, 5, 9):  # of sizes 2, 4, 1, 8, 16
+        together = runner.hidden([Work([7], 0, block_tables[i % 4], True) for i in range(count)])
+        assert_close(together[:1], alone)
+        assert len(runner._steps) <= 3
+    assert [size.requests for size, _ in runner._steps] == [1, 8, 16]
 
 
 def test_a_table_reaches_as_far_as_the_length_of_its_request() -> None:
