@@ -54,9 +54,10 @@ class Setup:
         self.supervisor, theirs = SupervisorChannel.pair()
         self.channel = SupervisorChannel(theirs)
         self.file = map_file(folder, "decode-0")
+        self.ended: list[int] = []
 
     def start(self) -> Rank:
-        self.rank = Rank(self.exchange, self.file, ME, self.channel)
+        self.rank = Rank(self.exchange, self.file, ME, self.channel, self.ended.append)
         return self.rank
 
     def change(self, change: Callable[[int], bool], rank: int) -> None:
@@ -129,3 +130,12 @@ def test_the_end_of_the_supervisor_is_noticed(setup: Setup) -> None:
     rank = setup.start()
     setup.supervisor.close()
     until(lambda: rank.ended)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_rank_that_cannot_follow_the_map_ends(setup: Setup) -> None:
+    """Here its process goes on, and its thread ends with the error."""
+    setup.instance.enter(1)
+    setup.start().ready()
+    setup.file.write_bytes(b"no map")
+    until(lambda: setup.ended == [1])

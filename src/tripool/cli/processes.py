@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from tripool.fabric.supervisor_channel import SupervisorChannel
 
 _LOG, _LOGS = logging.getLogger("tripool.cache"), LogOptions()
+_LOOK_S = 1.0
+"""Longest wait of a standby before it looks whether its supervisor is still there."""
 
 
 def register(app: typer.Typer) -> None:
@@ -99,7 +101,7 @@ def _register_standby(app: typer.Typer) -> None:
         channel = SupervisorChannel.inherited(supervisor_channel)
         channel.send(Ready(WorkerId("standby", epoch)))
         while not channel.ended:
-            select.select([channel], [], [])
+            select.select([channel], [], [], _LOOK_S)
             for message in channel.receive():
                 if isinstance(message, Assign):
                     # `channel` stays referenced: the rank goes on with its file descriptor.

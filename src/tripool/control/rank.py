@@ -6,9 +6,10 @@ In a thread of its own: a step may be waiting for the answer of a rank that has 
 from __future__ import annotations
 
 import logging
+import os
 import select
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -47,8 +48,16 @@ class Exchange(Protocol):
 class Rank:
     """Reads the supervisor channel in place of the worker's loop."""
 
-    def __init__(self, exchange: Exchange, file: Path, worker_id: WorkerId, channel: SupervisorChannel) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        file: Path,
+        worker_id: WorkerId,
+        channel: SupervisorChannel,
+        end_process: Callable[[int], object] = os._exit,
+    ) -> None:
         self._exchange, self._file, self._worker_id, self._channel = exchange, file, worker_id, channel
+        self._end_process = end_process
         self._map: ExpertMap | None = None
         self._seen: tuple[int, int] | None = None
         """Identity of the file that was read last."""
@@ -78,15 +87,24 @@ class Rank:
         self._exchange.close()
 
     def _watch(self) -> None:
-        while not self._leaving.is_set():
-            if self._channel.ended:
-                self._leaving.wait(_LOOK_S)
-            else:
-                select.select([self._channel], [], [], _LOOK_S)
-                for _ in self._channel.receive():
-                    pass  # it only says that the map has changed
-            self._install()
-            self._report_silence()
+        try:
+            while not self._leaving.is_set():
+                self._look()
+        finally:
+            if not self._leaving.is_set():
+                # Without new maps a step would wait for ranks that are gone. The others hold this rank's experts.
+                _LOG.exception("this rank cannot follow the expert map, and ends")
+                self._end_process(1)
+
+    def _look(self) -> None:
+        if self._channel.ended:
+            self._leaving.wait(_LOOK_S)
+        else:
+            select.select([self._channel], [], [], _LOOK_S)
+            for _ in self._channel.receive():
+                pass  # it only says that the map has changed
+        self._install()
+        self._report_silence()
 
     def _install(self) -> None:
         """The newest map, if it is another one and, the first time, if it names this rank."""
