@@ -215,7 +215,7 @@ def fields_of(found: list[tuple[str, str]]) -> dict[str, Any]:
     return {name: json.loads(value) if value.startswith('"') else value for name, value in found}
 
 
-@pytest.mark.parametrize("style", ["text", "json"])
+@pytest.mark.parametrize("style", ["text", pytest.param("json", marks=pytest.mark.prove)])
 def test_a_server_of_one_process(keys: tuple[dict[str, str], str], tmp_path: Path, style: str) -> None:
     log, (made, path) = tmp_path / "log", keys
     options = ("--keys", path, "--log-level", "debug", "--log-format", style)

@@ -124,6 +124,7 @@ def test_what_cannot_fit_is_said_before_it_is_loaded(tripool, tmp_path):
     assert ran.code == 2 and "'tiny' needs" in ran.err
 
 
+@pytest.mark.prove
 def test_kept_models_are_there_at_the_next_start(tmp_path):
     """What is kept lies in the user's own folder of shared memory: here, another."""
     code = (

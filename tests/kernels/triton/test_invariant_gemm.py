@@ -107,6 +107,7 @@ def test_products_by_head(device: str, rows: int, heads: int, depth: int, outs: 
         assert torch.equal(part, out[first : first + count, :, :outs])
 
 
+@pytest.mark.prove
 def test_all_tilings_use_one_matrix_instruction() -> None:
     """On Hopper, with 64 channels and one depth; only the number of rows beside them differs."""
     program = Path(__file__).with_name("instructions.py")
