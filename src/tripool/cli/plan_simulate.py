@@ -11,9 +11,9 @@ from tripool.bench.summary import percentile
 from tripool.bench.trace import TraceRequest
 from tripool.planner.deployment import read_deployment, write_deployment
 from tripool.planner.search import Cell, Deployment, PlanGoal
+from tripool.simulate.request_table import DONE, RequestTable
 from tripool.simulate.supernode import lay_out
-from tripool.simulate.supernode.request_table import DONE
-from tripool.simulate.supernode.world import World
+from tripool.simulate.supernode.run import TraceRun
 
 AUTOMATIC_S = 30.0
 _REQUEST_S = 0.002
@@ -75,24 +75,23 @@ def saturate(goal: PlanGoal, found: Deployment, cell: Cell, asks: Sequence[Trace
     # The planned batch is the ceiling: that requests wait for their place under overload is no reason for a lower one.
     layout = replace(layout, promised=False)
     count, per_s = num_requests(goal, cell, asks), cell.requests_per_s * _OVERLOAD
-    world = World(layout, _at_rate(asks, count, per_s))
+    run = TraceRun(layout, _at_rate(asks, count, per_s))
     gc.disable()  # a run makes few reference cycles
     try:
-        world.run()
+        run.run()
     finally:
         gc.enable()
-    return _measured(cell, world)
+    return _measured(cell, run.table)
 
 
 def _stay_s(goal: PlanGoal, cell: Cell) -> float:
     return cell.ttft_s + goal.output_tokens * cell.tpot_s
 
 
-def _measured(cell: Cell, world: World) -> Saturated:
+def _measured(cell: Cell, table: RequestTable) -> Saturated:
     """More comes than can be served, so the rate is that at which requests are begun: it has no ramp. The last few are
     left out, which may be long ones.
     """
-    table = world.table
     done = [number for number in range(len(table)) if table.outcome[number] == DONE]
     begun_s = sorted(
         max(table.first_s[number], table.last_s[number] - table.output_tokens[number] * cell.tpot_s) for number in done

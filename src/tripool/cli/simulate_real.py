@@ -36,9 +36,9 @@ from tripool.config import EngineConfig, SchedulerConfig
 from tripool.core import BLOCK_TOKENS
 from tripool.decode import StepFacts
 from tripool.errors import InvalidRequest
+from tripool.simulate.request_table import DONE, RequestTable
 from tripool.simulate.rng import Rng
 from tripool.simulate.supernode.colocated import ColocatedWorld, Prompt
-from tripool.simulate.supernode.request_table import DONE, RequestTable
 
 _MODEL = "tiny"
 _START_WITHIN_S = 120.0

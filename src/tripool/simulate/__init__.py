@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tripool.simulate.faults import Faults
+from tripool.simulate.run import FaultRun, Report
 from tripool.simulate.scenario import draw
-from tripool.simulate.world import Report, World
 
 __all__ = ["Report", "simulate"]
 
 
 def simulate(seed: int, *, faults: bool = True, trace: Callable[[str], None] | None = None) -> Report:
     """One run. Raises AssertionError when a rule is broken."""
-    world = World(draw(seed, faults=faults), trace)
-    Faults(world)
-    return world.run()
+    return FaultRun(draw(seed, faults=faults), trace).run()

@@ -1,6 +1,6 @@
 """A worker's place in the simulation: one run after another of the worker that serves, on a simulated process.
 
-The simulation hands in clock, transport, memory and engine. Everything else is the code that serves.
+The simulation hands in timeline, transport, memory and engine. Everything else is the code that serves.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from tripool.engine.fake import FakeTokens
 from tripool.engine.fake_paged import PagedFake
 from tripool.fabric import KvSender
 from tripool.messages import PROTOCOL, Hello, WorkerId
-from tripool.simulate.clock import Clock
 from tripool.simulate.member import SimHost, SimMember
 from tripool.simulate.memory import Memory, SimTransfer
 from tripool.simulate.network import Network, SimTransport
 from tripool.simulate.process import Baton
 from tripool.simulate.scenario import WorkerSpec
+from tripool.simulate.timeline import Timeline
 from tripool.text.files import TextFiles
 
 MODEL = "fake"
@@ -30,7 +30,7 @@ MODEL = "fake"
 class Shared:
     """What all workers of one simulation share."""
 
-    clock: Clock
+    timeline: Timeline
     baton: Baton
     network: Network
     memory: Memory
@@ -43,7 +43,7 @@ class WorkerRun:
     """One run of a worker process."""
 
     def __init__(self, shared: Shared, worker_id: WorkerId, spec: WorkerSpec, ended: Callable[[], None]) -> None:
-        clock, memory = shared.clock, shared.memory
+        timeline, memory = shared.timeline, shared.memory
         self.worker_id, self.slowness = worker_id, 1.0
         self.process = shared.baton.start(lambda process: self._worker.run(), ended)
         self.engine = PagedFake(
@@ -59,19 +59,19 @@ class WorkerRun:
             block_tokens=spec.config.block_tokens,
             prefix_reuse=spec.config.prefix_reuse,
             tokens=shared.tokens,
-            clock=lambda: clock.now_s,
+            clock=timeline.clock,
             wait=self._compute,
         )
-        self._clock = clock
+        self._timeline = timeline
         shape = {"block_tokens": self.engine.block_tokens, "block_bytes": self.engine.block_bytes}
         kv_transfer = SimTransfer(memory, self.process, worker_id, num_slots=spec.sender_slots, **shape)
-        self._host = SimHost(clock, memory, worker_id, shared.members, self.process)
+        self._host = SimHost(timeline, memory, worker_id, shared.members, self.process)
         pool = PoolClient(self._host, [member.name for member in shared.members], worker_id)
         kv_tokens = int(self.engine.num_blocks * self.engine.block_tokens * spec.overstated)
         limits = (kv_tokens, self.engine.max_running, self.engine.context_tokens, self.engine.vocab)
         hello = Hello(PROTOCOL, spec.role, worker_id, 1, MODEL, *limits)
-        transport = SimTransport(shared.network, clock, worker_id, self.process)
-        self._worker = Worker(self.engine, hello, transport, kv_transfer, pool, clock=lambda: clock.now_s)
+        transport = SimTransport(shared.network, timeline, worker_id, self.process)
+        self._worker = Worker(self.engine, hello, transport, kv_transfer, pool, clock=timeline.clock)
         self.slots = kv_transfer.slots
 
     @property
@@ -103,7 +103,7 @@ class WorkerRun:
         self._host.hang_up()
 
     def _compute(self, step_s: float) -> None:
-        self.process.wait(self._clock.now_s + step_s * self.slowness, "step")
+        self.process.wait(self._timeline.now_s + step_s * self.slowness, "step")
 
 
 @dataclass(slots=True, eq=False)

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from tripool.config import AdmissionConfig, RouterConfig, SchedulerConfig
 from tripool.core import Request, SamplingParams, Slo
 from tripool.messages import Role
+from tripool.simulate.request_table import Arrival
 from tripool.simulate.rng import Rng
 from tripool.tenants import Limits, Tenant
 
@@ -46,14 +47,6 @@ class WorkerSpec:
     """KV memory that it tells of, as a multiple of what it has: above 1 it will be full."""
     token_s: float
     """Time per row of a step, and of a step without any."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    time_s: float
-    request: Request
-    cancel_s: float | None
-    """After its arrival."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +121,12 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
     for fault in drawn:
         if fault.kind == "burst":
             burst = [_request(rng, f"r{len(arrivals) + i}", prompt_tokens=30) for i in range(rng.between(4, 8))]
-            arrivals += [Arrival(fault.time_s, request, None) for request in burst]
+            arrivals += [Arrival(fault.time_s, request) for request in burst]
     num_members, member_slots = rng.between(1, 3), rng.pick([8, 16, 48])
     # From an rng of its own, so that the rest of a run does not depend on it.
     entry = _entry(admission_rng := Rng(seed + 2**33), may_refuse)
-    arrivals = [replace(a, request=_promised(admission_rng, a.request, entry, may_refuse)) for a in arrivals]
+    arrivals = [_promised(admission_rng, arrival, entry, may_refuse) for arrival in arrivals]
+    arrivals.sort(key=lambda arrival: arrival.time_s)
     disk, disk_faults = _disk(Rng(seed + 2**34), span_s)
     drawn += disk_faults if faults else []
     return Scenario(seed, router, entry, workers, num_members, member_slots, arrivals, drawn, may_refuse, disk)
@@ -175,18 +169,18 @@ def _entry(rng: Rng, may_refuse: bool) -> Entry:
     return Entry(admission, tenants, minds_slots=rng.chance(0.5))
 
 
-def _promised(rng: Rng, request: Request, entry: Entry, may_refuse: bool) -> Request:
+def _promised(rng: Rng, arrival: Arrival, entry: Entry, may_refuse: bool) -> Arrival:
     tenant, priority = rng.pick(list(entry.tenants)), rng.pick([0, 0, 0, 0, -1, 3])
     ttft_ms = rng.pick([None, None, 200.0, 1000.0])
     slo = Slo(tenant=tenant, priority=priority, ttft_ms=ttft_ms if may_refuse else None)
-    return replace(request, slo=slo)
+    return replace(arrival, request=replace(arrival.request, slo=slo), tenant=entry.tenants[tenant])
 
 
 def _arrivals(rng: Rng, span_s: float, count: int) -> list[Arrival]:
     arrivals = []
     for number in range(count):
         cancel_s = rng.uniform(0.0, 0.8) if rng.chance(0.15) else None
-        arrivals.append(Arrival(rng.uniform(0.0, span_s), _request(rng, f"r{number}"), cancel_s))
+        arrivals.append(Arrival(rng.uniform(0.0, span_s), _request(rng, f"r{number}"), cancel_s=cancel_s))
     return arrivals
 
 

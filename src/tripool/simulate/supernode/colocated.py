@@ -17,8 +17,9 @@ from tripool.errors import TripoolError
 from tripool.router.admission import AdmissionController
 from tripool.router.admission_types import Admit, Arrival, Capacity, Decision
 from tripool.sequence import Sampled, Task
-from tripool.simulate.supernode.request_table import DONE, REFUSED, Open, RequestTable
-from tripool.simulate.supernode.timeline import ARRIVAL, STEP, TICK, Timeline, to_fs
+from tripool.simulate.request_table import DONE, REFUSED, Open, RequestTable
+from tripool.simulate.request_table import Arrival as Asked
+from tripool.simulate.timeline import ARRIVAL, STEP, TICK, Timeline, to_fs
 
 _TICK_S = 0.02
 _TOKEN = 1
@@ -48,7 +49,6 @@ class ColocatedWorld:
         self._admission = AdmissionController(AdmissionConfig(), room=Capacity(1, config.max_running))
         self._step_s, self._around_s = step_s, around_s
         self._open: dict[str, Open] = {}
-        self._requests: dict[str, Request] = {}
         self._receiver: list[str] = []
         self._tasks: list[Task] | None = None
         self._before = StepFacts()
@@ -64,9 +64,9 @@ class ColocatedWorld:
         return self.table
 
     def _arrive(self, name: str, prompt: Prompt) -> None:
-        self._open[name] = Open(self.timeline.now_s, len(prompt.ids), prompt.output_tokens, "", ())
         params = SamplingParams(max_tokens=prompt.output_tokens, ignore_eos=True)
-        self._requests[name] = Request(id=name, prompt_ids=prompt.ids, params=params, seed=0)
+        request = Request(id=name, prompt_ids=prompt.ids, params=params, seed=0)
+        self._open[name] = Open(Asked(prompt.arrival_s, request), self.timeline.now_s)
         self._decide(self._admission.arrive(Arrival(id=name, prompt_tokens=len(prompt.ids)), self.timeline.now_s))
 
     def _decide(self, decisions: list[Decision]) -> None:
@@ -86,7 +86,7 @@ class ColocatedWorld:
             return
         newcomers = len(self._receiver)
         for name in self._receiver:
-            self._scheduler.add(self._requests[name])
+            self._scheduler.add(self._open[name].arrival.request)
         self._receiver = []
         tasks = self._scheduler.schedule() if self._scheduler.busy else []
         if tasks:
@@ -107,7 +107,7 @@ class ColocatedWorld:
             request = self._open[event.request_id]
             if request.first_s is None:
                 request.first_s, request.cached_tokens = now_s + self._around_s, event.num_cached_tokens
-                uncached = request.input_tokens - event.num_cached_tokens
+                uncached = len(request.arrival.request.prompt_ids) - event.num_cached_tokens
                 decisions += self._admission.first_token(event.request_id, uncached, now_s)
             if event.finish_reason is not None:
                 decisions += self._admission.finished(event.request_id, event.index + 1, now_s)
@@ -116,5 +116,4 @@ class ColocatedWorld:
 
     def _close(self, name: str, outcome: int, after_s: float, error: TripoolError | None = None) -> None:
         self._num_left -= 1
-        del self._requests[name]
         self.table.close(self._open.pop(name), outcome, self.timeline.now_s + after_s, error)
