@@ -38,9 +38,7 @@ WORLDLY |= {"cache.disk_store", "cache.private_folder", "cache.shared_reads", "c
 WORLDLY |= {"prefill.worker", "decode.worker", "planner.probe"}
 WORLDLY |= {"tenants.key_store", "tenants.usage_log", "tenants.key_watcher"}
 WORLDLY |= {"cache.host", "simulate"}
-WORLDLY |= {
-    f"simulate.{name}" for name in ("disk", "faults", "fleet", "member", "memory", "network", "place", "process", "run")
-}
+WORLDLY |= {f"simulate.{name}" for name in ("disk", "faults", "fleet", "member", "memory", "network", "process", "run")}
 WORLDLY |= {"simulate.supernode"}
 WORLDLY |= {f"simulate.supernode.{name}" for name in ("faults", "fleet", "instances", "process", "report", "run")}
 WORLDLY |= {f"experts.{name}" for name in ("exchange", "layout", "slabs")}

@@ -25,6 +25,20 @@ def test_dice_are_fair_and_the_same_everywhere() -> None:
     assert all(2.0 <= rng.uniform(2.0, 3.0) < 3.0 for _ in range(100))
 
 
+def test_an_event_planned_in_seconds_is_never_early() -> None:
+    """Else a process that waits until then would wait again, at the same time, for ever."""
+    rng = Rng(3)
+    for _ in range(2000):
+        timeline, time_s = Timeline(), rng.uniform(0.0, 60.0)
+        timeline.call_at(time_s, lambda: None)
+        timeline.run(1)
+        assert time_s <= timeline.now_s < time_s + 1e-12
+        again_s = timeline.now_s
+        timeline.call_at(again_s, lambda: None)
+        timeline.run(1)
+        assert again_s <= timeline.now_s, "time goes back"
+
+
 def run_processes(*mains: object, until_s: float = 10.0) -> tuple[Baton, Timeline, list[str]]:
     """Run these, with a list to write to, until the time is over or all have ended."""
     timeline, log = Timeline(), []

@@ -11,8 +11,9 @@ from tripool.bench.summary import percentile
 from tripool.bench.trace import TraceRequest
 from tripool.planner.deployment import read_deployment, write_deployment
 from tripool.planner.search import Cell, Deployment, PlanGoal
-from tripool.simulate.request_table import DONE, RequestTable
+from tripool.simulate.request_table import RequestTable
 from tripool.simulate.supernode import lay_out
+from tripool.simulate.supernode.measures import tpot_s, ttft_s
 from tripool.simulate.supernode.run import TraceRun
 
 AUTOMATIC_S = 30.0
@@ -92,21 +93,15 @@ def _measured(cell: Cell, table: RequestTable) -> Saturated:
     """More comes than can be served, so the rate is that at which requests are begun: it has no ramp. The last few are
     left out, which may be long ones.
     """
-    done = [number for number in range(len(table)) if table.outcome[number] == DONE]
-    begun_s = sorted(
-        max(table.first_s[number], table.last_s[number] - table.output_tokens[number] * cell.tpot_s) for number in done
-    )
+    done = table.done
+    begun_s = sorted(max(table.first_s[n], table.last_s[n] - table.output_tokens[n] * cell.tpot_s) for n in done)
     counted = int(len(begun_s) * _COUNTED)
     simulated_per_s = counted / begun_s[counted - 1] if counted else 0.0
-    ttft_s = sorted(table.first_s[number] - table.arrived_s[number] for number in done)
-    tpot_s = sorted(
-        (table.last_s[number] - table.first_s[number]) / (table.output_tokens[number] - 1)
-        for number in done
-        if table.output_tokens[number] > 1
-    )
+    ttfts_s = sorted(ttft_s(table, number) for number in done)
+    tpots_s = sorted(tpot_s(table, number) for number in done if table.output_tokens[number] > 1)
     return Saturated(
         planned_per_s=cell.requests_per_s, simulated_per_s=simulated_per_s, num_requests=len(table),
-        ttft_p50_s=percentile(ttft_s, 50) if ttft_s else 0.0, tpot_p50_s=percentile(tpot_s, 50) if tpot_s else 0.0,
+        ttft_p50_s=percentile(ttfts_s, 50) if ttfts_s else 0.0, tpot_p50_s=percentile(tpots_s, 50) if tpots_s else 0.0,
     )  # fmt: skip
 
 

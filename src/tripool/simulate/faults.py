@@ -6,9 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 from tripool.messages import WorkerId
-from tripool.simulate.fleet import ServingFleet
+from tripool.simulate.fleet import Place, ServingFleet, WorkerRun
 from tripool.simulate.member import SimMember
-from tripool.simulate.place import Place, WorkerRun
 from tripool.simulate.rng import Rng
 from tripool.simulate.scenario import Fault
 from tripool.simulate.world import World

@@ -61,6 +61,10 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self.outcome)
 
+    @property
+    def done(self) -> list[int]:
+        return [number for number, outcome in enumerate(self.outcome) if outcome == DONE]
+
     def close(self, opened: Open, outcome: int, now_s: float, error: TripoolError | None = None) -> None:
         request = opened.arrival.request
         self.outcome.append(outcome)

@@ -17,7 +17,7 @@ from tripool.simulate.checker import Checker
 from tripool.simulate.faults import Faults
 from tripool.simulate.fleet import ServingFleet
 from tripool.simulate.rng import Rng
-from tripool.simulate.scenario import Scenario
+from tripool.simulate.scenario import Scenario, draw
 from tripool.simulate.timeline import Timeline
 from tripool.simulate.world import TICK_S, World
 
@@ -42,12 +42,17 @@ class Report:
     """What the faults made happen: shows that the checks had something to check."""
 
 
+def simulate(seed: int, *, faults: bool = True, trace: Callable[[str], None] | None = None) -> Report:
+    """One run. Raises AssertionError when a rule is broken."""
+    return FaultRun(draw(seed, faults=faults), trace).run()
+
+
 class FaultRun:
     def __init__(self, scenario: Scenario, trace: Callable[[str], None] | None = None) -> None:
         self._seed = scenario.seed
         self.timeline, rng, text = Timeline(trace), Rng(scenario.seed + 2**32), fake_text()
-        tokens, entry = FakeTokens(text), scenario.entry
-        self.checker = Checker(self.timeline, entry.tenants, scenario.may_refuse, tokens.answer)
+        tokens = FakeTokens(text)
+        self.checker = Checker(self.timeline, scenario.tenants, scenario.may_refuse, tokens.answer)
         self.fleet = ServingFleet(scenario, self.timeline, rng, self.checker, text, tokens, self._step)
 
         def retry_s(error: TripoolError | None) -> float | None:
@@ -56,8 +61,8 @@ class FaultRun:
             return None if limited else rng.uniform(0.2, 1.0)
 
         self.world = World(
-            self.timeline, self.fleet, scenario.arrivals, router=scenario.router, admission=entry.admission,
-            minds_slots=entry.minds_slots, retry_s=retry_s, observer=self.checker,
+            self.timeline, self.fleet, scenario.arrivals, router=scenario.router, admission=scenario.admission,
+            minds_slots=scenario.minds_slots, retry_s=retry_s, observer=self.checker,
         )  # fmt: skip
         self.faults = Faults(self.world, self.fleet, rng, scenario.faults)
 
