@@ -196,6 +196,7 @@ class World:
                 self.observer.admitted(decision.id)
                 self.do(self.coordinator.submit(opened.arrival.request, self.timeline.now_s))
             else:
+                assert decision.id not in self.admission, f"{decision.id}: refused, and still pending"
                 self.observer.refused(decision.id, decision.error)
                 self._ask_again(opened.arrival, decision.error)
                 self._close(decision.id, REFUSED, decision.error)
