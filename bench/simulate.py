@@ -29,7 +29,7 @@ from tripool.planner.hardware import named_hardware
 from tripool.planner.models import named_model
 from tripool.planner.search import PlanGoal, make_plan
 from tripool.simulate.supernode.layout import lay_out
-from tripool.simulate.supernode.world import World
+from tripool.simulate.supernode.run import TraceRun
 from tripool.simulate.traces import Synthetic
 
 TRACE_S, MILLION_S, MILLION_GB, GROWTH = 25.0, 420.0, 4.0, 1.3
@@ -50,17 +50,17 @@ def deployment(chips: int, input_tokens: float, output_tokens: float, cached: fl
     return read_deployment(write_deployment(ask, found), "plan")
 
 
-def run(file: DeploymentFile, asks: Iterable[TraceRequest], most_blocks: int | None = None) -> tuple[float, World]:
-    """CPU seconds, and the world as it ended."""
+def run(file: DeploymentFile, asks: Iterable[TraceRequest], most_blocks: int | None = None) -> tuple[float, TraceRun]:
+    """CPU seconds, and the run as it ended."""
     layout = lay_out(file, named_hardware(file.hardware), named_model(file.model))
     gc.collect()
     gc.disable()
     began_s = time.process_time()
-    world = World(layout, asks, most_blocks=most_blocks)
-    world.run()
+    found = TraceRun(layout, asks, most_blocks=most_blocks)
+    found.run()
     spent_s = time.process_time() - began_s
     gc.enable()
-    return spent_s, world
+    return spent_s, found
 
 
 def hour(trace: Path | None, share: float) -> dict[str, float]:
@@ -70,9 +70,9 @@ def hour(trace: Path | None, share: float) -> dict[str, float]:
     asks = asks[: max(1, int(len(asks) * share))]
     reuse = measure_trace(asks)
     file = deployment(384, reuse.input_tokens, reuse.output_tokens, reuse.cached_share)
-    spent_s, world = run(file, asks, reuse.num_blocks)
-    return {"s": spent_s, "requests": len(world.table), "virtual_s": world.timeline.now_s, "tokens": reuse.cached_share,
-            "blocks": reuse.cached_block_share, "done": world.table.outcome.count(0)}  # fmt: skip
+    spent_s, found = run(file, asks, reuse.num_blocks)
+    return {"s": spent_s, "requests": len(found.table), "virtual_s": found.timeline.now_s, "tokens": reuse.cached_share,
+            "blocks": reuse.cached_block_share, "done": found.table.outcome.count(0)}  # fmt: skip
 
 
 def million(requests: int) -> dict[str, float]:
@@ -80,10 +80,10 @@ def million(requests: int) -> dict[str, float]:
         requests=requests, rate_per_s=50.0, input_tokens=512, output_tokens=128, prefix_share=0.25, tenants=4
     )
     file = deployment(384, 512.0, 128.0, 0.0)
-    spent_s, world = run(replace(file, cache_gb=min(file.cache_gb, 20_000.0)), made_up.draw())
+    spent_s, found = run(replace(file, cache_gb=min(file.cache_gb, 20_000.0)), made_up.draw())
     peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    return {"s": spent_s, "gb": peak_gb, "events": world.timeline.num_events, "done": world.table.outcome.count(0),
-            "virtual_s": world.timeline.now_s}  # fmt: skip
+    return {"s": spent_s, "gb": peak_gb, "events": found.timeline.num_events, "done": found.table.outcome.count(0),
+            "virtual_s": found.timeline.now_s}  # fmt: skip
 
 
 def per_event(chips: int, seconds: float) -> dict[str, float]:
@@ -97,8 +97,8 @@ def per_event(chips: int, seconds: float) -> dict[str, float]:
     )  # fmt: skip
     rate = 0.2 * base.requests_per_s * times
     made_up = Synthetic(requests=int(rate * seconds), rate_per_s=rate, input_tokens=1024, output_tokens=128)
-    spent_s, world = run(file, made_up.draw(), most_blocks=20_000)
-    return {"us": 1e6 * spent_s / world.timeline.num_events, "events": world.timeline.num_events}
+    spent_s, found = run(file, made_up.draw(), most_blocks=20_000)
+    return {"us": 1e6 * spent_s / found.timeline.num_events, "events": found.timeline.num_events}
 
 
 def alone(task: Callable[..., dict[str, float]], *args: object) -> dict[str, float]:

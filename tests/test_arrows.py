@@ -38,11 +38,9 @@ WORLDLY |= {"cache.disk_store", "cache.private_folder", "cache.shared_reads", "c
 WORLDLY |= {"prefill.worker", "decode.worker", "planner.probe"}
 WORLDLY |= {"tenants.key_store", "tenants.usage_log", "tenants.key_watcher"}
 WORLDLY |= {"cache.host", "simulate"}
-WORLDLY |= {
-    f"simulate.{name}" for name in ("disk", "faults", "member", "memory", "network", "place", "process", "world")
-}
+WORLDLY |= {f"simulate.{name}" for name in ("disk", "faults", "fleet", "member", "memory", "network", "process", "run")}
 WORLDLY |= {"simulate.supernode"}
-WORLDLY |= {f"simulate.supernode.{name}" for name in ("faults", "instances", "process", "report", "world")}
+WORLDLY |= {f"simulate.supernode.{name}" for name in ("faults", "fleet", "instances", "process", "report", "run")}
 WORLDLY |= {f"experts.{name}" for name in ("exchange", "layout", "slabs")}
 """The other halves of rooms that are split: they touch the world, and nothing pure may import them."""
 TO_WORKERS = {"StartPrefill", "StartDecode", "Release", "Cancel", "Drain", "Welcome"}
@@ -166,7 +164,7 @@ def test_policies_import_neither_the_world_nor_other_peoples_packages() -> None:
 
 def test_the_simulation_handles_no_messages_of_a_worker() -> None:
     """The workers that run in virtual time are those that serve: nothing in the simulation takes a worker's messages.
-    The checker only notes where the gateway has placed what; the supernode's world delivers no Welcome."""
+    The checker only notes where the gateway has placed what; the supernode's fleet delivers no Welcome."""
     for name, path in matching(("simulate",), without=()).items():
         if name == "simulate.checker":
             continue
@@ -176,7 +174,7 @@ def test_the_simulation_handles_no_messages_of_a_worker() -> None:
             if isinstance(node, ast.MatchClass) and isinstance(node.cls, ast.Name) and node.cls.id in TO_WORKERS
         ]
         known = {target.rpartition(".")[2] for target in imports(ROOT, name, path)}
-        if name == "simulate.supernode.world":
+        if name == "simulate.supernode.fleet":
             known.discard("Welcome")
         assert not handled and not known & TO_WORKERS, f"{name} handles {sorted({*handled, *(known & TO_WORKERS)})}"
 

@@ -6,11 +6,11 @@ import pytest
 
 from tripool.core import TokenEvent
 from tripool.messages import PROTOCOL, AnyMessage, Heartbeat, Hello, Stamped, Tokens, Welcome, WorkerId
-from tripool.simulate.clock import Clock
 from tripool.simulate.network import Network, SimTransport
 from tripool.simulate.process import Baton, Process
 from tripool.simulate.rng import Rng
 from tripool.simulate.scenario import draw
+from tripool.simulate.timeline import Timeline
 
 LIFE = WorkerId("decode-0", 1)
 HELLO = Hello(PROTOCOL, "decode", LIFE, 1, "m", 1, 1, 1, 1)
@@ -25,19 +25,32 @@ def test_dice_are_fair_and_the_same_everywhere() -> None:
     assert all(2.0 <= rng.uniform(2.0, 3.0) < 3.0 for _ in range(100))
 
 
-def run_processes(*mains: object, until_s: float = 10.0) -> tuple[Baton, Clock, list[str]]:
+def test_an_event_planned_in_seconds_is_never_early() -> None:
+    """Else a process that waits until then would wait again, at the same time, for ever."""
+    rng = Rng(3)
+    for _ in range(2000):
+        timeline, time_s = Timeline(), rng.uniform(0.0, 60.0)
+        timeline.call_at(time_s, lambda: None)
+        timeline.run(1)
+        assert time_s <= timeline.now_s < time_s + 1e-12
+        again_s = timeline.now_s
+        timeline.call_at(again_s, lambda: None)
+        timeline.run(1)
+        assert again_s <= timeline.now_s, "time goes back"
+
+
+def run_processes(*mains: object, until_s: float = 10.0) -> tuple[Baton, Timeline, list[str]]:
     """Run these, with a list to write to, until the time is over or all have ended."""
-    clock, log = Clock(None), []
-    clock.at(until_s, lambda: None)
+    timeline, log = Timeline(), []
+    timeline.call_at(until_s, lambda: None)
 
     def step() -> bool:
-        clock.step()
-        return clock.now_s < until_s
+        return timeline.run(1) and timeline.now_s < until_s
 
-    baton = Baton(clock, Rng(1), step)
+    baton = Baton(timeline, Rng(1), step)
     for main in mains:
         baton.start(lambda process, main=main: main(process, log), lambda: log.append("ended"))
-    return baton, clock, log
+    return baton, timeline, log
 
 
 def count(name: str, every_s: float, times: int = 3):
@@ -56,11 +69,11 @@ def test_processes_take_turns_by_the_clock() -> None:
 
 
 def test_a_stopped_process_goes_on_where_it_was_and_a_killed_one_does_not() -> None:
-    baton, clock, log = run_processes(count("a", 1.0), count("b", 1.0))
+    baton, timeline, log = run_processes(count("a", 1.0), count("b", 1.0))
     first, second = baton._processes
-    clock.at(0.5, first.stop)
-    clock.at(2.5, first.go_on)
-    clock.at(1.5, second.kill)
+    timeline.call_at(0.5, first.stop)
+    timeline.call_at(2.5, first.go_on)
+    timeline.call_at(1.5, second.kill)
     baton.run()
     assert log == ["b0", "a0", "a1", "a2", "ended"]
 
@@ -91,17 +104,17 @@ def test_a_broken_rule_ends_the_run_whatever_the_code_around_it_catches() -> Non
 
 class Wire:
     def __init__(self) -> None:
-        self.clock = Clock(None)
+        self.timeline = Timeline()
         self.at_gateway: list[AnyMessage] = []
         self.network = Network(
-            self.clock,
+            self.timeline,
             Rng(1),
             ["decode-0"],
             lambda worker_id, message: self.at_gateway.append(message),
             lambda worker_id: True,
         )
-        process = Baton(self.clock, Rng(1), lambda: False).start(lambda process: None, lambda: None)
-        self._transport = SimTransport(self.network, self.clock, LIFE, process)
+        process = Baton(self.timeline, Rng(1), lambda: False).start(lambda process: None, lambda: None)
+        self._transport = SimTransport(self.network, self.timeline, LIFE, process)
         self.channels = [self._transport.connect(f"{number}") for number in (0, 1, 2)]
 
     def say(self, session: int, message: AnyMessage) -> None:
@@ -112,10 +125,10 @@ class Wire:
         return [(int(channel.identity), message) for channel in self.channels for message in channel.receive()]
 
     def settle(self) -> None:
-        self.clock.at(self.clock.now_s + 1, lambda: None)
-        end_s = self.clock.now_s + 1
-        while self.clock.now_s < end_s:
-            self.clock.step()
+        end_s = self.timeline.now_s + 1
+        self.timeline.call_at(end_s, lambda: None)
+        while self.timeline.now_s < end_s:
+            self.timeline.run(1)
 
 
 def tokens(number: int) -> Tokens:

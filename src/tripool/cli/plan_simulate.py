@@ -11,9 +11,10 @@ from tripool.bench.summary import percentile
 from tripool.bench.trace import TraceRequest
 from tripool.planner.deployment import read_deployment, write_deployment
 from tripool.planner.search import Cell, Deployment, PlanGoal
+from tripool.simulate.request_table import RequestTable
 from tripool.simulate.supernode import lay_out
-from tripool.simulate.supernode.request_table import DONE
-from tripool.simulate.supernode.world import World
+from tripool.simulate.supernode.measures import tpot_s, ttft_s
+from tripool.simulate.supernode.run import TraceRun
 
 AUTOMATIC_S = 30.0
 _REQUEST_S = 0.002
@@ -75,39 +76,32 @@ def saturate(goal: PlanGoal, found: Deployment, cell: Cell, asks: Sequence[Trace
     # The planned batch is the ceiling: that requests wait for their place under overload is no reason for a lower one.
     layout = replace(layout, promised=False)
     count, per_s = num_requests(goal, cell, asks), cell.requests_per_s * _OVERLOAD
-    world = World(layout, _at_rate(asks, count, per_s))
+    run = TraceRun(layout, _at_rate(asks, count, per_s))
     gc.disable()  # a run makes few reference cycles
     try:
-        world.run()
+        run.run()
     finally:
         gc.enable()
-    return _measured(cell, world)
+    return _measured(cell, run.table)
 
 
 def _stay_s(goal: PlanGoal, cell: Cell) -> float:
     return cell.ttft_s + goal.output_tokens * cell.tpot_s
 
 
-def _measured(cell: Cell, world: World) -> Saturated:
+def _measured(cell: Cell, table: RequestTable) -> Saturated:
     """More comes than can be served, so the rate is that at which requests are begun: it has no ramp. The last few are
     left out, which may be long ones.
     """
-    table = world.table
-    done = [number for number in range(len(table)) if table.outcome[number] == DONE]
-    begun_s = sorted(
-        max(table.first_s[number], table.last_s[number] - table.output_tokens[number] * cell.tpot_s) for number in done
-    )
+    done = table.done
+    begun_s = sorted(max(table.first_s[n], table.last_s[n] - table.output_tokens[n] * cell.tpot_s) for n in done)
     counted = int(len(begun_s) * _COUNTED)
     simulated_per_s = counted / begun_s[counted - 1] if counted else 0.0
-    ttft_s = sorted(table.first_s[number] - table.arrived_s[number] for number in done)
-    tpot_s = sorted(
-        (table.last_s[number] - table.first_s[number]) / (table.output_tokens[number] - 1)
-        for number in done
-        if table.output_tokens[number] > 1
-    )
+    ttfts_s = sorted(ttft_s(table, number) for number in done)
+    tpots_s = sorted(tpot_s(table, number) for number in done if table.output_tokens[number] > 1)
     return Saturated(
         planned_per_s=cell.requests_per_s, simulated_per_s=simulated_per_s, num_requests=len(table),
-        ttft_p50_s=percentile(ttft_s, 50) if ttft_s else 0.0, tpot_p50_s=percentile(tpot_s, 50) if tpot_s else 0.0,
+        ttft_p50_s=percentile(ttfts_s, 50) if ttfts_s else 0.0, tpot_p50_s=percentile(tpots_s, 50) if tpots_s else 0.0,
     )  # fmt: skip
 
 

@@ -33,12 +33,13 @@ from tripool.cli.simulate import Asked
 from tripool.cli.simulate_trace import trace_options
 from tripool.cli.trace_files import read_trace
 from tripool.config import EngineConfig, SchedulerConfig
-from tripool.core import BLOCK_TOKENS
+from tripool.core import BLOCK_TOKENS, Request, SamplingParams
 from tripool.decode import StepFacts
 from tripool.errors import InvalidRequest
+from tripool.simulate.request_table import Arrival, RequestTable
 from tripool.simulate.rng import Rng
-from tripool.simulate.supernode.colocated import ColocatedWorld, Prompt
-from tripool.simulate.supernode.request_table import DONE, RequestTable
+from tripool.simulate.supernode.colocated import ColocatedWorld
+from tripool.simulate.supernode.measures import tpot_s, ttft_s
 
 _MODEL = "tiny"
 _START_WITHIN_S = 120.0
@@ -135,14 +136,17 @@ def compare_with_real(asked: Asked, json_file: Path | None) -> bool:
     finally:
         server.close()
     config = SchedulerConfig(num_blocks=_KV_BLOCKS, max_running=EngineConfig().max_running)
-    prompts = [
-        Prompt(shot.due_s or 0.0, tuple(each), shot.output_tokens) for shot, each in zip(shots, ids, strict=True)
-    ]
-    table = ColocatedWorld(prompts, config, measured.step_s, measured.around_s, _CONTEXT).run()
+    arrivals = [_arrival(shot, each) for shot, each in zip(shots, ids, strict=True)]
+    table = ColocatedWorld(arrivals, config, measured.step_s, measured.around_s, _CONTEXT).run()
     rows = _rows(_numbers(samples), _simulated(table))
     _show(console, measured, rows, len(shots))
     write_file(json_file, json.dumps({"rows": rows}, indent=1) + "\n")
     return all(bool(row["ok"]) for row in rows)
+
+
+def _arrival(shot: Shot, prompt_ids: list[int]) -> Arrival:
+    params = SamplingParams(max_tokens=shot.output_tokens, ignore_eos=True)
+    return Arrival(shot.due_s or 0.0, Request(id=str(shot.index), prompt_ids=tuple(prompt_ids), params=params, seed=0))
 
 
 async def _measure(server: _Server, asked: Asked) -> tuple[Measured, list[Shot], list[Sample], list[list[int]]]:
@@ -278,14 +282,10 @@ def _numbers(samples: Sequence[Sample]) -> tuple[float, float, float]:
 
 
 def _simulated(table: RequestTable) -> tuple[float, float, float]:
-    done = [number for number in range(len(table)) if table.outcome[number] == DONE]
+    done = table.done
     span_s = max(table.last_s[number] for number in done) - min(table.arrived_s[number] for number in done)
-    firsts = [table.first_s[number] - table.arrived_s[number] for number in done]
-    tpots = [
-        (table.last_s[number] - table.first_s[number]) / (table.output_tokens[number] - 1)
-        for number in done
-        if table.output_tokens[number] > 1
-    ]
+    firsts = [ttft_s(table, number) for number in done]
+    tpots = [tpot_s(table, number) for number in done if table.output_tokens[number] > 1]
     tokens = sum(table.output_tokens[number] for number in done)
     return tokens / span_s, 1e3 * median(firsts), 1e3 * median(tpots)
 

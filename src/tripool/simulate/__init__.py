@@ -1,18 +1,5 @@
 """Simulation: a whole deployment in virtual time, drawn from a seed. It needs no engine that computes."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
-from tripool.simulate.faults import Faults
-from tripool.simulate.scenario import draw
-from tripool.simulate.world import Report, World
+from tripool.simulate.run import Report, simulate
 
 __all__ = ["Report", "simulate"]
-
-
-def simulate(seed: int, *, faults: bool = True, trace: Callable[[str], None] | None = None) -> Report:
-    """One run. Raises AssertionError when a rule is broken."""
-    world = World(draw(seed, faults=faults), trace)
-    Faults(world)
-    return world.run()

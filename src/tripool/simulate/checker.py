@@ -1,22 +1,27 @@
-"""Whether every client got what it must: each token once, in order, unchanged, and an end. Pure.
+"""Whether every client got what it must: its turn, each token once, in order, unchanged, and an end. Pure.
 
 Knows requests and what an undisturbed run would answer; of workers only whom the gateway has asked last.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tripool.core import FinishReason, Request, TokenEvent
 from tripool.errors import TripoolError
 from tripool.messages import AnyMessage, Cancel, KvDescriptor, StartDecode, StartPrefill, Tokens, WorkerId
+from tripool.router.admission import AdmissionController
+from tripool.simulate.timeline import Timeline
+from tripool.simulate.world import Observer
+from tripool.tenants import Tenant
 
 
 @dataclass(slots=True)
 class _Client:
     request: Request
+    arrived_s: float
     answers: list[tuple[list[int], FinishReason]]
     num_seen: list[int]
     num_open: int
@@ -24,14 +29,23 @@ class _Client:
 
 
 @dataclass(slots=True)
-class Checker:
+class Checker(Observer):
+    timeline: Timeline
+    tenants: dict[str, Tenant]
     may_refuse: bool
     answer: Callable[[Request, int], tuple[list[int], FinishReason]]
     """What an undisturbed run gives for a request and choice."""
     outcomes: Counter[str] = field(default_factory=Counter)
+    seen: Counter[str] = field(default_factory=Counter)
     num_tokens: int = 0
     num_requests: int = 0
     _open: dict[str, _Client] = field(default_factory=dict)
+    _lines: dict[tuple[str, int], deque[str]] = field(default_factory=dict)
+    """Waiting requests by tenant and priority, in order of arrival."""
+    _num_taken: Counter[str] = field(default_factory=Counter)
+    """Requests of each tenant that passed its rate limit at this gateway."""
+    opened_s: float = 0.0
+    """When clients could connect first, or were cut off last."""
     _placed: dict[tuple[str, int], tuple[WorkerId, int]] = field(default_factory=dict)
     """The worker last asked for each (request, choice), and as which attempt."""
     _descriptors: dict[tuple[str, int], KvDescriptor] = field(default_factory=dict)
@@ -45,11 +59,61 @@ class Checker:
     def open_ids(self) -> list[str]:
         return list(self._open)
 
+    # ---- admission --------------------------------------------------------------------------------------------------
+
+    def turned_away(self) -> None:
+        self.seen["turned away by no gateway"] += 1
+
     def arrived(self, request: Request) -> None:
+        self.timeline.note(f"{request.id} arrives")
         count = request.params.n
         answers = [self.answer(request, choice) for choice in range(count)]
-        self._open[request.id] = _Client(request, answers, [0] * count, count)
+        self._open[request.id] = _Client(request, self.timeline.now_s, answers, [0] * count, count)
+        self._line(request).append(request.id)
+        self._num_taken[request.slo.tenant] += 1
         self.num_requests += 1
+
+    def admitted(self, request_id: str) -> None:
+        self.timeline.note(f"{request_id} is admitted")
+        client = self._open[request_id]
+        line = self._line(client.request)
+        assert line[0] == request_id, f"{request_id} overtakes {line[0]}"
+        self._decided(client)
+
+    def refused(self, request_id: str, error: TripoolError) -> None:
+        """By admission control: only where that may be, with a fitting reason, and before the request was placed."""
+        self.timeline.note(f"{request_id} is refused: {error.code}")
+        client = self._open[request_id]
+        request = client.request
+        begun = any(client.num_seen) or any((request.id, choice) in self._placed for choice in range(request.params.n))
+        assert not begun, f"{request.id}: refused after it was begun"
+        assert self.may_refuse, f"{request.id}: refused although there was room: {error}"
+        assert error.status == 429 and (error.retry_after_s or 0) > 0, f"{request.id}: refused without advice"
+        promised = error.code != "ttft_unreachable" or request.slo.ttft_ms is not None
+        assert promised, f"{request.id}: refused for a promise that it never had"
+        self._num_taken[request.slo.tenant] -= error.code == "rate_limited"
+        self._decided(client)
+        self._end(request.id, error.code)
+
+    def check_admission(self, admission: AdmissionController) -> None:
+        now_s = self.timeline.now_s
+        admission.check(now_s)
+        assert admission.num_waiting == sum(map(len, self._lines.values())), "admission has lost a request"
+        for name, number in self._num_taken.items():
+            per_minute = self.tenants[name].limits.requests_per_minute or float("inf")
+            most = per_minute * (1 + (now_s - self.opened_s) / 60)
+            assert number <= most + 1e-6, f"'{name}' got {number} requests through, and may {most:.1f}"
+        assert all(request_id in admission for request_id in self._open)
+
+    def _line(self, request: Request) -> deque[str]:
+        return self._lines.setdefault((request.slo.tenant, request.slo.priority), deque())
+
+    def _decided(self, client: _Client) -> None:
+        """It waits no more."""
+        self._line(client.request).remove(client.request.id)
+        self.seen["waited for admission"] += self.timeline.now_s > client.arrived_s
+
+    # ---- placement and tokens ---------------------------------------------------------------------------------------
 
     def sent_to_worker(self, worker_id: WorkerId, message: AnyMessage) -> None:
         match message:
@@ -92,6 +156,7 @@ class Checker:
         assert own, f"{event.request_id} choice {event.choice}: a token of attempt {attempt}, which is not its own"
 
     def token(self, event: TokenEvent) -> None:
+        self.timeline.note(f"{event.request_id}.{event.choice}[{event.index}] = {event.token_id}")
         client = self._open.get(event.request_id)
         assert client is not None, f"{event.request_id}: a token for a request that is over"
         tokens, finish = client.answers[event.choice]
@@ -111,38 +176,27 @@ class Checker:
             self._end(event.request_id, "finished")
 
     def cancelled(self, request_id: str) -> None:
-        if request_id in self._open:
+        self.timeline.note(f"{request_id} is cancelled")
+        client = self._open.get(request_id)
+        if client is not None:
+            if request_id in self._line(client.request):
+                self.seen["cancelled before admission"] += 1
+                self._decided(client)
             self._end(request_id, "cancelled")
 
-    def failed(self, request_id: str, error: TripoolError) -> Request:
-        """Returns what was asked for, so that its client can ask again."""
+    def failed(self, request_id: str, error: TripoolError) -> None:
+        self.timeline.note(f"{request_id} fails: {error.code}")
         assert request_id in self._open, f"{request_id}: failed after its end"
-        client = self._open[request_id]
-        fine = self.may_refuse and error.code == "overloaded" and not any(client.num_seen)
+        fine = self.may_refuse and error.code == "overloaded" and not any(self._open[request_id].num_seen)
         assert fine, f"{request_id}: failed although there was capacity: {error}"
         self._end(request_id, error.code)
-        return client.request
 
-    def refused(self, request: Request, error: TripoolError) -> None:
-        """By admission control: only where that may be, with a fitting reason, and before the request was placed."""
-        client = self._open[request.id]
-        begun = any(client.num_seen) or any((request.id, choice) in self._placed for choice in range(request.params.n))
-        assert not begun, f"{request.id}: refused after it was begun"
-        assert self.may_refuse, f"{request.id}: refused although there was room: {error}"
-        assert error.status == 429 and (error.retry_after_s or 0) > 0, f"{request.id}: refused without advice"
-        promised = error.code != "ttft_unreachable" or request.slo.ttft_ms is not None
-        assert promised, f"{request.id}: refused for a promise that it never had"
-        self._end(request.id, error.code)
-
-    def request(self, request_id: str) -> Request:
-        return self._open[request_id].request
-
-    def reset(self) -> list[Request]:
-        """The gateway died, and every client's connection with it. Returns what they had asked for."""
-        requests = [client.request for client in self._open.values()]
-        for request in requests:
-            self._end(request.id, "gateway died")
-        return requests
+    def gateway_died(self) -> None:
+        """And every client's connection with it."""
+        for request_id in self.open_ids:
+            self._end(request_id, "gateway died")
+        self.seen["waited for admission"] += sum(map(len, self._lines.values()))
+        self._lines, self._num_taken, self.opened_s = {}, Counter(), self.timeline.now_s
 
     def _end(self, request_id: str, outcome: str) -> None:
         for choice in range(self._open.pop(request_id).request.params.n):

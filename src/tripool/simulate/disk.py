@@ -16,8 +16,8 @@ from tripool.cache.arena import Arena
 from tripool.cache.disk_records import PAGE, DiskCopy, Purge, Segment, Write, footprint
 from tripool.cache.disk_tier import DiskTier
 from tripool.cache.tiered_index import Read, TieredIndex
-from tripool.simulate.clock import Clock
 from tripool.simulate.scenario import DiskSpec
+from tripool.simulate.timeline import Timeline
 
 Values = tuple[int, ...]
 
@@ -112,7 +112,7 @@ class SimDiskIo:
     def __init__(
         self,
         disk: SimDisk,
-        clock: Clock,
+        timeline: Timeline,
         tiered_index: TieredIndex,
         arena: Arena,
         turn: Callable[[], None],
@@ -120,7 +120,7 @@ class SimDiskIo:
     ) -> None:
         """`turn`: the member's, to be called when something is done."""
         self.state = "on"
-        self._disk, self._clock, self._tiered_index, self._arena = disk, clock, tiered_index, arena
+        self._disk, self._timeline, self._tiered_index, self._arena = disk, timeline, tiered_index, arena
         self._member_turn, self._seen = turn, seen
         self._writing: dict[int, tuple[Write, Values]] = {}
         self._crashed = False
@@ -139,7 +139,7 @@ class SimDiskIo:
             self._later(read.slot, self._read, read)
             if self._disk.in_read is not None:
                 strike, self._disk.in_read = self._disk.in_read, None
-                self._clock.at(now_s, strike)
+                self._timeline.call_at(now_s, strike)
         for write in self.tier.next_writes(now_s):
             self._writing[write.copy.number] = write, tuple(self._arena.view(write.slot, write.copy.num_bytes).tolist())
             self._later(write.slot, self._wrote, write.copy.number)
@@ -159,7 +159,7 @@ class SimDiskIo:
                 self._seen["blocks torn on disk"] += 1
 
     def _later(self, salt: int, job: Callable[..., None], argument: Read[DiskCopy] | int) -> None:
-        self._clock.at(self._clock.now_s + _DELAY_S * (1 + salt % 7), self._finish, job, argument)
+        self._timeline.call_at(self._timeline.now_s + _DELAY_S * (1 + salt % 7), self._finish, job, argument)
 
     def _finish(self, job: Callable[..., None], argument: Read[DiskCopy] | int) -> None:
         if not self._crashed:

@@ -15,11 +15,11 @@ from tripool.cache.records import State
 from tripool.cache.tiered_index import TieredIndex
 from tripool.config import CacheConfig, DiskConfig
 from tripool.messages import SUPERVISOR, Reaped, WorkerId
-from tripool.simulate.clock import Clock
 from tripool.simulate.disk import SimDisk, SimDiskIo
 from tripool.simulate.memory import Memory, SimArena
 from tripool.simulate.process import Process
 from tripool.simulate.rng import Rng
+from tripool.simulate.timeline import Timeline
 
 LEASE_S = 0.5
 WRITE_S = 0.3
@@ -33,13 +33,13 @@ class SimMember:
     """One member's place: a `Member` over the arena and the disk that its predecessor left."""
 
     def __init__(
-        self, clock: Clock, rng: Rng, memory: Memory, name: str, config: CacheConfig, disk: SimDisk | None
+        self, timeline: Timeline, rng: Rng, memory: Memory, name: str, config: CacheConfig, disk: SimDisk | None
     ) -> None:
         self.name, self.disk = name, disk
         self.up = False
         self.epoch = 0
         self.seen: Counter[str] = Counter()
-        self._clock, self._rng, self._memory, self._config = clock, rng, memory, config
+        self._timeline, self._rng, self._memory, self._config = timeline, rng, memory, config
         self._channels: list[SimMemberChannel] = []
         self._acknowledged: set[bytes] = set()
         self._deadline_s = 0.0
@@ -49,7 +49,7 @@ class SimMember:
         self.epoch += 1
         worker_id = WorkerId(self.name, self.epoch)
         self._disturb()
-        host = SimHost(self._clock, self._memory, worker_id, [], None)
+        host = SimHost(self._timeline, self._memory, worker_id, [], None)
         self.member = Member(host, worker_id, self._config, self._open_disk)
         self._memory.is_leased[f"{self.name}.arena"] = self.member.index.is_leased
         self.up = True
@@ -78,7 +78,7 @@ class SimMember:
 
     def check(self) -> None:
         deadline_s = self.member.next_deadline_s
-        late_s = 0.0 if deadline_s is None else self._clock.now_s - deadline_s
+        late_s = 0.0 if deadline_s is None else self._timeline.now_s - deadline_s
         assert late_s < _LATE_S, f"{self.name} is {late_s:.1f} s past its deadline"
         self.member.tiered_index.check()
         tier = self._tier
@@ -112,13 +112,13 @@ class SimMember:
 
     def reaped(self, worker_id: WorkerId) -> None:
         if self.up:
-            self.member.answer(wire.encode(Reaped(worker_id)), self._clock.now_s, {WorkerId(SUPERVISOR, 1)})
+            self.member.answer(wire.encode(Reaped(worker_id)), self._timeline.now_s, {WorkerId(SUPERVISOR, 1)})
 
     def purge(self, namespace: str) -> None:
         """Forget a tenant, in this run and in later ones."""
         tag = namespace_tag(namespace)
         self._disturb()
-        self.member.answer(wire.encode(wire.Purge(1, tag)), self._clock.now_s, set(), lambda data: None)
+        self.member.answer(wire.encode(wire.Purge(1, tag)), self._timeline.now_s, set(), lambda data: None)
         index, tier = self.member.index, self._tier
         found = [record for record in index.records if record.state is State.COMMITTED and record.namespace == tag]
         left: list[DiskCopy] = [] if tier is None else [c for c in tier.disk_copies.values() if c.namespace == tag]
@@ -139,23 +139,23 @@ class SimMember:
     def connect(self, process: Process) -> SimMemberChannel | None:
         if not self.up:
             return None
-        channel = SimMemberChannel(self, self._clock, process)
+        channel = SimMemberChannel(self, self._timeline, process)
         self._channels.append(channel)
         return channel
 
     def carry(self, channel: SimMemberChannel, data: bytes) -> None:
         """A client's message, on its way here."""
-        channel.to_member_s = max(channel.to_member_s, self._clock.now_s + self._rng.uniform(*_LATENCY_S))
-        self._clock.at(channel.to_member_s, self._receive, channel, data)
+        channel.to_member_s = max(channel.to_member_s, self._timeline.now_s + self._rng.uniform(*_LATENCY_S))
+        self._timeline.call_at(channel.to_member_s, self._receive, channel, data)
 
     def hang_up(self, channel: SimMemberChannel) -> None:
         """A client closed its end, or died: noticed after what it had sent."""
-        channel.to_member_s = max(channel.to_member_s, self._clock.now_s)
-        self._clock.at(channel.to_member_s, self._lose, channel)
+        channel.to_member_s = max(channel.to_member_s, self._timeline.now_s)
+        self._timeline.call_at(channel.to_member_s, self._lose, channel)
 
     def _receive(self, channel: SimMemberChannel, data: bytes) -> None:
         if channel in self._channels:
-            now_s = self._clock.now_s
+            now_s = self._timeline.now_s
             self.member.expire(now_s)
             num_bad = self.member.index.counters.bad
             reply = self.member.answer(data, now_s, channel.worker_ids, channel.deliver)
@@ -172,37 +172,37 @@ class SimMember:
                 self.member.lost(worker_id)
 
     def _disturb(self) -> None:
-        self._memory.disturbed_s[f"{self.name}.arena"] = self._clock.now_s
+        self._memory.disturbed_s[f"{self.name}.arena"] = self._timeline.now_s
 
     def _turn(self) -> None:
         if not self.up:
             return
-        now_s = self._clock.now_s
+        now_s = self._timeline.now_s
         self.member.turn(now_s)
         deadline_s = self.member.next_deadline_s
         if deadline_s is not None and not now_s < self._deadline_s <= deadline_s:
             self._deadline_s = max(deadline_s, now_s + _TURN_S)
-            self._clock.at(self._deadline_s, self._expire)
+            self._timeline.call_at(self._deadline_s, self._expire)
 
     def _expire(self) -> None:
         if self.up:
-            self.member.expire(self._clock.now_s)
+            self.member.expire(self._timeline.now_s)
             self._turn()
 
     def _open_disk(
         self, name: str, config: DiskConfig, tiered_index: TieredIndex, arena: Arena, share: float
     ) -> SimDiskIo:
         assert self.disk is not None
-        return SimDiskIo(self.disk, self._clock, tiered_index, arena, self._turn, self.seen)
+        return SimDiskIo(self.disk, self._timeline, tiered_index, arena, self._turn, self.seen)
 
 
 class SimMemberChannel:
     """A client's `MemberChannel`."""
 
-    def __init__(self, member: SimMember, clock: Clock, process: Process) -> None:
+    def __init__(self, member: SimMember, timeline: Timeline, process: Process) -> None:
         self.worker_ids: set[WorkerId] = set()
         self.to_member_s = 0.0
-        self._member, self._clock, self._process = member, clock, process
+        self._member, self._timeline, self._process = member, timeline, process
         self._arrived: deque[bytes] = deque()
         self._to_client_s = 0.0
         self._ended = self._closed = False
@@ -218,7 +218,7 @@ class SimMemberChannel:
 
     def receive(self, wait_s: float) -> bytes | None:
         if wait_s > 0 and not self.readable:
-            self._process.wait(self._clock.now_s + wait_s, "ask", wakes=True)
+            self._process.wait(self._timeline.now_s + wait_s, "ask", wakes=True)
         if self._arrived:
             return self._arrived.popleft()
         return b"" if self._ended else None
@@ -229,31 +229,31 @@ class SimMemberChannel:
             self._member.hang_up(self)
 
     def deliver(self, data: bytes) -> None:
-        self._to_client_s = max(self._to_client_s, self._clock.now_s + _LATENCY_S[0])
-        self._clock.at(self._to_client_s, self._arrive, data)
+        self._to_client_s = max(self._to_client_s, self._timeline.now_s + _LATENCY_S[0])
+        self._timeline.call_at(self._to_client_s, self._arrive, data)
 
     def end(self) -> None:
         """The member died; what it had answered is still there to be read."""
         self._ended = True
-        self._process.wake(self._clock.now_s)
+        self._process.wake(self._timeline.now_s)
 
     def _arrive(self, data: bytes) -> None:
         self._arrived.append(data)
-        self._process.wake(self._clock.now_s)
+        self._process.wake(self._timeline.now_s)
 
 
 class SimHost:
     """A process's `CacheHost`; a member's own has no process."""
 
     def __init__(
-        self, clock: Clock, memory: Memory, worker_id: WorkerId, members: list[SimMember], process: Process | None
+        self, timeline: Timeline, memory: Memory, worker_id: WorkerId, members: list[SimMember], process: Process | None
     ) -> None:
-        self._clock, self._memory, self._worker_id, self._process = clock, memory, worker_id, process
+        self._timeline, self._memory, self._worker_id, self._process = timeline, memory, worker_id, process
         self._members = {member.name: member for member in members}
         self._channels: list[SimMemberChannel] = []
 
     def now_s(self) -> float:
-        return self._clock.now_s
+        return self._timeline.now_s
 
     def connect(self, member: str) -> MemberChannel | None:
         assert self._process is not None

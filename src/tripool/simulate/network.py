@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tripool.messages import AnyMessage, Heartbeat, Hello, Left, ToWorker, WorkerId
-from tripool.simulate.clock import Clock
 from tripool.simulate.process import Process
 from tripool.simulate.rng import Rng
+from tripool.simulate.timeline import Timeline
 
 _LATENCY_S = (0.0002, 0.003)
 _POLL_S = 0.001
@@ -45,14 +45,14 @@ class _Link:
 class Network:
     def __init__(
         self,
-        clock: Clock,
+        timeline: Timeline,
         rng: Rng,
         workers: list[str],
         to_gateway: Callable[[WorkerId, AnyMessage], None],
         knows: Callable[[WorkerId], bool],
     ) -> None:
         """`to_gateway` takes what arrives there; `knows` says whether the gateway counts on a worker."""
-        self._clock, self._rng = clock, rng
+        self._timeline, self._rng = timeline, rng
         self._to_gateway, self._knows = to_gateway, knows
         self._links = {worker: _Link() for worker in workers}
         self._sessions: dict[WorkerId, str] = {}
@@ -65,8 +65,8 @@ class Network:
     def send_to_worker(self, worker_id: WorkerId, message: ToWorker) -> None:
         link, session = self._links[worker_id.name], self._sessions.get(worker_id)
         if link.up and session is not None:
-            link.to_worker_s = max(link.to_worker_s, self._clock.now_s + self._rng.uniform(*_LATENCY_S))
-            self._clock.at(link.to_worker_s, self._reach_worker, worker_id, session, link.break_count, message)
+            link.to_worker_s = max(link.to_worker_s, self._timeline.now_s + self._rng.uniform(*_LATENCY_S))
+            self._timeline.call_at(link.to_worker_s, self._reach_worker, worker_id, session, link.break_count, message)
 
     def connect(self, channel: SimChannel) -> None:
         self._links[channel.worker_id.name].channel = channel
@@ -106,13 +106,13 @@ class Network:
         self._sessions.clear()
 
     def _post(self, link: _Link, sent: _Sent) -> None:
-        link.to_gateway_s = max(link.to_gateway_s, self._clock.now_s + self._rng.uniform(*_LATENCY_S))
-        self._clock.at(link.to_gateway_s, self._reach_gateway, link, link.break_count, sent)
+        link.to_gateway_s = max(link.to_gateway_s, self._timeline.now_s + self._rng.uniform(*_LATENCY_S))
+        self._timeline.call_at(link.to_gateway_s, self._reach_gateway, link, link.break_count, sent)
 
     def _reach_worker(self, worker_id: WorkerId, session: str, break_count: int, message: ToWorker) -> None:
         link = self._links[worker_id.name]
         if break_count == link.break_count and link.channel is not None and link.channel.identity == session:
-            self._clock.note(f"{type(message).__name__} reaches {worker_id}")
+            self._timeline.note(f"{type(message).__name__} reaches {worker_id}")
             link.channel.arrive(message)
 
     def _reach_gateway(self, link: _Link, break_count: int, sent: _Sent) -> None:
@@ -137,16 +137,16 @@ class Network:
 class SimTransport:
     """A worker's `Transport`."""
 
-    def __init__(self, network: Network, clock: Clock, worker_id: WorkerId, process: Process) -> None:
-        self._network, self._clock, self._worker_id, self._process = network, clock, worker_id, process
+    def __init__(self, network: Network, timeline: Timeline, worker_id: WorkerId, process: Process) -> None:
+        self._network, self._timeline, self._worker_id, self._process = network, timeline, worker_id, process
 
     def connect(self, identity: str) -> SimChannel:
-        channel = SimChannel(self._network, self._clock, self._worker_id, self._process, identity)
+        channel = SimChannel(self._network, self._timeline, self._worker_id, self._process, identity)
         self._network.connect(channel)
         return channel
 
     def heartbeats(self, identity: str) -> SimHeartbeats:
-        return SimHeartbeats(self._network, self._clock, self._worker_id, self._process, identity)
+        return SimHeartbeats(self._network, self._timeline, self._worker_id, self._process, identity)
 
     def close(self) -> None:
         pass
@@ -155,22 +155,24 @@ class SimTransport:
 class SimChannel:
     """A worker's `Channel`."""
 
-    def __init__(self, network: Network, clock: Clock, worker_id: WorkerId, process: Process, identity: str) -> None:
+    def __init__(
+        self, network: Network, timeline: Timeline, worker_id: WorkerId, process: Process, identity: str
+    ) -> None:
         self.worker_id, self.identity = worker_id, identity
         self.broken = False
-        self._network, self._clock, self._process = network, clock, process
+        self._network, self._timeline, self._process = network, timeline, process
         self._arrived: deque[ToWorker] = deque()
 
     def send(self, message: AnyMessage) -> None:
         self._network.send_to_gateway(self.worker_id, self.identity, message)
 
     def wait(self, timeout_s: float) -> None:
-        now_s = self._clock.now_s
+        now_s = self._timeline.now_s
         if timeout_s == 0.0 and self._process.turn_s == now_s:
             timeout_s = _TURN_S  # a loop that does nothing would never let time pass
         if timeout_s and not (self._arrived or self.broken):
             self._process.wait(now_s + timeout_s, "poll", wakes=True)
-        self._process.turn_s = self._clock.now_s
+        self._process.turn_s = self._timeline.now_s
 
     def receive(self) -> Iterator[ToWorker]:
         while self._arrived:
@@ -181,22 +183,24 @@ class SimChannel:
 
     def arrive(self, message: ToWorker) -> None:
         self._arrived.append(message)
-        self._process.wake(self._clock.now_s + _POLL_S)
+        self._process.wake(self._timeline.now_s + _POLL_S)
 
     def break_off(self) -> None:
         self.broken = True
-        self._process.wake(self._clock.now_s)
+        self._process.wake(self._timeline.now_s)
 
 
 class SimHeartbeats:
     """A worker's `HeartbeatSender`: silent while its process is stopped, and after its end."""
 
-    def __init__(self, network: Network, clock: Clock, worker_id: WorkerId, process: Process, identity: str) -> None:
+    def __init__(
+        self, network: Network, timeline: Timeline, worker_id: WorkerId, process: Process, identity: str
+    ) -> None:
         self.every_s = 1.0
         self.latest: Heartbeat | None = None
-        self._network, self._clock, self._worker_id, self._process = network, clock, worker_id, process
+        self._network, self._timeline, self._worker_id, self._process = network, timeline, worker_id, process
         self._identity, self._ended = identity, False
-        clock.at(clock.now_s, self._beat)
+        timeline.call_at(timeline.now_s, self._beat)
 
     def stop(self) -> None:
         self._ended = True
@@ -207,4 +211,4 @@ class SimHeartbeats:
         if self.latest is not None and not self._process.stopped:
             self._network.send_to_gateway(self._worker_id, self._identity, self.latest)
         pause_s = self.every_s / 2 if self.latest is not None else _NO_HEARTBEAT_S
-        self._clock.at(self._clock.now_s + pause_s, self._beat)
+        self._timeline.call_at(self._timeline.now_s + pause_s, self._beat)

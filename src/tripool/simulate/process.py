@@ -1,6 +1,6 @@
 """Processes in virtual time: synchronous serving code on threads, of which exactly one runs at any moment.
 
-A thread gives way only in `Process.wait`. There it runs the clock's events itself until one of them ends the wait of
+A thread gives way only in `Process.wait`. There it runs the timeline's events itself until one of them ends the wait of
 some process; if that is another one, control passes to its thread. So the order of everything follows from the events
 alone, and most waits cost no switch of threads.
 
@@ -14,8 +14,8 @@ from _thread import LockType, allocate_lock
 from collections.abc import Callable
 from threading import Thread
 
-from tripool.simulate.clock import Clock
 from tripool.simulate.rng import Rng
+from tripool.simulate.timeline import Timeline
 
 _PAUSE_CHANCE = 0.25
 _PAUSE_S = {"read": 0.02, "write": 0.005, "transfer": 0.005}
@@ -29,8 +29,8 @@ class Killed(BaseException):
 class Baton:
     """Which thread runs. `step` runs the next event and says whether the run goes on."""
 
-    def __init__(self, clock: Clock, rng: Rng, step: Callable[[], bool]) -> None:
-        self.clock, self.rng = clock, rng
+    def __init__(self, timeline: Timeline, rng: Rng, step: Callable[[], bool]) -> None:
+        self.timeline, self.rng = timeline, rng
         self.unwinding = False
         self._step = step
         self._main = _closed_lock()
@@ -89,7 +89,7 @@ class Process:
         self.turn_s = 0.0
         """When the worker's loop began its present turn."""
         self.wake_s = 0.0
-        self._baton, self._clock, self._rng = baton, baton.clock, baton.rng
+        self._baton, self._timeline, self._rng = baton, baton.timeline, baton.rng
         self._main, self._ended = main, ended
         self._lock = _closed_lock()
         self._version = 0
@@ -98,7 +98,7 @@ class Process:
         self._stopped = self._due = False
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
-        self._plan(self._clock.now_s)
+        self._plan(self._timeline.now_s)
 
     # ---- in its own thread ------------------------------------------------------------------------------------------
 
@@ -117,19 +117,19 @@ class Process:
         """In the middle of a copy: time may pass, and a fault may strike that waits for this."""
         strike = self.in_copy.pop(doing, None)
         if strike is not None:
-            self._clock.at(self.now_s, strike)
+            self._timeline.call_at(self.now_s, strike)
             self.wait(self.now_s, doing)
         elif self._rng.chance(_PAUSE_CHANCE):
             self.wait(self.now_s + self._rng.uniform(0.0, _PAUSE_S[doing]), doing)
 
     @property
     def now_s(self) -> float:
-        return self._clock.now_s
+        return self._timeline.now_s
 
     def fail(self, message: str) -> None:
         """A rule of the simulation is broken."""
         self._baton.fail(AssertionError(message))
-        self.wait(self._clock.now_s, "failed")
+        self.wait(self._timeline.now_s, "failed")
 
     def _run(self) -> None:
         self._lock.acquire()
@@ -142,7 +142,7 @@ class Process:
         except BaseException as error:  # noqa: BLE001 (a crash of the process is a finding)
             self._baton.fail(error)
         self.dead = True
-        self._clock.expect(self._clock.now_s, self._ended)
+        self._timeline.expect(self._timeline.now_s, self._ended)
         self._baton.give_way(None)
 
     # ---- in events --------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class Process:
         self._stopped = False
         if self._due:
             self._due = False
-            self._plan(self._clock.now_s)
+            self._plan(self._timeline.now_s)
 
     def kill(self) -> None:
         self.dead = True
@@ -176,7 +176,7 @@ class Process:
     def _plan(self, at_s: float) -> None:
         self._version += 1
         self.wake_s = at_s
-        self._clock.at(at_s, self._resume, self._version)
+        self._timeline.call_at(at_s, self._resume, self._version)
 
     def _resume(self, version: int) -> None:
         if version != self._version or self.dead:

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from tripool.config import AdmissionConfig, RouterConfig, SchedulerConfig
 from tripool.core import Request, SamplingParams, Slo
 from tripool.messages import Role
+from tripool.simulate.request_table import Arrival
 from tripool.simulate.rng import Rng
 from tripool.tenants import Limits, Tenant
 
@@ -49,14 +50,6 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    time_s: float
-    request: Request
-    cancel_s: float | None
-    """After its arrival."""
-
-
-@dataclass(frozen=True, slots=True)
 class Fault:
     time_s: float
     kind: FaultKind
@@ -64,19 +57,12 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """Admission control and the tenants."""
-
-    admission: AdmissionConfig
-    tenants: dict[str, Tenant]
-    minds_slots: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Scenario:
     seed: int
     router: RouterConfig
-    entry: Entry
+    admission: AdmissionConfig
+    minds_slots: bool
+    tenants: dict[str, Tenant]
     workers: dict[str, WorkerSpec]
     num_members: int
     member_slots: int
@@ -92,50 +78,39 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
     rng = Rng(seed)
     may_refuse = rng.chance(0.1)
     router = RouterConfig(
-        prefill_ahead_tokens=rng.pick([48, 96, 200]),
-        heartbeat_s=0.4,
-        silence_s=0.6,
-        stall_s=2.0,
-        distrust_s=3.0,
-        queue_s=12.0,
-        prefill_s=4.0,
-        transfer_s=2.0,
-        token_s=4.0,
-        rest_s=0.02,
-        max_losses=1000,
-    )
+        prefill_ahead_tokens=rng.pick([48, 96, 200]), heartbeat_s=0.4, silence_s=0.6, stall_s=2.0, distrust_s=3.0,
+        queue_s=12.0, prefill_s=4.0, transfer_s=2.0, token_s=4.0, rest_s=0.02, max_losses=1000,
+    )  # fmt: skip
     workers = {}
     for role in ("prefill", "decode"):
         for number in range(rng.between(1, 3)):
             config = SchedulerConfig(
-                num_blocks=rng.pick([20, 28, 48, 80]),
-                block_tokens=BLOCK_TOKENS,
-                max_running=rng.pick([3, 6, 10]),
-                step_tokens=rng.pick([16, 32, 48]),
-                prefix_reuse=rng.chance(0.9),
-            )
+                num_blocks=rng.pick([20, 28, 48, 80]), block_tokens=BLOCK_TOKENS, max_running=rng.pick([3, 6, 10]),
+                step_tokens=rng.pick([16, 32, 48]), prefix_reuse=rng.chance(0.9),
+            )  # fmt: skip
             workers[f"{role}-{number}"] = WorkerSpec(
-                role="prefill" if role == "prefill" else "decode",
-                config=config,
-                context_tokens=CONTEXT_TOKENS,
-                overstated=rng.pick([1.0, 1.0, 2.0]),
-                sender_slots=rng.pick([18, 30, 60]),
+                role="prefill" if role == "prefill" else "decode", config=config, context_tokens=CONTEXT_TOKENS,
+                overstated=rng.pick([1.0, 1.0, 2.0]), sender_slots=rng.pick([18, 30, 60]),
                 token_s=rng.uniform(0.001, 0.003),
-            )
+            )  # fmt: skip
     span_s = 3.0
     arrivals = _arrivals(rng, span_s, 50)
     drawn = _faults(rng, span_s) if faults else []
     for fault in drawn:
         if fault.kind == "burst":
             burst = [_request(rng, f"r{len(arrivals) + i}", prompt_tokens=30) for i in range(rng.between(4, 8))]
-            arrivals += [Arrival(fault.time_s, request, None) for request in burst]
+            arrivals += [Arrival(fault.time_s, request) for request in burst]
     num_members, member_slots = rng.between(1, 3), rng.pick([8, 16, 48])
     # From an rng of its own, so that the rest of a run does not depend on it.
-    entry = _entry(admission_rng := Rng(seed + 2**33), may_refuse)
-    arrivals = [replace(a, request=_promised(admission_rng, a.request, entry, may_refuse)) for a in arrivals]
+    admission, tenants, minds_slots = _entry(entry_rng := Rng(seed + 2**33), may_refuse)
+    arrivals = [_promised(entry_rng, arrival, tenants, may_refuse) for arrival in arrivals]
+    arrivals.sort(key=lambda arrival: arrival.time_s)
     disk, disk_faults = _disk(Rng(seed + 2**34), span_s)
     drawn += disk_faults if faults else []
-    return Scenario(seed, router, entry, workers, num_members, member_slots, arrivals, drawn, may_refuse, disk)
+    return Scenario(
+        seed, router, admission, minds_slots, tenants, workers, num_members, member_slots, arrivals, drawn, may_refuse,
+        disk,
+    )  # fmt: skip
 
 
 def _disk(rng: Rng, span_s: float) -> tuple[DiskSpec | None, list[Fault]]:
@@ -150,7 +125,7 @@ def _disk(rng: Rng, span_s: float) -> tuple[DiskSpec | None, list[Fault]]:
     return spec, [Fault(rng.uniform(0.5, span_s), kind, rng.uniform(0.05, 0.5)) for kind in kinds]
 
 
-def _entry(rng: Rng, may_refuse: bool) -> Entry:
+def _entry(rng: Rng, may_refuse: bool) -> tuple[AdmissionConfig, dict[str, Tenant], bool]:
     admission = AdmissionConfig(
         queue_tokens=rng.pick([300, 600]) if may_refuse else 1_000_000,
         max_wait_s=rng.pick([1.0, 5.0]) if may_refuse else 1e6,
@@ -172,21 +147,21 @@ def _entry(rng: Rng, may_refuse: bool) -> Entry:
         )
         for name in ["", "one", "two"][: rng.between(2, 3)]
     }
-    return Entry(admission, tenants, minds_slots=rng.chance(0.5))
+    return admission, tenants, rng.chance(0.5)
 
 
-def _promised(rng: Rng, request: Request, entry: Entry, may_refuse: bool) -> Request:
-    tenant, priority = rng.pick(list(entry.tenants)), rng.pick([0, 0, 0, 0, -1, 3])
+def _promised(rng: Rng, arrival: Arrival, tenants: dict[str, Tenant], may_refuse: bool) -> Arrival:
+    tenant, priority = rng.pick(list(tenants)), rng.pick([0, 0, 0, 0, -1, 3])
     ttft_ms = rng.pick([None, None, 200.0, 1000.0])
     slo = Slo(tenant=tenant, priority=priority, ttft_ms=ttft_ms if may_refuse else None)
-    return replace(request, slo=slo)
+    return replace(arrival, request=replace(arrival.request, slo=slo), tenant=tenants[tenant])
 
 
 def _arrivals(rng: Rng, span_s: float, count: int) -> list[Arrival]:
     arrivals = []
     for number in range(count):
         cancel_s = rng.uniform(0.0, 0.8) if rng.chance(0.15) else None
-        arrivals.append(Arrival(rng.uniform(0.0, span_s), _request(rng, f"r{number}"), cancel_s))
+        arrivals.append(Arrival(rng.uniform(0.0, span_s), _request(rng, f"r{number}"), cancel_s=cancel_s))
     return arrivals
 
 

@@ -6,15 +6,19 @@ import pytest
 
 from tripool.cli.simulate_real import Measured
 from tripool.config import SchedulerConfig
+from tripool.core import Request, SamplingParams
 from tripool.decode import StepFacts
-from tripool.simulate.supernode.colocated import ColocatedWorld, Prompt
+from tripool.simulate.request_table import Arrival
+from tripool.simulate.supernode.colocated import ColocatedWorld
 
 CONFIG = SchedulerConfig(num_blocks=64, max_running=8, step_tokens=128)
 MEASURED = Measured(((1, 0.002), (2, 0.003), (4, 0.004)), 0.0, 1e-4, 0.0, 0.0, 0.005)
 
 
-def prompt(arrival_s: float, length: int, answer: int, first: int = 0) -> Prompt:
-    return Prompt(arrival_s, tuple(range(first, first + length)), answer)
+def prompt(arrival_s: float, length: int, answer: int, first: int = 0) -> Arrival:
+    params = SamplingParams(max_tokens=answer, ignore_eos=True)
+    ids = tuple(range(first, first + length))
+    return Arrival(arrival_s, Request(id=f"{arrival_s} {first}", prompt_ids=ids, params=params, seed=0))
 
 
 def test_alone_a_request_takes_its_prompt_its_steps_and_what_is_around() -> None:

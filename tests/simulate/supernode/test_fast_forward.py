@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +18,7 @@ from tripool.engine.fast_forward import fast_forward, quiet_steps
 from tripool.engine.scheduler import Scheduler
 from tripool.sequence import Sampled, Seq
 from tripool.simulate.supernode import Fault, simulate_trace
-from tripool.simulate.supernode.faults import Faults
-from tripool.simulate.supernode.world import World
+from tripool.simulate.supernode.run import TraceRun
 
 requests = st.lists(
     st.tuples(
@@ -56,12 +56,7 @@ def both(asks: list[TraceRequest], struck: list[Fault], **sizes: Any) -> tuple[s
     runs = []
     for fast_forwards in (True, False):
         data = simulate_trace(
-            small_layout(**sizes),
-            asks,
-            trace="t",
-            faults=struck,
-            fast_forwards=fast_forwards,
-            slice_s=1.0,
+            replace(small_layout(**sizes), fast_forwards=fast_forwards), asks, trace="t", faults=struck, slice_s=1.0
         )
         runs.append(json.dumps(data))
     return runs[0], runs[1]
@@ -81,10 +76,9 @@ def test_a_leap_saves_events() -> None:
     asks = [TraceRequest(0.1 * number, 64, 200, (), "", 16) for number in range(8)]
     counts = []
     for fast_forwards in (True, False):
-        world = World(small_layout(blocks=80), asks, fast_forwards=fast_forwards)
-        Faults(world, [])
-        world.run()
-        counts.append(world.timeline.num_events)
+        run = TraceRun(replace(small_layout(blocks=80), fast_forwards=fast_forwards), asks)
+        run.run()
+        counts.append(run.timeline.num_events)
     assert 2 * counts[0] < counts[1]
 
 

@@ -7,19 +7,25 @@ import pytest
 from tests.simulate.supernode.small import small_layout
 from tests.simulate.supernode.test_runs import alike, run
 from tripool.bench.trace import TraceRequest
+from tripool.core import Request, SamplingParams
 from tripool.errors import Overloaded
+from tripool.simulate.request_table import DONE, REFUSED, Arrival, Open, RequestTable
 from tripool.simulate.supernode.links import Slices
 from tripool.simulate.supernode.measures import is_good, steady_state
 from tripool.simulate.supernode.page import render_run
-from tripool.simulate.supernode.request_table import DONE, REFUSED, Open, RequestTable
 from tripool.simulate.supernode.rows import NOT_IN_TRACE, compared_rows, summary_rows
+
+
+def opened(arrived_s: float, tokens: int, first_s: float | None = None) -> Open:
+    request = Request(id="r", prompt_ids=(0,) * 10, params=SamplingParams(max_tokens=tokens), seed=0)
+    return Open(Arrival(arrived_s, request), arrived_s, first_s=first_s)
 
 
 def table_of(rows: list[tuple[float, float, float, int]]) -> RequestTable:
     """(arrived, first token, last token, tokens), all done."""
     table = RequestTable()
     for arrived_s, first_s, last_s, tokens in rows:
-        table.close(Open(arrived_s, 10, tokens, "", (), first_s=first_s), DONE, last_s)
+        table.close(opened(arrived_s, tokens, first_s), DONE, last_s)
     return table
 
 
@@ -52,7 +58,7 @@ def test_a_short_trace_has_none() -> None:
 def test_refused_requests_count_against_goodput_and_have_their_reason() -> None:
     table, layout = table_of([(float(n), n + 0.1, n + 1.0, 91) for n in range(60)]), small_layout()
     for number in range(60):
-        table.close(Open(float(number), 10, 5, "", ()), REFUSED, float(number), Overloaded(f"{number} tokens wait"))
+        table.close(opened(float(number), 5), REFUSED, float(number), Overloaded(f"{number} tokens wait"))
     good = {number for number in range(60) if is_good(table, layout, number)}
     found = steady_state(table, layout, Slices(1.0), good)
     assert len(good) == 60 and found is not None and found["goodput"]["share"] == pytest.approx(0.5)

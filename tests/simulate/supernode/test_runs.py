@@ -20,8 +20,8 @@ from tripool.prefill.worker import PrefillWorker
 from tripool.simulate.supernode import lay_out, parse_fault, simulate_trace
 from tripool.simulate.supernode.page import render_comparison, render_run
 from tripool.simulate.supernode.rows import compared_rows, summary_rows
+from tripool.simulate.supernode.run import TraceRun
 from tripool.simulate.supernode.step_times import DecodeTimes, Line, span_fs, steps_in, steps_within
-from tripool.simulate.supernode.world import World
 
 DEPLOYMENT = """
 version = 1
@@ -143,10 +143,10 @@ def test_a_cut_link_to_the_pool_is_a_miss_after_a_bounded_wait() -> None:
 
 
 def test_the_workers_are_those_that_serve() -> None:
-    world = World(small_layout(), [])
-    workers = [keeper.process.worker for keeper in world.prefills if keeper is not None]
+    fleet = TraceRun(small_layout(), []).fleet
+    workers = [keeper.process.worker for keeper in fleet.prefills if keeper is not None]
     assert {type(worker) for worker in workers} == {PrefillWorker}
-    ranks = [rank for instance in world.decodes for rank in instance.ranks if rank is not None]
+    ranks = [rank for instance in fleet.decodes for rank in instance.ranks if rank is not None]
     assert {type(rank.process.worker) for rank in ranks} == {DecodeWorker} and len(ranks) == 3
 
 
@@ -166,16 +166,18 @@ def test_a_fault_says_itself_as_it_was_said() -> None:
 
 def test_after_a_run_nothing_is_held() -> None:
     layout = small_layout(blocks=12)
-    world = World(layout, alike(60, 0.01, answer=60))
-    world.run()
-    world.timeline.over = False
-    assert world.timeline.run(2000)
+    run = TraceRun(layout, alike(60, 0.01, answer=60))
+    run.run()
+    run.timeline.over = False
+    assert run.timeline.run(2000)
+    world, fleet = run.world, run.fleet
+    assert world.coordinator is not None
     world.coordinator.check()
-    world.pool.check()
+    fleet.pool.check()
     assert not len(world.coordinator.ledger) and world.admission.idle
-    for instance in world.decodes:
+    for instance in fleet.decodes:
         assert all(rank is not None and rank.process.worker.heartbeat().blocks_held == 0 for rank in instance.ranks)
-    for keeper in world.prefills:
+    for keeper in fleet.prefills:
         assert keeper is not None and keeper.process.worker.heartbeat().blocks_held == 0
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from tripool.bench.trace import TraceRequest
-from tripool.simulate.supernode.faults import Fault, Faults, parse_fault
+from tripool.simulate.supernode.faults import Fault, parse_fault
 from tripool.simulate.supernode.layout import Layout, lay_out
 from tripool.simulate.supernode.measures import Tree
 from tripool.simulate.supernode.report import report_data
-from tripool.simulate.supernode.world import World
+from tripool.simulate.supernode.run import TraceRun
 
 __all__ = ["Fault", "Layout", "lay_out", "parse_fault", "simulate_trace"]
 
@@ -25,16 +25,11 @@ def simulate_trace(
     trace: str,
     notes: Sequence[str] = (),
     faults: Sequence[Fault] = (),
-    fast_forwards: bool = True,
     slice_s: float = 30.0,
     most_blocks: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Tree:
-    """`trace`: the name of the requests; `notes`: what was drawn or inferred for them.
-
-    `fast_forwards`: False runs every decode step, with the same result.
-    """
-    world = World(layout, requests, fast_forwards=fast_forwards, slice_s=slice_s, most_blocks=most_blocks)
-    struck = Faults(world, list(faults)).struck
-    world.run(progress)
-    return report_data(world, struck, trace, notes)
+    """`trace`: the name of the requests; `notes`: what was drawn or inferred for them."""
+    run = TraceRun(layout, requests, faults, slice_s=slice_s, most_blocks=most_blocks)
+    run.run(progress)
+    return report_data(run, trace, notes)

@@ -7,28 +7,20 @@ where it would find them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from tripool.config import AdmissionConfig, SchedulerConfig
-from tripool.core import Request, SamplingParams
 from tripool.decode import StepFacts
 from tripool.engine.scheduler import Scheduler
 from tripool.errors import TripoolError
 from tripool.router.admission import AdmissionController
-from tripool.router.admission_types import Admit, Arrival, Capacity, Decision
+from tripool.router.admission_types import Admit, Capacity, Decision
+from tripool.router.admission_types import Arrival as Prompt
 from tripool.sequence import Sampled, Task
-from tripool.simulate.supernode.request_table import DONE, REFUSED, Open, RequestTable
-from tripool.simulate.supernode.timeline import ARRIVAL, STEP, TICK, Timeline, to_fs
+from tripool.simulate.request_table import DONE, REFUSED, Arrival, Open, RequestTable
+from tripool.simulate.timeline import ARRIVAL, STEP, TICK, Timeline, to_fs
 
 _TICK_S = 0.02
 _TOKEN = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    arrival_s: float
-    ids: tuple[int, ...]
-    output_tokens: int
 
 
 class ColocatedWorld:
@@ -37,7 +29,7 @@ class ColocatedWorld:
 
     def __init__(
         self,
-        prompts: Sequence[Prompt],
+        arrivals: Sequence[Arrival],
         config: SchedulerConfig,
         step_s: Callable[[StepFacts, StepFacts, int], float],
         around_s: float,
@@ -48,14 +40,13 @@ class ColocatedWorld:
         self._admission = AdmissionController(AdmissionConfig(), room=Capacity(1, config.max_running))
         self._step_s, self._around_s = step_s, around_s
         self._open: dict[str, Open] = {}
-        self._requests: dict[str, Request] = {}
         self._receiver: list[str] = []
         self._tasks: list[Task] | None = None
         self._before = StepFacts()
         self._began_s = 0.0
-        self._num_left = len(prompts)
-        for number, prompt in enumerate(prompts):
-            self.timeline.at(to_fs(prompt.arrival_s), ARRIVAL, 0, self._arrive, str(number), prompt)
+        self._num_left = len(arrivals)
+        for arrival in arrivals:
+            self.timeline.at(to_fs(arrival.time_s), ARRIVAL, 0, self._arrive, arrival)
         self.timeline.at(to_fs(_TICK_S), TICK, 0, self._tick)
 
     def run(self) -> RequestTable:
@@ -63,11 +54,10 @@ class ColocatedWorld:
             pass
         return self.table
 
-    def _arrive(self, name: str, prompt: Prompt) -> None:
-        self._open[name] = Open(self.timeline.now_s, len(prompt.ids), prompt.output_tokens, "", ())
-        params = SamplingParams(max_tokens=prompt.output_tokens, ignore_eos=True)
-        self._requests[name] = Request(id=name, prompt_ids=prompt.ids, params=params, seed=0)
-        self._decide(self._admission.arrive(Arrival(id=name, prompt_tokens=len(prompt.ids)), self.timeline.now_s))
+    def _arrive(self, arrival: Arrival) -> None:
+        request, now_s = arrival.request, self.timeline.now_s
+        self._open[request.id] = Open(arrival, now_s)
+        self._decide(self._admission.arrive(Prompt(id=request.id, prompt_tokens=len(request.prompt_ids)), now_s))
 
     def _decide(self, decisions: list[Decision]) -> None:
         for decision in decisions:
@@ -86,7 +76,7 @@ class ColocatedWorld:
             return
         newcomers = len(self._receiver)
         for name in self._receiver:
-            self._scheduler.add(self._requests[name])
+            self._scheduler.add(self._open[name].arrival.request)
         self._receiver = []
         tasks = self._scheduler.schedule() if self._scheduler.busy else []
         if tasks:
@@ -107,7 +97,7 @@ class ColocatedWorld:
             request = self._open[event.request_id]
             if request.first_s is None:
                 request.first_s, request.cached_tokens = now_s + self._around_s, event.num_cached_tokens
-                uncached = request.input_tokens - event.num_cached_tokens
+                uncached = len(request.arrival.request.prompt_ids) - event.num_cached_tokens
                 decisions += self._admission.first_token(event.request_id, uncached, now_s)
             if event.finish_reason is not None:
                 decisions += self._admission.finished(event.request_id, event.index + 1, now_s)
@@ -116,5 +106,4 @@ class ColocatedWorld:
 
     def _close(self, name: str, outcome: int, after_s: float, error: TripoolError | None = None) -> None:
         self._num_left -= 1
-        del self._requests[name]
         self.table.close(self._open.pop(name), outcome, self.timeline.now_s + after_s, error)

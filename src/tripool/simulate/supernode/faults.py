@@ -14,26 +14,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from re import fullmatch
 
-from tripool.errors import InvalidRequest
-from tripool.messages import Reaped, WorkerId
+from tripool.core import TokenEvent
+from tripool.errors import InvalidRequest, TripoolError
+from tripool.messages import WorkerId
+from tripool.simulate.supernode.fleet import ModelledFleet
 from tripool.simulate.supernode.layout import Layout
 from tripool.simulate.supernode.step_times import NO_TROUBLE
-from tripool.simulate.supernode.timeline import FAULT, to_fs
-from tripool.simulate.supernode.world import World
+from tripool.simulate.timeline import FAULT, to_fs
+from tripool.simulate.world import Observer, World
 
 KINDS = ("chip", "node", "link", "cache", "slow", "hot")
 _FORM = r"(\w+):((?:decode|prefill|cache)-\d+)(?:\.(\d+))?@(\d+(?:\.\d+)?)s?\+(\d+(?:\.\d+)?)s?(?:[x*](\d+(?:\.\d+)?))?"
 _HINT = "KIND:TARGET@START+LENGTH, such as chip:decode-0.3@120s+60s, cache:cache-5@60s+30s or slow:decode-0@60s+30sx2"
 _MASK_S = 1.0
 """How long the other ranks of an instance wait for one that is gone."""
-_REAP_S = 0.05
-"""From a process's end until its supervisor says so."""
-_ASK_S = 0.2
-"""The same, where somebody has to look first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,28 +92,27 @@ class Struck:
     num_failed: int = 0
 
 
-class Faults:
-    def __init__(self, world: World, faults: list[Fault]) -> None:
-        self._world = world
+class Faults(Observer):
+    def __init__(self, world: World, fleet: ModelledFleet, faults: Sequence[Fault]) -> None:
+        self._world, self._fleet, self._timeline = world, fleet, world.timeline
         self.struck = [Struck(fault) for fault in faults]
         self._watched: dict[str, list[Struck]] = {}
-        self._dead: set[WorkerId] = set()
-        world.on_token, world.on_end, world.on_suspect = self._token, self._end, self._suspected
+        world.observer = self
         for number, struck in enumerate(self.struck):
-            world.timeline.at(to_fs(struck.fault.at_s), FAULT, number, self._strike, number)
+            self._timeline.at(to_fs(struck.fault.at_s), FAULT, number, self._strike, number)
 
     def _strike(self, number: int) -> None:
-        struck, world = self.struck[number], self._world
+        struck, fleet = self.struck[number], self._fleet
         fault = struck.fault
         role, _, place = fault.target.partition("-")
         index = int(place)
-        heal_fs = world.timeline.now_fs + to_fs(fault.length_s)
+        heal_fs = self._timeline.now_fs + to_fs(fault.length_s)
 
-        def later(action: object, *args: object) -> None:
-            world.timeline.at(heal_fs, FAULT, number, action, *args)  # type: ignore[arg-type]
+        def later(action: Callable[..., None], *args: object) -> None:
+            self._timeline.at(heal_fs, FAULT, number, action, *args)
 
         if fault.kind == "cache":
-            member = world.pool.members[fault.target]
+            member = fleet.pool.members[fault.target]
             member.up = False
             later(member.restart)
         elif fault.kind == "link":
@@ -123,47 +121,45 @@ class Faults:
             self._slow(number, role, index, heal_fs)
             later(self._hasten, role, index)
         elif role == "prefill":
-            keeper = world.prefills[index]
+            keeper = fleet.prefills[index]
             if keeper is not None:
                 self._lose(struck, [keeper.worker_id], reported=fault.kind == "chip")
                 keeper.kill()
-                world.prefills[index] = None
-                later(world.start_prefill, index)
+                fleet.prefills[index] = None
+                later(fleet.start_prefill, index)
         else:
             self._lose_ranks(struck, index)
-            later(self._revive, fault, index)
+            later(fleet.revive, index, self._ranks(fault))
 
     # ---- processes --------------------------------------------------------------------------------------------------
 
     def _ranks(self, fault: Fault) -> range:
         """Workers of the instance that have something on the chips that are gone."""
-        pool = self._world.layout.decode
+        pool = self._fleet.layout.decode
         first, count = fault.part or 0, 1
         if fault.kind == "node":
-            count = self._world.layout.node_chips
+            count = self._fleet.layout.node_chips
             first *= count
         last = min(first + count, pool.chips)
         return range(first * pool.workers // pool.chips, ceil(last * pool.workers / pool.chips))
 
     def _lose_ranks(self, struck: Struck, index: int) -> None:
-        instance, ranks = self._world.decodes[index], self._ranks(struck.fault)
+        instance, ranks = self._fleet.decodes[index], self._ranks(struck.fault)
         worker_ids = [rank.worker_id for number in ranks if (rank := instance.ranks[number]) is not None]
         self._lose(struck, worker_ids, reported=struck.fault.kind == "chip")
         instance.kill(list(ranks), _MASK_S)
 
     def _lose(self, struck: Struck, worker_ids: list[WorkerId], *, reported: bool) -> None:
-        world, ledger = self._world, self._world.coordinator.ledger
+        assert self._world.coordinator is not None
+        ledger = self._world.coordinator.ledger
         touched: set[str] = set()
         for worker_id in worker_ids:
             touched.update(request_id for request_id, _ in ledger.placements_at(worker_id))
             touched.update(request_id for request_id, _ in ledger.leases_at(worker_id))
-            self._dead.add(worker_id)
-            if reported:
-                reaped_fs = world.timeline.now_fs + to_fs(_REAP_S)
-                world.timeline.at(reaped_fs, FAULT, len(self.struck), self._reap, worker_id)
+            self._fleet.ended(worker_id, reported=reported)
         # What was sent before the fault still arrives.
-        soon_fs = world.timeline.now_fs + 2 * to_fs(world.layout.links.hop_s)
-        world.timeline.at(soon_fs, FAULT, len(self.struck), self._watch, struck, sorted(touched))
+        soon_fs = self._timeline.now_fs + 2 * to_fs(self._fleet.layout.links.hop_s)
+        self._timeline.at(soon_fs, FAULT, len(self.struck), self._watch, struck, sorted(touched))
 
     def _watch(self, struck: Struck, touched: list[str]) -> None:
         for request_id in touched:
@@ -171,70 +167,57 @@ class Faults:
                 struck.num_requests += 1
                 self._watched.setdefault(request_id, []).append(struck)
 
-    def _reap(self, worker_id: WorkerId) -> None:
-        self._world.pool.reaped(worker_id)
-        self._world.receive(Reaped(worker_id))
-
-    def _suspected(self, worker_id: WorkerId) -> None:
-        assert worker_id in self._dead, f"{worker_id} is suspected and runs"
-        look_fs = self._world.timeline.now_fs + to_fs(_ASK_S)
-        self._world.timeline.at(look_fs, FAULT, len(self.struck), self._reap, worker_id)
-
-    def _revive(self, fault: Fault, index: int) -> None:
-        for number in self._ranks(fault):
-            if self._world.decodes[index].ranks[number] is None:
-                worker_id = self._world.new_worker_id(f"decode-{index}.{number}")
-                self._world.decodes[index].revive(number, worker_id)
-
     # ---- links and engines ------------------------------------------------------------------------------------------
 
     def _cut(self, fault: Fault, role: str, index: int, heal_fs: int) -> None:
-        world = self._world
+        fleet = self._fleet
         if role == "prefill":
-            keeper = world.prefills[index]
+            keeper = fleet.prefills[index]
             if keeper is not None:
                 keeper.cut(heal_fs)
             return
-        workers = world.layout.decode.workers
-        first = len(world.prefills) + index * workers
+        workers = fleet.layout.decode.workers
+        first = len(fleet.prefills) + index * workers
         for number in range(first, first + workers) if fault.part is None else (first + fault.part,):
-            world.in_links[number].cut(heal_fs)
+            fleet.in_links[number].cut(heal_fs)
 
     def _slow(self, number: int, role: str, index: int, heal_fs: int) -> None:
-        fault, world = self.struck[number].fault, self._world
+        fault, fleet = self.struck[number].fault, self._fleet
         if role == "prefill":
-            keeper = world.prefills[index]
+            keeper = fleet.prefills[index]
             if keeper is not None:
                 keeper.slowness = fault.factor
         elif fault.kind == "slow":
-            world.decodes[index].set_trouble((fault.factor, world.decodes[index].trouble[1]))
-        elif world.layout.experts is None:
+            fleet.decodes[index].set_trouble((fault.factor, fleet.decodes[index].trouble[1]))
+        elif fleet.layout.experts is None:
             self._heat(index, fault.factor)
         else:
-            heat = world.layout.experts.heat(fault.factor)
+            heat = fleet.layout.experts.heat(fault.factor)
             self._heat(index, heat.at_once)
             # The step that shows the load, then one per copy; each takes about the time per token that was planned.
-            level_fs = world.timeline.now_fs + to_fs((1 + heat.move_steps) * world.layout.tpot_s)
+            level_fs = self._timeline.now_fs + to_fs((1 + heat.move_steps) * fleet.layout.tpot_s)
             if level_fs < heal_fs:
-                world.timeline.at(level_fs, FAULT, number, self._heat, index, heat.balanced)
+                self._timeline.at(level_fs, FAULT, number, self._heat, index, heat.balanced)
 
     def _heat(self, index: int, factor: float) -> None:
-        instance = self._world.decodes[index]
+        instance = self._fleet.decodes[index]
         instance.set_trouble((instance.trouble[0], factor))
 
     def _hasten(self, role: str, index: int) -> None:
-        keeper = self._world.prefills[index] if role == "prefill" else None
+        keeper = self._fleet.prefills[index] if role == "prefill" else None
         if role == "decode":
-            self._world.decodes[index].set_trouble(NO_TROUBLE)
+            self._fleet.decodes[index].set_trouble(NO_TROUBLE)
         elif keeper is not None:
             keeper.slowness = 1.0
 
     # ---- who waited -------------------------------------------------------------------------------------------------
 
-    def _token(self, request_id: str) -> None:
-        for struck in self._watched.pop(request_id, ()):
-            struck.waited_s.append(self._world.timeline.now_s - struck.fault.at_s)
+    def token(self, event: TokenEvent) -> None:
+        for struck in self._watched.pop(event.request_id, ()):
+            struck.waited_s.append(self._timeline.now_s - struck.fault.at_s)
 
-    def _end(self, request_id: str) -> None:
+    def failed(self, request_id: str, error: TripoolError) -> None:
         for struck in self._watched.pop(request_id, ()):
             struck.num_failed += 1
+
+    refused = failed

@@ -18,7 +18,7 @@ from tripool.simulate.supernode.modelled_engine import DecodeEngine, KeysOf, Pre
 from tripool.simulate.supernode.pool import CachePool, ModelledClient
 from tripool.simulate.supernode.process import ModelledTransfer, Process
 from tripool.simulate.supernode.step_times import NO_TROUBLE, Line, Trouble, span_fs, steps_in, steps_within
-from tripool.simulate.supernode.timeline import FS, STEP, TICK, to_fs
+from tripool.simulate.timeline import FS, STEP, TICK, to_fs
 
 _HEARTBEAT_FS = to_fs(1.5)
 """Between two heartbeats of a worker that has nothing new to say; the gateway suspects it after two seconds."""
@@ -270,7 +270,7 @@ class DecodeInstance:
         engine.synced = self._origin
         rows = engine.rows
         self._register(index, rows, engine.context - rows * self._origin)
-        fast_forwards = self._site.fast_forwards
+        fast_forwards = self._site.layout.fast_forwards
         if engine.busy and not (fast_forwards and self._foresee(rank, index)):
             engine.begin(noisy=True if fast_forwards else None)
             self._live.add(index)

@@ -17,7 +17,7 @@ from tripool.planner.models import ModelShape
 from tripool.simulate.supernode.expert_ranks import ExpertRanks
 from tripool.simulate.supernode.links import Slices
 from tripool.simulate.supernode.step_times import DecodeTimes, PrefillTimes
-from tripool.simulate.supernode.timeline import Timeline
+from tripool.simulate.timeline import Timeline
 
 BLOCK_TOKENS = 512
 """Of one simulated KV block: what traces hash together."""
@@ -79,6 +79,8 @@ class Layout:
     admission: AdmissionConfig
     experts: ExpertRanks | None = None
     """Of a decode instance; None: the model has none, or none that a balancer places."""
+    fast_forwards: bool = True
+    """Whether decode engines skip quiet steps, or take them one by one: the plain way, with the same result."""
     promised: bool = True
     """Whether requests carry the time per token as a promise, or are only judged by it."""
 
@@ -89,8 +91,6 @@ class Site(Protocol):
     timeline: Timeline
     layout: Layout
     slices: Slices
-    fast_forwards: bool
-    """Whether quiet steps are skipped, or taken one by one: the plain way, for comparison."""
 
     def tell(self, number: int, messages: Sequence[AnyMessage]) -> None:
         """Send to the gateway, in this order. `number`: the worker's own, among all."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tripool.simulate.supernode.timeline import FS
+from tripool.simulate.timeline import FS
 
 
 class Link:

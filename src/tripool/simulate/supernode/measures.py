@@ -11,10 +11,10 @@ from dataclasses import asdict
 from typing import Any
 
 from tripool.bench.summary import Distribution, percentile
+from tripool.simulate.request_table import DONE, RequestTable
 from tripool.simulate.supernode.layout import Layout
 from tripool.simulate.supernode.links import Slices
-from tripool.simulate.supernode.request_table import DONE, RequestTable
-from tripool.simulate.supernode.timeline import FS
+from tripool.simulate.timeline import FS
 
 _LEAST_REQUESTS = 20
 """That arrive in a steady state; of fewer no percentile says much."""

@@ -17,7 +17,7 @@ from tripool.decode import StepFacts
 from tripool.engine.fast_forward import fast_forward, quiet_steps
 from tripool.engine.scheduler import Scheduler
 from tripool.sequence import Sampled, Seq, Task
-from tripool.simulate.supernode.timeline import FS, Timeline
+from tripool.simulate.timeline import FS, Timeline
 
 MODEL = "simulated"
 _NO_FACTS = StepFacts()

@@ -18,7 +18,7 @@ from tripool.cache.records import Written
 from tripool.messages import WorkerId
 from tripool.simulate.supernode.layout import Site
 from tripool.simulate.supernode.links import Link, carry
-from tripool.simulate.supernode.timeline import ARRIVAL, to_fs
+from tripool.simulate.timeline import ARRIVAL, to_fs
 
 _LEASE_S = 30.0
 _WRITE_S = 30.0

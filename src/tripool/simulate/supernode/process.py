@@ -19,7 +19,7 @@ from tripool.fabric.loop import RoleWorker
 from tripool.messages import PROTOCOL, AnyMessage, Hello, KvDescriptor, WorkerId
 from tripool.simulate.supernode.layout import Site
 from tripool.simulate.supernode.modelled_engine import ModelledEngine
-from tripool.simulate.supernode.timeline import ARRIVAL
+from tripool.simulate.timeline import ARRIVAL
 
 
 class Process:

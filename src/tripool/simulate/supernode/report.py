@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tripool.bench.summary import percentile
+from tripool.simulate.request_table import DONE, OUTCOMES, RequestTable
 from tripool.simulate.supernode.faults import Struck
 from tripool.simulate.supernode.layout import Layout
 from tripool.simulate.supernode.measures import (
@@ -20,16 +21,15 @@ from tripool.simulate.supernode.measures import (
     tpot_s,
     ttft_s,
 )
-from tripool.simulate.supernode.request_table import DONE, OUTCOMES, RequestTable
-from tripool.simulate.supernode.timeline import FS
-from tripool.simulate.supernode.world import World
+from tripool.simulate.supernode.run import TraceRun
+from tripool.simulate.timeline import FS
 
 VERSION = 1
 _MOST_TENANTS = 20
 
 
-def report_data(world: World, struck: Sequence[Struck], trace: str, notes: Sequence[str] = ()) -> Tree:
-    table, layout = world.table, world.layout
+def report_data(run: TraceRun, trace: str, notes: Sequence[str] = ()) -> Tree:
+    table, layout = run.table, run.layout
     end_s = max(table.last_s, default=0.0)
     done = [number for number in range(len(table)) if table.outcome[number] == DONE]
     good = {number for number in done if is_good(table, layout, number)}
@@ -51,12 +51,12 @@ def report_data(world: World, struck: Sequence[Struck], trace: str, notes: Seque
             "requests_per_s": short(len(good) / end_s if end_s else 0.0),
             "share": short(len(good) / max(1, len(table))),
         },
-        "steady": steady_state(table, layout, world.slices, good),
-        "hits": _hits(world, range(len(table))),
-        "tenants": _tenants(world),
-        "use": _use(world, end_s),
-        "faults": [_fault(each) for each in struck],
-        "timeline": _timeline(world, done, good),
+        "steady": steady_state(table, layout, run.slices, good),
+        "hits": _hits(run, range(len(table))),
+        "tenants": _tenants(run),
+        "use": _use(run, end_s),
+        "faults": [_fault(each) for each in run.faults.struck],
+        "timeline": _timeline(run, done, good),
     }
 
 
@@ -78,11 +78,11 @@ def _deployment(layout: Layout) -> Tree:
     }  # fmt: skip
 
 
-def _hits(world: World, numbers: Iterable[int]) -> Tree:
+def _hits(run: TraceRun, numbers: Iterable[int]) -> Tree:
     """Shares of prompt tokens, of requests that are done; None: the trace does not say what prompts share."""
-    if not world.names_blocks:
+    if not run.names_blocks:
         return {"prefill memory": None, "cache pool": None}
-    table = world.table
+    table = run.table
     prompts = local = fetched = 0
     for number in numbers:
         if table.outcome[number] == DONE:
@@ -93,9 +93,9 @@ def _hits(world: World, numbers: Iterable[int]) -> Tree:
     return {"prefill memory": short(local / total), "cache pool": short(fetched / total)}
 
 
-def _tenants(world: World) -> list[Tree]:
+def _tenants(run: TraceRun) -> list[Tree]:
     """Those with most requests; a trace without tenants has one."""
-    table = world.table
+    table = run.table
     groups: dict[int, list[int]] = {}
     for number, tenant in enumerate(table.tenant):
         groups.setdefault(tenant, []).append(number)
@@ -103,14 +103,14 @@ def _tenants(world: World) -> list[Tree]:
     rows = []
     for tenant, numbers in sorted(groups.items(), key=lambda pair: (-len(pair[1]), names[pair[0]]))[:_MOST_TENANTS]:
         done = [number for number in numbers if table.outcome[number] == DONE]
-        ttft_ms, hits = distribution_ms(ttft_s(table, number) for number in done), _hits(world, numbers)
+        ttft_ms, hits = distribution_ms(ttft_s(table, number) for number in done), _hits(run, numbers)
         named = {"tenant": names[tenant] or "everybody", "requests": len(numbers), "done": len(done)}
         rows.append(named | {"ttft_ms": ttft_ms, "hits": hits})
     return rows
 
 
-def _use(world: World, end_s: float) -> Tree:
-    layout, slices = world.layout, world.slices
+def _use(run: TraceRun, end_s: float) -> Tree:
+    layout, slices = run.layout, run.slices
     end_fs = max(1, round(end_s * FS))
     slots = layout.decode.instances * layout.decode.workers * layout.decode.config.max_running
     moved = {"memory": sum(slices.sums("cache reads")) + sum(slices.sums("cache writes")),
@@ -138,8 +138,8 @@ def _fault(struck: Struck) -> Tree:
     }
 
 
-def _timeline(world: World, done: list[int], good: set[int]) -> Tree:
-    table, layout, slices = world.table, world.layout, world.slices
+def _timeline(run: TraceRun, done: list[int], good: set[int]) -> Tree:
+    table, layout, slices = run.table, run.layout, run.slices
     slice_s = slices.slice_fs / FS
     count = 1 + int(max(table.last_s, default=0.0) / slice_s)
     arrived, finished, kept, tokens = ([0.0] * count for _ in range(4))

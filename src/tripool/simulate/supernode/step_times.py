@@ -13,7 +13,7 @@ from itertools import pairwise
 from math import floor, inf, log10
 
 from tripool.planner.cost import DecodeModel, PrefillModel
-from tripool.simulate.supernode.timeline import to_fs
+from tripool.simulate.timeline import to_fs
 
 _KNOTS = (0, *(2**power for power in range(10, 26, 2)))
 """Tokens of one request's context between which a step's time is a straight line."""

@@ -1,4 +1,7 @@
-"""Outcomes of all requests, one number per column: a million of them fit into a few tens of megabytes. Pure."""
+"""Requests as they come, while they are under way, and their outcomes. Pure.
+
+Outcomes are one number per column: a million of them fit into a few tens of megabytes.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,34 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tripool.core import Request
 from tripool.errors import TripoolError
+from tripool.tenants import ANONYMOUS, Tenant
 
 DONE, REFUSED, FAILED = range(3)
 OUTCOMES = ("done", "refused", "failed")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    time_s: float
+    request: Request
+    tenant: Tenant = ANONYMOUS
+    cancel_s: float | None = None
+    """After its arrival."""
+    keys: Sequence[bytes] = ()
+    """Of the prompt's full blocks, where its tokens do not tell them."""
 
 
 @dataclass(slots=True, eq=False)
 class Open:
     """A request that is under way."""
 
+    arrival: Arrival
     arrived_s: float
-    input_tokens: int
-    output_tokens: int
-    tenant: str
-    keys: Sequence[bytes]
+    choices: int = 1
+    """That have not ended."""
+    admitted: bool = False
     first_s: float | None = None
     cached_tokens: int = 0
     fetched_tokens: int = 0
@@ -45,16 +61,21 @@ class RequestTable:
     def __len__(self) -> int:
         return len(self.outcome)
 
-    def close(self, request: Open, outcome: int, now_s: float, error: TripoolError | None = None) -> None:
+    @property
+    def done(self) -> list[int]:
+        return [number for number, outcome in enumerate(self.outcome) if outcome == DONE]
+
+    def close(self, opened: Open, outcome: int, now_s: float, error: TripoolError | None = None) -> None:
+        request = opened.arrival.request
         self.outcome.append(outcome)
-        self.arrived_s.append(request.arrived_s)
-        self.first_s.append(now_s if request.first_s is None else request.first_s)
+        self.arrived_s.append(opened.arrived_s)
+        self.first_s.append(now_s if opened.first_s is None else opened.first_s)
         self.last_s.append(now_s)
-        self.input_tokens.append(request.input_tokens)
-        self.output_tokens.append(request.output_tokens)
-        self.local_tokens.append(request.cached_tokens - request.fetched_tokens)
-        self.fetched_tokens.append(request.fetched_tokens)
-        self.tenant.append(self.tenants.setdefault(request.tenant, len(self.tenants)))
+        self.input_tokens.append(len(request.prompt_ids))
+        self.output_tokens.append(request.params.max_tokens or 0)
+        self.local_tokens.append(opened.cached_tokens - opened.fetched_tokens)
+        self.fetched_tokens.append(opened.fetched_tokens)
+        self.tenant.append(self.tenants.setdefault(request.slo.tenant, len(self.tenants)))
         if error is not None:
             self.errors[outcome, error.code] += 1
             self.examples.setdefault((outcome, error.code), error.message)
