@@ -6,9 +6,11 @@ after a preemption: so a token's KV does not depend on which worker computes it,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Any, Protocol
+
+import msgspec
 
 from tripool.core import FinishReason, Request, SamplingParams, TokenLogprobs
 
@@ -41,8 +43,7 @@ class Guide(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
-class Seq:
+class Seq(msgspec.Struct, eq=False):
     request: Request
     choice: int
     order: int
@@ -52,8 +53,8 @@ class Seq:
     """Prompt, then everything generated so far."""
     num_computed: int = 0
     """Tokens whose KV is in the blocks of `table`."""
-    table: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
+    table: list[int] = []
+    keys: list[bytes] = []
     """Chain keys of the leading full blocks; a preemption keeps them and frees only the blocks."""
     num_published: int = 0
     """Leading blocks of `table` already published to the prefix index."""
@@ -74,12 +75,12 @@ class Seq:
     """State of the drafter between two steps, lost with the blocks. Opaque: may hold a tensor."""
     guide: Guide | None = None
     """The request's grammar after the tokens so far; a preemption leaves it as it is."""
-    prompt_len: int = field(init=False)
-    stop_ids: frozenset[int] = field(init=False)
+    prompt_len: int = 0
+    stop_ids: frozenset[int] = frozenset()
     """Tokens that end this sequence once it has `min_tokens`."""
-    _draws_from: int | float = field(init=False)
+    _draws_from: int | float = inf
     """Generated tokens from which on its parameters leave logits untouched and draw by temperature and noise alone."""
-    _simple_from: int | float = field(init=False)
+    _simple_from: int | float = inf
     """The same, if also no log-probabilities are wanted."""
 
     def __post_init__(self) -> None:
@@ -148,11 +149,17 @@ class Seq:
 
     def work(self, count: int) -> Work:
         """The next `count` uncomputed tokens, cut at the prompt's end so that a piece has one form."""
-        start, tokens = self.num_computed, self.tokens
-        decode = start >= self.prompt_len
-        stop = min(start + count, len(tokens) if decode else self.prompt_len)
-        assert stop > start, "nothing left to compute"
-        return Work(tokens[start:stop], start, self.table, decode)
+        start, tokens, prompt_len = self.num_computed, self.tokens, self.prompt_len
+        decode = start >= prompt_len
+        piece = tokens[start : start + count] if decode or start + count < prompt_len else tokens[start:prompt_len]
+        assert piece, "nothing left to compute"
+        return Work(piece, start, self.table, decode)
+
+    def work_stop(self, count: int) -> int:
+        """Where such a piece ends."""
+        start = self.num_computed
+        end = len(self.tokens) if start >= self.prompt_len else self.prompt_len
+        return start + count if start + count < end else end
 
 
 @dataclass(slots=True, init=False)
@@ -203,8 +210,7 @@ class Task:
         return len(self.work.tokens) + (self.draft is not None)
 
 
-@dataclass(slots=True)
-class Sampled:
+class Sampled(msgspec.Struct):
     token_id: int
     logprobs: TokenLogprobs | None = None
 

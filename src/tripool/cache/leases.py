@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from tripool.cache.records import Record
 from tripool.messages import WorkerId
@@ -33,8 +34,7 @@ class SharedReaders(Protocol):
         """Clear the reader slots of an expired lease."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(msgspec.Struct, frozen=True):
     reader: WorkerId
     deadline_s: float
     slots: tuple[int, ...]

@@ -16,6 +16,8 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
+import msgspec
+
 from tripool.core import owner
 from tripool.messages import Checksum, Small, WorkerId
 
@@ -39,8 +41,7 @@ class State(IntEnum):
     DOOMED = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(msgspec.Struct, frozen=True):
     """One slot. `ticket` is the reservation that wrote it: higher means later."""
 
     state: State = State.FREE
@@ -79,16 +80,14 @@ class Block(NamedTuple):
     """The block was read from disk for this look-up."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
+class Hit(msgspec.Struct, frozen=True):
     """The longest cached prefix. The lease covers all its blocks; 0 if there are none."""
 
     lease: int
     blocks: tuple[Block, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(msgspec.Struct, frozen=True):
     """Slots to write: `slots[i]` is for the key at `positions[i]` of the request. Ticket 0: none."""
 
     ticket: int
@@ -105,8 +104,7 @@ class Written(NamedTuple):
     form: Small = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(msgspec.Struct, frozen=True):
     """Slots that a writer may write until it commits."""
 
     writer: WorkerId

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
+
+import msgspec
 
 SEGMENT_BLOCKS = 16
 _POINTS = 128
 """Points of one member on the ring: its share of the keys is then even within a few tens of percent."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemberRange:
+class MemberRange(msgspec.Struct, frozen=True):
     """Positions `start` to `stop` (exclusive) of a chain, all on one member."""
 
     member: str
@@ -46,6 +46,8 @@ class Ring:
         if len(self.members) == 1:
             return [MemberRange(self.members[0], first, len(keys))] if first < len(keys) else []
         found: list[MemberRange] = []
+        if first < len(keys) <= SEGMENT_BLOCKS:  # most prompts
+            return [MemberRange(self.owner(keys[0]), first, len(keys))]
         for start in range(first - first % SEGMENT_BLOCKS, len(keys), SEGMENT_BLOCKS):
             member, stop = self.owner(keys[start]), min(start + SEGMENT_BLOCKS, len(keys))
             if found and found[-1].member == member:

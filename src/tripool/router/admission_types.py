@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import Enum
+
+import msgspec
 
 from tripool.core import Slo
 from tripool.errors import TripoolError
@@ -13,8 +14,7 @@ from tripool.router.fair_queue import Account
 from tripool.tenants import ANONYMOUS, Tenant
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     prompt_tokens: int
     answer_tokens: int = 0
@@ -23,7 +23,7 @@ class Arrival:
     """Tokens that they probably generate, where that is less: used to compare tenants."""
     tenant: Tenant = ANONYMOUS
     choices: int = 1
-    slo: Slo = field(default_factory=Slo)
+    slo: Slo = msgspec.field(default_factory=Slo)
 
     @property
     def tokens(self) -> int:
@@ -34,8 +34,7 @@ class Arrival:
         return self.prompt_tokens + (self.answer_tokens if self.usual_tokens is None else self.usual_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
+class Capacity(msgspec.Struct, frozen=True):
     """How much a backend can compute at a time."""
 
     lanes: int = 1
@@ -44,13 +43,11 @@ class Capacity:
     """Choices that can decode at the same time. None: unknown, and not limited."""
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(msgspec.Struct, frozen=True):
     id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(msgspec.Struct, frozen=True):
     """No work on it was begun."""
 
     id: str
@@ -67,8 +64,7 @@ class Stage(Enum):
     ANSWERING = "answering"
 
 
-@dataclass(slots=True, eq=False)
-class PendingRequest:
+class PendingRequest(msgspec.Struct, eq=False):
     arrival: Arrival
     account: Account
     cost: float

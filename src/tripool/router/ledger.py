@@ -19,9 +19,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import Enum
 from heapq import heappop, heappush
+
+import msgspec
 
 from tripool.core import Request, TokenEvent
 from tripool.messages import Answered, KvDescriptor, WorkerId
@@ -43,8 +45,7 @@ _PLACED = (Stage.PREFILLING, Stage.TRANSFERRING, Stage.DECODING)
 _LEASED = (Stage.PACKED, Stage.TRANSFERRING)
 
 
-@dataclass(slots=True, eq=False)
-class Placement:
+class Placement(msgspec.Struct, eq=False):
     """One StartPrefill or StartDecode at one worker, while it has choices left."""
 
     attempt: int
@@ -55,8 +56,7 @@ class Placement:
     """The prefill worker whose KV a StartDecode copies."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(msgspec.Struct, frozen=True):
     """KV that a prefill worker keeps for one choice."""
 
     worker_id: WorkerId
@@ -69,13 +69,12 @@ class Lease:
     """The worker keeps it longer than this, long enough to be copied."""
 
 
-@dataclass(slots=True, eq=False)
-class ChoiceState:
+class ChoiceState(msgspec.Struct, eq=False):
     index: int
     stage: Stage
     since_s: float
     deadline_s: float
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = []
     """Tokens that the client has."""
     attempt: int = 0
     """Of its current placement; 0: none."""
@@ -95,8 +94,7 @@ class ChoiceState:
     """Of earlier placements; an event counts from its own."""
 
 
-@dataclass(slots=True, eq=False)
-class Entry:
+class Entry(msgspec.Struct, eq=False):
     request: Request
     order: int
     """Arrival number: older requests are placed first."""
@@ -104,7 +102,7 @@ class Entry:
     trace: PlacementTrace
     held_by: str = ""
     """Why no worker had room for it when it was next; empty once it is placed."""
-    placements: dict[int, Placement] = field(default_factory=dict)
+    placements: dict[int, Placement] = {}
     num_attempts: int = 0
     num_losses: int = 0
     """Workers or messages lost with it. Waiting for room does not count."""
@@ -215,9 +213,10 @@ class Ledger:
 
     def move(self, entry: Entry, choice: ChoiceState, stage: Stage, now_s: float, wait_s: float) -> None:
         """The only method that changes a stage, so that counts by stage are kept here."""
-        entry.num_open -= stage is Stage.DONE
         choice.stage, choice.since_s, choice.deadline_s = stage, now_s, now_s + wait_s
-        if stage is not Stage.DONE:
+        if stage is Stage.DONE:
+            entry.num_open -= 1
+        elif choice.alarm_s is None or choice.deadline_s < choice.alarm_s:
             self._set_alarm(entry, choice)
 
     def close(self, entry: Entry) -> None:
@@ -239,11 +238,13 @@ class Ledger:
     def choice_of(
         self, worker_id: WorkerId, request_id: str, attempt: int, index: int
     ) -> tuple[Entry, ChoiceState] | None:
-        found = self.find(worker_id, request_id, attempt)
-        if found is None or index not in found[1].choices:
-            self.num_dropped += found is not None
+        there = self._at.get(worker_id)
+        placement = there.get((request_id, attempt)) if there is not None else None
+        if placement is None or index not in placement.choices:
+            self.num_dropped += 1
             return None
-        return found[0], found[0].choices[index]
+        entry = self._entries[request_id]
+        return entry, entry.choices[index]
 
     def take(
         self,
@@ -270,7 +271,8 @@ class Ledger:
             entry.trace.begun(event)
         choice.num_drafted = choice.drafted_before + event.num_draft_tokens
         choice.num_accepted = choice.accepted_before + event.num_accepted_draft_tokens
-        choice.deadline_s = max(choice.deadline_s, now_s + wait_s)
+        if now_s + wait_s > choice.deadline_s:
+            choice.deadline_s = now_s + wait_s
         cached = entry.num_cached_tokens
         reported = (event.num_cached_tokens, event.num_draft_tokens, event.num_accepted_draft_tokens)
         if reported == (cached, choice.num_drafted, choice.num_accepted):

@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from tripool.core import TokenEvent
 from tripool.errors import TripoolError
 from tripool.messages import Cancel, Drain, Release, StartDecode, StartPrefill, Suspect, Welcome, WorkerId
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     worker_id: WorkerId
     """This epoch of the worker and no other: a message for an ended one must be dropped, not redirected."""
     message: Welcome | StartPrefill | StartDecode | Release | Cancel | Drain
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(msgspec.Struct, frozen=True):
     """A token for the client, each exactly once and in order. A request is over when all its choices are finished."""
 
     event: TokenEvent
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(msgspec.Struct, frozen=True):
     """The request has failed; nothing of it is held anywhere."""
 
     request_id: str
     error: TripoolError
 
 
-@dataclass(frozen=True, slots=True)
-class ToSupervisor:
+class ToSupervisor(msgspec.Struct, frozen=True):
     message: Suspect
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(msgspec.Struct, frozen=True):
     """For the log: a worker was lost, and so many requests on it are placed again or fail."""
 
     worker_id: WorkerId

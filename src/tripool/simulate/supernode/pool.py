@@ -6,11 +6,12 @@ Blocks have no bytes; moving them takes the time that their bytes would. A membe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
 from typing import Any, Self
+
+import msgspec
 
 from tripool.bench.trace import TraceRequest
 from tripool.cache import PoolIndex, Ring, namespace_tag
@@ -79,16 +80,14 @@ class Member:
         self.up = True
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(msgspec.Struct, frozen=True):
     """The longest known stretch of a chain, leased."""
 
     num_blocks: int
     leases: tuple[tuple[Member, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Writing:
+class Writing(msgspec.Struct, frozen=True):
     """Blocks that are on their way to their members."""
 
     num_blocks: int
@@ -207,8 +206,7 @@ class ModelledClient:
             self._pool.commit(writing, self._worker_id, self._site.layout.block_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelledPrefix:
+class ModelledPrefix(msgspec.Struct, frozen=True):
     num_blocks: int
 
     @property

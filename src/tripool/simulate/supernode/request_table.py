@@ -5,7 +5,8 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from tripool.errors import TripoolError
 
@@ -13,8 +14,7 @@ DONE, REFUSED, FAILED = range(3)
 OUTCOMES = ("done", "refused", "failed")
 
 
-@dataclass(slots=True, eq=False)
-class Open:
+class Open(msgspec.Struct, eq=False):
     """A request that is under way."""
 
     arrived_s: float
