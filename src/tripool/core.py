@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, cast, get_args
 
-import msgspec
-
 from tripool.errors import InvalidRequest
 
 BLOCK_TOKENS = 64
@@ -307,7 +305,8 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Stages(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Stages:
     """Time that a choice spent in each stage before its first token, as measured by the worker that computed it."""
 
     queue_s: float = 0.0

@@ -6,11 +6,9 @@ after a preemption: so a token's KV does not depend on which worker computes it,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Protocol
-
-import msgspec
 
 from tripool.core import FinishReason, Request, SamplingParams, TokenLogprobs
 
@@ -43,7 +41,8 @@ class Guide(Protocol):
         ...
 
 
-class Seq(msgspec.Struct, eq=False):
+@dataclass(slots=True, eq=False)
+class Seq:
     request: Request
     choice: int
     order: int
@@ -53,8 +52,8 @@ class Seq(msgspec.Struct, eq=False):
     """Prompt, then everything generated so far."""
     num_computed: int = 0
     """Tokens whose KV is in the blocks of `table`."""
-    table: list[int] = []
-    keys: list[bytes] = []
+    table: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
     """Chain keys of the leading full blocks; a preemption keeps them and frees only the blocks."""
     num_published: int = 0
     """Leading blocks of `table` already published to the prefix index."""
@@ -210,7 +209,8 @@ class Task:
         return len(self.work.tokens) + (self.draft is not None)
 
 
-class Sampled(msgspec.Struct):
+@dataclass(slots=True)
+class Sampled:
     token_id: int
     logprobs: TokenLogprobs | None = None
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from msgspec.structs import replace
 
 from tripool.cache.eviction import ATTENTION_BLOCKS, CostAware
 from tripool.cache.index import PoolIndex

@@ -7,13 +7,13 @@ import fcntl
 import os
 import random
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from tripool.cache import arena as arena_module
 from tripool.cache.arena import MAX_WORKER_NAME_BYTES, Arena

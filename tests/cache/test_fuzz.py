@@ -7,11 +7,11 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import xxhash
-from msgspec.structs import replace
 
 from fuzz import mutations
 from tripool.cache import arena as module

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from msgspec.structs import replace
 
 from tripool.cache.disk_records import DiskCopy, Write
 from tripool.cache.disk_tier import DiskTier

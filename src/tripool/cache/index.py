@@ -17,8 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-
-from msgspec import structs
+from dataclasses import replace
 
 from tripool.cache.eviction import CostAware
 from tripool.cache.invariants import check_invariants
@@ -372,7 +371,7 @@ class PoolIndex:
             return
         record = self._slots.records[slot]
         del self._slot_of[record.key]
-        self._slots.change(slot, structs.replace(record, state=State.DOOMED))
+        self._slots.change(slot, replace(record, state=State.DOOMED))
 
     def _evict_slot(self, slot: int) -> None:
         del self._slot_of[self._slots.records[slot].key]

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
-
-import msgspec
 
 from tripool.cache.records import Record
 from tripool.messages import WorkerId
@@ -34,7 +33,8 @@ class SharedReaders(Protocol):
         """Clear the reader slots of an expired lease."""
 
 
-class Lease(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Lease:
     reader: WorkerId
     deadline_s: float
     slots: tuple[int, ...]

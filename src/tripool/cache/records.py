@@ -16,8 +16,6 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
-import msgspec
-
 from tripool.core import owner
 from tripool.messages import Checksum, Small, WorkerId
 
@@ -41,7 +39,8 @@ class State(IntEnum):
     DOOMED = 3
 
 
-class Record(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Record:
     """One slot. `ticket` is the reservation that wrote it: higher means later."""
 
     state: State = State.FREE
@@ -80,14 +79,16 @@ class Block(NamedTuple):
     """The block was read from disk for this look-up."""
 
 
-class Hit(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Hit:
     """The longest cached prefix. The lease covers all its blocks; 0 if there are none."""
 
     lease: int
     blocks: tuple[Block, ...]
 
 
-class Grant(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Grant:
     """Slots to write: `slots[i]` is for the key at `positions[i]` of the request. Ticket 0: none."""
 
     ticket: int
@@ -104,7 +105,8 @@ class Written(NamedTuple):
     form: Small = 0
 
 
-class Reservation(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Reservation:
     """Slots that a writer may write until it commits."""
 
     writer: WorkerId

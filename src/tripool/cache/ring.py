@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
-
-import msgspec
 
 SEGMENT_BLOCKS = 16
 _POINTS = 128
 """Points of one member on the ring: its share of the keys is then even within a few tens of percent."""
 
 
-class MemberRange(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class MemberRange:
     """Positions `start` to `stop` (exclusive) of a chain, all on one member."""
 
     member: str

@@ -10,11 +10,9 @@ Memory is searched first: a hit there never waits for a slower tier.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any, Generic
-
-from msgspec import structs
 
 from tripool.cache.index import PoolIndex
 from tripool.cache.records import Hit, Record, StoredBlock, Written
@@ -121,7 +119,7 @@ class TieredIndex:
             hit = self.index.lookup(each.keys, each.reader, each.namespace, now_s)
             found_keys = zip(hit.blocks, each.keys, strict=False)
             blocks = tuple(block._replace(from_disk=key in each.requested) for block, key in found_keys)
-            found.append((number, structs.replace(hit, blocks=blocks)))
+            found.append((number, replace(hit, blocks=blocks)))
             self.index.release(each.lease, each.reader)
         return found
 

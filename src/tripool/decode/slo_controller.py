@@ -20,10 +20,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, log2
-
-import msgspec
 
 from tripool.core import Request
 from tripool.decode.step_time import StepFacts, StepTime
@@ -57,7 +56,8 @@ _IDLE_LEARNING = 16
 """Without an objective, every so many-th step is learned from: enough to know the machine when one comes."""
 
 
-class _Account(msgspec.Struct):
+@dataclass(slots=True)
+class _Account:
     """One answer with an objective."""
 
     tpot_s: float
@@ -76,7 +76,8 @@ class _Account(msgspec.Struct):
         return self.tpot_s * (self.num_tokens - self.num_before) - (now_s - self.first_s)
 
 
-class _Head(msgspec.Struct):
+@dataclass(slots=True)
+class _Head:
     """The sequence that is held back at the head of the queue."""
 
     name: tuple[str, int]
@@ -327,9 +328,11 @@ class SloController:
             account = accounts.get(seq.order)
             if account is not None and account.first_s is not None and not account.given_up:
                 own_s = usable_s = usable[account.tpot_s]
+                if usable_s < least_s:
+                    continue  # not even alone: a smaller batch would not help it
                 slack_s = account.slack_s(now_s)
-                if slack_s < 0 or usable_s < 0:
-                    own_s = _recovery_s(account, usable_s, min(0.0, slack_s))
+                if slack_s < 0:
+                    own_s = _recovery_s(account, usable_s, slack_s)
                 if own_s < pace_s:
                     pace_s = own_s
         return pace_s

@@ -8,8 +8,7 @@ machine that gets slower is noticed. Outliers count for little, so that a single
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-
-import msgspec
+from dataclasses import dataclass
 
 from tripool.sequence import Task
 
@@ -31,7 +30,8 @@ _STRANGE_STEPS = 8
 """So many outliers in a row mean that the machine has changed: the costs are scaled in proportion."""
 
 
-class StepFacts(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class StepFacts:
     """What one step computes."""
 
     rows: int = 0

@@ -173,8 +173,7 @@ class Scheduler:
 
         prefill, decode = self.prefill, self.decode
         prefill.queue = self._queue() if prefill.waiting else prefill.waiting
-        turn = self.time_shares.next(decode.running, chain(prefill.running, prefill.queue))
-        prefill.limit = turn
+        turn = prefill.limit = self.time_shares.next(decode.running, chain(prefill.running, prefill.queue))
         if decode.running or turn.tenants:
             decode.left_out = self.time_shares.left_out(turn, decode.running)
             for task in decode.plan(grow):
@@ -251,12 +250,8 @@ class Scheduler:
 
     def settle(self, tasks: Sequence[Task], sampled: Sequence[Sampled | None]) -> list[TokenEvent]:
         """Account for a step that ran: `sampled` holds a token for each task that samples, None for the others."""
-        events = []
-        for task, result in zip(tasks, sampled, strict=True):
-            event = self.settle_one(task, result)
-            if event is not None:
-                events.append(event)
-        return events
+        pairs = zip(tasks, sampled, strict=True)
+        return [event for task, result in pairs if (event := self.settle_one(task, result)) is not None]
 
     def settle_one(self, task: Task, result: Sampled | None) -> TokenEvent | None:
         seq, work = task.seq, task.work
@@ -308,10 +303,7 @@ class Scheduler:
 
     def _take(self, task: Task, result: Sampled) -> TokenEvent:
         seq, position = task.seq, task.work.stop
-        if position == len(seq.tokens):
-            seq.tokens.append(result.token_id)
-        else:
-            seq.tokens[position] = result.token_id
+        seq.tokens[position : position + 1] = (result.token_id,)
         seq.num_pending -= seq.num_pending > 0
         if seq.guide is not None:
             seq.guide.accept(result.token_id)
@@ -322,10 +314,9 @@ class Scheduler:
             self._forget(seq)
         elif not task.in_flight:
             self._answers(seq)
-        cached = (seq.leader or seq).num_cached or 0
-        cached = cached if cached < seq.prompt_len else seq.prompt_len  # of a replay more may be found, its answer
-        index, drafts = position - seq.prompt_len, (seq.num_drafted, seq.num_accepted)
-        return TokenEvent(seq.request.id, seq.choice, index, result.token_id, finish, result.logprobs, cached, *drafts)
+        cached = min((seq.leader or seq).num_cached or 0, seq.prompt_len)  # of a replay more may be found, its answer
+        facts = (result.token_id, finish, result.logprobs, cached, seq.num_drafted, seq.num_accepted)
+        return TokenEvent(seq.request.id, seq.choice, position - seq.prompt_len, *facts)
 
     def _answers(self, seq: Seq) -> None:
         """A sequence has a new token: it decodes from now on."""
@@ -375,13 +366,11 @@ class Scheduler:
         self.prefill.add(seq)
 
     def _new(self, request: Request, choice: int, answer: Sequence[int]) -> Seq:
-        most = self.context_tokens - len(request.prompt_ids)
-        asked = request.params.max_tokens
+        most, asked = self.context_tokens - len(request.prompt_ids), request.params.max_tokens
         max_new_tokens = asked if asked is not None and asked < most else most
         if len(answer) >= max_new_tokens:
             raise InvalidRequest(f"choice {choice} has {len(answer)} of at most {max_new_tokens} tokens already")
-        if self._ended_s is not None and not self.busy:
-            self._ended_s = None  # idle time is no part of a step
+        self._ended_s = self._ended_s if self.busy else None  # idle time is no part of a step
         seq = Seq(request, choice, self._next_order, max_new_tokens, [*request.prompt_ids, *answer])
         self._next_order += 1
         return seq

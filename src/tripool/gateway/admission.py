@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequen
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from msgspec import structs
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from tripool.config import AdmissionConfig
@@ -345,4 +344,4 @@ class AdmissionBackend:
 def _staged(event: TokenEvent, waited_s: float) -> TokenEvent:
     """Adds the time spent waiting for admission to the stages of a choice's first event."""
     stages = event.stages or Stages()
-    return replace(event, stages=structs.replace(stages, queue_s=stages.queue_s + waited_s))
+    return replace(event, stages=replace(stages, queue_s=stages.queue_s + waited_s))

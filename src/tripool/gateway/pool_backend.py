@@ -12,8 +12,6 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from msgspec import structs
-
 from tripool.config import RouterConfig
 from tripool.core import Request, ServingStats, Stages, TokenEvent
 from tripool.errors import EngineStopped
@@ -195,7 +193,7 @@ class PoolBackend:
             # The worker reports how long it computed; all the time before was spent waiting, here or there.
             stages = event.stages or Stages()
             waited_s = self._now_s - stream.added_s - stages.lookup_s - stages.prefill_s
-            event = replace(event, stages=structs.replace(stages, queue_s=max(0.0, waited_s)))
+            event = replace(event, stages=replace(stages, queue_s=max(0.0, waited_s)))
         if not stream.put(event):
             self._connections.soon(self._give_up, stream)  # this may be amid what another step of it decided
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-
-import msgspec
 
 from tripool.core import Slo
 from tripool.errors import TripoolError
@@ -14,7 +13,8 @@ from tripool.router.fair_queue import Account
 from tripool.tenants import ANONYMOUS, Tenant
 
 
-class Arrival(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
     id: str
     prompt_tokens: int
     answer_tokens: int = 0
@@ -23,7 +23,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that they probably generate, where that is less: used to compare tenants."""
     tenant: Tenant = ANONYMOUS
     choices: int = 1
-    slo: Slo = msgspec.field(default_factory=Slo)
+    slo: Slo = field(default_factory=Slo)
 
     @property
     def tokens(self) -> int:
@@ -34,7 +34,8 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True):
         return self.prompt_tokens + (self.answer_tokens if self.usual_tokens is None else self.usual_tokens)
 
 
-class Capacity(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Capacity:
     """How much a backend can compute at a time."""
 
     lanes: int = 1
@@ -43,11 +44,13 @@ class Capacity(msgspec.Struct, frozen=True):
     """Choices that can decode at the same time. None: unknown, and not limited."""
 
 
-class Admit(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Admit:
     id: str
 
 
-class Refuse(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Refuse:
     """No work on it was begun."""
 
     id: str
@@ -64,7 +67,8 @@ class Stage(Enum):
     ANSWERING = "answering"
 
 
-class PendingRequest(msgspec.Struct, eq=False):
+@dataclass(slots=True, eq=False)
+class PendingRequest:
     arrival: Arrival
     account: Account
     cost: float

@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-import msgspec
-
 from tripool.tenants import Tenant
 
 
@@ -121,7 +119,8 @@ class Account:
         self.hit_ratio += _HIT_WEIGHT * (ratio - self.hit_ratio)
 
 
-class Waiting(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Waiting:
     account: Account
     priority: int
     serial: int

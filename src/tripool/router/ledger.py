@@ -19,11 +19,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from heapq import heappop, heappush
-
-import msgspec
 
 from tripool.core import Request, TokenEvent
 from tripool.messages import Answered, KvDescriptor, WorkerId
@@ -45,7 +43,8 @@ _PLACED = (Stage.PREFILLING, Stage.TRANSFERRING, Stage.DECODING)
 _LEASED = (Stage.PACKED, Stage.TRANSFERRING)
 
 
-class Placement(msgspec.Struct, eq=False):
+@dataclass(slots=True, eq=False)
+class Placement:
     """One StartPrefill or StartDecode at one worker, while it has choices left."""
 
     attempt: int
@@ -56,7 +55,8 @@ class Placement(msgspec.Struct, eq=False):
     """The prefill worker whose KV a StartDecode copies."""
 
 
-class Lease(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Lease:
     """KV that a prefill worker keeps for one choice."""
 
     worker_id: WorkerId
@@ -69,12 +69,13 @@ class Lease(msgspec.Struct, frozen=True):
     """The worker keeps it longer than this, long enough to be copied."""
 
 
-class ChoiceState(msgspec.Struct, eq=False):
+@dataclass(slots=True, eq=False)
+class ChoiceState:
     index: int
     stage: Stage
     since_s: float
     deadline_s: float
-    tokens: list[int] = []
+    tokens: list[int] = field(default_factory=list)
     """Tokens that the client has."""
     attempt: int = 0
     """Of its current placement; 0: none."""
@@ -94,7 +95,8 @@ class ChoiceState(msgspec.Struct, eq=False):
     """Of earlier placements; an event counts from its own."""
 
 
-class Entry(msgspec.Struct, eq=False):
+@dataclass(slots=True, eq=False)
+class Entry:
     request: Request
     order: int
     """Arrival number: older requests are placed first."""
@@ -102,7 +104,7 @@ class Entry(msgspec.Struct, eq=False):
     trace: PlacementTrace
     held_by: str = ""
     """Why no worker had room for it when it was next; empty once it is placed."""
-    placements: dict[int, Placement] = {}
+    placements: dict[int, Placement] = field(default_factory=dict)
     num_attempts: int = 0
     num_losses: int = 0
     """Workers or messages lost with it. Waiting for room does not count."""

@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import dataclass
 
 from tripool.core import TokenEvent
 from tripool.errors import TripoolError
 from tripool.messages import Cancel, Drain, Release, StartDecode, StartPrefill, Suspect, Welcome, WorkerId
 
 
-class Send(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Send:
     worker_id: WorkerId
     """This epoch of the worker and no other: a message for an ended one must be dropped, not redirected."""
     message: Welcome | StartPrefill | StartDecode | Release | Cancel | Drain
 
 
-class Emit(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Emit:
     """A token for the client, each exactly once and in order. A request is over when all its choices are finished."""
 
     event: TokenEvent
 
 
-class Fail(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Fail:
     """The request has failed; nothing of it is held anywhere."""
 
     request_id: str
     error: TripoolError
 
 
-class ToSupervisor(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ToSupervisor:
     message: Suspect
 
 
-class Lost(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Lost:
     """For the log: a worker was lost, and so many requests on it are placed again or fail."""
 
     worker_id: WorkerId

@@ -301,7 +301,7 @@ class DecodeInstance:
             target = self._origin + 1
             again = max([self._rank(index).engine.prompt_work for index in self._live])
             if again[0]:
-                self._extra_fs += to_fs(layout.replay_times.step_s(*again))
+                self._extra_fs += to_fs(layout.replay_times.added_s(*again))
         news, versions = self._news, self._versions
         while news and news[0][2] != versions[news[0][1]]:
             heappop(news)

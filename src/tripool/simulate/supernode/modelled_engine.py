@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import msgspec
-
 from tripool.config import SchedulerConfig
 from tripool.core import Request, ServingStats, Stages, TokenEvent
 from tripool.decode import StepFacts
@@ -178,7 +176,8 @@ class TokenRun(TokenEvent):
         return TokenRun(request_id, *facts, stages=stages, earlier=self.earlier)
 
 
-class _Answer(msgspec.Struct, eq=False):
+@dataclass(slots=True, eq=False)
+class _Answer:
     seq: Seq
     num_reported: int
     reported_fs: int

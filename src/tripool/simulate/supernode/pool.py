@@ -6,12 +6,11 @@ Blocks have no bytes; moving them takes the time that their bytes would. A membe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from itertools import islice
 from typing import Any, Self
-
-import msgspec
 
 from tripool.bench.trace import TraceRequest
 from tripool.cache import PoolIndex, Ring, namespace_tag
@@ -80,14 +79,16 @@ class Member:
         self.up = True
 
 
-class Found(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Found:
     """The longest known stretch of a chain, leased."""
 
     num_blocks: int
     leases: tuple[tuple[Member, int], ...]
 
 
-class Writing(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Writing:
     """Blocks that are on their way to their members."""
 
     num_blocks: int
@@ -206,7 +207,8 @@ class ModelledClient:
             self._pool.commit(writing, self._worker_id, self._site.layout.block_bytes)
 
 
-class ModelledPrefix(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ModelledPrefix:
     num_blocks: int
 
     @property

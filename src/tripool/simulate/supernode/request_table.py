@@ -5,8 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-
-import msgspec
+from dataclasses import dataclass
 
 from tripool.errors import TripoolError
 
@@ -14,7 +13,8 @@ DONE, REFUSED, FAILED = range(3)
 OUTCOMES = ("done", "refused", "failed")
 
 
-class Open(msgspec.Struct, eq=False):
+@dataclass(slots=True, eq=False)
+class Open:
     """A request that is under way."""
 
     arrived_s: float

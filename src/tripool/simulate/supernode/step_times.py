@@ -112,6 +112,10 @@ class PrefillTimes:
             found = self._known[key] = self._step(*key)
         return found
 
+    def added_s(self, tokens: int, reads: int) -> float:
+        """What they add to a step that runs in any case: not what a step costs whatever it computes."""
+        return max(0.0, self.step_s(tokens, reads) - self.step_s(1, 1))
+
 
 @lru_cache(maxsize=2**14)
 def _gridded(count: int) -> int:
