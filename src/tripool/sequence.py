@@ -74,12 +74,12 @@ class Seq:
     """State of the drafter between two steps, lost with the blocks. Opaque: may hold a tensor."""
     guide: Guide | None = None
     """The request's grammar after the tokens so far; a preemption leaves it as it is."""
-    prompt_len: int = field(init=False)
-    stop_ids: frozenset[int] = field(init=False)
+    prompt_len: int = 0
+    stop_ids: frozenset[int] = frozenset()
     """Tokens that end this sequence once it has `min_tokens`."""
-    _draws_from: int | float = field(init=False)
+    _draws_from: int | float = inf
     """Generated tokens from which on its parameters leave logits untouched and draw by temperature and noise alone."""
-    _simple_from: int | float = field(init=False)
+    _simple_from: int | float = inf
     """The same, if also no log-probabilities are wanted."""
 
     def __post_init__(self) -> None:
@@ -148,11 +148,17 @@ class Seq:
 
     def work(self, count: int) -> Work:
         """The next `count` uncomputed tokens, cut at the prompt's end so that a piece has one form."""
-        start, tokens = self.num_computed, self.tokens
-        decode = start >= self.prompt_len
-        stop = min(start + count, len(tokens) if decode else self.prompt_len)
-        assert stop > start, "nothing left to compute"
-        return Work(tokens[start:stop], start, self.table, decode)
+        start, tokens, prompt_len = self.num_computed, self.tokens, self.prompt_len
+        decode = start >= prompt_len
+        piece = tokens[start : start + count] if decode or start + count < prompt_len else tokens[start:prompt_len]
+        assert piece, "nothing left to compute"
+        return Work(piece, start, self.table, decode)
+
+    def work_stop(self, count: int) -> int:
+        """Where such a piece ends."""
+        start = self.num_computed
+        end = len(self.tokens) if start >= self.prompt_len else self.prompt_len
+        return start + count if start + count < end else end
 
 
 @dataclass(slots=True, init=False)

@@ -286,3 +286,19 @@ def test_any_history_leaves_it_able_to_go_on(history: list[Event], learned: bool
         and desk.slo_controller.ceiling is None
         and desk.slo_controller.slots([], [], 5) == 0
     )
+
+
+def test_an_objective_that_not_even_one_row_keeps_does_not_hold_others_back() -> None:
+    """Steps that are slow now and then, for a reason that the controller does not see, as another rank's prompt: it
+    kept the batch at one row, which makes no step shorter, and memory and time were left unused."""
+    desk = Desk()
+    for _ in range(8):
+        desk.add(50.0)
+    for number in range(60):
+        desk.step(took_s=(0.03, 0.03, 0.072)[number % 3])
+    controller = desk.slo_controller
+    times = controller.step_time
+    assert not any(account.given_up for account in controller._accounts.values())
+    assert 0.05 - times.error_s < times.fixed_s + times.row_s, "by its estimate a row alone would be too slow"
+    assert controller.may_arrive(desk.batch, make_seq(99, 50.0).request, 0, 50)
+    assert controller.ceiling is None

@@ -9,6 +9,8 @@ import pytest
 
 from tripool.config import SchedulerConfig
 from tripool.core import Request, SamplingParams, Slo
+from tripool.engine.batch_shares import Claim, Shares
+from tripool.sequence import Seq
 
 from .scheduler_sim import Simulation
 from .scheduler_traffic import explore
@@ -129,3 +131,15 @@ def test_random_lives_of_different_clients_lose_nothing() -> None:
 def test_thousands_of_random_lives_of_different_clients_lose_nothing(batch: int) -> None:
     for seed in range(1000 * batch, 1000 * batch + 1000):
         explore(2_000_000 + seed, num_events=150, shared=True)
+
+
+@pytest.mark.parametrize("names", ["abcdefgh", "hgfedcba", "dbhfaceg"])
+def test_of_tenants_with_equal_use_that_with_the_oldest_sequence_gives_way(names: str) -> None:
+    """Not whichever a set of strings yields first: that differs from one process to the next."""
+    holders = [
+        Seq(request(f"{name}-{turn}", name), 0, 8 * turn + order, 40, [1, 2, 3], table=[order])
+        for turn in range(3)
+        for order, name in enumerate(names)
+    ]
+    found = next(Shares(holders, (32, 400)).victims(Claim(Slo(tenant="new"), 1), holders))
+    assert (found.request.slo.tenant, found.order) == (names[0], 16)

@@ -41,7 +41,7 @@ class BlockPool:
 
     @property
     def num_held(self) -> int:
-        return self.num_blocks - self.num_free
+        return self.num_blocks - self._num_blank - len(self._idle)
 
     def match(self, keys: Iterable[bytes]) -> list[int]:
         """Blocks of the longest cached prefix. Takes no references: call `acquire` before allocating anything else."""
@@ -55,7 +55,8 @@ class BlockPool:
 
     def num_idle(self, blocks: Sequence[int]) -> int:
         """Number of these blocks that `acquire` would remove from the free list."""
-        return sum(self._refs[block] == 0 for block in blocks)
+        refs = self._refs
+        return sum([refs[block] == 0 for block in blocks]) if blocks else 0
 
     def acquire(self, blocks: Sequence[int]) -> None:
         """Take a reference to each block returned by `match`."""

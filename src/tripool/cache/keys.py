@@ -46,6 +46,8 @@ def next_key(keys: Sequence[bytes], tokens: Sequence[int], *, model: str, namesp
 
 def namespace_ranges(namespace: str, num_public: int, num_blocks: int) -> list[tuple[str, int, int]]:
     """Namespaces of the blocks of a chain: (namespace, start, stop), in order, without empty ranges."""
+    if not num_public:
+        return [(namespace, 0, num_blocks)] if num_blocks > 0 else []
     num_public = min(num_public, num_blocks)
     parts = [(PUBLIC_NAMESPACE, 0, num_public), (namespace, num_public, num_blocks)]
     return [part for part in parts if part[1] < part[2]]

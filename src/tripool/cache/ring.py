@@ -46,6 +46,8 @@ class Ring:
         if len(self.members) == 1:
             return [MemberRange(self.members[0], first, len(keys))] if first < len(keys) else []
         found: list[MemberRange] = []
+        if first < len(keys) <= SEGMENT_BLOCKS:  # most prompts
+            return [MemberRange(self.owner(keys[0]), first, len(keys))]
         for start in range(first - first % SEGMENT_BLOCKS, len(keys), SEGMENT_BLOCKS):
             member, stop = self.owner(keys[start]), min(start + SEGMENT_BLOCKS, len(keys))
             if found and found[-1].member == member:

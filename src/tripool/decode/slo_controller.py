@@ -183,7 +183,7 @@ class SloController:
             self._margins[rough] = min(high, max(low, margin))
 
     def _update(self, account: _Account, seq: Seq, now_s: float, step_s: float) -> None:
-        generated = seq.num_generated
+        generated = len(seq.tokens) - seq.prompt_len
         if account.first_s is None:
             if account.num_tokens:  # it began elsewhere
                 account.first_s, account.num_before = now_s - step_s, account.num_tokens
@@ -276,14 +276,14 @@ class SloController:
         return True
 
     def _set_ceiling(self, rows: int, context: float, pace_s: float) -> None:
-        if pace_s == inf or not self.active or not self.step_time.num_learned:
+        if pace_s == inf or not self._accounts or not self.step_time.num_learned:
             self.ceiling = None
             return
+        times = self.step_time
         each = context / rows if rows else self._mean_prompt_tokens + self._mean_answer_tokens / 2
-        one_s = self._steady_s(1, each) - self.step_time.fixed_s
-        reach = max(_FIRST_ROWS, _REACH * self.step_time.most_rows)
-        room_s = pace_s - self.step_time.fixed_s
-        self.ceiling = max(1, int(min(reach, room_s / one_s))) if one_s > 0 else reach
+        one_s = self._steady_s(1, each) - times.fixed_s
+        reach = max(_FIRST_ROWS, _REACH * times.most_rows)
+        self.ceiling = max(1, int(min(reach, (pace_s - times.fixed_s) / one_s))) if one_s > 0 else reach
 
     def _steady_s(self, rows: int, context: float) -> float:
         """Duration of a step of so many rows if prompts keep arriving: each row that ends makes room for one."""
@@ -298,8 +298,11 @@ class SloController:
 
     def _context_of(self, seqs: Iterable[Seq]) -> float:
         """Tokens of all together, each in the middle of its answer or further."""
-        middle = self._mean_answer_tokens / 2
-        return sum(max(len(seq.tokens), len(seq.request.prompt_ids) + middle) for seq in seqs)
+        middle, context = self._mean_answer_tokens / 2, 0.0
+        for seq in seqs:
+            count, least = len(seq.tokens), seq.prompt_len + middle
+            context += count if count > least else least
+        return context
 
     def _usable_s(self, tpot_s: float) -> float:
         """Longest step that keeps the objective for the tokens that it gives."""
@@ -313,16 +316,25 @@ class SloController:
 
     def _pace_s(self, running: Sequence[Seq]) -> float:
         """Longest that steps may take from now on."""
-        pace_s = inf
-        for tpot_s in (*self._classes, *self._recent):
-            pace_s = min(pace_s, self._pace_of(tpot_s))
-        accounts, now_s, tpot_s, usable_s = self._accounts, self._now_s, -1.0, 0.0
+        pace_s, least_s = inf, self.step_time.fixed_s + self.step_time.row_s
+        usable: dict[float, float] = {}
+        for classes in (self._classes, self._recent):
+            for tpot_s in classes:
+                usable_s = usable[tpot_s] = self._usable_s(tpot_s)
+                if least_s <= usable_s < pace_s:  # as `_pace_of`
+                    pace_s = usable_s
+        accounts, now_s = self._accounts, self._now_s
         for seq in running:
             account = accounts.get(seq.order)
             if account is not None and account.first_s is not None and not account.given_up:
-                if account.tpot_s != tpot_s:  # most have the same
-                    tpot_s, usable_s = account.tpot_s, self._usable_s(account.tpot_s)
-                pace_s = min(pace_s, _recovery_s(account, usable_s, min(0.0, account.slack_s(now_s))))
+                own_s = usable_s = usable[account.tpot_s]
+                if usable_s < least_s:
+                    continue  # not even alone: a smaller batch would not help it
+                slack_s = account.slack_s(now_s)
+                if slack_s < 0:
+                    own_s = _recovery_s(account, usable_s, slack_s)
+                if own_s < pace_s:
+                    pace_s = own_s
         return pace_s
 
     def _limit_s(self, account: _Account) -> float:

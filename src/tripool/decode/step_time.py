@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from operator import truediv
 
 from tripool.sequence import Task
 
@@ -115,8 +114,10 @@ class StepTime:
                 moments[i] = moments[i] * _KEEP + share * step_s
         self._fit()
         self.num_learned += 1
-        self.most_rows = max(self.most_rows, facts.rows)
-        self.most_prompt_tokens = max(self.most_prompt_tokens, facts.prompt_tokens)
+        if facts.rows > self.most_rows:
+            self.most_rows = facts.rows
+        if facts.prompt_tokens > self.most_prompt_tokens:
+            self.most_prompt_tokens = facts.prompt_tokens
         return expected_s
 
     def _weight(self, error_s: float) -> float:
@@ -144,16 +145,19 @@ class StepTime:
         known = [(j, row) for j, row in enumerate(self._gram) if row[j] > 0]
         for _ in range(_SWEEPS):
             for j, row in known:
-                cost = costs[j] + (moments[j] - _dot(row, costs)) / (row[j] + _CALM)
+                r0, r1, r2, r3, r4, r5 = row
+                c0, c1, c2, c3, c4, c5 = costs
+                expected = r0 * c0 + r1 * c1 + r2 * c2 + r3 * c3 + r4 * c4 + r5 * c5
+                cost = costs[j] + (moments[j] - expected) / (row[j] + _CALM)
                 costs[j] = cost if cost > 0.0 else 0.0
         self._set_costs()
 
     def _set_costs(self) -> None:
         """As attributes: learned seldom, read often."""
-        self.fixed_s = self._costs[0]
-        self.row_s, self.draft_s, self.context_token_s, self.prompt_token_s, self.prompt_read_s = map(
-            truediv, self._costs[1:], _SCALES[1:]
-        )
+        _, rows, drafts, context, prompt, reads = _SCALES
+        self.fixed_s, row, draft, token, prompt_token, read = self._costs
+        self.row_s, self.draft_s, self.context_token_s = row / rows, draft / drafts, token / context
+        self.prompt_token_s, self.prompt_read_s = prompt_token / prompt, read / reads
 
     def check(self) -> None:
         assert all(cost >= 0 for cost in self._costs), "a cost is negative"

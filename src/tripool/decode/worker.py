@@ -10,8 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from tripool.core import Stages, TokenEvent
 from tripool.engine_protocol import PoolEngine, local_id, renamed
@@ -41,11 +42,14 @@ _MAX_ADOPTED = 64
 _MAX_QUEUED = 4096
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
+class _Job(msgspec.Struct, eq=False):
     """One StartDecode: queued without a sequence, arriving until all blocks are filled, then running."""
 
+    name: str
+    """Under which the engine knows it."""
     start: StartDecode
+    num_tokens: int
+    """Tokens whose KV it receives."""
     kv: IncomingKv
     came_s: float
     deadline_s: float
@@ -55,16 +59,6 @@ class _Job:
     """When it had all its blocks; None again once that is reported."""
     seq: Seq | None = None
     num_filled: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens whose KV it receives."""
-        return _num_tokens(self.start)
-
-
-def _num_tokens(start: StartDecode) -> int:
-    """The newest token of the answer has no KV yet."""
-    return len(start.request.prompt_ids) + len(start.answered.tokens) - 1
 
 
 class DecodeWorker:
@@ -95,7 +89,7 @@ class DecodeWorker:
 
     @property
     def moving(self) -> bool:
-        return bool(self._queue) or self._prefixes.pending
+        return bool(self._queue or self._prefixes.waiting)
 
     @property
     def blocked(self) -> bool:
@@ -117,18 +111,23 @@ class DecodeWorker:
                 pass  # for another role, or from a newer gateway
 
     def work(self, now_s: float) -> None:
-        for job in [job for job in self._queue if job.deadline_s <= now_s]:
-            self._refuse(job.start, "overloaded", "no room for it in time")
-        self._fetch(_COPY_BYTES if self._engine.busy else _IDLE_COPY_BYTES)
-        if self._engine.busy:
-            events = self._engine.step()
+        engine = self._engine
+        if self._queue:
+            for job in [job for job in self._queue if job.deadline_s <= now_s]:
+                self._refuse(job.start, "overloaded", "no room for it in time")
+            self._fetch(_COPY_BYTES if engine.busy else _IDLE_COPY_BYTES)
+        else:
+            self._is_full = False
+        if engine.busy:
+            events = engine.step()
             self._num_steps += 1
             self._is_full = False
-            for name in self._engine.take_failed():
+            for name in engine.take_failed():
                 if name in self._jobs:
                     self._fail(self._jobs[name])
-            self._tell([event for event in events if event.request_id in self._jobs])
-        if self._prefixes.pending:
+            if events:
+                self._tell([event for event in events if event.request_id in self._jobs])
+        if self._prefixes.waiting:
             self._prefixes.work(_COPY_BYTES)
             self._is_full = False
 
@@ -143,8 +142,9 @@ class DecodeWorker:
 
     def heartbeat(self) -> Heartbeat:
         engine = self._engine
-        waiting = sum(job.num_tokens for job in self._queue) + engine.num_waiting_tokens
-        stats = engine.stats()
+        waiting, stats = engine.num_waiting_tokens, engine.stats()
+        for job in self._queue:
+            waiting += job.num_tokens
         return Heartbeat(
             self._worker_id, self._num_steps, waiting, stats.running, engine.num_held_blocks, ceiling=stats.slo_ceiling
         )
@@ -155,29 +155,29 @@ class DecodeWorker:
             return  # said twice
         if len(self._queue) >= _MAX_QUEUED:
             self._refuse(start, "overloaded", "too many wait here already")
-        elif not self._fits(start) or (kv := self._receiver.open(start.descriptor, _num_tokens(start))) is None:
+            return
+        num_tokens = len(start.request.prompt_ids) + len(start.answered.tokens) - 1  # the newest has no KV yet
+        fits = num_tokens > 0 and self._fits(start)
+        kv = self._receiver.open(start.descriptor, num_tokens) if fits else None
+        if kv is None:
             self._refuse(start, "bad_kv", "the KV does not fit the request and its answer, or this worker's memory")
-        else:
-            self._jobs[name] = job = _Job(start, kv, now_s, now_s + start.deadline_s)
-            job.grammar = self._engine.prepare(start.request)
-            self._queue.append(job)
+            return
+        self._jobs[name] = job = _Job(name, start, num_tokens, kv, now_s, now_s + start.deadline_s)
+        job.grammar = self._engine.prepare(start.request)
+        self._queue.append(job)
 
     def _fits(self, start: StartDecode) -> bool:
         """Whether answer and request belong to one sequence of this model."""
         request, tokens = start.request, start.answered.tokens
         return (
-            _num_tokens(start) > 0
-            and start.num_cached_tokens <= len(request.prompt_ids)
+            start.num_cached_tokens <= len(request.prompt_ids)
             and start.answered.choice < request.params.n
-            and all(token < self._engine.vocab for token in tokens)
+            and (not tokens or max(tokens) < self._engine.vocab)
         )
 
     def _fetch(self, budget: int) -> None:
         """Blocks of the oldest that waits, then of the next: nothing of its own client's overtakes it, so a long one
         gets its room, and others need not wait for that."""
-        if not self._queue:
-            self._is_full = False
-            return
         full: set[tuple[str, str]] = set()
         num_adopted = 0
         while budget > 0 and num_adopted < _MAX_ADOPTED and (job := self._next(full)) is not None:
@@ -216,19 +216,23 @@ class DecodeWorker:
 
     def _next(self, full: set[tuple[str, str]]) -> _Job | None:
         """The oldest whose blocks are here to be read, or else the oldest of a client for whom there may be room."""
+        oldest: _Job | None = None
         for job in self._queue:
-            if job.seq is not None and job.kv.arrived:
-                return job
-        return next((job for job in self._queue if job.seq is None and job.start.request.slo.group not in full), None)
+            if job.seq is not None:
+                if job.kv.arrived:
+                    return job
+            elif oldest is None and (not full or job.start.request.slo.group not in full):
+                oldest = job
+        return oldest
 
     def _attach(self, job: _Job) -> Seq | None:
         if job.grammar is not None and not job.grammar.done():
             return None  # not yet, as without room
         start = job.start
-        shared = self._shared(job)
+        shared = self._shared(job) if start.request.params.n > 1 else []
         job.num_filled = len(shared)
         return self._engine.attach(
-            renamed(start.request, local_id(start.request.id, start.attempt)),
+            renamed(start.request, job.name),
             start.answered.choice,
             start.answered.tokens,
             job.num_tokens,
@@ -240,7 +244,7 @@ class DecodeWorker:
         """Leading full blocks that another choice of the same request brought here: the same bytes, by their sums."""
         best: list[int] = []
         request, size = job.start.request, self._engine.block_tokens
-        for other in self._jobs.values() if request.params.n > 1 else ():
+        for other in self._jobs.values():
             if other.seq is None or other in self._queue or other.start.request.id != request.id:
                 continue
             # One that was preempted has as much as is computed again.

@@ -115,7 +115,7 @@ class Shares:
     def _victim(self, claim: Claim, holders: list[Seq]) -> Seq | None:
         """The one that uses most of all tenants, or else of this tenant's requests."""
         owner, size = claim.slo, self._size
-        here = {seq.request.slo.tenant for seq in holders}
+        here = dict.fromkeys(seq.request.slo.tenant for seq in holders)  # by age: of equals, always the same one
         most = max(here, key=lambda name: self._tenants[name].use.share(size), default=owner.tenant)
         if most != owner.tenant:
             found = self._youngest(holders, most)
@@ -124,7 +124,7 @@ class Shares:
             use = own.use if own is not None else _Use(weight=owner.weight)
             if rest >= use.share(size, claim.rows, claim.blocks):
                 return found
-        jobs = {seq.request.slo.job for seq in holders if seq.request.slo.tenant == owner.tenant}
+        jobs = dict.fromkeys(seq.request.slo.job for seq in holders if seq.request.slo.tenant == owner.tenant)
         if not jobs:
             return None
         largest = max(jobs, key=lambda name: self._use(owner.tenant, name).share(size))
@@ -138,7 +138,7 @@ class Shares:
     def _youngest(self, holders: list[Seq], tenant: str) -> Seq:
         """The youngest of the tenant's largest request; where each request has one sequence, of the tenant."""
         own = [seq for seq in holders if seq.request.slo.tenant == tenant]
-        jobs = {seq.request.slo.job for seq in own}
+        jobs = dict.fromkeys(seq.request.slo.job for seq in own)
         largest = max(jobs, key=lambda name: self._use(tenant, name).share(self._size))
         of_largest = [seq for seq in own if seq.request.slo.job == largest]
         return of_largest[-1] if len(of_largest) > 1 else own[-1]

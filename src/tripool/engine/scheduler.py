@@ -171,13 +171,15 @@ class Scheduler:
         def grow(seq: Seq, stop: int) -> int:
             return stop if stop <= len(seq.table) * size else self._grow(seq, stop, tasks)
 
-        self.prefill.queue = self._queue()
-        turn = self.time_shares.next(self.decode.running, chain(self.prefill.running, self.prefill.queue))
-        self.prefill.limit, self.decode.left_out = turn, self.time_shares.left_out(turn, self.decode.running)
-        for task in self.decode.plan(grow):
-            if task.work.table is task.seq.table:  # else it was preempted after its turn
-                tasks[task.seq.order] = task
-        running = len(self.decode.running) + len(self.prefill.running) + len(self.arriving)
+        prefill, decode = self.prefill, self.decode
+        prefill.queue = self._queue() if prefill.waiting else prefill.waiting
+        turn = prefill.limit = self.time_shares.next(decode.running, chain(prefill.running, prefill.queue))
+        if decode.running or turn.tenants:
+            decode.left_out = self.time_shares.left_out(turn, decode.running)
+            for task in decode.plan(grow):
+                if task.work.table is task.seq.table:  # else it was preempted after its turn
+                    tasks[task.seq.order] = task
+        running = len(decode.running) + len(prefill.running) + len(self.arriving)
         slots = self._config.max_running - running
         budget = self._config.step_tokens - len(tasks)
         # Drafts have their rows before prompts, but leave them one, and their blocks after everybody else.
@@ -185,7 +187,7 @@ class Scheduler:
         budget -= len(drafting)
         if self.slo_controller.active and not self._hands_over:
             slots, budget = self._keep_slos(tasks, slots, budget, len(drafting))
-        for task in self.prefill.plan(budget, slots, grow):
+        for task in prefill.plan(budget, slots, grow):
             if task.work.table is task.seq.table:
                 tasks[task.seq.order] = task
         for task in drafting:
@@ -196,7 +198,7 @@ class Scheduler:
     def _queue(self) -> Sequence[Seq]:
         """Those that wait, in the order in which they may start. Room is made for the first, if it is due to it."""
         waiting, prefill = self.prefill.waiting, self.prefill
-        if not waiting or not self.sharing.active:
+        if not self.sharing.active:
             return waiting
         ready = [seq for seq in waiting if not seq.waits]
         under_way = sum(len(seq.tokens) - seq.num_computed for seq in prefill.running) + len(self.decode.running)
@@ -248,8 +250,8 @@ class Scheduler:
 
     def settle(self, tasks: Sequence[Task], sampled: Sequence[Sampled | None]) -> list[TokenEvent]:
         """Account for a step that ran: `sampled` holds a token for each task that samples, None for the others."""
-        settled = (self.settle_one(task, result) for task, result in zip(tasks, sampled, strict=True))
-        return [event for event in settled if event is not None]
+        pairs = zip(tasks, sampled, strict=True)
+        return [event for task, result in pairs if (event := self.settle_one(task, result)) is not None]
 
     def settle_one(self, task: Task, result: Sampled | None) -> TokenEvent | None:
         seq, work = task.seq, task.work
@@ -364,9 +366,8 @@ class Scheduler:
         self.prefill.add(seq)
 
     def _new(self, request: Request, choice: int, answer: Sequence[int]) -> Seq:
-        max_new_tokens = min(
-            request.params.max_tokens or self.context_tokens, self.context_tokens - len(request.prompt_ids)
-        )
+        most, asked = self.context_tokens - len(request.prompt_ids), request.params.max_tokens
+        max_new_tokens = asked if asked is not None and asked < most else most
         if len(answer) >= max_new_tokens:
             raise InvalidRequest(f"choice {choice} has {len(answer)} of at most {max_new_tokens} tokens already")
         self._ended_s = self._ended_s if self.busy else None  # idle time is no part of a step
@@ -389,7 +390,7 @@ class Scheduler:
 
     def _drop(self, seq: Seq) -> None:
         """Out of its queue, blocks back to the pool."""
-        for queue in (self.decode.running, self.arriving, self.detached):
+        for queue in (self.decode.running, self.detached, self.arriving):
             if seq in queue:
                 queue.remove(seq)
                 break

@@ -123,7 +123,7 @@ class TimeShares:
 
     def next(self, decoding: Sequence[Seq], prompts: Iterable[Seq]) -> StepLimits:
         """`prompts`: those running, and those that may start in this step."""
-        tenants = self.heavy()
+        tenants = self.heavy() if len(self._tenants) > 1 else None
         if not tenants:
             self._stood_still = False
             return NO_LIMITS

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
+import msgspec
+
 from tripool.cache.copying import Bytes, checksum
 from tripool.messages import KvDescriptor
 
@@ -84,16 +86,14 @@ class KvReceiver(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(slots=True)
-class _Slot:
+class _Slot(msgspec.Struct, eq=False):
     refs: int
     key: bytes | None
     checksum: int | None = None
     """None until it is filled."""
 
 
-@dataclass(slots=True, eq=False)
-class Lease:
+class Lease(msgspec.Struct, eq=False):
     """The KV of one sequence being copied in, or complete and waiting to be received."""
 
     number: int
@@ -103,7 +103,7 @@ class Lease:
     num_tokens: int
     slots: list[int]
     deadline_s: float
-    checksums: list[int] = field(default_factory=list)
+    checksums: list[int] = []
     """Of the blocks that are filled."""
 
     @property
@@ -112,7 +112,7 @@ class Lease:
 
     @property
     def packed(self) -> bool:
-        return self.num_filled == len(self.slots)
+        return len(self.checksums) == len(self.slots)
 
 
 @dataclass(slots=True)
@@ -162,11 +162,11 @@ class KvSender:
 
     def fill(self, lease: Lease, write: Callable[[memoryview], None]) -> int:
         """Write its next block, unless another lease did. Returns the bytes written."""
-        slot = self._slots[lease.slots[lease.num_filled]]
-        written = 0
+        number = lease.slots[len(lease.checksums)]
+        slot, written = self._slots[number], 0
         if slot.checksum is None:
             written = self.memory.slot_bytes
-            view = self.memory.view(lease.slots[lease.num_filled], written).data
+            view = self.memory.view(number, written).data
             write(view)
             slot.checksum = checksum(view)
         lease.checksums.append(slot.checksum)
@@ -213,7 +213,7 @@ class KvSender:
         if need > len(self._free):
             return None
         slots = [heapq.heappop(self._free) for _ in range(need)]
-        if all(self.memory.back(slot) for slot in slots):
+        if all(map(self.memory.back, slots)):
             return iter(slots)
         for slot in slots:
             heapq.heappush(self._free, slot)

@@ -78,13 +78,14 @@ class Prefixes:
 
     def __init__(self, engine: PoolEngine, pool: PrefixPool | None) -> None:
         self._engine, self._pool, self._block_tokens = engine, pool, engine.block_tokens
-        self._waiting: deque[_Publishing] = deque()
+        self.waiting: deque[_Publishing] = deque()
+        """To be published, a little at a time."""
         self._staging = bytearray(engine.block_bytes if pool is not None else 0)
         self._fetched = Staging(engine.block_bytes)
 
     @property
     def pending(self) -> bool:
-        return bool(self._waiting)
+        return bool(self.waiting)
 
     def fetch(self, request: Request) -> tuple[int, int]:
         """Bring what the pool knows of the prompt into the engine's own memory, where it will be found.
@@ -134,14 +135,14 @@ class Prefixes:
             self._wait(request, self._engine.prompt_keys(request, len(request.prompt_ids)), 0, PROMPT_FORM)
 
     def _wait(self, request: Request, keys: Sequence[bytes], first: int, form: int) -> None:
-        if self._pool is not None and first < len(keys) and len(self._waiting) < _MAX_PUBLISHING:
+        if self._pool is not None and first < len(keys) and len(self.waiting) < _MAX_PUBLISHING:
             parts = self._stretches(request, len(keys))
-            self._waiting.append(_Publishing(keys, self._engine.keep(keys), first, form, parts))
+            self.waiting.append(_Publishing(keys, self._engine.keep(keys), first, form, parts))
 
     def work(self, budget_bytes: int) -> None:
         """Publish a little of what waits."""
-        while self._waiting and budget_bytes > 0:
-            one = self._waiting[0]
+        while self.waiting and budget_bytes > 0:
+            one = self.waiting[0]
             if one.position < len(one.blocks):
                 view = memoryview(self._staging)
                 self._engine.export_block(one.blocks[one.position], view)
@@ -150,12 +151,12 @@ class Prefixes:
                 one.position += 1
                 budget_bytes -= len(view)
             if one.position >= len(one.blocks):
-                self._waiting.popleft()
+                self.waiting.popleft()
                 self._engine.let_go(one.blocks)
 
     def drop(self) -> None:
-        while self._waiting:
-            self._engine.let_go(self._waiting.popleft().blocks)
+        while self.waiting:
+            self._engine.let_go(self.waiting.popleft().blocks)
 
     def _stretches(self, request: Request, num_blocks: int) -> list[tuple[str, int, int]]:
         return namespace_ranges(request.namespace, request.public_tokens // self._block_tokens, num_blocks)

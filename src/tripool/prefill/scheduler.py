@@ -66,27 +66,30 @@ class PrefillScheduler:
         """Chunks for this step: those under way, oldest first, then newcomers while `slots` and `budget` last."""
         tasks: list[Task] = []
         self.started = []
+        self.held_by = ""
+        if not self.running and not self.queue:
+            return tasks
         short_of_blocks = False
         limit = self.limit
         left, masks_s = limit.prompt_tokens, MASKS_S
-        for seq in sorted(self.running, key=limit.is_heavy) if self.running else ():
+        for seq in sorted(self.running, key=limit.is_heavy):
             most = min(budget, left) if limit.is_heavy(seq) else budget
             if seq.needs_result or (seq.mask_s and masks_s <= 0):
                 continue
             if most > 0 and seq in self.running:  # growing an older one may have preempted this one
                 masks_s -= seq.mask_s
-                wanted = seq.work(most).stop
+                wanted = seq.work_stop(most)
                 granted = grow(seq, wanted)
                 short_of_blocks |= granted < wanted
                 count = _chunk(seq, granted, tasks)
                 budget, left = budget - count, left - count * limit.is_heavy(seq)
-        self.held_by = ""
-        for seq in list(self.queue) if self.queue else ():
+        for seq in list(self.queue):
             if budget <= 0 or slots <= 0 or short_of_blocks:
                 # Short of blocks: a newcomer would only take those that the ones under way are waiting for.
                 self.held_by = "tokens per step" if budget <= 0 else "batch slots" if slots <= 0 else "KV memory"
                 break
-            most = min(budget, left) if limit.is_heavy(seq) else budget
+            heavy = limit.is_heavy(seq) if limit.tenants else False
+            most = min(budget, left) if heavy else budget
             if seq.waits or most <= 0 or (seq.mask_s and masks_s <= 0):
                 continue  # for slow masks too: they go on in the next step, and those without need not wait for them
             if not self._admit(seq):
@@ -94,8 +97,8 @@ class PrefillScheduler:
                 break
             slots -= 1
             masks_s -= seq.mask_s
-            count = _chunk(seq, grow(seq, seq.work(most).stop), tasks)
-            budget, left = budget - count, left - count * limit.is_heavy(seq)
+            count = _chunk(seq, grow(seq, seq.work_stop(most)), tasks)
+            budget, left = budget - count, left - count * heavy
         return tasks
 
     def blocks_needed(self, seq: Seq) -> int:

@@ -11,9 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from tripool.core import Request, Stages, TokenEvent
 from tripool.engine_protocol import PoolEngine, local_id, renamed
@@ -42,8 +43,7 @@ _MAX_BEGUN = 64
 """Choices begun between two steps, those of the last request not counted: running sequences wait for them."""
 
 
-@dataclass(slots=True)
-class _Job:
+class _Job(msgspec.Struct, eq=False):
     """One StartPrefill, while any of its choices is computed or packed."""
 
     request: Request
@@ -65,8 +65,7 @@ class _Job:
         return self.request.id
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting:
+class _Waiting(msgspec.Struct, eq=False):
     """A StartPrefill that is not passed to the engine yet."""
 
     start: StartPrefill
@@ -79,8 +78,7 @@ class _Waiting:
         return self.grammar is None or self.grammar.done()
 
 
-@dataclass(slots=True, eq=False)
-class _Leaving:
+class _Leaving(msgspec.Struct, eq=False):
     job: _Job
     seq: Seq
     lease: Lease | None = None
@@ -112,7 +110,7 @@ class PrefillWorker:
 
     @property
     def moving(self) -> bool:
-        return bool(self._leaving or self._waiting) or self._prefixes.pending
+        return bool(self._leaving or self._waiting or self._prefixes.waiting)
 
     @property
     def blocked(self) -> bool:
@@ -136,27 +134,34 @@ class PrefillWorker:
 
     def work(self, now_s: float) -> None:
         self._expire(now_s)
-        self._begin_some()
-        if self._engine.busy:
-            events = self._engine.step()
+        if self._waiting:
+            self._begin_some()
+        engine = self._engine
+        if engine.busy:
+            events = engine.step()
             self._num_steps += 1
-            for name in self._engine.started:
+            for name in engine.started:
                 self._jobs[name].started_s = now_s
-            for name in self._engine.take_failed():
+            for name in engine.take_failed():
                 if name in self._jobs:
                     self._fail(self._jobs[name])
-            events = [event for event in events if event.request_id in self._jobs]
-            self._tell(events)
-            for event in events:
-                if event.finish_reason is None:
-                    job = self._jobs[event.request_id]
-                    self._leaving.append(_Leaving(job, self._engine.detach(event.request_id, event.choice)))
-                else:
-                    # It ended with its first token, and is never packed.
-                    self._prefixes.publish_prompt_later(self._jobs[event.request_id].request)
-                    self._done(event.request_id, event.choice)
-        self._pack(now_s)
-        self._prefixes.work(_COPY_BYTES)
+            if events:
+                self._answered([event for event in events if event.request_id in self._jobs])
+        if self._leaving:
+            self._pack(now_s)
+        if self._prefixes.waiting:
+            self._prefixes.work(_COPY_BYTES)
+
+    def _answered(self, events: list[TokenEvent]) -> None:
+        self._tell(events)
+        for event in events:
+            if event.finish_reason is None:
+                job = self._jobs[event.request_id]
+                self._leaving.append(_Leaving(job, self._engine.detach(event.request_id, event.choice)))
+            else:
+                # It ended with its first token, and is never packed.
+                self._prefixes.publish_prompt_later(self._jobs[event.request_id].request)
+                self._done(event.request_id, event.choice)
 
     def drop(self) -> None:
         for name in self._jobs:
@@ -170,10 +175,10 @@ class PrefillWorker:
     def heartbeat(self) -> Heartbeat:
         engine = self._engine
         held = engine.num_held_blocks + self._sender.num_held
-        waiting = sum(len(waiting.job.request.prompt_ids) for waiting in self._waiting.values())
-        return Heartbeat(
-            self._worker_id, self._num_steps, engine.num_waiting_tokens + waiting, engine.stats().running, held
-        )
+        tokens = engine.num_waiting_tokens
+        for waiting in self._waiting.values():
+            tokens += len(waiting.job.request.prompt_ids)
+        return Heartbeat(self._worker_id, self._num_steps, tokens, engine.stats().running, held)
 
     def _await(self, start: StartPrefill, now_s: float) -> None:
         request, attempt = start.request, start.attempt
@@ -275,9 +280,8 @@ class PrefillWorker:
     def _lease(self, leaving: _Leaving, now_s: float) -> Lease | None:
         seq, job = leaving.seq, leaving.job
         size = self._engine.block_tokens
-        keys: list[bytes | None] = [None] * -(-seq.num_computed // size)
-        full = seq.keys[: seq.num_computed // size]
-        keys[: len(full)] = full
+        keys: list[bytes | None] = [*seq.keys[: seq.num_computed // size]]
+        keys += [None] * (-(-seq.num_computed // size) - len(keys))
         which, deadline_s = (job.request_id, job.attempt, seq.choice), now_s + job.lease_s
         return self._sender.lease(*which, keys, num_tokens=seq.num_computed, deadline_s=deadline_s)
 
@@ -285,7 +289,9 @@ class PrefillWorker:
         for job in [job for job in self._jobs.values() if job.deadline_s <= now_s]:
             self._forget(job.request_id, job.attempt)
             self._refuse(job, "overloaded", "not computed in time", "", final=False)
-        self._sender.drop(lambda lease: lease.packed and lease.deadline_s <= now_s)
+        for number in [lease.number for lease in self._sender.leases.values() if lease.deadline_s <= now_s]:
+            if self._sender.leases[number].packed:
+                self._sender.release(number)
 
     def _done(self, name: str, choice: int) -> None:
         """Nothing more to do here for a choice; its KV, if any, has a lease of its own."""

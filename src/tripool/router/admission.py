@@ -90,17 +90,19 @@ class AdmissionController:
 
     def arrive(self, arrival: Arrival, now_s: float, rest: Sequence[Arrival] = ()) -> list[Decision]:
         """`rest`: further prompts of the same request. All are refused together or none."""
-        everything = (arrival, *rest)
-        assert not any(one.id in self._pending or one.id in self._later for one in everything), "duplicate id"
+        assert arrival.id not in self._pending and arrival.id not in self._later, "duplicate id"
         tenant = arrival.tenant
         self._notice((tenant.name, arrival.slo.priority), now_s)
-        amount = sum(one.tokens for one in everything)
+        amount, asked = arrival.tokens, arrival.asked_tokens
+        for one in rest:
+            assert one.id not in self._pending and one.id not in self._later, "duplicate id"
+            amount, asked = amount + one.tokens, asked + one.asked_tokens
         pending = self._new_pending(arrival, deque(rest), now_s)
         error = self.rate_limiter.refusal(tenant, 0, amount, now_s) or self._full(pending) or self._too_slow(pending)
         if error is not None:
             return [Refuse(arrival.id, error)]
         self.rate_limiter.take(tenant, 0, amount, now_s)
-        pending.account.open_tokens += sum(one.asked_tokens for one in everything)
+        pending.account.open_tokens += asked
         for one in rest:
             self._later[one.id] = pending.rest
             self._later_tokens += one.prompt_tokens

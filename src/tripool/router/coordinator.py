@@ -171,8 +171,9 @@ class Coordinator:
         self._placing.out.append(Send(worker_id, self._welcome))
         if member.draining:
             self._placing.out.append(Send(worker_id, Drain()))  # repeated: the first may have been lost
-        idle_s = now_s - max(member.idle_s, member.placed_s) if member.idle_s is not None else 0.0
-        if member.num_placed and idle_s > self._config.silence_s:
+        if not member.num_placed or member.idle_s is None:
+            return
+        if now_s - max(member.idle_s, member.placed_s) > self._config.silence_s:
             # It has been idle for longer than any message travels: what we sent, or its answer, was lost.
             for request_id, placement in self.ledger.placements_at(worker_id):
                 self._placing.cancel_placement(request_id, placement, now_s, lost=True)

@@ -18,15 +18,18 @@ class DecodeSlots:
         self._weights: dict[str, float] = {}
 
     def place(self, worker_id: WorkerId, slo: Slo) -> None:
-        self._held.setdefault(worker_id, Counter())[slo.group] += 1
+        held, group = self._held.get(worker_id), slo.group
+        if held is None:
+            held = self._held[worker_id] = Counter()
+        held[group] = held.get(group, 0) + 1
         self._weights[slo.tenant] = slo.weight
 
     def take_off(self, worker_id: WorkerId, slo: Slo) -> None:
-        held = self._held[worker_id]
-        held[slo.group] -= 1
-        if not held[slo.group]:
-            del held[slo.group]
-        if not held:
+        held, group = self._held[worker_id], slo.group
+        count = held.pop(group) - 1
+        if count:
+            held[group] = count
+        elif not held:
             del self._held[worker_id]
         if len(self._weights) > 1024 and not self._held:
             self._weights.clear()

@@ -105,9 +105,13 @@ class Account:
         return max(1.0, prompt_tokens * (1.0 - self.hit_ratio))
 
     def count(self, now_s: float, *, asked: float = 0.0, served: float = 0.0) -> None:
-        left = max(0.0, 1.0 - max(0.0, now_s - self.counted_s) / _MEMORY_S)
-        self.asked_tokens = self.asked_tokens * left + asked
-        self.served_tokens = self.served_tokens * left + served
+        passed_s = now_s - self.counted_s
+        if passed_s != 0.0:
+            left = max(0.0, 1.0 - max(0.0, passed_s) / _MEMORY_S)
+            self.asked_tokens *= left
+            self.served_tokens *= left
+        self.asked_tokens += asked
+        self.served_tokens += served
         self.counted_s = now_s
 
     def learn_hits(self, prompt_tokens: int, uncached_tokens: float) -> None:
@@ -177,8 +181,8 @@ class FairQueue:
 
     def push(self, request_id: str, account: Account, priority: int, cost: float) -> None:
         self._serials += 1
-        was_present = account.present
-        if not account.num_waiting:
+        was_present, first = account.present, not account.num_waiting
+        if first:
             account.given = max(account.given, self._level - self.credit_tokens)
             self.active_weight += account.weight
             self._num_active += 1
@@ -188,7 +192,7 @@ class FairQueue:
         heappush(account.queue, (priority, entry.serial, request_id))
         self.waiting_tokens += cost
         self._presence(account, was_present)
-        if account.total_waiting == 1:
+        if first:
             self._sort_in(account)
 
     def pop(self, allowed: Callable[[Account], bool]) -> str | None:

@@ -215,9 +215,10 @@ class Ledger:
 
     def move(self, entry: Entry, choice: ChoiceState, stage: Stage, now_s: float, wait_s: float) -> None:
         """The only method that changes a stage, so that counts by stage are kept here."""
-        entry.num_open -= stage is Stage.DONE
         choice.stage, choice.since_s, choice.deadline_s = stage, now_s, now_s + wait_s
-        if stage is not Stage.DONE:
+        if stage is Stage.DONE:
+            entry.num_open -= 1
+        elif choice.alarm_s is None or choice.deadline_s < choice.alarm_s:
             self._set_alarm(entry, choice)
 
     def close(self, entry: Entry) -> None:
@@ -239,11 +240,13 @@ class Ledger:
     def choice_of(
         self, worker_id: WorkerId, request_id: str, attempt: int, index: int
     ) -> tuple[Entry, ChoiceState] | None:
-        found = self.find(worker_id, request_id, attempt)
-        if found is None or index not in found[1].choices:
-            self.num_dropped += found is not None
+        there = self._at.get(worker_id)
+        placement = there.get((request_id, attempt)) if there is not None else None
+        if placement is None or index not in placement.choices:
+            self.num_dropped += 1
             return None
-        return found[0], found[0].choices[index]
+        entry = self._entries[request_id]
+        return entry, entry.choices[index]
 
     def take(
         self,
@@ -270,7 +273,8 @@ class Ledger:
             entry.trace.begun(event)
         choice.num_drafted = choice.drafted_before + event.num_draft_tokens
         choice.num_accepted = choice.accepted_before + event.num_accepted_draft_tokens
-        choice.deadline_s = max(choice.deadline_s, now_s + wait_s)
+        if now_s + wait_s > choice.deadline_s:
+            choice.deadline_s = now_s + wait_s
         cached = entry.num_cached_tokens
         reported = (event.num_cached_tokens, event.num_draft_tokens, event.num_accepted_draft_tokens)
         if reported == (cached, choice.num_drafted, choice.num_accepted):

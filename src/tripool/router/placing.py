@@ -104,17 +104,20 @@ class Placing:
         choices = [choice for choice in entry.choices if choice.stage is Stage.QUEUED]
         if not choices:
             return True
-        tokens = len(entry.request.prompt_ids) + sum(len(choice.tokens) + 1 for choice in choices)
+        tokens = len(entry.request.prompt_ids)
+        for choice in choices:
+            tokens += len(choice.tokens) + 1
         closed = self.suspects.closed_to(entry, self.ledger)
         member = self.view.pick_prefill(tokens, self._config.prefill_ahead_tokens, choices[0].avoid, closed)
         if member is None:
             entry.held_by = _APART if closed else why_full("prefill", self.view.considered, tokens)
             return False
-        self._note("prefill", entry, choices, member, now_s)
+        if self._traces:
+            self._note("prefill", entry, choices, member, now_s)
         wait_s = self._config.prefill_s
         placement = self.ledger.place(entry, choices, Stage.PREFILLING, member.worker_id, tokens, now_s, wait_s)
         self.view.place(member.worker_id, tokens, now_s)
-        answered = tuple(entry.answered(choice) for choice in choices)
+        answered = tuple([entry.answered(choice) for choice in choices])
         # The lease must last while the KV waits for a decode worker, and while it is copied; messages may be late.
         lease_s = self._config.queue_s + 2 * self._config.transfer_s
         self.out.append(
@@ -139,7 +142,8 @@ class Placing:
         if member is None:
             entry.held_by = _APART if closed else why_full("decode", self.view.considered, tokens)
             return False
-        self._note("decode", entry, [choice], member, now_s)
+        if self._traces:
+            self._note("decode", entry, [choice], member, now_s)
         wait_s = self._config.transfer_s
         placement = self.ledger.place(entry, [choice], Stage.TRANSFERRING, member.worker_id, tokens, now_s, wait_s)
         self.view.place(member.worker_id, tokens, now_s, lease.worker_id, slo.tpot_ms)
@@ -159,8 +163,6 @@ class Placing:
         return None
 
     def _note(self, role: Role, entry: Entry, choices: list[ChoiceState], member: Member, now_s: float) -> None:
-        if not self._traces:
-            return
         waited_s = now_s - choices[0].since_s
         held_by, entry.held_by = entry.held_by, ""
         if not held_by and waited_s > 0:

@@ -73,6 +73,8 @@ class RateLimiter:
 
     def refusal(self, tenant: Tenant, requests: float, tokens: float, now_s: float) -> TripoolError | None:
         """Why this many may not be admitted now, or ever."""
+        if self._is_free(tenant):
+            return None
         wait_s, limit = self.wait_s(tenant, tokens, now_s, requests=requests)
         limits = tenant.limits
         if wait_s == inf:

@@ -19,7 +19,8 @@ _KEEP = 0.97
 """Decay per sample: about thirty samples count."""
 _KEEP_TRUST = 0.995
 """Decay of prediction errors: about two hundred count, so that an outlier is remembered for a while."""
-_MIN_SAMPLES = 3.0
+_KNOWN_FROM = 2.5
+"""Samples, decayed: three of them."""
 _FACTORS = (0.5, 4.0)
 _CAUTION = 4.0
 """Mean deviations added to a prediction: about one in a hundred is further off."""
@@ -44,7 +45,7 @@ class Line:
 
     @property
     def known(self) -> bool:
-        return self.count >= _MIN_SAMPLES - 0.5
+        return self.count >= _KNOWN_FROM
 
     def fit(self) -> tuple[float, float]:
         """Seconds per request and per token; all per token where prompts are too similar to separate the two."""
@@ -126,26 +127,24 @@ class TtftPredictor:
 
     def predict_s(self, requests: float, tokens: float, own_tokens: float, now_s: float) -> float | None:
         """Seconds to the first token of a prompt with this load ahead; None without samples."""
-        if not self.known:
+        queue_known = self.queue.known
+        if not queue_known and not self.own.known:
             return None
-        line = self.queue if self.queue.known else self.own
-        ahead_s = line.seconds_for(requests, tokens)
+        line = self.queue if queue_known else self.own
+        ahead_s = line.seconds_for(requests, tokens) if requests or tokens else 0.0
         if requests and self._full_since_s is not None:
             # A part of the current prompt's time has already passed.
             ahead_s -= min(now_s - self._full_since_s, ahead_s / max(1.0, requests))
         return ahead_s + self.own_s(own_tokens)
 
     def own_s(self, tokens: float) -> float:
-        return max(line.seconds_for(1, tokens) for line in (self.queue, self.own))
+        queue_s, own_s = self.queue.seconds_for(1, tokens), self.own.seconds_for(1, tokens)
+        return queue_s if queue_s > own_s else own_s
 
     def safe_s(self, predicted_s: float) -> float:
         return predicted_s * self.trust.factor
 
     def tokens_per_s(self) -> float | None:
         """Throughput at which the load is worked off; None without samples."""
-        line = self.queue
-        if not line.known:
-            line = self.own
-            if not line.known:
-                return None
-        return line.tokens / line.seconds if line.seconds > 0 else None
+        line = self.queue if self.queue.count >= _KNOWN_FROM else self.own
+        return line.tokens / line.seconds if line.count >= _KNOWN_FROM and line.seconds > 0 else None

@@ -17,6 +17,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from math import frexp, inf
 
@@ -83,12 +84,14 @@ class Member:
     @property
     def load_tokens(self) -> int:
         """Tokens to compute before it is idle; at most what the ledger has placed there."""
-        return min(self.placed_tokens, self.reported_tokens + self.crossing_tokens + self.recent_tokens)
+        told = self.reported_tokens + self.crossing_tokens + self.recent_tokens
+        return told if told < self.placed_tokens else self.placed_tokens
 
     def weigh(self) -> float:
         if self.hello.role == "prefill":
             return self.load_tokens
-        return max(self.placed_tokens / self.hello.kv_tokens, self.num_placed / self.bearable)
+        memory, batch = self.placed_tokens / self.hello.kv_tokens, self.num_placed / self.bearable
+        return memory if memory > batch else batch
 
 
 _Entry = tuple[float, int, int, Member]
@@ -174,7 +177,7 @@ class FleetView:
 
     def heard(self, heartbeat: Heartbeat, now_s: float) -> Member:
         member = self._members[heartbeat.worker_id]
-        before = member.load_tokens, member.bearable
+        before, borne = member.load_tokens, member.bearable
         idle = heartbeat.waiting_tokens == 0 and heartbeat.running == 0
         if idle or heartbeat.num_steps != member.num_steps:
             member.progress_s = now_s
@@ -191,7 +194,7 @@ class FleetView:
             limit if heartbeat.ceiling is None else min(limit, max(heartbeat.ceiling, heartbeat.running) + _IN_WAIT)
         )
         member.crossing_tokens, member.recent_tokens = member.recent_tokens, 0
-        if before != (member.load_tokens, member.bearable):  # most heartbeats change nothing
+        if before != member.load_tokens or borne != member.bearable:  # most heartbeats change nothing
             self._sort_in(member)
         return member
 
@@ -233,7 +236,12 @@ class FleetView:
                 member.classes[tpot_ms] = count
             else:
                 member.classes.pop(tpot_ms)
-            member.strictest_ms = min(member.classes, default=inf)
+            if len(member.classes) != 1:
+                member.strictest_ms = min(member.classes, default=inf)
+            elif change > 0:
+                member.strictest_ms = tpot_ms
+            else:
+                (member.strictest_ms,) = member.classes
 
     def transferred(self, source: WorkerId, worker_id: WorkerId) -> None:
         """A transfer is no longer under way: copied, refused or void."""
@@ -273,9 +281,9 @@ class FleetView:
             alike = _lightest(self._by_class.get(_class_of(own_ms), []), avoid, closed)
             lightest += [m for m in alike if m not in lightest]
         self.considered = lightest
-        fitting = [m for m in lightest if _has_room(m, tokens)]
+        fitting = [m for m in lightest if m.num_placed == 0 or _has_room(m, tokens)]
         if with_tpot and fitting:
-            costs = [m.cost + _mismatch(m, own_ms) for m in fitting]
+            costs = [m.cost if m.strictest_ms == own_ms else m.cost + _mismatch(m, own_ms) for m in fitting]
             best = min(costs)
             fitting = [m for m, cost in zip(fitting, costs, strict=True) if cost < best + _ALIKE]
         if len(fitting) < 2 or not self._transfers:
@@ -283,18 +291,20 @@ class FleetView:
         return min(fitting, key=lambda m: self._transfers.get((source, m.worker_id), 0))
 
     def _sort_in(self, member: Member) -> None:
-        if not member.ready:
+        if member.draining or not member.whole:
             return
-        self._take_out(member)
+        if member.entry is not None:
+            self._take_out(member)
         self.num_changes += 1
         role, cost = member.hello.role, member.weigh()
-        lists = [self._by_load[role]]
-        if role == "decode" and member.num_placed:
-            lists.append(self._by_class.setdefault(_class_of(member.strictest_ms), []))
-        member.cost, member.sorted_in = cost, lists
         member.entry = entry = (cost, member.turn, self.num_changes, member)
-        for entries in lists:
+        entries = self._by_load[role]
+        insort(entries, entry)
+        member.cost, member.sorted_in = cost, [entries]
+        if role == "decode" and member.num_placed:
+            entries = self._by_class.setdefault(_class_of(member.strictest_ms), [])
             insort(entries, entry)
+            member.sorted_in.append(entries)
 
     def _take_out(self, member: Member) -> None:
         entry, member.entry = member.entry, None
@@ -350,6 +360,7 @@ def _has_room(member: Member, tokens: int) -> bool:
     return fits and member.num_placed < member.bearable
 
 
+@lru_cache(maxsize=1024)
 def _class_of(tpot_ms: float) -> int:
     """Objectives within a factor of two share a class; extreme ones are clamped, and no objective is a class."""
     return 17 if tpot_ms == inf else max(-8, min(16, frexp(tpot_ms)[1]))

@@ -35,6 +35,7 @@ class PrefillInstance:
         self._client = ModelledClient(site, pool, worker_id, number)
         self.send_link = Link(site.layout.links.send_bytes_per_s)
         self.slowness = 1.0
+        self.dead = False
         self._began_fs = 0
         config = site.layout.prefill.config
         self.engine = engine = PrefillEngine(config, site.timeline, site.layout.context_tokens, keys_of)
@@ -47,12 +48,8 @@ class PrefillInstance:
         self.process = Process(site, "prefill", worker_id, number, engine, make)
         self._keep_alive()
 
-    @property
-    def dead(self) -> bool:
-        return self.process.dead
-
     def kill(self) -> None:
-        self.process.dead = True
+        self.dead = self.process.dead = True
 
     def cut(self, until_fs: int) -> None:
         """Its links take nothing new until then."""
@@ -224,30 +221,35 @@ class DecodeInstance:
         if plan != self._plans:
             return
         step, now_fs = self._target, self._site.timeline.now_fs
-        last_fs = self._line.step_fs(self._context + self._batch * (step - 1 - self._origin)) + self._extra_fs
+        line, slices = self._line, self._site.slices
+        last_context = self._context + self._batch * (step - 1 - self._origin)
+        last_fs = line.fixed_fs + line.token_fs * last_context + self._extra_fs
         self._extra_fs = 0
-        self._site.slices.span("decode rows", self._batch, self._origin_fs, now_fs)
-        self._site.slices.span("decode busy", 1, self._origin_fs, now_fs)
-        self._resume(step)
+        slices.span("decode rows", self._batch, self._origin_fs, now_fs)
+        slices.span("decode busy", 1, self._origin_fs, now_fs)
+        if self._news and self._news[0][0] <= step:
+            self._resume(step)
         self._origin_fs, self._origin = now_fs, step
-        here = sorted(self._live | self._woken)
+        here = sorted(self._live | self._woken) if self._woken else sorted(self._live)
         for index in here:
             self._settle(index, last_fs / FS)
-        self._woken.clear()
+        if self._woken:
+            self._woken.clear()
         for index in here:
             self._go_on(index)
         self._plan()
 
     def _settle(self, index: int, step_s: float) -> None:
-        rank = self._rank(index)
-        engine = rank.engine
+        rank = self.ranks[index]
+        assert rank is not None
+        engine, process = rank.engine, rank.process
         if engine.tasks is not None and engine.noisy:
             engine.over_s = step_s
         elif engine.tasks is not None or engine.skipping:
             engine.pass_quietly(self._origin)
         if engine.over_s is not None or index in self._woken:
-            rank.process.turn()
-            rank.process.heartbeat(after_fs=_NEWS_FS)
+            process.turn()
+            process.heartbeat(after_fs=_NEWS_FS)
 
     def _resume(self, step: int) -> None:
         """Ranks in whose part of this step something happens take it by itself."""
@@ -263,13 +265,14 @@ class DecodeInstance:
 
     def _go_on(self, index: int) -> None:
         """After a step at which the rank came to the present: how the next ones are taken."""
-        rank = self._rank(index)
+        rank = self.ranks[index]
+        assert rank is not None
         engine = rank.engine
         self._live.discard(index)
         self._versions[index] += 1
         engine.synced = self._origin
         rows = engine.rows
-        self._register(index, rows, engine.context - rows * self._origin)
+        self._register(index, rows, (engine.context if rows else 0) - rows * self._origin)
         fast_forwards = self._site.layout.fast_forwards
         if engine.busy and not (fast_forwards and self._foresee(rank, index)):
             engine.begin(noisy=True if fast_forwards else None)
@@ -291,17 +294,19 @@ class DecodeInstance:
         rows, context = self._rows, self._base + self._rows * self._origin
         self._batch, self._context = rows, context
         layout = self._site.layout
-        self._line = layout.decode_times.line(max(1, rows), context, self.trouble)
-        target = self._origin + steps_within(self._line, context, rows)
-        if self._live:
+        self._line = layout.decode_times.line(rows or 1, context, self.trouble)
+        if not self._live:
+            target = self._origin + steps_within(self._line, context, rows)
+        else:
             target = self._origin + 1
-            again = max(self._rank(index).engine.prompt_work for index in self._live)
+            again = max([self._rank(index).engine.prompt_work for index in self._live])
             if again[0]:
-                self._extra_fs += to_fs(layout.replay_times.step_s(*again))
-        while self._news and self._news[0][2] != self._versions[self._news[0][1]]:
-            heappop(self._news)
-        if self._news:
-            target = min(target, self._news[0][0])
+                self._extra_fs += to_fs(layout.replay_times.added_s(*again))
+        news, versions = self._news, self._versions
+        while news and news[0][2] != versions[news[0][1]]:
+            heappop(news)
+        if news and news[0][0] < target:
+            target = news[0][0]
         self._aim(target)
 
     def _rank(self, index: int) -> DecodeRank:

@@ -22,10 +22,12 @@ def carry(links: tuple[Link, ...], num_bytes: int, now_fs: int, first_fs: int) -
     """Over all these at once, as fast as the slowest; returns when it is there. The others go on with other things."""
     start = end = now_fs
     for link in links:
-        start = max(start, link.free_fs)
+        if link.free_fs > start:
+            start = link.free_fs
     for link in links:
-        link.free_fs = start + link.span_fs(num_bytes)
-        end = max(end, link.free_fs)
+        link.free_fs = free_fs = start + link.span_fs(num_bytes)
+        if free_fs > end:
+            end = free_fs
     return first_fs + end
 
 

@@ -27,9 +27,6 @@ _REPORT_FS = 10 * FS
 KeysOf = Callable[[Request], Sequence[bytes]]
 """Keys of a prompt's full blocks. A trace names them: prompts have no tokens of their own."""
 
-_sampled = lru_cache(maxsize=2**14)(Sampled)
-"""The same every time: every token of a request is its seed."""
-
 
 def token_of(seq: Seq) -> int:
     return seq.request.seed
@@ -54,6 +51,8 @@ class ModelledEngine:
         self.scheduler = Scheduler(config, model=MODEL, context_tokens=context_tokens)
         self.context_tokens = self.scheduler.context_tokens
         kept = self.scheduler.kept
+        self._decoding, prefill = self.scheduler.decode.running, self.scheduler.prefill
+        self._prefilling, self._waiting = prefill.running, prefill.waiting
         self.release = self.scheduler.release
         self.keep, self.keep_more, self.let_go = kept.keep, kept.keep_more, kept.let_go
         self.max_running, self.num_blocks = config.max_running, config.num_blocks
@@ -66,9 +65,7 @@ class ModelledEngine:
 
     @property
     def busy(self) -> bool:
-        scheduler = self.scheduler
-        prefill = scheduler.prefill
-        return bool(scheduler.decode.running or prefill.running or prefill.waiting) or self.has_results
+        return bool(self._decoding or self._prefilling or self._waiting) or self.has_results
 
     @property
     def has_results(self) -> bool:
@@ -81,13 +78,11 @@ class ModelledEngine:
 
     @property
     def num_waiting_tokens(self) -> int:
-        prefill = self.scheduler.prefill
-        return self.scheduler.num_waiting_tokens if prefill.waiting or prefill.running else 0
+        return self.scheduler.num_waiting_tokens if self._waiting or self._prefilling else 0
 
     def stats(self) -> ServingStats:
         """The ceiling is that of the last completed step: one that is computed later would depend on skipped steps."""
-        scheduler = self.scheduler
-        return _stats(len(scheduler.prefill.running) + len(scheduler.decode.running), self._ceiling)
+        return _stats(len(self._prefilling) + len(self._decoding), self._ceiling)
 
     def check(self, request: Request) -> None:
         pass
@@ -126,7 +121,7 @@ class ModelledEngine:
         pass
 
     def _settle(self, tasks: list[Task]) -> list[TokenEvent]:
-        sampled = [_sampled(token_of(task.seq)) if task.samples else None for task in tasks]
+        sampled = [Sampled(task.seq.request.seed) if task.samples else None for task in tasks]  # as `token_of`
         return self.scheduler.settle(tasks, sampled)
 
 
@@ -149,7 +144,9 @@ class PrefillEngine(ModelledEngine):
 
     def begin(self) -> tuple[int, int] | None:
         """Schedules a step: the tokens that it computes and the context that they read. None: nothing fits."""
-        tasks = self.scheduler.schedule() if self.scheduler.busy else []
+        if not (self._waiting or self._prefilling or self._decoding):
+            return None
+        tasks = self.scheduler.schedule()
         if not tasks:
             return None
         self.tasks = tasks
@@ -211,11 +208,11 @@ class DecodeEngine(ModelledEngine):
 
     @property
     def rows(self) -> int:
-        return len(self.scheduler.decode.running)
+        return len(self._decoding)
 
     @property
     def context(self) -> int:
-        return sum([len(seq.tokens) for seq in self.scheduler.decode.running])
+        return sum([len(seq.tokens) for seq in self._decoding])
 
     @property
     def prompt_work(self) -> tuple[int, int]:
@@ -225,7 +222,7 @@ class DecodeEngine(ModelledEngine):
     # ---- steps ------------------------------------------------------------------------------------------------------
 
     def fast_forward_to(self, step: int) -> None:
-        if step > self.synced and self.scheduler.decode.running:
+        if step > self.synced and self._decoding:
             fast_forward(self.scheduler, self.config, step - self.synced, token_of, model=MODEL)
         self.synced = step
 
@@ -238,7 +235,8 @@ class DecodeEngine(ModelledEngine):
         something happens in it, where that is known."""
         self.noisy = self.quiet() == 0 if noisy is None else noisy
         self._fresh = self.skipping = False
-        self.tasks = self.scheduler.schedule() if self.scheduler.busy else []
+        busy = self._decoding or self._waiting or self._prefilling
+        self.tasks = self.scheduler.schedule() if busy else []
         self._facts = StepFacts.of(self.tasks) if self.noisy else _NO_FACTS
 
     def pass_quietly(self, step: int) -> None:
@@ -269,7 +267,7 @@ class DecodeEngine(ModelledEngine):
         events = self._settle(tasks)
         slo_controller = self.scheduler.slo_controller
         if self.noisy and tasks:
-            slo_controller.settled(now_s, step_s, facts, 0, (task.seq for task in tasks))
+            slo_controller.settled(now_s, step_s, facts, 0, [task.seq for task in tasks])
         self._ceiling = slo_controller.ceiling
         return [self._run(event.request_id, event) for event in events if event.finish_reason]
 

@@ -53,12 +53,14 @@ class Process:
         worker, now_s = self.worker, self._site.timeline.now_s
         if self._engine.has_results:
             worker.work(now_s)
-        messages, self.messages = self.messages, []
-        for message in messages:
-            worker.receive(message, now_s)
+        if self.messages:
+            messages, self.messages = self.messages, []
+            for message in messages:
+                worker.receive(message, now_s)
         if worker.moving:
             worker.work(now_s)
-        self.flush()
+        if self._sent:
+            self.flush()
 
     def flush(self) -> None:
         if self._sent:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import floor, inf, log10
 
@@ -111,7 +112,12 @@ class PrefillTimes:
             found = self._known[key] = self._step(*key)
         return found
 
+    def added_s(self, tokens: int, reads: int) -> float:
+        """What they add to a step that runs in any case: not what a step costs whatever it computes."""
+        return max(0.0, self.step_s(tokens, reads) - self.step_s(1, 1))
 
+
+@lru_cache(maxsize=2**14)
 def _gridded(count: int) -> int:
     """Within about one in sixty of the count, or eight tokens."""
     grid: int = max(16, 1 << max(0, count.bit_length() - 6))
@@ -128,9 +134,8 @@ def _rounded(count: int) -> int:
 
 def steps_within(line: Line, context: int, grows: int, most: float = inf) -> int:
     """How many steps in a row begin below the line's limit, when each makes the context so much longer."""
-    if not grows:
-        return int(min(most, 2**40))
-    return int(min(most, (line.limit - 1 - context) // grows + 1))
+    steps = (line.limit - 1 - context) // grows + 1 if grows else 2**40
+    return steps if steps < most else int(most)
 
 
 def span_fs(line: Line, context: int, grows: int, count: int) -> int:
