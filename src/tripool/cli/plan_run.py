@@ -25,8 +25,15 @@ from tripool.planner.hardware import Hardware, named_hardware, parse_hardware
 from tripool.planner.models import ModelShape, named_model, read_config
 from tripool.planner.page import deployment_cells, ranked_heads, render_plan
 from tripool.planner.probe import describe, probe
-from tripool.planner.report import compared_with_shared, economy_words, parts_ms, plan_data, why
-from tripool.planner.rows import band_of
+from tripool.planner.report import (
+    band_words,
+    compared_with_shared,
+    economy_words,
+    parts_ms,
+    plan_data,
+    sources_words,
+    why,
+)
 from tripool.planner.search import Deployment, Lengths, Plan, PlanGoal, make_plan
 
 _BROKEN = 1
@@ -148,10 +155,7 @@ def show_plan(ask: PlanGoal, plan: Plan, wanted_per_s: float | None) -> None:
         f"{ask.input_tokens:,.0f} tokens in ({ask.cached_share:.1%} cached), {ask.output_tokens:,.0f} out; "
         f"TTFT {ask.ttft_s * 1e3:,.0f} ms, TPOT {ask.tpot_s * 1e3:g} ms; {plan.num_considered:,} combinations"
     )
-    slower = {"TPOT ms": best.tpot_s * 1e3, "TTFT ms": best.ttft_s * 1e3}
-    if best.cost_per_million:
-        slower[f"{ask.money}/M out"] = best.cost_per_million
-    out.print(band_of(ask.hardware).beside({"requests/s": best.requests_per_s}, slower))
+    out.print(f"{band_words(ask, best)}; {sources_words(ask.hardware)}")
     table = Table("prefill", "decode")
     for name in ranked_heads(ask):
         table.add_column(name, justify="right")
