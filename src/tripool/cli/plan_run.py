@@ -92,6 +92,7 @@ def lengths_of(work: Workload, cached: float | None = None) -> Lengths | None:
         input_square=work.input_square, decode_context=work.decode_context, held=work.held,
         cached_square=work.cached_square if cached is None else cached**2 * work.input_square,
         held_spread=work.held_spread, longest=work.longest, longest_input=work.longest_input,
+        popular=work.popular_share if cached is None else 0.0,
     )  # fmt: skip
 
 
@@ -114,6 +115,8 @@ def _simulated(
     cell = next((cell for cell in found.cells if not cell.shared), None)
     if cell is None:
         return None, "not simulated: one pool that does both prefill and decode is not modelled there"
+    if goal.cached_share and not asks:
+        return None, "not simulated: --cached does not say which prompts share a prefix; a --trace does"
     seconds = takes_s(goal, cell, asks)
     if wanted is None and seconds > AUTOMATIC_S:
         return None, f"not simulated: that takes about {seconds:,.0f} s; --simulate does it"
