@@ -122,7 +122,7 @@ def leave_family_out(rows: Sequence[Row], model: ModelShape) -> list[LeftOut]:
         families.setdefault(hardware.family, []).append(row)
     others = {
         "910C": _without_910c, "H100": _without_h100, "H800": _without_h800, "H200": _without_h200,
-        "MI300X": _without_mi300x,
+        "B200": _without_b200, "MI300X": _without_mi300x,
     }  # fmt: skip
     found = []
     for family, own in families.items():
@@ -157,3 +157,7 @@ def _without_h200(rows: Sequence[Row], model: ModelShape, shipped: Constants) ->
 
 def _without_mi300x(rows: Sequence[Row], model: ModelShape, shipped: Constants) -> tuple[Constants, str]:
     return shipped.with_layer("mi300x", shipped.hardware["h200"].layer_s), "layer by H200"
+
+
+def _without_b200(rows: Sequence[Row], model: ModelShape, shipped: Constants) -> tuple[Constants, str]:
+    return shipped.with_host("b200", 0.0), "no host time"
