@@ -37,8 +37,9 @@ def check(ask: PlanGoal, found: Deployment) -> None:
     for cell in found.cells:
         check_cell(ask, cell)
     hourly = found.requests_per_s * ask.output_tokens * 3600
-    assert found.cost_per_million == pytest.approx(ask.price * found.chips / hourly * 1e6)
-    assert found.kwh_per_million == pytest.approx(ask.hardware.watts * found.chips / 1e3 / hourly * 1e6)
+    cost, watts = ask.price, ask.hardware.watts
+    assert found.cost_per_million == (cost and pytest.approx(cost * found.chips / hourly * 1e6))
+    assert found.kwh_per_million == (watts and pytest.approx(watts * found.chips / 1e3 / hourly * 1e6))
 
 
 def check_cell(ask: PlanGoal, cell: Cell) -> None:

@@ -26,6 +26,10 @@ class BadTrace(InvalidRequest, code="bad_trace"):
     """A trace that cannot be replayed; the message names the line."""
 
 
+_POPULAR = 8
+"""A block that came so often is in the memory of most instances by now."""
+
+
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
     arrival_s: float
@@ -50,6 +54,8 @@ class Workload:
     cached_share: float = 0.0
     """Share of prompt tokens in a prefix that came before: what a cache that forgets nothing finds."""
     cached_block_share: float = 0.0
+    popular_share: float = 0.0
+    """Share of those tokens whose block had come often: every instance has it in its own memory."""
     num_blocks: int = 0
     """Of all prompts together."""
     span_s: float = 0.0
@@ -74,8 +80,8 @@ class Workload:
 
 
 def measure_trace(requests: Iterable[TraceRequest]) -> Workload:
-    seen_by_tenant: defaultdict[str, set[int]] = defaultdict(set)
-    count = known_blocks = num_blocks = known_tokens = prompts = answers = 0
+    seen_by_tenant: defaultdict[str, dict[int, int]] = defaultdict(dict)
+    count = popular_blocks = known_blocks = num_blocks = known_tokens = prompts = answers = 0
     input_square = cached_square = contexts = held = held_square = longest = longest_input = 0
     first_s = last_s = 0.0
     names_blocks, block_tokens = False, TRACE_BLOCK_TOKENS
@@ -88,7 +94,10 @@ def measure_trace(requests: Iterable[TraceRequest]) -> Workload:
         if ids:
             names_blocks, block_tokens = True, request.block_tokens
         known = next((place for place, block_id in enumerate(ids) if block_id not in seen), len(ids))
-        seen.update(ids[known:])
+        for place, block_id in enumerate(ids):
+            times = seen.get(block_id, 0)
+            seen[block_id] = times + 1
+            popular_blocks += place < known and times >= _POPULAR
         known_blocks += known
         num_blocks += len(ids) or -(-request.input_tokens // request.block_tokens)
         # The last token is always computed: something has to be sampled from.
@@ -105,6 +114,7 @@ def measure_trace(requests: Iterable[TraceRequest]) -> Workload:
     return Workload(
         num_requests=count, input_tokens=prompts / max(1, count), output_tokens=answers / max(1, count),
         cached_share=known_tokens / max(1, prompts), cached_block_share=known_blocks / max(1, num_blocks),
+        popular_share=popular_blocks / max(1, known_blocks),
         input_square=input_square / max(1, count), cached_square=cached_square / max(1, count),
         decode_context=contexts / 2 / steps, held=held / steps,
         held_spread=max(0.0, held_square / steps - (held / steps) ** 2) ** 0.5, longest=longest,

@@ -25,8 +25,15 @@ from tripool.planner.hardware import Hardware, named_hardware, parse_hardware
 from tripool.planner.models import ModelShape, named_model, read_config
 from tripool.planner.page import deployment_cells, ranked_heads, render_plan
 from tripool.planner.probe import describe, probe
-from tripool.planner.report import compared_with_shared, economy_words, parts_ms, plan_data, why
-from tripool.planner.rows import band_of
+from tripool.planner.report import (
+    band_words,
+    compared_with_shared,
+    economy_words,
+    parts_ms,
+    plan_data,
+    sources_words,
+    why,
+)
 from tripool.planner.search import Deployment, Lengths, Plan, PlanGoal, make_plan
 
 _BROKEN = 1
@@ -85,6 +92,7 @@ def lengths_of(work: Workload, cached: float | None = None) -> Lengths | None:
         input_square=work.input_square, decode_context=work.decode_context, held=work.held,
         cached_square=work.cached_square if cached is None else cached**2 * work.input_square,
         held_spread=work.held_spread, longest=work.longest, longest_input=work.longest_input,
+        popular=work.popular_share if cached is None else 0.0,
     )  # fmt: skip
 
 
@@ -107,6 +115,8 @@ def _simulated(
     cell = next((cell for cell in found.cells if not cell.shared), None)
     if cell is None:
         return None, "not simulated: one pool that does both prefill and decode is not modelled there"
+    if goal.cached_share and not asks:
+        return None, "not simulated: --cached does not say which prompts share a prefix; a --trace does"
     seconds = takes_s(goal, cell, asks)
     if wanted is None and seconds > AUTOMATIC_S:
         return None, f"not simulated: that takes about {seconds:,.0f} s; --simulate does it"
@@ -148,10 +158,7 @@ def show_plan(ask: PlanGoal, plan: Plan, wanted_per_s: float | None) -> None:
         f"{ask.input_tokens:,.0f} tokens in ({ask.cached_share:.1%} cached), {ask.output_tokens:,.0f} out; "
         f"TTFT {ask.ttft_s * 1e3:,.0f} ms, TPOT {ask.tpot_s * 1e3:g} ms; {plan.num_considered:,} combinations"
     )
-    slower = {"TPOT ms": best.tpot_s * 1e3, "TTFT ms": best.ttft_s * 1e3}
-    if best.cost_per_million:
-        slower[f"{ask.money}/M out"] = best.cost_per_million
-    out.print(band_of(ask.hardware).beside({"requests/s": best.requests_per_s}, slower))
+    out.print(f"{band_words(ask, best)}; {sources_words(ask.hardware)}")
     table = Table("prefill", "decode")
     for name in ranked_heads(ask):
         table.add_column(name, justify="right")

@@ -14,10 +14,19 @@ from rich.table import Table
 
 from tripool.cli.files import read_file
 from tripool.planner.models import ModelShape
-from tripool.planner.report import validation_data
-from tripool.planner.rows import Compared, Verdict, bundled_rows, compare_rows, parse_rows, verdicts
+from tripool.planner.report import unseen_data, validation_data
+from tripool.planner.rows import Compared, Verdict, bundled_rows, compare_rows, parse_rows, unseen, verdicts
 from tripool.planner.rows.calibrating import LeftOut, leave_family_out
-from tripool.planner.rows.judging import MEDIAN_LEFT_OUT, PLAIN_MODEL, TABLES
+from tripool.planner.rows.judging import (
+    MEDIAN_LEFT_OUT,
+    MEDIAN_UNSEEN,
+    PLAIN_MODEL,
+    SHARE_UNSEEN,
+    TABLES,
+    UNSEEN,
+    WITHIN_UNSEEN,
+    Unseen,
+)
 
 
 def validate(model: ModelShape, rows: Path | None, as_json: bool, out: Console) -> bool:
@@ -29,11 +38,18 @@ def validate(model: ModelShape, rows: Path | None, as_json: bool, out: Console) 
     compared = compare_rows(table, model)
     found = verdicts(compared)
     left_out = leave_family_out(table, model) if rows is None and model.name == PLAIN_MODEL else []
+    later = compare_rows(bundled_rows(UNSEEN), model) if rows is None else []
     holds = all(each.ok for each in found) and (not left_out or median_left_out(left_out) <= MEDIAN_LEFT_OUT)
     if as_json:
-        typer.echo(json.dumps(validation_data(compared, found, left_out) | {"ok": holds}, indent=1))
+        typer.echo(
+            json.dumps(
+                validation_data(compared, found, left_out) | {"unseen": unseen_data(later), "ok": holds}, indent=1
+            )
+        )
     else:
-        _show(compared, found, left_out, out)
+        _show_rows([*compared, *later], out)
+        _show(found, left_out, out)
+        _show_unseen(unseen(later or compared), out)
     return holds
 
 
@@ -41,7 +57,7 @@ def median_left_out(left_out: Sequence[LeftOut]) -> float:
     return median(abs(error) for each in left_out for error in each.errors.values())
 
 
-def _show(compared: Sequence[Compared], found: Sequence[Verdict], left_out: Sequence[LeftOut], out: Console) -> None:
+def _show_rows(compared: Sequence[Compared], out: Console) -> None:
     table = Table("system", "hardware", "phase")
     for name in ("EP", "batch", "context", "published", "predicted", "error"):
         table.add_column(name, justify="right")
@@ -56,6 +72,9 @@ def _show(compared: Sequence[Compared], found: Sequence[Verdict], left_out: Sequ
         table.add_row(*map(escape, (row.system, name, row.phase, *cells, error, role)))
     out.print(table)
     out.print("tok/s per device; shown: not compared, for the reason beside it")
+
+
+def _show(found: Sequence[Verdict], left_out: Sequence[LeftOut], out: Console) -> None:
     for verdict in found:
         out.print(_line(verdict), markup=True)
     if left_out:
@@ -73,6 +92,17 @@ def _show_left_out(left_out: Sequence[LeftOut], out: Console) -> None:
     middle = median_left_out(left_out)
     mark = "[green]ok[/]" if middle <= MEDIAN_LEFT_OUT else "[red]broken[/]"
     out.print(f"median of all: {middle:.1%} (bar {MEDIAN_LEFT_OUT:.0%}) {mark}", markup=True)
+
+
+def _show_unseen(found: Unseen | None, out: Console) -> None:
+    if found is None:
+        return
+    mark = "[green]ok[/]" if found.ok else "[yellow]not met[/]"
+    out.print(
+        f"{found.rows} rows that fixed no constant: median {found.median:.1%} (bar {MEDIAN_UNSEEN:.0%}), "
+        f"{found.share:.0%} within {WITHIN_UNSEEN:.0%} (bar {SHARE_UNSEEN:.0%}) {mark}",
+        markup=True,
+    )
 
 
 def _line(verdict: Verdict) -> str:

@@ -68,6 +68,8 @@ HARDWARE = {
     "exchange.decode_gb_s": _GB_S,
     "overheads.layer_us": _US,
     "overheads.dense_layer_us": _US,
+    "overheads.latent_us": _US,
+    "overheads.host_us": _US,
     "overheads.agree_us": _US,
     "overheads.step_us": _US,
     "overheads.gemm_rows": Limit(0, 1e5, "rows"),

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from tripool.planner.cost import Setup, StepCost
-from tripool.planner.rows import Compared, Verdict, band_of
+from tripool.planner.hardware import Hardware
+from tripool.planner.rows import Compared, Verdict, band_of, unseen
 from tripool.planner.rows.calibrating import LeftOut
 from tripool.planner.search import Cell, Deployment, Plan, PlanGoal
 
@@ -127,6 +128,27 @@ def compared_with_shared(plan: Plan) -> str:
     )
 
 
+def band_words(goal: PlanGoal, best: Deployment) -> str:
+    """The band of the hardware's published rows, on each figure of the best deployment."""
+    slower = {"TPOT ms": best.tpot_s * 1e3, "TTFT ms": best.ttft_s * 1e3}
+    if best.cost_per_million:
+        slower[f"{goal.money}/M out"] = best.cost_per_million
+    if best.kwh_per_million:
+        slower["kWh/M out"] = best.kwh_per_million
+    faster = {
+        "requests/s": best.requests_per_s, "out tok/s/chip": best.requests_per_s * goal.output_tokens / best.chips,
+    }  # fmt: skip
+    return band_of(goal.hardware, goal.model).beside(faster, slower)
+
+
+def sources_words(hardware: Hardware) -> str:
+    """How many numbers of a description nobody has published."""
+    assumed = sum(fact.kind == "assumed" for fact in hardware.facts.values())
+    return (
+        f"{assumed} of the {len(hardware.facts)} numbers that describe {hardware.title} are assumed, without a source"
+    )
+
+
 def economy_words(goal: PlanGoal, found: Deployment) -> str:
     """Price and energy per million output tokens of the chips in use, and the chips that are not."""
     hardware = goal.hardware
@@ -159,7 +181,7 @@ def _setup(setup: Setup) -> dict[str, Any]:
 
 def _band_data(goal: PlanGoal, best: Deployment) -> dict[str, Any]:
     """How far the hardware's published rows are from their predictions, and the limits of the best plan's figures."""
-    band = band_of(goal.hardware)
+    band = band_of(goal.hardware, goal.model)
     return {
         "family": band.family,
         "rows": band.rows,
@@ -168,6 +190,8 @@ def _band_data(goal: PlanGoal, best: Deployment) -> dict[str, Any]:
         "tpot_ms": band.around_time(best.tpot_s * 1e3),
         "ttft_ms": band.around_time(best.ttft_s * 1e3),
         "cost_per_million": band.around_time(best.cost_per_million) if best.cost_per_million else None,
+        "kwh_per_million": band.around_time(best.kwh_per_million) if best.kwh_per_million else None,
+        "sources": sources_words(goal.hardware),
     }
 
 
@@ -181,6 +205,11 @@ def validation_data(
         for each in left_out
     ]
     return {"rows": rows, "families": families, "left_out": without, "ok": all(each.ok for each in found)}
+
+
+def unseen_data(compared: Sequence[Compared]) -> dict[str, Any]:
+    found = unseen(compared)
+    return {"summary": asdict(found) if found else None, "rows": [_row_data(each) for each in compared]}
 
 
 def _row_data(compared: Compared) -> dict[str, Any]:

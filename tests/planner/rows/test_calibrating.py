@@ -25,6 +25,8 @@ def test_constants_are_what_calibration_gives() -> None:
     for name, hardware in found.hardware.items():
         assert hardware.prefill_stack == pytest.approx(named_hardware(name).prefill_stack, rel=0.005)
         assert hardware.agree_s == pytest.approx(named_hardware(name).agree_s, rel=0.005)
+        assert hardware.layer_s == pytest.approx(named_hardware(name).layer_s, rel=0.005)
+        assert hardware.host_s == pytest.approx(named_hardware(name).host_s, rel=0.005)
     for name, constants in found.software.items():
         assert constants == pytest.approx(named_software()[name], rel=0.005)
 

@@ -8,8 +8,8 @@ import pytest
 
 from tripool.planner.hardware import hardware_names, named_hardware
 from tripool.planner.models import named_model
-from tripool.planner.rows import CALIBRATION, band_of, bundled_rows, compare_rows, fixed_by, verdicts
-from tripool.planner.rows.judging import BARS, TABLES
+from tripool.planner.rows import CALIBRATION, band_of, bundled_rows, compare_rows, fixed_by, unseen, verdicts
+from tripool.planner.rows.judging import BARS, MEDIAN_UNSEEN, TABLES, UNSEEN
 
 R1 = named_model("deepseek-r1")
 ROWS = [row for name in TABLES for row in bundled_rows(name)]
@@ -52,25 +52,45 @@ def test_averages_are_shown_and_not_judged(compared) -> None:
 
 @pytest.mark.parametrize("name", hardware_names())
 def test_every_hardware_has_a_band_or_says_that_it_has_none(name: str, compared) -> None:
-    hardware = named_hardware(name)
-    band = band_of(hardware)
-    own = [each.prediction for each in compared if each.role == "validation" and each.prediction.hardware.name == name]
+    band = band_of(named_hardware(name), R1)
+    judged = [*compared, *compare_rows(bundled_rows(UNSEEN), R1)]
+    every = [each.prediction for each in judged if each.role == "validation"]
+    own = [each for each in every if each.hardware.name == name]
     assert band.rows == len(own)
-    for prediction in own:
-        low, high = band.around(prediction.predicted)
-        assert low * (1 - 1e-9) <= prediction.published <= high * (1 + 1e-9)
-    everyone = [abs(each.prediction.error) for each in compared if each.role == "validation"]
-    assert band.within == pytest.approx(max(everyone) if len(own) < 5 else max(abs(each.error) for each in own))
+    held = [abs(each.error) <= band.within * (1 + 1e-9) for each in own]
+    assert sum(held) >= 0.9 * len(own), "nine of ten published rates are in the band"
+    if own and len(own) < 5:
+        assert all(held) and band.within >= sorted(abs(each.error) for each in every)[int(0.8 * len(every))]
     if not own:
         assert band.words() == "assumed, no published row" and band.around(1.0) is None
 
 
-def test_figures_of_a_plan_have_limits(compared) -> None:
-    band = band_of(named_hardware("h200"))
+def test_figures_of_a_plan_have_limits() -> None:
+    band = band_of(named_hardware("h200"), R1)
     low, high = band.around(100.0)
     assert low < 100.0 < high
     soonest, latest = band.around_time(50.0)
     assert soonest < 50.0 < latest and low / 100.0 == pytest.approx(50.0 / latest)
     words = band.beside({"requests/s": 100.0}, {"TPOT ms": 50.0})
     assert "published rows of H200" in words and "requests/s" in words and "TPOT ms" in words
-    assert band_of(named_hardware("mi300x")).beside({"requests/s": 1.0}, {}) == "error: assumed, no published row"
+
+
+@pytest.mark.parametrize("name", ["ascend-950dt", "mi355x", "gb300-nvl72"])
+def test_hardware_without_rows_has_no_limits(name: str) -> None:
+    band = band_of(named_hardware(name), R1)
+    assert band.beside({"requests/s": 1.0}, {}) == "error: assumed, no published row"
+
+
+def test_rows_of_other_attention_or_another_description_do_not_count() -> None:
+    ascend, h200 = named_hardware("ascend-910c"), named_hardware("h200")
+    assert band_of(ascend, R1).rows and not band_of(ascend, named_model("deepseek-v3.2")).rows
+    assert band_of(h200, named_model("deepseek-v3.2")).rows
+    assert not band_of(replace(h200, hbm_bytes=2 * h200.hbm_bytes), R1).rows
+
+
+def test_unseen_rows_fix_nothing_and_are_within_the_median() -> None:
+    """Found after the model, and kept whatever their errors are: 88 % within a quarter when they came."""
+    compared = compare_rows(bundled_rows(UNSEEN), R1)
+    assert not any(each.role == "calibration" for each in compared)
+    found = unseen(compared)
+    assert found.rows >= 40 and found.median <= MEDIAN_UNSEEN and found.share >= 0.85

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import exp
 
 from tripool.planner.cost.exchange import Exchanged, reduce_s
@@ -11,6 +12,16 @@ from tripool.planner.cost.setup import Placed, Routing, Setup, StepCost, place_e
 from tripool.planner.cost.skew import deviations, hottest
 from tripool.planner.hardware import WEIGHT_BYTES, Hardware
 from tripool.planner.models import ModelShape
+from tripool.planner.models.shape import Gqa
+
+_DENSE_KERNELS = 8
+"""Of a layer without experts: four GEMMs, rotary, attention, norm, activation."""
+_ATTENTION_KERNELS = 6
+"""Of attention that is not latent: two norms, two GEMMs, rotary, attention."""
+_LINEAR_KERNELS = 8
+"""Two norms, three GEMMs, convolution, gates, state."""
+_INDEX_KERNELS = 9
+"""Three GEMMs, norm, rotary, transform, quantisation, scores, choice."""
 
 
 def gemm_s(hardware: Hardware, params: float, rows: float, precision: str) -> float:
@@ -76,12 +87,26 @@ class LayerModel:
     setup: Setup
     routing: Routing
 
-    @property
+    @cached_property
     def placed(self) -> Placed | None:
         setup = self.setup
         if self.model.moe is None:
             return None
         return place_experts(self.model, setup.holding_ranks, self.routing.redundant_share, setup.balance)
+
+    @cached_property
+    def fixed_s(self) -> float:
+        """Of a layer with experts beside its operators' bytes and operations. Descriptions have it for latent
+        attention; other attention is fewer kernels, and the indexer of sparse attention more.
+        """
+        hardware, model = self.hardware, self.model
+        kernel_s = hardware.dense_layer_s / _DENSE_KERNELS
+        fixed_s = hardware.layer_s
+        if isinstance(model.attention, Gqa) and hardware.latent_s:
+            linear = model.linear_layers / model.layers
+            kernels = (1.0 - linear) * _ATTENTION_KERNELS + linear * _LINEAR_KERNELS
+            fixed_s += kernels * kernel_s - hardware.latent_s
+        return fixed_s + (_INDEX_KERNELS * kernel_s if model.attention.index_topk else 0.0)
 
     def passes_s(self, tokens: float) -> float:
         """Operators that only read and write activations."""
@@ -172,7 +197,7 @@ class LayerModel:
             ("shared expert", stack * count * self.shared_s(share)),
             ("activations", stack * count * self.passes_s(share)),
             ("tensor parallel", count * self._reduce_s(share) * (2 if self.setup.split_experts else 1)),
-            ("layer", count * self.hardware.layer_s),
+            ("layer", count * self.fixed_s),
         )
         if self.setup.expert_ranks:
             return self._two_pools(dict(parts), work, moved)

@@ -104,8 +104,12 @@ class PrefillModel(_Instance):
     def step_s(self, tokens: float, prompt: float, cached: float = 0.0, *, plane: str = "memory") -> float:
         return self.step(tokens, prompt, cached, plane=plane).seconds
 
-    def step(self, tokens: float, prompt: float, cached: float = 0.0, *, plane: str = "memory") -> StepCost:
-        """`tokens` new tokens per rank, of prompts of `prompt` tokens of which `cached` are in the pool."""
+    def step(
+        self, tokens: float, prompt: float, cached: float = 0.0, *, own: float = 0.0, plane: str = "memory"
+    ) -> StepCost:
+        """`tokens` new tokens per rank, of prompts of `prompt` tokens of which `cached` are known; a share `own` of
+        these in the instance's own memory, the others in the pool.
+        """
         assert 0.0 <= cached < prompt
         hardware, stack = self.hardware, self.hardware.prefill_stack
         scores_s = self._scores_s(tokens, cached + (prompt - cached) / 2)
@@ -117,8 +121,11 @@ class PrefillModel(_Instance):
             )  # fmt: skip
             layers.insert(0, (self.model.moe_layers, moe))
         head_s = self._layer.head_s(tokens / prompt)  # only a prompt's last position needs the head
-        load_s = self._load_s(tokens * cached / (prompt - cached), plane)
-        return step_cost(layers, {"head": head_s, "step": hardware.step_s, "cached prefix": load_s})
+        load_s = self._load_s((1.0 - own) * tokens * cached / (prompt - cached), plane)
+        launched_s = self.model.layers * hardware.host_s * self._layer.fixed_s / hardware.layer_s
+        waits_s = max(0.0, launched_s - sum(count * layer.seconds for count, layer in layers))
+        fixed = {"head": head_s, "step": hardware.step_s, "cached prefix": load_s, "launches": waits_s}
+        return step_cost(layers, fixed)
 
     def tokens_per_s_per_chip(
         self, tokens: float, prompt: float, cached: float = 0.0, *, plane: str = "memory"

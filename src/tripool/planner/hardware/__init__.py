@@ -106,13 +106,14 @@ class Hardware:
     layer_s: float
     """Of a layer and microbatch beside its operators' bytes and operations: launches, ramps, small kernels."""
     dense_layer_s: float
-    """The same of a layer without experts."""
+    """The same of a layer without experts: eight kernels."""
     step_s: float
     prefill_stack: float
     """A prefill layer's compute time over the sum of its operators at their own efficiencies."""
     buffers_bytes: float
     exchange: Exchange
     planes: tuple[Plane, ...]
+    """One of each kind, in the order of `PLANE_KINDS`."""
     cache_bytes_per_s: Mapping[str, float]
     """Per chip, reading cached KV over the memory and over the service plane."""
     price_per_hour: float | None
@@ -122,12 +123,16 @@ class Hardware:
     """Per chip, with its share of the machine around it. None: unknown."""
     agree_s: float = 0.0
     """Of a decode step before which several ranks with requests of their own agree on it."""
+    latent_s: float = 0.0
+    """Part of `layer_s` that latent attention takes; 0: not known apart, other attention takes as long."""
+    host_s: float = 0.0
+    """Least time of a prefill layer: the host launches its kernels one by one, while decode steps are graphs."""
     draft_s: float = 0.0
     """Of a step that drafts, beside the drafts themselves."""
     facts: Mapping[str, Fact] = field(default_factory=dict, repr=False, compare=False, hash=False)
 
     def plane(self, kind: PlaneKind) -> Plane:
-        return next(plane for plane in self.planes if plane.kind == kind)
+        return self.planes[PLANE_KINDS.index(kind)]
 
     @property
     def domain_ranks(self) -> int:
@@ -135,6 +140,11 @@ class Hardware:
 
     def supports(self, precision: str) -> bool:
         return precision in self.flops
+
+    @property
+    def sparse_published(self) -> bool:
+        """Whether attention over chosen tokens was measured, on this hardware or one with the same kernels."""
+        return self.latent_s > 0 or "shares.attention_sparse" in self.facts
 
     @property
     def eight_bit(self) -> str:
@@ -149,6 +159,7 @@ def parse_hardware(text: str, origin: str) -> Hardware:
     planes = tuple(_plane(facts, path, table) for path, table in facts.tables("planes"))
     if {plane.kind for plane in planes} != set(PLANE_KINDS):
         raise facts.error("planes", f"must hold one each of {', '.join(PLANE_KINDS)}")
+    planes = tuple(sorted(planes, key=lambda plane: PLANE_KINDS.index(plane.kind)))
     flops = {name: tera * 1e12 / ranks for name, tera in facts.table("tflops").items()}
     if "bf16" not in flops or not flops.keys() <= set(PRECISIONS):
         raise facts.error("tflops", f"must hold bf16, and may hold {', '.join(PRECISIONS)}")
@@ -176,6 +187,8 @@ def parse_hardware(text: str, origin: str) -> Hardware:
         gemm_rows=number("overheads", "gemm_rows"), gemm_tile=number("overheads", "gemm_tile", default=0.0),
         layer_s=layer_us * 1e-6, dense_layer_s=number("overheads", "dense_layer_us", default=layer_us) * 1e-6,
         step_s=number("overheads", "step_us") * 1e-6, agree_s=number("overheads", "agree_us", default=0.0) * 1e-6,
+        latent_s=number("overheads", "latent_us", default=0.0) * 1e-6,
+        host_s=number("overheads", "host_us", default=0.0) * 1e-6,
         prefill_stack=number("overheads", "prefill_stack", least=0.1),
         buffers_bytes=number("overheads", "buffers_gb") * 1e9 / ranks,
         exchange=_exchange(facts),

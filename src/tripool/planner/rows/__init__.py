@@ -9,6 +9,7 @@ from tripool.planner.rows.judging import (
     bundled_rows,
     compare_rows,
     fixed_by,
+    unseen,
     verdicts,
 )
 from tripool.planner.rows.predicting import Prediction, hardware_of, model_of, predict
@@ -16,5 +17,5 @@ from tripool.planner.rows.reading import COLUMNS, Row, parse_rows
 
 __all__ = [
     "CALIBRATION", "COLUMNS", "Band", "Compared", "Prediction", "Row", "Verdict", "band_of", "bundled_rows",
-    "compare_rows", "fixed_by", "hardware_of", "model_of", "parse_rows", "predict", "verdicts",
+    "compare_rows", "fixed_by", "hardware_of", "model_of", "parse_rows", "predict", "unseen", "verdicts",
 ]  # fmt: skip

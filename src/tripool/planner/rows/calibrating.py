@@ -17,7 +17,8 @@ from tripool.planner.rows.predicting import hardware_of, named_software, predict
 from tripool.planner.rows.reading import Row
 
 _ROUNDS = 24
-_STACKS, _DRIFTS, _STEPS_S = (0.5, 4.0), (0.01, 2.0), (0.0, 0.05)
+_STACKS, _DRIFTS, _STEPS_S, _LAYERS_S = (0.5, 4.0), (0.01, 2.0), (0.0, 0.05), (0.0, 0.002)
+_HOSTS_S = (0.0, 0.01)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,12 @@ class Constants:
     def with_agreement(self, name: str, seconds: float) -> Constants:
         return replace(self, hardware=self.hardware | {name: replace(self.hardware[name], agree_s=seconds)})
 
+    def with_layer(self, name: str, seconds: float) -> Constants:
+        return replace(self, hardware=self.hardware | {name: replace(self.hardware[name], layer_s=seconds)})
+
+    def with_host(self, name: str, seconds: float) -> Constants:
+        return replace(self, hardware=self.hardware | {name: replace(self.hardware[name], host_s=seconds)})
+
     def with_software(self, name: str, key: str, value: float) -> Constants:
         return replace(self, software=self.software | {name: self.software[name] | {key: value}})
 
@@ -50,13 +57,19 @@ class Constants:
 def refit(rows: Sequence[Row], model: ModelShape, *, decode_row: Row | None = None) -> Constants:
     """From the calibration rows among `rows`; another `decode_row` may fix the decode drift (leave-one-out)."""
     of = {constant: row for row in rows if (constant := fixed_by(row))}
-    hardware = {name: named_hardware(name) for name in ("ascend-910c", "h100", "h200")}
+    hardware = {name: named_hardware(name) for name in ("ascend-910c", "h100", "h200", "b200", "mi300x")}
     found = Constants(named_routing(), hardware, dict(named_software()))
     found = _stack(found, "ascend-910c", of["ascend-910c prefill_stack"], model)
     found = _drift(found, "prefill_drift", of["routing prefill_drift"], model)
     found = _drift(found, "decode_drift", decode_row or of["routing decode_drift"], model)
     if "h200 agree_us" in of:
         found = _agreement(found, "h200", of["h200 agree_us"], model)
+    if "b200 host_us" in of:
+        row = of["b200 host_us"]
+        start = found
+        found = _solved(lambda value: start.with_host("b200", value), row, model, *_HOSTS_S)
+    if "mi300x layer_us" in of:
+        found = _layer(found, "mi300x", of["mi300x layer_us"], model)
     found = _stack(found, "h100", of["h100 prefill_stack"], model)
     row = of["deepseek h800 prefill_stack"]
     return _solved(lambda value: found.with_software("deepseek h800", "prefill_stack", value), row, model, *_STACKS)
@@ -72,6 +85,10 @@ def _drift(start: Constants, name: str, row: Row, model: ModelShape) -> Constant
 
 def _agreement(start: Constants, name: str, row: Row, model: ModelShape) -> Constants:
     return _solved(lambda value: start.with_agreement(name, value), row, model, *_STEPS_S)
+
+
+def _layer(start: Constants, name: str, row: Row, model: ModelShape) -> Constants:
+    return _solved(lambda value: start.with_layer(name, value), row, model, *_LAYERS_S)
 
 
 def _solved(tried: Callable[[float], Constants], row: Row, model: ModelShape, low: float, high: float) -> Constants:
@@ -103,7 +120,10 @@ def leave_family_out(rows: Sequence[Row], model: ModelShape) -> list[LeftOut]:
         hardware = hardware_of(row)
         assert hardware is not None
         families.setdefault(hardware.family, []).append(row)
-    others = {"910C": _without_910c, "H100": _without_h100, "H800": _without_h800, "H200": _without_h200}
+    others = {
+        "910C": _without_910c, "H100": _without_h100, "H800": _without_h800, "H200": _without_h200,
+        "B200": _without_b200, "MI300X": _without_mi300x,
+    }  # fmt: skip
     found = []
     for family, own in families.items():
         constants, words = others[family](rows, model, shipped) if family in others else (shipped, "no row of its own")
@@ -133,3 +153,11 @@ def _without_h200(rows: Sequence[Row], model: ModelShape, shipped: Constants) ->
     row = next(row for row in rows if row.system == "SGLang PD+EP decode")
     agree_s = _agreement(shipped, "h100", row, model).hardware["h100"].agree_s
     return shipped.with_agreement("h200", agree_s), "agreement by H100"
+
+
+def _without_mi300x(rows: Sequence[Row], model: ModelShape, shipped: Constants) -> tuple[Constants, str]:
+    return shipped.with_layer("mi300x", shipped.hardware["h200"].layer_s), "layer by H200"
+
+
+def _without_b200(rows: Sequence[Row], model: ModelShape, shipped: Constants) -> tuple[Constants, str]:
+    return shipped.with_host("b200", 0.0), "no host time"

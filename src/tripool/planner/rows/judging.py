@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
+from math import ceil
 from statistics import median
 from typing import Literal
 
 from tripool.planner.cost.setup import Routing
-from tripool.planner.hardware import Hardware
+from tripool.planner.hardware import Hardware, hardware_names, named_hardware
 from tripool.planner.models import ModelShape, named_model
 from tripool.planner.rows.predicting import Prediction, hardware_of, predict
 from tripool.planner.rows.reading import Row, parse_rows
@@ -22,13 +23,19 @@ CALIBRATION = {
     ("SGLang default", "prefill"): "h100 prefill_stack",
     ("DeepSeek profile-data", "prefill"): "deepseek h800 prefill_stack",
     ("SGLang long context, overlap scheduling", "decode"): "h200 agree_us",
+    ("SGLang on B200, 16 requests, prompts between the steps, TP8", "decode"): "b200 host_us",
+    ("SGLang on MI300X, one request, TP8", "decode"): "mi300x layer_us",
 }
 """System and phase of a bundled row; the constant that it fixes."""
 _SAME = 0.01
 """Rates closer than this, of rows alike in all else, are one measurement."""
 _FEW = 5
-"""With fewer rows, a family's band is that of the worst of any family."""
+"""With fewer rows, a family's band is at least that of all families together."""
+_MOST = 0.9
+"""A band holds so many of the rows."""
 TABLES = ("published", "further")
+UNSEEN = "unseen"
+"""Rows that were predicted before any of them was looked into; none fixes a constant."""
 PLAIN_MODEL = "deepseek-r1"
 """Of the bundled tables' rows that name none."""
 
@@ -45,6 +52,8 @@ BARS = (
     Bar(("H100", "H800", "H200"), worst=0.15, median=0.08),
     Bar(("H20", "GB200", "B200"), worst=0.25),
 )
+MEDIAN_UNSEEN, WITHIN_UNSEEN, SHARE_UNSEEN = 0.12, 0.25, 0.9
+"""Bars of unseen rows: their median, and the share of them within an error."""
 MEDIAN_LEFT_OUT = 0.15
 """Bar of the median error when a family's own rows fix no constant."""
 
@@ -140,7 +149,7 @@ class Band:
     family: str
     rows: int
     within: float
-    """The worst error of a validation row, in either direction; with few rows, that of any family."""
+    """The error that nine of ten rows stay within, in either direction; with few rows, of all families."""
 
     @property
     def low(self) -> float:
@@ -154,7 +163,7 @@ class Band:
     def words(self) -> str:
         if not self.rows:
             return "assumed, no published row"
-        few = "" if self.rows >= _FEW else ", which are few: the worst of any family"
+        few = "" if self.rows >= _FEW else ", which are few: as all families together"
         return f"within {self.within:.0%} by {self.rows} published rows of {self.family}{few}"
 
     def around(self, rate: float) -> tuple[float, float] | None:
@@ -177,21 +186,50 @@ class Band:
 def _validation_errors() -> dict[str, list[float]]:
     """Of the bundled tables by family, unsigned."""
     found: dict[str, list[float]] = {}
-    rows = (row for name in TABLES for row in bundled_rows(name))
+    rows = (row for name in (*TABLES, UNSEEN) for row in bundled_rows(name))
     for each in compare_rows(rows, named_model(PLAIN_MODEL)):
         if each.role == "validation" and each.prediction.hardware:
             found.setdefault(each.prediction.hardware.family, []).append(abs(each.prediction.error or 0.0))
     return found
 
 
+def _nine_of_ten(errors: Sequence[float]) -> float:
+    return sorted(errors)[ceil(_MOST * len(errors)) - 1] if errors else 0.0
+
+
 def error_band(family: str) -> Band:
     every = _validation_errors()
     own = every.get(family, [])
-    worst = max(own, default=0.0)
+    within = _nine_of_ten(own)
     if len(own) < _FEW:
-        worst = max(worst, *(max(errors) for errors in every.values()))
-    return Band(family, len(own), worst)
+        within = max(within, *own, _nine_of_ten([error for errors in every.values() for error in errors]))
+    return Band(family, len(own), within)
 
 
-def band_of(hardware: Hardware) -> Band:
+def band_of(hardware: Hardware, model: ModelShape) -> Band:
+    """No rows, where none was published of this hardware as it is described, or of attention as the model's on it."""
+    known = hardware.name in hardware_names() and named_hardware(hardware.name) == hardware
+    if not known or (model.attention.index_topk and not hardware.sparse_published):
+        return Band(hardware.family, 0, 0.0)
     return error_band(hardware.family)
+
+
+@dataclass(frozen=True, slots=True)
+class Unseen:
+    """Rows that no constant was fixed by, over all families."""
+
+    rows: int
+    median: float
+    share: float
+    """Within `WITHIN_UNSEEN`."""
+
+    @property
+    def ok(self) -> bool:
+        return self.median <= MEDIAN_UNSEEN and self.share >= SHARE_UNSEEN
+
+
+def unseen(compared: Sequence[Compared]) -> Unseen | None:
+    errors = [abs(each.prediction.error or 0.0) for each in compared if each.role == "validation"]
+    if not errors:
+        return None
+    return Unseen(len(errors), median(errors), sum(error <= WITHIN_UNSEEN for error in errors) / len(errors))

@@ -129,6 +129,7 @@ def predict(
     found = served_by(row, (hardware or {}).get(found.name, found), software)
     best: Prediction | None = None
     counts = (1, 2) if shape.moe is not None and not _split(row) else (1,)
+    counts = (2,) if row.expert_ranks else counts
     for microbatches in (row.microbatches,) if row.microbatches in counts else counts:
         tried = _predict(row, found, shape, microbatches or 1, routing)
         if best is None or (tried.predicted or 0.0) > (best.predicted or 0.0):
@@ -159,6 +160,12 @@ def _unknown(row: Row, hardware: Hardware | None, model: ModelShape | None) -> s
         return "accepted length of several drafts not stated"
     if row.ep is None and row.tp is None and row.chips is None:
         return "number of devices not stated"
+    if row.tp and row.tp > hardware.domain_ranks:
+        return "tensor parallelism across nodes: no published latency of such reductions"
+    if row.colocated and not row.answer:
+        return "length of answers not stated, between which prompts are computed"
+    if model.attention.index_topk and not hardware.sparse_published:
+        return "no published kernel of sparse attention on this hardware"
     return ""
 
 
@@ -179,6 +186,7 @@ def _setup(row: Row, hardware: Hardware, model: ModelShape, microbatches: int) -
         ep=ranks, tp=tp if ranks % tp == 0 else 1, precision=row.precision, microbatches=microbatches, drafts=drafts,
         accept=accept if drafts else 0.0, balance=row.balance, kv_element_bytes=1.0 if row.eight_bit_kv else 2.0,
         attention_8bit=row.eight_bit_attention, split_experts=_split(row) and model.moe is not None,
+        expert_ranks=row.expert_ranks,
     )  # fmt: skip
 
 
@@ -189,13 +197,24 @@ def _predict(row: Row, hardware: Hardware, model: ModelShape, microbatches: int,
     if row.phase == "decode":
         decode = DecodeModel(hardware, model, setup, routing)
         step = decode.step(per_rank, row.context)
-        rate = per_rank * hardware.ranks * setup.tokens_per_step / step.seconds
+        token_s = step.seconds / setup.tokens_per_step
+        if row.colocated:
+            token_s += _prompts_s(row, decode, per_rank)
+        rate = per_rank * hardware.ranks * setup.attention_ranks / setup.ep / token_s
     else:
         prefill = PrefillModel(hardware, model, setup, routing)
         step = prefill.step(per_rank, row.context)
         rate = per_rank * hardware.ranks / step.seconds
     why = "no rate published" if row.published is None else _no_room(hardware, model, setup, per_rank, row)
     return Prediction(row, hardware, rate, step, microbatches, why)
+
+
+def _prompts_s(row: Row, decode: DecodeModel, per_rank: float) -> float:
+    """What an answer's token waits for prompts that the same ranks compute: each of the batch brings one."""
+    assert row.prompt and row.answer
+    plain = replace(decode.setup, drafts=0, accept=0.0, microbatches=1)
+    prefill = PrefillModel(decode.hardware, decode.model, plain, decode.routing)
+    return per_rank * plain.ep / row.answer * prefill.step(row.prompt / plain.ep, row.prompt).seconds
 
 
 def _no_room(hardware: Hardware, model: ModelShape, setup: Setup, per_rank: float, row: Row) -> str:

@@ -42,6 +42,8 @@ _EIGHT_ATTENTION = re.compile(
     rf"{_EIGHT}[ -]?(?:mla|attention|attn|flashmla|fmha)|(?:mla|attention|attn|flashmla)[ :=(in-]*{_EIGHT}",
     re.IGNORECASE,
 )
+_COLOCATED = re.compile(r"\bco-?locat|\baggregated\b|prompts computed between", re.IGNORECASE)
+_TWO_POOLS = re.compile(r"\b(\d+)A(\d+)[FE]\b")
 _TP = re.compile(r"\bTP[ =-]?(\d+)\b", re.IGNORECASE)
 _PRECISIONS = {
     "nvfp4": "fp4", "mxfp4": "fp4", "fp4": "fp4", "w8a8": "int8", "int8": "int8", "mxfp8": "fp8", "fp8": "fp8",
@@ -73,6 +75,12 @@ class Row:
     batch_per_die: bool
     context: float | None
     """Mean context length: prompt plus half the answer, if the answer's length is published."""
+    prompt: float | None
+    answer: float | None
+    colocated: bool
+    """The same ranks compute prompts between the steps, and the rate of decoding counts that."""
+    expert_ranks: int
+    """Of `ep`, as in 48A16F: ranks with experts alone; 0: every rank has attention and experts."""
     drafts: int | None
     """None if the row does not say whether MTP is used."""
     accept: float | None
@@ -111,12 +119,16 @@ def _row(line: Mapping[str, str | None], where: str) -> Row:
     words = f"{cells['system']} | {cells['source']}"
     conditions = f"{words} | {cells['precision']} | {cells.get('balance', '')} |"
     drafts, accept = read_drafts(cells["mtp"])
+    prompt, answer = _lengths(cells, where)
+    pools = _TWO_POOLS.search(cells["system"])
     attention = bool(_EIGHT_ATTENTION.search(f"{conditions} attention={cells.get('attention_precision', '')}"))
     kv = bool(_EIGHT_KV.search(f"{conditions} kv={cells.get('kv_precision', '')}"))
     return Row(
         system=cells["system"], hardware=cells["hardware"], phase=phase, source=cells["source"],
         chips=_whole(cells, "n_devices", where), model=_model(cells), precision=read_precision(cells["precision"]),
-        ep=_whole(cells, "ep", where), tp=_tp(cells, where), context=_context(cells, phase, where), drafts=drafts,
+        ep=_whole(cells, "ep", where), tp=_tp(cells, where), prompt=prompt, answer=answer, drafts=drafts,
+        context=prompt + answer / 2 if prompt and answer and phase == "decode" else prompt,
+        colocated=phase == "decode" and bool(_COLOCATED.search(words)), expert_ranks=int(pools[2]) if pools else 0,
         accept=accept, simulated="simulat" in cells["mtp"].lower(), batch=_number(cells, "batch_per_device", where),
         batch_per_die=bool(_PER_DIE.search(cells["batch_per_device"]) or _BATCH_PER_DIE.search(words)),
         balance="perfect" if _EVEN.search(conditions) else "none" if _UNEVEN.search(conditions) else "balanced",
@@ -136,13 +148,13 @@ def _model(cells: Mapping[str, str]) -> str | None:
     return None if "model" in cells else ""
 
 
-def _context(cells: Mapping[str, str], phase: str, where: str) -> float | None:
-    context = _number(cells, "context_len", where)
+def _lengths(cells: Mapping[str, str], where: str) -> tuple[float | None, float | None]:
+    """Tokens of a prompt and of its answer, as far as they are stated."""
     lengths = _LENGTHS.search(cells["system"])
-    if lengths and phase == "decode":
-        return int(lengths[1]) + int(lengths[2]) / 2
+    if lengths and cells["phase"].lower() == "decode":
+        return float(lengths[1]), float(lengths[2])
     answer = _number(cells, "output_len", where) if "output_len" in cells else None
-    return context + answer / 2 if context and answer and phase == "decode" else context
+    return _number(cells, "context_len", where), answer
 
 
 def _tp(cells: Mapping[str, str], where: str) -> int | None:

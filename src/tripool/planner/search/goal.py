@@ -44,6 +44,8 @@ class Lengths:
     longest: float
     """Prompt and answer of the longest request."""
     longest_input: float
+    popular: float = 0.0
+    """Share of cached tokens that every prefill instance has in its own memory, because they come often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +103,11 @@ class PlanGoal:
     @property
     def cached_tokens(self) -> float:
         return min(self.input_tokens * self.cached_share, self.input_tokens - 1)
+
+    @property
+    def popular(self) -> float:
+        """Share of the hits that are not read from the cache pool."""
+        return self.lengths.popular if self.lengths else 0.0
 
     @property
     def mean_context(self) -> float:

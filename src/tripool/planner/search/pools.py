@@ -19,6 +19,8 @@ _FINE, _COARSE = 8, 4
 """Prefill sizes per doubling; of those below the largest that meets the TTFT, every fourth is tried."""
 _WAIT_BATCHES = 0.5
 """At full load a prompt finds a batch half done, then runs in one."""
+POOL_WAIT_S = 0.25
+"""Longest wait for the link to the cache pool, as that of `tripool.cache.client.PoolClient`."""
 _GOLDEN, _ROUNDS = (sqrt(5) - 1) / 2, 12
 
 
@@ -62,29 +64,52 @@ class Batches:
 
     def __init__(self, goal: PlanGoal, model: PrefillModel) -> None:
         self.goal, self.model = goal, model
-        self._known: dict[float, tuple[StepCost, float]] = {}
+        self._steps: dict[float, tuple[StepCost, float]] = {}
 
     def step(self, size: float) -> tuple[StepCost, float]:
         """The shortest, and the share of hits that it reads: with a slow cache pool, computing is faster."""
-        if size not in self._known:
-            self._known[size] = self._shortest(size)
-        return self._known[size]
+        if size not in self._steps:
+            self._steps[size] = self._shortest(size)
+        return self._steps[size]
 
     def seconds(self, size: float) -> float:
         return self.step(size)[0].seconds
 
     def _shortest(self, size: float) -> tuple[StepCost, float]:
-        found = self._read(size, 1.0)
-        if not self.goal.cached_tokens:
-            return found, 1.0
-        best = min(((found, 1.0), (self._read(size, 0.0), 0.0)), key=lambda pair: pair[0].seconds)
-        if self._read(size, 15 / 16).seconds < found.seconds:
-            share = _lowest(lambda share: self._read(size, share).seconds)
+        plain = (self._read(size, 0.0), 0.0)
+        most = self._readable(size) if self.goal.cached_tokens * (1.0 - self.goal.popular) else 0.0
+        if not most:
+            return plain
+        found = self._read(size, most)
+        best = min(((found, most), plain), key=lambda pair: pair[0].seconds)
+        if self._read(size, most * 15 / 16).seconds < found.seconds:
+            share = most * _lowest(lambda part: self._read(size, most * part).seconds)
             best = min((best, (self._read(size, share), share)), key=lambda pair: pair[0].seconds)
         return best
 
-    def new_tokens(self, size: float, read_share: float) -> float:
-        return size * self.goal.prompts(read_share)[0] / self.goal.input_tokens
+    def _readable(self, size: float) -> float:
+        """Share of the hits in the pool that a batch reads: what finds the link to it busy for longer than a worker
+        waits is computed.
+        """
+        goal = self.goal
+        pooled = goal.cached_tokens * (1.0 - goal.popular)
+        one_s = pooled * self._token_s / self.model.setup.ep
+        hits_s = size * pooled / goal.input_tokens * self._token_s
+        return min(1.0, (POOL_WAIT_S + one_s) / hits_s)
+
+    @property
+    def _token_s(self) -> float:
+        """Time of the link for one token of each rank."""
+        model, hardware = self.model.model, self.goal.hardware
+        kv_bytes = model.kv_bytes_per_token(self.model.setup.kv_element_bytes)
+        return kv_bytes * hardware.ranks / hardware.cache_bytes_per_s["memory"]
+
+    def _known(self, share: float) -> float:
+        """Share of the hits that is not computed, if that share of those in the pool is read."""
+        return self.goal.popular + (1.0 - self.goal.popular) * share
+
+    def new_tokens(self, size: float, share: float) -> float:
+        return size * self.goal.prompts(self._known(share))[0] / self.goal.input_tokens
 
     def pool(self, size: float, *, stopped_by: str) -> PrefillPool:
         goal, setup = self.goal, self.model.setup
@@ -97,8 +122,10 @@ class Batches:
         )  # fmt: skip
 
     def _read(self, size: float, share: float) -> StepCost:
-        _, prompt, cached = self.goal.prompts(share)
-        return self.model.step(self.new_tokens(size, share), prompt, cached)
+        known = self._known(share)
+        _, prompt, cached = self.goal.prompts(known)
+        own = self.goal.popular / known if known else 0.0
+        return self.model.step(self.new_tokens(size, share), prompt, cached, own=own)
 
 
 def _prefill_sizes(goal: PlanGoal, setup: Setup, room: Footprint) -> list[float]:

@@ -53,7 +53,7 @@ class PrefillInstance:
 
     def cut(self, until_fs: int) -> None:
         """Its links take nothing new until then."""
-        self._client.link.cut(until_fs)
+        self._client.cut(until_fs)
         self.send_link.cut(until_fs)
 
     def receive(self, message: AnyMessage) -> None:

@@ -161,7 +161,8 @@ class ModelledClient:
 
     def __init__(self, site: Site, pool: CachePool, worker_id: WorkerId, number: int) -> None:
         self._site, self._pool, self._worker_id, self._number = site, pool, worker_id, number
-        self.link, self._first_fs = Link(site.layout.links.cache_bytes_per_s), to_fs(site.layout.links.cache_s)
+        rate = site.layout.links.cache_bytes_per_s  # of each direction
+        self.link, self._outward, self._first_fs = Link(rate), Link(rate), to_fs(site.layout.links.cache_s)
         self._until_fs = 0
 
     @property
@@ -175,7 +176,7 @@ class ModelledClient:
             return ModelledPrefix(0)
         found = self._pool.find(keys, first, self._worker_id, namespace_tag(namespace), timeline.now_s)
         if found.num_blocks:
-            self._until_fs = self._move(found.num_blocks, "cache reads")
+            self._until_fs = self._move(self.link, found.num_blocks, "cache reads")
             timeline.at(self._until_fs, ARRIVAL, self._number, self._pool.release, found, self._worker_id)
         return ModelledPrefix(found.num_blocks)
 
@@ -192,15 +193,19 @@ class ModelledClient:
         chain, timeline = keys[: first + len(blocks)], self._site.timeline
         writing = self._pool.reserve(chain, self._worker_id, namespace_tag(namespace), timeline.now_s, first)
         if writing.num_blocks:
-            there_fs = self._move(writing.num_blocks, "cache writes")
+            there_fs = self._move(self._outward, writing.num_blocks, "cache writes")
             timeline.at(there_fs, ARRIVAL, self._number, self._stored, writing)
         return writing.num_blocks
 
-    def _move(self, num_blocks: int, name: str) -> int:
+    def cut(self, until_fs: int) -> None:
+        self.link.cut(until_fs)
+        self._outward.cut(until_fs)
+
+    def _move(self, link: Link, num_blocks: int, name: str) -> int:
         """To or from the pool; returns when it is there."""
         num_bytes, now_fs = num_blocks * self._site.layout.block_bytes, self._site.timeline.now_fs
         self._site.slices.count(name, num_bytes, now_fs)
-        return carry((self.link,), num_bytes, now_fs, self._first_fs)
+        return carry((link,), num_bytes, now_fs, self._first_fs)
 
     def _stored(self, writing: Writing) -> None:
         if self._site.trusts(self._worker_id):
