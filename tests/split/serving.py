@@ -26,7 +26,7 @@ START = "import sys; from tripool.cli.main import main; main(sys.argv[1:])"
 
 class SplitServer:
     def __init__(self, process: subprocess.Popen[str], url: str, headers: dict[str, str]) -> None:
-        self.process, self.url = process, url
+        self.process, self.url, self.banner = process, url, ""
         # An idle connection may be closed by the server just as it is used again.
         fresh = httpx.Limits(max_keepalive_connections=0)
         self.http = httpx.Client(base_url=url, timeout=DEADLINE_S, headers=headers, limits=fresh)
@@ -116,6 +116,7 @@ def split_server(
             found = re.search(r"at (\S+)/v1", banner)
             assert found
             server = SplitServer(process, found[1], headers or {})
+            server.banner = banner
             try:
                 server.wait(lambda pools: len(pools["workers"]) == num_workers)
                 yield server

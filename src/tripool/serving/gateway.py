@@ -14,8 +14,6 @@ import socket
 from functools import partial
 from pathlib import Path
 
-from tripool.cache.client import PoolClient
-from tripool.cache.host import LocalHost
 from tripool.config import GatewayConfig, RouterConfig
 from tripool.control.run_manifest import read_manifest
 from tripool.fabric.folder import gateway_address
@@ -28,6 +26,7 @@ from tripool.gateway.instances import Instances
 from tripool.gateway.models import Models, Served
 from tripool.gateway.pools import Pools, pools_routes
 from tripool.gateway.server import Server
+from tripool.hosts.cache import all_members
 from tripool.messages import Drain, Ready, Reaped, WorkerId
 from tripool.router.rate_limiter import RateLimiter
 from tripool.text import Tokenizer
@@ -61,10 +60,9 @@ class GatewayProcess:
             epoch=worker_id.epoch,
             suspect=supervisor_channel.send,
         )
-        host = LocalHost(folder)
         # Two clients, because each is for one thread at a time.
-        self._cache = PoolClient(host, manifest.cache, worker_id)
-        self._quotas = CacheQuotas(PoolClient(host, manifest.cache, WorkerId("quotas", worker_id.epoch)), access)
+        self._cache = all_members(folder, manifest.cache, worker_id)
+        self._quotas = CacheQuotas(all_members(folder, manifest.cache, WorkerId("quotas", worker_id.epoch)), access)
         instances = Instances(folder)
         rate_limiter = RateLimiter()  # a tenant's limits hold over all models
         self._admissions = {

@@ -1,0 +1,56 @@
+"""Two hosts on one machine, by two loopback addresses: real processes, that share no run folder."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hosts.joining import Host, join_line, joined
+from split.serving import SplitServer, split_server
+from split.streams import Asked, Clients, Outcome, expected, make_bodies
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[SplitServer, Host]]:
+    """A server without a decode worker, and a host that has one, and a part of the cache."""
+    options = ("--listen", "127.0.0.1:0", "--cache-gb", "0.01", "--log-level", "info")
+    with split_server("fake:blocks=64", decode=0, options=options) as server:
+        worker = [*join_line(server), "--role", "decode", "--listen", "127.0.0.2:0", "--cache-gb", "0.01"]
+        with joined([*worker, "--log-level", "info"]) as host:
+            server.wait(lambda pools: len(pools["workers"]) == 2 and len(pools["cache"]) == 3)
+            server.wait(lambda pools: not any(member["away"] for member in pools["cache"]))
+            yield server, host
+
+
+def ask_all(server: SplitServer, bodies: list[dict[str, Any]]) -> list[Outcome]:
+    return asyncio.run(Clients(server.url, [Asked(body) for body in bodies]).run())
+
+
+def test_every_step_of_the_start_is_told(hosts: tuple[SplitServer, Host]) -> None:
+    _, host = hosts
+    steps = [line.partition(":")[0] for line in host.said]
+    assert steps == ["connect", "model", "reach", "start", "ready"], host.said
+
+
+def test_answers_are_those_of_one_process(hosts: tuple[SplitServer, Host]) -> None:
+    server, _ = hosts
+    bodies = make_bodies(12, prompt_tokens=400, answer_tokens=24)
+    outcomes = ask_all(server, bodies)
+    for body, outcome in zip(bodies, outcomes, strict=True):
+        assert (outcome.error, outcome.tokens) == (None, expected(body))
+    server.wait_idle(2)
+
+
+def test_blocks_of_the_other_host_are_found(hosts: tuple[SplitServer, Host]) -> None:
+    """Prefill and decode are on different hosts, and the ring spreads the blocks over the members of both."""
+    server, _ = hosts
+    bodies = make_bodies(10, prompt_tokens=1200, answer_tokens=8, seed=7)
+    for _ in range(2):
+        outcomes = ask_all(server, bodies)
+        assert [(one.error, one.tokens) for one in outcomes] == [(None, expected(body)) for body in bodies]
+    (remote,) = [member for member in server.pools()["cache"] if member["member"] not in ("cache-0", "cache-1")]
+    assert remote["committed"] > 0 and remote["hits"] > 0 and remote["bad"] == 0, remote
+    server.wait_idle(2)
