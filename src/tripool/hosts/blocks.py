@@ -112,6 +112,12 @@ class LocalBlocks:
                     channel.close()
         connection.send(Reply(data))
 
+    def close(self) -> None:
+        with self._lock:
+            for member in self._members.values():
+                member.close()
+            self._members.clear()
+
     def _member(self, name: str) -> _Member:
         with self._lock:
             if name not in self._members:
@@ -132,6 +138,12 @@ class _Member:
     def __init__(self, reader: Link, writer: Link) -> None:
         self._reader, self._writer = reader, writer
         self.reading, self.writing = threading.Lock(), threading.Lock()
+
+    def close(self) -> None:
+        with self.reading:
+            self._reader.close()
+        with self.writing:
+            self._writer.close()
 
     def find(self, request: FindBlocks) -> tuple[SharedBlocks | None, object]:
         """The blocks, and the lease that keeps them."""

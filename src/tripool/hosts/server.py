@@ -64,13 +64,16 @@ class HostServer:
         while still_wanted():
             with suppress(TimeoutError):
                 self._accept()
-            if self._leader is not None:
-                with self._lock:
-                    gone = self._hosts.expire(time.monotonic())
-                    if gone:
-                        write_directory(self._folder, self._hosts.directory())
-                for host in gone:
-                    _LOG.warning("host lost", extra={"host": host.name, "address": host.address})
+            self._expire()
+        self._blocks.close()
+
+    def _expire(self) -> None:
+        with self._lock:
+            gone = self._hosts.expire(time.monotonic())
+            if gone:
+                write_directory(self._folder, self._hosts.directory())
+        for host in gone:
+            _LOG.warning("host lost", extra={"host": host.name, "address": host.address})
 
     # ---- connections that come --------------------------------------------------------------------------------------
 
