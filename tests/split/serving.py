@@ -95,13 +95,14 @@ def split_server(
     options: tuple[str, ...] = (),
     headers: dict[str, str] | None = None,
     start: str = START,
+    prefix: tuple[str, ...] = (),
 ) -> Iterator[SplitServer]:
     """`prefill`, `decode`: as on the command line. `headers`: of every request, such as an admin's key. `start`: the
-    program that is the supervisor."""
+    program that is the supervisor. `prefix`: a command that runs it elsewhere, such as in a network namespace."""
     num_workers = sum(PoolSize.parse(str(size)).num_workers for size in (prefill, decode))
     argv = ["serve", model, "--port", "0", "--prefill", str(prefill), "--decode", str(decode), *options]
     with subprocess.Popen(
-        [sys.executable, "-c", start, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*prefix, sys.executable, "-c", start, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         watchdog = threading.Timer(DEADLINE_S, process.kill)  # so that the read below cannot last for ever
         watchdog.start()
