@@ -41,7 +41,7 @@ _PROGRESS_S = 3.0
 """Longest time without a byte. A link that is cut for less loses nothing."""
 _IDLE_S = 30.0
 _TRIES = 2
-_NICE = 10
+_NICE = 5
 
 
 class HostBlocks(msgspec.Struct, frozen=True, array_like=True):

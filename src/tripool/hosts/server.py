@@ -34,8 +34,8 @@ _MAX_GREETING = 64
 _LOOK_S = 0.25
 _IDLE_S = 3600.0
 _REPLY_S = 4.0
-_BULK_NICE = 10
-"""Threads that send blocks yield to what computes tokens and carries them."""
+_BULK_NICE = 5
+"""Threads that send KV and weights yield to what computes tokens and carries them."""
 
 
 class HostServer:
@@ -119,7 +119,7 @@ class HostServer:
             connection.timeout(_IDLE_S)
             request = connection.receive(wire.REQUESTS)
             connection.timeout(_REPLY_S)
-            if not polite and isinstance(request, (wire.ReadSlots, wire.ReadFile, wire.FindBlocks, wire.StoreBlocks)):
+            if not polite and isinstance(request, (wire.ReadSlots, wire.ReadFile)):
                 polite = True
                 with suppress(OSError):
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BULK_NICE)
