@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import select
 import socket
 import struct
 import threading
@@ -211,3 +212,32 @@ def test_a_message_longer_than_any_is_refused_before_it_is_kept() -> None:
             connection.read_into(memoryview(bytearray(1)))
         connection.close()
     assert failed
+
+
+@BOTH
+def test_what_hosts_send_cannot_be_read_on_the_wire_unless_they_trust_it(trusted: bool) -> None:
+    keys, secret, seen = HostKeys(TOKEN, trusted), b"what a tenant has asked" * 50, bytearray()
+
+    def through(end: socket.socket) -> None:
+        with socket.create_connection(("127.0.0.1", parse_address(real)[1])) as server:
+            ways = {end: server, server: end}
+            while True:
+                for source in select.select(list(ways), [], [], 10)[0]:
+                    data = source.recv(65536)
+                    if not data:
+                        return
+                    seen.extend(data)
+                    ways[source].sendall(data)
+
+    def use(connection: Connection) -> None:
+        connection.read_into(memoryview(bytearray(len(secret))))
+        connection.write([memoryview(secret)])
+
+    with listening(served(keys, use)) as real, listening(through) as relayed:
+        connection = dial(relayed, keys)
+        connection.write([memoryview(secret)])
+        connection.read_into(memoryview(bytearray(len(secret))))
+        connection.close()
+    assert len(seen) > 2 * len(secret)
+    assert (secret[:23] in seen) is trusted
+    assert TOKEN.encode() not in seen

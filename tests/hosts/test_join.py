@@ -194,6 +194,28 @@ def test_the_server_reaches_a_host_that_answers(server: Running) -> None:
     assert told[0][0] == "reach"
 
 
+def test_a_server_that_still_reads_its_model_is_asked_again(
+    server: Running, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader = server.server._leader
+    assert leader is not None
+    leader._read_all.join(30)
+    files, told = leader._files.copy(), []
+    leader._files.clear()
+
+    def report(step: str, what: str) -> None:
+        told.append(step)
+        if step == "wait":
+            leader._files.update(files)
+
+    monkeypatch.setattr(module, "_AGAIN_S", 0.01)
+    found = join(
+        server.address, KEYS, model="", path=None, role="decode", folder=tmp_path / "fetched", report=report,
+        locate=lambda name: model,
+    )  # fmt: skip
+    assert (told, found.model_path) == (["connect", "wait", "model"], "small")
+
+
 def test_one_joins_at_the_server_and_not_at_a_host_that_joined(server: Running, tmp_path: Path) -> None:
     server.server._leader = None
     with pytest.raises(JoinRefused, match="has joined a server itself"):
@@ -203,13 +225,14 @@ def test_one_joins_at_the_server_and_not_at_a_host_that_joined(server: Running, 
 def test_files_that_no_model_has_are_not_given(server: Running, model: Path) -> None:
     from tripool.hosts.wire import ANSWERS, No, ReadFile
 
+    assert server.server._leader is not None
+    server.server._leader._read_all.join(30)
     (model / "secret.json").write_text("later than the server's start")
     connection = dial(server.address, KEYS)
-    Leader(server.folder)
     connection.send(ReadFile("small", "config.json", 0, 8))
     connection.receive(ANSWERS)
     connection.read_into(memoryview(bytearray(8)))
-    for name in ("notes.md", "..", "model.safetensors.index.json"):
+    for name in ("secret.json", "notes.md", "..", "model.safetensors.index.json"):
         connection.send(ReadFile("small", name, 0, 8))
         assert isinstance(connection.receive(ANSWERS), No), name
     connection.close()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +19,8 @@ from hosts.joining import Host, join_line, joined
 from hosts.namespaces import Network, network, possible
 from split.serving import SplitServer, split_server
 from split.streams import Asked, Clients, Outcome, expected, make_bodies
+from tripool import LLM, SamplingParams
+from tripool.checkpoints.names import BUNDLED
 
 pytestmark = [pytest.mark.prove, pytest.mark.skipif(not possible(), reason="needs network namespaces")]
 MODEL = "fake:step_ms=4,blocks=2048"
@@ -72,6 +78,29 @@ def test_300_requests_are_answered_as_by_one_process(three: Three) -> None:
     assert all(workers.values()), f"every host has worked: {workers}"
 
 
+def test_the_bundled_model_answers_as_in_one_process() -> None:
+    """Its weights, too, have come over the network: the other host's user has no copy."""
+    prompts = [f"Once upon a time there were {n} small pools. " * (3 + n) for n in range(12)]
+    with LLM("tiny", threads=1, kv_gb=0.05) as llm:
+        params = SamplingParams(temperature=0, max_tokens=24)
+        want = [answer.choices[0].text for answer in llm.generate(prompts, params)]
+    with network() as net, tempfile.TemporaryDirectory() as kept:
+        address = net.address("a")
+        checkpoint = Path(kept) / "model"
+        shutil.copytree(BUNDLED["tiny"], checkpoint)  # under another name than the bundled one: it must be fetched
+        options = ("--listen", f"{address}:9100", "--host", address, "--open", "--threads", "1", "--kv-gb", "0.05")
+        with split_server(str(checkpoint), decode=0, options=options, prefix=net.prefix("a")) as server:
+            prefix = (*net.prefix("b"), "env", f"XDG_CACHE_HOME={kept}/b")
+            arguments = [*join_line(server), "--role", "decode", "--threads", "1", "--kv-gb", "0.05"]
+            with joined(arguments, prefix=prefix) as host:
+                server.wait(lambda pools: len(pools["workers"]) == 2)
+                assert any(line.startswith("fetch:") for line in host.said), host.said
+                bodies = [{"prompt": prompt, "max_tokens": 24, "temperature": 0} for prompt in prompts]
+                with ThreadPoolExecutor(6) as pool:
+                    answers = list(pool.map(lambda body: server.http.post("/v1/completions", json=body).json(), bodies))
+                assert [answer["choices"][0]["text"] for answer in answers] == want
+
+
 def faults(three: Three) -> dict[str, Callable[[], None]]:
     net = three.net
 
@@ -100,6 +129,10 @@ def faults(three: Three) -> dict[str, Callable[[], None]]:
         three.kill("b")
         three.join("b")
 
+    def worker_killed() -> None:
+        (pid,) = [w["pid"] for w in three.server.pools()["workers"] if w["worker"] in three.hosts["c"].said[-1]]
+        os.kill(pid, signal.SIGKILL)
+
     def server_killed() -> None:
         os.kill(three.server.child("host-server"), signal.SIGKILL)
 
@@ -110,6 +143,7 @@ def faults(three: Three) -> dict[str, Callable[[], None]]:
         "nothing leaves b": lambda: one_way("b", leaving=True),
         "nothing reaches b": lambda: one_way("b", leaving=False),
         "10 Mbit/s": slow,
+        "worker killed": worker_killed,
         "host server killed": server_killed,
         "host killed": killed,
         "half open": half_open,

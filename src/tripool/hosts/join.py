@@ -28,10 +28,14 @@ import tripool
 from tripool.hosts.connection import Connection, dial, parse_address
 from tripool.hosts.errors import HostError, JoinRefused
 from tripool.hosts.keys import HostKeys
+from tripool.hosts.leader import WAIT
 from tripool.hosts.models import code_identity, fetch_model, files_of, identity_of
 from tripool.hosts.wire import ANSWERS, Answer, Join, Joined, No, TryHost
 
-ANSWER_S = 8.0
+ANSWER_S = 3.0
+REACH_S = 8.0
+"""The server connects to this host meanwhile."""
+_AGAIN_S, _MODEL_S = 0.5, 600.0
 FETCH_S = 4.0
 """Longest time without a byte."""
 _CLOCK_S = 5.0
@@ -67,8 +71,7 @@ def join(
     try:
         connection.timeout(ANSWER_S)
         code = code_identity()
-        joined = _asked(connection, Join(tripool.__version__, code, time.time(), model, role), "join")
-        assert isinstance(joined, Joined)
+        joined = _admitted(connection, Join(tripool.__version__, code, time.time(), model, role), report)
         report("model", f"{joined.model}, as {joined.role}")
         _compare_clocks(joined.clock_s, time.time(), report)
         return Admission(joined, _model_path(connection, joined, path, folder, report, locate))
@@ -77,6 +80,23 @@ def join(
         raise HostError(f"the server stopped answering: {error}", hint=hint, step="join") from error
     finally:
         connection.close()
+
+
+def _admitted(connection: Connection, request: Join, report: Report) -> Joined:
+    """The server may still be reading its model's files; it says so at once."""
+    until_s, told = time.monotonic() + _MODEL_S, False
+    while True:
+        try:
+            answer = _asked(connection, request, "join")
+            assert isinstance(answer, Joined)
+            return answer
+        except JoinRefused as error:
+            if error.step != WAIT or time.monotonic() > until_s:
+                raise
+            if not told:
+                report(WAIT, error.message)
+            told = True
+            time.sleep(_AGAIN_S)
 
 
 def _compare_clocks(theirs_s: float, ours_s: float, report: Report) -> None:
@@ -143,7 +163,7 @@ def check_reach(address: str, keys: HostKeys, own_address: str, report: Report) 
     report("reach", f"the server connects to {own_address}")
     connection = dial(address, keys)
     try:
-        connection.timeout(ANSWER_S)
+        connection.timeout(REACH_S)
         _asked(connection, TryHost(own_address), "reach")
     except JoinRefused as error:
         hint = (

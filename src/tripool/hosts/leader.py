@@ -14,6 +14,10 @@ from tripool.hosts.wire import Join, Joined, ModelFile, No, ReadFile
 from tripool.messages import Role
 
 _FILE = "join.json"
+WAIT = "wait"
+"""The step at which a worker is told to ask again."""
+_READING_S = 1.0
+"""How long an answer may wait for the files to be read."""
 
 
 class SharedModel(msgspec.Struct, frozen=True):
@@ -36,8 +40,9 @@ class Leader:
         models = msgspec.json.decode((folder / _FILE).read_bytes(), type=tuple[SharedModel, ...])
         self._models = {model.name: model for model in models}
         self._files: dict[str, tuple[ModelFile, ...]] = {}
-        self._lock = threading.Lock()
         self._code = code_identity()
+        self._read_all = threading.Thread(target=self._read_models, daemon=True)
+        self._read_all.start()
 
     def join(self, request: Join, scarcer: Role) -> Joined | No:
         if request.version != tripool.__version__ or request.code != self._code:
@@ -49,20 +54,23 @@ class Leader:
         if model is None:
             hint = f"name one of {', '.join(self._models)}, or none: then it is the first"
             return No("model", f"the server has no model '{request.model[:80]}'", hint)
-        files = self._files_of(model)
+        self._read_all.join(_READING_S)
+        files = self._files.get(model.name)
+        if files is None:
+            return No(
+                WAIT, f"the server still reads the files of '{model.name}'", "wait: it takes the time of one reading"
+            )
         role: Role = "prefill" if request.role == "prefill" else "decode" if request.role == "decode" else scarcer
         path = "" if files else model.path
         return Joined(model.name, identity_of(files), files, role, model.options, time.time(), path)
 
     def read(self, request: ReadFile) -> bytes | None:
         model = self._models.get(request.model)
-        if model is None or request.name not in {file.name for file in self._files_of(model)}:
+        if model is None or request.name not in {file.name for file in self._files.get(model.name, ())}:
             return None
         return read_part(Path(model.path), request.name, request.offset, request.num_bytes)
 
-    def _files_of(self, model: SharedModel) -> tuple[ModelFile, ...]:
-        """Read once: a checkpoint does not change while it is served."""
-        with self._lock:
-            if model.name not in self._files:
-                self._files[model.name] = files_of(Path(model.path)) if model.has_files else ()
-            return self._files[model.name]
+    def _read_models(self) -> None:
+        """Once: a checkpoint does not change while it is served. Large ones take a while."""
+        for model in self._models.values():
+            self._files[model.name] = files_of(Path(model.path)) if model.has_files else ()
