@@ -4,8 +4,9 @@
     python bench/hosts.py --quick    fewer repetitions
 
 Ours is what serves: KV is asked for, received, copied out and checked block by block; a cached block is looked up at
-its member, sent, received into the buffer that is to hold it, and checked. The bare pair sends the same bytes from one
-buffer over one connection of the same kind (TLS 1.3 with the same key, or TCP) into another, and looks at none of them.
+its member, sent, received into the buffer that is to hold it, and checked. The bare pair sends as many
+bytes from as much memory over one connection of the same kind (TLS 1.3 with the same key, or TCP) into as much memory,
+and looks at none of them.
 Sides take turns.
 """
 
@@ -65,20 +66,20 @@ def transfer(folder: Path, own: OwnHost, name: str) -> HostTransfer:
 
 def serve_bare(listener: socket.socket, keys: HostKeys) -> None:
     """Sends as many bytes as eight bytes ask for."""
-    source = memoryview(bytearray(os.urandom(BLOCK_BYTES)))
+    source = [memoryview(bytearray(os.urandom(BLOCK_BYTES))) for _ in range(NUM_BLOCKS)]
     while True:
         end, _ = listener.accept()
         threading.Thread(target=answer_bare, args=(end, keys, source), daemon=True).start()
 
 
-def answer_bare(end: socket.socket, keys: HostKeys, source: memoryview) -> None:
+def answer_bare(end: socket.socket, keys: HostKeys, source: list[memoryview]) -> None:
     connection = answer(end, keys)
     connection.timeout(None)
     wanted = bytearray(8)
     try:
         while True:
             connection.read_into(memoryview(wanted))
-            connection.write([source] * (int.from_bytes(wanted, "little") // BLOCK_BYTES))
+            connection.write(source[: int.from_bytes(wanted, "little") // BLOCK_BYTES])
     except OSError:
         connection.close()
 
@@ -128,6 +129,7 @@ class Pair:
         stack.callback(self._receiver.close)
         self._descriptor = KvDescriptor("hosts", base64.b64decode(str(told["descriptor"])))
         self._into = memoryview(bytearray(BLOCK_BYTES))
+        self._bare_into = [memoryview(bytearray(BLOCK_BYTES)) for _ in range(NUM_BLOCKS)]
         self._bare: Connection = dial(f"tcp://127.0.0.1:{told['bare']}", own.keys)
         self._bare.timeout(WITHIN_S)
         stack.callback(self._bare.close)
@@ -162,8 +164,8 @@ class Pair:
     def _bare_s(self, num_blocks: int) -> float:
         began_s = time.perf_counter()
         self._bare.write([memoryview((num_blocks * BLOCK_BYTES).to_bytes(8, "little"))])
-        for _ in range(num_blocks):
-            self._bare.read_into(self._into)
+        for buffer in self._bare_into[:num_blocks]:
+            self._bare.read_into(buffer)
         return time.perf_counter() - began_s
 
     def block_us(self, repeat: int) -> float:

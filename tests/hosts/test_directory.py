@@ -45,6 +45,7 @@ def test_processes_notice_a_change(tmp_path: Path) -> None:
     assert file.changed()
     assert set(file.members("m")) == {"cache-0", "cache-b"}
     assert set(file.members(None)) == {"cache-0", "cache-b", "cache-n"}
+    assert [host["host"] for host in file.describe()] == ["server", "b"]
     assert file.address_of("b") == file.member_address("cache-n") == "tcp://b:1"
     assert file.address_of("c") == file.member_address("cache-c") == ""
 

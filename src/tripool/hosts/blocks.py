@@ -66,8 +66,7 @@ class LocalBlocks:
             connection.send(No("kv", "there is no such KV", "its sender is gone, or this was never one"))
             return
         connection.timeout(_PROGRESS_S)
-        connection.send(Data(sum(view.nbytes for view in views)))
-        connection.write(views)
+        connection.send_with(Data(sum(view.nbytes for view in views)), views)
 
     def find(self, connection: Connection, request: FindBlocks) -> None:
         member = self._member(request.member)
@@ -76,9 +75,8 @@ class LocalBlocks:
         try:
             blocks = tuple(found) if found is not None else ()
             connection.timeout(_PROGRESS_S)
-            connection.send(FoundBlocks(blocks))
-            if found is not None:
-                connection.write([found.arena.view(block.slot, block.num_bytes).data for block in blocks])
+            views = [] if found is None else [found.arena.view(each.slot, each.num_bytes).data for each in blocks]
+            connection.send_with(FoundBlocks(blocks), views)
         finally:
             if found is not None:
                 with member.reading:

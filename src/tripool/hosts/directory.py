@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -117,6 +118,14 @@ class DirectoryFile:
             return False
         self._seen = found.st_ino
         return True
+
+    def describe(self) -> list[dict[str, Any]]:
+        """As `tripool status` shows them; none on one machine."""
+        self.changed()
+        return [
+            {"host": host.name, "address": host.address, "roles": host.roles, "cache": sum(host.members.values(), ())}
+            for host in self.hosts
+        ]
 
     def address_of(self, name: str) -> str:
         """Empty: there is no such host, or it cannot be reached."""

@@ -20,7 +20,8 @@ from functools import partial
 
 import msgspec
 
-from tripool.cache.copying import checksum
+from tripool.cache.arena import as_bytes
+from tripool.cache.copying import copy
 from tripool.fabric.kv_transfer import IncomingKv, KvReceiver, KvSender, TransferCapabilities
 from tripool.fabric.shared_memory import BlockTable, MappedReceiver, SharedMemoryTransfer, Summed, num_equal
 from tripool.hosts.connection import Connection, dial
@@ -204,8 +205,8 @@ class RemoteKv:
         if self.failed or not self.slots:
             return False
         # The copy is what is summed up: what is checked is what will be used.
-        into[:] = self._receiver.staging.view(self.slots[index])[: len(into)]
-        return checksum(into) == self.table.checksums[index]
+        source = as_bytes(self._receiver.staging.view(self.slots[index]))
+        return copy(source[: len(into)], as_bytes(into)) == self.table.checksums[index]
 
     def num_shared(self, other: Summed) -> int:
         return num_equal(self.checksums, other.checksums)

@@ -27,6 +27,7 @@ from tripool.gateway.models import Models, Served
 from tripool.gateway.pools import Pools, pools_routes
 from tripool.gateway.server import Server
 from tripool.hosts.cache import all_members
+from tripool.hosts.directory import DirectoryFile
 from tripool.messages import Drain, Ready, Reaped, WorkerId
 from tripool.router.rate_limiter import RateLimiter
 from tripool.text import Tokenizer
@@ -77,7 +78,7 @@ class GatewayProcess:
         }
         served = [Served(one.name, self._admissions[one.name], Tokenizer(one.text)) for one in manifest.models]
         app = create_models_app(Models(served), config or GatewayConfig(), access=access)
-        app.include_router(pools_routes(self._pools, self._cache, instances))
+        app.include_router(pools_routes(self._pools, self._cache, instances, DirectoryFile(folder).describe))
         app.include_router(cache_routes(self._quotas))
         self._server = Server(app, on_ready=self._on_ready, end_answers=self._pools.close)
 
