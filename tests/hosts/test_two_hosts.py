@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,10 @@ import pytest
 from hosts.joining import Host, join_line, joined
 from split.serving import SplitServer, split_server
 from split.streams import Asked, Clients, Outcome, expected, make_bodies
+from tripool.config import GatewayConfig, PoolSize
+from tripool.errors import InvalidRequest
+from tripool.serving import AccessConfig, build_split
+from tripool.serving.split import SplitConfig
 
 
 @pytest.fixture(scope="module")
@@ -57,3 +62,10 @@ def test_blocks_of_the_other_host_are_found(hosts: tuple[SplitServer, Host]) -> 
     (remote,) = server.pools()["cache"]
     assert remote["committed"] > 0 and remote["hits"] > 0 and remote["bad"] == 0, remote
     server.wait_idle(2)
+
+
+def test_a_pool_of_none_needs_other_hosts(tmp_path: Path) -> None:
+    pools, access = SplitConfig(decode=PoolSize(0)), AccessConfig(tmp_path / "keys", open=True)
+    with pytest.raises(InvalidRequest, match="needs a prefill and a decode worker") as error:
+        build_split(["fake"], gateway=GatewayConfig(port=0), pools=pools, access=access)
+    assert "--listen" in error.value.hint
