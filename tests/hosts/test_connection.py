@@ -9,6 +9,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -166,6 +167,13 @@ def test_what_is_no_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_address_that_is_none_is_named(address: str) -> None:
     with pytest.raises(HostError, match="step 'address'"):
         dial(address, HostKeys(TOKEN))
+
+
+def test_a_token_may_lie_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    assert check_token(f"@{tmp_path}/token") == TOKEN
+    with pytest.raises(InvalidRequest, match="no token in"):
+        check_token(f"@{tmp_path}/none")
 
 
 def test_a_short_token_is_refused() -> None:

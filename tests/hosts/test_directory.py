@@ -26,6 +26,14 @@ def test_nobody_takes_the_servers_own_name() -> None:
     assert hosts.directory().hosts == (OWN,)
 
 
+def test_there_are_not_more_hosts_than_a_run_can_have() -> None:
+    hosts = Hosts(OWN)
+    for number in range(600):
+        hosts.present(Host(f"h{number}", ""), 0.0)
+    assert len(hosts.directory().hosts) == 513
+    assert hosts.present(Host("h0", "tcp://h0:1"), 0.0), "those that are known are heard"
+
+
 def test_any_role_is_the_scarcer_one() -> None:
     hosts = Hosts(OWN)
     assert hosts.scarcer() == "decode"

@@ -29,7 +29,8 @@ ModelNames = Annotated[
     typer.Argument(metavar="[MODEL]...", help="Names that `tripool models` shows, or paths; the first is the default."),
 ]
 
-Token = Annotated[str, typer.Option(help="What all machines of a server share; `serve` makes one at every start.")]
+_TOKEN = "What all machines of a server share, or @FILE that has it; `serve` makes one at every start."
+Token = Annotated[str, typer.Option(help=_TOKEN)]
 TrustedNetwork = Annotated[
     bool, typer.Option("--trusted-network", help="Do not encrypt between machines; the same on all of them.")
 ]

@@ -21,6 +21,7 @@ PRESENT_S = 0.5
 """How often a host says that it is there."""
 SILENCE_S = 3.0
 """After this time without a word it is not: its cache members are nobody's any more."""
+_MAX_HOSTS = 512
 _HOST, _HOSTS = "host.json", "hosts.json"
 
 
@@ -33,7 +34,7 @@ class Hosts:
 
     def present(self, host: Host, now_s: float) -> bool:
         """It is there. Whether that is news."""
-        if host.name == self.own.name:
+        if host.name == self.own.name or (host.name not in self._others and len(self._others) >= _MAX_HOSTS):
             return False
         known = self._others.get(host.name)
         self._others[host.name] = host, now_s

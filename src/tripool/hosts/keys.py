@@ -24,6 +24,14 @@ def new_token() -> str:
 
 
 def check_token(token: str) -> str:
+    """`@FILE`: what is in that file. Other users of a machine may see a command line, and not a private file."""
+    if token.startswith("@"):
+        try:
+            token = Path(token[1:]).expanduser().read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidRequest(
+                f"no token in '{token[1:]}'", hint="is it there, and readable?", param="token"
+            ) from error
     if len(token) < _LEAST_CHARACTERS or not token.isascii() or not token.isprintable():
         hint = f"copy the line that `tripool serve --listen` prints: at least {_LEAST_CHARACTERS} characters"
         raise InvalidRequest("this is not a token", hint=hint, param="token")
