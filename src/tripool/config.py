@@ -82,9 +82,9 @@ class PoolSize:
     """Ranks of each instance without sequences. If there are any, the others hold no experts."""
 
     def __post_init__(self) -> None:
-        too_small = min(self.instances, self.ranks) < 1 or self.expert_ranks < 0
+        too_small = self.instances < 0 or self.ranks < 1 or self.expert_ranks < 0
         if too_small or self.instances * self.all_ranks > _MAX_WORKERS:
-            raise InvalidRequest(f"a pool of {self} workers", hint=f"must be from 1 to {_MAX_WORKERS}", param="pools")
+            raise InvalidRequest(f"a pool of {self} workers", hint=f"must be from 0 to {_MAX_WORKERS}", param="pools")
 
     @classmethod
     def parse(cls, text: str) -> PoolSize:

@@ -26,7 +26,7 @@ START = "import sys; from tripool.cli.main import main; main(sys.argv[1:])"
 
 class SplitServer:
     def __init__(self, process: subprocess.Popen[str], url: str, headers: dict[str, str]) -> None:
-        self.process, self.url = process, url
+        self.process, self.url, self.banner = process, url, ""
         # An idle connection may be closed by the server just as it is used again.
         fresh = httpx.Limits(max_keepalive_connections=0)
         self.http = httpx.Client(base_url=url, timeout=DEADLINE_S, headers=headers, limits=fresh)
@@ -95,13 +95,14 @@ def split_server(
     options: tuple[str, ...] = (),
     headers: dict[str, str] | None = None,
     start: str = START,
+    prefix: tuple[str, ...] = (),
 ) -> Iterator[SplitServer]:
     """`prefill`, `decode`: as on the command line. `headers`: of every request, such as an admin's key. `start`: the
-    program that is the supervisor."""
+    program that is the supervisor. `prefix`: a command that runs it elsewhere, such as in a network namespace."""
     num_workers = sum(PoolSize.parse(str(size)).num_workers for size in (prefill, decode))
     argv = ["serve", model, "--port", "0", "--prefill", str(prefill), "--decode", str(decode), *options]
     with subprocess.Popen(
-        [sys.executable, "-c", start, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*prefix, sys.executable, "-c", start, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         watchdog = threading.Timer(DEADLINE_S, process.kill)  # so that the read below cannot last for ever
         watchdog.start()
@@ -116,6 +117,7 @@ def split_server(
             found = re.search(r"at (\S+)/v1", banner)
             assert found
             server = SplitServer(process, found[1], headers or {})
+            server.banner = banner
             try:
                 server.wait(lambda pools: len(pools["workers"]) == num_workers)
                 yield server

@@ -14,7 +14,7 @@ error. Blocks are verified after copying, so a caller gets exactly what was stor
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -23,7 +23,7 @@ from tripool.cache import wire
 from tripool.cache.arena import MAX_WORKER_NAME_BYTES, Arena, as_bytes
 from tripool.cache.copying import wake_helper
 from tripool.cache.host import CacheHost
-from tripool.cache.link import Acquired, Link
+from tripool.cache.link import Acquired, FoundBlocks, Link
 from tripool.cache.records import Block, Written, namespace_tag
 from tripool.cache.ring import Ring
 from tripool.cache.shared_reads import SharedBlocks
@@ -31,6 +31,8 @@ from tripool.errors import InvalidRequest
 from tripool.messages import Reaped, Suspect, WorkerId
 
 _LOOK_S = 0.01
+_WATCH_S = 0.5
+"""How often the members are looked at, where they may change."""
 _STOP_WRITING = 0.8
 """Share of the write deadline after which no further block is started."""
 
@@ -41,17 +43,13 @@ class _Held:
 
     link: Link
     lease: int | Acquired
-    found: SharedBlocks
-    """Refers to the arena it was found in: the link may have another by the time it is read."""
+    found: FoundBlocks
 
     def release(self) -> None:
-        if isinstance(self.lease, Acquired):
-            self.link.end_read(self.lease, self.found)
-        else:
-            self.link.release(self.lease, tuple(self.found.bad))
+        self.link.end(self.lease, self.found)
 
 
-_Run = tuple[SharedBlocks, int, int]
+_Run = tuple[FoundBlocks, int, int]
 """Consecutive blocks of a chain: (blocks of one member, start, stop)."""
 
 
@@ -115,13 +113,33 @@ class PoolClient:
         *,
         wait_s: float = 0.25,
         retry_s: float = 0.5,
+        open_link: Callable[[str], Link] | None = None,
+        watch: Callable[[], Sequence[str] | None] = lambda: None,
     ) -> None:
+        """`open_link`: to a member that may be on another host. `watch`: the members, when they have changed."""
         if len(worker_id.name.encode()) > MAX_WORKER_NAME_BYTES:
             hint = f"at most {MAX_WORKER_NAME_BYTES} bytes"
             raise InvalidRequest(f"the worker's name {worker_id.name!r} is too long", hint=hint)
+        self._now_s, self._watch = host.now_s, watch
+        self._open = open_link or (lambda member: Link(host, member, worker_id, wait_s, retry_s))
+        self._watched_s = float("-inf")
+        self._links: dict[str, Link] = {}
+        self._ring = Ring(())
+        self._change(members)
+
+    def _change(self, members: Sequence[str]) -> None:
+        """Blocks of members that are gone are lost; most of the others stay where they are."""
         self._ring = Ring(members)
-        self._now_s = host.now_s
-        self._links = {member: Link(host, member, worker_id, wait_s, retry_s) for member in self._ring.members}
+        for gone in self._links.keys() - set(members):
+            self._links.pop(gone).close()
+        self._links = {member: self._links.get(member) or self._open(member) for member in self._ring.members}
+
+    def _look(self) -> None:
+        if self._now_s() >= self._watched_s + _WATCH_S:
+            self._watched_s = self._now_s()
+            members = self._watch()
+            if members is not None:
+                self._change(members)
 
     def flush(self) -> None:
         """Send pending releases now. Otherwise they go with the next request, or the leases expire."""
@@ -164,7 +182,7 @@ class PoolClient:
 
     def _hear(self, asked: list[_Asked], keys: Sequence[bytes], first: int) -> Prefix:
         held: list[_Held] = []
-        found: dict[int, tuple[SharedBlocks, int]] = {}
+        found: dict[int, tuple[FoundBlocks, int]] = {}
         for link, positions, lease in asked:
             part = _Held(link, *lease) if isinstance(lease, tuple) else self._answered(link, positions, lease, keys)
             if part is not None:
@@ -186,14 +204,8 @@ class PoolClient:
         return Prefix(runs, held)
 
     def _answered(self, link: Link, positions: list[int], number: int | None, keys: Sequence[bytes]) -> _Held | None:
-        answer = link.answer(number, wire.LookupResult)
-        arena = link.arena
-        if answer is None or not answer.lease or arena is None or len(answer.blocks) > len(positions):
-            return None
-        if any(each.slot >= arena.num_slots or each.num_bytes > arena.slot_bytes for each in answer.blocks):
-            return None  # an invalid reply
-        wanted = [keys[position] for position in positions]
-        return _Held(link, answer.lease, SharedBlocks.from_lookup(arena, wanted, answer.blocks))
+        found = link.found(number, [keys[position] for position in positions])
+        return None if found is None else _Held(link, *found)
 
     def store(
         self,
@@ -212,12 +224,14 @@ class PoolClient:
         """
         began_s = self._now_s()
         tag = namespace_tag(namespace)
-        asked = [
-            (link, positions, link.reserve(tag, tuple(keys[position] for position in positions), tuple(positions)))
-            for link, positions in self._places(keys[: first + len(blocks)], first).items()
-        ]
+        asked, num_written = [], 0
+        for link, positions in self._places(keys[: first + len(blocks)], first).items():
+            wanted = tuple(keys[position] for position in positions)
+            sent = link.send_blocks(tag, wanted, positions, blocks, checksums, first, form)
+            if sent is None:
+                asked.append((link, positions, link.reserve(tag, wanted, tuple(positions))))
+            num_written += sent or 0
         granted = [(link, positions, link.answer(number, wire.Granted)) for link, positions, number in asked]
-        num_written = 0
         for link, positions, grant in granted:
             if grant is None or not grant.ticket or not _fits(grant, len(positions), link.arena):
                 continue
@@ -252,6 +266,7 @@ class PoolClient:
     def _places(self, keys: Sequence[bytes], first: int) -> dict[Link, list[int]]:
         """Positions by member, for members that answer. The chain is cut at the first absent member."""
         places: dict[Link, list[int]] = {}
+        self._look()
         if not self._links:
             return places
         for stretch in self._ring.member_ranges(keys, first):
@@ -265,6 +280,7 @@ class PoolClient:
 
     def stats(self) -> dict[str, wire.Stats | None]:
         """Stats of each member; None for those that do not answer."""
+        self._look()
         asked = {member: link.ask(wire.GetStats) if link.ready() else None for member, link in self._links.items()}
         return {member: self._links[member].answer(number, wire.Stats) for member, number in asked.items()}
 

@@ -7,16 +7,16 @@ is absent at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from tripool.cache import wire
 from tripool.cache.arena import NUM_READER_SLOTS, Arena
 from tripool.cache.host import CacheHost, MemberChannel
-from tripool.cache.records import Written
+from tripool.cache.records import Block, Written
 from tripool.cache.shared_reads import SharedBlocks
 from tripool.errors import ArenaError
 from tripool.messages import WorkerId
@@ -27,6 +27,18 @@ _FROM_DISK = 0.5
 """Share of the reply's deadline that it may spend waiting for blocks from disk."""
 
 AnswerT = TypeVar("AnswerT", wire.Opened, wire.LookupResult, wire.Granted, wire.Stats, wire.Purged)
+
+
+class FoundBlocks(Protocol):
+    """Blocks of one member that were found, in order. They refer to what they were found in: the link may have another
+    arena or connection by the time they are read."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Block]: ...
+
+    def read(self, start: int, into: Sequence[Any]) -> int:
+        """Copy the blocks from `start` on; returns how many buffers hold their block. Later calls start later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +128,38 @@ class Link:
             return None
         found = SharedBlocks.acquire(arena, keys, namespace, reader_slot)
         return None if found is None else (Acquired(channel, reader_slot), found)
+
+    def found(self, number: int | None, wanted: Sequence[bytes]) -> tuple[int, SharedBlocks] | None:
+        """What a look-up has found, under a lease."""
+        answer = self.answer(number, wire.LookupResult)
+        arena = self.arena
+        if answer is None or not answer.lease or arena is None or len(answer.blocks) > len(wanted):
+            return None
+        if any(each.slot >= arena.num_slots or each.num_bytes > arena.slot_bytes for each in answer.blocks):
+            return None  # an invalid reply
+        return answer.lease, SharedBlocks.from_lookup(arena, wanted, answer.blocks)
+
+    def end(self, lease: int | Acquired, found: FoundBlocks) -> None:
+        """Nothing more is read of these blocks."""
+        assert isinstance(found, SharedBlocks)
+        if isinstance(lease, Acquired):
+            self.end_read(lease, found)
+        else:
+            self.release(lease, tuple(found.bad))
+
+    def send_blocks(
+        self,
+        namespace: bytes,
+        keys: Sequence[bytes],
+        positions: Sequence[int],
+        blocks: Sequence[Any],
+        checksums: Sequence[int],
+        first: int,
+        form: int,
+    ) -> int | None:
+        """For a member whose arena this process cannot map: how many blocks are on their way to it. None: it maps it,
+        and the caller writes them there. `blocks`, and their checksums if they are known, begin at position `first`."""
+        return None
 
     def end_read(self, acquired: Acquired, found: SharedBlocks) -> None:
         """End a shared read; its uses are reported later, as with `release`."""

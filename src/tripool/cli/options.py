@@ -29,6 +29,11 @@ ModelNames = Annotated[
     typer.Argument(metavar="[MODEL]...", help="Names that `tripool models` shows, or paths; the first is the default."),
 ]
 
+_TOKEN = "What all machines of a server share, or @FILE that has it; `serve` makes one at every start."
+Token = Annotated[str, typer.Option(help=_TOKEN)]
+TrustedNetwork = Annotated[
+    bool, typer.Option("--trusted-network", help="Do not encrypt between machines; the same on all of them.")
+]
 PrecisionOf = Annotated[Precision, typer.Option("--precision", help="int8: fast, and exact on a CPU; or float32.")]
 _DEVICE = "cpu, or cuda: bfloat16, and on Hopper 8 bits where the checkpoint has them; or float32."
 _EXACT = "Tokens do not depend on the batch, on drafts or on preemptions: slower on cuda, always so in int8 on a CPU."

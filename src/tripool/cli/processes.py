@@ -9,12 +9,12 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from tripool.cli.logs import LogFormat, LogLevel, LogOptions, logged
-from tripool.cli.options import Model, engine_options
+from tripool.cli.logs import LogFormat, LogLevel, LogOptions, logged, on_signals
+from tripool.cli.options import Token, TrustedNetwork, engine_options
 from tripool.config import EngineConfig
 from tripool.errors import InvalidRequest
 
@@ -31,15 +31,26 @@ def register(app: typer.Typer) -> None:
     _register_standby(app)
     _register_gateway(app)
     _register_cache_member(app)
+    _register_host_server(app)
 
 
 def _register_worker(app: typer.Typer) -> None:
     @app.command()
     @engine_options()
     def worker(
-        model: Model = "tiny",
-        role: Annotated[Literal["prefill", "decode"], typer.Option(help="Which pool it joins.")] = "decode",
-        join: Annotated[str, typer.Option(help="Address of the server; `tripool status` shows it.")] = "",
+        model: Annotated[str, typer.Argument(help="Of the server; a path: a local copy. The first, if none.")] = "",
+        role: Annotated[
+            Literal["prefill", "decode", "any"], typer.Option(help="Which pool it joins; any: the one that needs it.")
+        ] = "decode",
+        join: Annotated[
+            str, typer.Option(help="Address of the server: as it prints with --listen, or as `tripool status` shows.")
+        ] = "",
+        token: Token = "",
+        listen: Annotated[
+            str, typer.Option(metavar="ADDRESS:PORT", help="Where the server reaches this machine, if it must.")
+        ] = "",
+        trusted_network: TrustedNetwork = False,
+        cache_gb: Annotated[float, typer.Option(min=0, help="Memory for cached blocks of the whole server.")] = 0.0,
         name: Annotated[str | None, typer.Option(hidden=True)] = None,
         instance: Annotated[str, typer.Option(hidden=True)] = "",
         rank: Annotated[int, typer.Option(hidden=True)] = 0,
@@ -51,7 +62,7 @@ def _register_worker(app: typer.Typer) -> None:
         log_level: LogLevel = _LOGS.level,
         log_format: LogFormat = _LOGS.style,
     ) -> None:
-        """Compute for a server that runs on this machine."""
+        """Compute for a server on this machine or, with its token, on another one."""
         from tripool.cache.weight_cache import WeightCache
         from tripool.control.run_manifest import read_manifest
         from tripool.fabric.folder import folder_of
@@ -61,8 +72,14 @@ def _register_worker(app: typer.Typer) -> None:
         from tripool.serving.worker import WorkerProcess, load_pool_engine
 
         if not join.startswith("ipc://"):
-            hint = "`tripool status` shows the address of a server on this machine; it begins with ipc://"
-            raise InvalidRequest(f"cannot join '{join}'", hint=hint, param="join")
+            logs = LogOptions(log_level, log_format)
+            _join_host(
+                join, token, model, role, listen, trusted_network, cache_gb, config.threads, config.kv_gb, logs=logs
+            )
+            return
+        model = model or "tiny"
+        if role == "any":
+            raise InvalidRequest("on the server's own machine a worker has a role", hint="name one", param="role")
         channel = SupervisorChannel.inherited(supervisor_channel) if supervisor_channel is not None else None
         # A worker that joins by itself has no supervisor to count its epochs. Its name may come again with its process
         # number, but later by a clock that is never set back.
@@ -83,6 +100,24 @@ def _register_worker(app: typer.Typer) -> None:
                 for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, lambda *_: process.stop())
                 process.run()
+
+
+def _join_host(*options: Any, logs: LogOptions) -> None:
+    from tripool.serving.hosts import HostConfig, build_host
+
+    join, token, model, role, listen, trusted, cache_gb, threads, kv_gb = options
+    if not join.startswith("tcp://"):
+        hint = "tcp://HOST:PORT, as `tripool serve --listen` prints it, or ipc://... as `tripool status` shows it"
+        raise InvalidRequest(f"step 'address': cannot join '{join}'", hint=hint, param="join")
+    config = HostConfig(
+        join=join, token=token, model=model, role=role, listen=listen, trusted=trusted, cache_gb=cache_gb,
+        threads=threads, kv_gb=kv_gb,
+    )  # fmt: skip
+    with logged("host", logs) as log:
+        host = build_host(config, lambda step, what: typer.echo(f"{step}: {what}"), child_options=logs.argv())
+        log.serving()
+        with on_signals(lambda _: host.stop(), signal.SIGINT, signal.SIGTERM):
+            host.run(lambda: typer.echo(f"ready: {host.worker} serves {join}. Ctrl-C stops it."))
 
 
 def _register_standby(app: typer.Typer) -> None:
@@ -173,6 +208,39 @@ def _register_cache_member(app: typer.Typer) -> None:
             run_member(folder, worker_id, CacheConfig(slot_bytes=slot_bytes, num_slots=num_slots, disk=disk))
             _LOG.info("stopped")
         tied.close()  # not before: the supervisor takes a closed channel for a dead process
+
+
+def _register_host_server(app: typer.Typer) -> None:
+    @app.command(hidden=True, name="host-server")
+    def host_server(
+        folder: Annotated[Path, typer.Option(help="The folder of the run.")],
+        listen_fd: Annotated[int, typer.Option(help="The listening socket.")],
+        epoch: Annotated[int, typer.Option()],
+        supervisor_channel: Annotated[int, typer.Option()],
+        log_level: LogLevel = _LOGS.level,
+        log_format: LogFormat = _LOGS.style,
+    ) -> None:
+        """Serve the other machines of a run."""
+        import socket
+
+        from tripool.fabric.supervisor_channel import SupervisorChannel
+        from tripool.hosts.directory import read_own
+        from tripool.hosts.leader import Leader
+        from tripool.hosts.server import HostServer
+        from tripool.messages import Ready, WorkerId
+
+        worker_id, own = WorkerId("host-server", epoch), read_own(folder)
+        assert own is not None
+        tied = SupervisorChannel.inherited(supervisor_channel)
+        threading.Thread(target=_end_with, args=(tied,), daemon=True).start()
+        with logged(worker_id.name, LogOptions(log_level, log_format)) as log, socket.socket(fileno=listen_fd) as end:
+            server = HostServer(folder, end, worker_id, own, None if own.join else Leader(folder))
+            stopped = threading.Event()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda *_: stopped.set())
+            log.serving()
+            tied.send(Ready(worker_id))
+            server.run(lambda: not stopped.is_set())
 
 
 def _end_with(supervisor_channel: SupervisorChannel) -> None:

@@ -15,7 +15,7 @@ import typer
 from tripool import __version__
 from tripool.cli.keys import KeysFile
 from tripool.cli.logs import LogFormat, LogLevel, LogOptions, leave, logged, on_signals
-from tripool.cli.options import Load, ModelNames, engine_options
+from tripool.cli.options import Load, ModelNames, Token, TrustedNetwork, engine_options
 from tripool.cli.terminal import load_model, stderr
 from tripool.config import EngineConfig, GatewayConfig, PoolSize
 from tripool.errors import InvalidRequest
@@ -49,6 +49,10 @@ def _pool(role: str) -> Any:
     return typer.Option(parser=PoolSize.parse, metavar="N[xRANKS[+EXPERTS]]", help=about)
 
 
+Listen = Annotated[
+    str,
+    typer.Option(metavar="ADDRESS:PORT", help="Where workers of other machines may join; implies --split."),
+]
 DiskGb = Annotated[float | None, typer.Option(min=0.001, help="Disk behind the cache pool; none by default.")]
 DiskDir = Annotated[
     Path | None, typer.Option(help="Where; kept for the next start. The user's cache folder by default.")
@@ -70,6 +74,9 @@ def register(app: typer.Typer, load: Load) -> None:
         cache_gb: Annotated[
             float | None, typer.Option(min=0, help="Of the cache pool; 0.25 when split; implies --split.")
         ] = None,
+        listen: Listen = "",
+        token: Token = "",
+        trusted_network: TrustedNetwork = False,
         disk_gb: DiskGb = None,
         disk_dir: DiskDir = None,
         memory_gb: Annotated[
@@ -84,12 +91,13 @@ def register(app: typer.Typer, load: Load) -> None:
     ) -> None:
         """Serve MODELS over HTTP, in one process or split."""
         from tripool.serving import AccessConfig, WeightCacheConfig, build_colocated, build_split
+        from tripool.serving.hosts import ListenConfig
         from tripool.serving.split import SplitConfig
 
         models, gateway = models or ["tiny"], GatewayConfig(host=host, port=port)
         access, weights = AccessConfig(keys, open), WeightCacheConfig(model_cache_gb, keep_models)
         logs = LogOptions(log_level, log_format)
-        split |= (prefill, decode, cache_gb, disk_gb) != (None, None, None, None)
+        split |= (prefill, decode, cache_gb, disk_gb) != (None, None, None, None) or bool(listen)
         if split and memory_gb is not None and len(models) > 1:
             hint = "leave out --memory-gb: workers of all models stay in memory"
             raise InvalidRequest("a split server loads and unloads no models", hint=hint, param="memory_gb")
@@ -103,8 +111,16 @@ def register(app: typer.Typer, load: Load) -> None:
                     disk_gb=disk_gb,
                     disk_dir=disk_dir,
                 )
+                hosts = ListenConfig(listen, token, trusted_network) if listen else None
                 with build_split(
-                    models, config, gateway, pools=pools, access=access, weights=weights, child_options=logs.argv()
+                    models,
+                    config,
+                    gateway,
+                    pools=pools,
+                    access=access,
+                    weights=weights,
+                    hosts=hosts,
+                    child_options=logs.argv(),
                 ) as split_server:
                     _run_split(split_server, pools)
                 return
@@ -163,7 +179,8 @@ def _run_split(server: SplitServer, pools: SplitConfig) -> None:
         each = " for each model" if len(models) > 1 else ""
         sizes = f"{pools.prefill} prefill and {pools.decode} decode workers{each}, cache {pools.cache_gb:g} GB"
         sizes += f" and {pools.disk_gb:g} GB of disk" if pools.disk_gb and pools.cache_gb else ""
-        banner = _banner(server.url, ", ".join(one.name for one in models), models[0].text, sizes)
+        more = f"On another machine:\n  {server.join_line}\n\n" if server.join_line else ""
+        banner = _banner(server.url, ", ".join(one.name for one in models), models[0].text, sizes, more)
         _ready(server.url, banner, prefill=pools.prefill.num_workers, decode=pools.decode.num_workers)
 
     received: list[int] = []
@@ -183,13 +200,13 @@ def _engine_banner(url: str, engine: StepEngine) -> str:
     return _banner(url, engine.name, engine.text, f"{sizes}, context {engine.context_tokens:,} tokens")
 
 
-def _banner(url: str, name: str, text: TextFiles, details: str) -> str:
+def _banner(url: str, name: str, text: TextFiles, details: str, more: str = "") -> str:
     path, body = "chat/completions", '{"messages": [{"role": "user", "content": "Hello!"}]}'
     if text.chat_template is None:
         path, body = "completions", '{"prompt": "Once upon a time"}'
     return (
         f"Tripool serves {name} at {url}/v1 ({details})\n\n"
-        f"  curl {url}/v1/{path} -H 'Content-Type: application/json' \\\n    -d '{body}'\n\nCtrl-C stops it."
+        f"  curl {url}/v1/{path} -H 'Content-Type: application/json' \\\n    -d '{body}'\n\n{more}Ctrl-C stops it."
     )
 
 

@@ -58,6 +58,8 @@ def render(pools: dict[str, Any]) -> Group:
         )
     stages = ", ".join(f"{count} {stage}" for stage, count in pools["stages"].items() if stage != "done")
     lines = [f"{pools['requests']} requests" + (f": {stages}" if stages else ""), f"join: {pools['join']}"]
+    hosts = pools.get("hosts", ())
+    lines += [f"host {host['host']}: {host['address'] or 'not reached by others'}" for host in hosts[1:]]
     tables = [table, *map(_instance_table, pools.get("instances", ()))]
     tables += [*([_cache_table(pools["cache"])] if pools["cache"] else [])]
     with_disk = [member for member in pools["cache"] if member.get("disk")]

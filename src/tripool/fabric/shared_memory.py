@@ -43,6 +43,13 @@ class BlockTable(msgspec.Struct, frozen=True, array_like=True):
 _decoder = msgspec.msgpack.Decoder(BlockTable)
 
 
+class Summed(Protocol):
+    """KV whose blocks are known by their checksums, wherever they are."""
+
+    @property
+    def checksums(self) -> Sequence[int]: ...
+
+
 class Arenas(Protocol):
     """The receiver's maps of senders' arenas, by name."""
 
@@ -104,13 +111,21 @@ class MappedKv:
         into[:] = view.data
         return checksum(into) == self._table.checksums[index]
 
-    def num_shared(self, other: MappedKv) -> int:
-        ours, theirs = self._table.checksums, other._table.checksums
-        differs = (place for place, (one, two) in enumerate(zip(ours, theirs, strict=False)) if one != two)
-        return next(differs, min(len(ours), len(theirs)))
+    @property
+    def checksums(self) -> Sequence[int]:
+        return self._table.checksums
+
+    def num_shared(self, other: Summed) -> int:
+        return num_equal(self.checksums, other.checksums)
 
     def close(self) -> None:
         pass
+
+
+def num_equal(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """How many leading checksums are the same."""
+    differs = (place for place, (one, two) in enumerate(zip(ours, theirs, strict=False)) if one != two)
+    return next(differs, min(len(ours), len(theirs)))
 
 
 class SharedMemoryTransfer:
@@ -122,16 +137,16 @@ class SharedMemoryTransfer:
         self, folder: Path, worker_id: WorkerId, *, block_tokens: int, block_bytes: int, num_slots: int
     ) -> None:
         self._path = folder / f"{worker_id}.kv"
-        self._block_tokens, self._block_bytes, self._num_slots = block_tokens, block_bytes, num_slots
+        self.block_tokens, self.block_bytes, self.num_slots = block_tokens, block_bytes, num_slots
 
     def sender(self) -> KvSender:
-        return KvSender(self._create(), partial(_describe, self._path.name, self._block_bytes))
+        return KvSender(self._create(), partial(_describe, self._path.name, self.block_bytes))
 
     def receiver(self) -> KvReceiver:
-        return MappedReceiver(self._attached(), self._block_tokens, self._block_bytes)
+        return MappedReceiver(self._attached(), self.block_tokens, self.block_bytes)
 
     def _create(self) -> Arena:
-        return Arena.create(self._path, self._block_bytes, self._num_slots, lazy=True)
+        return Arena.create(self._path, self.block_bytes, self.num_slots, lazy=True)
 
     def _attached(self) -> Arenas:
         return MappedArenas(self._path.parent)

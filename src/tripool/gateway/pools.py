@@ -199,8 +199,10 @@ class Pools:
         }
 
 
-def pools_routes(pools: Pools, cache: PoolClient, instances: Instances) -> APIRouter:
-    """`cache`: asked for its members' counters, never for blocks."""
+def pools_routes(
+    pools: Pools, cache: PoolClient, instances: Instances, hosts: Callable[[], list[dict[str, Any]]] = list
+) -> APIRouter:
+    """`cache`: asked for its members' counters, never for blocks. `hosts`: the machines of this server, if several."""
     routes = APIRouter()
     asking = asyncio.Lock()
 
@@ -211,7 +213,7 @@ def pools_routes(pools: Pools, cache: PoolClient, instances: Instances) -> APIRo
             counters = await asyncio.to_thread(cache.stats)
             ranks = await asyncio.to_thread(instances.describe)
         members = [_member(name, stats) for name, stats in counters.items()]
-        return pools.describe() | {"cache": members, "instances": ranks}
+        return pools.describe() | {"cache": members, "instances": ranks, "hosts": hosts()}
 
     return routes
 

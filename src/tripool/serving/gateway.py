@@ -14,8 +14,6 @@ import socket
 from functools import partial
 from pathlib import Path
 
-from tripool.cache.client import PoolClient
-from tripool.cache.host import LocalHost
 from tripool.config import GatewayConfig, RouterConfig
 from tripool.control.run_manifest import read_manifest
 from tripool.fabric.folder import gateway_address
@@ -28,6 +26,8 @@ from tripool.gateway.instances import Instances
 from tripool.gateway.models import Models, Served
 from tripool.gateway.pools import Pools, pools_routes
 from tripool.gateway.server import Server
+from tripool.hosts.cache import all_members
+from tripool.hosts.directory import DirectoryFile
 from tripool.messages import Drain, Ready, Reaped, WorkerId
 from tripool.router.rate_limiter import RateLimiter
 from tripool.text import Tokenizer
@@ -61,10 +61,9 @@ class GatewayProcess:
             epoch=worker_id.epoch,
             suspect=supervisor_channel.send,
         )
-        host = LocalHost(folder)
         # Two clients, because each is for one thread at a time.
-        self._cache = PoolClient(host, manifest.cache, worker_id)
-        self._quotas = CacheQuotas(PoolClient(host, manifest.cache, WorkerId("quotas", worker_id.epoch)), access)
+        self._cache = all_members(folder, manifest.cache, worker_id)
+        self._quotas = CacheQuotas(all_members(folder, manifest.cache, WorkerId("quotas", worker_id.epoch)), access)
         instances = Instances(folder)
         rate_limiter = RateLimiter()  # a tenant's limits hold over all models
         self._admissions = {
@@ -79,7 +78,7 @@ class GatewayProcess:
         }
         served = [Served(one.name, self._admissions[one.name], Tokenizer(one.text)) for one in manifest.models]
         app = create_models_app(Models(served), config or GatewayConfig(), access=access)
-        app.include_router(pools_routes(self._pools, self._cache, instances))
+        app.include_router(pools_routes(self._pools, self._cache, instances, DirectoryFile(folder).describe))
         app.include_router(cache_routes(self._quotas))
         self._server = Server(app, on_ready=self._on_ready, end_answers=self._pools.close)
 

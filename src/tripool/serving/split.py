@@ -18,11 +18,14 @@ from tripool.control.instance import Instance
 from tripool.control.launch import Spec
 from tripool.control.run_manifest import RunManifest, ServedModel
 from tripool.control.supervisor import GATEWAY, STANDBY, Supervisor
+from tripool.errors import InvalidRequest
 from tripool.fabric.folder import RunFolder, gateway_address
 from tripool.gateway.models import check_names
 from tripool.gateway.server import listen
+from tripool.hosts.leader import SharedModel
 from tripool.serving.access import AccessConfig, mark_open
 from tripool.serving.disk import Disk, disk_argv, disk_of
+from tripool.serving.hosts import ListenConfig, SharedHost, engine_argv
 from tripool.serving.ranks import rank_layout
 from tripool.serving.server import BuiltServer
 from tripool.serving.weight_cache import WeightCacheConfig
@@ -56,9 +59,13 @@ class SplitConfig:
 class SplitServer(BuiltServer):
     """A server whose processes are children of this one. It is ready before its cache members are."""
 
-    def __init__(self, manifest: RunManifest, listener: socket.socket, supervisor: Supervisor) -> None:
+    def __init__(
+        self, manifest: RunManifest, listener: socket.socket, supervisor: Supervisor, join_line: str = ""
+    ) -> None:
         super().__init__(listener)
         self.manifest = manifest
+        self.join_line = join_line
+        """To run on another machine; empty: others cannot join."""
         self._supervisor = supervisor
 
     def run(self, on_ready: Callable[[], object] = lambda: None) -> None:
@@ -76,15 +83,20 @@ def build_split(
     pools: SplitConfig | None = None,
     access: AccessConfig | None = None,
     weights: WeightCacheConfig | None = None,
+    hosts: ListenConfig | None = None,
     child_options: Sequence[str] = (),
 ) -> SplitServer:
     """Bind the port, check access and models, write the run folder. `run` starts the processes.
 
     Each of `models` has its own workers and cache members; the first is the default.
+    `hosts`: other machines may join at this address.
     `child_options` are added to the command line of every process, such as those of its log.
     """
     engine, gateway, pools = engine or EngineConfig(), gateway or GatewayConfig(), pools or SplitConfig()
     access, weights = access or AccessConfig(), weights or WeightCacheConfig()
+    if hosts is None and not (pools.prefill.instances and pools.decode.instances):
+        hint = "a pool of none needs workers of other machines: --listen"
+        raise InvalidRequest("a server needs a prefill and a decode worker", hint=hint, param="pools")
     with ExitStack() as stack:
         listener = stack.enter_context(listen(gateway.host, gateway.port))
         is_open = access.starts_open(listener)
@@ -103,6 +115,10 @@ def build_split(
         options = tuple(child_options)
         specs = [_gateway_spec(listener, access.path, folder, options)]
         specs += [spec for plan in plans for spec in _worker_specs(plan, len(plans), engine, pools, folder, options)]
+        shared = SharedHost(hosts, stack) if hosts is not None else None
+        if shared is not None:
+            members = {plan.served.name: plan.served.cache for plan in plans}
+            specs.append(shared.share(folder, [plan.shared(engine) for plan in plans], members, options))
         disks = {member: plan.disk for plan in plans for member in plan.served.cache}
 
         def cache_spec(name: str, block_bytes: int) -> Spec:
@@ -123,7 +139,7 @@ def build_split(
         ]
         standby = Spec(STANDBY, (STANDBY,), (folder.lock,)) if instances else None
         supervisor = Supervisor(specs, folder.path, cache_spec=cache_spec, instances=instances, standby=standby)
-        server = SplitServer(manifest, listener, supervisor)
+        server = SplitServer(manifest, listener, supervisor, shared.join_line if shared is not None else "")
         server.closing = stack.pop_all()
     return server
 
@@ -137,6 +153,12 @@ class _ModelPlan:
     """What its workers are given."""
     served: ServedModel
     disk: Disk | None
+    checkpoint: Path | None
+    """None: a model without files."""
+
+    def shared(self, config: EngineConfig) -> SharedModel:
+        path = self.path if self.checkpoint is None else str(self.checkpoint.absolute())
+        return SharedModel(self.served.name, path, self.checkpoint is not None, engine_argv(config))
 
 
 def _plan(models: Sequence[str], config: EngineConfig, pools: SplitConfig) -> list[_ModelPlan]:
@@ -146,21 +168,22 @@ def _plan(models: Sequence[str], config: EngineConfig, pools: SplitConfig) -> li
         first = number * _CACHE_MEMBERS
         members = tuple(f"cache-{i}" for i in range(first, first + _CACHE_MEMBERS)) if pools.cache_gb else ()
         disk = disk_of(pools.disk_gb, pools.disk_dir, model, config) if pools.disk_gb and members else None
-        plans.append(_ModelPlan(number, model, ServedModel(*_text_of(model), members), disk))
+        name, text, checkpoint = _text_of(model)
+        plans.append(_ModelPlan(number, model, ServedModel(name, text, members), disk, checkpoint))
     check_names([plan.served.name for plan in plans])
     return plans
 
 
-def _text_of(model: str) -> tuple[str, TextFiles]:
-    """A model's name, and what its tokenizer needs."""
+def _text_of(model: str) -> tuple[str, TextFiles, Path | None]:
+    """A model's name, what its tokenizer needs, and where its files are."""
     if model.partition(":")[0] == "fake":
         from tripool.engine.fake import fake_text
 
-        return "fake", fake_text()
+        return "fake", fake_text(), None
     from tripool.checkpoints import open_checkpoint
 
     with open_checkpoint(model) as checkpoint:
-        return checkpoint.name, checkpoint.text
+        return checkpoint.name, checkpoint.text, checkpoint.path
 
 
 def _gateway_spec(listener: socket.socket, keys: Path, folder: RunFolder, options: tuple[str, ...]) -> Spec:
@@ -171,7 +194,7 @@ def _gateway_spec(listener: socket.socket, keys: Path, folder: RunFolder, option
 
 def _threads_per_worker(num_workers: int) -> int:
     """All of them may compute at once."""
-    return max(1, len(os.sched_getaffinity(0)) // num_workers)
+    return max(1, len(os.sched_getaffinity(0)) // max(1, num_workers))
 
 
 def _worker_specs(
@@ -183,10 +206,7 @@ def _worker_specs(
     options: tuple[str, ...],
 ) -> Iterator[Spec]:
     threads = config.threads or _threads_per_worker(num_models * pools.num_workers)
-    sizes = ["--max-running", str(config.max_running), "--precision", config.precision, "--threads", str(threads)]
-    sizes += ["--mtp" if config.mtp else "--no-mtp", "--device", config.device]
-    sizes += ["--step-tokens", str(config.step_tokens)] if config.step_tokens is not None else []
-    sizes += ["--exact"] if config.exact else []
+    sizes = [*engine_argv(config), "--threads", str(threads)]
     kv = ["--kv-gb", str(config.kv_gb)] if config.kv_gb is not None else []
     join = ("--join", gateway_address(folder.path))
     for instance, role, size in _instances(plan, pools):

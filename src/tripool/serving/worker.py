@@ -8,18 +8,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
-from tripool.cache.client import PoolClient
-from tripool.cache.host import LocalHost
 from tripool.config import EngineConfig
 from tripool.control.rank import Rank
 from tripool.control.run_manifest import read_manifest
 from tripool.control.worker import Worker
 from tripool.engine_protocol import PoolEngine
 from tripool.errors import InvalidRequest, RankFenced
+from tripool.fabric import Transfer
 from tripool.fabric.channel import ZmqTransport
 from tripool.fabric.folder import folder_of
 from tripool.fabric.shared_memory import SharedMemoryTransfer
 from tripool.fabric.supervisor_channel import SupervisorChannel
+from tripool.hosts.cache import pool_client
+from tripool.hosts.directory import DirectoryFile, read_own
+from tripool.hosts.kv import HostTransfer
 from tripool.messages import PROTOCOL, Hello, Ready, WorkerId
 from tripool.serving.ranks import open_rank
 
@@ -61,7 +63,7 @@ class WorkerProcess:
             self._hello,
             ZmqTransport(address),
             _transfer(engine, folder, worker_id),
-            PoolClient(LocalHost(folder), members, worker_id) if members else None,
+            pool_client(folder, members, worker_id, model=engine.name),
             supervisor_channel=self._rank or supervisor_channel,
         )
         self.link = self._worker.link
@@ -93,13 +95,15 @@ class WorkerProcess:
             self._rank.close()
 
 
-def _transfer(engine: PoolEngine, folder: Path, worker_id: WorkerId) -> SharedMemoryTransfer:
+def _transfer(engine: PoolEngine, folder: Path, worker_id: WorkerId) -> Transfer:
     block_tokens, block_bytes = engine.block_tokens, engine.block_bytes
     longest = -(-engine.context_tokens // block_tokens)
     num_slots = max(longest, min(engine.num_blocks, _ARENA_BYTES // block_bytes))
-    return SharedMemoryTransfer(
+    local = SharedMemoryTransfer(
         folder, worker_id, block_tokens=block_tokens, block_bytes=block_bytes, num_slots=num_slots
     )
+    own = read_own(folder)
+    return local if own is None else HostTransfer(own, DirectoryFile(folder), local)
 
 
 # ---- engines by model name ------------------------------------------------------------------------------------------

@@ -1,0 +1,253 @@
+"""Authenticated connections between hosts: messages and raw bytes over TCP, encrypted unless the network is trusted.
+
+| bytes | from | contents |
+|---|---|---|
+| 48 | client | greeting: magic, protocol, trust, random nonce |
+| 48 | server | greeting |
+| 32 | client | proof that it knows the token, over both greetings |
+| 33 | server | 1 and its own proof; or 0: the client's was wrong |
+
+Nothing longer is read from anybody who has not proved that. Then TLS, with the certificate that the token gives; on a
+trusted network plain TCP. After that, messages with their length before them, and bytes whose number a message told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from tripool.hosts.errors import HostError, NotAHost, WrongProtocol, WrongToken, WrongTrust
+from tripool.hosts.keys import HostKeys
+from tripool.messages import strictly
+
+PROTOCOL = 1
+MAGIC = b"TRIPOOL\x02"
+_GREETING = struct.Struct(f"<{len(MAGIC)}sHB5x32s")
+_LENGTH = struct.Struct("<I")
+MAX_MESSAGE_BYTES = 2**24
+GREET_S = 4.0
+"""Longest time for a greeting and its proofs."""
+CONNECT_S = 3.0
+_VANISHED = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 12_000}
+"""Seconds, and milliseconds for the last, as the system has them."""
+_MANY = 64
+"""Buffers in one system call."""
+
+T = TypeVar("T")
+
+
+class Connection:
+    """For one thread at a time in each direction. `timeout_s`: longest time without progress, then OSError."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._encrypted = isinstance(end, ssl.SSLSocket)
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    @property
+    def pending(self) -> bool:
+        """Whether bytes were decrypted that nobody has read yet: the socket itself need not be readable then."""
+        return isinstance(self._end, ssl.SSLSocket) and self._end.pending() > 0
+
+    def timeout(self, seconds: float | None) -> None:
+        self._end.settimeout(seconds)
+
+    def send(self, message: msgspec.Struct) -> None:
+        self.send_bytes(msgspec.msgpack.encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        self._end.sendall(_LENGTH.pack(len(data)) + data)
+
+    def send_with(self, message: msgspec.Struct, buffers: Sequence[memoryview]) -> None:
+        """A message and the bytes that it tells of: the other side wakes up once for both."""
+        data = msgspec.msgpack.encode(message)
+        self.write([memoryview(_LENGTH.pack(len(data)) + data), *buffers])
+
+    def receive(self, decoder: msgspec.msgpack.Decoder[T]) -> T:
+        """Raises OSError when the connection ends, msgspec.DecodeError for what is no such message."""
+        return strictly(decoder, memoryview(self.receive_bytes()))
+
+    def receive_bytes(self) -> bytearray:
+        head = bytearray(_LENGTH.size)
+        self.read_into(memoryview(head))
+        (size,) = _LENGTH.unpack(head)
+        if size > MAX_MESSAGE_BYTES:
+            raise msgspec.DecodeError(f"a message of {size} bytes")
+        data = bytearray(size)
+        self.read_into(memoryview(data))
+        return data
+
+    def write(self, buffers: Sequence[memoryview]) -> None:
+        """All of them, from where they are."""
+        if self._encrypted:
+            for buffer in buffers:
+                self._end.sendall(buffer)
+            return
+        waiting = [buffer for buffer in buffers if buffer.nbytes]
+        while waiting:
+            sent = self._end.sendmsg(waiting[:_MANY])
+            while waiting and sent >= waiting[0].nbytes:
+                sent -= waiting.pop(0).nbytes
+            if sent:
+                waiting[0] = waiting[0][sent:]
+
+    def read_into(self, buffer: memoryview) -> None:
+        """Until it is full."""
+        while buffer.nbytes:
+            count = self._end.recv_into(buffer)
+            if not count:
+                raise ConnectionResetError("the other side has closed the connection")
+            buffer = buffer[count:]
+
+    def read_some(self, buffer: memoryview) -> int:
+        """What is there, at least one byte; 0: the other side has closed."""
+        return self._end.recv_into(buffer)
+
+    def write_some(self, buffer: memoryview) -> int:
+        return self._end.send(buffer)
+
+    def shut(self) -> None:
+        """End it for both directions, from any thread: whoever reads or writes it notices."""
+        with contextlib.suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._end.close()
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """`tcp://HOST:PORT` or `HOST:PORT`; IPv6 addresses in brackets."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if "//" in address.removeprefix("tcp://") or not host or not port.isdecimal() or not 0 <= int(port) < 2**16:
+        hint = "it is tcp://HOST:PORT, as the line that `tripool serve --listen` prints"
+        raise HostError(f"'{address[:80]}' is no address of a host", hint=hint, step="address")
+    return host, int(port)
+
+
+def dial(address: str, keys: HostKeys, *, timeout_s: float = CONNECT_S) -> Connection:
+    """Connect and authenticate. Raises HostError, which names the step and the remedy, within a few seconds."""
+    host, port = parse_address(address)
+    try:
+        end = socket.create_connection((host, port), timeout_s)
+    except socket.gaierror as error:
+        hint = "is the name right, and known to this machine? An address of numbers works, too"
+        raise HostError(f"no host is called '{host}'", hint=hint, step="address") from error
+    except TimeoutError as error:
+        hint = (
+            f"is {host} the right address, and reachable from here? A firewall may drop packets to port {port}, "
+            "or those that come back"
+        )
+        raise HostError(f"{host}:{port} does not answer within {timeout_s:g} s", hint=hint) from error
+    except ConnectionRefusedError as error:
+        hint = f"is the server running there, with `--listen`, and on port {port}?"
+        raise HostError(f"nothing listens at {host}:{port}", hint=hint) from error
+    except OSError as error:
+        hint = "is there a network route from this machine to that address?"
+        raise HostError(f"{host}:{port} cannot be reached: {error.strerror or error}", hint=hint) from error
+    try:
+        return _greet_as_client(_prepared(end), keys, f"{host}:{port}")
+    except BaseException:
+        end.close()
+        raise
+
+
+def _greet_as_client(end: socket.socket, keys: HostKeys, address: str) -> Connection:
+    ours = _GREETING.pack(MAGIC, PROTOCOL, keys.trusted, secrets.token_bytes(32))
+    deadline_s = time.monotonic() + GREET_S
+    try:
+        end.sendall(ours)
+        theirs = _read(end, _GREETING.size, deadline_s)
+        _check_greeting(theirs, keys, address)
+        end.sendall(keys.proof(b"client", ours + theirs))
+        reply = _read(end, 33, deadline_s)
+    except TimeoutError as error:
+        hint = "a firewall may let packets pass in one direction only; or another program listens there"
+        raise NotAHost(f"{address} accepts connections and says nothing", hint=hint) from error
+    except OSError as error:
+        hint = "is that the port of `--listen`? The server may also have too many connections"
+        raise NotAHost(f"{address} closed the connection during the greeting", hint=hint) from error
+    if reply[:1] != b"\1" or not secrets.compare_digest(reply[1:], keys.proof(b"server", ours + theirs)):
+        hint = "copy the token from the line that the server printed at its last start: every start has a new one"
+        raise WrongToken(f"{address} has another token", hint=hint)
+    return _encrypted(end, keys, server=False)
+
+
+def _check_greeting(theirs: bytes, keys: HostKeys, address: str) -> None:
+    magic, protocol, trusted, _ = _GREETING.unpack(theirs)
+    if magic[:7] != MAGIC[:7]:
+        hint = "give the port of `--listen`, not that of the HTTP server"
+        raise NotAHost(f"what listens at {address} is no host of Tripool", hint=hint)
+    if (magic, protocol) != (MAGIC, PROTOCOL):
+        hint = "install the same version of tripool on both machines"
+        raise WrongProtocol(f"{address} speaks protocol {protocol}, this machine {PROTOCOL}", hint=hint)
+    if trusted != keys.trusted:
+        theirs_is, ours_is = ("plain", "encrypted") if trusted else ("encrypted", "plain")
+        hint = f"{'add' if trusted else 'leave out'} --trusted-network here, as the server's line says"
+        raise WrongTrust(f"connections of {address} are {theirs_is}, those of this machine {ours_is}", hint=hint)
+
+
+def answer(end: socket.socket, keys: HostKeys) -> Connection:
+    """The server's side. Raises OSError for whoever does not know the token, and takes bounded time."""
+    end = _prepared(end)
+    deadline_s = time.monotonic() + GREET_S
+    theirs = _read(end, _GREETING.size, deadline_s)
+    if theirs[:7] != MAGIC[:7]:
+        raise ConnectionError("not a host of Tripool")
+    ours = _GREETING.pack(MAGIC, PROTOCOL, keys.trusted, secrets.token_bytes(32))
+    end.sendall(ours)
+    if theirs[: _GREETING.size - 32] != ours[: _GREETING.size - 32]:
+        raise ConnectionError("another protocol, or another trust: the client reads so in our greeting")
+    proof = _read(end, 32, deadline_s)
+    if not secrets.compare_digest(proof, keys.proof(b"client", theirs + ours)):
+        end.sendall(b"\0" + bytes(32))
+        raise ConnectionError("another token")
+    end.sendall(b"\1" + keys.proof(b"server", theirs + ours))
+    return _encrypted(end, keys, server=True)
+
+
+def _prepared(end: socket.socket) -> socket.socket:
+    end.settimeout(GREET_S)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # The other side may vanish without a word: its connections must not stay for ever.
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _VANISHED.items():
+        if hasattr(socket, name):
+            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return end
+
+
+def _encrypted(end: socket.socket, keys: HostKeys, *, server: bool) -> Connection:
+    if keys.trusted:
+        return Connection(end)
+    try:
+        return Connection(keys.context(server=server).wrap_socket(end, server_side=server))
+    except (OSError, ValueError) as error:  # ssl's errors are OSErrors
+        hint = "something between the two machines changes what they send"
+        raise WrongToken(f"the connection cannot be encrypted: {error}", hint=hint) from error
+
+
+def _read(end: socket.socket, size: int, deadline_s: float) -> bytes:
+    """Exactly so many bytes. The deadline is for all of them: a byte now and then does not extend it."""
+    data = b""
+    while len(data) < size:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        end.settimeout(left_s)
+        more = end.recv(size - len(data))
+        if not more:
+            raise ConnectionResetError("closed during the greeting")
+        data += more
+    end.settimeout(GREET_S)
+    return data

@@ -1,0 +1,76 @@
+"""What the server's own host decides and gives: who may join, and the files of its models."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+import tripool
+from tripool.hosts.models import code_identity, files_of, identity_of, read_part
+from tripool.hosts.wire import Join, Joined, ModelFile, No, ReadFile
+from tripool.messages import Role
+
+_FILE = "join.json"
+WAIT = "wait"
+"""The step at which a worker is told to ask again."""
+_READING_S = 1.0
+"""How long an answer may wait for the files to be read."""
+
+
+class SharedModel(msgspec.Struct, frozen=True):
+    """A model as other hosts get it."""
+
+    name: str
+    path: str
+    """Of its checkpoint on this host."""
+    has_files: bool
+    options: tuple[str, ...]
+    """Of the engine: the same on every host."""
+
+
+def write_models(folder: Path, models: tuple[SharedModel, ...]) -> None:
+    (folder / _FILE).write_bytes(msgspec.json.encode(models))
+
+
+class Leader:
+    def __init__(self, folder: Path) -> None:
+        models = msgspec.json.decode((folder / _FILE).read_bytes(), type=tuple[SharedModel, ...])
+        self._models = {model.name: model for model in models}
+        self._files: dict[str, tuple[ModelFile, ...]] = {}
+        self._code = code_identity()
+        self._read_all = threading.Thread(target=self._read_models, daemon=True)
+        self._read_all.start()
+
+    def join(self, request: Join, scarcer: Role) -> Joined | No:
+        if request.version != tripool.__version__ or request.code != self._code:
+            same = request.version == tripool.__version__
+            told = "the same version with other code" if same else f"version {request.version}"
+            hint = f"install the same build of tripool {tripool.__version__} there: answers depend on it"
+            return No("version", f"the worker has {told}, the server {tripool.__version__}", hint)
+        model = self._models.get(request.model or next(iter(self._models)))
+        if model is None:
+            hint = f"name one of {', '.join(self._models)}, or none: then it is the first"
+            return No("model", f"the server has no model '{request.model[:80]}'", hint)
+        self._read_all.join(_READING_S)
+        files = self._files.get(model.name)
+        if files is None:
+            return No(
+                WAIT, f"the server still reads the files of '{model.name}'", "wait: it takes the time of one reading"
+            )
+        role: Role = "prefill" if request.role == "prefill" else "decode" if request.role == "decode" else scarcer
+        path = "" if files else model.path
+        return Joined(model.name, identity_of(files), files, role, model.options, time.time(), path)
+
+    def read(self, request: ReadFile) -> bytes | None:
+        model = self._models.get(request.model)
+        if model is None or request.name not in {file.name for file in self._files.get(model.name, ())}:
+            return None
+        return read_part(Path(model.path), request.name, request.offset, request.num_bytes)
+
+    def _read_models(self) -> None:
+        """Once: a checkpoint does not change while it is served. Large ones take a while."""
+        for model in self._models.values():
+            self._files[model.name] = files_of(Path(model.path)) if model.has_files else ()

@@ -1,0 +1,162 @@
+"""What hosts ask of each other, once they have authenticated. A connection carries requests of one client, in order.
+
+| request | answer |
+|---|---|
+| Join | Joined, or No: may this worker come, and what does it need to know? |
+| ReadFile | Data and that many bytes: a part of a checkpoint |
+| ToGateway | Data, then bytes in both directions: a worker's connection to the gateway |
+| AskMember | Reply: what a cache member answers to a question about itself |
+| ReadSlots | Data and the slots' bytes: KV, from the sender's arena |
+| FindBlocks | FoundBlocks and their bytes: a cached prefix |
+| StoreBlocks | Taken; then the client sends the bytes of what was taken, and gets Data when they are stored |
+| Present | Directory: a host is there, and what it has; repeated |
+| TryHost | Data, or No: can you reach this address? |
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from tripool.cache.records import Block
+from tripool.cache.wire import MAX_KEYS, Key, Keys
+from tripool.messages import Checksum, FileName, Name, Natural, Positive, Role, Small
+
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+Address = Annotated[str, msgspec.Meta(max_length=256)]
+_FEW = msgspec.Meta(max_length=MAX_KEYS)
+_HOSTS = msgspec.Meta(max_length=1024)
+MAX_PART_BYTES = 2**23
+"""Of a file, in one request."""
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    pass
+
+
+class ModelFile(msgspec.Struct, frozen=True, array_like=True):
+    name: FileName
+    num_bytes: Natural
+    digest: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+class Host(msgspec.Struct, frozen=True, array_like=True):
+    """One host of a run, as the others know it."""
+
+    name: Name
+    address: Address
+    """Where the others reach it; empty: they do not."""
+    members: dict[Text, Annotated[tuple[Name, ...], _HOSTS]] = {}
+    """Its cache members, by model."""
+    roles: tuple[Role, ...] = ()
+    """Of its workers."""
+
+
+# ---- requests ----------------------------------------------------------------------------------------------------
+
+
+class Join(_Message, frozen=True):
+    version: Text
+    code: Text
+    """Digest of the code that computes: tokens are the same only with the same."""
+    clock_s: float
+    model: Text
+    """Empty: the server's first."""
+    role: Annotated[str, msgspec.Meta(pattern="^(prefill|decode|any)$")]
+
+
+class ReadFile(_Message, frozen=True):
+    model: Text
+    name: FileName
+    offset: Natural
+    num_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_PART_BYTES)]
+
+
+class ToGateway(_Message, frozen=True):
+    pass
+
+
+class AskMember(_Message, frozen=True):
+    member: Name
+    question: Annotated[bytes, msgspec.Meta(max_length=2**18)]
+    """GetStats, Purge or Quotas of `cache.wire`."""
+
+
+class ReadSlots(_Message, frozen=True):
+    arena: FileName
+    block_bytes: Positive
+    slots: Annotated[tuple[Small, ...], _FEW]
+
+
+class FindBlocks(_Message, frozen=True):
+    member: Name
+    namespace: Key
+    keys: Keys
+
+
+class StoreBlocks(_Message, frozen=True):
+    member: Name
+    namespace: Key
+    keys: Keys
+    depths: Annotated[tuple[Small, ...], _FEW]
+    form: Small
+    sizes: Annotated[tuple[Positive, ...], _FEW]
+    checksums: Annotated[tuple[Checksum, ...], _FEW]
+
+
+class Present(_Message, frozen=True):
+    host: Host
+
+
+class TryHost(_Message, frozen=True):
+    address: Address
+
+
+# ---- answers -----------------------------------------------------------------------------------------------------
+
+
+class No(_Message, frozen=True):
+    step: Text
+    message: Text
+    hint: Text
+
+
+class Data(_Message, frozen=True):
+    num_bytes: Natural = 0
+
+
+class Joined(_Message, frozen=True):
+    model: Text
+    identity: Text
+    files: Annotated[tuple[ModelFile, ...], _FEW]
+    """Empty: a model without files."""
+    role: Role
+    options: Annotated[tuple[Text, ...], _HOSTS]
+    """Of the engine: the same on every host."""
+    clock_s: float
+    path: Text
+    """What a worker is given for a model without files."""
+
+
+class FoundBlocks(_Message, frozen=True):
+    blocks: Annotated[tuple[Block, ...], _FEW]
+
+
+class Reply(_Message, frozen=True):
+    data: bytes
+    """Empty: it did not answer."""
+
+
+class Taken(_Message, frozen=True):
+    positions: Annotated[tuple[Small, ...], _FEW]
+
+
+class Directory(_Message, frozen=True):
+    hosts: Annotated[tuple[Host, ...], _HOSTS]
+
+
+Request = Join | ReadFile | ToGateway | AskMember | ReadSlots | FindBlocks | StoreBlocks | Present | TryHost
+Answer = No | Data | Joined | FoundBlocks | Taken | Reply | Directory
+REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

@@ -1,0 +1,66 @@
+"""Which hosts a run has, and what its processes read of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tripool.hosts.directory import SILENCE_S, DirectoryFile, Hosts, OwnHost, read_own, write_directory
+from tripool.hosts.wire import Host
+
+OWN = Host("server", "", {"m": ("cache-0",)})
+
+
+def test_a_silent_host_is_forgotten_and_may_come_back() -> None:
+    hosts, other = Hosts(OWN), Host("b", "tcp://b:1", {"m": ("cache-b",)}, ("decode",))
+    assert hosts.present(other, 0.0) and not hosts.present(other, 1.0)
+    assert hosts.expire(1.0 + SILENCE_S) == []
+    assert hosts.expire(1.1 + SILENCE_S) == [other]
+    assert hosts.directory().hosts == (OWN,)
+    assert hosts.present(other, 10.0)
+    assert hosts.directory().hosts == (OWN, other)
+
+
+def test_nobody_takes_the_servers_own_name() -> None:
+    hosts = Hosts(OWN)
+    assert not hosts.present(Host("server", "tcp://elsewhere:1", {"m": ("cache-0",)}), 0.0)
+    assert hosts.directory().hosts == (OWN,)
+
+
+def test_there_are_not_more_hosts_than_a_run_can_have() -> None:
+    hosts = Hosts(OWN)
+    for number in range(600):
+        hosts.present(Host(f"h{number}", ""), 0.0)
+    assert len(hosts.directory().hosts) == 513
+    assert hosts.present(Host("h0", "tcp://h0:1"), 0.0), "those that are known are heard"
+
+
+def test_any_role_is_the_scarcer_one() -> None:
+    hosts = Hosts(OWN)
+    assert hosts.scarcer() == "decode"
+    hosts.present(Host("b", "", {}, ("decode",)), 0.0)
+    assert hosts.scarcer() == "prefill"
+    hosts.present(Host("c", "", {}, ("prefill",)), 0.0)
+    assert hosts.scarcer() == "decode"
+
+
+def test_processes_notice_a_change(tmp_path: Path) -> None:
+    file, hosts = DirectoryFile(tmp_path), Hosts(OWN)
+    assert not file.changed() and file.hosts == ()
+    write_directory(tmp_path, hosts.directory())
+    assert file.changed() and not file.changed()
+    hosts.present(Host("b", "tcp://b:1", {"m": ("cache-b",), "n": ("cache-n",)}), 0.0)
+    write_directory(tmp_path, hosts.directory())
+    assert file.changed()
+    assert set(file.members("m")) == {"cache-0", "cache-b"}
+    assert set(file.members(None)) == {"cache-0", "cache-b", "cache-n"}
+    assert [host["host"] for host in file.describe()] == ["server", "b"]
+    assert file.address_of("b") == file.member_address("cache-n") == "tcp://b:1"
+    assert file.address_of("c") == file.member_address("cache-c") == ""
+
+
+def test_the_token_lies_in_a_file_of_its_user_alone(tmp_path: Path) -> None:
+    own = OwnHost("a", "t" * 24, True, members={"m": ("cache-0",)})
+    own.write(tmp_path)
+    assert read_own(tmp_path) == own
+    assert (tmp_path / "host.json").stat().st_mode & 0o077 == 0
+    assert read_own(tmp_path / "none") is None
