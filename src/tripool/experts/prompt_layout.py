@@ -3,11 +3,12 @@
 | area | per | contents |
 |---|---|---|
 | header | – | one page: magic and shape |
-| owner | rank | signal of its helping thread; phase; sequences; whose results count; claims; tokens; KV of earlier positions |
+| owner | rank | signal of its helping thread; phase; sequences; whose results count; claims; tokens; earlier KV |
 | results | rank, owner | for each unit, the newest phase that is done; residual stream (two), queries, KV, attention |
 
-Each part of it has one writer, apart from claims and signals: a rank that was stopped and continues late writes to results
-that no one reads any more. The residual stream is there twice, because a phase that is computed again needs its input.
+Each part of it has one writer, apart from claims and signals: a rank that was stopped and continues late writes to
+results that no one reads any more. The residual stream is there twice, because a phase that is computed again needs its
+input.
 `kernels/native/prompt_slabs.h` has the same structures.
 """
 

@@ -88,7 +88,13 @@ class Layer(Structure):
 
 
 class Entry(Structure):
-    _fields_ = (("embed", c_void_p), ("cos_sin", c_void_p), ("width", c_int32), ("rope_width", c_int32), ("positions", c_int32))
+    _fields_ = (
+        ("embed", c_void_p),
+        ("cos_sin", c_void_p),
+        ("width", c_int32),
+        ("rope_width", c_int32),
+        ("positions", c_int32),
+    )
 
 
 class Stack(Structure):
@@ -128,7 +134,8 @@ class PromptMemory(Structure):
         *(
             (name, c_uint64)
             for name in (
-                "owners", "owner_bytes", "tokens", "prior", "areas", "area_bytes", "stream", "queries", "kv", "attended",
+                "owners", "owner_bytes", "tokens", "prior", "areas", "area_bytes", "stream", "queries", "kv",
+                "attended",
             )
         ),
         *(

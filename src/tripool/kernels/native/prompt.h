@@ -9,7 +9,7 @@
 
 #include "prompt_units.h"
 
-#define PROMPT_ROWS_LEAST 64 /* per rank: below, a phase is too short to share */
+#define PROMPT_ROWS_LEAST 32 /* per rank: below, a phase is too short to share */
 #define HELPER_SPIN_NS 200000
 #define HELPER_SLEEP_NS 50000000
 #define PATIENCE_NS 1000000
