@@ -1,4 +1,4 @@
-"""Ranks that share the phases of a step, in plain Python: any order of claims, deaths and late ranks gives one result."""
+"""Ranks share the phases of a step, in plain Python: any order of claims, deaths and late ranks gives one result."""
 
 from __future__ import annotations
 

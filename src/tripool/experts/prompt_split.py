@@ -1,8 +1,8 @@
 """How ranks share the phases of a step, plain and step by step: the reference for `kernels/native/prompt.h`.
 
-`PhaseOwner` opens phases and decides whose results count; a `Claimer` claims units, for its own rank or to help. Neither
-waits, reads a clock or computes: the caller says when each looks at the shared memory again, so a simulation can stop a
-rank between any two stores. `experts/prompt_layout.py` describes the memory.
+`PhaseOwner` opens phases and decides whose results count; a `Claimer` claims units, for its own rank or to help.
+Neither waits, reads a clock or computes: the caller says when each looks at the shared memory again, so a simulation
+can stop a rank between any two stores. `experts/prompt_layout.py` describes the memory.
 """
 
 from __future__ import annotations

@@ -25,6 +25,8 @@ _OFFSETS = (
 )  # fmt: skip
 _SIZES = ("layers", "experts", "top_k", "hidden", "slab_rows")
 _DEADLINE_S = 30.0
+MICROBATCH_ROWS = 64
+"""A step is computed as two microbatches if each has so many rows (`native/microbatch.h`)."""
 
 
 class NativeExchange:
@@ -39,6 +41,7 @@ class NativeExchange:
         layers: Sequence[Moe8],
         deadline_s: float = _DEADLINE_S,
         prompts: NativePrompts | None = None,
+        microbatch_rows: int = MICROBATCH_ROWS,
     ) -> None:
         """`layers`: all that have experts, in the same order on every rank; `prompts`: closed with the exchange."""
         _check(layout, layers)
@@ -53,6 +56,7 @@ class NativeExchange:
             *(getattr(layout, name) for name in _SIZES),
             moe,
             int(deadline_s * 1e9),
+            microbatch_rows,
         )
         self._keep, self._attached = (memory, moe), False
         self._library = library.library()

@@ -125,6 +125,7 @@ class ExchangeMemory(Structure):
         *((name, c_int32) for name in ("ranks", "rank", "layers", "experts", "top_k", "hidden", "slab_rows")),
         ("moe", POINTER(c_void_p)),
         ("deadline_ns", c_int64),
+        ("microbatch_rows", c_int64),
     )  # fmt: skip
 
 

@@ -202,6 +202,10 @@ static void finish_exchange(Exchange *x, Flight *f, float *stream) {
     if (!exchange_failure) end_exchange(x, f, stream, shared);
 }
 
+static void forget_requests(Exchange *x) {
+    for (int i = 0; i < x->at.ranks * PARITIES; i++) atomic_store(&x->asked_ns[i], 0);
+}
+
 /* As `moe`, to the bit. Of a batch that needs several exchanges, one is sent before the last one is finished. */
 static void moe_over_ranks(const Moe *m, float *stream, int rows) {
     Exchange *x = m->exchange;
@@ -215,7 +219,7 @@ static void moe_over_ranks(const Moe *m, float *stream, int rows) {
         sent = part;
     }
     if (sent && !exchange_failure) finish_exchange(x, &x->flight[x->parity], sent);
-    for (int i = 0; exchange_failure && i < x->at.ranks * PARITIES; i++) atomic_store(&x->asked_ns[i], 0);
+    if (exchange_failure) forget_requests(x);
 }
 
 /* For how long each rank has left a request unanswered. An answer counts when it is given, not when it is read: this

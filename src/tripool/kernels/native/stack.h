@@ -6,6 +6,7 @@
 #define TRIPOOL_STACK_H
 
 #include "draw.h"
+#include "microbatch.h"
 #include "prompt.h"
 
 static void feed_forward(const Layer *l, float *x, int rows) {
@@ -87,7 +88,9 @@ static void all_layers(const Stack *s, const int64_t *tokens, float *kv, size_t 
     float *cos_sin;
     const Batch b = with_slot_mapping(&s->entry, batch, &cos_sin);
     embed_rows(&s->entry, tokens, (int)rows, x);
-    for (int64_t i = 0; i < s->layers; i++) layer_rows(&s->layer[i], x, kv + (size_t)i * layer_floats, &b);
+    if (microbatches_pay(s, &b)) layers_in_two(s, &b, x, kv, layer_floats);
+    else
+        for (int64_t i = 0; i < s->layers; i++) layer_rows(&s->layer[i], x, kv + (size_t)i * layer_floats, &b);
     for (size_t row = 0; row < rows; row++) normalise(x + row * width, &s->norm, hidden + row * width);
 }
 
