@@ -10,6 +10,7 @@
 | busy rank | 99th percentile of the same layer with one row, while the other rank runs Python, or its own steps |
 | share | a step with an exchange of one rank, which sends and waits for nothing, beside the same step without |
 | two ranks | output tokens per second of two ranks with one thread each against one process with two |
+| microbatches | the same two ranks, steps computed as two microbatches against as one batch |
 | prompt | time of a prompt of 2,000 tokens that two ranks of one thread compute together, against one of them alone |
 
 Rows travel in place: the source quantises them into its slab and reads the answers where they were computed, so an
@@ -42,7 +43,7 @@ from tripool.engine.load import load_engine
 from tripool.experts.layout import Layout
 from tripool.experts.prompt_layout import PromptLayout
 from tripool.experts.slabs import attach_prompts, attach_slabs, create_slabs
-from tripool.kernels.cpu8.exchange import NativeExchange
+from tripool.kernels.cpu8.exchange import MICROBATCH_ROWS, NativeExchange
 from tripool.kernels.cpu8.prompts import NativePrompts
 from tripool.kernels.cpu8.sublayers import Moe8
 
@@ -82,9 +83,11 @@ class Rank:
         sizes = {"experts": struct.experts, "top_k": struct.top_k, "hidden": struct.norm.width}
         return {"layout": {"layers": len(self._layers), **sizes}, "bytes": self._bytes}
 
-    def open(self, path: str, rank: int) -> dict[str, Any]:
+    def open(self, path: str, rank: int, microbatch_rows: int = MICROBATCH_ROWS) -> dict[str, Any]:
+        if self._exchange is not None:
+            self._exchange.close()
         self._layout, memory = attach_slabs(Path(path))
-        self._exchange = NativeExchange(self._layout, memory, rank, self._layers)
+        self._exchange = NativeExchange(self._layout, memory, rank, self._layers, microbatch_rows=microbatch_rows)
         return {}
 
     def map(self, epoch: int, ranks: list[int]) -> dict[str, Any]:
@@ -147,8 +150,9 @@ class Rank:
     def generate(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         began_s = time.perf_counter()
+        began_cpu_s = time.process_time()
         LLM(self._engine).generate(prompts, params)
-        return {"wall_s": time.perf_counter() - began_s}
+        return {"wall_s": time.perf_counter() - began_s, "cpu_s": time.process_time() - began_cpu_s}
 
 
 def serve_rank(model: str, threads: int) -> None:
@@ -224,16 +228,9 @@ class Bench:
                 walls = take_turns(
                     {"over": walls_of([rank], at_once), "plain": walls_of([plain], at_once)}, repetitions
                 )
-                rows.append(
-                    Row(
-                        name=f"step with dispatch and combine / without, {at_once} at once",
-                        ours=walls.median("over"),
-                        peer=walls.median("plain"),
-                        unit="s",
-                        target=SHARE,
-                        lower_is_better=True,
-                    )
-                )
+                name = f"step with dispatch and combine / without, {at_once} at once"
+                over, without = walls.median("over"), walls.median("plain")
+                rows.append(Row(name=name, ours=over, peer=without, unit="s", target=SHARE, lower_is_better=True))
             plain.close()
         return rows
 
@@ -261,7 +258,36 @@ class Bench:
                     )
                 )
             both.close()
+            rows.append(self.microbatches(pair, shape, repetitions))
         return rows
+
+    def microbatches(self, pair: Sequence[Worker], shape: dict[str, Any], repetitions: int) -> Row:
+        """128 at once are 64 rows on each rank, or two times 32."""
+        path, epoch = self._folder / f"slabs{self._count - 1}", 1
+
+        def walls(microbatch_rows: int) -> Callable[[int], float]:
+            def wall_s(repetition: int) -> float:
+                nonlocal epoch
+                epoch += 1
+                for number, worker in enumerate(pair):
+                    ask(worker, "open", path=str(path), rank=number, microbatch_rows=microbatch_rows)
+                for worker in pair:
+                    ask(worker, "map", epoch=epoch, ranks=[e % 2 for e in range(shape["layout"]["experts"])])
+                return walls_of(pair, 128, 16)(repetition)
+
+            return wall_s
+
+        measured = take_turns({"two": walls(16), "one": walls(0)}, repetitions)
+        return Row(
+            name="two microbatches / one batch, 128 at once on two ranks",
+            ours=measured.median("two"),
+            peer=measured.median("one"),
+            unit="s",
+            target=None,
+            lower_is_better=True,
+            note=f"in use from {MICROBATCH_ROWS} rows each on",
+            details={"samples_s": measured.samples},
+        )
 
     def long_prompt(self, repetitions: int) -> list[Row]:
         """One rank with and without the help of an idle one."""
@@ -275,10 +301,13 @@ class Bench:
                 random = Random(2 * repetition + share)
                 ask(one, "prompts", path=str(path), rank=0, share=share)
                 prompt = [random.randrange(100, 8000) for _ in range(LONG_PROMPT)]
-                return float(ask(one, "generate", prompts=[prompt], max_tokens=1)["wall_s"])
+                took = ask(one, "generate", prompts=[prompt], max_tokens=1)
+                cpu_s[share].append(took["cpu_s"])
+                return float(took["wall_s"])
 
             return wall_s
 
+        cpu_s: dict[bool, list[float]] = {True: [], False: []}
         walls = take_turns({"both": wall(True), "one": wall(False)}, repetitions)
         for worker in (one, other):
             worker.close()
@@ -291,6 +320,7 @@ class Bench:
                 unit="s",
                 target=LONG_SHARE,
                 lower_is_better=True,
+                note=f"CPU of the first: {statistics.median(cpu_s[True]) / statistics.median(cpu_s[False]):.2f}",
                 details={"samples_s": walls.samples},
             )
         ]
@@ -317,7 +347,7 @@ def ask(worker: Worker, what: str, **details: Any) -> dict[str, Any]:
     return worker.ask(within_s=WITHIN_S, do=what, **details)
 
 
-def walls_of(workers: Sequence[Worker], at_once: int) -> Callable[[int], float]:
+def walls_of(workers: Sequence[Worker], at_once: int, max_tokens: int = MAX_TOKENS) -> Callable[[int], float]:
     """Wall time of `at_once` answers, spread over the workers."""
 
     def wall_s(repetition: int) -> float:
@@ -327,7 +357,7 @@ def walls_of(workers: Sequence[Worker], at_once: int) -> Callable[[int], float]:
         threads = [
             threading.Thread(
                 target=ask, args=(worker, "generate"),
-                kwargs={"prompts": prompts[number :: len(workers)], "max_tokens": MAX_TOKENS},
+                kwargs={"prompts": prompts[number :: len(workers)], "max_tokens": max_tokens},
             )
             for number, worker in enumerate(workers)
         ]  # fmt: skip

@@ -43,7 +43,7 @@ WORLDLY |= {
 }
 WORLDLY |= {"simulate.supernode"}
 WORLDLY |= {f"simulate.supernode.{name}" for name in ("faults", "instances", "process", "report", "world")}
-WORLDLY |= {f"experts.{name}" for name in ("exchange", "layout", "slabs")}
+WORLDLY |= {f"experts.{name}" for name in ("exchange", "layout", "prompt_layout", "prompt_split", "slabs")}
 """The other halves of rooms that are split: they touch the world, and nothing pure may import them."""
 TO_WORKERS = {"StartPrefill", "StartDecode", "Release", "Cancel", "Drain", "Welcome"}
 POLICIES = tuple(name for name in PURE if name not in ("text", "grammar", "messages"))

@@ -25,7 +25,7 @@ _OFFSETS = (
 )  # fmt: skip
 _SIZES = ("layers", "experts", "top_k", "hidden", "slab_rows")
 _DEADLINE_S = 30.0
-MICROBATCH_ROWS = 64
+MICROBATCH_ROWS = 32
 """A step is computed as two microbatches if each has so many rows (`native/microbatch.h`)."""
 
 

@@ -151,6 +151,15 @@ static void wait_for_answers(Exchange *x, Flight *f) {
     stop_polling(x);
 }
 
+/* The caller owns the pool: other processes read the counts, none else writes them. */
+static void count_routed(const Exchange *x, const Moe *m, const int *experts, size_t count) {
+    _Atomic uint64_t *routed = routed_rows(x, m->layer);
+    for (size_t i = 0; i < count; i++) {
+        _Atomic uint64_t *rows = &routed[experts[i]];
+        atomic_store_explicit(rows, atomic_load_explicit(rows, memory_order_relaxed) + 1, memory_order_relaxed);
+    }
+}
+
 /* Routes rows and sends them. */
 static void begin_exchange(Exchange *x, Flight *f, const Moe *m, float *stream, int rows) {
     const size_t n = (size_t)rows * m->top_k;
@@ -161,13 +170,10 @@ static void begin_exchange(Exchange *x, Flight *f, const Moe *m, float *stream, 
                        {stream, (size_t)m->norm.width, &m->norm, normed, slab.input, rows, m->norm.width, 0}};
     in_parallel(rows, route_chunk, &route);
     RoutedEntry *entries = room(PAIRS, sizeof(RoutedEntry) * n);
-    _Atomic uint64_t *routed = routed_rows(x, m->layer);
-    for (size_t i = 0; i < n; i++) {
-        _Atomic uint64_t *count = &routed[experts[i]]; /* other processes read it, none else writes it */
-        atomic_store_explicit(count, atomic_load_explicit(count, memory_order_relaxed) + 1, memory_order_relaxed);
+    count_routed(x, m, experts, n);
+    for (size_t i = 0; i < n; i++)
         entries[i] = (RoutedEntry){(uint32_t)(i / (size_t)m->top_k), (uint32_t)(i % (size_t)m->top_k),
                                    (uint32_t)experts[i], route.weights[i]};
-    }
     f->moe = m;
     f->rows = rows;
     f->segments = 0;

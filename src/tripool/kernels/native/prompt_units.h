@@ -222,8 +222,12 @@ static void run_rows(const PromptStep *t, const Stack *s, const PromptOwner *o, 
         const size_t width = (size_t)m->attended_width;
         const Rows input = prepared(MIDDLE, attended, width, rows, (int)width, NULL);
         product((Product){out, &input, NULL, rows, x, hidden, 0, ADD, NULL, 0});
-        if (l->moe) moe(l->moe, x, rows);
-        else mlp(l->mlp, x, rows);
+        if (!l->moe) mlp(l->mlp, x, rows);
+        else {
+            moe(l->moe, x, rows);
+            if (l->moe->exchange) /* the balancer counts these rows too */
+                count_routed(l->moe->exchange, l->moe, scratch[ROUTE].data, (size_t)rows * l->moe->top_k);
+        }
     } else {
         const int64_t *tokens = prompt_tokens(m, t->owner);
         for (int row = 0; row < rows; row++) { /* a rank that the owner has given up may read any bytes */
