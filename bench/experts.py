@@ -1,9 +1,14 @@
-"""Expert parallelism: how level `balance` places experts, how fast, and how level serving stays while routing drifts.
+"""Expert parallelism: placement of experts, and ranks against one process.
 
     python bench/experts.py [--quick] [--json FILE] [--only PART]
 
-Parts: balance. A row's peer is its limit: for placements the lower bound that no placement in those slots can beat, for
-times the promised time.
+| part | rows |
+|---|---|
+| balance | how level `balance` places experts, how fast, and how level serving stays while routing drifts |
+| tiny, mla163m | exchange, rates of two ranks and long prompts with that model: see `bench/experts_exchange.py` |
+
+`bench/experts_ranks.py` has the rows about ranks that die. The peer of a placement is the lower bound that no placement
+in those slots can beat, that of a time is the promised time.
 """
 
 from __future__ import annotations
@@ -12,12 +17,15 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from harness import Origin, Row, print_table, write_json
+from experts_exchange import model_rows
+from harness import REPO, Origin, Row, print_table, write_json
 from tripool.experts import ExpertMap, LoadWindow, balance, imbalance, least_imbalance, plan_moves
 
 LAYERS, TOP_K = 61, 8
@@ -165,7 +173,21 @@ def serving_row(layout: Layout, name: str, windows: int) -> Row:
     )  # fmt: skip
 
 
-PARTS: dict[str, Callable[[bool], Iterator[Row]]] = {"balance": balance_rows}
+def ranks_of(model: str, quick: bool) -> Iterator[Row]:
+    path = REPO / "bench" / ".models" / model
+    if model != "tiny" and not path.is_dir():
+        note = f"python bench/peers/make_models.py makes {model}"
+        yield Row(name=f"{model}: ranks", ours=None, peer=None, unit="", target=None, note=note)
+        return
+    for row in model_rows("tiny" if model == "tiny" else str(path), quick):
+        yield replace(row, name=f"{model}: {row.name}")
+
+
+PARTS: dict[str, Callable[[bool], Iterator[Row]]] = {
+    "balance": balance_rows,
+    "tiny": partial(ranks_of, "tiny"),
+    "mla163m": partial(ranks_of, "mla163m"),
+}
 
 
 def main() -> int:

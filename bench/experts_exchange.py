@@ -2,16 +2,20 @@
 
     python bench/experts_exchange.py [--quick] [--model tiny] [--json FILE]
 
+`bench/experts.py` has these rows too, for the bundled model and for mla163m.
+
 | row | number |
 |---|---|
 | exchange | one layer over 32 rows, all experts on an idle rank, less the same with its own experts |
 | busy rank | 99th percentile of the same layer with one row, while the other rank runs Python, or its own steps |
 | share | a step with an exchange of one rank, which sends and waits for nothing, beside the same step without |
 | two ranks | output tokens per second of two ranks with one thread each against one process with two |
+| microbatches | the same two ranks, steps computed as two microbatches against as one batch |
+| prompt | time of a prompt of 2,000 tokens that two ranks of one thread compute together, against one of them alone |
 
 Rows travel in place: the source quantises them into its slab and reads the answers where they were computed, so an
-exchange has no copies of its own to subtract. The floor of two ranks follows from what a step reads: experts once, but
-everything else once per rank. Every rank is a process of its own.
+exchange has no copies of its own to subtract. The floor of two ranks follows from what a step reads: the experts that
+its rows choose once, but everything else once per rank. Every rank is a process of its own.
 """
 
 from __future__ import annotations
@@ -37,8 +41,10 @@ from tripool import LLM, SamplingParams
 from tripool.config import EngineConfig
 from tripool.engine.load import load_engine
 from tripool.experts.layout import Layout
-from tripool.experts.slabs import attach_slabs, create_slabs
-from tripool.kernels.cpu8.exchange import NativeExchange
+from tripool.experts.prompt_layout import PromptLayout
+from tripool.experts.slabs import attach_prompts, attach_slabs, create_slabs
+from tripool.kernels.cpu8.exchange import MICROBATCH_ROWS, NativeExchange
+from tripool.kernels.cpu8.prompts import NativePrompts
 from tripool.kernels.cpu8.sublayers import Moe8
 
 WITHIN_S = 600.0
@@ -47,7 +53,8 @@ EXCHANGE_US, BUSY_US = 30.0, 300.0
 BUSY_SINCE_S = 0.5
 SHARE = 1.10
 PROMPT_TOKENS, MAX_TOKENS = 32, 64
-OF_FLOOR = {1: 0.87, 8: 0.65, 32: 0.78}
+OF_FLOOR, AT_LEAST = 0.87, {1: 0.0, 8: 0.65, 32: 0.78}
+LONG_PROMPT, LONG_SHARE = 2000, 0.6
 
 
 # ---- a rank -------------------------------------------------------------------------------------------------------
@@ -58,10 +65,14 @@ class Rank:
 
     def __init__(self, model: str, threads: int) -> None:
         self._engine = load_engine(model, EngineConfig(threads=threads, mtp=False))
-        network = self._engine.executor.runner.model
+        self._network = network = self._engine.executor.runner.model
         self._layers = [layer for layer in network.expert_sublayers if isinstance(layer, Moe8)]
-        experts = sum(layer.expert_bytes for layer in self._layers)
-        self._bytes = {"experts": experts, "others": network.num_bytes - experts}
+        steps = [layer for layer in self._layers if network.mtp is None or layer is not network.mtp.layer.mlp]
+        experts = sum(layer.expert_bytes for layer in steps)
+        parts = [part for layer in network._layers for part in (layer.attention, layer.mlp)]
+        every = sum(part.num_bytes for part in (*parts, network._head))  # without the MTP layer, which is off
+        self._bytes = {"experts": experts, "others": every - experts}
+        self._prompts: NativePrompts | None = None
         self._exchange: NativeExchange | None = None
         self._layout: Layout | None = None
         self._stop = threading.Event()
@@ -72,9 +83,11 @@ class Rank:
         sizes = {"experts": struct.experts, "top_k": struct.top_k, "hidden": struct.norm.width}
         return {"layout": {"layers": len(self._layers), **sizes}, "bytes": self._bytes}
 
-    def open(self, path: str, rank: int) -> dict[str, Any]:
+    def open(self, path: str, rank: int, microbatch_rows: int = MICROBATCH_ROWS) -> dict[str, Any]:
+        if self._exchange is not None:
+            self._exchange.close()
         self._layout, memory = attach_slabs(Path(path))
-        self._exchange = NativeExchange(self._layout, memory, rank, self._layers)
+        self._exchange = NativeExchange(self._layout, memory, rank, self._layers, microbatch_rows=microbatch_rows)
         return {}
 
     def map(self, epoch: int, ranks: list[int]) -> dict[str, Any]:
@@ -82,6 +95,19 @@ class Rank:
         assert self._exchange is not None and self._layout is not None
         table = np.tile(np.array(ranks, np.int32), (self._layout.layers, 1))
         self._exchange.install(epoch, table, [True] * self._layout.ranks)
+        return {}
+
+    def prompt_layout(self, ranks: int) -> dict[str, Any]:
+        arch = self._network.arch
+        widths = {"query_width": arch.query_width, "kv_width": arch.kv_width, "attended_width": arch.attended_width}
+        sizes = {"ranks": ranks, "rows": 512, "context": LONG_PROMPT, "hidden": arch.hidden}
+        return sizes | widths
+
+    def prompts(self, path: str, rank: int, share: bool) -> dict[str, Any]:
+        """Compute prompts together with other ranks, or alone."""
+        if self._prompts is not None:
+            self._prompts.close()
+        self._prompts = NativePrompts(*attach_prompts(Path(path)), rank, self._network.stack) if share else None
         return {}
 
     def close(self) -> dict[str, Any]:
@@ -124,8 +150,9 @@ class Rank:
     def generate(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         began_s = time.perf_counter()
+        began_cpu_s = time.process_time()
         LLM(self._engine).generate(prompts, params)
-        return {"wall_s": time.perf_counter() - began_s}
+        return {"wall_s": time.perf_counter() - began_s, "cpu_s": time.process_time() - began_cpu_s}
 
 
 def serve_rank(model: str, threads: int) -> None:
@@ -201,16 +228,9 @@ class Bench:
                 walls = take_turns(
                     {"over": walls_of([rank], at_once), "plain": walls_of([plain], at_once)}, repetitions
                 )
-                rows.append(
-                    Row(
-                        name=f"step with dispatch and combine / without, {at_once} at once",
-                        ours=walls.median("over"),
-                        peer=walls.median("plain"),
-                        unit="s",
-                        target=SHARE,
-                        lower_is_better=True,
-                    )
-                )
+                name = f"step with dispatch and combine / without, {at_once} at once"
+                over, without = walls.median("over"), walls.median("plain")
+                rows.append(Row(name=name, ours=over, peer=without, unit="s", target=SHARE, lower_is_better=True))
             plain.close()
         return rows
 
@@ -218,15 +238,12 @@ class Bench:
         rows = []
         with self.ranks(2) as pair:
             shape = ask(pair[0], "shape")
-            num_bytes = shape["bytes"]
             for worker in pair:
                 ask(worker, "map", epoch=1, ranks=[expert % 2 for expert in range(shape["layout"]["experts"])])
             both = self.start(2)
-            every, others = num_bytes["experts"] + num_bytes["others"], num_bytes["others"]
-            floor = every / (every + others)
-            for at_once, target in OF_FLOOR.items():
+            for at_once, least in AT_LEAST.items():
                 walls = take_turns({"ranks": walls_of(pair, at_once), "one": walls_of([both], at_once)}, repetitions)
-                tokens = at_once * MAX_TOKENS
+                tokens, floor = at_once * MAX_TOKENS, floor_of(shape, at_once)
                 ranks, one = (walls.median(side) for side in ("ranks", "one"))
                 assert ranks is not None and one is not None
                 rows.append(
@@ -235,19 +252,102 @@ class Bench:
                         ours=tokens / ranks,
                         peer=tokens / one,
                         unit="tok/s",
-                        target=target * floor if at_once == 1 else target,
-                        note=f"floor {floor:.2f} of what one process does",
+                        target=round(max(OF_FLOOR * floor, least), 3),
+                        note=f"floor {floor:.2f} of what one process does; {one / ranks / floor:.2f} of the floor",
+                        details={"floor": floor, "samples_s": walls.samples},
                     )
                 )
             both.close()
+            rows.append(self.microbatches(pair, shape, repetitions))
         return rows
+
+    def microbatches(self, pair: Sequence[Worker], shape: dict[str, Any], repetitions: int) -> Row:
+        """128 at once are 64 rows on each rank, or two times 32."""
+        path, epoch = self._folder / f"slabs{self._count - 1}", 1
+
+        def walls(microbatch_rows: int) -> Callable[[int], float]:
+            def wall_s(repetition: int) -> float:
+                nonlocal epoch
+                epoch += 1
+                for number, worker in enumerate(pair):
+                    ask(worker, "open", path=str(path), rank=number, microbatch_rows=microbatch_rows)
+                for worker in pair:
+                    ask(worker, "map", epoch=epoch, ranks=[e % 2 for e in range(shape["layout"]["experts"])])
+                return walls_of(pair, 128, 16)(repetition)
+
+            return wall_s
+
+        measured = take_turns({"two": walls(16), "one": walls(0)}, repetitions)
+        return Row(
+            name="two microbatches / one batch, 128 at once on two ranks",
+            ours=measured.median("two"),
+            peer=measured.median("one"),
+            unit="s",
+            target=None,
+            lower_is_better=True,
+            note=f"in use from {MICROBATCH_ROWS} rows each on",
+            details={"samples_s": measured.samples},
+        )
+
+    def long_prompt(self, repetitions: int) -> list[Row]:
+        """One rank with and without the help of an idle one."""
+        one, other = self.start(1), self.start(1)
+        path = self._folder / f"prompts{self._count}"
+        create_slabs(path, PromptLayout(**ask(one, "prompt_layout", ranks=2)))
+        ask(other, "prompts", path=str(path), rank=1, share=True)
+
+        def wall(share: bool) -> Callable[[int], float]:
+            def wall_s(repetition: int) -> float:
+                random = Random(2 * repetition + share)
+                ask(one, "prompts", path=str(path), rank=0, share=share)
+                prompt = [random.randrange(100, 8000) for _ in range(LONG_PROMPT)]
+                took = ask(one, "generate", prompts=[prompt], max_tokens=1)
+                cpu_s[share].append(took["cpu_s"])
+                return float(took["wall_s"])
+
+            return wall_s
+
+        cpu_s: dict[bool, list[float]] = {True: [], False: []}
+        walls = take_turns({"both": wall(True), "one": wall(False)}, repetitions)
+        for worker in (one, other):
+            worker.close()
+        path.unlink()
+        return [
+            Row(
+                name="prompt of 2,000 tokens over two ranks of one thread / one",
+                ours=walls.median("both"),
+                peer=walls.median("one"),
+                unit="s",
+                target=LONG_SHARE,
+                lower_is_better=True,
+                note=f"CPU of the first: {statistics.median(cpu_s[True]) / statistics.median(cpu_s[False]):.2f}",
+                details={"samples_s": walls.samples},
+            )
+        ]
+
+    def rows(self, quick: bool) -> list[Row]:
+        repetitions = 3 if quick else 9
+        rows = self.exchange(1000 if quick else 10_000)
+        return rows + self.share(repetitions) + self.two_ranks(repetitions) + self.long_prompt(repetitions)
+
+
+def floor_of(shape: dict[str, Any], at_once: int) -> float:
+    """Of two ranks' rate: a step reads the chosen experts once, and what is no expert's twice."""
+    chosen = 1 - (1 - shape["layout"]["top_k"] / shape["layout"]["experts"]) ** at_once  # if all are equally likely
+    experts, others = chosen * shape["bytes"]["experts"], shape["bytes"]["others"]
+    return float((others + experts) / (2 * others + experts))
+
+
+def model_rows(model: str, quick: bool) -> list[Row]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        return Bench(model, Path(folder)).rows(quick)
 
 
 def ask(worker: Worker, what: str, **details: Any) -> dict[str, Any]:
     return worker.ask(within_s=WITHIN_S, do=what, **details)
 
 
-def walls_of(workers: Sequence[Worker], at_once: int) -> Callable[[int], float]:
+def walls_of(workers: Sequence[Worker], at_once: int, max_tokens: int = MAX_TOKENS) -> Callable[[int], float]:
     """Wall time of `at_once` answers, spread over the workers."""
 
     def wall_s(repetition: int) -> float:
@@ -257,7 +357,7 @@ def walls_of(workers: Sequence[Worker], at_once: int) -> Callable[[int], float]:
         threads = [
             threading.Thread(
                 target=ask, args=(worker, "generate"),
-                kwargs={"prompts": prompts[number :: len(workers)], "max_tokens": MAX_TOKENS},
+                kwargs={"prompts": prompts[number :: len(workers)], "max_tokens": max_tokens},
             )
             for number, worker in enumerate(workers)
         ]  # fmt: skip
@@ -285,11 +385,7 @@ def main() -> int:
         serve_rank(options.rank[0], int(options.rank[1]))
         return 0
     origin = Origin.now()
-    repetitions = 3 if options.quick else 9
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        bench = Bench(options.model, Path(folder))
-        rows = bench.exchange(1000 if options.quick else 10_000)
-        rows += bench.share(repetitions) + bench.two_ranks(repetitions)
+    rows = model_rows(options.model, options.quick)
     print_table(rows, origin, f"exchange between ranks, {options.model}")
     if options.json:
         write_json(rows, origin, options.json)

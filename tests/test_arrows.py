@@ -41,7 +41,7 @@ WORLDLY |= {"cache.host", "simulate"}
 WORLDLY |= {f"simulate.{name}" for name in ("disk", "faults", "fleet", "member", "memory", "network", "process", "run")}
 WORLDLY |= {"simulate.supernode"}
 WORLDLY |= {f"simulate.supernode.{name}" for name in ("faults", "fleet", "instances", "process", "report", "run")}
-WORLDLY |= {f"experts.{name}" for name in ("exchange", "layout", "slabs")}
+WORLDLY |= {f"experts.{name}" for name in ("exchange", "layout", "prompt_layout", "prompt_split", "slabs")}
 """The other halves of rooms that are split: they touch the world, and nothing pure may import them."""
 TO_WORKERS = {"StartPrefill", "StartDecode", "Release", "Cancel", "Drain", "Welcome"}
 POLICIES = tuple(name for name in PURE if name not in ("text", "grammar", "messages"))

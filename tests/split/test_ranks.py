@@ -18,6 +18,8 @@ from rich.console import Console
 from tripool import LLM
 from tripool.cli.status import render
 from tripool.engine.load import load_engine
+from tripool.experts.prompt_split import PromptView
+from tripool.experts.slabs import attach_prompts
 
 from . import faults, forking
 from .serving import DEADLINE_S, SplitServer, split_server
@@ -136,6 +138,25 @@ def test_a_stopped_rank_is_replaced_and_changes_no_token(offline: LLM, server: S
     check(offline, asked, with_fault(server, asked, "decode-0-r2", faults.stop))
     assert {name for name, _ in before ^ server.worker_ids()} == {"decode-0-r2"}
     assert any("process ended" in line and "silent for" in line for line in server.log), server.log
+
+
+def test_long_prompts_are_shared_by_prefill_ranks(offline: LLM, server: SplitServer) -> None:
+    """One rank is killed in the middle: it owns one of the prompts, or helps."""
+    ids = random.Random(5)
+    bodies_ = [
+        {
+            "prompt": [ids.randrange(100, 8000) for _ in range(length)],
+            "max_tokens": 4,
+            "seed": length,
+            "temperature": 0.8,
+        }
+        for length in (900, 20, 700)
+    ]
+    asked = [body | {"ignore_eos": True} for body in bodies_]
+    check(offline, asked, with_fault(server, asked, "prefill-0-r1", faults.kill))
+    folder = Path(server.pools()["join"].removeprefix("ipc://")).parent
+    view = PromptView(*attach_prompts(folder / "prefill-0.prompts"))
+    assert any(int(view.owner(rank)["state"][0]) & 0xFFFFFFFF for rank in range(2)), "a step was shared"
 
 
 def leaked(server: SplitServer) -> list[str]:

@@ -12,9 +12,10 @@ import numpy as np
 
 from tripool.errors import ExchangeError
 from tripool.experts.layout import Layout, Memory
+from tripool.experts.prompt_layout import PromptLayout
 
 
-def create_slabs(path: Path, layout: Layout) -> None:
+def create_slabs(path: Path, layout: Layout | PromptLayout) -> None:
     """Make the file. Its memory is reserved now: a lack of it is an error here and not a bus error in a step."""
     if sys.platform != "linux":
         raise ExchangeError("ranks need Linux", hint="serve with one rank: ranks wait for each other on a futex")
@@ -34,6 +35,16 @@ def create_slabs(path: Path, layout: Layout) -> None:
 
 def attach_slabs(path: Path) -> tuple[Layout, Memory]:
     """Map the file. The mapping lasts as long as the array."""
-    with path.open("r+b") as file:
-        memory = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
+    memory = _mapped(path)
     return Layout.read(memory), memory
+
+
+def attach_prompts(path: Path) -> tuple[PromptLayout, Memory]:
+    """The same for prompts that ranks compute together."""
+    memory = _mapped(path)
+    return PromptLayout.read(memory), memory
+
+
+def _mapped(path: Path) -> Memory:
+    with path.open("r+b") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)

@@ -81,6 +81,18 @@ class Arch:
         a = self.attention
         return a.kv_rank + a.rope if isinstance(a, MlaShape) else 2 * a.kv_heads * a.head_dim
 
+    @property
+    def query_width(self) -> int:
+        """Numbers of a token's queries in one layer."""
+        a = self.attention
+        return a.heads * (a.nope + a.rope if isinstance(a, MlaShape) else a.head_dim)
+
+    @property
+    def attended_width(self) -> int:
+        """Numbers of what a token's heads give in one layer."""
+        a = self.attention
+        return a.heads * (a.v if isinstance(a, MlaShape) else a.head_dim)
+
     def block_bytes(self, *, mtp: bool, itemsize: int = 4) -> int:
         """Of one KV block in all layers."""
         return (self.layers + mtp) * BLOCK_TOKENS * self.kv_width * itemsize

@@ -17,7 +17,8 @@ from tripool.control.rank import Rank
 from tripool.engine_protocol import PoolEngine
 from tripool.errors import InvalidRequest
 from tripool.experts.layout import Layout
-from tripool.experts.slabs import attach_slabs
+from tripool.experts.prompt_layout import PromptLayout
+from tripool.experts.slabs import attach_prompts, attach_slabs, create_slabs
 from tripool.fabric.folder import folder_of
 from tripool.fabric.supervisor_channel import SupervisorChannel
 from tripool.messages import WorkerId
@@ -25,6 +26,10 @@ from tripool.messages import WorkerId
 _SLAB_ROWS = (256, 128, 64, 32)
 _SLAB_BYTES = 256 * 2**20
 """Of one instance; with many ranks or a wide model, an exchange takes fewer rows."""
+_PROMPT_ROWS = (512, 256, 128)
+_PROMPT_CONTEXT = 16384
+_PROMPT_ROWS_PER_RANK = 32
+"""See `PROMPT_ROWS_LEAST` in `kernels/native/prompt.h`."""
 _LOOK_S = 0.1
 
 
@@ -63,6 +68,40 @@ def _refusal(problem: str, hint: str) -> InvalidRequest:
     return InvalidRequest(problem, hint=f"{hint}, or take one rank per instance", param="ranks")
 
 
+def prompt_layout(model: str, config: EngineConfig, ranks: int) -> PromptLayout | None:
+    """Of the memory in which the ranks of a prefill instance compute long prompts together; None where it would be too
+    large."""
+    from tripool.checkpoints import open_checkpoint
+    from tripool.models import read_arch
+
+    with open_checkpoint(model) as checkpoint:
+        arch = read_arch(checkpoint)
+    layouts = [
+        PromptLayout(
+            ranks=ranks,
+            rows=rows,
+            context=min(arch.context_tokens, _PROMPT_CONTEXT),
+            hidden=arch.hidden,
+            query_width=arch.query_width,
+            kv_width=arch.kv_width,
+            attended_width=arch.attended_width,
+        )
+        for rows in ((config.step_tokens,) if config.step_tokens else ()) + _PROMPT_ROWS
+        if rows >= _PROMPT_ROWS_PER_RANK * ranks
+    ]
+    return next((layout for layout in layouts if layout.num_bytes <= _SLAB_BYTES), None)
+
+
+def create_prompts(folder: Path, instance: str, layout: PromptLayout | None) -> None:
+    """Before its ranks are started."""
+    if layout is not None:
+        create_slabs(_prompts_file(folder, instance), layout)
+
+
+def _prompts_file(folder: Path, instance: str) -> Path:
+    return folder / f"{instance}.prompts"
+
+
 def open_rank(
     engine: PoolEngine, folder: Path, instance: str, rank: int, worker_id: WorkerId, channel: SupervisorChannel | None
 ) -> Rank:
@@ -70,13 +109,18 @@ def open_rank(
     assert channel is not None, "a supervisor writes the maps of its ranks"
     from tripool.engine.engine import Engine
     from tripool.kernels.cpu8.exchange import NativeExchange
+    from tripool.kernels.cpu8.prompts import NativePrompts
     from tripool.kernels.cpu8.sublayers import Moe8
+    from tripool.kernels.cpu8.table import Stack8
 
     layers = engine.executor.runner.model.expert_sublayers if isinstance(engine, Engine) else []
     experts = [layer for layer in layers if isinstance(layer, Moe8)]
     if not experts or len(experts) < len(layers):
         raise _refusal(f"{engine.name} runs without the 8-bit experts that ranks exchange", "see the log")
-    exchange = NativeExchange(*attach_slabs(slabs_file(folder, instance)), rank, experts)
+    file, prompts = _prompts_file(folder, instance), None
+    if file.exists() and isinstance(engine, Engine) and isinstance(engine.executor.runner.model.stack, Stack8):
+        prompts = NativePrompts(*attach_prompts(file), rank, engine.executor.runner.model.stack)
+    exchange = NativeExchange(*attach_slabs(slabs_file(folder, instance)), rank, experts, prompts=prompts)
     return Rank(exchange, map_file(folder, instance), worker_id, channel)
 
 

@@ -26,7 +26,7 @@ from tripool.hosts.leader import SharedModel
 from tripool.serving.access import AccessConfig, mark_open
 from tripool.serving.disk import Disk, disk_argv, disk_of
 from tripool.serving.hosts import ListenConfig, SharedHost, engine_argv
-from tripool.serving.ranks import rank_layout
+from tripool.serving.ranks import create_prompts, prompt_layout, rank_layout
 from tripool.serving.server import BuiltServer
 from tripool.serving.weight_cache import WeightCacheConfig
 from tripool.text.files import TextFiles
@@ -137,6 +137,10 @@ def build_split(
             for name, _, size in _instances(plan, pools)
             if size.all_ranks > 1
         ]
+        for plan in plans:
+            for name, role, size in _instances(plan, pools):
+                if role == "prefill" and size.all_ranks > 1:
+                    create_prompts(folder.path, name, prompt_layout(plan.path, engine, size.all_ranks))
         standby = Spec(STANDBY, (STANDBY,), (folder.lock,)) if instances else None
         supervisor = Supervisor(specs, folder.path, cache_spec=cache_spec, instances=instances, standby=standby)
         server = SplitServer(manifest, listener, supervisor, shared.join_line if shared is not None else "")

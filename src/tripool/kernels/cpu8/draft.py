@@ -19,7 +19,7 @@ from tripool.kernels.table import AttentionSublayer, DraftParts, Draw, MlpSublay
 def entry(embed: torch.Tensor, cos_sin: torch.Tensor) -> library.Entry:
     """Points into both tensors; `cos_sin`: float32 [positions, rope], cosine and sine interleaved."""
     assert embed.is_contiguous() and cos_sin.is_contiguous()
-    return library.Entry(embed.data_ptr(), cos_sin.data_ptr(), embed.shape[1], cos_sin.shape[1])
+    return library.Entry(embed.data_ptr(), cos_sin.data_ptr(), embed.shape[1], cos_sin.shape[1], len(cos_sin))
 
 
 def layer(attention: AttentionSublayer, mlp: MlpSublayer) -> library.Layer:

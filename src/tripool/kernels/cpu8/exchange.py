@@ -15,6 +15,7 @@ import numpy.typing as npt
 from tripool.errors import ExchangeError
 from tripool.experts.layout import Layout, Memory
 from tripool.kernels.cpu8 import library
+from tripool.kernels.cpu8.prompts import NativePrompts
 from tripool.kernels.cpu8.sublayers import Moe8
 
 _OFFSETS = (
@@ -24,6 +25,8 @@ _OFFSETS = (
 )  # fmt: skip
 _SIZES = ("layers", "experts", "top_k", "hidden", "slab_rows")
 _DEADLINE_S = 30.0
+MICROBATCH_ROWS = 32
+"""A step is computed as two microbatches if each has so many rows (`native/microbatch.h`)."""
 
 
 class NativeExchange:
@@ -31,10 +34,18 @@ class NativeExchange:
     `install`."""
 
     def __init__(
-        self, layout: Layout, memory: Memory, rank: int, layers: Sequence[Moe8], deadline_s: float = _DEADLINE_S
+        self,
+        layout: Layout,
+        memory: Memory,
+        rank: int,
+        layers: Sequence[Moe8],
+        deadline_s: float = _DEADLINE_S,
+        prompts: NativePrompts | None = None,
+        microbatch_rows: int = MICROBATCH_ROWS,
     ) -> None:
-        """`layers`: all that have experts, in the same order on every rank."""
+        """`layers`: all that have experts, in the same order on every rank; `prompts`: closed with the exchange."""
         _check(layout, layers)
+        self._prompts = prompts
         self.rank, self._layout, self._layers = rank, layout, layers
         moe = (c_void_p * len(layers))(*(layer.at for layer in layers))
         struct = library.ExchangeMemory(
@@ -45,6 +56,7 @@ class NativeExchange:
             *(getattr(layout, name) for name in _SIZES),
             moe,
             int(deadline_s * 1e9),
+            microbatch_rows,
         )
         self._keep, self._attached = (memory, moe), False
         self._library = library.library()
@@ -77,6 +89,8 @@ class NativeExchange:
 
     def close(self) -> None:
         """No step may be running. Afterwards the layers compute with their own experts again."""
+        if self._prompts is not None:
+            self._prompts.close()
         for layer in self._layers:
             layer.struct.exchange = None
         at, self._at = self._at, None

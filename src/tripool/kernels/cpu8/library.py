@@ -88,11 +88,24 @@ class Layer(Structure):
 
 
 class Entry(Structure):
-    _fields_ = (("embed", c_void_p), ("cos_sin", c_void_p), ("width", c_int32), ("rope_width", c_int32))
+    _fields_ = (
+        ("embed", c_void_p),
+        ("cos_sin", c_void_p),
+        ("width", c_int32),
+        ("rope_width", c_int32),
+        ("positions", c_int32),
+    )
 
 
 class Stack(Structure):
-    _fields_ = (("entry", Entry), ("layers", c_int64), ("layer", POINTER(Layer)), ("norm", Norm), ("head", Weight))
+    _fields_ = (
+        ("entry", Entry),
+        ("layers", c_int64),
+        ("layer", POINTER(Layer)),
+        ("norm", Norm),
+        ("head", Weight),
+        ("prompts", c_void_p),
+    )
 
 
 class Draft(Structure):
@@ -112,6 +125,27 @@ class ExchangeMemory(Structure):
         *((name, c_int32) for name in ("ranks", "rank", "layers", "experts", "top_k", "hidden", "slab_rows")),
         ("moe", POINTER(c_void_p)),
         ("deadline_ns", c_int64),
+        ("microbatch_rows", c_int64),
+    )  # fmt: skip
+
+
+class PromptMemory(Structure):
+    _fields_ = (
+        ("map", c_void_p),
+        *(
+            (name, c_uint64)
+            for name in (
+                "owners", "owner_bytes", "tokens", "prior", "areas", "area_bytes", "stream", "queries", "kv",
+                "attended",
+            )
+        ),
+        *(
+            (name, c_int32)
+            for name in (
+                "ranks", "rank", "rows", "context", "hidden", "query_width", "kv_width", "attended_width",
+            )
+        ),
+        ("stack", c_void_p),
     )  # fmt: skip
 
 
@@ -132,6 +166,7 @@ _FUNCTIONS: dict[str, Sequence[type]] = {
     "tripool_exchange_map": (c_void_p, c_uint32, c_void_p, c_void_p),
     "tripool_exchange_fence": (c_void_p, c_int, c_uint32),
     "tripool_exchange_silence": (c_void_p, c_void_p),
+    "tripool_prompts_close": (c_void_p,),
     "tripool_expert": (c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_float, c_void_p),
 }
 _EXCHANGING = ("tripool_draft", "tripool_draft_choose", "tripool_step", "tripool_step_guess", "tripool_moe")
@@ -172,6 +207,7 @@ def library(variant: str | None = None) -> ctypes.CDLL:
         if name in _EXCHANGING:
             function.restype, function.errcheck = c_int, _check_exchange
     loaded.tripool_exchange_open.argtypes, loaded.tripool_exchange_open.restype = (c_void_p,), c_void_p
+    loaded.tripool_prompts_open.argtypes, loaded.tripool_prompts_open.restype = (c_void_p,), c_void_p
     loaded.tripool_draw.argtypes, loaded.tripool_draw.restype = (c_void_p, c_int, c_float, c_uint64), c_int
     loaded.tripool_threads.argtypes, loaded.tripool_threads.restype = (c_int,), c_int
     return loaded

@@ -23,8 +23,8 @@ class Stack8:
         norm, cos_sin = PackedNorm(parts.norm.gain, parts.norm.eps), torch.view_as_real(parts.cos_sin).flatten(1)
         layers = (library.Layer * len(parts.layers))(*(layer(*sublayers) for sublayers in parts.layers))
         self._keep = (parts, norm, cos_sin, layers)
-        self._struct = library.Stack(entry(parts.embed, cos_sin), len(layers), layers, norm.struct, parts.head.struct)
-        self._at, self._width = addressof(self._struct), parts.embed.shape[1]
+        self.struct = library.Stack(entry(parts.embed, cos_sin), len(layers), layers, norm.struct, parts.head.struct)
+        self.at, self._width = addressof(self.struct), parts.embed.shape[1]
         self._run, self._guess = library.library().tripool_step, library.library().tripool_step_guess
 
     def step(
@@ -34,7 +34,7 @@ class Stack8:
         native, choosing = NativePieces(pieces), NativeDraws(rows, draws)
         hidden = torch.empty(native.num_rows, self._width)
         self._run(
-            self._at,
+            self.at,
             native.tokens,
             kv.data_ptr(),
             kv.stride(0),
@@ -50,7 +50,7 @@ class Stack8:
         assert isinstance(draft, Draft8) and piece.decode and kv.is_contiguous() and kv.dtype == torch.float32
         native, num_rows = NativePieces((piece,)), len(piece.tokens)
         choosing = NativeDraws((0, 1, 2), draws, num_rows)
-        self._guess(self._at, draft.at, native.tokens, kv.data_ptr(), kv.stride(0), native.address, choosing.address)
+        self._guess(self.at, draft.at, native.tokens, kv.data_ptr(), kv.stride(0), native.address, choosing.address)
         *chosen, guess = choosing.chosen()
         return chosen[:num_rows], guess
 

@@ -151,6 +151,15 @@ static void wait_for_answers(Exchange *x, Flight *f) {
     stop_polling(x);
 }
 
+/* The caller owns the pool: other processes read the counts, none else writes them. */
+static void count_routed(const Exchange *x, const Moe *m, const int *experts, size_t count) {
+    _Atomic uint64_t *routed = routed_rows(x, m->layer);
+    for (size_t i = 0; i < count; i++) {
+        _Atomic uint64_t *rows = &routed[experts[i]];
+        atomic_store_explicit(rows, atomic_load_explicit(rows, memory_order_relaxed) + 1, memory_order_relaxed);
+    }
+}
+
 /* Routes rows and sends them. */
 static void begin_exchange(Exchange *x, Flight *f, const Moe *m, float *stream, int rows) {
     const size_t n = (size_t)rows * m->top_k;
@@ -161,13 +170,10 @@ static void begin_exchange(Exchange *x, Flight *f, const Moe *m, float *stream, 
                        {stream, (size_t)m->norm.width, &m->norm, normed, slab.input, rows, m->norm.width, 0}};
     in_parallel(rows, route_chunk, &route);
     RoutedEntry *entries = room(PAIRS, sizeof(RoutedEntry) * n);
-    _Atomic uint64_t *routed = routed_rows(x, m->layer);
-    for (size_t i = 0; i < n; i++) {
-        _Atomic uint64_t *count = &routed[experts[i]]; /* other processes read it, none else writes it */
-        atomic_store_explicit(count, atomic_load_explicit(count, memory_order_relaxed) + 1, memory_order_relaxed);
+    count_routed(x, m, experts, n);
+    for (size_t i = 0; i < n; i++)
         entries[i] = (RoutedEntry){(uint32_t)(i / (size_t)m->top_k), (uint32_t)(i % (size_t)m->top_k),
                                    (uint32_t)experts[i], route.weights[i]};
-    }
     f->moe = m;
     f->rows = rows;
     f->segments = 0;
@@ -202,6 +208,10 @@ static void finish_exchange(Exchange *x, Flight *f, float *stream) {
     if (!exchange_failure) end_exchange(x, f, stream, shared);
 }
 
+static void forget_requests(Exchange *x) {
+    for (int i = 0; i < x->at.ranks * PARITIES; i++) atomic_store(&x->asked_ns[i], 0);
+}
+
 /* As `moe`, to the bit. Of a batch that needs several exchanges, one is sent before the last one is finished. */
 static void moe_over_ranks(const Moe *m, float *stream, int rows) {
     Exchange *x = m->exchange;
@@ -215,7 +225,7 @@ static void moe_over_ranks(const Moe *m, float *stream, int rows) {
         sent = part;
     }
     if (sent && !exchange_failure) finish_exchange(x, &x->flight[x->parity], sent);
-    for (int i = 0; exchange_failure && i < x->at.ranks * PARITIES; i++) atomic_store(&x->asked_ns[i], 0);
+    if (exchange_failure) forget_requests(x);
 }
 
 /* For how long each rank has left a request unanswered. An answer counts when it is given, not when it is read: this

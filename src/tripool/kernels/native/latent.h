@@ -22,6 +22,7 @@ typedef struct {
     const Batch *b;
     float *down, *kv;
     float *q;        /* [rows, heads, nope + rope] */
+    const float *const *query; /* [rows]: where each row of q is, if they are not consecutive; or NULL */
     float *latent_q; /* [decode rows, heads, rank + rope] */
     Rows latent;     /* attention results of decode rows, a row per head */
     float *out;      /* [rows, heads, v] */
@@ -114,7 +115,7 @@ static void mla_prompt_task(const MlaWork *w, int seq, int head, float *memory) 
         int position[MLA_TILE];
         for (int i = 0; i < count; i++) {
             const size_t row = (size_t)(s->row + from + i);
-            q[i] = w->q + (row * m->heads + head) * q_width;
+            q[i] = (w->query ? w->query[row] : w->q + row * m->heads * q_width) + head * q_width;
             out[i] = w->out + (row * m->heads + head) * m->v;
             position[i] = s->start + from + i;
         }
@@ -193,6 +194,32 @@ static MlaWork mla_write_kv(const Mla *m, const float *x, float *kv, const Batch
     return w;
 }
 
+/* Queries of all rows, rotated. */
+static void mla_queries(MlaWork *w, const int32_t *row_index) {
+    const Mla *m = w->m;
+    const int rows = w->b->rows;
+    const size_t width = (size_t)m->heads * (m->nope + m->rope);
+    product((Product){&m->query, &w->queries, row_index, rows, w->q, width, 0, STORE, NULL, 0});
+    if (rows < SMALL_ROWS)
+        for (int row = 0; row < rows; row++) mla_rope_row(w, row);
+    else
+        in_parallel((rows + ROWS_PER_CHUNK - 1) / ROWS_PER_CHUNK, mla_rope_chunk, w);
+}
+
+/* Scratch memory of the threads that attend. */
+static void mla_thread_room(MlaWork *w) {
+    const Mla *m = w->m;
+    w->score_stride = ((size_t)w->b->context + LANES) / LANES * LANES;
+    size_t need = DECODE_HEADS * (w->score_stride + (size_t)m->rank);
+    if (w->b->prompt_rows) {
+        w->expanded_room = ((size_t)w->b->context + BLOCK) * expanded_width(m);
+        const size_t tiles = w->expanded_room + tile_room(MLA_TILE, m->nope + m->rope, m->v);
+        need = need > tiles ? need : tiles;
+    }
+    w->thread_room = (need + LANES - 1) / LANES * LANES;
+    room(PER_THREAD, sizeof(float) * w->thread_room * (size_t)pool.threads);
+}
+
 /* Attends the rows of `b`, whose KV is written. `row_index`: their rows in `mla_write_kv`; NULL: all of them. */
 static void mla_attend(MlaWork w, float *x, const Batch *b, const int32_t *row_index) {
     const Mla *m = w.m;
@@ -204,23 +231,11 @@ static void mla_attend(MlaWork w, float *x, const Batch *b, const int32_t *row_i
     w.latent_q = room(LATENT_QUERIES, sizeof(float) * decode * heads * (m->rank + m->rope));
     w.latent = rows_room(MIDDLE, decode * m->heads, m->rank);
     w.decode_q = rows_room(SHARED, decode * m->heads, m->nope);
-    product((Product){&m->query, &w.queries, row_index, rows, w.q, q_width, 0, STORE, NULL, 0});
-    if (rows < SMALL_ROWS)
-        for (int row = 0; row < rows; row++) mla_rope_row(&w, row);
-    else
-        in_parallel((rows + ROWS_PER_CHUNK - 1) / ROWS_PER_CHUNK, mla_rope_chunk, &w);
+    mla_queries(&w, row_index);
     if (decode) mla_by_head(m, m->to_latent, &w.decode_q, decode, w.latent_q, (size_t)(m->rank + m->rope));
 
     if (prompt) mla_context(&w);
-    w.score_stride = ((size_t)b->context + LANES) / LANES * LANES;
-    size_t need = DECODE_HEADS * (w.score_stride + (size_t)m->rank);
-    if (prompt) {
-        w.expanded_room = ((size_t)b->context + BLOCK) * expanded_width(m);
-        const size_t tiles = w.expanded_room + tile_room(MLA_TILE, m->nope + m->rope, m->v);
-        need = need > tiles ? need : tiles;
-    }
-    w.thread_room = (need + LANES - 1) / LANES * LANES;
-    room(PER_THREAD, sizeof(float) * w.thread_room * (size_t)pool.threads);
+    mla_thread_room(&w);
     const int tasks = list_tasks(b, m->heads, INT32_MAX / 2);
     w.tasks = scratch[TASKS].data;
     in_parallel(tasks, mla_task, &w);

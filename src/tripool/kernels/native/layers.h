@@ -131,6 +131,7 @@ typedef struct {
     const Gqa *g;
     const Batch *b;
     float *qkv, *kv, *out;
+    const float *const *query; /* [rows]: where the queries of each row are, if not in qkv; or NULL */
     size_t qkv_stride, kv_width, out_stride, score_stride, thread_room;
     const int32_t (*tasks)[3];
 } GqaWork;
@@ -173,7 +174,7 @@ static void gqa_prompt_task(const GqaWork *w, const SequenceRows *s, int kv_head
         for (int i = 0; i < count; i++)
             for (int h = h0; h < h0 + heads; h++, n++) {
                 const size_t row = (size_t)(s->row + from + i), head = (size_t)(kv_head * group + h);
-                q[n] = w->qkv + row * w->qkv_stride + head * g->dim;
+                q[n] = (w->query ? w->query[row] : w->qkv + row * w->qkv_stride) + head * g->dim;
                 out[n] = w->out + row * w->out_stride + head * g->dim;
                 position[n] = s->start + from + i;
             }
@@ -237,20 +238,27 @@ static GqaWork gqa_write_kv(const Gqa *g, const float *x, float *kv, const Batch
     return w;
 }
 
+/* Scratch memory of the threads that attend. */
+static void gqa_thread_room(GqaWork *w) {
+    const Gqa *g = w->g;
+    const int group = g->heads / g->kv_heads;
+    w->score_stride = ((size_t)w->b->context + LANES) / LANES * LANES;
+    size_t need = DECODE_HEADS * w->score_stride;
+    if (w->b->prompts) {
+        const size_t tiles = tile_room(PROMPT_TILE * (group < 16 ? group : 16), g->dim, g->dim);
+        need = need > tiles ? need : tiles;
+    }
+    w->thread_room = (need + LANES - 1) / LANES * LANES;
+    room(PER_THREAD, sizeof(float) * w->thread_room * (size_t)pool.threads);
+}
+
 static void gqa(const Gqa *g, float *x, float *kv, const Batch *b) {
-    const int hidden = g->norm.width, rows = b->rows, group = g->heads / g->kv_heads;
+    const int hidden = g->norm.width, rows = b->rows;
     const size_t out_width = (size_t)g->heads * g->dim;
     GqaWork w = gqa_write_kv(g, x, kv, b);
     w.out_stride = out_width;
     w.out = room(ATTENDED, sizeof(float) * rows * out_width);
-    w.score_stride = ((size_t)b->context + LANES) / LANES * LANES;
-    size_t need = DECODE_HEADS * w.score_stride;
-    if (b->prompts) {
-        const size_t tiles = tile_room(PROMPT_TILE * (group < 16 ? group : 16), g->dim, g->dim);
-        need = need > tiles ? need : tiles;
-    }
-    w.thread_room = (need + LANES - 1) / LANES * LANES;
-    room(PER_THREAD, sizeof(float) * w.thread_room * (size_t)pool.threads);
+    gqa_thread_room(&w);
     const int tasks = list_tasks(b, g->kv_heads, PROMPT_TILE);
     w.tasks = scratch[TASKS].data;
     in_parallel(tasks, gqa_task, &w);

@@ -45,6 +45,7 @@ static struct {
     pthread_mutex_t lock;
     pthread_cond_t wake;
     pthread_mutex_t owner;
+    _Atomic int wanted; /* steps that wait for `owner` */
 } pool = {.threads = 1, .lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER,
           .owner = PTHREAD_MUTEX_INITIALIZER};
 

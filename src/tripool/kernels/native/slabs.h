@@ -20,6 +20,7 @@ typedef struct {
     int32_t ranks, rank, layers, experts, top_k, hidden, slab_rows;
     const Moe *const *moe; /* [layers] */
     int64_t deadline_ns;   /* of a wait for one answer */
+    int64_t microbatch_rows; /* least rows of a microbatch */
 } ExchangeMemory;
 
 /* Memory of one caller of `run_experts`, grown when needed. */

@@ -6,16 +6,8 @@
 #define TRIPOOL_STACK_H
 
 #include "draw.h"
-#include "exchange.h"
-#include "latent.h"
-#include "layers.h"
-
-typedef struct {
-    const Mla *mla; /* one of the two */
-    const Gqa *gqa;
-    const Moe *moe; /* one of the two */
-    const Mlp *mlp;
-} Layer;
+#include "microbatch.h"
+#include "prompt.h"
 
 static void feed_forward(const Layer *l, float *x, int rows) {
     if (l->moe) feed_experts(l->moe, x, rows);
@@ -30,13 +22,6 @@ static void layer_rows(const Layer *l, float *x, float *kv, const Batch *b) {
     serve_others(l->moe);
     feed_forward(l, x, b->rows);
 }
-
-/* Embedding and rotary tables. */
-typedef struct {
-    const float *embed; /* [vocab, hidden] */
-    const float *cos_sin; /* [positions, rope_width] */
-    int32_t width, rope_width;
-} Entry;
 
 static void embed_rows(const Entry *e, const int64_t *tokens, int rows, float *x) {
     const size_t width = (size_t)e->width;
@@ -97,23 +82,25 @@ static void choose_all(const Draws *d, const float *logits, int width) {
     in_parallel((int)d->count, choose_chunk, &(Choose){d, logits, width});
 }
 
-typedef struct {
-    Entry entry;
-    int64_t layers;
-    const Layer *layer;
-    Norm norm;
-    Weight head;
-} Stack;
+static void all_layers(const Stack *s, const int64_t *tokens, float *kv, size_t layer_floats, const Batch *batch, float *x,
+                       float *hidden) {
+    const size_t width = (size_t)s->norm.width, rows = (size_t)batch->rows;
+    float *cos_sin;
+    const Batch b = with_slot_mapping(&s->entry, batch, &cos_sin);
+    embed_rows(&s->entry, tokens, (int)rows, x);
+    if (microbatches_pay(s, &b)) layers_in_two(s, &b, x, kv, layer_floats);
+    else
+        for (int64_t i = 0; i < s->layers; i++) layer_rows(&s->layer[i], x, kv + (size_t)i * layer_floats, &b);
+    for (size_t row = 0; row < rows; row++) normalise(x + row * width, &s->norm, hidden + row * width);
+}
 
 /* `hidden`: normed final states of all rows. `kv`: [layers, layer_floats]. */
 static void step(const Stack *s, const int64_t *tokens, float *kv, size_t layer_floats, const Batch *batch,
                  const Draws *draws, float *hidden) {
     const size_t width = (size_t)s->norm.width, rows = (size_t)batch->rows, count = (size_t)draws->count;
-    float *cos_sin, *x = room(STREAM, sizeof(float) * rows * width);
-    const Batch b = with_slot_mapping(&s->entry, batch, &cos_sin);
-    embed_rows(&s->entry, tokens, (int)rows, x);
-    for (int64_t i = 0; i < s->layers; i++) layer_rows(&s->layer[i], x, kv + (size_t)i * layer_floats, &b);
-    for (size_t row = 0; row < rows; row++) normalise(x + row * width, &s->norm, hidden + row * width);
+    float *x = room(STREAM, sizeof(float) * rows * width);
+    if (prompts_pay(s, batch)) prompts_step(s, tokens, kv, layer_floats, batch, hidden);
+    else all_layers(s, tokens, kv, layer_floats, batch, x, hidden);
     if (!count) return;
     float *wanted = x; /* the residual stream is free now, and no row is wanted twice */
     for (size_t i = 0; i < count; i++)

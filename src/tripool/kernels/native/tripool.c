@@ -3,10 +3,18 @@
 #include "draft.h"
 
 #define API __attribute__((visibility("default")))
-#define OWN pthread_mutex_lock(&pool.owner)
+#define OWN own_pool()
 #define DISOWN pthread_mutex_unlock(&pool.owner)
 #define OWN_EXCHANGE OWN; exchange_failure = 0
 #define RETURN_FAILURE const int failure = exchange_failure; DISOWN; return failure
+
+/* A thread that helps another rank gives the pool up soon (`prompt.h`). */
+static void own_pool(void) {
+    if (!pthread_mutex_trylock(&pool.owner)) return;
+    atomic_fetch_add(&pool.wanted, 1);
+    pthread_mutex_lock(&pool.owner);
+    atomic_fetch_sub(&pool.wanted, 1);
+}
 
 API int tripool_threads(int threads) {
     OWN;
@@ -112,6 +120,11 @@ API void tripool_exchange_fence(Exchange *x, int rank, uint32_t epoch) { exchang
 
 /* For how long each rank has left this one's requests unanswered; 0: it has answered all. */
 API void tripool_exchange_silence(const Exchange *x, int64_t *ns) { exchange_silence(x, ns); }
+
+/* Starts the thread that helps other ranks; NULL where that is not possible. */
+API Prompts *tripool_prompts_open(const PromptMemory *memory) { return prompts_open(memory); }
+
+API void tripool_prompts_close(Prompts *p) { prompts_close(p); }
 
 /* One expert, one row: for the plain exchange and tests. */
 API void tripool_expert(const Moe *m, int expert, int8_t *q, float *scale, int32_t *fix, float weight, float *y) {
