@@ -246,7 +246,8 @@ class World:
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def fail(self) -> None:
-        healthy = [p for p in self.processes if p.runs and not p.doomed and p.map is not None and not p.given_up]
+        """Some rank is always left; without a successor of another it must hold all experts."""
+        healthy = [p for p in self.processes if p.runs and not p.doomed and p.map and self.map.alive[p.number]]
         if not self.may_fail or len(healthy) < 2:
             return
         self.may_fail -= 1
