@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _LOG, _LOGS = logging.getLogger("tripool.cache"), LogOptions()
 _LOOK_S = 1.0
 """Longest wait of a standby before it looks whether its supervisor is still there."""
-_IMPORT_NICE = 15
+_IMPORT_NICE = 5
 
 
 def register(app: typer.Typer) -> None:
