@@ -26,11 +26,12 @@ import numpy.typing as npt
 
 from experts_exchange import model_rows
 from harness import REPO, Origin, Row, print_table, write_json
-from tripool.experts import ExpertMap, LoadWindow, balance, imbalance, least_imbalance, plan_moves
+from tripool.experts import ExpertMap, balance, imbalance, least_imbalance
+from tripool.experts.balancer import Balancer
 
 LAYERS, TOP_K = 61, 8
 WITHIN_MS, NEAR_BEST, WINDOW_IMBALANCE = 50.0, 1.03, 1.15
-WINDOW_TOKENS, WARM_WINDOWS = 1000, 12  # the first windows have little to go by
+WINDOW_TOKENS, WARM_WINDOWS = 1000, 20  # the first plan is carried out
 WINDOW_STEPS = 16  # of about 64 tokens: so many experts of a layer can be copied until the next window
 Loads = npt.NDArray[np.float64]
 
@@ -142,29 +143,29 @@ DRIFTS: dict[str, tuple[Drift, float | None]] = {
 
 
 def serving_row(layout: Layout, name: str, windows: int) -> Row:
-    """Routing drifts; after each window of 1,000 tokens moves are planned; those of 16 steps count in the next one.
+    """Routing drifts; after each window of 1,000 tokens moves are planned as in serving; a step has about 64 tokens.
 
     A window's value is the mean of the layers, as a step passes all of them; the row is the median window. Chance alone
     makes a window uneven: the note says how much, for a placement that knows the loads behind the window.
     """
     where, experts, ranks, hosts, slots = layout
     popularities, target = DRIFTS[name]
-    rng = np.random.default_rng(8)
-    window = LoadWindow(LAYERS, experts, tokens=WINDOW_TOKENS)
+    rng = np.random.default_rng(8)  # decay and copies were chosen with seeds 100 and 101
     held = ExpertMap.contiguous(LAYERS, experts, ranks)
-    values, floors, copies = [], [], 0
+    balancer, routed = Balancer(held, TOP_K), np.zeros((LAYERS, experts), np.int64)
+    values, floors, copied = [], [], 0
     for turn, popularity in enumerate(popularities(rng, experts, windows + WARM_WINDOWS)):
         likely = popularity / popularity.sum(axis=1, keepdims=True)
         counts = rng.multinomial(WINDOW_TOKENS * TOP_K, likely)
+        if turn == WARM_WINDOWS:
+            copied = balancer.num_copies
         if turn >= WARM_WINDOWS:
             values.append(float(imbalance(held.table, counts).mean()))
             floors.append(float(imbalance(balance(likely, ranks, hosts, slots), counts).mean()))
-        window.add(counts, WINDOW_TOKENS)
-        table = balance(window.loads, ranks, hosts, slots, old=held.table, copies=WINDOW_STEPS)
-        steps = plan_moves(held, held.replaced(table), LAYERS, loads=window.loads)[:WINDOW_STEPS]
-        copies += sum(len(step.copies) for step in steps) if turn >= WARM_WINDOWS else 0
-        held = steps[-1].after if steps else held
-    chance, each = statistics.median(floors), copies / windows / LAYERS
+        routed = routed + counts
+        for _ in range(WINDOW_STEPS):
+            held = balancer.step(routed, held) or held
+    chance, each = statistics.median(floors), (balancer.num_copies - copied) / windows / LAYERS
     return Row(
         name=f"busiest rank / mean, windows of 1,000 tokens, {where}, {name}", ours=statistics.median(values), peer=1.0,
         unit="x", target=target, lower_is_better=True,

@@ -1,12 +1,18 @@
-"""Ranks that die while they serve: how long the other ranks' answers stall, and how soon the rank is there again.
+"""Ranks that die while they serve, and experts that move: how long answers stall, how soon a rank is there again, how
+level the load is.
 
     python bench/experts_ranks.py [--quick] [--json FILE]
 
 A server of the bundled model with one decode instance of two ranks, as `tripool serve --decode 1x2` starts it. Two
-streams run, one on each rank; one rank is killed in the middle, in turns. A stall is the longest gap between two tokens
-of a stream after the kill, client and gateway included. Which stream was on which rank is not asked: the shorter of the
-two stalls is taken for the survivor's, so that row is a lower bound where a stream of the killed rank resumes sooner.
-Re-entry is the time from the kill until the expert map names the rank again, mostly by a standby process.
+streams run, one on each rank.
+
+- First nothing is killed, while experts move after the load. A gap between two pieces of a stream counts as one while
+  experts move if a replica was copied within half a second of it; the others are those without.
+- Then one rank is killed in the middle, in turns. A stall is the longest gap of a stream that begins within 300 ms of
+  the kill, client and gateway included. Which stream was on which rank is not asked: the shorter of the two stalls is
+  taken for the survivor's, so that row is a lower bound where a stream of the killed rank resumes sooner. Re-entry is
+  the time from the kill until the expert map names the rank again, mostly by a standby process; gaps from the end of
+  the stall until half a second after re-entry are those while a rank comes back.
 """
 
 from __future__ import annotations
@@ -19,20 +25,29 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
+import numpy.typing as npt
 
 from harness import Origin, Row, print_table, write_json
 from tripool.config import EngineConfig, GatewayConfig, PoolSize
+from tripool.control.instance import map_file, slabs_file
+from tripool.experts import ExpertMap, imbalance, least_imbalance
+from tripool.experts.exchange import SharedView
+from tripool.experts.slabs import attach_slabs
 from tripool.serving import AccessConfig, build_split
 from tripool.serving.split import SplitConfig
 
-STALL_MS, REENTRY_S = 150.0, 2.0
+STALL_MS, REENTRY_S, UNDISTURBED, NEAR_BEST = 150.0, 2.0, 1.2, 1.03
 WITHIN_S, LOOK_S = 120.0, 0.02
-MAX_TOKENS, KILL_AT = 400, 60
+MAX_TOKENS, KILL_AT, STALL_S, AROUND_S = 900, 60, 0.3, 0.5
+RANKS, SLOTS = 2, 18
+"""Of a rank: 16 experts and, as `experts/balancer.py` has it, one spare slot for every eight."""
 CALM_S = 11.0
 """Between two kills of one rank: a rank that dies sooner again is started later."""
 
@@ -53,9 +68,14 @@ class Stream(threading.Thread):
                 if line.startswith("data: {") and '"token_ids":[' in line.replace(" ", ""):
                     self.arrived.append(time.monotonic())
 
+    def gaps(self) -> list[tuple[float, float]]:
+        """(when it began, seconds) of each."""
+        return [(a, b - a) for a, b in pairwise(self.arrived)]
+
     def longest_gap_s(self, since_s: float) -> float:
-        times = [t for t in self.arrived if t < since_s][-1:] + [t for t in self.arrived if t >= since_s]
-        return max(b - a for a, b in pairwise(times))
+        return max(
+            (gap for began, gap in self.gaps() if since_s <= began + gap and began <= since_s + STALL_S), default=0
+        )
 
 
 class Bench:
@@ -63,6 +83,12 @@ class Bench:
         self._http = httpx.Client(base_url=url, timeout=WITHIN_S)
         self._url = url
         self._killed_s = [0.0, 0.0]
+        self.calm: list[float] = []
+        """Gaps while nothing happens, in seconds."""
+        self.moving: list[float] = []
+        self.returning: list[float] = []
+        self.kills: list[tuple[float, float, float]] = []
+        """Seconds: gap of the survivor's stream, gap of the other, re-entry."""
 
     def pools(self) -> dict[str, Any]:
         return self._http.get("/v1/pools").raise_for_status().json()
@@ -74,13 +100,37 @@ class Bench:
             time.sleep(LOOK_S)
         return time.monotonic()
 
-    def kill(self, number: int) -> tuple[float, float, float]:
-        """Seconds: gap of the survivor's stream, gap of the other, re-entry."""
-        rank = number % 2
-        time.sleep(max(0.0, self._killed_s[rank] + CALM_S - time.monotonic()))
-        streams = [Stream(self._url, 2 * number + i) for i in range(2)]
-        for stream in streams:
+    def streams(self, number: int) -> list[Stream]:
+        started = [Stream(self._url, 2 * number + i) for i in range(RANKS)]
+        for stream in started:
             stream.start()
+        return started
+
+    def move(self, rounds: int) -> float:
+        """Streams after streams; their experts' imbalance over the best possible, in the second half of them."""
+        folder = Path(self.pools()["join"].removeprefix("ipc://")).parent
+        view = SharedView(*attach_slabs(slabs_file(folder, "decode-0")))
+        copied, before = list[float](), None
+        for number in range(rounds):
+            if number == rounds // 2:
+                before = routed(view)
+            streams, copies = self.streams(1000 + number), int(view.copies[0])
+            while any(stream.is_alive() for stream in streams):
+                if int(view.copies[0]) != copies:
+                    copied.append(time.monotonic())
+                    copies = int(view.copies[0])
+                time.sleep(0.005)
+            for began, gap in (one for stream in streams for one in stream.gaps()):
+                near = any(began - AROUND_S <= at <= began + gap + AROUND_S for at in copied)
+                (self.moving if near else self.calm).append(gap)
+        assert before is not None
+        loads, table = routed(view) - before, ExpertMap.decode(map_file(folder, "decode-0").read_bytes()).table
+        return float((imbalance(table, loads) / least_imbalance(loads, [SLOTS] * RANKS)).mean())
+
+    def kill(self, number: int) -> None:
+        rank = number % RANKS
+        time.sleep(max(0.0, self._killed_s[rank] + CALM_S - time.monotonic()))
+        streams = self.streams(number)
         while min(len(stream.arrived) for stream in streams) < KILL_AT:
             time.sleep(0.001)
         pid = next(w["pid"] for w in self.pools()["workers"] if w["worker"] == f"decode-0-r{rank}")
@@ -92,12 +142,31 @@ class Bench:
             stream.join(WITHIN_S)
             assert len(stream.arrived) >= KILL_AT
         survivor_s, lost_s = sorted(stream.longest_gap_s(killed_s) for stream in streams)
-        return survivor_s, lost_s, there_s - killed_s
+        self.kills.append((survivor_s, lost_s, there_s - killed_s))
+        for began, gap in (one for stream in streams for one in stream.gaps()):
+            if killed_s + STALL_S < began < there_s + AROUND_S:
+                self.returning.append(gap)
+
+
+def routed(view: SharedView) -> npt.NDArray[np.int64]:
+    return np.asarray(sum(view.routed(rank).astype(np.int64) for rank in range(RANKS)))
+
+
+def p99(values: Sequence[float]) -> float:
+    return float(np.quantile(values, 0.99)) if len(values) else float("nan")
 
 
 def limit(name: str, ours: float, most: float | None, unit: str, note: str) -> Row:
     target = None if most is None else 1.0
     return Row(name=name, ours=ours, peer=most or ours, unit=unit, target=target, lower_is_better=True, note=note)
+
+
+def disturbed(when: str, gaps: Sequence[float], calm: Sequence[float]) -> Row:
+    """p99 of the gaps, over that of calm ones; without enough of either there is no verdict."""
+    few = min(len(gaps), len(calm)) < 100
+    note = f"p99 {1e3 * p99(gaps):.1f} ms of {len(gaps)}, calm {1e3 * p99(calm):.1f} ms of {len(calm)}"
+    ratio = float("nan") if few else p99(gaps) / p99(calm)
+    return limit(f"p99 of a stream's gaps {when}, over calm ones", ratio, None if few else UNDISTURBED, "x", note)
 
 
 def main() -> int:
@@ -113,14 +182,19 @@ def main() -> int:
         with built as server, server.running():
             bench = Bench(server.url)
             bench.wait(lambda found: len(found["workers"]) == 3)
-            kills = [bench.kill(number) for number in range(count)]
-    survivors, lost, reentry = (sorted(column) for column in zip(*kills, strict=True))
-    p99 = survivors[min(count - 1, round(0.99 * (count - 1)))]
+            level = bench.move(4 if options.quick else 16)
+            for number in range(count):
+                bench.kill(number)
+    survivors, lost, reentry = (sorted(column) for column in zip(*bench.kills, strict=True))
+    stall = survivors[min(count - 1, round(0.99 * (count - 1)))]
     note = f"{count} kills; median {1e3 * statistics.median(survivors):.0f} ms"
     rows = [
-        limit("longest gap of a stream on the rank that is left, p99", 1e3 * p99, STALL_MS, "ms", note),
+        limit("longest gap of a stream on the rank that is left, p99", 1e3 * stall, STALL_MS, "ms", note),
         limit("longest gap of a stream whose rank died, median", 1e3 * statistics.median(lost), None, "ms", ""),
         limit("the rank is in the map again, median", statistics.median(reentry), REENTRY_S, "s", "mostly a standby"),
+        disturbed("while experts move", bench.moving, bench.calm),
+        disturbed("while a rank comes back", bench.returning, bench.calm),
+        limit("busiest rank / mean in serving, over the bound", level, NEAR_BEST, "x", "mean of 8 layers"),
     ]
     print_table(rows, origin, "ranks that die, tiny, 1 prefill and 1x2 decode")
     if options.json:

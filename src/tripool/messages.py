@@ -91,8 +91,6 @@ class Hello(Message, frozen=True):
     vocab: Positive
     instance: str = ""
     """The instance that this worker is a rank of. Empty: it is an instance by itself."""
-    num_ranks: Positive = 1
-    """Ranks without which the instance takes no requests; 1 where the others take over the experts of a lost one."""
 
     @property
     def instance_name(self) -> str:

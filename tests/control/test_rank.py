@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tripool.control.instance import Instance, map_file
-from tripool.control.rank import SILENCE_S, Rank
+from tripool.control.rank import _ALONE_S, SILENCE_S, Rank
 from tripool.errors import EngineStopped
 from tripool.experts.layout import Layout
 from tripool.fabric.supervisor_channel import SupervisorChannel
@@ -124,6 +124,19 @@ def test_silence_is_reported_of_ranks_that_are_there(setup: Setup) -> None:
     setup.start().ready()
     report = until(lambda: next((m for m in setup.supervisor.receive() if isinstance(m, SilentRank)), None))
     assert report == SilentRank(ME, 2, 2, SILENCE_S + 0.25)
+
+
+def test_without_a_supervisor_a_silent_rank_is_given_up(setup: Setup) -> None:
+    """Nobody else writes maps any more."""
+    for rank in range(3):
+        setup.instance.enter(rank)
+    setup.start().ready()
+    setup.supervisor.close()
+    until(lambda: setup.rank.ended)
+    setup.exchange.silence = [_ALONE_S - 1.0, 0.0, _ALONE_S + 1.0]
+    until(lambda: len(setup.exchange.installed) == 2)
+    assert setup.exchange.installed[1] == (4, [0, 1], [True, True, False])
+    assert (2, 4) in setup.exchange.fences
 
 
 def test_the_end_of_the_supervisor_is_noticed(setup: Setup) -> None:

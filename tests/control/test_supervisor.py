@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tripool.control.evidence import CpuUse, is_runnable, is_stopped, times_of, was_busy
+from tripool.control.evidence import CpuUse, is_ending, is_runnable, is_stopped, times_of, was_busy
 from tripool.control.instance import Instance, map_file
 from tripool.control.launch import Spec, launch
 from tripool.control.supervisor import GATEWAY, STANDBY, Backoff, Supervisor
@@ -210,6 +210,17 @@ def test_a_suspect_that_computes_instead_of_answering_has_crashed(start: Callabl
 )
 def test_busy_is_who_ran_when_it_could(used_s: float, waited_s: float, busy: bool) -> None:
     assert was_busy(2.0, used_s, waited_s) == busy
+
+
+def test_a_killed_process_is_ending_before_it_is_reaped() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert not is_ending(child.pid)
+        child.send_signal(signal.SIGSTOP)
+        until(lambda: is_stopped(child.pid))
+        assert not is_ending(child.pid)
+        child.kill()
+        assert is_ending(child.pid), "at once, also while it is not on a core yet"
+    assert is_ending(child.pid)
 
 
 def test_a_process_is_runnable_while_one_of_its_threads_computes() -> None:

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -19,13 +19,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from experts.mixed import mixed_answers
 from tripool import LLM, SamplingParams
 from tripool.config import EngineConfig
 from tripool.engine.engine import Engine
 from tripool.engine.load import load_engine
 from tripool.errors import RankFenced
+from tripool.experts import ExpertMap
 from tripool.experts.exchange import SharedView
-from tripool.experts.layout import LANES, Layout
+from tripool.experts.layout import LANES, Layout, older
+from tripool.experts.placement import Table
 from tripool.experts.slabs import attach_slabs, create_slabs
 from tripool.kernels.cpu8.exchange import NativeExchange
 from tripool.kernels.cpu8.sublayers import Moe8
@@ -50,6 +53,20 @@ def expert_layers(engine: Engine) -> list[Moe8]:
     return layers
 
 
+def heat(engine: Engine, bias: Sequence[float]) -> None:
+    """From now on these numbers are added to the scores by which routers choose experts; in each layer, others' turn.
+
+    A score lies between 0 and 1: with more than that, every row chooses the expert.
+    """
+    for number, layer in enumerate(expert_layers(engine)):
+        turned = np.roll(np.array(bias, np.float32), number)
+        _HEAT[number] = turned  # the layer keeps only its address
+        layer.struct.bias = turned.ctypes.data
+
+
+_HEAT: dict[int, np.ndarray] = {}
+
+
 def answers(engine: Engine, jobs: Sequence[Job]) -> list[Any]:
     """Everything that a client could see: tokens and their log-probabilities."""
     prompts, params = [job[0] for job in jobs], [job[1] for job in jobs]
@@ -62,9 +79,9 @@ def _rank(control: Connection, results: Connection, model: str) -> None:
     engine = load(model)
     exchange: NativeExchange | None = None
 
-    def run(jobs: Sequence[Job]) -> None:
+    def run(answer: Callable[..., Any], *given: Any) -> None:
         try:
-            results.send(answers(engine, jobs))
+            results.send(answer(engine, *given))
         except RankFenced:
             results.send(FENCED)
 
@@ -80,13 +97,16 @@ def _rank(control: Connection, results: Connection, model: str) -> None:
         elif command == "close":
             exchange.close()
         elif command == "map":
-            epoch, table, alive = arguments
-            for rank in (rank for rank, is_alive in enumerate(alive) if not is_alive):
-                exchange.fence(rank, epoch)
-            exchange.install(epoch, table, alive)
-        elif command == "run":
-            Thread(target=run, args=arguments, daemon=True).start()
-        control.send(exchange.silence_s() if command == "silence" else command)
+            new = ExpertMap.decode(*arguments)
+            for rank in new.gone:
+                exchange.fence(rank, new.epoch)
+            exchange.install(new.epoch, new.routes(exchange.rank)[0], [r not in new.gone for r in range(new.ranks)])
+        elif command in ("run", "mixed"):
+            Thread(target=run, args=(answers if command == "run" else mixed_answers, *arguments), daemon=True).start()
+        elif command == "heat":
+            heat(engine, *arguments)
+        told = {"silence": exchange and exchange.silence_s, "blocks": lambda: engine.scheduler.pool.num_held}
+        control.send(told[command]() if command in told else command)
 
 
 @cache
@@ -148,35 +168,28 @@ def processes(model: str, count: int) -> Iterator[list[RankProcess]]:
 
 @dataclass
 class Instance:
-    """Ranks with one exchange. `table`: [layers, experts]."""
+    """Ranks with one exchange."""
 
     ranks: list[RankProcess]
     path: Path
     view: SharedView
-    table: np.ndarray
-    epoch: int = 1
+    map: ExpertMap
 
-    def install(self, lost: Sequence[int] = ()) -> None:
-        alive = [rank not in lost for rank in range(len(self.ranks))]
-        others = [rank for rank, is_alive in enumerate(alive) if is_alive]
-        self.table = np.array(
-            [[r if alive[r] else others[e % len(others)] for e, r in enumerate(t)] for t in self.table]
-        )
-        for rank in others:
-            self.ranks[rank].ask("map", self.epoch, self.table, alive)
+    def install(self, new: ExpertMap) -> None:
+        self.map = new
+        for rank, process in enumerate(self.ranks):
+            if rank not in new.gone:
+                process.ask("map", new.encode())
 
     def lose(self, rank: int) -> None:
-        self.epoch += 1
-        self.install([rank])
+        self.install(self.map.without(rank))
 
-    def enter(self, rank: int, process: RankProcess) -> None:
-        """A new process in the place of a rank that is gone. Experts are dealt out anew."""
+    def enter(self, rank: int, process: RankProcess, table: Table | None = None) -> None:
+        """A new process in the place of a rank that is gone; experts lie as in `table` from now on."""
         self.ranks[rank] = process
         process.ask("open", self.path, rank)
-        self.epoch += 1
-        layers, experts = self.table.shape
-        self.table = np.tile((np.arange(experts) + self.epoch) % len(self.ranks), (layers, 1))
-        self.install()
+        back = self.map.returned(rank)
+        self.install(back if table is None else back.replaced(table))
 
     def requests(self, source: int) -> int:
         """How many requests a rank has sent."""
@@ -184,6 +197,22 @@ class Instance:
         return sum(
             max(self.view.dispatch_bell(r, source, lane).read().sequence for r in ranks) for lane in range(LANES)
         )
+
+    def unanswered(self) -> list[tuple[int, int, int]]:
+        """(source, destination, lane) whose slabs are still in use: by requests of ranks that are not given up."""
+        ranks = range(len(self.ranks))
+        asked = {
+            (s, d, lane): self.view.dispatch_bell(d, s, lane).read()
+            for s in ranks
+            for d in ranks
+            for lane in range(LANES)
+        }
+        return [
+            (source, destination, lane)
+            for (source, destination, lane), bell in asked.items()
+            if bell != self.view.combine_bell(source, destination, lane).read()
+            and not older(bell.epoch, int(self.view.fence(source)[0]))
+        ]
 
 
 def layout_of(engine: Engine, ranks: int, slab_rows: int) -> Layout:
@@ -200,15 +229,16 @@ def layout_of(engine: Engine, ranks: int, slab_rows: int) -> Layout:
 
 
 @contextmanager
-def instance(ranks: list[RankProcess], layout: Layout, folder: Path) -> Iterator[Instance]:
-    """Experts dealt out one by one."""
+def instance(
+    ranks: list[RankProcess], layout: Layout, folder: Path, first: ExpertMap | None = None
+) -> Iterator[Instance]:
     path = folder / "slabs"
     create_slabs(path, layout)
-    table = np.tile(np.arange(layout.experts) % layout.ranks, (layout.layers, 1))
     for number, rank in enumerate(ranks):
         rank.ask("open", path, number)
-    made = Instance(list(ranks), path, SharedView(*attach_slabs(path)), table)
-    made.install()
+    first = first or ExpertMap.contiguous(layout.layers, layout.experts, layout.ranks)
+    made = Instance(list(ranks), path, SharedView(*attach_slabs(path)), first)
+    made.install(first)
     try:
         yield made
     finally:

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import httpx
 import pytest
+from openai import DEFAULT_CONNECTION_LIMITS
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.serving import DEADLINE_S, GatedEngine, ScriptedEngine, Served
@@ -183,6 +185,13 @@ def test_an_idle_connection_is_closed(serve):
         line.sendall(HEALTH + b"\r\n")
         assert read_answer(line).startswith(b"HTTP/1.1 200 ")
         assert read_all(line) == b""
+
+
+@pytest.mark.parametrize("client", [httpx.Limits(), DEFAULT_CONNECTION_LIMITS], ids=["httpx", "openai"])
+def test_clients_give_up_an_idle_connection_first(client):
+    """The other way round a request may be sent just as the server closes: `ReadError`, seen under load."""
+    assert client.keepalive_expiry is not None
+    assert ConnectionLimits().idle_s >= 3 * client.keepalive_expiry
 
 
 # ---- too many ----------------------------------------------------------------------------------------------------

@@ -239,3 +239,55 @@ def test_another_model_is_refused() -> None:
     shape = layout(1)
     with pytest.raises(ExchangeError, match="another model"):
         NativeExchange(shape, np.zeros(shape.num_bytes, np.uint8), 0, [Moe8(weights(1))])
+
+
+def test_both_owners_write_the_same_slab_and_doorbells() -> None:
+    """A rank without experts sends all its rows. Entry by entry, also after a rank is lost and they are sent again."""
+    x = torch.randn(11, HIDDEN, generator=torch.Generator().manual_seed(12))
+    with ranks(layout(4), native=1) as group:
+        first, second = (np.array([[1, 2, 3, 1, 2, 3, 3, 1]] * 2), np.array([[1, 2, 2, 1, 2, 1, 2, 1]] * 2))
+        group.install(3, first)
+        thread = Thread(target=lambda: group.run(0, 0, x))
+        thread.start()
+        silent = [ExpertServer(group.view, rank, compute_of(group.layers[0])) for rank in (1, 2, 3)]
+        deadline = monotonic() + DEADLINE_S
+        while not all(list(server.requests()) for server in silent):
+            assert monotonic() < deadline
+        lane = next(request.lane for request in silent[0].requests())
+        slab, plain = group.view.slab(0, lane), SharedView(group.layout, np.zeros_like(group.memory))
+        count, owner = 11 * TOP_K, Owner(plain, 0, lane)
+        experts, given = np.zeros((11, TOP_K), np.int32), np.zeros((11, TOP_K), np.float32)
+        entries = slab.entries[:count].copy()
+        experts[entries["row"], entries["choice"]] = entries["expert"]
+        given[entries["row"], entries["choice"]] = entries["weight"]
+        rows = QuantizedRows(*(part[:11].copy() for part in (slab.rows.values, slab.rows.scales, slab.rows.fixes)))
+        owner.dispatch(0, rows, experts, given, first[0].tolist(), 3)
+        check_same_requests(group.view, plain, owner, lane, count)
+        for server in silent[:2]:  # the third is lost without an answer
+            for request in list(server.requests()):
+                assert server.answer(request)
+                server.ring(request)
+                plain.combine_bell(0, server.rank, lane).ring(request.bell)
+        group.install(4, second, lost=[3])
+        while not all(list(server.requests()) for server in silent[:2]):
+            assert monotonic() < deadline
+        assert not owner.poll()
+        owner.reassign(second[0].tolist(), [True, True, True, False], 4)
+        check_same_requests(group.view, plain, owner, lane, count)
+        for server in silent[:2]:
+            for request in list(server.requests()):
+                assert server.answer(request)
+                server.ring(request)
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+
+
+def check_same_requests(compiled: SharedView, plain: SharedView, owner: Owner, lane: int, count: int) -> None:
+    while owner.ring() is not None:
+        pass
+    slabs = compiled.slab(0, lane), plain.slab(0, lane)
+    assert slabs[0].head[0] == slabs[1].head[0]
+    assert slabs[0].entries[:count].tobytes() == slabs[1].entries[:count].tobytes()
+    for rank in (1, 2, 3):
+        assert slabs[0].segments[rank] == slabs[1].segments[rank]
+        assert compiled.dispatch_bell(rank, 0, lane).read() == plain.dispatch_bell(rank, 0, lane).read()

@@ -6,6 +6,7 @@ import logging
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _LOG, _LOGS = logging.getLogger("tripool.cache"), LogOptions()
 _LOOK_S = 1.0
 """Longest wait of a standby before it looks whether its supervisor is still there."""
+_IMPORT_NICE = 5
 
 
 def register(app: typer.Typer) -> None:
@@ -127,9 +129,9 @@ def _register_standby(app: typer.Typer) -> None:
         supervisor_channel: Annotated[int, typer.Option()],
     ) -> None:
         """Import what a rank needs, and become the rank that the supervisor names."""
-        import tripool.engine.load
-        import tripool.kernels.cpu8.exchange
-        import tripool.serving.worker  # noqa: F401
+        importing = threading.Thread(target=_import_slowly)
+        importing.start()
+        importing.join()
         from tripool.fabric.supervisor_channel import SupervisorChannel
         from tripool.messages import Assign, Ready, WorkerId
 
@@ -141,6 +143,16 @@ def _register_standby(app: typer.Typer) -> None:
                 if isinstance(message, Assign):
                     # `channel` stays referenced: the rank goes on with its file descriptor.
                     app([*message.argv, "--epoch", str(message.epoch), "--supervisor-channel", str(supervisor_channel)])
+
+
+def _import_slowly() -> None:
+    """After the ranks that serve: nobody waits for a standby. On Linux a priority is a thread's own, and one that was
+    lowered cannot be raised again; so this thread only imports."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _IMPORT_NICE)
+    import tripool.engine.load
+    import tripool.kernels.cpu8.exchange
+    import tripool.serving.worker  # noqa: F401
 
 
 def _register_gateway(app: typer.Typer) -> None:

@@ -7,6 +7,7 @@ process is not blamed.
 from __future__ import annotations
 
 import os
+import signal
 from collections import deque
 from pathlib import Path
 
@@ -15,6 +16,8 @@ _BUSY = 0.5
 _LEAST_BUSY = 0.1
 """Smallest share of the whole time with a core: with less, nothing can be concluded."""
 _SPAN_S = 2.0
+_PF_EXITING = 0x4
+_KILLED = 1 << (signal.SIGKILL - 1)
 _LEAST_S = 0.5
 """Shortest meaningful time: clock ticks are ten milliseconds."""
 
@@ -62,6 +65,18 @@ def is_stopped(pid: int) -> bool:
         return _stat_of(pid)[0] in ("T", "t")
     except (OSError, IndexError):
         return False
+
+
+def is_ending(pid: int) -> bool:
+    """Whether the process is dead, dying, or killed and not yet on a core again. Its descriptors say so only after its
+    memory is given back, which on a loaded machine takes a tenth of a second."""
+    try:
+        state, flags = (fields := _stat_of(pid))[0], int(fields[6])
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except (OSError, ValueError, IndexError):
+        return True
+    pending = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd", "ShdPnd"))]
+    return state in ("Z", "X") or bool(flags & _PF_EXITING) or any(mask & _KILLED for mask in pending)
 
 
 def is_runnable(pid: int) -> bool:

@@ -22,10 +22,13 @@ from tripool.fabric.supervisor_channel import SupervisorChannel
 from tripool.messages import AnyMessage, Ready, SilentRank, WorkerId
 
 _LOG = logging.getLogger("tripool.worker")
-SILENCE_S = 0.5
-"""A rank that leaves a request unanswered for so long is reported."""
-_LOOK_S = 0.1
+SILENCE_S = 0.02
+"""A rank that leaves a request unanswered for so long is reported: the supervisor knows whether it is dying or slow."""
+_LOOK_S = 0.02
 """Between two looks at the map and at silent ranks, besides messages."""
+_ALONE_S = 5.0
+"""Without a supervisor, each rank by itself gives up one that is silent for so long. Their maps may differ: any rank
+computes any expert."""
 _FIRST_MAP_S = 60.0
 _EPOCHS = 2**14
 """Epochs are compared in 16 bits: a fence must not fall further behind than half of them."""
@@ -116,8 +119,10 @@ class Rank:
         except FileNotFoundError:
             return  # no rank is there yet, or the run is over
         self._seen = found.st_ino, found.st_mtime_ns
-        if self._map is None and self._exchange.rank in new.gone:
-            return
+        if self._map is not None or self._exchange.rank not in new.gone:
+            self._use(new)
+
+    def _use(self, new: ExpertMap) -> None:
         for rank in new.gone:
             self._exchange.fence(rank, new.epoch)
         self._exchange.fence(self._exchange.rank, max(0, new.epoch - _EPOCHS))
@@ -129,7 +134,10 @@ class Rank:
         self._has_map.set()
 
     def _report_silence(self) -> None:
-        if self._map is not None:
-            for rank, silence_s in enumerate(self._exchange.silence_s()):
-                if silence_s > SILENCE_S and rank not in self._map.gone:
-                    self._channel.send(SilentRank(self._worker_id, rank, self._map.epoch, silence_s))
+        if self._map is None:
+            return
+        for rank, silence_s in enumerate(self._exchange.silence_s()):
+            if silence_s > SILENCE_S and rank not in self._map.gone:
+                self._channel.send(SilentRank(self._worker_id, rank, self._map.epoch, silence_s))
+                if self._channel.ended and silence_s > _ALONE_S:
+                    self._use(self._map.without(rank))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tripool.cache.client import PoolClient
 from tripool.cache.host import LocalHost
-from tripool.control.evidence import is_runnable, num_oom_kills
+from tripool.control.evidence import is_ending, is_runnable, num_oom_kills
 from tripool.control.instance import Instance
 from tripool.control.launch import Child, Spec, launch
 from tripool.messages import SUPERVISOR, Assign, Drain, MapChanged, Ready, Reaped, SilentRank, Suspect, WorkerId
@@ -35,8 +35,8 @@ _BALANCE_S = 0.5
 """Between two looks at the loads of experts."""
 _STANDBY_S = 3.0
 """Until the next standby is started, after one has become a rank: the rank needs the cores first."""
-_RANK_SILENCE_S = 10.0
-"""Longest silence of a runnable rank: it computes, or waits for a core. Another one is ended when it is reported."""
+_STUCK_S, _RANK_SILENCE_S = 0.5, 10.0
+"""Longest silence of a rank none of whose threads is runnable, and of another one: it computes, or waits for a core."""
 _DRAIN_S = 9.0
 """Time for the gateway to end its streams; longer than its own limits for that."""
 _END_S = 3.0
@@ -205,9 +205,13 @@ class Supervisor:
         if instance not in self._instances or report.map_epoch != self._instances[instance].epoch:
             return
         for child in list(self._children.values()):
-            silent = (child.spec.instance, child.spec.rank, child.ready) == (instance, report.rank, True)
-            if silent and (report.silence_s > _RANK_SILENCE_S or not is_runnable(child.process.pid)):
-                self._ended(child, f"silent for {report.silence_s:.1f} s to {report.worker_id.name}")
+            if (child.spec.instance, child.spec.rank, child.ready) != (instance, report.rank, True):
+                continue
+            pid, silence_s = child.process.pid, report.silence_s
+            if is_ending(pid):
+                self._ended(child, None)
+            elif silence_s > _RANK_SILENCE_S or (silence_s > _STUCK_S and not is_runnable(pid)):
+                self._ended(child, f"silent for {silence_s:.1f} s to {report.worker_id.name}")
 
     def _change_map(self, child: Child, *, enters: bool) -> None:
         instance = self._instances.get(child.spec.instance)

@@ -6,16 +6,20 @@ from collections import deque
 
 import numpy as np
 
-from tripool.experts.balance import balance
+from tripool.experts.balance import balance, least_imbalance
 from tripool.experts.expert_map import ExpertMap
 from tripool.experts.load_window import LoadWindow
 from tripool.experts.moves import MoveStep, plan_moves
-from tripool.experts.placement import Counts, expert_ranks
+from tripool.experts.placement import Counts, Loads, expert_ranks, imbalance
 
 _SPARE = 8
 """A rank has one spare slot for so many experts, and at least one: there replicas of popular experts lie."""
 _COPIES = 16
-"""Per layer and plan: with one copy per layer and step, a plan takes at most so many steps or few more."""
+"""Per layer and plan: with one copy per layer and step, a plan takes about so many steps."""
+_FAR = 1.2
+"""Times the bound: a layer that so many copies leave so uneven is placed anew. The even spread of the start, which
+would be felt for dozens of windows, always; later only if that takes at most `_LONG` steps."""
+_LONG = 3 * _COPIES
 
 
 class Balancer:
@@ -29,6 +33,8 @@ class Balancer:
         self._window = LoadWindow(first.layers, first.experts)
         self._routed = np.zeros((first.layers, first.experts), np.int64)
         self._steps: deque[MoveStep] = deque()
+        self._placed = False
+        """A plan was carried out."""
         self.num_copies = 0
         """Replicas copied so far."""
 
@@ -39,13 +45,24 @@ class Balancer:
         closed = self._window.add(new, int(new.sum(axis=1).max()) // self._top_k)
         if closed and not self._steps:
             loads = self._window.loads
-            table = balance(loads, current.ranks, 1, self._slots, old=current.table, copies=_COPIES)
-            self._steps.extend(plan_moves(current, current.replaced(table), current.layers, loads=loads))
+            self._steps.extend(self._plan(loads, current))
         if not self._steps:
             return None
         step = self._steps.popleft()
+        self._placed = self._placed or not self._steps
         self.num_copies += len(step.copies)
         return step.after
+
+    def _plan(self, loads: Loads, current: ExpertMap) -> tuple[MoveStep, ...]:
+        table = balance(loads, current.ranks, 1, self._slots, old=current.table, copies=_COPIES)
+        steps = plan_moves(current, current.replaced(table), current.layers, loads=loads)
+        far = imbalance(table, loads) > _FAR * least_imbalance(loads, self._slots)
+        if far.any():
+            table[far] = balance(loads[far], current.ranks, 1, self._slots)
+            anew = plan_moves(current, current.replaced(table), current.layers, loads=loads)
+            if not self._placed or len(anew) <= _LONG:
+                return anew
+        return steps
 
     def reset(self) -> None:
         """The map was changed by something else: what was planned no longer fits."""

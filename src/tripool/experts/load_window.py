@@ -14,7 +14,7 @@ class LoadWindow:
     the memory is about 1 / (1 - decay) windows: a longer one averages out chance, a shorter one follows drift sooner.
     """
 
-    def __init__(self, layers: int, experts: int, *, tokens: int = 1000, decay: float = 0.7) -> None:
+    def __init__(self, layers: int, experts: int, *, tokens: int = 1000, decay: float = 0.6) -> None:
         assert tokens > 0 and 0.0 <= decay < 1.0
         self._window_tokens, self._decay = tokens, decay
         self._closed = np.zeros((layers, experts))

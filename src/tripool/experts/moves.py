@@ -61,7 +61,9 @@ def plan_moves(
         mean = np.asarray(loads, np.float64).sum(axis=1) / int(expert_ranks(new.table).sum())
         gain = _excess(old.table, loads, mean) - _excess(new.table, loads, mean)
     order = [layer for layer in np.argsort(-gain, kind="stable").tolist() if gain[layer] >= min_gain]
-    moving = {layer: _LayerMoves(old.table[layer], new.table[layer]) for layer in order}
+    weights = np.ones((old.layers, old.experts)) if loads is None else np.asarray(loads, np.float64)
+    shares = weights / new.counts
+    moving = {layer: _LayerMoves(old.table[layer], new.table[layer], shares[layer]) for layer in order}
     table, last, steps = old.table.copy(), old, list[MoveStep]()
     while moving := {layer: moves for layer, moves in moving.items() if moves.lacking or moves.stale}:
         copies = []
@@ -86,10 +88,16 @@ def _excess(table: Table, loads: npt.ArrayLike, mean: Loads) -> Loads:
 
 
 class _LayerMoves:
-    """What is left to do in one layer, as (rank, expert) pairs."""
+    """What is left to do in one layer, as (rank, expert) pairs. What relieves heavy ranks most comes first: the maps on
+    the way serve too."""
 
-    def __init__(self, old: Table, new: Table) -> None:
+    def __init__(self, old: Table, new: Table, share: Loads) -> None:
+        """`share`: of one replica of each expert."""
         have, want = _pairs(old), _pairs(new)
+        self._share = share
+        self._load = np.zeros(len(old))
+        for rank, expert in have:
+            self._load[rank] += share[expert]
         self.lacking = sorted(want - have)
         self.stale = sorted(have - want)
         self._counts = Counter(expert for _, expert in have)
@@ -101,15 +109,22 @@ class _LayerMoves:
         """The next (rank, expert) to copy; None when only stale replicas are left."""
         if not self.lacking:
             return None
-        pair = next(pair for pair in self.lacking if self._room[pair[0]])
+        relieved = {expert: 0.0 for _, expert in self.lacking}
+        for rank, expert in self.stale:
+            if expert in relieved:
+                relieved[expert] = max(relieved[expert], float(self._load[rank]))
+        feasible = [pair for pair in self.lacking if self._room[pair[0]]]
+        pair = max(feasible, key=lambda pair: (relieved[pair[1]] - self._load[pair[0]], pair))
         self.lacking.remove(pair)
         self._room[pair[0]] -= 1
+        self._load[pair[0]] += self._share[pair[1]]
         self._counts[pair[1]] += 1
         return pair
 
     def drop(self) -> list[tuple[int, int]]:
         """Stale replicas beyond the number that the expert will have; others only where no copy could follow."""
-        dropped = [pair for pair in self.stale if self._dropped(pair, self._wanted[pair[1]])]
+        heaviest_first = sorted(self.stale, key=lambda pair: -self._load[pair[0]])
+        dropped = [pair for pair in heaviest_first if self._dropped(pair, self._wanted[pair[1]])]
         ranks = {rank for rank, _ in self.lacking}
         if ranks and not any(self._room[rank] for rank in ranks):
             blocking = (pair for pair in self.stale if pair[0] in ranks and pair not in dropped)
@@ -123,6 +138,7 @@ class _LayerMoves:
             return False
         self._counts[expert] -= 1
         self._room[rank] += 1
+        self._load[rank] -= self._share[expert]
         return True
 
 

@@ -6,7 +6,7 @@
 | body | the rest of the request | the application's own; little may surround the chunks, trailers are dropped |
 | working | nothing: the client waits for the answer | the write deadline |
 | leftover | the rest of a body whose request was already answered | 8 MiB, 5 s |
-| idle | another request | 5 s |
+| idle | another request | 20 s |
 | refused | the client to read the refusal | 8 MiB, 2 s |
 
 In every phase a client with bytes to read must take 16 KiB, or all there are, within 30 s; the application bounds the

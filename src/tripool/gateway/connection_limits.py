@@ -58,7 +58,9 @@ class ConnectionLimits:
     head_bytes: int = 2**16
     num_headers: int = 100
     head_s: float = 10.0
-    idle_s: float = 5.0
+    idle_s: float = 20.0
+    """Longer than clients keep a connection for their next request (httpx and OpenAI's: 5 s), also where they are late:
+    a request on a connection that is being closed is lost, and its client sees a reset."""
     unwanted_bytes: int = 8 * 2**20
     """Read and dropped: closing while the client still sends would lose the answer."""
     leftover_s: float = 5.0

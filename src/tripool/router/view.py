@@ -45,8 +45,6 @@ class Member:
     idle_s: float | None = None
     """Since when its heartbeats report nothing held."""
     draining: bool = False
-    whole: bool = True
-    """Every rank of its instance is there."""
     num_placed: int = 0
     placed_tokens: int = 0
     """Tokens of all its placements in the ledger."""
@@ -79,7 +77,7 @@ class Member:
     @property
     def ready(self) -> bool:
         """Takes new work."""
-        return self.whole and not self.draining
+        return not self.draining
 
     @property
     def load_tokens(self) -> int:
@@ -101,9 +99,6 @@ _Entry = tuple[float, int, int, Member]
 class FleetView:
     def __init__(self) -> None:
         self._members: dict[WorkerId, Member] = {}
-        self._instances: dict[tuple[Role, str], list[Member]] = {}
-        """Ranks that are there, by role and instance. A request is placed on an instance that is whole, at one of its
-        ranks; without expert parallelism every worker is an instance of one rank."""
         self._ready: Counter[str] = Counter()
         """Members that accept work, by role."""
         self._by_load: dict[str, list[_Entry]] = {"prefill": [], "decode": []}
@@ -138,10 +133,7 @@ class FleetView:
         assert hello.worker_id not in self._members, "a worker joined twice"
         member = Member(hello, heard_s=now_s, progress_s=now_s, placed_s=now_s)
         self._members[hello.worker_id] = member
-        ranks = self._instances.setdefault((hello.role, hello.instance_name), [])
-        ranks.append(member)
         self._ready[hello.role] += 1
-        self._set_whole(ranks)
         self._sort_in(member)
 
     def remove(self, worker_id: WorkerId) -> None:
@@ -150,30 +142,12 @@ class FleetView:
         assert member.num_placed == 0 and member.placed_tokens == 0, "a member left with work placed on it"
         self._ready[member.hello.role] -= member.ready
         self._take_out(member)
-        instance = member.hello.role, member.hello.instance_name
-        ranks = self._instances[instance]
-        ranks.remove(member)
-        if ranks:
-            self._set_whole(ranks)
-        else:
-            del self._instances[instance]
 
     def drain(self, worker_id: WorkerId) -> None:
         member = self._members[worker_id]
         self._ready[member.hello.role] -= member.ready
         member.draining = True
         self._take_out(member)
-
-    def _set_whole(self, ranks: list[Member]) -> None:
-        """After a rank of an instance came or went. What is placed on the others stays; they get nothing new."""
-        whole = len(ranks) >= ranks[0].hello.num_ranks
-        for member in ranks:
-            before, member.whole = member.ready, whole
-            self._ready[member.hello.role] += member.ready - before
-            if member.ready and not before:
-                self._sort_in(member)
-            elif not member.ready:
-                self._take_out(member)
 
     def heard(self, heartbeat: Heartbeat, now_s: float) -> Member:
         member = self._members[heartbeat.worker_id]
@@ -331,9 +305,6 @@ class FleetView:
             assert all(entry is entry[3].entry for entry in entries), "an old entry"
             assert entries == sorted(entries) and all(entry[0] == entry[3].weigh() for entry in entries), "an old load"
         assert self._num_with_tpot == sum(m.classes.total() for m in self), "TPOT objectives are miscounted"
-        for ranks in self._instances.values():
-            assert all(m.whole == (len(ranks) >= m.hello.num_ranks) for m in ranks), "an instance is whole or not"
-        assert Counter(map(id, self)) == Counter(id(m) for ranks in self._instances.values() for m in ranks)
         busy = [m for m in self if m.hello.role == "decode" and m.num_placed and m.ready]
         for member in self._members.values():
             assert member.strictest_ms == min(member.classes, default=inf), "not its strictest"
