@@ -67,8 +67,8 @@ class Script:
 
 
 def _texts(answer: object) -> list[str]:
-    texts = answer if isinstance(answer, list) else [answer]
-    if not texts or not all(isinstance(text, str) for text in texts):
+    texts = [text for text in (answer if isinstance(answer, list) else [answer]) if isinstance(text, str)]
+    if not texts or (isinstance(answer, list) and len(texts) < len(answer)):
         raise ValueError("an answer is a text or a list of texts")
     return texts
 

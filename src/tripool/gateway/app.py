@@ -18,7 +18,7 @@ from tripool import __version__
 from tripool.answer import Answer
 from tripool.config import GatewayConfig
 from tripool.core import Request
-from tripool.errors import TripoolError
+from tripool.errors import ContextOverflow, TripoolError
 from tripool.gateway.admin import InFlight, admin_routes
 from tripool.gateway.answer_limits import check_echoes
 from tripool.gateway.anthropic.respond import AnthropicFormatter
@@ -190,7 +190,11 @@ class Answering:
         sender = Sender(tenant, header_id(http.headers.get("x-request-id")), header_slo)
         served, job = await self._parsed(tenant, len(raw), partial(self._parse, raw, api, sender))
         check_echoes(job)
-        served.check(job.requests)
+        try:
+            served.check(job.requests)
+        except ContextOverflow as error:
+            error.param = "prompt" if api == "completion" else "messages"
+            raise
         await self._try(job.requests[0], tenant)
         return served, job
 

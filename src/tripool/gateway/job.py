@@ -26,9 +26,13 @@ class Job:
     continuous_usage: bool = False
     """Usage so far in every chunk."""
     return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    """Whether log-probabilities name tokens by their ids."""
     echoes: tuple[str, ...] = ()
     """Each prompt's text, when answers are to begin with it."""
     calls: bool = False
     """Whether answers may hold tool calls."""
+    unenforced: tuple[str, ...] = ()
+    """Parts of its schemas that the grammar does not ensure."""
     thinks: bool | None = None
     """Whether reasoning is split off: None when not, else whether the prompt ends inside of it."""

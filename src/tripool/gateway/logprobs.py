@@ -23,11 +23,27 @@ Pairs = Iterable[tuple[int, TokenLogprobs]]
 _encode = msgspec.json.Encoder().encode
 
 
-def chat_logprobs(tokenizer: Tokenizer, pairs: Pairs) -> dict[str, Any]:
+class IdNames:
+    """Names tokens by their ids, as `return_tokens_as_token_ids` asks: texts of different tokens may be equal."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def token_text(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+    def spelling(self, token_id: int) -> tuple[str, bytes]:
+        return self.token_text(token_id), self._tokenizer.spelling(token_id)[1]
+
+
+Names = Tokenizer | IdNames
+
+
+def chat_logprobs(tokenizer: Names, pairs: Pairs) -> dict[str, Any]:
     return {"content": [_token(tokenizer, *pair) for pair in pairs], "refusal": None}
 
 
-def completion_logprobs(tokenizer: Tokenizer, pairs: Pairs, text_offset: int) -> dict[str, Any]:
+def completion_logprobs(tokenizer: Names, pairs: Pairs, text_offset: int) -> dict[str, Any]:
     columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token_id, logprobs in pairs:
         token = tokenizer.token_text(token_id)
@@ -52,7 +68,7 @@ class Scores(Protocol):
 class ChatScores:
     """The bytes of `chat_logprobs`."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Names) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[bytes] = []
 
@@ -68,7 +84,7 @@ class ChatScores:
 class CompletionScores:
     """The bytes of `completion_logprobs`."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Names) -> None:
         self._tokenizer = tokenizer
         self._columns: dict[bytes, list[bytes]] = {
             name: [] for name in (b"tokens", b"token_logprobs", b"top_logprobs", b"text_offset")
@@ -96,17 +112,17 @@ class CompletionScores:
         yield b"]}"
 
 
-def _token(tokenizer: Tokenizer, token_id: int, logprobs: TokenLogprobs) -> dict[str, Any]:
+def _token(tokenizer: Names, token_id: int, logprobs: TokenLogprobs) -> dict[str, Any]:
     top = [_scored(tokenizer, top_id, logprob) for top_id, logprob in logprobs.top]
     return _scored(tokenizer, token_id, logprobs.chosen) | {"top_logprobs": top}
 
 
-def _scored(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+def _scored(tokenizer: Names, token_id: int, logprob: float) -> dict[str, Any]:
     text, raw = tokenizer.spelling(token_id)
     return {"token": text, "logprob": max(logprob, _LEAST), "bytes": list(raw)}
 
 
-def _likeliest(tokenizer: Tokenizer, token: str, logprobs: TokenLogprobs) -> dict[str, float]:
+def _likeliest(tokenizer: Names, token: str, logprobs: TokenLogprobs) -> dict[str, float]:
     """The chosen token is always listed, also when it is not among the likeliest."""
     scores = {tokenizer.token_text(i): max(score, _LEAST) for i, score in logprobs.top}
     return {token: max(logprobs.chosen, _LEAST)} | scores

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +21,9 @@ from tripool.gateway.job import Api, Job
 from tripool.gateway.messages import to_message
 from tripool.gateway.reasoning_parser import OPENING
 from tripool.gateway.slo import HeaderSlo, read_slo
-from tripool.gateway.structure import read_structure
+from tripool.gateway.structure import read_format
 from tripool.gateway.tools import Tools, as_text, read_tools
+from tripool.grammar.tools import or_answer
 from tripool.tenants import ANONYMOUS, Tenant
 from tripool.text import Tokenizer
 
@@ -88,7 +90,9 @@ class Parser:
             hint = "leave it out: all answers are sent"
             raise InvalidRequest("'best_of' differs from 'n'", hint=hint, param="best_of")
         prompts = self._completion_prompts(fields)
-        return self._job(fields, prompts, fields.get("logprobs"), self._structure(fields), "completion", sender)
+        structure, unenforced = read_format(fields)
+        logprobs = fields.get("logprobs")
+        return self._job(fields, prompts, logprobs, structure, "completion", sender, unenforced=unenforced)
 
     def fields(self, raw: bytes, known: options.Fields) -> dict[str, Any]:
         fields = known.checked(decode_json(raw))
@@ -103,8 +107,8 @@ class Parser:
             hint = "a message is either continued or followed by a new one"
             raise InvalidRequest("'continue_final_message' contradicts 'add_generation_prompt'", hint=hint)
         extra = dict(fields.get("chat_template_kwargs", {}))
-        if "reasoning_effort" in fields:
-            extra.setdefault("reasoning_effort", fields["reasoning_effort"])
+        for name, value in _thinking(fields).items():
+            extra.setdefault(name, value)
         knows = self._tokenizer.knows_tools
         text = self._tokenizer.render_chat(
             conversation if knows else as_text(conversation, tools.shown),
@@ -113,7 +117,7 @@ class Parser:
             continue_final_message=go_on,
             extra=extra,
         )
-        return self.encoder.encode(text, special=False, param="messages")
+        return self.encoder.encode(text, special=fields.get("add_special_tokens", False), param="messages")
 
     def _chat_job(self, fields: dict[str, Any], conversation: Conversation, api: Api, sender: Sender) -> Job:
         logprobs = None
@@ -122,7 +126,7 @@ class Parser:
         elif fields.get("top_logprobs"):
             raise InvalidRequest("'top_logprobs' needs 'logprobs'", hint='send "logprobs": true', param="top_logprobs")
         tools = read_tools(fields)
-        structure = self._structure(fields, tools.structure)
+        structure, unenforced = _structure(fields, tools)
         prompt_ids = _truncated(self.chat_ids(fields, conversation, tools), fields)
         thinks: bool | None = None
         # A grammar that applies from the first character leaves no room for reasoning.
@@ -133,7 +137,7 @@ class Parser:
         shares = sender.tenant.public_prefix and "cache_salt" not in fields
         public = public_tokens(self._tokenizer, conversation, prompt_ids) if shares else 0
         prompts = _Prompts([prompt_ids], public_tokens=public)
-        return self._job(fields, prompts, logprobs, structure, api, sender, thinks=thinks)
+        return self._job(fields, prompts, logprobs, structure, api, sender, thinks=thinks, unenforced=unenforced)
 
     def _completion_prompts(self, fields: Mapping[str, Any]) -> _Prompts:
         special = fields.get("add_special_tokens", True)
@@ -152,13 +156,6 @@ class Parser:
         )
         return _Prompts(prompts, tuple(echoes))
 
-    def _structure(self, fields: Mapping[str, Any], calls: Structure | None = None) -> Structure | None:
-        structure = read_structure(fields)
-        if structure is not None and calls is not None:
-            hint = 'leave one of them out, or send "tool_choice": "none"'
-            raise InvalidRequest(f"'{structure.param}' cannot go with 'tools'", hint=hint, param=structure.param)
-        return structure or calls
-
     def _job(
         self,
         fields: Mapping[str, Any],
@@ -169,7 +166,10 @@ class Parser:
         sender: Sender,
         *,
         thinks: bool | None = None,
+        unenforced: tuple[str, ...] = (),
     ) -> Job:
+        if fields.get("prompt_logprobs"):
+            raise InvalidRequest("'prompt_logprobs' is not supported", hint="leave it out", param="prompt_logprobs")
         chosen = {name: fields[name] for name in options.SAMPLING if name in fields}
         chosen["logit_bias"] = {int(token_id): bias for token_id, bias in fields.get("logit_bias", {}).items()}
         params = SamplingParams.from_options(chosen | {"logprobs": logprobs, "structure": structure})
@@ -203,10 +203,24 @@ class Parser:
             include_usage=shown.get("include_usage", False),
             continuous_usage=shown.get("continuous_usage_stats", False),
             return_token_ids=fields.get("return_token_ids", False),
+            tokens_as_ids=fields.get("return_tokens_as_token_ids", False),
             echoes=prompts.echoes,
             calls=structure is not None and structure.kind == "tool_calls",
             thinks=thinks,
+            unenforced=unenforced,
         )
+
+
+def _structure(fields: Mapping[str, Any], tools: Tools) -> tuple[Structure | None, tuple[str, ...]]:
+    """Of a chat: with tools, the model may call one or answer in the format. And what of both is not ensured."""
+    structure, unenforced = read_format(fields)
+    if structure is None or tools.structure is None:
+        return structure or tools.structure, tools.unenforced + unenforced
+    if structure.kind not in ("json_schema", "json_object"):
+        hint = 'leave one of them out, or send "tool_choice": "none"'
+        raise InvalidRequest(f"'{structure.param}' cannot go with 'tools'", hint=hint, param=structure.param)
+    schema = json.loads(structure.value) if structure.kind == "json_schema" else {"type": "object"}
+    return or_answer(tools.structure, schema), tools.unenforced + unenforced
 
 
 def header_id(header: str | None) -> str | None:
@@ -230,6 +244,23 @@ def _namespace(fields: Mapping[str, Any], tenant: Tenant) -> str:
     if not 0 < len(salt) <= MAX_SALT_CHARS:
         raise InvalidRequest("'cache_salt' is of the wrong length", hint=f"1 to {MAX_SALT_CHARS}", param="cache_salt")
     return f"{tenant.namespace}{SALT_MARK}{salt}"
+
+
+def _thinking(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said to the chat template of reasoning, under any of the names in use."""
+    said: dict[str, Any] = {}
+    for name in ("thinking", "reasoning"):
+        given = fields.get(name)
+        if isinstance(given, bool):
+            said["enable_thinking"] = given
+        elif given is not None:
+            if given.get("type") in ("enabled", "disabled"):
+                said["enable_thinking"] = given["type"] == "enabled"
+            if isinstance(given.get("enabled"), bool):
+                said["enable_thinking"] = given["enabled"]
+            if isinstance(given.get("effort"), str):
+                said["reasoning_effort"] = given["effort"]
+    return said | {name: fields[name] for name in ("enable_thinking", "reasoning_effort") if name in fields}
 
 
 def _truncated(prompt: list[int], fields: Mapping[str, Any]) -> list[int]:

@@ -11,7 +11,15 @@ from tripool.answer import Answer, Choice, Delta
 from tripool.core import TokenLogprobs, Usage
 from tripool.errors import TripoolError
 from tripool.gateway.job import Job
-from tripool.gateway.logprobs import ChatScores, CompletionScores, Scores, chat_logprobs, completion_logprobs
+from tripool.gateway.logprobs import (
+    ChatScores,
+    CompletionScores,
+    IdNames,
+    Names,
+    Scores,
+    chat_logprobs,
+    completion_logprobs,
+)
 from tripool.gateway.output_parser import OutputParser
 from tripool.gateway.refusals import error_shape
 from tripool.gateway.tool_parser import CallBegins, Content, ParsedOutput, Piece, Thought
@@ -53,6 +61,7 @@ class OpenAIFormatter:
         self, job: Job, tokenizer: Tokenizer, answers: Sequence[Answer], *, model: str, created_s: int
     ) -> None:
         self._job, self._tokenizer, self._answers = job, tokenizer, answers
+        self._names: Names = IdNames(tokenizer) if job.tokens_as_ids else tokenizer
         self._chat = job.api == "chat"
         self._head = {"id": job.id, "object": self._object_name(), "created": created_s, "model": model}
         self._parsers: dict[int, OutputParser] = {}
@@ -110,7 +119,7 @@ class OpenAIFormatter:
         scores = self._scores.get(index)
         if scores is None:
             kind = ChatScores if self._chat else CompletionScores
-            scores = self._scores[index] = kind(self._tokenizer)
+            scores = self._scores[index] = kind(self._names)
         return scores
 
     def _message(self, index: int, parsed: ParsedOutput) -> dict[str, Any]:
@@ -146,7 +155,7 @@ class OpenAIFormatter:
         logprobs = None
         if scores is not None:
             logprobs = self._logprobs(delta.token_id, scores, self._token_chars.get(index, 0))
-            shown = len(self._tokenizer.token_text(delta.token_id))
+            shown = len(self._names.token_text(delta.token_id))
             self._token_chars[index] = self._token_chars.get(index, 0) + shown
         ids = {"token_ids": [delta.token_id]} if self._job.return_token_ids else {}
         if not self._chat:
@@ -230,8 +239,8 @@ class OpenAIFormatter:
     def _logprobs(self, token_id: int, logprobs: TokenLogprobs, text_offset: int) -> dict[str, Any]:
         pairs = [(token_id, logprobs)]
         if self._chat:
-            return chat_logprobs(self._tokenizer, pairs)
-        return completion_logprobs(self._tokenizer, pairs, text_offset)
+            return chat_logprobs(self._names, pairs)
+        return completion_logprobs(self._names, pairs, text_offset)
 
     def _usage(self) -> dict[str, Any]:
         reasoning = sum(parser.reasoning_tokens for parser in self._parsers.values())

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing
 from math import inf
 from typing import Any
+from urllib.parse import quote
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -41,6 +42,8 @@ class SlowReaderLimit:
 
 
 Headers = list[tuple[bytes, bytes]]
+UNENFORCED = b"x-tripool-unenforced"
+_MAX_HEADER_BYTES = 2048
 _PART_BYTES = 2**16
 """Size of one send of a body: other tasks run in between."""
 
@@ -98,7 +101,7 @@ class AnswerResponse(Response):
                 if found is not None:
                     self._formatter.take(*found)
         self._end_record("finished")
-        body = await _gathered(self._formatter.whole(self._answers, self._record.facts()))
+        body = await _gathered(self._formatter.whole(self._answers, self._facts()))
         num_bytes = str(sum(map(len, body))).encode()
         await _start(send, b"application/json", [*self._own_headers(), (b"content-length", num_bytes)])
         body.reverse()
@@ -137,7 +140,7 @@ class AnswerResponse(Response):
                     if body:
                         await self._send(send, body)
             self._end_record("finished")
-            last = self._formatter.closing(self._answers, self._record.facts())
+            last = self._formatter.closing(self._answers, self._facts())
         except TripoolError as error:
             if not opened:
                 raise
@@ -172,8 +175,20 @@ class AnswerResponse(Response):
         if self._record.state == "open":
             self._record.ended(state, self._answers, error_code, self._tally)
 
+    def _facts(self) -> dict[str, Any]:
+        facts = self._record.facts()
+        return facts | {"unenforced": self._job.unenforced} if self._job.unenforced else facts
+
     def _own_headers(self) -> Headers:
-        return [(b"x-request-id", self._job.request_id.encode())]
+        own = [(b"x-request-id", self._job.request_id.encode())]
+        if self._job.unenforced:
+            own.append((UNENFORCED, _listed(self._job.unenforced)))
+        return own
+
+
+def _listed(places: Sequence[str]) -> bytes:
+    """For a header, however long they are and whatever characters a client's names have."""
+    return b", ".join(quote(place, safe="/ $").encode() for place in places)[:_MAX_HEADER_BYTES]
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
