@@ -133,9 +133,11 @@ def running_server(
     admission: AdmissionConfig | None = None,
     tenants: Callable[[str], Tenant] | None = None,
     limits: ConnectionLimits | None = None,
+    **gateway: Any,
 ) -> Iterator[Served]:
+    """`gateway`: further fields of its `GatewayConfig`."""
     engine = engine or WatchedEngine(context_tokens=context_tokens)
-    config = GatewayConfig(max_body_bytes=max_body_bytes)
+    config = GatewayConfig(max_body_bytes=max_body_bytes, **gateway)
     sdk: Any = {
         "api_key": "none",
         "max_retries": 0,

@@ -30,7 +30,7 @@ from tripool.tenants.usage_log import UsageLog
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/health/ready", "/version"})
 _FOR_TENANTS = frozenset({"/tokenize", "/detokenize"}) | {
-    f"/v1/{path}" for path in ("chat/completions", "completions", "messages", "messages/count_tokens")
+    f"/v1/{path}" for path in ("chat/completions", "completions", "messages", "messages/count_tokens", "responses")
 }
 _ASK = "ask the operator for another"
 _PUBLIC = Caller(tenant=ANONYMOUS)
@@ -151,6 +151,8 @@ def _presented(scope: Scope) -> str | None:
 
 def _for_tenants(method: str, path: str) -> bool:
     if path in _FOR_TENANTS:
+        return True
+    if path.startswith("/v1/responses/"):  # those of other tenants are unknown there
         return True
     looks = method in ("GET", "HEAD")
     about_models = path == "/v1/models" or path.startswith("/v1/models/")

@@ -50,6 +50,11 @@ class Encoder:
         self._tokenizer, self._context_tokens = tokenizer, context_tokens
 
     @property
+    def context_tokens(self) -> int:
+        """0: unknown."""
+        return self._context_tokens()
+
+    @property
     def quick(self) -> Encoder:
         """The same for an event loop; raises NotQuick for what may take long."""
         return Encoder(self._tokenizer.quick, self._context_tokens)

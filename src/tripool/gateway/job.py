@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tripool.core import Request
 
-Api = Literal["chat", "completion", "messages"]
+if TYPE_CHECKING:
+    from tripool.gateway.responses.parse import Shown
+
+Api = Literal["chat", "completion", "messages", "responses", "ollama_chat", "ollama_generate", "grpc"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,3 +39,5 @@ class Job:
     """Parts of its schemas that the grammar does not ensure."""
     thinks: bool | None = None
     """Whether reasoning is split off: None when not, else whether the prompt ends inside of it."""
+    shown: Shown | None = None
+    """Of a request to the Responses API."""

@@ -7,12 +7,12 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from tripool.core import SALT_MARK, Conversation, Request, SamplingParams, Structure
-from tripool.errors import InvalidRequest, ModelNotFound
+from tripool.errors import ContextOverflow, InvalidRequest, ModelNotFound
 from tripool.gateway import options
 from tripool.gateway.anthropic.parse import to_chat
 from tripool.gateway.body import decode_json
@@ -20,6 +20,10 @@ from tripool.gateway.encoding import Encoder, public_tokens
 from tripool.gateway.job import Api, Job
 from tripool.gateway.messages import to_message
 from tripool.gateway.reasoning_parser import OPENING
+from tripool.gateway.responses.fields import INPUT_TOKENS, RESPONSES
+from tripool.gateway.responses.parse import Asked, read
+from tripool.gateway.responses.store import NOTHING_STORED, History
+from tripool.gateway.responses.truncate import fitting
 from tripool.gateway.slo import HeaderSlo, read_slo
 from tripool.gateway.structure import read_format
 from tripool.gateway.tools import Tools, as_text, read_tools
@@ -27,7 +31,7 @@ from tripool.grammar.tools import or_answer
 from tripool.tenants import ANONYMOUS, Tenant
 from tripool.text import Tokenizer
 
-_ID_PREFIX: Mapping[Api, str] = {"chat": "chatcmpl-", "completion": "cmpl-", "messages": "msg_"}
+_ID_PREFIX: Mapping[Api, str] = {"chat": "chatcmpl-", "completion": "cmpl-", "messages": "msg_", "responses": "resp_"}
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@+=~-]{1,128}")
 """Safe in a header, a path and a log."""
 MAX_SALT_CHARS = 256
@@ -49,6 +53,7 @@ class Sender:
     tenant: Tenant = ANONYMOUS
     request_id: str | None = None
     slo: HeaderSlo = field(default_factory=dict)
+    history: History = NOTHING_STORED
 
 
 _UNKNOWN = Sender()
@@ -78,6 +83,34 @@ class Parser:
     def messages(self, raw: bytes, sender: Sender = _UNKNOWN) -> Job:
         fields, conversation = to_chat(self.fields(raw, options.ANTHROPIC))
         return self._chat_job(fields, conversation, "messages", sender)
+
+    def responses(self, raw: bytes, sender: Sender = _UNKNOWN) -> Job:
+        asked = read(self.fields(raw, RESPONSES), sender.history)
+        job = self._chat_job(asked.chat, self._fitting(asked), "responses", sender)
+        # Never the client's own id: responses are found by theirs.
+        return replace(job, id=_ID_PREFIX["responses"] + job.key, shown=asked.shown)
+
+    def count_response(self, raw: bytes, history: History) -> int:
+        """Tokens of the input of a response."""
+        self.encoder.check_body(len(raw), "input")
+        asked = read(self.fields(raw, INPUT_TOKENS), history)
+        return len(self.chat_ids(asked.chat, self._fitting(asked), read_tools(asked.chat)))
+
+    def _fitting(self, asked: Asked) -> Conversation:
+        """The conversation, without its oldest turns where it is too long and may be truncated."""
+        context_tokens = self.encoder.context_tokens
+        if not asked.truncates or not context_tokens:
+            return asked.conversation()
+        room: int = context_tokens - min(asked.chat.get("max_tokens", 1), context_tokens // 2)
+        tools = read_tools(asked.chat)
+
+        def fits(messages: Sequence[dict[str, Any]]) -> bool:
+            try:
+                return len(self.chat_ids(asked.chat, asked.conversation(messages), tools)) <= room
+            except ContextOverflow:
+                return False
+
+        return asked.conversation(fitting(asked.messages, fits))
 
     def count(self, raw: bytes) -> int:
         """Tokens of an Anthropic prompt."""
@@ -194,7 +227,7 @@ class Parser:
         if "stream_options" in fields and not stream:
             raise InvalidRequest("'stream_options' needs 'stream'", hint='send "stream": true', param="stream_options")
         return Job(
-            id=_ID_PREFIX[api] + request_id,
+            id=_ID_PREFIX.get(api, "") + request_id,
             request_id=request_id,
             key=key,
             api=api,

@@ -29,11 +29,15 @@ Facts = Mapping[str, Any]
 """Fields besides the dialect's own: request id and timing."""
 
 encode = msgspec.json.Encoder().encode
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
 
 
 class Formatter(Protocol):
     """Formats the response of one job in one dialect: either every delta to `take` and then `whole`; or `opening` for
     each choice before its first `chunk`, and `closing` (or `error`) at the end."""
+
+    stream_type: bytes
+    """Content type of a stream."""
 
     def take(self, index: int, delta: Delta) -> None: ...
 
@@ -56,6 +60,8 @@ class Formatter(Protocol):
 
 class OpenAIFormatter:
     """OpenAI's dialect. A token of plain content costs one concatenation; everything else is built as a dict."""
+
+    stream_type = EVENT_STREAM
 
     def __init__(
         self, job: Job, tokenizer: Tokenizer, answers: Sequence[Answer], *, model: str, created_s: int

@@ -100,7 +100,7 @@ class AnswerResponse(Response):
                 found = self._take(event)
                 if found is not None:
                     self._formatter.take(*found)
-        self._end_record("finished")
+        self._end_generated()
         body = await _gathered(self._formatter.whole(self._answers, self._facts()))
         num_bytes = str(sum(map(len, body))).encode()
         await _start(send, b"application/json", [*self._own_headers(), (b"content-length", num_bytes)])
@@ -133,20 +133,30 @@ class AnswerResponse(Response):
                     body = chunk(index, delta)
                     if index not in opened:
                         if not opened:
-                            headers = [*self._own_headers(), (b"cache-control", b"no-cache")]
-                            await _start(send, b"text/event-stream; charset=utf-8", headers)
+                            await self._start_stream(send)
                         opened.add(index)
                         body = self._formatter.opening(index, self._places[event.request_id][1]) + (body or b"")
                     if body:
                         await self._send(send, body)
-            self._end_record("finished")
+            self._end_generated()
             last = self._formatter.closing(self._answers, self._facts())
+            if not opened:  # cancelled by another request, before its first token
+                await self._start_stream(send)
+                last = self._formatter.opening(0, self._answers[0]) + last
         except TripoolError as error:
             if not opened:
                 raise
             self._end_record("failed", error.code)
             last = self._formatter.error(error)
         await send({"type": "http.response.body", "body": last})
+
+    async def _start_stream(self, send: Send) -> None:
+        headers = [*self._own_headers(), (b"cache-control", b"no-cache")]
+        await _start(send, self._formatter.stream_type, headers)
+
+    def _end_generated(self) -> None:
+        """All events were read. Another request may have cancelled this one."""
+        self._end_record("finished" if all(answer.done for answer in self._answers) else "cancelled")
 
     def _take(self, event: TokenEvent) -> tuple[int, Delta] | None:
         """A delta with its index over HTTP. A request that is done before its engine knows is cancelled."""
