@@ -4,7 +4,7 @@ import json
 
 import litellm
 from pydantic import BaseModel
-from steps import AGAIN, ASK_AGAIN, ASK_HELLO, ASK_PERSON, ASK_WEATHER, HELLO, MODEL, OPENAI_URL, URL, WEATHER, raises, step
+from steps import AGAIN, ASK_AGAIN, ASK_HELLO, ASK_PERSON, ASK_WEATHER, HELLO, MODEL, OPENAI_URL, URL, WEATHER, call, raises, script, step
 
 litellm.telemetry = False
 OPENAI = {"model": f"openai/{MODEL}", "api_base": OPENAI_URL, "api_key": "none", "num_retries": 0}
@@ -51,7 +51,9 @@ def _() -> None:
 
 @step("structured output")
 def _() -> None:
-    for way in (OPENAI, ANTHROPIC):
+    for way, text in ((OPENAI, None), (ANTHROPIC, call("json_tool_call", name="Ada", age=36))):
+        if text:
+            script({ASK_PERSON: text})
         answer = litellm.completion(messages=[user(ASK_PERSON)], response_format=Person, **way)
         assert Person.model_validate_json(answer.choices[0].message.content).age == 36
 
