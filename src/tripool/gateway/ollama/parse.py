@@ -36,7 +36,7 @@ SHOW = Fields(
     known={"model": of.TEXT, "name": of.TEXT, "verbose": of.BOOLEAN}, required=(), ignored=("system", "template")
 )
 
-_OPTIONS: Mapping[str, str] = {
+SERVED_OPTIONS: Mapping[str, str] = {
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "seed": "seed", "stop": "stop",
     "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty", "num_predict": "max_tokens",
@@ -98,10 +98,10 @@ def _common(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _options(options: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in options.items():
-        if name in _OPTIONS:
-            found[_OPTIONS[name]] = value
+        if name in SERVED_OPTIONS:
+            found[SERVED_OPTIONS[name]] = value
         elif name not in IGNORED_OPTIONS and value is not None:
-            hint = f"known: {', '.join((*_OPTIONS, *IGNORED_OPTIONS))}"
+            hint = f"known: {', '.join((*SERVED_OPTIONS, *IGNORED_OPTIONS))}"
             raise InvalidRequest(f"options has '{name[:100]}', which is not supported", hint=hint, param="options")
     if isinstance(found.get("max_tokens"), int) and found["max_tokens"] < 0:  # no bound
         del found["max_tokens"]
