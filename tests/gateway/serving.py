@@ -34,8 +34,8 @@ FRESH = httpx.Limits(max_keepalive_connections=0)
 class WatchedEngine(PagedFake):
     """The fake engine, with its requests on record and a way to wait for quiet."""
 
-    def __init__(self, *, context_tokens: int = 2048, text: TextFiles | None = None) -> None:
-        super().__init__(text or fake_text(), context_tokens=context_tokens)
+    def __init__(self, *, context_tokens: int = 2048, text: TextFiles | None = None, **sizes: int) -> None:
+        super().__init__(text or fake_text(), context_tokens=context_tokens, **sizes)
         self.added: list[Request] = []
         self.fails = threading.Event()
         self._changed = threading.Condition()

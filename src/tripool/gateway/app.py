@@ -25,11 +25,15 @@ from tripool.gateway.auth import Access, Guard, caller_of
 from tripool.gateway.bodies import Bodies
 from tripool.gateway.body import body_docs, decode_json
 from tripool.gateway.connection_limits import ConnectionQuota
+from tripool.gateway.cors import Cors, checked_origins
 from tripool.gateway.dialects import formatter_of
 from tripool.gateway.fair_pool import FairPool
 from tripool.gateway.host_check import HostCheck
 from tripool.gateway.job import Api, Job
 from tripool.gateway.models import Models, Served
+from tripool.gateway.ollama import parse as ollama
+from tripool.gateway.ollama.respond import loaded
+from tripool.gateway.ollama.routes import ollama_routes
 from tripool.gateway.options import ANTHROPIC, CHAT, COMPLETION, ONE_MODEL
 from tripool.gateway.parse import Sender, header_id
 from tripool.gateway.record import Journal, Record
@@ -110,6 +114,7 @@ def create_models_app(
     reading = FairPool("reading", num_threads=_READING_THREADS, max_waiting=_MAX_READING_BYTES)
     app.include_router(token_routes(models, bodies, reading))
     app.include_router(model_routes(models, bodies))
+    app.include_router(ollama_routes(models, bodies))
 
     def connection_ended(code: str) -> None:
         models.default.metrics.connection_ended(code)
@@ -120,9 +125,12 @@ def create_models_app(
     answering = Answering(models, in_flight, journal, bodies, clock, access, reading, store)
     app.include_router(response_routes(models, bodies, reading, store))
     app.add_middleware(ConnectionQuota, on_refused=models.default.metrics.refused)
-    app.add_middleware(HostCheck, guarded=access is not None, on_refused=models.default.metrics.refused)
+    guarded, origins = access is not None, checked_origins(config.cors_origins)
+    app.add_middleware(HostCheck, guarded=guarded, on_refused=models.default.metrics.refused, origins=origins)
     if access is not None:
         app.add_middleware(Guard, access=access, on_refused=models.default.metrics.refused)
+    if origins:
+        app.add_middleware(Cors, origins=origins, guarded=guarded)
     app.add_middleware(RequestLog)  # the last one added is the outermost
 
     @app.post("/v1/chat/completions", openapi_extra=body_docs(CHAT.schema()))
@@ -140,6 +148,14 @@ def create_models_app(
     @app.post("/v1/responses", openapi_extra=body_docs(RESPONSES.schema()))
     async def responses(http: HttpRequest) -> Response:
         return await answering.answer(http, "responses")
+
+    @app.post("/api/chat", openapi_extra=body_docs(ollama.CHAT.schema()))
+    async def ollama_chat(http: HttpRequest) -> Response:
+        return await answering.answer(http, "ollama_chat")
+
+    @app.post("/api/generate", openapi_extra=body_docs(ollama.GENERATE.schema()))
+    async def ollama_generate(http: HttpRequest) -> Response:
+        return await answering.answer(http, "ollama_generate")
 
     _shape_errors(app, models)
     return app
@@ -232,6 +248,8 @@ class Answering:
             "completion": parser.completion,
             "messages": parser.messages,
             "responses": parser.responses,
+            "ollama_chat": parser.ollama_chat,
+            "ollama_generate": parser.ollama_generate,
         }
         return served, parse[api](raw, sender)
 
@@ -253,6 +271,11 @@ def _shape_errors(app: FastAPI, models: Models) -> None:
         models.default.metrics.refused(error.code)
         note_error(http.scope, error.code)
         return shaped(http, error.status, error_shape(error, dialect_of(http.url.path)), error_headers(error))
+
+    @app.exception_handler(ollama.OnlyLoads)
+    async def only_loads(http: HttpRequest, asked: ollama.OnlyLoads) -> Response:
+        body = loaded(str(asked), int(time.time()), chat=http.url.path == "/api/chat")
+        return Response(body, media_type="application/json")
 
     @app.exception_handler(RequestValidationError)
     async def wrong_query(http: HttpRequest, error: RequestValidationError) -> Response:

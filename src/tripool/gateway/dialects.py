@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tripool.answer import Answer
 from tripool.gateway.anthropic.respond import AnthropicFormatter
 from tripool.gateway.job import Job
+from tripool.gateway.ollama.respond import OllamaFormatter
 from tripool.gateway.respond import Formatter, OpenAIFormatter
 from tripool.gateway.responses.open import response_formatter
 from tripool.gateway.responses.store import ResponseStore
@@ -20,4 +21,6 @@ def formatter_of(
         return response_formatter(job, job.shown, tokenizer, store, model=model, created_s=created_s)
     if job.api == "messages":
         return AnthropicFormatter(job, model=model)
+    if job.api in ("ollama_chat", "ollama_generate"):
+        return OllamaFormatter(job, model=model, created_s=created_s)
     return OpenAIFormatter(job, tokenizer, answers, model=model, created_s=created_s)

@@ -192,12 +192,13 @@ _ANTHROPIC: Mapping[str, JsonType] = {
     "model": of.TEXT,
     "system": of.TEXT_OR_BLOCKS,
     "tools": of.TOOLS,
-    **_all(of.OBJECT, "tool_choice thinking output_config"),
+    **_all(of.OBJECT, "tool_choice thinking output_config output_format thread"),
 }
 _ANTHROPIC_IGNORED = (
     "metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id", "workspace_id",
-    "diagnostics",
+    "diagnostics", "context_management", "compaction", "fallbacks", "fallback_credit_token",
 )  # fmt: skip
+_ANTHROPIC_ONLY_PLAIN: Mapping[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
 ANTHROPIC = Fields(
     known={
         **_ANTHROPIC,
@@ -209,5 +210,8 @@ ANTHROPIC = Fields(
     },
     required=("messages", "max_tokens"),
     ignored=_ANTHROPIC_IGNORED,
+    only_plain=_ANTHROPIC_ONLY_PLAIN,
 )
-ANTHROPIC_COUNT = Fields(known=_ANTHROPIC, required=("messages",), ignored=_ANTHROPIC_IGNORED)
+ANTHROPIC_COUNT = Fields(
+    known=_ANTHROPIC, required=("messages",), ignored=_ANTHROPIC_IGNORED, only_plain=_ANTHROPIC_ONLY_PLAIN
+)

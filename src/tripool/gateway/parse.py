@@ -19,6 +19,7 @@ from tripool.gateway.body import decode_json
 from tripool.gateway.encoding import Encoder, public_tokens
 from tripool.gateway.job import Api, Job
 from tripool.gateway.messages import to_message
+from tripool.gateway.ollama import parse as ollama
 from tripool.gateway.reasoning_parser import OPENING
 from tripool.gateway.responses.fields import INPUT_TOKENS, RESPONSES
 from tripool.gateway.responses.parse import Asked, read
@@ -111,6 +112,30 @@ class Parser:
                 return False
 
         return asked.conversation(fitting(asked.messages, fits))
+
+    def ollama_chat(self, raw: bytes, sender: Sender = _UNKNOWN) -> Job:
+        fields = ollama.to_chat(self._ollama_fields(raw, ollama.CHAT))
+        return self._as_chat(fields, "ollama_chat", sender)
+
+    def ollama_generate(self, raw: bytes, sender: Sender = _UNKNOWN) -> Job:
+        fields = ollama.to_prompt(self._ollama_fields(raw, ollama.GENERATE))
+        if "prompt" not in fields:
+            return self._as_chat(fields, "ollama_generate", sender)
+        fields = options.COMPLETION.checked(fields)
+        prompts = self._completion_prompts(fields)
+        return self._job(fields, prompts, None, self._structure(fields), "ollama_generate", sender)
+
+    def _ollama_fields(self, raw: bytes, known: options.Fields) -> dict[str, Any]:
+        fields = known.checked(decode_json(raw))
+        if ollama.model_of(fields) != self._name:
+            raise ModelNotFound(f"model '{fields['model'][:100]}' not found", hint=f"this server has '{self._name}'")
+        return fields
+
+    def _as_chat(self, translated: dict[str, Any], api: Api, sender: Sender) -> Job:
+        """A body of another API that is one of a chat now: its values are checked as those are."""
+        fields = options.CHAT.checked(translated)
+        conversation = [to_message(message, f"messages[{i}]") for i, message in enumerate(fields["messages"])]
+        return self._chat_job(fields, conversation, api, sender)
 
     def count(self, raw: bytes) -> int:
         """Tokens of an Anthropic prompt."""
