@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts over HTTP, in OpenAI's form with `echo` and in vLLM's. Those of the fake engine are made up."""
+"""Log-probabilities of prompts over HTTP, by `echo` and by `prompt_logprobs`. Those of the fake engine are made up."""
 
 from __future__ import annotations
 
