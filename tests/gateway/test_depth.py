@@ -46,6 +46,9 @@ def test_every_depth_is_a_refusal_and_none_a_mistake_of_ours(place):
     for depth in (MAX_DEPTH, *range(850, 1000), 100_000):
         value = json.dumps(f'{{"a": {nested(depth)}}}') if place == "arguments" else nested(depth)
         error = refusal(ENDPOINTS[path][1], f"{{{body % value}}}".encode())
+        if place == "arguments":  # like other text that is no object: shown as empty
+            assert error is None, (depth, error)
+            continue
         assert isinstance(error, InvalidRequest), (depth, error)
 
 
