@@ -78,3 +78,11 @@ def test_an_answer_that_may_not_end_goes_on(scripted):
     body = {"prompt": "x", "max_tokens": 40, "ignore_eos": True, "logprobs": 2}
     answer = httpx.post(f"{scripted.url}/v1/completions", json=body, timeout=60).json()
     assert answer["choices"][0]["text"].startswith("Hello!") and answer["usage"]["completion_tokens"] == 40
+
+
+def test_a_prompt_is_scored(scripted):
+    body = {"prompt": [40, 50, 60], "max_tokens": 1, "echo": True, "logprobs": 1, "prompt_logprobs": 0}
+    answer = httpx.post(f"{scripted.url}/v1/completions", json=body, timeout=60).json()
+    (choice,) = answer["choices"]
+    assert choice["logprobs"]["token_logprobs"][:3] == [None, -50 / 64, -60 / 64]
+    assert choice["prompt_logprobs"][1]["50"]["logprob"] == -50 / 64

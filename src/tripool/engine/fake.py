@@ -101,6 +101,16 @@ class FakeTokens:
             token_id, TokenLogprobs(chosen, tuple((t, chosen - rank) for rank, t in enumerate(alternatives)))
         )
 
+    def prompt_scores(self, request: Request) -> list[TokenLogprobs]:
+        """Made up too: a token's score is told by its id."""
+        top = request.params.prompt_logprobs or 0
+        return [
+            TokenLogprobs(
+                -token_id / 64, tuple(((token_id + i) % self.num_ids, -token_id / 64 - i) for i in range(top))
+            )
+            for token_id in request.prompt_ids[1:]
+        ]
+
     def answer(self, request: Request, choice: int) -> tuple[list[int], FinishReason]:
         """What an undisturbed run without a grammar gives."""
         digest = self.digest(request)

@@ -29,7 +29,7 @@ from tripool.tenants.key_watcher import KeyWatcher
 from tripool.tenants.usage_log import UsageLog
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/health/ready", "/version"})
-_FOR_TENANTS = frozenset({"/tokenize", "/detokenize", "/api/chat", "/api/generate", "/api/show"}) | {
+_FOR_TENANTS = frozenset({"/tokenize", "/detokenize", "/tokenizer_info", "/api/chat", "/api/generate", "/api/show"}) | {
     f"/v1/{path}" for path in ("chat/completions", "completions", "messages", "messages/count_tokens", "responses")
 }
 _ASK = "ask the operator for another"

@@ -33,6 +33,8 @@ class Job:
     """Whether log-probabilities name tokens by their ids."""
     echoes: tuple[str, ...] = ()
     """Each prompt's text, when answers are to begin with it."""
+    prompt_logprobs: int | None = None
+    """How many are shown for each of the prompt's tokens, in vLLM's form."""
     calls: bool = False
     """Whether answers may hold tool calls."""
     unenforced: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ would block the event loop for a long time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, Protocol
 
 import msgspec
@@ -81,35 +82,90 @@ class ChatScores:
         yield b'],"refusal":null}'
 
 
+_COLUMNS = (b"tokens", b"token_logprobs", b"top_logprobs", b"text_offset")
+
+
 class CompletionScores:
-    """The bytes of `completion_logprobs`."""
+    """The bytes of `completion_logprobs`; after those of the prompt, where the answer repeats it."""
 
     def __init__(self, tokenizer: Names) -> None:
         self._tokenizer = tokenizer
-        self._columns: dict[bytes, list[bytes]] = {
-            name: [] for name in (b"tokens", b"token_logprobs", b"top_logprobs", b"text_offset")
-        }
-        self._text_offset = 0
+        self._columns: dict[bytes, list[bytes]] = {name: [] for name in _COLUMNS[:3]}
+        self._chars: list[int] = []
 
     def add(self, token_id: int, logprobs: TokenLogprobs) -> None:
         token = self._tokenizer.token_text(token_id)
-        row = (
-            token,
-            max(logprobs.chosen, _LEAST),
-            _likeliest(self._tokenizer, token, logprobs),
-            self._text_offset,
-        )
+        row = (token, max(logprobs.chosen, _LEAST), _likeliest(self._tokenizer, token, logprobs))
         for column, value in zip(self._columns.values(), row, strict=True):
             column.append(_encode(value))
-        self._text_offset += len(token)
+        self._chars.append(len(token))
 
-    def pieces(self) -> Iterator[bytes]:
-        before = b"{"
-        for name, column in self._columns.items():
+    def pieces(self, prompt: PromptScores | None = None) -> Iterator[bytes]:
+        before, offset = b"{", 0
+        for name in _COLUMNS:
             yield before + b'"' + name + b'":['
+            if prompt is not None:
+                for piece, offset in prompt.column(name):  # noqa: B007 (the last one is used below)
+                    yield piece
+            column = self._columns.get(name)
+            if column is None:
+                column = [b"%d" % (offset + chars) for chars in accumulate(self._chars[:-1], initial=0)]
+            if prompt is not None and column:
+                yield b","
             yield from _joined(column)
             before = b"],"
         yield b"]}"
+
+
+class PromptScores:
+    """Of the tokens of a prompt; the first has none. Encoded a few at a time: a prompt may be long."""
+
+    def __init__(self, names: Names, prompt_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], top: int) -> None:
+        self._names, self._ids, self._logprobs, self._top = names, prompt_ids, logprobs, top
+
+    def column(self, name: bytes) -> Iterator[tuple[bytes, int]]:
+        """A column of `completion_logprobs`, in pieces, each with the characters of all tokens so far."""
+        offset = 0
+        for first in range(0, len(self._ids), _AT_ONCE):
+            values: list[Any] = []
+            for position, token_id in enumerate(self._ids[first : first + _AT_ONCE], first):
+                token = self._names.token_text(token_id)
+                values.append(self._value(name, position, token, offset))
+                offset += len(token)
+            yield (b"," if first else b"") + _encode(values)[1:-1], offset
+
+    def _value(self, name: bytes, position: int, token: str, offset: int) -> Any:
+        if name == b"tokens":
+            return token
+        if name == b"text_offset":
+            return offset
+        if position == 0:
+            return None
+        scores = self._logprobs[position - 1]
+        if name == b"token_logprobs":
+            return max(scores.chosen, _LEAST)
+        return _likeliest(self._names, token, TokenLogprobs(scores.chosen, scores.top[: self._top]))
+
+    def by_id(self) -> Iterator[bytes]:
+        """vLLM's form: for each token, the scores by token id."""
+        yield b"[null"
+        for first in range(1, len(self._ids), _AT_ONCE):
+            yield b"," + _encode([self._scores(p) for p in range(first, min(first + _AT_ONCE, len(self._ids)))])[1:-1]
+        yield b"]"
+
+    def _scores(self, position: int) -> dict[str, Any]:
+        scores = self._logprobs[position - 1]
+        ranked = {token_id: (score, rank) for rank, (token_id, score) in enumerate(scores.top[: self._top], 1)}
+        # The rank of a token that is not among the likeliest is not computed.
+        shown = {self._ids[position]: (scores.chosen, None), **ranked}
+        return {
+            str(token_id): {
+                "logprob": max(score, _LEAST),
+                "rank": rank,
+                "decoded_token": self._names.token_text(token_id),
+            }
+            for token_id, (score, rank) in shown.items()
+        }
 
 
 def _token(tokenizer: Names, token_id: int, logprobs: TokenLogprobs) -> dict[str, Any]:

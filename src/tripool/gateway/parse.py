@@ -204,9 +204,6 @@ class Parser:
         prompts = [_truncated(prompt, fields) for prompt in prompts]
         if not fields.get("echo"):
             return _Prompts(prompts)
-        if fields.get("logprobs") is not None:
-            hint = "the prompt's own log-probabilities are not computed: leave one of them out"
-            raise InvalidRequest("'echo' cannot go with 'logprobs'", hint=hint, param="echo")
         whole = "truncate_prompt_tokens" not in fields
         echoes = (
             text if whole and isinstance(text, str) else self._tokenizer.decode(prompt, skip_special=False)
@@ -226,11 +223,12 @@ class Parser:
         thinks: bool | None = None,
         unenforced: tuple[str, ...] = (),
     ) -> Job:
-        if fields.get("prompt_logprobs"):
-            raise InvalidRequest("'prompt_logprobs' is not supported", hint="leave it out", param="prompt_logprobs")
         chosen = {name: fields[name] for name in options.SAMPLING if name in fields}
         chosen["logit_bias"] = {int(token_id): bias for token_id, bias in fields.get("logit_bias", {}).items()}
-        params = SamplingParams.from_options(chosen | {"logprobs": logprobs, "structure": structure})
+        scores = _prompt_logprobs(fields)
+        params = SamplingParams.from_options(
+            chosen | {"logprobs": logprobs, "prompt_logprobs": scores, "structure": structure}
+        )
         if len(prompts.ids) * params.n > options.MAX_ANSWERS:
             hint = f"prompts times choices must be at most {options.MAX_ANSWERS}; use several requests"
             raise InvalidRequest(f"{len(prompts.ids)} prompts with {params.n} choices each", hint=hint, param="n")
@@ -263,6 +261,7 @@ class Parser:
             return_token_ids=fields.get("return_token_ids", False),
             tokens_as_ids=fields.get("return_tokens_as_token_ids", False),
             echoes=prompts.echoes,
+            prompt_logprobs=fields.get("prompt_logprobs"),
             calls=structure is not None and structure.kind == "tool_calls",
             thinks=thinks,
             unenforced=unenforced,
@@ -302,6 +301,18 @@ def _namespace(fields: Mapping[str, Any], tenant: Tenant) -> str:
     if not 0 < len(salt) <= MAX_SALT_CHARS:
         raise InvalidRequest("'cache_salt' is of the wrong length", hint=f"1 to {MAX_SALT_CHARS}", param="cache_salt")
     return f"{tenant.namespace}{SALT_MARK}{salt}"
+
+
+def _prompt_logprobs(fields: Mapping[str, Any]) -> int | None:
+    """How many are wanted of the prompt: for itself, or to go with its echo."""
+    wanted = [fields[name] for name in ("prompt_logprobs",) if name in fields]
+    if fields.get("echo") and fields.get("logprobs") is not None:
+        wanted.append(fields["logprobs"])
+    if wanted and fields.get("stream"):
+        param = "prompt_logprobs" if "prompt_logprobs" in fields else "echo"
+        hint = "send the request without 'stream'"
+        raise InvalidRequest("log-probabilities of a prompt cannot be streamed", hint=hint, param=param)
+    return max(wanted, default=None)
 
 
 def _thinking(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from tripool.gateway.logprobs import (
     CompletionScores,
     IdNames,
     Names,
+    PromptScores,
     Scores,
     chat_logprobs,
     completion_logprobs,
@@ -99,10 +100,13 @@ class OpenAIFormatter:
                 if index:
                     yield b","
                 yield from self._choice(index, choice, answer)
+        yield b"]"
+        if self._chat:
+            yield from self._prompt_logprobs(answers[0])
         tail: dict[str, Any] = {"usage": self._usage(), "tripool": facts}
         if self._job.return_token_ids and self._chat:
             tail["prompt_token_ids"] = answers[0].request.prompt_ids
-        yield b"]," + encode(tail)[1:]
+        yield b"," + encode(tail)[1:]
 
     def _choice(self, index: int, choice: Choice, answer: Answer) -> Iterator[bytes]:
         finish_reason: str | None = choice.finish_reason
@@ -118,8 +122,26 @@ class OpenAIFormatter:
         if answer.request.params.logprobs is None:
             yield b"null"
         else:
-            yield from self._scores_of(index).pieces()
+            scores = self._scores_of(index)
+            if isinstance(scores, CompletionScores):
+                yield from scores.pieces(self._echoed(answer))
+            else:
+                yield from scores.pieces()
+        if not self._chat:
+            yield from self._prompt_logprobs(answer)
         yield b"," + encode({"finish_reason": finish_reason, **ids})[1:]
+
+    def _echoed(self, answer: Answer) -> PromptScores | None:
+        params, scores = answer.request.params, answer.prompt_logprobs
+        if not self._job.echoes or params.prompt_logprobs is None:
+            return None
+        return PromptScores(self._names, answer.request.prompt_ids, scores or (), params.logprobs or 0)
+
+    def _prompt_logprobs(self, answer: Answer) -> Iterator[bytes]:
+        top, scores = self._job.prompt_logprobs, answer.prompt_logprobs
+        if top is not None:
+            yield b',"prompt_logprobs":'
+            yield from PromptScores(self._names, answer.request.prompt_ids, scores or (), top).by_id()
 
     def _scores_of(self, index: int) -> Scores:
         scores = self._scores.get(index)

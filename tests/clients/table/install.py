@@ -1,6 +1,6 @@
 """Puts each client into an environment of its own, `.venv-clients/NAME`: what it pins decides nothing else.
 
-    python tests/clients/table/install.py [NAME ...]
+python tests/clients/table/install.py [NAME ...]
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def install(client: Client) -> None:
     else:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "package.json").write_text('{"name": "client", "private": true, "type": "module"}\n')
-        subprocess.run(["npm", "install", "--silent", "--no-audit", "--no-fund", *client.packages], cwd=folder, check=True)
+        subprocess.run(
+            ["npm", "install", "--silent", "--no-audit", "--no-fund", *client.packages], cwd=folder, check=True
+        )
     (folder / "installed").touch()
 
 

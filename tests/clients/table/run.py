@@ -109,7 +109,10 @@ def main() -> int:
             continue
         row = run(client, split=given.split)
         failed = {step: failure for step, failure in row.failures.items() if failure}
-        print(f"{client.name:20} {row.version:10} {'works' if row.ok else 'FAILS'} {len(row.failures)} steps {failed}", flush=True)
+        print(
+            f"{client.name:20} {row.version:10} {'works' if row.ok else 'FAILS'} {len(row.failures)} steps {failed}",
+            flush=True,
+        )
         if not row.ok and (given.verbose or not row.failures):
             print(row.printed[-4000:])
         wrong += not row.ok

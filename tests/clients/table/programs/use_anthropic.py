@@ -50,9 +50,7 @@ def _() -> None:
 
 @step("structured output")
 def _() -> None:
-    answer = client.messages.parse(
-        model=MODEL, max_tokens=500, messages=[user(ASK_PERSON)], output_format=Person
-    )
+    answer = client.messages.parse(model=MODEL, max_tokens=500, messages=[user(ASK_PERSON)], output_format=Person)
     assert answer.parsed_output == Person(name="Ada", age=36)
 
 

@@ -7,7 +7,20 @@ os.environ |= {"CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true", 
 from crewai import LLM, Agent, Crew, Task
 from crewai.tools import tool
 from pydantic import BaseModel
-from steps import AGAIN, ASK_AGAIN, ASK_HELLO, ASK_PERSON, ASK_WEATHER, HELLO, MODEL, OPENAI_URL, PERSON, WEATHER, raises, step
+from steps import (
+    AGAIN,
+    ASK_AGAIN,
+    ASK_HELLO,
+    ASK_PERSON,
+    ASK_WEATHER,
+    HELLO,
+    MODEL,
+    OPENAI_URL,
+    PERSON,
+    WEATHER,
+    raises,
+    step,
+)
 
 
 class Person(BaseModel):

@@ -7,7 +7,20 @@ from haystack.tools import tool
 from haystack.utils import Secret
 from openai import NotFoundError
 from pydantic import BaseModel
-from steps import AGAIN, ASK_AGAIN, ASK_HELLO, ASK_PERSON, ASK_WEATHER, HELLO, MODEL, OPENAI_URL, PERSON, WEATHER, raises, step
+from steps import (
+    AGAIN,
+    ASK_AGAIN,
+    ASK_HELLO,
+    ASK_PERSON,
+    ASK_WEATHER,
+    HELLO,
+    MODEL,
+    OPENAI_URL,
+    PERSON,
+    WEATHER,
+    raises,
+    step,
+)
 
 
 class Person(BaseModel):

@@ -6,7 +6,21 @@ from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from pydantic import BaseModel
-from steps import AGAIN, ASK_AGAIN, ASK_HELLO, ASK_PERSON, ASK_WEATHER, HELLO, MODEL, URL, WEATHER, call, raises, script, step
+from steps import (
+    AGAIN,
+    ASK_AGAIN,
+    ASK_HELLO,
+    ASK_PERSON,
+    ASK_WEATHER,
+    HELLO,
+    MODEL,
+    URL,
+    WEATHER,
+    call,
+    raises,
+    script,
+    step,
+)
 
 chat = ChatAnthropic(model=MODEL, base_url=URL, api_key="none", max_retries=0, max_tokens=500)
 

@@ -4,7 +4,22 @@ import json
 
 import litellm
 from pydantic import BaseModel
-from steps import AGAIN, ASK_AGAIN, ASK_HELLO, ASK_PERSON, ASK_WEATHER, HELLO, MODEL, OPENAI_URL, URL, WEATHER, call, raises, script, step
+from steps import (
+    AGAIN,
+    ASK_AGAIN,
+    ASK_HELLO,
+    ASK_PERSON,
+    ASK_WEATHER,
+    HELLO,
+    MODEL,
+    OPENAI_URL,
+    URL,
+    WEATHER,
+    call,
+    raises,
+    script,
+    step,
+)
 
 litellm.telemetry = False
 OPENAI = {"model": f"openai/{MODEL}", "api_base": OPENAI_URL, "api_key": "none", "num_retries": 0}
@@ -62,7 +77,9 @@ def _() -> None:
 def _() -> None:
     asked = OPENAI | {"messages": [user("x")]}
     raises(litellm.NotFoundError, lambda: litellm.completion(**asked | {"model": "openai/no"}))
-    raises(litellm.ContextWindowExceededError, lambda: litellm.completion(**asked | {"messages": [user("x" * 1_200_000)]}))
+    raises(
+        litellm.ContextWindowExceededError, lambda: litellm.completion(**asked | {"messages": [user("x" * 1_200_000)]})
+    )
 
 
 @step("second turn")

@@ -6,7 +6,20 @@ from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
 from openai import NotFoundError
 from pydantic import BaseModel
-from steps import AGAIN, ASK_AGAIN, ASK_HELLO, ASK_PERSON, ASK_WEATHER, HELLO, MODEL, OPENAI_URL, call, raises, script, step
+from steps import (
+    AGAIN,
+    ASK_AGAIN,
+    ASK_HELLO,
+    ASK_PERSON,
+    ASK_WEATHER,
+    HELLO,
+    MODEL,
+    OPENAI_URL,
+    call,
+    raises,
+    script,
+    step,
+)
 
 OPTIONS = {"api_base": OPENAI_URL, "api_key": "none", "is_chat_model": True, "max_retries": 0}
 llm = OpenAILike(model=MODEL, is_function_calling_model=True, should_use_structured_outputs=True, **OPTIONS)

@@ -5,7 +5,20 @@ from agents import (
 )  # fmt: skip
 from openai import AsyncOpenAI, NotFoundError
 from pydantic import BaseModel
-from steps import AGAIN, ASK_AGAIN, ASK_HELLO, ASK_PERSON, ASK_WEATHER, HELLO, MODEL, OPENAI_URL, PERSON, WEATHER, raises, step
+from steps import (
+    AGAIN,
+    ASK_AGAIN,
+    ASK_HELLO,
+    ASK_PERSON,
+    ASK_WEATHER,
+    HELLO,
+    MODEL,
+    OPENAI_URL,
+    PERSON,
+    WEATHER,
+    raises,
+    step,
+)
 
 set_tracing_disabled(True)
 KINDS = (OpenAIResponsesModel, OpenAIChatCompletionsModel)

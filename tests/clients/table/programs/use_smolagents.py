@@ -1,7 +1,22 @@
 """smolagents: its model class, an agent that calls tools, one that writes code."""
 
 from smolagents import CodeAgent, OpenAIModel, ToolCallingAgent, tool
-from steps import AGAIN, ASK_AGAIN, ASK_HELLO, ASK_PERSON, ASK_WEATHER, HELLO, MODEL, OPENAI_URL, PERSON, WEATHER, call, raises, script, step
+from steps import (
+    AGAIN,
+    ASK_AGAIN,
+    ASK_HELLO,
+    ASK_PERSON,
+    ASK_WEATHER,
+    HELLO,
+    MODEL,
+    OPENAI_URL,
+    PERSON,
+    WEATHER,
+    call,
+    raises,
+    script,
+    step,
+)
 
 model = OpenAIModel(model_id=MODEL, api_base=OPENAI_URL, api_key="none", client_kwargs={"max_retries": 0})
 
