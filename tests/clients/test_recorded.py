@@ -1,19 +1,15 @@
-"""Requests that real clients sent (`tests/clients/table/run.py --record`) get the status that they got then."""
+"""Requests that real clients sent (`clients.table.run --record`) get the status that they got then."""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from scripted import Scripted, scripted_server
-from table.replay import recorded
+from clients.scripted import Scripted, scripted_server
+from clients.table.replay import recorded
 
 WITHIN_S = 120.0
 RECORDED = list(recorded())

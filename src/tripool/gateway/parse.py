@@ -123,7 +123,8 @@ class Parser:
             return self._as_chat(fields, "ollama_generate", sender)
         fields = options.COMPLETION.checked(fields)
         prompts = self._completion_prompts(fields)
-        return self._job(fields, prompts, None, self._structure(fields), "ollama_generate", sender)
+        structure, unenforced = read_format(fields)
+        return self._job(fields, prompts, None, structure, "ollama_generate", sender, unenforced=unenforced)
 
     def _ollama_fields(self, raw: bytes, known: options.Fields) -> dict[str, Any]:
         fields = known.checked(decode_json(raw))

@@ -1,6 +1,6 @@
 """Puts each client into an environment of its own, `.venv-clients/NAME`: what it pins decides nothing else.
 
-python tests/clients/table/install.py [NAME ...]
+cd tests && python -m clients.table.install [NAME ...]
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ import sys
 import venv
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from table.catalog import CLIENTS, Client
+from clients.table.catalog import CLIENTS, Client
 
 ROOT = Path(__file__).resolve().parents[3] / ".venv-clients"
 

@@ -1,7 +1,8 @@
 """Runs the programs of clients against a scripted server and writes what worked to docs/clients.md.
 
-    python tests/clients/table/install.py            # once: every client in an environment of its own
-    python tests/clients/table/run.py [NAME ...] [--split] [--record]
+    cd tests
+    python -m clients.table.install            # once: every client in an environment of its own
+    python -m clients.table.run [NAME ...] [--split] [--record]
 
 `--record` keeps the requests in tests/clients/recorded/, one file per client, for the replay in the test suite.
 """
@@ -18,14 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clients.scripted import scripted_server
+from clients.table.catalog import CLIENTS, Client
+from clients.table.install import folder_of, is_installed
+from clients.table.recorder import Recorder
+from clients.table.replay import keep
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-
-from scripted import scripted_server
-from table.catalog import CLIENTS, Client
-from table.install import folder_of, is_installed
-from table.recorder import Recorder
-
 WITHIN_S = 900.0
 RECORDED = HERE.parent / "recorded"
 
@@ -117,8 +117,6 @@ def main() -> int:
             print(row.printed[-4000:])
         wrong += not row.ok
         if given.record:
-            from table.replay import keep
-
             keep(client.name, row.requests)
     return bool(wrong)
 

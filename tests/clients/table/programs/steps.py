@@ -72,7 +72,8 @@ def raises(kind: type[BaseException], function: Callable[[], Any], *words: str) 
     try:
         function()
     except kind as error:
-        missing = [word for word in words if word not in str(error)]
-        assert not missing, f"{missing} not in {error}"
-        return
-    raise AssertionError(f"no {kind.__name__}")
+        said = str(error)
+    else:
+        raise AssertionError(f"no {kind.__name__}")
+    missing = [word for word in words if word not in said]
+    assert not missing, f"{missing} not in {said}"

@@ -1,6 +1,7 @@
 """guidance over its class for OpenAI-like servers."""
 
-from guidance import assistant, gen, json as guided_json, models, user
+from guidance import assistant, gen, models, user
+from guidance import json as guided_json
 from pydantic import BaseModel
 from steps import AGAIN, ASK_AGAIN, ASK_HELLO, ASK_PERSON, HELLO, MODEL, OPENAI_URL, PERSON, raises, step
 

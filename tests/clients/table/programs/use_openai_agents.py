@@ -1,7 +1,13 @@
 """openai-agents: responses (its default) and chat completions."""
 
 from agents import (
-    Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, SQLiteSession, function_tool, set_tracing_disabled,
+    Agent,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    SQLiteSession,
+    function_tool,
+    set_tracing_disabled,
 )  # fmt: skip
 from openai import AsyncOpenAI, NotFoundError
 from pydantic import BaseModel

@@ -9,8 +9,21 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 from steps import (
-    AGAIN, ASK_AGAIN, ASK_HELLO, ASK_PERSON, ASK_WEATHER, HELLO, MODEL, OPENAI_URL, PERSON, URL, WEATHER, call, raises,
-    script, step,
+    AGAIN,
+    ASK_AGAIN,
+    ASK_HELLO,
+    ASK_PERSON,
+    ASK_WEATHER,
+    HELLO,
+    MODEL,
+    OPENAI_URL,
+    PERSON,
+    URL,
+    WEATHER,
+    call,
+    raises,
+    script,
+    step,
 )  # fmt: skip
 
 openai = OpenAIProvider(base_url=OPENAI_URL, api_key="none")
