@@ -25,17 +25,6 @@ def _() -> None:
     assert model["answer"] == HELLO
 
 
-@step("streaming")
-def _() -> None:
-    model = lm()
-    with user():
-        model += ASK_HELLO
-    with assistant():
-        for part in model.stream() + gen("answer"):
-            model = part
-    assert model["answer"] == HELLO
-
-
 @step("structured output")
 def _() -> None:
     model = lm()

@@ -26,13 +26,16 @@ from steps import (
     step,
 )  # fmt: skip
 
-openai = OpenAIProvider(base_url=OPENAI_URL, api_key="none")
-anthropic = AnthropicProvider(anthropic_client=AsyncAnthropic(base_url=URL, api_key="none", max_retries=0))
-MODELS = (
-    OpenAIResponsesModel(MODEL, provider=openai),
-    OpenAIChatModel(MODEL, provider=openai),
-    AnthropicModel(MODEL, provider=anthropic),
-)
+
+def models(name: str = MODEL):
+    """Fresh ones for each step, which has an event loop of its own."""
+    openai = OpenAIProvider(base_url=OPENAI_URL, api_key="none")
+    anthropic = AnthropicProvider(anthropic_client=AsyncAnthropic(base_url=URL, api_key="none", max_retries=0))
+    return (
+        OpenAIResponsesModel(name, provider=openai),
+        OpenAIChatModel(name, provider=openai),
+        AnthropicModel(name, provider=anthropic),
+    )
 
 
 class Person(BaseModel):
@@ -42,20 +45,20 @@ class Person(BaseModel):
 
 @step("quick start")
 def _() -> None:
-    for model in MODELS:
+    for model in models():
         assert Agent(model, instructions="Be concise.").run_sync(ASK_HELLO).output == HELLO
 
 
 @step("streaming")
 async def _() -> None:
-    for model in MODELS:
+    for model in models():
         async with Agent(model).run_stream(ASK_HELLO) as stream:
             assert "".join([text async for text in stream.stream_text(delta=True)]) == HELLO
 
 
 @step("tools")
 def _() -> None:
-    for model in MODELS:
+    for model in models():
         agent = Agent(model)
 
         @agent.tool_plain
@@ -68,21 +71,22 @@ def _() -> None:
 
 @step("structured output")
 def _() -> None:
-    for model in MODELS[:2]:
+    for model in models()[:2]:
         assert Agent(model, output_type=NativeOutput(Person)).run_sync(ASK_PERSON).output == Person(**PERSON)
     script({ASK_PERSON: call("final_result", **PERSON)})
-    for model in MODELS:
+    for model in models():
         assert Agent(model, output_type=Person).run_sync(ASK_PERSON).output == Person(**PERSON)
 
 
 @step("error")
 def _() -> None:
-    raises(ModelHTTPError, lambda: Agent(OpenAIChatModel("no", provider=openai)).run_sync("x"), "404")
+    for model in models("no"):
+        raises(ModelHTTPError, lambda model=model: Agent(model).run_sync("x"), "404")
 
 
 @step("second turn")
 def _() -> None:
-    for model in MODELS:
+    for model in models():
         agent = Agent(model)
         first = agent.run_sync(ASK_HELLO)
         assert agent.run_sync(ASK_AGAIN, message_history=first.all_messages()).output == AGAIN
