@@ -109,6 +109,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "presence_penalty": [-2.1, 2.1, math.nan],
     "logit_bias": [[1], "ab", None, 3, {"5": 1.0}, {-1: 1.0}, {5: 101.0}, {5: math.nan}, {5: None}, {1.5: 1.0}],
     "logprobs": [-1, MAX_LOGPROBS + 1, 0.5, True, "all"],
+    "prompt_logprobs": [-1, MAX_LOGPROBS + 1, 0.5, True, "all"],
     "n": [0, 129, 1.5, None, True, "2"],
     "seed": [2**64, -(2**63) - 1, 1.5, "x", True, math.nan],
     "stop": [[""], "", [1], 5, None, [None], b"ab", ["a"] * 65, ["a" * 512] * 9],
@@ -289,7 +290,8 @@ def test_a_copy_under_another_name_differs_in_nothing_else() -> None:
     )
     assert renamed(request, "b") == dataclasses.replace(request, id="b")
     assert all(getattr(request, each.name) != each.default for each in dataclasses.fields(Request))
-    values = ("a", 1, 2, 3, "stop", TokenLogprobs(-1.0), 4, 5, 6, Stages(queue_s=1.0))
+    scores = TokenLogprobs(-1.0)
+    values = ("a", 1, 2, 3, "stop", scores, 4, 5, 6, Stages(queue_s=1.0), (scores,))
     for event in (TokenEvent(*values), TokenRun(*values[:5], None, 4, 0, 0, Stages(queue_s=1.0), earlier=(8, 8))):
         told = event.of_request("b", Stages(queue_s=2.0))
         assert told == dataclasses.replace(event, request_id="b", stages=Stages(queue_s=2.0))

@@ -31,6 +31,8 @@ class Generation:
     prompt_ids: tuple[int, ...]
     choices: tuple[Choice, ...]
     usage: Usage
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """Of the prompt's second token and those after it, if they were asked for."""
 
     @property
     def text(self) -> str:
@@ -86,6 +88,7 @@ class Answer:
         finder = StopFinder(request.params.stop) if finder is None else finder
         self._drafts = [_Draft(Detokenizer(tokenizer, request.params, finder)) for _ in range(request.params.n)]
         self._num_cached_tokens = 0
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         # Sums over the choices: a stream may report its usage with every token.
         self._num_tokens = self._num_drafted = self._num_accepted = 0
 
@@ -109,6 +112,8 @@ class Answer:
             return None
         assert event.index == len(draft.token_ids), "an event of this choice was lost or duplicated"
         self._num_cached_tokens = event.num_cached_tokens
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
         self._num_tokens += 1
         self._num_drafted += event.num_draft_tokens - draft.num_drafted
         self._num_accepted += event.num_accepted_draft_tokens - draft.num_accepted
@@ -145,7 +150,8 @@ class Answer:
 
     def generation(self) -> Generation:
         """The answer so far; "abort" is the finish reason of an unfinished choice."""
-        return Generation(self.request.id, self.request.prompt_ids, tuple(self.choices()), self.usage)
+        choices = tuple(self.choices())
+        return Generation(self.request.id, self.request.prompt_ids, choices, self.usage, self.prompt_logprobs)
 
     def choices(self) -> Iterator[Choice]:
         """The choices of `generation`, one by one."""

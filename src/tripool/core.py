@@ -22,14 +22,11 @@ def owner(namespace: str) -> str:
 
 
 MAX_LOGPROBS = 20
-MAX_STOPS, MAX_STOP_CHARS = 64, 4096
-MAX_STOP_IDS = 1024
+MAX_STOPS, MAX_STOP_CHARS, MAX_STOP_IDS = 64, 4096, 1024
 """Bounds of stop conditions: each is checked for every choice, and travels with every prompt."""
 MAX_SLO_MS = 1e12
-
 GREEDY_BELOW = 1e-5
-"""Temperatures below this one count as 0: noise could no longer change a choice, and logits divided by them could
-overflow a float."""
+"""Temperatures below it count as 0: noise could not change a choice, and logits divided by it could overflow."""
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -131,19 +128,20 @@ class SamplingParams:
     """How tokens are sampled and when to stop. By default: until the model ends the answer or the context is full."""
 
     temperature: float = 1.0
-    """0 picks the most likely token. Values below `GREEDY_BELOW` become 0."""
+    """0 picks the most likely token."""
     top_p: float = 1.0
     top_k: int = 0
     """0 (or -1) considers every token."""
     min_p: float = 0.0
     """Drop tokens less likely than `min_p` times the likeliest."""
     repetition_penalty: float = 1.0
-    """Above 1 discourages tokens seen in prompt or answer."""
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     """k: return the log-probability of each sampled token and of the k most likely ones. None: return none."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens but the first. It is computed for them, without the prefix cache."""
     n: int = 1
     seed: int | None = None
     stop: tuple[str, ...] = ()
@@ -181,8 +179,9 @@ class SamplingParams:
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _whole("n", self.n, 1, 128)
         _whole("min_tokens", self.min_tokens, 0, 2**31)
-        if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, 1, 2**31)
             if self.min_tokens > self.max_tokens:
@@ -255,8 +254,7 @@ class Slo:
     weight: float = 1.0
     """Weight of the tenant's share while tenants compete."""
     job: str = ""
-    """Id of the HTTP request that this prompt is part of; the prompts of one HTTP request share one slice of the
-    tenant's share."""
+    """Id of the HTTP request that this prompt is part of: its prompts share one slice of the tenant's share."""
 
     def __post_init__(self) -> None:
         for name, value in (("tpot_ms", self.tpot_ms), ("ttft_ms", self.ttft_ms)):
@@ -279,12 +277,11 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
-    """The client's seed, or one drawn by the gateway when the client gave none."""
+    """The client's, or one drawn by the gateway."""
     end_ids: frozenset[int] = frozenset()
     """The model's own end-of-text tokens."""
     namespace: str = ""
-    """Salt of the prefix cache: requests of different namespaces never share a block, except public ones. The owner,
-    then `SALT_MARK` and the client's own salt, if it gave one."""
+    """Salt of the prefix cache: namespaces share public blocks only. The owner, `SALT_MARK` and a client's own salt."""
     public_tokens: int = 0
     """Leading prompt tokens that are not secret: their full blocks are shared between all namespaces."""
     slo: Slo = Slo()
@@ -343,11 +340,14 @@ class TokenEvent:
     """Drafts verified for this choice so far, and how many of them were accepted."""
     stages: Stages | None = None
     """On a choice's first event. A transfer after the first token is reported by a later event, alone."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """On a request's first event, if they are wanted: of the prompt's second token and those after it."""
 
     def of_request(self, request_id: str, stages: Stages | None) -> TokenEvent:
         """As `replace`, in a fraction of the time: workers call it for every token."""
         facts = (self.choice, self.index, self.token_id, self.finish_reason, self.logprobs, self.num_cached_tokens)
-        return TokenEvent(request_id, *facts, self.num_draft_tokens, self.num_accepted_draft_tokens, stages)
+        drafts = (self.num_draft_tokens, self.num_accepted_draft_tokens)
+        return TokenEvent(request_id, *facts, *drafts, stages, self.prompt_logprobs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,12 @@ class InvalidRequest(TripoolError, status=400, code="invalid_request"):
 class ContextOverflow(InvalidRequest, code="context_length_exceeded"):
     """The prompt, or the prompt with its `max_tokens`, exceeds the model's context or the KV memory."""
 
+    @classmethod
+    def of(cls, context_tokens: int, what: str, *, hint: str, param: str = "prompt") -> ContextOverflow:
+        """Begins with the words by which clients recognise this error and shorten their conversation."""
+        told = f"this model's maximum context length is {context_tokens} tokens, and {what}"
+        return cls(told, hint=hint, param=param)
+
 
 class ModelNotFound(TripoolError, status=404, code="model_not_found"):
     """The server has no model of this name."""

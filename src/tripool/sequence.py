@@ -74,6 +74,8 @@ class Seq:
     """State of the drafter between two steps, lost with the blocks. Opaque: may hold a tensor."""
     guide: Guide | None = None
     """The request's grammar after the tokens so far; a preemption leaves it as it is."""
+    prompt_scores: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt's tokens from the second on, as far as they are computed; they leave with the first token."""
     prompt_len: int = 0
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end this sequence once it has `min_tokens`."""
@@ -96,6 +98,18 @@ class Seq:
     @property
     def prompt_done(self) -> bool:
         return self.num_computed >= self.prompt_len
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of the prompt are still wanted: of the first choice, before its first token."""
+        wanted = self.request.params.prompt_logprobs is not None and self.leader is None
+        return wanted and len(self.tokens) == self.prompt_len
+
+    def take_prompt_scores(self) -> tuple[TokenLogprobs, ...] | None:
+        if not self.prompt_scores:
+            return None
+        scores, self.prompt_scores = tuple(self.prompt_scores), []
+        return scores
 
     @property
     def waits(self) -> bool:

@@ -34,8 +34,8 @@ FRESH = httpx.Limits(max_keepalive_connections=0)
 class WatchedEngine(PagedFake):
     """The fake engine, with its requests on record and a way to wait for quiet."""
 
-    def __init__(self, *, context_tokens: int = 2048, text: TextFiles | None = None) -> None:
-        super().__init__(text or fake_text(), context_tokens=context_tokens)
+    def __init__(self, *, context_tokens: int = 2048, text: TextFiles | None = None, **sizes: int) -> None:
+        super().__init__(text or fake_text(), context_tokens=context_tokens, **sizes)
         self.added: list[Request] = []
         self.fails = threading.Event()
         self._changed = threading.Condition()
@@ -133,9 +133,11 @@ def running_server(
     admission: AdmissionConfig | None = None,
     tenants: Callable[[str], Tenant] | None = None,
     limits: ConnectionLimits | None = None,
+    **gateway: Any,
 ) -> Iterator[Served]:
+    """`gateway`: further fields of its `GatewayConfig`."""
     engine = engine or WatchedEngine(context_tokens=context_tokens)
-    config = GatewayConfig(max_body_bytes=max_body_bytes)
+    config = GatewayConfig(max_body_bytes=max_body_bytes, **gateway)
     sdk: Any = {
         "api_key": "none",
         "max_retries": 0,

@@ -7,7 +7,10 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tripool.gateway.ollama import parse as ollama
 from tripool.gateway.options import ANTHROPIC, CHAT, COMPLETION
+from tripool.gateway.responses.fields import INCLUDED, RESPONSES
+from tripool.gateway.responses.tools import HOSTED
 
 PAGE = (Path(__file__).parents[2] / "docs" / "http.md").read_text("utf-8")
 
@@ -44,7 +47,21 @@ def test_ignored_parameters():
 
 def test_parameters_that_may_ask_for_nothing():
     said = words(part("Accepted only with the default value"))
-    assert said == {*(CHAT.only_plain or ()), *(COMPLETION.only_plain or ())}
+    assert said == {*(CHAT.only_plain or ()), *(COMPLETION.only_plain or ()), *(ANTHROPIC.only_plain or ())}
+
+
+def test_responses():
+    served, rest = part("Responses").split("**Items.**")
+    ignored, plain = rest.split("Ignored fields:")[1].split("Accepted only")
+    assert words(served) - {"format", "effort"} == set(RESPONSES.known)
+    assert words(ignored) == set(RESPONSES.ignored)
+    assert words(plain) == {*(RESPONSES.only_plain or ())}
+    assert words(rest) >= {*HOSTED, *INCLUDED[1:]} - {"reasoning.encrypted_content"}
+
+
+def test_ollama():
+    said = words(part("Ollama"))
+    assert said >= {*ollama.CHAT.known, *ollama.GENERATE.known, *ollama.SERVED_OPTIONS}
 
 
 def test_metrics(server):

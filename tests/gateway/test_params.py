@@ -161,14 +161,10 @@ def test_no_stop_trim(server):
 
 
 REFUSED = {
-    "prompt_logprobs": 1,
     "allowed_token_ids": [1],
     "bad_words": ["x"],
     "suffix": "x",
     "use_beam_search": True,
-    "length_penalty": 2.0,
-    "functions": [{}],
-    "verbosity": "high",
     "thinking_token_budget": 5,
     "vllm_xargs": {},
     "lora_path": "x",

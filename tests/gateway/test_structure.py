@@ -103,9 +103,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": []}}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": NAMED | {"mode": 1}}}, "response_format"),
-    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strin"}}}}, "response_format"),
+    ({"response_format": {"type": "json_object", "scheme": {}}}, "response_format"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}, "strict": True}}},
+        "response_format",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strin"}, "strict": True}}},
+        "response_format",
+    ),
     ({"structured_outputs": {"jason": {}}}, "structured_outputs"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),

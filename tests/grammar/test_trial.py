@@ -171,7 +171,7 @@ def test_bad_ones_are_refused_with_the_reason(trial):
         trial.check(Structure("regex", "["))
     with pytest.raises(InvalidRequest, match="Rule 'x' not found"):
         trial.check(Structure("ebnf", "root ::= x"))
-    with pytest.raises(InvalidRequest, match='"not"'):
+    with pytest.raises(InvalidRequest, match="'not'"):
         trial.check(Structure("json_schema", {"not": {}}))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from tripool.config import GatewayConfig
 from tripool.engine.fake import fake_text
 from tripool.engine.fake_paged import PagedFake
 from tripool.engine_protocol import StepEngine
@@ -76,7 +77,9 @@ def guarded_server(
     watch_clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
     limits: ConnectionLimits | None = None,
+    **gateway: Any,
 ) -> Iterator[Guarded]:
+    """`gateway`: fields of its `GatewayConfig`."""
     engine = engine or paged()
     usage_log = UsageLog(path, clock=wall_clock)
     access = Access(KeyWatcher(path, may_be_open=True, clock=watch_clock), usage_log, clock=wall_clock)
@@ -85,7 +88,7 @@ def guarded_server(
     with (
         listen("127.0.0.1", 0) as listener,
         closing(access),
-        engine_server(engine, listener, access=access, limits=limits) as server,
+        engine_server(engine, listener, GatewayConfig(**gateway), access=access, limits=limits) as server,
         server.running(),
         httpx.Client(base_url=server.url, timeout=DEADLINE_S, limits=fresh) as http,
     ):

@@ -27,6 +27,11 @@ TENANT_POSTS = {
     "/v1/completions": {"prompt": "Hello", "max_tokens": 4},
     "/v1/messages": CHAT,
     "/v1/messages/count_tokens": {"messages": CHAT["messages"]},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 4},
+    "/v1/responses/input_tokens": {"input": "Hello"},
+    "/api/chat": {"model": "fake", "messages": CHAT["messages"], "options": {"num_predict": 4}},
+    "/api/generate": {"model": "fake", "prompt": "Hello", "options": {"num_predict": 4}},
+    "/api/show": {"model": "fake"},
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [5, 6]},
 }
@@ -69,6 +74,9 @@ def test_tenants_routes_want_a_key_and_take_it_in_both_dialects(
         assert refused.headers["www-authenticate"] == "Bearer"
         assert refused.headers["x-request-id"] == "mine"
         said = refused.json()
+        if route.startswith("/api/"):
+            assert isinstance(said["error"], str) and said["code"] == "invalid_api_key"
+            continue
         if route.startswith("/v1/messages"):
             assert said["type"] == "error" and said["error"]["type"] == "authentication_error"
         else:
@@ -96,7 +104,7 @@ def test_the_rest_is_the_operators(server: Guarded, keys: dict[str, str], method
 
 
 def test_models_are_shown_to_every_key(server: Guarded, keys: dict[str, str]) -> None:
-    for route in ("/v1/models", "/v1/models/fake"):
+    for route in ("/v1/models", "/v1/models/fake", "/api/tags", "/api/ps", "/api/version"):
         assert server.http.get(route).status_code == 401
         assert server.http.get(route, headers=bearer(keys["bob"])).status_code == 200
 

@@ -16,7 +16,7 @@ import typer
 
 from tripool.cli.logs import LogFormat, LogLevel, LogOptions, logged, on_signals
 from tripool.cli.options import Token, TrustedNetwork, engine_options
-from tripool.config import EngineConfig
+from tripool.config import EngineConfig, GatewayConfig
 from tripool.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -163,6 +163,8 @@ def _register_gateway(app: typer.Typer) -> None:
         epoch: Annotated[int, typer.Option()],
         supervisor_channel: Annotated[int, typer.Option()],
         keys: Annotated[Path, typer.Option(help="The key store.")],
+        response_store_bytes: Annotated[int, typer.Option()] = 0,
+        cors_origin: Annotated[list[str] | None, typer.Option()] = None,
         log_level: LogLevel = _LOGS.level,
         log_format: LogFormat = _LOGS.style,
     ) -> None:
@@ -177,7 +179,9 @@ def _register_gateway(app: typer.Typer) -> None:
 
         with logged("gateway", LogOptions(log_level, log_format)) as log:
             channel = SupervisorChannel.inherited(supervisor_channel)
-            process = GatewayProcess(folder, WorkerId("gateway", epoch), channel, gateway_access(folder, keys))
+            config = GatewayConfig(response_store_bytes=response_store_bytes, cors_origins=tuple(cors_origin or ()))
+            access = gateway_access(folder, keys)
+            process = GatewayProcess(folder, WorkerId("gateway", epoch), channel, access, config)
             with socket.socket(fileno=http_fd) as listener:
                 log.serving()
                 process.run(listener)

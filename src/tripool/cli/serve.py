@@ -53,6 +53,12 @@ Listen = Annotated[
     str,
     typer.Option(metavar="ADDRESS:PORT", help="Where workers of other machines may join; implies --split."),
 ]
+ResponseStoreMb = Annotated[
+    float, typer.Option(min=0, help="Memory for responses that clients refer to by id; 0: none is stored.")
+]
+CorsOrigin = Annotated[
+    list[str] | None, typer.Option(help="Origin of web pages that may use this server from a browser; repeatable.")
+]
 DiskGb = Annotated[float | None, typer.Option(min=0.001, help="Disk behind the cache pool; none by default.")]
 DiskDir = Annotated[
     Path | None, typer.Option(help="Where; kept for the next start. The user's cache folder by default.")
@@ -86,15 +92,20 @@ def register(app: typer.Typer, load: Load) -> None:
         keep_models: KeepModels = False,
         keys: KeysFile = None,
         open: Open = False,
+        response_store_mb: ResponseStoreMb = 0.0,
+        cors_origin: CorsOrigin = None,
         log_level: LogLevel = _LOGS.level,
         log_format: LogFormat = _LOGS.style,
     ) -> None:
         """Serve MODELS over HTTP, in one process or split."""
+        from tripool.gateway.cors import checked_origins
         from tripool.serving import AccessConfig, WeightCacheConfig, build_colocated, build_split
         from tripool.serving.hosts import ListenConfig
         from tripool.serving.split import SplitConfig
 
-        models, gateway = models or ["tiny"], GatewayConfig(host=host, port=port)
+        store_bytes, origins = int(response_store_mb * 2**20), checked_origins(cors_origin or ())
+        models = models or ["tiny"]
+        gateway = GatewayConfig(host=host, port=port, response_store_bytes=store_bytes, cors_origins=origins)
         access, weights = AccessConfig(keys, open), WeightCacheConfig(model_cache_gb, keep_models)
         logs = LogOptions(log_level, log_format)
         split |= (prefill, decode, cache_gb, disk_gb) != (None, None, None, None) or bool(listen)

@@ -84,6 +84,9 @@ class Engine(Paged):
 
     def check(self, request: Request) -> None:
         params = request.params
+        if params.prompt_logprobs is not None and self._device_spec is not None:
+            hint = "a server on CPUs computes them"
+            raise InvalidRequest("prompt_logprobs are not computed on a GPU", hint=hint, param="prompt_logprobs")
         named = {"prompt": request.prompt_ids, "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
         for where, ids in named.items():
             bad = next((i for i in ids if not 0 <= i < self.vocab), None)

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from tripool.engine.drafter import Drafter
+from tripool.engine.prompt_scores import score_prompts
 from tripool.engine.runner import Runner, rows_of
 from tripool.engine.sampler import Guard, Sampler
 from tripool.kernels.table import Draw
@@ -61,8 +62,10 @@ class PlainExecutor:
         draws = self.sampler.choices(wanted.seqs, [task.seq for task in wanted.drafted])
         if draws is not None:
             hidden, tokens = self._step(work, rows, draws)
+            score_prompts(tasks, hidden, self.runner.logits)
             return _Submitted(tasks, wanted, hidden, self.drafter, partial(_take, [Sampled(t) for t in tokens]))
         hidden = self.runner.hidden(work)
+        score_prompts(tasks, hidden, self.runner.logits)
         logits = self.runner.logits(rows_of(hidden, rows))
         return _Submitted(
             tasks,

@@ -88,13 +88,28 @@ class FakeTokens:
             token_id = self._plain_ids[int.from_bytes(draw[:4]) % len(self._plain_ids)]
             if late and not params.ignore_eos:
                 token_id = min(request.end_ids, default=token_id)
-        if params.logprobs is None:
+        return self.sampled(request, digest, choice, index, token_id)
+
+    def sampled(self, request: Request, digest: bytes, choice: int, index: int, token_id: int) -> Sampled:
+        """With made-up log-probabilities, if they are asked for."""
+        if request.params.logprobs is None:
             return Sampled(token_id)
+        draw = blake2b(digest + repr((choice, index)).encode(), digest_size=8).digest()
         chosen = -(1 + draw[4]) / 256  # rises no higher than the first of the made-up alternatives below
-        alternatives = ((token_id + step) % self.num_ids for step in range(params.logprobs))
+        alternatives = ((token_id + step) % self.num_ids for step in range(request.params.logprobs))
         return Sampled(
             token_id, TokenLogprobs(chosen, tuple((t, chosen - rank) for rank, t in enumerate(alternatives)))
         )
+
+    def prompt_scores(self, request: Request) -> list[TokenLogprobs]:
+        """Made up too: a token's score is told by its id."""
+        top = request.params.prompt_logprobs or 0
+        return [
+            TokenLogprobs(
+                -token_id / 64, tuple(((token_id + i) % self.num_ids, -token_id / 64 - i) for i in range(top))
+            )
+            for token_id in request.prompt_ids[1:]
+        ]
 
     def answer(self, request: Request, choice: int) -> tuple[list[int], FinishReason]:
         """What an undisturbed run without a grammar gives."""

@@ -126,6 +126,8 @@ class PagedFake(Paged):
         seq = task.seq
         request = seq.request
         value, digest = self._hash(seq)
+        if seq.scores_prompt:
+            seq.prompt_scores = self._tokens.prompt_scores(request)
         sampled = self._tokens.choose(request, digest, seq.choice, seq.num_generated, seq.guide)
         right = self._values[self._slot(task.work.table, task.work.stop - 1)] == value
         if seq.guide is None and (not right or self._ends_too_early(seq, sampled.token_id)):

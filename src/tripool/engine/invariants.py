@@ -44,4 +44,4 @@ def check_prompt(request: Request, context_tokens: int) -> None:
         raise InvalidRequest("the prompt holds no token", hint="send some text", param="prompt")
     if len(request.prompt_ids) >= context_tokens:
         hint = f"at most {context_tokens - 1} prompt tokens fit; shorten the prompt or give more KV memory"
-        raise ContextOverflow(f"the prompt has {len(request.prompt_ids)} tokens", hint=hint, param="prompt")
+        raise ContextOverflow.of(context_tokens, f"the prompt has {len(request.prompt_ids)} tokens", hint=hint)

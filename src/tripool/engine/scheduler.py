@@ -316,7 +316,8 @@ class Scheduler:
             self._answers(seq)
         cached = min((seq.leader or seq).num_cached or 0, seq.prompt_len)  # of a replay more may be found, its answer
         facts = (result.token_id, finish, result.logprobs, cached, seq.num_drafted, seq.num_accepted)
-        return TokenEvent(seq.request.id, seq.choice, position - seq.prompt_len, *facts)
+        scores, index = seq.take_prompt_scores(), position - seq.prompt_len
+        return TokenEvent(seq.request.id, seq.choice, index, *facts, None, scores)
 
     def _answers(self, seq: Seq) -> None:
         """A sequence has a new token: it decodes from now on."""

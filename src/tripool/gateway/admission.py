@@ -283,7 +283,7 @@ class AdmissionBackend:
         longest = max(len(request.prompt_ids) for request in requests)
         if 0 < self.context_tokens <= longest:
             hint = f"at most {self.context_tokens - 1} prompt tokens fit; shorten the prompt or give more KV memory"
-            raise ContextOverflow(f"the prompt has {longest} tokens", hint=hint, param="prompt")
+            raise ContextOverflow.of(self.context_tokens, f"the prompt has {longest} tokens", hint=hint)
 
     def _arrivals(self, requests: Sequence[Request], asked: Sequence[Request], tenant: Tenant) -> Iterator[Arrival]:
         """`asked`: the same requests as sent by the client, before lengths were bounded."""

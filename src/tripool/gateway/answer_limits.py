@@ -18,6 +18,8 @@ USUAL_TOKENS = 256
 """Expected length of an answer without `max_tokens`, and the least that it may have."""
 MAX_SCORES = 2**22
 """Tokens of all answers to one request, counting top log-probabilities: a body of a few hundred megabytes."""
+MAX_PROMPT_SCORES = 2**18
+"""Log-probabilities of one prompt: they are one message between processes."""
 MAX_ECHOED = 2**26
 """Prompt characters that one answer may repeat."""
 _SHARE = 0.5
@@ -47,6 +49,11 @@ def check_answers(requests: Sequence[Request], context_tokens: int) -> None:
     """Checks all prompts of one HTTP request. Raises InvalidRequest."""
     params = requests[0].params
     named = max(1, params.min_tokens, params.max_tokens or 0)
+    most_scored = max(len(request.prompt_ids) for request in requests) * (1 + (params.prompt_logprobs or 0))
+    if params.prompt_logprobs is not None and most_scored > MAX_PROMPT_SCORES:
+        hint = f"at most {MAX_PROMPT_SCORES}: send a shorter prompt, or ask for fewer"
+        message = f"it asks for {most_scored} log-probabilities of a prompt"
+        raise InvalidRequest(message, hint=hint, param="prompt_logprobs")
     num_scores = sum(_row(request) * min(named, room_for(request, context_tokens)) for request in requests)
     if num_scores > MAX_SCORES:
         what = "tokens" if params.logprobs is None else "tokens and log-probabilities"

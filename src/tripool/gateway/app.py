@@ -18,24 +18,32 @@ from tripool import __version__
 from tripool.answer import Answer
 from tripool.config import GatewayConfig
 from tripool.core import Request
-from tripool.errors import TripoolError
+from tripool.errors import ContextOverflow, TripoolError
 from tripool.gateway.admin import InFlight, admin_routes
 from tripool.gateway.answer_limits import check_echoes
-from tripool.gateway.anthropic.respond import AnthropicFormatter
 from tripool.gateway.auth import Access, Guard, caller_of
 from tripool.gateway.bodies import Bodies
 from tripool.gateway.body import body_docs, decode_json
 from tripool.gateway.connection_limits import ConnectionQuota
+from tripool.gateway.cors import Cors, checked_origins
+from tripool.gateway.dialects import formatter_of
 from tripool.gateway.fair_pool import FairPool
 from tripool.gateway.host_check import HostCheck
 from tripool.gateway.job import Api, Job
 from tripool.gateway.models import Models, Served
+from tripool.gateway.ollama import parse as ollama
+from tripool.gateway.ollama.respond import loaded
+from tripool.gateway.ollama.routes import ollama_routes
 from tripool.gateway.options import ANTHROPIC, CHAT, COMPLETION, ONE_MODEL
 from tripool.gateway.parse import Sender, header_id
 from tripool.gateway.record import Journal, Record
 from tripool.gateway.refusals import dialect_of, error_body, error_headers, error_shape
 from tripool.gateway.request_log import RequestLog, log_connection, note_error, note_record, request_id_of
-from tripool.gateway.respond import Formatter, OpenAIFormatter
+from tripool.gateway.respond import Formatter
+from tripool.gateway.responses.fields import RESPONSES
+from tripool.gateway.responses.open import opened
+from tripool.gateway.responses.routes import response_routes
+from tripool.gateway.responses.store import ResponseStore
 from tripool.gateway.slo import read_header_slo
 from tripool.gateway.stream import AnswerResponse
 from tripool.gateway.tokens import token_routes
@@ -106,17 +114,23 @@ def create_models_app(
     reading = FairPool("reading", num_threads=_READING_THREADS, max_waiting=_MAX_READING_BYTES)
     app.include_router(token_routes(models, bodies, reading))
     app.include_router(model_routes(models, bodies))
+    app.include_router(ollama_routes(models, bodies))
 
     def connection_ended(code: str) -> None:
         models.default.metrics.connection_ended(code)
         log_connection(code)
 
     app.state.on_connection_ended = connection_ended
-    answering = Answering(models, in_flight, journal, bodies, clock, access, reading)
+    store = ResponseStore(config.response_store_bytes)
+    answering = Answering(models, in_flight, journal, bodies, clock, access, reading, store)
+    app.include_router(response_routes(models, bodies, reading, store))
     app.add_middleware(ConnectionQuota, on_refused=models.default.metrics.refused)
-    app.add_middleware(HostCheck, guarded=access is not None, on_refused=models.default.metrics.refused)
+    guarded, origins = access is not None, checked_origins(config.cors_origins)
+    app.add_middleware(HostCheck, guarded=guarded, on_refused=models.default.metrics.refused, origins=origins)
     if access is not None:
         app.add_middleware(Guard, access=access, on_refused=models.default.metrics.refused)
+    if origins:
+        app.add_middleware(Cors, origins=origins, guarded=guarded)
     app.add_middleware(RequestLog)  # the last one added is the outermost
 
     @app.post("/v1/chat/completions", openapi_extra=body_docs(CHAT.schema()))
@@ -130,6 +144,18 @@ def create_models_app(
     @app.post("/v1/messages", openapi_extra=body_docs(ANTHROPIC.schema()))
     async def messages(http: HttpRequest) -> Response:
         return await answering.answer(http, "messages")
+
+    @app.post("/v1/responses", openapi_extra=body_docs(RESPONSES.schema()))
+    async def responses(http: HttpRequest) -> Response:
+        return await answering.answer(http, "responses")
+
+    @app.post("/api/chat", openapi_extra=body_docs(ollama.CHAT.schema()))
+    async def ollama_chat(http: HttpRequest) -> Response:
+        return await answering.answer(http, "ollama_chat")
+
+    @app.post("/api/generate", openapi_extra=body_docs(ollama.GENERATE.schema()))
+    async def ollama_generate(http: HttpRequest) -> Response:
+        return await answering.answer(http, "ollama_generate")
 
     _shape_errors(app, models)
     return app
@@ -147,9 +173,10 @@ class Answering:
         clock: Callable[[], float],
         access: Access | None,
         reading: FairPool,
+        store: ResponseStore,
     ) -> None:
         self._models, self._in_flight, self._journal, self._bodies = models, in_flight, journal, bodies
-        self._clock, self._access, self._reading = clock, access, reading
+        self._store, self._clock, self._access, self._reading = store, clock, access, reading
         """For bodies that take long to encode: large ones, and those with a slow chat template."""
         self._trial, self._trying = Trial(), FairPool("trials", num_threads=_TRIALS, max_waiting=_MAX_TRIALS_WAITING)
 
@@ -162,16 +189,12 @@ class Answering:
         tokenizer = served.tokenizer
         finder = StopFinder(job.requests[0].params.stop)  # shared by all prompts
         answers = [Answer(request, tokenizer, finder) for request in job.requests]
-        formatter: Formatter = (
-            AnthropicFormatter(job, model=served.name)
-            if job.api == "messages"
-            else OpenAIFormatter(job, tokenizer, answers, model=served.name, created_s=created_s)
-        )
+        formatter = formatter_of(job, tokenizer, answers, self._store, model=served.name, created_s=created_s)
         metrics = served.metrics
         record = Record(job, self._clock, received_s=received_s, created_s=created_s, on_gaps=metrics.gaps)
         self._journal.keep(record)
         note_record(http.scope, record, served.name)
-        in_flight = partial(self._answering, served)
+        in_flight = partial(self._answering, served, job, formatter)
         on_end = partial(self._ended, caller_of(http), served)
         return AnswerResponse(
             job, served.backend, answers, formatter, record, clock=self._clock, in_flight=in_flight, on_end=on_end
@@ -187,10 +210,15 @@ class Answering:
         self._models.enter(tenant)
         raw = await self._bodies.read(http)
         self._models.read(tenant, len(raw))
-        sender = Sender(tenant, header_id(http.headers.get("x-request-id")), header_slo)
+        request_id = header_id(http.headers.get("x-request-id"))
+        sender = Sender(tenant, request_id, header_slo, self._store.history(tenant.name))
         served, job = await self._parsed(tenant, len(raw), partial(self._parse, raw, api, sender))
         check_echoes(job)
-        served.check(job.requests)
+        try:
+            served.check(job.requests)
+        except ContextOverflow as error:
+            error.param = "prompt" if api == "completion" else "messages"
+            raise
         await self._try(job.requests[0], tenant)
         return served, job
 
@@ -215,12 +243,20 @@ class Answering:
     def _parse(self, raw: bytes, api: Api, sender: Sender, *, quick: bool = False) -> tuple[Served, Job]:
         served = self._models.meant_by(raw)
         parser = served.parser.quick if quick else served.parser
-        parse = {"chat": parser.chat, "completion": parser.completion, "messages": parser.messages}
+        parse: dict[Api, Callable[[bytes, Sender], Job]] = {
+            "chat": parser.chat,
+            "completion": parser.completion,
+            "messages": parser.messages,
+            "responses": parser.responses,
+            "ollama_chat": parser.ollama_chat,
+            "ollama_generate": parser.ollama_generate,
+        }
         return served, parse[api](raw, sender)
 
     @contextmanager
-    def _answering(self, served: Served) -> Iterator[None]:
-        with self._in_flight.request(), served.open.request():
+    def _answering(self, served: Served, job: Job, formatter: Formatter) -> Iterator[None]:
+        running = opened(job, formatter, self._store, served.backend.cancel)
+        with self._in_flight.request(), served.open.request(), running:
             yield
 
 
@@ -235,6 +271,11 @@ def _shape_errors(app: FastAPI, models: Models) -> None:
         models.default.metrics.refused(error.code)
         note_error(http.scope, error.code)
         return shaped(http, error.status, error_shape(error, dialect_of(http.url.path)), error_headers(error))
+
+    @app.exception_handler(ollama.OnlyLoads)
+    async def only_loads(http: HttpRequest, asked: ollama.OnlyLoads) -> Response:
+        body = loaded(str(asked), int(time.time()), chat=http.url.path == "/api/chat")
+        return Response(body, media_type="application/json")
 
     @app.exception_handler(RequestValidationError)
     async def wrong_query(http: HttpRequest, error: RequestValidationError) -> Response:

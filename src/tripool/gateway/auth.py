@@ -3,7 +3,7 @@
 | path | access |
 |---|---|
 | `/health`, `/ping`, `/health/ready`, `/version` | public |
-| generation, token counts, `GET /v1/models`, `explain` of one's own requests | every key |
+| generation, token counts, the list of models, `explain` of one's own requests, one's own responses | every key |
 | all else: metrics, load, drain, pools, cache, loading models | keys made with `--admin` |
 
 A path that is not listed is the operator's: a new route is closed until it is added here. A server started without keys
@@ -29,8 +29,8 @@ from tripool.tenants.key_watcher import KeyWatcher
 from tripool.tenants.usage_log import UsageLog
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/health/ready", "/version"})
-_FOR_TENANTS = frozenset({"/tokenize", "/detokenize"}) | {
-    f"/v1/{path}" for path in ("chat/completions", "completions", "messages", "messages/count_tokens")
+_FOR_TENANTS = frozenset({"/tokenize", "/detokenize", "/tokenizer_info", "/api/chat", "/api/generate", "/api/show"}) | {
+    f"/v1/{path}" for path in ("chat/completions", "completions", "messages", "messages/count_tokens", "responses")
 }
 _ASK = "ask the operator for another"
 _PUBLIC = Caller(tenant=ANONYMOUS)
@@ -152,8 +152,10 @@ def _presented(scope: Scope) -> str | None:
 def _for_tenants(method: str, path: str) -> bool:
     if path in _FOR_TENANTS:
         return True
+    if path.startswith("/v1/responses/"):  # those of other tenants are unknown there
+        return True
     looks = method in ("GET", "HEAD")
-    about_models = path == "/v1/models" or path.startswith("/v1/models/")
+    about_models = path in ("/v1/models", "/api/tags", "/api/ps", "/api/version") or path.startswith("/v1/models/")
     return looks and (about_models or (path.startswith("/v1/requests/") and path.endswith("/explain")))
 
 

@@ -50,6 +50,11 @@ class Encoder:
         self._tokenizer, self._context_tokens = tokenizer, context_tokens
 
     @property
+    def context_tokens(self) -> int:
+        """0: unknown."""
+        return self._context_tokens()
+
+    @property
     def quick(self) -> Encoder:
         """The same for an event loop; raises NotQuick for what may take long."""
         return Encoder(self._tokenizer.quick, self._context_tokens)
@@ -69,7 +74,7 @@ class Encoder:
         most = max(MIN_IDS, 2 * self._context_tokens())
         if count > most:
             hint = f"send at most {most} at once"
-            raise ContextOverflow(f"{count} tokens are more than this model's context", hint=hint, param=param)
+            raise ContextOverflow.of(self._context_tokens(), f"these are {count} tokens", hint=hint, param=param)
 
     def _check(self, num_bytes: int, param: str) -> None:
         most = self._max_bytes(num_bytes)
@@ -84,4 +89,4 @@ class Encoder:
 
     def _too_long(self, what: str, most: int, param: str) -> ContextOverflow:
         hint = f"no text of more than {most} bytes can fit into {self._context_tokens()} tokens; send less"
-        return ContextOverflow(what, hint=hint, param=param)
+        return ContextOverflow.of(self._context_tokens(), what, hint=hint, param=param)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
@@ -46,8 +46,12 @@ Headers = Sequence[tuple[bytes, bytes]]
 class HostCheck:
     """`guarded`: whether a guard in front of this marks callers without a key. `on_refused` is called with the code."""
 
-    def __init__(self, app: ASGIApp, *, guarded: bool, on_refused: Callable[[str], object]) -> None:
+    def __init__(
+        self, app: ASGIApp, *, guarded: bool, on_refused: Callable[[str], object], origins: Collection[str] = ()
+    ) -> None:
+        """`origins`: of pages that the operator lets use the server."""
         self._app, self._guarded, self._on_refused = app, guarded, on_refused
+        self._origins = frozenset(origins)
         self._own_name = socket.gethostname().lower()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,7 +59,7 @@ class HostCheck:
             try:
                 check_host(scope["headers"], (scope.get("server") or ("",))[0], self._own_name)
                 if scope["method"] not in _SAFE_METHODS:
-                    check_site(scope["headers"])
+                    check_site(scope["headers"], self._origins)
             except TripoolError as error:
                 await refuse(scope, receive, send, error, self._on_refused, unauthenticated=True)
                 return
@@ -74,7 +78,7 @@ def check_host(headers: Headers, reached_at: str, own_name: str) -> None:
         raise HostRefused(f"this server without keys does not accept the host '{hosts[0][:100]}'", hint=hint)
 
 
-def check_site(headers: Headers) -> None:
+def check_site(headers: Headers, origins: Collection[str] = ()) -> None:
     """Browsers send a page's origin with every post, and newer ones how it relates to this server: both must match.
 
     Pages of apps and extensions (`app://...`) are not web sites: a browser that lets them reach this address sends
@@ -84,6 +88,9 @@ def check_site(headers: Headers) -> None:
     for name, value in headers:
         given.setdefault(name, []).append(value.decode("latin-1").strip().lower())
     host = given.get(b"host", [""])[0]
+    sent_by = given.get(b"origin", [])
+    if len(sent_by) == 1 and sent_by[0] in origins:
+        return
     own = all(site in _OWN_SITES for site in given.get(b"sec-fetch-site", []))
     if not own or not all(_is_own(origin, host) for origin in given.get(b"origin", [])):
         raise OtherSite("a page of another site may not do this", hint="call it from a program, or from this server")

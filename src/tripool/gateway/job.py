@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tripool.core import Request
 
-Api = Literal["chat", "completion", "messages"]
+if TYPE_CHECKING:
+    from tripool.gateway.responses.parse import Shown
+
+Api = Literal["chat", "completion", "messages", "responses", "ollama_chat", "ollama_generate", "grpc"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +29,17 @@ class Job:
     continuous_usage: bool = False
     """Usage so far in every chunk."""
     return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    """Whether log-probabilities name tokens by their ids."""
     echoes: tuple[str, ...] = ()
     """Each prompt's text, when answers are to begin with it."""
+    prompt_logprobs: int | None = None
+    """How many are shown for each of the prompt's tokens, in vLLM's form."""
     calls: bool = False
     """Whether answers may hold tool calls."""
+    unenforced: tuple[str, ...] = ()
+    """Parts of its schemas that the grammar does not ensure."""
     thinks: bool | None = None
     """Whether reasoning is split off: None when not, else whether the prompt ends inside of it."""
+    shown: Shown | None = None
+    """Of a request to the Responses API."""

@@ -76,6 +76,7 @@ PROMPT = _any_of(
     "a string, a list of token ids, or a list of either", TEXT, CHOICES, IDS, _list_of(IDS, "lists of ids")
 )
 TOOL_CHOICE = _any_of("a string, or an object that names a function", TEXT, OBJECT)
+SWITCH = _any_of('true, false, or an object like {"type": "enabled"}', BOOLEAN, OBJECT)
 SCHEMA = _any_of("a JSON schema: an object, or its text", TEXT, OBJECT)
 TEXT_OR_BLOCKS = _any_of("a string, or a list of text blocks", TEXT, TOOLS)
 BIAS = JsonType(

@@ -118,6 +118,7 @@ class Models:
         return iter(self._served.values())
 
     def find(self, name: str) -> Served:
+        name = name if name in self._served else name.removesuffix(":latest")  # a tag that Ollama's clients add
         if name not in self._served:
             known = ", ".join(f"'{one}'" for one in self._served)
             raise ModelNotFound(f"there is no model '{name[:100]}'", hint=f"this server has {known}")

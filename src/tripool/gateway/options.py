@@ -52,8 +52,8 @@ _GENERATION: Mapping[str, JsonType] = {
     **SAMPLING,
     **STRUCTURE,
     **_all(of.TEXT, "model request_id rid cache_salt"),
-    **_all(of.BOOLEAN, "stream no_stop_trim return_token_ids"),
-    **_all(of.INTEGER, "priority truncate_prompt_tokens"),
+    **_all(of.BOOLEAN, "stream no_stop_trim return_token_ids return_tokens_as_token_ids add_special_tokens"),
+    **_all(of.INTEGER, "priority truncate_prompt_tokens prompt_logprobs"),
     "stream_options": of.STREAM_OPTIONS,
     "slo": of.OBJECT,
 }
@@ -63,29 +63,27 @@ _TEMPLATE: Mapping[str, JsonType] = {
     "add_generation_prompt": of.BOOLEAN,
     "continue_final_message": of.BOOLEAN,
     "chat_template_kwargs": of.OBJECT,
+    "reasoning_effort": of.TEXT,
+    "enable_thinking": of.BOOLEAN,
+    **_all(of.SWITCH, "thinking reasoning"),
 }
 """Fields that affect how a chat is rendered, besides its messages."""
 
 _IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "session_id", "kv_transfer_params", "prediction",
+    "session_id", "kv_transfer_params", "prediction", "verbosity", "guided_decoding_backend",
+    "guided_whitespace_pattern", "functions", "function_call", "length_penalty", "spaces_between_special_tokens",
+    "stream_reasoning", "web_search_options", "provider", "transforms", "route", "plugins", "usage", "documents",
+    "mm_processor_kwargs", "extra_body", "moderation",
 )  # fmt: skip
 
 _ONLY_PLAIN: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "modalities": (["text"],),
-    "prompt_logprobs": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "spaces_between_special_tokens": (True,),
-    "return_tokens_as_token_ids": (False,),
     "include_reasoning": (True,),
-    "stream_reasoning": (True,),
-    "verbosity": ("medium",),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
 }
 
 
@@ -96,7 +94,7 @@ class Fields:
     known: Mapping[str, JsonType]
     required: tuple[str, ...]
     ignored: tuple[str, ...] = ()
-    """Accepted without effect: they control a hosted service, not the answer."""
+    """Accepted without effect: they control a hosted service, or another server's way to the same answer."""
     only_plain: Mapping[str, tuple[Any, ...]] | None = None
     """Known to clients but not supported: accepted only with the values that request nothing."""
 
@@ -105,11 +103,12 @@ class Fields:
         fields: dict[str, Any] = {}
         plain = self.only_plain or {}
         for name, value in body.items():
+            if value is None:
+                continue
             if name in self.known:
-                if value is not None:
-                    if not self.known[name].fits(value):
-                        raise InvalidRequest(f"'{name}' must be {self.known[name].says}", param=name)
-                    fields[name] = value
+                if not self.known[name].fits(value):
+                    raise InvalidRequest(f"'{name}' must be {self.known[name].says}", param=name)
+                fields[name] = value
             elif name in plain:
                 _check_plain(name, value, plain[name])
             elif name not in self.ignored:
@@ -139,7 +138,7 @@ class Fields:
 
 def _check_plain(name: str, value: object, plain: tuple[Any, ...]) -> None:
     # Compared with their types: Python treats 0 as False and 1.0 as 1.
-    if value is not None and not any(value == v and type(value) is type(v) for v in plain):
+    if not any(value == v and type(value) is type(v) for v in plain):
         values = " or ".join(map(repr, plain))
         hint = f"leave it out, or send {values}" if plain else "leave it out"
         raise InvalidRequest(f"'{name}' is not supported", hint=hint, param=name)
@@ -153,11 +152,10 @@ CHAT = Fields(
         **_all(of.INTEGER, "max_completion_tokens top_logprobs"),
         **_all(of.BOOLEAN, "logprobs parallel_tool_calls separate_reasoning"),
         "tool_choice": of.TOOL_CHOICE,
-        "reasoning_effort": of.TEXT,
     },
     required=("messages",),
     ignored=_IGNORED,
-    only_plain={**_ONLY_PLAIN, "echo": (False,), "best_of": (1,), "add_special_tokens": (False,)},
+    only_plain={**_ONLY_PLAIN, "echo": (False,), "best_of": (1,)},
 )
 
 COMPLETION = Fields(
@@ -165,7 +163,7 @@ COMPLETION = Fields(
         "prompt": of.PROMPT,
         **_GENERATION,
         **_all(of.INTEGER, "logprobs best_of"),
-        **_all(of.BOOLEAN, "echo add_special_tokens"),
+        "echo": of.BOOLEAN,
     },
     required=("prompt",),
     ignored=_IGNORED,
@@ -194,12 +192,13 @@ _ANTHROPIC: Mapping[str, JsonType] = {
     "model": of.TEXT,
     "system": of.TEXT_OR_BLOCKS,
     "tools": of.TOOLS,
-    **_all(of.OBJECT, "tool_choice thinking output_config"),
+    **_all(of.OBJECT, "tool_choice thinking output_config output_format thread"),
 }
 _ANTHROPIC_IGNORED = (
     "metadata", "service_tier", "cache_control", "inference_geo", "speed", "user_profile_id", "workspace_id",
-    "diagnostics",
+    "diagnostics", "context_management", "compaction", "fallbacks", "fallback_credit_token",
 )  # fmt: skip
+_ANTHROPIC_ONLY_PLAIN: Mapping[str, tuple[Any, ...]] = {"container": (), "mcp_servers": ([],)}
 ANTHROPIC = Fields(
     known={
         **_ANTHROPIC,
@@ -211,5 +210,8 @@ ANTHROPIC = Fields(
     },
     required=("messages", "max_tokens"),
     ignored=_ANTHROPIC_IGNORED,
+    only_plain=_ANTHROPIC_ONLY_PLAIN,
 )
-ANTHROPIC_COUNT = Fields(known=_ANTHROPIC, required=("messages",), ignored=_ANTHROPIC_IGNORED)
+ANTHROPIC_COUNT = Fields(
+    known=_ANTHROPIC, required=("messages",), ignored=_ANTHROPIC_IGNORED, only_plain=_ANTHROPIC_ONLY_PLAIN
+)

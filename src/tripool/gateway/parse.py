@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from tripool.core import SALT_MARK, Conversation, Request, SamplingParams, Structure
-from tripool.errors import InvalidRequest, ModelNotFound
+from tripool.errors import ContextOverflow, InvalidRequest, ModelNotFound
 from tripool.gateway import options
 from tripool.gateway.anthropic.parse import to_chat
 from tripool.gateway.body import decode_json
 from tripool.gateway.encoding import Encoder, public_tokens
 from tripool.gateway.job import Api, Job
 from tripool.gateway.messages import to_message
+from tripool.gateway.ollama import parse as ollama
 from tripool.gateway.reasoning_parser import OPENING
+from tripool.gateway.responses.fields import INPUT_TOKENS, RESPONSES
+from tripool.gateway.responses.parse import Asked, read
+from tripool.gateway.responses.store import NOTHING_STORED, History
+from tripool.gateway.responses.truncate import fitting
 from tripool.gateway.slo import HeaderSlo, read_slo
-from tripool.gateway.structure import read_structure
+from tripool.gateway.structure import read_format
 from tripool.gateway.tools import Tools, as_text, read_tools
+from tripool.grammar.tools import or_answer
 from tripool.tenants import ANONYMOUS, Tenant
 from tripool.text import Tokenizer
 
-_ID_PREFIX: Mapping[Api, str] = {"chat": "chatcmpl-", "completion": "cmpl-", "messages": "msg_"}
+_ID_PREFIX: Mapping[Api, str] = {"chat": "chatcmpl-", "completion": "cmpl-", "messages": "msg_", "responses": "resp_"}
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@+=~-]{1,128}")
 """Safe in a header, a path and a log."""
 MAX_SALT_CHARS = 256
@@ -47,6 +54,7 @@ class Sender:
     tenant: Tenant = ANONYMOUS
     request_id: str | None = None
     slo: HeaderSlo = field(default_factory=dict)
+    history: History = NOTHING_STORED
 
 
 _UNKNOWN = Sender()
@@ -77,6 +85,59 @@ class Parser:
         fields, conversation = to_chat(self.fields(raw, options.ANTHROPIC))
         return self._chat_job(fields, conversation, "messages", sender)
 
+    def responses(self, raw: bytes, sender: Sender = _UNKNOWN) -> Job:
+        asked = read(self.fields(raw, RESPONSES), sender.history)
+        job = self._chat_job(asked.chat, self._fitting(asked), "responses", sender)
+        # Never the client's own id: responses are found by theirs.
+        return replace(job, id=_ID_PREFIX["responses"] + job.key, shown=asked.shown)
+
+    def count_response(self, raw: bytes, history: History) -> int:
+        """Tokens of the input of a response."""
+        self.encoder.check_body(len(raw), "input")
+        asked = read(self.fields(raw, INPUT_TOKENS), history)
+        return len(self.chat_ids(asked.chat, self._fitting(asked), read_tools(asked.chat)))
+
+    def _fitting(self, asked: Asked) -> Conversation:
+        """The conversation, without its oldest turns where it is too long and may be truncated."""
+        context_tokens = self.encoder.context_tokens
+        if not asked.truncates or not context_tokens:
+            return asked.conversation()
+        room: int = context_tokens - min(asked.chat.get("max_tokens", 1), context_tokens // 2)
+        tools = read_tools(asked.chat)
+
+        def fits(messages: Sequence[dict[str, Any]]) -> bool:
+            try:
+                return len(self.chat_ids(asked.chat, asked.conversation(messages), tools)) <= room
+            except ContextOverflow:
+                return False
+
+        return asked.conversation(fitting(asked.messages, fits))
+
+    def ollama_chat(self, raw: bytes, sender: Sender = _UNKNOWN) -> Job:
+        fields = ollama.to_chat(self._ollama_fields(raw, ollama.CHAT))
+        return self._as_chat(fields, "ollama_chat", sender)
+
+    def ollama_generate(self, raw: bytes, sender: Sender = _UNKNOWN) -> Job:
+        fields = ollama.to_prompt(self._ollama_fields(raw, ollama.GENERATE))
+        if "prompt" not in fields:
+            return self._as_chat(fields, "ollama_generate", sender)
+        fields = options.COMPLETION.checked(fields)
+        prompts = self._completion_prompts(fields)
+        structure, unenforced = read_format(fields)
+        return self._job(fields, prompts, None, structure, "ollama_generate", sender, unenforced=unenforced)
+
+    def _ollama_fields(self, raw: bytes, known: options.Fields) -> dict[str, Any]:
+        fields = known.checked(decode_json(raw))
+        if ollama.model_of(fields) != self._name:
+            raise ModelNotFound(f"model '{fields['model'][:100]}' not found", hint=f"this server has '{self._name}'")
+        return fields
+
+    def _as_chat(self, translated: dict[str, Any], api: Api, sender: Sender) -> Job:
+        """A body of another API that is one of a chat now: its values are checked as those are."""
+        fields = options.CHAT.checked(translated)
+        conversation = [to_message(message, f"messages[{i}]") for i, message in enumerate(fields["messages"])]
+        return self._chat_job(fields, conversation, api, sender)
+
     def count(self, raw: bytes) -> int:
         """Tokens of an Anthropic prompt."""
         fields, conversation = to_chat(self.fields(raw, options.ANTHROPIC_COUNT))
@@ -88,7 +149,9 @@ class Parser:
             hint = "leave it out: all answers are sent"
             raise InvalidRequest("'best_of' differs from 'n'", hint=hint, param="best_of")
         prompts = self._completion_prompts(fields)
-        return self._job(fields, prompts, fields.get("logprobs"), self._structure(fields), "completion", sender)
+        structure, unenforced = read_format(fields)
+        logprobs = fields.get("logprobs")
+        return self._job(fields, prompts, logprobs, structure, "completion", sender, unenforced=unenforced)
 
     def fields(self, raw: bytes, known: options.Fields) -> dict[str, Any]:
         fields = known.checked(decode_json(raw))
@@ -103,8 +166,8 @@ class Parser:
             hint = "a message is either continued or followed by a new one"
             raise InvalidRequest("'continue_final_message' contradicts 'add_generation_prompt'", hint=hint)
         extra = dict(fields.get("chat_template_kwargs", {}))
-        if "reasoning_effort" in fields:
-            extra.setdefault("reasoning_effort", fields["reasoning_effort"])
+        for name, value in _thinking(fields).items():
+            extra.setdefault(name, value)
         knows = self._tokenizer.knows_tools
         text = self._tokenizer.render_chat(
             conversation if knows else as_text(conversation, tools.shown),
@@ -113,7 +176,7 @@ class Parser:
             continue_final_message=go_on,
             extra=extra,
         )
-        return self.encoder.encode(text, special=False, param="messages")
+        return self.encoder.encode(text, special=fields.get("add_special_tokens", False), param="messages")
 
     def _chat_job(self, fields: dict[str, Any], conversation: Conversation, api: Api, sender: Sender) -> Job:
         logprobs = None
@@ -122,7 +185,7 @@ class Parser:
         elif fields.get("top_logprobs"):
             raise InvalidRequest("'top_logprobs' needs 'logprobs'", hint='send "logprobs": true', param="top_logprobs")
         tools = read_tools(fields)
-        structure = self._structure(fields, tools.structure)
+        structure, unenforced = _structure(fields, tools)
         prompt_ids = _truncated(self.chat_ids(fields, conversation, tools), fields)
         thinks: bool | None = None
         # A grammar that applies from the first character leaves no room for reasoning.
@@ -133,7 +196,7 @@ class Parser:
         shares = sender.tenant.public_prefix and "cache_salt" not in fields
         public = public_tokens(self._tokenizer, conversation, prompt_ids) if shares else 0
         prompts = _Prompts([prompt_ids], public_tokens=public)
-        return self._job(fields, prompts, logprobs, structure, api, sender, thinks=thinks)
+        return self._job(fields, prompts, logprobs, structure, api, sender, thinks=thinks, unenforced=unenforced)
 
     def _completion_prompts(self, fields: Mapping[str, Any]) -> _Prompts:
         special = fields.get("add_special_tokens", True)
@@ -142,22 +205,12 @@ class Parser:
         prompts = [_truncated(prompt, fields) for prompt in prompts]
         if not fields.get("echo"):
             return _Prompts(prompts)
-        if fields.get("logprobs") is not None:
-            hint = "the prompt's own log-probabilities are not computed: leave one of them out"
-            raise InvalidRequest("'echo' cannot go with 'logprobs'", hint=hint, param="echo")
         whole = "truncate_prompt_tokens" not in fields
         echoes = (
             text if whole and isinstance(text, str) else self._tokenizer.decode(prompt, skip_special=False)
             for text, prompt in zip(given, prompts, strict=True)
         )
         return _Prompts(prompts, tuple(echoes))
-
-    def _structure(self, fields: Mapping[str, Any], calls: Structure | None = None) -> Structure | None:
-        structure = read_structure(fields)
-        if structure is not None and calls is not None:
-            hint = 'leave one of them out, or send "tool_choice": "none"'
-            raise InvalidRequest(f"'{structure.param}' cannot go with 'tools'", hint=hint, param=structure.param)
-        return structure or calls
 
     def _job(
         self,
@@ -169,10 +222,14 @@ class Parser:
         sender: Sender,
         *,
         thinks: bool | None = None,
+        unenforced: tuple[str, ...] = (),
     ) -> Job:
         chosen = {name: fields[name] for name in options.SAMPLING if name in fields}
         chosen["logit_bias"] = {int(token_id): bias for token_id, bias in fields.get("logit_bias", {}).items()}
-        params = SamplingParams.from_options(chosen | {"logprobs": logprobs, "structure": structure})
+        scores = _prompt_logprobs(fields)
+        params = SamplingParams.from_options(
+            chosen | {"logprobs": logprobs, "prompt_logprobs": scores, "structure": structure}
+        )
         if len(prompts.ids) * params.n > options.MAX_ANSWERS:
             hint = f"prompts times choices must be at most {options.MAX_ANSWERS}; use several requests"
             raise InvalidRequest(f"{len(prompts.ids)} prompts with {params.n} choices each", hint=hint, param="n")
@@ -194,7 +251,7 @@ class Parser:
         if "stream_options" in fields and not stream:
             raise InvalidRequest("'stream_options' needs 'stream'", hint='send "stream": true', param="stream_options")
         return Job(
-            id=_ID_PREFIX[api] + request_id,
+            id=_ID_PREFIX.get(api, "") + request_id,
             request_id=request_id,
             key=key,
             api=api,
@@ -203,10 +260,25 @@ class Parser:
             include_usage=shown.get("include_usage", False),
             continuous_usage=shown.get("continuous_usage_stats", False),
             return_token_ids=fields.get("return_token_ids", False),
+            tokens_as_ids=fields.get("return_tokens_as_token_ids", False),
             echoes=prompts.echoes,
+            prompt_logprobs=fields.get("prompt_logprobs"),
             calls=structure is not None and structure.kind == "tool_calls",
             thinks=thinks,
+            unenforced=unenforced,
         )
+
+
+def _structure(fields: Mapping[str, Any], tools: Tools) -> tuple[Structure | None, tuple[str, ...]]:
+    """Of a chat: with tools, the model may call one or answer in the format. And what of both is not ensured."""
+    structure, unenforced = read_format(fields)
+    if structure is None or tools.structure is None:
+        return structure or tools.structure, tools.unenforced + unenforced
+    if structure.kind not in ("json_schema", "json_object"):
+        hint = 'leave one of them out, or send "tool_choice": "none"'
+        raise InvalidRequest(f"'{structure.param}' cannot go with 'tools'", hint=hint, param=structure.param)
+    schema = json.loads(structure.value) if structure.kind == "json_schema" else {"type": "object"}
+    return or_answer(tools.structure, schema), tools.unenforced + unenforced
 
 
 def header_id(header: str | None) -> str | None:
@@ -230,6 +302,35 @@ def _namespace(fields: Mapping[str, Any], tenant: Tenant) -> str:
     if not 0 < len(salt) <= MAX_SALT_CHARS:
         raise InvalidRequest("'cache_salt' is of the wrong length", hint=f"1 to {MAX_SALT_CHARS}", param="cache_salt")
     return f"{tenant.namespace}{SALT_MARK}{salt}"
+
+
+def _prompt_logprobs(fields: Mapping[str, Any]) -> int | None:
+    """How many are wanted of the prompt: for itself, or to go with its echo."""
+    wanted = [fields[name] for name in ("prompt_logprobs",) if name in fields]
+    if fields.get("echo") and fields.get("logprobs") is not None:
+        wanted.append(fields["logprobs"])
+    if wanted and fields.get("stream"):
+        param = "prompt_logprobs" if "prompt_logprobs" in fields else "echo"
+        hint = "send the request without 'stream'"
+        raise InvalidRequest("log-probabilities of a prompt cannot be streamed", hint=hint, param=param)
+    return max(wanted, default=None)
+
+
+def _thinking(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said to the chat template of reasoning, under any of the names in use."""
+    said: dict[str, Any] = {}
+    for name in ("thinking", "reasoning"):
+        given = fields.get(name)
+        if isinstance(given, bool):
+            said["enable_thinking"] = given
+        elif given is not None:
+            if given.get("type") in ("enabled", "disabled"):
+                said["enable_thinking"] = given["type"] == "enabled"
+            if isinstance(given.get("enabled"), bool):
+                said["enable_thinking"] = given["enabled"]
+            if isinstance(given.get("effort"), str):
+                said["reasoning_effort"] = given["effort"]
+    return said | {name: fields[name] for name in ("enable_thinking", "reasoning_effort") if name in fields}
 
 
 def _truncated(prompt: list[int], fields: Mapping[str, Any]) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from tripool.errors import InvalidRequest, TripoolError
 
-Dialect = Literal["openai", "anthropic"]
+Dialect = Literal["openai", "anthropic", "ollama"]
 
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -61,7 +61,13 @@ class OtherSite(TripoolError, status=403, code="other_site"):
     """A page of another web site may not control a server that runs on its visitor's machine."""
 
 
+class ThreadUnsupported(InvalidRequest, code="thread_unsupported_request"):
+    """A client of Messages continues a conversation that the server would have to hold."""
+
+
 def dialect_of(path: str) -> Dialect:
+    if path.startswith("/api/"):
+        return "ollama"
     return "anthropic" if path == "/v1/messages" or path.startswith("/v1/messages/") else "openai"
 
 
@@ -75,7 +81,15 @@ def error_body(
 ) -> dict[str, Any]:
     if dialect == "anthropic":
         kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": message, "param": param, "code": code}}
+        # Its clients tell kinds of the same status apart by `details`.
+        return {
+            "type": "error",
+            "error": {
+                "type": kind, "message": message, "param": param, "code": code, "details": {"error_code": code},
+            },
+        }  # fmt: skip
+    if dialect == "ollama":
+        return {"error": message, "code": code, "param": param}
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 

@@ -64,7 +64,9 @@ _HUNG_UP = 499
 """As in nginx: the client disconnected before it had a status."""
 _WORDS = frozenset(
     {
-        "", "v1", "chat", "completions", "messages", "count_tokens", "tokenize", "detokenize", "models", "load",
+        "", "v1", "chat", "completions", "messages", "count_tokens", "responses", "cancel", "input_items", "api",
+        "generate", "tags", "ps", "show",
+        "input_tokens", "tokenize", "detokenize", "models", "load",
         "unload", "requests", "explain", "health", "ready", "ping", "version", "metrics", "drain", "pools", "cache",
         "docs", "oauth2-redirect", "redoc", "openapi.json",
     }

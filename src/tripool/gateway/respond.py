@@ -11,7 +11,16 @@ from tripool.answer import Answer, Choice, Delta
 from tripool.core import TokenLogprobs, Usage
 from tripool.errors import TripoolError
 from tripool.gateway.job import Job
-from tripool.gateway.logprobs import ChatScores, CompletionScores, Scores, chat_logprobs, completion_logprobs
+from tripool.gateway.logprobs import (
+    ChatScores,
+    CompletionScores,
+    IdNames,
+    Names,
+    PromptScores,
+    Scores,
+    chat_logprobs,
+    completion_logprobs,
+)
 from tripool.gateway.output_parser import OutputParser
 from tripool.gateway.refusals import error_shape
 from tripool.gateway.tool_parser import CallBegins, Content, ParsedOutput, Piece, Thought
@@ -21,11 +30,15 @@ Facts = Mapping[str, Any]
 """Fields besides the dialect's own: request id and timing."""
 
 encode = msgspec.json.Encoder().encode
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
 
 
 class Formatter(Protocol):
     """Formats the response of one job in one dialect: either every delta to `take` and then `whole`; or `opening` for
     each choice before its first `chunk`, and `closing` (or `error`) at the end."""
+
+    stream_type: bytes
+    """Content type of a stream."""
 
     def take(self, index: int, delta: Delta) -> None: ...
 
@@ -49,10 +62,13 @@ class Formatter(Protocol):
 class OpenAIFormatter:
     """OpenAI's dialect. A token of plain content costs one concatenation; everything else is built as a dict."""
 
+    stream_type = EVENT_STREAM
+
     def __init__(
         self, job: Job, tokenizer: Tokenizer, answers: Sequence[Answer], *, model: str, created_s: int
     ) -> None:
         self._job, self._tokenizer, self._answers = job, tokenizer, answers
+        self._names: Names = IdNames(tokenizer) if job.tokens_as_ids else tokenizer
         self._chat = job.api == "chat"
         self._head = {"id": job.id, "object": self._object_name(), "created": created_s, "model": model}
         self._parsers: dict[int, OutputParser] = {}
@@ -84,10 +100,13 @@ class OpenAIFormatter:
                 if index:
                     yield b","
                 yield from self._choice(index, choice, answer)
+        yield b"]"
+        if self._chat:
+            yield from self._prompt_logprobs(answers[0])
         tail: dict[str, Any] = {"usage": self._usage(), "tripool": facts}
         if self._job.return_token_ids and self._chat:
             tail["prompt_token_ids"] = answers[0].request.prompt_ids
-        yield b"]," + encode(tail)[1:]
+        yield b"," + encode(tail)[1:]
 
     def _choice(self, index: int, choice: Choice, answer: Answer) -> Iterator[bytes]:
         finish_reason: str | None = choice.finish_reason
@@ -103,14 +122,32 @@ class OpenAIFormatter:
         if answer.request.params.logprobs is None:
             yield b"null"
         else:
-            yield from self._scores_of(index).pieces()
+            scores = self._scores_of(index)
+            if isinstance(scores, CompletionScores):
+                yield from scores.pieces(self._echoed(answer))
+            else:
+                yield from scores.pieces()
+        if not self._chat:
+            yield from self._prompt_logprobs(answer)
         yield b"," + encode({"finish_reason": finish_reason, **ids})[1:]
+
+    def _echoed(self, answer: Answer) -> PromptScores | None:
+        params, scores = answer.request.params, answer.prompt_logprobs
+        if not self._job.echoes or params.prompt_logprobs is None:
+            return None
+        return PromptScores(self._names, answer.request.prompt_ids, scores or (), params.logprobs or 0)
+
+    def _prompt_logprobs(self, answer: Answer) -> Iterator[bytes]:
+        top, scores = self._job.prompt_logprobs, answer.prompt_logprobs
+        if top is not None:
+            yield b',"prompt_logprobs":'
+            yield from PromptScores(self._names, answer.request.prompt_ids, scores or (), top).by_id()
 
     def _scores_of(self, index: int) -> Scores:
         scores = self._scores.get(index)
         if scores is None:
             kind = ChatScores if self._chat else CompletionScores
-            scores = self._scores[index] = kind(self._tokenizer)
+            scores = self._scores[index] = kind(self._names)
         return scores
 
     def _message(self, index: int, parsed: ParsedOutput) -> dict[str, Any]:
@@ -146,7 +183,7 @@ class OpenAIFormatter:
         logprobs = None
         if scores is not None:
             logprobs = self._logprobs(delta.token_id, scores, self._token_chars.get(index, 0))
-            shown = len(self._tokenizer.token_text(delta.token_id))
+            shown = len(self._names.token_text(delta.token_id))
             self._token_chars[index] = self._token_chars.get(index, 0) + shown
         ids = {"token_ids": [delta.token_id]} if self._job.return_token_ids else {}
         if not self._chat:
@@ -230,8 +267,8 @@ class OpenAIFormatter:
     def _logprobs(self, token_id: int, logprobs: TokenLogprobs, text_offset: int) -> dict[str, Any]:
         pairs = [(token_id, logprobs)]
         if self._chat:
-            return chat_logprobs(self._tokenizer, pairs)
-        return completion_logprobs(self._tokenizer, pairs, text_offset)
+            return chat_logprobs(self._names, pairs)
+        return completion_logprobs(self._names, pairs, text_offset)
 
     def _usage(self) -> dict[str, Any]:
         reasoning = sum(parser.reasoning_tokens for parser in self._parsers.values())

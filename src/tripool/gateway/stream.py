@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing
 from math import inf
 from typing import Any
+from urllib.parse import quote
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -41,6 +42,8 @@ class SlowReaderLimit:
 
 
 Headers = list[tuple[bytes, bytes]]
+UNENFORCED = b"x-tripool-unenforced"
+_MAX_HEADER_BYTES = 2048
 _PART_BYTES = 2**16
 """Size of one send of a body: other tasks run in between."""
 
@@ -97,8 +100,8 @@ class AnswerResponse(Response):
                 found = self._take(event)
                 if found is not None:
                     self._formatter.take(*found)
-        self._end_record("finished")
-        body = await _gathered(self._formatter.whole(self._answers, self._record.facts()))
+        self._end_generated()
+        body = await _gathered(self._formatter.whole(self._answers, self._facts()))
         num_bytes = str(sum(map(len, body))).encode()
         await _start(send, b"application/json", [*self._own_headers(), (b"content-length", num_bytes)])
         body.reverse()
@@ -130,20 +133,30 @@ class AnswerResponse(Response):
                     body = chunk(index, delta)
                     if index not in opened:
                         if not opened:
-                            headers = [*self._own_headers(), (b"cache-control", b"no-cache")]
-                            await _start(send, b"text/event-stream; charset=utf-8", headers)
+                            await self._start_stream(send)
                         opened.add(index)
                         body = self._formatter.opening(index, self._places[event.request_id][1]) + (body or b"")
                     if body:
                         await self._send(send, body)
-            self._end_record("finished")
-            last = self._formatter.closing(self._answers, self._record.facts())
+            self._end_generated()
+            last = self._formatter.closing(self._answers, self._facts())
+            if not opened:  # cancelled by another request, before its first token
+                await self._start_stream(send)
+                last = self._formatter.opening(0, self._answers[0]) + last
         except TripoolError as error:
             if not opened:
                 raise
             self._end_record("failed", error.code)
             last = self._formatter.error(error)
         await send({"type": "http.response.body", "body": last})
+
+    async def _start_stream(self, send: Send) -> None:
+        headers = [*self._own_headers(), (b"cache-control", b"no-cache")]
+        await _start(send, self._formatter.stream_type, headers)
+
+    def _end_generated(self) -> None:
+        """All events were read. Another request may have cancelled this one."""
+        self._end_record("finished" if all(answer.done for answer in self._answers) else "cancelled")
 
     def _take(self, event: TokenEvent) -> tuple[int, Delta] | None:
         """A delta with its index over HTTP. A request that is done before its engine knows is cancelled."""
@@ -172,8 +185,20 @@ class AnswerResponse(Response):
         if self._record.state == "open":
             self._record.ended(state, self._answers, error_code, self._tally)
 
+    def _facts(self) -> dict[str, Any]:
+        facts = self._record.facts()
+        return facts | {"unenforced": self._job.unenforced} if self._job.unenforced else facts
+
     def _own_headers(self) -> Headers:
-        return [(b"x-request-id", self._job.request_id.encode())]
+        own = [(b"x-request-id", self._job.request_id.encode())]
+        if self._job.unenforced:
+            own.append((UNENFORCED, _listed(self._job.unenforced)))
+        return own
+
+
+def _listed(places: Sequence[str]) -> bytes:
+    """For a header, however long they are and whatever characters a client's names have."""
+    return b", ".join(quote(place, safe="/ $").encode() for place in places)[:_MAX_HEADER_BYTES]
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

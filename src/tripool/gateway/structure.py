@@ -7,6 +7,7 @@ from typing import Any
 
 from tripool.core import Structure, StructureKind
 from tripool.errors import InvalidRequest
+from tripool.grammar.relax import relaxed
 
 _PLAIN: Mapping[str, StructureKind] = {
     "regex": "regex",
@@ -27,15 +28,24 @@ _STRUCTURED: Mapping[str, StructureKind] = {
 
 
 def read_structure(fields: Mapping[str, Any]) -> Structure | None:
+    """Without the parts of a `response_format` that no grammar can promise: see `read_format`."""
+    return read_format(fields)[0]
+
+
+def read_format(fields: Mapping[str, Any]) -> tuple[Structure | None, tuple[str, ...]]:
+    """The structure, and the parts of its schema that it does not ensure: only those of a `response_format` that is
+    not `strict` may be left out."""
+    unenforced: tuple[str, ...] = ()
     found = [Structure(kind, fields[name], name) for name, kind in _PLAIN.items() if name in fields]
     if "structured_outputs" in fields:
         found += _structured_outputs(fields["structured_outputs"])
     if "response_format" in fields:
-        found += _response_format(fields["response_format"])
+        formats, unenforced = _response_format(fields["response_format"])
+        found += formats
     if len(found) > 1:
         names = ", ".join(f"'{structure.param}'" for structure in found)
         raise InvalidRequest(f"an answer can have one structure, not {names}", param=found[-1].param)
-    return found[0] if found else None
+    return (found[0], unenforced) if found else (None, ())
 
 
 def _structured_outputs(value: Mapping[str, Any]) -> list[Structure]:
@@ -46,13 +56,17 @@ def _structured_outputs(value: Mapping[str, Any]) -> list[Structure]:
     return [Structure(_STRUCTURED[name], item, param) for name, item in given.items()]
 
 
-def _response_format(value: Mapping[str, Any]) -> list[Structure]:
+def _response_format(value: Mapping[str, Any]) -> tuple[list[Structure], tuple[str, ...]]:
     param, kind = "response_format", value.get("type")
-    _refuse_unknown(value, ("type", "json_schema") if kind == "json_schema" else ("type",), param)
+    value = {name: item for name, item in value.items() if item is not None}
+    fields = {"json_schema": ("type", "json_schema"), "json_object": ("type", "schema")}
+    _refuse_unknown(value, fields.get(str(kind), ("type",)), param)
     if kind == "text":
-        return []
+        return [], ()
+    if kind == "json_object" and isinstance(value.get("schema"), dict):
+        return _schema(value["schema"], param)
     if kind == "json_object":
-        return [Structure("json_object", True, param)]
+        return [Structure("json_object", True, param)], ()
     if kind != "json_schema":
         hint = "known: text, json_object, json_schema"
         raise InvalidRequest(f"response_format has the type {str(kind)[:100]!r}", hint=hint, param=param)
@@ -60,9 +74,15 @@ def _response_format(value: Mapping[str, Any]) -> list[Structure]:
     if not isinstance(named, dict) or not isinstance(named.get("schema"), dict):
         hint = 'like {"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}'
         raise InvalidRequest("response_format has no schema", hint=hint, param=param)
-    # `strict` has no effect: the answer always follows the schema, or the schema is refused.
     _refuse_unknown(named, ("name", "description", "schema", "strict"), param)
-    return [Structure("json_schema", named["schema"], param)]
+    if named.get("strict") is True:
+        return [Structure("json_schema", named["schema"], param)], ()
+    return _schema(named["schema"], param)
+
+
+def _schema(schema: Mapping[str, Any], param: str) -> tuple[list[Structure], tuple[str, ...]]:
+    shorter, dropped = relaxed(schema)
+    return [Structure("json_schema", shorter, param)], tuple(f"{param}/{place}" for place in dropped)
 
 
 def _refuse_unknown(value: Mapping[str, Any], known: Mapping[str, Any] | tuple[str, ...], param: str) -> None:

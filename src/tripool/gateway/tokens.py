@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize` in vLLM's format, and Anthropic's token count: no engine needed."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info` in vLLM's format, and Anthropic's token count: no engine needed."""
 
 from __future__ import annotations
 
@@ -58,6 +58,15 @@ class TokenService:
             raise InvalidRequest(f"there is no token {str(bad)[:30]}", hint=hint, param="tokens")
         return {"prompt": self._tokenizer.decode(tokens, skip_special=False)}
 
+    def info(self) -> dict[str, Any]:
+        """In the form of a tokenizer_config.json, as far as a checkpoint's text files say."""
+        return {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": self._context_tokens(),
+            "chat_template": self._tokenizer.chat_template,
+            **self._tokenizer.special_tokens,
+        }
+
     def count(self, raw: bytes) -> dict[str, Any]:
         self._encoder.check_body(len(raw), "messages")
         return {"input_tokens": self._parser.count(raw)}
@@ -86,6 +95,11 @@ def token_routes(models: Models, bodies: Bodies, pool: FairPool) -> APIRouter:
     @routes.post("/detokenize", openapi_extra=body_docs(DETOKENIZE.schema()))
     async def detokenize(http: HttpRequest) -> Response:
         return await answer(http, TokenService.detokenize)
+
+    @routes.get("/tokenizer_info")
+    async def tokenizer_info(model: str = "") -> dict[str, Any]:
+        """Special tokens and chat template, of the default model if none is named."""
+        return (models.find(model) if model else models.default).tokens.info()
 
     @routes.post("/v1/messages/count_tokens", openapi_extra=body_docs(ANTHROPIC_COUNT.schema()))
     async def count_tokens(http: HttpRequest) -> Response:

@@ -14,6 +14,8 @@ from tripool.grammar.tools import AFTER_NAME, BEFORE_NAME, CLOSING, OPENING
 
 _HEAD = re.compile(r"\n" + re.escape(BEFORE_NAME) + r"([a-zA-Z0-9_-]{1,64})" + re.escape(AFTER_NAME) + r"(?=\{)")
 _TAIL = "}\n" + CLOSING
+_SURELY_TAG = len("<tool")
+"""Characters of the tag that no other text is likely to end with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +105,11 @@ class ToolParser:
         return pieces
 
     def finish(self) -> list[CallPiece]:
-        """The rest, at the end of the text. A call cut off before its name was complete is text."""
+        """The rest, at the end of the text. Of a call cut off before its name was complete nothing is shown: clients
+        would take its tag for the answer."""
         held, self._held = self._held, ""
-        if self._state == self._head:
-            return [Content(OPENING + held)]
-        return [Content(held)] if self._state == self._text and held else []
+        cut_off = len(held) >= _SURELY_TAG
+        return [Content(held)] if self._state == self._text and held and not cut_off else []
 
     def _text(self) -> Iterator[CallPiece]:
         if self._after_call:

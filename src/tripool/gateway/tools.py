@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tripool.core import Conversation, Message, Structure
 from tripool.errors import InvalidRequest
+from tripool.grammar.relax import relaxed
 from tripool.grammar.tools import CLOSING, MAX_FUNCTIONS, OPENING, tool_structure
 
 _PREFACE = (
@@ -25,14 +26,20 @@ class Tools:
     structure: Structure | None = None
     required: bool = False
     """Whether it must begin with a call."""
+    unenforced: tuple[str, ...] = ()
+    """Parts of the functions' schemas that the grammar does not ensure."""
 
 
 def read_tools(fields: Mapping[str, Any]) -> Tools:
     """From `tools`, `tool_choice` and `parallel_tool_calls`."""
     tools, choice = fields.get("tools", []), fields.get("tool_choice", "auto")
     functions = [_function(tool, f"tools[{number}]") for number, tool in enumerate(tools)]
+    strict = {str(tool["function"].get("name")) for tool in tools if tool["function"].get("strict") is True}
     if len(functions) > MAX_FUNCTIONS:
         raise InvalidRequest(f"there are {len(functions)} tools", hint=f"at most {MAX_FUNCTIONS}", param="tools")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, allowed = _allowed(choice)
+        functions = [function for function in functions if function.get("name") in allowed]
     if isinstance(choice, dict):
         name = _chosen_name(choice)
         functions = [function for function in functions if function["name"] == name]
@@ -48,7 +55,25 @@ def read_tools(fields: Mapping[str, Any]) -> Tools:
     named = isinstance(choice, dict)
     parallel = fields.get("parallel_tool_calls", True) and not named
     required = choice != "auto"
-    return Tools(tools, tool_structure(functions, required=required, parallel=parallel), required)
+    unenforced: tuple[str, ...] = ()
+    if not required:  # else the schemas are a promise, as they are with `strict`
+        functions, unenforced = _relaxed(functions, strict)
+    return Tools(tools, tool_structure(functions, required=required, parallel=parallel), required, unenforced)
+
+
+def _relaxed(
+    functions: Sequence[dict[str, Any]], strict: Container[str]
+) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """The same functions with schemas that a grammar can promise, and the parts that it cannot."""
+    shorter, unenforced = [], []
+    for function in functions:
+        schema, name = function.get("parameters"), function.get("name")
+        if isinstance(schema, dict) and name not in strict:
+            parameters, dropped = relaxed(schema)
+            function = function | {"parameters": parameters}
+            unenforced += [f"tools/{name}/{place}" for place in dropped]
+        shorter.append(function)
+    return shorter, tuple(unenforced)
 
 
 def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -59,9 +84,20 @@ def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {name: function[name] for name in ("name", "parameters") if function.get(name) is not None}
 
 
+def _allowed(choice: Mapping[str, Any]) -> tuple[str, set[str]]:
+    """Whether a call is required, and the names of the functions that may be called."""
+    allowed = choice.get("allowed_tools", choice)  # nested in a chat, beside the type in the newer API
+    tools = allowed.get("tools") if isinstance(allowed, dict) else None
+    mode = allowed.get("mode", "auto") if isinstance(allowed, dict) else None
+    if not isinstance(tools, list) or mode not in ("auto", "required"):
+        hint = 'like {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}'
+        raise InvalidRequest("tool_choice has allowed_tools of the wrong shape", hint=hint, param="tool_choice")
+    return mode, {_chosen_name({"type": "function", **tool} if isinstance(tool, dict) else {}) for tool in tools}
+
+
 def _chosen_name(choice: Mapping[str, Any]) -> str:
     function = choice.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
+    name = function.get("name") if isinstance(function, dict) else choice.get("name")
     if choice.get("type") != "function" or not isinstance(name, str):
         hint = 'like {"type": "function", "function": {"name": ...}}'
         raise InvalidRequest("tool_choice names no function", hint=hint, param="tool_choice")

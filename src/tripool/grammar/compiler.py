@@ -17,7 +17,7 @@ from tripool.errors import InvalidRequest
 from tripool.grammar.compiled import Compiled, Refusal
 from tripool.grammar.guide import Guide
 from tripool.grammar.owned import OwnedCache
-from tripool.grammar.translate import LIMITS, grammar_text
+from tripool.grammar.translate import LIMITS, grammar_text, in_words
 from tripool.text import Tokenizer
 from tripool.text.files import TextFiles
 
@@ -193,7 +193,8 @@ class GrammarCompiler:
         limits = LLParserLimits(verbose_errors=False, **LIMITS)
         matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=limits)
         if matcher.is_error():
-            return Refusal(f"the {structure.kind} cannot be used: {matcher.get_error()[:MAX_MESSAGE_CHARS]}", "")
+            told = in_words(matcher.get_error(), structure)[:MAX_MESSAGE_CHARS]
+            return Refusal(f"the {structure.kind} cannot be used: {told}", "")
         return Compiled(matcher, self._num_ids)
 
     @cached_property

@@ -5,7 +5,8 @@
     </tool_call>
 
 Spaces after ':' and ',' are as in those templates, so that a model sees its training format. Several calls are on lines
-of their own. Where no call is required, the answer may be any text, and calls may follow it.
+of their own. Where no call is required, the answer may be any text, and calls may follow it; or, where the answer has
+a JSON schema of its own, it is either that JSON or calls.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ MAX_PARALLEL_CALLS = 16
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _OPTIONS = "x-guidance"
 _SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 _COMPOSED = frozenset({"$ref", "allOf", "anyOf", "oneOf", "patternProperties"})
 
 
@@ -41,11 +43,17 @@ def tool_structure(
     return Structure("tool_calls", value, param)
 
 
+def or_answer(calls: Structure, schema: Mapping[str, Any]) -> Structure:
+    """Either calls, or JSON of this schema. A required call leaves no room for it."""
+    value = json.loads(calls.value)
+    return calls if value["required"] else Structure("tool_calls", value | {"answer": schema}, calls.param)
+
+
 def tool_grammar(structure: Structure) -> str:
     """Lark. Raises InvalidRequest for an invalid function; llguidance checks the parameters' schemas."""
     value = json.loads(structure.value)
     functions = value.get("functions")
-    if value.keys() - {"functions", "required", "parallel"} or not isinstance(functions, list):
+    if value.keys() - {"functions", "required", "parallel", "answer"} or not isinstance(functions, list):
         hint = 'like {"functions": [{"name": ..., "parameters": ...}], "required": true}'
         raise InvalidRequest("tool_calls is of the wrong shape", hint=hint, param=structure.param)
     if not 0 < len(functions) <= MAX_FUNCTIONS:
@@ -56,18 +64,23 @@ def tool_grammar(structure: Structure) -> str:
         raise InvalidRequest("two functions have the same name", param=structure.param)
     more = f" next{{0,{MAX_PARALLEL_CALLS - 1}}}" if value.get("parallel", True) else ""
     bodies = " | ".join(f"f{number}" for number in range(len(schemas)))
-    rules = [*_start(bool(value.get("required")), more), f'call: "\\n" ({bodies}) "\\n{CLOSING}"']
+    answer = value.get("answer")
+    rules = [*_start(bool(value.get("required")), more, answer is not None), f'call: "\\n" ({bodies}) "\\n{CLOSING}"']
     if more:
         rules.append(f'next: "\\n{OPENING}" call')
     for number, (name, schema) in enumerate(schemas.items()):
         rules.append(f'f{number}: {json.dumps(BEFORE_NAME + name + AFTER_NAME)} a{number} "}}"')
         rules.append(f"a{number}: %json {json.dumps(schema)}")
+    if answer is not None:
+        if not isinstance(answer, dict) or _OPTIONS in answer:
+            raise InvalidRequest("the schema of the answer is of the wrong shape", param=structure.param)
+        rules.append(f"answer: %json {json.dumps({**prepared(answer, structure.param), _OPTIONS: _COMPACT})}")
     return "\n".join(rules)
 
 
-def _start(required: bool, more: str) -> list[str]:
-    if required:
-        return [f'start: "{OPENING}" call{more}']
+def _start(required: bool, more: str, has_answer: bool) -> list[str]:
+    if required or has_answer:
+        return [f'start: {"answer | " if has_answer else ""}"{OPENING}" call{more}']
     return [
         f"start: TEXT | opening call{more}",
         f"TEXT: /(?s:.*)/ & ~/(?s:.*{OPENING}.*)/",

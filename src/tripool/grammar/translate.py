@@ -51,6 +51,27 @@ def grammar_text(structure: Structure) -> str:
         raise InvalidRequest(f"the {structure.kind} cannot be used: {error}", param=structure.param) from error
 
 
+_UNKNOWN = re.compile(r"Unimplemented keys: \[(.*?)\]")
+_WORDS = (
+    ("oneOf constraints are not supported", "a oneOf whose branches may overlap cannot be promised"),
+    ("Regex is empty", "no text satisfies both a pattern and the keywords beside it"),
+)
+
+
+def in_words(error: str, structure: Structure) -> str:
+    """What llguidance says of a schema, without the grammar around it, which its client has never seen."""
+    if structure.kind not in ("json_schema", "tool_calls"):
+        return error
+    told = re.split(r"\n +\d+ \| ", error, maxsplit=1)[0]
+    told = re.sub(r"^at \d+\(\d+\): ", "", told).replace("failed to compile JSON schema: ", "").strip()
+    keywords = _UNKNOWN.search(told)
+    if keywords is not None:
+        return "no grammar can promise " + keywords[1].replace('"', "'")
+    if "regex parse error" in told or "in regex /" in told:
+        return f"no grammar can promise one of its patterns: {told.rpartition('error: ')[2].partition('; ')[0]}"
+    return next((words for mark, words in _WORDS if mark in told), told)
+
+
 def _as_python(escape: re.Match[str]) -> str:
     """Replaces classes that differ between Python and Rust. A class may be nested in another."""
     return _CLASSES.get(escape[0], escape[0])

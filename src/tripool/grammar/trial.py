@@ -20,7 +20,7 @@ from tripool.core import Structure
 from tripool.errors import InvalidRequest, TripoolError
 from tripool.grammar import trial_process
 from tripool.grammar.owned import OwnedCache
-from tripool.grammar.translate import LIMITS, grammar_text
+from tripool.grammar.translate import LIMITS, grammar_text, in_words
 
 # Bounds the text that a grammar spells out. The cost of a mask grows with the literal: llguidance reads all of it again
 # for every byte of every token. At this bound a mask takes a millisecond; a literal as long as a request, thirty.
@@ -107,7 +107,8 @@ class Trial:
                 self._verdicts.put(namespace, structure, verdict)
         if verdict:
             hint = _SLOW_HINT if verdict.startswith(trial_process.SLOW) else ""
-            raise InvalidRequest(f"the {structure.kind} cannot be used: {verdict}", hint=hint, param=structure.param)
+            told = in_words(verdict, structure)
+            raise InvalidRequest(f"the {structure.kind} cannot be used: {told}", hint=hint, param=structure.param)
 
     def _try(self, structure: Structure) -> str:
         """The problem; empty when there is none."""

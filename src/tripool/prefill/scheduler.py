@@ -14,6 +14,8 @@ from tripool.cache import BlockPool, next_key
 from tripool.config import SchedulerConfig
 from tripool.sequence import Seq, Task
 
+SCORED_TOKENS = 256
+"""Most prompt tokens of a step whose log-probabilities are wanted: each takes as much as a sampled token."""
 MASKS_S = 0.03
 """Time in a step for the masks of grammars of prompts, and as much for those of rows. The last one may exceed it. Most
 need a hundredth of it."""
@@ -73,7 +75,7 @@ class PrefillScheduler:
         limit = self.limit
         left, masks_s = limit.prompt_tokens, MASKS_S
         for seq in sorted(self.running, key=limit.is_heavy):
-            most = min(budget, left) if limit.is_heavy(seq) else budget
+            most = _most(seq, min(budget, left) if limit.is_heavy(seq) else budget)
             if seq.needs_result or (seq.mask_s and masks_s <= 0):
                 continue
             if most > 0 and seq in self.running:  # growing an older one may have preempted this one
@@ -89,7 +91,7 @@ class PrefillScheduler:
                 self.held_by = "tokens per step" if budget <= 0 else "batch slots" if slots <= 0 else "KV memory"
                 break
             heavy = limit.is_heavy(seq) if limit.tenants else False
-            most = min(budget, left) if heavy else budget
+            most = _most(seq, min(budget, left) if heavy else budget)
             if seq.waits or most <= 0 or (seq.mask_s and masks_s <= 0):
                 continue  # for slow masks too: they go on in the next step, and those without need not wait for them
             if not self._admit(seq):
@@ -107,7 +109,8 @@ class PrefillScheduler:
 
     def _prefix(self, seq: Seq) -> list[int]:
         """The last token is always computed: its logits are what the request is here for."""
-        found = self._pool.match(self._keys(seq)) if self._config.prefix_reuse else []
+        reuse = self._config.prefix_reuse and not seq.scores_prompt  # a score needs its row computed
+        found = self._pool.match(self._keys(seq)) if reuse else []
         return found[: (len(seq.tokens) - 1) // self._config.block_tokens]
 
     def _needs(self, seq: Seq, found: list[int]) -> int:
@@ -130,6 +133,10 @@ class PrefillScheduler:
 
     def _keys(self, seq: Seq) -> list[bytes]:
         return extend_keys(seq, len(seq.tokens), self._config.block_tokens, self._model)
+
+
+def _most(seq: Seq, most: int) -> int:
+    return min(most, SCORED_TOKENS) if seq.scores_prompt else most
 
 
 def _chunk(seq: Seq, stop: int, tasks: list[Task]) -> int:

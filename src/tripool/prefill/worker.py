@@ -206,7 +206,8 @@ class PrefillWorker:
         try:
             self._check(start)
             began_s = self._clock()
-            job.fetched_tokens, job.disk_tokens = self._prefixes.fetch(request)
+            if request.params.prompt_logprobs is None:  # else every row is computed
+                job.fetched_tokens, job.disk_tokens = self._prefixes.fetch(request)
             job.lookup_s = self._clock() - began_s
             self._engine.add(renamed(request, name), {known.choice: known.tokens for known in start.answered})
         except TripoolError as error:

@@ -113,7 +113,7 @@ def build_split(
         if is_open:
             mark_open(folder.path)
         options = tuple(child_options)
-        specs = [_gateway_spec(listener, access.path, folder, options)]
+        specs = [_gateway_spec(listener, access.path, folder, (*_gateway_options(gateway), *options))]
         specs += [spec for plan in plans for spec in _worker_specs(plan, len(plans), engine, pools, folder, options)]
         shared = SharedHost(hosts, stack) if hosts is not None else None
         if shared is not None:
@@ -194,6 +194,12 @@ def _gateway_spec(listener: socket.socket, keys: Path, folder: RunFolder, option
     fd = listener.fileno()
     argv = ("gateway", "--folder", str(folder.path), "--http-fd", str(fd), "--keys", str(keys.absolute()))
     return Spec(GATEWAY, (*argv, *options), (fd, folder.lock))
+
+
+def _gateway_options(gateway: GatewayConfig) -> Iterator[str]:
+    yield from ("--response-store-bytes", str(gateway.response_store_bytes))
+    for origin in gateway.cors_origins:
+        yield from ("--cors-origin", origin)
 
 
 def _threads_per_worker(num_workers: int) -> int:

@@ -114,7 +114,8 @@ def load_pool_engine(
 ) -> PoolEngine:
     """`fake` may be followed by settings: `fake:step_ms=5,row_ms=0.4,prompt_ms=0.05,blocks=64`.
 
-    A step takes `step_ms`, and more for each row (`row_ms`) and each prompt token (`prompt_ms`).
+    A step takes `step_ms`, and more for each row (`row_ms`) and each prompt token (`prompt_ms`). `script` names a file
+    of answers (`tripool.engine.scripted`).
     """
     name, _, settings = model.partition(":")
     if name == "fake":
@@ -127,7 +128,9 @@ def load_pool_engine(
 def _fake(settings: str, config: EngineConfig) -> PoolEngine:
     from tripool.engine.fake import fake_text
     from tripool.engine.fake_paged import PagedFake
+    from tripool.engine.scripted import Script, ScriptedTokens
 
+    script: Path | None = None
     given = {"blocks": 2048, "context": 4096, "running": config.max_running, "step_tokens": 512}
     costs = {"step_ms": 0.0, "row_ms": 0.0, "prompt_ms": 0.0}
     for setting in filter(None, settings.split(",")):
@@ -136,11 +139,15 @@ def _fake(settings: str, config: EngineConfig) -> PoolEngine:
             costs[key] = float(value)
         elif key in given and value.isdecimal():
             given[key] = int(value)
+        elif key == "script" and value:
+            script = Path(value)
         else:
-            known = ", ".join([*costs, *given])
+            known = ", ".join([*costs, *given, "script"])
             raise InvalidRequest(f"the fake engine has no setting '{setting}'", hint=f"known: {known}")
+    text = fake_text()
     return PagedFake(
-        fake_text(),
+        text,
+        tokens=ScriptedTokens(text, Script(script)) if script is not None else None,
         context_tokens=given["context"],
         num_blocks=given["blocks"],
         max_running=given["running"],

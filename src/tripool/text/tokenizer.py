@@ -37,6 +37,7 @@ class Tokenizer:
         added = self._library.get_added_tokens_decoder()
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         self.end_ids = files.end_ids
+        self.chat_template, self.special_tokens = files.chat_template, files.special_tokens
         self._template: Template | None = None
         if files.chat_template is not None and files.chat_template.strip():
             self._template = Template(files.chat_template, special_tokens=files.special_tokens, now=now)

@@ -161,7 +161,7 @@ def test_count_tokens_is_what_the_engine_gets(server):
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"messages": []}, "messages"),
-    ({"messages": [{"role": "system", "content": "x"}]}, "messages"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages"),
     ({"messages": [{"role": "user", "content": []}]}, "messages"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages"),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages"),
@@ -188,7 +188,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "deep"}}, "thinking"),
     ({"output_config": {"format": {"type": "text"}}}, "output_config"),
     ({"output_config": {"verbosity": 1}}, "output_config"),
-    ({"mcp_servers": []}, "mcp_servers"),
+    ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
     ({"n": 2}, "n"),
 ]
 
@@ -229,3 +229,47 @@ def test_failure_inside_a_stream_is_an_error_event(serve):
             rest = list(lines)
         assert rest[-3] == "event: error"
         assert "RuntimeError" in rest[-2] and "on fire" not in rest[-2]
+
+
+def test_what_anthropics_newer_clients_send_by_themselves(server):
+    ask(server, max_tokens=1)
+    more: Any = {
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "container": None, "mcp_servers": [], "thread": {"type": "create"}, "compaction": None,
+        "output_config": {"effort": None, "task_budget": {"type": "tokens", "total": 5}},
+    }  # fmt: skip
+    ask(server, max_tokens=1, extra_body=more, extra_headers={"anthropic-beta": "message-threads-2026-08-12"})
+    marked: Any = [{"type": "text", "text": HELLO[0]["content"], "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
+    server.anthropic.beta.messages.create(
+        model="fake", max_tokens=1, messages=[{"role": "user", "content": marked}], betas=["context-1m-2025-08-07"]
+    )
+    assert len({request.prompt_ids for request in server.engine.added}) == 1
+
+
+def test_system_messages_between_others(server):
+    brief: Any = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+    ask(server, system="Rules.", messages=[brief, *HELLO], max_tokens=1)
+    ask(server, system="Rules.\n\nBe brief.", max_tokens=1)
+    first, second = server.engine.added
+    assert first.prompt_ids == second.prompt_ids
+    once = brief | {"clear_at": "next_user_message"}
+    ask(server, messages=[*HELLO, once, {"role": "assistant", "content": "Yes."}, *HELLO], max_tokens=1)
+    ask(server, messages=[*HELLO, {"role": "assistant", "content": "Yes."}, *HELLO], max_tokens=1)
+    ask(server, messages=[*HELLO, once], max_tokens=1)
+    *_, cleared, without, shown = server.engine.added
+    assert cleared.prompt_ids == without.prompt_ids
+    assert len(shown.prompt_ids) > len(second.prompt_ids) - len("Rules.\n\nBe brief.")
+
+
+def test_a_thread_is_refused_in_the_way_that_makes_clients_send_everything(server):
+    thread: Any = {"type": "continue", "previous_message_id": "msg_1"}
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        server.anthropic.beta.messages.create(model="fake", max_tokens=1, messages=HELLO, thread=thread)
+    assert refused.value.error_code == "thread_unsupported_request"
+    assert not server.engine.added
+
+
+def test_the_older_name_of_structured_output(server):
+    wanted: Any = {"output_format": {"type": "json_schema", "schema": SCHEMA}}
+    message = ask(server, extra_body=wanted, max_tokens=400)
+    Draft202012Validator(SCHEMA).validate(json.loads(message.content[0].text))

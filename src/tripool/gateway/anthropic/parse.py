@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tripool.core import Message
 from tripool.errors import InvalidRequest
+from tripool.gateway.refusals import ThreadUnsupported
 
-_ROLES = ("user", "assistant")
+_ROLES = ("user", "assistant", "system")
 _TOOL_CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
-_IGNORED_IN_TOOLS = {"cache_control", "strict", "defer_loading", "eager_input_streaming", "input_examples"}
-_IGNORED_IN_BLOCKS = {"cache_control", "citations", "caller"}
+_IGNORED_IN_TOOLS = {
+    "cache_control", "strict", "defer_loading", "eager_input_streaming", "input_examples", "allowed_callers",
+}  # fmt: skip
+_IGNORED_IN_BLOCKS = {"cache_control", "citations", "caller", "toolset_name"}
+_IGNORED_IN_MESSAGES = {"cache_control", "output_config"}
 """Accepted without effect, like those of the body itself."""
 _BLOCKS: Mapping[str, set[str]] = {
     "text": {"text"},
@@ -27,9 +31,11 @@ def to_chat(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[Message]]:
     """Fields of a chat completion, and the conversation for a chat template."""
     same = ("model", "max_tokens", "stop", "stream", "temperature", "top_p", "top_k", "slo", "priority")
     chat: dict[str, Any] = {name: fields[name] for name in same if name in fields}
+    _check_thread(fields.get("thread", {}))
     conversation = list(_system(fields.get("system")))
-    for number, message in enumerate(fields["messages"]):
+    for number, message in enumerate(_still_shown(fields["messages"])):
         conversation += _messages(message, f"messages[{number}]")
+    conversation = _one_system(conversation)
     if conversation and conversation[-1]["role"] == "assistant" and not conversation[-1].get("tool_calls"):
         chat["continue_final_message"] = True  # prefill of the answer, in these clients' form
     if "tools" in fields:
@@ -38,9 +44,39 @@ def to_chat(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[Message]]:
         chat |= _tool_choice(fields["tool_choice"])
     if "thinking" in fields:
         chat |= _thinking(fields["thinking"])
+    if "output_format" in fields:  # the older name of a part of `output_config`
+        chat |= _output_config({"format": fields["output_format"]})
     if "output_config" in fields:
         chat |= _output_config(fields["output_config"])
     return chat, conversation
+
+
+def _check_thread(thread: Mapping[str, Any]) -> None:
+    """A client asks the server to hold its conversation and still sends all of it (`create`), or only what is new
+    (`continue`). Nothing is held here: with this error clients send everything, and no threads any more."""
+    if thread.get("type") == "continue":
+        hint = "send the full conversation without 'thread'"
+        raise ThreadUnsupported("this server holds no conversations", hint=hint, param="thread")
+
+
+def _still_shown(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Without the system messages that a later message of the user has cleared."""
+    last_user = max((number for number, one in enumerate(messages) if one.get("role") == "user"), default=-1)
+    for number, message in enumerate(messages):
+        cleared = message.get("role") == "system" and message.get("clear_at") == "next_user_message"
+        if not cleared or number > last_user:
+            yield message
+
+
+def _one_system(conversation: list[Message]) -> list[Message]:
+    """Leading system messages are one: most chat templates know one, at the beginning."""
+    rest = next((number for number, one in enumerate(conversation) if one["role"] != "system"), len(conversation))
+    if rest < 2:
+        return conversation
+    return [
+        {"role": "system", "content": "\n\n".join(one["content"] for one in conversation[:rest])},
+        *conversation[rest:],
+    ]
 
 
 def _system(system: str | list[Any] | None) -> Iterator[Message]:
@@ -54,8 +90,13 @@ def _messages(message: Mapping[str, Any], where: str) -> Iterator[Message]:
     role, content = message.get("role"), message.get("content")
     if role not in _ROLES:
         raise _wrong(f"{where} has the role {str(role)[:100]!r}", hint=f"known: {', '.join(_ROLES)}")
-    for name in message.keys() - {"role", "content"}:
-        raise _wrong(f"{where} has '{name[:100]}', which is not supported")
+    known = {"role", "content"} | _IGNORED_IN_MESSAGES | ({"clear_at"} if role == "system" else set())
+    for name in message.keys() - known:
+        if message[name] is not None:
+            raise _wrong(f"{where} has '{name[:100]}', which is not supported")
+    if role == "system":
+        yield from _system(content if isinstance(content, (str, list)) else None)
+        return
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return
@@ -152,14 +193,18 @@ def _tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
 def _thinking(thinking: Mapping[str, Any]) -> dict[str, Any]:
     """Passed to templates that support it. `budget_tokens` has no effect."""
     kind = thinking.get("type")
-    if kind not in ("enabled", "disabled", "adaptive"):
-        hint = "known: enabled, disabled, adaptive"
+    if kind not in ("enabled", "disabled", "adaptive", "between_tools"):
+        hint = "known: enabled, disabled, adaptive, between_tools"
         raise InvalidRequest(f"thinking is of the type {str(kind)[:100]!r}", hint=hint, param="thinking")
-    return {} if kind == "adaptive" else {"chat_template_kwargs": {"enable_thinking": kind == "enabled"}}
+    return (
+        {}
+        if kind in ("adaptive", "between_tools")
+        else {"chat_template_kwargs": {"enable_thinking": kind == "enabled"}}
+    )
 
 
 def _output_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    for name in config.keys() - {"format", "effort"}:
+    for name in config.keys() - {"format", "effort", "task_budget"}:
         raise InvalidRequest(f"output_config has '{name[:100]}', which is not supported", param="output_config")
     chat: dict[str, Any] = {}
     wanted, effort = config.get("format"), config.get("effort")

@@ -12,7 +12,7 @@ from tripool.gateway.body import decode_object
 from tripool.gateway.job import Job
 from tripool.gateway.output_parser import OutputParser
 from tripool.gateway.refusals import error_shape
-from tripool.gateway.respond import Facts, encode
+from tripool.gateway.respond import EVENT_STREAM, Facts, encode
 from tripool.gateway.tool_parser import CallBegins, Content, Piece, Thought
 
 _AFTER = b"}}\n\n"
@@ -20,6 +20,8 @@ _AFTER = b"}}\n\n"
 
 class AnthropicFormatter:
     """A job has one answer here. A block is opened with its first text and closed before the next."""
+
+    stream_type = EVENT_STREAM
 
     def __init__(self, job: Job, *, model: str) -> None:
         self._job, self._model = job, model

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: items in, items out, and named events in a stream."""
