@@ -265,7 +265,7 @@ class FleetView:
         return min(fitting, key=lambda m: self._transfers.get((source, m.worker_id), 0))
 
     def _sort_in(self, member: Member) -> None:
-        if member.draining or not member.whole:
+        if not member.ready:
             return
         if member.entry is not None:
             self._take_out(member)
