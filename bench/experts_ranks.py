@@ -49,7 +49,7 @@ MAX_TOKENS, KILL_AT, STALL_S, AROUND_S = 900, 60, 0.3, 0.5
 RANKS, SLOTS = 2, 18
 """Of a rank: 16 experts and, as `experts/balancer.py` has it, one spare slot for every eight."""
 CALM_S = 11.0
-"""Between two kills of one rank: a rank that dies sooner again is started later."""
+"""Between two kills: a rank that dies sooner again is started later, and the next standby needs some seconds."""
 
 
 class Stream(threading.Thread):
@@ -82,7 +82,7 @@ class Bench:
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=WITHIN_S)
         self._url = url
-        self._killed_s = [0.0, 0.0]
+        self._killed_s = 0.0
         self.calm: list[float] = []
         """Gaps while nothing happens, in seconds."""
         self.moving: list[float] = []
@@ -129,13 +129,13 @@ class Bench:
 
     def kill(self, number: int) -> None:
         rank = number % RANKS
-        time.sleep(max(0.0, self._killed_s[rank] + CALM_S - time.monotonic()))
+        time.sleep(max(0.0, self._killed_s + CALM_S - time.monotonic()))
         streams = self.streams(number)
         while min(len(stream.arrived) for stream in streams) < KILL_AT:
             time.sleep(0.001)
         pid = next(w["pid"] for w in self.pools()["workers"] if w["worker"] == f"decode-0-r{rank}")
         os.kill(pid, signal.SIGKILL)
-        self._killed_s[rank] = killed_s = time.monotonic()
+        self._killed_s = killed_s = time.monotonic()
         self.wait(lambda pools: not pools["instances"][0]["ranks"][rank]["present"])
         there_s = self.wait(lambda pools: pools["instances"][0]["ranks"][rank]["present"])
         for stream in streams:

@@ -12,7 +12,6 @@ from experts.mixed import mixed_answers
 from experts.rank_process import Instance, heat, instance, layout_of, load, processes
 from oracle.deepseek_cases import V3
 from oracle.folders import save_case
-from tripool.experts import imbalance
 from tripool.experts.balancer import Balancer
 
 EXPERTS, TOP_K, RANKS, LONGEST = 64, 2, 4, 12
@@ -62,15 +61,13 @@ def follow(folder: Path, count: int, hot: list[tuple[int, int]]) -> None:
     model = str(save_case(CASE, folder / "model"))
     layout = layout_of(load(model), RANKS, 64)
     with processes(model, RANKS) as started, instance(started, layout, folder) as ranks:
-        balancer, skews, first = Balancer(ranks.map, TOP_K), [], ranks.map
+        balancer, skews = Balancer(ranks.map, TOP_K), []
         for turn, (old, new) in enumerate(hot):
             for phase, bias in enumerate(biases(old, new)):
                 begin = count * (3 * turn + phase)
                 skews.append(serve_while_moving(model, ranks, balancer, range(begin, begin + count), bias))
         assert skews[0] > 30.0 and skews[-1] > 30.0
         assert balancer.num_copies > 0, "no expert moved"
-        loads = routed(ranks)
-        assert imbalance(ranks.map.table, loads).mean() < imbalance(first.table, loads).mean()
 
 
 def test_moves_under_load_change_nothing(tmp_path: Path) -> None:
