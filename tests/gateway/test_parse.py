@@ -98,7 +98,6 @@ BAD_COMPLETION: list[tuple[Any, str | None]] = [
     ({"prompt": [-1]}, "prompt"),
     ({"prompt": [10**9]}, "prompt"),
     ({"prompt": ["a"] * 1000}, "prompt"),
-    ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
     ({"prompt": "a", "echo": 0}, "echo"),
     ({"prompt": "a", "best_of": 3}, "best_of"),
     ({"prompt": "a", "logprobs": True}, "logprobs"),
