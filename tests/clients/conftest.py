@@ -30,7 +30,11 @@ class Served:
 
 @pytest.fixture(scope="session")
 def served() -> Iterator[Served]:
-    command = [sys.executable, "-m", "tripool", "serve", "tiny", "--port", "0"]
+    yield from serving("tiny")
+
+
+def serving(*words: str) -> Iterator[Served]:
+    command = [sys.executable, "-m", "tripool", "serve", *words, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         watchdog = threading.Timer(START_WITHIN_S, process.kill)

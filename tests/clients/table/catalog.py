@@ -31,6 +31,8 @@ class Client:
         return self.group or self.name
 
 
+LM_EVAL = Client("lm-eval", (CPU_TORCH, "lm-eval[api,hf]"), surface="completions")
+"""Scores of a real model are compared with those of its transformers backend: see `tests/clients/test_lm_eval.py`."""
 CLIENTS = (
     Client("openai", ("openai",), surface="chat completions, responses, completions"),
     Client("anthropic", ("anthropic",), surface="messages"),
@@ -51,7 +53,6 @@ CLIENTS = (
     Client("llm", ("llm",)),
     Client("aider", ("aider-chat",)),
     Client("ollama", ("ollama",), surface="ollama"),
-    Client("lm-eval", (CPU_TORCH, "lm-eval[api]", "transformers"), surface="completions"),
     Client("openai-node", ("openai",), "node", surface="chat completions, responses"),
     Client("anthropic-node", ("@anthropic-ai/sdk",), "node", surface="messages"),
     Client("vercel-ai-sdk", ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "zod"), "node",

@@ -10,7 +10,7 @@ import sys
 import venv
 from pathlib import Path
 
-from clients.table.catalog import CLIENTS, Client
+from clients.table.catalog import CLIENTS, LM_EVAL, Client
 
 ROOT = Path(__file__).resolve().parents[3] / ".venv-clients"
 
@@ -40,9 +40,9 @@ def install(client: Client) -> None:
 
 
 def main() -> int:
-    wanted = sys.argv[1:] or [client.name for client in CLIENTS]
+    wanted = sys.argv[1:] or [client.name for client in (*CLIENTS, LM_EVAL)]
     failed = []
-    for client in CLIENTS:
+    for client in (*CLIENTS, LM_EVAL):
         if client.name in wanted and not is_installed(client):
             print(f"installing {client.name}", flush=True)
             try:

@@ -13,7 +13,7 @@ function home() {
   writeFileSync(join(cwd, "opencode.json"), JSON.stringify(config));
   return cwd;
 }
-const ask = (cwd, ...words) => run("opencode", ["run", ...words], { cwd, env: { OPENCODE_DISABLE_MODELS_FETCH: "1" } });
+const ask = (cwd, ...words) => run("opencode", ["run", ...words], { cwd, env: { OPENCODE_DISABLE_MODELS_FETCH: "1", OPENCODE_CONFIG: join(cwd, "opencode.json") } });
 
 await step("quick start", async () => {
   const said = await ask(home(), ASK_HELLO);
