@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     # Here, so that `tripool --help` does not import a web server.
     from tripool.engine_protocol import StepEngine
     from tripool.serving import ColocatedServer, SplitServer
+    from tripool.serving.server import BuiltServer
     from tripool.serving.split import SplitConfig
     from tripool.text.files import TextFiles
 
@@ -54,6 +55,9 @@ ResponseStoreMb = Annotated[
 ]
 CorsOrigin = Annotated[
     list[str] | None, typer.Option(help="Origin of web pages that may use this server from a browser; repeatable.")
+]
+GrpcPort = Annotated[
+    int | None, typer.Option(min=0, max=65535, help="Port of gRPC, at the same address; 0 picks a free one.")
 ]
 DiskGb = Annotated[float | None, typer.Option(min=0.001, help="Disk behind the cache pool; none by default.")]
 DiskDir = Annotated[
@@ -87,6 +91,7 @@ def register(app: typer.Typer, load: Load) -> None:
         open: Open = False,
         response_store_mb: ResponseStoreMb = 0.0,
         cors_origin: CorsOrigin = None,
+        grpc_port: GrpcPort = None,
         log_level: LogLevel = _LOGS.level,
         log_format: LogFormat = _LOGS.style,
     ) -> None:
@@ -97,7 +102,9 @@ def register(app: typer.Typer, load: Load) -> None:
 
         store_bytes, origins = int(response_store_mb * 2**20), checked_origins(cors_origin or ())
         models = models or ["tiny"]
-        gateway = GatewayConfig(host=host, port=port, response_store_bytes=store_bytes, cors_origins=origins)
+        gateway = GatewayConfig(
+            host=host, port=port, response_store_bytes=store_bytes, cors_origins=origins, grpc_port=grpc_port
+        )
         access, weights = AccessConfig(keys, open), WeightCacheConfig(model_cache_gb, keep_models)
         logs = LogOptions(log_level, log_format)
         split |= (prefill, decode, cache_gb, disk_gb) != (None, None, None, None)
@@ -157,15 +164,18 @@ def _lifetime(models: list[str], config: EngineConfig) -> Iterator[None]:
         _LOG.info("stopped", extra={"ran_s": round(time.monotonic() - began_s, 3)})
 
 
-def _ready(url: str, banner: str, **facts: object) -> None:
+def _ready(server: BuiltServer, banner: str, **facts: object) -> None:
     typer.echo(banner)
-    _LOG.info("ready", extra={"url": url, **facts})
+    if server.grpc_address is not None:
+        typer.echo(f"gRPC: {server.grpc_address}")
+        facts["grpc"] = server.grpc_address
+    _LOG.info("ready", extra={"url": server.url, **facts})
 
 
 def _colocated_ready(server: ColocatedServer) -> None:
     assert server.access is not None
     banner = _models_banner(server) if server.engine is None else _engine_banner(server.url, server.engine)
-    _ready(server.url, banner, keys=server.access.keys)
+    _ready(server, banner, keys=server.access.keys)
 
 
 def _run_split(server: SplitServer, pools: SplitConfig) -> None:
@@ -175,7 +185,7 @@ def _run_split(server: SplitServer, pools: SplitConfig) -> None:
         sizes = f"{pools.prefill} prefill and {pools.decode} decode workers{each}, cache {pools.cache_gb:g} GB"
         sizes += f" and {pools.disk_gb:g} GB of disk" if pools.disk_gb and pools.cache_gb else ""
         banner = _banner(server.url, ", ".join(one.name for one in models), models[0].text, sizes)
-        _ready(server.url, banner, prefill=pools.prefill.num_workers, decode=pools.decode.num_workers)
+        _ready(server, banner, prefill=pools.prefill.num_workers, decode=pools.decode.num_workers)
 
     received: list[int] = []
 

@@ -19,6 +19,7 @@ from tripool.control.launch import Spec
 from tripool.control.run_manifest import RunManifest, ServedModel
 from tripool.control.supervisor import GATEWAY, STANDBY, Supervisor
 from tripool.fabric.folder import RunFolder, gateway_address
+from tripool.gateway.grpc.port import reserved
 from tripool.gateway.models import check_names
 from tripool.gateway.server import listen
 from tripool.serving.access import AccessConfig, mark_open
@@ -56,8 +57,10 @@ class SplitConfig:
 class SplitServer(BuiltServer):
     """A server whose processes are children of this one. It is ready before its cache members are."""
 
-    def __init__(self, manifest: RunManifest, listener: socket.socket, supervisor: Supervisor) -> None:
-        super().__init__(listener)
+    def __init__(
+        self, manifest: RunManifest, listener: socket.socket, supervisor: Supervisor, grpc_address: str | None
+    ) -> None:
+        super().__init__(listener, grpc_address)
         self.manifest = manifest
         self._supervisor = supervisor
 
@@ -87,6 +90,7 @@ def build_split(
     access, weights = access or AccessConfig(), weights or WeightCacheConfig()
     with ExitStack() as stack:
         listener = stack.enter_context(listen(gateway.host, gateway.port))
+        grpc_address = stack.enter_context(reserved(gateway.host, gateway.grpc_port))
         is_open = access.starts_open(listener)
         plans = _plan(models, engine, pools)
         folder = RunFolder()
@@ -101,7 +105,7 @@ def build_split(
         if is_open:
             mark_open(folder.path)
         options = tuple(child_options)
-        specs = [_gateway_spec(listener, access.path, folder, (*_gateway_options(gateway), *options))]
+        specs = [_gateway_spec(listener, access.path, folder, (*_gateway_options(gateway, grpc_address), *options))]
         specs += [spec for plan in plans for spec in _worker_specs(plan, len(plans), engine, pools, folder, options)]
         disks = {member: plan.disk for plan in plans for member in plan.served.cache}
 
@@ -123,7 +127,7 @@ def build_split(
         ]
         standby = Spec(STANDBY, (STANDBY,), (folder.lock,)) if instances else None
         supervisor = Supervisor(specs, folder.path, cache_spec=cache_spec, instances=instances, standby=standby)
-        server = SplitServer(manifest, listener, supervisor)
+        server = SplitServer(manifest, listener, supervisor, grpc_address)
         server.closing = stack.pop_all()
     return server
 
@@ -169,10 +173,12 @@ def _gateway_spec(listener: socket.socket, keys: Path, folder: RunFolder, option
     return Spec(GATEWAY, (*argv, *options), (fd, folder.lock))
 
 
-def _gateway_options(gateway: GatewayConfig) -> Iterator[str]:
+def _gateway_options(gateway: GatewayConfig, grpc_address: str | None) -> Iterator[str]:
     yield from ("--response-store-bytes", str(gateway.response_store_bytes))
     for origin in gateway.cors_origins:
         yield from ("--cors-origin", origin)
+    if grpc_address is not None:
+        yield from ("--grpc-address", grpc_address)
 
 
 def _threads_per_worker(num_workers: int) -> int:
