@@ -219,7 +219,7 @@ class Answering:
         try:
             served.check(job.requests)
         except ContextOverflow as error:
-            error.param = "prompt" if api == "completion" else "messages"
+            error.param = {"completion": "prompt", "grpc": "input"}.get(api, "messages")
             raise
         await self._try(job.requests[0], tenant)
         return served, job

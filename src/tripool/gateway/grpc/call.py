@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Scope
 
 from tripool.errors import SlowReader
 from tripool.gateway.connection_limits import CLAIM
+from tripool.gateway.grpc import GENERATE
 from tripool.gateway.grpc.respond import ERROR
 from tripool.gateway.grpc.routes import IS_CALL
 from tripool.gateway.slo import HEADERS
@@ -53,13 +54,14 @@ class Call:
 
     def __init__(self, context: Any, *, take_s: float, claim: Callable[..., Any]) -> None:
         self._context, self._take_s, self._claim = context, take_s, claim
-        self._has_read = False
+        self._has_read = self._replies = False
         self.status = 500
         self._error = bytearray()
         self._shown: list[tuple[str, str]] = []
 
     async def run(self, app: ASGIApp, path: str, method: str = "POST") -> None:
-        """Afterwards `status` is that of HTTP."""
+        """Afterwards `status` is that of HTTP. Only a generation's body is sent."""
+        self._replies = path == GENERATE
         with suppress(Exception):  # a mistake of ours: the application has logged it, and answered with 500
             await app(self._scope(path, method), self._receive, self._send)
 
@@ -118,10 +120,10 @@ class Call:
         body: bytes = message["body"]
         if self.status != 200:
             self._error += body
-        elif body.startswith(ERROR):
+        elif self._replies and body.startswith(ERROR):
             self._error += body[1:]
             self.status = json.loads(self._error)["status"]
-        elif body:
+        elif body and self._replies:
             await self._write(body[1:])
 
     async def _write(self, reply: bytes) -> None:
