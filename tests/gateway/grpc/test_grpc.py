@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import queue
 import random
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +132,7 @@ def test_ids_and_explain(server: Called) -> None:
         ({"chat": {}}, Code.INVALID_ARGUMENT, "invalid_request", "messages"),
         ({"chat": HELLO, "tools_json": "[{"}, Code.INVALID_ARGUMENT, "invalid_request", "tools_json"),
         ({"prompt": "a", "options_json": "[]"}, Code.INVALID_ARGUMENT, "invalid_request", "options_json"),
-        ({"prompt": "a", "options_json": '{"stream": false}'}, Code.INVALID_ARGUMENT, "invalid_request", "options_json"),
+        ({"prompt": "a", "options_json": '{"stream": 0}'}, Code.INVALID_ARGUMENT, "invalid_request", "options_json"),
         ({"prompt": "a", "options_json": '{"echo": true}'}, Code.INVALID_ARGUMENT, "invalid_request", "options_json"),
         ({"prompt": "a", "options_json": '{"größe": 1}'}, Code.INVALID_ARGUMENT, "invalid_request", "gr%C3%B6%C3%9Fe"),
     ],
@@ -267,6 +269,10 @@ def test_draining(server: Called) -> None:
     assert raised.value.code() == Code.NOT_FOUND
 
 
+def own(key: str) -> Any:
+    return [("authorization", f"Bearer {key}")]
+
+
 # ---- keys and reflection -----------------------------------------------------------------------------------------
 
 
@@ -277,6 +283,42 @@ def test_reflection_shows_the_proto(server: Called) -> None:
     assert found.service[0].method[0].server_streaming and not found.service[0].method[0].client_streaming
 
 
+def test_a_tenant_has_its_share_of_calls(tmp_path: Path) -> None:
+    keys = make_keys(tmp_path / "keys.db", "ann", "bob")
+    engine = GatedEngine()
+    access = Access(KeyWatcher(tmp_path / "keys.db", may_be_open=False), UsageLog(tmp_path / "keys.db"))
+    with closing(access), calling(engine, access=access) as called, ExitStack() as channels:
+        calls: list[Any] = []
+        ended: queue.Queue[Any] = queue.Queue()
+        for number in range(150):
+            if number % 50 == 0:  # of connections of their own
+                own_pool = [("grpc.use_local_subchannel_pool", 1)]
+                channel = channels.enter_context(grpc.insecure_channel(called.address, options=own_pool))
+                other = Called(engine, called.http, called.address, channel)
+            call = other.call(prompt="a", sampling={"max_tokens": 1}, metadata=own(keys["ann"]))
+            call.add_done_callback(partial(ended.put, call))
+            calls.append(call)
+        status, _, trailing = refused(ended.get(timeout=DEADLINE_S))
+        assert (status, trailing["x-tripool-code"]) == (Code.RESOURCE_EXHAUSTED, "tenant_connections")
+        asked = called.call(prompt="a", sampling={"max_tokens": 1}, metadata=own(keys["bob"]))
+        engine.in_flight.set()
+        assert list(asked)
+        for call in calls:
+            call.cancel()
+
+
+def test_every_call_has_its_line_in_the_log(server: Called, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "tripool.gateway"):
+        server.ask(prompt="a", sampling={"max_tokens": 2})
+        refused(server.call())
+    lines = [record.__dict__ for record in caplog.records if record.message == "request"]
+    assert [(line["route"], line["status"], line["error"]) for line in lines] == [
+        (GENERATE, 200, None),
+        (GENERATE, 400, "invalid_request"),
+    ]
+    assert lines[0]["completion_tokens"] == 2
+
+
 def test_keys_limits_usage_and_metrics(tmp_path: Path) -> None:
     path = tmp_path / "keys.db"
     keys = make_keys(path, "admin", "ann") | make_keys(path, "bob", settings={"rpm": 1})
@@ -284,9 +326,8 @@ def test_keys_limits_usage_and_metrics(tmp_path: Path) -> None:
     access = Access(KeyWatcher(path, may_be_open=False), usage_log)
     with closing(access), calling(access=access) as called:
 
-        def call(key: str | None, **metadata: str) -> Any:
-            given = [("authorization", f"Bearer {key}")] if key else []
-            return called.call(prompt="a", sampling={"max_tokens": 2}, metadata=[*given, *metadata.items()])
+        def call(key: str | None) -> Any:
+            return called.call(prompt="a", sampling={"max_tokens": 2}, metadata=own(key) if key else ())
 
         for key in (None, "tp-no"):
             status, _, trailing = refused(call(key))
@@ -300,8 +341,9 @@ def test_keys_limits_usage_and_metrics(tmp_path: Path) -> None:
         reflect = reflection_pb2_grpc.ServerReflectionStub(called.channel).ServerReflectionInfo
         asked = reflection_pb2.ServerReflectionRequest(list_services="")
         assert refused(reflect(iter([asked]), timeout=DEADLINE_S))[0] == Code.UNAUTHENTICATED
-        own = [("authorization", f"Bearer {keys['ann']}")]
-        assert next(reflect(iter([asked]), timeout=DEADLINE_S, metadata=own)).list_services_response.service
+        assert next(
+            reflect(iter([asked]), timeout=DEADLINE_S, metadata=own(keys["ann"]))
+        ).list_services_response.service
         scraped = called.http.get("/metrics", headers=bearer(keys["admin"])).text
         assert 'code="invalid_api_key"' in scraped and 'code="rate_limited"' in scraped
         usage_log.flush()
