@@ -67,7 +67,7 @@ _WORDS = frozenset(
     {
         "", "v1", "chat", "completions", "messages", "count_tokens", "responses", "cancel", "input_items", "api",
         "generate", "tags", "ps", "show",
-        "input_tokens", "tokenize", "detokenize", "models", "load",
+        "input_tokens", "tokenize", "detokenize", "tokenizer_info", "models", "load",
         "unload", "requests", "explain", "health", "ready", "ping", "version", "metrics", "drain", "pools", "cache",
         "docs", "oauth2-redirect", "redoc", "openapi.json", *GENERATE.split("/"), *REFLECT.split("/"),
     }
