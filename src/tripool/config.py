@@ -120,6 +120,8 @@ class GatewayConfig:
     """Memory for responses that clients refer to by id; 0: none is stored."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may use the server from a browser."""
+    grpc_port: int | None = None
+    """Of gRPC, on the same host; 0: any free one; None: there is no gRPC."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

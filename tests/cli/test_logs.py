@@ -129,7 +129,7 @@ def ask_everything(server: Server) -> None:
     assert ask("/v1/chat/completions", {"messages": chat, "stream": True, "max_tokens": 3}) == 200
     assert ask("/v1/messages", {"messages": chat[1:], "system": BIRD, "max_tokens": 3}) == 200
     assert ask("/tokenize", {"prompt": BIRD}) == 200
-    schema = {"type": "json_schema", "json_schema": {"name": BIRD, "schema": {"type": BIRD}}}
+    schema = {"type": "json_schema", "json_schema": {"name": BIRD, "schema": {"type": BIRD}, "strict": True}}
     assert ask(COMPLETIONS, {"prompt": "x", "response_format": schema, "max_tokens": 3}) == 400
     assert ask(COMPLETIONS, {"prompt": BIRD, BIRD: BIRD}) == 400
     assert ask(COMPLETIONS, {"prompt": BIRD, "temperature": BIRD}) == 400

@@ -110,7 +110,7 @@ def found_idle_blocks_counted_as_extra_room(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockPool, "num_idle", lambda self, blocks: 0)
 
 
-@bug("nothing left to compute")
+@bug("nothing left to compute|admitted without work")
 def a_full_hit_computes_nothing(patch: pytest.MonkeyPatch) -> None:
     admit = PrefillScheduler._admit
 

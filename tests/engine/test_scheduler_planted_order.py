@@ -116,6 +116,7 @@ def prompt_not_cut_from_the_answer(patch: pytest.MonkeyPatch) -> None:
         return Work(self.tokens[start : start + count], start, self.table, start >= self.prompt_len)
 
     patch.setattr(Seq, "work", uncut)
+    patch.setattr(Seq, "work_stop", lambda self, count: min(self.num_computed + count, len(self.tokens)))
 
 
 @bug("overtook the head|admitted out of order")

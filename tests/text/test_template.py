@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
@@ -69,6 +70,8 @@ CASES = [
     if not (name == "strict" and case not in ("one", "turns"))
     and not (name == "chatml" and case.startswith("tool"))
     and not (name == "roles" and case == "tool_object")
+    # Since 5.23 transformers drops a content of None, which this template, like DeepSeek's, looks for.
+    and not (name == "roles" and case == "tool_text")
 ]
 
 
@@ -92,6 +95,16 @@ def test_renders_as_transformers_does(
     )
     assert rendered == expected
     assert "Paris" in rendered or "world" in rendered
+
+
+def test_a_content_of_none_reaches_the_template() -> None:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    conversation = CONVERSATIONS["tool_text"]
+    expected = environment.from_string(SOURCES["roles"]).render(messages=conversation, **SPECIALS)
+    assert make(SOURCES["roles"]).render(conversation) == expected
+    assert "weather" in expected
 
 
 @pytest.mark.parametrize("name", ["chatml", "headers", "thinking", "strict"])

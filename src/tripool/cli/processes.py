@@ -165,6 +165,7 @@ def _register_gateway(app: typer.Typer) -> None:
         keys: Annotated[Path, typer.Option(help="The key store.")],
         response_store_bytes: Annotated[int, typer.Option()] = 0,
         cors_origin: Annotated[list[str] | None, typer.Option()] = None,
+        grpc_address: Annotated[str | None, typer.Option()] = None,
         log_level: LogLevel = _LOGS.level,
         log_format: LogFormat = _LOGS.style,
     ) -> None:
@@ -181,7 +182,9 @@ def _register_gateway(app: typer.Typer) -> None:
             channel = SupervisorChannel.inherited(supervisor_channel)
             config = GatewayConfig(response_store_bytes=response_store_bytes, cors_origins=tuple(cors_origin or ()))
             access = gateway_access(folder, keys)
-            process = GatewayProcess(folder, WorkerId("gateway", epoch), channel, access, config)
+            process = GatewayProcess(
+                folder, WorkerId("gateway", epoch), channel, access, config, grpc_address=grpc_address
+            )
             with socket.socket(fileno=http_fd) as listener:
                 log.serving()
                 process.run(listener)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     # Here, so that `tripool --help` does not import a web server.
     from tripool.engine_protocol import StepEngine
     from tripool.serving import ColocatedServer, SplitServer
+    from tripool.serving.server import BuiltServer
     from tripool.serving.split import SplitConfig
     from tripool.text.files import TextFiles
 
@@ -59,6 +60,11 @@ ResponseStoreMb = Annotated[
 CorsOrigin = Annotated[
     list[str] | None, typer.Option(help="Origin of web pages that may use this server from a browser; repeatable.")
 ]
+GrpcPort = Annotated[
+    int | None, typer.Option(min=0, max=65535, help="Port of gRPC, at the same address; 0 picks a free one.")
+]
+CacheGb = Annotated[float | None, typer.Option(min=0, help="Of the cache pool; 0.25 when split; implies --split.")]
+MemoryGb = Annotated[float | None, typer.Option(min=0.001, help="For several models together, weights and KV.")]
 DiskGb = Annotated[float | None, typer.Option(min=0.001, help="Disk behind the cache pool; none by default.")]
 DiskDir = Annotated[
     Path | None, typer.Option(help="Where; kept for the next start. The user's cache folder by default.")
@@ -77,23 +83,20 @@ def register(app: typer.Typer, load: Load) -> None:
         split: Annotated[bool, typer.Option("--split", help="Prefill and decode in processes of their own.")] = False,
         prefill: Annotated[PoolSize | None, _pool("Prefill")] = None,
         decode: Annotated[PoolSize | None, _pool("Decode")] = None,
-        cache_gb: Annotated[
-            float | None, typer.Option(min=0, help="Of the cache pool; 0.25 when split; implies --split.")
-        ] = None,
+        cache_gb: CacheGb = None,
         listen: Listen = "",
         token: Token = "",
         trusted_network: TrustedNetwork = False,
         disk_gb: DiskGb = None,
         disk_dir: DiskDir = None,
-        memory_gb: Annotated[
-            float | None, typer.Option(min=0.001, help="For several models together, weights and KV.")
-        ] = None,
+        memory_gb: MemoryGb = None,
         model_cache_gb: ModelCacheGb = None,
         keep_models: KeepModels = False,
         keys: KeysFile = None,
         open: Open = False,
         response_store_mb: ResponseStoreMb = 0.0,
         cors_origin: CorsOrigin = None,
+        grpc_port: GrpcPort = None,
         log_level: LogLevel = _LOGS.level,
         log_format: LogFormat = _LOGS.style,
     ) -> None:
@@ -105,7 +108,9 @@ def register(app: typer.Typer, load: Load) -> None:
 
         store_bytes, origins = int(response_store_mb * 2**20), checked_origins(cors_origin or ())
         models = models or ["tiny"]
-        gateway = GatewayConfig(host=host, port=port, response_store_bytes=store_bytes, cors_origins=origins)
+        gateway = GatewayConfig(
+            host=host, port=port, response_store_bytes=store_bytes, cors_origins=origins, grpc_port=grpc_port
+        )
         access, weights = AccessConfig(keys, open), WeightCacheConfig(model_cache_gb, keep_models)
         logs = LogOptions(log_level, log_format)
         split |= (prefill, decode, cache_gb, disk_gb) != (None, None, None, None) or bool(listen)
@@ -115,13 +120,8 @@ def register(app: typer.Typer, load: Load) -> None:
         ending = on_signals(leave, signal.SIGTERM)
         with logged("supervisor" if split else "server", logs) as log, ending, _lifetime(models, config):
             if split:
-                pools = SplitConfig(
-                    prefill=prefill or PoolSize(),
-                    decode=decode or PoolSize(),
-                    cache_gb=_CACHE_GB if cache_gb is None else cache_gb,
-                    disk_gb=disk_gb,
-                    disk_dir=disk_dir,
-                )
+                cache_gb = _CACHE_GB if cache_gb is None else cache_gb
+                pools = SplitConfig(prefill or PoolSize(), decode or PoolSize(), cache_gb, disk_gb, disk_dir)
                 hosts = ListenConfig(listen, token, trusted_network) if listen else None
                 with build_split(
                     models,
@@ -173,15 +173,18 @@ def _lifetime(models: list[str], config: EngineConfig) -> Iterator[None]:
         _LOG.info("stopped", extra={"ran_s": round(time.monotonic() - began_s, 3)})
 
 
-def _ready(url: str, banner: str, **facts: object) -> None:
+def _ready(server: BuiltServer, banner: str, **facts: object) -> None:
     typer.echo(banner)
-    _LOG.info("ready", extra={"url": url, **facts})
+    if server.grpc_address is not None:
+        typer.echo(f"gRPC: {server.grpc_address}")
+        facts["grpc"] = server.grpc_address
+    _LOG.info("ready", extra={"url": server.url, **facts})
 
 
 def _colocated_ready(server: ColocatedServer) -> None:
     assert server.access is not None
     banner = _models_banner(server) if server.engine is None else _engine_banner(server.url, server.engine)
-    _ready(server.url, banner, keys=server.access.keys)
+    _ready(server, banner, keys=server.access.keys)
 
 
 def _run_split(server: SplitServer, pools: SplitConfig) -> None:
@@ -192,7 +195,7 @@ def _run_split(server: SplitServer, pools: SplitConfig) -> None:
         sizes += f" and {pools.disk_gb:g} GB of disk" if pools.disk_gb and pools.cache_gb else ""
         more = f"On another machine:\n  {server.join_line}\n\n" if server.join_line else ""
         banner = _banner(server.url, ", ".join(one.name for one in models), models[0].text, sizes, more)
-        _ready(server.url, banner, prefill=pools.prefill.num_workers, decode=pools.decode.num_workers)
+        _ready(server, banner, prefill=pools.prefill.num_workers, decode=pools.decode.num_workers)
 
     received: list[int] = []
 

@@ -174,11 +174,10 @@ class Scheduler:
         prefill, decode = self.prefill, self.decode
         prefill.queue = self._queue() if prefill.waiting else prefill.waiting
         turn = prefill.limit = self.time_shares.next(decode.running, chain(prefill.running, prefill.queue))
-        if decode.running or turn.tenants:
-            decode.left_out = self.time_shares.left_out(turn, decode.running)
-            for task in decode.plan(grow):
-                if task.work.table is task.seq.table:  # else it was preempted after its turn
-                    tasks[task.seq.order] = task
+        decode.left_out = self.time_shares.left_out(turn, decode.running)
+        for task in decode.plan(grow):
+            if task.work.table is task.seq.table:  # else it was preempted after its turn
+                tasks[task.seq.order] = task
         running = len(decode.running) + len(prefill.running) + len(self.arriving)
         slots = self._config.max_running - running
         budget = self._config.step_tokens - len(tasks)

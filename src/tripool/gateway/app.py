@@ -28,6 +28,7 @@ from tripool.gateway.connection_limits import ConnectionQuota
 from tripool.gateway.cors import Cors, checked_origins
 from tripool.gateway.dialects import formatter_of
 from tripool.gateway.fair_pool import FairPool
+from tripool.gateway.grpc.routes import grpc_routes
 from tripool.gateway.host_check import HostCheck
 from tripool.gateway.job import Api, Job
 from tripool.gateway.models import Models, Served
@@ -120,7 +121,7 @@ def create_models_app(
         models.default.metrics.connection_ended(code)
         log_connection(code)
 
-    app.state.on_connection_ended = connection_ended
+    app.state.on_connection_ended, app.state.max_body_bytes = connection_ended, config.max_body_bytes
     store = ResponseStore(config.response_store_bytes)
     answering = Answering(models, in_flight, journal, bodies, clock, access, reading, store)
     app.include_router(response_routes(models, bodies, reading, store))
@@ -157,6 +158,7 @@ def create_models_app(
     async def ollama_generate(http: HttpRequest) -> Response:
         return await answering.answer(http, "ollama_generate")
 
+    app.include_router(grpc_routes(partial(answering.answer, api="grpc")))
     _shape_errors(app, models)
     return app
 
@@ -217,7 +219,7 @@ class Answering:
         try:
             served.check(job.requests)
         except ContextOverflow as error:
-            error.param = "prompt" if api == "completion" else "messages"
+            error.param = {"completion": "prompt", "grpc": "input"}.get(api, "messages")
             raise
         await self._try(job.requests[0], tenant)
         return served, job
@@ -241,6 +243,10 @@ class Answering:
         return await self._reading.run(tenant.name, parse, size=num_bytes)
 
     def _parse(self, raw: bytes, api: Api, sender: Sender, *, quick: bool = False) -> tuple[Served, Job]:
+        if api == "grpc":
+            from tripool.gateway.grpc.parse import to_body  # here: its packages may be missing
+
+            raw = to_body(raw)
         served = self._models.meant_by(raw)
         parser = served.parser.quick if quick else served.parser
         parse: dict[Api, Callable[[bytes, Sender], Job]] = {
@@ -250,6 +256,7 @@ class Answering:
             "responses": parser.responses,
             "ollama_chat": parser.ollama_chat,
             "ollama_generate": parser.ollama_generate,
+            "grpc": parser.grpc,
         }
         return served, parse[api](raw, sender)
 

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tripool.core import Usage
 from tripool.errors import TripoolError
+from tripool.gateway.grpc import GENERATE, REFLECT
 from tripool.gateway.parse import header_id
 from tripool.gateway.record import Record
 from tripool.gateway.request_log import CALLER as _CALLER
@@ -32,6 +33,7 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/health/ready", "/version"})
 _FOR_TENANTS = frozenset({"/tokenize", "/detokenize", "/tokenizer_info", "/api/chat", "/api/generate", "/api/show"}) | {
     f"/v1/{path}" for path in ("chat/completions", "completions", "messages", "messages/count_tokens", "responses")
 }
+_FOR_TENANTS |= {GENERATE, REFLECT}
 _ASK = "ask the operator for another"
 _PUBLIC = Caller(tenant=ANONYMOUS)
 """The caller of public paths."""

@@ -89,7 +89,15 @@ def decode_json(raw: bytes) -> dict[str, Any]:
 
 
 def decode_object(text: str, what: str, *, param: str | None = None) -> dict[str, Any]:
-    """A JSON object that a client sent as text; `what` names it in errors.
+    """A JSON object that a client sent as text; `what` names it in errors."""
+    value = decode_text(text, what, param=param)
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{what} is a JSON {type(value).__name__}", hint="send an object", param=param)
+    return value
+
+
+def decode_text(text: str, what: str, *, param: str | None = None) -> Any:
+    """Any JSON value.
 
     Refuses NaN, Infinity, numbers that overflow to it, lone surrogates, and deep nesting: later code may walk, print
     and copy by recursion.
@@ -101,8 +109,6 @@ def decode_object(text: str, what: str, *, param: str | None = None) -> dict[str
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:  # ValueError: bad JSON, lone surrogates, too many digits
         raise InvalidRequest(f"{what} is not valid JSON: {error}", param=param) from error
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"{what} is a JSON {type(value).__name__}", hint="send an object", param=param)
     return value
 
 

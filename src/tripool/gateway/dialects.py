@@ -23,4 +23,8 @@ def formatter_of(
         return AnthropicFormatter(job, model=model)
     if job.api in ("ollama_chat", "ollama_generate"):
         return OllamaFormatter(job, model=model, created_s=created_s)
+    if job.api == "grpc":
+        from tripool.gateway.grpc.respond import GrpcFormatter  # here: its packages may be missing
+
+        return GrpcFormatter(job)
     return OpenAIFormatter(job, tokenizer, answers, model=model, created_s=created_s)

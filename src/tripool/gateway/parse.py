@@ -121,10 +121,14 @@ class Parser:
         fields = ollama.to_prompt(self._ollama_fields(raw, ollama.GENERATE))
         if "prompt" not in fields:
             return self._as_chat(fields, "ollama_generate", sender)
-        fields = options.COMPLETION.checked(fields)
-        prompts = self._completion_prompts(fields)
-        structure, unenforced = read_format(fields)
-        return self._job(fields, prompts, None, structure, "ollama_generate", sender, unenforced=unenforced)
+        return self._completion_job(options.COMPLETION.checked(fields), "ollama_generate", sender)
+
+    def grpc(self, raw: bytes, sender: Sender = _UNKNOWN) -> Job:
+        """`raw` is translated already, to a body of a chat or a completion."""
+        body = decode_json(raw)
+        if "messages" in body:
+            return self._as_chat(self._checked(body, options.CHAT), "grpc", sender)
+        return self._completion_job(self._checked(body, options.COMPLETION), "grpc", sender)
 
     def _ollama_fields(self, raw: bytes, known: options.Fields) -> dict[str, Any]:
         fields = known.checked(decode_json(raw))
@@ -148,13 +152,18 @@ class Parser:
         if fields.get("best_of", fields.get("n", 1)) != fields.get("n", 1):
             hint = "leave it out: all answers are sent"
             raise InvalidRequest("'best_of' differs from 'n'", hint=hint, param="best_of")
+        return self._completion_job(fields, "completion", sender)
+
+    def _completion_job(self, fields: dict[str, Any], api: Api, sender: Sender) -> Job:
         prompts = self._completion_prompts(fields)
         structure, unenforced = read_format(fields)
-        logprobs = fields.get("logprobs")
-        return self._job(fields, prompts, logprobs, structure, "completion", sender, unenforced=unenforced)
+        return self._job(fields, prompts, fields.get("logprobs"), structure, api, sender, unenforced=unenforced)
 
     def fields(self, raw: bytes, known: options.Fields) -> dict[str, Any]:
-        fields = known.checked(decode_json(raw))
+        return self._checked(decode_json(raw), known)
+
+    def _checked(self, body: Mapping[str, Any], known: options.Fields) -> dict[str, Any]:
+        fields = known.checked(body)
         if fields.get("model", self._name) != self._name:
             raise ModelNotFound(f"there is no model '{fields['model'][:100]}'", hint=f"this server has '{self._name}'")
         return fields

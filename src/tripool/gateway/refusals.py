@@ -1,4 +1,4 @@
-"""Error responses in OpenAI's and Anthropic's formats, and the errors that only the gateway raises."""
+"""Error responses in the formats of all APIs, and the errors that only the gateway raises."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import math
 from typing import Any, Literal
 
 from tripool.errors import InvalidRequest, TripoolError
+from tripool.gateway.grpc import GENERATE, REFLECT
 
-Dialect = Literal["openai", "anthropic", "ollama"]
+Dialect = Literal["openai", "anthropic", "ollama", "grpc"]
 
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -68,12 +69,15 @@ class ThreadUnsupported(InvalidRequest, code="thread_unsupported_request"):
 def dialect_of(path: str) -> Dialect:
     if path.startswith("/api/"):
         return "ollama"
+    if path in (GENERATE, REFLECT):
+        return "grpc"
     return "anthropic" if path == "/v1/messages" or path.startswith("/v1/messages/") else "openai"
 
 
 def error_shape(error: TripoolError, dialect: Dialect = "openai") -> dict[str, Any]:
     param = error.param if isinstance(error, InvalidRequest) else None
-    return error_body(error.status, str(error), code=error.code, param=param, dialect=dialect)
+    body = error_body(error.status, str(error), code=error.code, param=param, dialect=dialect)
+    return body | {"hint": error.hint} if dialect == "grpc" else body
 
 
 def error_body(
@@ -90,6 +94,8 @@ def error_body(
         }  # fmt: skip
     if dialect == "ollama":
         return {"error": message, "code": code, "param": param}
+    if dialect == "grpc":
+        return {"status": status, "message": message, "code": code, "param": param}
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 

@@ -26,6 +26,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tripool.errors import TripoolError
+from tripool.gateway.grpc import GENERATE, REFLECT
 from tripool.gateway.parse import header_id
 from tripool.gateway.record import Record
 from tripool.gateway.refusals import dialect_of, error_headers, error_shape
@@ -68,7 +69,7 @@ _WORDS = frozenset(
         "generate", "tags", "ps", "show",
         "input_tokens", "tokenize", "detokenize", "tokenizer_info", "models", "load",
         "unload", "requests", "explain", "health", "ready", "ping", "version", "metrics", "drain", "pools", "cache",
-        "docs", "oauth2-redirect", "redoc", "openapi.json",
+        "docs", "oauth2-redirect", "redoc", "openapi.json", *GENERATE.split("/"), *REFLECT.split("/"),
     }
 )  # fmt: skip
 """Words of all routes; anything else in a path is the client's own."""

@@ -114,7 +114,7 @@ class OpenAIFormatter:
         if self._chat:
             parser = self._parser(index)
             parsed: dict[str, Any] = {"message": self._message(index, parser.parsed)}
-            finish_reason = _finish_reason(finish_reason, parser)
+            finish_reason = shown_finish(finish_reason, parser)
         else:
             parsed = {"text": self._echo(index) + choice.text}
             ids |= {"prompt_token_ids": answer.request.prompt_ids} if ids else {}
@@ -214,7 +214,7 @@ class OpenAIFormatter:
             chunks += self._chunk(self._chunk_choice(index, part, logprobs) | ids)
             logprobs, ids = None, {}
         if finish is not None:
-            chunks += self._chunk(self._chunk_choice(index, {}, None, _finish_reason(finish, parser)))
+            chunks += self._chunk(self._chunk_choice(index, {}, None, shown_finish(finish, parser)))
         return chunks or None
 
     def _part(self, index: int, piece: Piece) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def _reasoning(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _finish_reason(finish_reason: str | None, parser: OutputParser) -> str | None:
+def shown_finish(finish_reason: str | None, parser: OutputParser) -> str | None:
     """An answer that was cut off, by its length or by a stop string inside a call, has no calls."""
     return "tool_calls" if finish_reason == "stop" and parser.called else finish_reason
 

@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -20,6 +20,9 @@ from tripool.gateway.connection import Connection
 from tripool.gateway.connection_limits import ConnectionLimits
 from tripool.gateway.connection_table import ConnectionTable
 from tripool.gateway.request_log import is_wanted
+
+if TYPE_CHECKING:
+    from tripool.gateway.grpc.server import GrpcServer
 
 _SWITCH_S = 0.0005
 """The interpreter's switch interval: how long a thread waits for one that runs Python, e.g. parsing a long body. With
@@ -40,8 +43,11 @@ class CannotListen(TripoolError, code="cannot_listen"):
     """The address cannot be listened on."""
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Bound before a model is loaded, so that a port in use is reported at once. Port 0 picks a free one."""
+def listen(host: str, port: int, *, option: str = "--port", shared: bool = False) -> socket.socket:
+    """Bound before a model is loaded, so that a port in use is reported at once. Port 0 picks a free one.
+
+    `shared`: other sockets of this user may be bound to the same address.
+    """
     listener: socket.socket | None = None
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -49,11 +55,13 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)  # connections inherit it
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
     except OSError as error:
         if listener is not None:
             listener.close()
-        hint = "choose another with --port, or 0 for any free one"
+        hint = f"choose another with {option}, or 0 for any free one"
         raise CannotListen(f"cannot listen on {host} port {port}: {error.strerror}", hint=hint) from error
     return listener
 
@@ -88,6 +96,7 @@ class Server(uvicorn.Server):
         on_ready: Callable[[], object],
         end_answers: Callable[[], object],
         limits: ConnectionLimits | None = None,
+        grpc_address: str | None = None,
     ) -> None:
         # No handlers of its own: uvicorn logs to the root logger. Below a warning it quotes paths and queries.
         logging.getLogger("uvicorn.error").addFilter(is_wanted)
@@ -108,16 +117,28 @@ class Server(uvicorn.Server):
         )
         super().__init__(config)
         self._on_ready, self._end_answers = on_ready, end_answers
+        self._grpc = None if grpc_address is None else _grpc_server(app, grpc_address, limits)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         sys.setswitchinterval(_SWITCH_S)
         await super().startup(sockets)
         if self.started:
+            if self._grpc is not None:
+                await self._grpc.start()
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         signals = [signal.Signals(number).name for number in self._captured_signals]
         _LOG.info("stopping", extra={"signal": signals[0] if signals else None, "open": len(self.server_state.tasks)})
         drained = asyncio.get_running_loop().call_later(_DRAIN_S, self._end_answers)
-        await super().shutdown(sockets)
+        ending = [super().shutdown(sockets)]
+        if self._grpc is not None:
+            ending.append(self._grpc.stop(_DRAIN_S + _CUT_S))
+        await asyncio.gather(*ending)
         drained.cancel()
+
+
+def _grpc_server(app: FastAPI, address: str, limits: ConnectionLimits) -> GrpcServer:
+    from tripool.gateway.grpc.server import GrpcServer  # here: its packages may be missing
+
+    return GrpcServer(app, address, max_bytes=app.state.max_body_bytes, limits=limits)

@@ -24,6 +24,7 @@ from tripool.gateway.admission import AdmissionBackend
 from tripool.gateway.app import create_models_app
 from tripool.gateway.auth import Access
 from tripool.gateway.connection_limits import ConnectionLimits
+from tripool.gateway.grpc.port import reserved
 from tripool.gateway.model_manager import ManagedBackend, ModelManager
 from tripool.gateway.models import Models, Served, check_names
 from tripool.gateway.server import Server, listen
@@ -66,14 +67,17 @@ class ColocatedServer(BuiltServer):
         clock: Callable[[], float] = time.monotonic,
         limits: ConnectionLimits | None = None,
         on_ready: Callable[[], object] = lambda: None,
+        grpc_address: str | None = None,
     ) -> None:
-        super().__init__(listener)
+        super().__init__(listener, grpc_address)
         self.models, self.access = models, access
         self.engine: StepEngine | None = None
         """Of a server with one model."""
         self.app = create_models_app(models, gateway, clock=clock, access=access)
         self.engines, self._on_ready = engines, [on_ready]
-        self._server = Server(self.app, on_ready=self._ready, end_answers=engines.end, limits=limits)
+        self._server = Server(
+            self.app, on_ready=self._ready, end_answers=engines.end, limits=limits, grpc_address=grpc_address
+        )
 
     def _ready(self) -> None:
         for on_ready in self._on_ready:
@@ -113,6 +117,7 @@ def build_colocated(
     with ExitStack() as stack:
         # Bound before a model is loaded: a taken port is an error at once.
         listener = stack.enter_context(listen(gateway.host, gateway.port))
+        grpc_address = stack.enter_context(reserved(gateway.host, gateway.grpc_port))
         # One model alone would only pay for a copy of its weights that no second process maps.
         cached = weights.opened() if several or weights.requested else nullcontext()
         weight_cache = stack.enter_context(cached)
@@ -128,9 +133,18 @@ def build_colocated(
         if several:
             budget = None if memory_gb is None else int(memory_gb * 2**30)
             known = {one.name: (one, model) for one, model in _described(models, engine)}
-            server = _managed_server(known, budget, open_engine, engine, listener, gateway, opened)
+            server = _managed_server(
+                known, budget, open_engine, engine, listener, gateway, opened, grpc_address=grpc_address
+            )
         else:
-            server = engine_server(open_engine(models[0]), listener, gateway, access=opened, slots=engine.max_running)
+            server = engine_server(
+                open_engine(models[0]),
+                listener,
+                gateway,
+                access=opened,
+                slots=engine.max_running,
+                grpc_address=grpc_address,
+            )
         server.closing = stack.pop_all()
     return server
 
@@ -149,6 +163,7 @@ def engine_server(
     tenant_of: Callable[[str], Tenant] | None = None,
     clock: Callable[[], float] = time.monotonic,
     limits: ConnectionLimits | None = None,
+    grpc_address: str | None = None,
 ) -> ColocatedServer:
     """A server over an engine that exists already. `slots`: how many choices the engine computes at a time.
 
@@ -160,7 +175,14 @@ def engine_server(
     backend = AdmissionBackend(thread, admission, room=lambda: capacity, tenant_of=tenant_of)
     models = Models([Served(engine.name, backend, Tokenizer(engine.text))])
     server = ColocatedServer(
-        models, thread, listener, gateway or GatewayConfig(), access=access, clock=clock, limits=limits
+        models,
+        thread,
+        listener,
+        gateway or GatewayConfig(),
+        access=access,
+        clock=clock,
+        limits=limits,
+        grpc_address=grpc_address,
     )
     server.engine = engine
     return server
@@ -224,6 +246,8 @@ def _managed_server(
     listener: socket.socket,
     gateway: GatewayConfig,
     access: Access,
+    *,
+    grpc_address: str | None,
 ) -> ColocatedServer:
     """`known`: by name, with what `open_engine` takes. The first model is loaded here, the others when they fit."""
 
@@ -252,4 +276,12 @@ def _managed_server(
         for name in others:
             manager.prefer(name)
 
-    return ColocatedServer(Models(served, manager), manager, listener, gateway, access=access, on_ready=load_others)
+    return ColocatedServer(
+        Models(served, manager),
+        manager,
+        listener,
+        gateway,
+        access=access,
+        on_ready=load_others,
+        grpc_address=grpc_address,
+    )

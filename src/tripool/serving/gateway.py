@@ -51,6 +51,8 @@ class GatewayProcess:
         access: Access,
         config: GatewayConfig | None = None,
         router: RouterConfig | None = None,
+        *,
+        grpc_address: str | None = None,
     ) -> None:
         manifest = read_manifest(folder)
         self._worker_id, self._supervisor_channel, self._access = worker_id, supervisor_channel, access
@@ -80,7 +82,7 @@ class GatewayProcess:
         app = create_models_app(Models(served), config or GatewayConfig(), access=access)
         app.include_router(pools_routes(self._pools, self._cache, instances, DirectoryFile(folder).describe))
         app.include_router(cache_routes(self._quotas))
-        self._server = Server(app, on_ready=self._on_ready, end_answers=self._pools.close)
+        self._server = Server(app, on_ready=self._on_ready, end_answers=self._pools.close, grpc_address=grpc_address)
 
     def run(self, listener: socket.socket) -> None:
         try:

@@ -23,8 +23,8 @@ _STOP_S = 60.0
 class BuiltServer(ABC):
     """`run` blocks; `running` serves in a thread beside the caller. Use it with `with`, or `close` it."""
 
-    def __init__(self, listener: socket.socket) -> None:
-        self.listener = listener
+    def __init__(self, listener: socket.socket, grpc_address: str | None = None) -> None:
+        self.listener, self.grpc_address = listener, grpc_address
         self.closing = ExitStack()
         """Runs when the server is closed, last."""
 

@@ -20,6 +20,7 @@ from tripool.control.run_manifest import RunManifest, ServedModel
 from tripool.control.supervisor import GATEWAY, STANDBY, Supervisor
 from tripool.errors import InvalidRequest
 from tripool.fabric.folder import RunFolder, gateway_address
+from tripool.gateway.grpc.port import reserved
 from tripool.gateway.models import check_names
 from tripool.gateway.server import listen
 from tripool.hosts.leader import SharedModel
@@ -60,9 +61,14 @@ class SplitServer(BuiltServer):
     """A server whose processes are children of this one. It is ready before its cache members are."""
 
     def __init__(
-        self, manifest: RunManifest, listener: socket.socket, supervisor: Supervisor, join_line: str = ""
+        self,
+        manifest: RunManifest,
+        listener: socket.socket,
+        supervisor: Supervisor,
+        grpc_address: str | None = None,
+        join_line: str = "",
     ) -> None:
-        super().__init__(listener)
+        super().__init__(listener, grpc_address)
         self.manifest = manifest
         self.join_line = join_line
         """To run on another machine; empty: others cannot join."""
@@ -99,6 +105,7 @@ def build_split(
         raise InvalidRequest("a server needs a prefill and a decode worker", hint=hint, param="pools")
     with ExitStack() as stack:
         listener = stack.enter_context(listen(gateway.host, gateway.port))
+        grpc_address = stack.enter_context(reserved(gateway.host, gateway.grpc_port))
         is_open = access.starts_open(listener)
         plans = _plan(models, engine, pools)
         folder = RunFolder()
@@ -113,7 +120,7 @@ def build_split(
         if is_open:
             mark_open(folder.path)
         options = tuple(child_options)
-        specs = [_gateway_spec(listener, access.path, folder, (*_gateway_options(gateway), *options))]
+        specs = [_gateway_spec(listener, access.path, folder, (*_gateway_options(gateway, grpc_address), *options))]
         specs += [spec for plan in plans for spec in _worker_specs(plan, len(plans), engine, pools, folder, options)]
         shared = SharedHost(hosts, stack) if hosts is not None else None
         if shared is not None:
@@ -143,7 +150,8 @@ def build_split(
                     create_prompts(folder.path, name, prompt_layout(plan.path, engine, size.all_ranks))
         standby = Spec(STANDBY, (STANDBY,), (folder.lock,)) if instances else None
         supervisor = Supervisor(specs, folder.path, cache_spec=cache_spec, instances=instances, standby=standby)
-        server = SplitServer(manifest, listener, supervisor, shared.join_line if shared is not None else "")
+        join_line = shared.join_line if shared is not None else ""
+        server = SplitServer(manifest, listener, supervisor, grpc_address, join_line)
         server.closing = stack.pop_all()
     return server
 
@@ -196,10 +204,12 @@ def _gateway_spec(listener: socket.socket, keys: Path, folder: RunFolder, option
     return Spec(GATEWAY, (*argv, *options), (fd, folder.lock))
 
 
-def _gateway_options(gateway: GatewayConfig) -> Iterator[str]:
+def _gateway_options(gateway: GatewayConfig, grpc_address: str | None) -> Iterator[str]:
     yield from ("--response-store-bytes", str(gateway.response_store_bytes))
     for origin in gateway.cors_origins:
         yield from ("--cors-origin", origin)
+    if grpc_address is not None:
+        yield from ("--grpc-address", grpc_address)
 
 
 def _threads_per_worker(num_workers: int) -> int:
