@@ -121,7 +121,10 @@ def register(app: typer.Typer, load: Load) -> None:
         with logged("supervisor" if split else "server", logs) as log, ending, _lifetime(models, config):
             if split:
                 cache_gb = _CACHE_GB if cache_gb is None else cache_gb
-                pools = SplitConfig(prefill or PoolSize(), decode or PoolSize(), cache_gb, disk_gb, disk_dir)
+                pools = SplitConfig(
+                    prefill=prefill or PoolSize(), decode=decode or PoolSize(), cache_gb=cache_gb, disk_gb=disk_gb,
+                    disk_dir=disk_dir,
+                )  # fmt: skip
                 hosts = ListenConfig(listen, token, trusted_network) if listen else None
                 with build_split(
                     models,

@@ -13,15 +13,29 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parents[1] / "recorded"
-_MAX_TEXT = 48
+_MAX_TEXT, _MAX_BODY = 48, 2**20
 _PROSE = {"description", "title", "instructions", "system", "text", "content", "input", "output", "prompt", "reasoning"}
-_KEEPS = {"arguments", "pattern", "format", "const", "enum", "id", "call_id", "tool_call_id", "tool_use_id"}
+_KEEPS = {
+    "$schema",
+    "$ref",
+    "arguments",
+    "pattern",
+    "format",
+    "const",
+    "enum",
+    "id",
+    "call_id",
+    "tool_call_id",
+    "tool_use_id",
+}
 _ADDRESS = re.compile(r"(/[\w.-]+){2,}|127\.0\.0\.1:\d+|[0-9a-f]{8}-[0-9a-f-]{27}|[0-9a-f]{16,}")
 
 
 def keep(name: str, requests: Sequence[dict[str, Any]]) -> None:
     found: dict[str, dict[str, Any]] = {}
     for request in requests:
+        if len(json.dumps(request["body"])) > _MAX_BODY:
+            continue  # a prompt too long on purpose
         plain = request | {"body": without_prose(request["body"])}
         shape = json.dumps([request["method"], request["path"], request["status"], shape_of(plain["body"])])
         found.setdefault(shape, plain)
