@@ -106,10 +106,13 @@ def register(app: typer.Typer, load: Load) -> None:
         from tripool.serving.hosts import ListenConfig
         from tripool.serving.split import SplitConfig
 
-        store_bytes, origins = int(response_store_mb * 2**20), checked_origins(cors_origin or ())
-        models = models or ["tiny"]
+        models, origins = models or ["tiny"], checked_origins(cors_origin or ())
         gateway = GatewayConfig(
-            host=host, port=port, response_store_bytes=store_bytes, cors_origins=origins, grpc_port=grpc_port
+            host=host,
+            port=port,
+            response_store_bytes=int(response_store_mb * 2**20),
+            cors_origins=origins,
+            grpc_port=grpc_port,
         )
         access, weights = AccessConfig(keys, open), WeightCacheConfig(model_cache_gb, keep_models)
         logs = LogOptions(log_level, log_format)
