@@ -101,19 +101,12 @@ def register(app: typer.Typer, load: Load) -> None:
         log_format: LogFormat = _LOGS.style,
     ) -> None:
         """Serve MODELS over HTTP, in one process or split."""
-        from tripool.gateway.cors import checked_origins
         from tripool.serving import AccessConfig, WeightCacheConfig, build_colocated, build_split
         from tripool.serving.hosts import ListenConfig
         from tripool.serving.split import SplitConfig
 
-        models, origins = models or ["tiny"], checked_origins(cors_origin or ())
-        gateway = GatewayConfig(
-            host=host,
-            port=port,
-            response_store_bytes=int(response_store_mb * 2**20),
-            cors_origins=origins,
-            grpc_port=grpc_port,
-        )
+        models = models or ["tiny"]
+        gateway = _gateway_config(host, port, response_store_mb, cors_origin or [], grpc_port)
         access, weights = AccessConfig(keys, open), WeightCacheConfig(model_cache_gb, keep_models)
         logs = LogOptions(log_level, log_format)
         split |= (prefill, decode, cache_gb, disk_gb) != (None, None, None, None) or bool(listen)
@@ -191,6 +184,13 @@ def _colocated_ready(server: ColocatedServer) -> None:
     assert server.access is not None
     banner = _models_banner(server) if server.engine is None else _engine_banner(server.url, server.engine)
     _ready(server, banner, keys=server.access.keys)
+
+
+def _gateway_config(host: str, port: int, store_mb: float, origins: list[str], grpc_port: int | None) -> GatewayConfig:
+    from tripool.gateway.cors import checked_origins
+
+    store_bytes, cors = int(store_mb * 2**20), checked_origins(origins)
+    return GatewayConfig(host, port, response_store_bytes=store_bytes, cors_origins=cors, grpc_port=grpc_port)
 
 
 def _run_split(server: SplitServer, pools: SplitConfig) -> None:
