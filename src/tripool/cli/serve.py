@@ -190,7 +190,7 @@ def _gateway_config(host: str, port: int, store_mb: float, origins: list[str], g
     from tripool.gateway.cors import checked_origins
 
     store_bytes, cors = int(store_mb * 2**20), checked_origins(origins)
-    return GatewayConfig(host, port, response_store_bytes=store_bytes, cors_origins=cors, grpc_port=grpc_port)
+    return GatewayConfig(host=host, port=port, response_store_bytes=store_bytes, cors_origins=cors, grpc_port=grpc_port)
 
 
 def _run_split(server: SplitServer, pools: SplitConfig) -> None:
