@@ -1,10 +1,11 @@
-"""Runs the programs of clients against a scripted server and writes what worked to docs/clients.md.
+"""Runs the programs of clients against a scripted server and says what worked.
 
     cd tests
     python -m clients.table.install            # once: every client in an environment of its own
     python -m clients.table.run [NAME ...] [--split] [--record]
 
-`--record` keeps the requests in tests/clients/recorded/, one file per client, for the replay in the test suite.
+`--record` keeps the requests in tests/clients/recorded/, one file per client, for the replay in the test suite, and what
+worked in docs/clients.md.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from clients.scripted import scripted_server
+from clients.table import page
 from clients.table.catalog import CLIENTS, Client
 from clients.table.install import folder_of, is_installed
 from clients.table.recorder import Recorder
@@ -65,9 +68,12 @@ def run(client: Client, *, split: bool = False) -> Row:
         except subprocess.TimeoutExpired as error:
             row.printed = f"{(error.stdout or b'').decode()}\nnot done within {WITHIN_S:g} s"
         row.requests = recorder.requests
+    program = (HERE / "programs" / client.program).read_text("utf-8")
+    row.failures = {step: "no result" for step in re.findall(r'\bstep\("([^"]+)"', program)}
     for line in row.printed.splitlines():
-        if line.startswith("STEP "):
-            step = json.loads(line.removeprefix("STEP "))
+        _, found, rest = line.partition("STEP {")  # a client may leave its own line open
+        if found:
+            step = json.loads("{" + rest)
             row.failures[step["step"]] = step["failure"]
     return row
 
@@ -118,6 +124,7 @@ def main() -> int:
         wrong += not row.ok
         if given.record:
             keep(client.name, row.requests)
+            page.keep(client.name, row.mode, row.version, row.failures)
     return bool(wrong)
 
 
