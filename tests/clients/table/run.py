@@ -4,8 +4,8 @@
     python -m clients.table.install            # once: every client in an environment of its own
     python -m clients.table.run [NAME ...] [--split] [--record]
 
-`--record` keeps the requests in tests/clients/recorded/, one file per client, for the replay in the test suite, and what
-worked in docs/clients.md.
+`--record` keeps the requests in tests/clients/recorded/, one file per client, for the replay in the test suite,
+and what worked in docs/clients.md.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def run(client: Client, *, split: bool = False) -> Row:
             row.printed = f"{(error.stdout or b'').decode()}\nnot done within {WITHIN_S:g} s"
         row.requests = recorder.requests
     program = (HERE / "programs" / client.program).read_text("utf-8")
-    row.failures = {step: "no result" for step in re.findall(r'\bstep\("([^"]+)"', program)}
+    row.failures = dict.fromkeys(re.findall(r'\bstep\("([^"]+)"', program), "no result")
     for line in row.printed.splitlines():
         _, found, rest = line.partition("STEP {")  # a client may leave its own line open
         if found:
