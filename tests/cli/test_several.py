@@ -93,6 +93,7 @@ def test_models_are_swapped_within_the_budget_and_reload_from_memory(tight, trip
     assert refused.code == 2 and "there is no model 'nothing'" in refused.err
 
 
+@pytest.mark.prove
 def test_two_at_once_answer_as_each_does_alone(other, tmp_path):
     for running in start("tiny", str(other), "--kv-gb", "0.02", "--keys", str(tmp_path / "keys"), "--open"):
         running.http.post("/v1/models/load", json={"model": "other"})

@@ -20,7 +20,7 @@ def test_several_processes_see_the_same(tripool, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")  # a line that wraps would end elsewhere when the times in it grow
 
     def summary(workers):
-        ran = tripool("simulate", "--faults", "--seeds", "12", "--workers", workers)
+        ran = tripool("simulate", "--faults", "--seeds", "4", "--workers", workers)
         return [line.partition(" in ")[0] for line in ran.out.splitlines() if " runs, " in line]
 
     assert summary("1") == summary("2") != []

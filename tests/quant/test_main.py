@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tripool.checkpoints import open_checkpoint
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -20,6 +22,7 @@ def quant(*args: str, before: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
+@pytest.mark.prove
 def test_the_command_needs_none_of_the_server_s_packages(tmp_path: Path) -> None:
     absent = "import sys\n" + "".join(f"sys.modules[{name!r}] = None\n" for name in SERVER_PACKAGES)
     done = quant("tiny", str(tmp_path / "out"), "--keep", "0", "--vocabulary", "--tokens", "0", before=absent)

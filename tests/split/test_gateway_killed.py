@@ -57,6 +57,7 @@ def test_a_killed_gateway_is_replaced_and_workers_hold_nothing(bound_s: float) -
         assert server.worker_ids() == worker_ids, "workers outlive their gateway"
 
 
+@pytest.mark.prove
 @bounded
 def test_without_a_supervisor_streams_end_and_then_everybody_leaves(bound_s: float) -> None:
     with split_server("fake:step_ms=5", prefill=1, decode=1) as server:
