@@ -130,7 +130,10 @@ class ServingFleet:
         self.world.do(outputs)
 
     def _check_lost_transfer(self, message: Refused, coordinator: Coordinator) -> None:
-        """A sender that is there and has heard of no fault keeps what it has leased as it was."""
+        """A sender that is there and has heard of no fault keeps what it has leased as it was. A cancel ends the lease,
+        and may reach the sender before it reaches the receiver."""
+        if message.request_id not in self._checker.open_ids:
+            return
         sender = sender_of(self._checker.descriptor(message.request_id, message.attempt))
         if sender in self.memory.slots or sender in self._left_senders:
             excuses = self.faults.keys() & {"spoil", "cut", "loss", "gateway restart"}
