@@ -182,6 +182,7 @@ def test_damaged_files_are_read_or_refused_by_a_typed_error(tmp_path: Path, coun
         pytest.param(AZURE, marks=pytest.mark.prove),
     ],
 )
+@pytest.mark.prove
 def test_every_command_reads_every_format(tripool, content: str, tmp_path: Path) -> None:
     file, deployment, report = tmp_path / "trace", tmp_path / "deployment.toml", tmp_path / "run.json"
     file.write_text(content, "utf-8")

@@ -110,6 +110,7 @@ class Alternating:
         assert num_tokens >= num_seqs and step_s >= 0
 
 
+@pytest.mark.prove
 def test_drafts_that_come_and_go_change_no_answer(tiny: Bundled, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [mixed_request(number, tiny, longest=8) for number in range(40, 46)]
     requests += [ask(tiny, number, max_tokens=24) for number in range(3)]

@@ -221,6 +221,7 @@ def harass(folder: Path, seed: int, rounds: int) -> None:
                 made.helpers[0] = Helper("tiny", made.path, 1)
 
 
+@pytest.mark.prove
 def test_killed_and_stopped_helpers_change_nothing(tmp_path: Path) -> None:
     harass(tmp_path, 0, 3)
 

@@ -208,6 +208,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.prove
 def test_two_workers_at_once_write_one_image_and_share_it(tmp_path):
     workers = [
         subprocess.Popen(

@@ -16,6 +16,7 @@ from tripool.text import Tokenizer
 BY_NAME = {case.name: case for case in CASES}
 
 
+@pytest.mark.prove
 def test_perplexity_and_agreement_are_those_of_transformers(made_of) -> None:
     """An oracle nobody here wrote: the loss of transformers' own network, and the KL from both sides' logits."""
     made = made_of(BY_NAME["llama-wide-heads"])

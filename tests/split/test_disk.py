@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from .serving import split_server
 from .test_cache import ask, cached
 
@@ -15,6 +17,7 @@ def on_disk(pools: dict[str, Any]) -> int:
     return sum(member["disk"]["blocks"] for member in pools["cache"] if not member["away"] and member["disk"])
 
 
+@pytest.mark.prove
 def test_the_next_server_starts_with_the_blocks_of_the_last(tmp_path: Path) -> None:
     options = ("--cache-gb", "0.005", "--disk-gb", "0.1", "--disk-dir", str(tmp_path))
     for known, told in ((0, "0 tokens"), (640, "640 tokens (0 from memory, 640 from disk)")):

@@ -99,6 +99,7 @@ def made_up_trace(count: int) -> list[TraceRequest]:
     return requests
 
 
+@pytest.mark.prove
 def test_cached_tokens_are_those_of_an_oracle() -> None:
     options = ("--cache-gb", "0.02")
     with split_server("fake:context=4096", prefill=2, decode=1, options=options) as server:

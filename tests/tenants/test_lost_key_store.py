@@ -131,6 +131,7 @@ def test_a_removed_tenant_is_refused(tmp_path: Path) -> None:
             server.access.tenant_named("alice")
 
 
+@pytest.mark.prove
 def test_a_gateway_that_starts_again_knows_that_there_were_keys(tmp_path: Path) -> None:
     """Of a server that was started open, got a key, lost its key store, and then its gateway."""
     path = tmp_path / "keys.db"
