@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
@@ -32,7 +33,7 @@ from tripool.token_stream import Tally
 
 LIFE = WorkerId("prefill-0", 1)
 HELLO = Hello(PROTOCOL, "prefill", LIFE, 1, "m", 4096, 8, 4096, 100)
-PATIENT = RouterConfig(silence_s=600.0, stall_s=600.0)
+PATIENT = RouterConfig(heartbeat_s=60.0, silence_s=600.0, stall_s=600.0)
 """Workers here say nothing between what the tests make them say."""
 REQUEST = Request(id="r", prompt_ids=(1, 2, 3), params=SamplingParams(max_tokens=1), seed=0)
 DEADLINE_S = 60.0
@@ -98,6 +99,45 @@ def test_without_workers_it_says_what_is_missing(tmp_path: Path) -> None:
             pools.close()
 
     assert asyncio.run(look()) == ["there is no prefill worker", "there is no decode worker", ""]
+
+
+def test_a_worker_whose_connection_has_ended_is_lost_before_it_was_silent_for_long(tmp_path: Path) -> None:
+    """And one that only says nothing is not, though the gateway looks whether its connection is there."""
+
+    async def look() -> tuple[list[str], bytes]:
+        config = RouterConfig(heartbeat_s=0.05, silence_s=600.0, stall_s=600.0)
+        pools = Pools(["m"], config, addresses=[f"ipc://{tmp_path}/g"], epoch=1, suspect=lambda message: None)
+        pools.start()
+        names = lambda: [one["worker"] for one in pools.describe()["workers"]]  # noqa: E731
+        quiet, leaving = zmq.asyncio.Context(), zmq.asyncio.Context()
+        try:
+            lines = []
+            for context, name in ((quiet, "prefill-0"), (leaving, "prefill-1")):
+                lines.append(context.socket(zmq.DEALER))
+                lines[-1].setsockopt(zmq.ROUTING_ID, f"{name}.1.1".encode())
+                lines[-1].connect(f"ipc://{tmp_path}/g")
+                await lines[-1].send(encode(replace_name(HELLO, name)))
+            async with asyncio.timeout(DEADLINE_S):
+                while len(names()) < 2:
+                    await asyncio.sleep(0.01)
+                assert isinstance(decode(await lines[0].recv()), Welcome)
+                looked = await lines[0].recv()
+                lines[1].close(0)
+                while len(names()) == 2:
+                    await asyncio.sleep(0.01)
+            return names(), looked
+        finally:
+            pools.close()
+            for line in lines:
+                line.close(0)
+            quiet.term()
+            leaving.term()
+
+    assert asyncio.run(look()) == (["prefill-0"], b"")
+
+
+def replace_name(hello: Hello, name: str) -> Hello:
+    return msgspec.structs.replace(hello, worker_id=WorkerId(name, 1))
 
 
 class Little(Tally):

@@ -55,6 +55,9 @@ class Stage:
     def drain(self, worker_id: WorkerId) -> list[Output]:
         return self._keep(self.coordinator.drain(worker_id, self.now_s))
 
+    def disconnected(self, worker_id: WorkerId) -> list[Output]:
+        return self._keep(self.coordinator.disconnected(worker_id, self.now_s))
+
     def receive(self, message: AnyMessage) -> list[Output]:
         return self._keep(self.coordinator.receive(message, self.now_s))
 

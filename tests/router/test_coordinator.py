@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tripool.errors import InvalidRequest, NoWorkers, WorkersFailed
+from tripool.errors import InvalidRequest, NoWorkers, WorkersCrashed, WorkersFailed
 from tripool.messages import Cancel, Drain, Left, Reaped, Refused, Release, StartDecode, StartPrefill, Welcome, WorkerId
 
 from .acting import D0, D1, P0, P1, Stage, ask, emitted, failed, hello, sent, suspects
@@ -95,6 +95,27 @@ def test_a_silent_worker_is_suspected_and_hears_nothing() -> None:
     again = WorkerId(worker_id.name, 2)
     assert sent(stage.receive(hello(again, "decode")), Welcome)
     assert stage.receive(hello(worker_id, "decode")) == [], "an ended worker does not come back"
+
+
+def test_a_worker_whose_connection_has_ended_is_lost_at_once_and_welcome_again() -> None:
+    stage = Stage(P0, D0, D1)
+    worker_id, _ = stage.to_decode()
+    outputs = stage.disconnected(worker_id)
+    assert suspects(outputs) == [], "nobody is asked to end it"
+    assert sent(outputs, StartPrefill)[0].message.answered[0].tokens == (11,)
+    assert worker_id not in stage.coordinator.view and stage.disconnected(worker_id) == []
+    assert sent(stage.receive(hello(worker_id, "decode")), Welcome), "without the wait of one that was silent"
+
+
+def test_a_crash_counts_whether_its_connection_or_its_supervisor_was_noticed_first() -> None:
+    stage, outputs = Stage(), []
+    stage.submit(ask())
+    for epoch in (1, 2):
+        worker_id = WorkerId("prefill-0", epoch)
+        stage.receive(hello(worker_id, "prefill"))
+        stage.disconnected(worker_id)
+        outputs += stage.receive(Reaped(worker_id, crashed=True))
+    assert isinstance(failed(outputs)[0].error, WorkersCrashed)
 
 
 def test_a_suspected_worker_that_is_not_reaped_may_register_again() -> None:

@@ -26,6 +26,8 @@ from tripool.messages import (
 
 _RECONNECT_MS = 50
 _JOIN_S = 2.0
+_MAX_MESSAGE_BYTES = 2**26
+"""Far more than any worker sends; what is announced longer ends its connection before memory is taken."""
 
 
 class Channel(Protocol):
@@ -114,6 +116,8 @@ class Line:
         """Skips what is no message of this protocol: it cannot have come from our gateway."""
         while _readable(self.socket):
             data = b"".join(self.socket.recv_multipart(zmq.DONTWAIT))
+            if not data:
+                continue  # the gateway has looked whether this line is still there
             try:
                 message = decode_to_worker(data)
             except msgspec.DecodeError:
@@ -164,6 +168,8 @@ class Switchboard:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         for address in addresses:
             self._socket.bind(address)
 
@@ -176,9 +182,15 @@ class Switchboard:
         """Whether there is something to receive. Ask after sending, too: that may use up the sign on `fileno`."""
         return _readable(self._socket)
 
-    def send(self, identity: bytes, message: AnyMessage) -> None:
-        """Never waits; to a line that is gone it goes nowhere."""
-        self._socket.send_multipart((identity, encode(message)), zmq.DONTWAIT)
+    def send(self, identity: bytes, message: AnyMessage | None) -> bool:
+        """Never waits. False: that line is gone, for good, and the message goes nowhere. None: only to learn that."""
+        try:
+            self._socket.send_multipart((identity, b"" if message is None else encode(message)), zmq.DONTWAIT)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
 
     def receive(self) -> Iterator[tuple[bytes, FromWorker]]:
         while self.waiting:

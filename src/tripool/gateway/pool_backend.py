@@ -141,6 +141,9 @@ class PoolBackend:
             self.context_tokens = min(self.context_tokens or message.context_tokens, message.context_tokens)
         self._carry_out(self.coordinator.receive(message, self._now_s))
 
+    def disconnected(self, worker_id: WorkerId) -> None:
+        self._carry_out(self.coordinator.disconnected(worker_id, self._now_s))
+
     def tick(self) -> None:
         self._carry_out(self.coordinator.tick(self._now_s))
 

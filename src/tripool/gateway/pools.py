@@ -27,6 +27,8 @@ from tripool.messages import AnyMessage, Heartbeat, Hello, Left, Reaped, Suspect
 
 _LOG = logging.getLogger("tripool.gateway")
 _TICK_S = 0.05
+_MISSED = 2
+"""Heartbeats that a worker may miss before its connection is looked at."""
 
 _FROM_WORKERS = (
     Heartbeat, messages.Tokens, messages.TransferReady, messages.TransferDone, messages.Refused, Left
@@ -69,7 +71,7 @@ class Pools:
         self._addresses = tuple(addresses)
         self.suspect = suspect
         """Asks the supervisor to end a worker."""
-        self._epoch = epoch
+        self._epoch, self._quiet_s = epoch, _MISSED * config.heartbeat_s
         self._opened: _Opened | None = None
 
     # ---- what the backends need -------------------------------------------------------------------------------------
@@ -91,8 +93,8 @@ class Pools:
     def send(self, worker_id: WorkerId, message: AnyMessage) -> None:
         assert self._opened is not None
         route = self._opened.routes.get(worker_id)
-        if route is not None:
-            self._opened.switchboard.send(route.line, message)
+        if route is not None and not self._opened.switchboard.send(route.line, message):
+            self.soon(self._disconnected, worker_id, route)
 
     def soon(self, call: Callable[..., object], *args: object) -> None:
         """Call it from the event loop, after what runs now."""
@@ -127,9 +129,23 @@ class Pools:
 
     def _tick(self) -> None:
         if self._opened is not None:
+            self._look_for_quiet(self._opened)
             for backend in self.backends.values():
                 backend.tick()
             self._opened.timer = self._opened.loop.call_later(_TICK_S, self._tick)
+
+    def _look_for_quiet(self, opened: _Opened) -> None:
+        """Whoever misses heartbeats may be slow or gone. If its connection has ended it is gone, and nobody waits."""
+        quiet_since_s = opened.loop.time() - self._quiet_s
+        for worker_id, route in list(opened.routes.items()):
+            member = route.backend.coordinator.view.get(worker_id)
+            if member is not None and member.heard_s < quiet_since_s and not opened.switchboard.send(route.line, None):
+                self._disconnected(worker_id, route)
+
+    def _disconnected(self, worker_id: WorkerId, route: _Route) -> None:
+        if self._opened is not None and self._opened.routes.get(worker_id) == route:
+            del self._opened.routes[worker_id]
+            route.backend.disconnected(worker_id)
 
     def _receive(self) -> None:
         opened = self._opened

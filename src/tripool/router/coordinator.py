@@ -115,6 +115,13 @@ class Coordinator:
             self._placing.out.append(Send(worker_id, Drain()))
         return self._placing.settle(now_s)
 
+    def disconnected(self, worker_id: WorkerId, now_s: float) -> list[Output]:
+        """Its connection has ended: it holds nothing any more. Its next Hello is welcome at once."""
+        if worker_id in self.view:
+            self._computed[worker_id] = self._placing.computed_at(worker_id)
+            self._placing.lose(worker_id, now_s)
+        return self._placing.settle(now_s)
+
     def tick(self, now_s: float) -> list[Output]:
         """Checks deadlines of requests and silence of workers."""
         for entry, choice in self.ledger.overdue(now_s):
