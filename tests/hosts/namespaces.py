@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-NAMES = ("a", "b", "c")
-_NET = "10.77.0"
+NAMES = ("a", "b", "c", "d")
 
 
 class Network:
-    """Host "a" is 10.77.0.1, and so on; the test itself is 10.77.0.254."""
+    """Host "a" is .1 of a network of this process, and so on; the test itself is .254."""
 
     def __init__(self) -> None:
         self._tag = f"tp{os.getpid() % 100_000}"
         self._switch = f"{self._tag}s"
+        self._net = f"10.{64 + os.getpid() // 256 % 64}.{os.getpid() % 256}"
 
     def make(self) -> None:
         _ip("netns", "add", self._switch)
@@ -25,8 +26,8 @@ class Network:
         self._in_switch("link", "set", "br0", "up")
         for number, name in enumerate(NAMES, 1):
             _ip("netns", "add", self.namespace(name))
-            self._plug(name, f"{_NET}.{number}", self.namespace(name))
-        self._plug("t", f"{_NET}.254", None)
+            self._plug(name, f"{self._net}.{number}", self.namespace(name))
+        self._plug("t", f"{self._net}.254", None)
 
     def remove(self) -> None:
         for namespace in (*map(self.namespace, NAMES), self._switch):
@@ -37,7 +38,7 @@ class Network:
         return f"{self._tag}{name}"
 
     def address(self, name: str) -> str:
-        return f"{_NET}.{NAMES.index(name) + 1}"
+        return f"{self._net}.{NAMES.index(name) + 1}"
 
     def prefix(self, name: str) -> tuple[str, ...]:
         """Runs a command there."""
@@ -63,6 +64,28 @@ class Network:
         device = "eth0" if leaving else f"p{name}"
         subprocess.run([*where, "qdisc", "del", "dev", device, "root"], check=True, capture_output=True)
 
+    def drop(self, name: str, *match: str) -> None:
+        """What host `name` gets and the rule matches is dropped, as a firewall drops it: "-s ADDRESS", "-p tcp" ..."""
+        subprocess.run([*self.prefix(name), "iptables", "-A", "INPUT", *match, "-j", "DROP"], check=True)
+
+    def drop_nothing(self, name: str) -> None:
+        subprocess.run([*self.prefix(name), "iptables", "-F", "INPUT"], check=True)
+
+    @contextmanager
+    def listening(self, name: str, port: int) -> Iterator[None]:
+        """Another program has that port."""
+        program = f"import socket, sys; s = socket.create_server(('', {port})); print(flush=True); sys.stdin.read()"
+        command = [*self.prefix(name), sys.executable, "-c", program]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdin is not None and process.stdout is not None
+            process.stdout.readline()
+            yield
+            process.stdin.close()
+
+    def add_address(self, name: str, address: str) -> None:
+        """Another one, that the other hosts have no route to."""
+        _ip("-n", self.namespace(name), "address", "add", f"{address}/32", "dev", "eth0")
+
     def _plug(self, name: str, address: str, namespace: str | None) -> None:
         inner = f"{self._tag}{name}"
         _ip("link", "add", inner, "type", "veth", "peer", "name", f"p{name}", "netns", self._switch)
@@ -87,9 +110,9 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
-def possible() -> bool:
-    """Whether this process may make namespaces."""
-    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
+def possible(*programs: str) -> bool:
+    """Whether this process may make namespaces, and has these programs besides."""
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", *programs))):
         return False
     trial = f"tptry{os.getpid() % 100_000}"
     made = subprocess.run(["ip", "netns", "add", trial], check=False, capture_output=True).returncode == 0

@@ -79,6 +79,16 @@ def test_a_model_that_changes_while_it_is_fetched_is_refused(server: Running, tm
     assert left == [], "nothing half is left"
 
 
+def test_a_model_that_is_one_file_is_called_as_on_the_server(tmp_path: Path) -> None:
+    """A worker calls such a model by its file: under another name the server would not know it."""
+    (tmp_path / "Small-Q4.gguf").write_bytes(b"GGUF" * 1000)
+    model = SharedModel("small", str(tmp_path / "Small-Q4.gguf"), True, ())
+    with host_server(tmp_path / "a", models=[model]) as running:
+        path = Path(start(running.address, tmp_path)[0])
+        assert (path.name, path.read_bytes()) == ("small.gguf", b"GGUF" * 1000)
+        assert start(running.address, tmp_path)[0] == str(path)
+
+
 class TestMisconfigured:
     def test_1_wrong_port(self, tmp_path: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as closed:

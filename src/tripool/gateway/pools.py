@@ -27,8 +27,6 @@ from tripool.messages import AnyMessage, Heartbeat, Hello, Left, Reaped, Suspect
 
 _LOG = logging.getLogger("tripool.gateway")
 _TICK_S = 0.05
-_MISSED = 2
-"""Heartbeats that a worker may miss before its connection is looked at."""
 
 _FROM_WORKERS = (
     Heartbeat, messages.Tokens, messages.TransferReady, messages.TransferDone, messages.Refused, Left
@@ -71,7 +69,7 @@ class Pools:
         self._addresses = tuple(addresses)
         self.suspect = suspect
         """Asks the supervisor to end a worker."""
-        self._epoch, self._quiet_s = epoch, _MISSED * config.heartbeat_s
+        self._epoch, self._heartbeat_s = epoch, config.heartbeat_s
         self._opened: _Opened | None = None
 
     # ---- what the backends need -------------------------------------------------------------------------------------
@@ -136,7 +134,7 @@ class Pools:
 
     def _look_for_quiet(self, opened: _Opened) -> None:
         """Whoever misses heartbeats may be slow or gone. If its connection has ended it is gone, and nobody waits."""
-        quiet_since_s = opened.loop.time() - self._quiet_s
+        quiet_since_s = opened.loop.time() - self._heartbeat_s
         for worker_id, route in list(opened.routes.items()):
             member = route.backend.coordinator.view.get(worker_id)
             if member is not None and member.heard_s < quiet_since_s and not opened.switchboard.send(route.line, None):

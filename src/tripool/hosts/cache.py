@@ -38,6 +38,7 @@ _PROGRESS_S = 1.0
 """Longest time without a byte of blocks that were found."""
 _UNREAD_BYTES = 2**20
 """More than that is not read for nothing: another connection is quicker."""
+_SKIP_BYTES = 2**16
 _STORING_BYTES = 64 * 2**20
 """On their way to one member; what is more is not stored."""
 
@@ -233,9 +234,11 @@ class RemoteBlocks:
             self._failed()
 
     def _skip_to(self, start: int) -> None:
+        unwanted = memoryview(bytearray(_SKIP_BYTES if start > self._next else 0))
         for block in self._blocks[self._next : start]:
             self._next += 1
-            self._connection.read_into(memoryview(bytearray(block.num_bytes)))
+            for offset in range(0, block.num_bytes, _SKIP_BYTES):
+                self._connection.read_into(unwanted[: block.num_bytes - offset])
 
 
 @dataclass(slots=True)

@@ -14,10 +14,12 @@ trusted network plain TCP. After that, messages with their length before them, a
 from __future__ import annotations
 
 import contextlib
+import queue
 import secrets
 import socket
 import ssl
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from typing import TypeVar
@@ -32,10 +34,10 @@ PROTOCOL = 1
 MAGIC = b"TRIPOOL\x02"
 _GREETING = struct.Struct(f"<{len(MAGIC)}sHB5x32s")
 _LENGTH = struct.Struct("<I")
-MAX_MESSAGE_BYTES = 2**24
+MAX_MESSAGE_BYTES = 2**22
 GREET_S = 4.0
 """Longest time for a greeting and its proofs."""
-CONNECT_S = 3.0
+CONNECT_S, _RESOLVE_S = 3.0, 4.0
 _VANISHED = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 12_000}
 """Seconds, and milliseconds for the last, as the system has them."""
 _MANY = 64
@@ -139,10 +141,15 @@ def dial(address: str, keys: HostKeys, *, timeout_s: float = CONNECT_S) -> Conne
     """Connect and authenticate. Raises HostError, which names the step and the remedy, within a few seconds."""
     host, port = parse_address(address)
     try:
-        end = socket.create_connection((host, port), timeout_s)
-    except socket.gaierror as error:
+        end = socket.create_connection((_resolved(host), port), timeout_s)
+    except (socket.gaierror, UnicodeError) as error:
         hint = "is the name right, and known to this machine? An address of numbers works, too"
         raise HostError(f"no host is called '{host}'", hint=hint, step="address") from error
+    except queue.Empty as error:
+        hint = "does this machine reach its name servers? An address of numbers needs none"
+        raise HostError(
+            f"no name server says within {_RESOLVE_S:g} s where '{host}' is", hint=hint, step="address"
+        ) from error
     except TimeoutError as error:
         hint = (
             f"is {host} the right address, and reachable from here? A firewall may drop packets to port {port}, "
@@ -160,6 +167,23 @@ def dial(address: str, keys: HostKeys, *, timeout_s: float = CONNECT_S) -> Conne
     except BaseException:
         end.close()
         raise
+
+
+def _resolved(host: str) -> str:
+    """The first address of a name. Name servers that do not answer are waited for no longer than this allows."""
+    found: queue.SimpleQueue[str | Exception] = queue.SimpleQueue()
+
+    def look() -> None:
+        try:
+            found.put(str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))
+        except (OSError, UnicodeError) as error:
+            found.put(error)
+
+    threading.Thread(target=look, daemon=True).start()
+    address = found.get(timeout=_RESOLVE_S)
+    if isinstance(address, Exception):
+        raise address
+    return address
 
 
 def _greet_as_client(end: socket.socket, keys: HostKeys, address: str) -> Connection:

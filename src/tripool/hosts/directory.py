@@ -21,7 +21,8 @@ PRESENT_S = 0.5
 """How often a host says that it is there."""
 SILENCE_S = 3.0
 """After this time without a word it is not: its cache members are nobody's any more."""
-_MAX_HOSTS = 512
+_MAX_HOSTS, _MAX_HOST_BYTES = 512, 4096
+"""All of them fit into one message."""
 _HOST, _HOSTS = "host.json", "hosts.json"
 
 
@@ -34,6 +35,8 @@ class Hosts:
 
     def present(self, host: Host, now_s: float) -> bool:
         """It is there. Whether that is news."""
+        if len(msgspec.msgpack.encode(host)) > _MAX_HOST_BYTES:
+            return False
         if host.name == self.own.name or (host.name not in self._others and len(self._others) >= _MAX_HOSTS):
             return False
         known = self._others.get(host.name)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import tripool
@@ -43,35 +44,43 @@ def code_identity() -> str:
     return said.hexdigest()
 
 
-def fetch_model(
-    connection: Connection,
-    model: str,
-    files: Sequence[ModelFile],
-    folder: Path,
-    report: Callable[[int, int], object] = lambda done, total: None,
-) -> Path:
+def fetch_model(connection: Connection, model: str, files: Sequence[ModelFile], folder: Path) -> Path:
     """Bring a model's files to a folder named by their identity, part by part; what is there already stays.
 
-    Returns what a worker is given: the folder, or its one GGUF file.
+    Returns what a worker is given: the folder, or its one GGUF file, after which the model is then called.
     """
-    target = folder / identity_of(files) / Path(model).name
-    target.mkdir(parents=True, exist_ok=True)
-    total, done = sum(file.num_bytes for file in files), 0
-    if shutil.disk_usage(target).free < total:
+    target = folder / identity_of(files) / (Path(model).name.strip(".") or "model")
+    alone = len(files) == 1 and files[0].name.endswith(".gguf")
+    there = {file: target / (f"{target.name}.gguf" if alone else file.name) for file in files}
+    with _writing(target):
+        target.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(target).free
+    missing = [file for file, path in there.items() if not _is_there(path, file)]
+    needed = sum(file.num_bytes for file in missing)
+    if free < needed:
         hint = f"free some space, or name a local copy: `tripool worker PATH --join ...`; it would go to {target}"
-        raise JoinRefused(f"no room for {total / 2**20:,.0f} MiB of '{model}'", hint=hint, step="fetch")
-    for file in files:
-        if not _is_there(target / file.name, file):
-            _fetch_file(connection, model, file, target)
-            report(done + file.num_bytes, total)
-        done += file.num_bytes
-    return target / files[0].name if len(files) == 1 and files[0].name.endswith(".gguf") else target
+        raise JoinRefused(f"no room for {needed / 2**20:,.0f} MiB of '{model}'", hint=hint, step="fetch")
+    for file in missing:
+        _fetch_file(connection, model, file, there[file])
+    return there[files[0]] if alone else target
 
 
-def _fetch_file(connection: Connection, model: str, file: ModelFile, folder: Path) -> None:
-    unfinished = folder / f".{file.name}.{os.getpid()}"
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """What fails here is this machine's disk, and not the connection."""
     try:
-        with open(unfinished, "wb") as out:
+        yield
+    except OSError as error:
+        hint = "is there room, and may this user write there? XDG_CACHE_HOME names another folder"
+        raise JoinRefused(f"cannot write to {folder}: {error.strerror or error}", hint=hint, step="fetch") from error
+
+
+def _fetch_file(connection: Connection, model: str, file: ModelFile, target: Path) -> None:
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with _writing(target.parent):
+            out = open(unfinished, "wb")  # noqa: SIM115
+        with out:
             buffer, said = memoryview(bytearray(MAX_PART_BYTES)), hashlib.blake2b(digest_size=32)
             for offset in range(0, file.num_bytes, MAX_PART_BYTES):
                 part = buffer[: min(MAX_PART_BYTES, file.num_bytes - offset)]
@@ -82,11 +91,13 @@ def _fetch_file(connection: Connection, model: str, file: ModelFile, folder: Pat
                     raise JoinRefused(f"the server cannot give '{file.name}'", hint=hint, step="fetch")
                 connection.read_into(part)
                 said.update(part)
-                out.write(part)
+                with _writing(target.parent):
+                    out.write(part)
+                    out.flush()
         if said.digest() != file.digest:
             hint = "it was changed while it was sent: start the server again, and then this worker"
             raise JoinRefused(f"'{file.name}' is not what the server announced", hint=hint, step="fetch")
-        unfinished.replace(folder / file.name)
+        unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
 

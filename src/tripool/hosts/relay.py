@@ -10,7 +10,7 @@ from collections.abc import Callable
 from tripool.hosts.connection import Connection
 
 _BUFFER_BYTES = 2**18
-_LOOK_S = 1.0
+_LOOK_MS = 1000
 
 
 def relay(local: socket.socket, remote: Connection) -> None:
@@ -20,10 +20,13 @@ def relay(local: socket.socket, remote: Connection) -> None:
     remote.timeout(0.0)
     to_remote, to_local = _Way(), _Way()
     while not (to_remote.over or to_local.over):
-        reading = [end for end, way in ((local, to_remote), (remote, to_local)) if not way.waiting]
-        writing = [end for end, way in ((remote, to_remote), (local, to_local)) if way.waiting]
         if not (remote.pending and not to_local.waiting):
-            select.select(reading, writing, [], _LOOK_S)
+            ready = select.poll()  # unlike select, for any number of connections
+            for end, leaving, arriving in ((local, to_remote, to_local), (remote, to_local, to_remote)):
+                wanted = (0 if leaving.waiting else select.POLLIN) | (select.POLLOUT if arriving.waiting else 0)
+                if wanted:
+                    ready.register(end, wanted)
+            ready.poll(_LOOK_MS)
         to_remote.carry(local.recv_into, remote.write_some)
         to_local.carry(remote.read_some, local.send)
     local.close()

@@ -53,7 +53,9 @@ class HostServer:
         self._blocks = LocalBlocks(folder, worker_id)
         self._hosts = Hosts(own.host)
         self._lock = threading.Lock()
-        self._num_greeting = self._num_open = 0
+        self._greeting: dict[socket.socket, None] = {}
+        """Who has not proved yet that it knows the token, oldest first."""
+        self._num_open = 0
         write_directory(folder, self._hosts.directory())
 
     def run(self, still_wanted: Callable[[], bool]) -> None:
@@ -86,10 +88,16 @@ class HostServer:
             time.sleep(_LOOK_S)
             return
         with self._lock:
-            if self._num_greeting >= _MAX_GREETING or self._num_open >= _MAX_CONNECTIONS:
+            if self._num_open >= _MAX_CONNECTIONS:
                 end.close()
                 return
-            self._num_greeting += 1
+            if len(self._greeting) >= _MAX_GREETING:
+                # Whoever knows the token proves it within milliseconds: the oldest is the least likely to.
+                oldest = next(iter(self._greeting))
+                del self._greeting[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._greeting[end] = None
         _start(self._serve, end)
 
     def _serve(self, end: socket.socket) -> None:
@@ -97,11 +105,13 @@ class HostServer:
         try:
             connection = answer(end, self._own.keys)
         except (OSError, HostError):
-            end.close()
+            pass
         finally:
             with self._lock:
-                self._num_greeting -= 1
+                self._greeting.pop(end, None)
                 self._num_open += connection is not None
+            if connection is None:
+                end.close()
         if connection is None:
             return
         try:
@@ -195,7 +205,11 @@ class HostServer:
             listener.bind(path)
             listener.listen(_MAX_GREETING)
             while True:
-                local, _ = listener.accept()
+                try:
+                    local, _ = listener.accept()
+                except OSError:  # it has gone already, or there are no more file descriptors
+                    time.sleep(_LOOK_S)
+                    continue
                 _start(self._to_leader, local)
 
     def _to_leader(self, local: socket.socket) -> None:
@@ -210,7 +224,7 @@ class HostServer:
             if isinstance(connection.receive(wire.ANSWERS), wire.Data):
                 relay(local, connection)
         except (OSError, msgspec.DecodeError):
-            pass
+            time.sleep(_LOOK_S)  # the gateway is not there
         finally:
             local.close()
             connection.close()
@@ -229,7 +243,7 @@ class HostServer:
                         connection.timeout(_REPLY_S)
                         connection.send(wire.Present(self._own.host))
                         heard = connection.receive(wire.ANSWERS)
-                        if isinstance(heard, wire.Directory) and heard != known:
+                        if isinstance(heard, wire.Directory) and heard.hosts and heard != known:
                             known = heard
                             write_directory(self._folder, _seen_from_here(heard, self._own.join))
                         time.sleep(PRESENT_S)

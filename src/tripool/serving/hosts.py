@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import socket
 import threading
@@ -19,10 +20,11 @@ from tripool.control.supervisor import Supervisor
 from tripool.fabric.folder import RunFolder, gateway_address
 from tripool.hosts.connection import answer, parse_address
 from tripool.hosts.directory import OwnHost
-from tripool.hosts.errors import HostError
+from tripool.hosts.errors import HostError, JoinRefused
 from tripool.hosts.join import Report, address_towards, check_reach, join, listen_for_hosts
 from tripool.hosts.keys import HostKeys, check_token, new_token
 from tripool.hosts.leader import SharedModel, write_models
+from tripool.hosts.wire import Joined
 from tripool.serving.weight_cache import WeightCacheConfig
 from tripool.text.files import TextFiles
 
@@ -97,6 +99,18 @@ def engine_argv(config: EngineConfig) -> tuple[str, ...]:
     return (*argv, *(["--exact"] if config.exact else []))
 
 
+_ENGINE_OPTION = re.compile(r"--(max-running|precision|mtp|no-mtp|device|step-tokens|exact)|[a-z0-9]{1,32}")
+
+
+def _checked(joined: Joined) -> Joined:
+    """What the server says becomes a command line of this machine: it is what `engine_argv` gives, and nothing else."""
+    known = all(_ENGINE_OPTION.fullmatch(option) for option in joined.options)
+    if not known or not (joined.files or joined.path.partition(":")[0] == "fake"):
+        hint = "is it a server of this version of Tripool?"
+        raise JoinRefused("the server asks for what no server asks for", hint=hint, step="model")
+    return joined
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostConfig:
     """A host that joins."""
@@ -145,7 +159,7 @@ def build_host(config: HostConfig, report: Report, *, child_options: Sequence[st
         report=report,
         locate=_locate,
     )
-    name, joined = _host_name(), found.joined
+    name, joined = _host_name(), _checked(found.joined)
     members = {joined.model: tuple(f"cache-{name}-{i}" for i in range(_CACHE_MEMBERS))} if config.cache_gb else {}
     with ExitStack() as stack:
         listener = stack.enter_context(listen_for_hosts(config.listen or f"{address_towards(config.join)}:0"))

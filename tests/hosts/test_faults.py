@@ -1,0 +1,225 @@
+"""Faults of hosts and links while answers flow: no request hangs, no token is lost, repeated or changed, nothing leaks.
+
+    pytest -m prove -s tests/hosts/test_faults.py        prints the table
+
+The tokens of an answer are those of one process (`expected`). What is left after a row would be leaked: requests,
+placements, slots and blocks of workers, leases and reservations of cache members, connections of host servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hosts.fleet import Fleet, fleet
+from hosts.namespaces import possible
+from split.streams import Asked, Clients, Outcome, expected, make_bodies
+
+pytestmark = [
+    pytest.mark.prove,
+    pytest.mark.skipif(not possible("iptables", "faketime"), reason="needs network namespaces, iptables, faketime"),
+]
+NUM_REQUESTS = 24
+IDLE_S = 30.0
+CACHE = ("--cache-gb", "0.05")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    hung: int
+    failed: int
+    lost: int
+    repeated: int
+    changed: int
+    leaked: str
+    took_s: float
+
+    @property
+    def good(self) -> bool:
+        return not (self.hung or self.failed or self.lost or self.repeated or self.changed or self.leaked)
+
+
+def compare(outcome: Outcome, body: dict[str, Any]) -> str:
+    """One word for what is wrong with an answer; none if nothing is."""
+    if outcome.error:
+        return "hung" if "Timeout" in outcome.error else "failed"
+    for choice, want in expected(body).items():
+        got = outcome.tokens.get(choice, [])
+        if got == want and choice in outcome.finish:
+            continue
+        return "lost" if got == want[: len(got)] else "repeated" if len(got) > len(want) else "changed"
+    return ""
+
+
+def held(pools: dict[str, Any]) -> list[str]:
+    """What nobody should hold when no request is open."""
+    found = [f"{pools['requests']} requests"] if pools["requests"] else []
+    for worker in pools["workers"]:
+        counts = {name: worker[name] for name in ("placed", "running", "blocks_held", "waiting_tokens")}
+        found += [f"{count} {name} at {worker['worker']}" for name, count in counts.items() if count]
+    for member in pools["cache"]:
+        counts = {name: member.get(name, 0) for name in ("leases", "reserved")}
+        found += [f"{count} {name} at {member['member']}" for name, count in counts.items() if count]
+    return found
+
+
+def leaked(three: Fleet) -> str:
+    """Empty once nothing is held; else what still is after a while."""
+    until_s = time.monotonic() + IDLE_S
+    while True:
+        pools = three.server.pools()
+        found = held(pools)
+        if len(pools["workers"]) != 3:
+            found.append(f"{len(pools['workers'])} workers")
+        if not found or time.monotonic() > until_s:
+            return ", ".join(found)
+        threading.Event().wait(0.05)
+
+
+def run_row(three: Fleet, fault: Callable[[], None], seed: int, *, resets: bool = False) -> Verdict:
+    """`resets`: the fault ends the clients' own connections; those ask again, once."""
+    bodies = make_bodies(NUM_REQUESTS, prompt_tokens=600, answer_tokens=400, seed=seed)
+
+    async def run() -> list[Outcome]:
+        clients = Clients(three.server.url, [Asked(body) for body in bodies])
+        running = asyncio.ensure_future(clients.run())
+        await clients.flowing.wait()
+        await asyncio.to_thread(fault)
+        return await running
+
+    began_s = time.monotonic()
+    outcomes = asyncio.run(run())
+    if resets:
+        again = [number for number, outcome in enumerate(outcomes) if outcome.error]
+        three.wait(3)
+        asked = [Asked(bodies[number]) for number in again]
+        for number, outcome in zip(again, asyncio.run(Clients(three.server.url, asked).run()), strict=True):
+            outcomes[number] = outcome
+    took_s = time.monotonic() - began_s
+    wrong = [compare(outcome, body) for outcome, body in zip(outcomes, bodies, strict=True)]
+    kinds = [wrong.count(kind) for kind in ("hung", "failed", "lost", "repeated", "changed")]
+    return Verdict(*kinds, leaked(three), took_s)
+
+
+class Faults:
+    """`clock`: the file that says how far the clocks of C's processes are off."""
+
+    def __init__(self, three: Fleet, clock: Path) -> None:
+        self._three, self._net, self._clock = three, three.net, clock
+
+    def table(self) -> dict[str, Callable[[], None]]:
+        return {
+            "link of B cut for 0.5 s": lambda: self._cut("b", 0.5),
+            "link of B cut for 2 s": lambda: self._cut("b", 2),
+            "link of B cut for 10 s": lambda: self._cut("b", 10),
+            "link of C, with cache, cut for 2 s": lambda: self._cut("c", 2),
+            "nothing from B reaches A, 4 s": lambda: self._one_way("a", "b"),
+            "nothing from A reaches B, 4 s": lambda: self._one_way("b", "a"),
+            "link of A at 10 Mbit/s, 4 s": self._slow,
+            "connections to B half open": self._half_open,
+            "host B killed": lambda: self._killed("b"),
+            "host C, with cache, killed": lambda: self._killed("c", *CACHE),
+            "every process restarted": self._restart_all,
+            "clock of C an hour ahead": lambda: self._clock.write_text("+3600"),
+            "clock of C an hour behind": lambda: self._clock.write_text("-3600"),
+        }
+
+    def _cut(self, name: str, seconds: float) -> None:
+        self._net.cut(name)
+        time.sleep(seconds)
+        self._net.restore(name)
+
+    def _one_way(self, at: str, source: str) -> None:
+        self._net.drop(at, "-s", self._net.address(source))
+        time.sleep(4)
+        self._net.drop_nothing(at)
+
+    def _slow(self) -> None:
+        self._net.limit("a", "10mbit", leaving=True)
+        time.sleep(4)
+        self._net.unlimit("a", leaving=True)
+
+    def _half_open(self) -> None:
+        self._net.cut("b")
+        self._three.kill("b")  # nobody hears that its connections have ended
+        self._net.restore("b")
+        self._three.join("b")
+
+    def _killed(self, name: str, *options: str) -> None:
+        self._three.kill(name)
+        self._three.join(name, *options)
+
+    def _restart_all(self) -> None:
+        """One after the other, each back before the next; all but the gateway, whose end its clients see."""
+        for kind, pid in self._three.processes().items():
+            if not kind.startswith("gateway"):
+                os.kill(pid, signal.SIGKILL)
+                self._wait_for_another(kind, pid)
+
+    def _wait_for_another(self, kind: str, pid: int) -> None:
+        until_s = time.monotonic() + 60
+
+        def back() -> bool:
+            same = [k for k, p in self._three.processes().items() if p != pid and k.split()[::3] == kind.split()[::3]]
+            return bool(same) and len(self._three.server.pools()["workers"]) == 3
+
+        while not back():
+            assert time.monotonic() < until_s, f"{kind} does not come back"
+            time.sleep(0.05)
+
+    def gateway(self) -> None:
+        os.kill(self._three.server.child("gateway"), signal.SIGKILL)
+
+
+@pytest.fixture
+def clock() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "clock"
+        path.write_text("+0")
+        yield path
+
+
+def wrong_clock(path: Path) -> tuple[str, ...]:
+    """A command whose processes, and theirs, have the wall clock that the file says."""
+    library = "/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1"
+    settings = ("FAKETIME_NO_CACHE=1", "FAKETIME_DONT_FAKE_MONOTONIC=1", f"FAKETIME_TIMESTAMP_FILE={path}")
+    return ("env", f"LD_PRELOAD={library}", *settings)
+
+
+def test_faults_of_hosts_and_links_lose_nothing(clock: Path) -> None:
+    with fleet() as three:
+        three.join("b")
+        three.join("c", *CACHE)
+        three.wait(3)
+        num_open = three.num_open()
+        faults = Faults(three, clock)
+        rows: dict[str, Verdict] = {}
+        for number, (name, fault) in enumerate(faults.table().items()):
+            if name.startswith("clock") and "ahead" in name:
+                three.leave("c")
+                three.join("c", *CACHE, prefix=wrong_clock(clock))
+                three.wait(3)
+            rows[name] = run_row(three, fault, 100 + number)
+            show(name, rows[name])
+        rows["gateway killed; its clients ask again"] = run_row(three, faults.gateway, 200, resets=True)
+        show(*list(rows.items())[-1])
+        until_s = time.monotonic() + IDLE_S
+        while three.num_open() > num_open + 4 and time.monotonic() < until_s:
+            time.sleep(0.5)
+        assert three.num_open() <= num_open + 4, "connections of hosts that are gone are still open"
+        assert all(verdict.good for verdict in rows.values()), rows
+
+
+def show(name: str, verdict: Verdict) -> None:
+    counts = f"hung {verdict.hung}, failed {verdict.failed}, lost {verdict.lost}, repeated {verdict.repeated}"
+    print(f"{name:40} {counts}, changed {verdict.changed}, leaked {verdict.leaked or 0}; {verdict.took_s:.1f} s")
