@@ -50,7 +50,8 @@ class Fleet:
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                     words = Path(f"/proc/{pid}/cmdline").read_text("utf-8").split("\0")
                     kinds = [word for word in words if word in ("gateway", "worker", "cache-member", "host-server")]
-                    found[f"{kinds[0]} {pid} of {name}"] = pid
+                    if kinds:  # else it has ended, and is not reaped yet
+                        found[f"{kinds[0]} {pid} of {name}"] = pid
         return found
 
     def num_open(self) -> int:

@@ -44,6 +44,11 @@ class Network:
         """Runs a command there."""
         return ("ip", "netns", "exec", self.namespace(name))
 
+    @property
+    def in_switch(self) -> tuple[str, ...]:
+        """Runs a command at the switch, where all packets pass; host "a" is at its device "pa"."""
+        return ("ip", "netns", "exec", self._switch)
+
     def cut(self, name: str) -> None:
         self._in_switch("link", "set", f"p{name}", "down")
 

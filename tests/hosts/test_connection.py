@@ -8,12 +8,13 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from hosts.in_process import host_server
 from tripool.errors import InvalidRequest
 from tripool.hosts import connection as module
 from tripool.hosts.certificate import self_signed
@@ -163,6 +164,21 @@ def test_what_is_no_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         dial(f"tcp://127.0.0.1:{port}", keys)
 
 
+def test_name_servers_that_do_not_answer_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+
+    def silent(*_: object, **__: object) -> None:
+        never.wait(60)
+        raise socket.gaierror
+
+    monkeypatch.setattr(module, "_RESOLVE_S", 0.05)
+    monkeypatch.setattr(module.socket, "getaddrinfo", silent)
+    with pytest.raises(HostError, match=r"step 'address': no name server says") as refused:
+        dial("tcp://somewhere:9100", HostKeys(TOKEN))
+    never.set()
+    assert "address of numbers" in refused.value.hint
+
+
 @pytest.mark.parametrize("address", ["", "http://x:1", "x", "tcp://x", "tcp://:9", "tcp://x:99999", "ipc://a:1"])
 def test_an_address_that_is_none_is_named(address: str) -> None:
     with pytest.raises(HostError, match="step 'address'"):
@@ -249,3 +265,12 @@ def test_what_hosts_send_cannot_be_read_on_the_wire_unless_they_trust_it(trusted
     assert len(seen) > 2 * len(secret)
     assert (secret[:23] in seen) is trusted
     assert TOKEN.encode() not in seen
+
+
+def test_strangers_that_say_nothing_keep_nobody_out(tmp_path: Path) -> None:
+    """There is room for so many that have not proved anything; the oldest of them makes room for the next."""
+    with host_server(tmp_path / "a") as running, ExitStack() as stack:
+        where = parse_address(running.address)
+        silent = [stack.enter_context(socket.create_connection(where, 10)) for _ in range(80)]
+        dial(running.address, HostKeys(TOKEN)).close()
+        assert silent[0].recv(1) == b"", "it was closed for another one"

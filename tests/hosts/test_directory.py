@@ -34,6 +34,13 @@ def test_there_are_not_more_hosts_than_a_run_can_have() -> None:
     assert hosts.present(Host("h0", "tcp://h0:1"), 0.0), "those that are known are heard"
 
 
+def test_a_host_that_says_too_much_of_itself_is_not_heard() -> None:
+    """All hosts together go into one message to each of them: one that talks nonsense must not keep it from them."""
+    hosts = Hosts(OWN)
+    assert not hosts.present(Host("b", "", {f"model-{i}": ("x" * 60,) for i in range(100)}), 0.0)
+    assert hosts.directory().hosts == (OWN,)
+
+
 def test_any_role_is_the_scarcer_one() -> None:
     hosts = Hosts(OWN)
     assert hosts.scarcer() == "decode"

@@ -36,6 +36,7 @@ CACHE = ("--cache-gb", "0.05")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
+    num_requests: int
     hung: int
     failed: int
     lost: int
@@ -87,20 +88,31 @@ def leaked(three: Fleet) -> str:
 
 
 def run_row(three: Fleet, fault: Callable[[], None], seed: int, *, resets: bool = False) -> Verdict:
-    """`resets`: the fault ends the clients' own connections; those ask again, once."""
-    bodies = make_bodies(NUM_REQUESTS, prompt_tokens=600, answer_tokens=400, seed=seed)
+    """Requests flow when the fault begins, and more come until it is over. `resets`: it ends the clients' own
+    connections; those ask again, once."""
+    bodies: list[dict[str, Any]] = []
+
+    def more() -> Clients:
+        made = make_bodies(NUM_REQUESTS, prompt_tokens=600, answer_tokens=400, seed=seed + len(bodies))
+        bodies.extend(made)
+        return Clients(three.server.url, [Asked(body) for body in made])
 
     async def run() -> list[Outcome]:
-        clients = Clients(three.server.url, [Asked(body) for body in bodies])
+        clients = more()
         running = asyncio.ensure_future(clients.run())
         await clients.flowing.wait()
-        await asyncio.to_thread(fault)
-        return await running
+        faulting = asyncio.ensure_future(asyncio.to_thread(fault))
+        outcomes = await running
+        while not (faulting.done() or resets):
+            outcomes = outcomes + await more().run()
+        await faulting
+        return outcomes
 
     began_s = time.monotonic()
     outcomes = asyncio.run(run())
     if resets:
         again = [number for number, outcome in enumerate(outcomes) if outcome.error]
+        assert again, "somebody has noticed"
         three.wait(3)
         asked = [Asked(bodies[number]) for number in again]
         for number, outcome in zip(again, asyncio.run(Clients(three.server.url, asked).run()), strict=True):
@@ -108,7 +120,7 @@ def run_row(three: Fleet, fault: Callable[[], None], seed: int, *, resets: bool 
     took_s = time.monotonic() - began_s
     wrong = [compare(outcome, body) for outcome, body in zip(outcomes, bodies, strict=True)]
     kinds = [wrong.count(kind) for kind in ("hung", "failed", "lost", "repeated", "changed")]
-    return Verdict(*kinds, leaked(three), took_s)
+    return Verdict(len(bodies), *kinds, leaked(three), took_s)
 
 
 class Faults:
@@ -163,19 +175,19 @@ class Faults:
         """One after the other, each back before the next; all but the gateway, whose end its clients see."""
         for kind, pid in self._three.processes().items():
             if not kind.startswith("gateway"):
+                before = self._alike(kind)
                 os.kill(pid, signal.SIGKILL)
-                self._wait_for_another(kind, pid)
+                until_s = time.monotonic() + 60
+                while pid in (now := self._alike(kind)) or len(now) < len(before) or self._num_workers() < 3:
+                    assert time.monotonic() < until_s, f"{kind} does not come back"
+                    time.sleep(0.05)
 
-    def _wait_for_another(self, kind: str, pid: int) -> None:
-        until_s = time.monotonic() + 60
+    def _alike(self, kind: str) -> list[int]:
+        """Processes of the same kind at the same host."""
+        return [pid for one, pid in self._three.processes().items() if one.split()[::3] == kind.split()[::3]]
 
-        def back() -> bool:
-            same = [k for k, p in self._three.processes().items() if p != pid and k.split()[::3] == kind.split()[::3]]
-            return bool(same) and len(self._three.server.pools()["workers"]) == 3
-
-        while not back():
-            assert time.monotonic() < until_s, f"{kind} does not come back"
-            time.sleep(0.05)
+    def _num_workers(self) -> int:
+        return len(self._three.server.pools()["workers"])
 
     def gateway(self) -> None:
         os.kill(self._three.server.child("gateway"), signal.SIGKILL)
@@ -221,5 +233,6 @@ def test_faults_of_hosts_and_links_lose_nothing(clock: Path) -> None:
 
 
 def show(name: str, verdict: Verdict) -> None:
-    counts = f"hung {verdict.hung}, failed {verdict.failed}, lost {verdict.lost}, repeated {verdict.repeated}"
-    print(f"{name:40} {counts}, changed {verdict.changed}, leaked {verdict.leaked or 0}; {verdict.took_s:.1f} s")
+    counts = [f"{kind} {getattr(verdict, kind)}" for kind in ("hung", "failed", "lost", "repeated", "changed")]
+    told = f"{', '.join(counts)}, leaked {verdict.leaked or 0}"
+    print(f"{name:38} {verdict.num_requests:4} requests: {told}; {verdict.took_s:.1f} s", flush=True)

@@ -11,6 +11,7 @@ import pytest
 
 import tripool
 from hosts.in_process import TOKEN, Running, host_server
+from tripool.config import EngineConfig
 from tripool.hosts import connection as connections
 from tripool.hosts import join as module
 from tripool.hosts.connection import answer, dial
@@ -19,7 +20,7 @@ from tripool.hosts.join import address_towards, check_reach, join, listen_for_ho
 from tripool.hosts.keys import HostKeys
 from tripool.hosts.leader import Leader, SharedModel, write_models
 from tripool.hosts.models import files_of, identity_of
-from tripool.hosts.wire import Join
+from tripool.hosts.wire import Join, Joined
 
 KEYS = HostKeys(TOKEN)
 
@@ -224,6 +225,25 @@ def test_a_server_that_still_reads_its_model_is_asked_again(
         locate=lambda name: model,
     )  # fmt: skip
     assert (told, found.model_path) == (["connect", "wait", "model"], "small")
+
+
+def test_a_folder_that_cannot_be_written_is_named(server: Running, tmp_path: Path) -> None:
+    (tmp_path / "fetched").write_text("a file where a folder should be")
+    with pytest.raises(HostError, match="step 'fetch': cannot write to") as error:
+        start(server.address, tmp_path)
+    assert "XDG_CACHE_HOME" in error.value.hint
+
+
+@pytest.mark.parametrize(("options", "path"), [(("--role",), "fake"), (("--kv-gb", "/x"), "fake"), ((), "/etc/passwd")])
+def test_a_server_that_asks_for_what_none_asks_for_is_refused(options: tuple[str, ...], path: str) -> None:
+    """What it says becomes a command line here."""
+    from tripool.serving.hosts import _checked, engine_argv
+
+    argv = engine_argv(EngineConfig(step_tokens=64, exact=True))
+    good = Joined("fake", "", (), "decode", argv, 0.0, "fake:blocks=64")
+    assert _checked(good) is good
+    with pytest.raises(JoinRefused, match="what no server asks for"):
+        _checked(Joined("fake", "", (), "decode", options, 0.0, path))
 
 
 def test_one_joins_at_the_server_and_not_at_a_host_that_joined(server: Running, tmp_path: Path) -> None:

@@ -104,8 +104,8 @@ def worker_rows(three: Fleet, folder: Path) -> list[Row]:
         return ("worker", "--join", where, *right[3:])
 
     net.add_address("b", "198.51.100.7")
-    (folder / "other-model").mkdir()
-    (folder / "other-model" / "config.json").write_text("{}")
+    (folder / "other" / "model").mkdir(parents=True)
+    (folder / "other" / "model" / "config.json").write_text("{}")
     return [
         Row(name="wrong port", said="step 'connect': nothing listens", remedy="--listen", command=at(f"tcp://{a}:9")),
         Row(
@@ -134,7 +134,7 @@ def worker_rows(three: Fleet, folder: Path) -> list[Row]:
         ),
         Row(
             name="a local copy of another model", said="step 'model'", remedy="leave the path out",
-            command=("worker", str(folder / "other-model"), *right[1:]),
+            command=("worker", str(folder / "other" / "model"), *right[1:]),
         ),
         Row(
             name="no route", said="step 'connect'", remedy="network route", command=at("tcp://203.0.113.1:9100"),

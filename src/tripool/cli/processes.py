@@ -65,6 +65,12 @@ def _register_worker(app: typer.Typer) -> None:
         log_format: LogFormat = _LOGS.style,
     ) -> None:
         """Compute for a server on this machine or, with its token, on another one."""
+        if not join.startswith("ipc://"):
+            logs = LogOptions(log_level, log_format)
+            _join_host(
+                join, token, model, role, listen, trusted_network, cache_gb, config.threads, config.kv_gb, logs=logs
+            )
+            return
         from tripool.cache.weight_cache import WeightCache
         from tripool.control.run_manifest import read_manifest
         from tripool.fabric.folder import folder_of
@@ -73,12 +79,6 @@ def _register_worker(app: typer.Typer) -> None:
         from tripool.serving.ranks import ExpertProcess
         from tripool.serving.worker import WorkerProcess, load_pool_engine
 
-        if not join.startswith("ipc://"):
-            logs = LogOptions(log_level, log_format)
-            _join_host(
-                join, token, model, role, listen, trusted_network, cache_gb, config.threads, config.kv_gb, logs=logs
-            )
-            return
         model = model or "tiny"
         if role == "any":
             raise InvalidRequest("on the server's own machine a worker has a role", hint="name one", param="role")
