@@ -28,6 +28,8 @@ class Host:
         self.log: list[str] = []
         self.ready = threading.Event()
         """Also when it has ended."""
+        self.over = threading.Event()
+        """All that it has logged is here."""
         for target in (self._read_out, self._read_log):
             threading.Thread(target=target, daemon=True).start()
 
@@ -43,6 +45,12 @@ class Host:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.log.append(line.rstrip())
+        self.over.set()
+
+    def child(self, word: str) -> int:
+        """The process that was started with this word in its command."""
+        (pid,) = [pid for pid in self.children() if word in Path(f"/proc/{pid}/cmdline").read_text().split("\0")]
+        return pid
 
     def children(self) -> list[int]:
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")

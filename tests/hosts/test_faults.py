@@ -69,7 +69,7 @@ def held(pools: dict[str, Any]) -> list[str]:
         counts = {name: worker[name] for name in ("placed", "running", "blocks_held", "waiting_tokens")}
         found += [f"{count} {name} at {worker['worker']}" for name, count in counts.items() if count]
     for member in pools["cache"]:
-        counts = {name: member.get(name, 0) for name in ("leases", "reserved")}
+        counts = {name: member.get(name, 0) for name in ("leases", "reserved", "away")}
         found += [f"{count} {name} at {member['member']}" for name, count in counts.items() if count]
     return found
 

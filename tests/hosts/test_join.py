@@ -237,13 +237,13 @@ def test_a_folder_that_cannot_be_written_is_named(server: Running, tmp_path: Pat
 @pytest.mark.parametrize(("options", "path"), [(("--role",), "fake"), (("--kv-gb", "/x"), "fake"), ((), "/etc/passwd")])
 def test_a_server_that_asks_for_what_none_asks_for_is_refused(options: tuple[str, ...], path: str) -> None:
     """What it says becomes a command line here."""
-    from tripool.serving.hosts import _checked, engine_argv
+    from tripool.serving.hosts import _check_options, engine_argv
 
     argv = engine_argv(EngineConfig(step_tokens=64, exact=True))
     good = Joined("fake", "", (), "decode", argv, 0.0, "fake:blocks=64")
-    assert _checked(good) is good
+    _check_options(good)
     with pytest.raises(JoinRefused, match="what no server asks for"):
-        _checked(Joined("fake", "", (), "decode", options, 0.0, path))
+        _check_options(Joined("fake", "", (), "decode", options, 0.0, path))
 
 
 def test_one_joins_at_the_server_and_not_at_a_host_that_joined(server: Running, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from hosts.joining import Host, join_line, joined
-from split.serving import SplitServer, split_server
+from split.serving import DEADLINE_S, SplitServer, split_server
 from split.streams import Asked, Clients, Outcome, expected, make_bodies
 from tripool.config import GatewayConfig, PoolSize
 from tripool.errors import InvalidRequest
@@ -62,6 +64,42 @@ def test_blocks_of_the_other_host_are_found(hosts: tuple[SplitServer, Host]) -> 
     (remote,) = server.pools()["cache"]
     assert remote["committed"] > 0 and remote["hits"] > 0 and remote["bad"] == 0, remote
     server.wait_idle(2)
+
+
+def test_answers_go_on_when_processes_of_the_other_host_are_killed(hosts: tuple[SplitServer, Host]) -> None:
+    """Its only decode worker, and the process that relays its messages: tokens are those of one process."""
+    server, host = hosts
+    bodies = make_bodies(6, prompt_tokens=200, answer_tokens=300, seed=11)
+    before = server.worker_ids()
+
+    async def run() -> list[Outcome]:
+        clients = Clients(server.url, [Asked(body) for body in bodies])
+        running = asyncio.ensure_future(clients.run())
+        await clients.flowing.wait()
+        for word in ("host-server", "worker"):
+            os.kill(host.child(word), signal.SIGKILL)
+        return await running
+
+    outcomes = asyncio.run(run())
+    assert [(one.error, one.tokens) for one in outcomes] == [(None, expected(body)) for body in bodies]
+    server.wait_idle(2)
+    assert len(server.worker_ids() - before) == 1, "the decode worker is another process"
+    server.wait(lambda pools: [(one.get("leases"), one.get("reserved")) for one in pools["cache"]] == [(0, 0)])
+
+
+def test_a_wrong_start_is_named_by_the_command(hosts: tuple[SplitServer, Host]) -> None:
+    server, _ = hosts
+    worker, _, address, *token = join_line(server)
+    wrong = {
+        "copy the token": [worker, "--join", address, "--token", "another-token-of-some-length"],
+        "not that of the HTTP server": [worker, "--join", server.url.replace("http", "tcp"), *token],
+        "leave out --trusted-network": [worker, "--join", address, *token, "--trusted-network"],
+    }
+    for remedy, arguments in wrong.items():
+        with joined(arguments, wait=False) as host:
+            assert host.process.wait(DEADLINE_S) == 2
+            host.over.wait(DEADLINE_S)
+            assert remedy in host.log[-1], host.log
 
 
 def test_a_pool_of_none_needs_other_hosts(tmp_path: Path) -> None:

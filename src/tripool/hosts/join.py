@@ -9,9 +9,9 @@
 | version | the versions, or the code, differ |
 | model | the server does not have it, or a local copy is not the same |
 | clock | never: clocks that differ are told, and nothing depends on them |
-| fetch | there is no room, or the files changed |
 | listen | the address that this host shall be reached at is not its own, or in use |
 | reach | the server cannot connect to this host |
+| fetch | there is no room, or the files changed |
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ def join(
     folder: Path,
     report: Report,
     locate: Callable[[str], Path | None],
+    prepare: Callable[[Joined], object] = lambda joined: None,
 ) -> Admission:
     """`path`: a local copy of the model, if the user named one. `folder`: where fetched models are kept. `locate`: a
-    model by its name on this machine."""
+    model by its name on this machine. `prepare`: what else can fail, and should before a long fetch."""
     report("connect", f"to {address}")
     connection = dial(address, keys)
     try:
@@ -74,6 +75,7 @@ def join(
         joined = _admitted(connection, Join(tripool.__version__, code, time.time(), model, role), report)
         report("model", f"{joined.model}, as {joined.role}")
         _compare_clocks(joined.clock_s, time.time(), report)
+        prepare(joined)
         return Admission(joined, _model_path(connection, joined, path, folder, report, locate))
     except (OSError, msgspec.DecodeError) as error:
         hint = "is the network between the two machines good? Run the same line again"

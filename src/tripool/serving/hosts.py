@@ -102,13 +102,12 @@ def engine_argv(config: EngineConfig) -> tuple[str, ...]:
 _ENGINE_OPTION = re.compile(r"--(max-running|precision|mtp|no-mtp|device|step-tokens|exact)|[a-z0-9]{1,32}")
 
 
-def _checked(joined: Joined) -> Joined:
+def _check_options(joined: Joined) -> None:
     """What the server says becomes a command line of this machine: it is what `engine_argv` gives, and nothing else."""
     known = all(_ENGINE_OPTION.fullmatch(option) for option in joined.options)
     if not known or not (joined.files or joined.path.partition(":")[0] == "fake"):
         hint = "is it a server of this version of Tripool?"
         raise JoinRefused("the server asks for what no server asks for", hint=hint, step="model")
-    return joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,23 +148,28 @@ def build_host(config: HostConfig, report: Report, *, child_options: Sequence[st
     keys, path = HostKeys(check_token(config.token), config.trusted), config.model
     is_path = os.sep in path or path.endswith(".gguf")
     parse_address(config.join)
-    found = join(
-        config.join,
-        keys,
-        model=Path(path).name.removesuffix(".gguf") if is_path else path,
-        path=path if is_path else None,
-        role=config.role,
-        folder=_models_folder(),
-        report=report,
-        locate=_locate,
-    )
-    name, joined = _host_name(), _checked(found.joined)
-    members = {joined.model: tuple(f"cache-{name}-{i}" for i in range(_CACHE_MEMBERS))} if config.cache_gb else {}
     with ExitStack() as stack:
-        listener = stack.enter_context(listen_for_hosts(config.listen or f"{address_towards(config.join)}:0"))
-        address = ""
-        if joined.role == "prefill" or members or config.listen:
-            address = _reachable(config, keys, listener, report)
+        opened: list[tuple[socket.socket, str]] = []
+
+        def listen(joined: Joined) -> None:
+            _check_options(joined)
+            listener = stack.enter_context(listen_for_hosts(config.listen or f"{address_towards(config.join)}:0"))
+            reached = joined.role == "prefill" or config.cache_gb or config.listen
+            opened.append((listener, _reachable(config, keys, listener, report) if reached else ""))
+
+        found = join(
+            config.join,
+            keys,
+            model=Path(path).name.removesuffix(".gguf") if is_path else path,
+            path=path if is_path else None,
+            role=config.role,
+            folder=_cache_folder() / "hosts",
+            report=report,
+            locate=_locate,
+            prepare=listen,
+        )
+        name, joined, ((listener, address),) = _host_name(), found.joined, opened
+        members = {joined.model: tuple(f"cache-{name}-{i}" for i in range(_CACHE_MEMBERS))} if config.cache_gb else {}
         folder = RunFolder()
         stack.callback(folder.remove)
         OwnHost(name, keys.token, keys.trusted, address, config.join, members, (joined.role,)).write(folder.path)
@@ -217,17 +221,19 @@ def _answer_one(listener: socket.socket, keys: HostKeys) -> None:
             end.close()
 
 
-def _models_folder() -> Path:
+def _cache_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
-    cache = Path(base) if Path(base).is_absolute() else Path.home() / ".cache"
-    return cache / "tripool" / "hosts"
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "tripool"
 
 
 def _locate(model: str) -> Path | None:
     """Without the checkpoint readers where it can be: they take seconds to import."""
-    bundled = Path(tripool.__file__).parent / "checkpoints" / "bundled" / Path(model).name
+    name = Path(model).name
+    bundled = Path(tripool.__file__).parent / "checkpoints" / "bundled" / name
     if bundled.is_dir():
         return bundled
+    if not (_cache_folder() / name).is_dir():
+        return None  # nothing was fetched under that name
     from tripool.checkpoints.names import FETCHED, locate
 
     return locate(model) if model in FETCHED else None

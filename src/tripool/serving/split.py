@@ -104,6 +104,7 @@ def build_split(
         hint = "a pool of none needs workers of other machines: --listen"
         raise InvalidRequest("a server needs a prefill and a decode worker", hint=hint, param="pools")
     with ExitStack() as stack:
+        shared = SharedHost(hosts, stack) if hosts is not None else None
         listener = stack.enter_context(listen(gateway.host, gateway.port))
         grpc_address = stack.enter_context(reserved(gateway.host, gateway.grpc_port))
         is_open = access.starts_open(listener)
@@ -122,7 +123,6 @@ def build_split(
         options = tuple(child_options)
         specs = [_gateway_spec(listener, access.path, folder, (*_gateway_options(gateway, grpc_address), *options))]
         specs += [spec for plan in plans for spec in _worker_specs(plan, len(plans), engine, pools, folder, options)]
-        shared = SharedHost(hosts, stack) if hosts is not None else None
         if shared is not None:
             members = {plan.served.name: plan.served.cache for plan in plans}
             specs.append(shared.share(folder, [plan.shared(engine) for plan in plans], members, options))
