@@ -223,6 +223,10 @@ def test_faults_of_hosts_and_links_lose_nothing(clock: Path) -> None:
                 three.wait(3)
             rows[name] = run_row(three, fault, 100 + number)
             show(name, rows[name])
+        three.join("d", role="prefill")
+        three.wait(4)
+        rows["host D, with prefill, killed"] = run_row(three, lambda: three.kill("d"), 300)
+        show(*list(rows.items())[-1])
         rows["gateway killed; its clients ask again"] = run_row(three, faults.gateway, 200, resets=True)
         show(*list(rows.items())[-1])
         until_s = time.monotonic() + IDLE_S

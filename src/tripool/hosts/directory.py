@@ -109,18 +109,19 @@ class DirectoryFile:
     """The directory of this host's run folder; `changed` costs a look at the file's time."""
 
     def __init__(self, folder: Path) -> None:
-        self._path, self._seen = folder / _HOSTS, 0
+        self._path, self._seen = folder / _HOSTS, (0, 0)
         self.hosts: tuple[Host, ...] = ()
 
     def changed(self) -> bool:
         try:
             found = os.stat(self._path)
-            if found.st_ino == self._seen:  # replaced as a whole: another file
+            seen = found.st_ino, found.st_mtime_ns  # replaced as a whole; the number of a file may come again
+            if seen == self._seen:
                 return False
             self.hosts = msgspec.json.decode(self._path.read_bytes(), type=Directory).hosts
         except (OSError, msgspec.DecodeError):
             return False
-        self._seen = found.st_ino
+        self._seen = seen
         return True
 
     def describe(self) -> list[dict[str, Any]]:
