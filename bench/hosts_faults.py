@@ -224,11 +224,11 @@ def main() -> int:
     options = parser.parse_args()
     origin, rows = Origin.now(), []
     if options.only in (None, "death"):
-        rows += death_rows(1 if options.quick else 5)
+        rows += death_rows(1 if options.quick else 3)
     if options.only in (None, "start"):
         rows += start_rows(1 if options.quick else 3)
     if options.only in (None, "split"):
-        rows.append(split_row(2, 32) if options.quick else split_row(5, 64))
+        rows.append(split_row(2, 32) if options.quick else split_row(3, 64))
     print_table(rows, origin, "Hosts that die, start and share")
     if options.json:
         write_json(rows, origin, options.json)
