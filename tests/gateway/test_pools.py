@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from tripool.config import RouterConfig
 from tripool.core import Request, SamplingParams, TokenEvent
-from tripool.errors import SlowReader
+from tripool.errors import SlowReader, TripoolError
 from tripool.gateway.pools import Pools
 from tripool.gateway.record import MAX_KEPT
 from tripool.messages import (
@@ -21,6 +21,7 @@ from tripool.messages import (
     AnyMessage,
     Cancel,
     Hello,
+    Refused,
     Stamped,
     StartPrefill,
     Tokens,
@@ -189,6 +190,40 @@ def test_who_does_not_read_is_computed_for_no_longer(tmp_path: Path) -> None:
 
     tally = asyncio.run(go())
     assert tally.num_made == {"r": 5} and tally.over_ids == ["r"]
+
+
+def test_a_failure_reaches_a_reader_that_was_busy_meanwhile(tmp_path: Path) -> None:
+    """Not the end of the stream, which would look like the end of the answer."""
+
+    async def go() -> None:
+        address = f"ipc://{tmp_path}/g"
+        pools = Pools(["m"], PATIENT, addresses=[address], epoch=1, suspect=lambda message: None)
+        context = zmq.asyncio.Context()
+        worker = context.socket(zmq.DEALER)
+        try:
+            pools.start()
+            stream = pools.backends["m"].stream(replace(REQUEST, params=SamplingParams(max_tokens=8)))
+            first = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            worker.setsockopt(zmq.ROUTING_ID, b"prefill-0.1.1")
+            worker.connect(address)
+            await worker.send(encode(HELLO))
+            while not isinstance(begin := decode(await asyncio.wait_for(worker.recv(), DEADLINE_S)), StartPrefill):
+                pass
+            await worker.send(encode(Tokens(LIFE, (Stamped(begin.attempt, TokenEvent("r", 0, 0, 7)),))))
+            assert (await asyncio.wait_for(first, DEADLINE_S)).token_id == 7
+            await worker.send(encode(Refused(LIFE, "r", begin.attempt, "internal_error", "it failed", "", final=True)))
+            async with asyncio.timeout(DEADLINE_S):
+                while len(pools.backends["m"].coordinator.ledger):
+                    await asyncio.sleep(0.01)
+            with pytest.raises(TripoolError, match="it failed"):
+                await anext(stream)
+        finally:
+            pools.close()
+            worker.close(0)
+            context.term()
+
+    asyncio.run(go())
 
 
 def test_what_is_known_of_an_open_request_outlives_a_thousand_others(tmp_path: Path) -> None:

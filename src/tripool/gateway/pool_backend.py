@@ -177,7 +177,6 @@ class PoolBackend:
                 if output.request_id in self._traces:
                     self._traces[output.request_id].failed(str(output.error))
                 if stream is not None:
-                    stream.choices_left.pop(output.request_id, None)
                     stream.fail(output.error)
             elif isinstance(output, Lost):
                 level = logging.WARNING if output.num_requests else logging.INFO
