@@ -231,6 +231,8 @@ def test_faults_of_hosts_and_links_lose_nothing(clock: Path) -> None:
         three.leave("c")
         three.join("c", *CACHE, prefix=wrong_clock(clock))
         three.wait(3)
+        pids = [pid for kind, pid in three.processes().items() if kind.endswith("of c")]
+        assert pids and all("clock.so" in Path(f"/proc/{pid}/maps").read_text("ascii") for pid in pids)
         row("clock of C an hour ahead", lambda: clock.write_text("+3600"))
         row("clock of C an hour behind", lambda: clock.write_text("-3600"))
         until_s = time.monotonic() + CLOSED_S
