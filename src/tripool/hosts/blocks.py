@@ -13,13 +13,14 @@ from pathlib import Path
 import msgspec
 
 from tripool.cache import wire as cache_wire
-from tripool.cache.copying import checksum
 from tripool.cache.host import LocalHost
 from tripool.cache.link import Link
 from tripool.cache.records import Written
 from tripool.cache.shared_reads import SharedBlocks
 from tripool.fabric.shared_memory import MappedArenas
 from tripool.hosts.connection import Connection
+from tripool.hosts.links import Bulk
+from tripool.hosts.traffic import Traffic
 from tripool.hosts.wire import (
     AskMember,
     Data,
@@ -54,7 +55,7 @@ class LocalBlocks:
         self._members: dict[str, _Member] = {}
         self._lock = threading.Lock()
 
-    def read_slots(self, connection: Connection, request: ReadSlots, arenas: MappedArenas) -> None:
+    def read_slots(self, connection: Connection, request: ReadSlots, arenas: MappedArenas, bulk: Bulk) -> None:
         """Straight from the sender's arena. What changes there meanwhile does not have its checksum any more."""
         views = []
         for slot in request.slots if request.arena.endswith(".kv") else ():
@@ -66,9 +67,9 @@ class LocalBlocks:
             connection.send(No("kv", "there is no such KV", "its sender is gone, or this was never one"))
             return
         connection.timeout(_PROGRESS_S)
-        connection.send_with(Data(sum(view.nbytes for view in views)), views)
+        bulk.send(Traffic.TRANSFER, Data(sum(view.nbytes for view in views)), views, _PROGRESS_S)
 
-    def find(self, connection: Connection, request: FindBlocks) -> None:
+    def find(self, connection: Connection, request: FindBlocks, bulk: Bulk) -> None:
         member = self._member(request.member)
         with member.reading:
             found, lease = member.find(request)
@@ -76,7 +77,7 @@ class LocalBlocks:
             blocks = tuple(found) if found is not None else ()
             connection.timeout(_PROGRESS_S)
             views = [] if found is None else [found.arena.view(each.slot, each.num_bytes).data for each in blocks]
-            connection.send_with(FoundBlocks(blocks), views)
+            bulk.send_now(Traffic.MEMORY, FoundBlocks(blocks), views)
         finally:
             if found is not None:
                 with member.reading:
@@ -184,8 +185,7 @@ class _Member:
             for position, slot in places:
                 connection.timeout(max(0.001, until_s - time.monotonic()))
                 view = arena.view(slot, request.sizes[position]).data
-                connection.read_into(view)
-                if checksum(view) == request.checksums[position]:
+                if connection.read_summed(view) == request.checksums[position]:
                     written.append(Written(slot, request.checksums[position], len(view), request.form))
             connection.timeout(_PROGRESS_S)
         finally:

@@ -211,8 +211,7 @@ class RemoteBlocks:
                 if target.nbytes != block.num_bytes:
                     return number
                 self._next += 1
-                self._connection.read_into(target)
-                if checksum(target) != block.checksum:
+                if self._connection.read_summed(target) != block.checksum:
                     return number
             return min(len(into), len(self._blocks) - start)
         except OSError:

@@ -70,6 +70,8 @@ class OwnHost(msgspec.Struct, frozen=True):
     members: dict[str, tuple[str, ...]] = {}
     """Its cache members, by model."""
     roles: tuple[Role, ...] = ()
+    links: tuple[str, ...] = ()
+    """Its other addresses."""
 
     @property
     def keys(self) -> HostKeys:
@@ -77,7 +79,7 @@ class OwnHost(msgspec.Struct, frozen=True):
 
     @property
     def host(self) -> Host:
-        return Host(self.name, self.address, self.members, self.roles)
+        return Host(self.name, self.address, self.members, self.roles, self.links)
 
     def write(self, folder: Path) -> None:
         _write(folder / _HOST, msgspec.json.encode(self))
@@ -132,6 +134,12 @@ class DirectoryFile:
         """Empty: there is no such host, or it cannot be reached."""
         self.changed()
         return next((host.address for host in self.hosts if host.name == name), "")
+
+    def links_of(self, name: str) -> tuple[str, ...]:
+        """All of its addresses, the one that is sure to be reached first."""
+        self.changed()
+        return next((tuple(dict.fromkeys(filter(None, (host.address, *host.links))))
+                     for host in self.hosts if host.name == name), ())  # fmt: skip
 
     def member_address(self, member: str) -> str:
         self.changed()

@@ -11,6 +11,7 @@
 | StoreBlocks | Taken; then the client sends the bytes of what was taken, and gets Data when they are stored |
 | Present | Directory: a host is there, and what it has; repeated |
 | TryHost | Data, or No: can you reach this address? |
+| Meet | Data, or No: are you that host? An address may lead to another one from elsewhere |
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Address = Annotated[str, msgspec.Meta(max_length=256)]
 _FEW = msgspec.Meta(max_length=MAX_KEYS)
 _HOSTS = msgspec.Meta(max_length=1024)
+MAX_LINKS = 8
 MAX_PART_BYTES = 2**23
 """Of a file, in one request."""
 
@@ -51,6 +53,8 @@ class Host(msgspec.Struct, frozen=True, array_like=True):
     """Its cache members, by model."""
     roles: tuple[Role, ...] = ()
     """Of its workers."""
+    links: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_LINKS)] = ()
+    """Its other addresses: whoever reaches them may use them beside the first."""
 
 
 # ---- requests ----------------------------------------------------------------------------------------------------
@@ -113,6 +117,10 @@ class TryHost(_Message, frozen=True):
     address: Address
 
 
+class Meet(_Message, frozen=True):
+    host: Name
+
+
 # ---- answers -----------------------------------------------------------------------------------------------------
 
 
@@ -156,7 +164,7 @@ class Directory(_Message, frozen=True):
     hosts: Annotated[tuple[Host, ...], _HOSTS]
 
 
-Request = Join | ReadFile | ToGateway | AskMember | ReadSlots | FindBlocks | StoreBlocks | Present | TryHost
+Request = Join | ReadFile | ToGateway | AskMember | ReadSlots | FindBlocks | StoreBlocks | Present | TryHost | Meet
 Answer = No | Data | Joined | FoundBlocks | Taken | Reply | Directory
 REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
