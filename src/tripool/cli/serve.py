@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -54,6 +54,10 @@ Listen = Annotated[
     str,
     typer.Option(metavar="ADDRESS:PORT", help="Where workers of other machines may join; implies --split."),
 ]
+TransferBy = Annotated[
+    Literal["tcp", "mooncake"],
+    typer.Option("--transfer", help="How KV gets to other machines; mooncake needs its package and --trusted-network."),
+]
 ResponseStoreMb = Annotated[
     float, typer.Option(min=0, help="Memory for responses that clients refer to by id; 0: none is stored.")
 ]
@@ -87,6 +91,7 @@ def register(app: typer.Typer, load: Load) -> None:
         listen: Listen = "",
         token: Token = "",
         trusted_network: TrustedNetwork = False,
+        transfer: TransferBy = "tcp",
         disk_gb: DiskGb = None,
         disk_dir: DiskDir = None,
         memory_gb: MemoryGb = None,
@@ -121,7 +126,7 @@ def register(app: typer.Typer, load: Load) -> None:
                     prefill=prefill or PoolSize(), decode=decode or PoolSize(), cache_gb=cache_gb, disk_gb=disk_gb,
                     disk_dir=disk_dir,
                 )  # fmt: skip
-                hosts = ListenConfig(listen, token, trusted_network) if listen else None
+                hosts = ListenConfig(listen, token, trusted_network, transfer) if listen else None
                 with build_split(
                     models,
                     config,

@@ -67,6 +67,11 @@ class Connection:
         """Of this side: its link."""
         return str(self._end.getsockname()[0])
 
+    @property
+    def peer_address(self) -> str:
+        host, port = self._end.getpeername()[:2]
+        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
     def num_under_way(self) -> int | None:
         """Bytes written that the other side has not acknowledged; None: the system does not say."""
         if sys.platform != "linux":

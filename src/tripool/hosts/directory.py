@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from tripool.hosts.keys import HostKeys
-from tripool.hosts.wire import Directory, Host
+from tripool.hosts.wire import Directory, Host, TransferName
 from tripool.messages import Role
 
 PRESENT_S = 0.5
@@ -72,6 +72,8 @@ class OwnHost(msgspec.Struct, frozen=True):
     roles: tuple[Role, ...] = ()
     links: tuple[str, ...] = ()
     """Its other addresses."""
+    transfer: TransferName = "tcp"
+    """How KV gets from host to host; the same on all."""
 
     @property
     def keys(self) -> HostKeys:

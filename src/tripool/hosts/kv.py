@@ -95,9 +95,13 @@ class Staging:
     def give_back(self, slots: Sequence[int]) -> None:
         self._free += reversed(slots)
 
+    @property
+    def arena(self) -> Arena:
+        assert self._arena is not None, "nothing was taken yet"
+        return self._arena
+
     def view(self, slot: int) -> memoryview:
-        assert self._arena is not None
-        return self._arena.view(slot, self.block_bytes).data
+        return self.arena.view(slot, self.block_bytes).data
 
     def close(self) -> None:
         if self._arena is not None:
@@ -127,12 +131,16 @@ class HostReceiver:
             return None
         if found is None or found.host == self._own.name:
             return self._mapped.open(descriptor if found is None else found.table.descriptor(), num_tokens)
-        table, num_blocks = found.table, -(-num_tokens // self._block_tokens)
+        return self.opened(found.table, found.host, num_tokens)
+
+    def opened(self, table: BlockTable, host: str, num_tokens: int) -> RemoteKv | None:
+        """KV of another host."""
+        num_blocks = -(-num_tokens // self._block_tokens)
         if table.block_bytes != self.staging.block_bytes or num_blocks > self.staging.num_slots:
             return None
-        if not self._directory.links_of(found.host) or not len(table.slots) == len(table.checksums) == num_blocks:
+        if not self._directory.links_of(host) or not len(table.slots) == len(table.checksums) == num_blocks:
             return None
-        return RemoteKv(self, table, found.host)
+        return RemoteKv(self, table, host)
 
     def close(self) -> None:
         self._lost()
@@ -238,6 +246,8 @@ class RemoteKv:
         self.num_blocks = len(table.slots)
         self.table, self.host, self._receiver = table, host, receiver
         self.slots: list[int] = []
+        self.source: tuple[str, list[int]] = ("", [])
+        """Who has the blocks, and their addresses there, for transfers that need to know."""
         self.parts_left = 0
         self.begun = self.failed = self.closed = False
 

@@ -240,7 +240,9 @@ class HostServer:
                         heard = connection.receive(wire.ANSWERS)
                         if isinstance(heard, wire.Directory) and heard != known:
                             known = heard
-                            write_directory(self._folder, _seen_from_here(heard, self._own.join))
+                            write_directory(
+                                self._folder, _seen_from_here(heard, self._own.join, connection.peer_address)
+                            )
                         time.sleep(PRESENT_S)
                 finally:
                     connection.close()
@@ -252,10 +254,11 @@ class HostServer:
                 time.sleep(PRESENT_S)
 
 
-def _seen_from_here(directory: wire.Directory, join: str) -> wire.Directory:
-    """The server's own host is where this one has reached it: it may listen at many addresses."""
+def _seen_from_here(directory: wire.Directory, join: str, met: str) -> wire.Directory:
+    """The server's own host is where this one has reached it, by a name perhaps: it may listen at many addresses."""
     leader, *others = directory.hosts
-    return wire.Directory((msgspec.structs.replace(leader, address=join), *others))
+    links = tuple(link for link in leader.links if link != met)
+    return wire.Directory((msgspec.structs.replace(leader, address=join, links=links), *others))
 
 
 def _start(target: Callable[..., None], *args: object) -> None:

@@ -16,7 +16,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -26,6 +26,7 @@ from tripool.messages import Checksum, FileName, Name, Natural, Positive, Role, 
 
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Address = Annotated[str, msgspec.Meta(max_length=256)]
+TransferName = Literal["tcp", "mooncake"]
 _FEW = msgspec.Meta(max_length=MAX_KEYS)
 _HOSTS = msgspec.Meta(max_length=1024)
 MAX_LINKS = 8
@@ -145,6 +146,7 @@ class Joined(_Message, frozen=True):
     clock_s: float
     path: Text
     """What a worker is given for a model without files."""
+    transfer: TransferName = "tcp"
 
 
 class FoundBlocks(_Message, frozen=True):
