@@ -58,6 +58,9 @@ TransferBy = Annotated[
     Literal["tcp", "mooncake"],
     typer.Option("--transfer", help="How KV gets to other machines; mooncake needs its package and --trusted-network."),
 ]
+SecondCopy = Annotated[
+    bool, typer.Option("--second-copy", help="Keep cached blocks that are read often on two machines.")
+]
 ResponseStoreMb = Annotated[
     float, typer.Option(min=0, help="Memory for responses that clients refer to by id; 0: none is stored.")
 ]
@@ -92,6 +95,7 @@ def register(app: typer.Typer, load: Load) -> None:
         token: Token = "",
         trusted_network: TrustedNetwork = False,
         transfer: TransferBy = "tcp",
+        second_copy: SecondCopy = False,
         disk_gb: DiskGb = None,
         disk_dir: DiskDir = None,
         memory_gb: MemoryGb = None,
@@ -126,7 +130,7 @@ def register(app: typer.Typer, load: Load) -> None:
                     prefill=prefill or PoolSize(), decode=decode or PoolSize(), cache_gb=cache_gb, disk_gb=disk_gb,
                     disk_dir=disk_dir,
                 )  # fmt: skip
-                hosts = ListenConfig(listen, token, trusted_network, transfer) if listen else None
+                hosts = ListenConfig(listen, token, trusted_network, transfer, second_copy) if listen else None
                 with build_split(
                     models,
                     config,

@@ -74,6 +74,8 @@ class OwnHost(msgspec.Struct, frozen=True):
     """Its other addresses."""
     transfer: TransferName = "tcp"
     """How KV gets from host to host; the same on all."""
+    second_copy: bool = False
+    """Whether cached blocks that are read often are stored on two hosts."""
 
     @property
     def keys(self) -> HostKeys:
@@ -146,6 +148,9 @@ class DirectoryFile:
     def member_address(self, member: str) -> str:
         self.changed()
         return next((host.address for name, host in self.members(None).items() if name == member), "")
+
+    def host_of_member(self, member: str) -> str:
+        return next((host.name for name, host in self.members(None).items() if name == member), "")
 
     def members(self, model: str | None) -> dict[str, Host]:
         """Cache members and their hosts; None: of all models."""

@@ -43,6 +43,7 @@ class Leader:
         self._files: dict[str, tuple[ModelFile, ...]] = {}
         self._code, own = code_identity(), read_own(folder)
         self._transfer: TransferName = "tcp" if own is None else own.transfer
+        self._second_copy = own is not None and own.second_copy
         self._read_all = threading.Thread(target=self._read_models, daemon=True)
         self._read_all.start()
 
@@ -64,7 +65,8 @@ class Leader:
             )
         role: Role = "prefill" if request.role == "prefill" else "decode" if request.role == "decode" else scarcer
         path = "" if files else model.path
-        return Joined(model.name, identity_of(files), files, role, model.options, time.time(), path, self._transfer)
+        told = files, role, model.options, time.time(), path, self._transfer, self._second_copy
+        return Joined(model.name, identity_of(files), *told)
 
     def read(self, request: ReadFile) -> bytes | None:
         model = self._models.get(request.model)

@@ -147,6 +147,7 @@ class Joined(_Message, frozen=True):
     path: Text
     """What a worker is given for a model without files."""
     transfer: TransferName = "tcp"
+    second_copy: bool = False
 
 
 class FoundBlocks(_Message, frozen=True):

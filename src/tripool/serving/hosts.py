@@ -45,6 +45,7 @@ class ListenConfig:
     """Empty: a new one at every start."""
     trusted: bool = False
     transfer: TransferName = "tcp"
+    second_copy: bool = False
 
 
 class SharedHost:
@@ -52,7 +53,7 @@ class SharedHost:
 
     def __init__(self, config: ListenConfig, stack: ExitStack) -> None:
         self.keys = HostKeys(check_token(config.token) if config.token else new_token(), config.trusted)
-        self._transfer = _checked(config.transfer, config.trusted)
+        self._transfer, self._second_copy = _checked(config.transfer, config.trusted), config.second_copy
         self.listener = stack.enter_context(listen_for_hosts(config.address))
         host, _ = parse_address(config.address)
         with suppress(HostError):
@@ -80,8 +81,9 @@ class SharedHost:
         first, anywhere = self.address, self.listener.getsockname()[0] in _ANYWHERE
         links = (first, *(other_addresses(first) if anywhere else ()))[:MAX_LINKS]
         OwnHost(
-            _host_name(), self.keys.token, self.keys.trusted, members=members, links=links, transfer=self._transfer
-        ).write(folder.path)
+            _host_name(), self.keys.token, self.keys.trusted, members=members, links=links, transfer=self._transfer,
+            second_copy=self._second_copy,
+        ).write(folder.path)  # fmt: skip
         write_models(folder.path, tuple(models))
         return _spec(folder, self.listener, options)
 
@@ -172,7 +174,8 @@ def build_host(config: HostConfig, report: Report, *, child_options: Sequence[st
         folder = RunFolder()
         stack.callback(folder.remove)
         way = _checked(joined.transfer, keys.trusted)
-        own = OwnHost(name, keys.token, keys.trusted, address, config.join, members, (joined.role,), links, way)
+        told = (joined.role,), links, way, joined.second_copy
+        own = OwnHost(name, keys.token, keys.trusted, address, config.join, members, *told)
         own.write(folder.path)
         weights = WeightCacheConfig()
         served = ServedModel(joined.model, TextFiles(tokenizer_json=""), members.get(joined.model, ()))
