@@ -78,6 +78,11 @@ DiskDir = Annotated[
 ]
 
 
+MooncakeStore = Annotated[
+    str, typer.Option(metavar="HOST:PORT", help="A Mooncake Store's master: cached blocks are kept there, too.")
+]
+
+
 def register(app: typer.Typer, load: Load) -> None:
     @app.command()
     @engine_options()
@@ -98,6 +103,7 @@ def register(app: typer.Typer, load: Load) -> None:
         second_copy: SecondCopy = False,
         disk_gb: DiskGb = None,
         disk_dir: DiskDir = None,
+        mooncake_store: MooncakeStore = "",
         memory_gb: MemoryGb = None,
         model_cache_gb: ModelCacheGb = None,
         keep_models: KeepModels = False,
@@ -118,7 +124,7 @@ def register(app: typer.Typer, load: Load) -> None:
         gateway = _gateway_config(host, port, response_store_mb, cors_origin or [], grpc_port)
         access, weights = AccessConfig(keys, open), WeightCacheConfig(model_cache_gb, keep_models)
         logs = LogOptions(log_level, log_format)
-        split |= (prefill, decode, cache_gb, disk_gb) != (None, None, None, None) or bool(listen)
+        split |= (prefill, decode, cache_gb, disk_gb) != (None, None, None, None) or bool(listen or mooncake_store)
         if split and memory_gb is not None and len(models) > 1:
             hint = "leave out --memory-gb: workers of all models stay in memory"
             raise InvalidRequest("a split server loads and unloads no models", hint=hint, param="memory_gb")
@@ -128,7 +134,7 @@ def register(app: typer.Typer, load: Load) -> None:
                 cache_gb = _CACHE_GB if cache_gb is None else cache_gb
                 pools = SplitConfig(
                     prefill=prefill or PoolSize(), decode=decode or PoolSize(), cache_gb=cache_gb, disk_gb=disk_gb,
-                    disk_dir=disk_dir,
+                    disk_dir=disk_dir, mooncake_store=mooncake_store,
                 )  # fmt: skip
                 hosts = ListenConfig(listen, token, trusted_network, transfer, second_copy) if listen else None
                 with build_split(
