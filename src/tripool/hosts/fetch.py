@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -103,6 +103,7 @@ class Fetcher:
     def __init__(self, folder: Path, own: OwnHost, directory: DirectoryFile) -> None:
         self._folder, self._own, self._directory = folder, own, directory
         self._sources: dict[str, Source] = {}
+        self._clients: list[_Client] = []
         self._lock = threading.Lock()
         path = fetch_address(folder)
         path.unlink(missing_ok=True)
@@ -115,12 +116,16 @@ class Fetcher:
         with suppress(OSError):
             while True:
                 end, _ = self._listener.accept()
-                threading.Thread(target=_Client(self, end, self._folder).run, daemon=True).start()
+                client = _Client(self, end, self._folder)
+                self._clients = [known for known in self._clients if not known.gone] + [client]
+                threading.Thread(target=client.run, daemon=True).start()
 
     def close(self) -> None:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        for client in self._clients:
+            client.shut()
 
     def fetch(self, host: str, part: Part) -> None:
         with self._lock:
@@ -135,15 +140,20 @@ class _Client:
     """A worker's connection."""
 
     def __init__(self, fetcher: Fetcher, end: socket.socket, folder: Path) -> None:
-        self._fetcher, self._folder = fetcher, folder
+        self._fetcher, self._folder, self._end = fetcher, folder, end
         self._channel = LocalChannel(end)
         self._arenas: dict[str, Arena] = {}
         self._cancelled: set[int] = set()
-        self._gone = False
+        self.gone = False
 
     def run(self) -> None:
         try:
-            while data := self._channel.receive(_IDLE_S):
+            while True:
+                data = self._channel.receive(_IDLE_S)
+                if data is None:
+                    continue
+                if not len(data):
+                    break
                 request = _requests.decode(data)
                 if isinstance(request, Cancel):
                     self._cancelled |= set(request.numbers)
@@ -152,8 +162,12 @@ class _Client:
         except (OSError, msgspec.DecodeError):
             pass
         finally:
-            self._gone = True
+            self.gone = True
             self._channel.close()
+
+    def shut(self) -> None:
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
 
     def _fetch(self, request: Fetch) -> None:
         number = request.number
@@ -164,7 +178,7 @@ class _Client:
         asked = ReadSlots(request.arena, request.block_bytes, request.slots)
         part = Part(
             asked, request.checksums, into, lambda good: self._tell(number, good),
-            lambda: self._gone or number in self._cancelled,
+            lambda: self.gone or number in self._cancelled,
         )  # fmt: skip
         self._fetcher.fetch(request.host, part)
 
@@ -186,7 +200,7 @@ class _Client:
         try:
             self._channel.send(msgspec.msgpack.encode(Fetched(number, good)))
         except OSError:  # it does not read, or is gone: its end of the connection tells it
-            self._gone = True
+            self.gone = True
             self._channel.close()
 
 
@@ -199,6 +213,8 @@ class Source:
         self._changed = threading.Condition()
         self._links: dict[str, int] = {}
         """How many threads each address has."""
+        self._connected: Counter[str] = Counter()
+        """Connections of each address."""
         self._failed_s: dict[str, float] = {}
         """When a link could not be used."""
 
@@ -227,19 +243,23 @@ class Source:
         connection: Connection | None = None
         try:
             while self._is_wanted():
-                connection = connection or self._connect(link)
+                if connection is None:
+                    connection = self._connect(link)
+                    self._connected[link] += 1
                 try:
                     self._bring(connection, asked)
                     self._failed_s.pop(link, None)
                 except (OSError, msgspec.DecodeError):
                     connection.close()
                     connection = None
+                    self._connected[link] -= 1
                     self._put_back(asked)
         except HostError:
             self._failed_s[link] = time.monotonic()
         finally:
             if connection is not None:
                 connection.close()
+                self._connected[link] -= 1
             self._leave(link)
 
     def _is_wanted(self) -> bool:
@@ -276,7 +296,7 @@ class Source:
         while True:
             while len(asked) < _AHEAD and (part := self._take()) is not None:
                 asked.append(part)
-                others = sum(map(bool, self._links.values())) > 1
+                others = sum(count > 0 for count in self._connected.values()) > 1
                 connection.timeout(_OTHER_LINK_S * 2**part.tries if others else _PROGRESS_S)
                 connection.send(part.request)
             if not asked:

@@ -216,6 +216,8 @@ class HostReceiver:
 
     def _ask(self, kv: RemoteKv) -> None:
         at_once = min(max(1, _PART_BYTES // self.staging.block_bytes), MAX_BLOCKS)
+        if self._channel is not None and not self._asked and self._channel.readable:
+            self._lost()  # it has nothing to say but that it has ended
         if self._channel is None:
             self._channel = LocalChannel.connect(fetch_address(self.staging.path.parent))
         table = kv.table
