@@ -232,7 +232,7 @@ class Source:
                 part.ended(False)
                 return
             self._parts.append(part)
-            self._changed.notify()
+            self._changed.notify_all()  # whoever wakes up may have no connection yet
 
     # ---- one connection ---------------------------------------------------------------------------------------------
 
@@ -334,6 +334,6 @@ class Source:
             if part.tries < _TRIES:
                 with self._changed:
                     self._parts.appendleft(part)
-                    self._changed.notify()
+                    self._changed.notify_all()  # whoever wakes up may have no connection yet
             else:
                 part.ended(False)
