@@ -16,6 +16,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -138,20 +139,19 @@ class MooncakeIo:
         found = [name for name, is_there in zip(names, there, strict=True) if is_there == 1]
         values = dict(zip(found, self._store.get_batch(found), strict=True)) if found else {}
         failed = any(is_there < 0 for is_there in there)
-        sums = [self._place(read, values.get(name, b"")) for name, read in zip(names, reads, strict=True)]
-        return partial(self._was_read, reads, sums, failed)
+        placed = [self._place(read, values.get(name, b"")) for name, read in zip(names, reads, strict=True)]
+        return partial(self._was_read, placed, failed)
 
-    def _place(self, read: Read[StoreCopy], value: bytes) -> int | None:
-        """Into its slot; the checksum of what is there now."""
+    def _place(self, read: Read[StoreCopy], value: bytes) -> tuple[Read[StoreCopy], int | None]:
+        """Into its slot. What is known of it now, and the checksum of what is there."""
         if len(value) < _HEAD.size:
-            return None
+            return read, None
         magic, checksum, num_bytes, form, position = _HEAD.unpack_from(value)
         block = memoryview(value)[_HEAD.size :]
-        read.copy.checksum = checksum
+        told = StoreCopy(read.copy.key, read.copy.namespace, position, checksum, num_bytes, form)
         if magic != _MAGIC or len(block) != num_bytes or not 0 < num_bytes <= self._arena.slot_bytes:
-            return 0 if checksum else 1  # not what it should be
-        read.copy.num_bytes, read.copy.form, read.copy.position = num_bytes, form, position
-        return self._arena.write(read.slot, block)
+            return replace(read, copy=told), checksum ^ 1  # not what it should be
+        return replace(read, copy=told), self._arena.write(read.slot, block)
 
     def _remove(self, namespace: bytes, then: Callable[[], None]) -> Callable[[], None]:
         if self._store is None:
@@ -175,8 +175,8 @@ class MooncakeIo:
         if code:
             self._failed()
 
-    def _was_read(self, reads: Sequence[Read[StoreCopy]], sums: Sequence[int | None], failed: bool) -> None:
-        for read, checksum in zip(reads, sums, strict=True):
+    def _was_read(self, placed: Sequence[tuple[Read[StoreCopy], int | None]], failed: bool) -> None:
+        for read, checksum in placed:
             self._tiered_index.was_read(read, checksum)
             if checksum is None and not failed:
                 self.tier.was_read(read.copy, False)

@@ -10,24 +10,18 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from tripool.cache.records import Record, State
+from tripool.cache.records import Record, State, StoredBlock
 
+_UNKNOWN = -1
 _MOST_WRITING = 16
 _MOST_KNOWN = 65_536
 _REST_S = 10.0
 """After a failure nothing is asked of the store for so long."""
 
 
-@dataclass(slots=True, eq=False)
-class StoreCopy:
-    """`StoredBlock` that may be in the store. All but its name is known once it was read."""
-
-    key: bytes
-    namespace: bytes
-    position: int = 0
-    checksum: int = -1
-    num_bytes: int = 0
-    form: int = 0
+@dataclass(frozen=True, slots=True)
+class StoreCopy(StoredBlock):
+    """A block that may be in the store. All but its name is known once it was read."""
 
 
 @dataclass(slots=True)
@@ -90,10 +84,10 @@ class StoreTier:
                 self._slots[slot] = record.key
 
     def find(self, key: bytes, namespace: bytes) -> StoreCopy | None:
-        return None if self._now_s < self._rests_until_s else StoreCopy(key, namespace)
+        return None if self._now_s < self._rests_until_s else StoreCopy(key, namespace, 0, _UNKNOWN, 0, 0)
 
     def was_read(self, block: StoreCopy, intact: bool) -> None:
-        if block.checksum == -1:
+        if block.checksum == _UNKNOWN:
             self.counters.absent += 1
         elif intact:
             self.counters.read += 1

@@ -230,8 +230,8 @@ def _register_cache_member(app: typer.Typer) -> None:
         with logged(name, LogOptions(log_level, log_format)) as log:
             log.serving()
             _LOG.info("start", extra={"epoch": epoch, "slots": num_slots, "slot_bytes": slot_bytes})
-            tiers = {"disk": disk, "store": store}
-            run_member(folder, worker_id, CacheConfig(slot_bytes=slot_bytes, num_slots=num_slots, **tiers))
+            config = CacheConfig(slot_bytes=slot_bytes, num_slots=num_slots, disk=disk, store=store)
+            run_member(folder, worker_id, config)
             _LOG.info("stopped")
         tied.close()  # not before: the supervisor takes a closed channel for a dead process
 

@@ -65,8 +65,8 @@ class Leader:
             )
         role: Role = "prefill" if request.role == "prefill" else "decode" if request.role == "decode" else scarcer
         path = "" if files else model.path
-        told = files, role, model.options, time.time(), path, self._transfer, self._second_copy
-        return Joined(model.name, identity_of(files), *told)
+        rest = files, role, model.options, time.time(), path, self._transfer, self._second_copy
+        return Joined(model.name, identity_of(files), *rest)
 
     def read(self, request: ReadFile) -> bytes | None:
         model = self._models.get(request.model)
