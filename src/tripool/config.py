@@ -201,6 +201,18 @@ class DiskConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfig:
+    """A Mooncake Store behind one cache member."""
+
+    master: str
+    """HOST:PORT of its master."""
+    own_address: str = "127.0.0.1"
+    """Where the store's other clients reach this one."""
+    fingerprint: str = "00" * 16
+    """As that of the disk: blocks stored under another one are not read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """One member of the cache pool."""
 
@@ -214,6 +226,7 @@ class CacheConfig:
     namespace_slots: int | None = None
     """Largest number of slots of one tenant. None: all of them."""
     disk: DiskConfig | None = None
+    store: StoreConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("slot_bytes", "num_slots", "lease_s", "write_s", "namespace_slots"):

@@ -165,6 +165,10 @@ class ArenaError(TripoolError, code="bad_arena"):
     """A cache member's shared memory cannot be created, or is not valid."""
 
 
+class StoreMissing(TripoolError, status=503, code="store_missing"):
+    """The shared store behind the cache cannot be used."""
+
+
 class DiskError(TripoolError, code="bad_disk"):
     """A cache member's disk cannot be used (any more); the member goes on without it."""
 

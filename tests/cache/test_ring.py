@@ -46,3 +46,11 @@ def test_where_a_block_lives_does_not_depend_on_where_the_question_begins() -> N
     for first in (1, 15, 16, 17, 99):
         part = {p: s.member for s in ring.member_ranges(KEYS[:100], first) for p in range(s.start, s.stop)}
         assert part == {p: member for p, member in whole.items() if p >= first}
+
+
+@given(members=st.sets(st.integers(0, 50).map("cache-{}".format), min_size=2, max_size=8), lost=st.integers(1, 3))
+def test_the_next_owner_is_the_owner_once_others_are_gone(members: set[str], lost: int) -> None:
+    ring, gone = Ring(members), set(sorted(members)[:lost])
+    rest = Ring(members - gone)
+    for key in KEYS[:100]:
+        assert ring.next_owner(key, gone) == (rest.owner(key) if rest.members else None)

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tripool.hosts.directory import OwnHost, write_directory
+from tripool.hosts.directory import DirectoryFile, OwnHost, write_directory
+from tripool.hosts.fetch import Fetcher
 from tripool.hosts.leader import Leader, SharedModel, write_models
 from tripool.hosts.server import HostServer
 from tripool.hosts.wire import Directory, Host
@@ -36,19 +37,35 @@ class Running:
 
 
 @contextmanager
+def fetcher(folder: Path, own: OwnHost) -> Iterator[None]:
+    """The part of a host's server that brings KV for its own workers."""
+    found = Fetcher(folder, own, DirectoryFile(folder))
+    thread = threading.Thread(target=found.run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        found.close()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+@contextmanager
 def host_server(
     folder: Path,
     *,
     trusted: bool = False,
     models: Sequence[SharedModel] = (),
     members: dict[str, tuple[str, ...]] | None = None,
+    name: str = "server",
+    address: str = "127.0.0.1",
 ) -> Iterator[Running]:
     folder.mkdir(exist_ok=True)
     write_models(folder, tuple(models))
-    own = OwnHost("server", TOKEN, trusted, members=members or {})
+    own = OwnHost(name, TOKEN, trusted, members=members or {})
     own.write(folder)
     stopped = threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server((address, 0)) as listener:
         address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         server = HostServer(folder, listener, WorkerId("host-server", 1), own, Leader(folder))
         thread = threading.Thread(target=server.run, args=(lambda: not stopped.is_set(),), daemon=True)

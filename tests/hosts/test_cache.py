@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,13 @@ from tripool.cache import wire
 from tripool.cache.client import PoolClient
 from tripool.cache.host import LocalHost
 from tripool.cache.member import Member, MemberServer
+from tripool.cache.ring import Ring
 from tripool.config import CacheConfig
 from tripool.hosts.cache import pool_client
 from tripool.hosts.connection import dial
+from tripool.hosts.directory import OwnHost, write_directory
 from tripool.hosts.keys import HostKeys
-from tripool.hosts.wire import ANSWERS, AskMember, Reply, StoreBlocks, Taken
+from tripool.hosts.wire import ANSWERS, AskMember, Data, Directory, Host, Reply, StoreBlocks, Taken
 from tripool.messages import Reaped, WorkerId
 
 BYTES, SLOTS = 70_000, 40
@@ -37,24 +40,28 @@ def folder() -> Iterator[Path]:
         yield Path(found)
 
 
-@pytest.fixture(params=[False, True], ids=["encrypted", "trusted"])
-def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[Running]:
+@contextmanager
+def host_with_member(folder: Path, name: str, member: str, trusted: bool) -> Iterator[Running]:
     """A host with one member, which runs in a thread."""
-    with host_server(folder / "a", trusted=request.param, members={"m": ("cache-0",)}) as running:
-        member = Member(
-            LocalHost(running.folder), WorkerId("cache-0", 1), CacheConfig(slot_bytes=BYTES, num_slots=SLOTS)
-        )
-        sockets = MemberServer(wire.address(running.folder, "cache-0"))
+    with host_server(folder, trusted=trusted, members={"m": (member,)}, name=name) as running:
+        found = Member(LocalHost(folder), WorkerId(member, 1), CacheConfig(slot_bytes=BYTES, num_slots=SLOTS))
+        sockets = MemberServer(wire.address(folder, member))
         wake, waker = socket.socketpair()
-        thread = threading.Thread(target=sockets.serve, args=(member, wake, lambda: True), daemon=True)
+        thread = threading.Thread(target=sockets.serve, args=(found, wake, lambda: True), daemon=True)
         thread.start()
         yield running
         waker.send(b"x")
         thread.join(10)
         sockets.close()
-        member.close()
+        found.close()
         wake.close()
         waker.close()
+
+
+@pytest.fixture(params=[False, True], ids=["encrypted", "trusted"])
+def server(request: pytest.FixtureRequest, folder: Path) -> Iterator[Running]:
+    with host_with_member(folder / "a", "server", "cache-0", request.param) as running:
+        yield running
 
 
 @pytest.fixture
@@ -136,9 +143,6 @@ def test_tenants_are_purged_on_every_host(client: PoolClient) -> None:
 
 
 def test_a_host_that_is_gone_is_a_miss_at_once(client: PoolClient, server: Running, folder: Path) -> None:
-    from tripool.hosts.directory import write_directory
-    from tripool.hosts.wire import Directory
-
     store(client, 4)
     write_directory(folder / "b", Directory(()))
     until(lambda: client.stats() == {})
@@ -163,6 +167,57 @@ def test_a_writer_that_vanishes_keeps_no_slot(client: PoolClient, server: Runnin
     connection.close()
     until(lambda: (stats(client).reserved, stats(client).fenced, stats(client).committed) == (0, 0, 1))
     assert fetch(client, 3) == [bytes(BLOCKS[0])]
+
+
+def test_a_slow_writer_does_not_hold_up_others(client: PoolClient, server: Running) -> None:
+    from tripool.cache.copying import checksum
+    from tripool.cache.records import namespace_tag
+
+    slow = dial(server.address, HostKeys(server.own.token, server.own.trusted))
+    sums = tuple(checksum(block.data) for block in BLOCKS[20:22])
+    slow.send(StoreBlocks("cache-0", namespace_tag("t"), tuple(KEYS[20:22]), (20, 21), 0, (BYTES,) * 2, sums))
+    assert slow.receive(ANSWERS) == Taken((0, 1))
+    store(client, 4)
+    assert fetch(client, 4) == [bytes(block) for block in BLOCKS[:4]]
+    slow.write([block.data for block in BLOCKS[20:22]])
+    assert slow.receive(ANSWERS) == Data(2)
+    slow.close()
+    assert (stats(client).committed, stats(client).reserved) == (6, 0)
+
+
+@pytest.mark.parametrize("second_copy", [False, True])
+def test_what_is_read_often_outlives_its_host(folder: Path, second_copy: bool) -> None:
+    """Two hosts with a member each; the one that a chain is on is lost after the chain was read three times."""
+    with (
+        host_with_member(folder / "a", "one", "cache-0", True) as one,
+        host_with_member(folder / "b", "two", "cache-1", True) as two,
+    ):
+        there = {
+            member: Host(host.own.name, host.address, host.own.members)
+            for member, host in (("cache-0", one), ("cache-1", two))
+        }
+        own = OwnHost("reader", one.own.token, True, join=one.address, second_copy=second_copy)
+        (folder / "c").mkdir()
+        own.write(folder / "c")
+        write_directory(folder / "c", Directory((*there.values(), own.host)))
+        client = pool_client(folder / "c", (), WorkerId("decode-c", 1), model="m")
+        assert client is not None
+        until(lambda: None not in client.stats().values() and len(client.stats()) == 2)
+
+        def committed() -> int:
+            return sum(found.committed for found in client.stats().values() if found is not None)
+
+        assert client.store(KEYS[:12], BLOCKS[:12], namespace="t") == 12
+        until(lambda: committed() == 12)
+        for _ in range(3):
+            assert len(fetch(client, 12)) == 12
+        if second_copy:
+            until(lambda: committed() == 24)
+        left = {member: host for member, host in there.items() if member != Ring(there).owner(KEYS[0])}
+        write_directory(folder / "c", Directory((*left.values(), own.host)))
+        until(lambda: client.stats().keys() == left.keys())
+        assert fetch(client, 12) == ([bytes(block) for block in BLOCKS[:12]] if second_copy else [])
+        client.close()
 
 
 def test_bytes_that_are_not_what_was_announced_are_not_stored(client: PoolClient, server: Running) -> None:

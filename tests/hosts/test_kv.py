@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from hosts.in_process import Running, host_server
+from hosts.in_process import Running, fetcher, host_server
 from tripool.fabric.kv_transfer import IncomingKv, KvSender, Lease
 from tripool.fabric.shared_memory import SharedMemoryTransfer
-from tripool.hosts.directory import DirectoryFile, OwnHost
+from tripool.hosts.directory import DirectoryFile, OwnHost, write_directory
 from tripool.hosts.kv import HostReceiver, HostTransfer
+from tripool.hosts.wire import Directory, Host
 from tripool.messages import KvDescriptor, WorkerId
 
 TOKENS, BYTES, SLOTS = 64, 70_000, 40
@@ -27,7 +29,7 @@ def transfer(folder: Path, own: OwnHost, name: str) -> HostTransfer:
 
 @pytest.fixture(params=[False, True], ids=["encrypted", "trusted"])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Running]:
-    with host_server(tmp_path / "a", trusted=request.param) as running:
+    with host_server(tmp_path / "a", trusted=request.param, address="0.0.0.0") as running:
         yield running
 
 
@@ -43,7 +45,8 @@ def receiver(server: Running, tmp_path: Path) -> Iterator[HostReceiver]:
     own = server.known_to(tmp_path / "b")
     found = transfer(tmp_path / "b", own, "decode-0").receiver()
     assert isinstance(found, HostReceiver)
-    yield found
+    with fetcher(tmp_path / "b", own):
+        yield found
     found.close()
 
 
@@ -66,8 +69,9 @@ def arrive(kv: IncomingKv | None) -> IncomingKv:
 
 
 def read_all(kv: IncomingKv) -> list[bytes | None]:
-    buffer = bytearray(BYTES)
-    return [bytes(buffer) if kv.read(index, memoryview(buffer)) else None for index in range(kv.num_blocks)]
+    buffers = [bytearray(BYTES) for _ in range(kv.num_blocks)]
+    blocks = [kv.read(index, memoryview(buffer)) for index, buffer in enumerate(buffers)]
+    return [None if block is None else bytes(block) for block in blocks]
 
 
 def test_blocks_of_many_sequences_arrive_whole(sender: KvSender, receiver: HostReceiver) -> None:
@@ -100,7 +104,7 @@ def test_a_slot_that_was_leased_again_is_noticed(sender: KvSender, receiver: Hos
     sender.memory.view(lease.slots[1], 1)[:] = blocks[1][0] ^ 1
     assert kv is not None
     kv.begin()
-    assert read_all(arrive(kv)) == [blocks[0], None]
+    assert read_all(arrive(kv)) == [None, None], "all of it is refused"
     kv.close()
     assert receiver.staging.num_free == SLOTS
 
@@ -129,6 +133,7 @@ def test_closing_at_any_time_gives_the_memory_back(sender: KvSender, receiver: H
     while receiver.staging.num_free < SLOTS:
         assert time.monotonic() < until_s
         time.sleep(0.001)
+        receiver.hear()
 
 
 def test_descriptors_of_others_are_refused(sender: KvSender, receiver: HostReceiver) -> None:
@@ -144,3 +149,52 @@ def test_descriptors_of_others_are_refused(sender: KvSender, receiver: HostRecei
         if kv is not None:
             kv.close()
     assert receiver.staging.num_free == SLOTS
+
+
+def test_parts_go_over_all_links_and_around_those_that_fail(sender: KvSender, server: Running, tmp_path: Path) -> None:
+    """Of four addresses one is the host, one is it again, one is another host, and at one nothing listens."""
+    port = server.address.rpartition(":")[2]
+    own = OwnHost("other", server.own.token, server.own.trusted)
+    folder = tmp_path / "c"
+    folder.mkdir()
+    with host_server(tmp_path / "d", trusted=server.own.trusted, name="another") as another:
+        free = socket.create_server(("127.0.0.1", 0))
+        nobody = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        free.close()
+        links = (nobody, another.address, f"tcp://127.0.0.2:{port}")
+        write_directory(folder, Directory((Host(server.own.name, server.address, {}, (), links), own.host)))
+        found = transfer(folder, own, "decode-0").receiver()
+        with fetcher(folder, own):
+            for seed in range(3):
+                lease, blocks = packed(sender, 13, seed)
+                kv = found.open(sender.descriptor(lease), lease.num_tokens)
+                assert kv is not None
+                kv.begin()
+                assert read_all(arrive(kv)) == blocks
+                kv.close()
+                sender.release(lease.number)
+        found.close()
+
+
+def test_without_the_own_host_server_kv_fails_and_is_tried_again_later(
+    sender: KvSender, server: Running, tmp_path: Path
+) -> None:
+    lease, blocks = packed(sender, 5, 1)
+    own = server.known_to(tmp_path / "b")
+    found = transfer(tmp_path / "b", own, "decode-0").receiver()
+    assert isinstance(found, HostReceiver)
+
+    def brought() -> list[bytes | None]:
+        kv = found.open(sender.descriptor(lease), lease.num_tokens)
+        assert kv is not None
+        kv.begin()
+        blocks = read_all(arrive(kv))
+        kv.close()
+        assert found.staging.num_free == SLOTS
+        return blocks
+
+    assert brought() == [None] * 5, "nobody to ask"
+    for _ in range(2):
+        with fetcher(tmp_path / "b", own):
+            assert brought() == blocks
+    found.close()

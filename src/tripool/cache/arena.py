@@ -128,14 +128,14 @@ class Arena:
         return cls.of_file(path, fd, *found)
 
     @classmethod
-    def attach(cls, path: Path, *, read_only: bool = False) -> Arena:
-        """Map an arena of another process; `read_only` as far as it has memory."""
+    def attach(cls, path: Path, *, read_only: bool = False, lazy: bool = False) -> Arena:
+        """Map an arena of another process; `read_only` or `lazy` as far as it has memory."""
         fd = _open(path)
         found = _read_file_header(fd)
         if found is None:
             os.close(fd)
             raise ArenaError(f"{path.name} is no arena of this version", hint="restart the cache members")
-        arena = cls.of_file(path, fd, *found, lazy=read_only, access=mmap.PROT_READ if read_only else _RW)
+        arena = cls.of_file(path, fd, *found, lazy=read_only or lazy, access=mmap.PROT_READ if read_only else _RW)
         os.close(fd)  # the mapping stays; only the member's lock needs the file itself
         arena._fd = -1
         return arena

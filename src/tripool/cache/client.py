@@ -14,8 +14,11 @@ error. Blocks are verified after copying, so a caller gets exactly what was stor
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from types import TracebackType
 from typing import Any
 
@@ -25,7 +28,7 @@ from tripool.cache.copying import wake_helper
 from tripool.cache.host import CacheHost
 from tripool.cache.link import Acquired, FoundBlocks, Link
 from tripool.cache.records import Block, Written, namespace_tag
-from tripool.cache.ring import Ring
+from tripool.cache.ring import SEGMENT_BLOCKS, Ring
 from tripool.cache.shared_reads import SharedBlocks
 from tripool.errors import InvalidRequest
 from tripool.messages import Reaped, Suspect, WorkerId
@@ -33,6 +36,8 @@ from tripool.messages import Reaped, Suspect, WorkerId
 _LOOK_S = 0.01
 _WATCH_S = 0.5
 """How often the members are looked at, where they may change."""
+_HOT, _COUNTED = 3, 4096
+"""Reads of a segment by this client before it is stored a second time, and how many segments are counted."""
 _STOP_WRITING = 0.8
 """Share of the write deadline after which no further block is started."""
 
@@ -58,6 +63,8 @@ class Prefix:
 
     def __init__(self, runs: list[_Run], held: list[_Held]) -> None:
         self._runs, self._held = runs, held
+        self.on_read: Callable[[Prefix, Sequence[Any]], None] | None = None
+        """Takes the buffers that hold their blocks."""
 
     @property
     def num_blocks(self) -> int:
@@ -84,6 +91,8 @@ class Prefix:
             num_good += num_read
             if num_read < stop - start:
                 break
+        if self.on_read is not None:
+            self.on_read(self, into[:num_good])
         return num_good
 
     def release(self) -> None:
@@ -115,12 +124,16 @@ class PoolClient:
         retry_s: float = 0.5,
         open_link: Callable[[str], Link] | None = None,
         watch: Callable[[], Sequence[str] | None] = lambda: None,
+        host_of: Callable[[str], str] | None = None,
     ) -> None:
-        """`open_link`: to a member that may be on another host. `watch`: the members, when they have changed."""
+        """`open_link`: to a member that may be on another host. `watch`: the members, when they have changed.
+        `host_of` a member: blocks that are read often get a second copy on another one; None: they do not."""
         if len(worker_id.name.encode()) > MAX_WORKER_NAME_BYTES:
             hint = f"at most {MAX_WORKER_NAME_BYTES} bytes"
             raise InvalidRequest(f"the worker's name {worker_id.name!r} is too long", hint=hint)
-        self._now_s, self._watch = host.now_s, watch
+        self._now_s, self._watch, self._host_of = host.now_s, watch, host_of
+        self._reads: Counter[bytes] = Counter()
+        """Of segments, by the key of the first block."""
         self._open = open_link or (lambda member: Link(host, member, worker_id, wait_s, retry_s))
         self._watched_s = float("-inf")
         self._links: dict[str, Link] = {}
@@ -170,7 +183,33 @@ class PoolClient:
 
     def find(self, keys: Sequence[bytes], *, namespace: str, first: int = 0) -> Prefix:
         """The longest cached part of the chain that starts at position `first`."""
-        return self._hear(self._ask(keys, namespace, first), keys, first)
+        prefix = self._hear(self._ask(keys, namespace, first), keys, first)
+        if self._host_of is not None and prefix.num_blocks:
+            prefix.on_read = partial(self._copy_hot, tuple(keys), namespace, first)
+        return prefix
+
+    def _copy_hot(
+        self, keys: Sequence[bytes], namespace: str, first: int, prefix: Prefix, blocks: Sequence[Any]
+    ) -> None:
+        """Store segments that are read often where they will be looked for if their host is lost."""
+        assert self._host_of is not None
+        if len(self._reads) > _COUNTED:
+            self._reads.clear()
+        found, at = prefix.blocks, first
+        while at < first + len(blocks):
+            start = at - at % SEGMENT_BLOCKS
+            stop = min(start + SEGMENT_BLOCKS, first + len(blocks))
+            self._reads[keys[start]] += 1
+            here = self._host_of(self._ring.owner(keys[start]))
+            away = [member for member in self._ring.members if self._host_of(member) == here]
+            other = self._ring.next_owner(keys[start], away) if self._reads[keys[start]] == _HOT else None
+            if other is not None and self._links[other].ready():
+                for form, group in groupby(range(at, stop), lambda position: found[position - first].form):
+                    positions = list(group)
+                    places = {self._links[other]: positions}
+                    part = [blocks[position - first] for position in positions]
+                    self._store_at(places, keys, part, namespace, positions[0], form, ())
+            at = stop
 
     def _ask(self, keys: Sequence[bytes], namespace: str, first: int) -> list[_Asked]:
         tag = namespace_tag(namespace)
@@ -222,10 +261,23 @@ class PoolClient:
         Fewer than given if other workers stored them already, if there is no room, or from the first block on that does
         not have its checksum, where `checksums` are known.
         """
+        places = self._places(keys[: first + len(blocks)], first)
+        return self._store_at(places, keys, blocks, namespace, first, form, checksums)
+
+    def _store_at(
+        self,
+        places: Mapping[Link, list[int]],
+        keys: Sequence[bytes],
+        blocks: Sequence[Any],
+        namespace: str,
+        first: int,
+        form: int,
+        checksums: Sequence[int],
+    ) -> int:
         began_s = self._now_s()
         tag = namespace_tag(namespace)
         asked, num_written = [], 0
-        for link, positions in self._places(keys[: first + len(blocks)], first).items():
+        for link, positions in places.items():
             wanted = tuple(keys[position] for position in positions)
             sent = link.send_blocks(tag, wanted, positions, blocks, checksums, first, form)
             if sent is None:
@@ -236,9 +288,9 @@ class PoolClient:
             if grant is None or not grant.ticket or not _fits(grant, len(positions), link.arena):
                 continue
             until_s = began_s + _STOP_WRITING * link.write_s
-            places = [position - first for position in positions]
-            sums = [checksums[place] for place in places] if checksums else []
-            written = self._write(link, grant, [blocks[place] for place in places], sums, form, until_s)
+            wanted_blocks = [blocks[position - first] for position in positions]
+            sums = [checksums[position - first] for position in positions] if checksums else []
+            written = self._write(link, grant, wanted_blocks, sums, form, until_s)
             link.commit(grant.ticket, written)
             num_written += len(written)
         return num_written

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from mmap import mmap
@@ -81,20 +82,23 @@ def is_compiled(size: int) -> bool:
 
 
 def plain_copy(source: Bytes, target: Bytes) -> int:
-    size = len(source)
-    if size < _LARGE:
-        return _copy_piece(source, target)
-    return xxh3_64_intdigest(_QUARTERS.pack(*(_copy_piece(source[part], target[part]) for part in _parts(size))))
+    return checksum_of([_copy_piece(source[part], target[part]) for part in hashed_parts(len(source))])
 
 
 def checksum(data: memoryview) -> int:
     """The checksum that a copy of these bytes would have."""
-    if len(data) < _LARGE:
-        return xxh3_64_intdigest(data)
-    return xxh3_64_intdigest(_QUARTERS.pack(*(xxh3_64_intdigest(data[part]) for part in _parts(len(data)))))
+    return checksum_of([xxh3_64_intdigest(data[part]) for part in hashed_parts(len(data))])
 
 
-def _parts(size: int) -> list[slice]:
+def checksum_of(hashes: Sequence[int]) -> int:
+    """The checksum of a block whose parts have these hashes."""
+    return hashes[0] if len(hashes) == 1 else xxh3_64_intdigest(_QUARTERS.pack(*hashes))
+
+
+def hashed_parts(size: int) -> list[slice]:
+    """Parts of a block that are hashed one by one: four, or the whole of a small one."""
+    if size < _LARGE:
+        return [slice(0, size)]
     return [slice(start, stop) for start, stop in pairwise([*range(0, 4 * quarter(size), quarter(size)), size])]
 
 

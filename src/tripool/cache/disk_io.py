@@ -46,7 +46,7 @@ def geometry(num_bytes: int, block_bytes: int) -> tuple[int, int]:
     return num_segments, segment_bytes
 
 
-class _Lane:
+class Lane:
     """One thread and its job queue. A daemon thread, so that a hanging disk does not keep the process from ending."""
 
     def __init__(self, name: str, done: Callable[[Callable[[], None]], None]) -> None:
@@ -115,7 +115,7 @@ class DiskIo:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._purges: list[tuple[bytes, Callable[[], None]]] = []
         """Purges requested before the disk was open."""
-        self._writer, self._reader = (_Lane(f"disk-{what}", self._finished) for what in ("write", "read"))
+        self._writer, self._reader = (Lane(f"disk-{what}", self._finished) for what in ("write", "read"))
         self._writer.put(self._open)
 
     def fileno(self) -> int:

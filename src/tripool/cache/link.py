@@ -74,6 +74,11 @@ class Link:
             self._channel.close()
         self._channel, self._is_there, self._reader_slot, self._used = None, False, -1, []
 
+    @property
+    def is_there(self) -> bool:
+        """Whether the member has answered, without asking it."""
+        return self._is_there
+
     # ---- availability -------------------------------------------------------------------------------------------
 
     def ready(self) -> bool:

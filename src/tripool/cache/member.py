@@ -22,9 +22,10 @@ import msgspec
 
 from tripool.cache import wire
 from tripool.cache.arena import NUM_READER_SLOTS
-from tripool.cache.disk_io import DiskIo, OpenDisk
+from tripool.cache.disk_io import DiskIo, DiskTasks, OpenDisk
 from tripool.cache.host import CacheHost, LocalHost
 from tripool.cache.index import PoolIndex
+from tripool.cache.mooncake_store import MooncakeIo
 from tripool.cache.records import Hit, State
 from tripool.cache.tiered_index import TieredIndex
 from tripool.config import CacheConfig
@@ -78,6 +79,9 @@ class Member:
             disk_io(worker_id.name, config.disk, self.tiered_index, self.arena, share) if config.disk else None
         )
         self._disk_bytes = config.disk.num_bytes if config.disk else 0
+        self.store_io: MooncakeIo | None = None
+        if config.store is not None:
+            self.store_io = MooncakeIo(config.store, self.tiered_index, self.arena, config.num_slots)
         self._parked: dict[int, tuple[int, Send]] = {}
         """Look-ups that wait for the disk: the number of the request, and where the reply goes."""
         self._write_headers()
@@ -130,14 +134,20 @@ class Member:
             self.arena.clear(slice(reader_slot, reader_slot + 1))
 
     def turn(self, now_s: float) -> None:
-        """Take results of the disk, start its next jobs, and send replies that waited for it."""
-        if self.disk_io is None:
+        """Take results of disk and store, start their next jobs, and send replies that waited for them."""
+        if not self.tasks:
             return
-        self.disk_io.poll(now_s)
+        for tasks in self.tasks:
+            tasks.poll(now_s)
         answers = [(*self._parked.pop(waited), hit) for waited, hit in self.tiered_index.answers(now_s)]
         self._write_headers()
         for number, send, hit in answers:
             send(wire.encode(self._found(number, hit)))
+
+    @property
+    def tasks(self) -> list[DiskTasks | MooncakeIo]:
+        """Of tiers behind memory."""
+        return [tasks for tasks in (self.disk_io, self.store_io) if tasks is not None]
 
     def hang_up(self, send: Send) -> None:
         """Cancel the pending replies of a closed connection."""
@@ -150,8 +160,8 @@ class Member:
         return self.tiered_index.next_deadline_s
 
     def close(self) -> None:
-        if self.disk_io is not None:
-            self.disk_io.close()
+        for tasks in self.tasks:
+            tasks.close()
         self.arena.remove()
 
     def _reply(self, question: wire.Request, now_s: float, send: Send | None) -> wire.Reply | None:
@@ -204,11 +214,14 @@ class Member:
         return None
 
     def _purge(self, number: int, namespace: bytes, send: Send | None) -> wire.Purged | None:
-        """The purge is answered once it is recorded on disk."""
+        """The purge is answered once it is recorded on disk, and by the store."""
         purged = wire.Purged(number, self.tiered_index.purge(namespace))
-        if self.disk_io is None or send is None:
+        if not self.tasks or send is None:
             return purged
-        self.disk_io.purge(namespace, partial(send, wire.encode(purged)))
+        then: Callable[[], None] = partial(send, wire.encode(purged))
+        for tasks in self.tasks:
+            then = partial(tasks.purge, namespace, then)
+        then()
         return None
 
     def _found(self, number: int, hit: Hit) -> wire.LookupResult:
@@ -294,8 +307,8 @@ class MemberServer:
     def serve(self, member: Member, wake: socket.socket, still_wanted: Callable[[], bool]) -> None:
         """Answer until something arrives on `wake`, or `still_wanted` is false."""
         self._ready.register(wake, select.EPOLLIN)
-        if member.disk_io is not None:
-            self._ready.register(member.disk_io, select.EPOLLIN)
+        for tasks in member.tasks:
+            self._ready.register(tasks, select.EPOLLIN)
         looked_s = time.monotonic()
         was_asked = False
         while True:

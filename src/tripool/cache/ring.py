@@ -9,7 +9,7 @@ prompt asks one member, a long one several at once, and a popular prefix is spre
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -40,6 +40,12 @@ class Ring:
         if len(self.members) == 1:
             return self.members[0]
         return self._owners[bisect_right(self._points, _point(key)) % len(self._owners)]
+
+    def next_owner(self, key: bytes, without: Container[str]) -> str | None:
+        """The owner if the members `without` were gone: what it has been given, it is asked for then."""
+        at = bisect_right(self._points, _point(key))
+        around = (self._owners[(at + step) % len(self._owners)] for step in range(len(self._owners)))
+        return next((member for member in around if member not in without), None)
 
     def member_ranges(self, keys: Sequence[bytes], first: int = 0) -> list[MemberRange]:
         """Members of the blocks of a chain, from position `first` on. `keys` is the chain from its first block."""

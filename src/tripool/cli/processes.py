@@ -204,12 +204,15 @@ def _register_cache_member(app: typer.Typer) -> None:
         disk_bytes: Annotated[int, typer.Option()] = 0,
         disk_dir: Annotated[Path | None, typer.Option()] = None,
         disk_fingerprint: Annotated[str, typer.Option()] = "",
+        store_master: Annotated[str, typer.Option()] = "",
+        store_address: Annotated[str, typer.Option()] = "",
+        store_fingerprint: Annotated[str, typer.Option()] = "",
         log_level: LogLevel = _LOGS.level,
         log_format: LogFormat = _LOGS.style,
     ) -> None:
         """Cache blocks for the prefill and decode workers of this machine."""
         from tripool.cache.member import run_member
-        from tripool.config import CacheConfig, DiskConfig
+        from tripool.config import CacheConfig, DiskConfig, StoreConfig
         from tripool.fabric.supervisor_channel import SupervisorChannel
         from tripool.messages import Ready, WorkerId
 
@@ -221,10 +224,14 @@ def _register_cache_member(app: typer.Typer) -> None:
         disk = None
         if disk_bytes:
             disk = DiskConfig(folder=str(disk_dir), num_bytes=disk_bytes, fingerprint=disk_fingerprint)
+        store = None
+        if store_master:
+            store = StoreConfig(master=store_master, own_address=store_address, fingerprint=store_fingerprint)
         with logged(name, LogOptions(log_level, log_format)) as log:
             log.serving()
             _LOG.info("start", extra={"epoch": epoch, "slots": num_slots, "slot_bytes": slot_bytes})
-            run_member(folder, worker_id, CacheConfig(slot_bytes=slot_bytes, num_slots=num_slots, disk=disk))
+            config = CacheConfig(slot_bytes=slot_bytes, num_slots=num_slots, disk=disk, store=store)
+            run_member(folder, worker_id, config)
             _LOG.info("stopped")
         tied.close()  # not before: the supervisor takes a closed channel for a dead process
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -54,6 +54,13 @@ Listen = Annotated[
     str,
     typer.Option(metavar="ADDRESS:PORT", help="Where workers of other machines may join; implies --split."),
 ]
+TransferBy = Annotated[
+    Literal["tcp", "mooncake"],
+    typer.Option("--transfer", help="How KV gets to other machines; mooncake needs its package and --trusted-network."),
+]
+SecondCopy = Annotated[
+    bool, typer.Option("--second-copy", help="Keep cached blocks that are read often on two machines.")
+]
 ResponseStoreMb = Annotated[
     float, typer.Option(min=0, help="Memory for responses that clients refer to by id; 0: none is stored.")
 ]
@@ -68,6 +75,11 @@ MemoryGb = Annotated[float | None, typer.Option(min=0.001, help="For several mod
 DiskGb = Annotated[float | None, typer.Option(min=0.001, help="Disk behind the cache pool; none by default.")]
 DiskDir = Annotated[
     Path | None, typer.Option(help="Where; kept for the next start. The user's cache folder by default.")
+]
+
+
+MooncakeStore = Annotated[
+    str, typer.Option(metavar="HOST:PORT", help="A Mooncake Store's master: cached blocks are kept there, too.")
 ]
 
 
@@ -87,8 +99,11 @@ def register(app: typer.Typer, load: Load) -> None:
         listen: Listen = "",
         token: Token = "",
         trusted_network: TrustedNetwork = False,
+        transfer: TransferBy = "tcp",
+        second_copy: SecondCopy = False,
         disk_gb: DiskGb = None,
         disk_dir: DiskDir = None,
+        mooncake_store: MooncakeStore = "",
         memory_gb: MemoryGb = None,
         model_cache_gb: ModelCacheGb = None,
         keep_models: KeepModels = False,
@@ -109,7 +124,7 @@ def register(app: typer.Typer, load: Load) -> None:
         gateway = _gateway_config(host, port, response_store_mb, cors_origin or [], grpc_port)
         access, weights = AccessConfig(keys, open), WeightCacheConfig(model_cache_gb, keep_models)
         logs = LogOptions(log_level, log_format)
-        split |= (prefill, decode, cache_gb, disk_gb) != (None, None, None, None) or bool(listen)
+        split |= (prefill, decode, cache_gb, disk_gb) != (None, None, None, None) or bool(listen or mooncake_store)
         if split and memory_gb is not None and len(models) > 1:
             hint = "leave out --memory-gb: workers of all models stay in memory"
             raise InvalidRequest("a split server loads and unloads no models", hint=hint, param="memory_gb")
@@ -119,9 +134,9 @@ def register(app: typer.Typer, load: Load) -> None:
                 cache_gb = _CACHE_GB if cache_gb is None else cache_gb
                 pools = SplitConfig(
                     prefill=prefill or PoolSize(), decode=decode or PoolSize(), cache_gb=cache_gb, disk_gb=disk_gb,
-                    disk_dir=disk_dir,
+                    disk_dir=disk_dir, mooncake_store=mooncake_store,
                 )  # fmt: skip
-                hosts = ListenConfig(listen, token, trusted_network) if listen else None
+                hosts = ListenConfig(listen, token, trusted_network, transfer, second_copy) if listen else None
                 with build_split(
                     models,
                     config,

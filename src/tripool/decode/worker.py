@@ -255,10 +255,10 @@ class DecodeWorker:
         return best
 
     def _fill(self, job: _Job, seq: Seq) -> bool:
-        staging = memoryview(self._staging)
-        if not job.kv.read(job.num_filled, staging):
+        block = job.kv.read(job.num_filled, memoryview(self._staging))
+        if block is None:
             return False
-        self._engine.import_block(seq.table[job.num_filled], staging)
+        self._engine.import_block(seq.table[job.num_filled], block)
         job.num_filled += 1
         return True
 

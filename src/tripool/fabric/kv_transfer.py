@@ -69,8 +69,9 @@ class IncomingKv(Protocol):
     def begin(self) -> None:
         """Start to bring the blocks to this machine."""
 
-    def read(self, index: int, into: memoryview) -> bool:
-        """Copy one block and check the copy. False: the bytes are not there, or not those that were sent."""
+    def read(self, index: int, into: memoryview) -> memoryview | None:
+        """One block, checked: copied `into` there, or where it has arrived, until `close`. None: the bytes are not
+        there, or not those that were sent."""
 
     def num_shared(self, other: Self) -> int:
         """How many leading blocks are the same bytes as those of another that this receiver opened."""

@@ -103,13 +103,13 @@ class MappedKv:
     def begin(self) -> None:
         pass
 
-    def read(self, index: int, into: memoryview) -> bool:
+    def read(self, index: int, into: memoryview) -> memoryview | None:
         view = self._arenas.view(self._table.arena, self._table.slots[index], len(into))
         if view is None:
-            return False
+            return None
         # The copy is what is summed up: what is checked is what will be used.
         into[:] = view.data
-        return checksum(into) == self._table.checksums[index]
+        return into if checksum(into) == self._table.checksums[index] else None
 
     @property
     def checksums(self) -> Sequence[int]:
@@ -136,20 +136,20 @@ class SharedMemoryTransfer:
     def __init__(
         self, folder: Path, worker_id: WorkerId, *, block_tokens: int, block_bytes: int, num_slots: int
     ) -> None:
-        self._path = folder / f"{worker_id}.kv"
+        self.path = folder / f"{worker_id}.kv"
         self.block_tokens, self.block_bytes, self.num_slots = block_tokens, block_bytes, num_slots
 
     def sender(self) -> KvSender:
-        return KvSender(self._create(), partial(_describe, self._path.name, self.block_bytes))
+        return KvSender(self._create(), partial(_describe, self.path.name, self.block_bytes))
 
     def receiver(self) -> KvReceiver:
         return MappedReceiver(self._attached(), self.block_tokens, self.block_bytes)
 
     def _create(self) -> Arena:
-        return Arena.create(self._path, self.block_bytes, self.num_slots, lazy=True)
+        return Arena.create(self.path, self.block_bytes, self.num_slots, lazy=True)
 
     def _attached(self) -> Arenas:
-        return MappedArenas(self._path.parent)
+        return MappedArenas(self.path.parent)
 
 
 def _describe(name: str, block_bytes: int, slots: Sequence[int], checksums: Sequence[int]) -> KvDescriptor:

@@ -13,13 +13,14 @@ from pathlib import Path
 import msgspec
 
 from tripool.cache import wire as cache_wire
-from tripool.cache.copying import checksum
 from tripool.cache.host import LocalHost
 from tripool.cache.link import Link
 from tripool.cache.records import Written
 from tripool.cache.shared_reads import SharedBlocks
 from tripool.fabric.shared_memory import MappedArenas
 from tripool.hosts.connection import Connection
+from tripool.hosts.links import Bulk
+from tripool.hosts.traffic import Traffic
 from tripool.hosts.wire import (
     AskMember,
     Data,
@@ -46,7 +47,7 @@ _QUESTIONS = (cache_wire.GetStats, cache_wire.Purge, cache_wire.Quotas)
 
 class LocalBlocks:
     """For all connections of this process. Reads and writes are clients of a member's under names of their own: one
-    that reads reserves nothing, and of those that write there is one at a time."""
+    that reads reserves nothing."""
 
     def __init__(self, folder: Path, worker_id: WorkerId) -> None:
         self._folder, self._host = folder, LocalHost(folder)
@@ -54,7 +55,7 @@ class LocalBlocks:
         self._members: dict[str, _Member] = {}
         self._lock = threading.Lock()
 
-    def read_slots(self, connection: Connection, request: ReadSlots, arenas: MappedArenas) -> None:
+    def read_slots(self, connection: Connection, request: ReadSlots, arenas: MappedArenas, bulk: Bulk) -> None:
         """Straight from the sender's arena. What changes there meanwhile does not have its checksum any more."""
         views = []
         for slot in request.slots if request.arena.endswith(".kv") else ():
@@ -66,9 +67,9 @@ class LocalBlocks:
             connection.send(No("kv", "there is no such KV", "its sender is gone, or this was never one"))
             return
         connection.timeout(_PROGRESS_S)
-        connection.send_with(Data(sum(view.nbytes for view in views)), views)
+        bulk.send(Traffic.TRANSFER, Data(sum(view.nbytes for view in views)), views, _PROGRESS_S)
 
-    def find(self, connection: Connection, request: FindBlocks) -> None:
+    def find(self, connection: Connection, request: FindBlocks, bulk: Bulk) -> None:
         member = self._member(request.member)
         with member.reading:
             found, lease = member.find(request)
@@ -76,7 +77,7 @@ class LocalBlocks:
             blocks = tuple(found) if found is not None else ()
             connection.timeout(_PROGRESS_S)
             views = [] if found is None else [found.arena.view(each.slot, each.num_bytes).data for each in blocks]
-            connection.send_with(FoundBlocks(blocks), views)
+            bulk.send_now(Traffic.MEMORY, FoundBlocks(blocks), views)
         finally:
             if found is not None:
                 with member.reading:
@@ -86,14 +87,7 @@ class LocalBlocks:
         count = len(request.keys)
         if not count or {len(request.depths), len(request.sizes), len(request.checksums)} != {count}:
             raise msgspec.DecodeError("not as many sizes as keys")
-        member = self._member(request.member)
-        if not member.writing.acquire(timeout=_ASK_S):
-            connection.send(Taken(()))  # the pool is a help, never a need
-            return
-        try:
-            member.store(connection, request)
-        finally:
-            member.writing.release()
+        self._member(request.member).store(connection, request)
 
     def ask(self, connection: Connection, request: AskMember) -> None:
         """Questions about the member itself. What only its supervisor may say is not passed on."""
@@ -136,6 +130,8 @@ class _Member:
     def __init__(self, reader: Link, writer: Link) -> None:
         self._reader, self._writer = reader, writer
         self.reading, self.writing = threading.Lock(), threading.Lock()
+        self._num_stores = 0
+        """Whose bytes are coming in."""
 
     def close(self) -> None:
         with self.reading:
@@ -165,30 +161,38 @@ class _Member:
         self._reader.flush()
 
     def store(self, connection: Connection, request: StoreBlocks) -> None:
-        link = self._writer
-        began_s = time.monotonic()
-        grant = None
-        if link.ready():
-            number = link.reserve(request.namespace, request.keys, request.depths)
-            grant = link.answer(number, cache_wire.Granted)
-        arena = link.arena
-        if grant is None or not grant.ticket or arena is None:
-            connection.send(Taken(()))
-            return
+        """Several at once: only what is said to the member is said one after the other."""
+        link, began_s = self._writer, time.monotonic()
+        with self.writing:
+            grant = self._reserve(request)
+            self._num_stores += 1
         written: list[Written] = []
+        places: list[tuple[int, int]] = []
         try:
-            places = [place for place in zip(grant.positions, grant.slots, strict=True)
-                      if request.sizes[place[0]] <= arena.slot_bytes]  # fmt: skip
+            arena = link.arena
+            if grant is not None and grant.ticket and arena is not None:
+                granted = zip(grant.positions, grant.slots, strict=True)
+                places = [place for place in granted if request.sizes[place[0]] <= arena.slot_bytes]
             connection.send(Taken(tuple(position for position, _ in places)))
             until_s = began_s + _WRITING * link.write_s
             for position, slot in places:
+                assert arena is not None
                 connection.timeout(max(0.001, until_s - time.monotonic()))
                 view = arena.view(slot, request.sizes[position]).data
-                connection.read_into(view)
-                if checksum(view) == request.checksums[position]:
+                if connection.read_summed(view) == request.checksums[position]:
                     written.append(Written(slot, request.checksums[position], len(view), request.form))
             connection.timeout(_PROGRESS_S)
         finally:
-            link.commit(grant.ticket, written)
+            with self.writing:
+                self._num_stores -= 1
+                if grant is not None:
+                    link.commit(grant.ticket, written)
         if places:
             connection.send(Data(len(written)))
+
+    def _reserve(self, request: StoreBlocks) -> cache_wire.Granted | None:
+        """Not by a link that has to be opened while others still write: opening says that nothing is being written."""
+        link = self._writer
+        if (self._num_stores and not link.is_there) or not link.ready():
+            return None
+        return link.answer(link.reserve(request.namespace, request.keys, request.depths), cache_wire.Granted)

@@ -56,7 +56,9 @@ def pool_client(folder: Path, members: Sequence[str], worker_id: WorkerId, *, mo
         return RemoteLink(own, local, member, worker_id, lambda: directory.member_address(member))
 
     here = {member for names in own.members.values() for member in names}
-    return PoolClient(local, members, worker_id, open_link=open_link, watch=partial(_members, directory, model))
+    watch = partial(_members, directory, model)
+    host_of = directory.host_of_member if own.second_copy else None
+    return PoolClient(local, members, worker_id, open_link=open_link, watch=watch, host_of=host_of)
 
 
 def all_members(folder: Path, members: Sequence[str], worker_id: WorkerId) -> PoolClient:
@@ -212,8 +214,7 @@ class RemoteBlocks:
                 if target.nbytes != block.num_bytes:
                     return number
                 self._next += 1
-                self._connection.read_into(target)
-                if checksum(target) != block.checksum:
+                if self._connection.read_summed(target) != block.checksum:
                     return number
             return min(len(into), len(self._blocks) - start)
         except OSError:

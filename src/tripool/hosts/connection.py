@@ -14,18 +14,23 @@ trusted network plain TCP. After that, messages with their length before them, a
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import queue
 import secrets
 import socket
 import ssl
 import struct
+import sys
+import termios
 import threading
 import time
 from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
+from xxhash import xxh3_64_intdigest
 
+from tripool.cache.copying import checksum_of, hashed_parts
 from tripool.hosts.errors import HostError, NotAHost, WrongProtocol, WrongToken, WrongTrust
 from tripool.hosts.keys import HostKeys
 from tripool.messages import strictly
@@ -42,6 +47,9 @@ _VANISHED = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_
 """Seconds, and milliseconds for the last, as the system has them."""
 _MANY = 64
 """Buffers in one system call."""
+_TCP_INFO_BYTES = 152
+_TRIPS = struct.Struct("<68xI76xI")
+"""Linux' `struct tcp_info`: the smoothed round trip and the shortest, in microseconds."""
 
 T = TypeVar("T")
 
@@ -55,6 +63,32 @@ class Connection:
 
     def fileno(self) -> int:
         return self._end.fileno()
+
+    @property
+    def own_address(self) -> str:
+        """Of this side: its link."""
+        return str(self._end.getsockname()[0])
+
+    @property
+    def peer_address(self) -> str:
+        host, port = self._end.getpeername()[:2]
+        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+    def num_under_way(self) -> int | None:
+        """Bytes written that the other side has not acknowledged; None: the system does not say."""
+        if sys.platform != "linux":
+            return None
+        return int.from_bytes(fcntl.ioctl(self._end.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+
+    def round_trip_us(self) -> tuple[int, int] | None:
+        """Now, and of an idle link; None: the system does not say."""
+        if sys.platform != "linux":
+            return None
+        info = self._end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        if len(info) < _TCP_INFO_BYTES:
+            return None
+        now_us, least_us = _TRIPS.unpack_from(info)
+        return now_us, min(now_us, least_us)
 
     @property
     def pending(self) -> bool:
@@ -110,6 +144,14 @@ class Connection:
             if not count:
                 raise ConnectionResetError("the other side has closed the connection")
             buffer = buffer[count:]
+
+    def read_summed(self, buffer: memoryview) -> int:
+        """Until it is full; returns the checksum, taken part by part while the bytes are in the core's cache."""
+        hashes = []
+        for part in hashed_parts(buffer.nbytes):
+            self.read_into(buffer[part])
+            hashes.append(xxh3_64_intdigest(buffer[part]))
+        return checksum_of(hashes)
 
     def read_some(self, buffer: memoryview) -> int:
         """What is there, at least one byte; 0: the other side has closed."""

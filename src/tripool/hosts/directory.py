@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from tripool.hosts.keys import HostKeys
-from tripool.hosts.wire import Directory, Host
+from tripool.hosts.wire import Directory, Host, TransferName
 from tripool.messages import Role
 
 PRESENT_S = 0.5
@@ -73,6 +73,12 @@ class OwnHost(msgspec.Struct, frozen=True):
     members: dict[str, tuple[str, ...]] = {}
     """Its cache members, by model."""
     roles: tuple[Role, ...] = ()
+    links: tuple[str, ...] = ()
+    """Its other addresses."""
+    transfer: TransferName = "tcp"
+    """How KV gets from host to host; the same on all."""
+    second_copy: bool = False
+    """Whether cached blocks that are read often are stored on two hosts."""
 
     @property
     def keys(self) -> HostKeys:
@@ -80,7 +86,7 @@ class OwnHost(msgspec.Struct, frozen=True):
 
     @property
     def host(self) -> Host:
-        return Host(self.name, self.address, self.members, self.roles)
+        return Host(self.name, self.address, self.members, self.roles, self.links)
 
     def write(self, folder: Path) -> None:
         _write(folder / _HOST, msgspec.json.encode(self))
@@ -137,9 +143,18 @@ class DirectoryFile:
         self.changed()
         return next((host.address for host in self.hosts if host.name == name), "")
 
+    def links_of(self, name: str) -> tuple[str, ...]:
+        """All of its addresses, the one that is sure to be reached first."""
+        self.changed()
+        return next((tuple(dict.fromkeys(filter(None, (host.address, *host.links))))
+                     for host in self.hosts if host.name == name), ())  # fmt: skip
+
     def member_address(self, member: str) -> str:
         self.changed()
         return next((host.address for name, host in self.members(None).items() if name == member), "")
+
+    def host_of_member(self, member: str) -> str:
+        return next((host.name for name, host in self.members(None).items() if name == member), "")
 
     def members(self, model: str | None) -> dict[str, Host]:
         """Cache members and their hosts; None: of all models."""

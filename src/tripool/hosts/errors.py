@@ -41,3 +41,7 @@ class WrongToken(HostError, code="host_token"):
 
 class JoinRefused(HostError, code="join_refused"):
     """The server does not take this worker; `step` says why."""
+
+
+class TransferMissing(TripoolError, status=503, code="transfer_missing"):
+    """The chosen transfer does not work on this machine."""

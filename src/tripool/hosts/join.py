@@ -16,9 +16,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +33,7 @@ from tripool.hosts.errors import HostError, JoinRefused
 from tripool.hosts.keys import HostKeys
 from tripool.hosts.leader import WAIT
 from tripool.hosts.models import code_identity, fetch_model, files_of, identity_of
-from tripool.hosts.wire import ANSWERS, Answer, Join, Joined, No, TryHost
+from tripool.hosts.wire import ANSWERS, MAX_LINKS, Answer, Join, Joined, No, TryHost
 
 ANSWER_S = 3.0
 REACH_S = 8.0
@@ -39,6 +42,8 @@ _AGAIN_S, _MODEL_S = 0.5, 600.0
 FETCH_S = 4.0
 """Longest time without a byte."""
 _CLOCK_S = 5.0
+_SIOCGIFADDR = 0x8915
+"""Linux: the address of a network interface."""
 
 Report = Callable[[str, str], object]
 """Takes the name of a step, and what there is to say about it."""
@@ -158,6 +163,19 @@ def address_towards(address: str) -> str:
         hint = "is the name right, and is there a network route from this machine to it?"
         raise HostError(f"no way to '{host}': {error.strerror or error}", hint=hint, step="address") from error
     return f"[{found}]" if ":" in found else found
+
+
+def other_addresses(address: str) -> tuple[str, ...]:
+    """All addresses of this machine but the given one, with its port: a listener at 0.0.0.0 is reached at each."""
+    host, port = parse_address(address)
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # without an address
+                data = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(data[20:24]))
+    usable = [one for one in found if one != host and not one.startswith("127.")]
+    return tuple(f"tcp://{one}:{port}" for one in usable[:MAX_LINKS])
 
 
 def check_reach(address: str, keys: HostKeys, own_address: str, report: Report) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import msgspec
 
 import tripool
+from tripool.hosts.directory import read_own
 from tripool.hosts.models import code_identity, files_of, identity_of, read_part
-from tripool.hosts.wire import Join, Joined, ModelFile, No, ReadFile
+from tripool.hosts.wire import Join, Joined, ModelFile, No, ReadFile, TransferName
 from tripool.messages import Role
 
 _FILE = "join.json"
@@ -40,7 +41,9 @@ class Leader:
         models = msgspec.json.decode((folder / _FILE).read_bytes(), type=tuple[SharedModel, ...])
         self._models = {model.name: model for model in models}
         self._files: dict[str, tuple[ModelFile, ...]] = {}
-        self._code = code_identity()
+        self._code, own = code_identity(), read_own(folder)
+        self._transfer: TransferName = "tcp" if own is None else own.transfer
+        self._second_copy = own is not None and own.second_copy
         self._read_all = threading.Thread(target=self._read_models, daemon=True)
         self._read_all.start()
 
@@ -62,7 +65,8 @@ class Leader:
             )
         role: Role = "prefill" if request.role == "prefill" else "decode" if request.role == "decode" else scarcer
         path = "" if files else model.path
-        return Joined(model.name, identity_of(files), files, role, model.options, time.time(), path)
+        rest = files, role, model.options, time.time(), path, self._transfer, self._second_copy
+        return Joined(model.name, identity_of(files), *rest)
 
     def read(self, request: ReadFile) -> bytes | None:
         model = self._models.get(request.model)

@@ -21,10 +21,13 @@ from tripool.fabric.shared_memory import MappedArenas
 from tripool.hosts import wire
 from tripool.hosts.blocks import LocalBlocks
 from tripool.hosts.connection import Connection, answer, dial
-from tripool.hosts.directory import PRESENT_S, Hosts, OwnHost, write_directory
+from tripool.hosts.directory import PRESENT_S, DirectoryFile, Hosts, OwnHost, write_directory
 from tripool.hosts.errors import HostError
+from tripool.hosts.fetch import Fetcher
 from tripool.hosts.leader import Leader
+from tripool.hosts.links import Bulk, Links
 from tripool.hosts.relay import relay
+from tripool.hosts.traffic import Traffic
 from tripool.messages import WorkerId
 
 _LOG = logging.getLogger("tripool.hosts")
@@ -51,7 +54,7 @@ class HostServer:
     ) -> None:
         self._folder, self._listener, self._own, self._leader = folder, listener, own, leader
         self._blocks = LocalBlocks(folder, worker_id)
-        self._hosts = Hosts(own.host)
+        self._hosts, self._links = Hosts(own.host), Links()
         self._lock = threading.Lock()
         self._greeting: dict[socket.socket, None] = {}
         """Who has not proved yet that it knows the token, oldest first."""
@@ -60,6 +63,8 @@ class HostServer:
 
     def run(self, still_wanted: Callable[[], bool]) -> None:
         self._listener.settimeout(_LOOK_S)
+        fetcher = Fetcher(self._folder, self._own, DirectoryFile(self._folder))
+        _start(fetcher.run)
         if self._own.join:
             _start(self._follow)
             _start(self._relay_gateway)
@@ -67,6 +72,7 @@ class HostServer:
             with suppress(TimeoutError):
                 self._accept()
             self._expire()
+        fetcher.close()
         self._blocks.close()
 
     def _expire(self) -> None:
@@ -125,6 +131,7 @@ class HostServer:
 
     def _answer_all(self, connection: Connection) -> None:
         arenas, polite = MappedArenas(self._folder), False
+        bulk = Bulk(connection, self._links.of(connection))
         while True:
             connection.timeout(_IDLE_S)
             request = connection.receive(wire.REQUESTS)
@@ -135,24 +142,27 @@ class HostServer:
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BULK_NICE)
             match request:
                 case wire.ReadSlots():
-                    self._blocks.read_slots(connection, request, arenas)
+                    self._blocks.read_slots(connection, request, arenas, bulk)
                 case wire.FindBlocks():
-                    self._blocks.find(connection, request)
+                    self._blocks.find(connection, request, bulk)
                 case wire.StoreBlocks():
                     self._blocks.store(connection, request)
                 case wire.AskMember():
                     self._blocks.ask(connection, request)
                 case wire.TryHost(address):
                     connection.send(self._try(address))
+                case wire.Meet(host):
+                    met = host == self._own.name
+                    connection.send(wire.Data() if met else wire.No("meet", "this is another host", "look again"))
                 case wire.ToGateway():
                     self._to_gateway(connection)
                     return
                 case wire.Present(host):
                     connection.send(self._present(host))
                 case _:
-                    self._lead(connection, request)
+                    self._lead(connection, request, bulk)
 
-    def _lead(self, connection: Connection, request: wire.Request) -> None:
+    def _lead(self, connection: Connection, request: wire.Request, bulk: Bulk) -> None:
         if self._leader is None:
             connection.send(wire.No("join", "this host has joined a server itself", "join at the server's address"))
         elif isinstance(request, wire.Join):
@@ -164,8 +174,7 @@ class HostServer:
             if data is None:
                 connection.send(wire.No("fetch", f"no such part of '{request.name}'", "start the server again"))
                 return
-            connection.send(wire.Data(len(data)))
-            connection.write([memoryview(data)])
+            bulk.send(Traffic.SERVICE, wire.Data(len(data)), [memoryview(data)], _REPLY_S)
 
     def _present(self, host: wire.Host) -> wire.Answer:
         if self._leader is None:
@@ -245,7 +254,9 @@ class HostServer:
                         heard = connection.receive(wire.ANSWERS)
                         if isinstance(heard, wire.Directory) and heard.hosts and heard != known:
                             known = heard
-                            write_directory(self._folder, _seen_from_here(heard, self._own.join))
+                            write_directory(
+                                self._folder, _seen_from_here(heard, self._own.join, connection.peer_address)
+                            )
                         time.sleep(PRESENT_S)
                 finally:
                     connection.close()
@@ -257,10 +268,11 @@ class HostServer:
                 time.sleep(PRESENT_S)
 
 
-def _seen_from_here(directory: wire.Directory, join: str) -> wire.Directory:
-    """The server's own host is where this one has reached it: it may listen at many addresses."""
+def _seen_from_here(directory: wire.Directory, join: str, met: str) -> wire.Directory:
+    """The server's own host is where this one has reached it, by a name perhaps: it may listen at many addresses."""
     leader, *others = directory.hosts
-    return wire.Directory((msgspec.structs.replace(leader, address=join), *others))
+    links = tuple(link for link in leader.links if link != met)
+    return wire.Directory((msgspec.structs.replace(leader, address=join, links=links), *others))
 
 
 def _start(target: Callable[..., None], *args: object) -> None:

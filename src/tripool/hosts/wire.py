@@ -11,11 +11,12 @@
 | StoreBlocks | Taken; then the client sends the bytes of what was taken, and gets Data when they are stored |
 | Present | Directory: a host is there, and what it has; repeated |
 | TryHost | Data, or No: can you reach this address? |
+| Meet | Data, or No: are you that host? An address may lead to another one from elsewhere |
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -25,8 +26,10 @@ from tripool.messages import Checksum, FileName, Name, Natural, Positive, Role, 
 
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Address = Annotated[str, msgspec.Meta(max_length=256)]
+TransferName = Literal["tcp", "mooncake"]
 _FEW = msgspec.Meta(max_length=MAX_KEYS)
 _HOSTS = msgspec.Meta(max_length=1024)
+MAX_LINKS = 8
 MAX_PART_BYTES = 2**23
 """Of a file, in one request."""
 
@@ -51,6 +54,8 @@ class Host(msgspec.Struct, frozen=True, array_like=True):
     """Its cache members, by model."""
     roles: tuple[Role, ...] = ()
     """Of its workers."""
+    links: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_LINKS)] = ()
+    """Its other addresses: whoever reaches them may use them beside the first."""
 
 
 # ---- requests ----------------------------------------------------------------------------------------------------
@@ -113,6 +118,10 @@ class TryHost(_Message, frozen=True):
     address: Address
 
 
+class Meet(_Message, frozen=True):
+    host: Name
+
+
 # ---- answers -----------------------------------------------------------------------------------------------------
 
 
@@ -137,6 +146,8 @@ class Joined(_Message, frozen=True):
     clock_s: float
     path: Text
     """What a worker is given for a model without files."""
+    transfer: TransferName = "tcp"
+    second_copy: bool = False
 
 
 class FoundBlocks(_Message, frozen=True):
@@ -156,7 +167,7 @@ class Directory(_Message, frozen=True):
     hosts: Annotated[tuple[Host, ...], _HOSTS]
 
 
-Request = Join | ReadFile | ToGateway | AskMember | ReadSlots | FindBlocks | StoreBlocks | Present | TryHost
+Request = Join | ReadFile | ToGateway | AskMember | ReadSlots | FindBlocks | StoreBlocks | Present | TryHost | Meet
 Answer = No | Data | Joined | FoundBlocks | Taken | Reply | Directory
 REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
 import tripool
+from tripool.cache.mooncake_store import store_class
 from tripool.cache.private_folder import NotPrivate, make_private
 from tripool.config import EngineConfig
 from tripool.core import BLOCK_TOKENS
-from tripool.errors import DiskError
+from tripool.errors import DiskError, StoreMissing
+from tripool.hosts.connection import parse_address
+from tripool.hosts.join import address_towards
+from tripool.hosts.models import files_of, identity_of
 
+_CONNECT_S = 3.0
 _CODE = ("models", "kernels", "engine")
 """The code that decides the bits of a block: a change of it changes the fingerprint, without a version to raise."""
 
@@ -43,11 +49,12 @@ def disk_of(gb: float, folder: Path | None, model: str, config: EngineConfig) ->
     return Disk(gb, folder, fingerprint(model, config))
 
 
-def fingerprint(model: str, config: EngineConfig) -> str:
-    """Equal only if blocks are: same checkpoint, arithmetic and code. Blocks of another fingerprint are replaced."""
+def fingerprint(model: str, config: EngineConfig, *, by_content: bool = False) -> str:
+    """Equal only if blocks are: same checkpoint, arithmetic and code. Blocks of another fingerprint are replaced.
+    `by_content`: of the checkpoint's files, equal on every machine; otherwise by their sizes and times, at once."""
     said = blake2b(digest_size=16, person=b"tripool-disk")
     arithmetic = config.precision, config.device, str(config.mtp), str(config.exact)
-    for word in (str(BLOCK_TOKENS), *arithmetic, *_checkpoint(model)):
+    for word in (str(BLOCK_TOKENS), *arithmetic, *_checkpoint(model, by_content)):
         said.update(len(word.encode()).to_bytes(8, "little") + word.encode())
     root = Path(tripool.__file__).parent
     for room in _CODE:
@@ -57,7 +64,7 @@ def fingerprint(model: str, config: EngineConfig) -> str:
     return said.hexdigest()
 
 
-def _checkpoint(model: str) -> Iterator[str]:
+def _checkpoint(model: str, by_content: bool) -> Iterator[str]:
     if model.partition(":")[0] == "fake":
         yield model
         return
@@ -66,9 +73,28 @@ def _checkpoint(model: str) -> Iterator[str]:
     with open_checkpoint(model) as checkpoint:
         yield checkpoint.name
         path = checkpoint.path
+    if by_content:
+        yield identity_of(files_of(path))
+        return
     for file in sorted(path.iterdir()) if path.is_dir() else [path]:
         found = file.stat()
         yield f"{file.name} {found.st_size} {found.st_mtime_ns}"
+
+
+def store_argv(master: str, model: str, config: EngineConfig) -> tuple[str, ...]:
+    """For a member whose blocks are also in a Mooncake Store. Raises what makes that impossible, with the remedy."""
+    if not master:
+        return ()
+    host, port = parse_address(master)
+    own = address_towards(master)
+    store_class()
+    try:
+        socket.create_connection((host, port), _CONNECT_S).close()
+    except OSError as error:
+        hint = "is `mooncake_master` running there, and is that its --rpc_port?"
+        raise StoreMissing(f"no Mooncake Store's master at {master}: {error}", hint=hint) from error
+    mark = fingerprint(model, config, by_content=True)
+    return ("--store-master", master, "--store-address", own, "--store-fingerprint", mark)
 
 
 def disk_argv(disk: Disk | None, num_members: int) -> tuple[str, ...]:

@@ -21,10 +21,10 @@ from tripool.fabric.folder import RunFolder, gateway_address
 from tripool.hosts.connection import answer, parse_address
 from tripool.hosts.directory import OwnHost
 from tripool.hosts.errors import HostError, JoinRefused
-from tripool.hosts.join import Report, address_towards, check_reach, join, listen_for_hosts
+from tripool.hosts.join import Report, address_towards, check_reach, join, listen_for_hosts, other_addresses
 from tripool.hosts.keys import HostKeys, check_token, new_token
 from tripool.hosts.leader import SharedModel, write_models
-from tripool.hosts.wire import Joined
+from tripool.hosts.wire import MAX_LINKS, Joined, TransferName
 from tripool.serving.weight_cache import WeightCacheConfig
 from tripool.text.files import TextFiles
 
@@ -45,6 +45,8 @@ class ListenConfig:
     token: str = ""
     """Empty: a new one at every start."""
     trusted: bool = False
+    transfer: TransferName = "tcp"
+    second_copy: bool = False
 
 
 class SharedHost:
@@ -52,6 +54,7 @@ class SharedHost:
 
     def __init__(self, config: ListenConfig, stack: ExitStack) -> None:
         self.keys = HostKeys(check_token(config.token) if config.token else new_token(), config.trusted)
+        self._transfer, self._second_copy = _checked(config.transfer, config.trusted), config.second_copy
         self.listener = stack.enter_context(listen_for_hosts(config.address))
         host, _ = parse_address(config.address)
         with suppress(HostError):
@@ -75,7 +78,13 @@ class SharedHost:
         options: Sequence[str],
     ) -> Spec:
         """Write what the host's own processes need to know; the process to start."""
-        OwnHost(_host_name(), self.keys.token, self.keys.trusted, members=members).write(folder.path)
+        # With the first address, too: a host knows best by which of them it has joined.
+        first, anywhere = self.address, self.listener.getsockname()[0] in _ANYWHERE
+        links = (first, *(other_addresses(first) if anywhere else ()))[:MAX_LINKS]
+        OwnHost(
+            _host_name(), self.keys.token, self.keys.trusted, members=members, links=links, transfer=self._transfer,
+            second_copy=self._second_copy,
+        ).write(folder.path)  # fmt: skip
         write_models(folder.path, tuple(models))
         return _spec(folder, self.listener, options)
 
@@ -84,6 +93,14 @@ def _spec(folder: RunFolder, listener: socket.socket, options: Sequence[str]) ->
     fd = listener.fileno()
     argv = (HOST_SERVER, "--folder", str(folder.path), "--listen-fd", str(fd), *options)
     return Spec(HOST_SERVER, argv, (fd, folder.lock))
+
+
+def _checked(transfer: TransferName, trusted: bool) -> TransferName:
+    if transfer == "mooncake":
+        from tripool.hosts.mooncake import check_mooncake
+
+        check_mooncake(trusted=trusted)
+    return transfer
 
 
 def _host_name() -> str:
@@ -170,9 +187,13 @@ def build_host(config: HostConfig, report: Report, *, child_options: Sequence[st
         )
         name, joined, ((listener, address),) = _host_name(), found.joined, opened
         members = {joined.model: tuple(f"cache-{name}-{i}" for i in range(_CACHE_MEMBERS))} if config.cache_gb else {}
+        links = other_addresses(address) if address and listener.getsockname()[0] in _ANYWHERE else ()
         folder = RunFolder()
         stack.callback(folder.remove)
-        OwnHost(name, keys.token, keys.trusted, address, config.join, members, (joined.role,)).write(folder.path)
+        way = _checked(joined.transfer, keys.trusted)
+        told = (joined.role,), links, way, joined.second_copy
+        own = OwnHost(name, keys.token, keys.trusted, address, config.join, members, *told)
+        own.write(folder.path)
         weights = WeightCacheConfig()
         served = ServedModel(joined.model, TextFiles(tokenizer_json=""), members.get(joined.model, ()))
         RunManifest((served,), str(weights.folder(folder.path)), weights.quota_bytes).write(folder.path)

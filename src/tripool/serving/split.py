@@ -25,7 +25,7 @@ from tripool.gateway.models import check_names
 from tripool.gateway.server import listen
 from tripool.hosts.leader import SharedModel
 from tripool.serving.access import AccessConfig, mark_open
-from tripool.serving.disk import Disk, disk_argv, disk_of
+from tripool.serving.disk import Disk, disk_argv, disk_of, store_argv
 from tripool.serving.hosts import ListenConfig, SharedHost, engine_argv
 from tripool.serving.ranks import create_prompts, prompt_layout, rank_layout
 from tripool.serving.server import BuiltServer
@@ -50,6 +50,8 @@ class SplitConfig:
     """Of all models together."""
     disk_gb: float | None = None
     disk_dir: Path | None = None
+    mooncake_store: str = ""
+    """HOST:PORT of a Mooncake Store's master; empty: none."""
 
     @property
     def num_workers(self) -> int:
@@ -127,11 +129,17 @@ def build_split(
             members = {plan.served.name: plan.served.cache for plan in plans}
             specs.append(shared.share(folder, [plan.shared(engine) for plan in plans], members, options))
         disks = {member: plan.disk for plan in plans for member in plan.served.cache}
+        stores = {
+            member: argv
+            for plan in plans
+            for argv in [store_argv(pools.mooncake_store, plan.path, engine)]
+            for member in plan.served.cache
+        }
 
         def cache_spec(name: str, block_bytes: int) -> Spec:
             member_gb = pools.cache_gb / len(disks)
             disk = disk_argv(disks[name], len(disks))
-            return _cache_spec(name, block_bytes, member_gb, folder, (*disk, *options))
+            return _cache_spec(name, block_bytes, member_gb, folder, (*disk, *stores[name], *options))
 
         instances = [
             Instance(

@@ -103,6 +103,10 @@ def _transfer(engine: PoolEngine, folder: Path, worker_id: WorkerId) -> Transfer
         folder, worker_id, block_tokens=block_tokens, block_bytes=block_bytes, num_slots=num_slots
     )
     own = read_own(folder)
+    if own is not None and own.transfer == "mooncake":
+        from tripool.hosts.mooncake import MooncakeTransfer
+
+        return MooncakeTransfer(own, DirectoryFile(folder), local)
     return local if own is None else HostTransfer(own, DirectoryFile(folder), local)
 
 

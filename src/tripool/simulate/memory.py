@@ -60,7 +60,7 @@ class SimTransfer(SharedMemoryTransfer):
         """Of the sender, if there is one."""
 
     def _create(self) -> Arena:
-        self.slots = SimSlots(self._memory, self._path.name, self.block_bytes, self.num_slots)
+        self.slots = SimSlots(self._memory, self.path.name, self.block_bytes, self.num_slots)
         return self.slots
 
     def _attached(self) -> Arenas:

@@ -138,8 +138,8 @@ class ModelledKv:
     def arrived(self) -> bool:
         return self._transfer.site.timeline.now_fs >= self._there_fs
 
-    def read(self, index: int, into: memoryview) -> bool:
-        return self._transfer.site.trusts(self._source)
+    def read(self, index: int, into: memoryview) -> memoryview | None:
+        return into if self._transfer.site.trusts(self._source) else None
 
     def num_shared(self, other: ModelledKv) -> int:
         return min(self.num_blocks, other.num_blocks)
