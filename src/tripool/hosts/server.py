@@ -23,6 +23,7 @@ from tripool.hosts.blocks import LocalBlocks
 from tripool.hosts.connection import Connection, answer, dial
 from tripool.hosts.directory import PRESENT_S, Hosts, OwnHost, write_directory
 from tripool.hosts.errors import HostError
+from tripool.hosts.experts import ExpertLinks
 from tripool.hosts.leader import Leader
 from tripool.hosts.relay import relay
 from tripool.messages import WorkerId
@@ -48,7 +49,10 @@ class HostServer:
         worker_id: WorkerId,
         own: OwnHost,
         leader: Leader | None = None,
+        experts: ExpertLinks | None = None,
     ) -> None:
+        """`experts`: the exchange of ranks with those of other hosts, if this host has such ranks."""
+        self._experts = experts
         self._folder, self._listener, self._own, self._leader = folder, listener, own, leader
         self._blocks = LocalBlocks(folder, worker_id)
         self._hosts = Hosts(own.host)
@@ -61,6 +65,8 @@ class HostServer:
         if self._own.join:
             _start(self._follow)
             _start(self._relay_gateway)
+        if self._experts is not None:
+            self._experts.start()
         while still_wanted():
             with suppress(TimeoutError):
                 self._accept()
@@ -137,6 +143,11 @@ class HostServer:
                 case wire.ToGateway():
                     self._to_gateway(connection)
                     return
+                case wire.OpenExchange() if self._experts is not None:
+                    self._experts.serve(connection, request)
+                    return
+                case wire.OpenExchange():
+                    connection.send(wire.No("exchange", "this host has no ranks", "try again"))
                 case wire.Present(host):
                     connection.send(self._present(host))
                 case _:
@@ -149,6 +160,14 @@ class HostServer:
             with self._lock:
                 scarcer = self._hosts.scarcer()
             connection.send(self._leader.join(request, scarcer))
+        elif isinstance(request, wire.TakeRanks):
+            with self._lock:
+                given = self._leader.take_ranks(request, self._own.host, self._hosts.others())
+                if given.ranks:
+                    host = msgspec.structs.replace(request.host, ranks={given.instance: given.ranks})
+                    self._hosts.reserve(host, time.monotonic())
+                    write_directory(self._folder, self._hosts.directory())
+            connection.send(given)
         elif isinstance(request, wire.ReadFile):
             data = self._leader.read(request)
             if data is None:

@@ -11,6 +11,8 @@
 | StoreBlocks | Taken; then the client sends the bytes of what was taken, and gets Data when they are stored |
 | Present | Directory: a host is there, and what it has; repeated |
 | TryHost | Data, or No: can you reach this address? |
+| TakeRanks | Ranks: what a joining host shall run of an instance |
+| OpenExchange | Data, or No; then frames of the client: rows for ranks of this host, and answers (`hosts/experts.py`) |
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import msgspec
 
 from tripool.cache.records import Block
 from tripool.cache.wire import MAX_KEYS, Key, Keys
+from tripool.control.topology import Machine
 from tripool.messages import Checksum, FileName, Name, Natural, Positive, Role, Small
 
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -51,6 +54,9 @@ class Host(msgspec.Struct, frozen=True, array_like=True):
     """Its cache members, by model."""
     roles: tuple[Role, ...] = ()
     """Of its workers."""
+    machine: Machine = Machine()
+    ranks: dict[Name, Annotated[tuple[Small, ...], _HOSTS]] = {}
+    """What it has of instances that are spread over hosts."""
 
 
 # ---- requests ----------------------------------------------------------------------------------------------------
@@ -113,6 +119,17 @@ class TryHost(_Message, frozen=True):
     address: Address
 
 
+class TakeRanks(_Message, frozen=True):
+    model: Text
+    host: Host
+
+
+class OpenExchange(_Message, frozen=True):
+    instance: Name
+    host: Name
+    """The client's."""
+
+
 # ---- answers -----------------------------------------------------------------------------------------------------
 
 
@@ -137,6 +154,8 @@ class Joined(_Message, frozen=True):
     clock_s: float
     path: Text
     """What a worker is given for a model without files."""
+    takes_ranks: bool = False
+    """An instance of its role has ranks on several hosts: TakeRanks tells which this one shall have."""
 
 
 class FoundBlocks(_Message, frozen=True):
@@ -156,7 +175,22 @@ class Directory(_Message, frozen=True):
     hosts: Annotated[tuple[Host, ...], _HOSTS]
 
 
-Request = Join | ReadFile | ToGateway | AskMember | ReadSlots | FindBlocks | StoreBlocks | Present | TryHost
-Answer = No | Data | Joined | FoundBlocks | Taken | Reply | Directory
+class Ranks(_Message, frozen=True):
+    """Without an instance: no ranks are missing, and the host has a worker of its own."""
+
+    instance: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    ranks: Annotated[tuple[Small, ...], _HOSTS] = ()
+    attention_ranks: Small = 0
+    """The first ones have sequences; those after them have experts only."""
+    shape: dict[Name, Positive] = {}
+    """Of the exchange: the fields of its layout."""
+    reason: Text = ""
+
+
+Request = (
+    Join | ReadFile | ToGateway | AskMember | ReadSlots | FindBlocks | StoreBlocks | Present | TryHost | TakeRanks
+    | OpenExchange
+)  # fmt: skip
+Answer = No | Data | Joined | FoundBlocks | Taken | Reply | Directory | Ranks
 REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
