@@ -39,8 +39,8 @@ def server() -> Iterator[SplitServer]:
         yield running
 
 
-def join(server: SplitServer, address: str = "127.0.0.2") -> Any:
-    worker = [*join_line(server), "--role", "decode", "--listen", f"{address}:0", "--threads", "1", "--kv-gb", "0.02"]
+def join(server: SplitServer) -> Any:
+    worker = [*join_line(server), "--role", "decode", "--listen", "127.0.0.2:0", "--threads", "1", "--kv-gb", "0.02"]
     return joined([*worker, "--log-level", "info"], start=FORKING)
 
 
@@ -88,9 +88,6 @@ def test_two_hosts_give_the_tokens_of_one_engine_and_so_does_one_that_is_left(
     server.wait(
         lambda pools: [rank["present"] for rank in pools["instances"][0]["ranks"]] == [True, True, False, False]
     )
-    with join(server, "127.0.0.3"):  # another host takes what the lost one had
-        server.wait(all_there)
-        check(offline, asked, asyncio.run(Clients(server.url, [Asked(body) for body in asked]).run()))
 
 
 def test_nothing_to_spread(tmp_path: Any) -> None:

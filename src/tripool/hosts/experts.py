@@ -93,6 +93,9 @@ class ExpertLinks:
             for instance in self._own.ranks
             if host.name != self._own.name and host.ranks.get(instance) and host.address
         }
+        own = next((host for host in hosts if host.name == self._own.name), None)
+        if own is not None and own.ranks != self._own.ranks:
+            _LOG.warning("the ranks of this host were given to another: start it again", extra={"host": own.name})
         with self._lock:
             for key, link in list(self._links.items()):
                 if wanted.get(key) != link.peer:
@@ -260,6 +263,8 @@ class Link:
             write_map(self._map_file, bytes(data))
         elif kind == SILENT:
             self._tell(strictly(_SILENT, data))
+        else:
+            raise msgspec.DecodeError(f"a frame of kind {kind}")
 
     def tell_present(self) -> None:
         """Repeated: a message to the supervisor may be dropped."""

@@ -1,0 +1,47 @@
+"""Ranks of a joined host: who is there, and who must end because the others have given it up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tripool.control.instance import Instance, map_file, write_map
+from tripool.control.joined_instance import JoinedInstance, present_file, read_present
+from tripool.experts.layout import Layout
+
+LAYOUT = Layout(ranks=3, layers=2, experts=8, top_k=2, hidden=64, slab_rows=4)
+
+
+def test_a_rank_ends_when_a_map_that_named_it_does_not_any_more(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    leader, joined = Instance("d", there, LAYOUT), JoinedInstance("d", here, LAYOUT)
+    present = present_file(here, "d")
+
+    def send_map() -> None:
+        write_map(map_file(here, "d"), map_file(there, "d").read_bytes())
+
+    leader.enter(0)
+    send_map()
+    joined.enter(1)
+    joined.enter(2)
+    assert joined.outdated() == [], "they have not been in a map yet"
+    first = read_present(present)
+    assert first.keys() == {1, 2} and len(set(first.values())) == 2 and 0 not in first.values()
+    for rank, process in first.items():
+        assert leader.remote(rank, process)
+    send_map()
+    assert joined.outdated() == [] and joined.epoch == leader.epoch
+    leader.remote(2, 0)
+    send_map()
+    assert joined.outdated() == [2]
+    joined.leave(2)
+    assert joined.outdated() == [] and read_present(present).keys() == {1}
+    joined.enter(2)
+    assert read_present(present)[2] != first[2] and joined.outdated() == [], "a new process has to be named first"
+    map_file(here, "d").unlink()
+    assert joined.outdated() == [1], "the server's host is silent; rank 2 waits for its first map"
+
+
+def test_without_a_file_nobody_is_there(tmp_path: Path) -> None:
+    assert read_present(tmp_path / "none") == {}
