@@ -148,7 +148,7 @@ def test_ranks_come_and_go_with_their_host(leader: tuple[Running, Instance, str]
 
 
 def test_who_takes_which_ranks(leader: tuple[Running, Instance, str]) -> None:
-    _, _, address = leader
+    a, _, address = leader
 
     def ask(name: str, role: Any) -> wire.Answer:
         connection = dial(address, KEYS)
@@ -157,6 +157,7 @@ def test_who_takes_which_ranks(leader: tuple[Running, Instance, str]) -> None:
         connection.close()
         return answer
 
+    assert a.server._leader is not None and a.server._leader.missing(a.own.host, ()) == "decode"
     assert ask("p", "prefill") == wire.Ranks()
     given = ask("b", "decode")
     assert isinstance(given, wire.Ranks)
@@ -164,6 +165,7 @@ def test_who_takes_which_ranks(leader: tuple[Running, Instance, str]) -> None:
     assert Layout(**given.shape) == LAYOUT
     assert ask("c", "decode") == wire.Ranks(), "b will be there soon"
     assert ask("b", "decode") == given, "asked again"
+    assert a.server._leader.missing(a.own.host, a.server._hosts.others()) is None
 
 
 @pytest.mark.parametrize("frame", [(RECORDS, 2**31), (RECORDS, 16), (BEAT, 2**30), (BEAT, 3), (99, 0)])

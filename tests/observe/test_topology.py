@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tripool.cli.main import main
-from tripool.cli.topology import ranges
+from tripool.cli.topology import ranges, render
 from tripool.control.topology import Link, Machine, NumaNode
 from tripool.observe.topology import read_machine
 
@@ -67,4 +69,7 @@ def test_the_command_shows_this_machine(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         main(["topology"])
     assert "this machine" in capsys.readouterr().out
+    hosts = [{"host": "b", "ranks": {"decode-0": [2, 3]}, "machine": {"nodes": [], "links": []}}]
+    Console(file=(text := StringIO())).print(render({"hosts": hosts, "places": []}))
+    assert "decode-0 ranks 2-3: host b" in text.getvalue()
     assert ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"

@@ -54,6 +54,9 @@ def render(found: dict[str, Any]) -> Group:
                 "" if first else links or "-",
             )
     lines = [f"{place['want']} rank {place['rank']}: {place['reason']}" for place in found["places"]]
+    for host in found["hosts"]:
+        for instance, ranks in host.get("ranks", {}).items():
+            lines.append(f"{instance} ranks {ranges(ranks)}: host {host['host']}")
     return Group(table, Text("\n".join(lines)))
 
 

@@ -78,6 +78,13 @@ class Leader:
         path, spread = "" if files else model.path, any(one.want.role == role for one in model.spread)
         return Joined(model.name, identity_of(files), files, role, model.options, time.time(), path, spread)
 
+    def missing(self, own: Host, others: Sequence[Host]) -> Role | None:
+        """The role of an instance whose ranks do not all have a host."""
+        for want in (spread.want for model in self._models.values() for spread in model.spread):
+            if sum(len(host.ranks.get(want.name, ())) for host in (own, *others)) < want.ranks:
+                return "prefill" if want.role == "prefill" else "decode"
+        return None
+
     def take_ranks(self, request: TakeRanks, own: Host, others: Sequence[Host]) -> Ranks:
         """What this host shall have of an instance: where links are fastest, of those that have ranks or want some."""
         model, new = self._models.get(request.model), request.host

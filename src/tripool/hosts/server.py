@@ -158,7 +158,8 @@ class HostServer:
             connection.send(wire.No("join", "this host has joined a server itself", "join at the server's address"))
         elif isinstance(request, wire.Join):
             with self._lock:
-                scarcer = self._hosts.scarcer()
+                missing = self._leader.missing(self._own.host, self._hosts.others())
+                scarcer = missing or self._hosts.scarcer()
             connection.send(self._leader.join(request, scarcer))
         elif isinstance(request, wire.TakeRanks):
             with self._lock:
