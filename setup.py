@@ -92,6 +92,13 @@ setup(
         )
         for name, flags in VARIANTS.items()
     ]
+    + [
+        Extension(
+            "tripool.experts.native._forward",
+            ["src/tripool/experts/native/forward.c"],
+            depends=[str(path) for path in sorted(SOURCES.glob("*.h"))],
+        )
+    ]
     + [Extension("tripool.cache.native._copy", [str(CACHE / "copy.c")], depends=[str(CACHE / "shared_reads.h")])],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": KernelWheel},
 )

@@ -28,7 +28,7 @@ PURE = (
 )  # fmt: skip
 """Run without torch: the planner and the simulator stand on these, and a gateway needs text and grammars."""
 PURE += tuple(f"bench.{name}" for name in ("page", "prompts", "report", "samples", "summary", "trace", "workload"))
-PURE += ("control.model_policy",)
+PURE += ("control.model_policy", "control.topology", "control.allocation")
 PURE += ("observe.checks", "observe.machine")
 PURE += ("train.plan",)
 WORLDLY = {
@@ -42,6 +42,7 @@ WORLDLY |= {f"simulate.{name}" for name in ("disk", "faults", "fleet", "member",
 WORLDLY |= {"simulate.supernode"}
 WORLDLY |= {f"simulate.supernode.{name}" for name in ("faults", "fleet", "instances", "process", "report", "run")}
 WORLDLY |= {f"experts.{name}" for name in ("exchange", "layout", "prompt_layout", "prompt_split", "slabs")}
+WORLDLY |= {f"experts.{name}" for name in ("forward", "memory", "native_forward")}
 """The other halves of rooms that are split: they touch the world, and nothing pure may import them."""
 TO_WORKERS = {"StartPrefill", "StartDecode", "Release", "Cancel", "Drain", "Welcome"}
 POLICIES = tuple(name for name in PURE if name not in ("text", "grammar", "messages"))

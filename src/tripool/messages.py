@@ -8,7 +8,8 @@
 | supervisor | gateway, cache | Reaped |
 | supervisor | gateway | Drain |
 | any child | supervisor | Ready |
-| rank | supervisor | SilentRank |
+| rank | supervisor | SilentRank; also between supervisor and host server, about ranks of other hosts |
+| host server | supervisor | RemoteRank |
 | supervisor | rank | MapChanged |
 | supervisor | standby | Assign |
 
@@ -91,6 +92,8 @@ class Hello(Message, frozen=True):
     vocab: Positive
     instance: str = ""
     """The instance that this worker is a rank of. Empty: it is an instance by itself."""
+    reserved_for: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    """The only tenant whose requests are placed on this worker. Empty: all of them."""
 
     @property
     def instance_name(self) -> str:
@@ -249,6 +252,17 @@ class SilentRank(Message, frozen=True):
     map_epoch: Natural
     """Of the expert map under which the request was sent."""
     silence_s: Seconds
+    instance: str = ""
+    """Between hosts; empty: the sender's own."""
+
+
+class RemoteRank(Message, frozen=True):
+    """From the host server to the supervisor of the server's own host: a rank that runs on another host. Repeated."""
+
+    instance: Name
+    rank: Natural
+    process: Natural
+    """A number that no other process has; 0: there is none, or its host is silent."""
 
 
 class Assign(Message, frozen=True):
@@ -266,7 +280,7 @@ class MapChanged(Message, frozen=True):
 
 FromWorker = Hello | Heartbeat | Tokens | TransferReady | TransferDone | Refused | Left
 ToWorker = Welcome | StartPrefill | StartDecode | Release | Cancel | Drain
-AnyMessage = FromWorker | ToWorker | Suspect | Reaped | Ready | SilentRank | MapChanged | Assign
+AnyMessage = FromWorker | ToWorker | Suspect | Reaped | Ready | SilentRank | RemoteRank | MapChanged | Assign
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

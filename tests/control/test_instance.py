@@ -97,3 +97,16 @@ def test_status_shows_maps_and_loads(instance: Instance, tmp_path: Path) -> None
     assert [rank.experts for rank in status.ranks] == [8, 0, 8]
     assert sum(rank.rows for rank in status.ranks) == 2 * (8 * 3 + 24)
     assert status.imbalance == pytest.approx((4 * 3 + 24) / 24)
+
+
+def test_a_rank_of_another_host_counts_until_it_is_given_up(instance: Instance, tmp_path: Path) -> None:
+    instance.enter(0)
+    assert instance.remote(2, 77) and current(tmp_path).gone == {1}
+    assert not instance.remote(2, 77), "told again"
+    assert instance.leave(2) and not instance.remote(2, 77), "it may wait for answers that never come"
+    assert instance.remote(2, 78) and current(tmp_path).gone == {1}
+    assert instance.remote_ranks() == [2]
+    assert instance.remote(2, 79), "another process: the one before is gone"
+    assert instance.remote(2, 0) and current(tmp_path).gone == {1, 2}
+    assert instance.remote_ranks() == [] and not instance.remote(2, 79)
+    assert instance.outdated() == []

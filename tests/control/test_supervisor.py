@@ -18,7 +18,7 @@ import pytest
 
 from tripool.control.evidence import CpuUse, is_ending, is_runnable, is_stopped, times_of, was_busy
 from tripool.control.instance import Instance, map_file
-from tripool.control.launch import Spec, launch
+from tripool.control.launch import Spec, bind, launch
 from tripool.control.supervisor import GATEWAY, STANDBY, Backoff, Supervisor
 from tripool.experts import ExpertMap
 from tripool.experts.layout import Layout
@@ -323,3 +323,17 @@ def test_restarts_wait_longer_each_time_up_to_a_bound_and_a_good_run_is_forgiven
     assert waits == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
     assert backoff.failed(60.0) == 0.1
     assert backoff.failed(1.0) == 0.2
+
+
+def test_a_process_is_bound_to_the_cpus_of_its_node() -> None:
+    (cpu, *_) = os.sched_getaffinity(0)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            bind(process.pid, ())
+            assert os.sched_getaffinity(process.pid) == os.sched_getaffinity(0)
+            bind(process.pid, (cpu,))
+            assert os.sched_getaffinity(process.pid) == {cpu}
+            bind(process.pid, (10_000,))  # not there: it goes on as it is
+            assert os.sched_getaffinity(process.pid) == {cpu}
+        finally:
+            process.kill()

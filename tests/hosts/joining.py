@@ -58,9 +58,11 @@ class Host:
 
 
 @contextmanager
-def joined(arguments: Sequence[str], *, prefix: Sequence[str] = (), wait: bool = True) -> Iterator[Host]:
-    """`prefix`: a command that runs the rest elsewhere, such as in a network namespace."""
-    argv = [*prefix, sys.executable, "-c", START, *arguments]
+def joined(
+    arguments: Sequence[str], *, prefix: Sequence[str] = (), wait: bool = True, start: str = START
+) -> Iterator[Host]:
+    """`prefix`: a command that runs the rest elsewhere, such as in a network namespace. `start`: the program."""
+    argv = [*prefix, sys.executable, "-c", start, *arguments]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         host = Host(process)
         try:

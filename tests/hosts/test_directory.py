@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tripool.hosts.directory import SILENCE_S, DirectoryFile, Hosts, OwnHost, read_own, write_directory
+from msgspec.structs import replace
+
+from tripool.hosts.directory import RESERVED_S, SILENCE_S, DirectoryFile, Hosts, OwnHost, read_own, write_directory
 from tripool.hosts.wire import Host
 
 OWN = Host("server", "", {"m": ("cache-0",)})
@@ -71,3 +73,14 @@ def test_the_token_lies_in_a_file_of_its_user_alone(tmp_path: Path) -> None:
     assert read_own(tmp_path) == own
     assert (tmp_path / "host.json").stat().st_mode & 0o077 == 0
     assert read_own(tmp_path / "none") is None
+
+
+def test_ranks_have_one_host() -> None:
+    """One that was lost may come back after its ranks were given to another."""
+    hosts = Hosts(replace(OWN, ranks={"d": (0, 1)}))
+    hosts.reserve(Host("b", "tcp://b:1", ranks={"d": (2, 3)}), 0.0)
+    assert hosts.expire(RESERVED_S + SILENCE_S) == [], "its processes are starting"
+    assert not hosts.present(Host("b", "tcp://b:1", ranks={"d": (2, 3)}), 1.0)
+    hosts.present(Host("c", "tcp://c:1", ranks={"d": (1, 3, 4)}), 1.0)
+    assert [host.ranks for host in hosts.directory().hosts] == [{"d": (0, 1)}, {"d": (2, 3)}, {"d": (4,)}]
+    assert [host.name for host in hosts.expire(2.0 + SILENCE_S)] == ["b", "c"]

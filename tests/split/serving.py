@@ -96,10 +96,13 @@ def split_server(
     headers: dict[str, str] | None = None,
     start: str = START,
     prefix: tuple[str, ...] = (),
+    num_workers: int | None = None,
 ) -> Iterator[SplitServer]:
     """`prefill`, `decode`: as on the command line. `headers`: of every request, such as an admin's key. `start`: the
-    program that is the supervisor. `prefix`: a command that runs it elsewhere, such as in a network namespace."""
-    num_workers = sum(PoolSize.parse(str(size)).num_workers for size in (prefill, decode))
+    program that is the supervisor. `prefix`: a command that runs it elsewhere, such as in a network namespace.
+    `num_workers`: those that it starts itself, if not all."""
+    if num_workers is None:
+        num_workers = sum(PoolSize.parse(str(size)).num_workers for size in (prefill, decode))
     argv = ["serve", model, "--port", "0", "--prefill", str(prefill), "--decode", str(decode), *options]
     with subprocess.Popen(
         [*prefix, sys.executable, "-c", start, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -25,6 +25,7 @@ from tripool.cli import (
     serve,
     simulate,
     status,
+    topology,
     train,
 )
 from tripool.cli.options import Load
@@ -45,7 +46,7 @@ def create_cli(load: Load = load_model) -> typer.Typer:
         loading.register(app, load)
     plain = (
         bench, reproduce, models, plan, simulate, status, keys, cache, doctor, explain, processes, quantize, evaluate,
-        train,
+        topology, train,
     )  # fmt: skip
     for verb in plain:
         verb.register(app)

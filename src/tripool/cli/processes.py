@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,6 +22,7 @@ from tripool.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from tripool.fabric.supervisor_channel import SupervisorChannel
+    from tripool.messages import AnyMessage
 
 _LOG, _LOGS = logging.getLogger("tripool.cache"), LogOptions()
 _LOOK_S = 1.0
@@ -53,6 +55,7 @@ def _register_worker(app: typer.Typer) -> None:
         ] = "",
         trusted_network: TrustedNetwork = False,
         cache_gb: Annotated[float, typer.Option(min=0, help="Memory for cached blocks of the whole server.")] = 0.0,
+        reserve: Annotated[str, typer.Option(metavar="TENANT", help="Serve this tenant's requests only.")] = "",
         name: Annotated[str | None, typer.Option(hidden=True)] = None,
         instance: Annotated[str, typer.Option(hidden=True)] = "",
         rank: Annotated[int, typer.Option(hidden=True)] = 0,
@@ -68,8 +71,9 @@ def _register_worker(app: typer.Typer) -> None:
         if not join.startswith("ipc://"):
             logs = LogOptions(log_level, log_format)
             _join_host(
-                join, token, model, role, listen, trusted_network, cache_gb, config.threads, config.kv_gb, logs=logs
-            )
+                join, token, model, role, listen, trusted_network, cache_gb, config.threads, config.kv_gb, reserve,
+                logs=logs,
+            )  # fmt: skip
             return
         from tripool.cache.weight_cache import WeightCache
         from tripool.control.run_manifest import read_manifest
@@ -97,7 +101,9 @@ def _register_worker(app: typer.Typer) -> None:
             if experts_only:
                 process = ExpertProcess(engine, worker_id, join, channel, instance=instance, rank=rank)
             else:
-                process = WorkerProcess(engine, role, worker_id, join, channel, instance=instance, rank=rank)
+                process = WorkerProcess(
+                    engine, role, worker_id, join, channel, instance=instance, rank=rank, reserved_for=reserve
+                )
             with process:
                 for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, lambda *_: process.stop())
@@ -107,13 +113,13 @@ def _register_worker(app: typer.Typer) -> None:
 def _join_host(*options: Any, logs: LogOptions) -> None:
     from tripool.serving.hosts import HostConfig, build_host
 
-    join, token, model, role, listen, trusted, cache_gb, threads, kv_gb = options
+    join, token, model, role, listen, trusted, cache_gb, threads, kv_gb, reserve = options
     if not join.startswith("tcp://"):
         hint = "tcp://HOST:PORT, as `tripool serve --listen` prints it, or ipc://... as `tripool status` shows it"
         raise InvalidRequest(f"step 'address': cannot join '{join}'", hint=hint, param="join")
     config = HostConfig(
         join=join, token=token, model=model, role=role, listen=listen, trusted=trusted, cache_gb=cache_gb,
-        threads=threads, kv_gb=kv_gb,
+        threads=threads, kv_gb=kv_gb, reserve=reserve,
     )  # fmt: skip
     with logged("host", logs) as log:
         host = build_host(config, lambda step, what: typer.echo(f"{step}: {what}"), child_options=logs.argv())
@@ -251,16 +257,23 @@ def _register_host_server(app: typer.Typer) -> None:
 
         from tripool.fabric.supervisor_channel import SupervisorChannel
         from tripool.hosts.directory import read_own
+        from tripool.hosts.experts import ExpertLinks
         from tripool.hosts.leader import Leader
         from tripool.hosts.server import HostServer
-        from tripool.messages import Ready, WorkerId
+        from tripool.messages import Ready, SilentRank, WorkerId
 
         worker_id, own = WorkerId("host-server", epoch), read_own(folder)
         assert own is not None
         tied = SupervisorChannel.inherited(supervisor_channel)
-        threading.Thread(target=_end_with, args=(tied,), daemon=True).start()
+        experts = ExpertLinks(folder, own, tied.send) if own.ranks else None
+
+        def receive(message: AnyMessage) -> None:
+            if experts is not None and isinstance(message, SilentRank):
+                experts.silent(message)
+
+        threading.Thread(target=_end_with, args=(tied, receive), daemon=True).start()
         with logged(worker_id.name, LogOptions(log_level, log_format)) as log, socket.socket(fileno=listen_fd) as end:
-            server = HostServer(folder, end, worker_id, own, None if own.join else Leader(folder))
+            server = HostServer(folder, end, worker_id, own, None if own.join else Leader(folder), experts)
             stopped = threading.Event()
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda *_: stopped.set())
@@ -269,10 +282,10 @@ def _register_host_server(app: typer.Typer) -> None:
             server.run(lambda: not stopped.is_set())
 
 
-def _end_with(supervisor_channel: SupervisorChannel) -> None:
+def _end_with(supervisor_channel: SupervisorChannel, receive: Callable[[AnyMessage], None] = lambda _: None) -> None:
     """Ask this process to end when its supervisor is gone."""
     while not supervisor_channel.ended:
         select.select([supervisor_channel], [], [])
-        for _ in supervisor_channel.receive():
-            pass
+        for message in supervisor_channel.receive():
+            receive(message)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -61,6 +61,9 @@ TransferBy = Annotated[
 SecondCopy = Annotated[
     bool, typer.Option("--second-copy", help="Keep cached blocks that are read often on two machines.")
 ]
+Hosts = Annotated[
+    int, typer.Option(min=1, max=64, help="Machines, this one included, over which ranks of an instance are spread.")
+]
 ResponseStoreMb = Annotated[
     float, typer.Option(min=0, help="Memory for responses that clients refer to by id; 0: none is stored.")
 ]
@@ -97,6 +100,7 @@ def register(app: typer.Typer, load: Load) -> None:
         decode: Annotated[PoolSize | None, _pool("Decode")] = None,
         cache_gb: CacheGb = None,
         listen: Listen = "",
+        hosts: Hosts = 1,
         token: Token = "",
         trusted_network: TrustedNetwork = False,
         transfer: TransferBy = "tcp",
@@ -124,7 +128,8 @@ def register(app: typer.Typer, load: Load) -> None:
         gateway = _gateway_config(host, port, response_store_mb, cors_origin or [], grpc_port)
         access, weights = AccessConfig(keys, open), WeightCacheConfig(model_cache_gb, keep_models)
         logs = LogOptions(log_level, log_format)
-        split |= (prefill, decode, cache_gb, disk_gb) != (None, None, None, None) or bool(listen or mooncake_store)
+        split |= (prefill, decode, cache_gb, disk_gb) != (None, None, None, None)
+        split |= bool(listen or mooncake_store) or hosts > 1
         if split and memory_gb is not None and len(models) > 1:
             hint = "leave out --memory-gb: workers of all models stay in memory"
             raise InvalidRequest("a split server loads and unloads no models", hint=hint, param="memory_gb")
@@ -134,9 +139,9 @@ def register(app: typer.Typer, load: Load) -> None:
                 cache_gb = _CACHE_GB if cache_gb is None else cache_gb
                 pools = SplitConfig(
                     prefill=prefill or PoolSize(), decode=decode or PoolSize(), cache_gb=cache_gb, disk_gb=disk_gb,
-                    disk_dir=disk_dir, mooncake_store=mooncake_store,
+                    disk_dir=disk_dir, mooncake_store=mooncake_store, hosts=hosts,
                 )  # fmt: skip
-                hosts = ListenConfig(listen, token, trusted_network, transfer, second_copy) if listen else None
+                listening = ListenConfig(listen, token, trusted_network, transfer, second_copy) if listen else None
                 with build_split(
                     models,
                     config,
@@ -144,7 +149,7 @@ def register(app: typer.Typer, load: Load) -> None:
                     pools=pools,
                     access=access,
                     weights=weights,
-                    hosts=hosts,
+                    hosts=listening,
                     child_options=logs.argv(),
                 ) as split_server:
                     _run_split(split_server, pools)

@@ -46,7 +46,7 @@ def render(pools: dict[str, Any]) -> Group:
         table.add_column(column, justify="right")
     for worker in pools["workers"]:
         table.add_row(
-            worker["worker"] + (" (draining)" if worker["draining"] else ""),
+            worker["worker"] + _remark(worker),
             *([worker["model"]] if several else []),
             str(worker["pid"]),
             f"{worker['steps']:,}",
@@ -65,6 +65,12 @@ def render(pools: dict[str, Any]) -> Group:
     with_disk = [member for member in pools["cache"] if member.get("disk")]
     tables += [_disk_table(with_disk)] if with_disk else []
     return Group(*tables, Text("\n".join(lines)))
+
+
+def _remark(worker: dict[str, Any]) -> str:
+    if worker["draining"]:
+        return " (draining)"
+    return f" (only {worker['reserved_for']})" if worker.get("reserved_for") else ""
 
 
 def _instance_table(instance: dict[str, Any]) -> Table:

@@ -31,16 +31,19 @@ def map_file(folder: Path, instance: str) -> Path:
 class Instance:
     """Makes the shared memory of the exchange. Every change of the ranks is a new map with a higher epoch."""
 
-    def __init__(self, name: str, folder: Path, layout: Layout, *, attention_only: Iterable[int] = ()) -> None:
-        """`attention_only`: ranks that hold no experts while others can."""
+    def __init__(
+        self, name: str, folder: Path, layout: Layout, *, attention_only: Iterable[int] = (), hosts: int = 1
+    ) -> None:
+        """`attention_only`: ranks that hold no experts while others can. `hosts`: over which its ranks are spread."""
         create_slabs(slabs_file(folder, name), layout)
         self._view = SharedView(*attach_slabs(slabs_file(folder, name)))
         self.name, self._file = name, map_file(folder, name)
         shape = layout.layers, layout.experts, layout.ranks
         self._home = ExpertMap.contiguous(*shape, attention_only=attention_only)
         """The placement with all ranks."""
-        self._balancer = Balancer(self._home, layout.top_k)
+        self._balancer = Balancer(self._home, layout.top_k, hosts if layout.ranks % hosts == 0 else 1)
         self._present: set[int] = set()
+        self._remote: dict[int, int] = {}
         self.epoch = 0
 
     def enter(self, rank: int) -> bool:
@@ -50,6 +53,24 @@ class Instance:
     def leave(self, rank: int) -> bool:
         """A rank is gone, or given up: the others hold its experts."""
         return self._change(self._present - {rank})
+
+    def remote(self, rank: int, process: int) -> bool:
+        """What is known of a rank on another host: the number of its process, or 0: it is gone. A process that was
+        given up never counts again: it may wait for answers to requests that nobody takes any more."""
+        if process == 0:
+            return self.leave(rank)
+        if process == self._remote.get(rank):
+            return False
+        self._remote[rank] = process
+        self.leave(rank)
+        return self.enter(rank)
+
+    def remote_ranks(self) -> list[int]:
+        return [rank for rank in self._remote if rank in self._present]
+
+    def outdated(self) -> list[int]:
+        """Ranks of this host whose processes must end, since they were given up: none that this host decides about."""
+        return []
 
     def balance(self) -> bool:
         """Take one step of moves if loads call for it. While a rank is missing, experts stay where they are."""
@@ -80,9 +101,13 @@ class Instance:
 
     def _write(self, found: ExpertMap) -> None:
         self.epoch += 1
-        new = self._file.with_suffix(".next")
-        new.write_bytes(replace(found, epoch=self.epoch).encode())
-        new.replace(self._file)
+        write_map(self._file, replace(found, epoch=self.epoch).encode())
+
+
+def write_map(file: Path, data: bytes) -> None:
+    new = file.with_suffix(".next")
+    new.write_bytes(data)
+    new.replace(file)
 
 
 def _routed(view: SharedView) -> Counts:

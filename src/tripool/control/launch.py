@@ -28,6 +28,8 @@ class Spec:
     instance: str = ""
     """The instance of several ranks that it belongs to, if it does."""
     rank: int = 0
+    cpus: tuple[int, ...] = ()
+    """Those that it runs on; empty: any."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +53,14 @@ class Child:
     def terminate(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGTERM)
+
+
+def bind(pid: int, cpus: Sequence[int]) -> None:
+    """Let all threads of a process run on these CPUs only; none: on those that it has."""
+    if cpus and sys.platform == "linux":
+        with contextlib.suppress(OSError):  # it has ended; or these are not ours to give, and it runs anywhere
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                os.sched_setaffinity(int(thread), cpus)
 
 
 def launch(

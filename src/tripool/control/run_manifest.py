@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from tripool.control.allocation import Place
 from tripool.errors import ModelNotFound
 from tripool.text.files import TextFiles
 
@@ -27,6 +28,8 @@ class RunManifest(msgspec.Struct, frozen=True):
     model_cache: str = ""
     """Folder of the weight cache; empty: there is none."""
     model_cache_bytes: int = 0
+    places: tuple[Place, ...] = ()
+    """Where the workers of this host run."""
 
     @property
     def cache(self) -> tuple[str, ...]:

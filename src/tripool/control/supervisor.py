@@ -20,11 +20,23 @@ from tripool.cache.client import PoolClient
 from tripool.cache.host import LocalHost
 from tripool.control.evidence import is_ending, is_runnable, num_oom_kills
 from tripool.control.instance import Instance
-from tripool.control.launch import Child, Spec, launch
-from tripool.messages import SUPERVISOR, Assign, Drain, MapChanged, Ready, Reaped, SilentRank, Suspect, WorkerId
+from tripool.control.joined_instance import JoinedInstance
+from tripool.control.launch import Child, Spec, bind, launch
+from tripool.messages import (
+    SUPERVISOR,
+    Assign,
+    Drain,
+    MapChanged,
+    Ready,
+    Reaped,
+    RemoteRank,
+    SilentRank,
+    Suspect,
+    WorkerId,
+)
 
 _LOG = logging.getLogger("tripool.supervisor")
-GATEWAY, STANDBY = "gateway", "standby"
+GATEWAY, STANDBY, HOST_SERVER = "gateway", "standby", "host-server"
 _LOOK_S = 0.2
 """Polling interval of the processes, besides messages: a channel may stay open after its process ended."""
 _START_S = 600.0
@@ -71,7 +83,7 @@ class Supervisor:
         folder: Path,
         *,
         cache_spec: Callable[[str, int], Spec] | None = None,
-        instances: Sequence[Instance] = (),
+        instances: Sequence[Instance | JoinedInstance] = (),
         standby: Spec | None = None,
         start: Callable[[Spec, int, float], Child] = launch,
         clock: Callable[[], float] = time.monotonic,
@@ -129,6 +141,7 @@ class Supervisor:
                 except OSError as error:  # out of processes or memory; others keep running
                     self._schedule(spec, 0.0, "process not started", {"child": name, "reason": error.strerror})
                     continue
+                bind(child.process.pid, spec.cpus)
                 _LOG.info("process started", extra=_facts(child))
                 self._children[name] = child
                 self._selector.register(child.supervisor_channel, selectors.EVENT_READ, child)
@@ -140,6 +153,7 @@ class Supervisor:
         child = self._children[spec.name] = self._children.pop(STANDBY)
         child.spec, child.worker_id = spec, WorkerId(spec.name, next(self._epochs))
         child.started_s, child.ready = now_s, False
+        bind(child.process.pid, spec.cpus)
         child.supervisor_channel.send(Assign(spec.argv, child.worker_id.epoch))
         _LOG.info("process started", extra=_facts(child) | {"from": STANDBY})
         assert self._standby is not None
@@ -162,7 +176,11 @@ class Supervisor:
                 elif isinstance(message, Suspect):
                     self._end(message.worker_id)
                 elif isinstance(message, SilentRank):
-                    self._end_silent(child.spec.instance, message)
+                    self._end_silent(message.instance or child.spec.instance, message)
+                elif isinstance(message, RemoteRank):
+                    instance = self._instances.get(message.instance)
+                    if isinstance(instance, Instance) and instance.remote(message.rank, message.process):
+                        self._announce(instance)
 
     def _is_ready(self, name: str) -> bool:
         child = self._children.get(name)
@@ -188,6 +206,10 @@ class Supervisor:
             else:
                 child.cpu.look(now_s)
         self._num_oom_kills = num_oom_kills()
+        for child in list(self._children.values()):
+            instance = self._instances.get(child.spec.instance)
+            if instance is not None and child.ready and child.spec.rank in instance.outdated():
+                self._ended(child, "given up by the other hosts")
         if now_s >= self._balanced_s + _BALANCE_S:
             self._balanced_s = now_s
             for instance in self._instances.values():
@@ -202,9 +224,13 @@ class Supervisor:
 
     def _end_silent(self, instance: str, report: SilentRank) -> None:
         """A report under an older map concerns a rank that has been given up since."""
-        if instance not in self._instances or report.map_epoch != self._instances[instance].epoch:
+        known = self._instances.get(instance)
+        if known is None or report.map_epoch != known.epoch:
             return
-        for child in list(self._children.values()):
+        if not any((child.spec.instance, child.spec.rank) == (instance, report.rank) for child in self._all()):
+            self._silent_elsewhere(known, report)
+            return
+        for child in self._all():
             if (child.spec.instance, child.spec.rank, child.ready) != (instance, report.rank, True):
                 continue
             pid, silence_s = child.process.pid, report.silence_s
@@ -213,12 +239,30 @@ class Supervisor:
             elif silence_s > _RANK_SILENCE_S or (silence_s > _STUCK_S and not is_runnable(pid)):
                 self._ended(child, f"silent for {silence_s:.1f} s to {report.worker_id.name}")
 
-    def _change_map(self, child: Child, *, enters: bool) -> None:
-        instance = self._instances.get(child.spec.instance)
-        if instance is not None and (instance.enter if enters else instance.leave)(child.spec.rank):
-            self._announce(instance)
+    def _all(self) -> list[Child]:
+        return list(self._children.values())
 
-    def _announce(self, instance: Instance) -> None:
+    def _silent_elsewhere(self, instance: Instance | JoinedInstance, report: SilentRank) -> None:
+        """A rank of another host: that host knows whether it is slow or stuck, and is told; the server's own host gives
+        it up in the end."""
+        if isinstance(instance, Instance) and report.silence_s > _RANK_SILENCE_S and instance.leave(report.rank):
+            self._announce(instance)
+        elif HOST_SERVER in self._children and not report.instance:
+            told = SilentRank(report.worker_id, report.rank, report.map_epoch, report.silence_s, instance.name)
+            self._children[HOST_SERVER].supervisor_channel.send(told)
+
+    def _change_map(self, child: Child, *, enters: bool) -> None:
+        instance, rank = self._instances.get(child.spec.instance), child.spec.rank
+        if instance is not None and (instance.enter(rank) if enters else instance.leave(rank)):
+            self._announce(instance)
+        if child.spec.name == HOST_SERVER and not enters:  # nobody hears of ranks on other hosts any more
+            for other in self._instances.values():
+                if isinstance(other, Instance):
+                    for rank in other.remote_ranks():
+                        other.remote(rank, 0)
+                    self._announce(other)
+
+    def _announce(self, instance: Instance | JoinedInstance) -> None:
         for child in self._children.values():
             if child.spec.instance == instance.name:
                 child.supervisor_channel.send(MapChanged(instance.epoch))

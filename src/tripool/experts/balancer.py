@@ -25,8 +25,9 @@ _LONG = 3 * _COPIES
 class Balancer:
     """For an instance whose ranks are all there. A plan that was begun is finished before the next one is made."""
 
-    def __init__(self, first: ExpertMap, top_k: int) -> None:
-        """`first`: ranks without experts in it get none."""
+    def __init__(self, first: ExpertMap, top_k: int, hosts: int = 1) -> None:
+        """`first`: ranks without experts in it get none. `hosts`: so many have equally many ranks each, in order."""
+        self._hosts = hosts
         holders = expert_ranks(first.table)
         even = -(-first.experts // int(holders.sum()))
         self._slots, self._top_k = (holders * (even + max(1, even // _SPARE))).tolist(), top_k
@@ -54,11 +55,11 @@ class Balancer:
         return step.after
 
     def _plan(self, loads: Loads, current: ExpertMap) -> tuple[MoveStep, ...]:
-        table = balance(loads, current.ranks, 1, self._slots, old=current.table, copies=_COPIES)
+        table = balance(loads, current.ranks, self._hosts, self._slots, old=current.table, copies=_COPIES)
         steps = plan_moves(current, current.replaced(table), current.layers, loads=loads)
         far = imbalance(table, loads) > _FAR * least_imbalance(loads, self._slots)
         if far.any():
-            table[far] = balance(loads[far], current.ranks, 1, self._slots)
+            table[far] = balance(loads[far], current.ranks, self._hosts, self._slots)
             anew = plan_moves(current, current.replaced(table), current.layers, loads=loads)
             if not self._placed or len(anew) <= _LONG:
                 return anew

@@ -249,7 +249,7 @@ class ExpertServer:
     def __init__(self, view: SharedView, rank: int, compute: Compute) -> None:
         self.rank, self._view, self._compute = rank, view, compute
         self._seen = {
-            (source, lane): view.combine_bell(source, rank, lane).read().sequence
+            (source, lane): view.combine_bell(source, rank, lane).read()
             for source in range(view.layout.ranks)
             for lane in range(LANES)
         }
@@ -258,13 +258,13 @@ class ExpertServer:
         """What has arrived and is not answered, without requests of fenced ranks."""
         for (source, lane), seen in self._seen.items():
             bell = self._view.dispatch_bell(self.rank, source, lane).read()
-            if bell.sequence != seen and not older(bell.epoch, int(self._view.fence(source)[0])):
+            if bell != seen and not older(bell.epoch, int(self._view.fence(source)[0])):
                 yield Request(source, lane, bell)
 
     def answer(self, request: Request) -> bool:
         """Compute and write the rows; False if the slab no longer holds this request, which then has no answer."""
         source, lane, bell = request.source, request.lane, request.bell
-        self._seen[source, lane] = bell.sequence
+        self._seen[source, lane] = bell
         slab, layout = self._view.slab(source, lane), self._view.layout
         layer, (offset, count) = int(slab.head[0]["layer"]), slab.segments[self.rank].tolist()
         if count != bell.count or offset + count > layout.entries or layer >= layout.layers:

@@ -3,13 +3,14 @@
 | area | per | contents |
 |---|---|---|
 | header | – | one page: magic and shape; in its second line, how many replicas were copied to balance loads |
-| control | rank | three lines: fence epoch; signal of its expert thread; signal of its waiting owner |
+| control | rank | three lines: fence epoch, whose signal (0: its own); expert thread's signal; waiting owner's signal |
 | dispatch doorbells | destination, source, lane | one line: {epoch, count, sequence} of the newest request |
 | combine doorbells | source, destination, lane | one line: the same word, once the request is answered |
 | routed rows | source | for each layer and expert, the rows that the source has routed to it so far |
 | dispatch slabs | source, lane | layer, segment of each destination, entries, rows in 8 bits |
 | combine slabs | destination, source, lane | one float32 row per entry |
 
+A rank of another host has no threads here: its signal is that of the thread which forwards to its host (`forward.py`).
 A lane is the parity of the original design: each source has two, so that one exchange can be prepared while the answers
 of the other are read. Every line and every slab has exactly one writer (signals aside): a rank that was stopped and
 continues late can write only to memory of its own, and its doorbells carry an old epoch or sequence. There is one

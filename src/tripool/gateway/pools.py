@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -191,6 +191,7 @@ class Pools:
                 "role": member.hello.role,
                 "instance": member.hello.instance_name,
                 "draining": member.draining,
+                "reserved_for": member.hello.reserved_for,
                 "steps": member.num_steps,
                 "placed": member.num_placed,
                 "placed_tokens": member.placed_tokens,
@@ -214,11 +215,16 @@ class Pools:
 
 
 def pools_routes(
-    pools: Pools, cache: PoolClient, instances: Instances, hosts: Callable[[], list[dict[str, Any]]] = list
+    pools: Pools,
+    cache: PoolClient,
+    instances: Instances,
+    hosts: Callable[[], list[dict[str, Any]]] = list,
+    places: Sequence[object] = (),
 ) -> APIRouter:
-    """`cache`: asked for its members' counters, never for blocks. `hosts`: the machines of this server, if several."""
+    """`cache`: asked for its members' counters, never for blocks. `hosts`: the machines of this server, if several.
+    `places`: where its own workers run, and why."""
     routes = APIRouter()
-    asking = asyncio.Lock()
+    asking, placed = asyncio.Lock(), msgspec.to_builtins(places)
 
     @routes.get("/v1/pools")
     async def show() -> dict[str, Any]:
@@ -227,7 +233,7 @@ def pools_routes(
             counters = await asyncio.to_thread(cache.stats)
             ranks = await asyncio.to_thread(instances.describe)
         members = [_member(name, stats) for name, stats in counters.items()]
-        return pools.describe() | {"cache": members, "instances": ranks, "hosts": hosts()}
+        return pools.describe() | {"cache": members, "instances": ranks, "hosts": hosts(), "places": placed}
 
     return routes
 

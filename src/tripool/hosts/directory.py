@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
+from tripool.control.topology import Machine
 from tripool.hosts.keys import HostKeys
 from tripool.hosts.wire import Directory, Host, TransferName
 from tripool.messages import Role
@@ -21,6 +23,8 @@ PRESENT_S = 0.5
 """How often a host says that it is there."""
 SILENCE_S = 3.0
 """After this time without a word it is not: its cache members are nobody's any more."""
+RESERVED_S = 20.0
+"""What was given to a host that has not said yet that it is there is nobody else's for so long."""
 _MAX_HOSTS, _MAX_HOST_BYTES = 512, 4096
 """All of them fit into one message."""
 _HOST, _HOSTS = "host.json", "hosts.json"
@@ -40,8 +44,15 @@ class Hosts:
         if host.name == self.own.name or (host.name not in self._others and len(self._others) >= _MAX_HOSTS):
             return False
         known = self._others.get(host.name)
+        host = replace(host, ranks=self._free(host))
         self._others[host.name] = host, now_s
         return known is None or known[0] != host
+
+    def _free(self, host: Host) -> dict[str, tuple[int, ...]]:
+        """Its ranks that no other host has: it may come back after they were given to another one."""
+        others = [self.own, *(other for other, _ in self._others.values() if other.name != host.name)]
+        taken = {(name, rank) for other in others for name, ranks in other.ranks.items() for rank in ranks}
+        return {name: tuple(r for r in ranks if (name, r) not in taken) for name, ranks in host.ranks.items()}
 
     def expire(self, now_s: float) -> list[Host]:
         """Those that are silent for too long; they are forgotten."""
@@ -49,6 +60,13 @@ class Hosts:
         for host in gone:
             del self._others[host.name]
         return gone
+
+    def reserve(self, host: Host, now_s: float) -> None:
+        """It will be there: its processes are starting."""
+        self._others[host.name] = host, now_s + RESERVED_S
+
+    def others(self) -> list[Host]:
+        return [host for host, _ in self._others.values()]
 
     def directory(self) -> Directory:
         """The server's own host first."""
@@ -79,6 +97,8 @@ class OwnHost(msgspec.Struct, frozen=True):
     """How KV gets from host to host; the same on all."""
     second_copy: bool = False
     """Whether cached blocks that are read often are stored on two hosts."""
+    machine: Machine = Machine()
+    ranks: dict[str, tuple[int, ...]] = {}
 
     @property
     def keys(self) -> HostKeys:
@@ -86,7 +106,7 @@ class OwnHost(msgspec.Struct, frozen=True):
 
     @property
     def host(self) -> Host:
-        return Host(self.name, self.address, self.members, self.roles, self.links)
+        return Host(self.name, self.address, self.members, self.roles, self.links, self.machine, self.ranks)
 
     def write(self, folder: Path) -> None:
         _write(folder / _HOST, msgspec.json.encode(self))
@@ -134,7 +154,14 @@ class DirectoryFile:
         """As `tripool status` shows them; none on one machine."""
         self.changed()
         return [
-            {"host": host.name, "address": host.address, "roles": host.roles, "cache": sum(host.members.values(), ())}
+            {
+                "host": host.name,
+                "address": host.address,
+                "roles": host.roles,
+                "cache": sum(host.members.values(), ()),
+                "ranks": host.ranks,
+                "machine": msgspec.to_builtins(host.machine),
+            }
             for host in self.hosts
         ]
 

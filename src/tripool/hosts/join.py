@@ -12,6 +12,7 @@
 | listen | the address that this host shall be reached at is not its own, or in use |
 | reach | the server cannot connect to this host |
 | fetch | there is no room, or the files changed |
+| ranks | never: without free ranks the host has a worker of its own |
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from tripool.hosts.errors import HostError, JoinRefused
 from tripool.hosts.keys import HostKeys
 from tripool.hosts.leader import WAIT
 from tripool.hosts.models import code_identity, fetch_model, files_of, identity_of
-from tripool.hosts.wire import ANSWERS, MAX_LINKS, Answer, Join, Joined, No, TryHost
+from tripool.hosts.wire import ANSWERS, MAX_LINKS, Answer, Host, Join, Joined, No, Ranks, TakeRanks, TryHost
 
 ANSWER_S = 3.0
 REACH_S = 8.0
 """The server connects to this host meanwhile."""
-_AGAIN_S, _MODEL_S = 0.5, 600.0
+_AGAIN_S, _MODEL_S, _FREE_S = 0.5, 600.0, 5.0
 FETCH_S = 4.0
 """Longest time without a byte."""
 _CLOCK_S = 5.0
@@ -140,6 +141,28 @@ def _model_path(
     report("fetch", f"{sum(file.num_bytes for file in joined.files) / 2**20:,.1f} MiB of weights from the server")
     connection.timeout(FETCH_S)
     return str(fetch_model(connection, joined.model, joined.files, folder))
+
+
+def take_ranks(address: str, keys: HostKeys, model: str, host: Host, report: Report) -> Ranks:
+    """What this host shall run of an instance that is spread over hosts; empty if all of its ranks run elsewhere. Those
+    of a host that is lost are free after a few seconds: this waits for them."""
+    until_s, told = time.monotonic() + _FREE_S, False
+    while True:
+        connection = dial(address, keys)
+        try:
+            connection.timeout(ANSWER_S)
+            found = _asked(connection, TakeRanks(model, host), "ranks")
+        except (OSError, msgspec.DecodeError) as error:
+            raise HostError("the server stopped answering", hint="run the same line again", step="ranks") from error
+        finally:
+            connection.close()
+        assert isinstance(found, Ranks)
+        if found.ranks or time.monotonic() > until_s:
+            return found
+        if not told:
+            report("ranks", "all ranks of the instance are on other hosts; waiting whether one is lost")
+        told = True
+        time.sleep(_AGAIN_S)
 
 
 def listen_for_hosts(address: str) -> socket.socket:

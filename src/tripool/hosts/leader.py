@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 import tripool
+from tripool.control.allocation import Place, Want, allocate
+from tripool.control.topology import Site, Topology
 from tripool.hosts.directory import read_own
 from tripool.hosts.models import code_identity, files_of, identity_of, read_part
-from tripool.hosts.wire import Join, Joined, ModelFile, No, ReadFile, TransferName
+from tripool.hosts.wire import Host, Join, Joined, ModelFile, No, Ranks, ReadFile, TakeRanks, TransferName
 from tripool.messages import Role
 
 _FILE = "join.json"
@@ -19,6 +22,16 @@ WAIT = "wait"
 """The step at which a worker is told to ask again."""
 _READING_S = 1.0
 """How long an answer may wait for the files to be read."""
+
+
+class SpreadInstance(msgspec.Struct, frozen=True):
+    """An instance whose ranks are on several hosts."""
+
+    want: Want
+    attention_ranks: int
+    """The first ones have sequences; those after them have experts only."""
+    shape: dict[str, int]
+    """The fields of the exchange's layout."""
 
 
 class SharedModel(msgspec.Struct, frozen=True):
@@ -30,6 +43,7 @@ class SharedModel(msgspec.Struct, frozen=True):
     has_files: bool
     options: tuple[str, ...]
     """Of the engine: the same on every host."""
+    spread: tuple[SpreadInstance, ...] = ()
 
 
 def write_models(folder: Path, models: tuple[SharedModel, ...]) -> None:
@@ -64,9 +78,32 @@ class Leader:
                 WAIT, f"the server still reads the files of '{model.name}'", "wait: it takes the time of one reading"
             )
         role: Role = "prefill" if request.role == "prefill" else "decode" if request.role == "decode" else scarcer
-        path = "" if files else model.path
-        rest = files, role, model.options, time.time(), path, self._transfer, self._second_copy
+        path, spread = "" if files else model.path, any(one.want.role == role for one in model.spread)
+        rest = files, role, model.options, time.time(), path, self._transfer, self._second_copy, spread
         return Joined(model.name, identity_of(files), *rest)
+
+    def missing(self, own: Host, others: Sequence[Host]) -> Role | None:
+        """The role of an instance whose ranks do not all have a host."""
+        for want in (spread.want for model in self._models.values() for spread in model.spread):
+            if sum(len(host.ranks.get(want.name, ())) for host in (own, *others)) < want.ranks:
+                return "prefill" if want.role == "prefill" else "decode"
+        return None
+
+    def take_ranks(self, request: TakeRanks, own: Host, others: Sequence[Host]) -> Ranks:
+        """What this host shall have of an instance: where links are fastest, of those that have ranks or want some."""
+        model, new = self._models.get(request.model), request.host
+        for spread in () if model is None else model.spread:
+            if spread.want.role not in new.roles:
+                continue
+            name = spread.want.name
+            holders = [own, *(host for host in others if host.ranks.get(name) and host.name != new.name)]
+            held = [Place(name, rank, host.name) for host in holders for rank in host.ranks.get(name, ())]
+            sites = tuple(Site(host.name, host.machine) for host in (*holders, new))
+            given = allocate([spread.want], Topology(sites), held).at(new.name)
+            if given:
+                ranks = tuple(sorted(place.rank for place in given))
+                return Ranks(name, ranks, spread.attention_ranks, spread.shape, given[0].reason)
+        return Ranks()
 
     def read(self, request: ReadFile) -> bytes | None:
         model = self._models.get(request.model)

@@ -23,6 +23,7 @@ from tripool.hosts.blocks import LocalBlocks
 from tripool.hosts.connection import Connection, answer, dial
 from tripool.hosts.directory import PRESENT_S, DirectoryFile, Hosts, OwnHost, write_directory
 from tripool.hosts.errors import HostError
+from tripool.hosts.experts import ExpertLinks
 from tripool.hosts.fetch import Fetcher
 from tripool.hosts.leader import Leader
 from tripool.hosts.links import Bulk, Links
@@ -51,7 +52,10 @@ class HostServer:
         worker_id: WorkerId,
         own: OwnHost,
         leader: Leader | None = None,
+        experts: ExpertLinks | None = None,
     ) -> None:
+        """`experts`: the exchange of ranks with those of other hosts, if this host has such ranks."""
+        self._experts = experts
         self._folder, self._listener, self._own, self._leader = folder, listener, own, leader
         self._blocks = LocalBlocks(folder, worker_id)
         self._hosts, self._links = Hosts(own.host), Links()
@@ -68,6 +72,8 @@ class HostServer:
         if self._own.join:
             _start(self._follow)
             _start(self._relay_gateway)
+        if self._experts is not None:
+            self._experts.start()
         while still_wanted():
             with suppress(TimeoutError):
                 self._accept()
@@ -157,6 +163,11 @@ class HostServer:
                 case wire.ToGateway():
                     self._to_gateway(connection)
                     return
+                case wire.OpenExchange() if self._experts is not None:
+                    self._experts.serve(connection, request)
+                    return
+                case wire.OpenExchange():
+                    connection.send(wire.No("exchange", "this host has no ranks", "try again"))
                 case wire.Present(host):
                     connection.send(self._present(host))
                 case _:
@@ -167,8 +178,17 @@ class HostServer:
             connection.send(wire.No("join", "this host has joined a server itself", "join at the server's address"))
         elif isinstance(request, wire.Join):
             with self._lock:
-                scarcer = self._hosts.scarcer()
+                missing = self._leader.missing(self._own.host, self._hosts.others())
+                scarcer = missing or self._hosts.scarcer()
             connection.send(self._leader.join(request, scarcer))
+        elif isinstance(request, wire.TakeRanks):
+            with self._lock:
+                given = self._leader.take_ranks(request, self._own.host, self._hosts.others())
+                if given.ranks:
+                    host = msgspec.structs.replace(request.host, ranks={given.instance: given.ranks})
+                    self._hosts.reserve(host, time.monotonic())
+                    write_directory(self._folder, self._hosts.directory())
+            connection.send(given)
         elif isinstance(request, wire.ReadFile):
             data = self._leader.read(request)
             if data is None:

@@ -12,6 +12,8 @@
 | Present | Directory: a host is there, and what it has; repeated |
 | TryHost | Data, or No: can you reach this address? |
 | Meet | Data, or No: are you that host? An address may lead to another one from elsewhere |
+| TakeRanks | Ranks: what a joining host shall run of an instance |
+| OpenExchange | Data, or No; then frames of the client: rows for ranks of this host, and answers (`hosts/experts.py`) |
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import msgspec
 
 from tripool.cache.records import Block
 from tripool.cache.wire import MAX_KEYS, Key, Keys
+from tripool.control.topology import Machine
 from tripool.messages import Checksum, FileName, Name, Natural, Positive, Role, Small
 
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -56,6 +59,9 @@ class Host(msgspec.Struct, frozen=True, array_like=True):
     """Of its workers."""
     links: Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_LINKS)] = ()
     """Its other addresses: whoever reaches them may use them beside the first."""
+    machine: Machine = Machine()
+    ranks: dict[Name, Annotated[tuple[Small, ...], _HOSTS]] = {}
+    """What it has of instances that are spread over hosts."""
 
 
 # ---- requests ----------------------------------------------------------------------------------------------------
@@ -122,6 +128,17 @@ class Meet(_Message, frozen=True):
     host: Name
 
 
+class TakeRanks(_Message, frozen=True):
+    model: Text
+    host: Host
+
+
+class OpenExchange(_Message, frozen=True):
+    instance: Name
+    host: Name
+    """The client's."""
+
+
 # ---- answers -----------------------------------------------------------------------------------------------------
 
 
@@ -148,6 +165,8 @@ class Joined(_Message, frozen=True):
     """What a worker is given for a model without files."""
     transfer: TransferName = "tcp"
     second_copy: bool = False
+    takes_ranks: bool = False
+    """An instance of its role has ranks on several hosts: TakeRanks tells which this one shall have."""
 
 
 class FoundBlocks(_Message, frozen=True):
@@ -167,7 +186,22 @@ class Directory(_Message, frozen=True):
     hosts: Annotated[tuple[Host, ...], _HOSTS]
 
 
-Request = Join | ReadFile | ToGateway | AskMember | ReadSlots | FindBlocks | StoreBlocks | Present | TryHost | Meet
-Answer = No | Data | Joined | FoundBlocks | Taken | Reply | Directory
+class Ranks(_Message, frozen=True):
+    """Without an instance: no ranks are missing, and the host has a worker of its own."""
+
+    instance: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    ranks: Annotated[tuple[Small, ...], _HOSTS] = ()
+    attention_ranks: Small = 0
+    """The first ones have sequences; those after them have experts only."""
+    shape: dict[Name, Positive] = {}
+    """Of the exchange: the fields of its layout."""
+    reason: Text = ""
+
+
+Request = (
+    Join | ReadFile | ToGateway | AskMember | ReadSlots | FindBlocks | StoreBlocks | Present | TryHost | Meet
+    | TakeRanks | OpenExchange
+)  # fmt: skip
+Answer = No | Data | Joined | FoundBlocks | Taken | Reply | Directory | Ranks
 REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
+from typing import TypeVar
 
 from tripool.config import RouterConfig
 from tripool.core import Slo
@@ -33,6 +34,8 @@ _LOOK_AHEAD = 32
 _MOST_OVER = 8
 """Choices placed beyond the slots of a full decode worker; it preempts one per step for them."""
 _APART = "a request from a crashed worker is tried alone"
+_RESERVED = "the rest is reserved for other tenants"
+_Queued = TypeVar("_Queued", tuple[int, str], tuple[int, str, int])
 
 
 class Placing:
@@ -80,6 +83,9 @@ class Placing:
         # Head first, until one finds no room: no request overtakes it, so nothing starves.
         while self._to_prefill and self._place_prefill(*self._to_prefill[0], now_s):
             heappop(self._to_prefill)
+        if self._to_prefill and self.view.reserved:
+            for order, request_id in self._with_workers(self._to_prefill):
+                self._place_prefill(order, request_id, now_s)
         while self._to_decode and self._place_decode(*self._to_decode[0], now_s):
             heappop(self._to_decode)
         if self._to_decode:
@@ -90,11 +96,27 @@ class Placing:
         """The head has no room: try the next choices of other clients. They stay in the heap, where they are skipped
         later."""
         tried = set()
-        for turn, request_id, index in sorted(self._to_decode[:_LOOK_AHEAD]):
+        next_ones = sorted(self._to_decode[:_LOOK_AHEAD])
+        if self.view.reserved:
+            next_ones = sorted({*next_ones, *self._with_workers(self._to_decode)})
+        for turn, request_id, index in next_ones:
             entry = self.ledger.get(request_id)
             group = None if entry is None else entry.request.slo.group
             if group is not None and group not in tried and not self._place_decode(turn, request_id, index, now_s):
                 tried.add(group)
+
+    def _with_workers(self, queue: list[_Queued]) -> list[_Queued]:
+        """Of those behind a head without room: requests whose tenants have workers of their own. Oldest first."""
+        owners = set(self.view.reserved.values())
+        entries = ((item, self.ledger.get(item[1])) for item in queue)
+        return sorted(item for item, entry in entries if entry is not None and entry.request.slo.tenant in owners)
+
+    def _closed_to(self, entry: Entry) -> tuple[set[WorkerId], str]:
+        """Workers that may not take this request, and why."""
+        closed = self.suspects.closed_to(entry, self.ledger)
+        if not self.view.reserved:
+            return closed, _APART
+        return closed | self.view.closed_to(entry.request.slo.tenant), _APART if closed else _RESERVED
 
     def _place_prefill(self, order: int, request_id: str, now_s: float) -> bool:
         """False: no room."""
@@ -107,10 +129,10 @@ class Placing:
         tokens = len(entry.request.prompt_ids)
         for choice in choices:
             tokens += len(choice.tokens) + 1
-        closed = self.suspects.closed_to(entry, self.ledger)
+        closed, why_closed = self._closed_to(entry)
         member = self.view.pick_prefill(tokens, self._config.prefill_ahead_tokens, choices[0].avoid, closed)
         if member is None:
-            entry.held_by = _APART if closed else why_full("prefill", self.view.considered, tokens)
+            entry.held_by = why_closed if closed else why_full("prefill", self.view.considered, tokens)
             return False
         if self._traces:
             self._note("prefill", entry, choices, member, now_s)
@@ -135,12 +157,12 @@ class Placing:
         assert lease is not None
         rest = (entry.request.params.max_tokens or _GROWTH_TOKENS) - len(choice.tokens)
         tokens = len(entry.request.prompt_ids) + len(choice.tokens) + max(0, min(rest, _GROWTH_TOKENS))
-        closed = self.suspects.closed_to(entry, self.ledger)
+        closed, why_closed = self._closed_to(entry)
         slo = entry.request.slo
         member = self.view.pick_decode(tokens, lease.worker_id, choice.avoid, slo.tpot_ms, closed)
         member = member or self._owing(slo)
         if member is None:
-            entry.held_by = _APART if closed else why_full("decode", self.view.considered, tokens)
+            entry.held_by = why_closed if closed else why_full("decode", self.view.considered, tokens)
             return False
         if self._traces:
             self._note("decode", entry, [choice], member, now_s)
@@ -338,6 +360,8 @@ class Placing:
         for entry in self.ledger:
             name = entry.request.id
             for placement in entry.placements.values():
+                owner = self.view.reserved.get(placement.worker_id, entry.request.slo.tenant)
+                assert owner == entry.request.slo.tenant, f"{name} is on a worker reserved for another tenant"
                 number, tokens = placed.get(placement.worker_id, (0, 0))
                 placed[placement.worker_id] = (number + 1, tokens + placement.weight_tokens)
                 if placement.source is not None:

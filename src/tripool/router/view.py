@@ -110,6 +110,8 @@ class FleetView:
         self._transfers: Counter[tuple[WorkerId, WorkerId]] = Counter()
         """Transfers under way from a prefill to a decode worker; no entry where there are none."""
         self._turns = 0
+        self.reserved: dict[WorkerId, str] = {}
+        """Workers that are one tenant's only."""
         self.num_changes = 0
         """Counts changes of loads and members; a worker without room has none until this changes."""
         self.considered: list[Member] = []
@@ -134,6 +136,8 @@ class FleetView:
         member = Member(hello, heard_s=now_s, progress_s=now_s, placed_s=now_s)
         self._members[hello.worker_id] = member
         self._ready[hello.role] += 1
+        if hello.reserved_for:
+            self.reserved[hello.worker_id] = hello.reserved_for
         self._sort_in(member)
 
     def remove(self, worker_id: WorkerId) -> None:
@@ -141,7 +145,12 @@ class FleetView:
         member = self._members.pop(worker_id)
         assert member.num_placed == 0 and member.placed_tokens == 0, "a member left with work placed on it"
         self._ready[member.hello.role] -= member.ready
+        self.reserved.pop(worker_id, None)
         self._take_out(member)
+
+    def closed_to(self, tenant: str) -> set[WorkerId]:
+        """Workers that other tenants have reserved."""
+        return {worker_id for worker_id, owner in self.reserved.items() if owner != tenant}
 
     def drain(self, worker_id: WorkerId) -> None:
         member = self._members[worker_id]
@@ -295,6 +304,8 @@ class FleetView:
             assert (member.num_placed, member.placed_tokens) == expected, f"{worker_id}: load is not what was placed"
             assert 0 <= member.load_tokens <= member.placed_tokens
         assert not placed.keys() - self._members.keys(), "work is placed on a worker that is not there"
+        reserved = {m.worker_id: m.hello.reserved_for for m in self if m.hello.reserved_for}
+        assert reserved == self.reserved, "reservations are miscounted"
         assert Counter(transfers) == self._transfers, "transfers are miscounted"
         for role, entries in self._by_load.items():
             ready = [m for m in self._members.values() if m.hello.role == role and m.ready]

@@ -80,7 +80,8 @@ class GatewayProcess:
         }
         served = [Served(one.name, self._admissions[one.name], Tokenizer(one.text)) for one in manifest.models]
         app = create_models_app(Models(served), config or GatewayConfig(), access=access)
-        app.include_router(pools_routes(self._pools, self._cache, instances, DirectoryFile(folder).describe))
+        hosts = DirectoryFile(folder).describe
+        app.include_router(pools_routes(self._pools, self._cache, instances, hosts, manifest.places))
         app.include_router(cache_routes(self._quotas))
         self._server = Server(app, on_ready=self._on_ready, end_answers=self._pools.close, grpc_address=grpc_address)
 

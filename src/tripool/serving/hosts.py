@@ -12,25 +12,41 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 import tripool
 from tripool.config import EngineConfig
+from tripool.control.allocation import Want, allocate, cpus_of
+from tripool.control.joined_instance import JoinedInstance
 from tripool.control.launch import Spec
 from tripool.control.run_manifest import RunManifest, ServedModel
-from tripool.control.supervisor import Supervisor
+from tripool.control.supervisor import HOST_SERVER, STANDBY, Supervisor
+from tripool.control.topology import Site, Topology
+from tripool.experts.layout import Layout
 from tripool.fabric.folder import RunFolder, gateway_address
 from tripool.hosts.connection import answer, parse_address
 from tripool.hosts.directory import OwnHost
 from tripool.hosts.errors import HostError, JoinRefused
-from tripool.hosts.join import Report, address_towards, check_reach, join, listen_for_hosts, other_addresses
+from tripool.hosts.join import (
+    Report,
+    address_towards,
+    check_reach,
+    join,
+    listen_for_hosts,
+    other_addresses,
+    take_ranks,
+)
 from tripool.hosts.keys import HostKeys, check_token, new_token
 from tripool.hosts.leader import SharedModel, write_models
-from tripool.hosts.wire import MAX_LINKS, Joined, TransferName
+from tripool.hosts.wire import MAX_LINKS, Joined, Ranks, TransferName
+from tripool.observe.topology import read_machine
 from tripool.serving.weight_cache import WeightCacheConfig
 from tripool.text.files import TextFiles
 
-HOST_SERVER = "host-server"
 _CACHE_MEMBERS = 1
 """Of a host that joins: it dies as a whole, mostly."""
+_NO_KV_GB = 0.001
+"""Of a rank without sequences: the least that an engine takes."""
 _REACH_S = 10.0
 _ANYWHERE = ("0.0.0.0", "::")
 _SOMEWHERE = "192.0.2.1:9"
@@ -53,6 +69,7 @@ class SharedHost:
     """The server's own host, as build_split needs it."""
 
     def __init__(self, config: ListenConfig, stack: ExitStack) -> None:
+        self.name = _host_name()
         self.keys = HostKeys(check_token(config.token) if config.token else new_token(), config.trusted)
         self._transfer, self._second_copy = _checked(config.transfer, config.trusted), config.second_copy
         self.listener = stack.enter_context(listen_for_hosts(config.address))
@@ -75,6 +92,7 @@ class SharedHost:
         folder: RunFolder,
         models: Sequence[SharedModel],
         members: dict[str, tuple[str, ...]],
+        ranks: dict[str, tuple[int, ...]],
         options: Sequence[str],
     ) -> Spec:
         """Write what the host's own processes need to know; the process to start."""
@@ -82,8 +100,8 @@ class SharedHost:
         first, anywhere = self.address, self.listener.getsockname()[0] in _ANYWHERE
         links = (first, *(other_addresses(first) if anywhere else ()))[:MAX_LINKS]
         OwnHost(
-            _host_name(), self.keys.token, self.keys.trusted, members=members, links=links, transfer=self._transfer,
-            second_copy=self._second_copy,
+            self.name, self.keys.token, self.keys.trusted, members=members, links=links, transfer=self._transfer,
+            second_copy=self._second_copy, machine=read_machine(), ranks=ranks,
         ).write(folder.path)  # fmt: skip
         write_models(folder.path, tuple(models))
         return _spec(folder, self.listener, options)
@@ -127,6 +145,17 @@ def _check_options(joined: Joined) -> None:
         raise JoinRefused("the server asks for what no server asks for", hint=hint, step="model")
 
 
+def rank_argv(name: str, instance: str, rank: int) -> tuple[str, ...]:
+    return "--name", name, "--instance", instance, "--rank", str(rank)
+
+
+def kv_argv(kv_gb: float | None, *, has_kv: bool) -> tuple[str, ...]:
+    """`has_kv`: else it is a rank with experts only."""
+    if not has_kv:
+        return "--experts-only", "--kv-gb", str(_NO_KV_GB)
+    return () if kv_gb is None else ("--kv-gb", str(kv_gb))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostConfig:
     """A host that joins."""
@@ -142,6 +171,8 @@ class HostConfig:
     cache_gb: float = 0.0
     threads: int | None = None
     kv_gb: float | None = None
+    reserve: str = ""
+    """The only tenant that its worker serves."""
 
 
 class JoinedHost:
@@ -171,7 +202,7 @@ def build_host(config: HostConfig, report: Report, *, child_options: Sequence[st
         def listen(joined: Joined) -> None:
             _check_options(joined)
             listener = stack.enter_context(listen_for_hosts(config.listen or f"{address_towards(config.join)}:0"))
-            reached = joined.role == "prefill" or config.cache_gb or config.listen
+            reached = joined.role == "prefill" or config.cache_gb or config.listen or joined.takes_ranks
             opened.append((listener, _reachable(config, keys, listener, report) if reached else ""))
 
         found = join(
@@ -191,18 +222,35 @@ def build_host(config: HostConfig, report: Report, *, child_options: Sequence[st
         folder = RunFolder()
         stack.callback(folder.remove)
         way = _checked(joined.transfer, keys.trusted)
-        told = (joined.role,), links, way, joined.second_copy
+        machine, options = read_machine(), tuple(child_options)
+        told = (joined.role,), links, way, joined.second_copy, machine
         own = OwnHost(name, keys.token, keys.trusted, address, config.join, members, *told)
+        given = take_ranks(config.join, keys, joined.model, own.host, report) if joined.takes_ranks else Ranks()
+        if given.ranks:
+            own = msgspec.structs.replace(own, ranks={given.instance: given.ranks})
         own.write(folder.path)
         weights = WeightCacheConfig()
         served = ServedModel(joined.model, TextFiles(tokenizer_json=""), members.get(joined.model, ()))
-        RunManifest((served,), str(weights.folder(folder.path)), weights.quota_bytes).write(folder.path)
-        options, worker = tuple(child_options), f"{joined.role}-{name}"
-        threads = config.threads or max(1, len(os.sched_getaffinity(0)))
+        worker = f"{joined.role}-{name}"
+        ranks = given.ranks or (0,)
+        threads = config.threads or max(1, len(os.sched_getaffinity(0)) // len(ranks))
+        topology = Topology((Site(name, machine),))
+        places = allocate([Want(worker, joined.role, len(ranks), threads)], topology).places
+        cache_folder = str(weights.folder(folder.path))
+        RunManifest((served,), cache_folder, weights.quota_bytes, places).write(folder.path)
         argv = ["worker", found.model_path, "--role", joined.role, "--join", gateway_address(folder.path)]
-        argv += [*joined.options, "--threads", str(threads), "--name", worker]
-        argv += ["--kv-gb", str(config.kv_gb)] if config.kv_gb is not None else []
-        specs = [_spec(folder, listener, options), Spec(worker, (*argv, *options), (folder.lock,), served.cache)]
+        argv += [*joined.options, "--threads", str(threads), *options]
+        argv += ["--reserve", config.reserve] if config.reserve else []
+        specs = [_spec(folder, listener, options)]
+        for rank, place in zip(ranks, places, strict=True):
+            part = rank_argv(f"{worker}-r{rank}", given.instance, rank) if given.ranks else ("--name", worker)
+            has_kv = not given.ranks or rank < given.attention_ranks
+            kv = kv_argv(config.kv_gb, has_kv=has_kv)
+            cache = served.cache if has_kv else ()
+            child = (*argv, *part, *kv)
+            specs.append(
+                Spec(part[1], child, (folder.lock,), cache, given.instance, rank, cpus_of(place, topology))
+            )  # fmt: skip
 
         def cache_spec(member: str, block_bytes: int) -> Spec:
             num_slots = max(1, int(config.cache_gb / len(served.cache) * 2**30 / block_bytes))
@@ -212,8 +260,15 @@ def build_host(config: HostConfig, report: Report, *, child_options: Sequence[st
                 (folder.lock,),
             )  # fmt: skip
 
-        report("start", f"worker {worker}")
-        supervisor = Supervisor(specs, folder.path, cache_spec=cache_spec)
+        what = (
+            f"ranks {', '.join(map(str, given.ranks))} of {given.instance} ({given.reason})" if given.ranks else worker
+        )
+        report("start", f"worker {what}")
+        instances, standby = [], None
+        if given.ranks:
+            instances = [JoinedInstance(given.instance, folder.path, Layout(**given.shape))]
+            standby = Spec(STANDBY, (STANDBY,), (folder.lock,))
+        supervisor = Supervisor(specs, folder.path, cache_spec=cache_spec, instances=instances, standby=standby)
         return JoinedHost(supervisor, worker, stack.pop_all())
 
 

@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tripool.config import EngineConfig, GatewayConfig, PoolSize
+from tripool.control.allocation import Want, allocate, cpus_of
 from tripool.control.instance import Instance
 from tripool.control.launch import Spec
 from tripool.control.run_manifest import RunManifest, ServedModel
 from tripool.control.supervisor import GATEWAY, STANDBY, Supervisor
+from tripool.control.topology import Site, Topology
 from tripool.errors import InvalidRequest
 from tripool.fabric.folder import RunFolder, gateway_address
 from tripool.gateway.grpc.port import reserved
 from tripool.gateway.models import check_names
 from tripool.gateway.server import listen
-from tripool.hosts.leader import SharedModel
+from tripool.hosts.leader import SharedModel, SpreadInstance
+from tripool.observe.topology import read_machine
 from tripool.serving.access import AccessConfig, mark_open
 from tripool.serving.disk import Disk, disk_argv, disk_of, store_argv
-from tripool.serving.hosts import ListenConfig, SharedHost, engine_argv
+from tripool.serving.hosts import ListenConfig, SharedHost, engine_argv, kv_argv, rank_argv
 from tripool.serving.ranks import create_prompts, prompt_layout, rank_layout
 from tripool.serving.server import BuiltServer
 from tripool.serving.weight_cache import WeightCacheConfig
@@ -35,8 +38,6 @@ from tripool.text.files import TextFiles
 _CACHE_MEMBERS = 2
 """Of each model. The loss of one loses only a part of the blocks."""
 _ONE_WORKER = PoolSize()
-_NO_KV_GB = 0.001
-"""Of a rank without sequences: the least that an engine takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +53,16 @@ class SplitConfig:
     disk_dir: Path | None = None
     mooncake_store: str = ""
     """HOST:PORT of a Mooncake Store's master; empty: none."""
+    hosts: int = 1
+    """Over so many hosts, this one included, the ranks of each instance are spread."""
+
+    def want(self, name: str, role: str, size: PoolSize, cores: int = 1) -> Want:
+        return Want(name, role, size.all_ranks, cores, self.hosts)
 
     @property
     def num_workers(self) -> int:
-        """Of each model."""
-        return sum(size.instances * size.all_ranks for size in (self.prefill, self.decode))
+        """Of each model, on this host."""
+        return sum(s.instances * len(self.want("", "", s).shares()[0]) for s in (self.prefill, self.decode))
 
 
 class SplitServer(BuiltServer):
@@ -105,6 +111,7 @@ def build_split(
     if hosts is None and not (pools.prefill.instances and pools.decode.instances):
         hint = "a pool of none needs workers of other machines: --listen"
         raise InvalidRequest("a server needs a prefill and a decode worker", hint=hint, param="pools")
+    _check_hosts(pools, hosts)
     with ExitStack() as stack:
         shared = SharedHost(hosts, stack) if hosts is not None else None
         listener = stack.enter_context(listen(gateway.host, gateway.port))
@@ -113,21 +120,30 @@ def build_split(
         plans = _plan(models, engine, pools)
         folder = RunFolder()
         stack.callback(folder.remove)
+        threads = engine.threads or _threads_per_worker(len(plans) * pools.num_workers)
+        topology = Topology((Site(shared.name if shared is not None else "local", read_machine()),))
+        wants = [pools.want(*one, threads) for plan in plans for one in _instances(plan, pools)]
+        placement = allocate(wants, topology)
         quota_bytes = weights.quota_bytes
         manifest = RunManifest(
             tuple(plan.served for plan in plans),
             model_cache=str(weights.folder(folder.path)) if quota_bytes else "",
             model_cache_bytes=quota_bytes,
+            places=placement.places,
         )
         manifest.write(folder.path)
         if is_open:
             mark_open(folder.path)
         options = tuple(child_options)
         specs = [_gateway_spec(listener, access.path, folder, (*_gateway_options(gateway, grpc_address), *options))]
-        specs += [spec for plan in plans for spec in _worker_specs(plan, len(plans), engine, pools, folder, options)]
+        argv = (*engine_argv(engine), "--threads", str(threads), *options)
+        cpus = {(place.want, place.rank): cpus_of(place, topology) for place in placement.places}
+        specs += [spec for plan in plans for spec in _worker_specs(plan, engine, pools, folder, argv, cpus)]
         if shared is not None:
             members = {plan.served.name: plan.served.cache for plan in plans}
-            specs.append(shared.share(folder, [plan.shared(engine) for plan in plans], members, options))
+            local = {want.name: tuple(want.shares()[0]) for want in wants if len(want.shares()) > 1}
+            shared_models = [plan.shared(engine, pools, threads) for plan in plans]
+            specs.append(shared.share(folder, shared_models, members, local, options))
         disks = {member: plan.disk for plan in plans for member in plan.served.cache}
         stores = {
             member: argv
@@ -141,21 +157,7 @@ def build_split(
             disk = disk_argv(disks[name], len(disks))
             return _cache_spec(name, block_bytes, member_gb, folder, (*disk, *stores[name], *options))
 
-        instances = [
-            Instance(
-                name,
-                folder.path,
-                rank_layout(plan.path, engine, size.all_ranks),
-                attention_only=range(size.ranks) if size.expert_ranks else (),
-            )
-            for plan in plans
-            for name, _, size in _instances(plan, pools)
-            if size.all_ranks > 1
-        ]
-        for plan in plans:
-            for name, role, size in _instances(plan, pools):
-                if role == "prefill" and size.all_ranks > 1:
-                    create_prompts(folder.path, name, prompt_layout(plan.path, engine, size.all_ranks))
+        instances = [instance for plan in plans for instance in _of_ranks(plan, engine, pools, folder)]
         standby = Spec(STANDBY, (STANDBY,), (folder.lock,)) if instances else None
         supervisor = Supervisor(specs, folder.path, cache_spec=cache_spec, instances=instances, standby=standby)
         join_line = shared.join_line if shared is not None else ""
@@ -176,9 +178,21 @@ class _ModelPlan:
     checkpoint: Path | None
     """None: a model without files."""
 
-    def shared(self, config: EngineConfig) -> SharedModel:
+    def shared(self, config: EngineConfig, pools: SplitConfig, threads: int) -> SharedModel:
         path = self.path if self.checkpoint is None else str(self.checkpoint.absolute())
-        return SharedModel(self.served.name, path, self.checkpoint is not None, engine_argv(config))
+        spread = tuple(
+            SpreadInstance(want, size.ranks, asdict(rank_layout(self.path, config, size.all_ranks)))
+            for name, role, size in _instances(self, pools)
+            if len((want := pools.want(name, role, size, threads)).shares()) > 1
+        )
+        return SharedModel(self.served.name, path, self.checkpoint is not None, engine_argv(config), spread)
+
+
+def _check_hosts(pools: SplitConfig, hosts: ListenConfig | None) -> None:
+    several = [size for size in (pools.prefill, pools.decode) if size.instances and size.all_ranks >= pools.hosts > 1]
+    if pools.hosts > 1 and (hosts is None or not several):
+        hint = "ranks of an instance on several hosts: --listen ADDRESS:PORT --decode 1x2 --hosts 2"
+        raise InvalidRequest(f"nothing to spread over {pools.hosts} hosts", hint=hint, param="hosts")
 
 
 def _plan(models: Sequence[str], config: EngineConfig, pools: SplitConfig) -> list[_ModelPlan]:
@@ -227,27 +241,43 @@ def _threads_per_worker(num_workers: int) -> int:
 
 def _worker_specs(
     plan: _ModelPlan,
-    num_models: int,
     config: EngineConfig,
     pools: SplitConfig,
     folder: RunFolder,
     options: tuple[str, ...],
+    cpus: Mapping[tuple[str, int], tuple[int, ...]],
 ) -> Iterator[Spec]:
-    threads = config.threads or _threads_per_worker(num_models * pools.num_workers)
-    sizes = [*engine_argv(config), "--threads", str(threads)]
-    kv = ["--kv-gb", str(config.kv_gb)] if config.kv_gb is not None else []
+    """`cpus`: of each rank that is bound to some, by instance and number."""
     join = ("--join", gateway_address(folder.path))
     for instance, role, size in _instances(plan, pools):
-        argv = ("worker", plan.path, "--role", role, *join, *sizes, *options)
+        argv = ("worker", plan.path, "--role", role, *join, *options)
         if size.all_ranks == 1:
-            yield Spec(instance, (*argv, *kv, "--name", instance), (folder.lock,), plan.served.cache)
+            bound = cpus[instance, 0]
+            kv = kv_argv(config.kv_gb, has_kv=True)
+            yield Spec(instance, (*argv, *kv, "--name", instance), (folder.lock,), plan.served.cache, cpus=bound)
             continue
-        for rank in range(size.all_ranks):
-            name, rest, cache = f"{instance}-r{rank}", kv, plan.served.cache
-            if rank >= size.ranks:
-                rest, cache = ["--experts-only", "--kv-gb", str(_NO_KV_GB)], ()
-            part = ("--name", name, "--instance", instance, "--rank", str(rank), *rest)
-            yield Spec(name, (*argv, *part), (folder.lock,), cache, instance, rank)
+        for rank in pools.want(instance, role, size).shares()[0]:
+            name, has_kv = f"{instance}-r{rank}", rank < size.ranks
+            part = (*rank_argv(name, instance, rank), *kv_argv(config.kv_gb, has_kv=has_kv))
+            cache = plan.served.cache if has_kv else ()
+            yield Spec(name, (*argv, *part), (folder.lock,), cache, instance, rank, cpus[instance, rank])
+
+
+def _of_ranks(plan: _ModelPlan, config: EngineConfig, pools: SplitConfig, folder: RunFolder) -> Iterator[Instance]:
+    """The instances of several ranks, with the memory that these share."""
+    for name, role, size in _instances(plan, pools):
+        if size.all_ranks == 1:
+            continue
+        if role == "prefill" and pools.hosts == 1:
+            create_prompts(folder.path, name, prompt_layout(plan.path, config, size.all_ranks))
+        layout, attention_only = rank_layout(plan.path, config, size.all_ranks), range(size.ranks)
+        yield Instance(
+            name,
+            folder.path,
+            layout,
+            attention_only=attention_only if size.expert_ranks else (),
+            hosts=len(pools.want(name, role, size).shares()),
+        )
 
 
 def _instances(plan: _ModelPlan, pools: SplitConfig) -> Iterator[tuple[str, str, PoolSize]]:

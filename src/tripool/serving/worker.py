@@ -47,12 +47,14 @@ class WorkerProcess:
         *,
         instance: str = "",
         rank: int = 0,
+        reserved_for: str = "",
     ) -> None:
-        """`instance`: the one of several ranks that it is a `rank` of; it then needs a supervisor."""
+        """`instance`: the one of several ranks that it is a `rank` of; it then needs a supervisor. `reserved_for`: the
+        only tenant that it serves."""
         self._supervisor_channel, self._block_bytes = supervisor_channel, engine.block_bytes
         kv_tokens = engine.num_blocks * engine.block_tokens
         limits = (kv_tokens, engine.max_running, engine.context_tokens, engine.vocab)
-        self._hello = Hello(PROTOCOL, role, worker_id, os.getpid(), engine.name, *limits, instance=instance)
+        self._hello = Hello(PROTOCOL, role, worker_id, os.getpid(), engine.name, *limits, instance, reserved_for)
         folder = folder_of(address)
         members = read_manifest(folder).model(engine.name).cache
         self._rank: Rank | None = None

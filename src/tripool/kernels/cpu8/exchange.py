@@ -14,16 +14,11 @@ import numpy.typing as npt
 
 from tripool.errors import ExchangeError
 from tripool.experts.layout import Layout, Memory
+from tripool.experts.memory import exchange_memory
 from tripool.kernels.cpu8 import library
 from tripool.kernels.cpu8.prompts import NativePrompts
 from tripool.kernels.cpu8.sublayers import Moe8
 
-_OFFSETS = (
-    "control", "dispatch_bells", "combine_bells", "routed", "routed_bytes", "dispatch", "combine", "dispatch_bytes",
-    "combine_bytes",
-    "segment_list", "entry_list", "scales", "fixes", "values",
-)  # fmt: skip
-_SIZES = ("layers", "experts", "top_k", "hidden", "slab_rows")
 _DEADLINE_S = 30.0
 MICROBATCH_ROWS = 32
 """A step is computed as two microbatches if each has so many rows (`native/microbatch.h`)."""
@@ -48,16 +43,7 @@ class NativeExchange:
         self._prompts = prompts
         self.rank, self._layout, self._layers = rank, layout, layers
         moe = (c_void_p * len(layers))(*(layer.at for layer in layers))
-        struct = library.ExchangeMemory(
-            memory.ctypes.data,
-            *(getattr(layout, name) for name in _OFFSETS),
-            layout.ranks,
-            rank,
-            *(getattr(layout, name) for name in _SIZES),
-            moe,
-            int(deadline_s * 1e9),
-            microbatch_rows,
-        )
+        struct = exchange_memory(layout, memory, rank, moe, int(deadline_s * 1e9), microbatch_rows)
         self._keep, self._attached = (memory, moe), False
         self._library = library.library()
         self._at = self._library.tripool_exchange_open(addressof(struct)) if sys.platform == "linux" else None

@@ -112,23 +112,6 @@ class Draft(Structure):
     _fields_ = (("entry", Entry), ("join", c_void_p), ("layer", Layer), ("norm", Norm), ("head", Weight))
 
 
-class ExchangeMemory(Structure):
-    _fields_ = (
-        ("map", c_void_p),
-        *(
-            (name, c_uint64)
-            for name in (
-                "control", "dispatch_bells", "combine_bells", "routed", "routed_bytes", "dispatch", "combine",
-                "dispatch_bytes", "combine_bytes", "segment_list", "entry_list", "scales", "fixes", "values",
-            )
-        ),
-        *((name, c_int32) for name in ("ranks", "rank", "layers", "experts", "top_k", "hidden", "slab_rows")),
-        ("moe", POINTER(c_void_p)),
-        ("deadline_ns", c_int64),
-        ("microbatch_rows", c_int64),
-    )  # fmt: skip
-
-
 class PromptMemory(Structure):
     _fields_ = (
         ("map", c_void_p),

@@ -263,7 +263,7 @@ static void resume(Exchange *x) {
         for (int lane = 0; lane < PARITIES; lane++) {
             const uint32_t used = (uint32_t)atomic_load(dispatch_bell(x, other, at->rank, lane));
             if ((int32_t)(used - x->sequence[lane]) > 0) x->sequence[lane] = used;
-            atomic_store(&x->seen[other * PARITIES + lane], (uint32_t)atomic_load(combine_bell(x, other, at->rank, lane)));
+            atomic_store(&x->seen[other * PARITIES + lane], atomic_load(combine_bell(x, other, at->rank, lane)));
         }
     Signal *signals[] = {server_signal(x, at->rank), owner_signal(x, at->rank)};
     for (int i = 0; i < 2; i++) {

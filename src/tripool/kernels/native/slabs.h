@@ -52,7 +52,8 @@ typedef struct Exchange {
     uint32_t sequence[PARITIES];
     int parity, next;
     _Atomic int serving, leave;
-    _Atomic uint32_t *seen;     /* [ranks, lanes]: sequence of the newest request that was handled */
+    _Atomic uint64_t *seen;     /* [ranks, lanes]: the newest request that was handled. With its epoch: the ranks of a
+                                 * host that comes again count their requests from 0 */
     _Atomic int64_t *asked_ns;  /* [ranks, lanes]: when the newest request was sent; 0: none is open */
     _Atomic uint64_t *asked;    /* [ranks, lanes]: that request */
     pthread_t thread;
@@ -93,8 +94,14 @@ static _Atomic uint64_t *routed_rows(const Exchange *x, int layer) {
 }
 static uint8_t *control_of(const Exchange *x, int rank) { return x->at.map + x->at.control + 192 * (size_t)rank; }
 static _Atomic uint32_t *fence_of(const Exchange *x, int rank) { return (_Atomic uint32_t *)control_of(x, rank); }
-static Signal *server_signal(const Exchange *x, int rank) { return (Signal *)(control_of(x, rank) + 64); }
-static Signal *owner_signal(const Exchange *x, int rank) { return (Signal *)(control_of(x, rank) + 128); }
+/* 0, or 1 + the rank whose signal is the one of the thread that forwards for this rank, which is on another host. */
+static _Atomic uint32_t *forwarded_by(const Exchange *x, int rank) { return (_Atomic uint32_t *)(control_of(x, rank) + 4); }
+static Signal *signal_of(const Exchange *x, int rank, size_t line) {
+    const uint32_t forwarded = atomic_load_explicit(forwarded_by(x, rank), memory_order_relaxed);
+    return (Signal *)(forwarded ? control_of(x, (int)forwarded - 1) + 64 : control_of(x, rank) + line);
+}
+static Signal *server_signal(const Exchange *x, int rank) { return signal_of(x, rank, 64); }
+static Signal *owner_signal(const Exchange *x, int rank) { return signal_of(x, rank, 128); }
 
 typedef struct {
     uint32_t *layer, *rows;
