@@ -1,4 +1,4 @@
-"""What goes wrong, and when it is over: each fault strikes a world at its time and heals later."""
+"""Faults of a serving fleet: each strikes at its time and ends later."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from tripool.messages import WorkerId
+from tripool.router import Coordinator
 from tripool.simulate.fleet import Place, ServingFleet, WorkerRun
 from tripool.simulate.member import SimMember
 from tripool.simulate.rng import Rng
@@ -16,9 +17,14 @@ _IN_COPY_CHANCE = 0.4
 
 
 class Faults:
-    def __init__(self, world: World, fleet: ServingFleet, rng: Rng, faults: list[Fault]) -> None:
-        self._world, self._fleet, self._rng = world, fleet, rng
-        for fault in faults:
+    _world: World[Coordinator]
+
+    def __init__(self, fleet: ServingFleet, rng: Rng, faults: list[Fault]) -> None:
+        self._fleet, self._rng, self._faults = fleet, rng, faults
+
+    def start(self, world: World[Coordinator]) -> None:
+        self._world = world
+        for fault in self._faults:
             world.timeline.expect(fault.time_s, self._strike, fault)
 
     def _strike(self, fault: Fault) -> None:
@@ -35,7 +41,7 @@ class Faults:
             case "slow" if place.run is not None:
                 place.run.slowness = self._rng.pick([5.0, 20.0])
                 self._later(length_s, self._hasten, place, place.worker_id)
-            case "cut" | "loss" if fleet.network.is_up(place.name) and world.coordinator is not None:
+            case "cut" | "loss" if fleet.network.is_up(place.name) and world.router is not None:
                 noticed = fault.kind == "cut"
                 fleet.network.break_link(place.name, keeps=False)
                 self._later(length_s if noticed else length_s / 20, self._mend, place, noticed)
@@ -59,10 +65,10 @@ class Faults:
                 self._rng.pick(fleet.members).fill_disk()
             case "disk rot":
                 self._rng.pick(fleet.members).rot(self._rng.between(0, 2))
-            case "gateway restart" if world.coordinator is not None:
+            case "gateway restart" if world.router is not None:
                 self._kill_gateway(length_s)
-            case "drain" if world.coordinator is not None and fleet.has_other(place):
-                world.do(world.coordinator.drain(place.worker_id, world.timeline.now_s))
+            case "drain" if world.router is not None and fleet.has_other(place):
+                world.do(world.router.drain(place.worker_id, world.timeline.now_s))
 
     def _later(self, delay_s: float, action: Callable[..., None], *args: object) -> None:
         self._world.timeline.expect(self._world.timeline.now_s + delay_s, action, *args)
@@ -94,7 +100,7 @@ class Faults:
             place.run.slowness = 1.0
 
     def _mend(self, place: Place, noticed: bool) -> None:
-        if self._world.coordinator is not None:  # else the next gateway does
+        if self._world.router is not None:  # else the next gateway does
             self._fleet.network.mend_link(place.name)
             if noticed:
                 self._fleet.network.disconnect(place.name)

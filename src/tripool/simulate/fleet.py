@@ -17,6 +17,7 @@ from tripool.engine.fake_paged import PagedFake
 from tripool.fabric import KvSender
 from tripool.messages import PROTOCOL, AnyMessage, Hello, Left, Reaped, Refused, Tokens, ToWorker, WorkerId
 from tripool.router import Coordinator, Emit
+from tripool.router.admission_types import Capacity
 from tripool.simulate.checker import Checker
 from tripool.simulate.disk import SimDisk
 from tripool.simulate.member import LEASE_S, WRITE_S, SimHost, SimMember
@@ -35,11 +36,11 @@ MODEL = "fake"
 class ServingFleet:
     """`step`: runs the next event, and says whether the run goes on."""
 
-    world: World
+    world: World[Coordinator]
 
     def __init__(
-        self, scenario: Scenario, timeline: Timeline, rng: Rng, checker: Checker, text: TextFiles, tokens: FakeTokens,
-        step: Callable[[], bool],
+        self, scenario: Scenario, timeline: Timeline, rng: Rng, network: Network, checker: Checker, text: TextFiles,
+        tokens: FakeTokens, step: Callable[[], bool],
     ) -> None:  # fmt: skip
         self.timeline, self.text, self.tokens = timeline, text, tokens
         self._scenario, self._rng, self._checker = scenario, rng, checker
@@ -48,7 +49,8 @@ class ServingFleet:
         """That have struck so far, by kind."""
         self.memory = Memory()
         self.places = {name: Place(name, spec) for name, spec in scenario.workers.items()}
-        self.network = Network(timeline, rng, list(self.places), self._reach_gateway, self.trusts)
+        self.network = network
+        network.to_gateway, network.knows = self._reach_gateway, self.trusts
         self.members = [self._new_member(f"cache-{n}") for n in range(scenario.num_members)]
         self.baton = Baton(timeline, rng, step)
         self._reaped: list[WorkerId] = []
@@ -87,9 +89,18 @@ class ServingFleet:
             member.remember()
         return sum((member.seen for member in self.members), self.seen + self.network.seen + self.memory.seen)
 
-    # ---- the network ------------------------------------------------------------------------------------------------
+    # ---- the gateway and the network --------------------------------------------------------------------------------
 
-    def start(self, world: World) -> None:
+    def new_router(self, gateway_epoch: int) -> Coordinator:
+        return Coordinator(self._scenario.router, gateway_epoch=gateway_epoch)
+
+    def capacity(self, router: Coordinator) -> Capacity:
+        view, slots = router.view, 0
+        if self._scenario.minds_slots:
+            slots = sum(m.hello.max_running for m in view if m.hello.role == "decode" and not m.draining)
+        return Capacity(max(1, view.num_ready("prefill")), slots or None)
+
+    def start(self, world: World[Coordinator]) -> None:
         self.world = world
         for place in self.places.values():
             self._start(place)
@@ -99,10 +110,10 @@ class ServingFleet:
         self.network.send_to_worker(worker_id, message)
 
     def trusts(self, worker_id: WorkerId) -> bool:
-        return self.world.coordinator is not None and worker_id in self.world.coordinator.view
+        return self.world.router is not None and worker_id in self.world.router.view
 
     def _reach_gateway(self, worker_id: WorkerId, message: AnyMessage) -> None:
-        coordinator = self.world.coordinator
+        coordinator = self.world.router
         if coordinator is None:
             return
         self.timeline.note(f"{type(message).__name__} from {worker_id}")
@@ -183,7 +194,8 @@ class ServingFleet:
         self._reaped.append(worker_id)
         self._checker.lost(worker_id)
         self.memory.slots.pop(f"{worker_id}.kv", None)
-        self.world.receive(Reaped(worker_id))
+        if self.world.router is not None:
+            self.world.do(self.world.router.receive(Reaped(worker_id), self.timeline.now_s))
         for member in self.members:
             member.reaped(worker_id)
         self.timeline.expect(self.timeline.now_s + self._rng.uniform(0.05, 0.4), self._start, place)

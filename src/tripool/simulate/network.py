@@ -7,7 +7,7 @@ the channel of the last Hello, and ignores what comes by others, as `gateway/poo
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tripool.messages import AnyMessage, Heartbeat, Hello, Left, ToWorker, WorkerId
@@ -43,17 +43,13 @@ class _Link:
 
 
 class Network:
-    def __init__(
-        self,
-        timeline: Timeline,
-        rng: Rng,
-        workers: list[str],
-        to_gateway: Callable[[WorkerId, AnyMessage], None],
-        knows: Callable[[WorkerId], bool],
-    ) -> None:
-        """`to_gateway` takes what arrives there; `knows` says whether the gateway counts on a worker."""
+    to_gateway: Callable[[WorkerId, AnyMessage], None]
+    """Takes what arrives there."""
+    knows: Callable[[WorkerId], bool]
+    """Whether the gateway counts on a worker."""
+
+    def __init__(self, timeline: Timeline, rng: Rng, workers: Iterable[str]) -> None:
         self._timeline, self._rng = timeline, rng
-        self._to_gateway, self._knows = to_gateway, knows
         self._links = {worker: _Link() for worker in workers}
         self._sessions: dict[WorkerId, str] = {}
         """The gateway's end: the channel by which each worker said Hello last."""
@@ -120,7 +116,7 @@ class Network:
             return
         worker_id, session, message = sent
         if isinstance(message, Hello):
-            if self._sessions.get(worker_id) == session and self._knows(worker_id):
+            if self._sessions.get(worker_id) == session and self.knows(worker_id):
                 return  # said again before the Welcome came
             self._sessions[worker_id] = session
         elif isinstance(message, Heartbeat):
@@ -129,7 +125,7 @@ class Network:
         elif self._sessions.get(worker_id) != session:
             self.seen["messages of an earlier session"] += 1
             return
-        self._to_gateway(worker_id, message)
+        self.to_gateway(worker_id, message)
         if isinstance(message, Left):
             del self._sessions[worker_id]
 

@@ -171,10 +171,10 @@ def test_after_a_run_nothing_is_held() -> None:
     run.timeline.over = False
     assert run.timeline.run(2000)
     world, fleet = run.world, run.fleet
-    assert world.coordinator is not None
-    world.coordinator.check()
+    assert world.router is not None
+    world.router.check()
     fleet.pool.check()
-    assert not len(world.coordinator.ledger) and world.admission.idle
+    assert not len(world.router.ledger) and world.admission.idle
     for instance in fleet.decodes:
         assert all(rank is not None and rank.process.worker.heartbeat().blocks_held == 0 for rank in instance.ranks)
     for keeper in fleet.prefills:
