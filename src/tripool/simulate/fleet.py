@@ -15,13 +15,24 @@ from tripool.control.worker import Worker
 from tripool.engine.fake import FakeTokens
 from tripool.engine.fake_paged import PagedFake
 from tripool.fabric import KvSender
-from tripool.messages import PROTOCOL, AnyMessage, Hello, Left, Reaped, Refused, Tokens, ToWorker, WorkerId
+from tripool.messages import (
+    PROTOCOL,
+    AnyMessage,
+    Hello,
+    Left,
+    Reaped,
+    Refused,
+    Tokens,
+    ToWorker,
+    TransferReady,
+    WorkerId,
+)
 from tripool.router import Coordinator, Emit
 from tripool.router.admission_types import Capacity
 from tripool.simulate.checker import Checker
 from tripool.simulate.disk import SimDisk
 from tripool.simulate.member import LEASE_S, WRITE_S, SimHost, SimMember
-from tripool.simulate.memory import Memory, SimTransfer, sender_of
+from tripool.simulate.memory import Memory, SimTransfer
 from tripool.simulate.network import Network, SimTransport
 from tripool.simulate.process import Baton
 from tripool.simulate.rng import Rng
@@ -121,6 +132,8 @@ class ServingFleet:
             case Tokens():
                 self.seen["tokens of an untrusted worker"] += worker_id not in coordinator.view
                 self._checker.sent(message)
+            case TransferReady():
+                self._checker.offered(message)
             case Refused():
                 self.seen[f"refused: {message.code}"] += 1
                 if message.code == "bad_kv":
@@ -141,11 +154,9 @@ class ServingFleet:
         self.world.do(outputs)
 
     def _check_lost_transfer(self, message: Refused, coordinator: Coordinator) -> None:
-        """A sender that is there and has heard of no fault keeps what it has leased as it was. A cancel ends the lease,
-        and may reach the sender before it reaches the receiver."""
-        if message.request_id not in self._checker.open_ids:
-            return
-        sender = sender_of(self._checker.descriptor(message.request_id, message.attempt))
+        """A sender that runs and has had no fault keeps what it has leased as it was."""
+        leased = self._checker.leased(message.request_id, message.attempt)
+        sender = f"{leased.worker_id}.kv" if leased is not None else ""
         if sender in self.memory.slots or sender in self._left_senders:
             excuses = self.faults.keys() & {"spoil", "cut", "loss", "gateway restart"}
             known = message.worker_id in coordinator.view

@@ -14,8 +14,8 @@ from typing import Any
 from tripool.cache.arena import Arena, arena_bytes, as_bytes
 from tripool.cache.copying import Bytes, copy
 from tripool.cache.records import State
-from tripool.fabric.shared_memory import Arenas, BlockTable, SharedMemoryTransfer
-from tripool.messages import KvDescriptor, WorkerId
+from tripool.fabric.shared_memory import Arenas, SharedMemoryTransfer
+from tripool.messages import WorkerId
 from tripool.simulate.process import Process
 
 
@@ -76,12 +76,6 @@ class SimTransfer(SharedMemoryTransfer):
             slots.num_to_spoil -= 1
             view[::8] ^= 1  # in every position's KV: only some are read
         return view
-
-
-def sender_of(descriptor: KvDescriptor | None) -> str:
-    """Whose memory it describes."""
-    table = BlockTable.of(descriptor) if descriptor is not None else None
-    return table.arena if table is not None else ""
 
 
 class SimArena(Arena):
