@@ -8,12 +8,15 @@ from functools import partial
 from tripool.messages import WorkerId
 from tripool.router import Coordinator
 from tripool.simulate.fleet import Place, ServingFleet, WorkerRun
+from tripool.simulate.hosts import GATEWAY_HOST, Path
 from tripool.simulate.member import SimMember
 from tripool.simulate.rng import Rng
 from tripool.simulate.scenario import Fault
 from tripool.simulate.world import World
 
 _IN_COPY_CHANCE = 0.4
+_KEEPS_S = 1.5
+"""Connections between hosts outlive a cut of this length."""
 
 
 class Faults:
@@ -69,6 +72,43 @@ class Faults:
                 self._kill_gateway(length_s)
             case "drain" if world.router is not None and fleet.has_other(place):
                 world.do(world.router.drain(place.worker_id, world.timeline.now_s))
+            case "partition" | "one way" | "slow path" | "host kill":
+                self._strike_hosts(fault)
+
+    # ---- hosts ------------------------------------------------------------------------------------------------------
+
+    def _strike_hosts(self, fault: Fault) -> None:
+        hosts, count = self._fleet.hosts, self._fleet.hosts.num_hosts
+        one = self._rng.between(0, count - 1)
+        other = (one + self._rng.between(1, count - 1)) % count
+        both = hosts.between(one, other)
+        match fault.kind:
+            case "partition" | "one way":
+                paths = both if fault.kind == "partition" else both[:1]
+                hosts.cut(paths)
+                ends = fault.length_s > _KEEPS_S or self._rng.chance(0.2)
+                self._later(fault.length_s, self._join, paths, ends)
+            case "slow path":
+                delay_s = self._rng.pick([0.02, 0.2])
+                hosts.slow(both, delay_s)
+                self._later(fault.length_s, hosts.hasten, both, delay_s)
+            case "host kill":
+                killed = max(one, other)  # not the gateway's
+                self._fleet.stop_host(killed)
+                self._later(fault.length_s, hosts.mend, hosts.around(killed))
+
+    def _join(self, paths: list[Path], ends: bool) -> None:
+        """`ends`: meanwhile both ends have closed the connections, and what was on its way is lost."""
+        network, hosts = self._fleet.network, self._fleet.hosts
+        far = {host for path in paths for host in path if GATEWAY_HOST in path} - {GATEWAY_HOST}
+        names = [name for name in self._fleet.places if hosts.of(name) in far and network.is_up(name)]
+        ending = names if ends and self._world.router is not None else []
+        for name in ending:
+            network.break_link(name, keeps=False)
+        hosts.mend(paths)
+        for name in ending:
+            network.mend_link(name)
+            network.disconnect(name)
 
     def _later(self, delay_s: float, action: Callable[..., None], *args: object) -> None:
         self._world.timeline.expect(self._world.timeline.now_s + delay_s, action, *args)

@@ -16,6 +16,7 @@ from tripool.fabric.link import SILENCE_S
 from tripool.simulate.checker import Checker
 from tripool.simulate.faults import Faults
 from tripool.simulate.fleet import ServingFleet
+from tripool.simulate.hosts import Hosts
 from tripool.simulate.network import Network
 from tripool.simulate.rng import Rng
 from tripool.simulate.scenario import Scenario, draw
@@ -43,9 +44,9 @@ class Report:
     """What the faults made happen: shows that the checks had something to check."""
 
 
-def simulate(seed: int, *, faults: bool = True, trace: Callable[[str], None] | None = None) -> Report:
+def simulate(seed: int, *, faults: bool = True, hosts: int = 1, trace: Callable[[str], None] | None = None) -> Report:
     """One run. Raises AssertionError when a rule is broken."""
-    return FaultRun(draw(seed, faults=faults), trace).run()
+    return FaultRun(draw(seed, faults=faults, hosts=hosts), trace).run()
 
 
 class FaultRun:
@@ -54,7 +55,7 @@ class FaultRun:
         self.timeline, rng, text = Timeline(trace), Rng(scenario.seed + 2**32), fake_text()
         tokens = FakeTokens(text)
         self.checker = Checker(self.timeline, scenario.tenants, scenario.may_refuse, tokens.answer)
-        network = Network(self.timeline, rng, scenario.workers)
+        network = Network(self.timeline, rng, scenario.workers, Hosts(scenario.num_hosts, scenario.host_of))
         self.fleet = ServingFleet(scenario, self.timeline, rng, network, self.checker, text, tokens, self._step)
 
         def retry_s(error: TripoolError | None) -> float | None:
