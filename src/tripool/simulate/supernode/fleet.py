@@ -129,7 +129,7 @@ class ModelledFleet:
         self.timeline.at(self.timeline.now_fs + self._hop_fs, ARRIVAL, number, self._hear, messages)
 
     def _hear(self, messages: Sequence[AnyMessage]) -> None:
-        world, coordinator = self.world, self.world.router
+        world, coordinator, now_s = self.world, self.world.router, self.timeline.now_s
         assert coordinator is not None
         for message in messages:
             if isinstance(message, Tokens):
@@ -137,9 +137,11 @@ class ModelledFleet:
                     (stamped, stamped.event.earlier if isinstance(stamped.event, TokenRun) else ())
                     for stamped in message.events
                 ]
-                world.do(coordinator.advance(message.worker_id, runs, self.timeline.now_s))
+                outputs = coordinator.advance(message.worker_id, runs, now_s)
             else:
-                world.do(coordinator.receive(message, self.timeline.now_s))
+                outputs = coordinator.receive(message, now_s)
+            if outputs:
+                world.do(outputs)
 
     def trusts(self, worker_id: WorkerId) -> bool:
         keeper = self.prefills[self._numbers[worker_id.name]]
