@@ -180,6 +180,19 @@ def test_the_simulation_handles_no_messages_of_a_worker() -> None:
         assert not handled and not known & TO_WORKERS, f"{name} handles {sorted({*handled, *(known & TO_WORKERS)})}"
 
 
+def test_there_is_one_world() -> None:
+    """Fleets, networks, cost models and faults are its arguments: no other gateway is made in virtual time."""
+    made = ("AdmissionController", "Timeline", "World")
+    found = {
+        (name, node.func.id)
+        for name, path in matching(("simulate",), without=()).items()
+        for node in nodes(path)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in made
+    }
+    assert {name for name, call in found if call == "AdmissionController"} == {"simulate.world"}
+    assert {name for name, call in found if call == "Timeline"} == {name for name, call in found if call == "World"}
+
+
 def test_no_worker_knows_the_simulation() -> None:
     graph = room_graph(ROOT)
     for name in ("prefill", "decode", "fabric", "cache", "engine", "control", "gateway", "router"):

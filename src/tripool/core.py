@@ -302,9 +302,9 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Stages:
-    """Time that a choice spent in each stage before its first token, as measured by the worker that computed it."""
+    """Time that a choice spent in each stage before its first token, by its worker. Not frozen, like `TokenEvent`."""
 
     queue_s: float = 0.0
     """From submission until the first work on it."""

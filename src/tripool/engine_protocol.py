@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tripool.core import Request, ServingStats, TokenEvent
@@ -129,9 +130,14 @@ def local_id(request_id: str, attempt: int) -> str:
     return f"{request_id}#{attempt}"
 
 
+_ID: Any = Request.__dict__["id"]
+_SLOTS: list[Any] = [Request.__dict__[field.name] for field in fields(Request) if field.name != "id"]
+
+
 def renamed(request: Request, name: str) -> Request:
-    """As `dataclasses.replace(request, id=name)`, in a third of the time."""
-    return Request(
-        id=name, prompt_ids=request.prompt_ids, params=request.params, seed=request.seed, end_ids=request.end_ids,
-        namespace=request.namespace, public_tokens=request.public_tokens, slo=request.slo,
-    )  # fmt: skip
+    """As `dataclasses.replace(request, id=name)`, in a tenth of the time: slot by slot."""
+    copied = object.__new__(Request)
+    for slot in _SLOTS:
+        slot.__set__(copied, slot.__get__(request))
+    _ID.__set__(copied, name)
+    return copied

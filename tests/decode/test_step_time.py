@@ -125,3 +125,19 @@ def test_one_row_alone_is_predicted_like_any_step(seed: int, count: int, context
         expected_s = times.predict_s(facts)
         assert times.learn(facts, true_s(facts)) == expected_s
     assert times.alone_s(context) == times.predict_s(StepFacts(1, 0, context))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 50_000), st.floats(1e-6, 2.0)), min_size=1, max_size=80))
+def test_steps_of_rows_alone_are_learned_as_any_others(steps: list[tuple[int, int, float]]) -> None:
+    """Bit by bit: the sums leave out only what is zero."""
+    fast, plain = StepTime(), StepTime()
+    plain._has_other = True
+    for rows, context, step_s in steps:
+        facts = StepFacts(rows, 0, context)
+        assert fast.learn(facts, step_s) == plain.learn(facts, step_s)
+    assert (fast._costs, fast._gram, fast._moments) == (plain._costs, plain._gram, plain._moments)
+    mixed = StepFacts(3, 1, 900, 64, 4000)
+    fast.learn(mixed, 0.02)
+    plain.learn(mixed, 0.02)
+    assert fast._costs == plain._costs

@@ -4,8 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from tripool.core import TokenEvent
-from tripool.messages import PROTOCOL, AnyMessage, Heartbeat, Hello, Stamped, Tokens, Welcome, WorkerId
+from tripool.core import FinishReason, Request, SamplingParams, TokenEvent
+from tripool.messages import (
+    PROTOCOL,
+    Answered,
+    AnyMessage,
+    Heartbeat,
+    Hello,
+    KvDescriptor,
+    Release,
+    Stamped,
+    StartDecode,
+    Tokens,
+    TransferReady,
+    Welcome,
+    WorkerId,
+)
+from tripool.simulate.checker import Checker
 from tripool.simulate.network import Network, SimTransport
 from tripool.simulate.process import Baton, Process
 from tripool.simulate.rng import Rng
@@ -106,13 +121,9 @@ class Wire:
     def __init__(self) -> None:
         self.timeline = Timeline()
         self.at_gateway: list[AnyMessage] = []
-        self.network = Network(
-            self.timeline,
-            Rng(1),
-            ["decode-0"],
-            lambda worker_id, message: self.at_gateway.append(message),
-            lambda worker_id: True,
-        )
+        self.network = Network(self.timeline, Rng(1), ["decode-0"])
+        self.network.to_gateway = lambda worker_id, message: self.at_gateway.append(message)
+        self.network.knows = lambda worker_id: True
         process = Baton(self.timeline, Rng(1), lambda: False).start(lambda process: None, lambda: None)
         self._transport = SimTransport(self.network, self.timeline, LIFE, process)
         self.channels = [self._transport.connect(f"{number}") for number in (0, 1, 2)]
@@ -188,3 +199,26 @@ def test_scenarios_are_drawn_from_their_seed() -> None:
         assert len(scenario.arrivals) >= 50 and len(scenario.faults) >= 5
         assert {spec.role for spec in scenario.workers.values()} == {"prefill", "decode"}
         assert draw(seed, faults=False).faults == []
+
+
+def test_kv_may_be_gone_only_where_its_client_left_and_its_lease_was_ended() -> None:
+    """Every order of the two; a lease that ended without a cancel, or is not ended after one, is still checked."""
+    request = Request(id="r", prompt_ids=(1, 2), params=SamplingParams(max_tokens=4), seed=0)
+    sender, ready = WorkerId("prefill-0", 1), KvDescriptor("shared", b"0")
+
+    def leased(*events: str) -> bool:
+        answer: tuple[list[int], FinishReason] = [1, 2, 3, 4], "length"
+        checker = Checker(Timeline(), {}, False, lambda request, choice: answer)
+        checker.arrived(request)
+        checker.admitted("r")
+        checker.offered(TransferReady(sender, "r", 1, 0, 7, 2, ready))
+        checker.sent_to_worker(LIFE, StartDecode(request, 2, Answered(0, (1,)), ready, 0, 1.0))
+        for event in events:
+            if event == "cancelled":
+                checker.cancelled("r")
+            else:
+                checker.sent_to_worker(sender, Release(int(event)))
+        return checker.leased("r", 2) is not None
+
+    assert leased() and leased("7") and leased("cancelled") and leased("cancelled", "8")
+    assert not leased("cancelled", "7") and not leased("7", "cancelled")

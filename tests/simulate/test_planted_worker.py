@@ -54,6 +54,18 @@ def lease_is_freed_when_it_is_announced(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KvSender, "descriptor", hasty)
 
 
+@bug("was lost under its lease|a lease without its owner|a slot")
+def release_also_ends_the_next_lease(patch: pytest.MonkeyPatch) -> None:
+    """A finished or cancelled request takes the KV of another one with it."""
+    release = KvSender.release
+
+    def greedy(self: KvSender, number: int) -> None:
+        release(self, number)
+        release(self, number + 1)
+
+    patch.setattr(KvSender, "release", greedy)
+
+
 @bug("instead of")
 def checksum_of_a_transfer_is_skipped(patch: pytest.MonkeyPatch) -> None:
     read = MappedKv.read

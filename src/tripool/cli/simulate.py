@@ -21,6 +21,7 @@ class SeededRuns:
     faults: Annotated[bool, typer.Option("--faults", help="Inject faults: kill, stop, slow, cut, fill, restart.")] = (
         False
     )
+    hosts: Annotated[int, typer.Option(min=1, help="Machines; with --faults between several also partitions.")] = 1
     seeds: Annotated[int, typer.Option(min=1, help="How many runs.")] = 100
     first: Annotated[int, typer.Option(min=0, help="The first of their seeds.")] = 0
     events: Annotated[bool, typer.Option("--events", hidden=True)] = False
@@ -118,7 +119,7 @@ def register(app: typer.Typer) -> None:
         if asked.trace is None and asked.synthetic is None and not compare_real:
             from tripool.cli.simulate_faults import run
 
-            run(runs.faults, runs.seeds, runs.first, asked.seed, runs.events, runs.workers)
+            run(runs, asked.seed)
             return
         if runs.events or runs.faults:
             hint = "--fault KIND:TARGET@START+LENGTH injects faults into a trace's deployment"

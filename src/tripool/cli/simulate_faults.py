@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.progress import TimeElapsedColumn
 from rich.table import Table
 
+from tripool.cli.simulate import SeededRuns
 from tripool.cli.terminal import progress, stderr
 
 if TYPE_CHECKING:
@@ -59,20 +61,20 @@ class _Total:
                 self.outcomes[kind, outcome] += count
 
 
-def run(faults: bool, seeds: int, first: int, seed: int | None, events: bool, workers: int | None) -> None:
+def run(runs: SeededRuns, seed: int | None) -> None:
     """Run router, schedulers and cache index in simulation, and check that nothing is lost."""
     total = _Total()
     started_s = time.monotonic()
     if seed is not None:
-        results: Iterator[Report | _Broken] = iter([_run(seed, faults, events)])
-        seeds = 1
+        results: Iterator[Report | _Broken] = iter([_run(runs, seed, trace=runs.events)])
     else:
-        results = _run_all(range(first, first + seeds), faults, workers or len(os.sched_getaffinity(0)))
-    broken = _follow(results, total, seeds)
+        results = _run_all(runs, runs.workers or len(os.sched_getaffinity(0)))
+    broken = _follow(results, total, runs.seeds if seed is None else 1)
     if total.num_runs:
         _show(total, time.monotonic() - started_s)
     if broken is not None:
-        replay = f"tripool simulate{' --faults' if faults else ''} --seed {broken.seed} --trace"
+        drawn = (" --faults" if runs.faults else "") + (f" --hosts {runs.hosts}" if runs.hosts > 1 else "")
+        replay = f"tripool simulate{drawn} --seed {broken.seed} --trace"
         stderr().print(f"[red]seed {broken.seed} breaks a rule:[/red] {broken.rule}", soft_wrap=True)
         stderr().print(f"replay it: {replay}", soft_wrap=True)
         raise typer.Exit(1)
@@ -89,33 +91,34 @@ def _follow(results: Iterator[Report | _Broken], total: _Total, num_runs: int) -
     return None
 
 
-def _run_all(seeds: range, faults: bool, num_workers: int) -> Iterator[Report | _Broken]:
+def _run_all(runs: SeededRuns, num_workers: int) -> Iterator[Report | _Broken]:
+    seeds = range(runs.first, runs.first + runs.seeds)
     batches = [seeds[start : start + _BATCH] for start in range(0, len(seeds), _BATCH)]
     if num_workers == 1 or len(batches) == 1:
         for batch in batches:
-            yield from _run_batch(batch, faults)
+            yield from _run_batch(runs, batch)
         return
     # Spawned: a fork would copy whatever threads this process has.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=gc.disable)
     try:
-        for results in pool.map(_run_batch, batches, [faults] * len(batches)):
+        for results in pool.map(partial(_run_batch, runs), batches):
             yield from results
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _run_batch(seeds: range, faults: bool) -> list[Report | _Broken]:
-    results = [_run(seed, faults, False) for seed in seeds]
+def _run_batch(runs: SeededRuns, seeds: range) -> list[Report | _Broken]:
+    results = [_run(runs, seed) for seed in seeds]
     gc.collect()  # a simulation has many reference cycles; once per batch is enough
     return results
 
 
-def _run(seed: int, faults: bool, trace: bool) -> Report | _Broken:
+def _run(runs: SeededRuns, seed: int, *, trace: bool = False) -> Report | _Broken:
     from tripool.simulate import simulate  # here, so that --help is fast
 
     try:
-        return simulate(seed, faults=faults, trace=typer.echo if trace else None)
+        return simulate(seed, faults=runs.faults, hosts=runs.hosts, trace=typer.echo if trace else None)
     except AssertionError as error:
         return _Broken(seed, str(error) or "an assertion without a message")
 

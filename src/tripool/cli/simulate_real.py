@@ -38,7 +38,7 @@ from tripool.decode import StepFacts
 from tripool.errors import InvalidRequest
 from tripool.simulate.request_table import Arrival, RequestTable
 from tripool.simulate.rng import Rng
-from tripool.simulate.supernode.colocated import ColocatedWorld
+from tripool.simulate.supernode.colocated import simulate_colocated
 from tripool.simulate.supernode.measures import tpot_s, ttft_s
 
 _MODEL = "tiny"
@@ -137,7 +137,7 @@ def compare_with_real(asked: Asked, json_file: Path | None) -> bool:
         server.close()
     config = SchedulerConfig(num_blocks=_KV_BLOCKS, max_running=EngineConfig().max_running)
     arrivals = [_arrival(shot, each) for shot, each in zip(shots, ids, strict=True)]
-    table = ColocatedWorld(arrivals, config, measured.step_s, measured.around_s, _CONTEXT).run()
+    table = simulate_colocated(arrivals, config, measured.step_s, measured.around_s, _CONTEXT)
     rows = _rows(_numbers(samples), _simulated(table))
     _show(console, measured, rows, len(shots))
     write_file(json_file, json.dumps({"rows": rows}, indent=1) + "\n")

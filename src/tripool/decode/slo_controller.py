@@ -330,8 +330,8 @@ class SloController:
                 own_s = usable_s = usable[account.tpot_s]
                 if usable_s < least_s:
                     continue  # not even alone: a smaller batch would not help it
-                slack_s = account.slack_s(now_s)
-                if slack_s < 0:
+                slack_s = account.tpot_s * (account.num_tokens - account.num_before) - (now_s - account.first_s)
+                if slack_s < 0:  # as `_Account.slack_s`
                     own_s = _recovery_s(account, usable_s, slack_s)
                 if own_s < pace_s:
                     pace_s = own_s

@@ -30,9 +30,9 @@ _STRANGE_STEPS = 8
 """So many outliers in a row mean that the machine has changed: the costs are scaled in proportion."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepFacts:
-    """What one step computes."""
+    """What one step computes. Never changed, but not frozen: that would take longer than to count."""
 
     rows: int = 0
     """Sequences that take a token."""
@@ -72,6 +72,8 @@ class StepTime:
         self._costs = [0.0] * size
         self._gram = [[0.0] * size for _ in range(size)]
         self._moments = [0.0] * size
+        self._has_other = False
+        """Whether a step had a draft or a prompt."""
         self.error_s = 0.0
         """Mean error of the last predictions; outliers are cut."""
         self._strange: list[float] = []
@@ -101,6 +103,22 @@ class StepTime:
         self._strange = [*self._strange, step_s / expected_s] if strange else []
         if len(self._strange) == _STRANGE_STEPS:
             self._start_over(sorted(self._strange)[_STRANGE_STEPS // 2])
+        _, f1, f2, f3, f4, f5 = features
+        self._has_other |= bool(f2 or f4 or f5)
+        if self._has_other:
+            self._add(features, weight, step_s)
+            self._fit()
+        else:
+            self._learn_rows(f1, f3, weight, step_s)
+        self._set_costs()
+        self.num_learned += 1
+        if facts.rows > self.most_rows:
+            self.most_rows = facts.rows
+        if facts.prompt_tokens > self.most_prompt_tokens:
+            self.most_prompt_tokens = facts.prompt_tokens
+        return expected_s
+
+    def _add(self, features: tuple[float, ...], weight: float, step_s: float) -> None:
         moments = self._moments
         f0, f1, f2, f3, f4, f5 = features
         for i, (row, own) in enumerate(zip(self._gram, features, strict=True)):
@@ -112,13 +130,32 @@ class StepTime:
                     r3 * _KEEP + share * f3, r4 * _KEEP + share * f4, r5 * _KEEP + share * f5,
                 )  # fmt: skip
                 moments[i] = moments[i] * _KEEP + share * step_s
-        self._fit()
-        self.num_learned += 1
-        if facts.rows > self.most_rows:
-            self.most_rows = facts.rows
-        if facts.prompt_tokens > self.most_prompt_tokens:
-            self.most_prompt_tokens = facts.prompt_tokens
-        return expected_s
+
+    def _learn_rows(self, rows: float, context: float, weight: float, step_s: float) -> None:
+        """`_add` and `_fit` where no step had a draft or a prompt, as on a decode worker: the same sums without what
+        is zero."""
+        gram, moments, costs = self._gram, self._moments, self._costs
+        g0, g1, g3 = gram[0], gram[1], gram[3]
+        row_share, context_share = weight * rows, weight * context
+        g00, g01, g03 = g0[0] * _KEEP + weight, g0[1] * _KEEP + row_share, g0[3] * _KEEP + context_share
+        g10, g11, g13 = g1[0] * _KEEP + row_share, g1[1] * _KEEP + row_share * rows, g1[3] * _KEEP + row_share * context
+        g30, g31 = g3[0] * _KEEP + context_share, g3[1] * _KEEP + context_share * rows
+        g33 = g3[3] * _KEEP + context_share * context
+        g0[0], g0[1], g0[3], g1[0], g1[1], g1[3], g3[0], g3[1], g3[3] = g00, g01, g03, g10, g11, g13, g30, g31, g33
+        m0 = moments[0] = moments[0] * _KEEP + weight * step_s
+        m1 = moments[1] = moments[1] * _KEEP + row_share * step_s
+        m3 = moments[3] = moments[3] * _KEEP + context_share * step_s
+        c0, c1, c3 = costs[0], costs[1], costs[3]
+        for _ in range(_SWEEPS):
+            c0 += (m0 - (g00 * c0 + g01 * c1 + g03 * c3)) / (g00 + _CALM)
+            c0 = c0 if c0 > 0.0 else 0.0
+            if g11 > 0:
+                c1 += (m1 - (g10 * c0 + g11 * c1 + g13 * c3)) / (g11 + _CALM)
+                c1 = c1 if c1 > 0.0 else 0.0
+            if g33 > 0:
+                c3 += (m3 - (g30 * c0 + g31 * c1 + g33 * c3)) / (g33 + _CALM)
+                c3 = c3 if c3 > 0.0 else 0.0
+        costs[0], costs[1], costs[3] = c0, c1, c3
 
     def _weight(self, error_s: float) -> float:
         """How much a step with this error counts. A lasting change raises the usual error, and so counts again soon."""
@@ -150,7 +187,6 @@ class StepTime:
                 expected = r0 * c0 + r1 * c1 + r2 * c2 + r3 * c3 + r4 * c4 + r5 * c5
                 cost = costs[j] + (moments[j] - expected) / (row[j] + _CALM)
                 costs[j] = cost if cost > 0.0 else 0.0
-        self._set_costs()
 
     def _set_costs(self) -> None:
         """As attributes: learned seldom, read often."""

@@ -86,9 +86,10 @@ class Member:
         return told if told < self.placed_tokens else self.placed_tokens
 
     def weigh(self) -> float:
-        if self.hello.role == "prefill":
+        hello = self.hello
+        if hello.role == "prefill":
             return self.load_tokens
-        memory, batch = self.placed_tokens / self.hello.kv_tokens, self.num_placed / self.bearable
+        memory, batch = self.placed_tokens / hello.kv_tokens, self.num_placed / self.bearable
         return memory if memory > batch else batch
 
 
@@ -274,7 +275,7 @@ class FleetView:
         return min(fitting, key=lambda m: self._transfers.get((source, m.worker_id), 0))
 
     def _sort_in(self, member: Member) -> None:
-        if not member.ready:
+        if member.draining:
             return
         if member.entry is not None:
             self._take_out(member)

@@ -11,7 +11,17 @@ from dataclasses import dataclass, field
 
 from tripool.core import FinishReason, Request, TokenEvent
 from tripool.errors import TripoolError
-from tripool.messages import AnyMessage, Cancel, KvDescriptor, StartDecode, StartPrefill, Tokens, WorkerId
+from tripool.messages import (
+    AnyMessage,
+    Cancel,
+    KvDescriptor,
+    Release,
+    StartDecode,
+    StartPrefill,
+    Tokens,
+    TransferReady,
+    WorkerId,
+)
 from tripool.router.admission import AdmissionController
 from tripool.simulate.timeline import Timeline
 from tripool.simulate.world import Observer
@@ -48,8 +58,13 @@ class Checker(Observer):
     """When clients could connect first, or were cut off last."""
     _placed: dict[tuple[str, int], tuple[WorkerId, int]] = field(default_factory=dict)
     """The worker last asked for each (request, choice), and as which attempt."""
-    _descriptors: dict[tuple[str, int], KvDescriptor] = field(default_factory=dict)
+    _transfers: dict[tuple[str, int], TransferReady] = field(default_factory=dict)
     """What each (request, attempt) was to be decoded from."""
+    _offered: dict[tuple[str, int, KvDescriptor], TransferReady] = field(default_factory=dict)
+    _released: set[tuple[WorkerId, int]] = field(default_factory=set)
+    """Leases that the gateway has ended."""
+    _cancelled: set[str] = field(default_factory=set)
+    """Requests whose clients left before their end."""
 
     @property
     def num_open(self) -> int:
@@ -121,8 +136,11 @@ class Checker(Observer):
                 for each in message.answered:
                     self._placed[message.request.id, each.choice] = worker_id, message.attempt
             case StartDecode():
-                self._descriptors[message.request.id, message.attempt] = message.descriptor
-                self._placed[message.request.id, message.answered.choice] = worker_id, message.attempt
+                request_id, choice = message.request.id, message.answered.choice
+                self._transfers[request_id, message.attempt] = self._offered[request_id, choice, message.descriptor]
+                self._placed[request_id, choice] = worker_id, message.attempt
+            case Release():
+                self._released.add((worker_id, message.lease))
             case Cancel():
                 gone = (worker_id, message.attempt)
                 client = self._open.get(message.request_id)
@@ -135,8 +153,15 @@ class Checker(Observer):
         for key in [key for key, (holder, _) in self._placed.items() if holder == worker_id]:
             del self._placed[key]
 
-    def descriptor(self, request_id: str, attempt: int) -> KvDescriptor | None:
-        return self._descriptors.get((request_id, attempt))
+    def offered(self, message: TransferReady) -> None:
+        self._offered[message.request_id, message.choice, message.descriptor] = message
+
+    def leased(self, request_id: str, attempt: int) -> TransferReady | None:
+        """The KV of a placement that nothing but a fault may have ended. A cancel by the client ends its lease, and may
+        reach the sender before it reaches the receiver."""
+        found = self._transfers[request_id, attempt]
+        ended = request_id in self._cancelled and (found.worker_id, found.lease) in self._released
+        return None if ended else found
 
     def sent(self, message: Tokens) -> None:
         """Before the ledger drops what it has already: a worker sends each token once."""
@@ -182,6 +207,7 @@ class Checker(Observer):
             if request_id in self._line(client.request):
                 self.seen["cancelled before admission"] += 1
                 self._decided(client)
+            self._cancelled.add(request_id)
             self._end(request_id, "cancelled")
 
     def failed(self, request_id: str, error: TripoolError) -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong, and when it is over: each fault strikes a world at its time and heals later."""
+"""Faults of a serving fleet: each strikes at its time and ends later."""
 
 from __future__ import annotations
 
@@ -6,19 +6,28 @@ from collections.abc import Callable
 from functools import partial
 
 from tripool.messages import WorkerId
+from tripool.router import Coordinator
 from tripool.simulate.fleet import Place, ServingFleet, WorkerRun
+from tripool.simulate.hosts import GATEWAY_HOST, Path
 from tripool.simulate.member import SimMember
 from tripool.simulate.rng import Rng
 from tripool.simulate.scenario import Fault
 from tripool.simulate.world import World
 
 _IN_COPY_CHANCE = 0.4
+_KEEPS_S = 1.5
+"""Connections between hosts outlive a cut of this length."""
 
 
 class Faults:
-    def __init__(self, world: World, fleet: ServingFleet, rng: Rng, faults: list[Fault]) -> None:
-        self._world, self._fleet, self._rng = world, fleet, rng
-        for fault in faults:
+    _world: World[Coordinator]
+
+    def __init__(self, fleet: ServingFleet, rng: Rng, faults: list[Fault]) -> None:
+        self._fleet, self._rng, self._faults = fleet, rng, faults
+
+    def start(self, world: World[Coordinator]) -> None:
+        self._world = world
+        for fault in self._faults:
             world.timeline.expect(fault.time_s, self._strike, fault)
 
     def _strike(self, fault: Fault) -> None:
@@ -35,7 +44,7 @@ class Faults:
             case "slow" if place.run is not None:
                 place.run.slowness = self._rng.pick([5.0, 20.0])
                 self._later(length_s, self._hasten, place, place.worker_id)
-            case "cut" | "loss" if fleet.network.is_up(place.name) and world.coordinator is not None:
+            case "cut" | "loss" if fleet.network.is_up(place.name) and world.router is not None:
                 noticed = fault.kind == "cut"
                 fleet.network.break_link(place.name, keeps=False)
                 self._later(length_s if noticed else length_s / 20, self._mend, place, noticed)
@@ -59,10 +68,47 @@ class Faults:
                 self._rng.pick(fleet.members).fill_disk()
             case "disk rot":
                 self._rng.pick(fleet.members).rot(self._rng.between(0, 2))
-            case "gateway restart" if world.coordinator is not None:
+            case "gateway restart" if world.router is not None:
                 self._kill_gateway(length_s)
-            case "drain" if world.coordinator is not None and fleet.has_other(place):
-                world.do(world.coordinator.drain(place.worker_id, world.timeline.now_s))
+            case "drain" if world.router is not None and fleet.has_other(place):
+                world.do(world.router.drain(place.worker_id, world.timeline.now_s))
+            case "partition" | "one way" | "slow path" | "host kill":
+                self._strike_hosts(fault)
+
+    # ---- hosts ------------------------------------------------------------------------------------------------------
+
+    def _strike_hosts(self, fault: Fault) -> None:
+        hosts, count = self._fleet.hosts, self._fleet.hosts.num_hosts
+        one = self._rng.between(0, count - 1)
+        other = (one + self._rng.between(1, count - 1)) % count
+        both = hosts.between(one, other)
+        match fault.kind:
+            case "partition" | "one way":
+                paths = both if fault.kind == "partition" else both[:1]
+                hosts.cut(paths)
+                ends = fault.length_s > _KEEPS_S or self._rng.chance(0.2)
+                self._later(fault.length_s, self._join, paths, ends)
+            case "slow path":
+                delay_s = self._rng.pick([0.02, 0.2])
+                hosts.slow(both, delay_s)
+                self._later(fault.length_s, hosts.hasten, both, delay_s)
+            case "host kill":
+                killed = max(one, other)  # not the gateway's
+                self._fleet.stop_host(killed)
+                self._later(fault.length_s, hosts.mend, hosts.around(killed))
+
+    def _join(self, paths: list[Path], ends: bool) -> None:
+        """`ends`: meanwhile both ends have closed the connections, and what was on its way is lost."""
+        network, hosts = self._fleet.network, self._fleet.hosts
+        far = {host for path in paths for host in path if GATEWAY_HOST in path} - {GATEWAY_HOST}
+        names = [name for name in self._fleet.places if hosts.of(name) in far and network.is_up(name)]
+        ending = names if ends and self._world.router is not None else []
+        for name in ending:
+            network.break_link(name, keeps=False)
+        hosts.mend(paths)
+        for name in ending:
+            network.mend_link(name)
+            network.disconnect(name)
 
     def _later(self, delay_s: float, action: Callable[..., None], *args: object) -> None:
         self._world.timeline.expect(self._world.timeline.now_s + delay_s, action, *args)
@@ -94,7 +140,7 @@ class Faults:
             place.run.slowness = 1.0
 
     def _mend(self, place: Place, noticed: bool) -> None:
-        if self._world.coordinator is not None:  # else the next gateway does
+        if self._world.router is not None:  # else the next gateway does
             self._fleet.network.mend_link(place.name)
             if noticed:
                 self._fleet.network.disconnect(place.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import get_args
 
 from tripool.cache.client import PoolClient
 from tripool.config import CacheConfig, DiskConfig
@@ -15,16 +16,29 @@ from tripool.control.worker import Worker
 from tripool.engine.fake import FakeTokens
 from tripool.engine.fake_paged import PagedFake
 from tripool.fabric import KvSender
-from tripool.messages import PROTOCOL, AnyMessage, Hello, Left, Reaped, Refused, Tokens, ToWorker, WorkerId
+from tripool.messages import (
+    PROTOCOL,
+    AnyMessage,
+    Hello,
+    Left,
+    Reaped,
+    Refused,
+    Tokens,
+    ToWorker,
+    TransferReady,
+    WorkerId,
+)
 from tripool.router import Coordinator, Emit
+from tripool.router.admission_types import Capacity
 from tripool.simulate.checker import Checker
 from tripool.simulate.disk import SimDisk
+from tripool.simulate.hosts import GATEWAY_HOST
 from tripool.simulate.member import LEASE_S, WRITE_S, SimHost, SimMember
-from tripool.simulate.memory import Memory, SimTransfer, sender_of
+from tripool.simulate.memory import Memory, SimTransfer
 from tripool.simulate.network import Network, SimTransport
 from tripool.simulate.process import Baton
 from tripool.simulate.rng import Rng
-from tripool.simulate.scenario import BLOCK_TOKENS, Scenario, WorkerSpec
+from tripool.simulate.scenario import BLOCK_TOKENS, HostFaultKind, Scenario, WorkerSpec, member_names
 from tripool.simulate.timeline import Timeline
 from tripool.simulate.world import World
 from tripool.text.files import TextFiles
@@ -35,11 +49,11 @@ MODEL = "fake"
 class ServingFleet:
     """`step`: runs the next event, and says whether the run goes on."""
 
-    world: World
+    world: World[Coordinator]
 
     def __init__(
-        self, scenario: Scenario, timeline: Timeline, rng: Rng, checker: Checker, text: TextFiles, tokens: FakeTokens,
-        step: Callable[[], bool],
+        self, scenario: Scenario, timeline: Timeline, rng: Rng, network: Network, checker: Checker, text: TextFiles,
+        tokens: FakeTokens, step: Callable[[], bool],
     ) -> None:  # fmt: skip
         self.timeline, self.text, self.tokens = timeline, text, tokens
         self._scenario, self._rng, self._checker = scenario, rng, checker
@@ -48,8 +62,9 @@ class ServingFleet:
         """That have struck so far, by kind."""
         self.memory = Memory()
         self.places = {name: Place(name, spec) for name, spec in scenario.workers.items()}
-        self.network = Network(timeline, rng, list(self.places), self._reach_gateway, self.trusts)
-        self.members = [self._new_member(f"cache-{n}") for n in range(scenario.num_members)]
+        self.network, self.hosts = network, network.hosts
+        network.to_gateway, network.knows = self._reach_gateway, self.trusts
+        self.members = [self._new_member(name) for name in member_names(scenario.num_members)]
         self.baton = Baton(timeline, rng, step)
         self._reaped: list[WorkerId] = []
         self._left_senders: set[str] = set()
@@ -85,11 +100,21 @@ class ServingFleet:
             run.count(self.seen)
         for member in self.members:
             member.remember()
-        return sum((member.seen for member in self.members), self.seen + self.network.seen + self.memory.seen)
+        seen = self.seen + self.network.seen + self.memory.seen + self.hosts.seen
+        return sum((member.seen for member in self.members), seen)
 
-    # ---- the network ------------------------------------------------------------------------------------------------
+    # ---- the gateway and the network --------------------------------------------------------------------------------
 
-    def start(self, world: World) -> None:
+    def new_router(self, gateway_epoch: int) -> Coordinator:
+        return Coordinator(self._scenario.router, gateway_epoch=gateway_epoch)
+
+    def capacity(self, router: Coordinator) -> Capacity:
+        view, slots = router.view, 0
+        if self._scenario.minds_slots:
+            slots = sum(m.hello.max_running for m in view if m.hello.role == "decode" and not m.draining)
+        return Capacity(max(1, view.num_ready("prefill")), slots or None)
+
+    def start(self, world: World[Coordinator]) -> None:
         self.world = world
         for place in self.places.values():
             self._start(place)
@@ -99,10 +124,10 @@ class ServingFleet:
         self.network.send_to_worker(worker_id, message)
 
     def trusts(self, worker_id: WorkerId) -> bool:
-        return self.world.coordinator is not None and worker_id in self.world.coordinator.view
+        return self.world.router is not None and worker_id in self.world.router.view
 
     def _reach_gateway(self, worker_id: WorkerId, message: AnyMessage) -> None:
-        coordinator = self.world.coordinator
+        coordinator = self.world.router
         if coordinator is None:
             return
         self.timeline.note(f"{type(message).__name__} from {worker_id}")
@@ -110,6 +135,8 @@ class ServingFleet:
             case Tokens():
                 self.seen["tokens of an untrusted worker"] += worker_id not in coordinator.view
                 self._checker.sent(message)
+            case TransferReady():
+                self._checker.offered(message)
             case Refused():
                 self.seen[f"refused: {message.code}"] += 1
                 if message.code == "bad_kv":
@@ -130,19 +157,23 @@ class ServingFleet:
         self.world.do(outputs)
 
     def _check_lost_transfer(self, message: Refused, coordinator: Coordinator) -> None:
-        """A sender that is there and has heard of no fault keeps what it has leased as it was. A cancel ends the lease,
-        and may reach the sender before it reaches the receiver."""
-        if message.request_id not in self._checker.open_ids:
-            return
-        sender = sender_of(self._checker.descriptor(message.request_id, message.attempt))
+        """A sender that runs and has had no fault keeps what it has leased as it was."""
+        leased = self._checker.leased(message.request_id, message.attempt)
+        sender = f"{leased.worker_id}.kv" if leased is not None else ""
         if sender in self.memory.slots or sender in self._left_senders:
             excuses = self.faults.keys() & {"spoil", "cut", "loss", "gateway restart"}
+            if leased is not None and self.hosts.of(leased.worker_id.name) != self.hosts.of(message.worker_id.name):
+                excuses |= self.faults.keys() & get_args(HostFaultKind)
             known = message.worker_id in coordinator.view
             assert excuses or not known, f"{message.request_id}: KV of {sender} was lost under its lease"
 
     # ---- processes --------------------------------------------------------------------------------------------------
 
     def _start(self, place: Place) -> None:
+        host = self.hosts.of(place.name)
+        self.hosts.carry(host, host, self._start_now, place)
+
+    def _start_now(self, place: Place) -> None:
         place.epoch += 1
         place.ending = False
         worker_id = place.worker_id
@@ -159,7 +190,8 @@ class ServingFleet:
         self.timeline.note(f"{worker_id} is suspected")
         self.seen["suspected"] += 1
         self._checker.lost(worker_id)
-        self.end_later(self.places[worker_id.name], self._rng.uniform(0.0, 0.5), worker_id)
+        end = (self.end_later, self.places[worker_id.name], self._rng.uniform(0.0, 0.5), worker_id)
+        self.hosts.carry(GATEWAY_HOST, self.hosts.of(worker_id.name), *end)
 
     def end_later(self, place: Place, delay_s: float, worker_id: WorkerId) -> None:
         if place.worker_id == worker_id and not place.ending:
@@ -170,25 +202,55 @@ class ServingFleet:
         """Killed, or gone by itself; the supervisor reaps it and starts the next run."""
         if place.worker_id != worker_id or place.run is None:
             return
-        place.run.count(self.seen)
-        place.run.kill()
-        place.run = None
-        place.ending = True
+        self._kill(place, place.run)
         if self._rng.chance(0.5):
             self.network.lose_sent(place.name)
         self.timeline.expect(self.timeline.now_s + self._rng.uniform(0.002, 0.05), self._reap, place, worker_id)
 
+    def _kill(self, place: Place, run: WorkerRun) -> None:
+        run.count(self.seen)
+        run.kill()
+        place.run, place.ending = None, True
+
+    def stop_host(self, host: int) -> None:
+        """With all its processes, its supervisor and what they had sent."""
+        self.hosts.cut(self.hosts.around(host))
+        for place in self.places.values():
+            if self.hosts.of(place.name) == host and place.run is not None:
+                self._kill(place, place.run)
+                self.network.lose_sent(place.name)
+                self._reap(place, place.worker_id)
+        for member in self.members:
+            if self.hosts.of(member.name) == host and member.up:
+                member.kill()
+                self.hosts.carry(host, host, self.restart_member, member)
+
     def _reap(self, place: Place, worker_id: WorkerId) -> None:
+        host = self.hosts.of(place.name)
+        self.hosts.carry(host, host, self._reap_now, place, worker_id)
+
+    def _reported(self, worker_id: WorkerId) -> None:
+        """The supervisor's message reaches the gateway."""
+        self._checker.lost(worker_id)
+        if self.world.router is not None:
+            self.world.do(self.world.router.receive(Reaped(worker_id), self.timeline.now_s))
+
+    def _reap_now(self, place: Place, worker_id: WorkerId) -> None:
         self.timeline.note(f"{worker_id} is reaped")
         self._reaped.append(worker_id)
-        self._checker.lost(worker_id)
         self.memory.slots.pop(f"{worker_id}.kv", None)
-        self.world.receive(Reaped(worker_id))
+        self.hosts.carry(self.hosts.of(place.name), GATEWAY_HOST, self._reported, worker_id)
         for member in self.members:
             member.reaped(worker_id)
         self.timeline.expect(self.timeline.now_s + self._rng.uniform(0.05, 0.4), self._start, place)
 
     def restart_member(self, member: SimMember) -> None:
+        host = self.hosts.of(member.name)
+        self.hosts.carry(host, host, self._restart_member, member)
+
+    def _restart_member(self, member: SimMember) -> None:
+        if member.up:
+            return  # for another fault
         member.start()
         for worker_id in self._reaped:
             member.reaped(worker_id)
@@ -215,9 +277,11 @@ class WorkerRun:
         )  # fmt: skip
         self._timeline = timeline
         shape = {"block_tokens": self.engine.block_tokens, "block_bytes": self.engine.block_bytes}
-        kv_transfer = SimTransfer(memory, self.process, worker_id, num_slots=spec.sender_slots, **shape)
-        self._host = SimHost(timeline, memory, worker_id, fleet.members, self.process)
-        pool = PoolClient(self._host, [member.name for member in fleet.members], worker_id)
+        hosts, host = fleet.hosts, fleet.hosts.of(worker_id.name)
+        kv_transfer = SimTransfer(memory, self.process, worker_id, hosts, num_slots=spec.sender_slots, **shape)
+        members = [member for member in fleet.members if hosts.of(member.name) == host]
+        self._host = SimHost(timeline, memory, worker_id, members, self.process)
+        pool = PoolClient(self._host, [member.name for member in members], worker_id) if members else None
         kv_tokens = int(self.engine.num_blocks * self.engine.block_tokens * spec.overstated)
         limits = (kv_tokens, self.engine.max_running, self.engine.context_tokens, self.engine.vocab)
         hello = Hello(PROTOCOL, spec.role, worker_id, 1, MODEL, *limits)

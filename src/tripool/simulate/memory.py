@@ -14,9 +14,15 @@ from typing import Any
 from tripool.cache.arena import Arena, arena_bytes, as_bytes
 from tripool.cache.copying import Bytes, copy
 from tripool.cache.records import State
-from tripool.fabric.shared_memory import Arenas, BlockTable, SharedMemoryTransfer
+from tripool.fabric.shared_memory import BlockTable, MappedKv, MappedReceiver, SharedMemoryTransfer
 from tripool.messages import KvDescriptor, WorkerId
+from tripool.simulate.hosts import Hosts
 from tripool.simulate.process import Process
+
+_BLOCK_S = 0.0004
+"""For one block, or the request for it, between two hosts."""
+_PROGRESS_S = 1.0
+"""Longest time without a block."""
 
 
 class Memory:
@@ -53,22 +59,26 @@ class SimSlots(Arena):
 class SimTransfer(SharedMemoryTransfer):
     """`Transfer` of one simulated process."""
 
-    def __init__(self, memory: Memory, process: Process, worker_id: WorkerId, **shape: int) -> None:
+    def __init__(self, memory: Memory, process: Process, worker_id: WorkerId, hosts: Hosts, **shape: int) -> None:
         super().__init__(Path(), worker_id, **shape)
-        self._memory, self._process = memory, process
+        self.memory, self.process, self.hosts, self.host = memory, process, hosts, hosts.of(worker_id.name)
         self.slots: SimSlots | None = None
         """Of the sender, if there is one."""
 
     def _create(self) -> Arena:
-        self.slots = SimSlots(self._memory, self.path.name, self.block_bytes, self.num_slots)
+        self.slots = SimSlots(self.memory, self.path.name, self.block_bytes, self.num_slots)
         return self.slots
 
-    def _attached(self) -> Arenas:
-        return self
+    def receiver(self) -> SimReceiver:
+        return SimReceiver(self)
 
     def view(self, name: str, slot: int, num_bytes: int) -> Bytes | None:
-        self._process.pause("transfer")
-        slots = self._memory.slots.get(name)
+        self.process.pause("transfer")
+        return self.block(name, slot, num_bytes)
+
+    def block(self, name: str, slot: int, num_bytes: int) -> Bytes | None:
+        """As it is in the sender's memory now."""
+        slots = self.memory.slots.get(name)
         if slots is None or slot >= slots.num_slots or num_bytes > slots.slot_bytes:
             return None
         view = slots.view(slot, num_bytes)
@@ -78,10 +88,77 @@ class SimTransfer(SharedMemoryTransfer):
         return view
 
 
-def sender_of(descriptor: KvDescriptor | None) -> str:
-    """Whose memory it describes."""
-    table = BlockTable.of(descriptor) if descriptor is not None else None
-    return table.arena if table is not None else ""
+class SimReceiver(MappedReceiver):
+    """In place on the sender's host; over the network from others."""
+
+    def __init__(self, transfer: SimTransfer) -> None:
+        super().__init__(transfer, transfer.block_tokens, transfer.block_bytes)
+        self._transfer = transfer
+
+    def open(self, descriptor: KvDescriptor, num_tokens: int) -> MappedKv | None:
+        kv, table = super().open(descriptor, num_tokens), BlockTable.of(descriptor)
+        if kv is None or table is None:
+            return None
+        source = self._transfer.hosts.of(table.arena.rsplit(".", 2)[0])
+        return kv if source == self._transfer.host else FetchedKv(table, self._transfer, source)
+
+
+class FetchedKv(MappedKv):
+    """KV of a sender on another host: asked for block by block, read where it was brought to. Nothing for a while, and
+    it has failed."""
+
+    def __init__(self, table: BlockTable, transfer: SimTransfer, source: int) -> None:
+        super().__init__(table, self)
+        self.arrived = False
+        self._transfer, self._source = transfer, source
+        self._blocks: dict[int, Bytes] = {}
+        """By slot."""
+        self._progress_s = 0.0
+
+    def begin(self) -> None:
+        self._ask()
+        self._wait()
+
+    def view(self, name: str, slot: int, num_bytes: int) -> Bytes | None:
+        self._transfer.process.pause("transfer")
+        return self._blocks.get(slot)
+
+    def close(self) -> None:
+        self.arrived = True
+
+    def _wait(self) -> None:
+        self._progress_s = self._transfer.process.now_s
+        self._transfer.process.call_at(self._progress_s + _PROGRESS_S, self._expire, self._progress_s)
+
+    def _expire(self, progress_s: float) -> None:
+        if not self.arrived and progress_s == self._progress_s:
+            self.arrived = True
+            self._transfer.memory.seen["transfers that a cut ended"] += 1
+
+    def _ask(self) -> None:
+        self._travel(self._transfer.host, self._source, self._send, len(self._blocks))
+
+    def _send(self, index: int) -> None:
+        """On the sender's host."""
+        block = self._transfer.block(self._table.arena, self._table.slots[index], self._table.block_bytes)
+        copied = None if block is None else block.copy()
+        self._travel(self._source, self._transfer.host, self._take, index, copied)
+
+    def _take(self, index: int, block: Bytes | None) -> None:
+        if self.arrived:
+            return
+        if block is not None:
+            self._blocks[self._table.slots[index]] = block
+            self._transfer.memory.seen["blocks from another host"] += 1
+            self._wait()
+        self.arrived = block is None or index + 1 == self.num_blocks
+        if not self.arrived:
+            self._ask()
+
+    def _travel(self, start: int, end: int, action: Callable[..., None], *args: Any) -> None:
+        hosts, process = self._transfer.hosts, self._transfer.process
+        there_s = process.now_s + _BLOCK_S + hosts.delay_s(start, end)
+        process.call_at(there_s, hosts.carry, start, end, action, *args)
 
 
 class SimArena(Arena):

@@ -1,5 +1,7 @@
 """Connections between the gateway and workers in virtual time: ordered, and lossy only where they break.
 
+Between hosts they are as slow, or as cut off, as the path between the two is (`simulate/hosts.py`).
+
 A worker has a channel of its own for every session. What was sent by an earlier one is dropped: the gateway answers by
 the channel of the last Hello, and ignores what comes by others, as `gateway/pools.py` does.
 """
@@ -7,10 +9,11 @@ the channel of the last Hello, and ignores what comes by others, as `gateway/poo
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tripool.messages import AnyMessage, Heartbeat, Hello, Left, ToWorker, WorkerId
+from tripool.simulate.hosts import GATEWAY_HOST, Hosts
 from tripool.simulate.process import Process
 from tripool.simulate.rng import Rng
 from tripool.simulate.timeline import Timeline
@@ -43,17 +46,14 @@ class _Link:
 
 
 class Network:
-    def __init__(
-        self,
-        timeline: Timeline,
-        rng: Rng,
-        workers: list[str],
-        to_gateway: Callable[[WorkerId, AnyMessage], None],
-        knows: Callable[[WorkerId], bool],
-    ) -> None:
-        """`to_gateway` takes what arrives there; `knows` says whether the gateway counts on a worker."""
+    to_gateway: Callable[[WorkerId, AnyMessage], None]
+    """Takes what arrives there."""
+    knows: Callable[[WorkerId], bool]
+    """Whether the gateway counts on a worker."""
+
+    def __init__(self, timeline: Timeline, rng: Rng, workers: Iterable[str], hosts: Hosts | None = None) -> None:
         self._timeline, self._rng = timeline, rng
-        self._to_gateway, self._knows = to_gateway, knows
+        self.hosts = hosts or Hosts()
         self._links = {worker: _Link() for worker in workers}
         self._sessions: dict[WorkerId, str] = {}
         """The gateway's end: the channel by which each worker said Hello last."""
@@ -65,8 +65,11 @@ class Network:
     def send_to_worker(self, worker_id: WorkerId, message: ToWorker) -> None:
         link, session = self._links[worker_id.name], self._sessions.get(worker_id)
         if link.up and session is not None:
-            link.to_worker_s = max(link.to_worker_s, self._timeline.now_s + self._rng.uniform(*_LATENCY_S))
-            self._timeline.call_at(link.to_worker_s, self._reach_worker, worker_id, session, link.break_count, message)
+            path = GATEWAY_HOST, self.hosts.of(worker_id.name)
+            latency_s = self._rng.uniform(*_LATENCY_S) + self.hosts.delay_s(*path)
+            link.to_worker_s = max(link.to_worker_s, self._timeline.now_s + latency_s)
+            reach = (self._reach_worker, worker_id, session, link.break_count, message)
+            self._timeline.call_at(link.to_worker_s, self.hosts.carry, *path, *reach)
 
     def connect(self, channel: SimChannel) -> None:
         self._links[channel.worker_id.name].channel = channel
@@ -106,8 +109,11 @@ class Network:
         self._sessions.clear()
 
     def _post(self, link: _Link, sent: _Sent) -> None:
-        link.to_gateway_s = max(link.to_gateway_s, self._timeline.now_s + self._rng.uniform(*_LATENCY_S))
-        self._timeline.call_at(link.to_gateway_s, self._reach_gateway, link, link.break_count, sent)
+        path = self.hosts.of(sent[0].name), GATEWAY_HOST
+        latency_s = self._rng.uniform(*_LATENCY_S) + self.hosts.delay_s(*path)
+        link.to_gateway_s = max(link.to_gateway_s, self._timeline.now_s + latency_s)
+        reach = (self._reach_gateway, link, link.break_count, sent)
+        self._timeline.call_at(link.to_gateway_s, self.hosts.carry, *path, *reach)
 
     def _reach_worker(self, worker_id: WorkerId, session: str, break_count: int, message: ToWorker) -> None:
         link = self._links[worker_id.name]
@@ -120,7 +126,7 @@ class Network:
             return
         worker_id, session, message = sent
         if isinstance(message, Hello):
-            if self._sessions.get(worker_id) == session and self._knows(worker_id):
+            if self._sessions.get(worker_id) == session and self.knows(worker_id):
                 return  # said again before the Welcome came
             self._sessions[worker_id] = session
         elif isinstance(message, Heartbeat):
@@ -129,7 +135,7 @@ class Network:
         elif self._sessions.get(worker_id) != session:
             self.seen["messages of an earlier session"] += 1
             return
-        self._to_gateway(worker_id, message)
+        self.to_gateway(worker_id, message)
         if isinstance(message, Left):
             del self._sessions[worker_id]
 

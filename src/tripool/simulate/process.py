@@ -13,6 +13,7 @@ from __future__ import annotations
 from _thread import LockType, allocate_lock
 from collections.abc import Callable
 from threading import Thread
+from typing import Any
 
 from tripool.simulate.rng import Rng
 from tripool.simulate.timeline import Timeline
@@ -125,6 +126,9 @@ class Process:
     @property
     def now_s(self) -> float:
         return self._timeline.now_s
+
+    def call_at(self, time_s: float, action: Callable[..., None], *args: Any) -> None:
+        self._timeline.call_at(time_s, action, *args)
 
     def fail(self, message: str) -> None:
         """A rule of the simulation is broken."""

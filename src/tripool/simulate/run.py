@@ -16,6 +16,8 @@ from tripool.fabric.link import SILENCE_S
 from tripool.simulate.checker import Checker
 from tripool.simulate.faults import Faults
 from tripool.simulate.fleet import ServingFleet
+from tripool.simulate.hosts import Hosts
+from tripool.simulate.network import Network
 from tripool.simulate.rng import Rng
 from tripool.simulate.scenario import Scenario, draw
 from tripool.simulate.timeline import Timeline
@@ -42,9 +44,9 @@ class Report:
     """What the faults made happen: shows that the checks had something to check."""
 
 
-def simulate(seed: int, *, faults: bool = True, trace: Callable[[str], None] | None = None) -> Report:
+def simulate(seed: int, *, faults: bool = True, hosts: int = 1, trace: Callable[[str], None] | None = None) -> Report:
     """One run. Raises AssertionError when a rule is broken."""
-    return FaultRun(draw(seed, faults=faults), trace).run()
+    return FaultRun(draw(seed, faults=faults, hosts=hosts), trace).run()
 
 
 class FaultRun:
@@ -53,7 +55,8 @@ class FaultRun:
         self.timeline, rng, text = Timeline(trace), Rng(scenario.seed + 2**32), fake_text()
         tokens = FakeTokens(text)
         self.checker = Checker(self.timeline, scenario.tenants, scenario.may_refuse, tokens.answer)
-        self.fleet = ServingFleet(scenario, self.timeline, rng, self.checker, text, tokens, self._step)
+        network = Network(self.timeline, rng, scenario.workers, Hosts(scenario.num_hosts, scenario.host_of))
+        self.fleet = ServingFleet(scenario, self.timeline, rng, network, self.checker, text, tokens, self._step)
 
         def retry_s(error: TripoolError | None) -> float | None:
             """After a rate limit its minute is over, and so is its client's patience."""
@@ -61,17 +64,16 @@ class FaultRun:
             return None if limited else rng.uniform(0.2, 1.0)
 
         self.world = World(
-            self.timeline, self.fleet, scenario.arrivals, router=scenario.router, admission=scenario.admission,
-            minds_slots=scenario.minds_slots, retry_s=retry_s, observer=self.checker,
+            self.timeline, self.fleet, scenario.arrivals, admission=scenario.admission,
+            faults=Faults(self.fleet, rng, scenario.faults), retry_s=retry_s, observer=self.checker,
         )  # fmt: skip
-        self.faults = Faults(self.world, self.fleet, rng, scenario.faults)
 
     def run(self) -> Report:
         self.fleet.baton.run()
         self.check()
-        assert self.world.coordinator is not None
+        assert self.world.router is not None
         seen = self.fleet.count() + self.checker.seen
-        seen["dropped events of old attempts"] += self.world.coordinator.ledger.num_dropped
+        seen["dropped events of old attempts"] += self.world.router.ledger.num_dropped
         return Report(
             self._seed, self.timeline.num_events, self.checker.num_requests, self.checker.num_tokens,
             self.timeline.now_s, self.timeline.trace_hash, self.fleet.faults, self.checker.outcomes, seen,
@@ -86,8 +88,8 @@ class FaultRun:
         timeline.run(1)
         if timeline.now_s >= _DEADLINE_S:
             raise AssertionError(f"hangs: {self.checker.open_ids}, {list(self._holders())}")
-        if world.coordinator is not None:
-            known = len(world.coordinator.ledger) + world.admission.num_waiting
+        if world.router is not None:
+            known = len(world.router.ledger) + world.admission.num_waiting
             assert known == self.checker.num_open, "the ledger and the clients disagree"
         if timeline.num_events % _FULL_CHECK_EVENTS == 0:
             self.check()
@@ -96,13 +98,13 @@ class FaultRun:
     def _holders(self) -> Iterator[str]:
         """Who still holds or does something."""
         yield from self.fleet.holders()
-        if self.world.coordinator is None:
+        if self.world.router is None:
             yield "no gateway"
         if not self.world.admission.idle:
             yield "admission"
 
     def check(self) -> None:
-        now_s, coordinator = self.timeline.now_s, self.world.coordinator
+        now_s, coordinator = self.timeline.now_s, self.world.router
         self.fleet.check()
         if coordinator is not None:
             coordinator.check(now_s - 2 * TICK_S)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from tripool.config import AdmissionConfig, RouterConfig, SchedulerConfig
@@ -25,6 +25,10 @@ FaultKind = Literal[
 """cut: a connection breaks and both ends notice. loss: messages vanish unnoticed. spoil: KV changes after
 they were packed. burst: more at once than memory holds. purge: a tenant's blocks are to be forgotten. disk full, disk
 rot: a cache member's disk takes nothing more, or has changed what was on it."""
+
+HostFaultKind = Literal["partition", "one way", "slow path", "host kill"]
+"""partition: two hosts cannot reach each other; one way: only one cannot reach the other. slow path: everything between
+two hosts takes longer. host kill: all processes of a host, its supervisor included."""
 
 _COMMON: tuple[FaultKind, ...] = (
     "kill", "kill", "stop", "stop", "stop", "slow", "cut", "loss", "spoil", "cache restart", "burst"
@@ -52,7 +56,7 @@ class WorkerSpec:
 @dataclass(frozen=True, slots=True)
 class Fault:
     time_s: float
-    kind: FaultKind
+    kind: FaultKind | HostFaultKind
     length_s: float
 
 
@@ -72,9 +76,13 @@ class Scenario:
     """The queue is short: some requests are refused, as they should be."""
     disk: DiskSpec | None = None
     """Behind every cache member."""
+    num_hosts: int = 1
+    host_of: dict[str, int] = field(default_factory=dict)
+    """Of workers and cache members; the others run where the gateway does."""
 
 
-def draw(seed: int, *, faults: bool = True) -> Scenario:
+def draw(seed: int, *, faults: bool = True, hosts: int = 1) -> Scenario:
+    """`hosts`: more than one add partitions between them to the faults; the rest is that of the same seed on one."""
     rng = Rng(seed)
     may_refuse = rng.chance(0.1)
     router = RouterConfig(
@@ -107,10 +115,27 @@ def draw(seed: int, *, faults: bool = True) -> Scenario:
     arrivals.sort(key=lambda arrival: arrival.time_s)
     disk, disk_faults = _disk(Rng(seed + 2**34), span_s)
     drawn += disk_faults if faults else []
+    host_of, host_faults = _hosts(Rng(seed + 2**35), span_s, hosts, [*workers, *member_names(num_members)])
+    drawn += host_faults if faults else []
     return Scenario(
         seed, router, admission, minds_slots, tenants, workers, num_members, member_slots, arrivals, drawn, may_refuse,
-        disk,
+        disk, hosts, host_of,
     )  # fmt: skip
+
+
+def member_names(num_members: int) -> list[str]:
+    return [f"cache-{number}" for number in range(num_members)]
+
+
+def _hosts(rng: Rng, span_s: float, hosts: int, names: list[str]) -> tuple[dict[str, int], list[Fault]]:
+    """From an rng of its own too. Every second fault lasts longer than the gateway waits for a heartbeat."""
+    if hosts == 1:
+        return {}, []
+    faults = []
+    for _ in range(rng.between(2, 4)):
+        kind = rng.pick(get_args(HostFaultKind))
+        faults.append(Fault(rng.uniform(0.1, span_s), kind, rng.pick([rng.uniform(0.02, 0.6), rng.uniform(0.6, 2.5)])))
+    return {name: rng.between(0, hosts - 1) for name in names}, faults
 
 
 def _disk(rng: Rng, span_s: float) -> tuple[DiskSpec | None, list[Fault]]:

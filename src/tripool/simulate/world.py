@@ -1,39 +1,62 @@
-"""A gateway in virtual time: the admission control and the coordinator that serve, their clients and what they send.
+"""A gateway in virtual time: the admission control and the router that serve, their clients and what these send.
 
-What stands behind the gateway is an argument, with its network and engines: serving workers on threads
-(`simulate/fleet.py`), or on modelled engines and links (`simulate/supernode/fleet.py`). Faults strike a world and its
-fleet from outside, at their time; an observer is told what clients see.
+Everything else is an argument. The fleet brings its network and cost model:
+
+| fleet | router | engines |
+|---|---|---|
+| `simulate/fleet.py` | `Coordinator` | serving workers on threads, a network that loses messages |
+| `simulate/supernode/fleet.py` | `Coordinator` | serving workers on modelled engines and links |
+| `simulate/supernode/colocated.py` | the engine itself | one engine for prefill and decode, measured steps |
+
+Faults are events of the same timeline; an observer sees what clients see.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
-from tripool.config import AdmissionConfig, RouterConfig
+from tripool.config import AdmissionConfig
 from tripool.core import Request, TokenEvent
 from tripool.errors import TripoolError
-from tripool.messages import AnyMessage, ToWorker, WorkerId
-from tripool.router import Coordinator, Emit, Fail, Output, Send, ToSupervisor
+from tripool.messages import ToWorker, WorkerId
+from tripool.router import Emit, Fail, Output, Send, ToSupervisor
 from tripool.router.admission import AdmissionController
 from tripool.router.admission_types import Admit, Capacity, Decision, Refuse
 from tripool.router.admission_types import Arrival as Prompt
-from tripool.router.view import FleetView
 from tripool.simulate.request_table import DONE, FAILED, REFUSED, Arrival, Open, RequestTable
 from tripool.simulate.timeline import GATEWAY, TICK, Timeline, to_fs
 
 TICK_S = 0.05
-_TICK_FS = to_fs(TICK_S)
 _NO_GATEWAY_S = 0.3
 """After that time a client tries again to connect."""
 
 
-class Fleet(Protocol):
-    """Processes behind the gateway, and the network to them."""
+class Router(Protocol):
+    """Takes what admission lets in; its outputs are for `World.do`. A `Coordinator` is one."""
 
-    def start(self, world: World) -> None:
-        """The gateway is there; what reaches it is given to `World.receive`."""
+    def submit(self, request: Request, now_s: float) -> list[Output]: ...
+
+    def cancel(self, request_id: str, now_s: float) -> list[Output]: ...
+
+    def tick(self, now_s: float) -> list[Output]: ...
+
+
+RouterT = TypeVar("RouterT", bound=Router)
+
+
+class Fleet(Protocol[RouterT]):
+    """What computes, and the network to it."""
+
+    def new_router(self, gateway_epoch: int) -> RouterT:
+        """Of a gateway that starts."""
+
+    def capacity(self, router: RouterT) -> Capacity:
+        """As admission control knows it."""
+
+    def start(self, world: World[RouterT]) -> None:
+        """The gateway is there: what its router makes of messages is given to `World.do`."""
 
     def send(self, worker_id: WorkerId, message: ToWorker) -> None: ...
 
@@ -41,8 +64,13 @@ class Fleet(Protocol):
         """To the supervisor: this worker is silent."""
 
 
+class Faults(Protocol[RouterT]):
+    def start(self, world: World[RouterT]) -> None:
+        """Plan the faults as events of the world's timeline."""
+
+
 class Observer:
-    """Is told what happens to requests. This one does nothing about it."""
+    """Called for what happens to requests. This one ignores it."""
 
     def turned_away(self) -> None:
         """There was no gateway."""
@@ -64,35 +92,36 @@ class Observer:
     def gateway_died(self) -> None: ...
 
 
-class World:
+class World(Generic[RouterT]):
     """`retry_s`: after which time a client asks again that was refused (why), or cut off; None: never.
-    `minds_slots`: whether admission knows how many answers the decode workers take at a time."""
+    `to_client_s`: from the gateway to a client, for tokens."""
 
     def __init__(
         self,
         timeline: Timeline,
-        fleet: Fleet,
+        fleet: Fleet[RouterT],
         arrivals: Iterable[Arrival],
         *,
-        router: RouterConfig,
         admission: AdmissionConfig,
-        minds_slots: bool = False,
-        traces: bool = True,
+        faults: Faults[RouterT] | None = None,
+        tick_s: float = TICK_S,
+        to_client_s: float = 0.0,
         retry_s: Callable[[TripoolError | None], float | None] = lambda error: None,
         observer: Observer | None = None,
     ) -> None:
         self.timeline, self.observer = timeline, observer or Observer()
         self.open: dict[str, Open] = {}
         self.table = RequestTable()
-        self.coordinator: Coordinator | None = None
+        self.router: RouterT | None = None
         """None: there is no gateway just now."""
         self._fleet, self._arrivals, self._retry_s = fleet, iter(arrivals), retry_s
-        self._router_config, self._admission_config = router, admission
-        self._minds_slots, self._traces = minds_slots, traces
+        self._admission_config, self._tick_fs, self._to_client_s = admission, to_fs(tick_s), to_client_s
         self._gateway_epoch = 0
         self.start_gateway()
         fleet.start(self)
         self._next_arrival()
+        if faults is not None:
+            faults.start(self)
         timeline.over = self.idle
 
     def run(self, progress: Callable[[int], None] | None = None) -> None:
@@ -114,7 +143,7 @@ class World:
 
     def _arrive(self, arrival: Arrival) -> None:
         now_s, request = self.timeline.now_s, arrival.request
-        if self.coordinator is None:
+        if self.router is None:
             self.observer.turned_away()
             self.timeline.expect(now_s + _NO_GATEWAY_S, self._arrive, arrival)
             return
@@ -140,15 +169,16 @@ class World:
             self.timeline.expect(self.timeline.now_s + wait_s, self._arrive, again)
 
     def _cancel(self, request_id: str) -> None:
-        if self.coordinator is not None:
+        if self.router is not None:
             now_s, opened = self.timeline.now_s, self.open.pop(request_id, None)
             self.observer.cancelled(request_id)
             self._decide(self.admission.cancelled(request_id, now_s))
             if opened is None or opened.admitted:
-                self.do(self.coordinator.cancel(request_id, now_s))
+                self.do(self.router.cancel(request_id, now_s))
 
     def _close(self, request_id: str, outcome: int, error: TripoolError | None = None) -> None:
-        self.table.close(self.open.pop(request_id), outcome, self.timeline.now_s, error)
+        end_s = self.timeline.now_s + (self._to_client_s if outcome == DONE else 0.0)
+        self.table.close(self.open.pop(request_id), outcome, end_s, error)
         self.timeline.over = self.idle
 
     @property
@@ -160,51 +190,40 @@ class World:
 
     def start_gateway(self) -> None:
         self._gateway_epoch += 1
-        self.admission = AdmissionController(self._admission_config)
-        self.coordinator = Coordinator(self._router_config, gateway_epoch=self._gateway_epoch, traces=self._traces)
-        self.timeline.at(self.timeline.now_fs + _TICK_FS, TICK, GATEWAY, self._tick, self._gateway_epoch)
+        self.router = self._fleet.new_router(self._gateway_epoch)
+        self.admission = AdmissionController(self._admission_config, room=self._fleet.capacity(self.router))
+        self.timeline.at(self.timeline.now_fs + self._tick_fs, TICK, GATEWAY, self._tick, self._gateway_epoch)
 
     def kill_gateway(self) -> None:
         """With the connections of all its clients."""
-        self.coordinator = None
+        self.router = None
         cut_off, self.open = self.open, {}
         self.observer.gateway_died()
         for opened in cut_off.values():
             self._ask_again(opened.arrival)
 
     def _tick(self, epoch: int) -> None:
-        if self.coordinator is None or epoch != self._gateway_epoch:
+        if self.router is None or epoch != self._gateway_epoch:
             return
         now_s = self.timeline.now_s
-        self.do(self.coordinator.tick(now_s))
-        self._decide(self.admission.tick(now_s, self._capacity(self.coordinator.view)))
-        self.timeline.at(self.timeline.now_fs + _TICK_FS, TICK, GATEWAY, self._tick, epoch)
-
-    def _capacity(self, view: FleetView) -> Capacity:
-        slots = 0
-        if self._minds_slots:
-            slots = sum(m.hello.max_running for m in view if m.hello.role == "decode" and not m.draining)
-        return Capacity(max(1, view.num_ready("prefill")), slots or None)
+        self.do(self.router.tick(now_s))
+        self._decide(self.admission.tick(now_s, self._fleet.capacity(self.router)))
+        self.timeline.at(self.timeline.now_fs + self._tick_fs, TICK, GATEWAY, self._tick, epoch)
 
     def _decide(self, decisions: list[Decision]) -> None:
         for decision in decisions:
             opened = self.open.get(decision.id)
             assert opened is not None and not opened.admitted, f"{decision.id}: decided about twice"
             if isinstance(decision, Admit):
-                assert self.coordinator is not None
+                assert self.router is not None
                 opened.admitted = True
                 self.observer.admitted(decision.id)
-                self.do(self.coordinator.submit(opened.arrival.request, self.timeline.now_s))
+                self.do(self.router.submit(opened.arrival.request, self.timeline.now_s))
             else:
                 assert decision.id not in self.admission, f"{decision.id}: refused, and still pending"
                 self.observer.refused(decision.id, decision.error)
                 self._ask_again(opened.arrival, decision.error)
                 self._close(decision.id, REFUSED, decision.error)
-
-    def receive(self, message: AnyMessage) -> None:
-        """From a worker or the supervisor."""
-        if self.coordinator is not None:
-            self.do(self.coordinator.receive(message, self.timeline.now_s))
 
     def do(self, outputs: list[Output]) -> None:
         for output in outputs:
@@ -227,7 +246,7 @@ class World:
         self.observer.token(event)
         opened = self.open[request_id]
         if opened.first_s is None:
-            opened.first_s, opened.cached_tokens = now_s, event.num_cached_tokens
+            opened.first_s, opened.cached_tokens = now_s + self._to_client_s, event.num_cached_tokens
             fetched = event.stages.fetched_tokens if event.stages is not None else 0
             opened.fetched_tokens = min(fetched, event.num_cached_tokens)
             uncached = len(opened.arrival.request.prompt_ids) - event.num_cached_tokens

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.simulate.supernode.small import small_layout
 from tripool.bench.trace import TraceRequest
@@ -171,10 +173,10 @@ def test_after_a_run_nothing_is_held() -> None:
     run.timeline.over = False
     assert run.timeline.run(2000)
     world, fleet = run.world, run.fleet
-    assert world.coordinator is not None
-    world.coordinator.check()
+    assert world.router is not None
+    world.router.check()
     fleet.pool.check()
-    assert not len(world.coordinator.ledger) and world.admission.idle
+    assert not len(world.router.ledger) and world.admission.idle
     for instance in fleet.decodes:
         assert all(rank is not None and rank.process.worker.heartbeat().blocks_held == 0 for rank in instance.ranks)
     for keeper in fleet.prefills:
@@ -209,6 +211,18 @@ def test_a_span_is_the_sum_of_its_steps() -> None:
         assert steps_in(line, 100, 7, 60, total - 1) == count - 1
     most = steps_within(line, 100, 7)
     assert 100 + 7 * (most - 1) < 5000 <= 100 + 7 * most
+
+
+@given(
+    st.integers(1, 10**13), st.integers(0, 10**9), st.integers(0, 10**6), st.integers(0, 300), st.integers(0, 300),
+    st.integers(0, 10**16),
+)  # fmt: skip
+def test_whole_steps_in_a_span_are_those_that_a_count_finds(
+    fixed_fs: int, token_fs: int, context: int, grows: int, most: int, span: int
+) -> None:
+    line = Line(fixed_fs, token_fs, 2**80)
+    counted = sum(span_fs(line, context, grows, count) <= span for count in range(1, most + 1))
+    assert steps_in(line, context, grows, most, span) == counted
 
 
 def test_a_deployment_file_becomes_a_layout_and_runs() -> None:

@@ -22,6 +22,7 @@ from re import fullmatch
 from tripool.core import TokenEvent
 from tripool.errors import InvalidRequest, TripoolError
 from tripool.messages import WorkerId
+from tripool.router import Coordinator
 from tripool.simulate.supernode.fleet import ModelledFleet
 from tripool.simulate.supernode.layout import Layout
 from tripool.simulate.supernode.step_times import NO_TROUBLE
@@ -93,11 +94,15 @@ class Struck:
 
 
 class Faults(Observer):
-    def __init__(self, world: World, fleet: ModelledFleet, faults: Sequence[Fault]) -> None:
-        self._world, self._fleet, self._timeline = world, fleet, world.timeline
+    _world: World[Coordinator]
+
+    def __init__(self, fleet: ModelledFleet, faults: Sequence[Fault]) -> None:
+        self._fleet, self._timeline = fleet, fleet.timeline
         self.struck = [Struck(fault) for fault in faults]
         self._watched: dict[str, list[Struck]] = {}
-        world.observer = self
+
+    def start(self, world: World[Coordinator]) -> None:
+        self._world = world
         for number, struck in enumerate(self.struck):
             self._timeline.at(to_fs(struck.fault.at_s), FAULT, number, self._strike, number)
 
@@ -150,8 +155,8 @@ class Faults(Observer):
         instance.kill(list(ranks), _MASK_S)
 
     def _lose(self, struck: Struck, worker_ids: list[WorkerId], *, reported: bool) -> None:
-        assert self._world.coordinator is not None
-        ledger = self._world.coordinator.ledger
+        assert self._world.router is not None
+        ledger = self._world.router.ledger
         touched: set[str] = set()
         for worker_id in worker_ids:
             touched.update(request_id for request_id, _ in ledger.placements_at(worker_id))

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from tripool.core import Request
 from tripool.messages import AnyMessage, Reaped, Tokens, ToWorker, Welcome, WorkerId
+from tripool.router import Coordinator
+from tripool.router.admission_types import Capacity
 from tripool.simulate.supernode.instances import DecodeInstance, PrefillInstance
 from tripool.simulate.supernode.layout import Layout
 from tripool.simulate.supernode.links import Link, Slices, carry
@@ -28,7 +30,7 @@ _ASK_S = 0.2
 
 
 class ModelledFleet:
-    world: World
+    world: World[Coordinator]
 
     def __init__(self, layout: Layout, timeline: Timeline, slice_s: float, member_slots: int) -> None:
         self.layout, self.timeline, self.slices = layout, timeline, Slices(slice_s)
@@ -42,7 +44,13 @@ class ModelledFleet:
         self.decodes: list[DecodeInstance] = []
         self.in_links: dict[int, Link] = {}
 
-    def start(self, world: World) -> None:
+    def new_router(self, gateway_epoch: int) -> Coordinator:
+        return Coordinator(self.layout.router, gateway_epoch=gateway_epoch, traces=False)
+
+    def capacity(self, router: Coordinator) -> Capacity:
+        return Capacity(max(1, router.view.num_ready("prefill")))
+
+    def start(self, world: World[Coordinator]) -> None:
         self.world = world
         prefill, decode = self.layout.prefill, self.layout.decode
         for number in range(prefill.instances):
@@ -96,7 +104,7 @@ class ModelledFleet:
 
     def _reap(self, worker_id: WorkerId) -> None:
         self.pool.reaped(worker_id)
-        self.world.receive(Reaped(worker_id))
+        self._hear([Reaped(worker_id)])
 
     # ---- the network ------------------------------------------------------------------------------------------------
 
@@ -121,7 +129,7 @@ class ModelledFleet:
         self.timeline.at(self.timeline.now_fs + self._hop_fs, ARRIVAL, number, self._hear, messages)
 
     def _hear(self, messages: Sequence[AnyMessage]) -> None:
-        world, coordinator = self.world, self.world.coordinator
+        world, coordinator, now_s = self.world, self.world.router, self.timeline.now_s
         assert coordinator is not None
         for message in messages:
             if isinstance(message, Tokens):
@@ -129,9 +137,11 @@ class ModelledFleet:
                     (stamped, stamped.event.earlier if isinstance(stamped.event, TokenRun) else ())
                     for stamped in message.events
                 ]
-                world.do(coordinator.advance(message.worker_id, runs, self.timeline.now_s))
+                outputs = coordinator.advance(message.worker_id, runs, now_s)
             else:
-                world.do(coordinator.receive(message, self.timeline.now_s))
+                outputs = coordinator.receive(message, now_s)
+            if outputs:
+                world.do(outputs)
 
     def trusts(self, worker_id: WorkerId) -> bool:
         keeper = self.prefills[self._numbers[worker_id.name]]

@@ -41,7 +41,7 @@ class PrefillInstance:
         self.engine = engine = PrefillEngine(config, site.timeline, site.layout.context_tokens, keys_of)
 
         def make(process: Process) -> PrefillWorker:
-            sender = ModelledTransfer(site, worker_id, number, engine, self._go).sender()
+            sender = ModelledTransfer(site, worker_id, number, engine, lambda: None).sender()
             clock = site.timeline.clock
             return PrefillWorker(engine, worker_id, sender, process.send, pool=self._client, clock=clock)
 
@@ -59,9 +59,10 @@ class PrefillInstance:
     def receive(self, message: AnyMessage) -> None:
         self.process.messages.append(message)
         self._go()
+        self.process.flush()
 
     def _go(self) -> None:
-        """A turn of the worker, and the step that follows from it, unless one runs."""
+        """A turn of the worker, and the step that follows from it, unless one runs. To be flushed."""
         engine, timeline = self.engine, self._site.timeline
         if engine.tasks is not None and engine.over_s is None:
             return
@@ -153,6 +154,7 @@ class DecodeInstance:
                 self._cut()
             return
         rank.process.turn()
+        rank.process.flush()
         if not engine.busy:
             return
         if self._stepping:

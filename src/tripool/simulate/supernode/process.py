@@ -49,7 +49,8 @@ class Process:
         self._sent.append(message)
 
     def turn(self) -> None:
-        """Complete the step that is over, if there is one; then do what has come meanwhile."""
+        """Complete the step that is over, if there is one; then do what has come meanwhile. `flush` sends what comes of
+        it."""
         worker, now_s = self.worker, self._site.timeline.now_s
         if self._engine.has_results:
             worker.work(now_s)
@@ -59,8 +60,6 @@ class Process:
                 worker.receive(message, now_s)
         if worker.moving:
             worker.work(now_s)
-        if self._sent:
-            self.flush()
 
     def flush(self) -> None:
         if self._sent:
@@ -68,11 +67,13 @@ class Process:
             self._sent = []
 
     def heartbeat(self, *, after_fs: int) -> None:
-        """Unless the last one was sent a shorter time ago."""
+        """And flush. No heartbeat if the last one was sent a shorter time ago."""
         now_fs = self._site.timeline.now_fs
         if now_fs - self._heartbeat_fs >= after_fs:
             self._heartbeat_fs = now_fs
-            self._site.tell(self.number, [self.worker.heartbeat()])
+            self._sent.append(self.worker.heartbeat())
+        if self._sent:
+            self.flush()
 
 
 class NominalMemory:

@@ -38,11 +38,11 @@ class TraceRun:
         """Whether the trace says which prompts share a prefix."""
         slots = min(layout.member_slots, most_blocks or layout.member_slots)
         self.fleet = ModelledFleet(layout, self.timeline, slice_s, slots)
+        self.faults = Faults(self.fleet, faults)
         self.world = World(
-            self.timeline, self.fleet, self._arrivals(requests), router=layout.router, admission=layout.admission,
-            traces=False,
+            self.timeline, self.fleet, self._arrivals(requests), admission=layout.admission, faults=self.faults,
+            observer=self.faults,
         )  # fmt: skip
-        self.faults = Faults(self.world, self.fleet, faults)
         self.table, self.slices, self.run = self.world.table, self.fleet.slices, self.world.run
 
     def _arrivals(self, requests: Iterable[TraceRequest]) -> Iterator[Arrival]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from math import floor, inf, log10
+from math import floor, inf, isqrt, log10
 
 from tripool.planner.cost import DecodeModel, PrefillModel
 from tripool.simulate.timeline import to_fs
@@ -145,11 +145,8 @@ def span_fs(line: Line, context: int, grows: int, count: int) -> int:
 
 def steps_in(line: Line, context: int, grows: int, most: int, span: int) -> int:
     """How many whole steps, at most `most`, fit into so many femtoseconds."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if span_fs(line, context, grows, middle) <= span:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    # `span_fs` of n steps is (a n n + b n) / 2: solved in whole numbers, without rounding.
+    a = line.token_fs * grows
+    b = 2 * (line.fixed_fs + line.token_fs * context) - a
+    steps = (isqrt(b * b + 8 * a * span) - b) // (2 * a) if a else 2 * span // b
+    return steps if steps < most else most
