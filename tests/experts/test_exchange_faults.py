@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from experts.fault_world import Parts, World
-from tripool.experts.exchange import ExpertServer, Owner, Request
+from tripool.experts.exchange import ExpertServer, Owner, Replicas, Request
 from tripool.experts.layout import LANES, Bell
 
 
@@ -41,12 +41,12 @@ class TakesAnyAnswer(Owner):
 
 
 class SendsNothingAgain(Owner):
-    def reassign(self, table: Sequence[int], alive: Sequence[bool], epoch: int) -> None:
+    def reassign(self, table: Replicas, alive: Sequence[bool], epoch: int) -> None:
         self._epoch = epoch
 
 
 class ForgetsLostRows(Owner):
-    def reassign(self, table: Sequence[int], alive: Sequence[bool], epoch: int) -> None:
+    def reassign(self, table: Replicas, alive: Sequence[bool], epoch: int) -> None:
         self._epoch = epoch
         self._segments = [s for s in self._segments if s.answered or alive[s.rank]]
 

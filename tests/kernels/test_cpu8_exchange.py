@@ -120,8 +120,34 @@ def test_any_number_of_ranks_gives_the_bits_of_one_process(num_ranks: int, kind:
                     assert torch.equal(group.run(rank, layer, x), alone(layer, x))
 
 
-def test_replicas() -> None:
-    """Each rank has its own replica of every expert to ask."""
+def replicated(num_ranks: int, seed: int) -> np.ndarray:
+    """[layers, experts, most replicas]: one to all ranks hold an expert."""
+    rng = np.random.default_rng(seed)
+    table = np.full((2, EXPERTS, num_ranks), -1, np.int32)
+    for cell in table.reshape(-1, num_ranks):
+        some = np.sort(rng.permutation(num_ranks)[: rng.integers(1, num_ranks + 1)])
+        cell[: len(some)] = some
+    return table
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("num_ranks", [2, 5])
+def test_any_replica_gives_the_bits_of_one_process(num_ranks: int) -> None:
+    """Rows of an expert are split: some exchanges have more than 16 of one."""
+    rng = torch.Generator().manual_seed(10)
+    with ranks(layout(num_ranks, slab_rows=64)) as group:
+        for epoch in (1, 2, 3):
+            group.install(epoch, replicated(num_ranks, epoch))
+            for rank in range(num_ranks):
+                for layer, count in ((0, 1), (1, 9), (0, 64), (1, 130)):
+                    x = torch.randn(count, HIDDEN, generator=rng)
+                    assert torch.equal(group.run(rank, layer, x), alone(layer, x))
+        for layer in (0, 1):
+            routed = sum(int(group.view.routed(rank)[layer].sum()) for rank in range(num_ranks))
+            assert group.view.assigned(layer).sum() == routed
+
+
+def test_each_rank_may_have_a_map_of_its_own() -> None:
     x = torch.randn(20, HIDDEN, generator=torch.Generator().manual_seed(2))
     with ranks(layout(4)) as group:
         for rank, exchange in enumerate(group.exchanges):
@@ -241,11 +267,16 @@ def test_another_model_is_refused() -> None:
         NativeExchange(shape, np.zeros(shape.num_bytes, np.uint8), 0, [Moe8(weights(1))])
 
 
+LOST_3 = [[1, -1, -1], [2, -1, -1], [3, -1, -1], [1, 2, 3], [2, 3, -1], [1, 3, -1], [3, -1, -1], [1, 2, -1]]
+AFTER_3 = [[1, -1], [2, -1], [2, -1], [1, 2], [2, -1], [1, 2], [1, -1], [1, 2]]
+
+
 def test_both_owners_write_the_same_slab_and_doorbells() -> None:
     """A rank without experts sends all its rows. Entry by entry, also after a rank is lost and they are sent again."""
     x = torch.randn(11, HIDDEN, generator=torch.Generator().manual_seed(12))
     with ranks(layout(4), native=1) as group:
-        first, second = (np.array([[1, 2, 3, 1, 2, 3, 3, 1]] * 2), np.array([[1, 2, 2, 1, 2, 1, 2, 1]] * 2))
+        first, second = np.array([LOST_3] * 2, np.int32), np.array([AFTER_3] * 2, np.int32)
+        group.view.assigned(0)[:] = (9, 3000, 2900, 2000)  # what others have sent
         group.install(3, first)
         thread = Thread(target=lambda: group.run(0, 0, x))
         thread.start()
@@ -261,7 +292,8 @@ def test_both_owners_write_the_same_slab_and_doorbells() -> None:
         experts[entries["row"], entries["choice"]] = entries["expert"]
         given[entries["row"], entries["choice"]] = entries["weight"]
         rows = QuantizedRows(*(part[:11].copy() for part in (slab.rows.values, slab.rows.scales, slab.rows.fixes)))
-        owner.dispatch(0, rows, experts, given, first[0].tolist(), 3)
+        plain.assigned(0)[:] = (9, 3000, 2900, 2000)
+        owner.dispatch(0, rows, experts, given, first[0], 3)
         check_same_requests(group.view, plain, owner, lane, count)
         for server in silent[:2]:  # the third is lost without an answer
             for request in list(server.requests()):
@@ -272,7 +304,7 @@ def test_both_owners_write_the_same_slab_and_doorbells() -> None:
         while not all(list(server.requests()) for server in silent[:2]):
             assert monotonic() < deadline
         assert not owner.poll()
-        owner.reassign(second[0].tolist(), [True, True, True, False], 4)
+        owner.reassign(second[0], [True, True, True, False], 4)
         check_same_requests(group.view, plain, owner, lane, count)
         for server in silent[:2]:
             for request in list(server.requests()):
@@ -288,6 +320,7 @@ def check_same_requests(compiled: SharedView, plain: SharedView, owner: Owner, l
     slabs = compiled.slab(0, lane), plain.slab(0, lane)
     assert slabs[0].head[0] == slabs[1].head[0]
     assert slabs[0].entries[:count].tobytes() == slabs[1].entries[:count].tobytes()
+    assert compiled.assigned(0).tolist() == plain.assigned(0).tolist()
     for rank in (1, 2, 3):
         assert slabs[0].segments[rank] == slabs[1].segments[rank]
         assert compiled.dispatch_bell(rank, 0, lane).read() == plain.dispatch_bell(rank, 0, lane).read()

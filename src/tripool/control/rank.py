@@ -126,8 +126,7 @@ class Rank:
         for rank in new.gone:
             self._exchange.fence(rank, new.epoch)
         self._exchange.fence(self._exchange.rank, max(0, new.epoch - _EPOCHS))
-        routes, _ = new.routes(self._exchange.rank)
-        self._exchange.install(new.epoch, routes.astype(np.int32), [rank not in new.gone for rank in range(new.ranks)])
+        self._exchange.install(new.epoch, new.holders, [rank not in new.gone for rank in range(new.ranks)])
         if self._map is None or self._map.gone != new.gone:  # else experts were moved, which is no news
             _LOG.info("expert map", extra={"map_epoch": new.epoch, "ranks_gone": sorted(new.gone)})
         self._map = new

@@ -118,7 +118,8 @@ class ExchangeMemory(Structure):
         *(
             (name, c_uint64)
             for name in (
-                "control", "dispatch_bells", "combine_bells", "routed", "routed_bytes", "dispatch", "combine",
+                "control", "dispatch_bells", "combine_bells", "routed", "routed_bytes", "assigned",
+                "assigned_bytes", "dispatch", "combine",
                 "dispatch_bytes", "combine_bytes", "segment_list", "entry_list", "scales", "fixes", "values",
             )
         ),
@@ -163,7 +164,7 @@ _FUNCTIONS: dict[str, Sequence[type]] = {
     "tripool_gqa": (c_void_p, c_void_p, c_void_p, c_void_p),
     "tripool_mla": (c_void_p, c_void_p, c_void_p, c_void_p),
     "tripool_exchange_close": (c_void_p,),
-    "tripool_exchange_map": (c_void_p, c_uint32, c_void_p, c_void_p),
+    "tripool_exchange_map": (c_void_p, c_uint32, c_void_p, c_int, c_void_p),
     "tripool_exchange_fence": (c_void_p, c_int, c_uint32),
     "tripool_exchange_silence": (c_void_p, c_void_p),
     "tripool_prompts_close": (c_void_p,),
